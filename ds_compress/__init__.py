@@ -1,0 +1,3 @@
+"""Compressed messages between the pipeline stages of DeepSpeed."""
+
+__version__ = "0.1.0"

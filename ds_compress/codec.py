@@ -1,0 +1,200 @@
+"""The codec contract: what a compressor promises, and how one is found by name.
+
+A codec turns one float tensor into a fixed number of payload tensors whose shapes and dtypes follow from the input's
+shape and dtype alone (`layout`), so that the receiver can allocate them before anything arrives. Adding one:
+
+    @register("mine")
+    class Mine(Codec):
+        '''One sentence for `ds-compress list`.'''
+
+        class Options(CodecOptions):
+            bits: Literal[4, 8] = 4
+
+        def layout(self, spec): ...
+        def encode(self, x, ctx): ...
+        def decode(self, parts, spec, ctx): ...
+
+The test that walks `names()` checks it from then on, and `ds-compress list`, `check` and `bench` find it by name.
+"""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from ds_compress.errors import CompressionError, did_you_mean
+from ds_compress.validation import validate
+
+Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, dtype and device of a tensor: all that a receiver knows before the packet arrives."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device = torch.device("cpu")
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorSpec":
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass
+class Context:
+    """What a codec may need for one tensor of one message, and must not keep.
+
+    Sender and receiver of a message hold equal contexts, except for `memory`, which each side fills itself.
+    """
+
+    boundary: int = 0
+    direction: str = "forward"  # or "backward"
+    step: int = 0  # optimizer steps done when the message was made
+    micro_batch: int = 0  # position of the message inside its step
+    position: int = 0  # which float tensor of the message this is
+    replica: int = 0  # data-parallel rank; tensor-parallel ranks share it and so send the same bytes
+    seed: int = 0  # "seed" of the ds_compress block
+    training: bool = True  # False in evaluation, where `memory` is a copy that is thrown away
+
+    stash: MutableMapping[str, Tensor] = field(default_factory=dict)
+    """What the forward message of a micro-batch leaves, on both sides, for the backward message of the same one.
+    Dropped after that message; in evaluation dropped at once. Holds the selection and whatever a codec adds."""
+
+    memory: MutableMapping[str, Tensor] = field(default_factory=dict)
+    """Tensors that outlive the message (a warm-started basis, learned weights), kept and checkpointed by the
+    boundary, shared by its two directions. Replace entries, never modify them in place."""
+
+    @property
+    def selection(self) -> Tensor | None:
+        """Flat int64 indices of the kept entries, in the order of their values on the wire. A sparsifying codec sets
+        it in encode and in decode of the forward message; `indices: "reuse"` reads it in the backward message."""
+        return self.stash.get("selection")
+
+    @selection.setter
+    def selection(self, indices: Tensor) -> None:
+        self.stash["selection"] = indices
+
+    def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
+        """A generator seeded from the fields above: equal on both sides, new for every message, nothing to save."""
+        place = (self.seed, self.boundary, self.direction, self.step, self.micro_batch, self.position, self.replica)
+        digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
+        return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+class CodecOptions(BaseModel):
+    """Base of every codec's options: unknown keys and values of the wrong type are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Codec(ABC):
+    """A stateless compressor of one tensor.
+
+    Promises, each checked for every registered codec: deterministic for a given context; inf or nan in the input
+    shows as a non-finite value in the output; C(s*x) = s*C(x) up to rounding; any float dtype and any shape is right
+    or refused with a `CompressionError`.
+    """
+
+    Options: ClassVar[type[CodecOptions]] = CodecOptions
+    name: ClassVar[str]
+    both_directions: ClassVar[bool] = False  # True: forward and backward of a boundary must both be this codec
+
+    def __init__(self, options: CodecOptions | None = None):
+        self.options: Any = options if options is not None else self.Options()
+
+    @abstractmethod
+    def layout(self, spec: TensorSpec) -> Layout:
+        """(shape, dtype) of each payload tensor for an input of `spec`, without seeing data."""
+
+    @abstractmethod
+    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+        """Compress `x` (any float dtype, possibly non-contiguous, never modified) to tensors that match `layout`."""
+
+    @abstractmethod
+    def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
+        """The tensor of `spec`'s shape, dtype and device that `parts` stand for."""
+
+    def observe(self, x: Tensor, ctx: Context) -> None:
+        """Look at a message that crosses uncompressed during warm-up; called on both sides with the same `x`."""
+
+    def end_step(self, memory: MutableMapping[str, Tensor], average: Callable[[Tensor], Tensor]) -> None:
+        """Update learned entries of `memory` once per training step; `average` takes the mean over the replicas."""
+
+    def paired(self, forward: "Codec") -> "Codec":
+        """The codec to use backward, where `self` was asked for, at a boundary whose forward codec is `forward`.
+
+        Raises:
+            CompressionError: the two cannot work together.
+        """
+        return self
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Name and every option with its value, as JSON types."""
+        return {"name": self.name, **self.options.model_dump(mode="json")}
+
+
+_REGISTRY: dict[str, type[Codec]] = {}
+
+
+def register(name: str):
+    """Class decorator that makes a codec known as `name`; a second codec of that name is refused."""
+
+    def add(cls: type[Codec]) -> type[Codec]:
+        if name in _REGISTRY:
+            raise CompressionError(f"codec {name!r} is already registered by {_REGISTRY[name].__qualname__}")
+        cls.name = name
+        _REGISTRY[name] = cls
+        return cls
+
+    return add
+
+
+def names() -> list[str]:
+    """Names of all registered codecs, sorted."""
+    return sorted(_REGISTRY)
+
+
+def codec_class(name: object, path: str = "codec") -> type[Codec]:
+    """The class registered as `name`; `path` is the JSON path that an error names."""
+    if not isinstance(name, str) or name not in _REGISTRY:
+        raise CompressionError(
+            f"{path}: {name!r} is not registered{did_you_mean(name, names())}; known: {', '.join(names())}"
+        )
+    return _REGISTRY[name]
+
+
+def build(choice: object, path: str = "codec") -> Codec:
+    """Build the codec that a JSON value describes.
+
+    Args:
+        choice: a name, or a dict of `"name"` and options.
+        path: JSON path of `choice`, for errors.
+
+    Raises:
+        CompressionError: unknown name, unknown option or a value that is not allowed.
+    """
+    if isinstance(choice, Codec):
+        return choice
+    if isinstance(choice, str):
+        return codec_class(choice, path)()
+    if not isinstance(choice, dict):
+        raise CompressionError(f"{path}: {choice!r} is neither a codec name nor an object; known: {', '.join(names())}")
+    if "name" not in choice:
+        raise CompressionError(f"{path}.name: missing; known: {', '.join(names())}")
+    cls = codec_class(choice["name"], f"{path}.name")
+    return cls(validate(cls.Options, {k: v for k, v in choice.items() if k != "name"}, path))

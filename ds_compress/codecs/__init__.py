@@ -1,0 +1,5 @@
+"""Codec families; importing this package registers all of them."""
+
+from ds_compress.codecs import casts
+
+__all__ = ["casts"]
