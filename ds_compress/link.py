@@ -92,13 +92,18 @@ class EagerReceiver(Receiver):
     def __init__(self, peer: int, device: torch.device, group=None):
         super().__init__(peer, device, group)
         self._posted: deque[tuple[Tensor, dist.Work]] = deque()
+        self._memory: list[Tensor] = []
         self._in_use: Tensor | None = None
         self._to_post = 0
 
     def expect(self, nbytes: int, count: int) -> None:
+        if not self._memory or self._memory[0].numel() != nbytes:
+            new = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(POSTED_AHEAD)]
+            self._memory = new
+        self._in_use = None
         self._to_post = count
-        for _ in range(POSTED_AHEAD):
-            self._post(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
+        for memory in self._memory:
+            self._post(memory)
 
     def receive(self, nbytes: int) -> Tensor:
         if not self._posted:
