@@ -70,11 +70,17 @@ def _wrap(module: Any) -> None:
     engine_class.__init__ = __init__
 
 
-def _warn_of_near_misses(ds_config: dict[str, Any]) -> None:
-    """DeepSpeed ignores keys it does not know, so a misspelt one would train uncompressed without a word."""
+def near_misses(ds_config: dict[str, Any]) -> list[str]:
+    """Keys that look like a misspelt "ds_compress"."""
     import difflib
 
-    for key in ds_config:
-        plain = str(key).lower().replace("_", "").replace("-", "")
-        if difflib.SequenceMatcher(None, plain, "dscompress").ratio() >= 0.85:
-            logger.warning("ds_config key %r is unknown to DeepSpeed: did you mean %r? Training uncompressed.", key, KEY)
+    def plain(key):
+        return str(key).lower().replace("_", "").replace("-", "")
+
+    return [key for key in ds_config if difflib.SequenceMatcher(None, plain(key), plain(KEY)).ratio() >= 0.85]
+
+
+def _warn_of_near_misses(ds_config: dict[str, Any]) -> None:
+    """DeepSpeed ignores keys it does not know, so a misspelt one would train uncompressed without a word."""
+    for key in near_misses(ds_config):
+        logger.warning("ds_config key %r is unknown to DeepSpeed: did you mean %r? Training uncompressed.", key, KEY)

@@ -21,7 +21,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -104,6 +104,7 @@ class Codec(Named, ABC):
     or refused with a `CompressionError`.
     """
 
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)  # option sets that the tests and `ds-compress bench` walk
     both_directions: ClassVar[bool] = False  # True: forward and backward of a boundary must both be this codec
 
     @abstractmethod
@@ -134,6 +135,10 @@ class Codec(Named, ABC):
             CompressionError: the two cannot work together.
         """
         return self
+
+    def forward_partner(self) -> "Codec | None":
+        """A forward codec whose message must come first where this one cannot stand alone; None where it can."""
+        return None
 
 
 CODECS: Registry[Codec] = Registry("codec")

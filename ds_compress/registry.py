@@ -11,7 +11,7 @@ from ds_compress.validation import validate
 class Options(BaseModel):
     """Base of every options model: unknown keys and values of the wrong type are refused."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
 
 class Named:
@@ -19,6 +19,11 @@ class Named:
 
     Options: ClassVar[type[Options]] = Options
     name: ClassVar[str]
+
+    @classmethod
+    def summary(cls) -> str:
+        """First line of the class's docstring."""
+        return (cls.__doc__ or "").strip().splitlines()[0]
 
     def __init__(self, options: Options | None = None):
         self.options: Any = options if options is not None else self.Options()
