@@ -58,10 +58,12 @@ def to_codes(groups: Tensor, step: Tensor, offset: Tensor, top: int, generator: 
     divisor = torch.where(step > 0, step, torch.inf)
     position = (groups - offset.float()[:, None]).div_(divisor[:, None])
     if generator is None:
-        position += 0.5
+        codes = position.add_(0.5).floor_()
     else:
-        position += torch.rand(position.shape, generator=generator, device=position.device)
-    return position.clamp_(0, top).to(torch.uint8)  # the cast cuts the fraction off
+        # the dither meets the fraction alone: added to the position it could round past the neighbour
+        codes = position.floor()
+        codes += torch.rand(codes.shape, generator=generator, device=codes.device) < position.sub_(codes)
+    return codes.clamp_(0, top).to(torch.uint8)
 
 
 def from_codes(codes: Tensor, step: Tensor, offset: Tensor) -> Tensor:
