@@ -112,6 +112,7 @@ class Codec(ABC):
     Options: ClassVar[type[CodecOptions]] = CodecOptions
     name: ClassVar[str]
     both_directions: ClassVar[bool] = False  # True: forward and backward of a boundary must both be this codec
+    selects: ClassVar[bool] = False  # True: sets ctx.selection, which "indices": "reuse" backward can then read
 
     def __init__(self, options: CodecOptions | None = None):
         self.options: Any = options if options is not None else self.Options()
