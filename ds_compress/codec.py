@@ -106,6 +106,7 @@ class Codec(Named, ABC):
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)  # option sets that the tests and `ds-compress bench` walk
     both_directions: ClassVar[bool] = False  # True: forward and backward of a boundary must both be this codec
+    selects: ClassVar[bool] = False  # True: sets ctx.selection, which "indices": "reuse" backward can then read
 
     @abstractmethod
     def layout(self, spec: TensorSpec) -> Layout:

@@ -1,5 +1,7 @@
 """Codec families; importing this package registers all of them."""
 
-from ds_compress.codecs import acsgd, casts, minmax, quantize
+import importlib
+import pkgutil
 
-__all__ = ["acsgd", "casts", "minmax", "quantize"]
+for module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{module.name}")

@@ -1,2 +1,2 @@
-"""Arithmetic on groups of values, free of options, specs and contexts: plain torch, and the specification of any
-faster version."""
+"""Arithmetic of the codecs, free of options, specs and contexts: plain torch is the specification of any faster
+version."""
