@@ -119,6 +119,8 @@ class Config:
                     f"{path}.{direction}.codec: {other.name!r} cannot be combined with {codec.name!r} in the other "
                     f"direction; allowed: {codec.name!r} in both"
                 )
+        if forward.forward_partner() is not None:
+            raise CompressionError(f"{path}.forward.codec: {forward} takes over from a forward message; allowed backward only")
         try:
             backward = backward.paired(forward)
         except CompressionError as error:

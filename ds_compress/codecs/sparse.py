@@ -102,6 +102,11 @@ class TopK(Sparse):
         copy._forward = forward
         return copy
 
+    def forward_partner(self) -> Codec | None:
+        if self.options.indices != "reuse":
+            return None
+        return TopK(self.options.model_copy(update={"indices": "auto"}))
+
     def kept(self, spec: TensorSpec) -> int:
         if self._forward is not self:
             return self._forward.kept(spec)
