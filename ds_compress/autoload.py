@@ -21,7 +21,7 @@ logger = logging.getLogger("ds_compress")
 
 
 def hook() -> None:
-    """Wrap DeepSpeed's pipeline engine now or when it is imported; never raises, as that would break `import torch`."""
+    """Wrap DeepSpeed's pipeline engine, now or when it is imported; never raises: that would break `import torch`."""
     try:
         if TARGET in sys.modules:
             _wrap(sys.modules[TARGET])

@@ -78,7 +78,11 @@ class Channel:
         return Message(message.specs, self.codec, message.eligible).packet.nbytes
 
     def encode(
-        self, tensors: Sequence[Tensor], moment: Moment, raw_tail: int = 0, memory: Callable[[int], Tensor] | None = None
+        self,
+        tensors: Sequence[Tensor],
+        moment: Moment,
+        raw_tail: int = 0,
+        memory: Callable[[int], Tensor] | None = None,
     ) -> Tensor:
         """The packet of `tensors`, counted as sent.
 

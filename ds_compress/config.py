@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from ds_compress import codecs  # noqa: F401  (registers them)
+import ds_compress.codecs  # noqa: F401  (registers them)
 from ds_compress.codec import CODECS, Codec
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FEEDBACKS, Feedback
@@ -120,7 +120,9 @@ class Config:
                     f"direction; allowed: {codec.name!r} in both"
                 )
         if forward.forward_partner() is not None:
-            raise CompressionError(f"{path}.forward.codec: {forward} takes over from a forward message; allowed backward only")
+            raise CompressionError(
+                f"{path}.forward.codec: {forward} takes over from a forward message; allowed backward only"
+            )
         try:
             backward = backward.paired(forward)
         except CompressionError as error:

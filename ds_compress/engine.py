@@ -187,16 +187,16 @@ def check_release(base: type, module: Any) -> None:
     """
     release = f"ds_compress: DeepSpeed {deepspeed.__version__}"
     if Version(deepspeed.__version__).release < Version(MINIMUM_DEEPSPEED).release:
-        raise CompressionError(f"{release} trains pipelines wrongly or differently; install {MINIMUM_DEEPSPEED} or newer")
+        raise CompressionError(f"{release} has another pipeline engine; install {MINIMUM_DEEPSPEED} or newer")
     for instruction in _AROUND:
         body = base._INSTRUCTION_MAP.get(instruction)
         if body is None or "buffer_id" not in inspect.signature(body).parameters:
-            raise CompressionError(f"{release}: no known way to run {instruction.__name__}; this release is not supported")
+            raise CompressionError(f"{release}: unknown way to run {instruction.__name__}; it is not supported")
     for name in ("_exec_schedule", "_send_tensor_meta", "_recv_tensor_meta", "_allocate_or_extend_buffers"):
         if not callable(getattr(base, name, None)):
-            raise CompressionError(f"{release}: its pipeline engine has no {name}; this release is not supported")
+            raise CompressionError(f"{release}: its pipeline engine has no {name}; it is not supported")
     if not all(callable(getattr(module.p2p, name, None)) for name in ("send", "recv")):
-        raise CompressionError(f"{release}: its p2p has no send and recv; this release is not supported")
+        raise CompressionError(f"{release}: its p2p has no send and recv; it is not supported")
     if hasattr(base, "_queue_p2p"):
         raise CompressionError(f"{KEY}: DualPipeV is not supported; use PipelineModule, or \"enabled\": false")
 

@@ -17,7 +17,9 @@ from ds_compress.errors import CompressionError
 _engines = itertools.count()
 
 
-def agree(store: Store, rank: int, world_size: int, settings: dict[str, Any] | CompressionError, timeout: float) -> None:
+def agree(
+    store: Store, rank: int, world_size: int, settings: dict[str, Any] | CompressionError, timeout: float
+) -> None:
     """Compare `settings` over all ranks; returns when they are equal.
 
     Args:

@@ -82,7 +82,8 @@ class Monitor:
             boundaries.append(f"boundary {number}: {', '.join(channels)}")
         block = self.config.block
         warmup = f", after {block.warmup_steps} warm-up steps" if block.warmup_steps else ""
-        return f"ds_compress {__version__} active, link {block.link.mode}{warmup}; per message: {'; '.join(boundaries)}"
+        how = f"link {block.link.mode}{warmup}"
+        return f"ds_compress {__version__} active, {how}; per message: {'; '.join(boundaries)}"
 
     def _events(self, rows: Tensor, samples: int) -> Events:
         events = []

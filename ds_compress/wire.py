@@ -82,7 +82,8 @@ class Header:
         if data == expected:
             return
         came, expected = Header.unpack(data), Header.unpack(expected)
-        place = f"packet for boundary {self.boundary}, {self.direction}, step {self.step}, micro-batch {self.micro_batch}"
+        moment = f"step {self.step}, micro-batch {self.micro_batch}"
+        place = f"packet for boundary {self.boundary}, {self.direction}, {moment}"
         for name in ("boundary", "direction", "training", "step", "micro_batch", "nbytes", "fingerprint"):
             theirs, ours = getattr(came, name), getattr(expected, name)
             if theirs != ours:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from measure import roundtrip
+from tests.measure import roundtrip
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

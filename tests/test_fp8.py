@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_compress.codec import Context, build
-from measure import relative_error, residual_stream, roundtrip
+from tests.measure import relative_error, residual_stream, roundtrip
 
 
 @pytest.mark.parametrize("format, digits, normal_range", [("e4m3", 4, 2.0**-14), ("e5m2", 3, 2.0**-29)])

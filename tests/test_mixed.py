@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_compress.codec import TensorSpec, build
-from measure import roundtrip
+from tests.measure import roundtrip
 
 TILE = 32
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.errors import CompressionError
-from measure import bits_per_value, relative_error, residual_stream, roundtrip
+from tests.measure import bits_per_value, relative_error, residual_stream, roundtrip
 
 
 @pytest.fixture(scope="module")

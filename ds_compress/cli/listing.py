@@ -62,6 +62,6 @@ def _allowed(schema: dict[str, Any], root: dict[str, Any]) -> str:
         return " | ".join(map(str, schema["enum"]))
     if "const" in schema:
         return str(schema["const"])
-    words = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<", "multipleOf": "multiple of"}
+    words = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     limits = ", ".join(f"{sign} {schema[key]:g}" for key, sign in words.items() if key in schema)
     return " ".join(filter(None, [schema.get("type", "any"), limits]))
