@@ -137,7 +137,8 @@ class PacketLayout:
         for view, part in zip(views, parts):
             if part.shape != view.shape or part.dtype != view.dtype:
                 raise CompressionError(
-                    f"packet: payload of {tuple(part.shape)} {part.dtype}, layout says {tuple(view.shape)} {view.dtype}"
+                    f"packet: payload of {tuple(part.shape)} {part.dtype} came, "
+                    f"the layout says {tuple(view.shape)} {view.dtype}"
                 )
             view.copy_(part)
 

@@ -1,4 +1,4 @@
-"""A training script as a user has it: nothing of ds_compress in it. Run by the deepspeed launcher in test_launcher.py."""
+"""A training script as a user has it, nothing of ds_compress in it; test_launcher.py runs it."""
 
 import argparse
 import json

@@ -21,7 +21,7 @@ BAD = [
     ({"forward": None}, "ds_compress.forward: None", "object"),
     ({"forward": {"codek": "topk"}}, "ds_compress.forward.codek: unknown key", "did you mean 'codec'"),
     ({"forward": {"codec": "top_k"}}, "ds_compress.forward.codec: 'top_k' is not registered", "did you mean 'topk'"),
-    ({"backward": {"codec": {"name": "top_k"}}}, "ds_compress.backward.codec.name: 'top_k' is not registered", "known: "),
+    ({"backward": {"codec": {"name": "top_k"}}}, "ds_compress.backward.codec.name: 'top_k' is not", "known: "),
     ({"forward": {"codec": {"bits": 4}}}, "ds_compress.forward.codec.name: missing", "known: "),
     ({"forward": {"codec": 4}}, "ds_compress.forward.codec: 4 is neither", "known: "),
     ({"forward": {"codec": None}}, "ds_compress.forward.codec: None is neither", "known: "),
@@ -47,11 +47,12 @@ BAD = [
     ({"forward": {"codec": {"name": "quantize", "group_size": 0}}}, "ds_compress.forward.codec.group_size", ""),
     ({"forward": {"codec": {"name": "quantize", "group_size": -8}}}, "ds_compress.forward.codec.group_size", ""),
     ({"forward": {"codec": {"name": "quantize", "scale": "max"}}}, "ds_compress.forward.codec.scale: 'max'", "minmax"),
-    ({"forward": {"codec": {"name": "quantize", "scale_dtype": "fp16"}}}, "ds_compress.forward.codec.scale_dtype", "bf16"),
+    ({"forward": {"codec": {"name": "quantize", "scale_dtype": "fp16"}}},
+     "ds_compress.forward.codec.scale_dtype", "bf16"),
     ({"forward": {"codec": {"name": "quantize", "hadamard": True, "group_size": 24}}},
      "ds_compress.forward.codec.hadamard", "power of two"),
     ({"forward": {"codec": {"name": "minmax", "bits": 32}}}, "ds_compress.forward.codec.bits: 32", "less than"),
-    ({"forward": {"codec": {"name": "none", "bits": 4}}}, "ds_compress.forward.codec.bits: unknown key", "allowed: none"),
+    ({"forward": {"codec": {"name": "none", "bits": 4}}}, "ds_compress.forward.codec.bits: unknown", "allowed: none"),
     ({"forward": {"feedback": "ef2"}}, "ds_compress.forward.feedback: 'ef2' is not registered", "known: "),
     ({"forward": {"feedback": {}}}, "ds_compress.forward.feedback.name: missing", "known: "),
     ({"forward": {"feedback": {"name": "none", "beta": 1}}}, "ds_compress.forward.feedback.beta: unknown key", ""),
@@ -125,7 +126,8 @@ def test_boundary_keeps_what_it_does_not_change():
 
 def test_reuse_takes_the_density_of_forward():
     codecs = Config({
-        "forward": {"codec": {"name": "topk", "density": 0.25}}, "backward": {"codec": {"name": "topk", "indices": "reuse"}}
+        "forward": {"codec": {"name": "topk", "density": 0.25}},
+        "backward": {"codec": {"name": "topk", "indices": "reuse"}},
     }).codecs(None)
     assert codecs.backward.settings["density"] == 0.25
 
@@ -133,7 +135,7 @@ def test_reuse_takes_the_density_of_forward():
 def test_boundaries_must_exist():
     config = Config({"boundaries": {"2": {"forward": {"codec": "bf16"}}}})
     config.check_boundaries(3)
-    with pytest.raises(CompressionError, match=r'ds_compress.boundaries.2: there is no such boundary; allowed: "0", "1"'):
+    with pytest.raises(CompressionError, match=r'boundaries.2: there is no such boundary; allowed: "0", "1"'):
         config.check_boundaries(2)
     with pytest.raises(CompressionError, match="a pipeline of one stage has no boundary"):
         config.check_boundaries(0)

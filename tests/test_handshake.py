@@ -26,7 +26,8 @@ def start(configs, timeout=None):
 
 @pytest.mark.parametrize("blocks, path, values", [
     (({"seed": 1}, {"seed": 2}), "ds_compress.seed", ("1", "2")),
-    (({"forward": {"codec": "bf16"}}, {"forward": {"codec": "fp16"}}), "ds_compress.forward.name", ("'bf16'", "'fp16'")),
+    (({"forward": {"codec": "bf16"}}, {"forward": {"codec": "fp16"}}),
+     "ds_compress.forward.name", ("'bf16'", "'fp16'")),
     (({"forward": {"codec": "topk"}}, {"forward": {"codec": {"name": "topk", "density": 0.2}}}),
      "ds_compress.forward.density", ("0.1", "0.2")),
     (({}, {"enabled": False}), "ds_compress.enabled", ("True", "False")),

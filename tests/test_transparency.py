@@ -1,4 +1,4 @@
-"""The thesis: with codec "none" nothing changes but the packets. Losses and weights are bit-equal to stock DeepSpeed."""
+"""The thesis: with codec "none" losses and weights are bit-equal to stock DeepSpeed."""
 
 import pytest
 import torch

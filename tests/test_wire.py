@@ -41,14 +41,13 @@ def test_size_is_payload_plus_header():
     assert layout.nbytes == HEADER_SIZE + 4096 + ALIGNMENT
 
 
-@given(st.integers(0, 2**16 - 1), st.sampled_from(["forward", "backward"]), st.integers(0, 2**40), st.integers(0, 2**32 - 1),
-       st.booleans())
+@given(st.integers(0, 2**16 - 1), st.sampled_from(["forward", "backward"]), st.integers(0, 2**40),
+       st.integers(0, 2**32 - 1), st.booleans())
 def test_header_round_trip(boundary, direction, step, micro_batch, training):
     layout = PacketLayout((), None)
-    sent = header(layout, boundary=boundary, direction=direction, step=step, micro_batch=micro_batch, training=training)
-    came = Header.unpack(sent.pack())
-    assert came == header(layout, boundary=boundary, direction=direction, step=step % 2**32, micro_batch=micro_batch,
-                          training=training)
+    fields = {"boundary": boundary, "direction": direction, "micro_batch": micro_batch, "training": training}
+    came = Header.unpack(header(layout, **fields, step=step).pack())
+    assert came == header(layout, **fields, step=step % 2**32)
 
 
 @pytest.mark.parametrize("field, value", [
