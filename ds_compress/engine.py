@@ -42,11 +42,13 @@ class CompressedEngine:
 
     _compression: Stage
     _compression_monitor: Monitor
+    _ahead: bool  # whether the schedule in progress sends when computed
+    _sent_ahead: set[tuple[type, int]]  # instructions, with buffer, whose message has left already
 
     def _exec_schedule(self, pipe_schedule):
         training = torch.is_grad_enabled() and self.module.training
         stage = self._compression
-        self._sent_ahead = set()
+        self._sent_ahead.clear()
         with stage.running(self.global_steps, training):
             # Not before the shapes are known: DeepSpeed's shape message goes first, in its own order
             self._ahead = (
@@ -55,6 +57,7 @@ class CompressedEngine:
             if self._ahead:
                 self._expect_messages(pipe_schedule.micro_batches, training)
             super()._exec_schedule(pipe_schedule)
+        self._ahead = False
         if training:
             for boundary in stage.boundaries:
                 boundary.end_step(self._replica_mean)
@@ -221,6 +224,7 @@ def attach(engine: Any, module: Any, block: object) -> None:
 
     if not isinstance(module.p2p, PointToPoint):
         module.p2p = PointToPoint(module.p2p)
+    engine._ahead, engine._sent_ahead = False, set()
     engine._compression = _stage(engine, config, module.p2p)
     engine._compression_monitor = Monitor(
         config,
