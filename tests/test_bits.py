@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.kernels.bits import pack, packed_size, unpack
@@ -46,6 +46,7 @@ def test_golden(bits, packed):
     assert pack(torch.tensor([codes], dtype=torch.uint8), bits).tolist() == [packed]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(0, 4), st.integers(1, 20), st.randoms(use_true_random=False))
 def test_packs_as_drawn_and_loses_nothing(bits, groups, eighths, random):
     rows = [[random.randrange(2**bits) for _ in range(8 * eighths)] for _ in range(groups)]

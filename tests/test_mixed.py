@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.codec import TensorSpec, build
@@ -43,6 +43,7 @@ def test_equal_tiles_are_told_apart_by_position():
     assert torch.equal(mixed[3:], roundtrip({**plain, "bits": 1}, x)[3:])
 
 
+@settings(deadline=None)
 @given(st.integers(0, 300), st.floats(0, 1), st.integers(1, 3))
 def test_size_is_counted_exactly(tiles, share, low_bits):
     codec = build({"name": "quantize", "group_size": TILE, "mixed": {"share": share, "low_bits": low_bits}})

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.codec import Context, TensorSpec, build
@@ -82,6 +82,7 @@ def test_groups(group_size, to_rows):
 FLOATS = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
 
 
+@settings(deadline=None)
 @given(st.lists(FLOATS, min_size=1, max_size=70), st.integers(1, 8), st.sampled_from(["minmax", "symmetric"]))
 def test_no_value_is_further_than_half_a_step(values, bits, scale):
     x = torch.tensor(values)
