@@ -1,8 +1,8 @@
 """Which k entries of each row are kept.
 
-A selection is a flat tensor of int64 indices into `x.flatten()`, ascending, with the same number of entries in every
-row. Larger magnitudes go first, equal ones in the order of their index; nan counts as infinite, so that a selection
-from non-finite input holds a non-finite entry.
+Every function takes `x` [rows, d] and returns a selection: flat int64 indices into `x.flatten()`, ascending, with the
+same number of entries in every row whatever the data, so that packets have a static size and carry no counts. nan and
+infinity count as the largest magnitude: a selection from non-finite input holds a non-finite entry.
 """
 
 import math
@@ -10,12 +10,18 @@ import math
 import torch
 from torch import Tensor
 
-from ds_compress.kernels.indices import positions
+from ds_compress.kernels import sidco as fit
+from ds_compress.kernels import topk
 
 
 def kept_of(length: int, density: float) -> int:
     """How many of `length` entries `density` keeps: at least one; the 1e-9 absorbs the rounding of the product."""
     return min(length, max(1, math.ceil(density * length - 1e-9)))
+
+
+def kept_in_blocks(length: int, density: float, block: int) -> int:
+    """How many of `length` entries `blockwise` keeps."""
+    return length // block * kept_of(block, density) + kept_of(length % block, density)
 
 
 def rows_of(shape: tuple[int, ...], scope: str) -> tuple[int, int]:
@@ -25,22 +31,76 @@ def rows_of(shape: tuple[int, ...], scope: str) -> tuple[int, int]:
     return rows, numel // rows if rows else 0
 
 
-def magnitude(x: Tensor) -> Tensor:
-    """|x| with nan as +inf."""
-    return x.abs().nan_to_num_(nan=math.inf, posinf=math.inf)
-
-
 def exact(x: Tensor, k: int) -> Tensor:
-    """The k largest magnitudes of each row of `x` [rows, d], ties to the lowest index.
+    """The k largest magnitudes of each row, equal ones in the order of their index."""
+    return topk.exact(topk.keys(x), k)
 
-    `torch.topk` leaves open which of the tied entries it returns, so only the k-th value is taken from it.
+
+def threshold(x: Tensor, k: int) -> Tensor:
+    """About the k largest of each row: those above a threshold taken from a sample, without sorting all (DGC, Lin et
+    al., ICLR 2018, section 3).
+
+    The sample gives a band for the threshold. What lies above the band is kept; the other places go to entries of the
+    band, evenly spaced over the row so that no part of it is favoured. Rows no longer than the sample are exact.
     """
-    rows, d = x.shape
-    if k == d or not rows:
-        return torch.arange(x.numel(), device=x.device)
-    size = magnitude(x)
-    threshold = size.topk(k, dim=1, sorted=False).values.amin(1, keepdim=True)
-    above, tied = size > threshold, size == threshold
-    room = k - above.sum(1, keepdim=True)
-    mask = above | (tied & (tied.cumsum(1) <= room))
-    return positions(mask.flatten(), rows * k)
+    size = topk.keys(x)
+    if size.shape[1] <= topk.SAMPLE or not size.numel():
+        return topk.exact(size, k)
+    high, low = topk.sampled_band(size, k)
+    return _from_band(size, (low, high, topk.INFINITY[x.dtype]), k)
+
+
+def sidco(x: Tensor, k: int) -> Tensor:
+    """About the k largest of each row, by thresholds fitted to the distribution of |x| (see kernels.sidco).
+
+    What lies above the upper fitted threshold is kept, the other places go evenly spaced to entries between the two.
+    Where the best fit of some row keeps less than 0.8 k or more than 1.25 k, the selection is exact: looking at that
+    costs a synchronisation with the GPU.
+    """
+    size = topk.keys(x)
+    if not size.numel():
+        return topk.exact(size, k)
+    high, low, achieved = fit.bracket(x, k)
+    if not bool(((achieved >= 0.8 * k) & (achieved <= 1.25 * k)).all()):
+        return topk.exact(size, k)
+    low, high = topk.keys(low.to(x.dtype)), topk.keys(high.to(x.dtype))
+    return _from_band(size, (low, high, topk.INFINITY[x.dtype]), k)
+
+
+def blockwise(x: Tensor, density: float, block: int) -> Tensor:
+    """The largest of each block of `block` entries of a row (the last one may be shorter), at least one per block."""
+    size = topk.keys(x)
+    rows, d = size.shape
+    whole = d // block * block
+    places = []
+    for start, length, width in ((0, whole, block), (whole, d - whole, d - whole)):
+        if rows and length:
+            blocks = size[:, start:start + length].reshape(-1, width)
+            inside = topk.exact(blocks, kept_of(width, density)).view(rows, -1)
+            row = torch.arange(rows, device=x.device).unsqueeze(1)
+            places.append(inside + (row * (d - length) + start))
+    return torch.cat(places, dim=1).flatten() if places else topk.exact(size, 0)
+
+
+def stratified(rows: int, d: int, k: int, generator: torch.Generator) -> Tensor:
+    """A random selection: each row is cut in k stretches (`stretches`), and one entry of each is drawn."""
+    draw = torch.rand(rows, k, generator=generator, device=generator.device, dtype=torch.float64)
+    length = stretches(d, k, generator.device)
+    inside = (draw * length).long() + (length.cumsum(0) - length)
+    return (inside + torch.arange(rows, device=generator.device).unsqueeze(1) * d).flatten()
+
+
+def stretches(d: int, k: int, device: torch.device) -> Tensor:
+    """Lengths, int64 [k], of k stretches that make up a row of d entries and differ by one at most."""
+    return (torch.arange(k + 1, device=device) * d).div(max(k, 1), rounding_mode="floor").diff()
+
+
+def _from_band(size: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Tensor:
+    """k entries of each row of `size`, those that reach more of the rising `bounds` first; spread where they tie."""
+    level = torch.zeros_like(size, dtype=torch.int8)
+    cut = level.new_zeros(size.shape[0], 1)
+    for bound in bounds:
+        reached = size >= bound
+        level += reached
+        cut += torch.count_nonzero(reached, 1).unsqueeze(1) >= k
+    return topk.fill(level, cut, k, spread=True)

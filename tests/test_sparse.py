@@ -129,7 +129,7 @@ def test_reuse_with_nothing_to_reuse_sends_indices_and_says_so(caplog):
     ({"density": 0}, "codec.density: 0 is not allowed"),
     ({"density": 1.5}, "codec.density: 1.5 is not allowed"),
     ({"values": "bf61"}, "did you mean 'bf16'"),
-    ({"values": "topk"}, "cannot be selected from a second time"),
+    ({"values": "topk"}, "'topk' cannot carry the kept values"),
     ({"indices": "int23"}, "did you mean 'int32'"),
 ])
 def test_refusals(options, message):

@@ -1,11 +1,11 @@
-"""Codecs that keep some of the entries and send zero for the others.
+"""Codecs that keep some of the entries and send zero for the others: what they share, and two of them.
 
-The packet holds the indices of the kept entries (ds_compress.kernels.indices), then their values through a second
-codec. The kept entries are known from their indices alone: a kept zero is still kept.
+A packet holds the indices of the kept entries (ds_compress.kernels.indices), where the receiver cannot know them, then
+their values through a second codec. What is kept follows from the indices alone: a kept zero is still kept.
 """
 
-import logging
 from abc import abstractmethod
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -16,8 +16,6 @@ from ds_compress import select
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, build, register
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import indices as coding
-
-log = logging.getLogger("ds_compress")
 
 
 def _values_codec(choice: object) -> Codec:
@@ -33,9 +31,10 @@ class SparseOptions(CodecOptions):
 
     @field_validator("values")
     @classmethod
-    def _values_are_a_codec(cls, choice: object) -> object:
-        if _values_codec(choice).selects:
-            raise CompressionError("the kept values cannot be selected from a second time; use e.g. 'bf16'")
+    def _values_are_a_plain_codec(cls, choice: object) -> object:
+        inner = _values_codec(choice)
+        if inner.selects or inner.both_directions:
+            raise CompressionError(f"{inner.name!r} cannot carry the kept values; use e.g. 'bf16'")
         return choice
 
 
@@ -52,55 +51,49 @@ class Sparse(Codec):
     def kept(self, spec: TensorSpec) -> int:
         """How many entries of a tensor of `spec` are kept, over all rows."""
 
+    def gain(self, spec: TensorSpec) -> Tensor | None:
+        """What the receiver multiplies the kept values by, [kept] in selection order; None for 1."""
+        return None
+
     def _values_spec(self, spec: TensorSpec) -> TensorSpec:
         return TensorSpec((self.kept(spec),), spec.dtype, spec.device)
 
-    def _gather(self, x: Tensor, selection: Tensor, ctx: Context) -> tuple[Tensor, ...]:
-        return self.values.encode(x.flatten()[selection], ctx)
-
     def _scatter(self, parts: tuple[Tensor, ...], selection: Tensor, spec: TensorSpec, ctx: Context) -> Tensor:
-        values = self.values.decode(parts, self._values_spec(spec), ctx)
-        flat = torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device)
-        return flat.scatter_(0, selection, values.flatten()).view(spec.shape)
+        values = self.values.decode(parts, self._values_spec(spec), ctx).flatten()
+        gain = self.gain(spec)
+        if gain is not None:
+            values = values * gain
+        return torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device).scatter_(0, selection, values).view(
+            spec.shape)
 
 
-@register("topk")
-class TopK(Sparse):
-    """Keeps the entries of largest magnitude, exactly k = max(1, ceil(density * d)) of each row's d.
+def gather(x: Tensor, selection: Tensor) -> Tensor:
+    """The entries of `x` at flat indices, or nan in their place if any entry of `x` is not finite.
 
-    With `indices: "reuse"`, backward sends the gradient at the entries that forward kept, and no indices: the exact
-    gradient of the sparsified forward map (Rudakov et al., arXiv 2401.07788).
+    For selections that were not made from `x`: an overflow outside of them must reach the receiver too.
+    """
+    kept = x.flatten().index_select(0, selection)
+    if not x.numel():
+        return kept
+    finite = x.amax().isfinite() & x.amin().isfinite()
+    return torch.where(finite, kept, torch.nan)
+
+
+@register("randomk")
+class RandomK(Sparse):
+    """Keeps random entries, one from each of k equal stretches of a row; both sides draw them, no index is sent.
+
+    Stich et al., Sparsified SGD with Memory, NeurIPS 2018, with stratified sampling in place of a uniform subset: each
+    entry is still kept with probability about density, but the indices come out sorted and cost no pass over x.
     """
 
     class Options(SparseOptions):
-        indices: Literal["auto", "bitmask", "int32", "reuse"] = "auto"
-        """How the indices travel; auto takes the smaller of bitmask and int32, reuse (backward) sends none."""
-
         scope: Literal["sample", "tensor"] = "sample"
         """What counts as a row: each index of dim 0, or the tensor as a whole."""
 
-    def __init__(self, options: CodecOptions | None = None):
-        super().__init__(options)
-        self._forward: Codec = self
-
-    def paired(self, forward: Codec) -> Codec:
-        if self.options.indices != "reuse":
-            return self
-        if not forward.selects:
-            log.warning("topk: indices 'reuse' has nothing to reuse, forward codec %r selects no entries; "
-                        "using 'auto'", forward.name)
-            return TopK(self.options.model_copy(update={"indices": "auto"}))
-        mine, theirs = self.options.density, forward.options.density
-        if "density" in self.options.model_fields_set and mine != theirs:
-            raise CompressionError(
-                f"topk.density: {mine} backward with indices 'reuse', but forward {forward.name!r} keeps {theirs}; "
-                "leave it out backward, or do not reuse"
-            )
-        shared = [key for key in ("density", "scope") if hasattr(forward.options, key)]
-        followed = {key: getattr(forward.options, key) for key in shared}
-        copy = TopK(self.options.model_copy(update=followed))
-        copy._forward = forward
-        return copy
+        unbiased: bool = False
+        """Whether the receiver divides each value by the probability of its being kept, so that the mean of many
+        messages is x. The error of one message grows; leave it off with error feedback."""
 
     def forward_partner(self) -> Codec | None:
         if self.options.indices != "reuse":
@@ -108,56 +101,91 @@ class TopK(Sparse):
         return TopK(self.options.model_copy(update={"indices": "auto"}))
 
     def kept(self, spec: TensorSpec) -> int:
-        if self._forward is not self:
-            return self._forward.kept(spec)
         rows, length = select.rows_of(spec.shape, self.options.scope)
         return rows * select.kept_of(length, self.options.density)
 
+    def gain(self, spec: TensorSpec) -> Tensor | None:
+        if not self.options.unbiased:
+            return None
+        rows, length = select.rows_of(spec.shape, self.options.scope)
+        k = select.kept_of(length, self.options.density)
+        return select.stretches(length, k, spec.device).to(spec.dtype).repeat(rows)
+
     def layout(self, spec: TensorSpec) -> Layout:
-        coder = self._coder(spec)
-        indices = coder.layout(spec.numel, self.kept(spec)) if coder else ()
-        return indices + self.values.layout(self._values_spec(spec))
+        return self.values.layout(self._values_spec(spec))
+
+    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+        ctx.selection = self._draw(TensorSpec.of(x), ctx)
+        return self.values.encode(gather(x, ctx.selection), ctx)
+
+    def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
+        ctx.selection = self._draw(spec, ctx)
+        return self._scatter(parts, ctx.selection, spec, ctx)
+
+    def _draw(self, spec: TensorSpec, ctx: Context) -> Tensor:
+        rows, length = select.rows_of(spec.shape, self.options.scope)
+        # another seed than the values codec's, whose rounding must not depend on what was selected
+        generator = replace(ctx, seed=ctx.seed + 1).generator(spec.device)
+        return select.stratified(rows, length, select.kept_of(length, self.options.density), generator)
+
+
+@register("column")
+class Column(Sparse):
+    """Keeps whole hidden channels (indices of the last dim), those of largest L2 norm over all other dims.
+
+    Structured sparsity: one index per channel instead of one per entry. The values travel as [rows, channels kept].
+    """
+
+    Options = SparseOptions
+
+    def kept(self, spec: TensorSpec) -> int:
+        return self._values_spec(spec).numel
+
+    def _values_spec(self, spec: TensorSpec) -> TensorSpec:
+        rows, channels = self._matrix(spec)
+        return TensorSpec((rows, select.kept_of(channels, self.options.density)), spec.dtype, spec.device)
+
+    def layout(self, spec: TensorSpec) -> Layout:
+        channels, kept = self._matrix(spec)[1], self._values_spec(spec).shape[1]
+        return self._coder(channels, kept).layout(channels, kept) + self.values.layout(self._values_spec(spec))
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         spec = TensorSpec.of(x)
-        coder = self._coder(spec)
-        if coder is None:
-            return self._encode_reusing(x, spec, ctx)
-        rows, length = select.rows_of(spec.shape, self.options.scope)
-        ctx.selection = select.exact(x.reshape(rows, length), select.kept_of(length, self.options.density))
-        return coder.encode(ctx.selection, spec.numel) + self._gather(x, ctx.selection, ctx)
+        matrix, kept = x.reshape(self._matrix(spec)), self._values_spec(spec).shape[1]
+        columns = select.exact(_column_norms(matrix).unsqueeze(0), kept)
+        ctx.selection = self._entries(columns, matrix.shape)
+        indices = self._coder(matrix.shape[1], kept).encode(columns, matrix.shape[1])
+        return indices + self.values.encode(matrix.index_select(1, columns), ctx)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
-        coder = self._coder(spec)
-        if coder is None:
-            return self._scatter(parts, self._reused(spec, ctx), spec, ctx)
-        split = len(coder.layout(spec.numel, self.kept(spec)))
-        ctx.selection = coder.decode(parts[:split], spec.numel, self.kept(spec))
+        rows, channels = self._matrix(spec)
+        kept = self._values_spec(spec).shape[1]
+        coder = self._coder(channels, kept)
+        split = len(coder.layout(channels, kept))
+        columns = coder.decode(parts[:split], channels, kept)
+        ctx.selection = self._entries(columns, (rows, channels))
         return self._scatter(parts[split:], ctx.selection, spec, ctx)
 
-    def _coder(self, spec: TensorSpec):
-        name = self.options.indices
-        if name == "reuse":
-            return None
-        if name == "auto":
-            name = coding.smallest(("bitmask", "int32"), spec.numel, self.kept(spec))
-        return coding.CODERS[name]
+    @staticmethod
+    def _matrix(spec: TensorSpec) -> tuple[int, int]:
+        """(rows, channels); a 0-dim tensor is one channel, a tensor without entries has none."""
+        channels = spec.shape[-1] if spec.shape else 1
+        return (spec.numel // channels, channels) if spec.numel else (0, 0)
 
-    def _reused(self, spec: TensorSpec, ctx: Context) -> Tensor:
-        if ctx.selection is None:
-            raise CompressionError(
-                f"topk.indices: 'reuse' at boundary {ctx.boundary}, {ctx.direction}: no selection is kept for this "
-                "message; allowed backward only, after a forward message whose codec selects entries"
-            )
-        if ctx.selection.numel() != self.kept(spec):
-            raise CompressionError(
-                f"topk.indices: 'reuse' at boundary {ctx.boundary}, {ctx.direction}: the forward message kept "
-                f"{ctx.selection.numel()} entries, expected {self.kept(spec)} of shape {spec.shape}; use the same "
-                "density and scope in both directions"
-            )
-        return ctx.selection
+    @staticmethod
+    def _coder(channels: int, kept: int):
+        return coding.CODERS[coding.smallest(tuple(coding.CODERS), channels, kept)]
 
-    def _encode_reusing(self, x: Tensor, spec: TensorSpec, ctx: Context) -> tuple[Tensor, ...]:
-        kept = x.flatten()[self._reused(spec, ctx)]
-        # an overflow outside the selection must reach the receiver too
-        return self.values.encode(torch.where(x.isfinite().all(), kept, torch.nan), ctx)
+    @staticmethod
+    def _entries(columns: Tensor, shape: tuple[int, int]) -> Tensor:
+        rows, channels = shape
+        return (torch.arange(rows, device=columns.device).unsqueeze(1) * channels + columns).flatten()
+
+
+def _column_norms(matrix: Tensor) -> Tensor:
+    """L2 norm of each column, in units of the largest finite magnitude, so that no square leaves the range."""
+    if not matrix.numel():
+        return matrix.new_zeros(matrix.shape[1])
+    wide = matrix if matrix.dtype == torch.float64 else matrix.float()
+    largest = torch.where(wide.isfinite(), wide.abs(), 0).amax()
+    return (wide / torch.where(largest > 0, largest, 1)).square().sum(0)

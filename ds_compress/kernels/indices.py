@@ -15,9 +15,8 @@ def pack_bits(bits: Tensor) -> Tensor:
     """Bools [n] as uint8 [ceil(n / 8)]."""
     if bits.device.type == "cpu":
         return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
-    padded = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
-    weights = 1 << torch.arange(8, device=bits.device)
-    return (padded * weights).sum(1).to(torch.uint8)
+    padded = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(torch.uint8).view(-1, 8)
+    return (padded << torch.arange(8, device=bits.device, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
 
 
 def unpack_bits(packed: Tensor, numel: int) -> Tensor:
@@ -34,11 +33,28 @@ def positions(mask: Tensor, count: int) -> Tensor:
     Unlike `nonzero` it needs no look at the data on the host; entries beyond `count` are left out.
     """
     if mask.device.type == "cpu":
-        return torch.from_numpy(np.flatnonzero(mask.numpy())[:count])
-    rank = mask.cumsum(0)
-    slot = torch.where(mask & (rank <= count), rank - 1, count)
+        return torch.from_numpy(flatnonzero(mask.numpy())[:count])
+    slot = torch.where(mask, mask.cumsum(0) - 1, count).clamp_(max=count)
     found = torch.zeros(count + 1, dtype=torch.int64, device=mask.device)
     return found.scatter_(0, slot, torch.arange(mask.numel(), device=mask.device))[:count]
+
+
+def flatnonzero(mask: np.ndarray) -> np.ndarray:
+    """`np.flatnonzero` of bools [n], up to four times faster where few are true.
+
+    At 10 % or less numpy jumps from one true entry to the next, which pays only when they are far apart. Leaving out
+    the bytes of eight false entries makes the rest dense again.
+    """
+    if 10 * np.count_nonzero(mask) > mask.size:
+        return np.flatnonzero(mask)
+    packed = np.packbits(mask, bitorder="little")
+    used = np.flatnonzero(packed != 0)
+    bit = np.flatnonzero(np.unpackbits(packed.take(used), bitorder="little").view(np.bool_))
+    found = used.take(bit >> 3)
+    found *= 8
+    bit &= 7
+    found += bit
+    return found
 
 
 class Bitmask:
@@ -74,7 +90,97 @@ class Int32:
         return parts[0].long()
 
 
-CODERS = {"bitmask": Bitmask, "int32": Int32}
+class Int16:
+    """The low 16 bits of each index and, of tensors longer than 65,536, how many indices each such stretch holds.
+
+        low bits:  int16 [count]                     counts:  int32 [ceil(numel / 65536)]
+    """
+
+    STRETCH = 1 << 16
+
+    @classmethod
+    def layout(cls, numel: int, count: int) -> Layout:
+        low = ((count,), torch.int16)
+        return (low,) if numel <= cls.STRETCH else (low, ((-(-numel // cls.STRETCH),), torch.int32))
+
+    @classmethod
+    def encode(cls, indices: Tensor, numel: int) -> tuple[Tensor, ...]:
+        low = indices.to(torch.int16)
+        if numel <= cls.STRETCH:
+            return (low,)
+        ends = torch.arange(0, numel + cls.STRETCH, cls.STRETCH, device=indices.device)
+        return low, torch.searchsorted(indices, ends).diff().to(torch.int32)
+
+    @classmethod
+    def decode(cls, parts: tuple[Tensor, ...], numel: int, count: int) -> Tensor:
+        low = parts[0].long() & (cls.STRETCH - 1)
+        if numel <= cls.STRETCH:
+            return low
+        starts = torch.arange(0, numel, cls.STRETCH, device=low.device)
+        return low.add_(torch.repeat_interleave(starts, parts[1].long(), output_size=count))
+
+
+class Rice:
+    """A Golomb-Rice code with parameter r, in the form of Elias (1974) and Fano (1971).
+
+    The distances y_i = index_i - i never fall and never pass numel - count. Their low r bits are stored as r planes of
+    one bit per index; y_i >> r is stored in unary, by setting bit (y_i >> r) + i of a bit string. Coding the gaps
+    between the indices takes the same number of bits, but needs a running sum to decode.
+
+        planes:  uint8 [r, ceil(count / 8)]          unary:  uint8 [ceil((count + ((numel - count) >> r)) / 8)]
+
+    The unary length is that of the worst case, so the size is static: about r + 1 + (numel / count - 1) / 2^r bits per
+    index, and r is chosen to make it least. At density 0.1 that is 5.125 bits; no code can average less than 4.69.
+    """
+
+    @staticmethod
+    def _parameter(numel: int, count: int) -> int:
+        return min(range(numel.bit_length() + 1), key=lambda r: Rice._nbytes(r, numel, count))
+
+    @staticmethod
+    def _nbytes(r: int, numel: int, count: int) -> int:
+        return r * -(-count // 8) + -(-Rice._unary_bits(r, numel, count) // 8)
+
+    @staticmethod
+    def _unary_bits(r: int, numel: int, count: int) -> int:
+        return count + ((numel - count) >> r) if count else 0
+
+    @staticmethod
+    def layout(numel: int, count: int) -> Layout:
+        r = Rice._parameter(numel, count)
+        unary = -(-Rice._unary_bits(r, numel, count) // 8)
+        return ((r, -(-count // 8)), torch.uint8), ((unary,), torch.uint8)
+
+    @staticmethod
+    def encode(indices: Tensor, numel: int) -> tuple[Tensor, ...]:
+        count = indices.numel()
+        r = Rice._parameter(numel, count)
+        order = torch.arange(count, device=indices.device)
+        distance = indices - order
+        low = distance.to(Rice._low_dtype(r))
+        planes = [pack_bits((low & (1 << bit)) != 0) for bit in range(r)]
+        unary = torch.zeros(Rice._unary_bits(r, numel, count), dtype=torch.bool, device=indices.device)
+        unary.index_fill_(0, (distance >> r).add_(order), True)
+        empty = torch.empty(0, -(-count // 8), dtype=torch.uint8, device=indices.device)
+        return torch.stack(planes) if r else empty, pack_bits(unary)
+
+    @staticmethod
+    def decode(parts: tuple[Tensor, ...], numel: int, count: int) -> Tensor:
+        r = Rice._parameter(numel, count)
+        planes, unary = parts
+        order = torch.arange(count, device=unary.device)
+        low = torch.zeros(count, dtype=Rice._low_dtype(r), device=unary.device)
+        for bit in range(r):
+            low |= unpack_bits(planes[bit], count).to(low.dtype) << bit
+        high = positions(unpack_bits(unary, Rice._unary_bits(r, numel, count)), count) - order
+        return (high << r).bitwise_or_(low).add_(order)
+
+    @staticmethod
+    def _low_dtype(r: int) -> torch.dtype:
+        return torch.uint8 if r <= 8 else torch.int64
+
+
+CODERS = {"bitmask": Bitmask, "int16": Int16, "int32": Int32, "rice": Rice}
 
 
 def nbytes(name: str, numel: int, count: int) -> int:

@@ -1,0 +1,126 @@
+"""The codec that keeps the entries of largest magnitude."""
+
+import logging
+from typing import Literal
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from ds_compress import select
+from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
+from ds_compress.codecs.sparse import Sparse, SparseOptions, gather
+from ds_compress.errors import CompressionError
+from ds_compress.kernels import indices as coding
+
+log = logging.getLogger("ds_compress")
+
+
+@register("topk")
+class TopK(Sparse):
+    """Keeps the entries of largest magnitude, exactly k = max(1, ceil(density * d)) of each row's d.
+
+    With `indices: "reuse"`, backward sends the gradient at the entries that forward kept, and no indices: the exact
+    gradient of the sparsified forward map (Rudakov et al., arXiv 2401.07788).
+    """
+
+    class Options(SparseOptions):
+        indices: Literal["auto", "bitmask", "int16", "int32", "rice", "reuse"] = "auto"
+        """How the indices travel: auto takes the smallest, reuse (backward only) sends none."""
+
+        scope: Literal["sample", "tensor"] = "sample"
+        """What counts as a row: each index of dim 0, or the tensor as a whole."""
+
+        select: Literal["exact", "threshold", "sidco", "block"] = "exact"
+        """How the entries are found: exactly; by a sampled threshold; by a fitted one; exactly in each block."""
+
+        block_size: int | None = Field(None, gt=0)
+        """Entries per block of `select: "block"`, which keeps at least one of each; 1024 if not given."""
+
+        @model_validator(mode="after")
+        def _only_blocks_have_a_size(self):
+            if self.block_size is not None and self.select != "block":
+                raise CompressionError(f"block_size goes with select 'block', not with {self.select!r}")
+            return self
+
+    def __init__(self, options: CodecOptions | None = None):
+        super().__init__(options)
+        self._forward: Sparse = self  # whose selection "reuse" reads
+        self._block = self.options.block_size or 1024
+
+    def paired(self, forward: Codec) -> Codec:
+        if self.options.indices != "reuse":
+            return self
+        if not forward.selects:
+            log.warning("topk: indices 'reuse' has nothing to reuse, as the forward codec %r selects no entries; "
+                        "using 'auto'", forward.name)
+            return TopK(self.options.model_copy(update={"indices": "auto"}))
+        mine, theirs = self.options.density, forward.options.density
+        if "density" in self.options.model_fields_set and mine != theirs:
+            raise CompressionError(
+                f"topk.density: {mine} backward with indices 'reuse', but forward {forward.name!r} keeps {theirs}; "
+                "leave it out backward, or do not reuse"
+            )
+        shared = [key for key in ("density", "scope") if hasattr(forward.options, key)]
+        copy = TopK(self.options.model_copy(update={key: getattr(forward.options, key) for key in shared}))
+        copy._forward = forward
+        return copy
+
+    def kept(self, spec: TensorSpec) -> int:
+        if self._forward is not self:
+            return self._forward.kept(spec)
+        rows, length = select.rows_of(spec.shape, self.options.scope)
+        if self.options.select == "block":
+            return rows * select.kept_in_blocks(length, self.options.density, self._block)
+        return rows * select.kept_of(length, self.options.density)
+
+    def gain(self, spec: TensorSpec) -> Tensor | None:
+        return None if self._forward is self else self._forward.gain(spec)
+
+    def layout(self, spec: TensorSpec) -> Layout:
+        return self._indices_layout(spec) + self.values.layout(self._values_spec(spec))
+
+    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+        x, spec = x.contiguous(), TensorSpec.of(x)
+        if self.options.indices == "reuse":
+            return self.values.encode(gather(x, self._reused(spec, ctx)), ctx)
+        ctx.selection = self._select(x)
+        indices = self._coder(spec).encode(ctx.selection, spec.numel)
+        return indices + self.values.encode(x.flatten().index_select(0, ctx.selection), ctx)
+
+    def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
+        if self.options.indices == "reuse":
+            return self._scatter(parts, self._reused(spec, ctx), spec, ctx)
+        split = len(self._indices_layout(spec))
+        ctx.selection = self._coder(spec).decode(parts[:split], spec.numel, self.kept(spec))
+        return self._scatter(parts[split:], ctx.selection, spec, ctx)
+
+    def _select(self, x: Tensor) -> Tensor:
+        rows, length = select.rows_of(x.shape, self.options.scope)
+        x = x.reshape(rows, length)
+        if self.options.select == "block":
+            return select.blockwise(x, self.options.density, self._block)
+        method = {"exact": select.exact, "threshold": select.threshold, "sidco": select.sidco}[self.options.select]
+        return method(x, select.kept_of(length, self.options.density))
+
+    def _coder(self, spec: TensorSpec):
+        name = self.options.indices
+        if name == "auto":
+            name = coding.smallest(tuple(coding.CODERS), spec.numel, self.kept(spec))
+        return coding.CODERS[name]
+
+    def _indices_layout(self, spec: TensorSpec) -> Layout:
+        return () if self.options.indices == "reuse" else self._coder(spec).layout(spec.numel, self.kept(spec))
+
+    def _reused(self, spec: TensorSpec, ctx: Context) -> Tensor:
+        if ctx.selection is None:
+            raise CompressionError(
+                f"topk.indices: 'reuse' at boundary {ctx.boundary}, {ctx.direction}: no selection is kept for this "
+                "message; allowed backward only, after a forward message whose codec selects entries"
+            )
+        if ctx.selection.numel() != self.kept(spec):
+            raise CompressionError(
+                f"topk.indices: 'reuse' at boundary {ctx.boundary}, {ctx.direction}: the forward message kept "
+                f"{ctx.selection.numel()} entries, expected {self.kept(spec)} of shape {spec.shape}; use the same "
+                "density and scope in both directions"
+            )
+        return ctx.selection
