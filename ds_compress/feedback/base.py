@@ -75,6 +75,10 @@ class FeedbackCodec(Codec):
         """How many entries of a tensor of `spec` cross, where the codec selects."""
         return self.codec.kept(spec)
 
+    def gain(self, spec: TensorSpec) -> Tensor | None:
+        """What the receiver multiplies those entries by, where the codec selects."""
+        return self.codec.gain(spec)
+
     def layout(self, spec: TensorSpec) -> Layout:
         return self.codec.layout(spec)
 

@@ -47,6 +47,10 @@ class MixedErrorFeedbackCodec(FeedbackCodec):
     def kept(self, spec: TensorSpec) -> int:
         return sum(share.kept(spec) for share in self.shares)
 
+    def gain(self, spec: TensorSpec) -> Tensor | None:
+        gains = [share.gain(spec) for share in self.shares]
+        return None if gains[0] is None else torch.cat(gains)
+
     def layout(self, spec: TensorSpec) -> Layout:
         return sum((share.layout(spec) for share in self.shares), ())
 
