@@ -128,6 +128,10 @@ class Codec(ABC):
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         """The tensor of `spec`'s shape, dtype and device that `parts` stand for."""
 
+    def used(self, parts: tuple[Tensor, ...]) -> int | None:
+        """Leading bytes of `parts` that `decode` reads, where `layout` is a maximum; None: always all of them."""
+        return None
+
     def observe(self, x: Tensor, ctx: Context) -> None:
         """Look at a message that crosses uncompressed during warm-up; called on both sides with the same `x`."""
 
