@@ -1,5 +1,5 @@
 """Codec families; importing this package registers all of them."""
 
-from ds_compress.codecs import casts, lossless, lowrank
+from ds_compress.codecs import casts, learned, lossless, lowrank
 
-__all__ = ["casts", "lossless", "lowrank"]
+__all__ = ["casts", "learned", "lossless", "lowrank"]
