@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ds_compress.codec import Context
-from ds_compress.codecs.matrix import arithmetic_dtype, boundary_noise, is_finite, matrix_shape
+from ds_compress.codec import Context, TensorSpec
+from ds_compress.codecs.matrix import arithmetic_dtype, as_message, boundary_noise, is_finite, matrix_shape
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,14 @@ def test_is_finite_sees_one_bad_value(bad, at):
     x.view(-1)[at] = bad
     assert not is_finite(x)
     assert is_finite(x[:0])
+
+
+def test_fp16_saturates_but_keeps_inf_and_nan():
+    inf, nan = float("inf"), float("nan")
+    spec = TensorSpec((2, 3), torch.float16)
+    out = as_message(torch.tensor([[7e4, -7e4, 1.5, inf, -inf, nan]]), spec)
+    expected = torch.tensor([[65504, -65504, 1.5], [inf, -inf, nan]], dtype=torch.float16)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_noise_belongs_to_the_boundary_alone():

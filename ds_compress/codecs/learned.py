@@ -8,7 +8,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
-from ds_compress.codecs.matrix import WIRE_DTYPES, arithmetic_dtype, boundary_noise, matrix_shape
+from ds_compress.codecs.matrix import WIRE_DTYPES, arithmetic_dtype, as_message, boundary_noise, matrix_shape
 from ds_compress.errors import CompressionError
 
 BETAS = 0.9, 0.999
@@ -64,7 +64,7 @@ class Autoencoder(Codec):
         else:
             self._accumulate("encoder", self._left_by_forward("input", ctx).reshape(n, h).to(dtype).T @ code, h, ctx)
             m = code @ self._weight("encoder", h, ctx, spec.device).to(dtype).T
-        return m.to(spec.dtype).view(spec.shape)
+        return as_message(m, spec)
 
     def end_step(self, memory: MutableMapping[str, Tensor], average: Callable[[Tensor], Tensor]) -> None:
         for key in sorted(memory):

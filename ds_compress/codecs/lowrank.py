@@ -10,7 +10,14 @@ from pydantic import PositiveInt
 from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
-from ds_compress.codecs.matrix import WIRE_DTYPES, arithmetic_dtype, boundary_noise, is_finite, matrix_shape
+from ds_compress.codecs.matrix import (
+    WIRE_DTYPES,
+    arithmetic_dtype,
+    as_message,
+    boundary_noise,
+    is_finite,
+    matrix_shape,
+)
 from ds_compress.errors import CompressionError
 
 ITERATIONS = 16  # of C V -> V; in flat spectra, the slowest, the error is then within 0.1 % of the smallest possible
@@ -65,11 +72,9 @@ class LowRank(Codec):
         return p.to(dtype), torch.where(finite, q_next, torch.nan).to(dtype)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
-        if len(parts) == 1:
-            return parts[0].to(spec.dtype).view(spec.shape)
         dtype = arithmetic_dtype(spec.dtype, WIRE_DTYPES[self.options.dtype])
-        p, q = (part.to(dtype) for part in parts)
-        return (p @ q.T).to(spec.dtype).view(spec.shape)
+        p, *q = (part.to(dtype) for part in parts)
+        return as_message(p @ q[0].T if q else p, spec)
 
 
 def _near_one(p: Tensor) -> Tensor:
@@ -131,7 +136,7 @@ class PCA(Codec):
         basis, mean = self._fit(h, ctx)
         code = parts[0].float()
         m = torch.addmm(mean, code, basis.T) if ctx.direction == "forward" else code @ basis.T
-        return m.to(spec.dtype).view(spec.shape)
+        return as_message(m, spec)
 
     @staticmethod
     def _key(h: int, ctx: Context) -> str:

@@ -9,7 +9,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Context
+from ds_compress.codec import Context, TensorSpec
 
 WIRE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -30,6 +30,17 @@ def is_finite(matrix: Tensor) -> Tensor:
     if not matrix.numel():
         return torch.ones((), dtype=torch.bool, device=matrix.device)
     return torch.stack(torch.aminmax(matrix)).isfinite().all()
+
+
+def as_message(matrix: Tensor, spec: TensorSpec) -> Tensor:
+    """`matrix` in the shape and dtype of `spec`; in fp16 finite values beyond its range become its largest ones.
+
+    An approximation of numbers near 65504 can pass it, and inf would be taken for an overflow of the model.
+    """
+    if spec.dtype == torch.float16:
+        largest = torch.finfo(torch.float16).max
+        matrix = torch.where(matrix.isfinite(), matrix.clamp(-largest, largest), matrix)
+    return matrix.to(spec.dtype).view(spec.shape)
 
 
 def boundary_noise(shape: tuple[int, int], ctx: Context) -> Tensor:
