@@ -125,6 +125,10 @@ class Codec(Named, ABC):
         `parts` are views of a packet whose memory is used again: what must stay (in `ctx.stash`) is copied.
         """
 
+    def used(self, parts: tuple[Tensor, ...]) -> int | None:
+        """Leading bytes of `parts` that `decode` reads, where `layout` is a maximum; None: always all of them."""
+        return None
+
     def observe(self, x: Tensor, ctx: Context) -> None:
         """Look at a message that crosses uncompressed during warm-up; called on both sides with the same `x`."""
 
