@@ -8,6 +8,8 @@ eager:    sends return at once and receives are posted ahead, both on a process 
 """
 
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from deepspeed import comm as dist
@@ -15,6 +17,10 @@ from torch import Tensor
 
 POSTED_AHEAD = 2
 """Receives an eager channel keeps posted: one packet can be in use while the next arrives."""
+
+
+def _as_it_is(work: Any) -> Any:
+    return work
 
 
 class Sender:
@@ -32,8 +38,8 @@ class Sender:
         free = self._free.setdefault(nbytes, [])
         return free.pop() if free else torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
-    def send(self, packet: Tensor) -> None:
-        """Send `packet`, which came from `memory`."""
+    def send(self, packet: Tensor, watch: Callable[[Any], Any] = _as_it_is) -> None:
+        """Send `packet`, which came from `memory`; `watch` sees a transfer begin and gives what to use for it."""
         dist.send(packet, self.peer, group=self.group)
         self._free[packet.numel()].append(packet)
 
@@ -73,8 +79,8 @@ class EagerSender(Sender):
             self._release()
         return super().memory(nbytes)
 
-    def send(self, packet: Tensor) -> None:
-        self._in_flight.append((packet, dist.isend(packet, self.peer, group=self.group)))
+    def send(self, packet: Tensor, watch: Callable[[Any], Any] = _as_it_is) -> None:
+        self._in_flight.append((packet, watch(dist.isend(packet, self.peer, group=self.group))))
 
     def drain(self) -> None:
         while self._in_flight:
