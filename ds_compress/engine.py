@@ -230,6 +230,7 @@ def attach(engine: Any, module: Any, block: object) -> None:
     monitor = engine._compression_monitor = Monitor(
         config,
         boundaries=boundaries,
+        micro_batches=engine.micro_batches,
         device=engine.device,
         total=functools.partial(dist.all_reduce, group=engine.grid.get_pipe_parallel_group()),
         write=engine.monitor.write_events if engine.monitor.enabled else None,

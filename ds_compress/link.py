@@ -8,19 +8,21 @@ eager:    sends return at once and receives are posted ahead, both on a process 
 """
 
 from collections import deque
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from deepspeed import comm as dist
 from torch import Tensor
 
+from ds_compress.errors import CompressionError
+
+IN_FLIGHT = 4
+"""Packets of an eager channel under way before its sender waits for the oldest. DeepSpeed's own order has sent packet
+n - 1, and waited until it was taken, before it computes packet n: waiting for packet n - 4 at that point cannot lock a
+schedule that runs in that order. 1F1B has at most 2 under way after its warm-up; evaluation would have any number."""
+
 POSTED_AHEAD = 2
-"""Receives an eager channel keeps posted: one packet can be in use while the next arrives."""
-
-
-def _as_it_is(work: Any) -> Any:
-    return work
+"""Receives an eager channel keeps posted: one packet can be in use while the next arrives. The neighbour cannot have
+made the one after that, as in 1F1B it waits for an answer to the first."""
 
 
 class Sender:
@@ -38,8 +40,8 @@ class Sender:
         free = self._free.setdefault(nbytes, [])
         return free.pop() if free else torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
-    def send(self, packet: Tensor, watch: Callable[[Any], Any] = _as_it_is) -> None:
-        """Send `packet`, which came from `memory`; `watch` sees a transfer begin and gives what to use for it."""
+    def send(self, packet: Tensor) -> None:
+        """Send `packet`, which came from `memory`."""
         dist.send(packet, self.peer, group=self.group)
         self._free[packet.numel()].append(packet)
 
@@ -60,7 +62,7 @@ class Receiver:
         """Announce that the next `count` packets have `nbytes` each."""
 
     def receive(self, nbytes: int) -> Tensor:
-        """The next packet; its memory is used again at the second call from now."""
+        """The next packet; it stays as it is until the next call."""
         if self._packet is None or self._packet.numel() != nbytes:
             self._packet = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         dist.recv(self._packet, self.peer, group=self.group)
@@ -68,19 +70,20 @@ class Receiver:
 
 
 class EagerSender(Sender):
-    """Sends without waiting; packets stay allocated until they have left."""
+    """Sends without waiting; a packet's memory is used again when it has left."""
 
     def __init__(self, peer: int, device: torch.device, group=None):
         super().__init__(peer, device, group)
         self._in_flight: deque[tuple[Tensor, dist.Work]] = deque()
 
     def memory(self, nbytes: int) -> Tensor:
-        while self._in_flight and self._in_flight[0][1].is_completed():
+        # Counted, not polled: gloo's is_completed() stays False until someone waits
+        while len(self._in_flight) >= IN_FLIGHT:
             self._release()
         return super().memory(nbytes)
 
-    def send(self, packet: Tensor, watch: Callable[[Any], Any] = _as_it_is) -> None:
-        self._in_flight.append((packet, watch(dist.isend(packet, self.peer, group=self.group))))
+    def send(self, packet: Tensor) -> None:
+        self._in_flight.append((packet, dist.isend(packet, self.peer, group=self.group)))
 
     def drain(self) -> None:
         while self._in_flight:
@@ -93,7 +96,7 @@ class EagerSender(Sender):
 
 
 class EagerReceiver(Receiver):
-    """Keeps receives posted for the packets it was told to expect."""
+    """Keeps receives posted for the packets it was told to expect; other packets are received as blocking."""
 
     def __init__(self, peer: int, device: torch.device, group=None):
         super().__init__(peer, device, group)
@@ -103,9 +106,15 @@ class EagerReceiver(Receiver):
         self._to_post = 0
 
     def expect(self, nbytes: int, count: int) -> None:
+        if self._posted:
+            raise CompressionError(
+                f"link: {len(self._posted)} packets from rank {self.peer} that were expected never came: the batch "
+                "before this one was interrupted; restart all ranks"
+            )
         if not self._memory or self._memory[0].numel() != nbytes:
-            new = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(POSTED_AHEAD)]
-            self._memory = new
+            self._memory = [
+                torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(POSTED_AHEAD)
+            ]
         self._in_use = None
         self._to_post = count
         for memory in self._memory:

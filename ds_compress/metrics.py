@@ -20,7 +20,7 @@ CHANNEL = {
     "nonfinite_share": "share of the step's messages that hold inf or nan",
     "encode_ms": "the sender compresses, per step",
     "send_ms": "the sender stands still for packets to leave, per step",
-    "transfer_ms": "at least one packet is on its way, per step; at most, as the receiver may be late to take it",
+    "transfer_ms": "packets are on their way, per step, if each takes as long as the quickest",
     "link_busy": "transfer_ms as a share of the step",
     "wait_ms": "the receiver stands still for packets to arrive, per step",
     "decode_ms": "the receiver decompresses, per step",
@@ -55,6 +55,25 @@ def stage_ms(channels: Channels, stage: int) -> dict[str, float]:
         receives.append(channels[stage - 1]["forward"])
     ends = {"encode": sends, "decode": receives, "wait": receives, "send": sends}
     return {name: sum(channel[f"{name}_ms"] for channel in ends[name]) for name in ends}
+
+
+def transfer_ms(
+    sent: Mapping[str, Sequence[float]], arrived: Mapping[str, Sequence[float]], nbytes: Mapping[str, float]
+) -> dict[str, float]:
+    """How long the packet of one message of a boundary is on its way when nothing holds it up, by direction.
+
+    The two sides have clocks of their own, so from one direction's stamps this cannot be known. But the quickest
+    packets of both directions together are a round trip, in which the difference of the clocks cancels; it is shared
+    out by size. The quickest is the one that found the link free and the receiver waiting.
+
+    Args:
+        sent: when the packets of a step were handed to the link, on the sender's clock, in milliseconds.
+        arrived: when they were there, on the receiver's clock, in the same order.
+        nbytes: size of a packet.
+    """
+    quickest = {d: min(end - start for start, end in zip(sent[d], arrived[d])) for d in DIRECTIONS}
+    round_trip = max(0.0, sum(quickest.values()))
+    return {d: round_trip * nbytes[d] / sum(nbytes.values()) for d in DIRECTIONS}
 
 
 def uncompressed_step_ms(step_ms: float, channels: Channels) -> float:

@@ -2,21 +2,23 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_compress import __version__
 from ds_compress.channel import Channel
-from ds_compress.clock import HostClock, clock_for
+from ds_compress.clock import clock_for
 from ds_compress.config import DIRECTIONS, Config
-from ds_compress.metrics import CHANNEL, Channels, label, stage_ms, uncompressed_step_ms
+from ds_compress.metrics import CHANNEL, Channels, label, stage_ms, transfer_ms, uncompressed_step_ms
 from ds_compress.probe import OFF, ReceivingMeter, SendingMeter
 from ds_compress.sinks import record_settings
 from ds_compress.stage import Inbound, Outbound, Stage
 
 COUNTERS = ("messages", "raw_bytes", "wire_bytes", "message_raw_bytes", "message_wire_bytes")
-COLUMNS = (*COUNTERS, *SendingMeter.COLUMNS, "residual_norm", "link_busy", *ReceivingMeter.COLUMNS)
+COLUMNS = (*COUNTERS, *SendingMeter.COLUMNS, "residual_norm", *ReceivingMeter.COLUMNS)
+SIDES = (Outbound, Inbound)
 
 Events = list[tuple[str, float, int]]
 
@@ -31,6 +33,7 @@ class Monitor:
         self,
         config: Config,
         boundaries: int,
+        micro_batches: int,
         device: torch.device,
         total: Callable[[Tensor], object],
         write: Callable[[Events], None] | None,
@@ -39,19 +42,22 @@ class Monitor:
         """
         Args:
             boundaries: how many the pipeline has.
+            micro_batches: messages of a channel in a training step.
             total: sums a tensor in place over the stages of this pipeline.
             write: DeepSpeed's `monitor.write_events`, None when no sink is on.
             reports: True on the one rank that speaks for all, a first stage.
         """
         self.config = config
         self.boundaries = boundaries
+        self.micro_batches = micro_batches
         self.device = device
         self._total = total
         self._write = write
         self._reports = reports
         self._announced = False
         self._meters: list[tuple[Outbound | Inbound, SendingMeter | ReceivingMeter]] = []
-        self._clocks: dict[str, HostClock] = {}  # one per channel end: each may wait for its own transfers
+        self._clock = clock_for(device)
+        self._began: Any = None  # mark of the measured step
         self._gathered: Channels | None = None
         self._written: Channels | None = None
         self._steps = 0
@@ -63,21 +69,17 @@ class Monitor:
         self._started = self._started or time.perf_counter()
         if self._write is not None and self._due(step):
             for end in stage.ends:
-                clock = self._clock(f"{end.channel.boundary.number} {end.channel.direction}")
-                end.probe = SendingMeter(clock) if isinstance(end, Outbound) else ReceivingMeter(clock)
+                end.probe = (SendingMeter if isinstance(end, Outbound) else ReceivingMeter)(self._clock)
                 self._meters.append((end, end.probe))
-            self._began = self._clock("step").mark()
+            self._began = self._clock.mark()
 
     def end_step(self, stage: Stage, step: int, samples: int) -> None:
         """After a training step, on all stages alike; `samples` (global) is the x-axis of DeepSpeed's own events."""
         measured = bool(self._meters)
         if self._announced and not measured and not self._due(step):
             return
-        step_ms = 0.0
-        if measured:
-            clock = self._clock("step")
-            step_ms = clock.ms(self._began, clock.mark())
-        channels = self._gather(stage, step_ms)
+        step_ms = self._clock.ms(self._began, self._clock.mark()) if measured else 0.0
+        channels, stamps = self._gather(stage)
         first, self._announced = not self._announced, True
         if not self._reports:
             return
@@ -86,6 +88,7 @@ class Monitor:
             print(self._announcement(channels), flush=True)
         self._gathered, self._steps, self._ended = channels, step, time.perf_counter()
         if measured:
+            self._complete(channels, stamps, step_ms)
             self._write(self._events(channels, step_ms, samples))
 
     def summary(self) -> str:
@@ -113,32 +116,52 @@ class Monitor:
         every = self.config.block.monitor.every
         return every > 0 and step % every == 0
 
-    def _clock(self, name: str) -> HostClock:
-        if name not in self._clocks:
-            self._clocks[name] = clock_for(self.device)
-        return self._clocks[name]
+    def _gather(self, stage: Stage) -> tuple[Channels, Tensor]:
+        """Every channel's columns, and when its packets left and came: [boundary, direction, side, micro-batch].
 
-    def _gather(self, stage: Stage, step_ms: float) -> Channels:
-        """Every channel's columns: each stage fills what it knows of the channels it has an end of."""
-        rows = torch.zeros(self.boundaries, len(DIRECTIONS), len(COLUMNS), dtype=torch.float64)
+        Each stage fills what it knows of the channels it has an end of.
+        """
+        columns = torch.zeros(self.boundaries, len(DIRECTIONS), len(COLUMNS), dtype=torch.float64)
+        stamps = torch.zeros(self.boundaries, len(DIRECTIONS), len(SIDES), self.micro_batches, dtype=torch.float64)
+
+        def place(channel: Channel) -> tuple[int, int]:
+            return channel.boundary.number, DIRECTIONS.index(channel.direction)
 
         def fill(channel: Channel, values: dict[str, float]) -> None:
-            row = rows[channel.boundary.number, DIRECTIONS.index(channel.direction)]
             for name, value in values.items():
-                row[COLUMNS.index(name)] = value
+                columns[place(channel)][COLUMNS.index(name)] = value
 
         for channel in stage.sending:
             fill(channel, self._counters(channel))
         for end, meter in self._meters:
-            values = meter.values()
-            if isinstance(end, Outbound):
-                values |= {"link_busy": values["transfer_ms"] / step_ms, "residual_norm": _residual_norm(end.channel)}
-            fill(end.channel, values)
             end.probe = OFF
+            fill(end.channel, meter.values())
+            if isinstance(end, Outbound):
+                fill(end.channel, {"residual_norm": _residual_norm(end.channel)})
+            stamps[place(end.channel)][SIDES.index(type(end))] = torch.tensor(meter.stamps(self._began))
         self._meters.clear()
-        rows = rows.to(self.device)
-        self._total(rows)
-        return [{name: dict(zip(COLUMNS, row)) for name, row in zip(DIRECTIONS, b)} for b in rows.tolist()]
+        both = torch.cat([columns.flatten(), stamps.flatten()]).to(self.device)
+        self._total(both)
+        columns, stamps = (t.view_as(like) for t, like in zip(
+            both.cpu().split([columns.numel(), stamps.numel()]), (columns, stamps)
+        ))
+        return [{name: dict(zip(COLUMNS, row)) for name, row in zip(DIRECTIONS, b)} for b in columns.tolist()], stamps
+
+    def _complete(self, channels: Channels, stamps: Tensor, step_ms: float) -> None:
+        """Add what only both ends of a channel together tell."""
+        for number, directions in enumerate(channels):
+            sent, arrived = ({d: t.tolist() for d, t in zip(DIRECTIONS, side)} for side in stamps[number].unbind(1))
+            wire = {}
+            for direction, values in directions.items():
+                before = self._written[number][direction] if self._written else dict.fromkeys(COUNTERS, 0)
+                messages, raw, wire[direction] = (values[key] - before[key] for key in COUNTERS[:3])
+                values["ratio"] = raw / wire[direction]
+                wire[direction] /= messages
+            for direction, ms in transfer_ms(sent, arrived, wire).items():
+                values = directions[direction]
+                values["transfer_ms"] = ms * self.micro_batches
+                values["link_busy"] = values["transfer_ms"] / step_ms
+        self._written = channels
 
     @staticmethod
     def _counters(channel: Channel) -> dict[str, float]:
@@ -161,15 +184,13 @@ class Monitor:
         return f"{active}; per message: {'; '.join(boundaries)}"
 
     def _events(self, channels: Channels, step_ms: float, samples: int) -> Events:
-        """All values of a measured step; the pipeline's own come last."""
-        events = []
-        for number, directions in enumerate(channels):
-            for direction, values in directions.items():
-                before = self._written[number][direction] if self._written else {"raw_bytes": 0, "wire_bytes": 0}
-                raw, wire = (values[key] - before[key] for key in ("raw_bytes", "wire_bytes"))
-                values["ratio"] = raw / wire
-                events += [(label(name, number, direction), values[name], samples) for name in CHANNEL]
-        self._written = channels
+        """All values of a measured step."""
+        events = [
+            (label(name, number, direction), values[name], samples)
+            for number, directions in enumerate(channels)
+            for direction, values in directions.items()
+            for name in CHANNEL
+        ]
         stages = [stage_ms(channels, stage) for stage in range(self.boundaries + 1)]
         self._waited.append(sum(spent["wait"] + spent["send"] for spent in stages) / len(stages) / step_ms)
         events.append((label("step_ms"), step_ms, samples))

@@ -62,49 +62,36 @@ class _Meter(Probe):
 class SendingMeter(_Meter):
     """A sending end for one step; the packet is compared with its message after it is on its way."""
 
-    COLUMNS = ("nonfinite_share", "relative_error", "cosine", "encode_ms", "send_ms", "transfer_ms")
+    COLUMNS = ("nonfinite_share", "relative_error", "cosine", "encode_ms", "send_ms")
 
     def __init__(self, clock: HostClock):
         super().__init__(clock)
-        self._transfers: list[tuple[Any, Callable[[], Any]]] = []
         self._comparisons: list[Tensor] = []
         self._message: tuple[Any, ...] = ()  # the one between encode and send
 
     def encode(self, channel, tensors, moment, raw_tail, memory):
         listener = channel.listener()
-        with self._timed("encode_ms"):
+        with self._timed("encode"):
             packet = channel.encode(tensors, moment, raw_tail, memory)
         self._message = tensors, listener, channel.last, moment
         return packet
 
     def send(self, sender, packet):
-        watched = len(self._transfers)
-        with self._timed("send_ms"):
-            sender.send(packet, self._watch)
-        if len(self._transfers) == watched:  # a link that waited itself
-            start, end = self._times["send_ms"][-1]
-            self._transfers.append((start, lambda: end))
+        with self._timed("send"):
+            sender.send(packet)
         (tensors, listener, message, moment), self._message = self._message, ()
         self._comparisons.append(compare_tensors(tensors, listener.decode(packet, message, moment)))
 
     def drain(self, sender):
-        with self._timed("send_ms"):
+        with self._timed("drain"):
             sender.drain()
-
-    def _watch(self, work: Any) -> Any:
-        start = self._clock.mark()
-        work, end = self._clock.watch(work)
-        self._transfers.append((start, end))
-        return work
 
     def values(self) -> dict[str, float]:
         """What was measured since the meter was made, by column.
 
         nonfinite_share: of messages that hold inf or nan, before or after compression.
         relative_error, cosine: means over the other messages; nan when there is none.
-        encode_ms: until the packet is complete. send_ms: that the stage stood still for packets to leave.
-        transfer_ms: that at least one packet was on its way, until it had left this process; this includes time in
-            which the receiver was not ready to take it.
+        encode_ms: until packets are complete. send_ms: that the stage stood still for packets to leave.
         """
         amounts = torch.stack(self._comparisons).tolist() if self._comparisons else []
         pairs = [pair for pair in (error_and_cosine(*amount) for amount in amounts) if pair is not None]
@@ -113,22 +100,13 @@ class SendingMeter(_Meter):
             "nonfinite_share": 1 - len(pairs) / len(amounts) if amounts else 0.0,
             "relative_error": statistics.fmean(errors),
             "cosine": statistics.fmean(cosines),
-            "encode_ms": self._total_ms("encode_ms"),
-            "send_ms": self._total_ms("send_ms"),
-            "transfer_ms": self._transfer_ms(),
+            "encode_ms": self._total_ms("encode"),
+            "send_ms": self._total_ms("send") + self._total_ms("drain"),
         }
 
-    def _transfer_ms(self) -> float:
-        """A channel moves one packet after the other: one that is handed over before the last has left starts then."""
-        if not self._transfers:
-            return 0.0
-        origin = self._transfers[0][0]
-        total = free = 0.0
-        for start, end in self._transfers:
-            left = self._clock.ms(origin, end())
-            total += max(0.0, left - max(free, self._clock.ms(origin, start)))
-            free = max(free, left)
-        return total
+    def stamps(self, origin: Any) -> list[float]:
+        """When each packet was handed to the link, in milliseconds after `origin`."""
+        return [self._clock.ms(origin, start) for start, _ in self._times["send"]]
 
 
 class ReceivingMeter(_Meter):
@@ -137,16 +115,20 @@ class ReceivingMeter(_Meter):
     COLUMNS = ("decode_ms", "wait_ms")
 
     def receive(self, receiver, nbytes):
-        with self._timed("wait_ms"):
+        with self._timed("wait"):
             return receiver.receive(nbytes)
 
     def decode(self, channel, packet, message, moment):
-        with self._timed("decode_ms"):
+        with self._timed("decode"):
             return channel.decode(packet, message, moment)
 
     def values(self) -> dict[str, float]:
         """By column: wait_ms, that the stage stood still until packets were there; decode_ms."""
-        return {name: self._total_ms(name) for name in self.COLUMNS}
+        return {"decode_ms": self._total_ms("decode"), "wait_ms": self._total_ms("wait")}
+
+    def stamps(self, origin: Any) -> list[float]:
+        """When each packet was there, in milliseconds after `origin`; later than it came when nobody waited."""
+        return [self._clock.ms(origin, end) for _, end in self._times["wait"]]
 
 
 def compare_tensors(sent: Sequence[Tensor], decoded: Sequence[Tensor]) -> Tensor:
