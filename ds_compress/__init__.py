@@ -1,3 +1,31 @@
-"""Compressed messages between the pipeline stages of DeepSpeed."""
+"""Compressed messages between the pipeline stages of DeepSpeed.
+
+Installed, it is on for every DeepSpeed config with a "ds_compress" key; importing it does the same where entry points
+are not loaded. The public names below load on first use.
+"""
+
+import importlib
+
+from ds_compress.autoload import hook
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "Codec": "codec",
+    "CompressionError": "errors",
+    "Config": "config",
+    "Context": "codec",
+    "TensorSpec": "codec",
+    "build": "codec",
+    "register": "codec",
+}
+
+__all__ = sorted(_HOMES)
+
+hook()
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -24,11 +24,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from ds_compress.errors import CompressionError, did_you_mean
-from ds_compress.validation import validate
+from ds_compress.registry import Named, Options, Registry
 
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
@@ -95,13 +93,10 @@ class Context:
         return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-class CodecOptions(BaseModel):
-    """Base of every codec's options: unknown keys and values of the wrong type are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+CodecOptions = Options
 
 
-class Codec(ABC):
+class Codec(Named, ABC):
     """A stateless compressor of one tensor.
 
     Promises, each checked for every registered codec: deterministic for a given context; inf or nan in the input
@@ -109,13 +104,9 @@ class Codec(ABC):
     or refused with a `CompressionError`.
     """
 
-    Options: ClassVar[type[CodecOptions]] = CodecOptions
-    name: ClassVar[str]
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)  # option sets that the tests and `ds-compress bench` walk
     both_directions: ClassVar[bool] = False  # True: forward and backward of a boundary must both be this codec
     selects: ClassVar[bool] = False  # True: sets ctx.selection, which "indices": "reuse" backward can then read
-
-    def __init__(self, options: CodecOptions | None = None):
-        self.options: Any = options if options is not None else self.Options()
 
     @abstractmethod
     def layout(self, spec: TensorSpec) -> Layout:
@@ -127,7 +118,10 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
-        """The tensor of `spec`'s shape, dtype and device that `parts` stand for."""
+        """The tensor of `spec`'s shape, dtype and device that `parts` stand for.
+
+        `parts` are views of a packet whose memory is used again: what must stay (in `ctx.stash`) is copied.
+        """
 
     def observe(self, x: Tensor, ctx: Context) -> None:
         """Look at a message that crosses uncompressed during warm-up; called on both sides with the same `x`."""
@@ -143,59 +137,16 @@ class Codec(ABC):
         """
         return self
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Name and every option with its value, as JSON types."""
-        return {"name": self.name, **self.options.model_dump(mode="json")}
+    def forward_partner(self) -> "Codec | None":
+        """A forward codec whose message must come first where this one cannot stand alone; None where it can."""
+        return None
 
 
-_REGISTRY: dict[str, type[Codec]] = {}
-
-
-def register(name: str):
-    """Class decorator that makes a codec known as `name`; a second codec of that name is refused."""
-
-    def add(cls: type[Codec]) -> type[Codec]:
-        if name in _REGISTRY:
-            raise CompressionError(f"codec {name!r} is already registered by {_REGISTRY[name].__qualname__}")
-        cls.name = name
-        _REGISTRY[name] = cls
-        return cls
-
-    return add
-
-
-def names() -> list[str]:
-    """Names of all registered codecs, sorted."""
-    return sorted(_REGISTRY)
-
-
-def codec_class(name: object, path: str = "codec") -> type[Codec]:
-    """The class registered as `name`; `path` is the JSON path that an error names."""
-    if not isinstance(name, str) or name not in _REGISTRY:
-        raise CompressionError(
-            f"{path}: {name!r} is not registered{did_you_mean(name, names())}; known: {', '.join(names())}"
-        )
-    return _REGISTRY[name]
+CODECS: Registry[Codec] = Registry("codec")
+register = CODECS.register
+names = CODECS.names
 
 
 def build(choice: object, path: str = "codec") -> Codec:
-    """Build the codec that a JSON value describes.
-
-    Args:
-        choice: a name, or a dict of `"name"` and options.
-        path: JSON path of `choice`, for errors.
-
-    Raises:
-        CompressionError: unknown name, unknown option or a value that is not allowed.
-    """
-    if isinstance(choice, Codec):
-        return choice
-    if isinstance(choice, str):
-        return codec_class(choice, path)()
-    if not isinstance(choice, dict):
-        raise CompressionError(f"{path}: {choice!r} is neither a codec name nor an object; known: {', '.join(names())}")
-    if "name" not in choice:
-        raise CompressionError(f"{path}.name: missing; known: {', '.join(names())}")
-    cls = codec_class(choice["name"], f"{path}.name")
-    return cls(validate(cls.Options, {k: v for k, v in choice.items() if k != "name"}, path))
+    """The codec that a JSON value (a name, or an object of `"name"` and options) describes; see `Registry.build`."""
+    return CODECS.build(choice, path)

@@ -41,6 +41,8 @@ def _reason(model: type[BaseModel], problem: dict[str, Any], loc: list[Any]) -> 
         allowed = problem["ctx"]["expected"].replace(" or ", ", ")
         names = [word.strip("'") for word in allowed.split(", ")]
         return f"{came!r} is not allowed{did_you_mean(came, names)}; allowed: {allowed}"
+    if problem["type"] in ("model_type", "dict_type"):
+        return f"{came!r} is not allowed: should be an object"
     if problem["type"] == "value_error":  # raised by a validator of ours, in our own words
         return f"{came!r}: {problem['ctx']['error']}"
     return f"{came!r} is not allowed: {problem['msg'].replace('Input should', 'should')}"

@@ -1,5 +1,7 @@
 """Codec families; importing this package registers all of them."""
 
-from ds_compress.codecs import casts, sparse, topk
+import importlib
+import pkgutil
 
-__all__ = ["casts", "sparse", "topk"]
+for module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{module.name}")

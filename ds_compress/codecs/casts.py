@@ -51,11 +51,11 @@ class Float16(Codec):
     """
 
     def layout(self, spec: TensorSpec) -> Layout:
-        return ((spec.shape, torch.float16), ((1,), torch.float32))
+        return ((spec.shape, torch.float16), ((), torch.float32))
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         x = x.float()
-        largest = x.abs().amax().view(1) if x.numel() else x.new_ones(1)
+        largest = x.abs().amax() if x.numel() else x.new_ones(())
         _, exponent = torch.frexp(largest)
         # 2^127 is the largest power of two in fp32; inf, nan and 0 have no exponent worth using
         shift = (15 - exponent).clamp(max=127)

@@ -1,1 +1,2 @@
-"""Inner loops of the codecs: bit packing and what else is worth tuning per device."""
+"""Arithmetic of the codecs, free of options, specs and contexts: plain torch is the specification of any faster
+version."""

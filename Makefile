@@ -1,0 +1,41 @@
+# Works from a bare clone: needs a Python with venv, nothing else. `make help` lists the targets.
+
+PYTHON ?= python3
+# What pip installs as torch. A CPU build is enough, for example:  make test TORCH="torch==2.13.0 --index-url URL"
+TORCH ?= torch==2.13.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# torch first, so that the packages depending on it find it and do not choose another build
+$(INSTALLED): setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet -e '.[demo,test]'
+	touch $@
+
+demo: $(INSTALLED) ## train a 2-stage pipeline, uncompressed and compressed; writes runs/demo/summary.json
+	$(BIN)/python launch/demo.py
+
+test: $(INSTALLED) ## the whole CPU test suite
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+test-slow: $(INSTALLED) ## the tests that take minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+
+lint: $(INSTALLED) ## flake8
+	$(BIN)/python -m flake8
+
+bench: $(INSTALLED) ## speed and error of every codec on this machine
+	$(BIN)/ds-compress bench
+
+clean: ## remove the virtual environment, runs and caches
+	rm -rf $(VENV) runs build *.egg-info .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,5 @@
+import sys
+
+from ds_compress.cli import main
+
+sys.exit(main())

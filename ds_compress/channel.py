@@ -1,0 +1,204 @@
+"""A boundary as one of its two sides sees it, with its two channels: messages to packets and back.
+
+Sender and receiver of a message each hold a `Boundary` of their own; nothing but packets passes between them. The
+same objects serve the pipeline engine and `simulate`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_compress.codec import Codec, Context, TensorSpec
+from ds_compress.config import DIRECTIONS, BoundaryCodecs, Config
+from ds_compress.wire import Header, PacketLayout
+
+HEADERS_CHECKED = 4
+"""On devices other than the CPU only so many packets of a layout have their header read: it costs a host sync."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a message is made: what its codec context and its header are derived from."""
+
+    step: int  # optimizer steps done before this one
+    micro_batch: int
+    training: bool
+
+
+@dataclass
+class Counters:
+    """Running totals of what a channel sent."""
+
+    messages: int = 0
+    raw_bytes: int = 0  # of the tensors
+    wire_bytes: int = 0  # of the packets, headers included
+
+
+class Message:
+    """All that follows from the specs of a message's tensors and from whether they are compressed."""
+
+    def __init__(self, specs: tuple[TensorSpec, ...], codec: Codec | None, eligible: list[bool]):
+        """`codec`: None sends all as it is; `eligible`: which tensors it applies to."""
+        self.specs = specs
+        self.eligible = eligible
+        self.codecs = [codec if takes else None for takes in eligible]
+        layouts = [c.layout(s) if c else ((s.shape, s.dtype),) for c, s in zip(self.codecs, specs)]
+        self.splits = [len(layout) for layout in layouts]
+        identity = [(s.shape, s.dtype, c.settings if c else None) for c, s in zip(self.codecs, specs)]
+        self.packet = PacketLayout(tuple(part for layout in layouts for part in layout), identity)
+        self.raw_bytes = sum(spec.nbytes for spec in specs)
+        self.device = specs[0].device
+        self.headers_left = HEADERS_CHECKED
+
+
+class Channel:
+    """One direction of one boundary: which tensors are compressed, the packet layouts, the counters."""
+
+    def __init__(self, boundary: "Boundary", direction: str, codec: Codec):
+        self.boundary = boundary
+        self.direction = direction
+        self.codec = codec
+        self.sent = Counters()
+        self.last: Message | None = None
+        self._messages: dict[tuple[object, ...], Message] = {}
+
+    def message(self, specs: tuple[TensorSpec, ...], moment: Moment, raw_tail: int = 0) -> Message:
+        """The message of tensors with `specs` at `moment`; the last `raw_tail` tensors are never compressed."""
+        codec = self.codec if self.boundary.compresses(moment) else None
+        key = (specs, codec is None, raw_tail)
+        if key not in self._messages:
+            self._messages[key] = Message(specs, codec, self._eligible(specs, raw_tail))
+        return self._messages[key]
+
+    def compressed_bytes(self, message: Message) -> int:
+        """Size of the packet of `message` after the warm-up."""
+        return Message(message.specs, self.codec, message.eligible).packet.nbytes
+
+    def encode(
+        self,
+        tensors: Sequence[Tensor],
+        moment: Moment,
+        raw_tail: int = 0,
+        memory: Callable[[int], Tensor] | None = None,
+    ) -> Tensor:
+        """The packet of `tensors`, counted as sent.
+
+        Args:
+            tensors: what DeepSpeed sends in one instruction, in its order; not modified.
+            raw_tail: how many tensors at the end are never compressed.
+            memory: gives uint8 memory of so many bytes for the packet; newly allocated when absent.
+        """
+        message = self.message(tuple(map(TensorSpec.of, tensors)), moment, raw_tail)
+        layout = message.packet
+        packet = memory(layout.nbytes) if memory else layout.allocate(message.device)
+        parts: list[Tensor] = []
+        with torch.no_grad():
+            for tensor, codec, ctx in self._walk(tensors, message, moment):
+                parts += codec.encode(tensor.detach(), ctx) if codec else (tensor,)
+            layout.write(packet, self._header(message, moment), tuple(parts))
+        self.last = message
+        self.sent.messages += 1
+        self.sent.raw_bytes += message.raw_bytes
+        self.sent.wire_bytes += packet.numel()
+        return packet
+
+    def decode(self, packet: Tensor, message: Message, moment: Moment) -> list[Tensor]:
+        """The tensors in `packet`, with the message's specs; those sent as they are are views of the packet.
+
+        Raises:
+            CompressionError: the packet is not the expected message.
+        """
+        if packet.device.type == "cpu" or message.headers_left > 0:
+            message.headers_left -= 1
+            self._header(message, moment).check(packet)
+        views = iter(message.packet.views(packet))
+        parts = [tuple(next(views) for _ in range(split)) for split in message.splits]
+        with torch.no_grad():
+            return [
+                codec.decode(own, spec, ctx) if codec else own[0]
+                for spec, (own, codec, ctx) in zip(message.specs, self._walk(parts, message, moment))
+            ]
+
+    def _eligible(self, specs: tuple[TensorSpec, ...], raw_tail: int) -> list[bool]:
+        minimum = self.boundary.config.block.min_numel
+        body = len(specs) - raw_tail
+        return [s.dtype.is_floating_point and s.numel >= minimum and i < body for i, s in enumerate(specs)]
+
+    def _walk(self, items: Iterable[Any], message: Message, moment: Moment):
+        """`items`, one per tensor, each with its codec and context.
+
+        Positions count the float tensors, so that a gradient finds its activation. A codec that will take over after
+        the warm-up sees the tensors that cross uncompressed until then.
+        """
+        position = 0
+        for item, spec, codec, eligible in zip(items, message.specs, message.codecs, message.eligible):
+            ctx = self.boundary.context(self.direction, position, moment)
+            if eligible and codec is None and moment.training:
+                self.codec.observe(item.detach() if isinstance(item, Tensor) else item[0], ctx)
+            yield item, codec, ctx
+            position += spec.dtype.is_floating_point
+
+    def _header(self, message: Message, moment: Moment) -> Header:
+        layout = message.packet
+        return Header(
+            self.boundary.number, self.direction, moment.step, moment.micro_batch, moment.training,
+            layout.fingerprint, layout.nbytes,
+        )
+
+
+class Boundary:
+    """One side of the cut between stages `number` and `number` + 1: both channels and all that outlives a message."""
+
+    def __init__(self, number: int, config: Config, replica: int = 0):
+        """`replica`: data-parallel rank; it varies the random choices of the codecs."""
+        self.number = number
+        self.config = config
+        self.replica = replica
+        codecs: BoundaryCodecs = config.codecs(number)
+        self.forward = Channel(self, "forward", codecs.forward)
+        self.backward = Channel(self, "backward", codecs.backward)
+        self.memory: dict[int, dict[str, Tensor]] = {}
+        self._stashes: dict[tuple[int, int], dict[str, Tensor]] = {}
+
+    @property
+    def channels(self) -> tuple[Channel, Channel]:
+        return tuple(getattr(self, direction) for direction in DIRECTIONS)
+
+    def compresses(self, moment: Moment) -> bool:
+        """Whether messages at `moment` are compressed; the same on both sides by construction."""
+        block = self.config.block
+        return moment.step >= block.warmup_steps and (moment.training or block.eval == "compressed")
+
+    def context(self, direction: str, position: int, moment: Moment) -> Context:
+        """The context of the float tensor at `position` in a message.
+
+        In training a forward message leaves its stash for the backward message of the same micro-batch, which takes
+        it away. Evaluation leaves nothing: its stash and its copy of the memory go with the context.
+        """
+        memory = self.memory.setdefault(position, {})
+        key = (moment.micro_batch, position)
+        if not moment.training:
+            stash, memory = {}, dict(memory)
+        elif direction == "forward":
+            stash = self._stashes[key] = {}
+        else:
+            stash = self._stashes.pop(key, {})
+        return Context(
+            boundary=self.number, direction=direction, step=moment.step, micro_batch=moment.micro_batch,
+            position=position, replica=self.replica, seed=self.config.block.seed, training=moment.training,
+            stash=stash, memory=memory,
+        )
+
+    def begin_step(self) -> None:
+        """Forget what an interrupted step left."""
+        self._stashes.clear()
+
+    def end_step(self, average: Callable[[Tensor], Tensor]) -> None:
+        """Let codecs update what they learn; `average`: the mean of a tensor over the data-parallel replicas."""
+        for position in sorted(self.memory):
+            for channel in self.channels:
+                with torch.no_grad():
+                    channel.codec.end_step(self.memory[position], average)

@@ -1,0 +1,133 @@
+"""ds-compress bench: size, error and speed of codecs on one tensor, beside a copy of it in the same run."""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from ds_compress import config  # noqa: F401  (registers the codecs)
+from ds_compress.cli.arguments import DTYPES, shape
+from ds_compress.codec import CODECS, Codec, Context, Layout, TensorSpec, build, names
+
+OUTLIERS = 6  # channels of the benchmark tensor that are 20 times as large, as in a transformer's hidden states
+REPEATS = 7
+REPEAT_SECONDS = 0.05
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("bench", help="size, error and speed of codecs")
+    parser.add_argument("--shape", type=shape, default=(4, 1024, 1024), help="of the tensor (default 4,1024,1024)")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+    parser.add_argument("--threads", type=int, default=1, help="of torch on the CPU (default 1)")
+    parser.add_argument("--codec", nargs="+", help="names, or JSON objects as in ds_config (default: all)")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    torch.set_num_threads(args.threads)
+    x = benchmark_tensor(args.shape, DTYPES[args.dtype], torch.device(args.device))
+    rows = [measure(codec, x) for codec in track(chosen(args.codec), "measuring", transient=True)]
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=2))
+    title = f"{list(args.shape)} {args.dtype} on {args.device}, {args.threads} thread(s); GB/s of input"
+    table = Table("codec", "options", "bits/value", "error", "encode", "decode", "round trip", "of copy", title=title)
+    for row in rows:
+        options = ", ".join(f"{key}={value}" for key, value in row["options"].items())
+        table.add_row(
+            row["codec"], options, f"{row['bits_per_value']:.3f}", f"{row['relative_error']:.4f}",
+            f"{row['encode_gbps']:.2f}", f"{row['decode_gbps']:.2f}", f"{row['roundtrip_gbps']:.2f}",
+            f"{row['copy_fraction']:.3f}",
+        )
+    Console().print(table)
+    return 0
+
+
+def chosen(words: list[str] | None) -> list[Codec]:
+    """The codecs that `--codec` names: a name stands for all examples of that codec, JSON for one setting."""
+    codecs = []
+    for word in names() if words is None else words:
+        if word.lstrip().startswith("{"):
+            codecs.append(build(json.loads(word), "--codec"))
+        else:
+            codecs += [build({"name": word, **options}) for options in CODECS.find(word, "--codec").examples]
+    return codecs
+
+
+def benchmark_tensor(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Gaussian, with some channels of the last dimension scaled by 20."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(size, generator=generator)
+    channels = torch.randperm(size[-1], generator=generator)[:OUTLIERS]
+    x[..., channels] *= 20
+    return x.to(device, dtype)
+
+
+def measure(codec: Codec, x: Tensor) -> dict[str, Any]:
+    """One row of the benchmark; times are medians, bytes are those of the payload."""
+    spec = TensorSpec.of(x)
+    sender, receiver = _contexts(codec, x)
+    parts = codec.encode(x, sender)
+    decoded = codec.decode(parts, spec, receiver)
+    out = torch.empty_like(x)
+    seconds = {
+        "encode": _median_seconds(lambda: codec.encode(x, sender), x.device),
+        "decode": _median_seconds(lambda: codec.decode(parts, spec, receiver), x.device),
+        "roundtrip": _median_seconds(lambda: codec.decode(codec.encode(x, sender), spec, receiver), x.device),
+        "copy": _median_seconds(lambda: out.copy_(x), x.device),
+    }
+    gbps = {f"{name}_gbps": spec.nbytes / value / 1e9 for name, value in seconds.items()}
+    return {
+        "codec": codec.name,
+        "options": {key: value for key, value in codec.settings.items() if key != "name"},
+        "shape": list(spec.shape),
+        "dtype": next(name for name, dtype in DTYPES.items() if dtype is x.dtype),
+        "device": str(x.device),
+        "bits_per_value": 8 * _nbytes(codec.layout(spec)) / spec.numel,
+        "relative_error": ((decoded.double() - x.double()).norm() / x.double().norm()).item(),
+        **gbps,
+        "copy_fraction": gbps["roundtrip_gbps"] / gbps["copy_gbps"],
+    }
+
+
+def _contexts(codec: Codec, x: Tensor) -> tuple[Context, Context]:
+    """Contexts of sender and receiver; a codec that reuses a selection finds the one its forward partner makes."""
+    sender, receiver = Context(), Context()
+    for ctx in (sender, receiver):
+        codec.observe(x, ctx)
+    forward = codec.forward_partner()
+    if forward is not None:
+        forward.decode(forward.encode(x, sender), TensorSpec.of(x), receiver)
+        sender.direction = receiver.direction = "backward"
+    return sender, receiver
+
+
+def _nbytes(layout: Layout) -> int:
+    return sum(torch.Size(size).numel() * dtype.itemsize for size, dtype in layout)
+
+
+def _median_seconds(function: Callable[[], object], device: torch.device) -> float:
+    """Seconds per call, median of several batches after one unmeasured call."""
+    once = _seconds(function, 1, device)
+    calls = max(1, int(REPEAT_SECONDS / max(once, 1e-6)))
+    return statistics.median(_seconds(function, calls, device) / calls for _ in range(REPEATS))
+
+
+def _seconds(function: Callable[[], object], calls: int, device: torch.device) -> float:
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    synchronize()
+    return time.perf_counter() - start

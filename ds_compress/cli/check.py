@@ -1,0 +1,92 @@
+"""ds-compress check: validates the block of a ds_config.json and prints the bytes per message."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ds_compress.autoload import near_misses
+from ds_compress.channel import Boundary, Moment
+from ds_compress.cli.arguments import DTYPES, shape
+from ds_compress.codec import TensorSpec
+from ds_compress.config import DIRECTIONS, KEY, Config
+from ds_compress.errors import CompressionError
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("check", help="validate a ds_config.json and print the bytes per message")
+    parser.add_argument("ds_config", type=Path, help="ds_config.json")
+    parser.add_argument("--stages", type=int, required=True, help="pipeline stages")
+    parser.add_argument("--shape", type=shape, required=True, help="of the tensor between two stages: 4,1024,768")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of that tensor")
+    parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = Config(read_block(args.ds_config))
+    rows = message_sizes(config, args.stages, TensorSpec(args.shape, DTYPES[args.dtype]))
+    if args.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    state = "" if config.block.enabled else " (\"enabled\": false, compression is off)"
+    title = f"{args.ds_config}: {args.stages} stages, message {list(args.shape)} {args.dtype}{state}"
+    table = Table("boundary", "direction", "codec", "raw bytes", "wire bytes", "ratio", "bits/value", title=title)
+    for row in rows:
+        table.add_row(
+            str(row["boundary"]), row["direction"], row["codec"], f"{row['raw_bytes']:,}", f"{row['wire_bytes']:,}",
+            f"{row['ratio']:.2f}", f"{row['bits_per_value']:.3f}",
+        )
+    Console().print(table)
+    return 0
+
+
+def read_block(path: Path) -> object:
+    """The "ds_compress" value of a ds_config.json.
+
+    Raises:
+        CompressionError: no such file, not JSON, or no such key.
+    """
+    try:
+        ds_config = json.loads(path.read_text())
+    except OSError as error:
+        raise CompressionError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise CompressionError(f"{path}: not JSON: {error}") from None
+    if not isinstance(ds_config, dict) or KEY not in ds_config:
+        near = near_misses(ds_config) if isinstance(ds_config, dict) else []
+        hint = f" (did you mean it by {near[0]!r}?)" if near else ""
+        raise CompressionError(f"{path}: has no {KEY!r} key{hint}")
+    return ds_config[KEY]
+
+
+def message_sizes(config: Config, stages: int, spec: TensorSpec) -> list[dict[str, Any]]:
+    """One row per boundary and direction for messages of one tensor of `spec`, after the warm-up.
+
+    Raises:
+        CompressionError: `stages` below 1, or settings for a boundary that does not exist.
+    """
+    if stages < 1:
+        raise CompressionError(f"--stages: {stages} is not allowed: should be 1 or more")
+    config.check_boundaries(stages - 1)
+    after_warmup = Moment(step=config.block.warmup_steps, micro_batch=0, training=True)
+    rows = []
+    for number in range(stages - 1):
+        boundary = Boundary(number, config)
+        for direction in DIRECTIONS:
+            channel = getattr(boundary, direction)
+            message = channel.message((spec,), after_warmup)
+            wire_bytes = message.packet.nbytes
+            rows.append({
+                "boundary": number,
+                "direction": direction,
+                "codec": str(channel.codec if message.codecs[0] else "none (below min_numel)"),
+                "raw_bytes": message.raw_bytes,
+                "wire_bytes": wire_bytes,
+                "ratio": message.raw_bytes / wire_bytes,
+                "bits_per_value": 8 * wire_bytes / spec.numel,
+            })
+    return rows

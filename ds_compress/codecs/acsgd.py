@@ -1,0 +1,41 @@
+"""The fixed-point quantizer of AC-SGD, the first version of AQ-SGD (arXiv 2206.01299; code DS3Lab/AC-SGD)."""
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
+from ds_compress.codecs.groups import group_shape, join, split
+from ds_compress.kernels.bits import pack, packed_size, unpack
+
+
+@register("acsgd")
+class ACSGD(Codec):
+    """Fixed point with one scale for each hidden channel, as in AC-SGD.
+
+    With s the largest magnitude of a channel and f = bits - 1, q = round(x / s * 2^f) in -2^f .. 2^f - 1, decoded
+    s * q / 2^f: there is one level fewer above 0 than below, so s itself is clipped. The original's fp16 scale and
+    absolute epsilon lose small gradients; here s is fp32 and the epsilon relative.
+    """
+
+    class Options(CodecOptions):
+        bits: int = Field(4, ge=1, le=8)
+
+    def layout(self, spec: TensorSpec) -> Layout:
+        channels, size = group_shape(spec, "channel")
+        return ((channels, packed_size(size, self.options.bits)), torch.uint8), ((channels,), torch.float32)
+
+    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+        values = split(x, "channel").float()
+        scale = values.abs().amax(1)
+        scale = torch.where(scale.isfinite(), scale, torch.nan)
+        divisor = torch.where(scale > 0, scale * (1 + 1e-6), torch.inf)
+        half = 2 ** (self.options.bits - 1)
+        codes = values.div(divisor[:, None]).mul_(half).round_().clamp_(-half, half - 1).add_(half)
+        return pack(codes.to(torch.uint8), self.options.bits), scale
+
+    def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
+        packed, scale = parts
+        half = 2 ** (self.options.bits - 1)
+        codes = unpack(packed, self.options.bits).float().sub_(half)
+        return join(codes.div_(half).mul_(scale[:, None]), spec, "channel")

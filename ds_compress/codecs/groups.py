@@ -1,0 +1,63 @@
+"""How a tensor is cut into groups that share a scale."""
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import BeforeValidator
+from torch import Tensor
+
+from ds_compress.codec import TensorSpec
+
+
+def _check_group_size(value: object) -> object:
+    counted = type(value) is int and value > 0 and value % 8 == 0
+    if not counted and value not in ("tensor", "channel"):
+        raise ValueError("allowed: a positive multiple of 8, 'tensor', 'channel'")
+    return value
+
+
+GroupSize = Annotated[int | Literal["tensor", "channel"], BeforeValidator(_check_group_size)]
+"""Runs of so many values of the flattened tensor; the whole tensor; or each index of the last dimension (AQ-SGD)."""
+
+
+def group_shape(spec: TensorSpec, group_size: int | str) -> tuple[int, int]:
+    """(groups, values per group), the latter a multiple of 8; no groups for a tensor without elements."""
+    if not spec.numel:
+        return 0, 8
+    if group_size == "tensor":
+        return 1, _round_up(spec.numel, 8)
+    if group_size == "channel":
+        channels = spec.shape[-1] if spec.shape else 1
+        return channels, _round_up(spec.numel // channels, 8)
+    return -(-spec.numel // group_size), group_size
+
+
+def split(x: Tensor, group_size: int | str) -> Tensor:
+    """`x` as [groups, values per group]. What is missing at the end repeats the last value, so no range grows."""
+    shape = group_shape(TensorSpec.of(x), group_size)
+    if not x.numel():
+        return x.new_empty(shape)
+    rows = x.reshape(-1, shape[0]).t() if group_size == "channel" else x.reshape(1, -1)
+    missing = shape[0] * shape[1] // rows.shape[0] - rows.shape[1]
+    if missing:
+        rows = torch.cat([rows, rows[:, -1:].expand(-1, missing)], dim=1)
+    return rows.reshape(shape)
+
+
+def join(groups: Tensor, spec: TensorSpec, group_size: int | str) -> Tensor:
+    """The tensor of `spec` that `split` cut into `groups`, fp32 [groups, values per group].
+
+    A value that its grid lifted just beyond the range of fp16 becomes the largest fp16; nan stays.
+    """
+    if spec.dtype == torch.float16:
+        largest = torch.finfo(torch.float16).max
+        groups = groups.clamp(-largest, largest)
+    if group_size == "channel" and spec.numel:
+        values = groups[:, : spec.numel // groups.shape[0]].t()
+    else:
+        values = groups.reshape(-1)[: spec.numel]
+    return values.reshape(spec.shape).to(spec.dtype).contiguous()
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

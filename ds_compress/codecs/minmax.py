@@ -1,0 +1,38 @@
+"""The quantizer of "Activations and Gradients Compression for Model-Parallel Training" (arXiv 2401.07788)."""
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
+from ds_compress.codecs.groups import group_shape, join, split
+from ds_compress.kernels.bits import pack, packed_size, unpack
+
+
+@register("minmax")
+class MinMax(Codec):
+    """Uniform quantization between the minimum and the maximum of the tensor, as in arXiv 2401.07788.
+
+    q = round((2^bits - 1) * (x - lo) / (hi - lo)), ties to even; decoded lo + (hi - lo) * q / (2^bits - 1). The paper
+    leaves a constant tensor undefined; here it stays what it is.
+    """
+
+    class Options(CodecOptions):
+        bits: int = Field(4, ge=1, le=8)
+
+    def layout(self, spec: TensorSpec) -> Layout:
+        groups, size = group_shape(spec, "tensor")
+        return ((groups, packed_size(size, self.options.bits)), torch.uint8), ((groups, 2), torch.float32)
+
+    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+        values = split(x, "tensor").float()
+        low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
+        width = torch.where(high > low, high - low, torch.inf)
+        codes = values.sub(low).mul_(2**self.options.bits - 1).div_(width).round_()
+        return pack(codes.to(torch.uint8), self.options.bits), torch.cat([low, high], dim=1)
+
+    def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
+        packed, (low, high) = parts[0], parts[1].split(1, dim=1)
+        codes = unpack(packed, self.options.bits).float()
+        values = codes.mul_(high - low).div_(2**self.options.bits - 1).add_(low)
+        return join(values, spec, "tensor")

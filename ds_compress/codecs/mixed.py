@@ -1,0 +1,60 @@
+"""Two widths in one message, after TAH-Quant (arXiv 2506.01352): tiles of high entropy get more bits.
+
+The entropy of a tile is that of |x| / sum |x| over its values: high when they are of equal size, so that none can be
+neglected, low when a few stand out. Counts are fixed by the share alone, so the size of a message is known beforehand;
+which tile is where goes along as one bit per tile.
+"""
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ds_compress.codec import CodecOptions
+from ds_compress.kernels.bits import pack, packed_size, unpack
+
+
+class Mixed(CodecOptions):
+    """share: of the tiles that keep the full width; low_bits: of all others."""
+
+    share: float = Field(0.8, ge=0, le=1)
+    low_bits: int = Field(3, ge=1, le=7)
+
+    def counts(self, tiles: int) -> tuple[int, int]:
+        """How many of `tiles` are high and how many low."""
+        high = round(self.share * tiles)
+        return high, tiles - high
+
+
+def map_size(tiles: int) -> int:
+    """Bytes of the map of `tiles` tiles."""
+    return packed_size(tiles + -tiles % 8, bits=1)
+
+
+def separate(tiles: Tensor, high: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The map, and the `high` tiles of highest entropy and the others, both in the order they have in `tiles`, [n, G].
+
+    The map is uint8 [map_size(n)]: 1 for a high tile, packed as in `kernels.bits`.
+    """
+    ranked = _entropy(tiles).argsort(descending=True, stable=True)
+    is_high = torch.zeros(tiles.shape[0], dtype=torch.uint8, device=tiles.device)
+    is_high.index_fill_(0, ranked[:high], 1)
+    order = _order(is_high)
+    padded = torch.nn.functional.pad(is_high, (0, -len(is_high) % 8))
+    return pack(padded[None], bits=1)[0], tiles[order[:high]], tiles[order[high:]]
+
+
+def reunite(tile_map: Tensor, high: Tensor, low: Tensor) -> Tensor:
+    """The tiles, [n, G], that `separate` took apart."""
+    is_high = unpack(tile_map[None], bits=1)[0, : len(high) + len(low)]
+    return torch.cat([high, low])[_order(is_high).argsort()]
+
+
+def _order(is_high: Tensor) -> Tensor:
+    """Positions of the high tiles, then of the low ones."""
+    return is_high.argsort(descending=True, stable=True)
+
+
+def _entropy(tiles: Tensor) -> Tensor:
+    magnitude = tiles.float().abs()
+    total = magnitude.sum(1, keepdim=True)
+    return torch.special.entr(magnitude / torch.where(total > 0, total, 1)).sum(1)

@@ -1,0 +1,104 @@
+"""Group-wise uniform quantization."""
+
+from typing import Literal
+
+import torch
+from pydantic import Field, ValidationInfo, field_validator
+from torch import Tensor
+
+from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
+from ds_compress.codecs.groups import GroupSize, group_shape, join, split
+from ds_compress.codecs.mixed import Mixed, map_size, reunite, separate
+from ds_compress.kernels import reference
+from ds_compress.kernels.bits import packed_size
+
+_SCALE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@register("quantize")
+class Quantize(Codec):
+    """Uniform quantization to 1-8 bits, with one scale for each group of values.
+
+    bits: of one code.
+    group_size: values that share a scale: a multiple of 8, "tensor", or "channel" for an index of the last dimension.
+    scale: a grid from the smallest to the largest value ("minmax"), or one around 0 ("symmetric") that costs half the
+        scale bits and keeps 0 exact.
+    scale_dtype: "bf16" keeps an offset to 1/128 of itself: a group whose values lie much closer together than they
+        lie to 0 keeps its details with "fp32" only.
+    rounding: to "nearest", or "stochastic", which makes the expected output equal the input.
+    hadamard: rotate each group first, which spreads outliers; at 4 bits 2 to 3 times less error on activations.
+    mixed: keep `bits` for the share of groups with the highest entropy and give the others `low_bits` (TAH-Quant,
+        whose groups are 32 or 64 values).
+    """
+
+    class Options(CodecOptions):
+        bits: int = Field(4, ge=1, le=8)
+        group_size: GroupSize = 128
+        scale: Literal["minmax", "symmetric"] = "minmax"
+        scale_dtype: Literal["bf16", "fp32"] = "bf16"
+        rounding: Literal["nearest", "stochastic"] = "nearest"
+        hadamard: bool = False
+        mixed: Mixed | None = None
+
+        @field_validator("hadamard")
+        @classmethod
+        def _power_of_two(cls, hadamard: bool, info: ValidationInfo) -> bool:
+            size = info.data.get("group_size", 8)
+            if hadamard and (isinstance(size, str) or size & (size - 1)):
+                raise ValueError(f"needs a group_size that is a power of two, not {size!r}")
+            return hadamard
+
+        @field_validator("mixed")
+        @classmethod
+        def _fewer_bits(cls, value: Mixed | None, info: ValidationInfo) -> Mixed | None:
+            if value and value.low_bits >= info.data.get("bits", 8):
+                raise ValueError(f"low_bits must be below bits, which is {info.data['bits']}")
+            if value and isinstance(info.data.get("group_size"), str):
+                raise ValueError(f"needs a group_size in values, not {info.data['group_size']!r}")
+            return value
+
+    def layout(self, spec: TensorSpec) -> Layout:
+        options = self.options
+        groups, size = group_shape(spec, options.group_size)
+        if options.mixed is None:
+            return self._layout(groups, size, options.bits)
+        high, low = options.mixed.counts(groups)
+        tile_map = ((map_size(groups),), torch.uint8)
+        return tile_map, *self._layout(high, size, options.bits), *self._layout(low, size, options.mixed.low_bits)
+
+    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+        options = self.options
+        generator = ctx.generator(x.device) if options.rounding == "stochastic" else None
+        groups = split(x, options.group_size)
+        if options.mixed is None:
+            return self._quantize(groups, options.bits, generator)
+        tile_map, high, low = separate(groups, options.mixed.counts(len(groups))[0])
+        high_parts = self._quantize(high, options.bits, generator)
+        return tile_map, *high_parts, *self._quantize(low, options.mixed.low_bits, generator)
+
+    def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
+        options = self.options
+        if options.mixed is None:
+            groups = self._dequantize(parts, options.bits)
+        else:
+            tile_map, parts = parts[0], parts[1:]
+            half = len(parts) // 2
+            high = self._dequantize(parts[:half], options.bits)
+            groups = reunite(tile_map, high, self._dequantize(parts[half:], options.mixed.low_bits))
+        return join(groups, spec, options.group_size)
+
+    def _layout(self, groups: int, size: int, bits: int) -> Layout:
+        scale = ((groups,), _SCALE_DTYPES[self.options.scale_dtype])
+        return ((groups, packed_size(size, bits)), torch.uint8), *[scale] * (1 if self._symmetric else 2)
+
+    def _quantize(self, groups: Tensor, bits: int, generator: torch.Generator | None) -> tuple[Tensor, ...]:
+        scale_dtype = _SCALE_DTYPES[self.options.scale_dtype]
+        return reference.quantize(groups, bits, self._symmetric, scale_dtype, self.options.hadamard, generator)
+
+    def _dequantize(self, parts: tuple[Tensor, ...], bits: int) -> Tensor:
+        packed, step, *offset = parts
+        return reference.dequantize(packed, step, offset[0] if offset else None, bits, self.options.hadamard)
+
+    @property
+    def _symmetric(self) -> bool:
+        return self.options.scale == "symmetric"

@@ -1,0 +1,159 @@
+"""The "ds_compress" block of ds_config.json: every option, default and check.
+
+Codec and feedback options stand with their classes (`ds-compress list`); everything else stands here.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+import ds_compress.codecs  # noqa: F401  (registers them)
+from ds_compress.codec import CODECS, Codec
+from ds_compress.errors import CompressionError
+from ds_compress.feedback import FEEDBACKS, Feedback
+from ds_compress.registry import Options
+from ds_compress.validation import validate
+
+KEY = "ds_compress"
+DIRECTIONS = ("forward", "backward")
+
+
+class Direction(Options):
+    codec: Any = "none"
+    """Name of a codec, or an object with its name and options."""
+    feedback: Any = "none"
+    """Name of a feedback, or an object with its name and options."""
+
+
+class Override(Options):
+    """What a boundary changes: a direction that is given replaces codec, feedback, or both."""
+
+    forward: Direction | None = None
+    backward: Direction | None = None
+
+
+class Policy(Options):
+    name: Literal["constant"] = "constant"
+    """constant: the same settings at every step after the warm-up."""
+
+
+class Link(Options):
+    mode: Literal["blocking", "eager"] = "eager"
+    """blocking: DeepSpeed's own order of sends and receives; eager: sent when computed, received ahead."""
+
+
+class Monitor(Options):
+    every: int = Field(10, ge=0)
+    """Write the counters every so many steps; 0: never."""
+
+
+class Block(Options):
+    """The block as the user wrote it, with defaults filled in."""
+
+    enabled: bool = True
+    """False: nothing of DeepSpeed is changed, as if the key were absent."""
+    forward: Direction = Direction()
+    """Activations, from stage b to b+1."""
+    backward: Direction = Direction()
+    """Gradients, from stage b+1 to b."""
+    boundaries: dict[str, Override] = {}
+    """Other settings for single boundaries, by number: "0" is the cut between stages 0 and 1."""
+    warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps at the start of training in which every message crosses uncompressed."""
+    policy: Policy = Policy()
+    eval: Literal["compressed", "uncompressed"] = "compressed"
+    """Whether messages of eval_batch are compressed (without feedback); after the warm-up."""
+    min_numel: int = Field(4096, ge=0)
+    """Tensors with fewer elements cross as they are."""
+    link: Link = Link()
+    monitor: Monitor = Monitor()
+    seed: int = Field(1234, ge=0)
+    """Seed of every random choice; with boundary, direction, step and micro-batch."""
+
+    @field_validator("boundaries", mode="before")
+    @classmethod
+    def _numbered(cls, value: object, info: ValidationInfo) -> object:
+        for key in value if isinstance(value, dict) else ():
+            if not str(key).isdecimal():
+                raise ValueError(f"key {key!r} is not the number of a boundary (\"0\", \"1\", ...)")
+        return value
+
+
+@dataclass(frozen=True)
+class BoundaryCodecs:
+    """The codecs of one boundary, feedback included."""
+
+    forward: Codec
+    backward: Codec
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {direction: getattr(self, direction).settings for direction in DIRECTIONS}
+
+
+class Config:
+    """The checked block: plain options, and the codecs of any boundary."""
+
+    def __init__(self, block: object):
+        """Check `block`, the JSON value of the "ds_compress" key.
+
+        Raises:
+            CompressionError: one line with the JSON path of the first mistake.
+        """
+        if not isinstance(block, dict):
+            raise CompressionError(f"{KEY}: {block!r} is not an object; write \"{KEY}\": {{...}} with the options")
+        self.block = validate(Block, block, KEY)
+        self.codecs(None)
+        for number in self.block.boundaries:
+            self.codecs(int(number))
+
+    def codecs(self, boundary: int | None) -> BoundaryCodecs:
+        """New codec objects for `boundary`; None: for a boundary without settings of its own."""
+        forward, forward_feedback = self._choice(boundary, "forward")
+        backward, backward_feedback = self._choice(boundary, "backward")
+        path = f"{KEY}.boundaries.{boundary}" if str(boundary) in self.block.boundaries else KEY
+        for codec, other, direction in ((forward, backward, "backward"), (backward, forward, "forward")):
+            if codec.both_directions and other.name != codec.name:
+                raise CompressionError(
+                    f"{path}.{direction}.codec: {other.name!r} cannot be combined with {codec.name!r} in the other "
+                    f"direction; allowed: {codec.name!r} in both"
+                )
+        if forward.forward_partner() is not None:
+            raise CompressionError(
+                f"{path}.forward.codec: {forward} takes over from a forward message; allowed backward only"
+            )
+        try:
+            backward = backward.paired(forward)
+        except CompressionError as error:
+            raise CompressionError(f"{path}.backward.codec: {error}") from None
+        return BoundaryCodecs(forward_feedback.around(forward), backward_feedback.around(backward))
+
+    def check_boundaries(self, count: int) -> None:
+        """Refuse settings for a boundary that a pipeline with `count` boundaries does not have."""
+        for number in self.block.boundaries:
+            if int(number) >= count:
+                allowed = ", ".join(f'"{b}"' for b in range(count)) or "none (a pipeline of one stage has no boundary)"
+                raise CompressionError(f"{KEY}.boundaries.{number}: there is no such boundary; allowed: {allowed}")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything that both ends of a link must agree on, as JSON types, defaults and codec options included."""
+        plain = self.block.model_dump(mode="json", exclude={"forward", "backward", "boundaries"})
+        codecs = {number: self.codecs(int(number)).settings for number in self.block.boundaries}
+        return {**self.codecs(None).settings, "boundaries": codecs, **plain}
+
+    def _choice(self, boundary: int | None, direction: str) -> tuple[Codec, Feedback]:
+        """Codec and feedback asked for, each from the boundary's own settings where it has them."""
+        chosen, path = {}, {}
+        layers = [(getattr(self.block, direction), f"{KEY}.{direction}")]
+        override = self.block.boundaries.get(str(boundary))
+        own = getattr(override, direction) if override else None
+        if own is not None:
+            layers.append((own, f"{KEY}.boundaries.{boundary}.{direction}"))
+        for settings, where in layers:
+            for key in ("codec", "feedback"):
+                if key in settings.model_fields_set or settings is layers[0][0]:
+                    chosen[key], path[key] = getattr(settings, key), f"{where}.{key}"
+        codec = CODECS.build(chosen["codec"], path["codec"])
+        return codec, FEEDBACKS.build(chosen["feedback"], path["feedback"])

@@ -1,0 +1,259 @@
+"""The mixin that goes over a live `PipelineEngine`, and how it gets there.
+
+Nothing of DeepSpeed is copied: each of the four instructions that move tensors runs DeepSpeed's own code inside a
+context of `Stage`. `_exec_schedule` takes functions from the class's `_INSTRUCTION_MAP`, not methods by name, so the
+mixin brings its own map, a ChainMap over the engine's: entries that others patch later stay in force.
+"""
+
+import functools
+import inspect
+from collections import ChainMap
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.pipe import schedule
+from packaging.version import Version
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ds_compress import __version__
+from ds_compress.channel import Boundary
+from ds_compress.config import KEY, Config
+from ds_compress.errors import CompressionError
+from ds_compress.handshake import agree
+from ds_compress.link import EagerReceiver, EagerSender, Receiver, Sender, channel_groups
+from ds_compress.monitor import Monitor
+from ds_compress.stage import PointToPoint, Stage
+
+MINIMUM_DEEPSPEED = "0.19.3"
+HANDSHAKE_SECONDS = 60.0
+
+
+def _as_list(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if torch.is_tensor(tensors) else list(tensors)
+
+
+class CompressedEngine:
+    """Runs DeepSpeed's pipeline with every stage message in one packet.
+
+    Mixed in before the engine's own class, so `isinstance(engine, PipelineEngine)` and every override keep working.
+    """
+
+    _compression: Stage
+    _compression_monitor: Monitor
+    _ahead: bool  # whether the schedule in progress sends when computed
+    _sent_ahead: set[tuple[type, int]]  # instructions, with buffer, whose message has left already
+
+    def _exec_schedule(self, pipe_schedule):
+        training = torch.is_grad_enabled() and self.module.training
+        stage = self._compression
+        self._sent_ahead.clear()
+        with stage.running(self.global_steps, training):
+            # Not before the shapes are known: DeepSpeed's shape message goes first, in its own order
+            self._ahead = (
+                stage.config.block.link.mode == "eager" and not self.dynamic_shape and self._shapes_known(training)
+            )
+            if self._ahead:
+                self._expect_messages(pipe_schedule.micro_batches, training)
+            super()._exec_schedule(pipe_schedule)
+        self._ahead = False
+        if training:
+            for boundary in stage.boundaries:
+                boundary.end_step(self._replica_mean)
+            self._compression_monitor.end_step(stage, self.global_steps, self.global_samples, self.device)
+
+    def _shapes_known(self, training):
+        stage = self._compression
+        sends_known = stage.after is None or not self.first_output_send
+        receives_known = stage.before is None or self.pipe_recv_buf is not None
+        gradients_known = stage.after is None or not training or self.grad_layer is not None
+        return sends_known and receives_known and gradients_known
+
+    def _expect_messages(self, micro_batches, training):
+        stage = self._compression
+        if stage.before is not None:
+            stage.expect("RecvActivation", _as_list(self.pipe_recv_buf), micro_batches, self._raw_tail())
+        if stage.after is not None and training:
+            stage.expect("RecvGrad", _as_list(self.grad_layer), micro_batches)
+
+    def _raw_tail(self):
+        """DeepSpeed sends a bool mask in last place, as half precision: it is float but must not be compressed."""
+        return int(self.has_attention_mask or self.has_bool_tensors)
+
+    def _replica_mean(self, tensor):
+        if self.is_data_parallel:
+            dist.all_reduce(tensor, group=self.grid.get_data_parallel_group())
+            tensor = tensor / self.grid.data_parallel_size
+        return tensor
+
+    def _forward_pass(self, run, buffer_id):
+        run(buffer_id)
+        self._send_ahead(schedule.SendActivation, self._compression.after, buffer_id)
+
+    def _backward_pass(self, run, buffer_id):
+        run(buffer_id)
+        self._send_ahead(schedule.SendGrad, self._compression.before, buffer_id)
+
+    def _send_ahead(self, instruction, boundary, buffer_id):
+        if self._ahead and boundary is not None:
+            self._INSTRUCTION_MAP[instruction](self, buffer_id)
+            self._sent_ahead.add((instruction, buffer_id))
+
+    def _already_sent(self, instruction, buffer_id):
+        sent = (instruction, buffer_id) in self._sent_ahead
+        self._sent_ahead.discard((instruction, buffer_id))
+        return sent
+
+    def _send_activations(self, run, buffer_id):
+        if not self._already_sent(schedule.SendActivation, buffer_id):
+            with self._compression.send("SendActivation", self._raw_tail()):
+                run(buffer_id)
+
+    def _send_grads(self, run, buffer_id):
+        if not self._already_sent(schedule.SendGrad, buffer_id):
+            with self._compression.send("SendGrad"):
+                run(buffer_id)
+
+    def _recv_activations(self, run, buffer_id):
+        with self._compression.receive("RecvActivation", lambda: _as_list(self.pipe_recv_buf), self._raw_tail()):
+            run(buffer_id)
+
+    def _recv_grads(self, run, buffer_id):
+        with self._compression.receive("RecvGrad", lambda: _as_list(self.grad_layer)):
+            run(buffer_id)
+
+    # Some projects call these directly instead of through a schedule
+
+    def _exec_send_activations(self, *args, **kwargs):
+        self._send_activations(super()._exec_send_activations, *args, **kwargs)
+
+    def _exec_send_grads(self, *args, **kwargs):
+        self._send_grads(super()._exec_send_grads, *args, **kwargs)
+
+    def _exec_recv_activations(self, *args, **kwargs):
+        self._recv_activations(super()._exec_recv_activations, *args, **kwargs)
+
+    def _exec_recv_grads(self, *args, **kwargs):
+        self._recv_grads(super()._exec_recv_grads, *args, **kwargs)
+
+    def _send_tensor_meta(self, *args, **kwargs):
+        with self._compression.aside():
+            super()._send_tensor_meta(*args, **kwargs)
+
+    def _recv_tensor_meta(self, *args, **kwargs):
+        with self._compression.aside():
+            return super()._recv_tensor_meta(*args, **kwargs)
+
+    def _allocate_or_extend_buffers(self, idx, shape, dtype):
+        """A buffer of its own for every message.
+
+        DeepSpeed shares one per tensor position between activations and gradients and ignores the dtype on reuse, so
+        a receive of mixed tuples under dynamic_shape could land in a buffer of the wrong size.
+        """
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+
+_AROUND = {
+    schedule.ForwardPass: CompressedEngine._forward_pass,
+    schedule.BackwardPass: CompressedEngine._backward_pass,
+    schedule.SendActivation: CompressedEngine._send_activations,
+    schedule.RecvActivation: CompressedEngine._recv_activations,
+    schedule.SendGrad: CompressedEngine._send_grads,
+    schedule.RecvGrad: CompressedEngine._recv_grads,
+}
+
+
+def _compressed_class(base: type) -> type:
+    """`base` with the mixin and its instruction map."""
+
+    def entry(instruction, around):
+        def run(self, *args, **kwargs):
+            return around(self, functools.partial(base._INSTRUCTION_MAP[instruction], self), *args, **kwargs)
+
+        return run
+
+    entries = {instruction: entry(instruction, around) for instruction, around in _AROUND.items()}
+    instruction_map = ChainMap(entries, base._INSTRUCTION_MAP)
+    return type(f"Compressed{base.__name__}", (CompressedEngine, base), {"_INSTRUCTION_MAP": instruction_map})
+
+
+def check_release(base: type, module: Any) -> None:
+    """Refuse a DeepSpeed whose pipeline engine is not built the way the mixin relies on.
+
+    Args:
+        base: class of the engine.
+        module: `deepspeed.runtime.pipe.engine`.
+
+    Raises:
+        CompressionError: too old, or a seam is missing; names it.
+    """
+    release = f"ds_compress: DeepSpeed {deepspeed.__version__}"
+    if Version(deepspeed.__version__).release < Version(MINIMUM_DEEPSPEED).release:
+        raise CompressionError(f"{release} has another pipeline engine; install {MINIMUM_DEEPSPEED} or newer")
+    for instruction in _AROUND:
+        body = base._INSTRUCTION_MAP.get(instruction)
+        if body is None or "buffer_id" not in inspect.signature(body).parameters:
+            raise CompressionError(f"{release}: unknown way to run {instruction.__name__}; it is not supported")
+    for name in ("_exec_schedule", "_send_tensor_meta", "_recv_tensor_meta", "_allocate_or_extend_buffers"):
+        if not callable(getattr(base, name, None)):
+            raise CompressionError(f"{release}: its pipeline engine has no {name}; it is not supported")
+    if not all(callable(getattr(module.p2p, name, None)) for name in ("send", "recv")):
+        raise CompressionError(f"{release}: its p2p has no send and recv; it is not supported")
+    if hasattr(base, "_queue_p2p"):
+        raise CompressionError(f"{KEY}: DualPipeV is not supported; use PipelineModule, or \"enabled\": false")
+
+
+def attach(engine: Any, module: Any, block: object) -> None:
+    """Put the mixin over `engine` as `block` says; called on every rank when the engine has been built.
+
+    Raises:
+        CompressionError: the same line on every rank: a bad block, or ranks that differ.
+    """
+    base = type(engine)
+    try:
+        config = Config(block)
+        config.check_boundaries(engine.num_stages - 1)
+        check_release(base, module)
+        agreed = {"version": __version__, **config.settings}
+    except CompressionError as error:
+        agreed = error
+    agree(_get_default_store(), dist.get_rank(), dist.get_world_size(), agreed, HANDSHAKE_SECONDS)
+    if not config.block.enabled or engine.num_stages == 1:
+        return
+
+    if not isinstance(module.p2p, PointToPoint):
+        module.p2p = PointToPoint(module.p2p)
+    engine._ahead, engine._sent_ahead = False, set()
+    engine._compression = _stage(engine, config, module.p2p)
+    engine._compression_monitor = Monitor(
+        config,
+        boundaries=engine.num_stages - 1,
+        total=functools.partial(dist.all_reduce, group=engine.grid.get_pipe_parallel_group()),
+        write=engine.monitor.write_events if engine.monitor.enabled else None,
+        reports=engine.global_rank == 0,
+    )
+    engine.__class__ = _compressed_class(base)
+
+
+def _stage(engine: Any, config: Config, p2p: PointToPoint) -> Stage:
+    number, replica = engine.stage_id, engine.grid.get_data_parallel_id()
+    before = Boundary(number - 1, config, replica) if number > 0 else None
+    after = Boundary(number, config, replica) if number < engine.num_stages - 1 else None
+    stage = Stage(config, p2p, before, after)
+    eager = config.block.link.mode == "eager"
+    groups = channel_groups(engine.grid._topo.get_axis_comm_lists("pipe"), engine.global_rank) if eager else {}
+    send, receive = (EagerSender, EagerReceiver) if eager else (Sender, Receiver)
+
+    def connect(instruction, channel, kind, neighbour):
+        peer = engine.grid.stage_to_global(neighbour)
+        group = groups.get((channel.boundary.number, channel.direction))
+        stage.connect(instruction, channel, kind(peer, engine.device, group))
+
+    if before:
+        connect("RecvActivation", before.forward, receive, engine.prev_stage)
+        connect("SendGrad", before.backward, send, engine.prev_stage)
+    if after:
+        connect("SendActivation", after.forward, send, engine.next_stage)
+        connect("RecvGrad", after.backward, receive, engine.next_stage)
+    return stage

@@ -1,0 +1,70 @@
+"""Codes of 1 to 8 bits, packed with exactly that many bits each.
+
+The codes of a group are packed among themselves, plane by plane. With b in {1, 2, 4, 8} there are P = 8 / b planes;
+plane i is the i-th run of G / P codes, and byte j of the group takes bits from code j of every plane:
+
+    group of G codes, b = 4     | plane 0: c[0] ... c[G/2-1] | plane 1: c[G/2] ... c[G-1] |
+
+    byte j   bit 7 6 5 4         3 2 1 0
+                 c[G/2 + j]      c[j]             that is  OR over i of  c[i*G/P + j] << (b*i)
+
+So packing and unpacking touch contiguous runs only: coalesced on a GPU, vectorised on a CPU. Any other width is cut
+into pieces of those widths, low bits first, and each piece packed as above, one behind the other:
+
+    group of G codes, b = 7 = 4 + 2 + 1
+
+    | bits 0-3 of every code: G/2 bytes | bits 4-5: G/4 bytes | bit 6: G/8 bytes |
+"""
+
+import torch
+from torch import Tensor
+
+_PIECES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
+
+
+def packed_size(count: int, bits: int) -> int:
+    """Bytes that `count` codes (a multiple of 8) of `bits` bits take."""
+    return count * bits // 8
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack uint8 codes [groups, G], each below 2^bits, to uint8 [groups, G * bits / 8]; G is a multiple of 8."""
+    pieces = _PIECES[bits]
+    if len(pieces) == 1:
+        return _pack_planes(codes, bits)
+    packed, shift = [], 0
+    for width in pieces:
+        packed.append(_pack_planes((codes >> shift) & (2**width - 1), width))
+        shift += width
+    return torch.cat(packed, dim=1)
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """The codes, uint8 [groups, G], that `pack` turned into `packed`, uint8 [groups, G * bits / 8]."""
+    pieces = _PIECES[bits]
+    if len(pieces) == 1:
+        return _unpack_planes(packed, bits)
+    unit = packed.shape[1] // bits  # bytes that one bit of every code takes
+    codes, shift = None, 0
+    for piece, width in zip(packed.split([unit * width for width in pieces], dim=1), pieces):
+        part = _unpack_planes(piece, width) << shift
+        codes = part if codes is None else codes.bitwise_or_(part)
+        shift += width
+    return codes
+
+
+def _pack_planes(codes: Tensor, width: int) -> Tensor:
+    if width == 8:
+        return codes
+    planes = codes.chunk(8 // width, dim=1)
+    packed = planes[0].clone()
+    for i, plane in enumerate(planes[1:], start=1):
+        packed |= plane << (width * i)
+    return packed
+
+
+def _unpack_planes(packed: Tensor, width: int) -> Tensor:
+    if width == 8:
+        return packed
+    mask = 2**width - 1
+    return torch.cat([(packed >> shift) & mask for shift in range(0, 8, width)], dim=1)

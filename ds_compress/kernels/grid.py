@@ -1,0 +1,86 @@
+"""A uniform grid per group: value = offset + step * code, code in 0 .. top.
+
+Scales are rounded to their wire dtype before the codes are made, and outwards (offset down, step up), so the grid that
+the receiver rebuilds always covers the group: no value is more than half a step away from its code's value.
+
+A group that holds inf or nan gets a nan step, whatever its codes are, and decodes to nan.
+"""
+
+import torch
+from torch import Tensor
+
+
+def minmax_grid(groups: Tensor, bits: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The grid from the smallest to the largest value of each group.
+
+    Args:
+        groups: fp32 [n, G].
+        scale_dtype: float32 or bfloat16.
+
+    Returns:
+        step, offset: [n], of `scale_dtype`.
+    """
+    low, high = groups.amin(1), groups.amax(1)
+    offset = _at_most(low, scale_dtype)
+    return _step(high - offset.float(), top_code(bits, symmetric=False), scale_dtype), offset
+
+
+def symmetric_grid(groups: Tensor, bits: int, scale_dtype: torch.dtype, unbiased: bool = False) -> Tensor:
+    """The grid from -m to m, m the largest magnitude of each group (arguments as for `minmax_grid`).
+
+    From 2 bits on 0 is on the grid, which takes an odd number of levels: -1, 0, 1 at 2 bits. At 1 bit the levels are
+    -m and m with the m of least squared error, the mean magnitude (1-bit SGD, XNOR-Net), or, when dithered codes have
+    to be `unbiased`, the largest.
+    """
+    magnitude = groups.abs()
+    reach = magnitude.mean(1) if bits == 1 and not unbiased else magnitude.amax(1)
+    return _step(2 * reach, top_code(bits, symmetric=True), scale_dtype)
+
+
+def symmetric_offset(step: Tensor, bits: int) -> Tensor:
+    """The offset, fp32 [n], that a symmetric grid of `step` implies."""
+    return step.float() * (-top_code(bits, symmetric=True) / 2)
+
+
+def top_code(bits: int, symmetric: bool) -> int:
+    """The largest code of the grid."""
+    return 2**bits - 2 if symmetric and bits > 1 else 2**bits - 1
+
+
+def to_codes(groups: Tensor, step: Tensor, offset: Tensor, top: int, generator: torch.Generator | None) -> Tensor:
+    """The codes, uint8 [n, G], of `groups`, fp32 [n, G], on the grid of `step` and `offset`, [n] each.
+
+    Rounds to the nearest code, or with a generator to one of the two neighbours with probabilities that make the
+    expected value equal to the input.
+    """
+    step = step.float()
+    # a constant group has step 0 and a non-finite one nan: dividing by inf sends every finite value to code 0
+    divisor = torch.where(step > 0, step, torch.inf)
+    position = (groups - offset.float()[:, None]).div_(divisor[:, None])
+    if generator is None:
+        codes = position.add_(0.5).floor_()
+    else:
+        # the dither meets the fraction alone: added to the position it could round past the neighbour
+        codes = position.floor()
+        codes += torch.rand(codes.shape, generator=generator, device=codes.device) < position.sub_(codes)
+    return codes.clamp_(0, top).to(torch.uint8)
+
+
+def from_codes(codes: Tensor, step: Tensor, offset: Tensor) -> Tensor:
+    """The values, fp32 [n, G], of `codes`, uint8 [n, G]."""
+    return codes.float().mul_(step.float()[:, None]).add_(offset.float()[:, None])
+
+
+def _step(width: Tensor, top: int, dtype: torch.dtype) -> Tensor:
+    step = _at_least(width / top, dtype)
+    return torch.where(step.isfinite(), step, torch.nan)
+
+
+def _at_least(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The smallest number of `dtype` that is not below `x`; nan stays nan."""
+    rounded = x.to(dtype)
+    return torch.where(rounded.to(x.dtype) < x, torch.nextafter(rounded, torch.full_like(rounded, torch.inf)), rounded)
+
+
+def _at_most(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return -_at_least(-x, dtype)

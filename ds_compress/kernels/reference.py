@@ -1,0 +1,48 @@
+"""Quantization of groups of values, one call per direction: the unit that a fused kernel replaces."""
+
+import torch
+from torch import Tensor
+
+from ds_compress.kernels.bits import pack, unpack
+from ds_compress.kernels.grid import from_codes, minmax_grid, symmetric_grid, symmetric_offset, to_codes, top_code
+from ds_compress.kernels.hadamard import rotate
+
+
+def quantize(
+    groups: Tensor,
+    bits: int,
+    symmetric: bool,
+    scale_dtype: torch.dtype,
+    hadamard: bool = False,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, ...]:
+    """Quantize every row of `groups` on a grid of its own.
+
+    Args:
+        groups: [n, G] of any float dtype, G a multiple of 8, and a power of two for `hadamard`.
+        bits: per code, 1 to 8.
+        symmetric: a grid around 0, given by its step alone, instead of one from the smallest to the largest value.
+        scale_dtype: of step and offset, float32 or bfloat16.
+        hadamard: quantize the Walsh-Hadamard rotation of each row.
+        generator: on the device of `groups`, to round stochastically; None rounds to nearest.
+
+    Returns:
+        packed uint8 [n, G * bits / 8], step [n], and unless symmetric offset [n].
+    """
+    groups = rotate(groups.float()) if hadamard else groups.float()
+    if symmetric:
+        scales = (symmetric_grid(groups, bits, scale_dtype, unbiased=generator is not None),)
+        offset = symmetric_offset(scales[0], bits)
+    else:
+        scales = minmax_grid(groups, bits, scale_dtype)
+        offset = scales[1]
+    codes = to_codes(groups, scales[0], offset, top_code(bits, symmetric), generator)
+    return pack(codes, bits), *scales
+
+
+def dequantize(packed: Tensor, step: Tensor, offset: Tensor | None, bits: int, hadamard: bool = False) -> Tensor:
+    """The values, fp32 [n, G], of what `quantize` returned; `offset` is None for a symmetric grid."""
+    if offset is None:
+        offset = symmetric_offset(step, bits)
+    groups = from_codes(unpack(packed, bits), step, offset)
+    return rotate(groups) if hadamard else groups

@@ -1,0 +1,152 @@
+"""The link: moves packets between neighbouring stages.
+
+A channel end holds one `Sender` or `Receiver`. In both modes packets of a channel arrive in the order they were sent.
+
+blocking: DeepSpeed's own order and process group; every byte is waited for.
+eager:    sends return at once and receives are posted ahead, both on a process group that belongs to this channel
+          alone. A group has one sender and one receiver, so no ordering between channels is left to violate.
+"""
+
+from collections import deque
+
+import torch
+from deepspeed import comm as dist
+from torch import Tensor
+
+from ds_compress.errors import CompressionError
+
+IN_FLIGHT = 4
+"""Packets of an eager channel under way before its sender waits for the oldest. DeepSpeed's own order has sent packet
+n - 1, and waited until it was taken, before it computes packet n: waiting for packet n - 4 at that point cannot lock a
+schedule that runs in that order. 1F1B has at most 2 under way after its warm-up; evaluation would have any number."""
+
+POSTED_AHEAD = 2
+"""Receives an eager channel keeps posted: one packet can be in use while the next arrives. The neighbour cannot have
+made the one after that, as in 1F1B it waits for an answer to the first."""
+
+
+class Sender:
+    """The sending end of a channel, blocking."""
+
+    def __init__(self, peer: int, device: torch.device, group=None):
+        """`peer`: global rank of the other end; `group`: process group of the channel, None for the default one."""
+        self.peer = peer
+        self.device = device
+        self.group = group
+        self._free: dict[int, list[Tensor]] = {}
+
+    def memory(self, nbytes: int) -> Tensor:
+        """uint8 memory for a packet that no transfer uses; zeroed when new."""
+        free = self._free.setdefault(nbytes, [])
+        return free.pop() if free else torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+
+    def send(self, packet: Tensor) -> None:
+        """Send `packet`, which came from `memory`."""
+        dist.send(packet, self.peer, group=self.group)
+        self._free[packet.numel()].append(packet)
+
+    def drain(self) -> None:
+        """Return when everything sent has left this process."""
+
+
+class Receiver:
+    """The receiving end of a channel, blocking."""
+
+    def __init__(self, peer: int, device: torch.device, group=None):
+        self.peer = peer
+        self.device = device
+        self.group = group
+        self._packet: Tensor | None = None
+
+    def expect(self, nbytes: int, count: int) -> None:
+        """Announce that the next `count` packets have `nbytes` each."""
+
+    def receive(self, nbytes: int) -> Tensor:
+        """The next packet; it stays as it is until the next call."""
+        if self._packet is None or self._packet.numel() != nbytes:
+            self._packet = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        dist.recv(self._packet, self.peer, group=self.group)
+        return self._packet
+
+
+class EagerSender(Sender):
+    """Sends without waiting; a packet's memory is used again when it has left."""
+
+    def __init__(self, peer: int, device: torch.device, group=None):
+        super().__init__(peer, device, group)
+        self._in_flight: deque[tuple[Tensor, dist.Work]] = deque()
+
+    def memory(self, nbytes: int) -> Tensor:
+        # Counted, not polled: gloo's is_completed() stays False until someone waits
+        while len(self._in_flight) >= IN_FLIGHT:
+            self._release()
+        return super().memory(nbytes)
+
+    def send(self, packet: Tensor) -> None:
+        self._in_flight.append((packet, dist.isend(packet, self.peer, group=self.group)))
+
+    def drain(self) -> None:
+        while self._in_flight:
+            self._release()
+
+    def _release(self) -> None:
+        packet, work = self._in_flight.popleft()
+        work.wait()
+        self._free[packet.numel()].append(packet)
+
+
+class EagerReceiver(Receiver):
+    """Keeps receives posted for the packets it was told to expect; other packets are received as blocking."""
+
+    def __init__(self, peer: int, device: torch.device, group=None):
+        super().__init__(peer, device, group)
+        self._posted: deque[tuple[Tensor, dist.Work]] = deque()
+        self._memory: list[Tensor] = []
+        self._in_use: Tensor | None = None
+        self._to_post = 0
+
+    def expect(self, nbytes: int, count: int) -> None:
+        if self._posted:
+            raise CompressionError(
+                f"link: {len(self._posted)} packets from rank {self.peer} that were expected never came: the batch "
+                "before this one was interrupted; restart all ranks"
+            )
+        if not self._memory or self._memory[0].numel() != nbytes:
+            self._memory = [
+                torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(POSTED_AHEAD)
+            ]
+        self._in_use = None
+        self._to_post = count
+        for memory in self._memory:
+            self._post(memory)
+
+    def receive(self, nbytes: int) -> Tensor:
+        if not self._posted:
+            return super().receive(nbytes)
+        if self._in_use is not None:
+            self._post(self._in_use)
+        self._in_use, work = self._posted.popleft()
+        work.wait()
+        return self._in_use
+
+    def _post(self, memory: Tensor) -> None:
+        if self._to_post:
+            self._to_post -= 1
+            self._posted.append((memory, dist.irecv(memory, self.peer, group=self.group)))
+
+
+def channel_groups(pipelines: list[list[int]], rank: int) -> dict[tuple[int, str], object]:
+    """A process group for each channel that `rank` has an end of, by (boundary, direction).
+
+    Args:
+        pipelines: global ranks of each pipeline replica, stage by stage. Every rank of the job passes the same, as
+            every rank has to take part in making every group.
+    """
+    own = {}
+    for ranks in pipelines:
+        for boundary, ends in enumerate(zip(ranks, ranks[1:])):
+            for direction in ("forward", "backward"):
+                group = dist.new_group(list(ends))
+                if rank in ends:
+                    own[boundary, direction] = group
+    return own

@@ -1,0 +1,113 @@
+"""The channels of a pipeline inside one process: for one GPU, a notebook, or a comparison with the real thing.
+
+Each boundary becomes a step between two layers that packs what crosses it, and what its gradient sends back, with the
+objects that the pipeline engine uses: the losses are those of the real pipeline.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_compress.channel import Boundary, Channel, Moment
+from ds_compress.codec import TensorSpec
+from ds_compress.config import KEY, Config
+from ds_compress.errors import CompressionError
+
+
+class SimulatedBoundary(nn.Module):
+    """Both sides of one boundary as a layer: its input comes out as the next stage would receive it.
+
+    A forward pass in training mode with gradients on is one micro-batch, and every `micro_batches` of them are one
+    step; all other passes are evaluation. Do not put it inside an activation checkpoint: recomputing would send again.
+    """
+
+    def __init__(self, number: int, config: Config, micro_batches: int):
+        super().__init__()
+        self.upstream = Boundary(number, config)
+        self.downstream = Boundary(number, config)
+        self.micro_batches = micro_batches
+        self._trained = 0  # micro-batches so far
+        self._evaluated = 0
+
+    def forward(self, tensors: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        single = isinstance(tensors, Tensor)
+        outputs = _Cross.apply(self, self._next_moment(), *((tensors,) if single else tensors))
+        return outputs[0] if single else outputs
+
+    def _next_moment(self) -> Moment:
+        step = self._trained // self.micro_batches
+        if not (self.training and torch.is_grad_enabled()):
+            self._evaluated += 1
+            return Moment(step, (self._evaluated - 1) % self.micro_batches, training=False)
+        moment = Moment(step, self._trained % self.micro_batches, training=True)
+        if moment.micro_batch == 0:
+            for side in (self.upstream, self.downstream):
+                if step > 0:
+                    side.end_step(average=lambda tensor: tensor)
+                side.begin_step()
+        self._trained += 1
+        return moment
+
+
+class _Cross(torch.autograd.Function):
+    """Forward: a packet from upstream to downstream; backward: a packet back."""
+
+    @staticmethod
+    def forward(ctx, boundary: SimulatedBoundary, moment: Moment, *tensors: Tensor):
+        ctx.boundary, ctx.moment = boundary, moment
+        ctx.floats = [tensor.dtype.is_floating_point for tensor in tensors]
+        outputs = _transfer(boundary.upstream.forward, boundary.downstream.forward, tensors, moment)
+        ctx.mark_non_differentiable(*(t for t, is_float in zip(outputs, ctx.floats) if not is_float))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor):
+        sent = [gradient for gradient, is_float in zip(gradients, ctx.floats) if is_float]
+        source, target = ctx.boundary.downstream.backward, ctx.boundary.upstream.backward
+        arrived = iter(_transfer(source, target, sent, ctx.moment))
+        return None, None, *(next(arrived) if is_float else None for is_float in ctx.floats)
+
+
+def _transfer(source: Channel, target: Channel, tensors: Sequence[Tensor], moment: Moment) -> list[Tensor]:
+    packet = source.encode(tensors, moment)
+    return target.decode(packet, target.message(tuple(map(TensorSpec.of, tensors)), moment), moment)
+
+
+def simulate(model: nn.Module, ds_config: dict[str, Any], cuts: Sequence[int]) -> nn.Module:
+    """Put simulated boundaries between the layers of `model`.
+
+    Args:
+        model: an `nn.Sequential`, or a `PipelineModule` that was built with one stage.
+        ds_config: the whole config: its "ds_compress" block and its "gradient_accumulation_steps" (default 1) count.
+        cuts: index of the first layer after each boundary, ascending: [4, 8] makes three stages.
+
+    Returns:
+        A new `nn.Sequential` that shares the layers of `model`; a `PipelineModule` is changed in place and returned.
+
+    Raises:
+        CompressionError: a bad block, a cut that is not between two layers, or a model of another kind.
+    """
+    config = Config(ds_config.get(KEY, {}))
+    config.check_boundaries(len(cuts))
+    if isinstance(model, nn.Sequential):
+        layers: list[Any] = list(model)
+    elif hasattr(model, "forward_funcs"):
+        layers = model.forward_funcs
+    else:
+        raise CompressionError(
+            f"simulate: {type(model).__name__} has no list of layers; allowed: nn.Sequential, PipelineModule"
+        )
+    if list(cuts) != sorted(set(cuts)) or not all(0 < cut < len(layers) for cut in cuts):
+        raise CompressionError(f"simulate: cuts {list(cuts)} must ascend and lie in 1..{len(layers) - 1}")
+    if not config.block.enabled:
+        return model
+
+    micro_batches = ds_config.get("gradient_accumulation_steps", 1)
+    for number, cut in reversed(list(enumerate(cuts))):
+        boundary = SimulatedBoundary(number, config, micro_batches)
+        layers.insert(cut, boundary)
+        if not isinstance(model, nn.Sequential):
+            model.add_module(f"boundary_{number}", boundary)
+    return nn.Sequential(*layers) if isinstance(model, nn.Sequential) else model

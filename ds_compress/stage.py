@@ -1,0 +1,189 @@
+"""What one stage of a pipeline sends and receives: its two boundaries, their links, the instruction in progress.
+
+DeepSpeed's instructions call `p2p.send` or `p2p.recv` once per tensor. `PointToPoint` stands in for that module: while
+an instruction runs, the tensors it sends are collected and leave as one packet when it ends; the first tensor it
+receives fetches the packet, and each call hands out the next tensor of it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from ds_compress.channel import Boundary, Channel, Moment
+from ds_compress.codec import TensorSpec
+from ds_compress.config import Config
+from ds_compress.errors import CompressionError
+from ds_compress.link import Receiver, Sender
+
+
+class Sending:
+    """The tensors that one send instruction wants to send."""
+
+    def __init__(self):
+        self.tensors: list[Tensor] = []
+
+    def send(self, tensor: Tensor) -> None:
+        self.tensors.append(tensor)
+
+    def recv(self, tensor: Tensor) -> None:
+        raise CompressionError("a send instruction of DeepSpeed tried to receive: this release is not supported")
+
+
+class Receiving:
+    """The tensors that one receive instruction asks for, from one packet."""
+
+    def __init__(self, fetch: Callable[[], list[Tensor]]):
+        self._fetch = fetch
+        self._arrived: Iterator[Tensor] | None = None
+
+    def send(self, tensor: Tensor) -> None:
+        raise CompressionError("a receive instruction of DeepSpeed tried to send: this release is not supported")
+
+    def recv(self, tensor: Tensor) -> None:
+        if self._arrived is None:
+            self._arrived = iter(self._fetch())
+        # DeepSpeed clones activations and uses gradients before it receives the next, so `tensor` can be the arrived
+        # one instead of a copy of it
+        tensor.data = next(self._arrived)
+
+
+class PointToPoint:
+    """Stand-in for the module `deepspeed.runtime.pipe.p2p` inside DeepSpeed's pipeline engine.
+
+    Engines without ds_compress, and what engines send outside their instructions, go to the module unchanged.
+    """
+
+    def __init__(self, module: Any):
+        self._module = module
+        self.instruction: Sending | Receiving | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def send(self, tensor: Tensor, dest_stage: int, async_op: bool = False) -> None:
+        if self.instruction is None:
+            return self._module.send(tensor, dest_stage, async_op)
+        self.instruction.send(tensor)
+
+    def recv(self, tensor: Tensor, src_stage: int, async_op: bool = False) -> None:
+        if self.instruction is None:
+            return self._module.recv(tensor, src_stage, async_op)
+        self.instruction.recv(tensor)
+
+    @contextmanager
+    def during(self, instruction: Sending | Receiving | None) -> Iterator[None]:
+        """Route calls to `instruction`, None for the module itself, and back to what was before at the end."""
+        before, self.instruction = self.instruction, instruction
+        try:
+            yield
+        finally:
+            self.instruction = before
+
+
+class Outbound:
+    """A channel's sending end."""
+
+    def __init__(self, channel: Channel, sender: Sender):
+        self.channel = channel
+        self.sender = sender
+        self.micro_batch = 0
+
+
+class Inbound:
+    """A channel's receiving end."""
+
+    def __init__(self, channel: Channel, receiver: Receiver):
+        self.channel = channel
+        self.receiver = receiver
+        self.micro_batch = 0
+
+
+class Stage:
+    """All traffic of one stage.
+
+    Micro-batches pass a boundary in order, in both directions, so counting messages within a step gives the
+    micro-batch; DeepSpeed's buffer ids are reused and do not.
+    """
+
+    def __init__(self, config: Config, p2p: PointToPoint, before: Boundary | None, after: Boundary | None):
+        """`before`, `after`: the boundaries to the previous and the next stage, None at the ends of the pipeline."""
+        self.config = config
+        self.before = before
+        self.after = after
+        self._p2p = p2p
+        self._ends: dict[str, Outbound | Inbound] = {}
+        self.step = 0
+        self.training = False
+
+    def connect(self, instruction: str, channel: Channel, end: Sender | Receiver) -> None:
+        """Let `instruction` ("SendActivation", ...) use `channel` over `end`."""
+        kind = Outbound if isinstance(end, Sender) else Inbound
+        self._ends[instruction] = kind(channel, end)
+
+    @property
+    def boundaries(self) -> list[Boundary]:
+        return [boundary for boundary in (self.before, self.after) if boundary is not None]
+
+    @property
+    def sending(self) -> list[Channel]:
+        """The channels this stage sends on."""
+        return [end.channel for end in self._ends.values() if isinstance(end, Outbound)]
+
+    @contextmanager
+    def running(self, step: int, training: bool) -> Iterator[None]:
+        """Round one schedule of the engine; returns when all packets have left."""
+        self.step, self.training = step, training
+        for end in self._ends.values():
+            end.micro_batch = 0
+        for boundary in self.boundaries:
+            boundary.begin_step()
+        yield
+        for end in self._ends.values():
+            if isinstance(end, Outbound):
+                end.sender.drain()
+
+    def expect(self, instruction: str, tensors: Sequence[Tensor], count: int, raw_tail: int = 0) -> None:
+        """Announce the `count` messages of this schedule, with tensors like `tensors` (see `Receiver.expect`)."""
+        end = self._ends[instruction]
+        message = end.channel.message(tuple(map(TensorSpec.of, tensors)), self._moment(0), raw_tail)
+        end.receiver.expect(message.packet.nbytes, count)
+
+    @contextmanager
+    def send(self, instruction: str, raw_tail: int = 0) -> Iterator[None]:
+        """Collect what the send instruction inside sends, and send it as one packet; `raw_tail`: see `Channel`."""
+        if self._p2p.instruction is not None:  # an instruction that calls the engine's method of the same name
+            yield
+            return
+        end = self._ends[instruction]
+        message = Sending()
+        with self._p2p.during(message):
+            yield
+        moment = self._moment(end.micro_batch)
+        end.micro_batch += 1
+        end.sender.send(end.channel.encode(message.tensors, moment, raw_tail, end.sender.memory))
+
+    @contextmanager
+    def receive(self, instruction: str, tensors: Callable[[], Sequence[Tensor]], raw_tail: int = 0) -> Iterator[None]:
+        """Serve what the receive instruction inside asks for; `tensors()`: all it will ask for, at its first call."""
+        if self._p2p.instruction is not None:
+            yield
+            return
+        end = self._ends[instruction]
+        moment = self._moment(end.micro_batch)
+        end.micro_batch += 1
+
+        def fetch() -> list[Tensor]:
+            message = end.channel.message(tuple(map(TensorSpec.of, tensors())), moment, raw_tail)
+            return end.channel.decode(end.receiver.receive(message.packet.nbytes), message, moment)
+
+        with self._p2p.during(Receiving(fetch)):
+            yield
+
+    def aside(self):
+        """Context for what an instruction sends beside its message: DeepSpeed's shape messages."""
+        return self._p2p.during(None)
+
+    def _moment(self, micro_batch: int) -> Moment:
+        return Moment(self.step, micro_batch, self.training)

@@ -1,0 +1,110 @@
+"""A pipeline and `simulate` of the same model give the same losses, bit for bit."""
+
+import pytest
+import torch
+from torch import nn
+
+import ds_compress  # noqa: F401
+from ds_compress.errors import CompressionError
+from ds_compress.simulate import simulate
+from tests.dist import run_ranks
+from tests.pipeline import MICRO_BATCHES, batches, ds_config, layers, loss_fn, train
+
+def both(codec, backward=None):
+    return {"forward": {"codec": codec}, "backward": {"codec": backward or codec}}
+
+
+BLOCKS = {
+    "none": {},
+    "topk": both({"name": "topk", "density": 0.2}),
+    "topk-reuse": both({"name": "topk", "density": 0.2}, {"name": "topk", "indices": "reuse"}),
+    "quantize": both({"name": "quantize", "bits": 4}, {"name": "quantize", "bits": 8, "scale": "symmetric"}),
+    "quantize-2": both({"name": "quantize", "bits": 2, "group_size": 32, "hadamard": True}, "none"),
+    "quantize-stochastic": both({"name": "quantize", "rounding": "stochastic"}),
+    "minmax": both({"name": "minmax", "bits": 4}, {"name": "minmax", "bits": 8}),
+    "bf16": both("bf16"),
+    "fp16": both("fp16"),
+    "warmup": {**both("bf16"), "warmup_steps": 2},
+}
+
+
+def simulated_model(config, stages):
+    """The model that `tests.pipeline.build` makes, with its cuts; DeepSpeed seeds layer i with base seed + i."""
+    built = []
+    for index, spec in enumerate(layers()):
+        torch.manual_seed(1234 + index)
+        built.append(spec.build())
+    return simulate(nn.Sequential(*built), config, [len(built) * s // stages for s in range(1, stages)])
+
+
+def train_simulated(stages, config, steps=4):
+    model = simulated_model(config, stages)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    data, losses = batches(), []
+    for _ in range(steps):
+        total = torch.tensor(0.0)
+        for _ in range(MICRO_BATCHES):
+            x, target = next(data)
+            loss = loss_fn(model(x), target)
+            (loss / MICRO_BATCHES).backward()
+            total += loss.detach()
+        losses.append((total / MICRO_BATCHES).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_pipeline_equals_simulate(name, stages):
+    config = ds_config({**BLOCKS[name], "min_numel": 0})
+    real = run_ranks(stages, train, stages, config)
+    assert real[0]["losses"] == train_simulated(stages, config)
+    if name != "none":
+        assert real[0]["losses"] != train_simulated(stages, ds_config({}))
+
+
+def test_evaluation_and_training_do_not_meet():
+    config = ds_config({"forward": {"codec": "bf16"}, "min_numel": 0})
+    plain, interleaved = simulated_model(config, 2), simulated_model(config, 2)
+    x, _ = next(batches())
+    interleaved.eval()
+    with torch.no_grad():
+        interleaved(x)
+    interleaved.train()
+    assert torch.equal(plain(x), interleaved(x))
+    assert plain[4]._trained == interleaved[4]._trained == 1
+
+
+@pytest.mark.parametrize("cuts", [[0], [8], [4, 4], [5, 3]])
+def test_cuts_must_lie_between_layers(cuts):
+    with pytest.raises(CompressionError, match="must ascend and lie in 1..7"):
+        simulate(nn.Sequential(*(nn.Identity() for _ in range(8))), {}, cuts)
+
+
+def test_index_reuse_is_the_gradient_of_the_sparsified_forward():
+    """With reuse, what comes back is exactly the gradient of x -> mask * x; independent TopK is another estimate."""
+    block = {**both({"name": "topk", "density": 0.3}, {"name": "topk", "indices": "reuse"}), "min_numel": 0}
+    model = simulate(nn.Sequential(nn.Identity(), nn.Linear(40, 40)), ds_config(block), [1])
+    x = torch.randn(4, 40, requires_grad=True)
+    model(x).square().sum().backward()
+
+    kept = x.detach().abs() >= x.detach().abs().topk(12, dim=1).values[:, -1:]
+    masked = x.detach().clone().requires_grad_()
+    model[2](masked * kept).square().sum().backward()
+    assert torch.equal(x.grad, masked.grad)
+    assert (x.grad != 0).sum() == 4 * 12
+
+
+def test_a_one_stage_pipeline_module_is_simulated_in_place():
+    def losses(stages, cuts=()):
+        from tests.pipeline import build
+
+        config = ds_config({**BLOCKS["topk-reuse"], "min_numel": 0})
+        engine = build(stages, config)
+        if cuts:
+            simulate(engine.module, config, cuts)
+        data = batches()
+        return [engine.train_batch(data).item() for _ in range(3)]
+
+    assert run_ranks(1, losses, 1, [4])[0] == run_ranks(2, losses, 2)[0]

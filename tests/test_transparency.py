@@ -1,0 +1,29 @@
+"""The thesis: with codec "none" losses and weights are bit-equal to stock DeepSpeed."""
+
+import pytest
+import torch
+
+import ds_compress  # noqa: F401  (hooks the engine)
+from tests.dist import run_ranks
+from tests.pipeline import ds_config, train
+
+
+def assert_equal(ours, stock):
+    for mine, theirs in zip(ours, stock):
+        assert mine["class"] == "CompressedPipelineEngine" and theirs["class"] == "PipelineEngine"
+        assert mine["losses"] == theirs["losses"]
+        assert mine["weights"].keys() == theirs["weights"].keys()
+        for name, value in theirs["weights"].items():
+            assert torch.equal(torch.as_tensor(mine["weights"][name]), torch.as_tensor(value)), name
+
+
+@pytest.mark.parametrize("link", ["blocking", "eager"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_none_equals_stock(stages, bf16, link):
+    changes = {"bf16": {"enabled": True}} if bf16 else {}
+    block = {"link": {"mode": link}, "min_numel": 0}
+    stock = run_ranks(stages, train, stages, ds_config(**changes))
+    ours = run_ranks(stages, train, stages, ds_config(block, **changes))
+    assert_equal(ours, stock)
+    assert len(set(stock[0]["losses"])) == 4 and stock[0]["losses"][-1] < stock[0]["losses"][0]
