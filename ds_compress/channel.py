@@ -26,6 +26,7 @@ class Moment:
     step: int  # optimizer steps done before this one
     micro_batch: int
     training: bool
+    loss_scale: float = 1.0  # of the gradients
 
 
 @dataclass
@@ -189,6 +190,7 @@ class Boundary:
         return Context(
             boundary=self.number, direction=direction, step=moment.step, micro_batch=moment.micro_batch,
             position=position, replica=self.replica, seed=self.config.block.seed, training=moment.training,
+            loss_scale=moment.loss_scale if direction == "backward" else 1.0,
             stash=stash, memory=memory,
         )
 

@@ -66,6 +66,7 @@ class Context:
     position: int = 0  # which float tensor of the message this is
     replica: int = 0  # data-parallel rank; tensor-parallel ranks share it and so send the same bytes
     seed: int = 0  # "seed" of the ds_compress block
+    loss_scale: float = 1.0  # what fp16 training has multiplied the tensor by: 1 forward
     training: bool = True  # False in evaluation, where `memory` is a copy that is thrown away
 
     stash: MutableMapping[str, Tensor] = field(default_factory=dict)
@@ -106,6 +107,7 @@ class Codec(Named, ABC):
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)  # option sets that the tests and `ds-compress bench` walk
     both_directions: ClassVar[bool] = False  # True: forward and backward of a boundary must both be this codec
+    sender_decodes: ClassVar[bool] = True  # False: what a message decodes to depends on state of the receiver alone
     selects: ClassVar[bool] = False  # True: sets ctx.selection, which "indices": "reuse" backward can then read
 
     @abstractmethod
@@ -122,6 +124,10 @@ class Codec(Named, ABC):
 
         `parts` are views of a packet whose memory is used again: what must stay (in `ctx.stash`) is copied.
         """
+
+    def used(self, parts: tuple[Tensor, ...]) -> int | None:
+        """Leading bytes of `parts` that `decode` reads, where `layout` is a maximum; None: always all of them."""
+        return None
 
     def observe(self, x: Tensor, ctx: Context) -> None:
         """Look at a message that crosses uncompressed during warm-up; called on both sides with the same `x`."""

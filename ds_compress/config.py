@@ -3,6 +3,8 @@
 Codec and feedback options stand with their classes (`ds-compress list`); everything else stands here.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -92,6 +94,15 @@ class BoundaryCodecs:
         return {direction: getattr(self, direction).settings for direction in DIRECTIONS}
 
 
+@contextmanager
+def _errors_at(path: str) -> Iterator[None]:
+    """Begin the line of a CompressionError with `path`."""
+    try:
+        yield
+    except CompressionError as error:
+        raise CompressionError(f"{path}: {error}") from None
+
+
 class Config:
     """The checked block: plain options, and the codecs of any boundary."""
 
@@ -123,11 +134,13 @@ class Config:
             raise CompressionError(
                 f"{path}.forward.codec: {forward} takes over from a forward message; allowed backward only"
             )
-        try:
+        with _errors_at(f"{path}.forward.feedback"):
+            forward = forward_feedback.around(forward)
+        with _errors_at(f"{path}.backward.codec"):
             backward = backward.paired(forward)
-        except CompressionError as error:
-            raise CompressionError(f"{path}.backward.codec: {error}") from None
-        return BoundaryCodecs(forward_feedback.around(forward), backward_feedback.around(backward))
+        with _errors_at(f"{path}.backward.feedback"):
+            backward = backward_feedback.around(backward)
+        return BoundaryCodecs(forward, backward)
 
     def check_boundaries(self, count: int) -> None:
         """Refuse settings for a boundary that a pipeline with `count` boundaries does not have."""

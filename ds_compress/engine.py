@@ -49,7 +49,7 @@ class CompressedEngine:
         training = torch.is_grad_enabled() and self.module.training
         stage = self._compression
         self._sent_ahead.clear()
-        with stage.running(self.global_steps, training):
+        with stage.running(self.global_steps, training, self._loss_scale()):
             # Not before the shapes are known: DeepSpeed's shape message goes first, in its own order
             self._ahead = (
                 stage.config.block.link.mode == "eager" and not self.dynamic_shape and self._shapes_known(training)
@@ -62,6 +62,10 @@ class CompressedEngine:
             for boundary in stage.boundaries:
                 boundary.end_step(self._replica_mean)
             self._compression_monitor.end_step(stage, self.global_steps, self.global_samples, self.device)
+
+    def _loss_scale(self):
+        """What gradients are multiplied by at present: the same on all stages, as all skip the same steps."""
+        return float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0
 
     def _shapes_known(self, training):
         stage = self._compression

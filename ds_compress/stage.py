@@ -116,6 +116,7 @@ class Stage:
         self._ends: dict[str, Outbound | Inbound] = {}
         self.step = 0
         self.training = False
+        self.loss_scale = 1.0
 
     def connect(self, instruction: str, channel: Channel, end: Sender | Receiver) -> None:
         """Let `instruction` ("SendActivation", ...) use `channel` over `end`."""
@@ -132,9 +133,9 @@ class Stage:
         return [end.channel for end in self._ends.values() if isinstance(end, Outbound)]
 
     @contextmanager
-    def running(self, step: int, training: bool) -> Iterator[None]:
+    def running(self, step: int, training: bool, loss_scale: float = 1.0) -> Iterator[None]:
         """Round one schedule of the engine; returns when all packets have left."""
-        self.step, self.training = step, training
+        self.step, self.training, self.loss_scale = step, training, loss_scale
         for end in self._ends.values():
             end.micro_batch = 0
         for boundary in self.boundaries:
@@ -186,4 +187,4 @@ class Stage:
         return self._p2p.during(None)
 
     def _moment(self, micro_batch: int) -> Moment:
-        return Moment(self.step, micro_batch, self.training)
+        return Moment(self.step, micro_batch, self.training, self.loss_scale)

@@ -1,6 +1,6 @@
 """Train the same small language model once per recipe through the deepspeed launcher, and compare: `make demo`.
 
-    python launch/demo.py [--recipes none topk10 quant4_8] [--steps 150] [--out runs/demo]
+    python launch/demo.py [--recipes none topk10 quant4_8] [--steps 120] [--out runs/demo]
 
 Each recipe is a file of ds_configs/; only DeepSpeed's CSV monitor is added to it. Everything reported is read back
 from the CSV files: OUT/summary.json holds one row per recipe,
@@ -62,12 +62,12 @@ def launch(config: Path, steps: int, log: Path) -> None:
     ]
     tail: list[str] = []
     # DeepSpeed logs to stdout; tqdm and tracebacks go to stderr, which stays the terminal
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process, open(log, "w") as copy:
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process, open(log, "w", 1) as copy:
         for line in process.stdout:
             copy.write(line)
             tail = [*tail[-19:], line]
             if line.startswith(("ds_compress", "trained")):
-                print(line, end="", flush=True)
+                print(f"\r{line}", end="", flush=True)  # over the progress bar, which is redrawn below
     if process.returncode:
         sys.exit(f"{''.join(tail)}demo: {shlex.join(command)} exited with {process.returncode}; all output: {log}")
 
@@ -129,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", default=["none", "topk10", "quant4_8"], metavar="NAME",
                         help="names of files in ds_configs/ (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=150, help="training steps per recipe (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=120, help="training steps per recipe (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo", help="default: runs/demo")
     args = parser.parse_args()
     known = sorted(file.stem for file in (ROOT / "ds_configs").glob("*.json"))

@@ -136,7 +136,7 @@ def batches(tokens: Tensor, micro_batch: int, seq: int, seed: int, replica: int 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, default=2, help="pipeline stages; the world size is a multiple of it")
-    parser.add_argument("--steps", type=int, default=150, help="optimizer steps in all, those before --load included")
+    parser.add_argument("--steps", type=int, default=120, help="optimizer steps in all, those before --load included")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--heads", type=int, default=4)

@@ -37,7 +37,7 @@ BAD = [
     ({"forward": {"codec": {"name": "topk", "indices": "bitmsk"}}}, "ds_compress.forward.codec.indices", "'bitmask'"),
     ({"forward": {"codec": {"name": "topk", "scope": "row"}}}, "ds_compress.forward.codec.scope: 'row'", "'sample'"),
     ({"forward": {"codec": {"name": "topk", "values": "bf61"}}}, "ds_compress.forward.codec.values", "'bf16'"),
-    ({"forward": {"codec": {"name": "topk", "values": "topk"}}}, "ds_compress.forward.codec.values", "second time"),
+    ({"forward": {"codec": {"name": "topk", "values": "topk"}}}, "ds_compress.forward.codec.values", "cannot carry"),
     ({"forward": {"codec": {"name": "topk", "indices": "reuse"}}}, "ds_compress.forward.codec: topk(", "backward"),
     ({"forward": {"codec": {"name": "quantize", "bits": 0}}}, "ds_compress.forward.codec.bits: 0", "greater than"),
     ({"forward": {"codec": {"name": "quantize", "bits": 9}}}, "ds_compress.forward.codec.bits: 9", "less than"),

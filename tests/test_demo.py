@@ -93,7 +93,7 @@ def test_byte_counts_that_stop_early_are_refused(demo, run_folder):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-@pytest.mark.parametrize("steps, every", [(150, 10), (155, 5), (7, 1)])
+@pytest.mark.parametrize("steps, every", [(120, 10), (125, 5), (7, 1)])
 def test_derived_config_adds_only_the_monitors(demo, tmp_path, recipe, steps, every):
     settings = json.loads(recipe.read_text())
     derived = demo.derive_config(settings, steps, tmp_path)

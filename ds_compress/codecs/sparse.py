@@ -95,11 +95,6 @@ class RandomK(Sparse):
         """Whether the receiver divides each value by the probability of its being kept, so that the mean of many
         messages is x. The error of one message grows; leave it off with error feedback."""
 
-    def forward_partner(self) -> Codec | None:
-        if self.options.indices != "reuse":
-            return None
-        return TopK(self.options.model_copy(update={"indices": "auto"}))
-
     def kept(self, spec: TensorSpec) -> int:
         rows, length = select.rows_of(spec.shape, self.options.scope)
         return rows * select.kept_of(length, self.options.density)

@@ -25,7 +25,8 @@ class TopK(Sparse):
 
     class Options(SparseOptions):
         indices: Literal["auto", "bitmask", "int16", "int32", "rice", "reuse"] = "auto"
-        """How the indices travel: auto takes the smallest, reuse (backward only) sends none."""
+        """How the indices travel: auto takes the smallest of bitmask, int16 and int32; rice is smaller and slower; reuse
+        (backward only) sends none."""
 
         scope: Literal["sample", "tensor"] = "sample"
         """What counts as a row: each index of dim 0, or the tensor as a whole."""
@@ -64,6 +65,11 @@ class TopK(Sparse):
         copy = TopK(self.options.model_copy(update={key: getattr(forward.options, key) for key in shared}))
         copy._forward = forward
         return copy
+
+    def forward_partner(self) -> Codec | None:
+        if self.options.indices != "reuse":
+            return None
+        return TopK(self.options.model_copy(update={"indices": "auto"}))
 
     def kept(self, spec: TensorSpec) -> int:
         if self._forward is not self:
@@ -105,7 +111,7 @@ class TopK(Sparse):
     def _coder(self, spec: TensorSpec):
         name = self.options.indices
         if name == "auto":
-            name = coding.smallest(tuple(coding.CODERS), spec.numel, self.kept(spec))
+            name = coding.smallest(("bitmask", "int16", "int32"), spec.numel, self.kept(spec))
         return coding.CODERS[name]
 
     def _indices_layout(self, spec: TensorSpec) -> Layout:

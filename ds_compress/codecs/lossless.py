@@ -1,0 +1,55 @@
+"""Lossless compression on the host."""
+
+import torch
+import zstandard
+from torch import Tensor
+
+from ds_compress.codec import Codec, Context, Layout, TensorSpec, register
+
+
+@register("lossless")
+class Lossless(Codec):
+    """Exact, about 1.5 times smaller for bf16 and 1.2 times for fp32: zstd over the bytes sorted by their place.
+
+    All bits survive, those of nan and of -0.0 too. The first bytes of all numbers, then the second ones, ... : the
+    bytes with sign and exponent repeat, and zstd finds nothing in the others and copies them. On the wire:
+
+        8 bytes                 length L, little-endian
+        L bytes                 a zstd frame; the sorted bytes as they are where L is the size of the tensor
+        the rest                zero, up to the size of the tensor
+
+    zstd runs on the host: a tensor on another device is copied there and back.
+    """
+
+    def layout(self, spec: TensorSpec) -> Layout:
+        return (((8 + spec.nbytes,), torch.uint8),)
+
+    def used(self, parts: tuple[Tensor, ...]) -> int:
+        return 8 + _length(parts[0])
+
+    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+        places = x.detach().cpu().contiguous().view(-1, 1).view(torch.uint8)
+        body = torch.stack(places.unbind(1)).view(-1)
+        # Exponents in random order repeat by chance only: a table too small to find the repetition leaves them to the
+        # Huffman stage, which makes them smaller (1.49 against 1.46 for Gaussian bf16), two to three times faster.
+        fast = zstandard.ZstdCompressionParameters.from_level(1, hash_log=6)
+        frame = zstandard.ZstdCompressor(compression_params=fast).compress(body.numpy())
+        if len(frame) < body.numel():
+            body = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+        packet = torch.zeros(8 + x.nbytes, dtype=torch.uint8)
+        packet[:8] = torch.tensor(list(body.numel().to_bytes(8, "little")), dtype=torch.uint8)
+        packet[8 : 8 + body.numel()] = body
+        return (packet.to(x.device),)
+
+    def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
+        packet = parts[0].cpu()
+        body = packet[8 : 8 + _length(packet)]
+        if body.numel() < spec.nbytes:
+            frame = zstandard.ZstdDecompressor().decompress(body.numpy(), max_output_size=spec.nbytes)
+            body = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+        places = body.view(spec.dtype.itemsize, spec.numel)
+        return torch.stack(places.unbind(0), dim=1).view(spec.dtype).view(spec.shape).to(spec.device)
+
+
+def _length(packet: Tensor) -> int:
+    return int.from_bytes(packet[:8].cpu().numpy().tobytes(), "little")

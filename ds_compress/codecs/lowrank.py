@@ -1,0 +1,180 @@
+"""Low-rank codecs: a row of h numbers is sent as r coefficients of a basis.
+
+`lowrank` finds a new basis for every message and sends it along; `pca` fits one during warm-up and keeps it.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import PositiveInt
+from torch import Tensor
+
+from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
+from ds_compress.codecs.matrix import (
+    WIRE_DTYPES,
+    arithmetic_dtype,
+    as_message,
+    boundary_noise,
+    is_finite,
+    matrix_shape,
+)
+from ds_compress.errors import CompressionError
+
+ITERATIONS = 16  # of C V -> V; in flat spectra, the slowest, the error is then within 0.1 % of the smallest possible
+
+
+@register("lowrank")
+class LowRank(Codec):
+    """The product of two thin factors, from one power iteration that starts where the last message ended.
+
+    PowerSGD (Vogels et al., arXiv 1905.13727, algorithm 1) on the message M of n rows and h columns: P = M Q is made
+    orthonormal, Q' = M^T P; P (n x r) and Q' (h x r) are sent and stand for P Q'^T. The sender keeps Q' as the Q of
+    its next message, so that the iteration goes on while the row space of the messages changes slowly. Where the
+    factors would hold as many numbers as M (a high rank, few rows), M itself is sent in their dtype.
+    """
+
+    class Options(CodecOptions):
+        rank: PositiveInt = 8
+        dtype: Literal["bf16", "fp32"] = "bf16"
+
+    def _factor_rank(self, shape: tuple[int, ...]) -> int | None:
+        """Rank of the factors for a message of `shape`, None where the message itself is no larger."""
+        n, h = matrix_shape(shape)
+        rank = min(self.options.rank, n, h)
+        return rank if rank * (n + h) < n * h else None
+
+    def layout(self, spec: TensorSpec) -> Layout:
+        n, h = matrix_shape(spec.shape)
+        dtype = WIRE_DTYPES[self.options.dtype]
+        rank = self._factor_rank(spec.shape)
+        if rank is None:
+            return (((n, h), dtype),)
+        return ((n, rank), dtype), ((h, rank), dtype)
+
+    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+        n, h = matrix_shape(x.shape)
+        dtype = WIRE_DTYPES[self.options.dtype]
+        rank = self._factor_rank(x.shape)
+        if rank is None:
+            return (x.reshape(n, h).to(dtype),)
+        m = x.reshape(n, h).to(arithmetic_dtype(x.dtype, dtype))
+        key = f"lowrank.{ctx.position}.{ctx.direction}.{h}x{rank}"
+        q = ctx.memory[key] if key in ctx.memory else boundary_noise((h, rank), ctx).to(x.device)
+
+        finite = is_finite(m)
+        p = torch.where(finite, (m @ q.to(m.dtype)).float(), 0.0)  # what QR makes of nan is up to the library
+        p = torch.linalg.qr(_near_one(p)).Q
+        q_next = (p.T.to(m.dtype) @ m).float().T
+
+        # Only the directions of Q's columns matter. Of equal length, the weak ones are not lost beside the strong.
+        largest = q_next.abs().amax(dim=0)
+        ctx.memory[key] = torch.where(finite & (largest > 0), q_next / largest, q)
+        return p.to(dtype), torch.where(finite, q_next, torch.nan).to(dtype)
+
+    def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
+        dtype = arithmetic_dtype(spec.dtype, WIRE_DTYPES[self.options.dtype])
+        p, *q = (part.to(dtype) for part in parts)
+        return as_message(p @ q[0].T if q else p, spec)
+
+
+def _near_one(p: Tensor) -> Tensor:
+    """`p` times the power of two that brings its largest magnitude to [0.5, 1): QR's squares of 1e-30 would vanish."""
+    _, exponent = torch.frexp(p.abs().amax())
+    return p * torch.exp2(-exponent.clamp(-126, 126).float())
+
+
+@register("pca")
+class PCA(Codec):
+    """The coefficients of each row in a basis fitted to the activations of the warm-up steps, the same backward.
+
+    The feature-space low-rank map of arXiv 2405.18146 at a stage boundary: both sides accumulate the moments of the
+    rows that cross uncompressed, and derive mean and basis B (h x r) from them when the first compressed message
+    comes. Forward, x - mean is projected; backward, the gradient is, which is the derivative of the forward map. An
+    activation far from those of the warm-up loses what lies outside the basis.
+
+    The basis is the result of subspace iteration from a start both sides know, a smooth function of the moments: where
+    two kinds of processor sum in another order, the bases differ by rounding and no sign or order can flip.
+    """
+
+    both_directions = True
+
+    class Options(CodecOptions):
+        rank: PositiveInt = 64
+        dtype: Literal["bf16", "fp32"] = "bf16"
+
+    def layout(self, spec: TensorSpec) -> Layout:
+        n, h = matrix_shape(spec.shape)
+        return (((n, min(self.options.rank, h)), WIRE_DTYPES[self.options.dtype]),)
+
+    def observe(self, x: Tensor, ctx: Context) -> None:
+        n, h = matrix_shape(x.shape)
+        key = self._key(h, ctx)
+        if ctx.direction != "forward" or not x.numel() or f"{key}.basis" in ctx.memory:
+            return
+        # one matrix for all moments: [1 M]^T [1 M] = [[count, sum], [sum^T, second moment]]
+        m = torch.cat([x.new_ones(n, 1, dtype=torch.float64), x.detach().reshape(n, h).double()], dim=1)
+        new = m.T @ m
+        old = ctx.memory.get(f"{key}.moments", torch.zeros_like(new))
+        ctx.memory[f"{key}.moments"] = old + torch.where(is_finite(new), new, 0.0)
+
+    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+        n, h = matrix_shape(x.shape)
+        dtype = WIRE_DTYPES[self.options.dtype]
+        if not x.numel():
+            return (x.new_zeros((n, min(self.options.rank, h)), dtype=dtype),)
+        basis, mean = self._fit(h, ctx)
+        m = x.reshape(n, h).float()
+        code = m @ basis
+        if ctx.direction == "forward":
+            code = code - mean @ basis
+        return (torch.where(is_finite(m), code, torch.nan).to(dtype),)
+
+    def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
+        if not spec.numel:
+            return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+        _, h = matrix_shape(spec.shape)
+        basis, mean = self._fit(h, ctx)
+        code = parts[0].float()
+        m = torch.addmm(mean, code, basis.T) if ctx.direction == "forward" else code @ basis.T
+        return as_message(m, spec)
+
+    @staticmethod
+    def _key(h: int, ctx: Context) -> str:
+        return f"pca.{ctx.position}.{h}"
+
+    def _fit(self, h: int, ctx: Context) -> tuple[Tensor, Tensor]:
+        """Basis (h x r, orthonormal columns) and mean (h) of the rows observed, in fp32."""
+        key = self._key(h, ctx)
+        if f"{key}.basis" not in ctx.memory:
+            if f"{key}.moments" not in ctx.memory:
+                raise CompressionError(
+                    f"codec 'pca' at boundary {ctx.boundary}: no forward message of {h} columns was observed before "
+                    "the first compressed one; it needs warmup_steps >= 1"
+                )
+            moments = ctx.memory.pop(f"{key}.moments")
+            rank = min(self.options.rank, h)
+            basis, mean = principal_subspace(moments, boundary_noise((h, rank), ctx).to(moments))
+            ctx.memory[f"{key}.basis"], ctx.memory[f"{key}.mean"] = basis.float(), mean.float()
+        return ctx.memory[f"{key}.basis"], ctx.memory[f"{key}.mean"]
+
+
+def principal_subspace(moments: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Orthonormal basis of the r leading principal directions, and the mean, by subspace iteration.
+
+    Args:
+        moments: (h + 1) x (h + 1) float64, sum over the rows x of [1 x]^T [1 x].
+        start: h x r float64.
+    """
+    moments = moments / moments[0, 0].clamp(min=1)
+    mean = moments[0, 1:]
+    second = moments[1:, 1:]
+    # C has rounding noise of 1e-16 of this size where it should have zeros. The ridge lifts all eigenvalues above it
+    # and changes no eigenvector, so that a basis wider than the data is decided by `start`, not by noise.
+    size = second.diagonal().sum()
+    covariance = second - torch.outer(mean, mean)
+    covariance.diagonal().add_(torch.where(size > 0, 1e-10 * size, 1.0))
+    v = start
+    for _ in range(ITERATIONS):
+        v, r = torch.linalg.qr(covariance @ v)
+        v = v * torch.where(r.diagonal() < 0, -1.0, 1.0)  # Gram-Schmidt's sign, which no library is free to choose
+    return v, mean

@@ -1,0 +1,56 @@
+"""EF: what a message lost is added to the next one."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ds_compress.codec import Codec, Context, TensorSpec
+from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, narrow, send, wide
+from ds_compress.feedback.state import State, StateOptions
+
+
+class ErrorFeedbackOptions(StateOptions):
+    dtype: Literal["fp32", "bf16", "int8"] = "fp32"
+    """How the residual is kept; int8 has a scale for each 128 values."""
+
+
+@FEEDBACKS.register("ef")
+class ErrorFeedback(Feedback):
+    """Error feedback: m = C(x + e), then e = x + e - m; the sender keeps e.
+
+    Seide et al., Interspeech 2014; Karimireddy et al., arXiv 1901.09847; at stage boundaries Rudakov et al.,
+    arXiv 2401.07788, whose one buffer per boundary and direction is `scope: "boundary"`. The sum of the messages
+    is the sum of the inputs but for the residual. e stays zero during warm-up.
+    """
+
+    Options = ErrorFeedbackOptions
+
+    def around(self, codec: Codec) -> Codec:
+        return ErrorFeedbackCodec(self, codec)
+
+
+class ErrorFeedbackCodec(FeedbackCodec):
+    """The sender's residual, in units that the loss scale does not change, is part of every message."""
+
+    def __init__(self, feedback: Feedback, codec: Codec):
+        super().__init__(feedback, codec)
+        self.state = State(feedback.name, "sender", feedback.options, feedback.options.dtype)
+
+    def encode_training(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+        spec = TensorSpec.of(x)
+        old = self.residual(ctx, spec)
+        finite = x.isfinite().all()
+        total = x.to(wide(x.dtype)) + torch.where(finite, old * ctx.loss_scale, 0.0)
+        parts, sent = send(self.codec, narrow(total, x), ctx)
+        new = self.updated(old, (total - sent) / ctx.loss_scale)
+        self.state.save(ctx, spec, new, keep=~(finite & new.isfinite().all()))
+        return parts
+
+    def residual(self, ctx: Context, spec: TensorSpec) -> Tensor:
+        """What is added to a message of `spec`."""
+        return self.state.load(ctx, spec)
+
+    def updated(self, residual: Tensor, error: Tensor) -> Tensor:
+        """The next residual, from the one that was added and from what the message then lost."""
+        return error

@@ -1,0 +1,60 @@
+"""EF21: messages are changes to a state that both sides keep."""
+
+from typing import Literal
+
+from torch import Tensor
+
+from ds_compress.codec import Codec, Context, TensorSpec
+from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, narrow, send, wide
+from ds_compress.feedback.state import State, StateOptions
+
+
+@FEEDBACKS.register("ef21")
+class EF21(Feedback):
+    """Compressed differences: m = C(x - A), then A = A + m on both sides; the receiver uses A.
+
+    Richtarik et al., arXiv 2106.05203. Pays where successive messages are alike; what arrives is dense even when m
+    is sparse. During warm-up A follows the uncompressed messages.
+    """
+
+    class Options(StateOptions):
+        dtype: Literal["fp32", "bf16"] = "fp32"
+        """How A is kept."""
+
+    def around(self, codec: Codec) -> Codec:
+        return EF21Codec(self, codec)
+
+
+class EF21Codec(FeedbackCodec):
+    """Both sides hold A in units that the loss scale does not change, and add the same decoded message to it."""
+
+    def __init__(self, feedback: Feedback, codec: Codec):
+        super().__init__(feedback, codec)
+        self.state = State(feedback.name, "mirror", feedback.options, feedback.options.dtype)
+
+    def encode_training(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+        spec = TensorSpec.of(x)
+        state = self.state.load(ctx, spec)
+        change = x.to(wide(x.dtype)) - state * ctx.loss_scale
+        parts, sent = send(self.codec, narrow(change, x), ctx)
+        self._advance(state, sent, spec, ctx)
+        return parts
+
+    def decode_training(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
+        state = self.state.load(ctx, spec)
+        change = self.codec.decode(parts, spec, ctx)
+        return (self._advance(state, change, spec, ctx) * ctx.loss_scale).to(spec.dtype)
+
+    def observe(self, x: Tensor, ctx: Context) -> None:
+        super().observe(x, ctx)
+        spec = TensorSpec.of(x)
+        self._save(x.to(wide(x.dtype)) / ctx.loss_scale, spec, ctx)
+
+    def _advance(self, state: Tensor, change: Tensor, spec: TensorSpec, ctx: Context) -> Tensor:
+        """The new state; not finite, and not kept, where the message was not."""
+        new = state + change.to(state.dtype) / ctx.loss_scale
+        self._save(new, spec, ctx)
+        return new
+
+    def _save(self, new: Tensor, spec: TensorSpec, ctx: Context) -> None:
+        self.state.save(ctx, spec, new, keep=~new.isfinite().all())

@@ -1,0 +1,49 @@
+"""LoCo: error feedback with a damped residual in 8 bits."""
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ds_compress.codec import Codec, Context, TensorSpec
+from ds_compress.feedback.base import FEEDBACKS, Feedback
+from ds_compress.feedback.ef import ErrorFeedbackCodec
+from ds_compress.feedback.state import StateOptions
+
+
+@FEEDBACKS.register("loco")
+class LoCo(Feedback):
+    """Damped error feedback: m = C(x + e), then e = beta e + (1 - beta) (x + e - m), kept in 8 bits.
+
+    Xie et al., arXiv 2407.04480, with beta and the 8-bit store as DeepSpeed's ZeRO++ has them. e estimates the usual
+    error of a message instead of carrying all of it, so it stays bounded where messages have little in common.
+    """
+
+    class Options(StateOptions):
+        beta: float = Field(0.8, ge=0, lt=1)
+        """How much of the old residual stays."""
+
+        reset_every: int = Field(1024, ge=0)
+        """Start from zero again every so many optimizer steps; 0: never."""
+
+        dtype: Literal["fp32", "bf16", "int8"] = "int8"
+        """How the residual is kept; int8 has a scale for each 128 values."""
+
+    def around(self, codec: Codec) -> Codec:
+        return LoCoCodec(self, codec)
+
+
+class LoCoCodec(ErrorFeedbackCodec):
+    """EF with another update, and a reset that every rank finds in the step number."""
+
+    def residual(self, ctx: Context, spec: TensorSpec) -> Tensor:
+        residual = super().residual(ctx, spec)
+        options = self.feedback.options
+        due = options.reset_every and ctx.step % options.reset_every == 0
+        first = ctx.micro_batch == 0 or options.scope == "slot"
+        return torch.zeros_like(residual) if due and first else residual
+
+    def updated(self, residual: Tensor, error: Tensor) -> Tensor:
+        beta = self.feedback.options.beta
+        return beta * residual + (1 - beta) * error

@@ -1,0 +1,108 @@
+"""EF-mixed: one part of the message for the input, one for what earlier messages lost."""
+
+from dataclasses import replace
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ds_compress.codec import Codec, Context, Layout, TensorSpec
+from ds_compress.errors import CompressionError
+from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, narrow, send, wide
+from ds_compress.feedback.ef import ErrorFeedbackOptions
+from ds_compress.feedback.state import State
+
+
+@FEEDBACKS.register("ef_mixed")
+class MixedErrorFeedback(Feedback):
+    """Input and residual compressed apart: m = C'(x) + C''(e), then e = e + x - m; C' and C'' share the density.
+
+    Our reading of "EF-mixed" in Rudakov et al., arXiv 2401.07788, whose code does not contain it. A codec without a
+    density stands for both C' and C'', at twice the bytes. Entries that both parts send are added. In evaluation the
+    second part refines the first: C'(x) + C''(x - C'(x)), for top-k the whole density spent on x.
+    """
+
+    class Options(ErrorFeedbackOptions):
+        split: float = Field(0.5, gt=0, lt=1)
+        """Part of the density that goes to the input; the rest goes to the residual."""
+
+    def around(self, codec: Codec) -> Codec:
+        if codec.forward_partner() is not None:
+            raise CompressionError(
+                f"'ef_mixed' cannot split the entries that {codec} takes over from forward; "
+                "allowed: 'ef', 'ef21', 'loco'"
+            )
+        return MixedErrorFeedbackCodec(self, codec)
+
+
+class MixedErrorFeedbackCodec(FeedbackCodec):
+    """The payload is that of C' followed by that of C''."""
+
+    def __init__(self, feedback: Feedback, codec: Codec):
+        super().__init__(feedback, codec)
+        options = feedback.options
+        self.state = State(feedback.name, "sender", options, options.dtype)
+        self.shares = _share(codec, options.split), _share(codec, 1 - options.split)
+
+    def kept(self, spec: TensorSpec) -> int:
+        return sum(share.kept(spec) for share in self.shares)
+
+    def gain(self, spec: TensorSpec) -> Tensor | None:
+        gains = [share.gain(spec) for share in self.shares]
+        return None if gains[0] is None else torch.cat(gains)
+
+    def layout(self, spec: TensorSpec) -> Layout:
+        return sum((share.layout(spec) for share in self.shares), ())
+
+    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+        if ctx.training:
+            return self.encode_training(x, ctx)
+        contexts = _contexts(ctx)
+        first, sent = send(self.shares[0], x, contexts[0])
+        rest = narrow(x.to(wide(x.dtype)) - sent, x)
+        return first + self.shares[1].encode(rest, contexts[1])
+
+    def encode_training(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+        spec = TensorSpec.of(x)
+        old = self.state.load(ctx, spec)
+        finite = x.isfinite().all()
+        residual = torch.where(finite, old * ctx.loss_scale, 0.0)
+        contexts = _contexts(ctx)
+        first, sent = send(self.shares[0], x, contexts[0])
+        second, resent = send(self.shares[1], narrow(residual, x), contexts[1])
+        _merge_selections(ctx, contexts)
+        new = (x.to(old.dtype) + residual - _sum(sent, resent)) / ctx.loss_scale
+        self.state.save(ctx, spec, new, keep=~(finite & new.isfinite().all()))
+        return first + second
+
+    def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
+        contexts = _contexts(ctx)
+        split = len(self.shares[0].layout(spec))
+        sent = self.shares[0].decode(parts[:split], spec, contexts[0])
+        resent = self.shares[1].decode(parts[split:], spec, contexts[1])
+        _merge_selections(ctx, contexts)
+        return _sum(sent, resent)
+
+
+def _share(codec: Codec, fraction: float) -> Codec:
+    """`codec` with that fraction of its density; itself where it has none."""
+    if not hasattr(codec.options, "density"):
+        return codec
+    return type(codec)(codec.options.model_copy(update={"density": fraction * codec.options.density}))
+
+
+def _contexts(ctx: Context) -> tuple[Context, Context]:
+    """One for each part: with stashes of their own, and seeds, so that both do not draw the same entries."""
+    return replace(ctx, stash=dict(ctx.stash)), replace(ctx, stash=dict(ctx.stash), seed=ctx.seed + 1)
+
+
+def _merge_selections(ctx: Context, contexts: tuple[Context, Context]) -> None:
+    """Leave the entries of both parts for the backward message; one that is in both stands there twice."""
+    selections = [each.selection for each in contexts if each.selection is not None]
+    if selections:
+        ctx.selection = torch.cat(selections)
+
+
+def _sum(sent: Tensor, resent: Tensor) -> Tensor:
+    dtype = wide(sent.dtype)
+    return (sent.to(dtype) + resent.to(dtype)).to(sent.dtype)

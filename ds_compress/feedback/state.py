@@ -1,0 +1,107 @@
+"""A buffer of a feedback: one entry of `ctx.memory` for each boundary, direction and tensor position.
+
+    key                                        entry
+    forward/sender/ef                          residual of all micro-batches
+    backward/mirror/ef21/slot3                 scope "slot": of micro-batch 3 of every step
+    backward/sender/loco/4x128x64.codes        on_new_shape "keep": of messages of this shape; int8 values
+    backward/sender/loco/4x128x64.scales       and their scales
+
+"sender" is known to the sender alone; "mirror" is kept by both sides and equal on both, bit by bit.
+"""
+
+import logging
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ds_compress.codec import Context, TensorSpec
+from ds_compress.feedback.base import wide
+from ds_compress.registry import Options
+
+GROUP = 128
+"""Values that share a scale in an int8 store."""
+
+Role = Literal["sender", "mirror"]
+log = logging.getLogger("ds_compress")
+
+
+class StateOptions(Options):
+    scope: Literal["boundary", "slot"] = "boundary"
+    """boundary: one buffer for all messages; slot: one for each position of a micro-batch in its step."""
+
+    on_new_shape: Literal["reset", "keep"] = "reset"
+    """What a message of another shape does: start again from zero, or use a buffer of its own."""
+
+
+class State:
+    """Reads and replaces one buffer. Values are fp32, or float64 for float64 messages, whatever the store holds."""
+
+    def __init__(self, name: str, role: Role, options: StateOptions, dtype: Literal["fp32", "bf16", "int8"]):
+        """`dtype`: of the store; fp32 means float64 for float64 messages."""
+        self.name = name
+        self.role = role
+        self.options = options
+        self.dtype = dtype
+
+    def load(self, ctx: Context, spec: TensorSpec) -> Tensor:
+        """The buffer for messages of `spec`: zeros until something was saved."""
+        stored = self._stored(ctx, spec)
+        if self.dtype == "int8":
+            codes, scales = stored
+            return int8_decode(codes, scales).to(wide(spec.dtype))
+        return stored[0].to(wide(spec.dtype))
+
+    def save(self, ctx: Context, spec: TensorSpec, value: Tensor, keep: Tensor) -> None:
+        """Make `value` the buffer where `keep` (bool, one element on the device) is false, else leave the old one."""
+        if self.dtype == "int8":
+            new = int8_encode(torch.where(keep, 0.0, value))
+        else:
+            new = (value.to(torch.bfloat16 if self.dtype == "bf16" else wide(spec.dtype)),)
+        for key, entry, old in zip(self._keys(ctx, spec), new, self._stored(ctx, spec)):
+            ctx.memory[key] = torch.where(keep, old, entry)
+
+    def _keys(self, ctx: Context, spec: TensorSpec) -> list[str]:
+        key = f"{ctx.direction}/{self.role}/{self.name}"
+        if self.options.scope == "slot":
+            key += f"/slot{ctx.micro_batch}"
+        if self.options.on_new_shape == "keep":
+            key += "/" + "x".join(map(str, spec.shape))
+        return [f"{key}.codes", f"{key}.scales"] if self.dtype == "int8" else [key]
+
+    def _stored(self, ctx: Context, spec: TensorSpec) -> list[Tensor]:
+        keys = self._keys(ctx, spec)
+        found = [ctx.memory[key] for key in keys if key in ctx.memory]
+        if found and found[0].shape == spec.shape:
+            return [entry.to(spec.device) for entry in found]
+        if found:
+            log.warning(
+                "%s: boundary %d, %s, tensor %d: messages of shape %s instead of %s; its state starts from zero",
+                self.name, ctx.boundary, ctx.direction, ctx.position, list(spec.shape), list(found[0].shape),
+            )
+        return self._zeros(spec)
+
+    def _zeros(self, spec: TensorSpec) -> list[Tensor]:
+        if self.dtype == "int8":
+            groups = -(-spec.numel // GROUP)
+            return [
+                torch.zeros(spec.shape, dtype=torch.int8, device=spec.device),
+                torch.zeros(groups, dtype=torch.float32, device=spec.device),
+            ]
+        dtype = torch.bfloat16 if self.dtype == "bf16" else wide(spec.dtype)
+        return [torch.zeros(spec.shape, dtype=dtype, device=spec.device)]
+
+
+def int8_encode(value: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 codes of value's shape, and one fp32 scale for each group of values in their order; finite input."""
+    flat = value.float().flatten()
+    groups = torch.nn.functional.pad(flat, (0, -flat.numel() % GROUP)).view(-1, GROUP)
+    scales = groups.abs().amax(1) / 127 if groups.numel() else groups.new_zeros(0)
+    codes = torch.where(scales[:, None] > 0, groups / scales[:, None], 0.0).round().clamp(-127, 127)
+    return codes.to(torch.int8).flatten()[:flat.numel()].view(value.shape), scales
+
+
+def int8_decode(codes: Tensor, scales: Tensor) -> Tensor:
+    """fp32 values of what `int8_encode` gave."""
+    each = scales.repeat_interleave(GROUP)[:codes.numel()]
+    return codes.float() * each.view(codes.shape)

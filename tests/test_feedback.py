@@ -1,0 +1,325 @@
+"""What each feedback promises: golden vectors, conservation, mirrored state, and silence in evaluation."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_compress.codec import Codec, CodecOptions, Context, TensorSpec, build
+from ds_compress.config import Config
+from ds_compress.errors import CompressionError
+from ds_compress.feedback import FEEDBACKS
+from ds_compress.feedback.state import int8_decode, int8_encode
+
+INPUTS = torch.tensor([[4.0, 3, 2, 1], [1, -2, 2, 0], [0, 1, -3, 2]])
+
+
+def topk(density, scope="tensor"):
+    return {"name": "topk", "density": density, "scope": scope}
+
+
+class Pair:
+    """Sender and receiver of one channel, each with a memory of its own."""
+
+    def __init__(self, codec, feedback, direction="forward"):
+        self.codec = FEEDBACKS.build(feedback, "feedback").around(build(codec))
+        self.direction = direction
+        self.sender, self.receiver = {}, {}
+        self.sent = 0
+
+    def _contexts(self, changes):
+        place = {"direction": self.direction, "step": self.sent, **changes}
+        self.sent += 1
+        return Context(memory=self.sender, **place), Context(memory=self.receiver, **place)
+
+    def __call__(self, x, **changes):
+        """What the receiver gets for `x`."""
+        sender, receiver = self._contexts(changes)
+        before = x.clone()
+        parts = self.codec.encode(x, sender)
+        assert torch.equal(x, before) or not x.isfinite().all()
+        assert tuple((tuple(p.shape), p.dtype) for p in parts) == self.codec.layout(TensorSpec.of(x))
+        decoded = self.codec.decode(tuple(p.clone() for p in parts), TensorSpec.of(x), receiver)
+        assert decoded.dtype == x.dtype and decoded.shape == x.shape
+        return decoded
+
+    def observe(self, x, **changes):
+        for ctx in self._contexts(changes):
+            self.codec.observe(x, ctx)
+
+    def state(self, memory=None):
+        (value,) = (self.sender if memory is None else memory).values()
+        return value
+
+
+class FourBits(Codec):
+    """The quantizer of LoCo's golden vector: symmetric, one scale for the tensor, integer steps of max / 7."""
+
+    Options = CodecOptions
+    name = "four_bits"
+
+    def layout(self, spec):
+        return ((spec.shape, torch.int8), ((), torch.float32))
+
+    def encode(self, x, ctx):
+        scale = x.abs().max() / 7
+        return (x / scale).round().to(torch.int8), scale
+
+    def decode(self, parts, spec, ctx):
+        codes, scale = parts
+        return codes * scale
+
+
+def golden(pair):
+    messages, states = [], []
+    for x in INPUTS:
+        messages.append(pair(x).tolist())
+        states.append(pair.state().tolist())
+    return messages, states
+
+
+def test_ef_golden():
+    messages, states = golden(Pair(topk(0.25), "ef"))
+    assert messages == [[4, 0, 0, 0], [0, 0, 4, 0], [0, 0, -3, 0]]
+    assert states == [[0, 3, 2, 1], [1, 1, 0, 1], [1, 2, 0, 3]]
+
+
+def test_ef21_golden():
+    messages, states = golden(Pair(topk(0.25), "ef21"))
+    assert messages == states == [[4, 0, 0, 0], [1, 0, 0, 0], [1, 0, -3, 0]]
+
+
+def test_ef_mixed_golden():
+    messages, states = golden(Pair(topk(0.5), "ef_mixed"))
+    assert messages == [[4, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]]
+    assert states == [[0, 3, 2, 1], [1, 0, 4, 1], [1, 1, 0, 3]]
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("fp32", 6e-5), ("int8", 4e-3)])
+def test_loco_golden(dtype, tolerance):
+    feedback = FEEDBACKS.build({"name": "loco", "dtype": dtype}, "feedback")
+    pair = Pair("none", "none")
+    pair.codec = feedback.around(FourBits())
+    residuals = [[0, 0.0286, 0.0571, -0.0286], [0.0237, 0.04, 0.0457, -0.0286], [0.0237, 0.0712, 0.0366, -0.0506]]
+    messages = [[4, 2.8571, 1.7143, 1.1429], [0.8816, -2.0571, 2.0571, 0], [0, 0.8441, -2.9543, 2.1102]]
+    # 3.5 steps of 4/7 lie between two codes: the golden vector's arithmetic took the lower one
+    inputs = INPUTS.clone()
+    inputs[0, 2] -= 1e-6
+    for x, message, residual in zip(inputs, messages, residuals):
+        torch.testing.assert_close(pair(x), torch.tensor(message), atol=tolerance, rtol=0)
+        state = pair.state() if dtype == "fp32" else int8_decode(*pair.sender.values())
+        torch.testing.assert_close(state, torch.tensor(residual), atol=tolerance, rtol=0)
+
+
+CODECS = [topk(0.3), topk(0.3, "sample"), {"name": "quantize", "bits": 3, "group_size": 8}, "bf16"]
+ids = [str(c if isinstance(c, str) else c["name"]) + str(i) for i, c in enumerate(CODECS)]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=ids)
+@pytest.mark.parametrize("feedback", ["ef", "ef_mixed"])
+@pytest.mark.parametrize("scope", ["boundary", "slot"])
+def test_what_was_sent_and_what_is_left_add_up(codec, feedback, scope):
+    """The sum of the messages is the sum of the inputs minus the residuals, in float64."""
+    torch.manual_seed(0)
+    pair = Pair(codec, {"name": feedback, "scope": scope})
+    inputs = torch.randn(40, 3, 17, dtype=torch.float64) + 0.5
+    sent = sum(pair(x, micro_batch=i % 4) for i, x in enumerate(inputs))
+    left = sum(pair.sender.values())
+    assert len(pair.sender) == (4 if scope == "slot" else 1) and not pair.receiver
+    torch.testing.assert_close(sent + left, inputs.sum(0), atol=1e-12, rtol=1e-12)
+    assert left.abs().max() > 1e-3
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 40), st.floats(0.01, 1), st.sampled_from([1e-30, 1.0, 1e30]))
+def test_ef21_of_a_constant_is_exact_after_all_entries_were_sent(numel, density, size):
+    pair = Pair(topk(density), "ef21")
+    x = size * torch.randn(numel)
+    kept = pair.codec.kept(TensorSpec.of(x))
+    for _ in range(-(-numel // kept)):
+        arrived = pair(x)
+    assert torch.equal(arrived, x)
+
+
+def test_ef21_sides_stay_equal():
+    torch.manual_seed(0)
+    for codec in CODECS:
+        for dtype in ("fp32", "bf16"):
+            pair = Pair(codec, {"name": "ef21", "dtype": dtype, "scope": "slot"})
+            for i in range(50):
+                pair(torch.randn(4, 9, dtype=torch.bfloat16 if i % 2 else torch.float32), micro_batch=i % 3)
+            assert pair.sender.keys() == pair.receiver.keys() and len(pair.sender) == 3
+            assert all(torch.equal(pair.sender[key], pair.receiver[key]) for key in pair.sender)
+
+
+@pytest.mark.parametrize("feedback", ["ef", "ef21", "ef_mixed", "loco"])
+def test_the_mean_of_the_messages_approaches_a_repeated_input(feedback):
+    """Plain top-k never sends the small entries; with feedback the mean of the messages approaches the input."""
+    x = torch.arange(1.0, 11)
+    pair = Pair(topk(0.3), feedback)
+    mean = sum(pair(x) for _ in range(300)) / 300
+    assert (mean - x).norm() / x.norm() < 0.05
+    plain = build(topk(0.3))
+    assert (plain.decode(plain.encode(x, Context()), TensorSpec.of(x), Context()) - x).norm() / x.norm() > 0.5
+
+
+@pytest.mark.parametrize("feedback", ["ef", "ef21", "ef_mixed", "loco"])
+def test_evaluation_is_the_plain_codec_and_leaves_no_trace(feedback):
+    pair = Pair(topk(0.4), feedback)
+    pair(torch.randn(10))
+    before = [{key: value.clone() for key, value in side.items()} for side in (pair.sender, pair.receiver)]
+    x = torch.randn(10)
+    plain = build(topk(0.4))
+    expected = plain.decode(plain.encode(x, Context()), TensorSpec.of(x), Context())
+    assert torch.equal(pair(x, training=False), expected)
+    for side, old in zip((pair.sender, pair.receiver), before):
+        assert side.keys() == old.keys() and all(torch.equal(side[key], old[key]) for key in old)
+
+
+@pytest.mark.parametrize("feedback", ["ef", "ef21", "ef_mixed", "loco"])
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+@pytest.mark.parametrize("codec", CODECS, ids=ids)
+def test_a_message_that_is_not_finite_is_seen_and_forgotten(codec, feedback, bad):
+    torch.manual_seed(0)
+    disturbed, calm = Pair(codec, feedback), Pair(codec, feedback)
+    first, second = torch.randn(2, 3, 20)
+    assert torch.equal(disturbed(first, step=1), calm(first, step=1))
+    broken = torch.randn(3, 20)
+    broken[1, 7] = bad
+    assert not disturbed(broken, step=2).isfinite().all()
+    assert torch.equal(disturbed(second, step=3), calm(second, step=3))
+    assert all(torch.equal(disturbed.sender[key], calm.sender[key]) for key in calm.sender)
+    assert all(torch.equal(disturbed.receiver[key], calm.receiver[key]) for key in calm.receiver)
+
+
+@pytest.mark.parametrize("feedback", ["ef", "ef21", "ef_mixed", "loco"])
+def test_the_loss_scale_does_not_matter(feedback):
+    """Gradients times a power of two give messages times that power, also when it changes between them."""
+    torch.manual_seed(0)
+    scaled, plain = Pair(topk(0.3), feedback, "backward"), Pair(topk(0.3), feedback, "backward")
+    for step, scale in enumerate([1024.0, 1024.0, 512.0, 64.0, 65536.0]):
+        x = torch.randn(3, 20)
+        assert torch.equal(scaled(x * scale, loss_scale=scale, step=step), plain(x, step=step) * scale)
+
+
+def test_sums_beyond_fp16_saturate():
+    """Two finite messages whose sum or difference fp16 cannot hold must not look like an overflow."""
+    x = torch.full((4,), 60000.0, dtype=torch.float16)
+    for feedback in ("ef", "ef21", "loco", "ef_mixed"):
+        pair = Pair(topk(0.25), feedback)
+        for sign in (1, 1, -1, 1, -1, -1, 1):
+            assert pair(sign * x).isfinite().all()
+
+
+def test_residuals_of_bf16_messages_keep_what_bf16_rounds_away():
+    pair = Pair("none", "ef")
+    x = torch.full((8,), 1.0, dtype=torch.bfloat16)
+    tiny = torch.full((8,), 2.0**-12, dtype=torch.bfloat16)
+    pair.sender["forward/sender/ef"] = tiny.float()
+    assert torch.equal(pair(x), x)
+    assert torch.equal(pair.state(), tiny.float())
+
+
+def test_warm_up_primes_ef21_and_leaves_ef_at_zero():
+    x = torch.randn(3, 20)
+    for feedback in ("ef", "ef_mixed", "loco"):
+        pair = Pair(topk(0.1), feedback)
+        pair.observe(x)
+        assert not pair.sender and not pair.receiver
+    pair = Pair(topk(0.1), "ef21")
+    pair.observe(torch.randn(3, 20))
+    pair.observe(x)
+    pair.observe(torch.full_like(x, torch.nan))
+    assert torch.equal(pair.state(), x) and torch.equal(pair.state(pair.receiver), x)
+    assert torch.equal(pair(x), x)
+
+
+@pytest.mark.parametrize("feedback", ["ef", "ef21", "ef_mixed", "loco"])
+def test_messages_of_another_shape(feedback, caplog):
+    """Alternating shapes: kept apart as if each had a channel of its own, or begun anew each time and said."""
+    shapes = [(4, 6), (2, 6), (4, 6), (2, 6)]
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape) for shape in shapes]
+    kept = Pair(topk(0.3), {"name": feedback, "on_new_shape": "keep"})
+    alone = {shape: Pair(topk(0.3), feedback) for shape in shapes}
+    for x in inputs:
+        assert torch.equal(kept(x, step=1), alone[tuple(x.shape)](x, step=1))
+    assert not caplog.records
+    anew = Pair(topk(0.3), feedback)
+    for x in inputs:
+        assert torch.equal(anew(x, step=1), Pair(topk(0.3), feedback)(x, step=1))
+    assert "shape [2, 6] instead of [4, 6]; its state starts from zero" in caplog.text
+
+
+def test_loco_starts_again():
+    x = torch.randn(20)
+    pair = Pair(topk(0.1), {"name": "loco", "reset_every": 4})
+    fresh = pair(x, step=0)
+    later = [pair(x, step=step, micro_batch=m) for step, m in ((1, 0), (2, 0), (3, 0), (4, 0))]
+    assert torch.equal(later[-1], fresh) and not torch.equal(later[1], fresh)
+    assert not torch.equal(pair(x, step=4, micro_batch=1), fresh)
+
+
+def test_gradients_return_at_the_entries_that_were_sent():
+    """Index reuse follows the mask of the message, C(x + e) or C(x - A), and works under a feedback of its own."""
+    for forward, backward in [("ef", "ef"), ("ef21", "ef21"), ("ef_mixed", "none"), ("loco", "ef")]:
+        config = Config({
+            "forward": {"codec": topk(0.3), "feedback": forward},
+            "backward": {"codec": {"name": "topk", "indices": "reuse"}, "feedback": backward},
+        })
+        codecs = config.codecs(None)
+        memories = {}, {}
+        torch.manual_seed(0)
+        for step in range(4):
+            x, g = torch.randn(2, 3, 20)
+            contexts = [Context(step=step, memory=memory) for memory in memories]
+            parts = codecs.forward.encode(x, contexts[0])
+            codecs.forward.decode(parts, TensorSpec.of(x), contexts[1])
+            assert torch.equal(contexts[0].selection, contexts[1].selection)
+            mask = torch.zeros(60, dtype=torch.bool)
+            mask[contexts[0].selection] = True
+            for ctx in contexts:
+                ctx.direction = "backward"
+            parts = codecs.backward.encode(g, contexts[1])
+            arrived = codecs.backward.decode(parts, TensorSpec.of(g), contexts[0])
+            if backward == "none":
+                assert torch.equal(arrived.flatten(), torch.where(mask, g.flatten(), 0.0))
+            elif step == 0:
+                assert torch.equal(arrived.flatten() != 0, mask)
+
+
+def test_settings_and_name_show_the_feedback():
+    config = Config({"forward": {"codec": "bf16", "feedback": {"name": "ef", "scope": "slot"}}})
+    codecs = config.codecs(None)
+    assert codecs.settings["forward"]["feedback"]["scope"] == "slot"
+    assert codecs.settings["forward"]["name"] == "bf16"
+    assert str(codecs.forward) == "bf16 + ef(scope=slot)"
+    assert "feedback" not in codecs.settings["backward"]
+
+
+def test_refusals():
+    with pytest.raises(CompressionError, match="forward.feedback.scope: 'sample' is not allowed"):
+        Config({"forward": {"feedback": {"name": "ef", "scope": "sample"}}})
+    reuse = {"codec": {"name": "topk", "indices": "reuse"}, "feedback": "ef_mixed"}
+    with pytest.raises(CompressionError, match="backward.feedback: 'ef_mixed' cannot split"):
+        Config({"forward": {"codec": "topk"}, "backward": reuse})
+    with pytest.raises(CompressionError, match="'ef' cannot follow codec 'secret'"):
+        FEEDBACKS.build("ef", "feedback").around(Secret())
+
+
+class Secret(FourBits):
+    """Only the receiver has the key."""
+
+    name = "secret"
+    sender_decodes = False
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 700), st.sampled_from([1e-30, 1.0, 1e30]))
+def test_int8_store(numel, size):
+    value = size * torch.randn(numel)
+    codes, scales = int8_encode(value)
+    step = scales.repeat_interleave(128)[:numel]
+    assert codes.shape == value.shape and scales.numel() == -(-numel // 128)
+    assert ((int8_decode(codes, scales) - value).abs() <= 0.501 * step).all()
+    assert not int8_decode(*int8_encode(torch.zeros(numel))).any()
