@@ -47,7 +47,8 @@ def threshold(x: Tensor, k: int) -> Tensor:
     if size.shape[1] <= topk.SAMPLE or not size.numel():
         return topk.exact(size, k)
     high, low = topk.sampled_band(size, k)
-    return _from_band(size, (low, high, topk.INFINITY[x.dtype]), k)
+    # where more than k entries tie with `high`, as in a row of zeros, those above it still go first
+    return topk.banded(size, (low, high, high + 1, topk.INFINITY[x.dtype]), k)
 
 
 def sidco(x: Tensor, k: int) -> Tensor:
@@ -64,7 +65,7 @@ def sidco(x: Tensor, k: int) -> Tensor:
     if not bool(((achieved >= 0.8 * k) & (achieved <= 1.25 * k)).all()):
         return topk.exact(size, k)
     low, high = topk.keys(low.to(x.dtype)), topk.keys(high.to(x.dtype))
-    return _from_band(size, (low, high, topk.INFINITY[x.dtype]), k)
+    return topk.banded(size, (low, high, topk.INFINITY[x.dtype]), k)
 
 
 def blockwise(x: Tensor, density: float, block: int) -> Tensor:
@@ -93,14 +94,3 @@ def stratified(rows: int, d: int, k: int, generator: torch.Generator) -> Tensor:
 def stretches(d: int, k: int, device: torch.device) -> Tensor:
     """Lengths, int64 [k], of k stretches that make up a row of d entries and differ by one at most."""
     return (torch.arange(k + 1, device=device) * d).div(max(k, 1), rounding_mode="floor").diff()
-
-
-def _from_band(size: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Tensor:
-    """k entries of each row of `size`, those that reach more of the rising `bounds` first; spread where they tie."""
-    level = torch.zeros_like(size, dtype=torch.int8)
-    cut = level.new_zeros(size.shape[0], 1)
-    for bound in bounds:
-        reached = size >= bound
-        level += reached
-        cut += torch.count_nonzero(reached, 1).unsqueeze(1) >= k
-    return topk.fill(level, cut, k, spread=True)

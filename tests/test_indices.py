@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -44,6 +46,58 @@ def test_packed_bits_come_back(bits):
     assert coding.unpack_bits(packed, len(bits)).tolist() == bits
 
 
-def test_auto_takes_the_bitmask_above_one_in_32():
+def test_the_smallest_coder_follows_the_density():
     assert coding.smallest(("bitmask", "int32"), 6400, 201) == "bitmask"
     assert coding.smallest(("bitmask", "int32"), 6400, 199) == "int32"
+    assert coding.smallest(tuple(coding.CODERS), 6400, 640) == "rice"
+    assert coding.smallest(tuple(coding.CODERS), 6400, 6000) == "bitmask"
+
+
+def test_rice_by_hand():
+    """r is 1. index - i: 0 0 3 6 6 15 24 32; their low bits 0 0 1 0 0 1 0 0; i + high part: 0 1 3 6 7 12 18 23."""
+    planes, unary = coding.Rice.encode(torch.tensor([0, 1, 5, 9, 10, 20, 30, 39]), 40)
+    assert planes.tolist() == [[0b00100100]]
+    assert unary.tolist() == [0b11001011, 0b00010000, 0b10000100]
+
+
+@pytest.mark.parametrize("density", [0.003, 0.01, 0.1, 0.3, 0.5])
+def test_rice_is_within_a_tenth_of_the_information_bound(density):
+    numel = 1 << 20
+    count = round(density * numel)
+    bound = (math.lgamma(numel + 1) - math.lgamma(count + 1) - math.lgamma(numel - count + 1)) / math.log(2)
+    assert bound <= 8 * coding.nbytes("rice", numel, count) <= 1.12 * bound
+
+
+@pytest.mark.parametrize("name", coding.CODERS)
+@pytest.mark.parametrize("numel", [65535, 65536, 65537, 200000])
+@pytest.mark.parametrize("chosen", ["first", "last", "ends", "all but one", "scattered"])
+def test_extremes_of_long_tensors(name, numel, chosen):
+    """The static size holds for the worst gaps, and the 16-bit offsets at and beyond their range."""
+    indices = {
+        "first": torch.arange(1000), "last": torch.arange(numel - 1000, numel), "ends": torch.tensor([0, numel - 1]),
+        "all but one": torch.cat([torch.arange(65000), torch.arange(65001, numel)]),
+        "scattered": torch.arange(3, numel, 4093),
+    }[chosen]
+    parts = coding.CODERS[name].encode(indices, numel)
+    assert tuple((tuple(p.shape), p.dtype) for p in parts) == coding.CODERS[name].layout(numel, indices.numel())
+    assert torch.equal(coding.CODERS[name].decode(parts, numel, indices.numel()), indices)
+
+
+@pytest.mark.parametrize("name", coding.CODERS)
+@settings(deadline=None, max_examples=30)
+@given(subsets())
+def test_plain_torch_gives_the_same_bytes(name, subset):
+    indices, numel = subset
+    coder = coding.CODERS[name]
+    parts = coder.encode(indices, numel)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coding, "on_cpu", lambda tensor: False)
+        for part, same in zip(parts, coder.encode(indices, numel)):
+            assert torch.equal(part, same)
+        assert torch.equal(coder.decode(parts, numel, indices.numel()), indices)
+
+
+@pytest.mark.parametrize("density", [0, 0.001, 0.02, 0.1, 0.5, 1])
+def test_flatnonzero_equals_numpy(density):
+    mask = np.random.default_rng(0).random(10007) < density
+    assert np.array_equal(coding.flatnonzero(mask), np.flatnonzero(mask))

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import ds_compress.codecs  # noqa: F401  (registers)
-from ds_compress import select
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.errors import CompressionError
+from ds_compress.kernels import indices
 
 SHAPES = [(), (0,), (1,), (7,), (3, 0), (0, 5), (3, 5), (2, 3, 205)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -15,8 +15,16 @@ SELECTING = [
     {"name": "topk", "density": 1.0},
     {"name": "topk", "density": 0.3, "scope": "tensor", "indices": "bitmask"},
     {"name": "topk", "density": 0.01, "indices": "int32"},
-    {"name": "topk", "values": "bf16"},
-    {"name": "topk", "values": {"name": "fp16"}},
+    {"name": "topk", "indices": "int16", "values": "bf16"},
+    {"name": "topk", "indices": "rice", "values": {"name": "fp16"}},
+    {"name": "topk", "select": "threshold", "scope": "tensor"},
+    {"name": "topk", "select": "sidco", "density": 0.2},
+    {"name": "topk", "select": "block"},
+    {"name": "topk", "select": "block", "block_size": 8, "density": 0.01},
+    {"name": "randomk"},
+    {"name": "randomk", "density": 0.7, "scope": "tensor", "unbiased": True},
+    {"name": "column", "density": 0.3},
+    {"name": "column", "values": "bf16"},
 ]
 
 
@@ -40,6 +48,14 @@ def masked(x, selection):
     return kept.view(x.shape)
 
 
+def expected(codec, x, selection):
+    """`x` where it was selected, times what the codec multiplies by; zero elsewhere."""
+    factor = torch.zeros(x.numel(), dtype=x.dtype)
+    gain = codec.gain(TensorSpec.of(x))
+    factor[selection] = 1 if gain is None else gain
+    return x * factor.view(x.shape)
+
+
 @pytest.mark.parametrize("choice", SELECTING, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -47,17 +63,48 @@ def test_what_is_kept_arrives_and_the_gradient_reuses_its_places(choice, shape, 
     codec = build(choice)
     x, sender, receiver = random(shape, dtype), Context(), Context()
     y = send(codec, x, sender, receiver)
+    assert sender.selection.dtype == torch.int64
     assert sender.selection.tolist() == receiver.selection.tolist()
-    rows, length = select.rows_of(shape, codec.options.scope)
-    assert sender.selection.numel() == rows * select.kept_of(length, codec.options.density) == codec.kept(
-        TensorSpec.of(x))
-    torch.testing.assert_close(y, masked(x, sender.selection), rtol=2**-8, atol=0)
+    assert sender.selection.numel() == codec.kept(TensorSpec.of(x))
+    torch.testing.assert_close(y, expected(codec, x, sender.selection), rtol=2**-8, atol=0)
 
     backward = build({"name": "topk", "indices": "reuse"}).paired(codec)
     grad = random(shape, dtype, seed=1)
     sender.direction = receiver.direction = "backward"
-    assert torch.equal(send(backward, grad, receiver, sender), masked(grad, receiver.selection))
+    assert torch.equal(send(backward, grad, receiver, sender), expected(codec, grad, receiver.selection))
     assert backward.layout(TensorSpec.of(grad)) == (((sender.selection.numel(),), dtype),)
+
+
+@pytest.mark.parametrize("choice", SELECTING, ids=str)
+def test_a_strided_input_gives_the_same_bytes(choice):
+    x = random((6, 4, 50)).transpose(0, 1)
+    codec = build(choice)
+    for part, same in zip(codec.encode(x, Context()), codec.encode(x.contiguous(), Context())):
+        assert torch.equal(part, same)
+
+
+@pytest.mark.parametrize("choice", SELECTING, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_plain_torch_gives_the_same_bytes_and_tensor(choice, dtype, monkeypatch):
+    codec, x = build(choice), random((2, 200, 205), dtype)
+    parts, y = codec.encode(x, Context()), send(codec, x)
+    monkeypatch.setattr(indices, "on_cpu", lambda tensor: False)
+    for part, same in zip(parts, codec.encode(x, Context())):
+        assert torch.equal(part, same)
+    assert torch.equal(send(codec, x), y)
+
+
+@pytest.mark.parametrize("choice", SELECTING, ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_overflow_shows_forward_and_backward(choice, bad):
+    codec = build(choice)
+    x = random((2, 3, 205))
+    x[1, 2, 200] = bad
+    ctx = Context()
+    assert not send(codec, x, ctx, ctx).isfinite().all()
+    codec.encode(random((2, 3, 205)), ctx)
+    backward = build({"name": "topk", "indices": "reuse"}).paired(codec)
+    assert not send(backward, x, ctx, ctx).isfinite().all()
 
 
 def test_reuse_is_the_gradient_of_the_sparsified_map():
@@ -92,10 +139,65 @@ def test_reuse_shows_an_overflow_outside_the_selection(bad):
     assert not send(backward, torch.tensor([[1.0, 0.0, bad, 0.0]]), ctx, ctx).isfinite().all()
 
 
-def test_scale():
-    codec, x = build({"name": "topk"}), random((2, 500))
-    for power in (-100, 100):
-        assert torch.equal(send(codec, x * 2.0**power), send(codec, x) * 2.0**power)
+@pytest.mark.parametrize("choice", SELECTING, ids=str)
+@pytest.mark.parametrize("power", [-98, 98])
+def test_scale(choice, power):
+    codec, x = build(choice), random((2, 25, 400))
+    assert torch.equal(send(codec, x * 2.0**power), send(codec, x) * 2.0**power)
+
+
+@pytest.mark.parametrize("options, dtype, bits", [
+    ({"indices": "bitmask", "values": "bf16"}, torch.float32, 2.61),
+    ({"indices": "rice", "values": "bf16"}, torch.float32, 2.12),
+    ({"values": "bf16"}, torch.float32, 2.12),
+    ({}, torch.bfloat16, 2.12),
+    ({"indices": "reuse", "values": "bf16"}, torch.float32, 1.61),
+    ({"density": 0.01, "indices": "int16"}, torch.bfloat16, 0.33),
+    ({"density": 0.01}, torch.bfloat16, 0.25),
+])
+def test_bits_per_value_of_four_million_entries(options, dtype, bits):
+    layout = build({"name": "topk", **options}).layout(TensorSpec((1, 4096, 1024), dtype))
+    nbytes = sum(torch.Size(shape).numel() * part.itemsize for shape, part in layout)
+    assert bits - 0.02 < 8 * nbytes / 2**22 <= bits
+
+
+def test_random_entries_differ_from_message_to_message_and_agree_on_both_sides():
+    codec, x = build("randomk"), random((4, 1000))
+    seen = {}
+    for place in [{}, {"micro_batch": 1}, {"step": 1}, {"direction": "backward"}, {"boundary": 1}, {"replica": 1}]:
+        sender, receiver = Context(**place), Context(**place)
+        send(codec, x, sender, receiver)
+        assert sender.selection.tolist() == receiver.selection.tolist()
+        seen[tuple(sender.selection.tolist())] = place
+    assert len(seen) == 6
+
+
+def test_unbiased_random_entries_average_to_the_input():
+    codec, x = build({"name": "randomk", "density": 0.3, "unbiased": True}), random((2, 10), torch.float64)
+    mean = sum(send(codec, x, Context(step=n), Context(step=n)) for n in range(1000)) / 1000
+    torch.testing.assert_close(mean, x, rtol=0.2, atol=0)
+
+
+def test_column_keeps_the_channels_of_largest_norm():
+    x = random((2, 3, 7))
+    x[..., 5] *= 10
+    x[..., 2] *= 5
+    y = send(build({"name": "column", "density": 0.25}), x)
+    wanted = torch.zeros(7)
+    wanted[[2, 5]] = 1
+    assert torch.equal(y, x * wanted)
+
+
+def test_column_sends_one_index_per_channel_and_a_matrix_of_values():
+    layout = build({"name": "column", "density": 0.1}).layout(TensorSpec((4, 8, 1024), torch.bfloat16))
+    assert layout[-1] == ((32, 103), torch.bfloat16)
+    assert sum(torch.Size(shape).numel() * part.itemsize for shape, part in layout[:-1]) < 80
+
+
+def test_column_finds_a_bad_channel_among_huge_ones():
+    x = torch.full((4, 100), 1e30)
+    x[0, 70] = float("inf")
+    assert not send(build("column"), x).isfinite().all()
 
 
 def test_reuse_without_a_selection_is_refused():
@@ -131,6 +233,7 @@ def test_reuse_with_nothing_to_reuse_sends_indices_and_says_so(caplog):
     ({"values": "bf61"}, "did you mean 'bf16'"),
     ({"values": "topk"}, "'topk' cannot carry the kept values"),
     ({"indices": "int23"}, "did you mean 'int32'"),
+    ({"block_size": 64}, "block_size goes with select 'block', not with 'exact'"),
 ])
 def test_refusals(options, message):
     with pytest.raises(CompressionError, match=message):

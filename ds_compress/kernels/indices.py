@@ -11,9 +11,14 @@ from torch import Tensor
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
+def on_cpu(tensor: Tensor) -> bool:
+    """Whether numpy may do the work. A test that makes this false gets the plain torch of other devices."""
+    return tensor.device.type == "cpu"
+
+
 def pack_bits(bits: Tensor) -> Tensor:
     """Bools [n] as uint8 [ceil(n / 8)]."""
-    if bits.device.type == "cpu":
+    if on_cpu(bits):
         return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
     padded = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(torch.uint8).view(-1, 8)
     return (padded << torch.arange(8, device=bits.device, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
@@ -21,7 +26,7 @@ def pack_bits(bits: Tensor) -> Tensor:
 
 def unpack_bits(packed: Tensor, numel: int) -> Tensor:
     """The first `numel` bits of uint8 [m] as bools."""
-    if packed.device.type == "cpu":
+    if on_cpu(packed):
         return torch.from_numpy(np.unpackbits(packed.numpy(), count=numel, bitorder="little").view(np.bool_))
     bits = packed.unsqueeze(1) >> torch.arange(8, device=packed.device, dtype=torch.uint8)
     return (bits & 1).bool().flatten()[:numel]
@@ -32,7 +37,7 @@ def positions(mask: Tensor, count: int) -> Tensor:
 
     Unlike `nonzero` it needs no look at the data on the host; entries beyond `count` are left out.
     """
-    if mask.device.type == "cpu":
+    if on_cpu(mask):
         return torch.from_numpy(flatnonzero(mask.numpy())[:count])
     slot = torch.where(mask, mask.cumsum(0) - 1, count).clamp_(max=count)
     found = torch.zeros(count + 1, dtype=torch.int64, device=mask.device)

@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from ds_compress.kernels.topk import count_true
+
 STAGES = 3
 FIRST_STAGE = 0.25  # fraction that the first stage passes on; near the target, half of the way to it on a log scale
 
@@ -31,7 +33,7 @@ def bracket(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     location = torch.zeros_like(unit)
     for _ in range(STAGES):
         excess = (size - location).clamp_(min=0)
-        count = torch.count_nonzero(excess, 1).unsqueeze(1)
+        count = count_true(excess > 0)
         mean = excess.sum(1, keepdim=True) / count
         variance = excess.square_().sum(1, keepdim=True) / count - mean.square()
         log_ratio = (k / count).log()
@@ -55,7 +57,7 @@ class _Search:
         self.best, self.achieved = torch.zeros_like(self.high), torch.zeros_like(self.high)
 
     def consider(self, eta: Tensor) -> None:
-        achieved = (self.size >= eta).sum(1, keepdim=True).to(eta.dtype)
+        achieved = count_true(self.size >= eta).to(eta.dtype)
         self.high = torch.where((achieved <= self.k) & (eta < self.high), eta, self.high)
         self.low = torch.where((achieved >= self.k) & (eta > self.low), eta, self.low)
         nearer = (achieved / self.k).log().abs() < (self.achieved / self.k).log().abs()

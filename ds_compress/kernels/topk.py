@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_compress.kernels.indices import flatnonzero, positions
+from ds_compress.kernels import indices
 
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -30,7 +30,7 @@ def keys(x: Tensor) -> Tensor:
     """Integers of the size of x's elements that order as |x| does; nan has the key of infinity."""
     integer = _INTEGER[x.element_size()]
     bits = x.contiguous().view(integer)
-    if x.device.type == "cpu":
+    if indices.on_cpu(x):
         without_sign = torch.from_numpy(np.bitwise_and(bits.numpy(), torch.iinfo(integer).max))
     else:
         without_sign = bits & torch.iinfo(integer).max
@@ -39,7 +39,7 @@ def keys(x: Tensor) -> Tensor:
 
 def kth_largest(size: Tensor, k: int) -> Tensor:
     """[rows, 1]: the k-th largest of each row of `size` [rows, d]."""
-    if size.device.type == "cpu":
+    if indices.on_cpu(size):
         place = size.shape[1] - k
         return torch.from_numpy(np.partition(size.numpy(), place, axis=1)[:, place:place + 1])
     return size.topk(k, dim=1, sorted=False).values.amin(1, keepdim=True)
@@ -63,65 +63,15 @@ def sampled_band(size: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return kth_largest(sample, high), kth_largest(sample, low)
 
 
-def fill(size: Tensor, cut: Tensor, k: int, spread: bool = False) -> Tensor:
-    """Exactly k entries of each row of `size` [rows, d]: all above `cut` [rows, 1], the rest from those equal to it.
-
-    There must be at most k above, and at least k not below. Of the equal ones the first are taken or, with `spread`,
-    evenly spaced ones.
-
-    Returns:
-        Flat int64 indices [rows * k], ascending.
-    """
-    return (_fill_numpy if size.device.type == "cpu" else fill_reference)(size, cut, k, spread)
-
-
-def fill_reference(size: Tensor, cut: Tensor, k: int, spread: bool = False) -> Tensor:
-    """`fill` in plain torch: the specification."""
-    above, tied = size > cut, size == cut
-    room = k - above.sum(1, keepdim=True)
-    rank = tied.cumsum(1, dtype=torch.int64 if spread else torch.int32)
-    if spread:
-        tied &= rank * room // rank[:, -1:] > (rank - 1) * room // rank[:, -1:]
-    else:
-        tied &= rank <= room
-    return positions((above | tied).flatten(), size.shape[0] * k)
-
-
-def _fill_numpy(size: Tensor, cut: Tensor, k: int, spread: bool) -> Tensor:
-    rows, d = size.shape
-    found = flatnonzero(size.numpy() >= cut.numpy())
-    if found.size == rows * k:
-        return torch.from_numpy(found)
-    return torch.from_numpy(_trim(found, size.numpy().ravel()[found], cut.numpy().ravel(), rows, d, k, spread))
-
-
-def _trim(found, values, cut, rows, d, k, spread):
-    """`found` without the entries that are too many; `values` are theirs, none below `cut` [rows]."""
-    counts = _count_per_row(found, rows, d)
-    tied = values == np.repeat(cut, counts)
-    rank = np.cumsum(tied)
-    ends = np.cumsum(counts) - 1
-    so_far = np.concatenate([[0], rank[ends]])
-    equal = np.diff(so_far)
-    rank -= np.repeat(so_far[:-1], counts)
-    room = np.repeat(k - (counts - equal), counts)
-    if spread:
-        equal = np.repeat(np.maximum(equal, 1), counts)
-        keep = ~tied | (rank * room // equal > (rank - 1) * room // equal)
-    else:
-        keep = ~tied | (rank <= room)
-    return found[np.flatnonzero(keep)]
-
-
-def _count_per_row(found, rows, d):
-    """How many of the ascending flat indices `found` lie in each row."""
-    return np.diff(np.searchsorted(found, np.arange(rows + 1) * d))
+def count_true(mask: Tensor) -> Tensor:
+    """[rows, 1]: how many entries of each row of `mask` [rows, d] are true."""
+    if indices.on_cpu(mask):  # torch counts along a dim ten times slower
+        return torch.from_numpy(np.count_nonzero(mask.numpy(), axis=1, keepdims=True))
+    return mask.count_nonzero(1).unsqueeze(1)
 
 
 def exact(size: Tensor, k: int) -> Tensor:
     """The k largest entries of each row of `size` [rows, d], ties to the lowest index.
-
-    `torch.topk` leaves open which of tied entries it returns, so only the k-th value is taken from it.
 
     Returns:
         Flat int64 indices [rows * k], ascending.
@@ -129,24 +79,103 @@ def exact(size: Tensor, k: int) -> Tensor:
     rows, d = size.shape
     if k == d or not rows:
         return torch.arange(size.numel(), device=size.device)
-    if size.device.type == "cpu" and d >= LONG_ROW:
-        return _exact_in_two_stages(size, k)
-    return fill(size, kth_largest(size, k), k)
+    return (_exact_numpy if indices.on_cpu(size) else exact_reference)(size, k)
 
 
-def _exact_in_two_stages(size: Tensor, k: int) -> Tensor:
-    """Entries above a sampled threshold first, then the k largest among them; all entries where those are too few."""
+def exact_reference(size: Tensor, k: int) -> Tensor:
+    """`exact` in plain torch: the specification.
+
+    `torch.topk` leaves open which of tied entries it returns, so only the k-th value is taken from it.
+    """
+    return _fill(size, kth_largest(size, k), k, spread=False)
+
+
+def banded(size: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Tensor:
+    """k entries of each row of `size` [rows, d]: those first that reach more of the rising `bounds`, each [rows, 1] or
+    a number; of entries that reach equally many, as many as are needed, evenly spaced.
+
+    Returns:
+        Flat int64 indices [rows * k], ascending.
+    """
+    return (_banded_numpy if indices.on_cpu(size) else banded_reference)(size, bounds, k)
+
+
+def banded_reference(size: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Tensor:
+    """`banded` in plain torch: the specification."""
+    level = torch.zeros_like(size, dtype=torch.int8)
+    cut = level.new_zeros(size.shape[0], 1)
+    for bound in bounds:
+        reached = size >= bound
+        level += reached
+        cut += count_true(reached) >= k
+    return _fill(level, cut, k, spread=True)
+
+
+def _fill(size: Tensor, cut: Tensor, k: int, spread: bool) -> Tensor:
+    """All entries above `cut` [rows, 1], at most k, and as many of those equal to it as make k: the first ones, or
+    evenly spaced ones."""
+    above, tied = size > cut, size == cut
+    room = k - count_true(above)
+    rank = tied.cumsum(1, dtype=torch.int64 if spread else torch.int32)
+    if spread:
+        equal = rank[:, -1:].clamp(min=1)
+        tied &= rank * room // equal > (rank - 1) * room // equal
+    else:
+        tied &= rank <= room
+    return indices.positions((above | tied).flatten(), size.shape[0] * k)
+
+
+def _exact_numpy(size: Tensor, k: int) -> Tensor:
+    """In two stages where rows are long: what passes a sampled threshold, then the k largest of that."""
     rows, d = size.shape
-    _, low = sampled_band(size, k)
-    found = flatnonzero(size.numpy() >= low.numpy())
-    counts = _count_per_row(found, rows, d)
+    if d >= LONG_ROW:
+        _, low = sampled_band(size, k)
+        found, values, counts = _reaching(size, low)
+        if counts.min() >= k:
+            parts = np.split(values, np.cumsum(counts)[:-1])
+            cut = np.array([np.partition(part, part.size - k)[part.size - k] for part in parts])
+            return _fill_numpy(found, values, counts, cut, k, spread=False)
+    cut = kth_largest(size, k)
+    return _fill_numpy(*_reaching(size, cut), cut.numpy().ravel(), k, spread=False)
+
+
+def _banded_numpy(size: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Tensor:
+    found, values, counts = _reaching(size, bounds[0])
     if counts.min() < k:
-        return fill(size, kth_largest(size, k), k)
-    values = size.numpy().ravel()[found]
-    parts = np.split(values, np.cumsum(counts)[:-1])
-    cut = np.array([np.partition(part, part.size - k)[part.size - k] for part in parts])
-    reach = np.flatnonzero(values >= np.repeat(cut, counts))
-    found = found[reach]
-    if found.size > rows * k:
-        found = _trim(found, values[reach], cut, rows, d, k, spread=False)
-    return torch.from_numpy(found)
+        return banded_reference(size, bounds, k)
+    ends = np.cumsum(counts)[:-1]
+    level, cut = np.zeros(values.shape, np.int8), np.zeros(counts.shape, np.int8)
+    for bound in bounds[1:]:
+        bound = np.broadcast_to(np.asarray(bound, values.dtype).ravel(), counts.shape)
+        reached = values >= np.repeat(bound, counts)
+        level += reached
+        cut += np.array([np.count_nonzero(part) >= k for part in np.split(reached, ends)])
+    return _fill_numpy(found, level, counts, cut, k, spread=True)
+
+
+def _reaching(size: Tensor, bound: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Flat indices of the entries that reach `bound` [rows, 1], ascending, their values, and their number per row."""
+    rows, d = size.shape
+    found = indices.flatnonzero(size.numpy() >= bound.numpy())
+    counts = np.diff(np.searchsorted(found, np.arange(rows + 1) * d))
+    return found, size.numpy().ravel().take(found), counts
+
+
+def _fill_numpy(found, values, counts, cut, k, spread):
+    """`_fill` for the entries `found`, with their values and number per row; `cut` is [rows]."""
+    cut = np.repeat(cut, counts)
+    reaching = values >= cut
+    if np.count_nonzero(reaching) == counts.size * k:
+        return torch.from_numpy(found.take(np.flatnonzero(reaching)))
+    tied = values == cut
+    rank = np.cumsum(tied)
+    so_far = np.concatenate([[0], rank[np.cumsum(counts) - 1]])
+    above = np.add.reduceat(values > cut, np.cumsum(counts) - counts, dtype=np.int64)
+    equal, room = np.repeat(np.diff(so_far), counts), np.repeat(k - above, counts)
+    rank -= np.repeat(so_far[:-1], counts)
+    if spread:
+        equal = np.maximum(equal, 1)
+        tied &= rank * room // equal > (rank - 1) * room // equal
+    else:
+        tied &= rank <= room
+    return torch.from_numpy(found[np.flatnonzero(tied | (values > cut))])
