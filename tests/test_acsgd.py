@@ -21,6 +21,11 @@ def test_golden_two_bits_halve_the_largest():
     assert roundtrip({"name": "acsgd", "bits": 2}, x).tolist() == [[2, 0], [-4, 0], [2, 0], [0, 0]]
 
 
+def test_golden_epsilon_keeps_ties_from_rounding_up():
+    x = torch.tensor([[-4.0], [1.5], [-1.5], [2.5]])
+    assert roundtrip({"name": "acsgd", "bits": 3}, x).view(-1).tolist() == [-4, 1, -1, 2]
+
+
 def test_small_gradients_survive():
     x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
     choice = {"name": "acsgd", "bits": 8}

@@ -108,6 +108,18 @@ def test_sizes_and_errors_promised(hidden):
     assert bits_per_value({**plain, "scale": "symmetric"}, hidden) == 4.125
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"scale": "symmetric"}, {"hadamard": True}])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_only_the_group_that_holds_it_is_non_finite(value, options, dtype):
+    x = torch.randn(4, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = roundtrip({"name": "quantize", **options}, x)
+    x[2, 77] = value
+    decoded = roundtrip({"name": "quantize", **options}, x)
+    assert decoded[2].isnan().all()
+    assert torch.equal(decoded[[0, 1, 3]], expected[[0, 1, 3]])
+
+
 def test_values_on_the_grid_are_exact_however_rounded():
     x = torch.arange(16.0).repeat(8).view(4, 32)
     for rounding in ("nearest", "stochastic"):

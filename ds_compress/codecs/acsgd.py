@@ -28,8 +28,8 @@ class ACSGD(Codec):
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         values = split(x, "channel").float()
         scale = values.abs().amax(1)
-        scale = torch.where(scale.isfinite(), scale, torch.nan)
-        divisor = torch.where(scale > 0, scale * (1 + 1e-6), torch.inf)
+        scale = torch.where(scale.isfinite(), scale, torch.nan)  # inf times a code can look finite in fp16
+        divisor = torch.where(scale > 0, scale * (1 + 1e-6), 1)
         half = 2 ** (self.options.bits - 1)
         codes = values.div(divisor[:, None]).mul_(half).round_().clamp_(-half, half - 1).add_(half)
         return pack(codes.to(torch.uint8), self.options.bits), scale

@@ -31,9 +31,8 @@ class Float8(Codec):
         values = split(x, self.options.group_size).float()
         largest = torch.finfo(self._dtype).max
         scale = values.abs().amax(1) / largest
-        # e4m3 has no inf: a group that holds inf or nan shows it in its scale
-        scale = torch.where(scale.isfinite(), scale, torch.nan)
-        scaled = values / torch.where(scale > 0, scale, torch.inf)[:, None]
+        # e4m3 has no inf: a group that holds inf or nan shows it by its scale, which makes all of it nan
+        scaled = values / torch.where(scale != 0, scale, 1)[:, None]
         return scaled.clamp_(-largest, largest).to(self._dtype).view(torch.uint8), scale
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:

@@ -27,7 +27,7 @@ class MinMax(Codec):
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         values = split(x, "tensor").float()
         low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
-        width = torch.where(high > low, high - low, torch.inf)
+        width = torch.where(high > low, high - low, 1)  # a constant tensor is all code 0
         codes = values.sub(low).mul_(2**self.options.bits - 1).div_(width).round_()
         return pack(codes.to(torch.uint8), self.options.bits), torch.cat([low, high], dim=1)
 

@@ -3,7 +3,7 @@
 Scales are rounded to their wire dtype before the codes are made, and outwards (offset down, step up), so the grid that
 the receiver rebuilds always covers the group: no value is more than half a step away from its code's value.
 
-A group that holds inf or nan gets a nan step, whatever its codes are, and decodes to nan.
+A group that holds inf or nan has an infinite or nan step and decodes to nan.
 """
 
 import torch
@@ -22,7 +22,7 @@ def minmax_grid(groups: Tensor, bits: int, scale_dtype: torch.dtype) -> tuple[Te
     """
     low, high = groups.amin(1), groups.amax(1)
     offset = _at_most(low, scale_dtype)
-    return _step(high - offset.float(), top_code(bits, symmetric=False), scale_dtype), offset
+    return _at_least((high - offset.float()) / top_code(bits, symmetric=False), scale_dtype), offset
 
 
 def symmetric_grid(groups: Tensor, bits: int, scale_dtype: torch.dtype, unbiased: bool = False) -> Tensor:
@@ -34,7 +34,7 @@ def symmetric_grid(groups: Tensor, bits: int, scale_dtype: torch.dtype, unbiased
     """
     magnitude = groups.abs()
     reach = magnitude.mean(1) if bits == 1 and not unbiased else magnitude.amax(1)
-    return _step(2 * reach, top_code(bits, symmetric=True), scale_dtype)
+    return _at_least(2 * reach / top_code(bits, symmetric=True), scale_dtype)
 
 
 def symmetric_offset(step: Tensor, bits: int) -> Tensor:
@@ -54,26 +54,20 @@ def to_codes(groups: Tensor, step: Tensor, offset: Tensor, top: int, generator: 
     expected value equal to the input.
     """
     step = step.float()
-    # a constant group has step 0 and a non-finite one nan: dividing by inf sends every finite value to code 0
-    divisor = torch.where(step > 0, step, torch.inf)
+    divisor = torch.where(step > 0, step, 1)  # all values of a group of step 0 equal its offset: code 0
     position = (groups - offset.float()[:, None]).div_(divisor[:, None])
     if generator is None:
-        codes = position.add_(0.5).floor_()
+        codes = position.add_(0.5)
     else:
         # the dither meets the fraction alone: added to the position it could round past the neighbour
         codes = position.floor()
         codes += torch.rand(codes.shape, generator=generator, device=codes.device) < position.sub_(codes)
-    return codes.clamp_(0, top).to(torch.uint8)
+    return codes.clamp_(0, top).to(torch.uint8)  # the cast cuts the fraction off
 
 
 def from_codes(codes: Tensor, step: Tensor, offset: Tensor) -> Tensor:
     """The values, fp32 [n, G], of `codes`, uint8 [n, G]."""
     return codes.float().mul_(step.float()[:, None]).add_(offset.float()[:, None])
-
-
-def _step(width: Tensor, top: int, dtype: torch.dtype) -> Tensor:
-    step = _at_least(width / top, dtype)
-    return torch.where(step.isfinite(), step, torch.nan)
 
 
 def _at_least(x: Tensor, dtype: torch.dtype) -> Tensor:

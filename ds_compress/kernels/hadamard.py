@@ -17,7 +17,6 @@ def rotate(groups: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=32)
-@torch.inference_mode(False)  # a cached inference tensor would be refused in training
 def _matrix(size: int, device: torch.device) -> Tensor:
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < size:
