@@ -33,6 +33,8 @@ class Boundary:
         assert tuple((tuple(part.shape), part.dtype) for part in parts) == self.codec.layout(spec)
         out = self.codec.decode(parts, spec, receiver)
         assert TensorSpec.of(out) == spec
+        for part in parts:
+            part.fill_(torch.nan)  # the buffer receives the next message
         return out
 
     def end_step(self, average=lambda gradient: gradient):
@@ -213,6 +215,15 @@ def test_memory_entries_are_replaced_never_modified():
         boundary.end_step()
         assert same(kept, copies)
         assert not any(key.endswith(".gradient") for memory in boundary.memories for key in memory)
+
+
+def test_keeps_no_graph():
+    """A stage sends its output with the graph that made it."""
+    boundary = Boundary(width=3)
+    boundary.send(randn(8, 16).requires_grad_())
+    boundary.send(randn(8, 16).requires_grad_(), "backward")
+    kept = [*boundary.memories, *boundary.stashes[0]]
+    assert all(kept) and not any(value.requires_grad for entries in kept for value in entries.values())
 
 
 @pytest.mark.parametrize("width, h, expected", [(None, 64, 8), (None, 5, 1), (20, 64, 20), (20, 16, 16), (None, 0, 0)])

@@ -127,6 +127,12 @@ class TestLowRank:
         assert all(torch.equal(sender.memory[key], before[key]) for key in before)
         assert relative_error(send(codec, x, sender, receiver), x) < TOLERANCE["bf16"]
 
+    def test_keeps_no_graph(self):
+        codec = build({"name": "lowrank", "rank": 4})
+        sender = Context()
+        parts = codec.encode(of_rank(4, 64, 32).requires_grad_(), sender)
+        assert sender.memory and not any(value.requires_grad for value in (*parts, *sender.memory.values()))
+
     @pytest.mark.parametrize("wire", ["bf16", "fp32"])
     @pytest.mark.parametrize("scale", [1e-30, 2.0**-90, 1e-10, 1e10, 1e30])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -278,6 +284,13 @@ class TestPCA:
             codec.encode(x, sender)
         with pytest.raises(CompressionError, match="warmup_steps >= 1"):
             codec.decode((torch.zeros(4, 8, dtype=torch.bfloat16),), TensorSpec.of(x), Context())
+
+    def test_keeps_no_graph(self):
+        codec = build({"name": "pca", "rank": 3})
+        x = affine(3, 64, 16).requires_grad_()
+        sender, _ = observed(codec, x)
+        assert not any(value.requires_grad for value in sender.memory.values())
+        assert not codec.encode(x, sender)[0].requires_grad
 
     def test_non_finite_observation_is_left_out(self):
         codec = build({"name": "pca", "rank": 3, "dtype": "fp32"})

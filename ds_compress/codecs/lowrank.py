@@ -55,9 +55,10 @@ class LowRank(Codec):
         n, h = matrix_shape(x.shape)
         dtype = WIRE_DTYPES[self.options.dtype]
         rank = self._factor_rank(x.shape)
+        m = x.detach().reshape(n, h)
         if rank is None:
-            return (x.reshape(n, h).to(dtype),)
-        m = x.reshape(n, h).to(arithmetic_dtype(x.dtype, dtype))
+            return (m.to(dtype),)
+        m = m.to(arithmetic_dtype(x.dtype, dtype))
         key = f"lowrank.{ctx.position}.{ctx.direction}.{h}x{rank}"
         q = ctx.memory[key] if key in ctx.memory else boundary_noise((h, rank), ctx).to(x.device)
 
@@ -123,7 +124,7 @@ class PCA(Codec):
         if not x.numel():
             return (x.new_zeros((n, min(self.options.rank, h)), dtype=dtype),)
         basis, mean = self._fit(h, ctx)
-        m = x.reshape(n, h).float()
+        m = x.detach().reshape(n, h).float()
         code = m @ basis
         if ctx.direction == "forward":
             code = code - mean @ basis
