@@ -139,6 +139,11 @@ class Config:
             forward = forward_feedback.around(forward)
         with _errors_at(f"{path}.backward.codec"):
             backward = backward.paired(forward)
+        for codec, direction in ((forward, "forward"), (backward, "backward")):
+            if codec.needs_warmup and self.block.warmup_steps == 0:
+                raise CompressionError(
+                    f"{KEY}.warmup_steps: 0 is not allowed with codec {codec.name!r} ({path}.{direction}); use 1 or more"
+                )
         if backward.note:
             self.notes[f"{path}.backward.codec: {backward.note}"] = None
         with _errors_at(f"{path}.backward.feedback"):

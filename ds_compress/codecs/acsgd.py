@@ -18,6 +18,8 @@ class ACSGD(Codec):
     absolute epsilon lose small gradients; here s is fp32 and the epsilon relative.
     """
 
+    examples = ({"bits": 4}, {"bits": 8})
+
     class Options(CodecOptions):
         bits: int = Field(4, ge=1, le=8)
 

@@ -19,6 +19,8 @@ class Float8(Codec):
     group_size: values that share the fp32 scale: "tensor", "channel" or a multiple of 8.
     """
 
+    examples = ({}, {"format": "e5m2"}, {"group_size": 128})
+
     class Options(CodecOptions):
         format: Literal["e4m3", "e5m2"] = "e4m3"
         group_size: GroupSize = "tensor"

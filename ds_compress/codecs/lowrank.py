@@ -88,16 +88,18 @@ def _near_one(p: Tensor) -> Tensor:
 class PCA(Codec):
     """The coefficients of each row in a basis fitted to the activations of the warm-up steps, the same backward.
 
-    The feature-space low-rank map of arXiv 2405.18146 at a stage boundary: both sides accumulate the moments of the
-    rows that cross uncompressed, and derive mean and basis B (h x r) from them when the first compressed message
-    comes. Forward, x - mean is projected; backward, the gradient is, which is the derivative of the forward map. An
-    activation far from those of the warm-up loses what lies outside the basis.
+    The feature-space low-rank map of arXiv 2405.18146 at a stage boundary: both sides accumulate the second moment of
+    the rows that cross uncompressed, and derive the basis B (h x r) from it when the first compressed message comes.
+    Projecting the gradient is the derivative of projecting the activation. The mean is not taken out, so the map is
+    linear and has no part that a smaller input would not shrink; it costs about one of the r directions. An activation
+    far from those of the warm-up loses what lies outside the basis.
 
     The basis is the result of subspace iteration from a start both sides know, a smooth function of the moments: where
     two kinds of processor sum in another order, the bases differ by rounding and no sign or order can flip.
     """
 
     both_directions = True
+    needs_warmup = True
 
     class Options(CodecOptions):
         rank: PositiveInt = 64
@@ -112,70 +114,58 @@ class PCA(Codec):
         key = self._key(h, ctx)
         if ctx.direction != "forward" or not x.numel() or f"{key}.basis" in ctx.memory:
             return
-        # one matrix for all moments: [1 M]^T [1 M] = [[count, sum], [sum^T, second moment]]
-        m = torch.cat([x.new_ones(n, 1, dtype=torch.float64), x.detach().reshape(n, h).double()], dim=1)
+        m = x.detach().reshape(n, h).double()
         new = m.T @ m
-        old = ctx.memory.get(f"{key}.moments", torch.zeros_like(new))
-        ctx.memory[f"{key}.moments"] = old + torch.where(is_finite(new), new, 0.0)
+        old = ctx.memory.get(f"{key}.moment", torch.zeros_like(new))
+        ctx.memory[f"{key}.moment"] = old + torch.where(is_finite(new), new, 0.0)
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         n, h = matrix_shape(x.shape)
         dtype = WIRE_DTYPES[self.options.dtype]
         if not x.numel():
             return (x.new_zeros((n, min(self.options.rank, h)), dtype=dtype),)
-        basis, mean = self._fit(h, ctx)
         m = x.detach().reshape(n, h).float()
-        code = m @ basis
-        if ctx.direction == "forward":
-            code = code - mean @ basis
-        return (torch.where(is_finite(m), code, torch.nan).to(dtype),)
+        return (torch.where(is_finite(m), m @ self._basis(h, ctx), torch.nan).to(dtype),)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         if not spec.numel:
             return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
         _, h = matrix_shape(spec.shape)
-        basis, mean = self._fit(h, ctx)
-        code = parts[0].float()
-        m = torch.addmm(mean, code, basis.T) if ctx.direction == "forward" else code @ basis.T
-        return as_message(m, spec)
+        return as_message(parts[0].float() @ self._basis(h, ctx).T, spec)
 
     @staticmethod
     def _key(h: int, ctx: Context) -> str:
         return f"pca.{ctx.position}.{h}"
 
-    def _fit(self, h: int, ctx: Context) -> tuple[Tensor, Tensor]:
-        """Basis (h x r, orthonormal columns) and mean (h) of the rows observed, in fp32."""
+    def _basis(self, h: int, ctx: Context) -> Tensor:
+        """Basis of the rows observed: h x r, orthonormal columns, fp32."""
         key = self._key(h, ctx)
         if f"{key}.basis" not in ctx.memory:
-            if f"{key}.moments" not in ctx.memory:
+            if f"{key}.moment" not in ctx.memory:
                 raise CompressionError(
                     f"codec 'pca' at boundary {ctx.boundary}: no forward message of {h} columns was observed before "
                     "the first compressed one; it needs warmup_steps >= 1"
                 )
-            moments = ctx.memory.pop(f"{key}.moments")
-            rank = min(self.options.rank, h)
-            basis, mean = principal_subspace(moments, boundary_noise((h, rank), ctx).to(moments))
-            ctx.memory[f"{key}.basis"], ctx.memory[f"{key}.mean"] = basis.float(), mean.float()
-        return ctx.memory[f"{key}.basis"], ctx.memory[f"{key}.mean"]
+            moment = ctx.memory.pop(f"{key}.moment")
+            start = boundary_noise((h, min(self.options.rank, h)), ctx).to(moment)
+            ctx.memory[f"{key}.basis"] = principal_subspace(moment, start).float()
+        return ctx.memory[f"{key}.basis"]
 
 
-def principal_subspace(moments: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Orthonormal basis of the r leading principal directions, and the mean, by subspace iteration.
+def principal_subspace(moment: Tensor, start: Tensor) -> Tensor:
+    """Orthonormal basis (h x r) of the r leading eigenvectors of `moment`, by subspace iteration.
 
     Args:
-        moments: (h + 1) x (h + 1) float64, sum over the rows x of [1 x]^T [1 x].
+        moment: h x h float64, sum over the rows x of x^T x.
         start: h x r float64.
     """
-    moments = moments / moments[0, 0].clamp(min=1)
-    mean = moments[0, 1:]
-    second = moments[1:, 1:]
-    # C has rounding noise of 1e-16 of this size where it should have zeros. The ridge lifts all eigenvalues above it
-    # and changes no eigenvector, so that a basis wider than the data is decided by `start`, not by noise.
-    size = second.diagonal().sum()
-    covariance = second - torch.outer(mean, mean)
-    covariance.diagonal().add_(torch.where(size > 0, 1e-10 * size, 1.0))
+    # The moment has rounding noise of 1e-16 of its size where it should have zeros. The ridge lifts all eigenvalues
+    # above it and changes no eigenvector, so that a basis wider than the data is decided by `start`, not by noise.
+    size = moment.diagonal().sum()
+    moment = torch.where(size > 0, moment / size, 0.0)
+    moment.diagonal().add_(torch.where(size > 0, 1e-10, 1.0))
     v = start
     for _ in range(ITERATIONS):
-        v, r = torch.linalg.qr(covariance @ v)
+        v, r = torch.linalg.qr(moment @ v)
         v = v * torch.where(r.diagonal() < 0, -1.0, 1.0)  # Gram-Schmidt's sign, which no library is free to choose
-    return v, mean
+    return v

@@ -17,6 +17,8 @@ class MinMax(Codec):
     leaves a constant tensor undefined; here it stays what it is.
     """
 
+    examples = ({"bits": 4}, {"bits": 8})
+
     class Options(CodecOptions):
         bits: int = Field(4, ge=1, le=8)
 

@@ -31,6 +31,16 @@ class Quantize(Codec):
         whose groups are 32 or 64 values).
     """
 
+    examples = (
+        {"bits": 8},
+        {"bits": 4},
+        {"bits": 4, "hadamard": True},
+        {"bits": 4, "scale": "symmetric", "hadamard": True},
+        {"bits": 3, "hadamard": True},
+        {"bits": 2, "hadamard": True},
+        {"bits": 4, "group_size": 32, "mixed": {"share": 0.8, "low_bits": 3}},
+    )
+
     class Options(CodecOptions):
         bits: int = Field(4, ge=1, le=8)
         group_size: GroupSize = 128

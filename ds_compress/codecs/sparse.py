@@ -87,6 +87,8 @@ class RandomK(Sparse):
     entry is still kept with probability about density, but the indices come out sorted and cost no pass over x.
     """
 
+    examples = ({"values": "bf16"},)
+
     class Options(SparseOptions):
         scope: Literal["sample", "tensor"] = "sample"
         """What counts as a row: each index of dim 0, or the tensor as a whole."""
@@ -132,6 +134,7 @@ class Column(Sparse):
     """
 
     Options = SparseOptions
+    examples = ({"values": "bf16"},)
 
     def kept(self, spec: TensorSpec) -> int:
         return self._values_spec(spec).numel

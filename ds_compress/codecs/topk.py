@@ -20,6 +20,17 @@ class TopK(Sparse):
     gradient of the sparsified forward map (Rudakov et al., arXiv 2401.07788).
     """
 
+    examples = (
+        {"indices": "bitmask", "values": "bf16"},
+        {"indices": "rice", "values": "bf16"},
+        {"indices": "rice", "values": {"name": "quantize", "bits": 4, "group_size": 128}},
+        {"indices": "reuse", "values": "bf16"},
+        {"select": "threshold", "values": "bf16"},
+        {"select": "sidco", "values": "bf16"},
+        {"select": "block", "values": "bf16"},
+        {"density": 0.01, "values": "bf16"},
+    )
+
     class Options(SparseOptions):
         indices: Literal["auto", "bitmask", "int16", "int32", "rice", "reuse"] = "auto"
         """How the indices travel: auto takes the smallest of bitmask, int16 and int32; rice is smaller and slower;

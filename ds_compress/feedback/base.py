@@ -62,6 +62,7 @@ class FeedbackCodec(Codec):
         self.codec = codec
         self.name = codec.name
         self.both_directions = codec.both_directions
+        self.needs_warmup = codec.needs_warmup
         self.selects = codec.selects
 
     def __str__(self) -> str:
