@@ -27,6 +27,17 @@ OPTIONS = {
     "minmax": [{"bits": 1}, {"bits": 8}],
     "acsgd": [{"bits": 1}, {"bits": 8}],
     "fp8": [{"format": "e5m2"}, {"group_size": 128}, {"group_size": "channel", "format": "e5m2"}],
+    "topk": [
+        {"scope": "tensor", "indices": "bitmask", "values": "bf16"},
+        {"indices": "rice", "values": {"name": "quantize", "bits": 4}},
+        {"density": 0.01, "indices": "int16"},
+        {"density": 0.7, "indices": "int32", "values": "fp16"},
+        {"select": "block", "block_size": 8},
+        {"select": "sidco"},
+        {"select": "threshold"},
+    ],
+    "randomk": [{"unbiased": True, "values": {"name": "quantize", "rounding": "stochastic"}}, {"scope": "tensor"}],
+    "column": [{"density": 0.01, "values": "bf16"}],
 }
 CHOICES = [{"name": name, **options} for name in names() for options in [{}, *OPTIONS.get(name, [])]]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

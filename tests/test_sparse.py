@@ -17,6 +17,7 @@ SELECTING = [
     {"name": "topk", "density": 0.01, "indices": "int32"},
     {"name": "topk", "indices": "int16", "values": "bf16"},
     {"name": "topk", "indices": "rice", "values": {"name": "fp16"}},
+    {"name": "topk", "density": 0.5, "values": {"name": "quantize", "bits": 8, "group_size": 64}},
     {"name": "topk", "select": "threshold", "scope": "tensor"},
     {"name": "topk", "select": "sidco", "density": 0.2},
     {"name": "topk", "select": "block"},
@@ -149,11 +150,11 @@ def test_scale(choice, power):
 @pytest.mark.parametrize("options, dtype, bits", [
     ({"indices": "bitmask", "values": "bf16"}, torch.float32, 2.61),
     ({"indices": "rice", "values": "bf16"}, torch.float32, 2.12),
-    ({"values": "bf16"}, torch.float32, 2.12),
-    ({}, torch.bfloat16, 2.12),
+    ({"indices": "rice", "values": {"name": "quantize", "bits": 4, "group_size": 64}}, torch.float32, 0.97),
     ({"indices": "reuse", "values": "bf16"}, torch.float32, 1.61),
-    ({"density": 0.01, "indices": "int16"}, torch.bfloat16, 0.33),
-    ({"density": 0.01}, torch.bfloat16, 0.25),
+    ({}, torch.bfloat16, 2.61),
+    ({"density": 0.01}, torch.bfloat16, 0.33),
+    ({"density": 0.01, "indices": "rice"}, torch.bfloat16, 0.25),
 ])
 def test_bits_per_value_of_four_million_entries(options, dtype, bits):
     layout = build({"name": "topk", **options}).layout(TensorSpec((1, 4096, 1024), dtype))

@@ -23,6 +23,11 @@ class TopK(Sparse):
     gradient of the sparsified forward map (Rudakov et al., arXiv 2401.07788).
     """
 
+    examples = (
+        {}, {"density": 0.01}, {"select": "threshold"}, {"indices": "reuse"},
+        {"indices": "rice", "values": {"name": "quantize", "bits": 4}},
+    )
+
     class Options(SparseOptions):
         indices: Literal["auto", "bitmask", "int16", "int32", "rice", "reuse"] = "auto"
         """How the indices travel: auto takes the smallest of bitmask, int16 and int32; rice is smaller and slower; reuse
