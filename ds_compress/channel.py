@@ -4,6 +4,7 @@ Sender and receiver of a message each hold a `Boundary` of their own; nothing bu
 same objects serve the pipeline engine and `simulate`.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,6 +123,15 @@ class Channel:
                 codec.decode(own, spec, ctx) if codec else own[0]
                 for spec, (own, codec, ctx) in zip(message.specs, self._walk(parts, message, moment))
             ]
+
+    def listener(self) -> "Channel":
+        """This channel as the other side has it before the next message: what it decodes leaves no trace here."""
+        boundary = copy.copy(self.boundary)
+        boundary.memory = {position: dict(memory) for position, memory in boundary.memory.items()}
+        boundary._stashes = {key: dict(stash) for key, stash in boundary._stashes.items()}
+        channel = copy.copy(self)
+        channel.boundary = boundary
+        return channel
 
     def _eligible(self, specs: tuple[TensorSpec, ...], raw_tail: int) -> list[bool]:
         minimum = self.boundary.config.block.min_numel

@@ -7,6 +7,7 @@ mixin brings its own map, a ChainMap over the engine's: entries that others patc
 
 import functools
 import inspect
+import weakref
 from collections import ChainMap
 from typing import Any
 
@@ -24,6 +25,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.handshake import agree
 from ds_compress.link import EagerReceiver, EagerSender, Receiver, Sender, channel_groups
 from ds_compress.monitor import Monitor
+from ds_compress.sinks import add_tensorboard_layout
 from ds_compress.stage import PointToPoint, Stage
 
 MINIMUM_DEEPSPEED = "0.19.3"
@@ -49,6 +51,8 @@ class CompressedEngine:
         training = torch.is_grad_enabled() and self.module.training
         stage = self._compression
         self._sent_ahead.clear()
+        if training:
+            self._compression_monitor.begin_step(stage, self.global_steps + 1)
         with stage.running(self.global_steps, training, self._loss_scale()):
             # Not before the shapes are known: DeepSpeed's shape message goes first, in its own order
             self._ahead = (
@@ -61,7 +65,7 @@ class CompressedEngine:
         if training:
             for boundary in stage.boundaries:
                 boundary.end_step(self._replica_mean)
-            self._compression_monitor.end_step(stage, self.global_steps, self.global_samples, self.device)
+            self._compression_monitor.end_step(stage, self.global_steps, self.global_samples)
 
     def _loss_scale(self):
         """What gradients are multiplied by at present: the same on all stages, as all skip the same steps."""
@@ -230,13 +234,19 @@ def attach(engine: Any, module: Any, block: object) -> None:
         module.p2p = PointToPoint(module.p2p)
     engine._ahead, engine._sent_ahead = False, set()
     engine._compression = _stage(engine, config, module.p2p)
-    engine._compression_monitor = Monitor(
+    boundaries = engine.num_stages - 1
+    monitor = engine._compression_monitor = Monitor(
         config,
-        boundaries=engine.num_stages - 1,
+        boundaries=boundaries,
+        micro_batches=engine.micro_batches,
+        device=engine.device,
         total=functools.partial(dist.all_reduce, group=engine.grid.get_pipe_parallel_group()),
         write=engine.monitor.write_events if engine.monitor.enabled else None,
         reports=engine.global_rank == 0,
     )
+    weakref.finalize(engine, monitor.close)  # when the engine goes, at the latest when Python ends
+    if engine.monitor.tb_monitor is not None:
+        add_tensorboard_layout(engine.monitor.tb_monitor.summary_writer, boundaries)
     engine.__class__ = _compressed_class(base)
 
 

@@ -16,6 +16,7 @@ from ds_compress.codec import TensorSpec
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.link import Receiver, Sender
+from ds_compress.probe import OFF, Probe
 
 
 class Sending:
@@ -88,6 +89,7 @@ class Outbound:
     def __init__(self, channel: Channel, sender: Sender):
         self.channel = channel
         self.sender = sender
+        self.probe: Probe = OFF
         self.micro_batch = 0
 
 
@@ -97,6 +99,7 @@ class Inbound:
     def __init__(self, channel: Channel, receiver: Receiver):
         self.channel = channel
         self.receiver = receiver
+        self.probe: Probe = OFF
         self.micro_batch = 0
 
 
@@ -128,6 +131,10 @@ class Stage:
         return [boundary for boundary in (self.before, self.after) if boundary is not None]
 
     @property
+    def ends(self) -> list[Outbound | Inbound]:
+        return list(self._ends.values())
+
+    @property
     def sending(self) -> list[Channel]:
         """The channels this stage sends on."""
         return [end.channel for end in self._ends.values() if isinstance(end, Outbound)]
@@ -143,7 +150,7 @@ class Stage:
         yield
         for end in self._ends.values():
             if isinstance(end, Outbound):
-                end.sender.drain()
+                end.probe.drain(end.sender)
 
     def expect(self, instruction: str, tensors: Sequence[Tensor], count: int, raw_tail: int = 0) -> None:
         """Announce the `count` messages of this schedule, with tensors like `tensors` (see `Receiver.expect`)."""
@@ -163,7 +170,8 @@ class Stage:
             yield
         moment = self._moment(end.micro_batch)
         end.micro_batch += 1
-        end.sender.send(end.channel.encode(message.tensors, moment, raw_tail, end.sender.memory))
+        packet = end.probe.encode(end.channel, message.tensors, moment, raw_tail, end.sender.memory)
+        end.probe.send(end.sender, packet)
 
     @contextmanager
     def receive(self, instruction: str, tensors: Callable[[], Sequence[Tensor]], raw_tail: int = 0) -> Iterator[None]:
@@ -177,7 +185,8 @@ class Stage:
 
         def fetch() -> list[Tensor]:
             message = end.channel.message(tuple(map(TensorSpec.of, tensors())), moment, raw_tail)
-            return end.channel.decode(end.receiver.receive(message.packet.nbytes), message, moment)
+            packet = end.probe.receive(end.receiver, message.packet.nbytes)
+            return end.probe.decode(end.channel, packet, message, moment)
 
         with self._p2p.during(Receiving(fetch)):
             yield

@@ -21,8 +21,11 @@ LAYERS = [
     {"wire"},
     {"channel"},
     {"simulate"},
-    {"link", "handshake"},
+    {"link", "handshake", "clock"},
+    {"probe"},
     {"stage"},
+    {"metrics"},
+    {"sinks"},
     {"monitor"},
     {"engine"},
     {"autoload", "__init__"},
@@ -33,7 +36,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 ONLY_IN = {
     "deepspeed": {"engine", "link", "checkpoint"},
     "triton": {"kernels"},
-    "wandb": {"monitor"},
+    "wandb": {"sinks"},
 }
 
 

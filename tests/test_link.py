@@ -134,10 +134,11 @@ def order_of_events(dynamic):
 
         return run
 
-    sender = engine._compression._ends["SendActivation"].sender
-    receiver = engine._compression._ends["RecvGrad"].receiver
-    sender.send = recorded("s", sender.send)
-    receiver.receive = recorded("r", receiver.receive)
+    if engine.is_first_stage():
+        sender = engine._compression._ends["SendActivation"].sender
+        receiver = engine._compression._ends["RecvGrad"].receiver
+        sender.send = recorded("s", sender.send)
+        receiver.receive = recorded("r", receiver.receive)
     data, steps = batches(), []
     for _ in range(3):
         engine.train_batch(data)
