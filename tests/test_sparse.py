@@ -17,7 +17,6 @@ SELECTING = [
     {"name": "topk", "density": 0.01, "indices": "int32"},
     {"name": "topk", "indices": "int16", "values": "bf16"},
     {"name": "topk", "indices": "rice", "values": {"name": "fp16"}},
-    {"name": "topk", "density": 0.5, "values": {"name": "quantize", "bits": 8, "group_size": 64}},
     {"name": "topk", "select": "threshold", "scope": "tensor"},
     {"name": "topk", "select": "sidco", "density": 0.2},
     {"name": "topk", "select": "block"},
@@ -53,7 +52,7 @@ def expected(codec, x, selection):
     """`x` where it was selected, times what the codec multiplies by; zero elsewhere."""
     factor = torch.zeros(x.numel(), dtype=x.dtype)
     gain = codec.gain(TensorSpec.of(x))
-    factor[selection] = 1 if gain is None else gain
+    factor[selection] = 1 if gain is None else gain.to(x.dtype)
     return x * factor.view(x.shape)
 
 
@@ -106,6 +105,20 @@ def test_an_overflow_shows_forward_and_backward(choice, bad):
     codec.encode(random((2, 3, 205)), ctx)
     backward = build({"name": "topk", "indices": "reuse"}).paired(codec)
     assert not send(backward, x, ctx, ctx).isfinite().all()
+
+
+def test_kept_values_through_a_quantizer():
+    codec, x, ctx = build({"name": "topk", "values": {"name": "quantize", "bits": 8}}), random((2, 30, 40)), Context()
+    y = send(codec, x, ctx, ctx)
+    kept = x.flatten()[ctx.selection]
+    step = (kept.max() - kept.min()) / 255
+    torch.testing.assert_close(y, expected(codec, x, ctx.selection), rtol=0, atol=0.6 * step.item())
+    assert torch.equal(y != 0, expected(codec, x, ctx.selection) != 0)
+
+
+def test_gains_saturate_in_fp16():
+    y = send(build({"name": "randomk", "unbiased": True}), torch.full((2, 100), 6e4, dtype=torch.float16))
+    assert y.max() == torch.finfo(torch.float16).max
 
 
 def test_reuse_is_the_gradient_of_the_sparsified_map():

@@ -30,8 +30,8 @@ class TopK(Sparse):
 
     class Options(SparseOptions):
         indices: Literal["auto", "bitmask", "int16", "int32", "rice", "reuse"] = "auto"
-        """How the indices travel: auto takes the smallest of bitmask, int16 and int32; rice is smaller and slower; reuse
-        (backward only) sends none."""
+        """How the indices travel: auto takes the smallest of bitmask, int16 and int32; rice is smaller and slower;
+        reuse (backward only) sends none."""
 
         scope: Literal["sample", "tensor"] = "sample"
         """What counts as a row: each index of dim 0, or the tensor as a whole."""
