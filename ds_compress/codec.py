@@ -108,6 +108,7 @@ class Codec(Named, ABC):
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)  # option sets that the tests and `ds-compress bench` walk
     both_directions: ClassVar[bool] = False  # True: forward and backward of a boundary must both be this codec
     sender_decodes: ClassVar[bool] = True  # False: what a message decodes to depends on state of the receiver alone
+    note: str = ""  # what a user should know of how this setting was resolved, said once at start-up
     selects: ClassVar[bool] = False  # True: sets ctx.selection, which "indices": "reuse" backward can then read
 
     @abstractmethod

@@ -115,6 +115,7 @@ class Config:
         if not isinstance(block, dict):
             raise CompressionError(f"{KEY}: {block!r} is not an object; write \"{KEY}\": {{...}} with the options")
         self.block = validate(Block, block, KEY)
+        self.notes: dict[str, None] = {}  # lines for the user, in order, each once
         self.codecs(None)
         for number in self.block.boundaries:
             self.codecs(int(number))
@@ -138,6 +139,8 @@ class Config:
             forward = forward_feedback.around(forward)
         with _errors_at(f"{path}.backward.codec"):
             backward = backward.paired(forward)
+        if backward.note:
+            self.notes[f"{path}.backward.codec: {backward.note}"] = None
         with _errors_at(f"{path}.backward.feedback"):
             backward = backward_feedback.around(backward)
         return BoundaryCodecs(forward, backward)

@@ -7,6 +7,7 @@ mixin brings its own map, a ChainMap over the engine's: entries that others patc
 
 import functools
 import inspect
+import logging
 import weakref
 from collections import ChainMap
 from typing import Any
@@ -30,6 +31,8 @@ from ds_compress.stage import PointToPoint, Stage
 
 MINIMUM_DEEPSPEED = "0.19.3"
 HANDSHAKE_SECONDS = 60.0
+
+logger = logging.getLogger("ds_compress")
 
 
 def _as_list(tensors: Any) -> list[torch.Tensor]:
@@ -229,6 +232,8 @@ def attach(engine: Any, module: Any, block: object) -> None:
     agree(_get_default_store(), dist.get_rank(), dist.get_world_size(), agreed, HANDSHAKE_SECONDS)
     if not config.block.enabled or engine.num_stages == 1:
         return
+    for note in config.notes if engine.global_rank == 0 else ():
+        logger.warning(note)
 
     if not isinstance(module.p2p, PointToPoint):
         module.p2p = PointToPoint(module.p2p)

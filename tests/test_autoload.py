@@ -39,7 +39,7 @@ def test_an_error_in_the_hook_is_logged_and_swallowed(monkeypatch, caplog):
     assert "could not hook" in caplog.text
 
 
-@pytest.mark.parametrize("key", ["ds_compres", "ds-compress", "dscompress", "DS_COMPRESS", "ds_compresss", "d_compress"])
+@pytest.mark.parametrize("key", ["ds_compres", "ds-compress", "dscompress", "DS_COMPRESS", "ds_compresss"])
 def test_near_misses_are_found(key):
     assert autoload.near_misses({key: {}, "optimizer": {}}) == [key]
 

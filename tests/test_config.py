@@ -139,3 +139,16 @@ def test_boundaries_must_exist():
         config.check_boundaries(2)
     with pytest.raises(CompressionError, match="a pipeline of one stage has no boundary"):
         config.check_boundaries(0)
+
+
+def test_reuse_without_a_selection_is_said_once_with_its_path():
+    reuse = {"codec": {"name": "topk", "density": 0.1, "indices": "reuse"}}
+    config = Config({
+        "forward": {"codec": "topk"}, "backward": reuse, "boundaries": {"1": {"forward": {"codec": "quantize"}}}
+    })
+    assert list(config.notes) == [
+        "ds_compress.boundaries.1.backward.codec: indices 'reuse' finds nothing to reuse, "
+        "'quantize' selects no entries; using 'auto'"
+    ]
+    assert config.codecs(1).backward.settings["indices"] == "auto"
+    assert config.codecs(0).backward.settings["indices"] == "reuse"

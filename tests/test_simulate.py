@@ -8,7 +8,8 @@ import ds_compress  # noqa: F401
 from ds_compress.errors import CompressionError
 from ds_compress.simulate import simulate
 from tests.dist import run_ranks
-from tests.pipeline import MICRO_BATCHES, batches, ds_config, layers, loss_fn, train
+from tests.pipeline import MICRO_BATCHES, batches, build, ds_config, layers, loss_fn, train
+
 
 def both(codec, backward=None):
     return {"forward": {"codec": codec}, "backward": {"codec": backward or codec}}
@@ -98,8 +99,6 @@ def test_index_reuse_is_the_gradient_of_the_sparsified_forward():
 
 def test_a_one_stage_pipeline_module_is_simulated_in_place():
     def losses(stages, cuts=()):
-        from tests.pipeline import build
-
         config = ds_config({**BLOCKS["topk-reuse"], "min_numel": 0})
         engine = build(stages, config)
         if cuts:

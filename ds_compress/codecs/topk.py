@@ -1,6 +1,5 @@
 """The codec that keeps the entries of largest magnitude."""
 
-import logging
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -11,8 +10,6 @@ from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, 
 from ds_compress.codecs.sparse import Sparse, SparseOptions, gather
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import indices as coding
-
-log = logging.getLogger("ds_compress")
 
 
 @register("topk")
@@ -57,9 +54,9 @@ class TopK(Sparse):
         if self.options.indices != "reuse":
             return self
         if not forward.selects:
-            log.warning("topk: indices 'reuse' has nothing to reuse, as the forward codec %r selects no entries; "
-                        "using 'auto'", forward.name)
-            return TopK(self.options.model_copy(update={"indices": "auto"}))
+            own = TopK(self.options.model_copy(update={"indices": "auto"}))
+            own.note = f"indices 'reuse' finds nothing to reuse, {forward.name!r} selects no entries; using 'auto'"
+            return own
         mine, theirs = self.options.density, forward.options.density
         if "density" in self.options.model_fields_set and mine != theirs:
             raise CompressionError(
