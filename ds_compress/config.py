@@ -142,7 +142,7 @@ class Config:
         for codec, direction in ((forward, "forward"), (backward, "backward")):
             if codec.needs_warmup and self.block.warmup_steps == 0:
                 raise CompressionError(
-                    f"{KEY}.warmup_steps: 0 is not allowed with codec {codec.name!r} ({path}.{direction}); use 1 or more"
+                    f"{KEY}.warmup_steps: 0 is not allowed with codec {codec.name!r} in {path}.{direction}; use 1 up"
                 )
         if backward.note:
             self.notes[f"{path}.backward.codec: {backward.note}"] = None

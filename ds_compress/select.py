@@ -37,8 +37,8 @@ def exact(x: Tensor, k: int) -> Tensor:
 
 
 def threshold(x: Tensor, k: int) -> Tensor:
-    """About the k largest of each row: those above a threshold taken from a sample, without sorting all (DGC, Lin et
-    al., ICLR 2018, section 3).
+    """About the k largest of each row: those above a threshold taken from a sample, without sorting all (as in
+    Deep Gradient Compression, Lin et al., ICLR 2018).
 
     The sample gives a band for the threshold. What lies above the band is kept; the other places go to entries of the
     band, evenly spaced over the row so that no part of it is favoured. Rows no longer than the sample are exact.

@@ -26,13 +26,14 @@ OPTIONS = {
     "acsgd": [{"bits": 1}],
     "fp8": [{"group_size": "channel", "format": "e5m2"}],
     "topk": [
-        {"scope": "tensor"},
+        {"scope": "tensor", "indices": "bitmask", "values": "bf16"},
         {"density": 1.0},
-        {"indices": "int16"},
-        {"indices": "int32", "values": "fp16"},
-        {"select": "block", "block_size": 16, "indices": "rice"},
+        {"density": 0.01, "indices": "int16"},
+        {"density": 0.7, "indices": "int32", "values": "fp16"},
+        {"select": "block", "block_size": 8, "indices": "rice"},
     ],
-    "randomk": [{"scope": "tensor"}],
+    "randomk": [{"unbiased": True, "values": {"name": "quantize", "rounding": "stochastic"}}, {"scope": "tensor"}],
+    "column": [{"density": 0.01, "values": "bf16"}],
 }
 
 

@@ -51,7 +51,7 @@ def expected(codec, x, selection):
     """`x` where it was selected, times what the codec multiplies by; zero elsewhere."""
     factor = torch.zeros(x.numel(), dtype=x.dtype)
     gain = codec.gain(TensorSpec.of(x))
-    factor[selection] = 1 if gain is None else gain
+    factor[selection] = 1 if gain is None else gain.to(x.dtype)
     return x * factor.view(x.shape)
 
 
@@ -106,6 +106,20 @@ def test_an_overflow_shows_forward_and_backward(choice, bad):
     assert not send(backward, x, ctx, ctx).isfinite().all()
 
 
+def test_kept_values_through_a_quantizer():
+    codec, x, ctx = build({"name": "topk", "values": {"name": "quantize", "bits": 8}}), random((2, 30, 40)), Context()
+    y = send(codec, x, ctx, ctx)
+    kept = x.flatten()[ctx.selection]
+    step = (kept.max() - kept.min()) / 255
+    torch.testing.assert_close(y, expected(codec, x, ctx.selection), rtol=0, atol=0.6 * step.item())
+    assert torch.equal(y != 0, expected(codec, x, ctx.selection) != 0)
+
+
+def test_gains_saturate_in_fp16():
+    y = send(build({"name": "randomk", "unbiased": True}), torch.full((2, 100), 6e4, dtype=torch.float16))
+    assert y.max() == torch.finfo(torch.float16).max
+
+
 def test_reuse_is_the_gradient_of_the_sparsified_map():
     forward = build({"name": "topk", "density": 0.3})
     x, ctx = random((2, 50)).requires_grad_(), Context()
@@ -148,9 +162,9 @@ def test_scale(choice, power):
 @pytest.mark.parametrize("options, dtype, bits", [
     ({"indices": "bitmask", "values": "bf16"}, torch.float32, 2.61),
     ({"indices": "rice", "values": "bf16"}, torch.float32, 2.12),
-    ({"values": "bf16"}, torch.float32, 2.61),
-    ({}, torch.bfloat16, 2.61),
+    ({"indices": "rice", "values": {"name": "quantize", "bits": 4, "group_size": 64}}, torch.float32, 0.97),
     ({"indices": "reuse", "values": "bf16"}, torch.float32, 1.61),
+    ({}, torch.bfloat16, 2.61),
     ({"density": 0.01, "indices": "int16"}, torch.bfloat16, 0.33),
     ({"density": 0.01}, torch.bfloat16, 0.33),
     ({"density": 0.01, "indices": "rice"}, torch.bfloat16, 0.25),

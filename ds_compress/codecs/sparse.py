@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ds_compress import select
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, build, register
+from ds_compress.codecs.matrix import as_message, is_finite
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import indices as coding
 
@@ -52,19 +53,19 @@ class Sparse(Codec):
         """How many entries of a tensor of `spec` are kept, over all rows."""
 
     def gain(self, spec: TensorSpec) -> Tensor | None:
-        """What the receiver multiplies the kept values by, [kept] in selection order; None for 1."""
+        """What the receiver multiplies the kept values by, fp32 [kept] in selection order; None for 1."""
         return None
 
     def _values_spec(self, spec: TensorSpec) -> TensorSpec:
         return TensorSpec((self.kept(spec),), spec.dtype, spec.device)
 
     def _scatter(self, parts: tuple[Tensor, ...], selection: Tensor, spec: TensorSpec, ctx: Context) -> Tensor:
-        values = self.values.decode(parts, self._values_spec(spec), ctx).flatten()
-        gain = self.gain(spec)
+        values_spec = self._values_spec(spec)
+        values, gain = self.values.decode(parts, values_spec, ctx), self.gain(spec)
         if gain is not None:
-            values = values * gain
-        return torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device).scatter_(0, selection, values).view(
-            spec.shape)
+            values = as_message(values * gain, values_spec)
+        flat = torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device)
+        return flat.scatter_(0, selection, values.flatten()).view(spec.shape)
 
 
 def gather(x: Tensor, selection: Tensor) -> Tensor:
@@ -72,11 +73,7 @@ def gather(x: Tensor, selection: Tensor) -> Tensor:
 
     For selections that were not made from `x`: an overflow outside of them must reach the receiver too.
     """
-    kept = x.flatten().index_select(0, selection)
-    if not x.numel():
-        return kept
-    finite = x.amax().isfinite() & x.amin().isfinite()
-    return torch.where(finite, kept, torch.nan)
+    return torch.where(is_finite(x), x.flatten().index_select(0, selection), torch.nan)
 
 
 @register("randomk")
@@ -106,7 +103,7 @@ class RandomK(Sparse):
             return None
         rows, length = select.rows_of(spec.shape, self.options.scope)
         k = select.kept_of(length, self.options.density)
-        return select.stretches(length, k, spec.device).to(spec.dtype).repeat(rows)
+        return select.stretches(length, k, spec.device).float().repeat(rows)
 
     def layout(self, spec: TensorSpec) -> Layout:
         return self.values.layout(self._values_spec(spec))

@@ -91,8 +91,8 @@ def exact_reference(size: Tensor, k: int) -> Tensor:
 
 
 def banded(size: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Tensor:
-    """k entries of each row of `size` [rows, d]: those first that reach more of the rising `bounds`, each [rows, 1] or
-    a number; of entries that reach equally many, as many as are needed, evenly spaced.
+    """k entries of each row of `size` [rows, d]: those first that reach more of the `bounds`, each [rows, 1] or a
+    number, the lowest in front; of entries that reach equally many, as many as are needed, evenly spaced.
 
     Returns:
         Flat int64 indices [rows * k], ascending.
