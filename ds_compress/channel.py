@@ -204,6 +204,13 @@ class Boundary:
             stash=stash, memory=memory,
         )
 
+    def restore(self, memories: dict[int, dict[str, Tensor]], device: torch.device) -> None:
+        """Make `memories`, by tensor position, all that is remembered."""
+        self.memory = {
+            position: {key: value.to(device) for key, value in memory.items()}
+            for position, memory in memories.items()
+        }
+
     def begin_step(self) -> None:
         """Forget what an interrupted step left."""
         self._stashes.clear()

@@ -45,6 +45,12 @@ class Link(Options):
     """blocking: DeepSpeed's own order of sends and receives; eager: sent when computed, received ahead."""
 
 
+class Checkpoint(Options):
+    state: Literal["exact", "int8"] = "exact"
+    """How checkpoints hold the state of feedbacks; int8 (a scale for each 128 values) changes it on resuming, on both
+    sides alike."""
+
+
 class Monitor(Options):
     every: int = Field(10, ge=0)
     """Write the counters every so many steps; 0: never."""
@@ -69,6 +75,7 @@ class Block(Options):
     min_numel: int = Field(4096, ge=0)
     """Tensors with fewer elements cross as they are."""
     link: Link = Link()
+    checkpoint: Checkpoint = Checkpoint()
     monitor: Monitor = Monitor()
     seed: int = Field(1234, ge=0)
     """Seed of every random choice; with boundary, direction, step and micro-batch."""

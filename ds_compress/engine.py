@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_compress import __version__
 from ds_compress.channel import Boundary
+from ds_compress.checkpoint import CheckpointedEngine
 from ds_compress.config import KEY, Config
 from ds_compress.errors import CompressionError
 from ds_compress.handshake import agree
@@ -36,7 +37,7 @@ def _as_list(tensors: Any) -> list[torch.Tensor]:
     return [tensors] if torch.is_tensor(tensors) else list(tensors)
 
 
-class CompressedEngine:
+class CompressedEngine(CheckpointedEngine):
     """Runs DeepSpeed's pipeline with every stage message in one packet.
 
     Mixed in before the engine's own class, so `isinstance(engine, PipelineEngine)` and every override keep working.
