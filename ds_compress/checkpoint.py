@@ -151,7 +151,7 @@ def mirror_digest(memories: dict[int, dict[str, Tensor]]) -> int:
 
 
 class Verdict:
-    """What all ranks found, known to all of them: int64 rows of (layer, replica, tensor-parallel, side, status, hash)."""
+    """What all ranks found, known to all: int64 rows of (layer, replica, tensor-parallel rank, side, status, hash)."""
 
     WIDTH = 6
 

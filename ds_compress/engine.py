@@ -96,6 +96,11 @@ class CompressedEngine(CheckpointedEngine):
             tensor = tensor / self.grid.data_parallel_size
         return tensor
 
+    def _next_batch(self):
+        batch = super()._next_batch()
+        self._compression.load(batch)
+        return batch
+
     def _forward_pass(self, run, buffer_id):
         run(buffer_id)
         self._send_ahead(schedule.SendActivation, self._compression.after, buffer_id)
@@ -257,13 +262,16 @@ def _stage(engine: Any, config: Config, p2p: PointToPoint) -> Stage:
     after = Boundary(number, config, replica) if number < engine.num_stages - 1 else None
     stage = Stage(config, p2p, before, after)
     eager = config.block.link.mode == "eager"
-    groups = channel_groups(engine.grid._topo.get_axis_comm_lists("pipe"), engine.global_rank) if eager else {}
+    uses = ["forward", "backward"] + ["second"] * (config.sample_ids is not None)
+    pipelines = engine.grid._topo.get_axis_comm_lists("pipe")
+    groups = channel_groups(pipelines, engine.global_rank, uses) if eager else {}
     send, receive = (EagerSender, EagerReceiver) if eager else (Sender, Receiver)
 
     def connect(instruction, channel, kind, neighbour):
         peer = engine.grid.stage_to_global(neighbour)
         group = groups.get((channel.boundary.number, channel.direction))
-        stage.connect(instruction, channel, kind(peer, engine.device, group))
+        second = groups.get((channel.boundary.number, "second"))
+        stage.connect(instruction, channel, kind(peer, engine.device, group), kind(peer, engine.device, second))
 
     if before:
         connect("RecvActivation", before.forward, receive, engine.prev_stage)
