@@ -42,15 +42,17 @@ class Counters:
 class Message:
     """All that follows from the specs of a message's tensors and from whether they are compressed."""
 
-    def __init__(self, specs: tuple[TensorSpec, ...], codec: Codec | None, eligible: list[bool]):
-        """`codec`: None sends all as it is; `eligible`: which tensors it applies to."""
+    def __init__(self, specs: tuple[TensorSpec, ...], codec: Codec | None, eligible: list[bool], ids: int = 0):
+        """`codec`: None sends all as it is; `eligible`: which tensors it applies to; `ids`: of samples, sent last."""
         self.specs = specs
         self.eligible = eligible
         self.codecs = [codec if takes else None for takes in eligible]
         layouts = [c.layout(s) if c else ((s.shape, s.dtype),) for c, s in zip(self.codecs, specs)]
         self.splits = [len(layout) for layout in layouts]
         identity = [(s.shape, s.dtype, c.settings if c else None) for c, s in zip(self.codecs, specs)]
-        self.packet = PacketLayout(tuple(part for layout in layouts for part in layout), identity)
+        self.ids = ids
+        id_layout = (((ids,), torch.int64),) if ids else ()
+        self.packet = PacketLayout(tuple(part for layout in layouts for part in layout) + id_layout, identity)
         self.raw_bytes = sum(spec.nbytes for spec in specs)
         self.device = specs[0].device
         self.headers_left = HEADERS_CHECKED
@@ -65,19 +67,21 @@ class Channel:
         self.codec = codec
         self.sent = Counters()
         self.last: Message | None = None
+        self.rest: Tensor | None = None  # a second packet that has to follow the one encoded last
         self._messages: dict[tuple[object, ...], Message] = {}
 
     def message(self, specs: tuple[TensorSpec, ...], moment: Moment, raw_tail: int = 0) -> Message:
         """The message of tensors with `specs` at `moment`; the last `raw_tail` tensors are never compressed."""
         codec = self.codec if self.boundary.compresses(moment) else None
-        key = (specs, codec is None, raw_tail)
+        ids = self._ids(specs, moment)
+        key = (specs, codec is None, raw_tail, ids)
         if key not in self._messages:
-            self._messages[key] = Message(specs, codec, self._eligible(specs, raw_tail))
+            self._messages[key] = Message(specs, codec, self._eligible(specs, raw_tail), ids)
         return self._messages[key]
 
     def compressed_bytes(self, message: Message) -> int:
         """Size of the packet of `message` after the warm-up."""
-        return Message(message.specs, self.codec, message.eligible).packet.nbytes
+        return Message(message.specs, self.codec, message.eligible, message.ids).packet.nbytes
 
     def encode(
         self,
@@ -97,32 +101,70 @@ class Channel:
         layout = message.packet
         packet = memory(layout.nbytes) if memory else layout.allocate(message.device)
         parts: list[Tensor] = []
+        rest: list[Tensor] = []
         with torch.no_grad():
-            for tensor, codec, ctx in self._walk(tensors, message, moment):
-                parts += codec.encode(tensor.detach(), ctx) if codec else (tensor,)
-            layout.write(packet, self._header(message, moment), tuple(parts))
+            for split, (tensor, codec, ctx) in zip(message.splits, self._walk(tensors, message, moment)):
+                own = codec.encode(tensor.detach(), ctx) if codec else (tensor,)
+                parts += own[:split]
+                rest += own[split:]
+            if message.ids:
+                parts.append(self.boundary.sample_ids[moment.micro_batch])
+            layout.write(packet, self._header(layout, moment), tuple(parts))
+            self.rest = self._rest_packet(rest, moment) if rest else None
         self.last = message
         self.sent.messages += 1
         self.sent.raw_bytes += message.raw_bytes
-        self.sent.wire_bytes += packet.numel()
+        self.sent.wire_bytes += packet.numel() + (self.rest.numel() if self.rest is not None else 0)
         return packet
 
-    def decode(self, packet: Tensor, message: Message, moment: Moment) -> list[Tensor]:
+    def decode(
+        self, packet: Tensor, message: Message, moment: Moment, fetch: Callable[[int], Tensor] | None = None
+    ) -> list[Tensor]:
         """The tensors in `packet`, with the message's specs; those sent as they are are views of the packet.
+
+        Args:
+            fetch: gives the second packet, of so many bytes, when there is one.
 
         Raises:
             CompressionError: the packet is not the expected message.
         """
         if packet.device.type == "cpu" or message.headers_left > 0:
             message.headers_left -= 1
-            self._header(message, moment).check(packet)
+            self._header(message.packet, moment).check(packet)
         views = iter(message.packet.views(packet))
         parts = [tuple(next(views) for _ in range(split)) for split in message.splits]
+        if message.ids:
+            self.boundary.sample_ids[moment.micro_batch] = next(views).cpu().clone()
+        parts = self._with_rest(parts, message, moment, fetch)
         with torch.no_grad():
             return [
                 codec.decode(own, spec, ctx) if codec else own[0]
                 for spec, (own, codec, ctx) in zip(message.specs, self._walk(parts, message, moment))
             ]
+
+    def _ids(self, specs: tuple[TensorSpec, ...], moment: Moment) -> int:
+        """How many sample ids a message carries."""
+        source = self.boundary.config.sample_ids
+        return source.count(specs) if source and moment.training and self.direction == "forward" else 0
+
+    def _rest_packet(self, rest: list[Tensor], moment: Moment) -> Tensor:
+        layout = PacketLayout(tuple((tuple(part.shape), part.dtype) for part in rest), "rest")
+        packet = layout.allocate(rest[0].device)
+        layout.write(packet, self._header(layout, moment), tuple(rest))
+        return packet
+
+    def _with_rest(
+        self, parts: list[tuple[Tensor, ...]], message: Message, moment: Moment, fetch: Callable[[int], Tensor] | None
+    ) -> list[tuple[Tensor, ...]]:
+        """`parts` of each tensor, with those that came in a second packet."""
+        rests = [c.rest(own, s) if c else () for c, own, s in zip(message.codecs, parts, message.specs)]
+        layout = PacketLayout(tuple(part for rest in rests for part in rest), "rest")
+        if not layout.parts:
+            return parts
+        packet = fetch(layout.nbytes)
+        self._header(layout, moment).check(packet)
+        views = iter(layout.views(packet))
+        return [own + tuple(next(views) for _ in rest) for own, rest in zip(parts, rests)]
 
     def listener(self) -> "Channel":
         """This channel as the other side has it before the next message: what it decodes leaves no trace here."""
@@ -152,8 +194,7 @@ class Channel:
             yield item, codec, ctx
             position += spec.dtype.is_floating_point
 
-    def _header(self, message: Message, moment: Moment) -> Header:
-        layout = message.packet
+    def _header(self, layout: PacketLayout, moment: Moment) -> Header:
         return Header(
             self.boundary.number, self.direction, moment.step, moment.micro_batch, moment.training,
             layout.fingerprint, layout.nbytes,
@@ -172,6 +213,7 @@ class Boundary:
         self.forward = Channel(self, "forward", codecs.forward)
         self.backward = Channel(self, "backward", codecs.backward)
         self.memory: dict[int, dict[str, Tensor]] = {}
+        self.sample_ids: dict[int, Tensor] = {}  # of the present step, by micro-batch
         self._stashes: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     @property
@@ -201,8 +243,24 @@ class Boundary:
             boundary=self.number, direction=direction, step=moment.step, micro_batch=moment.micro_batch,
             position=position, replica=self.replica, seed=self.config.block.seed, training=moment.training,
             loss_scale=moment.loss_scale if direction == "backward" else 1.0,
+            sample_ids=self.sample_ids.get(moment.micro_batch) if direction == "forward" else None,
             stash=stash, memory=memory,
         )
+
+    def restore(self, memories: dict[int, dict[str, Tensor]], device: torch.device) -> None:
+        """Make `memories`, by tensor position, all that is remembered."""
+        self.memory = {}
+        for position, values in memories.items():
+            memory = {key: value if "/host/" in key else value.to(device) for key, value in values.items()}
+            for channel in self.channels:
+                channel.codec.restored(memory)
+            self.memory[position] = memory
+
+    def announce(self, micro_batch: int, ids: Tensor) -> None:
+        """The next forward messages of `micro_batch` will be about the samples `ids`."""
+        self.sample_ids[micro_batch] = ids
+        for memory in self.memory.values():
+            self.forward.codec.prefetch(ids, memory)
 
     def begin_step(self) -> None:
         """Forget what an interrupted step left."""

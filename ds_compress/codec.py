@@ -69,6 +69,9 @@ class Context:
     loss_scale: float = 1.0  # what fp16 training has multiplied the tensor by: 1 forward
     training: bool = True  # False in evaluation, where `memory` is a copy that is thrown away
 
+    sample_ids: Tensor | None = None
+    """int64, on the CPU: which samples a forward training message holds, where a feedback asks for it."""
+
     stash: MutableMapping[str, Tensor] = field(default_factory=dict)
     """What the forward message of a micro-batch leaves, on both sides, for the backward message of the same one.
     Dropped after that message; in evaluation dropped at once. Holds the selection and whatever a codec adds."""
@@ -130,6 +133,21 @@ class Codec(Named, ABC):
     def used(self, parts: tuple[Tensor, ...]) -> int | None:
         """Leading bytes of `parts` that `decode` reads, where `layout` is a maximum; None: always all of them."""
         return None
+
+    def rest(self, parts: tuple[Tensor, ...], spec: TensorSpec) -> Layout:
+        """What follows in a second packet, as those `parts` say that `layout` describes; seldom anything.
+
+        `encode` returns it behind the parts of `layout`, and `decode` gets it there. Reading `parts` makes the host
+        wait for the device.
+        """
+        return ()
+
+    def restored(self, memory: MutableMapping[str, Tensor]) -> None:
+        """Put entries of `memory`, just read from a checkpoint, where they belong; those with "/host/" in their key
+        are on the CPU, all others on the device."""
+
+    def prefetch(self, ids: Tensor, memory: MutableMapping[str, Tensor]) -> None:
+        """A message of the samples `ids` (int64, on the CPU) will be encoded soon."""
 
     def observe(self, x: Tensor, ctx: Context) -> None:
         """Look at a message that crosses uncompressed during warm-up; called on both sides with the same `x`."""

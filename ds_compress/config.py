@@ -15,6 +15,7 @@ from ds_compress.codec import CODECS, Codec
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FEEDBACKS, Feedback
 from ds_compress.registry import Options
+from ds_compress.samples import SampleIds
 from ds_compress.validation import validate
 
 KEY = "ds_compress"
@@ -45,6 +46,12 @@ class Link(Options):
     """blocking: DeepSpeed's own order of sends and receives; eager: sent when computed, received ahead."""
 
 
+class Checkpoint(Options):
+    state: Literal["exact", "int8"] = "exact"
+    """How checkpoints hold the state of feedbacks; int8 (a scale for each 128 values) changes it on resuming, on both
+    sides alike."""
+
+
 class Monitor(Options):
     every: int = Field(10, ge=0)
     """Write the counters every so many steps; 0: never."""
@@ -69,6 +76,7 @@ class Block(Options):
     min_numel: int = Field(4096, ge=0)
     """Tensors with fewer elements cross as they are."""
     link: Link = Link()
+    checkpoint: Checkpoint = Checkpoint()
     monitor: Monitor = Monitor()
     seed: int = Field(1234, ge=0)
     """Seed of every random choice; with boundary, direction, step and micro-batch."""
@@ -119,6 +127,7 @@ class Config:
         self.codecs(None)
         for number in self.block.boundaries:
             self.codecs(int(number))
+        self.sample_ids = self._sample_ids()
 
     def codecs(self, boundary: int | None) -> BoundaryCodecs:
         """New codec objects for `boundary`; None: for a boundary without settings of its own."""
@@ -135,6 +144,12 @@ class Config:
             raise CompressionError(
                 f"{path}.forward.codec: {forward} takes over from a forward message; allowed backward only"
             )
+        for feedback, direction in ((forward_feedback, "forward"), (backward_feedback, "backward")):
+            if direction not in feedback.directions:
+                raise CompressionError(
+                    f"{path}.{direction}.feedback: {feedback.name!r} is not for this direction; "
+                    f"allowed: {', '.join(feedback.directions)}"
+                )
         with _errors_at(f"{path}.forward.feedback"):
             forward = forward_feedback.around(forward)
         with _errors_at(f"{path}.backward.codec"):
@@ -163,6 +178,16 @@ class Config:
         plain = self.block.model_dump(mode="json", exclude={"forward", "backward", "boundaries"})
         codecs = {number: self.codecs(int(number)).settings for number in self.block.boundaries}
         return {**self.codecs(None).settings, "boundaries": codecs, **plain}
+
+    def _sample_ids(self) -> SampleIds | None:
+        """How samples are known to the feedbacks of all boundaries, None where none needs to know."""
+        numbers = [None, *map(int, self.block.boundaries)]
+        feedbacks = [self._choice(number, "forward")[1] for number in numbers]
+        wanted = {feedback.sample_ids for feedback in feedbacks if feedback.sample_ids is not None}
+        if len(wanted) > 1:
+            raise CompressionError(f"{KEY}: feedbacks of different boundaries want different sample ids; "
+                                   "allowed: equal 'ids', 'scope' and 'batch_dim' everywhere")
+        return next(iter(wanted), None)
 
     def _choice(self, boundary: int | None, direction: str) -> tuple[Codec, Feedback]:
         """Codec and feedback asked for, each from the boundary's own settings where it has them."""

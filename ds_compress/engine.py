@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_compress import __version__
 from ds_compress.channel import Boundary
+from ds_compress.checkpoint import CheckpointedEngine
 from ds_compress.config import KEY, Config
 from ds_compress.errors import CompressionError
 from ds_compress.handshake import agree
@@ -39,7 +40,7 @@ def _as_list(tensors: Any) -> list[torch.Tensor]:
     return [tensors] if torch.is_tensor(tensors) else list(tensors)
 
 
-class CompressedEngine:
+class CompressedEngine(CheckpointedEngine):
     """Runs DeepSpeed's pipeline with every stage message in one packet.
 
     Mixed in before the engine's own class, so `isinstance(engine, PipelineEngine)` and every override keep working.
@@ -97,6 +98,11 @@ class CompressedEngine:
             dist.all_reduce(tensor, group=self.grid.get_data_parallel_group())
             tensor = tensor / self.grid.data_parallel_size
         return tensor
+
+    def _next_batch(self):
+        batch = super()._next_batch()
+        self._compression.load(batch)
+        return batch
 
     def _forward_pass(self, run, buffer_id):
         run(buffer_id)
@@ -261,13 +267,16 @@ def _stage(engine: Any, config: Config, p2p: PointToPoint) -> Stage:
     after = Boundary(number, config, replica) if number < engine.num_stages - 1 else None
     stage = Stage(config, p2p, before, after)
     eager = config.block.link.mode == "eager"
-    groups = channel_groups(engine.grid._topo.get_axis_comm_lists("pipe"), engine.global_rank) if eager else {}
+    uses = ["forward", "backward"] + ["second"] * (config.sample_ids is not None)
+    pipelines = engine.grid._topo.get_axis_comm_lists("pipe")
+    groups = channel_groups(pipelines, engine.global_rank, uses) if eager else {}
     send, receive = (EagerSender, EagerReceiver) if eager else (Sender, Receiver)
 
     def connect(instruction, channel, kind, neighbour):
         peer = engine.grid.stage_to_global(neighbour)
         group = groups.get((channel.boundary.number, channel.direction))
-        stage.connect(instruction, channel, kind(peer, engine.device, group))
+        second = groups.get((channel.boundary.number, "second"))
+        stage.connect(instruction, channel, kind(peer, engine.device, group), kind(peer, engine.device, second))
 
     if before:
         connect("RecvActivation", before.forward, receive, engine.prev_stage)

@@ -8,6 +8,7 @@ eager:    sends return at once and receives are posted ahead, both on a process 
 """
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from deepspeed import comm as dist
@@ -135,8 +136,10 @@ class EagerReceiver(Receiver):
             self._posted.append((memory, dist.irecv(memory, self.peer, group=self.group)))
 
 
-def channel_groups(pipelines: list[list[int]], rank: int) -> dict[tuple[int, str], object]:
-    """A process group for each channel that `rank` has an end of, by (boundary, direction).
+def channel_groups(
+    pipelines: list[list[int]], rank: int, uses: Sequence[str] = ("forward", "backward")
+) -> dict[tuple[int, str], object]:
+    """A process group for each of the `uses` of each boundary that `rank` has a side of, by (boundary, use).
 
     Args:
         pipelines: global ranks of each pipeline replica, stage by stage. Every rank of the job passes the same, as
@@ -145,8 +148,8 @@ def channel_groups(pipelines: list[list[int]], rank: int) -> dict[tuple[int, str
     own = {}
     for ranks in pipelines:
         for boundary, ends in enumerate(zip(ranks, ranks[1:])):
-            for direction in ("forward", "backward"):
+            for use in uses:
                 group = dist.new_group(list(ends))
                 if rank in ends:
-                    own[boundary, direction] = group
+                    own[boundary, use] = group
     return own

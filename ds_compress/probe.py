@@ -35,8 +35,10 @@ class Probe:
     def receive(self, receiver: Receiver, nbytes: int) -> Tensor:
         return receiver.receive(nbytes)
 
-    def decode(self, channel: Channel, packet: Tensor, message: Message, moment: Moment) -> list[Tensor]:
-        return channel.decode(packet, message, moment)
+    def decode(
+        self, channel: Channel, packet: Tensor, message: Message, moment: Moment, fetch: Memory
+    ) -> list[Tensor]:
+        return channel.decode(packet, message, moment, fetch)
 
 
 OFF = Probe()
@@ -73,14 +75,15 @@ class SendingMeter(_Meter):
         listener = channel.listener()
         with self._timed("encode"):
             packet = channel.encode(tensors, moment, raw_tail, memory)
-        self._message = tensors, listener, channel.last, moment
+        self._message = tensors, listener, channel.last, moment, channel.rest
         return packet
 
     def send(self, sender, packet):
         with self._timed("send"):
             sender.send(packet)
-        (tensors, listener, message, moment), self._message = self._message, ()
-        self._comparisons.append(compare_tensors(tensors, listener.decode(packet, message, moment)))
+        (tensors, listener, message, moment, rest), self._message = self._message, ()
+        decoded = listener.decode(packet, message, moment, lambda nbytes: rest)
+        self._comparisons.append(compare_tensors(tensors, decoded))
 
     def drain(self, sender):
         with self._timed("drain"):
@@ -118,9 +121,9 @@ class ReceivingMeter(_Meter):
         with self._timed("wait"):
             return receiver.receive(nbytes)
 
-    def decode(self, channel, packet, message, moment):
+    def decode(self, channel, packet, message, moment, fetch):
         with self._timed("decode"):
-            return channel.decode(packet, message, moment)
+            return channel.decode(packet, message, moment, fetch)
 
     def values(self) -> dict[str, float]:
         """By column: wait_ms, that the stage stood still until packets were there; decode_ms."""

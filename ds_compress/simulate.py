@@ -14,6 +14,7 @@ from ds_compress.channel import Boundary, Channel, Moment
 from ds_compress.codec import TensorSpec
 from ds_compress.config import KEY, Config
 from ds_compress.errors import CompressionError
+from ds_compress.samples import SampleIds
 
 
 class SimulatedBoundary(nn.Module):
@@ -35,6 +36,11 @@ class SimulatedBoundary(nn.Module):
         single = isinstance(tensors, Tensor)
         outputs = _Cross.apply(self, self._next_moment(), *((tensors,) if single else tensors))
         return outputs[0] if single else outputs
+
+    def announce(self, ids: Tensor) -> None:
+        """The next training pass is about the samples `ids`."""
+        if self.training and torch.is_grad_enabled():
+            self.upstream.announce(self._trained % self.micro_batches, ids)
 
     def _next_moment(self) -> Moment:
         step = self._trained // self.micro_batches
@@ -72,7 +78,8 @@ class _Cross(torch.autograd.Function):
 
 def _transfer(source: Channel, target: Channel, tensors: Sequence[Tensor], moment: Moment) -> list[Tensor]:
     packet = source.encode(tensors, moment)
-    return target.decode(packet, target.message(tuple(map(TensorSpec.of, tensors)), moment), moment)
+    message = target.message(tuple(map(TensorSpec.of, tensors)), moment)
+    return target.decode(packet, message, moment, lambda nbytes: source.rest)
 
 
 def simulate(model: nn.Module, ds_config: dict[str, Any], cuts: Sequence[int]) -> nn.Module:
@@ -105,9 +112,21 @@ def simulate(model: nn.Module, ds_config: dict[str, Any], cuts: Sequence[int]) -
         return model
 
     micro_batches = ds_config.get("gradient_accumulation_steps", 1)
+    boundaries = [SimulatedBoundary(number, config, micro_batches) for number in range(len(cuts))]
     for number, cut in reversed(list(enumerate(cuts))):
-        boundary = SimulatedBoundary(number, config, micro_batches)
-        layers.insert(cut, boundary)
+        layers.insert(cut, boundaries[number])
         if not isinstance(model, nn.Sequential):
-            model.add_module(f"boundary_{number}", boundary)
-    return nn.Sequential(*layers) if isinstance(model, nn.Sequential) else model
+            model.add_module(f"boundary_{number}", boundaries[number])
+    simulated = nn.Sequential(*layers) if isinstance(model, nn.Sequential) else model
+    if boundaries and config.sample_ids:
+        _follow_samples(simulated, boundaries, config.sample_ids)
+    return simulated
+
+
+def _follow_samples(model: nn.Module, boundaries: list[SimulatedBoundary], source: SampleIds) -> None:
+    """Take the ids of the samples from what goes into `model`, and hand them from boundary to boundary."""
+    if source.column is not None:
+        raise CompressionError("simulate: has no data loader to return a column of ids; allowed: \"ids\": \"hash\"")
+    model.register_forward_pre_hook(lambda module, inputs: boundaries[0].announce(source.of(inputs)))
+    for earlier, later in zip(boundaries, boundaries[1:]):
+        later.upstream.sample_ids = earlier.downstream.sample_ids

@@ -86,9 +86,10 @@ class PointToPoint:
 class Outbound:
     """A channel's sending end."""
 
-    def __init__(self, channel: Channel, sender: Sender):
+    def __init__(self, channel: Channel, sender: Sender, second: Sender):
         self.channel = channel
         self.sender = sender
+        self.second = second
         self.probe: Probe = OFF
         self.micro_batch = 0
 
@@ -96,9 +97,10 @@ class Outbound:
 class Inbound:
     """A channel's receiving end."""
 
-    def __init__(self, channel: Channel, receiver: Receiver):
+    def __init__(self, channel: Channel, receiver: Receiver, second: Receiver):
         self.channel = channel
         self.receiver = receiver
+        self.second = second
         self.probe: Probe = OFF
         self.micro_batch = 0
 
@@ -120,11 +122,15 @@ class Stage:
         self.step = 0
         self.training = False
         self.loss_scale = 1.0
+        self._loaded = 0
 
-    def connect(self, instruction: str, channel: Channel, end: Sender | Receiver) -> None:
-        """Let `instruction` ("SendActivation", ...) use `channel` over `end`."""
+    def connect(self, instruction: str, channel: Channel, end: Sender | Receiver, second: Sender | Receiver) -> None:
+        """Let `instruction` ("SendActivation", ...) use `channel` over `end`.
+
+        `second`: for packets that only some messages have, on a group of its own where receives are posted ahead.
+        """
         kind = Outbound if isinstance(end, Sender) else Inbound
-        self._ends[instruction] = kind(channel, end)
+        self._ends[instruction] = kind(channel, end, second)
 
     @property
     def boundaries(self) -> list[Boundary]:
@@ -143,6 +149,7 @@ class Stage:
     def running(self, step: int, training: bool, loss_scale: float = 1.0) -> Iterator[None]:
         """Round one schedule of the engine; returns when all packets have left."""
         self.step, self.training, self.loss_scale = step, training, loss_scale
+        self._loaded = 0
         for end in self._ends.values():
             end.micro_batch = 0
         for boundary in self.boundaries:
@@ -151,6 +158,14 @@ class Stage:
         for end in self._ends.values():
             if isinstance(end, Outbound):
                 end.probe.drain(end.sender)
+                end.second.drain()
+
+    def load(self, batch: Sequence[Any]) -> None:
+        """Take note of the samples in what the data loader returned, on the first stage."""
+        source = self.config.sample_ids
+        if source and self.before is None and self.training:
+            self.after.announce(self._loaded, source.of(batch))
+            self._loaded += 1
 
     def expect(self, instruction: str, tensors: Sequence[Tensor], count: int, raw_tail: int = 0) -> None:
         """Announce the `count` messages of this schedule, with tensors like `tensors` (see `Receiver.expect`)."""
@@ -171,7 +186,10 @@ class Stage:
         moment = self._moment(end.micro_batch)
         end.micro_batch += 1
         packet = end.probe.encode(end.channel, message.tensors, moment, raw_tail, end.sender.memory)
+        rest = end.channel.rest
         end.probe.send(end.sender, packet)
+        if rest is not None:
+            end.second.send(end.second.memory(rest.numel()).copy_(rest))
 
     @contextmanager
     def receive(self, instruction: str, tensors: Callable[[], Sequence[Tensor]], raw_tail: int = 0) -> Iterator[None]:
@@ -186,7 +204,10 @@ class Stage:
         def fetch() -> list[Tensor]:
             message = end.channel.message(tuple(map(TensorSpec.of, tensors())), moment, raw_tail)
             packet = end.probe.receive(end.receiver, message.packet.nbytes)
-            return end.probe.decode(end.channel, packet, message, moment)
+            tensors_arrived = end.probe.decode(end.channel, packet, message, moment, end.second.receive)
+            if message.ids and self.after:
+                self.after.announce(moment.micro_batch, self.before.sample_ids[moment.micro_batch])
+            return tensors_arrived
 
         with self._p2p.during(Receiving(fetch)):
             yield

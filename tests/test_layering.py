@@ -14,6 +14,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"errors", "validation", "registry"},
     {"codec"},
+    {"samples"},
     {"kernels", "select"},
     {"codecs"},
     {"feedback"},
@@ -27,6 +28,7 @@ LAYERS = [
     {"metrics"},
     {"sinks"},
     {"monitor"},
+    {"checkpoint"},
     {"engine"},
     {"autoload", "__init__"},
     {"cli"},

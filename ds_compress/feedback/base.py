@@ -11,7 +11,7 @@ decided on the device, and where both sides keep state, from the decoded message
 from abc import ABC, abstractmethod
 from collections.abc import Callable, MutableMapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,10 +19,14 @@ from torch import Tensor
 from ds_compress.codec import Codec, Context, Layout, TensorSpec
 from ds_compress.errors import CompressionError
 from ds_compress.registry import Named, Registry
+from ds_compress.samples import SampleIds
 
 
 class Feedback(Named, ABC):
     """A recipe for wrapping a codec."""
+
+    directions: ClassVar[tuple[str, ...]] = ("forward", "backward")  # it may be asked for
+    sample_ids: ClassVar[SampleIds | None] = None  # those it needs with every training message
 
     @abstractmethod
     def around(self, codec: Codec) -> Codec:
@@ -96,6 +100,15 @@ class FeedbackCodec(Codec):
     def decode_training(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         """`decode` of a training message; overridden where the receiver has state too."""
         return self.codec.decode(parts, spec, ctx)
+
+    def rest(self, parts: tuple[Tensor, ...], spec: TensorSpec) -> Layout:
+        return self.codec.rest(parts, spec)
+
+    def restored(self, memory: MutableMapping[str, Tensor]) -> None:
+        self.codec.restored(memory)
+
+    def prefetch(self, ids: Tensor, memory: MutableMapping[str, Tensor]) -> None:
+        self.codec.prefetch(ids, memory)
 
     def observe(self, x: Tensor, ctx: Context) -> None:
         self.codec.observe(x, ctx)

@@ -43,6 +43,7 @@ class State:
         self.role = role
         self.options = options
         self.dtype = dtype
+        self._said = False
 
     def load(self, ctx: Context, spec: TensorSpec) -> Tensor:
         """The buffer for messages of `spec`: zeros until something was saved."""
@@ -74,9 +75,11 @@ class State:
         found = [ctx.memory[key] for key in keys if key in ctx.memory]
         if found and found[0].shape == spec.shape:
             return [entry.to(spec.device) for entry in found]
-        if found:
+        if found and not self._said:
+            self._said = True
             log.warning(
-                "%s: boundary %d, %s, tensor %d: messages of shape %s instead of %s; its state starts from zero",
+                "%s: boundary %d, %s, tensor %d: messages of shape %s instead of %s; its state starts from zero, here "
+                "and at every later change",
                 self.name, ctx.boundary, ctx.direction, ctx.position, list(spec.shape), list(found[0].shape),
             )
         return self._zeros(spec)
