@@ -22,6 +22,7 @@ LAYERS = [
     {"channel"},
     {"simulate"},
     {"link", "handshake"},
+    {"planner"},
     {"stage"},
     {"monitor"},
     {"engine"},
@@ -31,7 +32,8 @@ LAYERS = [
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 ONLY_IN = {
-    "deepspeed": {"engine", "link", "checkpoint"},
+    # planner: replays DeepSpeed's schedule
+    "deepspeed": {"engine", "link", "planner", "checkpoint"},
     "triton": {"kernels"},
     "wandb": {"monitor"},
 }
