@@ -24,6 +24,7 @@ LAYERS = [
     {"simulate"},
     {"link", "handshake", "clock"},
     {"probe"},
+    {"planner"},
     {"stage"},
     {"metrics"},
     {"sinks"},
@@ -36,7 +37,8 @@ LAYERS = [
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 ONLY_IN = {
-    "deepspeed": {"engine", "link", "checkpoint"},
+    # planner: replays DeepSpeed's schedule
+    "deepspeed": {"engine", "link", "planner", "checkpoint"},
     "triton": {"kernels"},
     "wandb": {"sinks"},
 }

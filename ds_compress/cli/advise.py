@@ -1,0 +1,210 @@
+"""ds-compress advise: which recipe would pay on this link, and whether any would.
+
+Replays DeepSpeed's schedule (`ds_compress.planner`) with the compute times given, the real sizes of the packets and
+codec speeds measured here. `--measure`, under a launcher with one rank per stage, takes the bandwidth from the slowest
+link between neighbouring ranks.
+"""
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import distributed as dist
+
+from ds_compress.cli.arguments import DTYPES, shape
+from ds_compress.cli.bench import benchmark_tensor, measure
+from ds_compress.cli.check import message_sizes, read_block
+from ds_compress.codec import Codec, TensorSpec
+from ds_compress.config import DIRECTIONS, Config
+from ds_compress.errors import CompressionError
+from ds_compress.planner import Network, Plan, Traffic, Workload, predict
+
+WORTH = 0.05  # a recipe that gains less is not called worth it
+STOCK = "DeepSpeed"
+RECIPES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "bf16": {"codec": "bf16"},
+    **{f"quantize {bits}": {"codec": {"name": "quantize", "bits": bits}} for bits in (8, 6, 4, 2)},
+    "topk 0.1": {"codec": {"name": "topk", "density": 0.1}},
+}
+MEASURED_BYTES = 4 << 20
+MEASURED_MESSAGES = 8
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("advise", help="predict the step time of recipes on a link")
+    parser.add_argument("--stages", type=int, required=True, help="pipeline stages")
+    parser.add_argument("--micro-batches", type=int, required=True, help="gradient_accumulation_steps")
+    parser.add_argument("--forward-ms", type=_numbers, required=True,
+                        help="of a micro-batch on one stage; one number for all stages, or one a stage: 16,16,18")
+    parser.add_argument("--backward-ms", type=_numbers, help="likewise (default: twice the forward time)")
+    parser.add_argument("--step-ms", type=float, default=0.0, help="the rest of a step: optimizer, sum of the losses")
+    parser.add_argument("--shape", type=shape, required=True, help="of the tensor between two stages: 4,1024,768")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of that tensor")
+    link = parser.add_mutually_exclusive_group(required=True)
+    link.add_argument("--gbps", type=float, help="bandwidth between stages, Gbit/s in each direction")
+    link.add_argument("--measure", action="store_true", help="measure it between the ranks of this launch")
+    parser.add_argument("--latency-ms", type=float, default=0.0, help="one way")
+    parser.add_argument("--recipe", type=Path, nargs="+", metavar="DS_CONFIG",
+                        help="ds_config.json files (default: some codecs, in both directions, sent eagerly)")
+    parser.add_argument("--device", default="cpu", help="where the codecs are measured: cpu, cuda")
+    parser.add_argument("--codec-gbps", type=float,
+                        help="do not measure the codecs: all encode and decode so many GB/s of input")
+    parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    workload = _workload(args)
+    gbps = _measured_gbps() if args.measure else args.gbps
+    if args.measure and int(os.environ["RANK"]) > 0:
+        return 0
+    network = Network(bandwidth=gbps * 1e9 / 8, latency=args.latency_ms / 1e3)
+    spec = TensorSpec(args.shape, DTYPES[args.dtype])
+    rows = rank_plans(workload, network, plans(args, spec))
+    if args.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    message = f"{list(args.shape)} {args.dtype}"
+    title = f"{args.stages} stages, {args.micro_batches} micro-batches, {message}, {gbps:.3g} Gbit/s"
+    table = Table("recipe", "link", "ratio", "step, ms", "speed-up", "limited by", "link busy", title=title)
+    for row in rows:
+        table.add_row(
+            row["recipe"], row["link"], f"{2 * spec.nbytes / sum(row['wire_bytes']):.2f}",
+            f"{1e3 * row['step_s']:.1f}", f"{row['speedup']:.2f}", row["limit"], f"{100 * row['link_busy']:.0f} %",
+        )
+    console = Console()
+    console.print(table)
+    console.print(verdict(rows), highlight=False)
+    return 0
+
+
+def plans(args: argparse.Namespace, spec: TensorSpec) -> dict[str, Plan]:
+    """A plan for every recipe, DeepSpeed's own first."""
+    if args.recipe:
+        blocks = {path.stem: read_block(path) for path in args.recipe}
+    else:
+        blocks = {name: {direction: choice for direction in DIRECTIONS} for name, choice in RECIPES.items()}
+    raw = Traffic(spec.nbytes)
+    found = {STOCK: Plan(raw, raw, eager=False)}
+    for name, block in blocks.items():
+        config = Config(block)
+        traffic = {direction: _traffic(config, direction, spec, args) for direction in DIRECTIONS}
+        found[name] = Plan(**traffic, eager=config.block.link.mode == "eager")
+    return found
+
+
+def rank_plans(workload: Workload, network: Network, choices: dict[str, Plan]) -> list[dict[str, Any]]:
+    """One row per plan: DeepSpeed's own, which must be the first, and then the fastest first."""
+    rows = []
+    for name, plan in choices.items():
+        prediction = predict(workload, plan, network)
+        rows.append({
+            "recipe": name,
+            "link": "eager" if plan.eager else "blocking",
+            "step_s": prediction.step,
+            "speedup": rows[0]["step_s"] / prediction.step if rows else 1.0,
+            "speedup_limit": prediction.step / prediction.compute,
+            "limit": prediction.limit,
+            "link_busy": prediction.link_busy,
+            "wire_bytes": [plan.forward.nbytes, plan.backward.nbytes],
+        })
+    return rows[:1] + sorted(rows[1:], key=lambda row: row["step_s"])
+
+
+def verdict(rows: list[dict[str, Any]]) -> str:
+    """What to use, or that nothing pays, in one or two sentences."""
+    stock, best = rows[0], rows[1]
+    ceiling = f"a link without any cost would make it {stock['speedup_limit']:.2f} times as fast"
+    if best["speedup"] < 1 + WORTH:
+        best_speed = f"{best['recipe']}, the best, makes a step {best['speedup']:.2f} times as fast"
+        return f"Nothing will pay: {best_speed}; {ceiling}."
+    plain = next((row for row in rows[1:] if sum(row["wire_bytes"]) >= sum(stock["wire_bytes"])), None)
+    if plain and plain["step_s"] < (1 + WORTH) * best["step_s"]:
+        return (
+            f"Compression will not pay: {plain['recipe']} with an {plain['link']} link makes a step "
+            f"{plain['speedup']:.2f} times as fast, {best['recipe']} {best['speedup']:.2f} times; {ceiling}."
+        )
+    return f"Best: {best['recipe']}, {best['link']} link: a step {best['speedup']:.2f} times as fast; {ceiling}."
+
+
+def _workload(args: argparse.Namespace) -> Workload:
+    for name, least in (("stages", 2), ("micro_batches", 1)):
+        came = getattr(args, name)
+        if came < least:
+            raise CompressionError(f"--{name.replace('_', '-')}: {came} is not allowed: should be {least} or more")
+    forward = _per_stage("--forward-ms", args.forward_ms, args.stages)
+    backward = _per_stage("--backward-ms", args.backward_ms or [2 * ms for ms in args.forward_ms], args.stages)
+    return Workload(forward, backward, args.micro_batches, args.step_ms / 1e3)
+
+
+def _per_stage(option: str, milliseconds: list[float], stages: int) -> tuple[float, ...]:
+    if len(milliseconds) not in (1, stages):
+        raise CompressionError(f"{option}: {len(milliseconds)} numbers for {stages} stages; give 1 or {stages}")
+    return tuple(ms / 1e3 for ms in milliseconds * (stages // len(milliseconds)))
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(number) for number in text.split(",")]
+
+
+def _traffic(config: Config, direction: str, spec: TensorSpec, args: argparse.Namespace) -> Traffic:
+    """The messages of `direction` at a boundary without settings of its own."""
+    row = next(row for row in message_sizes(config, 2, spec) if row["direction"] == direction)
+    if row["ratio"] <= 1:  # sent as it is
+        return Traffic(row["wire_bytes"])
+    if args.codec_gbps:
+        seconds = spec.nbytes / (args.codec_gbps * 1e9)
+        return Traffic(row["wire_bytes"], seconds, seconds)
+    encode, decode = codec_seconds(getattr(config.codecs(0), direction), spec, args.device)
+    return Traffic(row["wire_bytes"], encode, decode)
+
+
+def codec_seconds(codec: Codec, spec: TensorSpec, device: str) -> tuple[float, float]:
+    """Seconds to encode and to decode a tensor of `spec`, measured here; known after the first time."""
+    key = str(codec.settings), spec, device
+    if key not in _speeds:
+        row = measure(codec, benchmark_tensor(spec.shape, spec.dtype, torch.device(device)))
+        _speeds[key] = tuple(spec.nbytes / (row[f"{work}_gbps"] * 1e9) for work in ("encode", "decode"))
+    return _speeds[key]
+
+
+_speeds: dict[tuple[str, TensorSpec, str], tuple[float, float]] = {}
+
+
+def _measured_gbps() -> float:
+    """Gbit/s of the slowest link between neighbouring ranks, as every rank sees it.
+
+    Raises:
+        CompressionError: not started by a launcher, or with one rank only.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) < 2:
+        raise CompressionError(
+            "--measure: start it on the ranks to measure between, for example: "
+            "torchrun --nproc-per-node 2 -m ds_compress advise --measure ..."
+        )
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    message = torch.zeros(MEASURED_BYTES, dtype=torch.uint8)
+    seconds = torch.zeros(ranks)
+    for sender in range(ranks - 1):
+        dist.barrier()
+        for number in range(MEASURED_MESSAGES + 1):
+            if number == 1:  # the first one opens the connection
+                started = time.perf_counter()
+            if rank == sender:
+                dist.send(message, sender + 1)
+            elif rank == sender + 1:
+                dist.recv(message, sender)
+        if rank == sender + 1:
+            seconds[rank] = time.perf_counter() - started
+    dist.all_reduce(seconds)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 8e-9 * MEASURED_BYTES * MEASURED_MESSAGES / seconds.max().item()

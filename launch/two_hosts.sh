@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Two hosts on one machine: two network namespaces joined by a veth pair, with a deepspeed launcher in each.
+#
+#   RATE=200mbit launch/two_hosts.sh launch/train_lm.py --stages 2 --deepspeed_config ds_configs/none.json
+#
+# The arguments go to the deepspeed launcher of both hosts, after its own --hostfile, --node_rank and so on. Needs root.
+#
+#   RATE      of the link, each direction, as tc writes it: 1gbit, 200mbit; unset: as fast as the machine
+#   CORES     core of host A and core of host B (default "0 1"): one rank with one core on each host
+#   COUNTERS  file that gets the bytes that left host A and host B, TCP and IP headers included, in two lines
+#   DEEPSPEED the launcher (default deepspeed)
+set -euo pipefail
+export PATH=$PATH:/usr/sbin:/sbin
+
+fail() {
+    echo "two_hosts: $1" >&2
+    exit 1
+}
+
+(($# > 0)) || fail "no script given; usage: [RATE=200mbit] $0 SCRIPT [ARGUMENTS]"
+[[ $(id -u) == 0 ]] || fail "needs root to make network namespaces; run it as root, or with sudo -E"
+for tool in ip tc taskset; do
+    command -v $tool >/dev/null || fail "$tool is missing; it comes with iproute2 (taskset: util-linux)"
+done
+read -r core_a core_b <<<"${CORES:-0 1}"
+
+a=ds-a-$$ b=ds-b-$$
+folder=$(mktemp -d)
+cleanup() {
+    trap - EXIT INT TERM
+    for host in $a $b; do
+        # Only what runs inside our own namespaces
+        ip netns pids $host 2>/dev/null | xargs -r kill -9 2>/dev/null || true
+        ip netns del $host 2>/dev/null || true
+    done
+    rm -rf "$folder"
+}
+trap cleanup EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+ip netns add $a && ip netns add $b || fail "this kernel or container does not allow network namespaces"
+ip -n $a link add wire type veth peer name wire netns $b || fail "this kernel has no veth devices"
+address() { [[ $1 == "$a" ]] && echo 10.77.0.1 || echo 10.77.0.2; }
+for host in $a $b; do
+    ip -n $host address add "$(address $host)/30" dev wire
+    ip -n $host link set lo up
+    ip -n $host link set wire up
+    if [[ -n ${RATE:-} ]]; then
+        ip netns exec $host tc qdisc add dev wire root tbf rate "$RATE" burst 128kb latency 100ms ||
+            fail "tc cannot shape the link to RATE=$RATE: is sch_tbf in this kernel, and is the rate written as 200mbit?"
+    fi
+done
+
+printf 'hostA slots=1\nhostB slots=1\n' >"$folder/hosts"
+export GLOO_SOCKET_IFNAME=wire OMP_NUM_THREADS=1 DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}
+start() { # namespace core rank
+    ip netns exec $1 taskset -c "$2" "${DEEPSPEED:-deepspeed}" --hostfile "$folder/hosts" --no_ssh --node_rank "$3" \
+        --master_addr 10.77.0.1 --master_port 29500 "${@:4}" &
+}
+start $a "$core_a" 0 "$@"
+start $b "$core_b" 1 "$@"
+wait -n || fail "a host failed"
+wait -n || fail "a host failed"
+
+if [[ -n ${COUNTERS:-} ]]; then
+    for host in $a $b; do
+        ip netns exec $host cat /sys/class/net/wire/statistics/tx_bytes
+    done >"$COUNTERS"
+fi
