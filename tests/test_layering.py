@@ -36,7 +36,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 ONLY_IN = {
     "deepspeed": {"engine", "link", "checkpoint"},
     "triton": {"kernels"},
-    "wandb": {"sinks"},
+    "wandb": {"sinks", "cli"},
 }
 
 
