@@ -2,7 +2,9 @@
 
 import csv
 import json
+import math
 import re
+import statistics
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,6 +16,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.metrics import CHANNEL, PIPELINE, label
 
 LOSS = "Train/Samples/train_loss"
+FINAL = 5  # losses whose mean is the final loss
 Series = list[tuple[int, float]]
 
 
@@ -41,6 +44,16 @@ class Run:
         channels = [dict(self.channel(name, b, d)) for b in range(self.boundaries) for d in DIRECTIONS]
         shared = set.intersection(*map(set, channels)) if channels else set()
         return [(samples, sum(channel[samples] for channel in channels)) for samples in sorted(shared)]
+
+    def median(self, name: str, boundary: int | None = None, direction: str | None = None) -> float:
+        """Median of the finite values of a label, nan when there is none."""
+        values = [value for _, value in self.series.get(label(name, boundary, direction), ()) if math.isfinite(value)]
+        return statistics.median(values) if values else math.nan
+
+    @property
+    def final_loss(self) -> float:
+        """Mean of the last losses."""
+        return statistics.fmean(loss for _, loss in self.series[LOSS][-FINAL:])
 
 
 def read_run(path: Path) -> Run:
