@@ -11,6 +11,7 @@ from ds_compress import __version__
 from ds_compress.channel import Channel
 from ds_compress.clock import clock_for
 from ds_compress.config import DIRECTIONS, Config
+from ds_compress.feedback.state import residuals
 from ds_compress.metrics import CHANNEL, Channels, label, stage_ms, transfer_ms, uncompressed_step_ms
 from ds_compress.probe import OFF, ReceivingMeter, SendingMeter
 from ds_compress.sinks import record_settings
@@ -199,14 +200,13 @@ class Monitor:
 
 
 def _residual_norm(channel: Channel) -> float:
-    """Norm over all tensors that feedback keeps for `channel` under a key that says residual."""
-    kept = [
-        torch.linalg.vector_norm(tensor.float())
+    """Norm of all that error feedback holds back at the sender of `channel`, 0 without feedback."""
+    held = [
+        torch.linalg.vector_norm(residual.float())
         for memory in channel.boundary.memory.values()
-        for key, tensor in memory.items()
-        if key.startswith(channel.direction) and "residual" in key and tensor.dtype.is_floating_point
+        for residual in residuals(memory, channel.direction)
     ]
-    return torch.linalg.vector_norm(torch.stack(kept)).item() if kept else 0.0
+    return torch.linalg.vector_norm(torch.stack(held)).item() if held else 0.0
 
 
 def _bytes(count: float) -> str:

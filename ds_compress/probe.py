@@ -73,8 +73,13 @@ class SendingMeter(_Meter):
 
     def encode(self, channel, tensors, moment, raw_tail, memory):
         listener = channel.listener()
+
+        def timed_memory(nbytes: int) -> Tensor:
+            with self._timed("memory"):
+                return memory(nbytes)
+
         with self._timed("encode"):
-            packet = channel.encode(tensors, moment, raw_tail, memory)
+            packet = channel.encode(tensors, moment, raw_tail, timed_memory)
         self._message = tensors, listener, channel.last, moment, channel.rest
         return packet
 
@@ -94,7 +99,8 @@ class SendingMeter(_Meter):
 
         nonfinite_share: of messages that hold inf or nan, before or after compression.
         relative_error, cosine: means over the other messages; nan when there is none.
-        encode_ms: until packets are complete. send_ms: that the stage stood still for packets to leave.
+        encode_ms: until packets are complete. send_ms: that the stage stood still for packets to leave, when sending,
+        at the end of the step, or for the memory of an earlier one.
         """
         amounts = torch.stack(self._comparisons).tolist() if self._comparisons else []
         pairs = [pair for pair in (error_and_cosine(*amount) for amount in amounts) if pair is not None]
@@ -103,8 +109,8 @@ class SendingMeter(_Meter):
             "nonfinite_share": 1 - len(pairs) / len(amounts) if amounts else 0.0,
             "relative_error": statistics.fmean(errors),
             "cosine": statistics.fmean(cosines),
-            "encode_ms": self._total_ms("encode"),
-            "send_ms": self._total_ms("send") + self._total_ms("drain"),
+            "encode_ms": self._total_ms("encode") - self._total_ms("memory"),
+            "send_ms": sum(self._total_ms(name) for name in ("memory", "send", "drain")),
         }
 
     def stamps(self, origin: Any) -> list[float]:

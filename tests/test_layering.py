@@ -40,7 +40,7 @@ ONLY_IN = {
     # planner: replays DeepSpeed's schedule
     "deepspeed": {"engine", "link", "planner", "checkpoint"},
     "triton": {"kernels"},
-    "wandb": {"sinks"},
+    "wandb": {"sinks", "cli"},
 }
 
 

@@ -3,10 +3,10 @@
 import argparse
 import sys
 
-from ds_compress.cli import advise, bench, check, listing
+from ds_compress.cli import advise, bench, check, listing, report
 from ds_compress.errors import CompressionError
 
-COMMANDS = (listing, check, bench, advise)
+COMMANDS = (listing, check, bench, advise, report)
 
 
 def main(argv: list[str] | None = None) -> int:

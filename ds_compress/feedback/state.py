@@ -10,6 +10,7 @@
 """
 
 import logging
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import torch
@@ -93,6 +94,14 @@ class State:
             ]
         dtype = torch.bfloat16 if self.dtype == "bf16" else wide(spec.dtype)
         return [torch.zeros(spec.shape, dtype=dtype, device=spec.device)]
+
+
+def residuals(memory: Mapping[str, Tensor], direction: str) -> Iterator[Tensor]:
+    """What the sender holds back in `direction`: the values of every buffer that it alone knows."""
+    for key, entry in memory.items():
+        if key.startswith(f"{direction}/sender/") and not key.endswith(".scales"):
+            buffer = key.removesuffix(".codes")
+            yield entry if key == buffer else int8_decode(entry, memory[f"{buffer}.scales"])
 
 
 def int8_encode(value: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,142 @@
+"""The plots of `ds-compress report`; each takes runs and gives a figure, or None when the runs hold nothing for it."""
+
+import math
+from collections.abc import Callable
+
+from matplotlib.figure import Figure
+
+from ds_compress.cli.runs import LOSS, Run
+from ds_compress.config import DIRECTIONS
+from ds_compress.metrics import stage_ms
+
+SIZE = (9, 5)  # inches
+LINES = ("-", "--", ":", "-.")  # boundaries; runs differ in color
+COLORS = {
+    "compute and idle": "#b8c4ce", "encode": "#d95f02", "decode": "#e6ab02", "wait": "#7570b3", "send": "#66a5c8",
+}
+
+
+def _axes(title: str, x: str, y: str):
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes = figure.add_subplot(title=title, xlabel=x, ylabel=y)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def loss_against_steps(runs: list[Run]) -> Figure | None:
+    figure, axes = _axes("Training loss", "samples", "loss")
+    for number, run in enumerate(runs):
+        axes.plot(*zip(*run.series[LOSS]), label=run.name, color=f"C{number}")
+    axes.legend()
+    return figure
+
+
+def loss_against_bytes(runs: list[Run]) -> Figure | None:
+    """Bytes are known at fewer samples than the loss: every loss since the last count is averaged."""
+    figure, axes = _axes("Training loss against bytes sent", "MB on the wire, all boundaries", "loss")
+    for number, run in enumerate(runs):
+        points, losses, since = [], run.series[LOSS], 0
+        for samples, sent in run.total("wire_bytes"):
+            window = [loss for at, loss in losses if since < at <= samples]
+            since = samples
+            if window:
+                points.append((sent / 1e6, sum(window) / len(window)))
+        if points:
+            axes.plot(*zip(*points), label=run.name, color=f"C{number}", marker=".")
+    if not axes.lines:
+        return None
+    axes.set_xscale("log")
+    axes.legend()
+    return figure
+
+
+def error_per_boundary(runs: list[Run]) -> Figure | None:
+    figure = Figure(figsize=SIZE, layout="constrained")
+    panels = figure.subplots(1, len(DIRECTIONS), sharey=True)
+    for axes, direction in zip(panels, DIRECTIONS):
+        axes.set(title=direction, xlabel="samples")
+        axes.grid(alpha=0.3)
+        for number, run in enumerate(runs):
+            for boundary in range(run.boundaries):
+                points = [p for p in run.channel("relative_error", boundary, direction) if p[1] > 0]
+                if points:
+                    style = LINES[boundary % len(LINES)]
+                    axes.plot(*zip(*points), style, color=f"C{number}", label=f"{run.name}, boundary {boundary}")
+    if not any(axes.lines for axes in panels):
+        return None
+    panels[0].set(ylabel="||x - C(x)|| / ||x||", yscale="log")
+    for axes in panels:
+        if axes.lines:
+            axes.legend(fontsize="small")
+    figure.suptitle("Relative error of the messages")
+    return figure
+
+
+def step_time(runs: list[Run]) -> Figure | None:
+    """A bar for each stage of each run, of medians over the written steps; markers: without compression, estimated."""
+    bars = []
+    for run in runs:
+        if not math.isnan(run.median("step_ms")) and run.boundaries:
+            names = ("encode_ms", "decode_ms", "wait_ms", "send_ms")
+            channels = [
+                {d: {name: run.median(name, b, d) for name in names} for d in DIRECTIONS}
+                for b in range(run.boundaries)
+            ]
+            for stage in range(run.boundaries + 1):
+                bars.append((f"{run.name}\nstage {stage}", run, stage_ms(channels, stage)))
+    if not bars:
+        return None
+    figure, axes = _axes("Where the time of a step goes", "", "ms per step, median")
+    axes.grid(False, axis="x")
+    for x, (_, run, spent) in enumerate(bars):
+        step = run.median("step_ms")
+        base = 0.0
+        for part, ms in {"compute and idle": max(0.0, step - sum(spent.values())), **spent}.items():
+            axes.bar(x, ms, bottom=base, color=COLORS[part], width=0.7, label=part if x == 0 else None)
+            base += ms
+        axes.hlines(
+            run.median("uncompressed_step_ms"), x - 0.42, x + 0.42, color="black", linestyle=":",
+            label="uncompressed (estimate)" if x == 0 else None,
+        )
+    axes.set_xticks(range(len(bars)), [name for name, _, _ in bars], fontsize="small")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
+
+
+def pareto(runs: list[Run]) -> Figure | None:
+    """Runs that no other beats in both bytes and loss are joined."""
+    points = []
+    for number, run in enumerate(runs):
+        sent = run.total("wire_bytes")
+        if sent:
+            points.append((sent[-1][1] / 1e6, run.final_loss, number))
+    if not points:
+        return None
+    figure, axes = _axes("Bytes or loss: what each run pays", "MB on the wire, all boundaries", "final loss")
+    front, best = [], math.inf
+    for sent, loss, _ in sorted(points):
+        if loss < best:
+            best = loss
+            front.append((sent, loss))
+    axes.plot(*zip(*front), color="#999999", linestyle="--", zorder=1)
+    for sent, loss, number in points:
+        axes.scatter(sent, loss, color=f"C{number}", zorder=2, s=50)
+        axes.annotate(runs[number].name, (sent, loss), xytext=(7, 5), textcoords="offset points")
+    axes.set_xscale("log")
+    axes.margins(0.15)
+    return figure
+
+
+PLOTS: dict[str, tuple[Callable[[list[Run]], Figure | None], str]] = {
+    "loss_steps": (loss_against_steps, "Training loss against samples seen."),
+    "loss_bytes": (loss_against_bytes, "The same loss against the bytes that crossed all stage boundaries."),
+    "error": (error_per_boundary, "Mean relative error of the messages of a step; channels without error are absent."),
+    "step_time": (
+        step_time,
+        "Stages side by side. Idle time before a message comes is part of wait; the dotted line is an estimate of the "
+        "step without compression, where the codec's time is gone too.",
+    ),
+    "pareto": (pareto, "Final loss against bytes; the dashed line joins runs that no other run beats in both."),
+}
+"""File name, plot and caption."""

@@ -1,0 +1,100 @@
+"""ds-compress report: plots of runs, from what DeepSpeed's monitors wrote, as PNG files and one HTML page."""
+
+import argparse
+import base64
+import html
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from ds_compress.cli.runs import FINAL, LOSS, Run, read_run
+from ds_compress.errors import CompressionError
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 64rem; padding: 0 1rem; color: #1b1b1b; }
+table { border-collapse: collapse; margin: 1rem 0; } th, td { padding: .3rem .8rem; text-align: right; }
+th:first-child, td:first-child { text-align: left; } tr + tr { border-top: 1px solid #ddd; }
+figure { margin: 2rem 0; } img { max-width: 100%; } figcaption { color: #555; } pre { overflow-x: auto; }
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("report", help="plots of one or more runs as HTML and PNG files")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="a folder of DeepSpeed's csv_monitor, or an offline W&B run"
+    )
+    parser.add_argument("--out", type=Path, default=Path("report"), help="folder to write to (default: report)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        from ds_compress.cli.plots import PLOTS
+    except ImportError as error:
+        raise CompressionError(f"report: {error}; install matplotlib, or ds_compress[report]") from None
+    runs = _distinct([read_run(path) for path in args.runs])
+    args.out.mkdir(parents=True, exist_ok=True)
+    figures = []
+    for name, (plot, caption) in PLOTS.items():
+        figure = plot(runs)
+        if figure is not None:
+            file = args.out / f"{name}.png"
+            figure.savefig(file, dpi=120)
+            figures.append((file, caption))
+    page = args.out / "report.html"
+    page.write_text(_page(runs, figures), encoding="utf-8")
+    print(f"wrote {page} and {len(figures)} PNG files beside it")
+    return 0
+
+
+def summarize(run: Run) -> dict[str, float]:
+    """Final loss (mean of the last values), bytes on the wire, ratio and median step of a run; nan where unknown."""
+    raw, wire = (series[-1][1] if series else math.nan for series in map(run.total, ("raw_bytes", "wire_bytes")))
+    return {
+        "steps": len(run.series[LOSS]),
+        "final loss": run.final_loss,
+        "MB sent": wire / 1e6,
+        "ratio": raw / wire,
+        "ms per step": run.median("step_ms"),
+        "ms per step if uncompressed (estimate)": run.median("uncompressed_step_ms"),
+    }
+
+
+def _distinct(runs: list[Run]) -> list[Run]:
+    names = [run.name for run in runs]
+    for name in names:
+        if names.count(name) > 1:
+            raise CompressionError(
+                f"report: {names.count(name)} runs are named {name!r}; give folders with other names"
+            )
+    return runs
+
+
+def _page(runs: list[Run], figures: list[tuple[Path, str]]) -> str:
+    rows = {run.name: summarize(run) for run in runs}
+    head = "".join(f"<th>{html.escape(title)}</th>" for title in ["run", *next(iter(rows.values()))])
+    body = "".join(
+        f"<tr><td>{html.escape(name)}</td>{''.join(f'<td>{_number(value)}</td>' for value in row.values())}</tr>\n"
+        for name, row in rows.items()
+    )
+    images = "".join(
+        f'<figure><img alt="{html.escape(caption)}" src="data:image/png;base64,'
+        f'{base64.b64encode(file.read_bytes()).decode()}"><figcaption>{html.escape(caption)}</figcaption></figure>\n'
+        for file, caption in figures
+    )
+    settings = "".join(
+        f"<details><summary>settings of {html.escape(run.name)}</summary>"
+        f"<pre>{html.escape(json.dumps(run.config['ds_compress'], indent=2))}</pre></details>\n"
+        for run in runs if "ds_compress" in run.config
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>ds_compress report</title>\n'
+        f"<style>{STYLE}</style>\n<h1>ds_compress report</h1>\n<table><tr>{head}</tr>\n{body}</table>\n"
+        f"<p>The loss is the mean of the last {FINAL} values. Bytes are those of one pipeline replica.</p>\n"
+        f"{images}{settings}</html>\n"
+    )
+
+
+def _number(value: float) -> str:
+    return "&ndash;" if math.isnan(value) else f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"

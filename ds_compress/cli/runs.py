@@ -1,0 +1,147 @@
+"""Runs read back from what DeepSpeed's monitors wrote: a folder of CSV files, or an offline W&B run."""
+
+import csv
+import json
+import math
+import re
+import statistics
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ds_compress.config import DIRECTIONS
+from ds_compress.errors import CompressionError
+from ds_compress.metrics import CHANNEL, PIPELINE, label
+
+LOSS = "Train/Samples/train_loss"
+FINAL = 5  # losses whose mean is the final loss
+Series = list[tuple[int, float]]
+
+
+@dataclass
+class Run:
+    """One run: its series of (samples, value) by label, in the order of the samples."""
+
+    name: str
+    series: dict[str, Series]
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def boundaries(self) -> int:
+        """How many boundaries wrote values."""
+        count = 0
+        while label("wire_bytes", count, "forward") in self.series:
+            count += 1
+        return count
+
+    def channel(self, name: str, boundary: int, direction: str) -> Series:
+        return self.series.get(label(name, boundary, direction), [])
+
+    def total(self, name: str) -> Series:
+        """Sum of a channel value over all channels, at the samples where every channel has one."""
+        channels = [dict(self.channel(name, b, d)) for b in range(self.boundaries) for d in DIRECTIONS]
+        shared = set.intersection(*map(set, channels)) if channels else set()
+        return [(samples, sum(channel[samples] for channel in channels)) for samples in sorted(shared)]
+
+    def median(self, name: str, boundary: int | None = None, direction: str | None = None) -> float:
+        """Median of the finite values of a label, nan when there is none."""
+        values = [value for _, value in self.series.get(label(name, boundary, direction), ()) if math.isfinite(value)]
+        return statistics.median(values) if values else math.nan
+
+    @property
+    def final_loss(self) -> float:
+        """Mean of the last losses."""
+        return statistics.fmean(loss for _, loss in self.series[LOSS][-FINAL:])
+
+
+def read_run(path: Path) -> Run:
+    """The run at `path`: a folder of DeepSpeed's CSV monitor or one above it, a .wandb file, or a folder with one.
+
+    Raises:
+        CompressionError: there is no run, more than one, or none that holds a training loss.
+    """
+    files = sorted(path.rglob("*.wandb")) if path.is_dir() else [path] if path.suffix == ".wandb" else []
+    folders = sorted({file.parent for file in path.rglob("Train_Samples_train_loss.csv")}) if path.is_dir() else []
+    found = [*folders, *files]
+    if len(found) != 1:
+        several = f": {', '.join(map(str, found))}; name one" if found else ""
+        raise CompressionError(
+            f"report: {path} holds {len(found)} runs{several}; allowed: a folder of DeepSpeed's csv_monitor, or an "
+            "offline W&B run"
+        )
+    series, config = _read_wandb(files[0]) if files else (_read_csv(folders[0]), {})
+    if not series.get(LOSS):
+        raise CompressionError(f"report: {found[0]} holds no {LOSS}: the run wrote no step")
+    return Run(_name(path), {name: sorted(dict(points).items()) for name, points in series.items()}, config)
+
+
+def _name(path: Path) -> str:
+    """The part of a path that tells runs apart: not the folder that every run calls csv."""
+    parts = [part for part in path.resolve().with_suffix("").parts if part not in ("csv", "files")]
+    return parts[-1]
+
+
+def _read_csv(folder: Path) -> dict[str, Series]:
+    """A file per label; DeepSpeed has replaced / by _, so only labels of a known form can be told."""
+    known = {LOSS: "Train_Samples_train_loss.csv"} | {label(name): f"{_file(label(name))}" for name in PIPELINE}
+    for file in folder.glob("Train_Compression_boundary_*.csv"):
+        match = re.fullmatch(r"Train_Compression_boundary_(\d+)_(forward|backward)_(\w+)\.csv", file.name)
+        if match and match[3] in CHANNEL:
+            known[label(match[3], int(match[1]), match[2])] = file.name
+    return {name: _read_series(folder / file) for name, file in known.items() if (folder / file).exists()}
+
+
+def _file(name: str) -> str:
+    return f"{name.replace('/', '_')}.csv"
+
+
+def _read_series(file: Path) -> Series:
+    """A run that goes on in the same folder writes another header, and steps again that it had done before."""
+    with open(file, newline="") as lines:
+        return [(int(samples), float(value)) for samples, value in csv.reader(lines) if samples != "step"]
+
+
+def _read_wandb(file: Path) -> tuple[dict[str, Series], dict[str, Any]]:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    series: dict[str, Series] = {}
+    config: dict[str, Any] = {}
+    for data in _wandb_records(file.read_bytes(), file):
+        record = Record.FromString(data)
+        for item in [*record.run.config.update, *record.config.update]:
+            config[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
+        for item in record.history.item:
+            value = json.loads(item.value_json)
+            name = item.key or "/".join(item.nested_key)
+            if isinstance(value, (int, float)) or value in ("NaN", "Infinity", "-Infinity"):
+                series.setdefault(name, []).append((record.history.step.num, float(value)))
+    return series, config
+
+
+def _wandb_records(data: bytes, file: Path) -> Iterator[bytes]:
+    """The records of a .wandb file, which is a LevelDB log behind a header of 7 bytes.
+
+        file    ":W&B"  magic u16  version u8  then blocks of 32 KiB, the header being part of the first
+        block   fragments, and zeros where less than a fragment's header is left
+        fragment  CRC u32  length u16  type u8 (1 whole, 2 first, 3 middle, 4 last)  bytes
+
+    Numbers are little-endian. A file that was cut off ends with its last whole record.
+    """
+    block, header = 32768, struct.Struct("<IHB")
+    if data[:4] != b":W&B":
+        raise CompressionError(f"report: {file} starts with {data[:4]!r}, not b':W&B': not a file of W&B")
+    at, record = 7, b""
+    while at + header.size <= len(data):
+        if block - at % block < header.size:
+            at += block - at % block
+            continue
+        _, length, kind = header.unpack_from(data, at)
+        at += header.size
+        if kind == 0 or at + length > len(data):
+            return
+        record = (record if kind in (3, 4) else b"") + data[at:at + length]
+        at += length
+        if kind in (1, 4):
+            yield record

@@ -1,0 +1,191 @@
+"""What the sinks hold is what the channels counted, for every boundary and direction, and watching changes nothing."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ds_compress  # noqa: F401  (hooks the engine)
+from ds_compress.channel import Boundary, Moment
+from ds_compress.cli.runs import LOSS, read_run
+from ds_compress.clock import HostClock
+from ds_compress.config import DIRECTIONS, Config
+from ds_compress.metrics import CHANNEL, PIPELINE, label, stage_ms, transfer_ms, uncompressed_step_ms
+from ds_compress.probe import SendingMeter, compare_tensors, error_and_cosine
+from tests.dist import run_ranks
+from tests.pipeline import MICRO_BATCH, MICRO_BATCHES, batches, build, ds_config, weights
+
+STEPS = 4
+BLOCK = {
+    "forward": {"codec": {"name": "quantize", "rounding": "stochastic"}, "feedback": "ef21"},
+    "backward": {"codec": {"name": "topk", "density": 0.1}, "feedback": {"name": "ef", "dtype": "int8"}},
+    "min_numel": 0,
+    "monitor": {"every": 1},
+}
+
+
+def sinks(folder):
+    at = {"enabled": True, "output_path": str(folder)}
+    return {
+        "csv_monitor": {**at, "job_name": "csv"},
+        "tensorboard": {**at, "job_name": "tensorboard"},
+        "wandb": {"enabled": True, "project": "tests"},
+    }
+
+
+def train_and_count(stages, config, steps=STEPS):
+    """Losses, weights, and the counters of every channel this rank sends on after each step."""
+    engine = build(stages, config)
+    data = batches(engine.grid.get_data_parallel_id())
+    losses, counted = [], []
+    for _ in range(steps):
+        losses.append(engine.train_batch(data).item())
+        counted.append({
+            (channel.boundary.number, channel.direction): (channel.sent.raw_bytes, channel.sent.wire_bytes)
+            for channel in engine._compression.sending
+        })
+    if config.get("wandb") and engine.global_rank == 0:
+        import wandb
+
+        wandb.finish()
+    monitor = engine._compression_monitor
+    return {"losses": losses, "weights": weights(engine), "counted": counted, "summary": monitor.summary()}
+
+
+def tensorboard_series(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_sinks_hold_what_the_channels_counted(stages, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    replicas = 2
+    config = ds_config(BLOCK, replicas=replicas, **sinks(tmp_path))
+    ranks = run_ranks(stages * replicas, train_and_count, stages, config)
+
+    first_replica = ranks[::replicas]
+    samples = [step * MICRO_BATCH * MICRO_BATCHES * replicas for step in range(1, STEPS + 1)]
+    wandb_run = read_run(tmp_path / "wandb" / "latest-run")
+    found = {
+        "csv": read_run(tmp_path / "csv").series,
+        "tensorboard": tensorboard_series(tmp_path / "tensorboard"),
+        "wandb": wandb_run.series,
+    }
+    for sink, series in found.items():
+        assert [x for x, _ in series[LOSS]] == samples, sink
+        for name in PIPELINE:
+            assert [x for x, _ in series[label(name)]] == samples, (sink, name)
+            assert all(value > 0 for _, value in series[label(name)]), (sink, name)
+        for boundary in range(stages - 1):
+            for direction in DIRECTIONS:
+                rows = {name: series[label(name, boundary, direction)] for name in CHANNEL}
+                for name, points in rows.items():
+                    assert [x for x, _ in points] == samples, (sink, boundary, direction, name)
+                sender = first_replica[boundary + (direction == "backward")]
+                counted = [step[boundary, direction] for step in sender["counted"]]
+                assert [value for _, value in rows["raw_bytes"]] == [raw for raw, _ in counted]
+                assert [value for _, value in rows["wire_bytes"]] == [wire for _, wire in counted]
+                raw, wire = counted[0]
+                assert rows["ratio"][-1][1] == pytest.approx(raw / wire)
+                for name in ("encode_ms", "decode_ms", "relative_error", "send_ms", "wait_ms"):
+                    assert all(value > 0 for _, value in rows[name]), (sink, name)
+                assert all(0 < value <= 1 for _, value in rows["cosine"])
+                assert all(value == 0 for _, value in rows["nonfinite_share"])
+                assert (rows["residual_norm"][-1][1] > 0) == (direction == "backward")  # ef keeps one, ef21 does not
+    assert wandb_run.config["ds_compress"]["forward"]["name"] == "quantize"
+    total = sum(sum(wire for _, wire in rank["counted"][-1].values()) for rank in first_replica)
+    assert f"{total / 1e3:,.1f} kB sent instead of" in ranks[0]["summary"] and "waited" in ranks[0]["summary"]
+    assert not any(rank["summary"] for rank in ranks[1:])
+
+
+def test_watching_changes_nothing(tmp_path):
+    """A packet decoded by its own sender leaves feedback state, stashes and random choices as they were."""
+    quiet = run_ranks(2, train_and_count, 2, ds_config({**BLOCK, "monitor": {"every": 0}}))
+    csv_only = {"csv_monitor": sinks(tmp_path)["csv_monitor"]}
+    watched = run_ranks(2, train_and_count, 2, ds_config(BLOCK, **csv_only))
+    assert len(read_run(tmp_path).series[label("cosine", 0, "forward")]) == STEPS
+    for mine, theirs in zip(watched, quiet):
+        assert mine["losses"] == theirs["losses"] and mine["counted"] == theirs["counted"]
+        for name, value in theirs["weights"].items():
+            assert torch.equal(torch.as_tensor(mine["weights"][name]), torch.as_tensor(value)), name
+    assert not quiet[0]["summary"]
+
+
+@pytest.mark.parametrize("bad, share", [(math.inf, 0.5), (math.nan, 0.5), (1.0, 0.0)])
+def test_messages_that_are_not_finite_are_counted_apart(bad, share):
+    boundary = Boundary(0, Config({"forward": {"codec": "bf16"}, "min_numel": 0}))
+    meter = SendingMeter(HostClock())
+    good = torch.randn(64)
+    for micro_batch, x in enumerate((good, torch.cat([good[1:], torch.tensor([bad])]))):
+        packet = meter.encode(boundary.forward, [x], Moment(0, micro_batch, True), 0, HeldSender().memory)
+        meter.send(HeldSender(), packet)
+    values = meter.values()
+    assert values["nonfinite_share"] == share
+    assert 0 < values["relative_error"] < 2**-8 and values["cosine"] == pytest.approx(1, abs=1e-4)
+
+
+class HeldSender:
+    """A link that goes nowhere."""
+
+    def memory(self, nbytes):
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def send(self, packet):
+        pass
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([1e-30, 1e-3, 1.0, 1e30]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    st.floats(0, 2),
+)
+def test_error_and_cosine_against_float64(size, dtype, noise):
+    generator = torch.Generator().manual_seed(0)
+    x = (size * torch.randn(3, 100, generator=generator, dtype=torch.float64)).to(dtype)
+    y = (x.double() + noise * size * torch.randn(3, 100, generator=generator, dtype=torch.float64)).to(dtype)
+    ints = torch.arange(5)
+    error, cosine = error_and_cosine(*compare_tensors([x[:1], ints, x[1:]], [y[:1], ints, y[1:]]).tolist())
+    a, b = x.double().flatten() / size, y.double().flatten() / size
+    assert error == pytest.approx(((a - b).norm() / a.norm()).item(), rel=1e-4, abs=1e-7)
+    assert cosine == pytest.approx((a @ b / (a.norm() * b.norm())).item(), abs=1e-5)
+
+
+def test_nothing_sent_is_no_error():
+    zero = torch.zeros(4)
+    assert error_and_cosine(*compare_tensors([zero], [zero]).tolist()) == (0.0, 1.0)
+    assert error_and_cosine(*compare_tensors([zero], [zero + 1]).tolist()) == (math.inf, 0.0)
+    assert error_and_cosine(*compare_tensors([torch.zeros(0)], [torch.zeros(0)]).tolist()) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("skew", [-5000.0, 0.0, 123.0])
+def test_transfer_time_needs_no_common_clock(skew):
+    """Packets of 3000 and 1000 bytes that take 30 and 10 ms; the receiver was late for some."""
+    sent = {"forward": [0.0, 50.0, 60.0], "backward": [100.0 + skew, 150.0 + skew, 200.0 + skew]}
+    arrived = {"forward": [30.0 + skew, 95.0 + skew, 110.0 + skew], "backward": [140.0, 160.0, 900.0]}
+    found = transfer_ms(sent, arrived, {"forward": 3000.0, "backward": 1000.0})
+    assert found == pytest.approx({"forward": 30.0, "backward": 10.0})
+
+
+def channel_values(**values):
+    times = dict.fromkeys(("encode_ms", "decode_ms", "wait_ms", "send_ms", "transfer_ms"), 0.0)
+    return times | {"ratio": 1.0} | values
+
+
+def test_estimate_of_the_uncompressed_step():
+    free = channel_values()
+    codec_only = [{"forward": channel_values(encode_ms=5.0, decode_ms=3.0), "backward": free}]
+    assert uncompressed_step_ms(100.0, codec_only) == 97.0  # less stage 1's 3 ms: both must get faster
+    exposed = [{"forward": channel_values(wait_ms=20.0, transfer_ms=10.0, ratio=4.0), "backward": free}]
+    assert uncompressed_step_ms(100.0, exposed) == 130.0
+    saturated = [{"forward": channel_values(transfer_ms=60.0, ratio=4.0), "backward": free}]
+    assert uncompressed_step_ms(100.0, saturated) == 240.0
+    assert stage_ms(codec_only, 0)["encode"] == 5.0 and stage_ms(codec_only, 1)["decode"] == 3.0
