@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, Context, TensorSpec
 from ds_compress.config import DIRECTIONS, BoundaryCodecs, Config
-from ds_compress.wire import Header, PacketLayout
+from ds_compress.wire import HEADER_SIZE, Header, PacketLayout
 
 HEADERS_CHECKED = 4
 """On devices other than the CPU only so many packets of a layout have their header read: it costs a host sync."""
@@ -80,8 +80,10 @@ class Channel:
         return self._messages[key]
 
     def compressed_bytes(self, message: Message) -> int:
-        """Size of the packet of `message` after the warm-up."""
-        return Message(message.specs, self.codec, message.eligible, message.ids).packet.nbytes
+        """Bytes that `message` takes on the wire after the warm-up, a second packet included."""
+        compressed = Message(message.specs, self.codec, message.eligible, message.ids)
+        rest = sum(codec.rest_bytes(spec) for codec, spec in zip(compressed.codecs, compressed.specs) if codec)
+        return compressed.packet.nbytes + (HEADER_SIZE + rest if rest else 0)
 
     def encode(
         self,

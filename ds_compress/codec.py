@@ -111,6 +111,7 @@ class Codec(Named, ABC):
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)  # option sets that the tests and `ds-compress bench` walk
     both_directions: ClassVar[bool] = False  # True: forward and backward of a boundary must both be this codec
     sender_decodes: ClassVar[bool] = True  # False: what a message decodes to depends on state of the receiver alone
+    has_rest: ClassVar[bool] = False  # True: messages may come with a second packet, see `rest`
     needs_warmup: ClassVar[bool] = False  # True: works only after at least one warm-up step
     note: str = ""  # what a user should know of how this setting was resolved, said once at start-up
     selects: ClassVar[bool] = False  # True: sets ctx.selection, which "indices": "reuse" backward can then read
@@ -130,17 +131,17 @@ class Codec(Named, ABC):
         `parts` are views of a packet whose memory is used again: what must stay (in `ctx.stash`) is copied.
         """
 
-    def used(self, parts: tuple[Tensor, ...]) -> int | None:
-        """Leading bytes of `parts` that `decode` reads, where `layout` is a maximum; None: always all of them."""
-        return None
-
     def rest(self, parts: tuple[Tensor, ...], spec: TensorSpec) -> Layout:
         """What follows in a second packet, as those `parts` say that `layout` describes; seldom anything.
 
-        `encode` returns it behind the parts of `layout`, and `decode` gets it there. Reading `parts` makes the host
-        wait for the device.
+        `encode` returns it behind the parts of `layout`, and `decode` gets it there. For codecs whose size follows from
+        the data: reading `parts` makes the host wait for the device, and this packet cannot be received ahead.
         """
         return ()
+
+    def rest_bytes(self, spec: TensorSpec) -> int:
+        """Size of `rest` to plan with: what a message needs at most, once first visits and the like are over."""
+        return 0
 
     def restored(self, memory: MutableMapping[str, Tensor]) -> None:
         """Put entries of `memory`, just read from a checkpoint, where they belong; those with "/host/" in their key

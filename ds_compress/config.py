@@ -165,6 +165,11 @@ class Config:
             backward = backward_feedback.around(backward)
         return BoundaryCodecs(forward, backward)
 
+    def has_rest(self, direction: str) -> bool:
+        """Whether messages of any boundary may come with a second packet."""
+        numbers = [None, *map(int, self.block.boundaries)]
+        return any(getattr(self.codecs(number), direction).has_rest for number in numbers)
+
     def check_boundaries(self, count: int) -> None:
         """Refuse settings for a boundary that a pipeline with `count` boundaries does not have."""
         for number in self.block.boundaries:

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ds_compress import __version__
 from ds_compress.channel import Boundary
 from ds_compress.checkpoint import CheckpointedEngine
-from ds_compress.config import KEY, Config
+from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.errors import CompressionError
 from ds_compress.handshake import agree
 from ds_compress.link import EagerReceiver, EagerSender, Receiver, Sender, channel_groups
@@ -267,16 +267,16 @@ def _stage(engine: Any, config: Config, p2p: PointToPoint) -> Stage:
     after = Boundary(number, config, replica) if number < engine.num_stages - 1 else None
     stage = Stage(config, p2p, before, after)
     eager = config.block.link.mode == "eager"
-    uses = ["forward", "backward"] + ["second"] * (config.sample_ids is not None)
+    rests = [f"{direction} rest" for direction in DIRECTIONS if config.has_rest(direction)]
     pipelines = engine.grid._topo.get_axis_comm_lists("pipe")
-    groups = channel_groups(pipelines, engine.global_rank, uses) if eager else {}
+    groups = channel_groups(pipelines, engine.global_rank, [*DIRECTIONS, *rests]) if eager else {}
     send, receive = (EagerSender, EagerReceiver) if eager else (Sender, Receiver)
 
     def connect(instruction, channel, kind, neighbour):
         peer = engine.grid.stage_to_global(neighbour)
         group = groups.get((channel.boundary.number, channel.direction))
-        second = groups.get((channel.boundary.number, "second"))
-        stage.connect(instruction, channel, kind(peer, engine.device, group), kind(peer, engine.device, second))
+        rest_group = groups.get((channel.boundary.number, f"{channel.direction} rest"))
+        stage.connect(instruction, channel, kind(peer, engine.device, group), kind(peer, engine.device, rest_group))
 
     if before:
         connect("RecvActivation", before.forward, receive, engine.prev_stage)

@@ -207,8 +207,8 @@ def link_name(mbit: float | None) -> str:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    table = Table("link", "recipe", "step, s", "/ stock unshaped", "/ stock here", "MB a step", "link busy", "predicted, s",
-                  "predicted / measured", title="2 stages, 8 micro-batches, one core a rank")
+    table = Table("link", "recipe", "step, s", "/ stock unshaped", "/ stock here", "MB a step", "link busy",
+                  "predicted, s", "predicted / measured", title="2 stages, 8 micro-batches, one core a rank")
     for row in rows:
         busy = f"{100 * row['link_busy']:.0f} %" if row["link_busy"] else ""
         table.add_row(

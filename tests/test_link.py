@@ -42,8 +42,8 @@ def delay_link(mean: float) -> None:
 def left_over(engine) -> list:
     """Transfers that are still under way, and receives that wait for a packet."""
     ends = engine._compression._ends.values()
-    sent = [work for end in ends if hasattr(end, "sender") for work in end.sender._in_flight]
-    return sent + [work for end in ends if hasattr(end, "receiver") for work in end.receiver._posted]
+    sent = [work for end in ends if hasattr(end, "sender") for work in getattr(end.sender, "_in_flight", ())]
+    return sent + [work for end in ends if hasattr(end, "receiver") for work in getattr(end.receiver, "_posted", ())]
 
 
 def train(stages, block, steps, mean_delay=0.0, evaluate=0, specs=None):

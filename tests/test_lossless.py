@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import ds_compress.codecs  # noqa: F401  (registers)
 from ds_compress.codec import Context, TensorSpec, build
+from ds_compress.errors import CompressionError
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -16,8 +17,8 @@ def round_trip(x):
     codec = build("lossless")
     spec = TensorSpec.of(x)
     parts = codec.encode(x, Context())
-    assert tuple((tuple(part.shape), part.dtype) for part in parts) == codec.layout(spec)
-    assert codec.used(parts) <= 8 + x.nbytes
+    assert tuple((tuple(part.shape), part.dtype) for part in parts) == codec.layout(spec) + codec.rest(parts[:1], spec)
+    assert parts[1].numel() <= codec.rest_bytes(spec) == x.nbytes
     out = codec.decode(parts, spec, Context())
     assert TensorSpec.of(out) == spec
     return out
@@ -68,22 +69,17 @@ def test_views(view):
 def test_ratio_of_gaussian_numbers(dtype, ratio):
     """The exponent of a Gaussian number holds 2.6 bits: 16 / 10.6 = 1.51 is the limit for bf16."""
     x = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0)).to(dtype)
-    assert x.nbytes / build("lossless").used(build("lossless").encode(x, Context())) > ratio
+    length, body = build("lossless").encode(x, Context())
+    assert x.nbytes / (length.nbytes + body.nbytes) > ratio
 
 
 def test_wire_of_an_incompressible_tensor():
     x = torch.tensor([0x0102, 0x0304, -2], dtype=torch.int16).view(torch.bfloat16)
-    (packet,) = build("lossless").encode(x, Context())
-    assert bytes(packet.tolist()) == b"\6\0\0\0\0\0\0\0" + b"\x02\x04\xfe" + b"\x01\x03\xff"
+    length, body = build("lossless").encode(x, Context())
+    assert length.item() == 6 and bytes(body.tolist()) == b"\x02\x04\xfe" + b"\x01\x03\xff"
 
 
-def test_rest_of_the_packet_is_zero_and_not_read():
-    codec = build("lossless")
-    x = torch.zeros(1000)
-    x[500] = 1.5
-    (packet,) = codec.encode(x, Context())
-    used = codec.used((packet,))
-    assert used < 100
-    assert not packet[used:].any()
-    packet[used:] = 255
-    assert torch.equal(codec.decode((packet,), TensorSpec.of(x), Context()), x)
+@pytest.mark.parametrize("length", [-1, 4001, 2**62])
+def test_a_length_that_cannot_be_is_refused(length):
+    with pytest.raises(CompressionError, match=f"a frame of {length} bytes came for a tensor of 4000 bytes"):
+        build("lossless").rest((torch.tensor([length]),), TensorSpec((1000,), torch.float32))

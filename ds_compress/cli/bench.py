@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ds_compress import config  # noqa: F401  (registers the codecs)
 from ds_compress.cli.arguments import DTYPES, shape
-from ds_compress.codec import CODECS, Codec, Context, Layout, TensorSpec, build, names
+from ds_compress.codec import CODECS, Codec, Context, TensorSpec, build, names
 
 OUTLIERS = 6  # channels of the benchmark tensor that are 20 times as large, as in a transformer's hidden states
 REPEATS = 7
@@ -93,7 +93,7 @@ def measure(codec: Codec, x: Tensor) -> dict[str, Any]:
         "shape": list(spec.shape),
         "dtype": next(name for name, dtype in DTYPES.items() if dtype is x.dtype),
         "device": str(x.device),
-        "bits_per_value": 8 * _nbytes(codec.layout(spec)) / spec.numel,
+        "bits_per_value": 8 * sum(part.nbytes for part in parts) / spec.numel,
         "relative_error": ((decoded.double() - x.double()).norm() / x.double().norm()).item(),
         **gbps,
         "copy_fraction": gbps["roundtrip_gbps"] / gbps["copy_gbps"],
@@ -110,10 +110,6 @@ def _contexts(codec: Codec, x: Tensor) -> tuple[Context, Context]:
         forward.decode(forward.encode(x, sender), TensorSpec.of(x), receiver)
         sender.direction = receiver.direction = "backward"
     return sender, receiver
-
-
-def _nbytes(layout: Layout) -> int:
-    return sum(torch.Size(size).numel() * dtype.itemsize for size, dtype in layout)
 
 
 def _median_seconds(function: Callable[[], object], device: torch.device) -> float:

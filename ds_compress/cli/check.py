@@ -69,6 +69,8 @@ def read_block(path: Path) -> object:
 def message_sizes(config: Config, stages: int, spec: TensorSpec) -> list[dict[str, Any]]:
     """One row per boundary and direction for messages of one tensor of `spec`, after the warm-up.
 
+    Where the size follows from the data (lossless), wire_bytes is what a message takes at most.
+
     Raises:
         CompressionError: `stages` below 1, or settings for a boundary that does not exist.
     """
@@ -82,7 +84,7 @@ def message_sizes(config: Config, stages: int, spec: TensorSpec) -> list[dict[st
         for direction in DIRECTIONS:
             channel = getattr(boundary, direction)
             message = channel.message((spec,), after_warmup)
-            wire_bytes = message.packet.nbytes
+            wire_bytes = channel.compressed_bytes(message)
             rows.append({
                 "boundary": number,
                 "direction": direction,

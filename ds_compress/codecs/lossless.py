@@ -5,6 +5,7 @@ import zstandard
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Layout, TensorSpec, register
+from ds_compress.errors import CompressionError
 
 
 @register("lossless")
@@ -14,18 +15,25 @@ class Lossless(Codec):
     All bits survive, those of nan and of -0.0 too. The first bytes of all numbers, then the second ones, ... : the
     bytes with sign and exponent repeat, and zstd finds nothing in the others and copies them. On the wire:
 
-        8 bytes                 length L, little-endian
-        L bytes                 a zstd frame; the sorted bytes as they are where L is the size of the tensor
-        the rest                zero, up to the size of the tensor
+        first packet     int64 [1]: length L
+        second packet    L bytes, a zstd frame; the sorted bytes as they are where L is the size of the tensor
 
     zstd runs on the host: a tensor on another device is copied there and back.
     """
 
-    def layout(self, spec: TensorSpec) -> Layout:
-        return (((8 + spec.nbytes,), torch.uint8),)
+    has_rest = True
 
-    def used(self, parts: tuple[Tensor, ...]) -> int:
-        return 8 + _length(parts[0])
+    def layout(self, spec: TensorSpec) -> Layout:
+        return (((1,), torch.int64),)
+
+    def rest(self, parts: tuple[Tensor, ...], spec: TensorSpec) -> Layout:
+        length = int(parts[0])
+        if not 0 <= length <= spec.nbytes:
+            raise CompressionError(f"lossless: a frame of {length} bytes came for a tensor of {spec.nbytes} bytes")
+        return (((length,), torch.uint8),)
+
+    def rest_bytes(self, spec: TensorSpec) -> int:
+        return spec.nbytes
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         places = x.detach().cpu().contiguous().view(-1, 1).view(torch.uint8)
@@ -36,20 +44,12 @@ class Lossless(Codec):
         frame = zstandard.ZstdCompressor(compression_params=fast).compress(body.numpy())
         if len(frame) < body.numel():
             body = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
-        packet = torch.zeros(8 + x.nbytes, dtype=torch.uint8)
-        packet[:8] = torch.tensor(list(body.numel().to_bytes(8, "little")), dtype=torch.uint8)
-        packet[8 : 8 + body.numel()] = body
-        return (packet.to(x.device),)
+        return torch.tensor([body.numel()]).to(x.device), body.to(x.device)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
-        packet = parts[0].cpu()
-        body = packet[8 : 8 + _length(packet)]
+        body = parts[1].cpu()
         if body.numel() < spec.nbytes:
             frame = zstandard.ZstdDecompressor().decompress(body.numpy(), max_output_size=spec.nbytes)
             body = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
         places = body.view(spec.dtype.itemsize, spec.numel)
         return torch.stack(places.unbind(0), dim=1).view(spec.dtype).view(spec.shape).to(spec.device)
-
-
-def _length(packet: Tensor) -> int:
-    return int.from_bytes(packet[:8].cpu().numpy().tobytes(), "little")

@@ -34,7 +34,7 @@ class SparseOptions(CodecOptions):
     @classmethod
     def _values_are_a_plain_codec(cls, choice: object) -> object:
         inner = _values_codec(choice)
-        if inner.selects or inner.both_directions:
+        if inner.selects or inner.both_directions or inner.has_rest:
             raise CompressionError(f"{inner.name!r} cannot carry the kept values; use e.g. 'bf16'")
         return choice
 

@@ -81,6 +81,8 @@ class AQSGD(Feedback):
 class AQSGDCodec(FeedbackCodec):
     """Both sides hold the buffers and apply the same decoded changes to them."""
 
+    has_rest = True
+
     def __init__(self, feedback: AQSGD, codec: Codec):
         super().__init__(feedback, codec)
         options = feedback.options

@@ -57,6 +57,8 @@ class FeedbackCodec(Codec):
             CompressionError: the sender cannot know what `codec` delivers.
         """
         super().__init__(codec.options)
+        if codec.has_rest:
+            raise CompressionError(f"{feedback.name!r} cannot follow codec {codec.name!r}; allowed: 'none'")
         if not codec.sender_decodes:
             raise CompressionError(
                 f"{feedback.name!r} cannot follow codec {codec.name!r}: only the receiver can decode its messages; "
