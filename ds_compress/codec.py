@@ -78,7 +78,8 @@ class Context:
 
     memory: MutableMapping[str, Tensor] = field(default_factory=dict)
     """Tensors that outlive the message (a warm-started basis, learned weights), kept and checkpointed by the
-    boundary, shared by its two directions. Replace entries, never modify them in place."""
+    boundary, shared by its two directions. Replace entries, never modify them in place. Entries are contiguous: that is how a
+    checkpoint brings them back, and products differ in their last bits between one memory layout and another."""
 
     @property
     def selection(self) -> Tensor | None:

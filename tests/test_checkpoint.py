@@ -88,6 +88,25 @@ def test_resuming_equals_going_on(name, replicas, tmp_path):
         assert first and not any(torch.equal(first[key], second[key]) for key in first)
 
 
+@pytest.mark.parametrize("codec", [
+    {"name": "lowrank", "rank": 8}, {"name": "pca", "rank": 16}, {"name": "autoencoder", "width": 16, "lr": 0.01}
+], ids=lambda codec: codec["name"])
+def test_codecs_that_learn_train_and_resume(codec, tmp_path):
+    """Bases and weights are state too; with 2 replicas the autoencoder's gradients are averaged over them."""
+    direction = {"codec": codec}
+    settings = ds_config({"forward": direction, "backward": direction, "min_numel": 0, "warmup_steps": 1}, replicas=2)
+    steps = 12
+    whole = ranks(4, 2, settings, tmp_path, end=steps)
+    resumed = ranks(4, 2, settings, tmp_path, start=SAVED, end=steps)
+    for ours, theirs in zip(resumed, whole):
+        assert ours["losses"] == theirs["losses"][SAVED:]
+        assert_same(ours["end"], theirs["end"])
+    losses = whole[0]["losses"]
+    assert sum(losses[-3:]) < 0.9 * sum(losses[1:4])
+    replicas_differ = [not torch.equal(whole[0]["end"][key], whole[1]["end"][key]) for key in whole[0]["end"]]
+    assert whole[0]["end"] and any(replicas_differ) == (codec["name"] != "autoencoder")
+
+
 def test_other_stages_and_settings(tmp_path):
     ranks(4, 4, config("ef21"), tmp_path, end=SAVED)
     # cuts at layers 2, 4, 6 become one at layer 4; the parameter groups no longer fit, so the optimizer starts anew

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
 from ds_compress import config  # noqa: F401  (registers the codecs)
 from ds_compress.cli.arguments import DTYPES, shape
+from ds_compress.cli.console import console
 from ds_compress.codec import CODECS, Codec, Context, TensorSpec, build, names
 
 OUTLIERS = 6  # channels of the benchmark tensor that are 20 times as large, as in a transformer's hidden states
@@ -29,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
     parser.add_argument("--threads", type=int, default=1, help="of torch on the CPU (default 1)")
-    parser.add_argument("--codec", nargs="+", help="names, or JSON objects as in ds_config (default: all)")
+    parser.add_argument("--codec", nargs="+", help="names, or JSON objects as in ds_config (default: all but none)")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.set_defaults(run=run)
 
@@ -37,26 +37,26 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(args.threads)
     x = benchmark_tensor(args.shape, DTYPES[args.dtype], torch.device(args.device))
-    rows = [measure(codec, x) for codec in track(chosen(args.codec), "measuring", transient=True)]
+    codecs = chosen(args.codec)
+    rows = [measure(codec, x) for codec in track(codecs, "measuring", transient=True)]
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))
     title = f"{list(args.shape)} {args.dtype} on {args.device}, {args.threads} thread(s); GB/s of input"
-    table = Table("codec", "options", "bits/value", "error", "encode", "decode", "round trip", "of copy", title=title)
-    for row in rows:
-        options = ", ".join(f"{key}={value}" for key, value in row["options"].items())
+    table = Table("codec", "bits/value", "error", "encode", "decode", "round trip", "of copy", title=title)
+    for codec, row in zip(codecs, rows):
         table.add_row(
-            row["codec"], options, f"{row['bits_per_value']:.3f}", f"{row['relative_error']:.4f}",
+            str(codec), f"{row['bits_per_value']:.3f}", f"{row['relative_error']:.4f}",
             f"{row['encode_gbps']:.2f}", f"{row['decode_gbps']:.2f}", f"{row['roundtrip_gbps']:.2f}",
             f"{row['copy_fraction']:.3f}",
         )
-    Console().print(table)
+    console().print(table)
     return 0
 
 
 def chosen(words: list[str] | None) -> list[Codec]:
     """The codecs that `--codec` names: a name stands for all examples of that codec, JSON for one setting."""
     codecs = []
-    for word in names() if words is None else words:
+    for word in words or (name for name in names() if name != "none"):
         if word.lstrip().startswith("{"):
             codecs.append(build(json.loads(word), "--codec"))
         else:
@@ -76,9 +76,9 @@ def benchmark_tensor(size: tuple[int, ...], dtype: torch.dtype, device: torch.de
 def measure(codec: Codec, x: Tensor) -> dict[str, Any]:
     """One row of the benchmark; times are medians, bytes are those of the payload."""
     spec = TensorSpec.of(x)
+    bits_per_value, relative_error = size_and_error(codec, x)
     sender, receiver = _contexts(codec, x)
     parts = codec.encode(x, sender)
-    decoded = codec.decode(parts, spec, receiver)
     out = torch.empty_like(x)
     seconds = {
         "encode": _median_seconds(lambda: codec.encode(x, sender), x.device),
@@ -93,11 +93,20 @@ def measure(codec: Codec, x: Tensor) -> dict[str, Any]:
         "shape": list(spec.shape),
         "dtype": next(name for name, dtype in DTYPES.items() if dtype is x.dtype),
         "device": str(x.device),
-        "bits_per_value": 8 * sum(part.nbytes for part in parts) / spec.numel,
-        "relative_error": ((decoded.double() - x.double()).norm() / x.double().norm()).item(),
+        "bits_per_value": bits_per_value,
+        "relative_error": relative_error,
         **gbps,
         "copy_fraction": gbps["roundtrip_gbps"] / gbps["copy_gbps"],
     }
+
+
+def size_and_error(codec: Codec, x: Tensor) -> tuple[float, float]:
+    """Bits per value of the payload of `x`, and ||x - C(x)|| / ||x||."""
+    sender, receiver = _contexts(codec, x)
+    parts = codec.encode(x, sender)
+    decoded = codec.decode(parts, TensorSpec.of(x), receiver).double()
+    error = (decoded - x.double()).norm() / x.double().norm()
+    return 8 * sum(part.nbytes for part in parts) / x.numel(), error.item()
 
 
 def _contexts(codec: Codec, x: Tensor) -> tuple[Context, Context]:

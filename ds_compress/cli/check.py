@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from ds_compress.autoload import near_misses
 from ds_compress.channel import Boundary, Moment
 from ds_compress.cli.arguments import DTYPES, shape
+from ds_compress.cli.console import console
 from ds_compress.codec import TensorSpec
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.errors import CompressionError
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
             str(row["boundary"]), row["direction"], row["codec"], f"{row['raw_bytes']:,}", f"{row['wire_bytes']:,}",
             f"{row['ratio']:.2f}", f"{row['bits_per_value']:.3f}",
         )
-    Console().print(table)
+    console().print(table)
     return 0
 
 

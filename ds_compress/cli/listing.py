@@ -4,10 +4,10 @@ import argparse
 import json
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from ds_compress import config  # noqa: F401  (registers the codecs)
+from ds_compress.cli.console import console
 from ds_compress.codec import CODECS
 from ds_compress.feedback import FEEDBACKS
 from ds_compress.registry import Registry
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
             options = "\n".join(f"{name}: {option['allowed']} ({option['default']!r})"
                                 for name, option in entry["options"].items())
             table.add_row(entry["name"], entry["summary"], options)
-        Console().print(table)
+        console().print(table)
     return 0
 
 

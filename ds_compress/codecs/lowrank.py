@@ -69,7 +69,7 @@ class LowRank(Codec):
 
         # Only the directions of Q's columns matter. Of equal length, the weak ones are not lost beside the strong.
         largest = q_next.abs().amax(dim=0)
-        ctx.memory[key] = torch.where(finite & (largest > 0), q_next / largest, q)
+        ctx.memory[key] = torch.where(finite & (largest > 0), q_next / largest, q).contiguous()
         return p.to(dtype), torch.where(finite, q_next, torch.nan).to(dtype)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
@@ -148,7 +148,7 @@ class PCA(Codec):
                 )
             moment = ctx.memory.pop(f"{key}.moment")
             start = boundary_noise((h, min(self.options.rank, h)), ctx).to(moment)
-            ctx.memory[f"{key}.basis"] = principal_subspace(moment, start).float()
+            ctx.memory[f"{key}.basis"] = principal_subspace(moment, start).float().contiguous()
         return ctx.memory[f"{key}.basis"]
 
 
