@@ -44,14 +44,18 @@ def config(feedback, codec=TWO_BITS, replicas=1, **changes):
     return ds_config(block, replicas=replicas, optimizer={"type": "SGD", "params": {"lr": 0.1}}, **sizes)
 
 
-def run(stages, config, samples, epochs):
+def run(stages, config, samples, epochs, evaluate=False):
     engine = build(stages, config, SPECS, loss_fn=cross_entropy)
     replica, replicas = engine.grid.get_data_parallel_id(), engine.grid.data_parallel_size
     data = digits(samples, replica, replicas)
     steps = samples // replicas // (MICRO_BATCH * MICRO_BATCHES)
     losses, forward_bytes = [], []
+    others = digits(samples, replica=7, replicas=13)
     for _ in range(epochs):
-        losses += [engine.train_batch(data).item() for _ in range(steps)]
+        for _ in range(steps):
+            losses.append(engine.train_batch(data).item())
+            if evaluate:
+                engine.eval_batch(others)
         forward_bytes.append(sum(c.sent.wire_bytes for c in engine._compression.sending if c.direction == "forward"))
     memory = [value.nbytes for boundary in engine._compression.boundaries
               for values in boundary.memory.values() for value in values.values()]
@@ -128,6 +132,21 @@ def test_shards_of_replicas_and_batches():
     assert_sides_equal(ranks, 2)
     assert len({digest for rank in ranks for digest in rank["digests"].values()}) == 2
     assert all(rank["memory"] == 128 * WIDTH * 2 for rank in ranks)
+
+
+def test_watching_changes_nothing(tmp_path):
+    """Neither evaluation between the steps nor measuring the error of every message."""
+    feedback = {"name": "aqsgd", "store": "disk"}
+    plain = run_ranks(2, run, 2, config(feedback), 128, 3)
+    watched = config(feedback, monitor={"every": 1})
+    watched["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path), "job_name": "digits"}
+    watched = run_ranks(2, run, 2, watched, 128, 3, True)
+    assert watched[0]["losses"] == plain[0]["losses"]
+    assert [rank["digests"] for rank in watched] == [rank["digests"] for rank in plain]
+    errors = next(tmp_path.rglob("*boundary_0_forward_relative_error.csv")).read_text().splitlines()[1:]
+    errors = [float(line.split(",")[1]) for line in errors]
+    assert errors[:4] == [0] * 4, "the second packet of the first epoch is measured too"
+    assert all(0 < error < 1 for error in errors[4:])
 
 
 @pytest.mark.parametrize("samples, warmup", [(512, 4), pytest.param(1792, 2, marks=pytest.mark.slow)])
