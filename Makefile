@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench clean
+.PHONY: help demo test test-slow lint bench bench-net clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ lint: $(INSTALLED) ## flake8
 
 bench: $(INSTALLED) ## speed and error of every codec on this machine
 	$(BIN)/ds-compress bench
+
+bench-net: $(INSTALLED) ## two hosts with a slow link between them, on this machine; needs root
+	$(BIN)/python launch/bench_net.py
 
 clean: ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) runs build *.egg-info .pytest_cache .hypothesis

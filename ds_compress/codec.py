@@ -78,8 +78,8 @@ class Context:
 
     memory: MutableMapping[str, Tensor] = field(default_factory=dict)
     """Tensors that outlive the message (a warm-started basis, learned weights), kept and checkpointed by the
-    boundary, shared by its two directions. Replace entries, never modify them in place. Entries are contiguous: that is how a
-    checkpoint brings them back, and products differ in their last bits between one memory layout and another."""
+    boundary, shared by its two directions. Replace entries, never modify them in place. Entries are contiguous: that
+    is how a checkpoint brings them back, and a product's last bits depend on the memory layout."""
 
     @property
     def selection(self) -> Tensor | None:
@@ -135,8 +135,8 @@ class Codec(Named, ABC):
     def rest(self, parts: tuple[Tensor, ...], spec: TensorSpec) -> Layout:
         """What follows in a second packet, as those `parts` say that `layout` describes; seldom anything.
 
-        `encode` returns it behind the parts of `layout`, and `decode` gets it there. For codecs whose size follows from
-        the data: reading `parts` makes the host wait for the device, and this packet cannot be received ahead.
+        `encode` returns it behind the parts of `layout`, and `decode` gets it there. For codecs whose size follows
+        from the data: reading `parts` makes the host wait for the device, and the packet cannot be received ahead.
         """
         return ()
 

@@ -19,6 +19,7 @@ import argparse
 import csv
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -75,8 +76,8 @@ class Bench:
 
     def train(self, recipe: str, mbit: float | None, script: str = "train_lm.py") -> dict[str, Any]:
         """Step time, losses, bytes a step that left each host, and the output of one run; `mbit`: of the link."""
-        folder = self.out / f"{recipe}-{link_name(mbit)}"
-        subprocess.run(["rm", "-rf", str(folder)], check=True)
+        folder = self.out / f"{recipe}-{f'{mbit:g}mbit' if mbit else 'unshaped'}"
+        shutil.rmtree(folder, ignore_errors=True)  # the CSV monitor appends to what it finds
         folder.mkdir(parents=True)
         config = {
             "train_micro_batch_size_per_gpu": self.micro_batch,
@@ -207,16 +208,16 @@ def link_name(mbit: float | None) -> str:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    table = Table("link", "recipe", "step, s", "/ stock unshaped", "/ stock here", "MB a step", "link busy",
-                  "predicted, s", "predicted / measured", title="2 stages, 8 micro-batches, one core a rank")
+    table = Table("link", "recipe", "step, s", "/ unshaped", "/ stock here", "MB a step", "link busy", "predicted, s",
+                  "off by", title="2 stages, 8 micro-batches, one core a rank")
     for row in rows:
-        busy = f"{100 * row['link_busy']:.0f} %" if row["link_busy"] else ""
         table.add_row(
             row["link"], row["recipe"], f"{row['step_s']:.3f}", f"{row['step_over_stock_unshaped']:.3f}",
-            f"{row['step_over_stock_same_link']:.3f}", f"{row['wire_bytes'] / 1e6:.2f}", busy,
-            f"{row['predicted_step_s']:.3f}", f"{row['predicted_step_s'] / row['step_s']:.2f}",
+            f"{row['step_over_stock_same_link']:.3f}", f"{row['wire_bytes'] / 1e6:.2f}",
+            f"{100 * row['link_busy']:.0f} %" if row["link_busy"] else "", f"{row['predicted_step_s']:.3f}",
+            f"{100 * (row['predicted_step_s'] / row['step_s'] - 1):+.0f} %",
         )
-    Console().print(table)
+    Console(width=120).print(table)
 
 
 def plot(rows: list[dict[str, Any]], file: Path) -> None:

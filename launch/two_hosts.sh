@@ -46,6 +46,8 @@ for host in $a $b; do
     ip -n $host address add "$(address $host)/30" dev wire
     ip -n $host link set lo up
     ip -n $host link set wire up
+    # The default differs from machine to machine; a kernel without cubic keeps its own
+    ip netns exec $host sysctl -qw net.ipv4.tcp_congestion_control=cubic || true
     if [[ -n ${RATE:-} ]]; then
         ip netns exec $host tc qdisc add dev wire root tbf rate "$RATE" burst 128kb latency 100ms ||
             fail "tc cannot shape the link to RATE=$RATE: is sch_tbf in this kernel, and is the rate written as 200mbit?"

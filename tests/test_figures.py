@@ -1,4 +1,4 @@
-"""Size and error of the codecs on the benchmark's tensor: the figures that `ds-compress bench` prints, without times."""
+"""Size and error of the codecs on the benchmark's tensor, as `ds-compress bench` prints them."""
 
 import pytest
 import torch

@@ -62,6 +62,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     workload = _workload(args)
+    if args.gbps is not None and args.gbps <= 0:
+        raise CompressionError(f"--gbps: {args.gbps} is not allowed: should be more than 0")
     gbps = _measured_gbps() if args.measure else args.gbps
     if args.measure and int(os.environ["RANK"]) > 0:
         return 0
@@ -179,17 +181,20 @@ _speeds: dict[tuple[str, TensorSpec, str], tuple[float, float]] = {}
 
 
 def _measured_gbps() -> float:
-    """Gbit/s of the slowest link between neighbouring ranks, as every rank sees it.
-
-    Raises:
-        CompressionError: not started by a launcher, or with one rank only.
-    """
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
         raise CompressionError(
             "--measure: start it on the ranks to measure between, for example: "
             "torchrun --nproc-per-node 2 -m ds_compress advise --measure ..."
         )
     dist.init_process_group("gloo")
+    gbps = slowest_link_gbps()
+    dist.barrier()
+    dist.destroy_process_group()
+    return gbps
+
+
+def slowest_link_gbps() -> float:
+    """Gbit/s of the slowest link from a rank to the next, one measured at a time; the same on every rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     message = torch.zeros(MEASURED_BYTES, dtype=torch.uint8)
     seconds = torch.zeros(ranks)
@@ -205,6 +210,4 @@ def _measured_gbps() -> float:
         if rank == sender + 1:
             seconds[rank] = time.perf_counter() - started
     dist.all_reduce(seconds)
-    dist.barrier()
-    dist.destroy_process_group()
     return 8e-9 * MEASURED_BYTES * MEASURED_MESSAGES / seconds.max().item()
