@@ -1,5 +1,6 @@
 """What the sinks hold is what the channels counted, for every boundary and direction, and watching changes nothing."""
 
+import itertools
 import math
 
 import pytest
@@ -13,7 +14,7 @@ from ds_compress.cli.runs import LOSS, read_run
 from ds_compress.clock import HostClock
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.metrics import CHANNEL, PIPELINE, label, stage_ms, transfer_ms, uncompressed_step_ms
-from ds_compress.probe import SendingMeter, compare_tensors, error_and_cosine
+from ds_compress.probe import SendingMeter, error_and_cosine, largest, norms
 from tests.dist import run_ranks
 from tests.pipeline import MICRO_BATCH, MICRO_BATCHES, batches, build, ds_config, weights
 
@@ -38,7 +39,8 @@ def sinks(folder):
 def train_and_count(stages, config, steps=STEPS):
     """Losses, weights, and the counters of every channel this rank sends on after each step."""
     engine = build(stages, config)
-    data = batches(engine.grid.get_data_parallel_id())
+    epoch = list(itertools.islice(batches(engine.grid.get_data_parallel_id()), 2 * MICRO_BATCHES))
+    data = itertools.cycle(epoch)
     losses, counted = [], []
     for _ in range(steps):
         losses.append(engine.train_batch(data).item())
@@ -106,11 +108,13 @@ def test_sinks_hold_what_the_channels_counted(stages, tmp_path, monkeypatch):
     assert not any(rank["summary"] for rank in ranks[1:])
 
 
-def test_watching_changes_nothing(tmp_path):
+@pytest.mark.parametrize("feedback", ["ef21", "aqsgd"])
+def test_watching_changes_nothing(feedback, tmp_path):
     """A packet decoded by its own sender leaves feedback state, stashes and random choices as they were."""
-    quiet = run_ranks(2, train_and_count, 2, ds_config({**BLOCK, "monitor": {"every": 0}}))
+    block = {**BLOCK, "forward": {**BLOCK["forward"], "feedback": feedback}}
+    quiet = run_ranks(2, train_and_count, 2, ds_config({**block, "monitor": {"every": 0}}))
     csv_only = {"csv_monitor": sinks(tmp_path)["csv_monitor"]}
-    watched = run_ranks(2, train_and_count, 2, ds_config(BLOCK, **csv_only))
+    watched = run_ranks(2, train_and_count, 2, ds_config(block, **csv_only))
     assert len(read_run(tmp_path).series[label("cosine", 0, "forward")]) == STEPS
     for mine, theirs in zip(watched, quiet):
         assert mine["losses"] == theirs["losses"] and mine["counted"] == theirs["counted"]
@@ -120,16 +124,22 @@ def test_watching_changes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("bad, share", [(math.inf, 0.5), (math.nan, 0.5), (1.0, 0.0)])
-def test_messages_that_are_not_finite_are_counted_apart(bad, share):
-    boundary = Boundary(0, Config({"forward": {"codec": "bf16"}, "min_numel": 0}))
-    meter = SendingMeter(HostClock())
+def test_messages_that_are_not_finite_are_counted(bad, share):
+    """Micro-batch 1 is bad; the one that is compared moves on with the steps."""
     good = torch.randn(64)
-    for micro_batch, x in enumerate((good, torch.cat([good[1:], torch.tensor([bad])]))):
-        packet = meter.encode(boundary.forward, [x], Moment(0, micro_batch, True), 0, HeldSender().memory)
-        meter.send(HeldSender(), packet)
-    values = meter.values()
-    assert values["nonfinite_share"] == share
-    assert 0 < values["relative_error"] < 2**-8 and values["cosine"] == pytest.approx(1, abs=1e-4)
+    messages = [good, torch.cat([good[1:], torch.tensor([bad])])]
+    for step in (0, 1):
+        boundary = Boundary(0, Config({"forward": {"codec": "bf16"}, "min_numel": 0}))
+        meter = SendingMeter(HostClock(), micro_batches=2)
+        for micro_batch, x in enumerate(messages):
+            packet = meter.encode(boundary.forward, [x], Moment(step, micro_batch, True), 0, HeldSender().memory)
+            meter.send(HeldSender(), packet)
+        values = meter.values()
+        assert values["nonfinite_share"] == share
+        if step == 1 and share:
+            assert math.isnan(values["relative_error"]) and math.isnan(values["cosine"])
+        else:
+            assert 0 < values["relative_error"] < 2**-8 and values["cosine"] == pytest.approx(1, abs=1e-4)
 
 
 class HeldSender:
@@ -140,6 +150,10 @@ class HeldSender:
 
     def send(self, packet):
         pass
+
+
+def compared(sent, decoded):
+    return error_and_cosine(*norms(sent, decoded, largest(sent)).tolist())
 
 
 @settings(max_examples=60, deadline=None)
@@ -153,7 +167,7 @@ def test_error_and_cosine_against_float64(size, dtype, noise):
     x = (size * torch.randn(3, 100, generator=generator, dtype=torch.float64)).to(dtype)
     y = (x.double() + noise * size * torch.randn(3, 100, generator=generator, dtype=torch.float64)).to(dtype)
     ints = torch.arange(5)
-    error, cosine = error_and_cosine(*compare_tensors([x[:1], ints, x[1:]], [y[:1], ints, y[1:]]).tolist())
+    error, cosine = compared([x[:1], ints, x[1:]], [y[:1], ints, y[1:]])
     a, b = x.double().flatten() / size, y.double().flatten() / size
     assert error == pytest.approx(((a - b).norm() / a.norm()).item(), rel=1e-4, abs=1e-7)
     assert cosine == pytest.approx((a @ b / (a.norm() * b.norm())).item(), abs=1e-5)
@@ -161,9 +175,9 @@ def test_error_and_cosine_against_float64(size, dtype, noise):
 
 def test_nothing_sent_is_no_error():
     zero = torch.zeros(4)
-    assert error_and_cosine(*compare_tensors([zero], [zero]).tolist()) == (0.0, 1.0)
-    assert error_and_cosine(*compare_tensors([zero], [zero + 1]).tolist()) == (math.inf, 0.0)
-    assert error_and_cosine(*compare_tensors([torch.zeros(0)], [torch.zeros(0)]).tolist()) == (0.0, 1.0)
+    assert compared([zero], [zero]) == (0.0, 1.0)
+    assert compared([zero], [zero + 1]) == (math.inf, 0.0)
+    assert compared([torch.zeros(0)], [torch.zeros(0)]) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("skew", [-5000.0, 0.0, 123.0])
