@@ -30,6 +30,13 @@ PIPELINE = {
     "uncompressed_step_ms": "estimate of the step with every message sent as it is",
 }
 
+DASHBOARD = {
+    "Bytes": ("wire_bytes", "raw_bytes", "ratio", "link_busy"),
+    "Error": ("relative_error", "cosine", "residual_norm", "nonfinite_share"),
+    "Time": ("step_ms", "uncompressed_step_ms", "encode_ms", "decode_ms", "wait_ms", "send_ms", "transfer_ms"),
+}
+"""Sections of a dashboard with the quantity that each of their charts shows."""
+
 Channels = Sequence[Mapping[str, Mapping[str, float]]]
 """By boundary, direction and name."""
 

@@ -153,11 +153,11 @@ class ReceivingMeter(_Meter):
 
 
 def largest(tensors: Sequence[Tensor]) -> Tensor:
-    """The largest magnitude in a message's float tensors, float64 on the device; inf or nan if one of them holds it."""
-    extremes = [torch.stack(t.detach().aminmax()).abs().max().double() for t in tensors if _is_compared(t)]
+    """The largest magnitude in a message's float tensors, float64 on the device; inf or nan if one holds it."""
+    extremes = [torch.stack(t.detach().aminmax()).abs().max() for t in tensors if _is_compared(t)]
     if not extremes:
         return torch.zeros((), dtype=torch.float64, device=tensors[0].device)
-    return torch.stack(extremes).max()
+    return torch.stack([extreme.double() for extreme in extremes]).max()
 
 
 def norms(sent: Sequence[Tensor], decoded: Sequence[Tensor], scale: Tensor) -> Tensor:

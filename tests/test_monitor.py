@@ -13,7 +13,9 @@ from ds_compress.channel import Boundary, Moment
 from ds_compress.cli.runs import LOSS, read_run
 from ds_compress.clock import HostClock
 from ds_compress.config import DIRECTIONS, Config
-from ds_compress.metrics import CHANNEL, PIPELINE, label, stage_ms, transfer_ms, uncompressed_step_ms
+from ds_compress.metrics import (
+    CHANNEL, DASHBOARD, PIPELINE, label, labels, stage_ms, transfer_ms, uncompressed_step_ms,
+)
 from ds_compress.probe import SendingMeter, error_and_cosine, largest, norms
 from tests.dist import run_ranks
 from tests.pipeline import MICRO_BATCH, MICRO_BATCHES, batches, build, ds_config, weights
@@ -64,6 +66,16 @@ def tensorboard_series(folder):
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+def charts(folder):
+    """All labels in the charts of TensorBoard's "Custom Scalars" page, as its plugin reads them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar import layout_pb2
+
+    events = EventAccumulator(str(folder)).Reload()
+    layout = layout_pb2.Layout.FromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    return [tag for category in layout.category for chart in category.chart for tag in chart.multiline.tag]
+
+
 @pytest.mark.parametrize("stages", [2, 4])
 def test_sinks_hold_what_the_channels_counted(stages, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -102,6 +114,9 @@ def test_sinks_hold_what_the_channels_counted(stages, tmp_path, monkeypatch):
                 assert all(0 < value <= 1 for _, value in rows["cosine"])
                 assert all(value == 0 for _, value in rows["nonfinite_share"])
                 assert (rows["residual_norm"][-1][1] > 0) == (direction == "backward")  # ef keeps one, ef21 does not
+    assert set(charts(tmp_path / "tensorboard")) == {
+        label for label in found["tensorboard"] if label.startswith("Train/Compression/")
+    }
     assert wandb_run.config["ds_compress"]["forward"]["name"] == "quantize"
     total = sum(sum(wire for _, wire in rank["counted"][-1].values()) for rank in first_replica)
     assert f"{total / 1e3:,.1f} kB sent instead of" in ranks[0]["summary"] and "waited" in ranks[0]["summary"]
@@ -203,3 +218,19 @@ def test_estimate_of_the_uncompressed_step():
     saturated = [{"forward": channel_values(transfer_ms=60.0, ratio=4.0), "backward": free}]
     assert uncompressed_step_ms(100.0, saturated) == 240.0
     assert stage_ms(codec_only, 0)["encode"] == 5.0 and stage_ms(codec_only, 1)["decode"] == 3.0
+
+
+def test_dashboards_show_every_quantity_once():
+    shown = [name for names in DASHBOARD.values() for name in names]
+    assert sorted(shown) == sorted([*CHANNEL, *PIPELINE])
+
+
+def test_wandb_workspace_holds_the_labels_that_are_written():
+    pytest.importorskip("wandb_workspaces")
+    from launch.wandb_workspace import LOSS as loss
+    from launch.wandb_workspace import workspace
+
+    spec = workspace("entity", "project", 3)._to_model().spec.section.panel_bank_config
+    metrics = [metric for section in spec.sections for panel in section.panels for metric in panel.config.metrics]
+    expected = [loss, *(tag for names in DASHBOARD.values() for name in names for tag in labels(3, name))]
+    assert sorted(metrics) == sorted(expected)
