@@ -172,6 +172,7 @@ class Channel:
         """This channel as the other side has it before the next message: what it decodes leaves no trace here."""
         boundary = copy.copy(self.boundary)
         boundary.memory = {position: dict(memory) for position, memory in boundary.memory.items()}
+        boundary.sample_ids = dict(boundary.sample_ids)
         boundary._stashes = {key: dict(stash) for key, stash in boundary._stashes.items()}
         channel = copy.copy(self)
         channel.boundary = boundary

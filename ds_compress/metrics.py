@@ -14,8 +14,8 @@ CHANNEL = {
     "raw_bytes": "bytes of the tensors, running total",
     "wire_bytes": "bytes of the packets, headers included, running total",
     "ratio": "raw over wire bytes, of the messages since the last value",
-    "relative_error": "||x - C(x)|| / ||x||, mean over the finite messages of the step",
-    "cosine": "between x and C(x), mean over the finite messages of the step",
+    "relative_error": "||x - C(x)|| / ||x|| of one message of the step",
+    "cosine": "between x and C(x) of one message of the step",
     "residual_norm": "norm of what error feedback holds back at the sender",
     "nonfinite_share": "share of the step's messages that hold inf or nan",
     "encode_ms": "the sender compresses, per step",
@@ -29,6 +29,13 @@ PIPELINE = {
     "step_ms": "the step as the first stage sees it",
     "uncompressed_step_ms": "estimate of the step with every message sent as it is",
 }
+
+DASHBOARD = {
+    "Bytes": ("wire_bytes", "raw_bytes", "ratio", "link_busy"),
+    "Error": ("relative_error", "cosine", "residual_norm", "nonfinite_share"),
+    "Time": ("step_ms", "uncompressed_step_ms", "encode_ms", "decode_ms", "wait_ms", "send_ms", "transfer_ms"),
+}
+"""Sections of a dashboard with the quantity that each of their charts shows."""
 
 Channels = Sequence[Mapping[str, Mapping[str, float]]]
 """By boundary, direction and name."""

@@ -70,7 +70,10 @@ class Monitor:
         self._started = self._started or time.perf_counter()
         if self._write is not None and self._due(step):
             for end in stage.ends:
-                end.probe = (SendingMeter if isinstance(end, Outbound) else ReceivingMeter)(self._clock)
+                sends = isinstance(end, Outbound)
+                end.probe = (
+                    SendingMeter(self._clock, self.micro_batches) if sends else ReceivingMeter(self._clock)
+                )
                 self._meters.append((end, end.probe))
             self._began = self._clock.mark()
 

@@ -3,7 +3,7 @@
 A step that is not logged uses `Probe`. Meters keep marks and device tensors, and turn them into numbers when asked.
 """
 
-import statistics
+import math
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -62,17 +62,26 @@ class _Meter(Probe):
 
 
 class SendingMeter(_Meter):
-    """A sending end for one step; the packet is compared with its message after it is on its way."""
+    """A sending end for one step.
+
+    One message of the step, another one in every step, is compared with what its packet decodes to, after the packet
+    is on its way: the error hardly differs between the messages of a step, and all of them would cost too much.
+    """
 
     COLUMNS = ("nonfinite_share", "relative_error", "cosine", "encode_ms", "send_ms")
 
-    def __init__(self, clock: HostClock):
+    def __init__(self, clock: HostClock, micro_batches: int):
+        """`micro_batches`: in a step."""
         super().__init__(clock)
-        self._comparisons: list[Tensor] = []
-        self._message: tuple[Any, ...] = ()  # the one between encode and send
+        self._micro_batches = micro_batches
+        self._largest: list[Tensor] = []  # of each message
+        self._norms: Tensor | None = None  # of the message that is compared
+        self._tensors: Sequence[Tensor] = ()  # of the message between encode and send
+        self._decode: Callable[[Tensor], list[Tensor]] | None = None
 
     def encode(self, channel, tensors, moment, raw_tail, memory):
-        listener = channel.listener()
+        compared = moment.micro_batch == moment.step % self._micro_batches
+        listener = channel.listener() if compared else None
 
         def timed_memory(nbytes: int) -> Tensor:
             with self._timed("memory"):
@@ -80,15 +89,19 @@ class SendingMeter(_Meter):
 
         with self._timed("encode"):
             packet = channel.encode(tensors, moment, raw_tail, timed_memory)
-        self._message = tensors, listener, channel.last, moment, channel.rest
+        message, rest = channel.last, channel.rest
+        self._tensors = tensors
+        if compared:
+            self._decode = lambda packet: listener.decode(packet, message, moment, lambda nbytes: rest)
         return packet
 
     def send(self, sender, packet):
         with self._timed("send"):
             sender.send(packet)
-        (tensors, listener, message, moment, rest), self._message = self._message, ()
-        decoded = listener.decode(packet, message, moment, lambda nbytes: rest)
-        self._comparisons.append(compare_tensors(tensors, decoded))
+        self._largest.append(largest(self._tensors))
+        if self._decode is not None:
+            self._norms = norms(self._tensors, self._decode(packet), self._largest[-1])
+        self._tensors, self._decode = (), None
 
     def drain(self, sender):
         with self._timed("drain"):
@@ -97,18 +110,17 @@ class SendingMeter(_Meter):
     def values(self) -> dict[str, float]:
         """What was measured since the meter was made, by column.
 
-        nonfinite_share: of messages that hold inf or nan, before or after compression.
-        relative_error, cosine: means over the other messages; nan when there is none.
+        nonfinite_share: of messages that hold inf or nan.
+        relative_error, cosine: of the message that was compared; nan when something in it is not finite.
         encode_ms: until packets are complete. send_ms: that the stage stood still for packets to leave, when sending,
         at the end of the step, or for the memory of an earlier one.
         """
-        amounts = torch.stack(self._comparisons).tolist() if self._comparisons else []
-        pairs = [pair for pair in (error_and_cosine(*amount) for amount in amounts) if pair is not None]
-        errors, cosines = zip(*pairs) if pairs else ([float("nan")], [float("nan")])
+        finite = torch.stack(self._largest).isfinite().double().mean().item() if self._largest else 1.0
+        error, cosine = error_and_cosine(*self._norms.tolist()) if self._norms is not None else (math.nan, math.nan)
         return {
-            "nonfinite_share": 1 - len(pairs) / len(amounts) if amounts else 0.0,
-            "relative_error": statistics.fmean(errors),
-            "cosine": statistics.fmean(cosines),
+            "nonfinite_share": 1 - finite,
+            "relative_error": error,
+            "cosine": cosine,
             "encode_ms": self._total_ms("encode") - self._total_ms("memory"),
             "send_ms": sum(self._total_ms(name) for name in ("memory", "send", "drain")),
         }
@@ -140,34 +152,41 @@ class ReceivingMeter(_Meter):
         return [self._clock.ms(origin, end) for _, end in self._times["wait"]]
 
 
-def compare_tensors(sent: Sequence[Tensor], decoded: Sequence[Tensor]) -> Tensor:
+def largest(tensors: Sequence[Tensor]) -> Tensor:
+    """The largest magnitude in a message's float tensors, float64 on the device; inf or nan if one holds it."""
+    extremes = [torch.stack(t.detach().aminmax()).abs().max() for t in tensors if _is_compared(t)]
+    if not extremes:
+        return torch.zeros((), dtype=torch.float64, device=tensors[0].device)
+    return torch.stack([extreme.double() for extreme in extremes]).max()
+
+
+def norms(sent: Sequence[Tensor], decoded: Sequence[Tensor], scale: Tensor) -> Tensor:
     """fp32 [3] on the device: norms of a message's float tensors, of what they decode to, and of the difference.
 
-    All three are divided by the largest magnitude sent, so that no square leaves the range of fp32; a message with inf
-    or nan gives something non-finite.
+    All three are divided by `scale`, the largest magnitude sent, so that no square leaves the range of fp32.
     """
-    pairs = [(x.detach(), y) for x, y in zip(sent, decoded) if x.dtype.is_floating_point and x.numel()]
-    if not pairs:
-        return torch.zeros(3)
+    scale = torch.where(scale > 0, scale, 1.0)
+    found = [torch.zeros(3, device=scale.device)]
     with torch.no_grad():
-        largest = torch.stack([torch.stack(x.aminmax()).abs().max().double() for x, _ in pairs]).max()
-        scale = torch.where(largest > 0, largest, 1.0)
-        norms = []
-        for pair in pairs:
-            x, y = ((t if t.dtype == torch.float64 else t.float()) / scale for t in pair)
-            norms.append(torch.stack([torch.linalg.vector_norm(t).float() for t in (x, y, x - y)]))
-        return torch.linalg.vector_norm(torch.stack(norms), dim=0)
+        for pair in zip(sent, decoded):
+            if _is_compared(pair[0]):
+                x, y = ((t if t.dtype == torch.float64 else t.float()) / scale for t in pair)
+                found.append(torch.stack([torch.linalg.vector_norm(t).float() for t in (x, y, x - y)]))
+        return torch.linalg.vector_norm(torch.stack(found), dim=0)
 
 
-def error_and_cosine(sent: float, decoded: float, difference: float) -> tuple[float, float] | None:
-    """||x - y|| / ||x|| and <x, y> / (||x|| ||y||) from the three norms; None when one is not finite.
+def error_and_cosine(sent: float, decoded: float, difference: float) -> tuple[float, float]:
+    """||x - y|| / ||x|| and <x, y> / (||x|| ||y||) from the three norms; nan when one is not finite.
 
     Nothing sent and nothing decoded is a perfect message.
     """
-    amounts = (sent, decoded, difference)
-    if not all(abs(amount) < float("inf") for amount in amounts):
-        return None
-    error = difference / sent if sent else 0.0 if difference == 0 else float("inf")
+    if not all(math.isfinite(norm) for norm in (sent, decoded, difference)):
+        return math.nan, math.nan
+    error = difference / sent if sent else 0.0 if difference == 0 else math.inf
     product = 2 * sent * decoded
     cosine = (sent**2 + decoded**2 - difference**2) / product if product else float(difference == 0)
     return error, min(1.0, max(-1.0, cosine))
+
+
+def _is_compared(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point and tensor.numel() > 0

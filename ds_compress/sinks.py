@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 from ds_compress.config import KEY
-from ds_compress.metrics import CHANNEL, PIPELINE, labels
+from ds_compress.metrics import DASHBOARD, labels
 
 
 def record_settings(settings: dict[str, Any]) -> None:
@@ -20,6 +20,7 @@ def add_tensorboard_layout(writer: Any, boundaries: int) -> None:
     Args:
         writer: a `torch.utils.tensorboard.SummaryWriter`.
     """
-    charts = {name: ["Multiline", labels(boundaries, name)] for name in CHANNEL}
-    charts["step"] = ["Multiline", [tag for name in PIPELINE for tag in labels(boundaries, name)]]
-    writer.add_custom_scalars({"Compression": charts})
+    writer.add_custom_scalars({
+        f"Compression: {title}": {name: ["Multiline", labels(boundaries, name)] for name in names}
+        for title, names in DASHBOARD.items()
+    })

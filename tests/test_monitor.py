@@ -1,5 +1,6 @@
 """What the sinks hold is what the channels counted, for every boundary and direction, and watching changes nothing."""
 
+import itertools
 import math
 
 import pytest
@@ -12,8 +13,10 @@ from ds_compress.channel import Boundary, Moment
 from ds_compress.cli.runs import LOSS, read_run
 from ds_compress.clock import HostClock
 from ds_compress.config import DIRECTIONS, Config
-from ds_compress.metrics import CHANNEL, PIPELINE, label, stage_ms, transfer_ms, uncompressed_step_ms
-from ds_compress.probe import SendingMeter, compare_tensors, error_and_cosine
+from ds_compress.metrics import (
+    CHANNEL, DASHBOARD, PIPELINE, label, labels, stage_ms, transfer_ms, uncompressed_step_ms,
+)
+from ds_compress.probe import SendingMeter, error_and_cosine, largest, norms
 from tests.dist import run_ranks
 from tests.pipeline import MICRO_BATCH, MICRO_BATCHES, batches, build, ds_config, weights
 
@@ -38,7 +41,8 @@ def sinks(folder):
 def train_and_count(stages, config, steps=STEPS):
     """Losses, weights, and the counters of every channel this rank sends on after each step."""
     engine = build(stages, config)
-    data = batches(engine.grid.get_data_parallel_id())
+    epoch = list(itertools.islice(batches(engine.grid.get_data_parallel_id()), 2 * MICRO_BATCHES))
+    data = itertools.cycle(epoch)
     losses, counted = [], []
     for _ in range(steps):
         losses.append(engine.train_batch(data).item())
@@ -60,6 +64,16 @@ def tensorboard_series(folder):
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def charts(folder):
+    """All labels in the charts of TensorBoard's "Custom Scalars" page, as its plugin reads them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar import layout_pb2
+
+    events = EventAccumulator(str(folder)).Reload()
+    layout = layout_pb2.Layout.FromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    return [tag for category in layout.category for chart in category.chart for tag in chart.multiline.tag]
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -100,17 +114,22 @@ def test_sinks_hold_what_the_channels_counted(stages, tmp_path, monkeypatch):
                 assert all(0 < value <= 1 for _, value in rows["cosine"])
                 assert all(value == 0 for _, value in rows["nonfinite_share"])
                 assert (rows["residual_norm"][-1][1] > 0) == (direction == "backward")  # ef keeps one, ef21 does not
+    assert set(charts(tmp_path / "tensorboard")) == {
+        label for label in found["tensorboard"] if label.startswith("Train/Compression/")
+    }
     assert wandb_run.config["ds_compress"]["forward"]["name"] == "quantize"
     total = sum(sum(wire for _, wire in rank["counted"][-1].values()) for rank in first_replica)
     assert f"{total / 1e3:,.1f} kB sent instead of" in ranks[0]["summary"] and "waited" in ranks[0]["summary"]
     assert not any(rank["summary"] for rank in ranks[1:])
 
 
-def test_watching_changes_nothing(tmp_path):
+@pytest.mark.parametrize("feedback", ["ef21", "aqsgd"])
+def test_watching_changes_nothing(feedback, tmp_path):
     """A packet decoded by its own sender leaves feedback state, stashes and random choices as they were."""
-    quiet = run_ranks(2, train_and_count, 2, ds_config({**BLOCK, "monitor": {"every": 0}}))
+    block = {**BLOCK, "forward": {**BLOCK["forward"], "feedback": feedback}}
+    quiet = run_ranks(2, train_and_count, 2, ds_config({**block, "monitor": {"every": 0}}))
     csv_only = {"csv_monitor": sinks(tmp_path)["csv_monitor"]}
-    watched = run_ranks(2, train_and_count, 2, ds_config(BLOCK, **csv_only))
+    watched = run_ranks(2, train_and_count, 2, ds_config(block, **csv_only))
     assert len(read_run(tmp_path).series[label("cosine", 0, "forward")]) == STEPS
     for mine, theirs in zip(watched, quiet):
         assert mine["losses"] == theirs["losses"] and mine["counted"] == theirs["counted"]
@@ -120,16 +139,22 @@ def test_watching_changes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("bad, share", [(math.inf, 0.5), (math.nan, 0.5), (1.0, 0.0)])
-def test_messages_that_are_not_finite_are_counted_apart(bad, share):
-    boundary = Boundary(0, Config({"forward": {"codec": "bf16"}, "min_numel": 0}))
-    meter = SendingMeter(HostClock())
+def test_messages_that_are_not_finite_are_counted(bad, share):
+    """Micro-batch 1 is bad; the one that is compared moves on with the steps."""
     good = torch.randn(64)
-    for micro_batch, x in enumerate((good, torch.cat([good[1:], torch.tensor([bad])]))):
-        packet = meter.encode(boundary.forward, [x], Moment(0, micro_batch, True), 0, HeldSender().memory)
-        meter.send(HeldSender(), packet)
-    values = meter.values()
-    assert values["nonfinite_share"] == share
-    assert 0 < values["relative_error"] < 2**-8 and values["cosine"] == pytest.approx(1, abs=1e-4)
+    messages = [good, torch.cat([good[1:], torch.tensor([bad])])]
+    for step in (0, 1):
+        boundary = Boundary(0, Config({"forward": {"codec": "bf16"}, "min_numel": 0}))
+        meter = SendingMeter(HostClock(), micro_batches=2)
+        for micro_batch, x in enumerate(messages):
+            packet = meter.encode(boundary.forward, [x], Moment(step, micro_batch, True), 0, HeldSender().memory)
+            meter.send(HeldSender(), packet)
+        values = meter.values()
+        assert values["nonfinite_share"] == share
+        if step == 1 and share:
+            assert math.isnan(values["relative_error"]) and math.isnan(values["cosine"])
+        else:
+            assert 0 < values["relative_error"] < 2**-8 and values["cosine"] == pytest.approx(1, abs=1e-4)
 
 
 class HeldSender:
@@ -140,6 +165,10 @@ class HeldSender:
 
     def send(self, packet):
         pass
+
+
+def compared(sent, decoded):
+    return error_and_cosine(*norms(sent, decoded, largest(sent)).tolist())
 
 
 @settings(max_examples=60, deadline=None)
@@ -153,7 +182,7 @@ def test_error_and_cosine_against_float64(size, dtype, noise):
     x = (size * torch.randn(3, 100, generator=generator, dtype=torch.float64)).to(dtype)
     y = (x.double() + noise * size * torch.randn(3, 100, generator=generator, dtype=torch.float64)).to(dtype)
     ints = torch.arange(5)
-    error, cosine = error_and_cosine(*compare_tensors([x[:1], ints, x[1:]], [y[:1], ints, y[1:]]).tolist())
+    error, cosine = compared([x[:1], ints, x[1:]], [y[:1], ints, y[1:]])
     a, b = x.double().flatten() / size, y.double().flatten() / size
     assert error == pytest.approx(((a - b).norm() / a.norm()).item(), rel=1e-4, abs=1e-7)
     assert cosine == pytest.approx((a @ b / (a.norm() * b.norm())).item(), abs=1e-5)
@@ -161,9 +190,9 @@ def test_error_and_cosine_against_float64(size, dtype, noise):
 
 def test_nothing_sent_is_no_error():
     zero = torch.zeros(4)
-    assert error_and_cosine(*compare_tensors([zero], [zero]).tolist()) == (0.0, 1.0)
-    assert error_and_cosine(*compare_tensors([zero], [zero + 1]).tolist()) == (math.inf, 0.0)
-    assert error_and_cosine(*compare_tensors([torch.zeros(0)], [torch.zeros(0)]).tolist()) == (0.0, 1.0)
+    assert compared([zero], [zero]) == (0.0, 1.0)
+    assert compared([zero], [zero + 1]) == (math.inf, 0.0)
+    assert compared([torch.zeros(0)], [torch.zeros(0)]) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("skew", [-5000.0, 0.0, 123.0])
@@ -189,3 +218,19 @@ def test_estimate_of_the_uncompressed_step():
     saturated = [{"forward": channel_values(transfer_ms=60.0, ratio=4.0), "backward": free}]
     assert uncompressed_step_ms(100.0, saturated) == 240.0
     assert stage_ms(codec_only, 0)["encode"] == 5.0 and stage_ms(codec_only, 1)["decode"] == 3.0
+
+
+def test_dashboards_show_every_quantity_once():
+    shown = [name for names in DASHBOARD.values() for name in names]
+    assert sorted(shown) == sorted([*CHANNEL, *PIPELINE])
+
+
+def test_wandb_workspace_holds_the_labels_that_are_written():
+    pytest.importorskip("wandb_workspaces")
+    from launch.wandb_workspace import LOSS as loss
+    from launch.wandb_workspace import workspace
+
+    spec = workspace("entity", "project", 3)._to_model().spec.section.panel_bank_config
+    metrics = [metric for section in spec.sections for panel in section.panels for metric in panel.config.metrics]
+    expected = [loss, *(tag for names in DASHBOARD.values() for name in names for tag in labels(3, name))]
+    assert sorted(metrics) == sorted(expected)

@@ -131,7 +131,9 @@ def pareto(runs: list[Run]) -> Figure | None:
 PLOTS: dict[str, tuple[Callable[[list[Run]], Figure | None], str]] = {
     "loss_steps": (loss_against_steps, "Training loss against samples seen."),
     "loss_bytes": (loss_against_bytes, "The same loss against the bytes that crossed all stage boundaries."),
-    "error": (error_per_boundary, "Mean relative error of the messages of a step; channels without error are absent."),
+    "error": (
+        error_per_boundary, "Relative error of one message of each written step; channels without error are absent.",
+    ),
     "step_time": (
         step_time,
         "Stages side by side. Idle time before a message comes is part of wait; the dotted line is an estimate of the "
