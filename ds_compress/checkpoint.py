@@ -31,6 +31,7 @@ from ds_compress.config import DIRECTIONS
 from ds_compress.feedback.state import GROUP, int8_decode, int8_encode
 
 SIDES = ("upstream", "downstream")
+MOST_SIDES = 4  # of a rank: DualPipeV gives it two stages
 RESTORED, ABSENT, CHANGED, UNREADABLE, DIFFERENT = range(5)
 REASONS = {
     ABSENT: "the checkpoint has none for both sides",
@@ -221,7 +222,7 @@ class CheckpointedEngine:
     def _load_channels(self, folder, restore):
         rank = self._rank_in_job()
         found = [load(folder, rank, side, self.global_steps) if restore else (ABSENT, {}) for side in self._sides()]
-        rows = torch.full((len(SIDES), Verdict.WIDTH), -1, dtype=torch.int64)
+        rows = torch.full((MOST_SIDES, Verdict.WIDTH), -1, dtype=torch.int64)
         for row, side, (status, memories) in zip(rows, self._sides(), found):
             place = side.layer, rank.replica, rank.tensor_parallel
             row.copy_(torch.tensor([*place, SIDES.index(side.name), status, mirror_digest(memories)]))

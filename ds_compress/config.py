@@ -43,7 +43,8 @@ class Policy(Options):
 
 class Link(Options):
     mode: Literal["blocking", "eager"] = "eager"
-    """blocking: DeepSpeed's own order of sends and receives; eager: sent when computed, received ahead."""
+    """blocking: DeepSpeed's own order of sends and receives; eager: sent when computed, received ahead. DualPipeV
+    posts its receives ahead by itself and has one order for both."""
 
 
 class Checkpoint(Options):

@@ -10,7 +10,7 @@ import inspect
 import logging
 import weakref
 from collections import ChainMap
-from typing import Any
+from typing import Any, ClassVar
 
 import deepspeed
 import torch
@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ds_compress import __version__
 from ds_compress.channel import Boundary
 from ds_compress.checkpoint import CheckpointedEngine
-from ds_compress.config import DIRECTIONS, KEY, Config
+from ds_compress.config import DIRECTIONS, Config
 from ds_compress.errors import CompressionError
 from ds_compress.handshake import agree
 from ds_compress.link import EagerReceiver, EagerSender, Receiver, Sender, channel_groups
@@ -48,28 +48,75 @@ class CompressedEngine(CheckpointedEngine):
 
     _compression: Stage
     _compression_monitor: Monitor
-    _ahead: bool  # whether the schedule in progress sends when computed
+    _ahead = False  # whether the schedule in progress sends when computed
     _sent_ahead: set[tuple[type, int]]  # instructions, with buffer, whose message has left already
+
+    _AROUND: ClassVar[dict[type, str]] = {
+        schedule.ForwardPass: "_forward_pass",
+        schedule.BackwardPass: "_backward_pass",
+        schedule.SendActivation: "_send_activations",
+        schedule.RecvActivation: "_recv_activations",
+        schedule.SendGrad: "_send_grads",
+        schedule.RecvGrad: "_recv_grads",
+    }
+    """By instruction, the method that gets its function to run."""
+
+    def _connect(self, config, p2p):
+        """Build the boundaries and links of this rank."""
+        number, replica = self.stage_id, self.grid.get_data_parallel_id()
+        before = Boundary(number - 1, config, replica) if number > 0 else None
+        after = Boundary(number, config, replica) if number < self.num_stages - 1 else None
+        stage = self._compression = Stage(config, p2p, before, after)
+        self._sent_ahead = set()
+        eager = config.block.link.mode == "eager"
+        rests = [f"{direction} rest" for direction in DIRECTIONS if config.has_rest(direction)]
+        pipelines = self.grid._topo.get_axis_comm_lists("pipe")
+        groups = channel_groups(pipelines, self.global_rank, [*DIRECTIONS, *rests]) if eager else {}
+        send, receive = (EagerSender, EagerReceiver) if eager else (Sender, Receiver)
+
+        def connect(instruction, channel, kind, neighbour):
+            peer = self.grid.stage_to_global(neighbour)
+            group = groups.get((channel.boundary.number, channel.direction))
+            rest_group = groups.get((channel.boundary.number, f"{channel.direction} rest"))
+            stage.connect(instruction, channel, kind(peer, self.device, group), kind(peer, self.device, rest_group))
+
+        if before:
+            connect("RecvActivation", before.forward, receive, self.prev_stage)
+            connect("SendGrad", before.backward, send, self.prev_stage)
+        if after:
+            connect("SendActivation", after.forward, send, self.next_stage)
+            connect("RecvGrad", after.backward, receive, self.next_stage)
+
+    @staticmethod
+    def _check(config, stages):
+        """Refuse what this kind of engine cannot do, with pipelines of so many ranks; returns their boundaries."""
+        config.check_boundaries(stages - 1)
+        return stages - 1
 
     def _exec_schedule(self, pipe_schedule):
         training = torch.is_grad_enabled() and self.module.training
         stage = self._compression
-        self._sent_ahead.clear()
         if training:
             self._compression_monitor.begin_step(stage, self.global_steps + 1)
         with stage.running(self.global_steps, training, self._loss_scale()):
-            # Not before the shapes are known: DeepSpeed's shape message goes first, in its own order
-            self._ahead = (
-                stage.config.block.link.mode == "eager" and not self.dynamic_shape and self._shapes_known(training)
-            )
-            if self._ahead:
-                self._expect_messages(pipe_schedule.micro_batches, training)
+            self._look_ahead(pipe_schedule, training)
             super()._exec_schedule(pipe_schedule)
         self._ahead = False
         if training:
             for boundary in stage.boundaries:
                 boundary.end_step(self._replica_mean)
             self._compression_monitor.end_step(stage, self.global_steps, self.global_samples)
+
+    def _look_ahead(self, pipe_schedule, training):
+        """Post receives ahead, and let messages leave when computed, if the link is to.
+
+        Not before the shapes are known: DeepSpeed's shape message goes first, in its own order.
+        """
+        self._sent_ahead.clear()
+        eager = self._compression.config.block.link.mode == "eager"
+        self._ahead = eager and not self.dynamic_shape and self._shapes_known(training)
+        if self._ahead:
+            self._expect_messages(pipe_schedule.micro_batches, training)
 
     def _loss_scale(self):
         """What gradients are multiplied by at present: the same on all stages, as all skip the same steps."""
@@ -171,28 +218,28 @@ class CompressedEngine(CheckpointedEngine):
         return torch.empty(shape, dtype=dtype, device=self.device)
 
 
-_AROUND = {
-    schedule.ForwardPass: CompressedEngine._forward_pass,
-    schedule.BackwardPass: CompressedEngine._backward_pass,
-    schedule.SendActivation: CompressedEngine._send_activations,
-    schedule.RecvActivation: CompressedEngine._recv_activations,
-    schedule.SendGrad: CompressedEngine._send_grads,
-    schedule.RecvGrad: CompressedEngine._recv_grads,
-}
+def _mixin(base: type) -> type[CompressedEngine]:
+    """The mixin for engines of class `base`."""
+    if not hasattr(base, "_queue_p2p"):
+        return CompressedEngine
+    from ds_compress.dualpipev import CompressedDualPipeV  # older releases have no DualPipeV to import
+
+    return CompressedDualPipeV
 
 
-def _compressed_class(base: type) -> type:
+def _compressed_class(mixin: type[CompressedEngine], base: type) -> type:
     """`base` with the mixin and its instruction map."""
 
     def entry(instruction, around):
         def run(self, *args, **kwargs):
-            return around(self, functools.partial(base._INSTRUCTION_MAP[instruction], self), *args, **kwargs)
+            original = functools.partial(base._INSTRUCTION_MAP[instruction], self)
+            return getattr(self, around)(original, *args, **kwargs)
 
         return run
 
-    entries = {instruction: entry(instruction, around) for instruction, around in _AROUND.items()}
+    entries = {instruction: entry(instruction, around) for instruction, around in mixin._AROUND.items()}
     instruction_map = ChainMap(entries, base._INSTRUCTION_MAP)
-    return type(f"Compressed{base.__name__}", (CompressedEngine, base), {"_INSTRUCTION_MAP": instruction_map})
+    return type(f"Compressed{base.__name__}", (mixin, base), {"_INSTRUCTION_MAP": instruction_map})
 
 
 def check_release(base: type, module: Any) -> None:
@@ -208,7 +255,7 @@ def check_release(base: type, module: Any) -> None:
     release = f"ds_compress: DeepSpeed {deepspeed.__version__}"
     if Version(deepspeed.__version__).release < Version(MINIMUM_DEEPSPEED).release:
         raise CompressionError(f"{release} has another pipeline engine; install {MINIMUM_DEEPSPEED} or newer")
-    for instruction in _AROUND:
+    for instruction in CompressedEngine._AROUND:
         body = base._INSTRUCTION_MAP.get(instruction)
         if body is None or "buffer_id" not in inspect.signature(body).parameters:
             raise CompressionError(f"{release}: unknown way to run {instruction.__name__}; it is not supported")
@@ -217,8 +264,6 @@ def check_release(base: type, module: Any) -> None:
             raise CompressionError(f"{release}: its pipeline engine has no {name}; it is not supported")
     if not all(callable(getattr(module.p2p, name, None)) for name in ("send", "recv")):
         raise CompressionError(f"{release}: its p2p has no send and recv; it is not supported")
-    if hasattr(base, "_queue_p2p"):
-        raise CompressionError(f"{KEY}: DualPipeV is not supported; use PipelineModule, or \"enabled\": false")
 
 
 def attach(engine: Any, module: Any, block: object) -> None:
@@ -228,9 +273,10 @@ def attach(engine: Any, module: Any, block: object) -> None:
         CompressionError: the same line on every rank: a bad block, or ranks that differ.
     """
     base = type(engine)
+    mixin = _mixin(base)
     try:
         config = Config(block)
-        config.check_boundaries(engine.num_stages - 1)
+        boundaries = mixin._check(config, engine.num_stages)
         check_release(base, module)
         agreed = {"version": __version__, **config.settings}
     except CompressionError as error:
@@ -243,12 +289,12 @@ def attach(engine: Any, module: Any, block: object) -> None:
 
     if not isinstance(module.p2p, PointToPoint):
         module.p2p = PointToPoint(module.p2p)
-    engine._ahead, engine._sent_ahead = False, set()
-    engine._compression = _stage(engine, config, module.p2p)
-    boundaries = engine.num_stages - 1
+    engine.__class__ = _compressed_class(mixin, base)
+    engine._connect(config, module.p2p)
     monitor = engine._compression_monitor = Monitor(
         config,
         boundaries=boundaries,
+        ranks=engine.num_stages,
         micro_batches=engine.micro_batches,
         device=engine.device,
         total=functools.partial(dist.all_reduce, group=engine.grid.get_pipe_parallel_group()),
@@ -258,30 +304,3 @@ def attach(engine: Any, module: Any, block: object) -> None:
     weakref.finalize(engine, monitor.close)  # when the engine goes, at the latest when Python ends
     if engine.monitor.tb_monitor is not None:
         add_tensorboard_layout(engine.monitor.tb_monitor.summary_writer, boundaries)
-    engine.__class__ = _compressed_class(base)
-
-
-def _stage(engine: Any, config: Config, p2p: PointToPoint) -> Stage:
-    number, replica = engine.stage_id, engine.grid.get_data_parallel_id()
-    before = Boundary(number - 1, config, replica) if number > 0 else None
-    after = Boundary(number, config, replica) if number < engine.num_stages - 1 else None
-    stage = Stage(config, p2p, before, after)
-    eager = config.block.link.mode == "eager"
-    rests = [f"{direction} rest" for direction in DIRECTIONS if config.has_rest(direction)]
-    pipelines = engine.grid._topo.get_axis_comm_lists("pipe")
-    groups = channel_groups(pipelines, engine.global_rank, [*DIRECTIONS, *rests]) if eager else {}
-    send, receive = (EagerSender, EagerReceiver) if eager else (Sender, Receiver)
-
-    def connect(instruction, channel, kind, neighbour):
-        peer = engine.grid.stage_to_global(neighbour)
-        group = groups.get((channel.boundary.number, channel.direction))
-        rest_group = groups.get((channel.boundary.number, f"{channel.direction} rest"))
-        stage.connect(instruction, channel, kind(peer, engine.device, group), kind(peer, engine.device, rest_group))
-
-    if before:
-        connect("RecvActivation", before.forward, receive, engine.prev_stage)
-        connect("SendGrad", before.backward, send, engine.prev_stage)
-    if after:
-        connect("SendActivation", after.forward, send, engine.next_stage)
-        connect("RecvGrad", after.backward, receive, engine.next_stage)
-    return stage

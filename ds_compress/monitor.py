@@ -34,6 +34,7 @@ class Monitor:
         self,
         config: Config,
         boundaries: int,
+        ranks: int,
         micro_batches: int,
         device: torch.device,
         total: Callable[[Tensor], object],
@@ -43,6 +44,7 @@ class Monitor:
         """
         Args:
             boundaries: how many the pipeline has.
+            ranks: how many ranks the pipeline has, each with one stage or more.
             micro_batches: messages of a channel in a training step.
             total: sums a tensor in place over the stages of this pipeline.
             write: DeepSpeed's `monitor.write_events`, None when no sink is on.
@@ -50,6 +52,7 @@ class Monitor:
         """
         self.config = config
         self.boundaries = boundaries
+        self.ranks = ranks
         self.micro_batches = micro_batches
         self.device = device
         self._total = total
@@ -196,7 +199,7 @@ class Monitor:
             for name in CHANNEL
         ]
         stages = [stage_ms(channels, stage) for stage in range(self.boundaries + 1)]
-        self._waited.append(sum(spent["wait"] + spent["send"] for spent in stages) / len(stages) / step_ms)
+        self._waited.append(sum(spent["wait"] + spent["send"] for spent in stages) / self.ranks / step_ms)
         events.append((label("step_ms"), step_ms, samples))
         events.append((label("uncompressed_step_ms"), uncompressed_step_ms(step_ms, channels), samples))
         return events

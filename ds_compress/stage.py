@@ -179,13 +179,16 @@ class Stage:
         if self._p2p.instruction is not None:  # an instruction that calls the engine's method of the same name
             yield
             return
-        end = self._ends[instruction]
         message = Sending()
         with self._p2p.during(message):
             yield
-        moment = self._moment(end.micro_batch)
-        end.micro_batch += 1
-        packet = end.probe.encode(end.channel, message.tensors, moment, raw_tail, end.sender.memory)
+        self.dispatch(instruction, message.tensors, raw_tail)
+
+    def dispatch(self, instruction: str, tensors: Sequence[Tensor], raw_tail: int = 0) -> None:
+        """Send `tensors` as one packet."""
+        end = self._ends[instruction]
+        moment = self._next_moment(end)
+        packet = end.probe.encode(end.channel, tensors, moment, raw_tail, end.sender.memory)
         rest = end.channel.rest
         end.probe.send(end.sender, packet)
         if rest is not None:
@@ -197,24 +200,27 @@ class Stage:
         if self._p2p.instruction is not None:
             yield
             return
-        end = self._ends[instruction]
-        moment = self._moment(end.micro_batch)
-        end.micro_batch += 1
-
-        def fetch() -> list[Tensor]:
-            message = end.channel.message(tuple(map(TensorSpec.of, tensors())), moment, raw_tail)
-            packet = end.probe.receive(end.receiver, message.packet.nbytes)
-            tensors_arrived = end.probe.decode(end.channel, packet, message, moment, end.second.receive)
-            if message.ids and self.after:
-                self.after.announce(moment.micro_batch, self.before.sample_ids[moment.micro_batch])
-            return tensors_arrived
-
-        with self._p2p.during(Receiving(fetch)):
+        with self._p2p.during(Receiving(lambda: self.fetch(instruction, tensors(), raw_tail))):
             yield
+
+    def fetch(self, instruction: str, tensors: Sequence[Tensor], raw_tail: int = 0) -> list[Tensor]:
+        """The next message, with tensors like `tensors`."""
+        end = self._ends[instruction]
+        moment = self._next_moment(end)
+        message = end.channel.message(tuple(map(TensorSpec.of, tensors)), moment, raw_tail)
+        packet = end.probe.receive(end.receiver, message.packet.nbytes)
+        arrived = end.probe.decode(end.channel, packet, message, moment, end.second.receive)
+        if message.ids and self.after:
+            self.after.announce(moment.micro_batch, self.before.sample_ids[moment.micro_batch])
+        return arrived
 
     def aside(self):
         """Context for what an instruction sends beside its message: DeepSpeed's shape messages."""
         return self._p2p.during(None)
+
+    def _next_moment(self, end: Outbound | Inbound) -> Moment:
+        end.micro_batch += 1
+        return self._moment(end.micro_batch - 1)
 
     def _moment(self, micro_batch: int) -> Moment:
         return Moment(self.step, micro_batch, self.training, self.loss_scale)

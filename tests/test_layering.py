@@ -30,7 +30,7 @@ LAYERS = [
     {"sinks"},
     {"monitor"},
     {"checkpoint"},
-    {"engine"},
+    {"engine", "dualpipev"},
     {"autoload", "__init__"},
     {"cli"},
     {"__main__"},
@@ -38,7 +38,8 @@ LAYERS = [
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 ONLY_IN = {
     # planner: replays DeepSpeed's schedule
-    "deepspeed": {"engine", "link", "planner", "checkpoint"},
+    # dualpipev: the mixin over an engine that older releases do not have, so a file that is imported only for it
+    "deepspeed": {"engine", "dualpipev", "link", "planner", "checkpoint"},
     "triton": {"kernels"},
     "wandb": {"sinks", "cli"},
 }
