@@ -251,6 +251,7 @@ def main() -> None:
         parser.error(f"--steps: {args.steps} is not allowed: should be more than {WARM_UP}")
     if os.getloadavg()[0] > BUSY:
         print(f"bench_net: load average {os.getloadavg()[0]:.1f}: this machine is busy, the times will mean little")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that run() can clean up
     torch.set_num_threads(1)
     bench = Bench(args.out.resolve(), args.steps, args.micro_batch)
     workload = bench.profile()

@@ -31,6 +31,9 @@ cleanup() {
     for host in $a $b; do
         # Only what runs inside our own namespaces
         ip netns pids $host 2>/dev/null | xargs -r kill -9 2>/dev/null || true
+    done
+    wait 2>/dev/null || true
+    for host in $a $b; do
         ip netns del $host 2>/dev/null || true
     done
     rm -rf "$folder"

@@ -92,6 +92,7 @@ def test_random_delays_change_nothing(stages, specs):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_500_steps_under_random_delays(stages):
     ours = run_ranks(stages, train, stages, EAGER, 500, 0.001, timeout=280)
