@@ -4,7 +4,8 @@
 
 Every round does one step of each kind, in random order: monitor off; measured and gathered but written nowhere;
 written to CSV, to TensorBoard, to W&B (offline). The overhead is the median over the rounds of a step's time over that
-of the step without monitor of the same round, so a machine that gets slower or faster does not count. A monitor with
+of the step without monitor of the same round, so a machine that gets slower or faster does not count; beside it the
+same for the processor time of rank 0, which does the writing: that holds on a busy machine too. A monitor with
 "every": N costs an Nth of that.
 """
 
@@ -73,10 +74,13 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(config=ds_config(folder), model=model, model_parameters=model.parameters())
     rows = measure(engine, batches(load_text(None)[0], 8, args.seq, 1), args.rounds)
     if engine.global_rank == 0:
-        table = Table("step", "ms", "overhead", title="2 stages, the message "
-                      f"{[8, args.seq, args.hidden]} fp32, {torch.get_num_threads()} thread(s)")
+        title = f"2 stages, messages {[8, args.seq, args.hidden]} fp32, {torch.get_num_threads()} thread(s)"
+        table = Table("step", "ms", "overhead", "CPU ms", "overhead", title=title)
         for row in rows:
-            table.add_row(row["kind"], f"{row['step_ms']:.1f}", f"{row['overhead']:+.2%}")
+            table.add_row(
+                row["kind"], f"{row['step_ms']:.1f}", f"{row['overhead']:+.2%}",
+                f"{row['cpu_ms']:.1f}", f"{row['cpu_overhead']:+.2%}",
+            )
         Console().print(table)
         if args.json:
             args.json.write_text(json.dumps(rows, indent=2) + "\n")
@@ -85,7 +89,7 @@ def main() -> None:
 
 
 def measure(engine, data, rounds: int) -> list[dict]:
-    """Rows of {kind, step_ms, overhead}; rank 0's clock, which sees the loss of every step and so its end."""
+    """Rows of {kind, step_ms, overhead, cpu_ms, cpu_overhead} by the clocks of rank 0, which sees every loss."""
     monitor, master = engine._compression_monitor, engine.monitor
     sinks = {"CSV": master.csv_monitor, "TensorBoard": master.tb_monitor, "W&B": master.wandb_monitor}
     kinds = ["off", "measured", *sinks]
@@ -97,18 +101,18 @@ def measure(engine, data, rounds: int) -> list[dict]:
             monitor._due = lambda step, due=kind != "off": due
             monitor._write = sinks[kind].write_events if sinks.get(kind) else lambda events: None
             dist.barrier()
-            started = time.perf_counter()
+            started = time.perf_counter(), time.process_time()
             engine.train_batch(data).item()
-            times[kind].append(time.perf_counter() - started)
-    times = {kind: seconds[WARM_UP:] for kind, seconds in times.items()}
-    return [
-        {
-            "kind": kind,
-            "step_ms": 1e3 * statistics.median(seconds),
-            "overhead": statistics.median(mine / off for mine, off in zip(seconds, times["off"])) - 1,
-        }
-        for kind, seconds in times.items()
-    ]
+            times[kind].append((time.perf_counter() - started[0], time.process_time() - started[1]))
+    rows = []
+    for kind in kinds:
+        row = {"kind": kind}
+        for clock, prefix in enumerate(("", "cpu_")):
+            seconds, off = ([pair[clock] for pair in times[name][WARM_UP:]] for name in (kind, "off"))
+            row[f"{prefix or 'step_'}ms"] = 1e3 * statistics.median(seconds)
+            row[f"{prefix}overhead"] = statistics.median(mine / other for mine, other in zip(seconds, off)) - 1
+        rows.append(row)
+    return rows
 
 
 if __name__ == "__main__":
