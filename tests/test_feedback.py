@@ -470,3 +470,30 @@ def test_aqsgd_refusals():
     pair.receiver.clear()
     with pytest.raises(CompressionError, match="this side has none"):
         pair(torch.randn(2, 8), sample_ids=ids(1, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(0,), (1,), (0, 3), (2, 1), (3, 7, 5)], ids=str)
+@pytest.mark.parametrize("codec", [topk(0.3), {"name": "quantize", "group_size": 8}, "none"], ids=lambda c: str(c)[:9])
+@pytest.mark.parametrize("feedback", FEEDBACKS.names())
+def test_any_shape_and_dtype(feedback, codec, shape, dtype):
+    torch.manual_seed(0)
+    pair = AQPair(codec, feedback)
+    for step in range(1, 4):
+        x = torch.randn(*shape[::-1]).permute(*reversed(range(len(shape)))).to(dtype)  # not contiguous
+        arrived = pair(x, step=step, sample_ids=torch.arange(shape[0]))
+        assert arrived.isfinite().all()
+        if codec == "none":
+            torch.testing.assert_close(arrived, x, atol=2e-2, rtol=0)  # a bf16 difference of two values around 3
+
+
+@pytest.mark.parametrize("feedback", ["ef", "ef21", "ef_mixed", "loco", "aqsgd"])
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_scale(feedback, size):
+    """Messages times a number give messages times that number, up to rounding, wherever fp32 reaches."""
+    torch.manual_seed(0)
+    scaled, plain = AQPair(topk(0.3), feedback), AQPair(topk(0.3), feedback)
+    for step in range(1, 6):
+        x = torch.randn(3, 20)
+        place = {"step": step, "sample_ids": ids(1, 2, 3)}
+        torch.testing.assert_close(scaled(x * size, **place) / size, plain(x, **place), atol=2e-2, rtol=1e-2)
