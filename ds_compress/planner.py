@@ -8,9 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ds_compress.link import IN_FLIGHT, POSTED_AHEAD
-
-
 Channel = tuple[int, str]  # boundary, direction
 FINISHED = object()
 
@@ -97,6 +94,10 @@ class _Replay:
         self.wanted: dict[Channel, list[float]] = defaultdict(list)  # when the receiver asks for it
         self.arrived: dict[Channel, list[float]] = defaultdict(list)
         self.events = 0
+        # Here, because a command that only plans should not wait for deepspeed before it can refuse its arguments
+        from ds_compress.link import IN_FLIGHT, POSTED_AHEAD
+
+        self.in_flight, self.posted_ahead = IN_FLIGHT, POSTED_AHEAD
 
     def run(self) -> float:
         ends = [0.0] * self.workload.stages
@@ -126,8 +127,8 @@ class _Replay:
 
     def _send(self, channel: Channel, now: float) -> Iterator[None]:
         number = len(self.offered[channel])
-        if self.plan.eager and number >= IN_FLIGHT:
-            now = max(now, (yield from self._arrival(channel, number - IN_FLIGHT)))
+        if self.plan.eager and number >= self.in_flight:
+            now = max(now, (yield from self._arrival(channel, number - self.in_flight)))
         now += self._traffic(channel).encode
         self._record(self.offered, channel, now)
         return now if self.plan.eager else (yield from self._arrival(channel, number))
@@ -159,7 +160,7 @@ class _Replay:
 
     def _posted(self, channel: Channel, number: int) -> float | None:
         """When the receiver has memory ready for packet `number`, None while that is not known."""
-        if self.plan.eager and number < POSTED_AHEAD:
+        if self.plan.eager and number < self.posted_ahead:
             return 0.0
         asks = number - 1 if self.plan.eager else number
         return self.wanted[channel][asks] if asks < len(self.wanted[channel]) else None
@@ -174,7 +175,6 @@ class _Replay:
 
 def _instructions(stage: int, workload: Workload) -> Iterator[tuple[str, str]]:
     """What a stage does in one step, in DeepSpeed's order: (compute, send or receive; forward or backward)."""
-    # Here, because a command that only plans should not wait for this import before it can refuse its arguments
     from deepspeed.runtime.pipe import schedule
 
     actions = {

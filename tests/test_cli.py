@@ -121,6 +121,10 @@ def test_bench_refuses_unknown_codecs(capsys):
     assert "--codec: 'topq' is not registered (did you mean 'topk'?)" in capsys.readouterr().err
 
 
-def test_runs_as_a_module():
-    done = subprocess.run([sys.executable, "-m", "ds_compress", "list"], capture_output=True, text=True)
-    assert done.returncode == 0 and "quantize" in done.stdout
+def test_runs_as_a_module_and_prints_nothing_but_json():
+    """Importing deepspeed is slow and logs to stdout: commands that do not need it must not import it."""
+    done = subprocess.run([sys.executable, "-X", "importtime", "-m", "ds_compress", "list", "--json"],
+                          capture_output=True, text=True)
+    assert done.returncode == 0
+    assert {"quantize", "topk"} <= {codec["name"] for codec in json.loads(done.stdout)["codecs"]}
+    assert "deepspeed.comm" not in done.stderr
