@@ -288,6 +288,43 @@ def test_gradients_return_at_the_entries_that_were_sent():
                 assert torch.equal(arrived.flatten() != 0, mask)
 
 
+class Turns(FourBits):
+    """Both sides count the messages in their memory, and every other one is sent negated."""
+
+    name = "turns"
+
+    def layout(self, spec):
+        return ((spec.shape, spec.dtype),)
+
+    def _turn(self, ctx):
+        ctx.memory["turns"] = ctx.memory.get("turns", torch.zeros(())) + 1
+        return 2 * (ctx.memory["turns"] % 2) - 1
+
+    def encode(self, x, ctx):
+        return (x * self._turn(ctx),)
+
+    def decode(self, parts, spec, ctx):
+        return parts[0] * self._turn(ctx)
+
+
+@pytest.mark.parametrize("feedback", ["ef", "ef21", "loco"])
+def test_the_sender_decodes_as_the_receiver_does(feedback):
+    """Also where both change their memory with every message: the sender's own decoding must not count."""
+    pair = Pair("none", "none")
+    pair.codec = FEEDBACKS.build(feedback, "feedback").around(Turns())
+    for x in torch.randn(5, 20):
+        assert torch.allclose(pair(x), x)
+    assert pair.sender["turns"] == pair.receiver["turns"] == 5
+
+
+def test_both_parts_of_ef_mixed_draw_entries_of_their_own():
+    pair = Pair({"name": "randomk", "density": 0.5}, "ef_mixed")
+    ctx = Context(memory={"forward/sender/ef_mixed": torch.randn(1, 400)})
+    pair.codec.encode(torch.randn(1, 400), ctx)
+    assert len(ctx.selection) == 200 and len(ctx.selection.unique()) < 200
+    assert len(ctx.selection.unique()) > 110
+
+
 def test_settings_and_name_show_the_feedback():
     config = Config({"forward": {"codec": "bf16", "feedback": {"name": "ef", "scope": "slot"}}})
     codecs = config.codecs(None)
@@ -392,7 +429,8 @@ def test_aqsgd_stores_are_alike(store, dtype, tmp_path):
     assert pair.in_step() and not list(tmp_path.iterdir())
 
 
-def test_aqsgd_rows_on_disk_are_never_overwritten_under_a_reader():
+def test_aqsgd_rows_on_disk_are_never_overwritten_under_a_reader(monkeypatch):
+    monkeypatch.setattr("ds_compress.feedback.rows.ROWS_PER_FILE", 2)
     pair = AQPair(topk(0.25), {**AQ, "store": "disk"})
     x = torch.randn(2, 8)
     pair(x, sample_ids=ids(1, 2))

@@ -92,8 +92,9 @@ def _share(codec: Codec, fraction: float) -> Codec:
 
 
 def _contexts(ctx: Context) -> tuple[Context, Context]:
-    """One for each part: with stashes of their own, and seeds, so that both do not draw the same entries."""
-    return replace(ctx, stash=dict(ctx.stash)), replace(ctx, stash=dict(ctx.stash), seed=ctx.seed + 1)
+    """One for each part, with stashes of their own; and with seeds, so that both do not draw the same entries."""
+    # codecs that draw twice use the seed and the one after it
+    return replace(ctx, stash=dict(ctx.stash)), replace(ctx, stash=dict(ctx.stash), seed=ctx.seed + 2)
 
 
 def _merge_selections(ctx: Context, contexts: tuple[Context, Context]) -> None:
