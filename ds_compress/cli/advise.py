@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import distributed as dist
 
 from ds_compress.cli.arguments import DTYPES, shape
 from ds_compress.cli.bench import benchmark_tensor, measure
 from ds_compress.cli.check import message_sizes, read_block
+from ds_compress.cli.console import console
 from ds_compress.codec import Codec, TensorSpec
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.errors import CompressionError
@@ -81,9 +81,8 @@ def run(args: argparse.Namespace) -> int:
             row["recipe"], row["link"], f"{2 * spec.nbytes / sum(row['wire_bytes']):.2f}",
             f"{1e3 * row['step_s']:.1f}", f"{row['speedup']:.2f}", row["limit"], f"{100 * row['link_busy']:.0f} %",
         )
-    console = Console()
-    console.print(table)
-    console.print(verdict(rows), highlight=False)
+    console().print(table)
+    print(verdict(rows))
     return 0
 
 
