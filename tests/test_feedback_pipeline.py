@@ -72,7 +72,8 @@ def test_pipeline_equals_simulate(name, stages):
 
 
 @pytest.mark.parametrize("stages, replicas, link", [
-    (2, 1, "blocking"), (2, 1, "eager"), (4, 1, "eager"), (2, 2, "eager"), (2, 2, "blocking"),
+    (2, 1, "eager"), (4, 1, "eager"), (2, 2, "eager"),
+    pytest.param(2, 1, "blocking", marks=pytest.mark.slow), pytest.param(2, 2, "blocking", marks=pytest.mark.slow),
 ])
 def test_ef21_sides_are_equal_after_200_steps(stages, replicas, link):
     config = ds_config(block("ef21", link={"mode": link}), replicas=replicas)
