@@ -34,17 +34,18 @@ class Sender:
         self.peer = peer
         self.device = device
         self.group = group
-        self._free: dict[int, list[Tensor]] = {}
+        self._free: list[Tensor] = []
 
     def memory(self, nbytes: int) -> Tensor:
         """uint8 memory for a packet that no transfer uses; zeroed when new."""
-        free = self._free.setdefault(nbytes, [])
-        return free.pop() if free else torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        # Not kept by size: the packets of a codec that varies in size would fill the machine
+        self._free = [packet for packet in self._free if packet.numel() == nbytes]
+        return self._free.pop() if self._free else torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
     def send(self, packet: Tensor) -> None:
         """Send `packet`, which came from `memory`."""
         dist.send(packet, self.peer, group=self.group)
-        self._free[packet.numel()].append(packet)
+        self._free.append(packet)
 
     def drain(self) -> None:
         """Return when everything sent has left this process."""
@@ -93,7 +94,7 @@ class EagerSender(Sender):
     def _release(self) -> None:
         packet, work = self._in_flight.popleft()
         work.wait()
-        self._free[packet.numel()].append(packet)
+        self._free.append(packet)
 
 
 class EagerReceiver(Receiver):

@@ -29,11 +29,11 @@ from typing import Any
 
 import matplotlib
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from ds_compress.cli.advise import codec_seconds
 from ds_compress.cli.check import message_sizes
+from ds_compress.cli.console import console
 from ds_compress.codec import TensorSpec
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.planner import Network, Plan, Traffic, Workload, predict
@@ -217,7 +217,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{100 * row['link_busy']:.0f} %" if row["link_busy"] else "", f"{row['predicted_step_s']:.3f}",
             f"{100 * (row['predicted_step_s'] / row['step_s'] - 1):+.0f} %",
         )
-    Console(width=120).print(table)
+    console().print(table)
 
 
 def plot(rows: list[dict[str, Any]], file: Path) -> None:

@@ -42,7 +42,7 @@ def test_on_a_fast_link_it_says_that_nothing_pays(capsys):
 
 def test_a_slow_codec_is_seen_through(capsys):
     code, out, _ = advise(capsys, "--gbps", "25", "--codec-gbps", "0.2")
-    assert "Compression will not pay: none with an eager link" in out.replace("\n", " ")
+    assert "Compression will not pay: none with an eager link" in out
 
 
 def test_a_recipe_from_its_file(capsys, tmp_path):

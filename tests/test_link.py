@@ -202,3 +202,23 @@ def interrupted():
 
 def test_an_interrupted_batch_is_named():
     run_ranks(2, interrupted)
+
+
+def packets_of_many_sizes(sending, receiving):
+    sizes = range(64, 64 * 50, 64)
+    group = channel_groups([[0, 1]], dist.get_rank())[0, "forward"]
+    if dist.get_rank() == 1:
+        receiver = receiving(0, CPU, group)
+        return [receiver.receive(size).unique().tolist() for size in sizes]
+    sender = sending(1, CPU, group)
+    for number, size in enumerate(sizes):
+        sender.send(sender.memory(size).fill_(number))
+    sender.drain()
+    return len(sender._free)
+
+
+@pytest.mark.parametrize("ends", [(Sender, Receiver), (EagerSender, EagerReceiver)], ids=["blocking", "eager"])
+def test_packets_that_vary_in_size_leave_no_memory_behind(ends):
+    kept, seen = run_ranks(2, packets_of_many_sizes, *ends)
+    assert kept <= link.IN_FLIGHT
+    assert seen == [[number] for number in range(len(seen))]

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
             f"{1e3 * row['step_s']:.1f}", f"{row['speedup']:.2f}", row["limit"], f"{100 * row['link_busy']:.0f} %",
         )
     console().print(table)
-    console().print(verdict(rows), highlight=False)
+    print(verdict(rows))
     return 0
 
 
