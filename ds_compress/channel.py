@@ -225,8 +225,8 @@ class Boundary:
 
     def compresses(self, moment: Moment) -> bool:
         """Whether messages at `moment` are compressed; the same on both sides by construction."""
-        block = self.config.block
-        return moment.step >= block.warmup_steps and (moment.training or block.eval == "compressed")
+        compressed = moment.training or self.config.block.eval == "compressed"
+        return compressed and moment.step >= self.config.warmup_steps
 
     def context(self, direction: str, position: int, moment: Moment) -> Context:
         """The context of the float tensor at `position` in a message.

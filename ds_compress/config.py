@@ -71,6 +71,8 @@ class Block(Options):
     """Other settings for single boundaries, by number: "0" is the cut between stages 0 and 1."""
     warmup_steps: int = Field(0, ge=0)
     """Optimizer steps at the start of training in which every message crosses uncompressed."""
+    warmup_epochs: int = Field(0, ge=0)
+    """The same in passes over the `training_data` given to `deepspeed.initialize`, instead of steps."""
     policy: Policy = Policy()
     eval: Literal["compressed", "uncompressed"] = "compressed"
     """Whether messages of eval_batch are compressed (without feedback); after the warm-up."""
@@ -124,6 +126,10 @@ class Config:
         if not isinstance(block, dict):
             raise CompressionError(f"{KEY}: {block!r} is not an object; write \"{KEY}\": {{...}} with the options")
         self.block = validate(Block, block, KEY)
+        self.warmup_steps = self.block.warmup_steps
+        if self.block.warmup_steps and self.block.warmup_epochs:
+            epochs = self.block.warmup_epochs
+            raise CompressionError(f"{KEY}.warmup_epochs: {epochs} came together with warmup_steps; use one of them")
         self.notes: dict[str, None] = {}  # lines for the user, in order, each once
         self.codecs(None)
         for number in self.block.boundaries:
@@ -156,7 +162,7 @@ class Config:
         with _errors_at(f"{path}.backward.codec"):
             backward = backward.paired(forward)
         for codec, direction in ((forward, "forward"), (backward, "backward")):
-            if codec.needs_warmup and self.block.warmup_steps == 0:
+            if codec.needs_warmup and not (self.block.warmup_steps or self.block.warmup_epochs):
                 raise CompressionError(
                     f"{KEY}.warmup_steps: 0 is not allowed with codec {codec.name!r} in {path}.{direction}; use 1 up"
                 )
@@ -165,6 +171,20 @@ class Config:
         with _errors_at(f"{path}.backward.feedback"):
             backward = backward_feedback.around(backward)
         return BoundaryCodecs(forward, backward)
+
+    def count_epochs(self, steps_per_epoch: int | None) -> None:
+        """Turn warm-up epochs into steps; None where nobody knows how long an epoch is.
+
+        Raises:
+            CompressionError: there are warm-up epochs, and nobody knows.
+        """
+        if self.block.warmup_epochs and steps_per_epoch is None:
+            raise CompressionError(
+                f"{KEY}.warmup_epochs: {self.block.warmup_epochs} is not allowed where the length of an epoch is not "
+                "known; give deepspeed.initialize the training_data, or use warmup_steps"
+            )
+        if self.block.warmup_epochs:
+            self.warmup_steps = self.block.warmup_epochs * steps_per_epoch
 
     def has_rest(self, direction: str) -> bool:
         """Whether messages of any boundary may come with a second packet."""

@@ -266,6 +266,14 @@ def check_release(base: type, module: Any) -> None:
         raise CompressionError(f"{release}: its p2p has no send and recv; it is not supported")
 
 
+def _steps_per_epoch(engine: Any) -> int | None:
+    """Training steps in one pass over the data that DeepSpeed was given; None if it was given none of a known size."""
+    try:
+        return -(-len(engine.training_data) // engine.train_batch_size())
+    except TypeError:
+        return None
+
+
 def attach(engine: Any, module: Any, block: object) -> None:
     """Put the mixin over `engine` as `block` says; called on every rank when the engine has been built.
 
@@ -278,6 +286,7 @@ def attach(engine: Any, module: Any, block: object) -> None:
         config = Config(block)
         boundaries = mixin._check(config, engine.num_stages)
         check_release(base, module)
+        config.count_epochs(_steps_per_epoch(engine))
         agreed = {"version": __version__, **config.settings}
     except CompressionError as error:
         agreed = error

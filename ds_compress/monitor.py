@@ -186,7 +186,7 @@ class Monitor:
                 parts.append(f"{name} {getattr(codecs, name)} {raw:,.0f} -> {wire:,.0f} bytes ({raw / wire:.2f}x)")
             boundaries.append(f"boundary {number}: {', '.join(parts)}")
         block = self.config.block
-        warmup = f", after {block.warmup_steps} warm-up steps" if block.warmup_steps else ""
+        warmup = f", after {self.config.warmup_steps} warm-up steps" if self.config.warmup_steps else ""
         active = f"ds_compress {__version__} active, link {block.link.mode}{warmup}"
         return f"{active}; per message: {'; '.join(boundaries)}"
 

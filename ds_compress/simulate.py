@@ -98,6 +98,7 @@ def simulate(model: nn.Module, ds_config: dict[str, Any], cuts: Sequence[int]) -
     """
     config = Config(ds_config.get(KEY, {}))
     config.check_boundaries(len(cuts))
+    config.count_epochs(None)
     if isinstance(model, nn.Sequential):
         layers: list[Any] = list(model)
     elif hasattr(model, "forward_funcs"):

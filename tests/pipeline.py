@@ -61,7 +61,13 @@ def batches(replica: int = 0, dtype: torch.dtype = torch.float32, shape: tuple[i
         yield x.to(dtype), torch.sin(3 * x)
 
 
-def build(stages: int, config: dict[str, Any], specs: list[Any] | None = None, **module_options: Any):
+def build(
+    stages: int,
+    config: dict[str, Any],
+    specs: list[Any] | None = None,
+    training_data: Any = None,
+    **module_options: Any,
+):
     """A DeepSpeed engine of `stages` stages; ranks beyond that are data-parallel replicas."""
     torch.manual_seed(1)
     world = torch.distributed.get_world_size()
@@ -69,7 +75,10 @@ def build(stages: int, config: dict[str, Any], specs: list[Any] | None = None, *
     options = {"loss_fn": loss_fn, "partition_method": "uniform", "seed_layers": True, **module_options}
     module = PipelineModule(specs or layers(), topology=topology, **options)
     engine, *_ = deepspeed.initialize(
-        model=module, config=config, model_parameters=[p for p in module.parameters() if p.requires_grad]
+        model=module,
+        config=config,
+        model_parameters=[p for p in module.parameters() if p.requires_grad],
+        training_data=training_data,
     )
     return engine
 

@@ -67,6 +67,8 @@ BAD = [
      "ds_compress.boundaries.1.backward.codec.density: 2", "less than"),
     ({"warmup_steps": -1}, "ds_compress.warmup_steps: -1", "greater than or equal to 0"),
     ({"warmup_steps": 1.5}, "ds_compress.warmup_steps: 1.5", "integer"),
+    ({"warmup_epochs": -1}, "ds_compress.warmup_epochs: -1", "greater than or equal to 0"),
+    ({"warmup_epochs": 1, "warmup_steps": 5}, "ds_compress.warmup_epochs: 1 came", "use one"),
     ({"warmup_steps": "100"}, "ds_compress.warmup_steps: '100'", "integer"),
     ({"policy": "constant"}, "ds_compress.policy: 'constant'", "object"),
     ({"policy": {"name": "constnt"}}, "ds_compress.policy.name: 'constnt'", "did you mean 'constant'"),

@@ -201,3 +201,31 @@ def test_public_names():
         assert getattr(ds_compress, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         ds_compress.nothing
+
+
+def raw_steps(samples, epochs, steps=5):
+    """Which of the first training steps sent uncompressed packets."""
+    data = batches()
+    dataset = [next(data)[0][0] for _ in range(samples)]
+    engine = build(2, ds_config({**TOPK, "warmup_epochs": epochs}), training_data=[(x, x) for x in dataset])
+    channel, raw = engine._compression.sending[0], []
+    for step in range(steps):
+        before = channel.sent.wire_bytes
+        engine.train_batch()
+        if channel.sent.wire_bytes - before > 0.9 * channel.last.raw_bytes * MICRO_BATCHES:
+            raw.append(step)
+    return raw
+
+
+def test_warmup_may_be_counted_in_epochs():
+    """16 samples a step: 24 samples are two steps, the second of them partly of the next epoch."""
+    assert run_ranks(2, raw_steps, 24, 2) == [[0, 1, 2, 3]] * 2
+
+
+def epochs_of_unknown_length():
+    with pytest.raises(CompressionError, match="ds_compress.warmup_epochs: 1 is not allowed where the length"):
+        build(2, ds_config({"warmup_epochs": 1}))
+
+
+def test_warmup_epochs_need_an_epoch():
+    run_ranks(2, epochs_of_unknown_length)

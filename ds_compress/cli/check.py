@@ -77,7 +77,7 @@ def message_sizes(config: Config, stages: int, spec: TensorSpec) -> list[dict[st
     if stages < 1:
         raise CompressionError(f"--stages: {stages} is not allowed: should be 1 or more")
     config.check_boundaries(stages - 1)
-    after_warmup = Moment(step=config.block.warmup_steps, micro_batch=0, training=True)
+    after_warmup = Moment(step=config.warmup_steps, micro_batch=0, training=True)
     rows = []
     for number in range(stages - 1):
         boundary = Boundary(number, config)
