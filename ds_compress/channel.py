@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, TensorSpec
-from ds_compress.config import DIRECTIONS, BoundaryCodecs, Config
+from ds_compress.config import DIRECTIONS, KEY, BoundaryCodecs, Config
+from ds_compress.errors import CompressionError
 from ds_compress.wire import HEADER_SIZE, Header, PacketLayout
 
 HEADERS_CHECKED = 4
@@ -179,23 +180,35 @@ class Channel:
         return channel
 
     def _eligible(self, specs: tuple[TensorSpec, ...], raw_tail: int) -> list[bool]:
-        minimum = self.boundary.config.block.min_numel
-        body = len(specs) - raw_tail
-        return [s.dtype.is_floating_point and s.numel >= minimum and i < body for i, s in enumerate(specs)]
+        """Which tensors are compressed after the warm-up."""
+        block = self.boundary.config.block
+        position, eligible = 0, []
+        for index, spec in enumerate(specs):
+            is_float = spec.dtype.is_floating_point and index < len(specs) - raw_tail
+            chosen = spec.numel >= block.min_numel if block.tensors == "large" else position in block.tensors
+            eligible.append(is_float and chosen)
+            position += is_float
+        if block.tensors != "large" and not any(eligible):
+            raise CompressionError(
+                f"{KEY}.tensors: {block.tensors}: a message of boundary {self.boundary.number}, {self.direction}, has "
+                f"{position} float tensors, so none is compressed; allowed: positions below that, or \"large\""
+            )
+        return eligible
 
     def _walk(self, items: Iterable[Any], message: Message, moment: Moment):
-        """`items`, one per tensor, each with its codec and context.
+        """`items`, one per tensor, each with its codec and context; no context for a tensor that is not float.
 
         Positions count the float tensors, so that a gradient finds its activation. A codec that will take over after
         the warm-up sees the tensors that cross uncompressed until then.
         """
         position = 0
         for item, spec, codec, eligible in zip(items, message.specs, message.codecs, message.eligible):
-            ctx = self.boundary.context(self.direction, position, moment)
+            is_float = spec.dtype.is_floating_point
+            ctx = self.boundary.context(self.direction, position, moment) if is_float else None
             if eligible and codec is None and moment.training:
                 self.codec.observe(item.detach() if isinstance(item, Tensor) else item[0], ctx)
             yield item, codec, ctx
-            position += spec.dtype.is_floating_point
+            position += is_float
 
     def _header(self, layout: PacketLayout, moment: Moment) -> Header:
         return Header(

@@ -78,11 +78,23 @@ class Block(Options):
     """Whether messages of eval_batch are compressed (without feedback); after the warm-up."""
     min_numel: int = Field(4096, ge=0)
     """Tensors with fewer elements cross as they are."""
+    tensors: Any = "large"
+    """Which float tensors of a message are compressed, in both directions: "large", those of min_numel elements or
+    more, or a list of positions, [0, 2], whatever their size. Positions count the float tensors of a message alone;
+    all other tensors, and bool masks, cross as they are."""
     link: Link = Link()
     checkpoint: Checkpoint = Checkpoint()
     monitor: Monitor = Monitor()
     seed: int = Field(1234, ge=0)
     """Seed of every random choice; with boundary, direction, step and micro-batch."""
+
+    @field_validator("tensors")
+    @classmethod
+    def _positions(cls, value: object) -> object:
+        is_list = isinstance(value, list) and value and all(type(item) is int and item >= 0 for item in value)
+        if value != "large" and not is_list:
+            raise ValueError('is not allowed; allowed: "large", or a list of positions from 0, such as [0, 2]')
+        return value
 
     @field_validator("boundaries", mode="before")
     @classmethod

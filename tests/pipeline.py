@@ -6,7 +6,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
-from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 from torch import nn
 
 WIDTH = 32
@@ -66,14 +66,19 @@ def build(
     config: dict[str, Any],
     specs: list[Any] | None = None,
     training_data: Any = None,
+    module_class: type = PipelineModule,
+    tensor_parallel: int = 1,
     **module_options: Any,
 ):
     """A DeepSpeed engine of `stages` stages; ranks beyond that are data-parallel replicas."""
     torch.manual_seed(1)
-    world = torch.distributed.get_world_size()
-    topology = PipeDataParallelTopology(num_pp=stages, num_dp=world // stages)
+    replicas = torch.distributed.get_world_size() // stages // tensor_parallel
+    if tensor_parallel > 1:
+        topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=tensor_parallel, num_dp=replicas)
+    else:
+        topology = PipeDataParallelTopology(num_pp=stages, num_dp=replicas)
     options = {"loss_fn": loss_fn, "partition_method": "uniform", "seed_layers": True, **module_options}
-    module = PipelineModule(specs or layers(), topology=topology, **options)
+    module = module_class(specs or layers(), topology=topology, **options)
     engine, *_ = deepspeed.initialize(
         model=module,
         config=config,

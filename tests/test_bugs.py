@@ -1,0 +1,46 @@
+"""Mistakes of the past, ours and DeepSpeed's, each with its story."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from ds_compress.channel import Boundary, Moment
+from ds_compress.config import Config
+from tests.dist import run_ranks
+from tests.kinds import BLOCKS, KINDS, train
+
+MIXED, DYNAMIC = KINDS["mixed-middle"], KINDS["mixed-dynamic"]
+
+
+def losses(kind, block, stages=3):
+    return run_ranks(stages, train, dataclasses.replace(kind, stages=stages), block)[0]["losses"]
+
+
+def test_receive_buffers_of_middle_stages():
+    """DeepSpeed, to 0.19.8 at least: a middle stage has one receive buffer for each position in a tuple, for
+    activations and gradients, and takes it whatever its dtype. (fp32, int64, bool, fp32) forward and (fp32, fp32)
+    backward makes it read the second gradient into int64 memory and train on what comes out of that: nan. A stock
+    pipeline of two stages has no middle stage.
+    """
+    right = losses(MIXED, None, stages=2)
+    assert losses(MIXED, BLOCKS["eager"]) == pytest.approx(right, rel=1e-5)
+    if losses(MIXED, None) == pytest.approx(right, rel=1e-5):
+        pytest.skip("this DeepSpeed has mended it: _allocate_or_extend_buffers need not be overridden for it")
+
+
+def test_receive_buffers_of_middle_stages_with_dynamic_shape():
+    """The same where every micro-batch has another shape: memory of the wrong size, and the connection breaks."""
+    assert losses(DYNAMIC, BLOCKS["eager"]) == pytest.approx(losses(DYNAMIC, None, stages=2), rel=1e-5)
+
+
+def test_tensors_that_are_not_float_leave_the_selection_alone():
+    """A partitioned gradient crosses behind an int64 tensor that describes it. That one has no position, yet it took
+    the selection of position 0 from the gradient, which then had no indices to reuse."""
+    channels = {"forward": {"codec": {"name": "topk", "density": 0.5}},
+                "backward": {"codec": {"name": "topk", "indices": "reuse"}}}
+    boundary, moment = Boundary(0, Config({**channels, "min_numel": 0})), Moment(0, 0, training=True)
+    description, x = torch.tensor([2, 8]), torch.arange(8.0)
+    boundary.forward.encode((description, x), moment)
+    packet = boundary.backward.encode((description, x), moment)
+    assert packet.numel() < 32 + 16 + x.nbytes

@@ -1,0 +1,11 @@
+"""One test for each kind of pipeline: `none` equals stock, lossy codecs train, `simulate` gives the same."""
+
+import pytest
+
+from tests.kinds import KINDS, problems
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kind(name):
+    found, _ = problems(KINDS[name])
+    assert not found
