@@ -130,7 +130,10 @@ class PacketLayout:
         Raises:
             CompressionError: a part has another shape or dtype than its layout promised.
         """
-        packet[:HEADER_SIZE].copy_(torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8))
+        start = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+        if packet.is_cuda:  # from pageable memory the host would wait for the copy
+            start = start.pin_memory()
+        packet[:HEADER_SIZE].copy_(start, non_blocking=True)
         views = self.views(packet)
         if len(parts) != len(views):
             raise CompressionError(f"packet: {len(parts)} payload tensors came, the layout has {len(views)}")
