@@ -71,6 +71,11 @@ class Channel:
         self.rest: Tensor | None = None  # a second packet that has to follow the one encoded last
         self._messages: dict[tuple[object, ...], Message] = {}
 
+    @property
+    def place(self) -> str:
+        """What errors call it."""
+        return f"boundary {self.boundary.number}, {self.direction}"
+
     def message(self, specs: tuple[TensorSpec, ...], moment: Moment, raw_tail: int = 0) -> Message:
         """The message of tensors with `specs` at `moment`; the last `raw_tail` tensors are never compressed."""
         codec = self.codec if self.boundary.compresses(moment) else None
@@ -131,9 +136,10 @@ class Channel:
         Raises:
             CompressionError: the packet is not the expected message.
         """
-        if packet.device.type == "cpu" or message.headers_left > 0:
+        header = self._header(message.packet, moment)
+        if packet.device.type == "cpu" or message.headers_left > 0 or header.sealed:
             message.headers_left -= 1
-            self._header(message.packet, moment).check(packet)
+            header.check(packet)
         views = iter(message.packet.views(packet))
         parts = [tuple(next(views) for _ in range(split)) for split in message.splits]
         if message.ids:
@@ -190,8 +196,8 @@ class Channel:
             position += is_float
         if block.tensors != "large" and not any(eligible):
             raise CompressionError(
-                f"{KEY}.tensors: {block.tensors}: a message of boundary {self.boundary.number}, {self.direction}, has "
-                f"{position} float tensors, so none is compressed; allowed: positions below that, or \"large\""
+                f"{KEY}.tensors: {block.tensors}: a message of {self.place} has {position} float tensors, so none "
+                "is compressed; allowed: positions below that, or \"large\""
             )
         return eligible
 
@@ -213,7 +219,7 @@ class Channel:
     def _header(self, layout: PacketLayout, moment: Moment) -> Header:
         return Header(
             self.boundary.number, self.direction, moment.step, moment.micro_batch, moment.training,
-            layout.fingerprint, layout.nbytes,
+            layout.fingerprint, layout.nbytes, self.boundary.config.block.link.checksum,
         )
 
 

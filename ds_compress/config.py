@@ -46,6 +46,13 @@ class Link(Options):
     """blocking: DeepSpeed's own order of sends and receives; eager: sent when computed, received ahead. DualPipeV
     posts its receives ahead by itself and has one order for both."""
 
+    timeout_s: float = Field(1800.0, gt=0)
+    """Seconds that a neighbour may take to send or to take a message before this rank stops with an error; on a GPU
+    NCCL counts them. What DeepSpeed itself waits for keeps the time-out of deepspeed.init_distributed, also 1800."""
+
+    checksum: bool = False
+    """Add a CRC-32 of every packet and check it; on a GPU each packet is then copied to the host for it."""
+
 
 class Checkpoint(Options):
     state: Literal["exact", "int8"] = "exact"

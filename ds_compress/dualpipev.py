@@ -26,7 +26,7 @@ from ds_compress.checkpoint import Side
 from ds_compress.config import DIRECTIONS, KEY
 from ds_compress.engine import CompressedEngine
 from ds_compress.errors import CompressionError
-from ds_compress.link import Receiver, Sender
+from ds_compress.link import Patience, Receiver, Sender
 from ds_compress.stage import Stage
 
 Queue = Callable[[Callable, list[Tensor]], None]
@@ -117,7 +117,7 @@ class CompressedDualPipeV(CompressedEngine):
         back = boundary(2 * last - 1 - rank, rank < last), boundary(2 * last - rank, rank > 0)
         stage = self._compression = TwoStages(config, p2p, [out, back])
         self._arriving = []  # instruction and the tensors to fill, for each packet queued to be received
-        launch = super()._exec_commit_p2p
+        self._patience = []  # for each operation in DeepSpeed's queue
         for phase, (before, after) in enumerate(stage.phases):
             for end, neighbour, receiving, sending in (
                 (before, self._upstream_stage(phase), "RecvActivation", "SendGrad"),
@@ -126,13 +126,12 @@ class CompressedDualPipeV(CompressedEngine):
                 if end is None:
                     continue
                 peer = self.grid.stage_to_global(neighbour)
-                queue = self._queue_to(neighbour)
-                channels = end.channels if end is before else end.channels[::-1]
-                sender = QueuedSender(peer, self.device, queue)
-                receiver = QueuedReceiver(peer, self.device, queue, launch)
+                come, go = end.channels if end is before else end.channels[::-1]
+                receiver = QueuedReceiver(peer, self.device, self._queue_to(neighbour, come), self._launch)
+                sender = QueuedSender(peer, self.device, self._queue_to(neighbour, go))
                 # no second packets: _check has refused what sends them
-                stage.connect(f"{receiving}/{phase}", channels[0], receiver, receiver)
-                stage.connect(f"{sending}/{phase}", channels[1], sender, sender)
+                stage.connect(f"{receiving}/{phase}", come, receiver, receiver)
+                stage.connect(f"{sending}/{phase}", go, sender, sender)
 
     def _sides(self):
         return [
@@ -142,9 +141,32 @@ class CompressedDualPipeV(CompressedEngine):
             if boundary is not None
         ]
 
-    def _queue_to(self, stage):
+    def _queue_to(self, stage, channel):
         queue_p2p = super()._queue_p2p
-        return lambda operation, tensors: queue_p2p(operation, tensors, stage)
+        patience = Patience(channel.place, self._compression.config.block.link.timeout_s)
+
+        def queue(operation, tensors):
+            queue_p2p(operation, tensors, stage)
+            self._patience.append(patience)
+
+        return queue
+
+    def _launch(self):
+        """Do all that is queued; as DeepSpeed does it, but a failure is named."""
+        operations, patience = self._p2p_ops, self._patience
+        self._p2p_ops, self._patience = [], []
+        if not operations:
+            return
+        peers = ", ".join(sorted({str(operation.peer) for operation in operations}))
+        anywhere = Patience("; ".join(dict.fromkeys(p.place for p in patience)), patience[0].seconds)
+        with anywhere.naming(peers):
+            requests = dist.batch_isend_irecv(operations)
+        if len(requests) < len(operations):  # NCCL has one request for all
+            for request in requests:
+                anywhere.wait(request, peers, self.device)
+        else:
+            for request, operation, own in zip(requests, operations, patience):
+                own.wait(request, operation.peer, self.device)
 
     def _look_ahead(self, pipe_schedule, training):
         """Nothing to do: the schedule posts its receives before the sender runs."""
@@ -162,7 +184,8 @@ class CompressedDualPipeV(CompressedEngine):
             for tensor, arrived in zip(tensors, self._compression.fetch(instruction, tensors)):
                 tensor.data = arrived
         self._arriving.clear()
-        run()  # launches what nobody waited for: a queue of sends alone
+        self._launch()  # what nobody waited for: a queue of sends alone
+        run()  # DeepSpeed's own, with nothing left to do
 
     def _exec_commit_p2p(self, *args, **kwargs):
         self._commit_p2p(super()._exec_commit_p2p, *args, **kwargs)

@@ -25,7 +25,7 @@ from ds_compress.checkpoint import CheckpointedEngine
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.errors import CompressionError
 from ds_compress.handshake import agree
-from ds_compress.link import EagerReceiver, EagerSender, Receiver, Sender, channel_groups
+from ds_compress.link import EagerReceiver, EagerSender, Patience, Receiver, Sender, channel_groups
 from ds_compress.monitor import Monitor
 from ds_compress.sinks import add_tensorboard_layout
 from ds_compress.stage import PointToPoint, Stage
@@ -71,14 +71,19 @@ class CompressedEngine(CheckpointedEngine):
         eager = config.block.link.mode == "eager"
         rests = [f"{direction} rest" for direction in DIRECTIONS if config.has_rest(direction)]
         pipelines = self.grid._topo.get_axis_comm_lists("pipe")
-        groups = channel_groups(pipelines, self.global_rank, [*DIRECTIONS, *rests]) if eager else {}
+        seconds = config.block.link.timeout_s
+        groups = channel_groups(pipelines, self.global_rank, [*DIRECTIONS, *rests], seconds) if eager else {}
         send, receive = (EagerSender, EagerReceiver) if eager else (Sender, Receiver)
 
         def connect(instruction, channel, kind, neighbour):
             peer = self.grid.stage_to_global(neighbour)
             group = groups.get((channel.boundary.number, channel.direction))
             rest_group = groups.get((channel.boundary.number, f"{channel.direction} rest"))
-            stage.connect(instruction, channel, kind(peer, self.device, group), kind(peer, self.device, rest_group))
+            patience = Patience(channel.place, seconds)
+            stage.connect(
+                instruction, channel,
+                kind(peer, self.device, group, patience), kind(peer, self.device, rest_group, patience),
+            )
 
         if before:
             connect("RecvActivation", before.forward, receive, self.prev_stage)

@@ -7,12 +7,17 @@ eager:    sends return at once and receives are posted ahead, both on a process 
           alone. A group has one sender and one receiver, so no ordering between channels is left to violate.
 """
 
+import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from deepspeed import comm as dist
 from torch import Tensor
+from torch.distributed import Work
 
 from ds_compress.errors import CompressionError
 
@@ -26,12 +31,45 @@ POSTED_AHEAD = 2
 made the one after that, as in 1F1B it waits for an answer to the first."""
 
 
+@dataclass(frozen=True)
+class Patience:
+    """How long to wait for a peer, and what to call the channel when that was in vain."""
+
+    place: str = "link"
+    seconds: float = 1800.0
+
+    def wait(self, work: Work, peer: int, device: torch.device) -> None:
+        """Wait for a transfer from or to the rank `peer`.
+
+        Raises:
+            CompressionError: it failed, or took too long; names place and peer.
+        """
+        with self.naming(peer):
+            # With a time-out of its own a wait on NCCL would stop the host, not only the stream
+            work.wait(timedelta(seconds=self.seconds)) if device.type == "cpu" else work.wait()
+
+    @contextmanager
+    def naming(self, peer: object) -> Iterator[None]:
+        """Name place and peer in what torch.distributed raises."""
+        try:
+            yield
+        except RuntimeError as error:
+            # of gloo's "[file:line] what happened. What that may mean" the middle
+            reason = re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]
+            if "timed out" in reason.lower():
+                raise CompressionError(
+                    f"{self.place}: rank {peer} did not answer within {self.seconds:g} s (ds_compress.link.timeout_s)"
+                ) from error
+            raise CompressionError(f"{self.place}: rank {peer} is gone: {reason}") from error
+
+
 class Sender:
     """The sending end of a channel, blocking."""
 
-    def __init__(self, peer: int, device: torch.device, group=None):
+    def __init__(self, peer: int, device: torch.device, group=None, patience: Patience = Patience()):
         """`peer`: global rank of the other end; `group`: process group of the channel, None for the default one."""
         self.peer = peer
+        self.patience = patience
         self.device = device
         self.group = group
         self._free: list[Tensor] = []
@@ -44,18 +82,26 @@ class Sender:
 
     def send(self, packet: Tensor) -> None:
         """Send `packet`, which came from `memory`."""
-        dist.send(packet, self.peer, group=self.group)
+        self._wait(self._isend(packet))
         self._free.append(packet)
 
     def drain(self) -> None:
         """Return when everything sent has left this process."""
 
+    def _isend(self, packet: Tensor) -> Work:
+        with self.patience.naming(self.peer):
+            return dist.isend(packet, self.peer, group=self.group)
+
+    def _wait(self, work: Work) -> None:
+        self.patience.wait(work, self.peer, self.device)
+
 
 class Receiver:
     """The receiving end of a channel, blocking."""
 
-    def __init__(self, peer: int, device: torch.device, group=None):
+    def __init__(self, peer: int, device: torch.device, group=None, patience: Patience = Patience()):
         self.peer = peer
+        self.patience = patience
         self.device = device
         self.group = group
         self._packet: Tensor | None = None
@@ -67,16 +113,23 @@ class Receiver:
         """The next packet; it stays as it is until the next call."""
         if self._packet is None or self._packet.numel() != nbytes:
             self._packet = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        dist.recv(self._packet, self.peer, group=self.group)
+        self._wait(self._irecv(self._packet))
         return self._packet
+
+    def _irecv(self, memory: Tensor) -> Work:
+        with self.patience.naming(self.peer):
+            return dist.irecv(memory, self.peer, group=self.group)
+
+    def _wait(self, work: Work) -> None:
+        self.patience.wait(work, self.peer, self.device)
 
 
 class EagerSender(Sender):
     """Sends without waiting; a packet's memory is used again when it has left."""
 
-    def __init__(self, peer: int, device: torch.device, group=None):
-        super().__init__(peer, device, group)
-        self._in_flight: deque[tuple[Tensor, dist.Work]] = deque()
+    def __init__(self, peer: int, device: torch.device, group=None, patience: Patience = Patience()):
+        super().__init__(peer, device, group, patience)
+        self._in_flight: deque[tuple[Tensor, Work]] = deque()
 
     def memory(self, nbytes: int) -> Tensor:
         # Counted, not polled: gloo's is_completed() stays False until someone waits
@@ -85,7 +138,7 @@ class EagerSender(Sender):
         return super().memory(nbytes)
 
     def send(self, packet: Tensor) -> None:
-        self._in_flight.append((packet, dist.isend(packet, self.peer, group=self.group)))
+        self._in_flight.append((packet, self._isend(packet)))
 
     def drain(self) -> None:
         while self._in_flight:
@@ -93,16 +146,16 @@ class EagerSender(Sender):
 
     def _release(self) -> None:
         packet, work = self._in_flight.popleft()
-        work.wait()
+        self._wait(work)
         self._free.append(packet)
 
 
 class EagerReceiver(Receiver):
     """Keeps receives posted for the packets it was told to expect; other packets are received as blocking."""
 
-    def __init__(self, peer: int, device: torch.device, group=None):
-        super().__init__(peer, device, group)
-        self._posted: deque[tuple[Tensor, dist.Work]] = deque()
+    def __init__(self, peer: int, device: torch.device, group=None, patience: Patience = Patience()):
+        super().__init__(peer, device, group, patience)
+        self._posted: deque[tuple[Tensor, Work]] = deque()
         self._memory: list[Tensor] = []
         self._in_use: Tensor | None = None
         self._to_post = 0
@@ -128,29 +181,31 @@ class EagerReceiver(Receiver):
         if self._in_use is not None:
             self._post(self._in_use)
         self._in_use, work = self._posted.popleft()
-        work.wait()
+        self._wait(work)
         return self._in_use
 
     def _post(self, memory: Tensor) -> None:
         if self._to_post:
             self._to_post -= 1
-            self._posted.append((memory, dist.irecv(memory, self.peer, group=self.group)))
+            self._posted.append((memory, self._irecv(memory)))
 
 
 def channel_groups(
-    pipelines: list[list[int]], rank: int, uses: Sequence[str] = ("forward", "backward")
+    pipelines: list[list[int]], rank: int, uses: Sequence[str] = ("forward", "backward"), seconds: float = 1800.0
 ) -> dict[tuple[int, str], object]:
     """A process group for each of the `uses` of each boundary that `rank` has a side of, by (boundary, use).
 
     Args:
         pipelines: global ranks of each pipeline replica, stage by stage. Every rank of the job passes the same, as
             every rank has to take part in making every group.
+        seconds: after which NCCL gives up a transfer.
     """
     own = {}
     for ranks in pipelines:
         for boundary, ends in enumerate(zip(ranks, ranks[1:])):
             for use in uses:
-                group = dist.new_group(list(ends))
+                # not deepspeed.comm's, which takes no time-out
+                group = torch.distributed.new_group(list(ends), timeout=timedelta(seconds=seconds))
                 if rank in ends:
                     own[boundary, use] = group
     return own

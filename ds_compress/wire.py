@@ -8,7 +8,7 @@
          8     4  step, modulo 2^32
         12     4  micro-batch
         16     8  fingerprint of tensor specs, settings and offsets, equal on both sides
-        24     4  CRC-32 of the body, 0 when not computed
+        24     4  CRC-32 of the body ("link": {"checksum": true}), otherwise 0
         28     4  size of the packet in units of 16 bytes
         32     .  body: payload tensor 0, 1, ... each at a multiple of 16 bytes, zeros between
 
@@ -17,6 +17,7 @@ All numbers are little-endian. The alignment lets the receiver use the body in p
 
 import hashlib
 import struct
+import zlib
 from dataclasses import dataclass
 
 import torch
@@ -44,13 +45,14 @@ class Header:
     training: bool
     fingerprint: bytes
     nbytes: int
+    sealed: bool = False  # whether a checksum of the body goes along
 
-    def pack(self) -> bytes:
+    def pack(self, checksum: int = 0) -> bytes:
         flags = _BACKWARD * (self.direction == "backward") + _EVALUATION * (not self.training)
         units = self.nbytes // ALIGNMENT
         step = self.step % 2**32
         return _HEADER.pack(
-            MAGIC, VERSION, flags, self.boundary, step, self.micro_batch, self.fingerprint, 0, units
+            MAGIC, VERSION, flags, self.boundary, step, self.micro_batch, self.fingerprint, checksum, units
         )
 
     @classmethod
@@ -77,7 +79,7 @@ class Header:
         Raises:
             CompressionError: naming the first field that differs, what came and what was expected.
         """
-        expected = self.pack()
+        expected = self.pack(_checksum(packet) if self.sealed else 0)
         data = packet[:HEADER_SIZE].cpu().numpy().tobytes()
         if data == expected:
             return
@@ -88,6 +90,8 @@ class Header:
             theirs, ours = getattr(came, name), getattr(expected, name)
             if theirs != ours:
                 raise CompressionError(f"{place}: its {name} is {_shown(theirs)}, expected {_shown(ours)}")
+        if self.sealed:
+            raise CompressionError(f"{place}: its checksum is another: it was damaged on its way")
         raise CompressionError(f"{place}: the header has unknown bits set")
 
 
@@ -130,10 +134,6 @@ class PacketLayout:
         Raises:
             CompressionError: a part has another shape or dtype than its layout promised.
         """
-        start = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
-        if packet.is_cuda:  # from pageable memory the host would wait for the copy
-            start = start.pin_memory()
-        packet[:HEADER_SIZE].copy_(start, non_blocking=True)
         views = self.views(packet)
         if len(parts) != len(views):
             raise CompressionError(f"packet: {len(parts)} payload tensors came, the layout has {len(views)}")
@@ -144,6 +144,16 @@ class PacketLayout:
                     f"the layout says {tuple(view.shape)} {view.dtype}"
                 )
             view.copy_(part)
+        checksum = _checksum(packet) if header.sealed else 0
+        start = torch.frombuffer(bytearray(header.pack(checksum)), dtype=torch.uint8)
+        if packet.is_cuda:  # from pageable memory the host would wait for the copy
+            start = start.pin_memory()
+        packet[:HEADER_SIZE].copy_(start, non_blocking=True)
+
+
+def _checksum(packet: Tensor) -> int:
+    """CRC-32 of the body; a packet on a device is copied to the host."""
+    return zlib.crc32(packet[HEADER_SIZE:].cpu().numpy())
 
 
 def _shown(value: object) -> object:
