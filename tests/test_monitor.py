@@ -138,6 +138,47 @@ def test_watching_changes_nothing(feedback, tmp_path):
     assert not quiet[0]["summary"]
 
 
+COLLECTIVES = (
+    "all_reduce", "broadcast", "reduce", "gather", "scatter", "all_gather", "all_gather_into_tensor",
+    "all_to_all_single", "reduce_scatter_tensor", "barrier",
+)
+
+
+def train_counting_work(config):
+    """How often this rank called each collective of torch.distributed in training steps, and a clock of ours."""
+    counts = dict.fromkeys((*COLLECTIVES, "clock"), 0)
+
+    def counting(name, original):
+        def call(*args, **kwargs):
+            counts[name] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    engine = build(2, config)
+    for name in COLLECTIVES:
+        setattr(torch.distributed, name, counting(name, getattr(torch.distributed, name)))
+    HostClock.mark = counting("clock", HostClock.mark)
+    data = batches(engine.grid.get_data_parallel_id())
+    for _ in range(STEPS):
+        engine.train_batch(data)
+    return counts
+
+
+def test_a_monitor_that_is_off_does_nothing(tmp_path):
+    """Beside what stock DeepSpeed does there is one sum, for the line that says what is active, even with sinks on."""
+    def trained(every=None):
+        block = None if every is None else {**BLOCK, "monitor": {"every": every}}
+        sink = {"csv_monitor": sinks(tmp_path)["csv_monitor"]}
+        return run_ranks(4, train_counting_work, ds_config(block, replicas=2, **sink))
+
+    for stock, off, on in zip(trained(), trained(every=0), trained(every=1)):
+        assert stock["all_reduce"] > 0 and stock["clock"] == 0
+        assert off == {**stock, "all_reduce": stock["all_reduce"] + 1}
+        assert on == {**stock, "all_reduce": stock["all_reduce"] + STEPS, "clock": on["clock"]}
+        assert on["clock"] > 2 * STEPS * MICRO_BATCHES
+
+
 @pytest.mark.parametrize("bad, share", [(math.inf, 0.5), (math.nan, 0.5), (1.0, 0.0)])
 def test_messages_that_are_not_finite_are_counted(bad, share):
     """Micro-batch 1 is bad; the one that is compared moves on with the steps."""
