@@ -147,9 +147,21 @@ class Channel:
         parts = self._with_rest(parts, message, moment, fetch)
         with torch.no_grad():
             return [
-                codec.decode(own, spec, ctx) if codec else own[0]
+                self._decoded(codec, own, spec, ctx) if codec else own[0]
                 for spec, (own, codec, ctx) in zip(message.specs, self._walk(parts, message, moment))
             ]
+
+    def _decoded(self, codec: Codec, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
+        try:
+            return codec.decode(parts, spec, ctx)
+        except CompressionError:
+            raise
+        except Exception as error:  # an index beyond the tensor, a broken frame, ...
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise CompressionError(
+                f"packet for {self.place}, step {ctx.step}, micro-batch {ctx.micro_batch}: {codec} cannot decode it "
+                f"({reason}); was it damaged on its way? \"link\": {{\"checksum\": true}} tells"
+            ) from error
 
     def _ids(self, specs: tuple[TensorSpec, ...], moment: Moment) -> int:
         """How many sample ids a message carries."""

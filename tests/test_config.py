@@ -4,8 +4,10 @@ import json
 
 import pytest
 
-from ds_compress.config import Config
+from ds_compress.codec import CODECS
+from ds_compress.config import KEY, Block, Config
 from ds_compress.errors import CompressionError
+from ds_compress.feedback import FEEDBACKS
 
 # (block, how the message starts, what else it says)
 BAD = [
@@ -84,6 +86,8 @@ BAD = [
     ({"link": "eager"}, "ds_compress.link: 'eager'", "object"),
     ({"link": {"mode": "eagre"}}, "ds_compress.link.mode: 'eagre' is not allowed", "did you mean 'eager'"),
     ({"link": {"modes": "eager"}}, "ds_compress.link.modes: unknown key", "did you mean 'mode'"),
+    ({"link": {"timeout_s": 0}}, "ds_compress.link.timeout_s: 0", "greater than 0"),
+    ({"link": {"checksum": 1}}, "ds_compress.link.checksum: 1", "valid boolean"),
     ({"monitor": {"every": -1}}, "ds_compress.monitor.every: -1", "greater than or equal to 0"),
     ({"monitor": {"every": 1.0}}, "ds_compress.monitor.every: 1.0", "integer"),
     ({"monitor": 10}, "ds_compress.monitor: 10", "object"),
@@ -104,6 +108,42 @@ def test_bad_block(block, start, inside):
     assert message.startswith(start)
     assert inside in message
     assert "\n" not in message
+
+
+def options_models():
+    """(path to a model in the block, its class, a block with that model's object filled in by a function)."""
+    yield KEY, Block, lambda own: own
+    for name, field in Block.model_fields.items():
+        if name in ("policy", "link", "checkpoint", "monitor", "forward", "backward"):
+            yield f"{KEY}.{name}", field.annotation, lambda own, name=name: {name: own}
+    for direction in ("forward", "backward"):
+        for registry in (CODECS, FEEDBACKS):
+            for name in registry.names():
+                kind = registry.kind
+                yield f"{KEY}.{direction}.{kind}", registry.find(name, "").Options, (
+                    lambda own, name=name, direction=direction, kind=kind: {direction: {kind: {"name": name, **own}}}
+                )
+
+
+def generated_bad_blocks():
+    """Every option of every model with values that none allows, and an unknown option for every model."""
+    for path, model, block in options_models():
+        yield f"{path}.no_such_option", block({"no_such_option": 1})
+        for name in model.model_fields:
+            for wrong in ([], {"no_such_option": 1}, -1e300, b"bytes"):
+                yield f"{path}.{name}", block({name: wrong})
+
+
+def test_generated_bad_blocks():
+    count = 0
+    for path, block in generated_bad_blocks():
+        with pytest.raises(CompressionError) as caught:
+            Config(block)
+            pytest.fail(f"accepted: {block}")
+        message = str(caught.value)
+        assert message.startswith(path) and "\n" not in message, (block, message)
+        count += 1
+    assert count >= 200
 
 
 def test_there_are_enough_bad_blocks():

@@ -91,3 +91,26 @@ def test_wrong_sizes_are_refused():
         layout.write(packet, header(layout), (torch.zeros(4, dtype=torch.float64),))
     with pytest.raises(CompressionError, match="2 payload tensors came"):
         layout.write(packet, header(layout), payload(layout) * 2)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, (HEADER_SIZE + 48) * 8 - 1))
+def test_no_flipped_bit_passes_a_checksum(bit):
+    layout = PacketLayout((((4,), torch.float32), ((20,), torch.uint8)), None)
+    packet = layout.allocate(torch.device("cpu"))
+    layout.write(packet, header(layout, sealed=True), payload(layout))
+    header(layout, sealed=True).check(packet)
+    packet[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(CompressionError) as caught:
+        header(layout, sealed=True).check(packet)
+    assert "\n" not in str(caught.value)
+    if bit >= HEADER_SIZE * 8:
+        assert str(caught.value).endswith("its checksum is another: it was damaged on its way")
+
+
+def test_only_one_side_with_a_checksum_is_refused():
+    layout = PacketLayout((((4,), torch.float32),), None)
+    packet = layout.allocate(torch.device("cpu"))
+    layout.write(packet, header(layout), (torch.ones(4),))
+    with pytest.raises(CompressionError, match="its checksum is another"):
+        header(layout, sealed=True).check(packet)
