@@ -9,10 +9,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench bench-net clean
+.PHONY: help demo test test-slow lint bench bench-floors bench-net clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # torch first, so that the packages depending on it find it and do not choose another build
 $(INSTALLED): setup.cfg pyproject.toml
@@ -35,6 +35,9 @@ lint: $(INSTALLED) ## flake8
 
 bench: $(INSTALLED) ## speed and error of every codec on this machine
 	$(BIN)/ds-compress bench
+
+bench-floors: $(INSTALLED) ## the least speed of codecs on one core, judged
+	OMP_NUM_THREADS=1 $(BIN)/python launch/bench_floors.py
 
 bench-net: $(INSTALLED) ## two hosts with a slow link between them, on this machine; needs root
 	$(BIN)/python launch/bench_net.py

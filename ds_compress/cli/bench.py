@@ -77,7 +77,7 @@ def measure(codec: Codec, x: Tensor) -> dict[str, Any]:
     """One row of the benchmark; times are medians, bytes are those of the payload."""
     spec = TensorSpec.of(x)
     bits_per_value, relative_error = size_and_error(codec, x)
-    sender, receiver = _contexts(codec, x)
+    sender, receiver = contexts(codec, x)
     parts = codec.encode(x, sender)
     out = torch.empty_like(x)
     seconds = {
@@ -102,14 +102,14 @@ def measure(codec: Codec, x: Tensor) -> dict[str, Any]:
 
 def size_and_error(codec: Codec, x: Tensor) -> tuple[float, float]:
     """Bits per value of the payload of `x`, and ||x - C(x)|| / ||x||."""
-    sender, receiver = _contexts(codec, x)
+    sender, receiver = contexts(codec, x)
     parts = codec.encode(x, sender)
     decoded = codec.decode(parts, TensorSpec.of(x), receiver).double()
     error = (decoded - x.double()).norm() / x.double().norm()
     return 8 * sum(part.nbytes for part in parts) / x.numel(), error.item()
 
 
-def _contexts(codec: Codec, x: Tensor) -> tuple[Context, Context]:
+def contexts(codec: Codec, x: Tensor) -> tuple[Context, Context]:
     """Contexts of sender and receiver; a codec that reuses a selection finds the one its forward partner makes."""
     sender, receiver = Context(), Context()
     for ctx in (sender, receiver):

@@ -45,7 +45,7 @@ def split(x: Tensor, group_size: int | str) -> Tensor:
 
 
 def join(groups: Tensor, spec: TensorSpec, group_size: int | str) -> Tensor:
-    """The tensor of `spec` that `split` cut into `groups`, fp32 [groups, values per group].
+    """The tensor of `spec` that `split` cut into `groups`, [groups, values per group] of fp32 or of its dtype.
 
     A value that its grid lifted just beyond the range of fp16 becomes the largest fp16; nan stays.
     """

@@ -9,7 +9,7 @@ from torch import Tensor
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
 from ds_compress.codecs.groups import GroupSize, group_shape, join, split
 from ds_compress.codecs.mixed import Mixed, map_size, reunite, separate
-from ds_compress.kernels import reference
+from ds_compress.kernels import resolve
 from ds_compress.kernels.bits import packed_size
 
 _SCALE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -89,12 +89,13 @@ class Quantize(Codec):
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         options = self.options
         if options.mixed is None:
-            groups = self._dequantize(parts, options.bits)
+            groups = self._dequantize(parts, options.bits, spec.dtype)
         else:
             tile_map, parts = parts[0], parts[1:]
             half = len(parts) // 2
-            high = self._dequantize(parts[:half], options.bits)
-            groups = reunite(tile_map, high, self._dequantize(parts[half:], options.mixed.low_bits))
+            high = self._dequantize(parts[:half], options.bits, spec.dtype)
+            low = self._dequantize(parts[half:], options.mixed.low_bits, spec.dtype)
+            groups = reunite(tile_map, high, low)
         return join(groups, spec, options.group_size)
 
     def _layout(self, groups: int, size: int, bits: int) -> Layout:
@@ -103,11 +104,15 @@ class Quantize(Codec):
 
     def _quantize(self, groups: Tensor, bits: int, generator: torch.Generator | None) -> tuple[Tensor, ...]:
         scale_dtype = _SCALE_DTYPES[self.options.scale_dtype]
-        return reference.quantize(groups, bits, self._symmetric, scale_dtype, self.options.hadamard, generator)
+        kernels = resolve.kernels(groups.device)
+        return kernels.quantize(groups, bits, self._symmetric, scale_dtype, self.options.hadamard, generator)
 
-    def _dequantize(self, parts: tuple[Tensor, ...], bits: int) -> Tensor:
+    def _dequantize(self, parts: tuple[Tensor, ...], bits: int, dtype: torch.dtype) -> Tensor:
         packed, step, *offset = parts
-        return reference.dequantize(packed, step, offset[0] if offset else None, bits, self.options.hadamard)
+        # what `join` does to fp16 is done in fp32
+        wide = dtype if dtype == torch.bfloat16 else torch.float32
+        kernels = resolve.kernels(packed.device)
+        return kernels.dequantize(packed, step, offset[0] if offset else None, bits, self.options.hadamard, wide)
 
     @property
     def _symmetric(self) -> bool:

@@ -66,5 +66,5 @@ def _pack_planes(codes: Tensor, width: int) -> Tensor:
 def _unpack_planes(packed: Tensor, width: int) -> Tensor:
     if width == 8:
         return packed
-    mask = 2**width - 1
-    return torch.cat([(packed >> shift) & mask for shift in range(0, 8, width)], dim=1)
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device).unsqueeze(1)
+    return (packed.unsqueeze(1) >> shifts).bitwise_and_(2**width - 1).flatten(1)

@@ -10,30 +10,25 @@ import torch
 from torch import Tensor
 
 
-def minmax_grid(groups: Tensor, bits: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def minmax_grid(low: Tensor, high: Tensor, bits: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The grid from the smallest to the largest value of each group.
 
     Args:
-        groups: fp32 [n, G].
+        low, high: fp32 [n].
         scale_dtype: float32 or bfloat16.
 
     Returns:
         step, offset: [n], of `scale_dtype`.
     """
-    low, high = groups.amin(1), groups.amax(1)
     offset = _at_most(low, scale_dtype)
     return _at_least((high - offset.float()) / top_code(bits, symmetric=False), scale_dtype), offset
 
 
-def symmetric_grid(groups: Tensor, bits: int, scale_dtype: torch.dtype, unbiased: bool = False) -> Tensor:
-    """The grid from -m to m, m the largest magnitude of each group (arguments as for `minmax_grid`).
+def symmetric_grid(reach: Tensor, bits: int, scale_dtype: torch.dtype) -> Tensor:
+    """The step of the grid from -reach to reach, fp32 [n] (`scale_dtype` as for `minmax_grid`).
 
-    From 2 bits on 0 is on the grid, which takes an odd number of levels: -1, 0, 1 at 2 bits. At 1 bit the levels are
-    -m and m with the m of least squared error, the mean magnitude (1-bit SGD, XNOR-Net), or, when dithered codes have
-    to be `unbiased`, the largest.
+    From 2 bits on 0 is on the grid, which takes an odd number of levels: -1, 0, 1 at 2 bits.
     """
-    magnitude = groups.abs()
-    reach = magnitude.mean(1) if bits == 1 and not unbiased else magnitude.amax(1)
     return _at_least(2 * reach / top_code(bits, symmetric=True), scale_dtype)
 
 
@@ -71,9 +66,16 @@ def from_codes(codes: Tensor, step: Tensor, offset: Tensor) -> Tensor:
 
 
 def _at_least(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The smallest number of `dtype` that is not below `x`; nan stays nan."""
-    rounded = x.to(dtype)
-    return torch.where(rounded.to(x.dtype) < x, torch.nextafter(rounded, torch.full_like(rounded, torch.inf)), rounded)
+    """The smallest number of `dtype`, float32 or bfloat16, that is not below `x`, fp32; nan stays nan.
+
+    A bfloat16 is the upper half of a float32: cutting the lower half off goes towards 0, which is up for negative
+    numbers. In integers, because a compiler may leave the detour over bfloat16 out.
+    """
+    if dtype == torch.float32:
+        return x
+    bits = x.view(torch.int32)
+    rounded = (torch.where(bits < 0, bits, bits + 0xFFFF) & -0x10000).view(torch.float32)
+    return torch.where(x.isnan(), x, rounded).to(dtype)
 
 
 def _at_most(x: Tensor, dtype: torch.dtype) -> Tensor:

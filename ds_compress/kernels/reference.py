@@ -31,18 +31,32 @@ def quantize(
     """
     groups = rotate(groups.float()) if hadamard else groups.float()
     if symmetric:
-        scales = (symmetric_grid(groups, bits, scale_dtype, unbiased=generator is not None),)
+        scales = (symmetric_grid(_reach(groups, bits, unbiased=generator is not None), bits, scale_dtype),)
         offset = symmetric_offset(scales[0], bits)
     else:
-        scales = minmax_grid(groups, bits, scale_dtype)
+        scales = minmax_grid(groups.amin(1), groups.amax(1), bits, scale_dtype)
         offset = scales[1]
     codes = to_codes(groups, scales[0], offset, top_code(bits, symmetric), generator)
     return pack(codes, bits), *scales
 
 
-def dequantize(packed: Tensor, step: Tensor, offset: Tensor | None, bits: int, hadamard: bool = False) -> Tensor:
-    """The values, fp32 [n, G], of what `quantize` returned; `offset` is None for a symmetric grid."""
+def dequantize(
+    packed: Tensor,
+    step: Tensor,
+    offset: Tensor | None,
+    bits: int,
+    hadamard: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The values, [n, G] of `dtype`, of what `quantize` returned; `offset` is None for a symmetric grid."""
     if offset is None:
         offset = symmetric_offset(step, bits)
     groups = from_codes(unpack(packed, bits), step, offset)
-    return rotate(groups) if hadamard else groups
+    return (rotate(groups) if hadamard else groups).to(dtype)
+
+
+def _reach(groups: Tensor, bits: int, unbiased: bool) -> Tensor:
+    """The largest magnitude of each group, fp32 [n]. At 1 bit, unless dithered codes have to be `unbiased`, the mean
+    magnitude: the one of least squared error when a value becomes -m or m (1-bit SGD, XNOR-Net)."""
+    magnitude = groups.abs()
+    return magnitude.mean(1) if bits == 1 and not unbiased else magnitude.amax(1)
