@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -264,6 +266,11 @@ def test_estimate_of_the_uncompressed_step():
 def test_dashboards_show_every_quantity_once():
     shown = [name for names in DASHBOARD.values() for name in names]
     assert sorted(shown) == sorted([*CHANNEL, *PIPELINE])
+
+
+def test_the_page_on_monitoring_explains_every_label():
+    page = Path(__file__).parent.parent / "docs" / "monitoring.md"
+    assert re.findall(r"^\| `(\w+)` \|", page.read_text(), re.MULTILINE) == [*CHANNEL, *PIPELINE]
 
 
 def test_wandb_workspace_holds_the_labels_that_are_written():

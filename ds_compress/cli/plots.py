@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 from ds_compress.cli.runs import LOSS, Run
 from ds_compress.config import DIRECTIONS
@@ -22,6 +23,14 @@ def _axes(title: str, x: str, y: str):
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
+
+
+def _logarithmic_x(axes) -> None:
+    """With plain numbers, 20 and 400, instead of powers of ten."""
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(LogFormatter())
+    axes.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+    axes.tick_params(axis="x", which="both", length=3.5, pad=3.5)  # labels of both kinds at one height
 
 
 def loss_against_steps(runs: list[Run]) -> Figure | None:
@@ -46,7 +55,7 @@ def loss_against_bytes(runs: list[Run]) -> Figure | None:
             axes.plot(*zip(*points), label=run.name, color=f"C{number}", marker=".")
     if not axes.lines:
         return None
-    axes.set_xscale("log")
+    _logarithmic_x(axes)
     axes.legend()
     return figure
 
@@ -123,7 +132,7 @@ def pareto(runs: list[Run]) -> Figure | None:
     for sent, loss, number in points:
         axes.scatter(sent, loss, color=f"C{number}", zorder=2, s=50)
         axes.annotate(runs[number].name, (sent, loss), xytext=(7, 5), textcoords="offset points")
-    axes.set_xscale("log")
+    _logarithmic_x(axes)
     axes.margins(0.15)
     return figure
 
