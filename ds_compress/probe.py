@@ -80,7 +80,7 @@ class SendingMeter(_Meter):
         self._decode: Callable[[Tensor], list[Tensor]] | None = None
 
     def encode(self, channel, tensors, moment, raw_tail, memory):
-        compared = moment.micro_batch == moment.step % self._micro_batches
+        compared = channel.codec.sender_decodes and moment.micro_batch == moment.step % self._micro_batches
         listener = channel.listener() if compared else None
 
         def timed_memory(nbytes: int) -> Tensor:
@@ -111,7 +111,8 @@ class SendingMeter(_Meter):
         """What was measured since the meter was made, by column.
 
         nonfinite_share: of messages that hold inf or nan.
-        relative_error, cosine: of the message that was compared; nan when something in it is not finite.
+        relative_error, cosine: of the message that was compared; nan when something in it is not finite, or when only
+        the receiver can decode it.
         encode_ms: until packets are complete. send_ms: that the stage stood still for packets to leave, when sending,
         at the end of the step, or for the memory of an earlier one.
         """

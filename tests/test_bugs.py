@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from ds_compress.channel import Boundary, Moment
+from ds_compress.codec import names
 from ds_compress.config import Config
 from tests.dist import run_ranks
 from tests.kinds import BLOCKS, KINDS, train
+from tests.pipeline import batches, build, ds_config
 
 MIXED, DYNAMIC = KINDS["mixed-middle"], KINDS["mixed-dynamic"]
 
@@ -44,3 +46,25 @@ def test_tensors_that_are_not_float_leave_the_selection_alone():
     boundary.forward.encode((description, x), moment)
     packet = boundary.backward.encode((description, x), moment)
     assert packet.numel() < 32 + 16 + x.nbytes
+
+
+def train_watched_with_every_codec(folder):
+    finals = {}
+    for name in names():
+        block = {**dict.fromkeys(("forward", "backward"), {"codec": name}), "min_numel": 0, "warmup_steps": 1,
+                 "monitor": {"every": 1}}
+        sink = {"enabled": True, "output_path": str(folder), "job_name": name}
+        engine = build(2, ds_config(block, csv_monitor=sink))
+        data = batches()
+        losses = [engine.train_batch(data).item() for _ in range(6)]
+        engine.eval_batch(data)
+        finals[name] = losses[-1] / losses[0]
+    return finals
+
+
+def test_every_codec_trains_while_the_monitor_watches(tmp_path):
+    """0.1.0 in development: the meter decoded what it had sent, which only the receiver of an autoencoder's message
+    can do, and so the first logged step stopped the training."""
+    finals = run_ranks(2, train_watched_with_every_codec, str(tmp_path))[0]
+    assert sorted(finals) == names()
+    assert all(0 < ratio < 1.05 for ratio in finals.values()), finals

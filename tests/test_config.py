@@ -93,6 +93,8 @@ BAD = [
     ({"monitor": 10}, "ds_compress.monitor: 10", "object"),
     ({"forward": {"codec": "pca"}, "backward": {"codec": "pca"}}, "ds_compress.warmup_steps: 0", "codec 'pca'"),
     ({"forward": {"codec": "pca"}, "warmup_steps": 5}, "ds_compress.backward.codec: 'none'", "'pca' in both"),
+    ({"forward": {"codec": "autoencoder", "feedback": "ef"}, "backward": {"codec": "autoencoder"}},
+     "ds_compress.forward.feedback: 'ef' cannot follow codec 'autoencoder'", "only the receiver"),
     ({"backward": {"codec": "autoencoder"}}, "ds_compress.forward.codec: 'none'", "'autoencoder' in both"),
     ({"seed": -1}, "ds_compress.seed: -1", "greater than or equal to 0"),
     ({"seed": "a"}, "ds_compress.seed: 'a'", "integer"),

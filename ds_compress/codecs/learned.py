@@ -30,6 +30,7 @@ class Autoencoder(Codec):
     """
 
     both_directions = True
+    sender_decodes = False
 
     class Options(CodecOptions):
         width: PositiveInt | None = None  # c; None: an eighth of h
