@@ -84,6 +84,8 @@ BAD = [
     ({"link": "eager"}, "ds_compress.link: 'eager'", "object"),
     ({"link": {"mode": "eagre"}}, "ds_compress.link.mode: 'eagre' is not allowed", "did you mean 'eager'"),
     ({"link": {"modes": "eager"}}, "ds_compress.link.modes: unknown key", "did you mean 'mode'"),
+    ({"checkpoint": {"state": "detla"}}, "ds_compress.checkpoint.state: 'detla' is not allowed", "mean 'delta'"),
+    ({"checkpoint": "delta"}, "ds_compress.checkpoint: 'delta'", "object"),
     ({"monitor": {"every": -1}}, "ds_compress.monitor.every: -1", "greater than or equal to 0"),
     ({"monitor": {"every": 1.0}}, "ds_compress.monitor.every: 1.0", "integer"),
     ({"monitor": 10}, "ds_compress.monitor: 10", "object"),
