@@ -3,12 +3,15 @@
     ds_compress_pp01_dp00_tp00.safetensors            stage 1, data-parallel rank 0, tensor-parallel rank 0
       4/downstream/0/backward/sender/ef               layer 4 begins here; float tensor 0 of a message; key in memory
       8/upstream/0/forward/mirror/ef21                layer 8 begins on the next stage
-      metadata: release, step, settings of each boundary, what was stored in 8 bits
+      metadata: release, step, settings of each boundary, and what `state_file` adds
 
 A boundary is known by the first layer behind it, so it is found again where it still exists after a change of the
 stages. Its state is restored, on both sides, when both find theirs with equal settings in files of the loaded step and
 what both sides share is equal, compared by hash. Otherwise both start from zero, and rank 0 says which and why.
 Replica r reads what replica r wrote; `load_module_only` restores nothing.
+
+With `"state": "delta"` a file may hold changes to the checkpoint before. The first one of a run is complete, and so is
+the next after `FULL_EVERY` of the others, and any one when a rank cannot read what it would build on.
 """
 
 import hashlib
@@ -17,26 +20,25 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed import comm as dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ds_compress import __version__
 from ds_compress.channel import Boundary
-from ds_compress.config import DIRECTIONS
-from ds_compress.feedback.state import GROUP, int8_decode, int8_encode
+from ds_compress.state_file import DAMAGE, FULL_EVERY, StateFile, pack, write
 
 SIDES = ("upstream", "downstream")
 MOST_SIDES = 4  # of a rank: DualPipeV gives it two stages
-RESTORED, ABSENT, CHANGED, UNREADABLE, DIFFERENT = range(5)
+TAG_BYTES = 64  # of the longest tag that is named in full to other ranks
+RESTORED, ABSENT, CHANGED, UNREADABLE, ORPHANED, DIFFERENT = range(6)
 REASONS = {
     ABSENT: "the checkpoint has none for both sides",
     CHANGED: "its settings have changed",
     UNREADABLE: "its file cannot be read",
+    ORPHANED: "the checkpoint that it builds on is missing or damaged: ",
     DIFFERENT: "the two sides do not have the same",
 }
 
@@ -80,62 +82,63 @@ class Side:
         return self.boundary.config.codecs(self.boundary.number).settings
 
 
-def save(folder: Path, rank: Rank, sides: Iterable[Side], step: int, eight_bits: bool) -> None:
-    """Write the state of `sides`, with what feedbacks keep in 8 bits if asked; complete or not at all."""
-    tensors: dict[str, Tensor] = {}
-    dtypes, settings = {}, {}
-    for side in sides:
-        settings[side.key] = side.settings
-        for position, memory in side.boundary.memory.items():
-            for name, value in memory.items():
-                key = f"{side.key}/{position}/{name}"
-                if eight_bits and _is_large_feedback(name, value):
-                    dtypes[key] = str(value.dtype).removeprefix("torch.")
-                    tensors[f"{key}#codes"], tensors[f"{key}#scales"] = int8_encode(value.cpu())
-                else:
-                    tensors[key] = value.cpu().contiguous()
-    metadata = {"version": __version__, "step": step, "settings": settings, "eight_bits": dtypes}
-    path = rank.path(folder)
-    part = path.with_suffix(".part")
-    save_file(tensors, part, {key: json.dumps(value) for key, value in metadata.items()})
-    part.rename(path)
+@dataclass(frozen=True)
+class Chain:
+    """Checkpoints of this run, a complete one first and each the base of the next."""
+
+    root: Path | None = None
+    tags: tuple[str, ...] = ()
+
+    def before(self, root: Path, tag: str) -> "Chain":
+        """What is left to build on when `tag` is written below `root`."""
+        if root != self.root or len(self.tags) > FULL_EVERY:
+            return Chain(root)
+        return Chain(root, self.tags[:self.tags.index(tag)] if tag in self.tags else self.tags)
+
+    def then(self, tag: str) -> "Chain":
+        return Chain(self.root, (*self.tags, tag))
 
 
-def load(folder: Path, rank: Rank, side: Side, step: int) -> tuple[int, dict[int, dict[str, Tensor]]]:
-    """How the search for `side` ended (`RESTORED`, ...), and its memory by tensor position, on the CPU."""
-    for path in rank.shards(folder):
-        try:
-            with safe_open(path, "pt") as file:
-                metadata = {key: json.loads(value) for key, value in file.metadata().items()}
-                # saved under this tag by an earlier run with more stages: not part of this checkpoint
-                if metadata["step"] != step or side.key not in metadata["settings"]:
-                    continue
-                if metadata["settings"][side.key] != json.loads(json.dumps(side.settings)):
-                    return CHANGED, {}
-                return RESTORED, _read(file, side, metadata["eight_bits"])
-        except (SafetensorError, OSError, KeyError, ValueError, AttributeError) as error:
-            log.warning("%s cannot be read: %s", path, error)
-            return UNREADABLE, {}
-    return ABSENT, {}
+class Found(NamedTuple):
+    """How the search for a side ended, and its memory by tensor position, on the CPU."""
 
-
-def _is_large_feedback(name: str, value: Tensor) -> bool:
-    is_state = name.startswith(tuple(f"{direction}/" for direction in DIRECTIONS)) and not name.endswith(".scales")
-    return is_state and value.dtype.is_floating_point and value.numel() >= GROUP
-
-
-def _read(file: Any, side: Side, eight_bits: dict[str, str]) -> dict[int, dict[str, Tensor]]:
-    prefix = f"{side.key}/"
-    names = {name.split("#")[0] for name in file.keys() if name.startswith(prefix)}
+    status: int
     memories: dict[int, dict[str, Tensor]] = {}
-    for name in sorted(names):
-        if name in eight_bits:
-            value = int8_decode(file.get_tensor(f"{name}#codes"), file.get_tensor(f"{name}#scales"))
-            value = value.to(getattr(torch, eight_bits[name]))
-        else:
-            value = file.get_tensor(name)
+    lost: str = ""  # ORPHANED: tag of the checkpoint that is missing or damaged
+
+
+def state_of(sides: Iterable[Side]) -> dict[str, Tensor]:
+    """All that boundaries remember, by key in a file."""
+    return {
+        f"{side.key}/{position}/{name}": value
+        for side in sides for position, memory in side.boundary.memory.items() for name, value in memory.items()
+    }
+
+
+def load(root: Path, tag: str, rank: Rank, side: Side, step: int) -> Found:
+    """Search the files of checkpoint `tag` for `side`."""
+    for path in rank.shards(Path(root, tag)):
+        file = StateFile(root, tag, path.name)
+        try:
+            metadata = file.metadata
+            # saved under this tag by an earlier run with more stages: not part of this checkpoint
+            if metadata["step"] != step or side.key not in metadata["settings"]:
+                continue
+            if metadata["settings"][side.key] != json.loads(json.dumps(side.settings)):
+                return Found(CHANGED)
+            return Found(RESTORED, _read(file, side))
+        except DAMAGE as error:
+            log.warning("%s cannot be read: %s", Path(root, file.at, path.name), error)
+            return Found(UNREADABLE) if file.at == tag else Found(ORPHANED, lost=file.at)
+    return Found(ABSENT)
+
+
+def _read(file: StateFile, side: Side) -> dict[int, dict[str, Tensor]]:
+    prefix = f"{side.key}/"
+    memories: dict[int, dict[str, Tensor]] = {}
+    for name in sorted(name for name in file.keys if name.startswith(prefix)):
         position, key = name.removeprefix(prefix).split("/", 1)
-        memories.setdefault(int(position), {})[key] = value
+        memories.setdefault(int(position), {})[key] = file.read(name)
     return memories
 
 
@@ -152,9 +155,12 @@ def mirror_digest(memories: dict[int, dict[str, Tensor]]) -> int:
 
 
 class Verdict:
-    """What all ranks found, known to all: int64 rows of (layer, replica, tensor-parallel rank, side, status, hash)."""
+    """What all ranks found, known to all.
 
-    WIDTH = 6
+    int64 rows of (layer, replica, tensor-parallel rank, side, status, hash), then the lost tag, UTF-8 and zeros.
+    """
+
+    WIDTH = 6 + TAG_BYTES // 8
 
     def __init__(self, rows: Iterable[list[int]]):
         places: dict[tuple[int, ...], list[list[int]]] = {}
@@ -162,6 +168,13 @@ class Verdict:
             if row[0] >= 0:
                 places.setdefault(tuple(row[:3]), []).append(row)
         self.status = {place: self._joint(found) for place, found in places.items()}
+        self.lost = {place: max(_tag(row[6:]) for row in found) for place, found in places.items()}
+
+    @staticmethod
+    def row(place: tuple[int, int, int], side: Side, found: Found) -> Tensor:
+        tag = torch.frombuffer(bytearray(found.lost.encode()[:TAG_BYTES].ljust(TAG_BYTES, b"\0")), dtype=torch.int64)
+        fields = [*place, SIDES.index(side.name), found.status, mirror_digest(found.memories)]
+        return torch.cat([torch.tensor(fields), tag])
 
     @staticmethod
     def _joint(found: list[list[int]]) -> int:
@@ -171,17 +184,23 @@ class Verdict:
 
     def report(self, folder: Path) -> str:
         """What starts from zero and why; an empty string when nothing does."""
-        layers: dict[int, dict[int, set[int]]] = {}
-        for (layer, replica, _), status in sorted(self.status.items()):
+        reasons: dict[tuple[int, str], dict[int, set[int]]] = {}
+        for place, status in sorted(self.status.items()):
             if status != RESTORED:
-                layers.setdefault(status, {}).setdefault(layer, set()).add(replica)
+                layer, replica, _ = place
+                reason = status, self.lost[place] if status == ORPHANED else ""
+                reasons.setdefault(reason, {}).setdefault(layer, set()).add(replica)
         sentences = []
-        for status, found in sorted(layers.items()):
+        for (status, tag), found in sorted(reasons.items()):
             places = "; ".join(f"layer {layer}, replica {_listed(replicas)}" for layer, replicas in found.items())
-            sentences.append(f"{REASONS[status]} ({places})")
+            sentences.append(f"{REASONS[status]}{tag} ({places})")
         if not sentences:
             return ""
         return f"ds_compress: {folder}: state of channels starts from zero: {', '.join(sentences)}"
+
+
+def _tag(words: list[int]) -> str:
+    return torch.tensor(words, dtype=torch.int64).numpy().tobytes().rstrip(b"\0").decode(errors="replace")
 
 
 def _listed(numbers: set[int]) -> str:
@@ -191,18 +210,20 @@ def _listed(numbers: set[int]) -> str:
 class CheckpointedEngine:
     """The part of the engine's mixin that saves and loads along with DeepSpeed."""
 
+    _chain = Chain()
+
     def _save_checkpoint(self, save_dir, tag, *args, **kwargs):
         super()._save_checkpoint(save_dir, tag, *args, **kwargs)
-        self._save_channels(Path(save_dir, str(tag)))
+        self._save_channels(Path(save_dir), str(tag))
 
     def _save_moe_checkpoint(self, save_dir, tag, *args, **kwargs):
         super()._save_moe_checkpoint(save_dir, tag, *args, **kwargs)
-        self._save_channels(Path(save_dir, str(tag)))
+        self._save_channels(Path(save_dir), str(tag))
 
     def _load_checkpoint(self, load_dir, tag, *args, **kwargs):
         path, client_state = super()._load_checkpoint(load_dir, tag, *args, **kwargs)
         if path is not None:
-            self._load_channels(Path(load_dir, str(tag)), restore=not kwargs.get("load_module_only"))
+            self._load_channels(Path(load_dir), str(tag), restore=not kwargs.get("load_module_only"))
         return path, client_state
 
     def _rank_in_job(self):
@@ -215,24 +236,48 @@ class CheckpointedEngine:
         after = [Side(stage.after, module._local_stop, "upstream")] if stage.after else []
         return before + after
 
-    def _save_channels(self, folder):
-        eight_bits = self._compression.config.block.checkpoint.state == "int8"
-        save(folder, self._rank_in_job(), self._sides(), self.global_steps, eight_bits)
+    def _save_channels(self, root, tag):
+        sides, path = self._sides(), self._rank_in_job().path(Path(root, tag))
+        state = self._compression.config.block.checkpoint.state
+        packed = self._changes(root, tag, path.name) if state == "delta" else None
+        entries, metadata = packed or pack(state_of(sides), eight_bits=state != "exact")
+        settings = {side.key: side.settings for side in sides}
+        write(path, entries, {"version": __version__, "step": self.global_steps, "settings": settings, **metadata})
 
-    def _load_channels(self, folder, restore):
-        rank = self._rank_in_job()
-        found = [load(folder, rank, side, self.global_steps) if restore else (ABSENT, {}) for side in self._sides()]
+    def _changes(self, root, tag, name):
+        """The state packed as changes; None when it has to be complete.
+
+        That is for all ranks to agree on: sides that were not packed alike would not be equal when they are loaded.
+        """
+        chain = self._chain.before(root, tag)
+        packed = None
+        if chain.tags:
+            base = StateFile(root, chain.tags[-1], name)
+            try:
+                packed = pack(state_of(self._sides()), True, base)
+            except DAMAGE as error:
+                lost = Path(root, base.at, name)
+                log.warning("%s cannot be read; checkpoints since need it, this one is complete: %s", lost, error)
+            everywhere = torch.tensor(int(packed is not None), device=self.device)
+            dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+            if not everywhere:
+                chain, packed = Chain(root), None
+        self._chain = chain.then(tag)
+        return packed
+
+    def _load_channels(self, root, tag, restore):
+        rank, sides = self._rank_in_job(), self._sides()
+        found = [load(root, tag, rank, side, self.global_steps) if restore else Found(ABSENT) for side in sides]
         rows = torch.full((MOST_SIDES, Verdict.WIDTH), -1, dtype=torch.int64)
-        for row, side, (status, memories) in zip(rows, self._sides(), found):
-            place = side.layer, rank.replica, rank.tensor_parallel
-            row.copy_(torch.tensor([*place, SIDES.index(side.name), status, mirror_digest(memories)]))
+        for row, side, its in zip(rows, sides, found):
+            row.copy_(Verdict.row((side.layer, rank.replica, rank.tensor_parallel), side, its))
         rows = rows.to(self.device)
         everywhere = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
         dist.all_gather(everywhere, rows)
         verdict = Verdict(row for each in everywhere for row in each.tolist())
-        for side, (_, memories) in zip(self._sides(), found):
+        for side, its in zip(sides, found):
             restored = verdict.status[side.layer, rank.replica, rank.tensor_parallel] == RESTORED
-            side.boundary.restore(memories if restored else {}, self.device)
-        report = verdict.report(folder)
+            side.boundary.restore(its.memories if restored else {}, self.device)
+        report = verdict.report(Path(root, tag))
         if restore and report and dist.get_rank() == 0:
             log.warning(report)

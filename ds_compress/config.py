@@ -55,9 +55,10 @@ class Link(Options):
 
 
 class Checkpoint(Options):
-    state: Literal["exact", "int8"] = "exact"
-    """How checkpoints hold the state of feedbacks; int8 (a scale for each 128 values) changes it on resuming, on both
-    sides alike."""
+    state: Literal["exact", "int8", "delta"] = "exact"
+    """How checkpoints hold the state of feedbacks. int8 (a scale for each 128 values) changes it on resuming, on both
+    sides alike. delta: the same error, and what both sides hold (ef21, aqsgd) is stored as changes to the checkpoint
+    before, which has to stay; the first checkpoint of a run and every ninth after it are complete."""
 
 
 class Monitor(Options):

@@ -88,6 +88,8 @@ BAD = [
     ({"link": {"modes": "eager"}}, "ds_compress.link.modes: unknown key", "did you mean 'mode'"),
     ({"link": {"timeout_s": 0}}, "ds_compress.link.timeout_s: 0", "greater than 0"),
     ({"link": {"checksum": 1}}, "ds_compress.link.checksum: 1", "valid boolean"),
+    ({"checkpoint": {"state": "detla"}}, "ds_compress.checkpoint.state: 'detla' is not allowed", "mean 'delta'"),
+    ({"checkpoint": "delta"}, "ds_compress.checkpoint: 'delta'", "object"),
     ({"monitor": {"every": -1}}, "ds_compress.monitor.every: -1", "greater than or equal to 0"),
     ({"monitor": {"every": 1.0}}, "ds_compress.monitor.every: 1.0", "integer"),
     ({"monitor": 10}, "ds_compress.monitor: 10", "object"),

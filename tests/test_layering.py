@@ -29,6 +29,7 @@ LAYERS = [
     {"metrics"},
     {"sinks"},
     {"monitor"},
+    {"state_file"},
     {"checkpoint"},
     {"engine", "dualpipev"},
     {"autoload", "__init__"},

@@ -106,11 +106,21 @@ def residuals(memory: Mapping[str, Tensor], direction: str) -> Iterator[Tensor]:
 
 def int8_encode(value: Tensor) -> tuple[Tensor, Tensor]:
     """int8 codes of value's shape, and one fp32 scale for each group of values in their order; finite input."""
-    flat = value.float().flatten()
-    groups = torch.nn.functional.pad(flat, (0, -flat.numel() % GROUP)).view(-1, GROUP)
+    groups = grouped(value)
     scales = groups.abs().amax(1) / 127 if groups.numel() else groups.new_zeros(0)
+    return int8_codes(groups, scales, value.shape), scales
+
+
+def grouped(value: Tensor) -> Tensor:
+    """fp32 [groups, GROUP]: the values in their order, then zeros."""
+    flat = value.float().flatten()
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % GROUP)).view(-1, GROUP)
+
+
+def int8_codes(groups: Tensor, scales: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """`groups` in steps of `scales`, one for each group, as int8 of `shape`."""
     codes = torch.where(scales[:, None] > 0, groups / scales[:, None], 0.0).round().clamp(-127, 127)
-    return codes.to(torch.int8).flatten()[:flat.numel()].view(value.shape), scales
+    return codes.to(torch.int8).flatten()[:torch.Size(shape).numel()].view(shape)
 
 
 def int8_decode(codes: Tensor, scales: Tensor) -> Tensor:
