@@ -75,7 +75,7 @@ def _at_least(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x
     bits = x.view(torch.int32)
     rounded = (torch.where(bits < 0, bits, bits + 0xFFFF) & -0x10000).view(torch.float32)
-    return torch.where(x.isnan(), x, rounded).to(dtype)
+    return torch.where(x == x, rounded, x).to(dtype)
 
 
 def _at_most(x: Tensor, dtype: torch.dtype) -> Tensor:
