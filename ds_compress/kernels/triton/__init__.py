@@ -3,6 +3,6 @@
 Under TRITON_INTERPRET=1, set before triton is imported, they serve CPU tensors too.
 """
 
-from ds_compress.kernels.triton.quantize import dequantize, quantize
+from ds_compress.kernels.triton.groups import dequantize, quantize
 
 __all__ = ["dequantize", "quantize"]
