@@ -27,18 +27,17 @@ class Recorder:
 
 
 @contextmanager
-def recorded(monkeypatch, module):
-    """A list that afterwards holds (kernel, positional, named arguments) of every launch from `module`."""
-    found = []
+def recorded(monkeypatch, *modules):
+    """A list that afterwards holds (kernel, positional, named arguments) of every launch from `modules`."""
+    recorders, launches = [], []
     with monkeypatch.context() as patch:
-        recorders = []
-        for name, value in vars(module).copy().items():
-            if isinstance(value, triton.JITFunction):
-                recorders.append(Recorder(value))
-                patch.setattr(module, name, recorders[-1])
-        yield found
-    for recorder in recorders:
-        found.extend((recorder.kernel, *launch) for launch in recorder.launches)
+        for module in modules:
+            for name, value in vars(module).copy().items():
+                if isinstance(value, triton.JITFunction):
+                    recorders.append(Recorder(value))
+                    patch.setattr(module, name, recorders[-1])
+        yield launches
+    launches.extend((recorder.kernel, *launch) for recorder in recorders for launch in recorder.launches)
 
 
 def compile_launch(kernel, args, named, architecture):

@@ -4,7 +4,7 @@ Under TRITON_INTERPRET=1, set before triton is imported, they serve CPU tensors 
 """
 
 from ds_compress.kernels.triton.groups import dequantize, quantize
-from ds_compress.kernels.triton.reuse import gather, scatter
+from ds_compress.kernels.triton.reuse import gather
 from ds_compress.kernels.triton.selection import banded, exact
 
-__all__ = ["banded", "dequantize", "exact", "gather", "quantize", "scatter"]
+__all__ = ["banded", "dequantize", "exact", "gather", "quantize"]

@@ -69,7 +69,7 @@ def dequantize(
     """See `reference.dequantize`."""
     n, size = packed.shape[0], packed.shape[1] * 8 // bits
     if not n or size > MAX_GROUP:
-        return reference.dequantize(packed, step, offset, bits, hadamard).to(dtype)
+        return reference.dequantize(packed, step, offset, bits, hadamard, dtype)
     packed, step, offset = (None if part is None else part.contiguous() for part in (packed, step, offset))
     values = torch.empty(n, size, dtype=dtype, device=packed.device)
     grid, shape = _shape(n, size, bits, hadamard)

@@ -1,4 +1,7 @@
-"""What "indices": "reuse" does on a GPU: entries at indices that both sides know, read and put back."""
+"""What "indices": "reuse" does on a GPU: read entries at indices that both sides know.
+
+Putting them back is `scatter_` into zeros, which is already one kernel that does not wait.
+"""
 
 import torch
 import triton
@@ -23,17 +26,6 @@ def gather(x: Tensor, selection: Tensor) -> Tensor:
     return values
 
 
-def scatter(values: Tensor, selection: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-    """[numel] of `dtype`: `values` [count] at the distinct flat int64 indices [count], zero elsewhere."""
-    flat, count = torch.zeros(numel, dtype=dtype, device=values.device), selection.numel()
-    if count:
-        with torch.cuda.device_of(values):
-            _scatter[(triton.cdiv(count, BLOCK),)](
-                values.detach().contiguous(), selection.contiguous(), flat, count, BLOCK=BLOCK
-            )
-    return flat
-
-
 @triton.jit(do_not_specialize=["numel"])
 def _look(x, overflow, numel, BLOCK: tl.constexpr, TILES: tl.constexpr):
     """Set `overflow` if an entry is not finite."""
@@ -54,14 +46,6 @@ def _gather(x, selection, overflow, values, count, BLOCK: tl.constexpr):
     value = _wide(tl.load(x + index, mask=place < count, other=0))
     value = tl.where(tl.load(overflow) > 0, float("nan"), value)
     tl.store(values + place, value.to(values.dtype.element_ty), mask=place < count)
-
-
-@triton.jit(do_not_specialize=["count"])
-def _scatter(values, selection, flat, count, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    index = tl.load(selection + place, mask=place < count, other=0)
-    value = tl.load(values + place, mask=place < count, other=0)
-    tl.store(flat + index, value.to(flat.dtype.element_ty), mask=place < count)
 
 
 @triton.jit
