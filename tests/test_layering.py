@@ -70,6 +70,7 @@ def test_imports_run_against_the_data(path):
         if first == "ds_compress" and rest and here != "autoload":  # autoload attaches the engine when one is built
             assert RANK[rest[0]] <= RANK[here], f"{here} imports {name}"
         assert here in ONLY_IN.get(first, {here}), f"only {sorted(ONLY_IN[first])} may import {first}, not {here}"
+        assert first != "triton" or path.parent.name == "triton", f"only kernels/triton may import triton, not {path}"
 
 
 def test_switching_on_is_light():

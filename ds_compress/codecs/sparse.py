@@ -16,6 +16,7 @@ from ds_compress import select
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, build, register
 from ds_compress.codecs.matrix import as_message, is_finite
 from ds_compress.errors import CompressionError
+from ds_compress.kernels import gpu
 from ds_compress.kernels import indices as coding
 
 
@@ -73,6 +74,9 @@ def gather(x: Tensor, selection: Tensor) -> Tensor:
 
     For selections that were not made from `x`: an overflow outside of them must reach the receiver too.
     """
+    fused = gpu.kernels(x.device)
+    if fused:
+        return fused.gather(x, selection)
     return torch.where(is_finite(x), x.flatten().index_select(0, selection), torch.nan)
 
 

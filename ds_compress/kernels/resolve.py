@@ -6,14 +6,14 @@ from types import ModuleType
 
 import torch
 
-from ds_compress.kernels import cpu, reference
+from ds_compress.kernels import cpu, gpu, reference
 
 _override: ModuleType | None = None
 
 
 def kernels(device: torch.device) -> ModuleType:
     """The module whose `quantize` and `dequantize` serve tensors on `device`; `reference` specifies them."""
-    return _override or (cpu if device.type == "cpu" else reference)
+    return _override or (cpu if device.type == "cpu" else gpu.kernels(device) or reference)
 
 
 @contextmanager

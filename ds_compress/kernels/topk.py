@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_compress.kernels import indices
+from ds_compress.kernels import gpu, indices
 
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -79,7 +79,10 @@ def exact(size: Tensor, k: int) -> Tensor:
     rows, d = size.shape
     if k == d or not rows:
         return torch.arange(size.numel(), device=size.device)
-    return (_exact_numpy if indices.on_cpu(size) else exact_reference)(size, k)
+    if indices.on_cpu(size):
+        return _exact_numpy(size, k)
+    fused = gpu.kernels(size.device)
+    return fused.exact(size, k) if fused else exact_reference(size, k)
 
 
 def exact_reference(size: Tensor, k: int) -> Tensor:
@@ -97,7 +100,10 @@ def banded(size: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Tensor:
     Returns:
         Flat int64 indices [rows * k], ascending.
     """
-    return (_banded_numpy if indices.on_cpu(size) else banded_reference)(size, bounds, k)
+    if indices.on_cpu(size):
+        return _banded_numpy(size, bounds, k)
+    fused = gpu.kernels(size.device)
+    return fused.banded(size, bounds, k) if fused else banded_reference(size, bounds, k)
 
 
 def banded_reference(size: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Tensor:

@@ -1,0 +1,284 @@
+"""Quantization on a GPU: `reference.quantize` and `dequantize` in one kernel each, which read and write once.
+
+A program holds some whole groups in registers, cut into T tiles as wide as the narrowest plane of `bits`:
+
+    group of G codes, b = 6 = 4 + 2, T = 4     | tile 0 | tile 1 | tile 2 | tile 3 |
+    planes of the 4-bit piece                  |    plane 0      |    plane 1      |
+    planes of the 2-bit piece                  |plane 0 |plane 1 |plane 2 |plane 3 |
+
+so that packing, which joins bits of equal places of different planes, never moves a value to another thread.
+
+All results equal the reference bit for bit (scales that are zero may differ in its sign), but for sums, which are
+added up in another order: of at most G fp32 numbers in `hadamard`, by less than 2 log2(G) 2^-24 times the norm of the
+group before the scale is rounded; and in the mean magnitude of symmetric grids of 1 bit, by less than
+2 log2(G) 2^-24 times itself.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ds_compress.kernels import reference
+from ds_compress.kernels.bits import packed_size
+from ds_compress.kernels.grid import top_code
+
+MAX_GROUP = 4096
+"""Larger groups do not fit in the registers of one program; the reference serves them."""
+
+VALUES = 4096  # of one program, where groups are that small
+
+
+def quantize(
+    groups: Tensor,
+    bits: int,
+    symmetric: bool,
+    scale_dtype: torch.dtype,
+    hadamard: bool = False,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, ...]:
+    """See `reference.quantize`."""
+    n, size = groups.shape
+    if not n or size > MAX_GROUP:
+        return reference.quantize(groups, bits, symmetric, scale_dtype, hadamard, generator)
+    groups = groups.detach().contiguous()
+    dither = None
+    if generator is not None:
+        dither = torch.rand(groups.shape, generator=generator, device=groups.device)
+    packed = groups.new_empty(n, packed_size(size, bits), dtype=torch.uint8)
+    step = groups.new_empty(n, dtype=scale_dtype)
+    offset = None if symmetric else torch.empty_like(step)
+    grid, shape = _shape(n, size, bits, hadamard)
+    with torch.cuda.device_of(groups):
+        _quantize[grid](
+            groups, dither, packed, step, offset, n,
+            TOP=top_code(bits, symmetric), MEAN=symmetric and bits == 1 and generator is None,
+            enable_fp_fusion=False, **shape,
+        )
+    return (packed, step) if symmetric else (packed, step, offset)
+
+
+def dequantize(
+    packed: Tensor,
+    step: Tensor,
+    offset: Tensor | None,
+    bits: int,
+    hadamard: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """See `reference.dequantize`."""
+    n, size = packed.shape[0], packed.shape[1] * 8 // bits
+    if not n or size > MAX_GROUP:
+        return reference.dequantize(packed, step, offset, bits, hadamard, dtype)
+    packed, step, offset = (None if part is None else part.contiguous() for part in (packed, step, offset))
+    values = torch.empty(n, size, dtype=dtype, device=packed.device)
+    grid, shape = _shape(n, size, bits, hadamard)
+    with torch.cuda.device_of(packed):
+        _dequantize[grid](
+            packed, step, offset, values, n,
+            TOP=top_code(bits, symmetric=offset is None), enable_fp_fusion=False, **shape,
+        )
+    return values
+
+
+def _shape(n: int, size: int, bits: int, hadamard: bool) -> tuple[tuple[int], dict[str, int | bool]]:
+    """The launch grid, and what the kernels are compiled for."""
+    tiles = 8 // (bits & -bits)  # the narrowest plane holds 8 / tiles bits of each code
+    columns = triton.next_power_of_2(size // tiles)
+    rows = max(1, VALUES // (columns * tiles))
+    shape = {"BITS": bits, "HADAMARD": hadamard, "TILES": tiles, "WIDTH": size // tiles, "COLUMNS": columns}
+    return (triton.cdiv(n, rows),), {"ROWS": rows, **shape}
+
+
+@triton.jit(do_not_specialize=["n"])
+def _quantize(
+    groups, dither, packed, step, offset, n,
+    ROWS: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    BITS: tl.constexpr, TOP: tl.constexpr, MEAN: tl.constexpr, HADAMARD: tl.constexpr,
+):
+    """A tile of a group is WIDTH values, in COLUMNS columns; `offset` is None for a symmetric grid."""
+    row, place, exists = _places(n, ROWS, WIDTH, COLUMNS)
+    at = row[:, None] * (TILES * WIDTH) + place
+    values = ()
+    for t in tl.static_range(TILES):
+        values = values + (tl.load(groups + at + t * WIDTH, mask=exists, other=0).to(tl.float32),)
+    if HADAMARD:
+        values = _rotate(values, ROWS, TILES, COLUMNS)
+    if offset is None:
+        grid_step = _at_least(tl.div_rn(2 * _reach(values, exists, TILES, WIDTH, MEAN), _fp32(TOP)), step)
+        start = grid_step * (-TOP / 2)
+    else:
+        low, high = _range(values, exists, TILES)
+        start = -_at_least(-low, step)
+        grid_step = _at_least(tl.div_rn(high - start, _fp32(TOP)), step)
+        tl.store(offset + row, start.to(offset.dtype.element_ty), mask=row < n)
+    tl.store(step + row, grid_step.to(step.dtype.element_ty), mask=row < n)
+
+    divisor = tl.where(grid_step > 0, grid_step, 1.0)[:, None]
+    codes = ()
+    for t in tl.static_range(TILES):
+        position = tl.div_rn(values[t] - start[:, None], divisor)
+        if dither is None:
+            code = position + 0.5
+        else:
+            code = tl.floor(position)
+            draw = tl.load(dither + at + t * WIDTH, mask=exists, other=0)
+            code += (draw < position - code).to(tl.float32)
+        codes = codes + (tl.minimum(tl.maximum(code, 0.0), _fp32(TOP)).to(tl.int32),)
+    packed += row[:, None] * (TILES * WIDTH * BITS // 8) + place
+    for i in tl.static_range(4):
+        if BITS & (8 >> i):
+            _store_piece(packed, codes, exists, BITS, 8 >> i, TILES, WIDTH)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _dequantize(
+    packed, step, offset, values, n,
+    ROWS: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    BITS: tl.constexpr, TOP: tl.constexpr, HADAMARD: tl.constexpr,
+):
+    row, place, exists = _places(n, ROWS, WIDTH, COLUMNS)
+    packed += row[:, None] * (TILES * WIDTH * BITS // 8) + place
+    codes = ()
+    for _ in tl.static_range(TILES):
+        codes = codes + (tl.zeros([ROWS, COLUMNS], tl.int32),)
+    for i in tl.static_range(4):
+        if BITS & (8 >> i):
+            codes = _load_piece(packed, codes, exists, BITS, 8 >> i, TILES, WIDTH)
+    grid_step = tl.load(step + row, mask=row < n, other=0).to(tl.float32)
+    if offset is None:
+        start = grid_step * (-TOP / 2)
+    else:
+        start = tl.load(offset + row, mask=row < n, other=0).to(tl.float32)
+    decoded = ()
+    for t in tl.static_range(TILES):
+        decoded = decoded + (codes[t].to(tl.float32) * grid_step[:, None] + start[:, None],)
+    if HADAMARD:
+        decoded = _rotate(decoded, ROWS, TILES, COLUMNS)
+    at = row[:, None] * (TILES * WIDTH) + place
+    for t in tl.static_range(TILES):
+        tl.store(values + at + t * WIDTH, decoded[t].to(values.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _places(n, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """The program's rows, the columns of a tile, and [ROWS, COLUMNS] whether there is such a value."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)[None, :]
+    return row, column, (row < n)[:, None] & (column < WIDTH)
+
+
+@triton.jit
+def _fp32(x: tl.constexpr):
+    return tl.full([1], x, tl.float32)
+
+
+@triton.jit
+def _range(values, exists, TILES: tl.constexpr):
+    """The smallest and the largest value of each row; nan if it holds one, which tl.min and tl.max pass over."""
+    low = tl.where(exists, values[0], float("inf"))
+    high = tl.where(exists, values[0], float("-inf"))
+    unordered = values[0] != values[0]
+    for t in tl.static_range(1, TILES):
+        low = tl.minimum(low, tl.where(exists, values[t], float("inf")))
+        high = tl.maximum(high, tl.where(exists, values[t], float("-inf")))
+        unordered |= values[t] != values[t]
+    nan = tl.max(unordered.to(tl.int32), 1) > 0
+    return tl.where(nan, float("nan"), tl.min(low, 1)), tl.where(nan, float("nan"), tl.max(high, 1))
+
+
+@triton.jit
+def _reach(values, exists, TILES: tl.constexpr, WIDTH: tl.constexpr, MEAN: tl.constexpr):
+    """The largest, or the mean, magnitude of each row."""
+    magnitudes = ()
+    for t in tl.static_range(TILES):
+        magnitudes = magnitudes + (tl.where(exists, tl.abs(values[t]), 0.0),)
+    if MEAN:
+        total = magnitudes[0]
+        for t in tl.static_range(1, TILES):
+            total += magnitudes[t]
+        return tl.div_rn(tl.sum(total, 1), _fp32(TILES * WIDTH))
+    else:
+        _, high = _range(magnitudes, exists, TILES)
+        return high
+
+
+@triton.jit
+def _at_least(x, scale):
+    """`x`, fp32, or where `scale` points at bfloat16 the smallest one that is not below it (see `grid`)."""
+    if scale.dtype.element_ty == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (tl.where(bits < 0, bits, bits + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, rounded, x)
+    return x
+
+
+@triton.jit
+def _store_piece(
+    packed, codes, exists, BITS: tl.constexpr, PIECE: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Store PIECE bits of each code, behind those of the wider pieces; a plane is `chunks` tiles long."""
+    chunks: tl.constexpr = PIECE * TILES // 8
+    shift: tl.constexpr = BITS // (2 * PIECE) * (2 * PIECE)  # bits in the wider pieces
+    for chunk in tl.static_range(chunks):
+        byte = (codes[chunk] >> shift) & ((1 << PIECE) - 1)
+        for plane in tl.static_range(1, 8 // PIECE):
+            byte |= ((codes[plane * chunks + chunk] >> shift) & ((1 << PIECE) - 1)) << (PIECE * plane)
+        tl.store(packed + shift * (TILES * WIDTH // 8) + chunk * WIDTH, byte.to(tl.uint8), mask=exists)
+
+
+@triton.jit
+def _load_piece(
+    packed, codes, exists, BITS: tl.constexpr, PIECE: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr
+):
+    """`codes` with the bits that `_store_piece` stored."""
+    chunks: tl.constexpr = PIECE * TILES // 8
+    shift: tl.constexpr = BITS // (2 * PIECE) * (2 * PIECE)
+    stored = ()
+    for chunk in tl.static_range(chunks):
+        place = packed + shift * (TILES * WIDTH // 8) + chunk * WIDTH
+        stored = stored + (tl.load(place, mask=exists, other=0).to(tl.int32),)
+    joined = ()
+    for t in tl.static_range(TILES):
+        piece = (stored[t % chunks] >> (PIECE * (t // chunks))) & ((1 << PIECE) - 1)
+        joined = joined + (codes[t] | (piece << shift),)
+    return joined
+
+
+@triton.jit
+def _rotate(values, ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr):
+    """The orthonormal Walsh-Hadamard transform of each row: butterflies within tiles, then between them."""
+    inside = ()
+    for t in tl.static_range(TILES):
+        inside = inside + (_butterflies(values[t], ROWS, COLUMNS),)
+    for i in tl.static_range(3):
+        if (1 << i) < TILES:
+            inside = _between(inside, 1 << i, TILES)
+    scaled = ()
+    for t in tl.static_range(TILES):
+        scaled = scaled + (inside[t] * (TILES * COLUMNS) ** -0.5,)
+    return scaled
+
+
+@triton.jit
+def _between(values, DISTANCE: tl.constexpr, TILES: tl.constexpr):
+    turned = ()
+    for t in tl.static_range(TILES):
+        if t & DISTANCE:
+            turned = turned + (values[t ^ DISTANCE] - values[t],)
+        else:
+            turned = turned + (values[t] + values[t ^ DISTANCE],)
+    return turned
+
+
+@triton.jit
+def _butterflies(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The unscaled transform of each row of a tile; COLUMNS is a power of two up to MAX_GROUP."""
+    second = tl.arange(0, 2)[None, None, :, None] == 1
+    for i in tl.static_range(12):
+        if (1 << i) < COLUMNS:
+            pairs = tl.reshape(tile, [ROWS, COLUMNS >> (i + 1), 2, 1 << i])
+            total = tl.sum(pairs, 2, keep_dims=True)
+            difference = tl.sum(tl.where(second, -pairs, pairs), 2, keep_dims=True)
+            tile = tl.reshape(tl.where(second, difference, total), [ROWS, COLUMNS])
+    return tile

@@ -1,0 +1,88 @@
+"""The Triton kernels: run here, by the interpreter or on a GPU, and compiled for GPUs that are not here."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_compress.kernels import gpu, reference, resolve
+
+triton = pytest.importorskip("triton")
+
+from ds_compress.kernels.triton import groups, reuse, selection  # noqa: E402
+from tests.triton_aot import ARCHITECTURES, compile_launch, recorded  # noqa: E402
+
+HERE = Path(__file__).parent
+
+
+def run_kernels(**environment):
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / "triton_kernels.py")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent, env={**os.environ, **environment})
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+def test_equal_to_the_reference_under_the_interpreter():
+    run_kernels(TRITON_INTERPRET="1")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_equal_to_the_reference_on_a_gpu():
+    run_kernels(TRITON_INTERPRET="0")
+
+
+def every_setting():
+    """Calls that between them launch every kernel and take every branch of it."""
+    for bits in range(1, 9):
+        scale_dtype, dtype = (torch.bfloat16, torch.bfloat16) if bits % 2 else (torch.float32, torch.float32)
+        x = torch.zeros(64, 128, dtype=dtype)
+        packed, step, offset = groups.quantize(x, bits, False, scale_dtype, hadamard=bits in (1, 4, 8))
+        groups.dequantize(packed, step, offset, bits, bits in (1, 4, 8), dtype)
+    x = torch.zeros(64, 24, dtype=torch.float16)
+    for bits, generator in ((1, None), (4, torch.Generator())):
+        packed, step = groups.quantize(x, bits, True, torch.bfloat16, generator=generator)
+        groups.dequantize(packed, step, None, bits, False, torch.float16)
+    for dtype in (torch.int16, torch.int32):
+        size = torch.zeros(2, 100_000, dtype=dtype)
+        selection.exact(size, 10_000)
+        selection.banded(size, (1, 2, 3, 4), 10_000)
+    for dtype in (torch.bfloat16, torch.float64):
+        reuse.gather(torch.zeros(1000, dtype=dtype), torch.arange(10))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_kernel_compiles(architecture, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with recorded(monkeypatch, groups, selection, reuse) as launches:
+        every_setting()
+    names = {kernel.fn.__name__ for kernel, _, _ in launches}
+    assert names == {"_quantize", "_dequantize", "_histogram", "_kth_largest", "_count", "_write", "_look", "_gather"}
+    for kernel, args, named in launches:
+        compiled = compile_launch(kernel, args, named, architecture)
+        assert compiled.asm["cubin"]
+        if kernel.fn.__name__ == "_quantize":  # else codes and scales are not the reference's
+            assert "div.full" not in compiled.asm["ptx"] and "fma.rn" not in compiled.asm["ptx"]
+
+
+def test_without_triton_plain_torch_serves_gpus_and_says_so_once(monkeypatch, caplog):
+    gpu.kernels.cache_clear()
+    monkeypatch.setitem(sys.modules, "ds_compress.kernels.triton", None)
+    monkeypatch.delattr("ds_compress.kernels.triton")
+    device = torch.device("cuda", 0)
+    assert resolve.kernels(device) is resolve.kernels(device) is reference
+    assert len(caplog.records) == 1 and "Triton kernels are off on cuda:0" in caplog.text
+    gpu.kernels.cache_clear()
+
+
+def test_triton_that_cannot_launch_is_not_used(monkeypatch, caplog):
+    """As here: no driver."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    gpu.kernels.cache_clear()
+    assert gpu.kernels(torch.device("cuda", 0)) is None
+    assert len(caplog.records) == 1
+    gpu.kernels.cache_clear()
+    assert gpu.kernels(torch.device("cpu")) is None

@@ -1,0 +1,182 @@
+"""The Triton kernels against their specification.
+
+`test_triton` runs this file, under TRITON_INTERPRET=1 where there is no GPU: the variable has to be set before triton
+is first imported, and the rest of the suite must not run interpreted.
+"""
+import os
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ds_compress.codecs import sparse
+from ds_compress.kernels import indices, reference, resolve, topk
+from ds_compress.kernels import triton as fused
+from ds_compress.kernels.triton import selection
+from tests.test_cpu_kernels import values
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+EXAMPLES = 40 if INTERPRETED else 300
+SPECIAL = (torch.inf, -torch.inf, torch.nan)
+
+
+def launched(function, *args, **named):
+    """What `function` returns on DEVICE for arguments on the CPU, on the CPU; the host must not wait meanwhile."""
+    args = [arg.to(DEVICE) if isinstance(arg, torch.Tensor) else arg for arg in args]
+    if INTERPRETED:
+        return function(*args, **named)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = function(*args, **named)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return tuple(part.cpu() for part in result) if isinstance(result, tuple) else result.cpu()
+
+
+def assert_rounded(ours, exact):
+    """`ours` is `exact`, fp32, rounded to its own dtype; the interpreter cuts off instead of rounding to bfloat16."""
+    if INTERPRETED and ours.dtype == torch.bfloat16:
+        torch.testing.assert_close(ours.float(), exact, rtol=2**-7, atol=0, equal_nan=True)
+    else:
+        torch.testing.assert_close(ours, exact.to(ours.dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@given(
+    size=st.sampled_from([8, 24, 128, 136]), n=st.integers(0, 40), symmetric=st.booleans(), stochastic=st.booleans(),
+    scale_dtype=st.sampled_from([torch.float32, torch.bfloat16]), dtype=DTYPES, out=DTYPES, scale=st.integers(-30, 30),
+)
+@settings(max_examples=EXAMPLES // 4, deadline=None)
+def test_quantize_equals_the_reference(bits, size, n, symmetric, stochastic, scale_dtype, dtype, out, scale):
+    if dtype == torch.float16:
+        scale //= 10
+    groups = (torch.randn(n, size) * 10.0**scale + 10.0**scale).to(dtype)
+    if n > 3:
+        groups[1], groups[2] = 0, groups[2, 0]
+    if symmetric and bits == 1:
+        stochastic = True  # the mean magnitude is compared in a test of its own
+    generators = [torch.Generator(device).manual_seed(n) if stochastic else None for device in ("cpu", DEVICE)]
+    with pytest.MonkeyPatch.context() as patch:
+        if stochastic and not INTERPRETED:
+            dither = torch.rand(n, size)
+            patch.setattr(torch, "rand", lambda shape, generator, device: dither.to(device, non_blocking=True))
+        expected = reference.quantize(groups, bits, symmetric, scale_dtype, False, generators[0])
+        parts = launched(fused.quantize, groups, bits, symmetric, scale_dtype, False, generators[1])
+    for ours, theirs in zip(parts, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    packed, step, *offset = expected
+    offset = None if symmetric else offset[0]
+    decoded = launched(fused.dequantize, packed, step, offset, bits, False, out)
+    assert decoded.dtype == out
+    assert_rounded(decoded, reference.dequantize(packed, step, offset, bits))
+
+
+@given(bits=st.integers(1, 8), size=st.sampled_from([8, 32, 128, 512]), symmetric=st.booleans(), dtype=DTYPES)
+@settings(max_examples=EXAMPLES // 2, deadline=None)
+def test_rotation_is_within_its_bound(bits, size, symmetric, dtype):
+    """Of decoding alone, and of the scales; a code next to the middle between two values may fall to either."""
+    groups = torch.randn(9, size).to(dtype)
+    packed, *scales = launched(fused.quantize, groups, bits, symmetric, torch.float32, True)
+    expected = reference.quantize(groups, bits, symmetric, torch.float32, True)
+    bound = 2 * size.bit_length() * 2**-24
+    for ours, theirs in zip(scales, expected[1:], strict=True):
+        assert ((ours - theirs).abs() <= 2 * bound * groups.float().norm(dim=1)).all()
+    packed, step, *offset = expected
+    offset = offset[0] if offset else None
+    exact = reference.dequantize(packed, step, offset, bits).double()
+    decoded = launched(fused.dequantize, packed, step, offset, bits, True)
+    order = torch.arange(size)
+    signs = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in order.tolist()] for i in order.tolist()])
+    error = (decoded - exact @ signs.double() * size**-0.5).abs()
+    assert (error <= bound * exact.norm(dim=1, keepdim=True)).all()
+    own = launched(fused.quantize, groups, bits, symmetric, torch.float32, True)
+    back = launched(fused.dequantize, own[0], own[1], None if symmetric else own[2], bits, True)
+    theirs = reference.dequantize(packed, step, offset, bits, True)
+    one_code = 2.01 * expected[1].float()
+    assert ((back - theirs).norm(dim=1) <= one_code + 1e-4 * theirs.norm(dim=1)).all()
+
+
+def test_mean_magnitude_is_within_its_bound():
+    groups = torch.randn(40, 128)
+    packed, step = launched(fused.quantize, groups, 1, True, torch.float32)
+    expected, step_expected = reference.quantize(groups, 1, True, torch.float32)
+    assert torch.equal(packed, expected)
+    assert ((step - step_expected).abs() <= 2 * 7 * 2**-24 * step_expected).all()
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("bits", [1, 4, 7])
+def test_non_finite_groups_decode_to_non_finite(bits, symmetric, hadamard, special):
+    groups = torch.randn(4, 32)
+    groups[2, 5] = special
+    packed, step, *offset = launched(fused.quantize, groups, bits, symmetric, torch.bfloat16, hadamard)
+    decoded = launched(fused.dequantize, packed, step, offset[0] if offset else None, bits, hadamard)
+    assert not decoded[2].isfinite().any() or special == torch.inf and not decoded[2].isfinite().all()
+    assert decoded[[0, 1, 3]].isfinite().all()
+
+
+def test_groups_that_are_not_contiguous_or_too_large():
+    groups = torch.randn(64, 10).t()
+    parts = launched(fused.quantize, groups, 4, False, torch.bfloat16)
+    for ours, theirs in zip(parts, reference.quantize(groups, 4, False, torch.bfloat16), strict=True):
+        assert torch.equal(ours, theirs)
+    groups = torch.randn(2, 2 * fused.groups.MAX_GROUP)
+    parts = fused.quantize(groups, 4, False, torch.bfloat16)
+    assert torch.equal(parts[0], reference.quantize(groups, 4, False, torch.bfloat16)[0])
+
+
+@given(
+    rows=st.integers(1, 3), d=st.integers(1, 300), share=st.floats(0, 1), dtype=DTYPES, seed=st.integers(0, 99),
+    kind=st.sampled_from(["spread", "tied", "zero", "special"]),
+)
+@example(rows=2, d=300, share=0.1, dtype=torch.bfloat16, seed=0, kind="special")
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_selection_equals_the_reference(rows, d, share, dtype, seed, kind):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selection, "BLOCK", 64)  # several programs for each row
+        patch.setattr(selection, "TILES", 2)
+        x = torch.randn(rows, d, generator=torch.Generator().manual_seed(seed))
+        x = {"spread": x, "tied": x.round(), "zero": x * 0, "special": torch.where(x > 1.5, torch.inf, x)}[kind]
+        size, k = topk.keys(x.to(dtype)), max(1, round(share * d))
+        assert torch.equal(launched(selection.exact, size, k), topk.exact_reference(size, k))
+        high, low = (topk.kth_largest(size, place) for place in (max(1, k - 20), min(d, k + 20)))
+        bounds = (low, high, high + 1, topk.INFINITY[dtype])
+        expected = topk.banded_reference(size, bounds, k)
+        on_device = tuple(b.to(DEVICE) if isinstance(b, torch.Tensor) else b for b in bounds)
+        assert torch.equal(launched(selection.banded, size, on_device, k), expected)
+
+
+@given(n=st.integers(1, 3000), dtype=DTYPES, special=st.sampled_from((None, *SPECIAL)))
+@settings(max_examples=EXAMPLES // 2, deadline=None)
+def test_gather_equals_plain_torch(n, dtype, special):
+    x = torch.randn(n).to(dtype)
+    chosen = torch.randperm(n)[:n // 2].sort().values
+    if special is not None:
+        x[n // 3] = special
+    expected = sparse.gather(x, chosen)
+    torch.testing.assert_close(launched(fused.gather, x, chosen), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the GPU needs no override")
+def test_a_test_can_override():
+    from ds_compress.codec import Context, TensorSpec, build
+
+    x, codec = values(50, 40, torch.float32, 0), build({"name": "quantize", "bits": 3})
+    parts = codec.encode(x, Context())
+    with resolve.using(fused):
+        ours = codec.encode(x, Context())
+        decoded = codec.decode(ours, TensorSpec.of(x), Context())
+    assert all(torch.equal(a, b) for a, b in zip(parts, ours, strict=True))
+    assert torch.equal(decoded, codec.decode(parts, TensorSpec.of(x), Context()))
+
+
+def test_topk_of_devices_takes_them(monkeypatch):
+    monkeypatch.setattr(indices, "on_cpu", lambda tensor: False)
+    monkeypatch.setattr(topk.gpu, "kernels", lambda device: fused)
+    size = topk.keys(torch.randn(2, 100))
+    assert torch.equal(topk.exact(size.to(DEVICE), 10).cpu(), topk.exact_reference(size, 10))
