@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench bench-floors bench-net clean
+.PHONY: help demo test test-slow lint bench bench-floors bench-net pipelines faults matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,15 @@ bench-floors: $(INSTALLED) ## the least speed of codecs on one core, judged
 bench-net: $(INSTALLED) ## two hosts with a slow link between them, on this machine; needs root
 	$(BIN)/python launch/bench_net.py
 
+pipelines: $(INSTALLED) ## every kind of pipeline, as the table of docs/pipelines.md
+	$(BIN)/python -m tests.kinds
+
+faults: $(INSTALLED) ## killed and stopped ranks, damaged packets: time until all have stopped, as a table
+	$(BIN)/python -m tests.faults
+
+matrix: ## the pipeline tests over releases of DeepSpeed and torch, each in its own environment, as a table
+	$(PYTHON) launch/matrix.py
+
 clean: ## remove the virtual environment, runs and caches
-	rm -rf $(VENV) runs build *.egg-info .pytest_cache .hypothesis
+	rm -rf $(VENV) .matrix runs build *.egg-info .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
