@@ -5,6 +5,8 @@ A channel end holds one `Sender` or `Receiver`. In both modes packets of a chann
 blocking: DeepSpeed's own order and process group; every byte is waited for.
 eager:    sends return at once and receives are posted ahead, both on a process group that belongs to this channel
           alone. A group has one sender and one receiver, so no ordering between channels is left to violate.
+
+It calls torch.distributed itself: `isend` of deepspeed.comm blocks in older releases and knows no time-outs.
 """
 
 import re
@@ -15,8 +17,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-from deepspeed import comm as dist
 from torch import Tensor
+from torch import distributed as dist
 from torch.distributed import Work
 
 from ds_compress.errors import CompressionError
@@ -204,8 +206,7 @@ def channel_groups(
     for ranks in pipelines:
         for boundary, ends in enumerate(zip(ranks, ranks[1:])):
             for use in uses:
-                # not deepspeed.comm's, which takes no time-out
-                group = torch.distributed.new_group(list(ends), timeout=timedelta(seconds=seconds))
+                group = dist.new_group(list(ends), timeout=timedelta(seconds=seconds))
                 if rank in ends:
                     own[boundary, use] = group
     return own
