@@ -66,7 +66,7 @@ class Sparse(Codec):
         if gain is not None:
             values = as_message(values * gain, values_spec)
         flat = torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device)
-        return flat.scatter_(0, selection, values.flatten()).view(spec.shape)
+        return flat.index_copy_(0, selection, values.flatten()).view(spec.shape)
 
 
 def gather(x: Tensor, selection: Tensor) -> Tensor:

@@ -6,11 +6,10 @@ any length, when its first large message comes. Without a C++ compiler, and for 
 reference runs in blocks that fit in the cache.
 """
 
-import ctypes
 import logging
 import types
 from collections.abc import Callable, Iterator
-from functools import cache, lru_cache, reduce
+from functools import cache, reduce
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from ds_compress.kernels import reference
 from ds_compress.kernels.bits import pack, packed_size, unpack
 from ds_compress.kernels.grid import from_codes, minmax_grid, symmetric_grid, symmetric_offset, top_code
 from ds_compress.kernels.hadamard import between_runs, inside_runs
+from ds_compress.kernels.memory import keep_freed
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ COMPILED_GROUPS = (32, 64, 128, 256, 512)
 LANES = 32  # of the widest vector registers, in bf16
 BLOCK = 1 << 18  # values that the reference takes at a time: what it makes of them stays in the cache
 ROTATED_BLOCK = 1 << 20  # the same for the rotation, which is done by fewer operations
-KEPT_BYTES = 32 << 20  # glibc gives blocks larger than this back to the system
 
 
 def quantize(
@@ -46,6 +45,7 @@ def quantize(
     n, size = groups.shape
     if generator is not None or groups.numel() < COMPILED_NUMEL:
         return reference.quantize(groups, bits, symmetric, scale_dtype, hadamard, generator)
+    keep_freed(groups.nbytes)
     groups = groups.detach()
     scales = [torch.empty(n, dtype=scale_dtype) for _ in range(1 if symmetric else 2)]
     out = (torch.empty(n, packed_size(size, bits), dtype=torch.uint8), *scales)
@@ -76,7 +76,7 @@ def dequantize(
     if n * size < COMPILED_NUMEL:
         return reference.dequantize(packed, step, offset, bits, hadamard, dtype)
     parts = (packed, step) if offset is None else (packed, step, offset)
-    _keep_memory(n * size * dtype.itemsize)
+    keep_freed(n * size * dtype.itemsize)
     values = torch.empty(n, size, dtype=dtype)
     if size not in COMPILED_GROUPS:
         _dequantize_blocks(parts, values, bits, hadamard)
@@ -211,19 +211,3 @@ class Kernel:
             Kernel.failed = True
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             logger.warning("quantize on the CPU runs uncompiled, about five times slower: %s", reason)
-
-
-def _keep_memory(nbytes: int) -> None:
-    if nbytes > KEPT_BYTES:
-        _never_trim()
-
-
-@lru_cache(maxsize=1)
-def _never_trim() -> None:
-    """Let malloc keep freed memory for the next message. By default it maps large blocks afresh, and their page
-    faults cost ten times as much as decoding."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        trim_threshold, mmap_threshold = -1, -3  # malloc.h
-        libc.mallopt(mmap_threshold, 1 << 30)
-        libc.mallopt(trim_threshold, 2**31 - 1)

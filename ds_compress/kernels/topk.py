@@ -6,12 +6,14 @@ compares, partitions and lists true entries several times faster than torch; the
 """
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ds_compress.kernels import gpu, indices
+from ds_compress.kernels.memory import keep_freed
 
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -24,17 +26,22 @@ INFINITY = {
 # Above this row length the k-th largest is looked for among the entries that pass a threshold taken from a sample.
 LONG_ROW = 1 << 17
 SAMPLE = 1 << 14
+BLOCK = 1 << 17  # values on which two operations follow each other inside the cache
 
 
 def keys(x: Tensor) -> Tensor:
     """Integers of the size of x's elements that order as |x| does; nan has the key of infinity."""
     integer = _INTEGER[x.element_size()]
-    bits = x.contiguous().view(integer)
-    if indices.on_cpu(x):
-        without_sign = torch.from_numpy(np.bitwise_and(bits.numpy(), torch.iinfo(integer).max))
-    else:
-        without_sign = bits & torch.iinfo(integer).max
-    return without_sign.clamp_(max=INFINITY[x.dtype])
+    bits, largest = x.contiguous().view(integer), torch.iinfo(integer).max
+    if not indices.on_cpu(x):
+        return (bits & largest).clamp_(max=INFINITY[x.dtype])
+    keep_freed(x.nbytes)
+    size = torch.empty_like(bits)
+    for source, target in zip(bits.flatten().split(BLOCK), size.flatten().split(BLOCK)):
+        source, target = source.numpy(), target.numpy()
+        np.bitwise_and(source, largest, out=target)
+        np.minimum(target, INFINITY[x.dtype], out=target)
+    return size
 
 
 def kth_largest(size: Tensor, k: int) -> Tensor:
@@ -66,7 +73,7 @@ def sampled_band(size: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def count_true(mask: Tensor) -> Tensor:
     """[rows, 1]: how many entries of each row of `mask` [rows, d] are true."""
     if indices.on_cpu(mask):  # torch counts along a dim ten times slower
-        return torch.from_numpy(np.count_nonzero(mask.numpy(), axis=1, keepdims=True))
+        return torch.from_numpy(_count_rows(mask.numpy())).unsqueeze(1)
     return mask.count_nonzero(1).unsqueeze(1)
 
 
@@ -140,23 +147,24 @@ def _exact_numpy(size: Tensor, k: int) -> Tensor:
         if counts.min() >= k:
             parts = np.split(values, np.cumsum(counts)[:-1])
             cut = np.array([np.partition(part, part.size - k)[part.size - k] for part in parts])
-            return _fill_numpy(found, values, counts, cut, k, spread=False)
+            return _fill_numpy(found, values, counts, cut, k)
     cut = kth_largest(size, k)
-    return _fill_numpy(*_reaching(size, cut), cut.numpy().ravel(), k, spread=False)
+    return _fill_numpy(*_reaching(size, cut), cut.numpy().ravel(), k)
 
 
 def _banded_numpy(size: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Tensor:
-    found, values, counts = _reaching(size, bounds[0])
-    if counts.min() < k:
+    """Looks at the first two bounds only, which decide unless one of them was a bad guess or many entries tie."""
+    below = above = None
+    levels = [np.asarray(bound) for bound in bounds]
+    if all((lower <= upper).all() for lower, upper in pairwise(levels)):
+        below, above = (size.numpy() >= level for level in levels[:2])
+        room = k - _count_rows(above)
+    if below is None or (room < 0).any() or (_count_rows(below) < k).any():
         return banded_reference(size, bounds, k)
-    ends = np.cumsum(counts)[:-1]
-    level, cut = np.zeros(values.shape, np.int8), np.zeros(counts.shape, np.int8)
-    for bound in bounds[1:]:
-        bound = np.broadcast_to(np.asarray(bound, values.dtype).ravel(), counts.shape)
-        reached = values >= np.repeat(bound, counts)
-        level += reached
-        cut += np.array([np.count_nonzero(part) >= k for part in np.split(reached, ends)])
-    return _fill_numpy(found, level, counts, cut, k, spread=True)
+    band = indices.flatnonzero((below != above).ravel())
+    equal = np.diff(np.searchsorted(band, np.arange(len(size) + 1) * size.shape[1]))
+    above.ravel()[_share(band, equal, room, spread=True)] = True
+    return torch.from_numpy(indices.flatnonzero(above.ravel()))
 
 
 def _reaching(size: Tensor, bound: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -167,21 +175,30 @@ def _reaching(size: Tensor, bound: Tensor) -> tuple[np.ndarray, np.ndarray, np.n
     return found, size.numpy().ravel().take(found), counts
 
 
-def _fill_numpy(found, values, counts, cut, k, spread):
-    """`_fill` for the entries `found`, with their values and number per row; `cut` is [rows]."""
+def _fill_numpy(found, values, counts, cut, k):
+    """`_fill`, of the first ones, for the entries `found`, with their values and number per row; `cut` is [rows]."""
     cut = np.repeat(cut, counts)
-    reaching = values >= cut
-    if np.count_nonzero(reaching) == counts.size * k:
-        return torch.from_numpy(found.take(np.flatnonzero(reaching)))
-    tied = values == cut
-    rank = np.cumsum(tied)
-    so_far = np.concatenate([[0], rank[np.cumsum(counts) - 1]])
-    above = np.add.reduceat(values > cut, np.cumsum(counts) - counts, dtype=np.int64)
-    equal, room = np.repeat(np.diff(so_far), counts), np.repeat(k - above, counts)
-    rank -= np.repeat(so_far[:-1], counts)
-    if spread:
-        equal = np.maximum(equal, 1)
-        tied &= rank * room // equal > (rank - 1) * room // equal
-    else:
-        tied &= rank <= room
-    return torch.from_numpy(found[np.flatnonzero(tied | (values > cut))])
+    above = values > cut
+    ends = np.cumsum(counts)
+    tied = np.flatnonzero(values == cut)
+    equal = np.diff(np.searchsorted(tied, ends), prepend=0)
+    room = k - np.array([np.count_nonzero(part) for part in np.split(above, ends[:-1])])
+    above[_share(tied, equal, room, spread=False)] = True
+    return torch.from_numpy(found.take(np.flatnonzero(above)))
+
+
+def _share(tied: np.ndarray, equal: np.ndarray, room: np.ndarray, spread: bool) -> np.ndarray:
+    """Of `tied`, of which there are `equal` [rows] per row, the `room` [rows] of each that `_fill` would keep."""
+    if (equal == room).all():
+        return tied
+    rank = np.arange(1, tied.size + 1) - np.repeat(np.cumsum(equal) - equal, equal)
+    room = np.repeat(room, equal)
+    if not spread:
+        return tied[rank <= room]
+    equal = np.repeat(equal, equal)
+    return tied[rank * room // equal > (rank - 1) * room // equal]
+
+
+def _count_rows(mask: np.ndarray) -> np.ndarray:
+    """[rows]: how many entries of each row are true; row by row, as numpy is slow along an axis."""
+    return np.array([np.count_nonzero(row) for row in mask])
