@@ -12,7 +12,7 @@ from ds_compress.kernels import gpu, reference, resolve
 
 triton = pytest.importorskip("triton")
 
-from ds_compress.kernels.triton import groups, reuse, selection  # noqa: E402
+from ds_compress.kernels.triton import bitstring, groups, reuse, selection  # noqa: E402
 from tests.triton_aot import ARCHITECTURES, compile_launch, recorded  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -39,8 +39,8 @@ def every_setting():
     for bits in range(1, 9):
         scale_dtype, dtype = (torch.bfloat16, torch.bfloat16) if bits % 2 else (torch.float32, torch.float32)
         x = torch.zeros(64, 128, dtype=dtype)
-        packed, step, offset = groups.quantize(x, bits, False, scale_dtype, hadamard=bits in (1, 4, 8))
-        groups.dequantize(packed, step, offset, bits, bits in (1, 4, 8), dtype)
+        packed, step, offset = groups.quantize(x, bits, False, scale_dtype, hadamard=bits == 4)
+        groups.dequantize(packed, step, offset, bits, bits == 4, dtype)
     x = torch.zeros(64, 24, dtype=torch.float16)
     for bits, generator in ((1, None), (4, torch.Generator())):
         packed, step = groups.quantize(x, bits, True, torch.bfloat16, generator=generator)
@@ -51,15 +51,20 @@ def every_setting():
         selection.banded(size, (1, 2, 3, 4), 10_000)
     for dtype in (torch.bfloat16, torch.float64):
         reuse.gather(torch.zeros(1000, dtype=dtype), torch.arange(10))
+    bitstring.positions(bitstring.unpack_bits(torch.zeros(125, dtype=torch.uint8), 1000), 100)
+    bitstring.pack_bits(torch.zeros(1000, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_kernel_compiles(architecture, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    with recorded(monkeypatch, groups, selection, reuse) as launches:
+    with recorded(monkeypatch, groups, selection, reuse, bitstring) as launches:
         every_setting()
     names = {kernel.fn.__name__ for kernel, _, _ in launches}
-    assert names == {"_quantize", "_dequantize", "_histogram", "_kth_largest", "_count", "_write", "_look", "_gather"}
+    assert names == {
+        "_quantize", "_dequantize", "_histogram", "_kth_largest", "_count", "_write", "_look", "_gather",
+        "_pack", "_unpack",
+    }
     for kernel, args, named in launches:
         compiled = compile_launch(kernel, args, named, architecture)
         assert compiled.asm["cubin"]

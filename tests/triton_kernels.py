@@ -162,6 +162,17 @@ def test_gather_equals_plain_torch(n, dtype, special):
     torch.testing.assert_close(launched(fused.gather, x, chosen), expected, rtol=0, atol=0, equal_nan=True)
 
 
+@given(n=st.integers(0, 9000), density=st.sampled_from([0, 0.1, 0.5, 1]))
+@settings(max_examples=EXAMPLES // 2, deadline=None)
+def test_bit_strings_equal_plain_torch(n, density):
+    mask = torch.rand(n) < density
+    packed = indices.pack_bits(mask)
+    assert torch.equal(launched(fused.pack_bits, mask), packed)
+    assert torch.equal(launched(fused.unpack_bits, packed, n), mask)
+    count = int(mask.sum())
+    assert torch.equal(launched(fused.positions, mask, count), indices.positions(mask, count))
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="the GPU needs no override")
 def test_a_test_can_override():
     from ds_compress.codec import Context, TensorSpec, build
@@ -178,5 +189,12 @@ def test_a_test_can_override():
 def test_topk_of_devices_takes_them(monkeypatch):
     monkeypatch.setattr(indices, "on_cpu", lambda tensor: False)
     monkeypatch.setattr(topk.gpu, "kernels", lambda device: fused)
-    size = topk.keys(torch.randn(2, 100))
-    assert torch.equal(topk.exact(size.to(DEVICE), 10).cpu(), topk.exact_reference(size, 10))
+    x = torch.randn(2, 100)
+    size = topk.keys(x)
+    expected = topk.exact_reference(size, 10)
+    size = size.to(DEVICE)
+    selected = topk.exact(size, 10)
+    assert torch.equal(selected.cpu(), expected)
+    assert torch.equal(topk.banded(size, (topk.kth_largest(size, 10),), 10).cpu(), expected)
+    for coder in indices.CODERS.values():
+        assert torch.equal(coder.decode(coder.encode(selected, 200), 200, 20).cpu(), expected)

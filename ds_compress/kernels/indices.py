@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_compress.kernels import gpu
+
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
@@ -20,6 +22,9 @@ def pack_bits(bits: Tensor) -> Tensor:
     """Bools [n] as uint8 [ceil(n / 8)]."""
     if on_cpu(bits):
         return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
+    fused = gpu.kernels(bits.device)
+    if fused:
+        return fused.pack_bits(bits)
     padded = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(torch.uint8).view(-1, 8)
     return (padded << torch.arange(8, device=bits.device, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
 
@@ -28,6 +33,9 @@ def unpack_bits(packed: Tensor, numel: int) -> Tensor:
     """The first `numel` bits of uint8 [m] as bools."""
     if on_cpu(packed):
         return torch.from_numpy(np.unpackbits(packed.numpy(), count=numel, bitorder="little").view(np.bool_))
+    fused = gpu.kernels(packed.device)
+    if fused:
+        return fused.unpack_bits(packed, numel)
     bits = packed.unsqueeze(1) >> torch.arange(8, device=packed.device, dtype=torch.uint8)
     return (bits & 1).bool().flatten()[:numel]
 
@@ -39,6 +47,9 @@ def positions(mask: Tensor, count: int) -> Tensor:
     """
     if on_cpu(mask):
         return torch.from_numpy(flatnonzero(mask.numpy())[:count])
+    fused = gpu.kernels(mask.device)
+    if fused:
+        return fused.positions(mask, count)
     slot = torch.where(mask, mask.cumsum(0) - 1, count).clamp_(max=count)
     found = torch.zeros(count + 1, dtype=torch.int64, device=mask.device)
     return found.scatter_(0, slot, torch.arange(mask.numel(), device=mask.device))[:count]

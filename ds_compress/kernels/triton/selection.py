@@ -38,7 +38,7 @@ def exact(size: Tensor, k: int) -> Tensor:
                 size, totals, rows, d, parts, k, ROUND=i, ROUNDS=rounds, BLOCK=block, TILES=tiles
             )
         _kth_largest[(rows,)](totals, bounds, rows, k, ROUNDS=rounds)
-    return _compact(size, bounds, k, spread=False)
+    return compact(size, bounds, k, spread=False)
 
 
 def banded(size: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Tensor:
@@ -52,10 +52,10 @@ def banded(size: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Tensor:
             row.copy_(bound.flatten())
         else:
             row.fill_(bound)
-    return _compact(size.contiguous(), ascending.sort(dim=0).values, k, spread=True)
+    return compact(size.contiguous(), ascending.sort(dim=0).values, k, spread=True)
 
 
-def _compact(size: Tensor, bounds: Tensor, k: int, spread: bool) -> Tensor:
+def compact(size: Tensor, bounds: Tensor, k: int, spread: bool) -> Tensor:
     """What `topk.banded` returns for `bounds`, int32 [bounds, rows], ascending; of the entries that reach equally many
     the first ones unless `spread`."""
     rows, d = size.shape
