@@ -3,6 +3,7 @@
     python -m tests.faults        prints the table of docs/pipelines.md; `make faults`
 """
 
+import argparse
 import json
 import os
 import re
@@ -102,10 +103,13 @@ def _last_line(log: Path) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--link", nargs="+", default=["eager", "blocking"], help="modes")
+    modes = parser.parse_args().link
     print(f"Time-out {TIMEOUT:g} s, {STAGES} stages; seconds until each living rank had ended, and its last line.\n")
     print("| fault | at rank | link | seconds | messages |\n|---|---|---|---|---|")
     late = False
-    for mode in ("eager", "blocking"):
+    for mode in modes:
         for fault, title in TITLES.items():
             for at in range(STAGES):
                 endings = run(fault, at, mode)
