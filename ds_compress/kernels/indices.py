@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ds_compress.kernels import gpu
 
+BLOCK = 1 << 18
+
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
@@ -56,12 +58,23 @@ def positions(mask: Tensor, count: int) -> Tensor:
 
 
 def flatnonzero(mask: np.ndarray) -> np.ndarray:
-    """`np.flatnonzero` of bools [n], up to four times faster where few are true.
+    """`np.flatnonzero` of bools [n], several times faster: in blocks, so that no large temporary needs new memory."""
+    counts = [np.count_nonzero(mask[start:start + BLOCK]) for start in range(0, mask.size, BLOCK)]
+    found = np.empty(sum(counts), np.int64)
+    end = 0
+    for block, count in enumerate(counts):
+        start, end = end, end + count
+        np.add(_flatnonzero(mask[block * BLOCK:(block + 1) * BLOCK], count), block * BLOCK, out=found[start:end])
+    return found
+
+
+def _flatnonzero(mask: np.ndarray, count: int) -> np.ndarray:
+    """The same for one block, of which `count` are true.
 
     At 10 % or less numpy jumps from one true entry to the next, which pays only when they are far apart. Leaving out
     the bytes of eight false entries makes the rest dense again.
     """
-    if 10 * np.count_nonzero(mask) > mask.size:
+    if 10 * count > mask.size:
         return np.flatnonzero(mask)
     packed = np.packbits(mask, bitorder="little")
     used = np.flatnonzero(packed != 0)

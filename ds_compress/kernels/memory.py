@@ -1,7 +1,13 @@
 """Memory of the CPU, which costs more than the arithmetic where it is new."""
 
 import ctypes
+import threading
 from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+_local = threading.local()
 
 LARGE = 32 << 20
 """Bytes above which glibc maps every block afresh."""
@@ -25,3 +31,12 @@ def _never_trim() -> None:
         trim_threshold, mmap_threshold = -1, -3  # from malloc.h
         libc.mallopt(mmap_threshold, 1 << 30)
         libc.mallopt(trim_threshold, 2**31 - 1)
+
+
+def scratch(role: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory with anything in it, the same at every call of this thread for `role`: for what no caller gets to see."""
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    buffers = _local.__dict__.setdefault("buffers", {})
+    if role not in buffers or buffers[role].numel() < nbytes:
+        buffers[role] = torch.empty(nbytes, dtype=torch.uint8)
+    return buffers[role][:nbytes].view(dtype).view(shape)

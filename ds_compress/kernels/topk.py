@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels import gpu, indices
-from ds_compress.kernels.memory import keep_freed
+from ds_compress.kernels.memory import keep_freed, scratch
 
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -26,22 +26,21 @@ INFINITY = {
 # Above this row length the k-th largest is looked for among the entries that pass a threshold taken from a sample.
 LONG_ROW = 1 << 17
 SAMPLE = 1 << 14
-BLOCK = 1 << 17  # values on which two operations follow each other inside the cache
 
 
 def keys(x: Tensor) -> Tensor:
-    """Integers of the size of x's elements that order as |x| does; nan has the key of infinity."""
+    """Integers of the size of x's elements that order as |x| does; nan has the key of infinity.
+
+    On a CPU the next call for a long x writes to the same memory.
+    """
     integer = _INTEGER[x.element_size()]
     bits, largest = x.contiguous().view(integer), torch.iinfo(integer).max
     if not indices.on_cpu(x):
         return (bits & largest).clamp_(max=INFINITY[x.dtype])
     keep_freed(x.nbytes)
-    size = torch.empty_like(bits)
-    for source, target in zip(bits.flatten().split(BLOCK), size.flatten().split(BLOCK)):
-        source, target = source.numpy(), target.numpy()
-        np.bitwise_and(source, largest, out=target)
-        np.minimum(target, INFINITY[x.dtype], out=target)
-    return size
+    size = scratch("keys", bits.shape, integer) if bits.numel() >= LONG_ROW else torch.empty_like(bits)
+    np.bitwise_and(bits.numpy(), largest, out=size.numpy())
+    return size.clamp_(max=INFINITY[x.dtype])
 
 
 def kth_largest(size: Tensor, k: int) -> Tensor:
@@ -157,20 +156,25 @@ def _banded_numpy(size: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Ten
     below = above = None
     levels = [np.asarray(bound) for bound in bounds]
     if all((lower <= upper).all() for lower, upper in pairwise(levels)):
-        below, above = (size.numpy() >= level for level in levels[:2])
+        below, above = (_reached(size, level, role) for level, role in zip(levels, ("below", "above")))
         room = k - _count_rows(above)
     if below is None or (room < 0).any() or (_count_rows(below) < k).any():
         return banded_reference(size, bounds, k)
-    band = indices.flatnonzero((below != above).ravel())
+    band = indices.flatnonzero(np.not_equal(below, above, out=below).ravel())
     equal = np.diff(np.searchsorted(band, np.arange(len(size) + 1) * size.shape[1]))
     above.ravel()[_share(band, equal, room, spread=True)] = True
     return torch.from_numpy(indices.flatnonzero(above.ravel()))
 
 
+def _reached(size: Tensor, bound: np.ndarray, role: str) -> np.ndarray:
+    """Bools [rows, d], in scratch memory: which entries of `size` reach `bound` [rows, 1] or a number."""
+    return np.greater_equal(size.numpy(), bound, out=scratch(role, tuple(size.shape), torch.bool).numpy())
+
+
 def _reaching(size: Tensor, bound: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Flat indices of the entries that reach `bound` [rows, 1], ascending, their values, and their number per row."""
     rows, d = size.shape
-    found = indices.flatnonzero(size.numpy() >= bound.numpy())
+    found = indices.flatnonzero(_reached(size, bound.numpy(), "below").ravel())
     counts = np.diff(np.searchsorted(found, np.arange(rows + 1) * d))
     return found, size.numpy().ravel().take(found), counts
 
