@@ -2,34 +2,33 @@
 
 import ctypes
 import threading
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 _local = threading.local()
 
-LARGE = 32 << 20
-"""Bytes above which glibc maps every block afresh."""
+LARGE = 1 << 20  # bytes of a tensor from which on new memory is felt
+_MAPPED = 1 << 25  # bytes from which on glibc maps a block by itself, at the most it comes to without being told
+
+_kept = 0
 
 
 def keep_freed(nbytes: int) -> None:
-    """Let malloc of this process keep what is freed, once a tensor of `nbytes` is large.
+    """Let malloc of this process keep what is freed, up to blocks of `nbytes`, once that is much.
 
-    By default it returns large blocks to the system at once and gets them anew, page by page, for the next message:
-    decoding 64 MiB then takes ten times as long. Messages have the same size at every step, so what one needed the
-    next one needs too.
+    By default it returns the end of the heap and blocks of 32 MiB to the system and gets them anew, page by page, for
+    the next message: decoding 64 MiB then takes ten times as long. Messages have the same size at every step, so what
+    one needed the next one needs too.
     """
-    if nbytes > LARGE:
-        _never_trim()
-
-
-@lru_cache(maxsize=1)
-def _never_trim() -> None:
+    global _kept
+    if nbytes < LARGE or nbytes < _kept:
+        return
+    _kept = max(_MAPPED, 1 << nbytes.bit_length())
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # of glibc
         trim_threshold, mmap_threshold = -1, -3  # from malloc.h
-        libc.mallopt(mmap_threshold, 1 << 30)
+        libc.mallopt(mmap_threshold, min(_kept, 2**30))
         libc.mallopt(trim_threshold, 2**31 - 1)
 
 

@@ -195,12 +195,11 @@ def _share(tied: np.ndarray, equal: np.ndarray, room: np.ndarray, spread: bool) 
     """Of `tied`, of which there are `equal` [rows] per row, the `room` [rows] of each that `_fill` would keep."""
     if (equal == room).all():
         return tied
-    rank = np.arange(1, tied.size + 1) - np.repeat(np.cumsum(equal) - equal, equal)
-    room = np.repeat(room, equal)
-    if not spread:
-        return tied[rank <= room]
-    equal = np.repeat(equal, equal)
-    return tied[rank * room // equal > (rank - 1) * room // equal]
+    rank = np.arange(1, room.sum() + 1) - np.repeat(np.cumsum(room) - room, room)
+    if spread:
+        rank *= np.repeat(equal, room)
+        rank = -(-rank // np.repeat(room, room))
+    return tied[rank + np.repeat(np.cumsum(equal) - equal - 1, room)]
 
 
 def _count_rows(mask: np.ndarray) -> np.ndarray:
