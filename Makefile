@@ -7,9 +7,10 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+PEERS := .venv-peers
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench bench-floors bench-net pipelines faults matrix clean
+.PHONY: help demo test test-slow lint bench bench-floors bench-peers bench-net pipelines faults matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +40,15 @@ bench: $(INSTALLED) ## speed and error of every codec on this machine
 bench-floors: $(INSTALLED) ## the least speed of codecs on one core, judged
 	OMP_NUM_THREADS=1 $(BIN)/python launch/bench_floors.py
 
+$(PEERS)/.installed: setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet $(TORCH)
+	$(PEERS)/bin/python -m pip install --quiet -e '.[peers]'
+	touch $@
+
+bench-peers: $(PEERS)/.installed ## against other libraries, on one core
+	OMP_NUM_THREADS=1 $(PEERS)/bin/python launch/bench_peers.py
+
 bench-net: $(INSTALLED) ## two hosts with a slow link between them, on this machine; needs root
 	$(BIN)/python launch/bench_net.py
 
@@ -52,5 +62,5 @@ matrix: ## the pipeline tests over releases of DeepSpeed and torch, each in its 
 	$(PYTHON) launch/matrix.py
 
 clean: ## remove the virtual environment, runs and caches
-	rm -rf $(VENV) .matrix runs build *.egg-info .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) .matrix runs build *.egg-info .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -30,7 +30,7 @@ COMPILED_GROUPS = (32, 64, 128, 256, 512)
 
 LANES = 32  # of the widest vector registers, in bf16
 BLOCK = 1 << 18  # values that the reference takes at a time: what it makes of them stays in the cache
-ROTATED_BLOCK = 1 << 20  # the same for the rotation, which is done by fewer operations
+ROTATED_BLOCK = 1 << 19  # the same for the rotation, which is done by fewer operations
 
 
 def quantize(
