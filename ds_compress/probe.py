@@ -64,8 +64,8 @@ class _Meter(Probe):
 class SendingMeter(_Meter):
     """A sending end for one step.
 
-    One message of the step, another one in every step, is compared with what its packet decodes to, after the packet
-    is on its way: the error hardly differs between the messages of a step, and all of them would cost too much.
+    One message of the step, chosen by the step number modulo the micro-batches, is compared with what its packet decodes
+    to, after the packet is on its way: the error hardly differs between the messages of a step, and all would cost much.
     """
 
     COLUMNS = ("nonfinite_share", "relative_error", "cosine", "encode_ms", "send_ms")
