@@ -64,8 +64,9 @@ class _Meter(Probe):
 class SendingMeter(_Meter):
     """A sending end for one step.
 
-    One message of the step, chosen by the step number modulo the micro-batches, is compared with what its packet decodes
-    to, after the packet is on its way: the error hardly differs between the messages of a step, and all would cost much.
+    One message of the step, chosen by the step number modulo the micro-batches, is compared with what its packet
+    decodes to, after the packet is on its way: the error hardly differs between the messages of a step, and comparing
+    all of them would cost too much.
     """
 
     COLUMNS = ("nonfinite_share", "relative_error", "cosine", "encode_ms", "send_ms")
