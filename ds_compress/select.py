@@ -33,7 +33,7 @@ def rows_of(shape: tuple[int, ...], scope: str) -> tuple[int, int]:
 
 def exact(x: Tensor, k: int) -> Tensor:
     """The k largest magnitudes of each row, equal ones in the order of their index."""
-    return topk.exact(topk.keys(x), k)
+    return topk.exact(x, k)
 
 
 def threshold(x: Tensor, k: int) -> Tensor:
@@ -43,12 +43,11 @@ def threshold(x: Tensor, k: int) -> Tensor:
     The sample gives a band for the threshold. What lies above the band is kept; the other places go to entries of the
     band, evenly spaced over the row so that no part of it is favoured. Rows no longer than the sample are exact.
     """
-    size = topk.keys(x)
-    if size.shape[1] <= topk.SAMPLE or not size.numel():
-        return topk.exact(size, k)
-    high, low = topk.sampled_band(size, k)
+    if x.shape[1] <= topk.SAMPLE or not x.numel():
+        return topk.exact(x, k)
+    high, low = topk.sampled_band(x, k)
     # where more than k entries tie with `high`, as in a row of zeros, those above it still go first
-    return topk.banded(size, (low, high, high + 1, topk.INFINITY[x.dtype]), k)
+    return topk.banded(x, (low, high, high + 1, topk.INFINITY[x.dtype]), k)
 
 
 def sidco(x: Tensor, k: int) -> Tensor:
@@ -58,29 +57,27 @@ def sidco(x: Tensor, k: int) -> Tensor:
     Where the best fit of some row keeps less than 0.8 k or more than 1.25 k, the selection is exact: looking at that
     costs a synchronisation with the GPU.
     """
-    size = topk.keys(x)
-    if not size.numel():
-        return topk.exact(size, k)
+    if not x.numel():
+        return topk.exact(x, k)
     high, low, achieved = fit.bracket(x, k)
     if not bool(((achieved >= 0.8 * k) & (achieved <= 1.25 * k)).all()):
-        return topk.exact(size, k)
+        return topk.exact(x, k)
     low, high = topk.keys(low.to(x.dtype)), topk.keys(high.to(x.dtype))
-    return topk.banded(size, (low, high, topk.INFINITY[x.dtype]), k)
+    return topk.banded(x, (low, high, topk.INFINITY[x.dtype]), k)
 
 
 def blockwise(x: Tensor, density: float, block: int) -> Tensor:
     """The largest of each block of `block` entries of a row (the last one may be shorter), at least one per block."""
-    size = topk.keys(x)
-    rows, d = size.shape
+    rows, d = x.shape
     whole = d // block * block
     places = []
     for start, length, width in ((0, whole, block), (whole, d - whole, d - whole)):
         if rows and length:
-            blocks = size[:, start:start + length].reshape(-1, width)
+            blocks = x[:, start:start + length].reshape(-1, width)
             inside = topk.exact(blocks, kept_of(width, density)).view(rows, -1)
             row = torch.arange(rows, device=x.device).unsqueeze(1)
             places.append(inside + (row * (d - length) + start))
-    return torch.cat(places, dim=1).flatten() if places else topk.exact(size, 0)
+    return torch.cat(places, dim=1).flatten() if places else topk.exact(x, 0)
 
 
 def stratified(rows: int, d: int, k: int, generator: torch.Generator) -> Tensor:

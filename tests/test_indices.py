@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.kernels import indices as coding
+from ds_compress.kernels.native import selection
 
 
 @st.composite
@@ -97,7 +98,18 @@ def test_plain_torch_gives_the_same_bytes(name, subset):
         assert torch.equal(coder.decode(parts, numel, indices.numel()), indices)
 
 
-@pytest.mark.parametrize("density", [0, 0.001, 0.02, 0.1, 0.5, 1])
-def test_flatnonzero_equals_numpy(density):
-    mask = np.random.default_rng(0).random(10007) < density
-    assert np.array_equal(coding.flatnonzero(mask), np.flatnonzero(mask))
+@settings(deadline=None)
+@given(subsets())
+def test_compiled_passes_give_the_same_bits(subset):
+    indices, numel = subset
+    packed = coding.set_bits(indices, numel)
+    assert torch.equal(selection.set_bits(indices, numel), packed)
+    assert torch.equal(selection.list_bits(packed, numel, indices.numel()), indices)
+
+
+def test_bits_beyond_the_entries_and_beyond_the_count_are_not_listed():
+    """A damaged bitmask must not name entries that do not exist."""
+    everything = torch.full((9,), 255, dtype=torch.uint8)
+    assert selection.list_bits(everything, 67, 100).tolist() == [*range(67), *[0] * 33]
+    assert selection.list_bits(everything, 67, 5).tolist() == [*range(5)]
+    assert selection.list_bits(everything, 67, 66).tolist() == [*range(66)]

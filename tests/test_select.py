@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress import select
-from ds_compress.kernels import sidco, topk
+from ds_compress.kernels import native, sidco, topk
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -56,6 +56,8 @@ def test_exact_is_the_specification_ties_and_nan_included(x, dtype, data):
     assert select.exact(x, k).tolist() == expected
     assert topk.exact_reference(topk.keys(x), k).tolist() == expected
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "LONG", 0)
+        assert select.exact(x, k).tolist() == expected
         patch.setattr(topk, "LONG_ROW", 1)
         patch.setattr(topk, "SAMPLE", 3)
         assert select.exact(x, k).tolist() == expected
@@ -102,24 +104,30 @@ def test_rows(shape, scope, expected):
     assert select.rows_of(shape, scope) == expected
 
 
-@settings(deadline=None, max_examples=200)
-@given(st.integers(1, 3), st.integers(1, 30), st.integers(0, 2**16), st.data())
-def test_bands_fill_from_the_highest_and_the_cpu_equals_the_reference(rows, d, seed, data):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(deadline=None, max_examples=100)
+@given(rows=st.integers(1, 3), d=st.integers(1, 150), seed=st.integers(0, 2**16), data=st.data())
+def test_bands_fill_from_the_highest_and_the_cpu_equals_the_reference(dtype, rows, d, seed, data):
     k = data.draw(st.integers(1, d))
-    size = torch.randint(0, 9, (rows, d), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
-    low, high = sorted(data.draw(st.lists(st.integers(0, 9), min_size=2, max_size=2)))
-    bounds = (torch.full((rows, 1), low, dtype=torch.int32), torch.full((rows, 1), high, dtype=torch.int32), 8)
-    selection = topk.banded(size, bounds, k)
-    assert torch.equal(selection, topk.banded_reference(size, bounds, k))
+    x = torch.randint(-8, 9, (rows, d), generator=torch.Generator().manual_seed(seed)).to(dtype)
+    values = data.draw(st.lists(st.integers(0, 9), min_size=2, max_size=3))
+    low, *others = sorted(values) if data.draw(st.integers(0, 3)) else values
+    bounds = (topk.keys(torch.full((rows, 1), low).to(dtype)), *(topk.keys(x.new_tensor(v)).item() for v in others))
+    expected = topk.banded_reference(topk.keys(x), bounds, k)
+    assert torch.equal(topk.banded(x, bounds, k), expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "LONG", 0)
+        selection = topk.banded(x, bounds, k)
+    assert torch.equal(selection, expected)
     assert_k_per_row(selection, rows, d, k)
-    level = (size >= low).int() + (size >= high).int() + (size >= 8).int()
+    level = sum((x.abs() >= bound).int() for bound in (low, *others))
     for row, chosen in zip(level, selection.view(rows, k) % d):
         assert sorted(row[chosen].tolist()) == sorted(row.tolist())[-k:]
 
 
 def test_equal_entries_of_a_band_are_evenly_spaced():
-    size = torch.ones(1, 12, dtype=torch.int32)
-    assert topk.banded(size, (torch.ones(1, 1, dtype=torch.int32), 2), 4).tolist() == [2, 5, 8, 11]
+    one = topk.keys(torch.ones(1, 1))
+    assert topk.banded(torch.ones(1, 12), (one, one.item() + 1), 4).tolist() == [2, 5, 8, 11]
 
 
 @pytest.mark.parametrize("density", [0.1, 0.01])

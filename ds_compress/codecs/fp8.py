@@ -7,6 +7,8 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
 from ds_compress.codecs.groups import GroupSize, group_shape, join, split
+from ds_compress.kernels import native
+from ds_compress.kernels.native import float8
 
 _FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -30,7 +32,10 @@ class Float8(Codec):
         return ((groups, size), torch.uint8), ((groups,), torch.float32)
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
-        values = split(x, self.options.group_size).float()
+        values = split(x, self.options.group_size)
+        if values.dtype in float8.FLOATS and native.serves("float8", x.device, x.numel()):
+            return float8.encode(values, self._dtype)
+        values = values.float()
         largest = torch.finfo(self._dtype).max
         scale = values.abs().amax(1) / largest
         # e4m3 has no inf: a group that holds inf or nan shows it by its scale, which makes all of it nan
@@ -39,7 +44,13 @@ class Float8(Codec):
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         codes, scale = parts
-        return join(codes.view(self._dtype).float().mul_(scale[:, None]), spec, self.options.group_size)
+        if native.serves("float8", spec.device, spec.numel):
+            # what `join` does to fp16 is done in fp32
+            wide = spec.dtype if spec.dtype == torch.bfloat16 else torch.float32
+            values = float8.decode(codes, scale, self._dtype, wide)
+        else:
+            values = codes.view(self._dtype).float().mul_(scale[:, None])
+        return join(values, spec, self.options.group_size)
 
     @property
     def _dtype(self) -> torch.dtype:

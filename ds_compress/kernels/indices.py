@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_compress.kernels import gpu
-
-BLOCK = 1 << 18
+from ds_compress.kernels import gpu, native
+from ds_compress.kernels.native import selection
 
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
@@ -48,7 +47,7 @@ def positions(mask: Tensor, count: int) -> Tensor:
     Unlike `nonzero` it needs no look at the data on the host; entries beyond `count` are left out.
     """
     if on_cpu(mask):
-        return torch.from_numpy(flatnonzero(mask.numpy())[:count])
+        return torch.from_numpy(np.flatnonzero(mask.numpy())[:count])
     fused = gpu.kernels(mask.device)
     if fused:
         return fused.positions(mask, count)
@@ -57,33 +56,19 @@ def positions(mask: Tensor, count: int) -> Tensor:
     return found.scatter_(0, slot, torch.arange(mask.numel(), device=mask.device))[:count]
 
 
-def flatnonzero(mask: np.ndarray) -> np.ndarray:
-    """`np.flatnonzero` of bools [n], several times faster: in blocks, so that no large temporary needs new memory."""
-    counts = [np.count_nonzero(mask[start:start + BLOCK]) for start in range(0, mask.size, BLOCK)]
-    found = np.empty(sum(counts), np.int64)
-    end = 0
-    for block, count in enumerate(counts):
-        start, end = end, end + count
-        np.add(_flatnonzero(mask[block * BLOCK:(block + 1) * BLOCK], count), block * BLOCK, out=found[start:end])
-    return found
+def set_bits(indices: Tensor, numel: int) -> Tensor:
+    """uint8 [ceil(numel / 8)]: bits that are set at `indices`."""
+    if native.serves("selection", indices.device, numel):
+        return selection.set_bits(indices, numel)
+    mask = torch.zeros(numel, dtype=torch.bool, device=indices.device)
+    return pack_bits(mask.index_fill_(0, indices, True))
 
 
-def _flatnonzero(mask: np.ndarray, count: int) -> np.ndarray:
-    """The same for one block, of which `count` are true.
-
-    At 10 % or less numpy jumps from one true entry to the next, which pays only when they are far apart. Leaving out
-    the bytes of eight false entries makes the rest dense again.
-    """
-    if 10 * count > mask.size:
-        return np.flatnonzero(mask)
-    packed = np.packbits(mask, bitorder="little")
-    used = np.flatnonzero(packed != 0)
-    bit = np.flatnonzero(np.unpackbits(packed.take(used), bitorder="little").view(np.bool_))
-    found = used.take(bit >> 3)
-    found *= 8
-    bit &= 7
-    found += bit
-    return found
+def list_bits(packed: Tensor, numel: int, count: int) -> Tensor:
+    """Ascending int64 indices of the set ones among the first `numel` bits of `packed`, of which there are `count`."""
+    if native.serves("selection", packed.device, numel):
+        return selection.list_bits(packed, numel, count)
+    return positions(unpack_bits(packed, numel), count)
 
 
 class Bitmask:
@@ -95,12 +80,11 @@ class Bitmask:
 
     @staticmethod
     def encode(indices: Tensor, numel: int) -> tuple[Tensor, ...]:
-        mask = torch.zeros(numel, dtype=torch.bool, device=indices.device)
-        return (pack_bits(mask.index_fill_(0, indices, True)),)
+        return (set_bits(indices, numel),)
 
     @staticmethod
     def decode(parts: tuple[Tensor, ...], numel: int, count: int) -> Tensor:
-        return positions(unpack_bits(parts[0], numel), count)
+        return list_bits(parts[0], numel, count)
 
 
 class Int32:
@@ -188,10 +172,9 @@ class Rice:
         distance = indices - order
         low = distance.to(Rice._low_dtype(r))
         planes = [pack_bits((low & (1 << bit)) != 0) for bit in range(r)]
-        unary = torch.zeros(Rice._unary_bits(r, numel, count), dtype=torch.bool, device=indices.device)
-        unary.index_fill_(0, (distance >> r).add_(order), True)
+        unary = set_bits((distance >> r).add_(order), Rice._unary_bits(r, numel, count))
         empty = torch.empty(0, -(-count // 8), dtype=torch.uint8, device=indices.device)
-        return torch.stack(planes) if r else empty, pack_bits(unary)
+        return torch.stack(planes) if r else empty, unary
 
     @staticmethod
     def decode(parts: tuple[Tensor, ...], numel: int, count: int) -> Tensor:
@@ -201,7 +184,7 @@ class Rice:
         low = torch.zeros(count, dtype=Rice._low_dtype(r), device=unary.device)
         for bit in range(r):
             low |= unpack_bits(planes[bit], count).to(low.dtype) << bit
-        high = positions(unpack_bits(unary, Rice._unary_bits(r, numel, count)), count) - order
+        high = list_bits(unary, Rice._unary_bits(r, numel, count), count) - order
         return (high << r).bitwise_or_(low).add_(order)
 
     @staticmethod

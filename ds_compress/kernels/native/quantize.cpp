@@ -1,0 +1,233 @@
+// Group-wise quantization, as kernels/reference.py specifies it: equal to the bit.
+//
+// A group is read once, and everything else happens in the first-level cache.
+
+#include "floats.h"
+
+namespace {
+
+constexpr int LANES = 16;
+constexpr int MAX_GROUP = 4096;
+
+struct Format {
+    int64_t bits, symmetric, hadamard, wide_scale;  // wide_scale: fp32 rather than bf16
+    float scale;                                    // of the rotation: the square root of 1 / group size
+
+    int top() const { return (1 << bits) - (symmetric && bits > 1 ? 2 : 1); }
+};
+
+struct Grid {
+    float step, offset;
+};
+
+// The smallest float of the scale's format that is not below x; nan stays nan.
+float at_least(float x, bool wide) {
+    if (wide || x != x) return x;
+    const uint32_t bits = as_bits(x);
+    return as_float((bits >> 31 ? bits : bits + 0xFFFF) & 0xFFFF0000);
+}
+
+// SIZE is that of the group, or 0 where it is known at run time only.
+template <int SIZE>
+struct Group {
+    int64_t size;
+    alignas(64) float values[SIZE ? SIZE : MAX_GROUP + LANES];
+    alignas(64) uint8_t codes[SIZE ? SIZE : MAX_GROUP];
+
+    int64_t count() const { return SIZE ? SIZE : size; }
+
+    template <class In>
+    void load(const In* x) {
+        for (int64_t i = 0; i < count(); ++i) values[i] = to_float(x[i]);
+    }
+
+    template <class Out>
+    void store_to(Out* y) const {
+        for (int64_t i = 0; i < count(); ++i) store(values[i], y[i]);
+    }
+
+    // Butterflies, nearest values first: those within a vector, then those between vectors.
+    void rotate(float scale) {
+        const int64_t near = count() < LANES ? count() : LANES;
+        for (int64_t start = 0; start < count(); start += near) {
+            if (near > 1) within<1>(values + start);
+            if (near > 2) within<2>(values + start);
+            if (near > 4) within<4>(values + start);
+            if (near > 8) within<8>(values + start);
+        }
+        for (int64_t distance = near; distance < count(); distance *= 2)
+            for (int64_t start = 0; start < count(); start += 2 * distance)
+                for (int64_t i = start; i < start + distance; ++i) {
+                    const float first = values[i], second = values[i + distance];
+                    values[i] = first + second;
+                    values[i + distance] = first - second;
+                }
+        for (int64_t i = 0; i < count(); ++i) values[i] *= scale;
+    }
+
+    // On LANES values, whatever the group: what is beyond its end is not used.
+    template <int DISTANCE>
+    static void within(float* v) {
+        float other[LANES], sign[LANES];
+        for (int j = 0; j < LANES; ++j) other[j] = v[j ^ DISTANCE];
+        for (int j = 0; j < LANES; ++j) sign[j] = j & DISTANCE ? -1.0f : 1.0f;
+        for (int j = 0; j < LANES; ++j) v[j] = other[j] + sign[j] * v[j];
+    }
+
+    Grid grid(const Format& format) const {
+        if (format.symmetric) {
+            uint32_t reach = 0;  // of nan: above that of infinity
+            for (int64_t i = 0; i < count(); ++i) {
+                const uint32_t bits = as_bits(values[i]) & MAGNITUDE;
+                reach = bits > reach ? bits : reach;
+            }
+            const float step = at_least(2 * as_float(reach) / format.top(), format.wide_scale);
+            return {step, step * (-format.top() / 2.0f)};
+        }
+        float low[LANES], high[LANES];
+        uint32_t nan[LANES] = {};
+        for (int j = 0; j < LANES; ++j) low[j] = as_float(INFINITE), high[j] = -as_float(INFINITE);
+        for (int64_t i = 0; i < count(); i += LANES) {
+            const int width = count() - i < LANES ? count() - i : LANES;
+            for (int j = 0; j < width; ++j) {
+                const float value = values[i + j];
+                low[j] = value < low[j] ? value : low[j];
+                high[j] = value > high[j] ? value : high[j];
+                nan[j] |= value != value;
+            }
+        }
+        for (int half = LANES / 2; half; half /= 2)
+            for (int j = 0; j < half; ++j) {
+                low[j] = low[j + half] < low[j] ? low[j + half] : low[j];
+                high[j] = high[j + half] > high[j] ? high[j + half] : high[j];
+                nan[j] |= nan[j + half];
+            }
+        const float none = as_float(MAGNITUDE);
+        const float offset = nan[0] ? none : -at_least(-low[0], format.wide_scale);
+        return {nan[0] ? none : at_least((high[0] - offset) / format.top(), format.wide_scale), offset};
+    }
+
+    void to_codes(Grid grid, int top) {
+        const float divisor = grid.step > 0 ? grid.step : 1, most = top;
+        for (int64_t i = 0; i < count(); ++i) {
+            float position = (values[i] - grid.offset) / divisor + 0.5f;
+            position = position > 0 ? position : 0;  // nan too
+            codes[i] = static_cast<uint8_t>(static_cast<int32_t>(position < most ? position : most));
+        }
+    }
+
+    void from_codes(Grid grid) {
+        for (int64_t i = 0; i < count(); ++i) values[i] = static_cast<float>(codes[i]) * grid.step + grid.offset;
+    }
+
+    // One piece of kernels/bits.py: `WIDTH` bits of every code, from bit `shift` on.
+    template <int WIDTH>
+    uint8_t* pack(int shift, uint8_t* packed) const {
+        constexpr int planes = 8 / WIDTH;
+        const int64_t run = count() / planes;
+        for (int64_t j = 0; j < run; ++j) {
+            uint8_t byte = 0;
+            for (int i = 0; i < planes; ++i) byte |= (codes[i * run + j] >> shift & ((1 << WIDTH) - 1)) << (WIDTH * i);
+            packed[j] = byte;
+        }
+        return packed + run;
+    }
+
+    template <int WIDTH>
+    const uint8_t* unpack(int shift, const uint8_t* packed) {
+        constexpr int planes = 8 / WIDTH;
+        const int64_t run = count() / planes;
+        for (int i = 0; i < planes; ++i)
+            for (int64_t j = 0; j < run; ++j) {
+                const uint8_t part = (packed[j] >> (WIDTH * i) & ((1 << WIDTH) - 1)) << shift;
+                codes[i * run + j] = shift ? codes[i * run + j] | part : part;
+            }
+        return packed + run;
+    }
+
+    void pack(int64_t bits, uint8_t* packed) const {
+        if (bits == 8) { pack<8>(0, packed); return; }
+        int shift = 0;
+        if (bits & 4) packed = pack<4>(shift, packed), shift += 4;
+        if (bits & 2) packed = pack<2>(shift, packed), shift += 2;
+        if (bits & 1) pack<1>(shift, packed);
+    }
+
+    void unpack(int64_t bits, const uint8_t* packed) {
+        if (bits == 8) { unpack<8>(0, packed); return; }
+        int shift = 0;
+        if (bits & 4) packed = unpack<4>(shift, packed), shift += 4;
+        if (bits & 2) packed = unpack<2>(shift, packed), shift += 2;
+        if (bits & 1) unpack<1>(shift, packed);
+    }
+};
+
+float load_scale(const void* scales, int64_t i, bool wide) {
+    return wide ? static_cast<const float*>(scales)[i] : to_float(static_cast<const uint16_t*>(scales)[i]);
+}
+
+void store_scale(float scale, void* scales, int64_t i, bool wide) {
+    if (wide) static_cast<float*>(scales)[i] = scale;
+    else store(scale, static_cast<uint16_t*>(scales)[i]);
+}
+
+template <int SIZE>
+void quantize(const void* x, bool bf16, int64_t n, int64_t size, Format format, uint8_t* packed, void* steps,
+              void* offsets) {
+    Group<SIZE> group;
+    group.size = size;
+    for (int64_t i = 0; i < n; ++i, packed += size * format.bits / 8) {
+        if (bf16) group.load(static_cast<const uint16_t*>(x) + i * size);
+        else group.load(static_cast<const float*>(x) + i * size);
+        if (format.hadamard) group.rotate(format.scale);
+        const Grid grid = group.grid(format);
+        group.to_codes(grid, format.top());
+        group.pack(format.bits, packed);
+        store_scale(grid.step, steps, i, format.wide_scale);
+        if (!format.symmetric) store_scale(grid.offset, offsets, i, format.wide_scale);
+    }
+}
+
+template <int SIZE>
+void dequantize(const uint8_t* packed, const void* steps, const void* offsets, int64_t n, int64_t size, Format format,
+                void* y, bool bf16) {
+    Group<SIZE> group;
+    group.size = size;
+    for (int64_t i = 0; i < n; ++i, packed += size * format.bits / 8) {
+        const float step = load_scale(steps, i, format.wide_scale);
+        const float offset = format.symmetric ? step * (-format.top() / 2.0f) : load_scale(offsets, i, format.wide_scale);
+        group.unpack(format.bits, packed);
+        group.from_codes({step, offset});
+        if (format.hadamard) group.rotate(format.scale);
+        if (bf16) group.store_to(static_cast<uint16_t*>(y) + i * size);
+        else group.store_to(static_cast<float*>(y) + i * size);
+    }
+}
+
+}  // namespace
+
+#define FOR_SIZE(FUNCTION, ...)                          \
+    switch (size) {                                      \
+        case 32: return FUNCTION<32>(__VA_ARGS__);       \
+        case 64: return FUNCTION<64>(__VA_ARGS__);       \
+        case 128: return FUNCTION<128>(__VA_ARGS__);     \
+        default: return FUNCTION<0>(__VA_ARGS__);        \
+    }
+
+extern "C" {
+
+// `size` is a multiple of 8 and at most 4096; `offsets` is not touched where the grid is symmetric.
+void quantize_groups(const void* x, int64_t bf16, int64_t n, int64_t size, int64_t bits, int64_t symmetric,
+                     int64_t hadamard, int64_t wide_scale, float scale, uint8_t* packed, void* steps, void* offsets) {
+    const Format format{bits, symmetric, hadamard, wide_scale, scale};
+    FOR_SIZE(quantize, x, bf16 != 0, n, size, format, packed, steps, offsets)
+}
+
+void dequantize_groups(const uint8_t* packed, const void* steps, const void* offsets, int64_t n, int64_t size,
+                       int64_t bits, int64_t symmetric, int64_t hadamard, int64_t wide_scale, float scale, void* y,
+                       int64_t bf16) {
+    const Format format{bits, symmetric, hadamard, wide_scale, scale};
+    FOR_SIZE(dequantize, packed, steps, offsets, n, size, format, y, bf16 != 0)
+}
+
+}  // extern "C"
