@@ -27,7 +27,8 @@ read -r core_a core_b <<<"${CORES:-0 1}"
 a=ds-a-$$ b=ds-b-$$
 folder=$(mktemp -d)
 cleanup() {
-    trap - EXIT INT TERM
+    trap - EXIT
+    trap '' INT TERM  # a second signal, as from a terminal to a whole group, must not end the cleaning up
     for host in $a $b; do
         # Only what runs inside our own namespaces
         ip netns pids $host 2>/dev/null | xargs -r kill -9 2>/dev/null || true

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress import config  # noqa: F401  (registers the codecs)
-from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.kernels import cpu, native, reference, resolve
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")

@@ -19,7 +19,7 @@ def rotate(groups: Tensor) -> Tensor:
     n, size = groups.shape
     distance = 1
     while distance < size:
-        first, second = groups.view(n, -1, 2, distance).unbind(2)
+        first, second = groups.reshape(n, size // (2 * distance), 2, distance).unbind(2)
         groups = torch.stack([first + second, first - second], dim=2).view(n, size)
         distance *= 2
     return groups * size**-0.5

@@ -51,7 +51,7 @@ def library(source: str) -> ctypes.CDLL | None:
             return ctypes.CDLL(str(file))
         except (OSError, subprocess.SubprocessError) as error:
             reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[0]
-            logger.warning("%s on the CPU runs uncompiled, several times slower: %s", source, reason)
+            logger.warning("%s of kernels/native runs uncompiled, several times slower: %s", source, reason)
             return None
 
 
@@ -59,7 +59,7 @@ def library(source: str) -> ctypes.CDLL | None:
 def _compiler() -> str | None:
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
     if compiler is None:
-        logger.warning("codecs on the CPU run uncompiled, several times slower: no C++ compiler; install one or set CXX")
+        logger.warning("codecs on the CPU run uncompiled, several times slower: no C++ compiler found; set CXX to one")
     return compiler
 
 

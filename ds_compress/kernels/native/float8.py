@@ -24,7 +24,8 @@ def encode(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def decode(codes: Tensor, scale: Tensor, dtype: torch.dtype, out: torch.dtype) -> Tensor:
     """The values, fp32 or bf16 [groups, size], of `codes`, which are of `dtype`."""
     values = torch.empty(codes.shape, dtype=out)
-    call("float8", f"decode_{FLOATS[out]}", codes.contiguous(), scale.contiguous(), _values(dtype), *codes.shape, values)
+    parts = codes.contiguous(), scale.contiguous(), _values(dtype)
+    call("float8", f"decode_{FLOATS[out]}", *parts, *codes.shape, values)
     return values
 
 

@@ -9,6 +9,24 @@ namespace {
 constexpr int LANES = 16;
 constexpr int MAX_GROUP = 4096;
 
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+
+// Every lane has the value of the one DISTANCE away, to either side.
+template <int DISTANCE>
+Floats exchanged(Floats x) {
+#ifdef __clang__
+    return __builtin_shufflevector(
+        x, x, 0 ^ DISTANCE, 1 ^ DISTANCE, 2 ^ DISTANCE, 3 ^ DISTANCE, 4 ^ DISTANCE, 5 ^ DISTANCE, 6 ^ DISTANCE,
+        7 ^ DISTANCE, 8 ^ DISTANCE, 9 ^ DISTANCE, 10 ^ DISTANCE, 11 ^ DISTANCE, 12 ^ DISTANCE, 13 ^ DISTANCE,
+        14 ^ DISTANCE, 15 ^ DISTANCE);
+#else
+    Ints lanes;
+    for (int j = 0; j < LANES; ++j) lanes[j] = j ^ DISTANCE;
+    return __builtin_shuffle(x, lanes);
+#endif
+}
+
 struct Format {
     int64_t bits, symmetric, hadamard, wide_scale;  // wide_scale: fp32 rather than bf16
     float scale;                                    // of the rotation: the square root of 1 / group size
@@ -25,6 +43,12 @@ float at_least(float x, bool wide) {
     if (wide || x != x) return x;
     const uint32_t bits = as_bits(x);
     return as_float((bits >> 31 ? bits : bits + 0xFFFF) & 0xFFFF0000);
+}
+
+// Its own inverse.
+int32_t ordered(uint32_t bits) {
+    const int32_t all = static_cast<int32_t>(bits);
+    return all ^ (all >> 31 & static_cast<int32_t>(MAGNITUDE));
 }
 
 // SIZE is that of the group, or 0 where it is known at run time only.
@@ -68,10 +92,12 @@ struct Group {
     // On LANES values, whatever the group: what is beyond its end is not used.
     template <int DISTANCE>
     static void within(float* v) {
-        float other[LANES], sign[LANES];
-        for (int j = 0; j < LANES; ++j) other[j] = v[j ^ DISTANCE];
-        for (int j = 0; j < LANES; ++j) sign[j] = j & DISTANCE ? -1.0f : 1.0f;
-        for (int j = 0; j < LANES; ++j) v[j] = other[j] + sign[j] * v[j];
+        Floats x;
+        std::memcpy(&x, v, sizeof x);
+        Ints sign;
+        for (int j = 0; j < LANES; ++j) sign[j] = j & DISTANCE ? INT32_MIN : 0;
+        x = exchanged<DISTANCE>(x) + (Floats)((Ints)x ^ sign);
+        std::memcpy(v, &x, sizeof x);
     }
 
     Grid grid(const Format& format) const {
@@ -84,27 +110,19 @@ struct Group {
             const float step = at_least(2 * as_float(reach) / format.top(), format.wide_scale);
             return {step, step * (-format.top() / 2.0f)};
         }
-        float low[LANES], high[LANES];
-        uint32_t nan[LANES] = {};
-        for (int j = 0; j < LANES; ++j) low[j] = as_float(INFINITE), high[j] = -as_float(INFINITE);
-        for (int64_t i = 0; i < count(); i += LANES) {
-            const int width = count() - i < LANES ? count() - i : LANES;
-            for (int j = 0; j < width; ++j) {
-                const float value = values[i + j];
-                low[j] = value < low[j] ? value : low[j];
-                high[j] = value > high[j] ? value : high[j];
-                nan[j] |= value != value;
-            }
+        // Integers that order as the floats do, nan beyond the infinities: the compiler reduces those in vectors.
+        int32_t low = INT32_MAX, high = INT32_MIN;
+        for (int64_t i = 0; i < count(); ++i) {
+            const int32_t key = ordered(as_bits(values[i]));
+            low = key < low ? key : low;
+            high = key > high ? key : high;
         }
-        for (int half = LANES / 2; half; half /= 2)
-            for (int j = 0; j < half; ++j) {
-                low[j] = low[j + half] < low[j] ? low[j + half] : low[j];
-                high[j] = high[j + half] > high[j] ? high[j + half] : high[j];
-                nan[j] |= nan[j + half];
-            }
-        const float none = as_float(MAGNITUDE);
-        const float offset = nan[0] ? none : -at_least(-low[0], format.wide_scale);
-        return {nan[0] ? none : at_least((high[0] - offset) / format.top(), format.wide_scale), offset};
+        if (low < ordered(INFINITE | ~MAGNITUDE) || high > ordered(INFINITE)) {
+            const float nan = as_float(MAGNITUDE);
+            return {nan, nan};
+        }
+        const float offset = -at_least(-as_float(ordered(low)), format.wide_scale);
+        return {at_least((as_float(ordered(high)) - offset) / format.top(), format.wide_scale), offset};
     }
 
     void to_codes(Grid grid, int top) {
@@ -174,17 +192,25 @@ void store_scale(float scale, void* scales, int64_t i, bool wide) {
 template <int SIZE>
 void quantize(const void* x, bool bf16, int64_t n, int64_t size, Format format, uint8_t* packed, void* steps,
               void* offsets) {
-    Group<SIZE> group;
-    group.size = size;
-    for (int64_t i = 0; i < n; ++i, packed += size * format.bits / 8) {
-        if (bf16) group.load(static_cast<const uint16_t*>(x) + i * size);
-        else group.load(static_cast<const float*>(x) + i * size);
-        if (format.hadamard) group.rotate(format.scale);
-        const Grid grid = group.grid(format);
-        group.to_codes(grid, format.top());
-        group.pack(format.bits, packed);
-        store_scale(grid.step, steps, i, format.wide_scale);
-        if (!format.symmetric) store_scale(grid.offset, offsets, i, format.wide_scale);
+    constexpr int BATCH = SIZE ? 8 : 1;  // so that the ranges of some groups are found while others wait for theirs
+    Group<SIZE> groups[BATCH];
+    Grid grids[BATCH];
+    for (int64_t start = 0; start < n; start += BATCH) {
+        const int count = n - start < BATCH ? n - start : BATCH;
+        for (int i = 0; i < count; ++i) {
+            Group<SIZE>& group = groups[i];
+            group.size = size;
+            if (bf16) group.load(static_cast<const uint16_t*>(x) + (start + i) * size);
+            else group.load(static_cast<const float*>(x) + (start + i) * size);
+            if (format.hadamard) group.rotate(format.scale);
+            grids[i] = group.grid(format);
+        }
+        for (int i = 0; i < count; ++i, packed += size * format.bits / 8) {
+            groups[i].to_codes(grids[i], format.top());
+            groups[i].pack(format.bits, packed);
+            store_scale(grids[i].step, steps, start + i, format.wide_scale);
+            if (!format.symmetric) store_scale(grids[i].offset, offsets, start + i, format.wide_scale);
+        }
     }
 }
 

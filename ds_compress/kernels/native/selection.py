@@ -51,4 +51,5 @@ class Candidates:
         chosen = torch.empty(len(self.counts) * k, dtype=torch.int64)
         bounds = low.long().contiguous(), high.long().contiguous()
         rows = self.found, self.keys, len(self.counts), self.counts
-        return chosen if call("selection", f"pick{8 * self.keys.itemsize}", *rows, *bounds, k, spread, chosen) else None
+        found = call("selection", f"pick{8 * self.keys.itemsize}", *rows, *bounds, k, spread, chosen)
+        return chosen if found else None
