@@ -60,7 +60,7 @@ def _wrap(module: Any) -> None:
         original(self, *args, **kwargs)
         ds_config = getattr(self._config, "_param_dict", {})
         if KEY in ds_config:
-            from ds_compress.engine import attach
+            from ds_compress.attach import attach
 
             attach(self, module, ds_config[KEY])
         elif self.global_rank == 0:

@@ -20,7 +20,7 @@ The test that walks `names()` checks it from then on, and `ds-compress list`, `c
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -132,6 +132,30 @@ class Codec(Named, ABC):
         `parts` are views of a packet whose memory is used again: what must stay (in `ctx.stash`) is copied.
         """
 
+    def encode_and_decode(self, x: Tensor, ctx: Context) -> tuple[tuple[Tensor, ...], Tensor]:
+        """What `encode` returns, and what the receiver will decode from it, in x's dtype.
+
+        The sender decodes in a context as the receiver has it: without what encoding leaves behind.
+        """
+        receiver = replace(ctx, stash=dict(ctx.stash), memory=dict(ctx.memory))
+        parts = self.encode(x, ctx)
+        return parts, self.decode(parts, TensorSpec.of(x), receiver)
+
+    def encode_with_error(
+        self, x: Tensor, residual: Tensor, factor: Tensor, ctx: Context
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """`encode` of x + factor * residual, and what of that sum the receiver will not get.
+
+        Args:
+            residual: finite, of x's shape and dtype `wide(x.dtype)`, which is also that of the error.
+            factor: fp32, one element, on x's device.
+
+        A codec overrides it where one pass over the memory does all of this, with the same result.
+        """
+        total = x.to(residual.dtype) + residual * factor
+        parts, sent = self.encode_and_decode(narrow(total, x), ctx)
+        return parts, total - sent
+
     def rest(self, parts: tuple[Tensor, ...], spec: TensorSpec) -> Layout:
         """What follows in a second packet, as those `parts` say that `layout` describes; seldom anything.
 
@@ -178,3 +202,18 @@ names = CODECS.names
 def build(choice: object, path: str = "codec") -> Codec:
     """The codec that a JSON value (a name, or an object of `"name"` and options) describes; see `Registry.build`."""
     return CODECS.build(choice, path)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to add up messages of `dtype` in: at least fp32, as bf16 sums lose what feedback is to keep."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def narrow(value: Tensor, x: Tensor) -> Tensor:
+    """`value` in x's dtype, saturated at its range; nan where `x` is not finite.
+
+    The sum of a message and a residual can leave the range of fp16; what saturation cuts off stays in the residual.
+    """
+    limits = torch.finfo(x.dtype)
+    # x - x is 0 or nan: asking isfinite() takes a CPU ten times as long
+    return value.clamp(limits.min, limits.max).add_(x - x).to(x.dtype)

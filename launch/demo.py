@@ -22,15 +22,18 @@ import socket
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 WINDOW = 5  # steps
 STAGES = 2
+POLL_S = 0.5
 
 
 def derive_config(recipe: dict, steps: int, folder: Path) -> dict:
@@ -43,8 +46,9 @@ def derive_config(recipe: dict, steps: int, folder: Path) -> dict:
     }
 
 
-def launch(config: Path, steps: int, log: Path) -> None:
-    """Train through the deepspeed launcher: its output goes to `log`, progress and what matters to the screen.
+def launch(config: Path, steps: int, folder: Path) -> None:
+    """Train through the deepspeed launcher: its output goes to `folder`/train.log, progress and what matters to the
+    screen.
 
     Raises:
         SystemExit: the launcher failed.
@@ -55,27 +59,53 @@ def launch(config: Path, steps: int, log: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    log = folder / "train.log"
     command = [
         str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(STAGES), "--master_port", str(port),
         str(ROOT / "launch" / "train_lm.py"), "--stages", str(STAGES), "--steps", str(steps),
         "--deepspeed_config", str(config),
     ]
-    tail: list[str] = []
-    # DeepSpeed logs to stdout; tqdm and tracebacks go to stderr, which stays the terminal
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process, open(log, "w", 1) as copy:
-        for line in process.stdout:
-            copy.write(line)
-            tail = [*tail[-19:], line]
-            if line.startswith(("ds_compress", "trained")):
-                print(f"\r{line}", end="", flush=True)  # over the progress bar, which is redrawn below
+    env["TQDM_DISABLE"] = "1"  # the bar here shows more
+    with open(log, "w") as output, tqdm(total=steps, unit="step", desc=folder.name) as bar:
+        with subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT) as process:
+            follow(process, log, folder / "csv", bar)
     if process.returncode:
-        sys.exit(f"{''.join(tail)}demo: {shlex.join(command)} exited with {process.returncode}; all output: {log}")
+        tail = "\n".join(log.read_text().splitlines()[-40:])
+        sys.exit(f"{tail}\ndemo: {shlex.join(command)} exited with {process.returncode}; all output: {log}")
+
+
+def follow(process: subprocess.Popen, log: Path, folder: Path, bar: tqdm) -> None:
+    """Until `process` ends, show what the CSV files in `folder` say in `bar`, and what matters of `log` above it."""
+    with open(log) as lines:
+        ended = False
+        while not ended:
+            ended = process.poll() is not None
+            for line in lines:
+                if line.startswith(("ds_compress", "trained")):
+                    bar.write(line.rstrip())
+            steps, values = progress(folder)
+            bar.set_postfix(values, refresh=False)
+            bar.update(steps - bar.n)
+            time.sleep(0 if ended else POLL_S)
+
+
+def progress(folder: Path) -> tuple[int, dict[str, str]]:
+    """Steps done, and their loss, ratio and bytes saved so far, as far as they have been written."""
+    loss = folder / "Train_Samples_train_loss.csv"
+    losses = read_series(loss) if loss.exists() else []
+    values = {"loss": f"{losses[-1][1]:.3f}"} if losses else {}
+    kinds = ([read_series(file) for file in folder.glob(f"Train_Compression_boundary_*_{k}_bytes.csv")]
+             for k in ("raw", "wire"))
+    raw, wire = (sum(series[-1][1] for series in files if series) for files in kinds)
+    if raw and wire:
+        values |= {"ratio": f"{raw / wire:.2f}x", "saved": f"{(raw - wire) / 1e9:.3f} GB"}
+    return len(losses), values
 
 
 def read_series(file: Path) -> list[tuple[int, float]]:
     """(samples seen, value) per row of a file of DeepSpeed's CSV monitor, which names it after its label."""
-    with open(file, newline="") as lines:
-        return [(int(samples), float(value)) for samples, value in csv.reader(lines) if samples != "step"]
+    whole, _, _ = file.read_text().rpartition("\n")  # what comes after it is being written
+    return [(int(samples), float(value)) for samples, value in csv.reader(whole.splitlines()) if samples != "step"]
 
 
 def total_bytes(folder: Path, kind: str, samples: int) -> int:
@@ -146,7 +176,7 @@ def main() -> None:
         settings = json.loads((ROOT / "ds_configs" / f"{recipe}.json").read_text())
         config = folder / "ds_config.json"
         config.write_text(json.dumps(derive_config(settings, args.steps, folder), indent=2))
-        launch(config, args.steps, folder / "train.log")
+        launch(config, args.steps, folder)
         rows.append(summarize(recipe, folder / "csv"))
     summary = out / "summary.json"
     summary.write_text(json.dumps(rows, indent=2) + "\n")

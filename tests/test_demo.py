@@ -79,6 +79,18 @@ def test_headers_repeated_by_a_resumed_run_are_no_rows(demo, tmp_path):
     assert demo.read_series(tmp_path / "loss.csv") == [(32, 5.0), (64, 4.0)]
 
 
+def test_progress_shows_loss_ratio_and_bytes_saved_from_what_is_written_so_far(demo, tmp_path):
+    assert demo.progress(tmp_path) == (0, {})
+    write_csv(tmp_path, "Train/Samples/train_loss", [(32, 5.0), (64, 4.0)])
+    assert demo.progress(tmp_path) == (2, {"loss": "4.000"})
+    for direction in ("forward", "backward"):
+        for kind, size in (("raw", 3e9), ("wire", 1e9)):
+            write_csv(tmp_path, f"Train/Compression/boundary_0/{direction}/{kind}_bytes", [(64, size)])
+    with open(tmp_path / "Train_Samples_train_loss.csv", "a") as file:
+        file.write("96,")  # seen while DeepSpeed writes it
+    assert demo.progress(tmp_path) == (2, {"loss": "4.000", "ratio": "3.00x", "saved": "4.000 GB"})
+
+
 def test_run_without_byte_counts_is_refused_in_one_line(demo, run_folder):
     for file in run_folder.glob("*_bytes.csv"):
         file.unlink()

@@ -9,7 +9,7 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 import ds_compress
-from ds_compress import engine as engine_module
+from ds_compress import attach as attach_module
 from ds_compress.errors import CompressionError
 from tests.dist import run_ranks
 from tests.pipeline import MICRO_BATCHES, batches, build, ds_config, train
@@ -183,17 +183,17 @@ def test_unknown_releases_are_refused(change, message):
     import deepspeed.runtime.pipe.engine as module
 
     with pytest.raises(CompressionError, match=message):
-        engine_module.check_release(type("Changed", (PipelineEngine,), change), module)
+        attach_module.check_release(type("Changed", (PipelineEngine,), change), module)
 
 
 def test_old_releases_are_refused(monkeypatch):
     import deepspeed.runtime.pipe.engine as module
 
-    monkeypatch.setattr(engine_module.deepspeed, "__version__", "0.19.2+abc")
+    monkeypatch.setattr(attach_module.deepspeed, "__version__", "0.19.2+abc")
     with pytest.raises(CompressionError, match="DeepSpeed 0.19.2.* install 0.19.3 or newer"):
-        engine_module.check_release(PipelineEngine, module)
-    monkeypatch.setattr(engine_module.deepspeed, "__version__", "0.19.3+abc")
-    engine_module.check_release(PipelineEngine, module)
+        attach_module.check_release(PipelineEngine, module)
+    monkeypatch.setattr(attach_module.deepspeed, "__version__", "0.19.3+abc")
+    attach_module.check_release(PipelineEngine, module)
 
 
 def test_public_names():

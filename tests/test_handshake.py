@@ -7,14 +7,15 @@ import pytest
 import torch
 
 import ds_compress  # noqa: F401
-from ds_compress import engine as engine_module
+from ds_compress import attach as attach_module
+from ds_compress.kernels import reference, resolve
 from tests.dist import run_ranks
 from tests.pipeline import build, ds_config
 
 
 def start(configs, timeout=None):
     if timeout:
-        engine_module.HANDSHAKE_SECONDS = timeout
+        attach_module.HANDSHAKE_SECONDS = timeout
     begin = time.monotonic()
     try:
         build(2, configs[torch.distributed.get_rank()])
@@ -40,6 +41,20 @@ def test_different_blocks(blocks, path, values):
         assert values[1] in error and "\n" not in error
         assert seconds < 30
     assert len({error for error, _ in results}) == 1
+
+
+def start_without_triton_on_one(config):
+    if torch.distributed.get_rank() == 1:
+        with resolve.using(reference):
+            return start([config, config])
+    return start([config, config])
+
+
+def test_different_kernels():
+    """The last bits of a rotation differ between Triton and torch: ef21's two copies of a state would drift apart."""
+    for error, _ in run_ranks(2, start_without_triton_on_one, ds_config({}), check=False):
+        assert error == ("CompressionError: ds_compress.kernels: rank 0 has 'cpu', rank 1 has 'reference'; "
+                         "use the same on all nodes")
 
 
 @pytest.mark.parametrize("bad", [0, 1])

@@ -53,7 +53,7 @@ def test_with_the_block_messages_are_compressed(tmp_path):
     code, output = launch(tmp_path, ds_config(block))
     assert code == 0, output
     for rank in range(2):
-        assert f"rank {rank} engine ds_compress.engine.CompressedPipelineEngine" in output
+        assert f"rank {rank} engine ds_compress.attach.CompressedPipelineEngine" in output
         assert f"rank {rank} trained" in output
     lines = [line for line in output.splitlines() if "ds_compress" in line and "active" in line]
     assert len(lines) == 1

@@ -32,6 +32,7 @@ LAYERS = [
     {"state_file"},
     {"checkpoint"},
     {"engine", "dualpipev"},
+    {"attach"},
     {"autoload", "__init__"},
     {"cli"},
     {"__main__"},
@@ -40,7 +41,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 ONLY_IN = {
     # planner: replays DeepSpeed's schedule
     # dualpipev: the mixin over an engine that older releases do not have, so a file that is imported only for it
-    "deepspeed": {"engine", "dualpipev", "planner", "checkpoint"},
+    "deepspeed": {"engine", "dualpipev", "attach", "planner", "checkpoint"},
     "triton": {"kernels"},
     "wandb": {"sinks", "cli"},
 }

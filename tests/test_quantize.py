@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_compress.codec import Context, TensorSpec, build
+from ds_compress.codec import Codec, Context, TensorSpec, build, wide
 from ds_compress.errors import CompressionError
 from tests.measure import bits_per_value, relative_error, residual_stream, roundtrip
 
@@ -199,3 +199,23 @@ def test_refusals(options, reason):
     with pytest.raises(CompressionError) as error:
         build({"name": "quantize", **options})
     assert str(error.value) == reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("options", [
+    {"bits": 4}, {"bits": 8, "scale": "symmetric"}, {"bits": 1, "scale": "symmetric"}, {"bits": 3, "hadamard": True},
+    {"group_size": "tensor"}, {"group_size": "channel"}, {"rounding": "stochastic"}, {"scale_dtype": "fp32"},
+    {"group_size": 32, "mixed": {"share": 0.5, "low_bits": 2}},
+], ids=str)
+@pytest.mark.parametrize("shape", [(3, 50, 37), (70, 1000)])
+def test_error_feedback_in_one_pass_changes_nothing(options, dtype, shape):
+    """The passes that EF would take one by one: add the residual, encode, decode, subtract."""
+    codec = build({"name": "quantize", **options})
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator).to(dtype)
+    residual = torch.randn(shape, generator=generator).to(wide(dtype))
+    for factor in (0.0, 1.0, 64.0):
+        parts, error = codec.encode_with_error(x, residual, torch.tensor(factor), Context())
+        expected, expected_error = Codec.encode_with_error(codec, x, residual, torch.tensor(factor), Context())
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(parts, expected, strict=True))
+        assert error.dtype == residual.dtype and torch.equal(error, expected_error)

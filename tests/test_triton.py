@@ -41,6 +41,7 @@ def every_setting():
         x = torch.zeros(64, 128, dtype=dtype)
         packed, step, offset = groups.quantize(x, bits, False, scale_dtype, hadamard=bits == 4)
         groups.dequantize(packed, step, offset, bits, bits == 4, dtype)
+        groups.quantize_with_error(x, x.float(), torch.ones(()), bits, bits == 3, scale_dtype, bits == 4)
     x = torch.zeros(64, 24, dtype=torch.float16)
     for bits, generator in ((1, None), (4, torch.Generator())):
         packed, step = groups.quantize(x, bits, True, torch.bfloat16, generator=generator)

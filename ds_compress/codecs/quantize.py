@@ -86,6 +86,17 @@ class Quantize(Codec):
         high_parts = self._quantize(high, options.bits, generator)
         return tile_map, *high_parts, *self._quantize(low, options.mixed.low_bits, generator)
 
+    def encode_with_error(
+        self, x: Tensor, residual: Tensor, factor: Tensor, ctx: Context
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        options = self.options
+        if options.mixed or options.rounding == "stochastic" or x.dtype not in (torch.float32, torch.bfloat16):
+            return super().encode_with_error(x, residual, factor, ctx)
+        groups, residual = (split(part, options.group_size) for part in (x, residual))
+        grid = options.bits, self._symmetric, _SCALE_DTYPES[options.scale_dtype], options.hadamard
+        parts, error = resolve.kernels(x.device).quantize_with_error(groups, residual, factor, *grid)
+        return parts, join(error, TensorSpec(x.shape, torch.float32, x.device), options.group_size)
+
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         options = self.options
         if options.mixed is None:

@@ -17,9 +17,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, Layout, TensorSpec
+from ds_compress.codec import Codec, Context, Layout, TensorSpec, narrow, wide
+from ds_compress.codecs.matrix import is_finite
 from ds_compress.errors import CompressionError
-from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, narrow, send, wide
+from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec
 from ds_compress.feedback.rows import Rows
 from ds_compress.registry import Options
 from ds_compress.samples import SampleIds
@@ -119,7 +120,7 @@ class AQSGDCodec(FeedbackCodec):
         dense = by_sample[unseen]
         old = self._buffers(keys, seen, dense, spec, ctx)
         change = by_sample.to(old.dtype) - old
-        parts, sent = send(self.codec, narrow(self._by_message(change), x), ctx)
+        parts, sent = self.codec.encode_and_decode(narrow(self._by_message(change), x), ctx)
         self._advance(old, sent, keys, seen, ctx)
         flags = torch.tensor(seen, dtype=torch.uint8).to(x.device)
         return parts + ((flags, dense) if unseen else (flags,))
@@ -140,7 +141,7 @@ class AQSGDCodec(FeedbackCodec):
 
     def observe(self, x: Tensor, ctx: Context) -> None:
         super().observe(x, ctx)
-        if x.isfinite().all():
+        if is_finite(x):
             self.rows.write(ctx.memory, self._keys(TensorSpec.of(x), ctx), self._by_sample(x))
 
     def restored(self, memory: MutableMapping[str, Tensor]) -> None:
@@ -205,7 +206,7 @@ class AQSGDCodec(FeedbackCodec):
         """The new buffers, [samples, ...]; not finite, and not kept, where the message was not."""
         known = torch.tensor(seen, dtype=torch.bool).to(old.device).view(-1, *[1] * (old.dim() - 1))
         new = torch.where(known, old + self._by_sample(change).to(old.dtype), old)
-        finite = new.isfinite().all()
+        finite = is_finite(new)
         # A first visit must not be remembered at all: the number of buffers is the host's business, and so this waits
         if all(seen) or finite:
             self.rows.write(ctx.memory, keys, torch.where(finite, new, old))

@@ -10,10 +10,8 @@ decided on the device, and where both sides keep state, from the decoded message
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, MutableMapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Layout, TensorSpec
@@ -123,27 +121,3 @@ class FeedbackCodec(Codec):
 
     def forward_partner(self) -> Codec | None:
         return self.codec.forward_partner()
-
-
-def send(codec: Codec, x: Tensor, ctx: Context) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Payload of `x`, and what the receiver will decode from it, in x's dtype.
-
-    The sender decodes in a context as the receiver has it: without what encoding leaves behind.
-    """
-    receiver = replace(ctx, stash=dict(ctx.stash), memory=dict(ctx.memory))
-    parts = codec.encode(x, ctx)
-    return parts, codec.decode(parts, TensorSpec.of(x), receiver)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to add up messages of `dtype` in: at least fp32, as bf16 sums lose what feedback is to keep."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def narrow(value: Tensor, x: Tensor) -> Tensor:
-    """`value` in x's dtype, saturated where that would make an inf of a finite entry of `x`.
-
-    The sum of a message and a residual can leave the range of fp16; what saturation cuts off stays in the residual.
-    """
-    limits = torch.finfo(x.dtype)
-    return torch.where(x.isfinite(), value.clamp(limits.min, limits.max), value).to(x.dtype)

@@ -2,11 +2,11 @@
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, TensorSpec
-from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, narrow, send, wide
+from ds_compress.codecs.matrix import is_finite
+from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec
 from ds_compress.feedback.state import State, StateOptions
 
 
@@ -40,11 +40,10 @@ class ErrorFeedbackCodec(FeedbackCodec):
     def encode_training(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         spec = TensorSpec.of(x)
         old = self.residual(ctx, spec)
-        finite = x.isfinite().all()
-        total = x.to(wide(x.dtype)) + torch.where(finite, old * ctx.loss_scale, 0.0)
-        parts, sent = send(self.codec, narrow(total, x), ctx)
-        new = self.updated(old, (total - sent) / ctx.loss_scale)
-        self.state.save(ctx, spec, new, keep=~(finite & new.isfinite().all()))
+        finite = is_finite(x)
+        parts, error = self.codec.encode_with_error(x, old, finite * ctx.loss_scale, ctx)
+        new = self.updated(old, error if ctx.loss_scale == 1 else error / ctx.loss_scale)
+        self.state.save(ctx, spec, new, keep=~(finite & is_finite(new)))
         return parts
 
     def residual(self, ctx: Context, spec: TensorSpec) -> Tensor:

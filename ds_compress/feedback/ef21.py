@@ -4,8 +4,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, TensorSpec
-from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, narrow, send, wide
+from ds_compress.codec import Codec, Context, TensorSpec, narrow, wide
+from ds_compress.codecs.matrix import is_finite
+from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec
 from ds_compress.feedback.state import State, StateOptions
 
 
@@ -36,7 +37,7 @@ class EF21Codec(FeedbackCodec):
         spec = TensorSpec.of(x)
         state = self.state.load(ctx, spec)
         change = x.to(wide(x.dtype)) - state * ctx.loss_scale
-        parts, sent = send(self.codec, narrow(change, x), ctx)
+        parts, sent = self.codec.encode_and_decode(narrow(change, x), ctx)
         self._advance(state, sent, spec, ctx)
         return parts
 
@@ -57,4 +58,4 @@ class EF21Codec(FeedbackCodec):
         return new
 
     def _save(self, new: Tensor, spec: TensorSpec, ctx: Context) -> None:
-        self.state.save(ctx, spec, new, keep=~new.isfinite().all())
+        self.state.save(ctx, spec, new, keep=~is_finite(new))

@@ -6,9 +6,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, Layout, TensorSpec
+from ds_compress.codec import Codec, Context, Layout, TensorSpec, narrow, wide
+from ds_compress.codecs.matrix import is_finite
 from ds_compress.errors import CompressionError
-from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, narrow, send, wide
+from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec
 from ds_compress.feedback.ef import ErrorFeedbackOptions
 from ds_compress.feedback.state import State
 
@@ -58,21 +59,21 @@ class MixedErrorFeedbackCodec(FeedbackCodec):
         if ctx.training:
             return self.encode_training(x, ctx)
         contexts = _contexts(ctx)
-        first, sent = send(self.shares[0], x, contexts[0])
+        first, sent = self.shares[0].encode_and_decode(x, contexts[0])
         rest = narrow(x.to(wide(x.dtype)) - sent, x)
         return first + self.shares[1].encode(rest, contexts[1])
 
     def encode_training(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         spec = TensorSpec.of(x)
         old = self.state.load(ctx, spec)
-        finite = x.isfinite().all()
+        finite = is_finite(x)
         residual = torch.where(finite, old * ctx.loss_scale, 0.0)
         contexts = _contexts(ctx)
-        first, sent = send(self.shares[0], x, contexts[0])
-        second, resent = send(self.shares[1], narrow(residual, x), contexts[1])
+        first, sent = self.shares[0].encode_and_decode(x, contexts[0])
+        second, resent = self.shares[1].encode_and_decode(narrow(residual, x), contexts[1])
         _merge_selections(ctx, contexts)
         new = (x.to(old.dtype) + residual - _sum(sent, resent)) / ctx.loss_scale
-        self.state.save(ctx, spec, new, keep=~(finite & new.isfinite().all()))
+        self.state.save(ctx, spec, new, keep=~(finite & is_finite(new)))
         return first + second
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:

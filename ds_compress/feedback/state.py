@@ -16,8 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Context, TensorSpec
-from ds_compress.feedback.base import wide
+from ds_compress.codec import Context, TensorSpec, wide
 from ds_compress.registry import Options
 
 GROUP = 128
@@ -61,7 +60,9 @@ class State:
         else:
             new = (value.to(torch.bfloat16 if self.dtype == "bf16" else wide(spec.dtype)),)
         for key, entry, old in zip(self._keys(ctx, spec), new, self._stored(ctx, spec)):
-            ctx.memory[key] = torch.where(keep, old, entry)
+            # on a CPU the choice costs nothing, on a GPU asking for it would make the host wait
+            host = keep.device.type == "cpu"
+            ctx.memory[key] = (old if keep else entry) if host else torch.where(keep, old, entry)
 
     def _keys(self, ctx: Context, spec: TensorSpec) -> list[str]:
         key = f"{ctx.direction}/{self.role}/{self.name}"
@@ -125,5 +126,4 @@ def int8_codes(groups: Tensor, scales: Tensor, shape: tuple[int, ...]) -> Tensor
 
 def int8_decode(codes: Tensor, scales: Tensor) -> Tensor:
     """fp32 values of what `int8_encode` gave."""
-    each = scales.repeat_interleave(GROUP)[:codes.numel()]
-    return codes.float() * each.view(codes.shape)
+    return (grouped(codes) * scales[:, None]).flatten()[:codes.numel()].view(codes.shape)

@@ -28,23 +28,56 @@ def quantize(
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, ...]:
     """See `reference.quantize`."""
-    n, size = groups.shape
     if generator is not None or groups.numel() < native.LONG:
         return reference.quantize(groups, bits, symmetric, scale_dtype, hadamard, generator)
-    keep_freed(groups.nbytes)
-    groups = groups.detach()
-    scales = [torch.empty(n, dtype=scale_dtype) for _ in range(1 if symmetric else 2)]
-    out = (torch.empty(n, packed_size(size, bits), dtype=torch.uint8), *scales)
-    one_bit_mean = symmetric and bits == 1  # a sum, whose order is left to torch
-    if one_bit_mean or not _compiled(groups):
-        for block, *parts in _blocks(size, groups, *out):
-            for part, result in zip(parts, reference.quantize(block, bits, symmetric, scale_dtype, hadamard)):
+    grid = (bits, symmetric, scale_dtype, hadamard)
+    if _sums(bits, symmetric) or not _compiled(groups):
+        out = _allocate(groups, *grid)
+        for block, *parts in _blocks(groups, *out):
+            for part, result in zip(parts, reference.quantize(block, *grid)):
                 part.copy_(result)
         return out
-    values = groups.contiguous() if groups.dtype == torch.bfloat16 else groups.float().contiguous()
-    grid = _format(size, bits, symmetric, hadamard, scale_dtype)
-    native.call("quantize", "quantize_groups", values, values.dtype == torch.bfloat16, n, *grid, *out, *_no(symmetric))
-    return out
+    values = groups if groups.dtype == torch.bfloat16 else groups.float()
+    return _quantize(values, None, None, None, *grid)
+
+
+def quantize_with_error(
+    groups: Tensor,
+    residual: Tensor,
+    factor: Tensor,
+    bits: int,
+    symmetric: bool,
+    scale_dtype: torch.dtype,
+    hadamard: bool = False,
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """See `reference.quantize_with_error`."""
+    grid = (bits, symmetric, scale_dtype, hadamard)
+    if groups.numel() < native.LONG or _sums(bits, symmetric) or not _compiled(groups):
+        return reference.quantize_with_error(groups, residual, factor, *grid)
+    error = torch.empty(groups.shape)
+    return _quantize(groups, residual.contiguous(), factor, error, *grid), error
+
+
+def _quantize(
+    values: Tensor, residual: Tensor | None, factor: Tensor | None, error: Tensor | None,
+    bits: int, symmetric: bool, scale_dtype: torch.dtype, hadamard: bool,
+) -> tuple[Tensor, ...]:
+    keep_freed(values.nbytes)
+    values = values.detach().contiguous()
+    n, size = values.shape
+    packed, step, *offset = _allocate(values, bits, symmetric, scale_dtype, hadamard)
+    native.call(
+        "quantize", "quantize_groups", values, values.dtype == torch.bfloat16, residual,
+        0.0 if factor is None else factor.item(), error, n, *_format(size, bits, symmetric, hadamard, scale_dtype),
+        packed, step, offset[0] if offset else None,
+    )
+    return packed, step, *offset
+
+
+def _allocate(groups: Tensor, bits: int, symmetric: bool, scale_dtype: torch.dtype, _: bool) -> tuple[Tensor, ...]:
+    n, size = groups.shape
+    scales = [torch.empty(n, dtype=scale_dtype) for _ in range(1 if symmetric else 2)]
+    return torch.empty(n, packed_size(size, bits), dtype=torch.uint8), *scales
 
 
 def dequantize(
@@ -60,32 +93,33 @@ def dequantize(
     if n * size < native.LONG:
         return reference.dequantize(packed, step, offset, bits, hadamard, dtype)
     keep_freed(n * size * dtype.itemsize)
-    parts = tuple(part.contiguous() for part in (packed, step, offset) if part is not None)
-    if not _compiled(packed, size):
-        values = torch.empty(n, size, dtype=dtype)
-        for block, its_packed, its_step, *its_offset in _blocks(size, values, *parts):
-            block.copy_(reference.dequantize(its_packed, its_step, *its_offset or [None], bits, hadamard))
-        return values
-    values = torch.empty(n, size, dtype=dtype if dtype == torch.bfloat16 else torch.float32)
-    grid = _format(size, bits, offset is None, hadamard, step.dtype)
     bf16 = dtype == torch.bfloat16
-    native.call("quantize", "dequantize_groups", *parts, *_no(offset is None), n, *grid, values, bf16)
+    values = torch.empty(n, size, dtype=torch.bfloat16 if bf16 else torch.float32)
+    if not _compiled(values):
+        parts = (packed, step) if offset is None else (packed, step, offset)
+        for block, its_packed, its_step, *its_offset in _blocks(values, *parts):
+            block.copy_(reference.dequantize(its_packed, its_step, *its_offset or [None], bits, hadamard))
+    else:
+        packed, step, offset = (None if part is None else part.contiguous() for part in (packed, step, offset))
+        grid = _format(size, bits, offset is None, hadamard, step.dtype)
+        native.call("quantize", "dequantize_groups", packed, step, offset, n, *grid, values, bf16)
     return values.to(dtype)
 
 
-def _compiled(groups: Tensor, size: int | None = None) -> bool:
-    size = size or groups.shape[1]
-    return size <= LARGEST_GROUP and native.serves("quantize", groups.device, len(groups) * size)
+def _compiled(groups: Tensor) -> bool:
+    return groups.shape[1] <= LARGEST_GROUP and native.serves("quantize", groups.device, groups.numel())
+
+
+def _sums(bits: int, symmetric: bool) -> bool:
+    """Whether the grid follows from a sum, whose order is left to torch."""
+    return symmetric and bits == 1
 
 
 def _format(size: int, bits: int, symmetric: bool, hadamard: bool, scale_dtype: torch.dtype) -> tuple[float, ...]:
     return size, bits, symmetric, hadamard, scale_dtype == torch.float32, size**-0.5
 
 
-def _no(offset: bool) -> tuple[None, ...]:
-    return (None,) if offset else ()
-
-
-def _blocks(size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """`tensors` of equal length, so many rows of `size` values at a time as make a block."""
-    return zip(*(tensor.split(max(1, BLOCK // size)) for tensor in tensors))
+def _blocks(groups: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """`groups` and others of the same length, so many rows at a time as make a block of `groups`."""
+    rows = max(1, BLOCK // groups.shape[1])
+    return zip(*(tensor.split(rows) for tensor in (groups, *others)))

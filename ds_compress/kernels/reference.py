@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ds_compress.codec import narrow
 from ds_compress.kernels.bits import pack, unpack
 from ds_compress.kernels.grid import from_codes, minmax_grid, symmetric_grid, symmetric_offset, to_codes, top_code
 from ds_compress.kernels.hadamard import rotate
@@ -38,6 +39,31 @@ def quantize(
         offset = scales[1]
     codes = to_codes(groups, scales[0], offset, top_code(bits, symmetric), generator)
     return pack(codes, bits), *scales
+
+
+def quantize_with_error(
+    groups: Tensor,
+    residual: Tensor,
+    factor: Tensor,
+    bits: int,
+    symmetric: bool,
+    scale_dtype: torch.dtype,
+    hadamard: bool = False,
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """`quantize` of groups + factor * residual in the dtype of `groups`, and what of that sum is lost.
+
+    Args:
+        groups: [n, G], float32 or bfloat16.
+        residual: fp32 [n, G], finite.
+        factor: fp32, one element.
+
+    Returns:
+        what `quantize` returns; the error, fp32 [n, G].
+    """
+    total = groups.float() + residual * factor
+    packed, step, *offset = quantize(narrow(total, groups), bits, symmetric, scale_dtype, hadamard)
+    sent = dequantize(packed, step, offset[0] if offset else None, bits, hadamard, groups.dtype)
+    return (packed, step, *offset), total - sent.float()
 
 
 def dequantize(

@@ -22,6 +22,10 @@ inline uint32_t as_bits(float value) {
 inline float to_float(float x) { return x; }
 inline float to_float(uint16_t x) { return as_float(static_cast<uint32_t>(x) << 16); }
 
+// The largest finite number of the type.
+inline float largest(const float*) { return as_float(INFINITE - 1); }
+inline uint16_t largest(const uint16_t*) { return 0x7F7F; }
+
 inline void store(float value, float& y) { y = value; }
 
 // Rounds to nearest, ties to even.

@@ -56,6 +56,7 @@ template <int SIZE>
 struct Group {
     int64_t size;
     alignas(64) float values[SIZE ? SIZE : MAX_GROUP + LANES];
+    alignas(64) float total[SIZE ? SIZE : MAX_GROUP];  // what the values are rounded from, where the error is wanted
     alignas(64) uint8_t codes[SIZE ? SIZE : MAX_GROUP];
 
     int64_t count() const { return SIZE ? SIZE : size; }
@@ -63,6 +64,33 @@ struct Group {
     template <class In>
     void load(const In* x) {
         for (int64_t i = 0; i < count(); ++i) values[i] = to_float(x[i]);
+    }
+
+    // The sum with factor * residual, within the range of x's type; see `narrow` in codec.py.
+    template <class In>
+    void load_sum(const In* x, const float* residual, float factor) {
+        const float most = to_float(largest(x));
+        for (int64_t i = 0; i < count(); ++i) {
+            const float value = to_float(x[i]), sum = value + residual[i] * factor;
+            float within = sum < most ? sum : most;
+            within = within > -most ? within : -most;
+            total[i] = sum;
+            In rounded;
+            store(within + (value - value), rounded);  // nan, where the value is not finite
+            values[i] = to_float(rounded);
+        }
+    }
+
+    // What the receiver lacks of the sum.
+    template <class In>
+    void store_error(const Format& format, Grid grid, const In*, float* error) {
+        from_codes(grid);
+        if (format.hadamard) rotate(format.scale);
+        for (int64_t i = 0; i < count(); ++i) {
+            In sent;
+            store(values[i], sent);
+            error[i] = total[i] - to_float(sent);
+        }
     }
 
     template <class Out>
@@ -138,45 +166,55 @@ struct Group {
         for (int64_t i = 0; i < count(); ++i) values[i] = static_cast<float>(codes[i]) * grid.step + grid.offset;
     }
 
-    // One piece of kernels/bits.py: `WIDTH` bits of every code, from bit `shift` on.
-    template <int WIDTH>
-    uint8_t* pack(int shift, uint8_t* packed) const {
+    // One piece of kernels/bits.py: WIDTH bits of every code, from bit SHIFT on.
+    template <int WIDTH, int SHIFT>
+    uint8_t* pack(uint8_t* packed) const {
         constexpr int planes = 8 / WIDTH;
         const int64_t run = count() / planes;
         for (int64_t j = 0; j < run; ++j) {
             uint8_t byte = 0;
-            for (int i = 0; i < planes; ++i) byte |= (codes[i * run + j] >> shift & ((1 << WIDTH) - 1)) << (WIDTH * i);
+            for (int i = 0; i < planes; ++i) byte |= (codes[i * run + j] >> SHIFT & ((1 << WIDTH) - 1)) << (WIDTH * i);
             packed[j] = byte;
         }
         return packed + run;
     }
 
-    template <int WIDTH>
-    const uint8_t* unpack(int shift, const uint8_t* packed) {
+    template <int WIDTH, int SHIFT>
+    const uint8_t* unpack(const uint8_t* packed) {
         constexpr int planes = 8 / WIDTH;
         const int64_t run = count() / planes;
         for (int i = 0; i < planes; ++i)
             for (int64_t j = 0; j < run; ++j) {
-                const uint8_t part = (packed[j] >> (WIDTH * i) & ((1 << WIDTH) - 1)) << shift;
-                codes[i * run + j] = shift ? codes[i * run + j] | part : part;
+                const uint8_t part = (packed[j] >> (WIDTH * i) & ((1 << WIDTH) - 1)) << SHIFT;
+                codes[i * run + j] = SHIFT ? codes[i * run + j] | part : part;
             }
         return packed + run;
     }
 
     void pack(int64_t bits, uint8_t* packed) const {
-        if (bits == 8) { pack<8>(0, packed); return; }
-        int shift = 0;
-        if (bits & 4) packed = pack<4>(shift, packed), shift += 4;
-        if (bits & 2) packed = pack<2>(shift, packed), shift += 2;
-        if (bits & 1) pack<1>(shift, packed);
+        switch (bits) {
+            case 1: pack<1, 0>(packed); break;
+            case 2: pack<2, 0>(packed); break;
+            case 3: pack<1, 2>(pack<2, 0>(packed)); break;
+            case 4: pack<4, 0>(packed); break;
+            case 5: pack<1, 4>(pack<4, 0>(packed)); break;
+            case 6: pack<2, 4>(pack<4, 0>(packed)); break;
+            case 7: pack<1, 6>(pack<2, 4>(pack<4, 0>(packed))); break;
+            case 8: pack<8, 0>(packed); break;
+        }
     }
 
     void unpack(int64_t bits, const uint8_t* packed) {
-        if (bits == 8) { unpack<8>(0, packed); return; }
-        int shift = 0;
-        if (bits & 4) packed = unpack<4>(shift, packed), shift += 4;
-        if (bits & 2) packed = unpack<2>(shift, packed), shift += 2;
-        if (bits & 1) unpack<1>(shift, packed);
+        switch (bits) {
+            case 1: unpack<1, 0>(packed); break;
+            case 2: unpack<2, 0>(packed); break;
+            case 3: unpack<1, 2>(unpack<2, 0>(packed)); break;
+            case 4: unpack<4, 0>(packed); break;
+            case 5: unpack<1, 4>(unpack<4, 0>(packed)); break;
+            case 6: unpack<2, 4>(unpack<4, 0>(packed)); break;
+            case 7: unpack<1, 6>(unpack<2, 4>(unpack<4, 0>(packed))); break;
+            case 8: unpack<8, 0>(packed); break;
+        }
     }
 };
 
@@ -189,8 +227,15 @@ void store_scale(float scale, void* scales, int64_t i, bool wide) {
     else store(scale, static_cast<uint16_t*>(scales)[i]);
 }
 
-template <int SIZE>
-void quantize(const void* x, bool bf16, int64_t n, int64_t size, Format format, uint8_t* packed, void* steps,
+// Error feedback: what is added to a message and what it then loses; without it both are null.
+struct Feedback {
+    const float* residual;
+    float factor;
+    float* error;
+};
+
+template <int SIZE, class In>
+void quantize(const In* x, Feedback feedback, int64_t n, int64_t size, Format format, uint8_t* packed, void* steps,
               void* offsets) {
     constexpr int BATCH = SIZE ? 8 : 1;  // so that the ranges of some groups are found while others wait for theirs
     Group<SIZE> groups[BATCH];
@@ -199,9 +244,10 @@ void quantize(const void* x, bool bf16, int64_t n, int64_t size, Format format, 
         const int count = n - start < BATCH ? n - start : BATCH;
         for (int i = 0; i < count; ++i) {
             Group<SIZE>& group = groups[i];
+            const int64_t place = (start + i) * size;
             group.size = size;
-            if (bf16) group.load(static_cast<const uint16_t*>(x) + (start + i) * size);
-            else group.load(static_cast<const float*>(x) + (start + i) * size);
+            if (feedback.residual) group.load_sum(x + place, feedback.residual + place, feedback.factor);
+            else group.load(x + place);
             if (format.hadamard) group.rotate(format.scale);
             grids[i] = group.grid(format);
         }
@@ -210,6 +256,7 @@ void quantize(const void* x, bool bf16, int64_t n, int64_t size, Format format, 
             groups[i].pack(format.bits, packed);
             store_scale(grids[i].step, steps, start + i, format.wide_scale);
             if (!format.symmetric) store_scale(grids[i].offset, offsets, start + i, format.wide_scale);
+            if (feedback.error) groups[i].store_error(format, grids[i], x, feedback.error + (start + i) * size);
         }
     }
 }
@@ -242,11 +289,15 @@ void dequantize(const uint8_t* packed, const void* steps, const void* offsets, i
 
 extern "C" {
 
-// `size` is a multiple of 8 and at most 4096; `offsets` is not touched where the grid is symmetric.
-void quantize_groups(const void* x, int64_t bf16, int64_t n, int64_t size, int64_t bits, int64_t symmetric,
-                     int64_t hadamard, int64_t wide_scale, float scale, uint8_t* packed, void* steps, void* offsets) {
+// `size` is a multiple of 8 and at most 4096; `offsets` is not touched where the grid is symmetric. `residual` and
+// `error` are null without error feedback.
+void quantize_groups(const void* x, int64_t bf16, const float* residual, float factor, float* error, int64_t n,
+                     int64_t size, int64_t bits, int64_t symmetric, int64_t hadamard, int64_t wide_scale, float scale,
+                     uint8_t* packed, void* steps, void* offsets) {
     const Format format{bits, symmetric, hadamard, wide_scale, scale};
-    FOR_SIZE(quantize, x, bf16 != 0, n, size, format, packed, steps, offsets)
+    const Feedback feedback{residual, factor, error};
+    if (bf16) FOR_SIZE(quantize, static_cast<const uint16_t*>(x), feedback, n, size, format, packed, steps, offsets)
+    else FOR_SIZE(quantize, static_cast<const float*>(x), feedback, n, size, format, packed, steps, offsets)
 }
 
 void dequantize_groups(const uint8_t* packed, const void* steps, const void* offsets, int64_t n, int64_t size,

@@ -4,8 +4,11 @@ Under TRITON_INTERPRET=1, set before triton is imported, they serve CPU tensors 
 """
 
 from ds_compress.kernels.triton.bitstring import pack_bits, positions, unpack_bits
-from ds_compress.kernels.triton.groups import dequantize, quantize
+from ds_compress.kernels.triton.groups import dequantize, quantize, quantize_with_error
 from ds_compress.kernels.triton.reuse import gather
 from ds_compress.kernels.triton.selection import banded, exact
 
-__all__ = ["banded", "dequantize", "exact", "gather", "pack_bits", "positions", "quantize", "unpack_bits"]
+__all__ = [
+    "banded", "dequantize", "exact", "gather", "pack_bits", "positions", "quantize", "quantize_with_error",
+    "unpack_bits",
+]

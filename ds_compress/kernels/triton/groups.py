@@ -8,10 +8,8 @@ A program holds some whole groups in registers, cut into T tiles as wide as the 
 
 so that packing, which joins bits of equal places of different planes, never moves a value to another thread.
 
-All results equal the reference bit for bit (scales that are zero may differ in its sign), but for sums, which are
-added up in another order: of at most G fp32 numbers in `hadamard`, by less than 2 log2(G) 2^-24 times the norm of the
-group before the scale is rounded; and in the mean magnitude of symmetric grids of 1 bit, by less than
-2 log2(G) 2^-24 times itself.
+All results equal the reference bit for bit (scales that are zero may differ in its sign), but for the mean magnitude
+of symmetric grids of 1 bit, which is summed in another order: it differs by less than 2 log2(G) 2^-24 times itself.
 """
 
 import torch
@@ -41,19 +39,45 @@ def quantize(
     n, size = groups.shape
     if not n or size > MAX_GROUP:
         return reference.quantize(groups, bits, symmetric, scale_dtype, hadamard, generator)
-    groups = groups.detach().contiguous()
     dither = None
     if generator is not None:
         dither = torch.rand(groups.shape, generator=generator, device=groups.device)
+    return _launch(groups, dither, None, None, None, bits, symmetric, scale_dtype, hadamard)
+
+
+def quantize_with_error(
+    groups: Tensor,
+    residual: Tensor,
+    factor: Tensor,
+    bits: int,
+    symmetric: bool,
+    scale_dtype: torch.dtype,
+    hadamard: bool = False,
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """See `reference.quantize_with_error`."""
+    n, size = groups.shape
+    grid = (bits, symmetric, scale_dtype, hadamard)
+    if not n or size > MAX_GROUP:
+        return reference.quantize_with_error(groups, residual, factor, *grid)
+    error = torch.empty(groups.shape, device=groups.device)
+    return _launch(groups, None, residual.contiguous(), factor, error, *grid), error
+
+
+def _launch(
+    groups: Tensor, dither: Tensor | None, residual: Tensor | None, factor: Tensor | None, error: Tensor | None,
+    bits: int, symmetric: bool, scale_dtype: torch.dtype, hadamard: bool,
+) -> tuple[Tensor, ...]:
+    groups = groups.detach().contiguous()
+    n, size = groups.shape
     packed = groups.new_empty(n, packed_size(size, bits), dtype=torch.uint8)
     step = groups.new_empty(n, dtype=scale_dtype)
     offset = None if symmetric else torch.empty_like(step)
     grid, shape = _shape(n, size, bits, hadamard)
     with torch.cuda.device_of(groups):
         _quantize[grid](
-            groups, dither, packed, step, offset, n,
-            TOP=top_code(bits, symmetric), MEAN=symmetric and bits == 1 and generator is None,
-            enable_fp_fusion=False, **shape,
+            groups, dither, residual, factor, error, packed, step, offset, n,
+            TOP=top_code(bits, symmetric), MEAN=symmetric and bits == 1 and dither is None,
+            LARGEST=torch.finfo(groups.dtype).max, enable_fp_fusion=False, **shape,
         )
     return (packed, step) if symmetric else (packed, step, offset)
 
@@ -92,16 +116,29 @@ def _shape(n: int, size: int, bits: int, hadamard: bool) -> tuple[tuple[int], di
 
 @triton.jit(do_not_specialize=["n"])
 def _quantize(
-    groups, dither, packed, step, offset, n,
+    groups, dither, residual, factor, error, packed, step, offset, n,
     ROWS: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-    BITS: tl.constexpr, TOP: tl.constexpr, MEAN: tl.constexpr, HADAMARD: tl.constexpr,
+    BITS: tl.constexpr, TOP: tl.constexpr, MEAN: tl.constexpr, HADAMARD: tl.constexpr, LARGEST: tl.constexpr,
 ):
-    """A tile of a group is WIDTH values, in COLUMNS columns; `offset` is None for a symmetric grid."""
+    """A tile of a group is WIDTH values, in COLUMNS columns.
+
+    `offset` is None for a symmetric grid, `dither` to round to nearest, the three of error feedback without it.
+    """
     row, place, exists = _places(n, ROWS, WIDTH, COLUMNS)
     at = row[:, None] * (TILES * WIDTH) + place
     values = ()
     for t in tl.static_range(TILES):
         values = values + (tl.load(groups + at + t * WIDTH, mask=exists, other=0).to(tl.float32),)
+    sums = values
+    if residual is not None:
+        scale = tl.load(factor)
+        sums, values = (), ()
+        for t in tl.static_range(TILES):
+            value = tl.load(groups + at + t * WIDTH, mask=exists, other=0).to(tl.float32)
+            total = value + tl.load(residual + at + t * WIDTH, mask=exists, other=0) * scale
+            within = tl.minimum(tl.maximum(total, -LARGEST), LARGEST)
+            sums = sums + (total,)
+            values = values + (_rounded(within + (value - value), groups),)  # see `narrow` in codec.py
     if HADAMARD:
         values = _rotate(values, ROWS, TILES, COLUMNS)
     if offset is None:
@@ -129,6 +166,10 @@ def _quantize(
     for i in tl.static_range(4):
         if BITS & (8 >> i):
             _store_piece(packed, codes, exists, BITS, 8 >> i, TILES, WIDTH)
+    if error is not None:
+        sent = _decoded(codes, grid_step, start, ROWS, TILES, COLUMNS, HADAMARD)
+        for t in tl.static_range(TILES):
+            tl.store(error + at + t * WIDTH, sums[t] - _rounded(sent[t], groups), mask=exists)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -150,14 +191,33 @@ def _dequantize(
         start = grid_step * (-TOP / 2)
     else:
         start = tl.load(offset + row, mask=row < n, other=0).to(tl.float32)
+    decoded = _decoded(codes, grid_step, start, ROWS, TILES, COLUMNS, HADAMARD)
+    at = row[:, None] * (TILES * WIDTH) + place
+    for t in tl.static_range(TILES):
+        tl.store(values + at + t * WIDTH, decoded[t].to(values.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _decoded(
+    codes, grid_step, start, ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr, HADAMARD: tl.constexpr
+):
+    """The values of codes on a grid, fp32."""
     decoded = ()
     for t in tl.static_range(TILES):
         decoded = decoded + (codes[t].to(tl.float32) * grid_step[:, None] + start[:, None],)
     if HADAMARD:
         decoded = _rotate(decoded, ROWS, TILES, COLUMNS)
-    at = row[:, None] * (TILES * WIDTH) + place
-    for t in tl.static_range(TILES):
-        tl.store(values + at + t * WIDTH, decoded[t].to(values.dtype.element_ty), mask=exists)
+    return decoded
+
+
+@triton.jit
+def _rounded(x, like):
+    """`x`, fp32, rounded to nearest, ties to even, where `like` points at bfloat16."""
+    if like.dtype.element_ty == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, rounded, x)
+    return x
 
 
 @triton.jit
