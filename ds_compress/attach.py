@@ -118,6 +118,7 @@ def attach(engine: Any, module: Any, block: object) -> None:
         ranks=engine.num_stages,
         micro_batches=engine.micro_batches,
         device=engine.device,
+        link=mixin._own_link or config.block.link.mode,
         total=functools.partial(dist.all_reduce, group=engine.grid.get_pipe_parallel_group()),
         write=engine.monitor.write_events if engine.monitor.enabled else None,
         reports=engine.global_rank == 0,

@@ -93,6 +93,7 @@ class CompressedDualPipeV(CompressedEngine):
         schedule.CommitP2P: "_commit_p2p",
     }
 
+    _own_link = "of DualPipeV"
     _instruction = ""  # the one in progress that sends or receives, with its phase
 
     @staticmethod

@@ -31,6 +31,7 @@ class CompressedEngine(CheckpointedEngine):
 
     _compression: Stage
     _compression_monitor: Monitor
+    _own_link: ClassVar[str | None] = None  # where link.mode has no say: the name of what has
     _ahead = False  # whether the schedule in progress sends when computed
     _sent_ahead: set[tuple[type, int]]  # instructions, with buffer, whose message has left already
 

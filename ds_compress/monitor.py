@@ -37,6 +37,7 @@ class Monitor:
         ranks: int,
         micro_batches: int,
         device: torch.device,
+        link: str,
         total: Callable[[Tensor], object],
         write: Callable[[Events], None] | None,
         reports: bool,
@@ -46,6 +47,7 @@ class Monitor:
             boundaries: how many the pipeline has.
             ranks: how many ranks the pipeline has, each with one stage or more.
             micro_batches: messages of a channel in a training step.
+            link: what the start-up line calls it.
             total: sums a tensor in place over the stages of this pipeline.
             write: DeepSpeed's `monitor.write_events`, None when no sink is on.
             reports: True on the one rank that speaks for all, a first stage.
@@ -55,6 +57,7 @@ class Monitor:
         self.ranks = ranks
         self.micro_batches = micro_batches
         self.device = device
+        self._link = link
         self._total = total
         self._write = write
         self._reports = reports
@@ -105,7 +108,7 @@ class Monitor:
         raw, wire = (sum(c[key] for b in self._gathered for c in b.values()) for key in ("raw_bytes", "wire_bytes"))
         line = (
             f"ds_compress: {_bytes(wire)} sent instead of {_bytes(raw)}, {_bytes(raw - wire)} saved "
-            f"({raw / wire:.2f}x) in {self._steps} steps"
+            f"({raw / wire:.2f}x) by step {self._steps}"
         )
         if self._waited:
             share = sum(self._waited) / len(self._waited)
@@ -185,9 +188,8 @@ class Monitor:
                 raw, wire = values["message_raw_bytes"], values["message_wire_bytes"]
                 parts.append(f"{name} {getattr(codecs, name)} {raw:,.0f} -> {wire:,.0f} bytes ({raw / wire:.2f}x)")
             boundaries.append(f"boundary {number}: {', '.join(parts)}")
-        block = self.config.block
         warmup = f", after {self.config.warmup_steps} warm-up steps" if self.config.warmup_steps else ""
-        active = f"ds_compress {__version__} active, link {block.link.mode}{warmup}"
+        active = f"ds_compress {__version__} active, link {self._link}{warmup}"
         return f"{active}; per message: {'; '.join(boundaries)}"
 
     def _events(self, channels: Channels, step_ms: float, samples: int) -> Events:

@@ -1,5 +1,7 @@
 """DualPipeV: two stages a rank, two boundaries between neighbours, in opposite directions."""
 
+import contextlib
+import io
 import itertools
 
 import deepspeed
@@ -123,6 +125,19 @@ def test_none_equals_stock_and_compressed_equals_simulate(ranks):
             back = [(2 * last - rank, "forward")] * (rank > 0) + [(2 * last - 1 - rank, "backward")] * (rank < last)
             assert sorted(sent) == sorted(out + back)
             assert sum(sent.values()) == handed_over > 0
+
+
+def announced(block):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        build(2, block).train_batch(batches())
+    return said.getvalue()
+
+
+def test_the_start_up_line_does_not_promise_a_link_mode():
+    first, other = run_ranks(2, announced, TOPK)
+    assert "active, link of DualPipeV; per message: boundary 0" in first
+    assert "active" not in other
 
 
 def refused(block):
