@@ -5,6 +5,7 @@
 
 import contextlib
 import hashlib
+import inspect
 import io
 import itertools
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
@@ -102,6 +104,7 @@ class Kind:
     before_batch: Callable[[Any], None] | None = None
     engine_class: type | None = None
     simulated: float | None = 0.0  # largest relative difference to the same in one process; None: that cannot be
+    possible: Callable[[], bool] = lambda: True  # for this DeepSpeed on this device
     same_packets: int = 1  # neighbouring ranks that have to send the same bytes
 
     @property
@@ -111,6 +114,11 @@ class Kind:
 
 def _fp16_on_cpu(engine=None):
     get_accelerator().is_fp16_supported = lambda: True
+
+
+def _checkpoints() -> bool:
+    """Before 0.19.7 DeepSpeed's checkpointing asks every device for a stream, and a CPU has none."""
+    return "Stream(device" not in inspect.getsource(checkpointing) or get_accelerator().Stream is not None
 
 
 # DeepSpeed runs the backward pass once for each float tensor of a tuple, so gradients are added in another order
@@ -133,8 +141,9 @@ KINDS = {
                   before_batch=lambda engine: engine.reset_activation_shape()),
     "strides": Kind("outputs that are not contiguous (stock: a copy)", specs=lambda: turned(Turned),
                     stock_specs=lambda: turned(CopiedTurned)),
-    "reentrant": Kind("activation checkpointing", config={"pipeline": {"activation_checkpoint_interval": 1}}),
-    "non-reentrant": Kind("activation checkpointing, non-reentrant",
+    "reentrant": Kind("activation checkpointing", possible=_checkpoints,
+                      config={"pipeline": {"activation_checkpoint_interval": 1}}),
+    "non-reentrant": Kind("activation checkpointing, non-reentrant", possible=_checkpoints,
                           config={"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}}),
     "tied": Kind("tied weights, first and last stage", stages=3, specs=tied, simulated=None),
     "clipping": Kind("gradient clipping", config={"gradient_clipping": 0.05}, simulated=None),

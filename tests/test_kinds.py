@@ -7,5 +7,7 @@ from tests.kinds import KINDS, problems
 
 @pytest.mark.parametrize("name", KINDS)
 def test_kind(name):
+    if not KINDS[name].possible():
+        pytest.skip("DeepSpeed itself cannot do this here")
     found, _ = problems(KINDS[name])
     assert not found

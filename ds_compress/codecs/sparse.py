@@ -186,5 +186,5 @@ def _column_norms(matrix: Tensor) -> Tensor:
     if not matrix.numel():
         return matrix.new_zeros(matrix.shape[1])
     wide = matrix if matrix.dtype == torch.float64 else matrix.float()
-    largest = torch.where(wide.isfinite(), wide.abs(), 0).amax()
+    largest = wide.abs().nan_to_num_(0, 0).amax()
     return (wide / torch.where(largest > 0, largest, 1)).square().sum(0)
