@@ -32,7 +32,7 @@ def quantize(
         return reference.quantize(groups, bits, symmetric, scale_dtype, hadamard, generator)
     grid = (bits, symmetric, scale_dtype, hadamard)
     if _sums(bits, symmetric) or not _compiled(groups):
-        out = _allocate(groups, *grid)
+        out = _allocate(groups, bits, symmetric, scale_dtype)
         for block, *parts in _blocks(groups, *out):
             for part, result in zip(parts, reference.quantize(block, *grid)):
                 part.copy_(result)
@@ -65,7 +65,7 @@ def _quantize(
     keep_freed(values.nbytes)
     values = values.detach().contiguous()
     n, size = values.shape
-    packed, step, *offset = _allocate(values, bits, symmetric, scale_dtype, hadamard)
+    packed, step, *offset = _allocate(values, bits, symmetric, scale_dtype)
     native.call(
         "quantize", "quantize_groups", values, values.dtype == torch.bfloat16, residual,
         0.0 if factor is None else factor.item(), error, n, *_format(size, bits, symmetric, hadamard, scale_dtype),
@@ -74,7 +74,7 @@ def _quantize(
     return packed, step, *offset
 
 
-def _allocate(groups: Tensor, bits: int, symmetric: bool, scale_dtype: torch.dtype, _: bool) -> tuple[Tensor, ...]:
+def _allocate(groups: Tensor, bits: int, symmetric: bool, scale_dtype: torch.dtype) -> tuple[Tensor, ...]:
     n, size = groups.shape
     scales = [torch.empty(n, dtype=scale_dtype) for _ in range(1 if symmetric else 2)]
     return torch.empty(n, packed_size(size, bits), dtype=torch.uint8), *scales
