@@ -88,6 +88,13 @@ def peers(x: Tensor) -> list[Method]:
     ]
     if dtype == torch.float32:
         methods.append(Method("torch bfloat16", lambda x: x.bfloat16(), lambda q: q.float(), lambda q: q.nbytes))
+    for bits, name in ((8, "byte"), (4, "4bit"), (2, "2bit")):
+        pack = getattr(torch.ops.quantized, f"embedding_bag_{name}_prepack")
+        unpack = getattr(torch.ops.quantized, f"embedding_bag_{name}_unpack")
+        methods.append(Method(
+            f"torch fbgemm rows of 128, {bits} bits", lambda x, pack=pack: pack(x.float().view(-1, 128)),
+            lambda packed, unpack=unpack: unpack(packed).view(SHAPE).to(dtype), lambda packed: packed.nbytes,
+        ))
     encode, decode = torchao_int8(x)
     compiled_encode, compiled_decode = torch.compile(encode), torch.compile(decode)
     methods += [
