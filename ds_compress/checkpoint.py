@@ -24,10 +24,12 @@ from typing import Any, NamedTuple
 
 import torch
 from deepspeed import comm as dist
+from safetensors import SafetensorError
 from torch import Tensor
 
 from ds_compress import __version__
 from ds_compress.channel import Boundary
+from ds_compress.errors import CompressionError
 from ds_compress.state_file import DAMAGE, FULL_EVERY, StateFile, pack, write
 
 SIDES = ("upstream", "downstream")
@@ -242,7 +244,24 @@ class CheckpointedEngine:
         packed = self._changes(root, tag, path.name) if state == "delta" else None
         entries, metadata = packed or pack(state_of(sides), eight_bits=state != "exact")
         settings = {side.key: side.settings for side in sides}
-        write(path, entries, {"version": __version__, "step": self.global_steps, "settings": settings, **metadata})
+        metadata = {"version": __version__, "step": self.global_steps, "settings": settings, **metadata}
+        failure = ""
+        try:
+            write(path, entries, metadata)
+        except (OSError, SafetensorError) as error:
+            failure = f"{path} cannot be written: {error}"
+        self._all_saved(failure, tag)
+
+    def _all_saved(self, failure, tag):
+        """Stop every rank when one has a `failure`: the others would wait for it in DeepSpeed's next barrier.
+
+        DeepSpeed has not written "latest" yet, so the checkpoint before this one stays the one to load.
+        """
+        number = torch.tensor(dist.get_rank() + 1 if failure else 0, device=self.device)
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        if number:
+            failure = failure or f"rank {int(number) - 1} could not write its part"
+            raise CompressionError(f"ds_compress: checkpoint {tag} is not complete: {failure}")
 
     def _changes(self, root, tag, name):
         """The state packed as changes; None when it has to be complete.

@@ -127,8 +127,11 @@ def pack(
 def write(path: Path, entries: dict[str, Tensor], metadata: Mapping[str, Any]) -> None:
     """Write a file; complete or not at all."""
     part = path.with_suffix(".part")
-    save_file(entries, part, {key: json.dumps(value) for key, value in metadata.items()})
-    part.rename(path)
+    try:
+        save_file(entries, part, {key: json.dumps(value) for key, value in metadata.items()})
+        part.rename(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _is_large_feedback(name: str, value: Tensor) -> bool:

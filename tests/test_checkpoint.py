@@ -4,13 +4,17 @@ import functools
 import itertools
 import logging
 import os
+import re
+import resource
 
 import pytest
 import torch
 from safetensors import safe_open
 
 import ds_compress  # noqa: F401
+from ds_compress import checkpoint
 from ds_compress.checkpoint import CHANGED, DIFFERENT, RESTORED, Verdict
+from ds_compress.errors import CompressionError
 from tests.dist import run_ranks
 from tests.pipeline import MICRO_BATCHES, batches, build, ds_config
 
@@ -174,3 +178,37 @@ def test_verdict_needs_both_sides_alike():
     assert verdict.report("f").endswith(
         "its settings have changed (layer 8, replica 0), the two sides do not have the same (layer 4, replica 1)"
     )
+
+
+def save_on_a_full_disk(ds_config, folder, full):
+    """Rank `full` may write 64 bytes of its file; the system refuses the rest, as where a disk is full."""
+    engine, data = build(2, ds_config), batches()
+    engine.train_batch(data)
+    engine.save_checkpoint(folder, tag="first")
+    write, free = checkpoint.write, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limited(*args):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, free[1]))
+        try:
+            write(*args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, free)
+
+    if torch.distributed.get_rank() == full:
+        checkpoint.write = limited
+    with pytest.raises(CompressionError) as caught:
+        engine.save_checkpoint(folder, tag="second")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_full_disk_stops_all_ranks_and_leaves_the_checkpoint_before(full, tmp_path):
+    """The rank that failed left the others in DeepSpeed's barrier, for as long as its time-out."""
+    messages = run_ranks(2, save_on_a_full_disk, config("ef21"), tmp_path, full)
+    failed, other = messages[full], messages[1 - full]
+    start = "ds_compress: checkpoint second is not complete: "
+    file = f"{tmp_path}/second/ds_compress_pp0{full}"
+    assert re.fullmatch(rf"{start}{file}\S+ cannot be written: .*too large.*", failed)
+    assert other == f"{start}rank {full} could not write its part"
+    assert (tmp_path / "latest").read_text() == "first"
+    assert not list(tmp_path.rglob("*.part"))

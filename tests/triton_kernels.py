@@ -106,9 +106,10 @@ def test_error_feedback_in_one_pass_equals_the_reference(
     if symmetric and bits == 1:
         bits = 2
     groups, residual = values(n, size, dtype, seed, special), values(n, size, torch.float32, seed + 1)
+    # the interpreter gets the subnormal numbers of bfloat16 wrong
+    groups = torch.where(groups.abs() < torch.finfo(dtype).tiny, 0, groups)
     residual = residual.clamp(-1e36, 1e36)
     residual[0, 0], groups[0, 0] = torch.finfo(torch.float32).max / 1024, torch.finfo(dtype).max
-    # not bfloat16: the interpreter makes zeros of its subnormal numbers
     grid = bits, symmetric, torch.float32, hadamard
     expected, expected_error = reference.quantize_with_error(groups, residual, torch.tensor(factor), *grid)
     parts = launched(
