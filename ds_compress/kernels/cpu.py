@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ds_compress.kernels import native, reference
 from ds_compress.kernels.bits import packed_size
-from ds_compress.kernels.memory import keep_freed
 
 LARGEST_GROUP = 4096
 """Values of a group that a compiled pass can hold."""
@@ -62,7 +61,6 @@ def _quantize(
     values: Tensor, residual: Tensor | None, factor: Tensor | None, error: Tensor | None,
     bits: int, symmetric: bool, scale_dtype: torch.dtype, hadamard: bool,
 ) -> tuple[Tensor, ...]:
-    keep_freed(values.nbytes)
     values = values.detach().contiguous()
     n, size = values.shape
     packed, step, *offset = _allocate(values, bits, symmetric, scale_dtype)
@@ -92,7 +90,6 @@ def dequantize(
     n, size = packed.shape[0], packed.shape[1] * 8 // bits
     if n * size < native.LONG:
         return reference.dequantize(packed, step, offset, bits, hadamard, dtype)
-    keep_freed(n * size * dtype.itemsize)
     bf16 = dtype == torch.bfloat16
     values = torch.empty(n, size, dtype=torch.bfloat16 if bf16 else torch.float32)
     if not _compiled(values):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels import gpu, indices, native
-from ds_compress.kernels.memory import keep_freed
 from ds_compress.kernels.native import selection
 
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -136,7 +135,6 @@ def _fill(size: Tensor, cut: Tensor, k: int, spread: bool) -> Tensor:
 def _exact_native(x: Tensor, k: int) -> Tensor:
     """In two stages where rows are long: what passes a sampled threshold, then the k largest of that."""
     infinity, bits = INFINITY[x.dtype], _bits(x)
-    keep_freed(x.nbytes)
     if x.shape[1] >= LONG_ROW:
         _, low = sampled_band(x, k)
         reached = selection.Candidates.reaching(bits, low, infinity)

@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ds_compress.kernels.memory import keep_freed
+
 logger = logging.getLogger(__name__)
 
 LONG = 1 << 16
@@ -29,6 +31,7 @@ def serves(source: str, device: torch.device, entries: int) -> bool:
     """Whether `source` serves tensors on `device`, and a tensor of so many entries is worth it."""
     if device.type != "cpu" or entries < LONG:
         return False
+    keep_freed(entries * torch.float32.itemsize)
     with _compiling:
         return library(source) is not None
 
