@@ -1,6 +1,6 @@
 """What "indices": "reuse" does on a GPU: read entries at indices that both sides know.
 
-Putting them back is `scatter_` into zeros, which is already one kernel that does not wait.
+Putting them back is `index_copy_` into zeros, which is already one kernel that does not wait.
 """
 
 import torch
