@@ -8,11 +8,14 @@ from collections import ChainMap
 from typing import Any
 
 import deepspeed
+import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe import p2p
 from packaging.version import Version
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ds_compress import __version__
+from ds_compress import __version__, staging
 from ds_compress.config import Config
 from ds_compress.engine import CompressedEngine
 from ds_compress.errors import CompressionError
@@ -82,6 +85,16 @@ def _steps_per_epoch(engine: Any) -> int | None:
         return -(-len(engine.training_data) // engine.train_batch_size())
     except TypeError:
         return None
+
+
+def prepare() -> None:
+    """Before an engine is built: let DeepSpeed's own messages, of shapes and the like, reach a neighbour's GPU.
+
+    Over a backend that cannot send a device's memory DeepSpeed would fail at the first of them. What it has for a
+    torch without send and recv, broadcasts in groups of two, works there.
+    """
+    if staging.is_needed(torch.device(get_accelerator().device_name())):
+        p2p.can_send_recv = lambda: False
 
 
 def attach(engine: Any, module: Any, block: object) -> None:

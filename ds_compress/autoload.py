@@ -57,6 +57,10 @@ def _wrap(module: Any) -> None:
 
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
+        if KEY in getattr(kwargs.get("config_class"), "_param_dict", {}):
+            from ds_compress.attach import prepare
+
+            prepare()
         original(self, *args, **kwargs)
         ds_config = getattr(self._config, "_param_dict", {})
         if KEY in ds_config:

@@ -14,6 +14,7 @@ With `"state": "delta"` a file may hold changes to the checkpoint before. The fi
 the next after `FULL_EVERY` of the others, and any one when a rank cannot read what it would build on.
 """
 
+import functools
 import hashlib
 import json
 import logging
@@ -296,7 +297,8 @@ class CheckpointedEngine:
         verdict = Verdict(row for each in everywhere for row in each.tolist())
         for side, its in zip(sides, found):
             restored = verdict.status[side.layer, rank.replica, rank.tensor_parallel] == RESTORED
-            side.boundary.restore(its.memories if restored else {}, self.device)
+            memories = its.memories if restored else {}
+            self._compression.in_lane(side.boundary, functools.partial(side.boundary.restore, memories, self.device))
         report = verdict.report(Path(root, tag))
         if restore and report and dist.get_rank() == 0:
             log.warning(report)

@@ -26,6 +26,7 @@ from ds_compress.checkpoint import Side
 from ds_compress.config import DIRECTIONS, KEY
 from ds_compress.engine import CompressedEngine
 from ds_compress.errors import CompressionError
+from ds_compress.lane import Lane
 from ds_compress.link import Patience, Receiver, Sender
 from ds_compress.stage import Stage
 
@@ -131,8 +132,9 @@ class CompressedDualPipeV(CompressedEngine):
                 receiver = QueuedReceiver(peer, self.device, self._queue_to(neighbour, come), self._launch)
                 sender = QueuedSender(peer, self.device, self._queue_to(neighbour, go))
                 # no second packets: _check has refused what sends them
-                stage.connect(f"{receiving}/{phase}", come, receiver, receiver)
-                stage.connect(f"{sending}/{phase}", go, sender, sender)
+                # and no lanes: the queue starts on the compute stream
+                stage.connect(f"{receiving}/{phase}", come, receiver, receiver, Lane())
+                stage.connect(f"{sending}/{phase}", go, sender, sender, Lane())
 
     def _sides(self):
         return [

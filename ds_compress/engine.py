@@ -5,6 +5,7 @@ context of `Stage`. `_exec_schedule` takes functions from the class's `_INSTRUCT
 mixin brings its own map, a ChainMap over the engine's: entries that others patch later stay in force.
 """
 
+import functools
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +15,7 @@ from deepspeed.runtime.pipe import schedule
 from ds_compress.channel import Boundary
 from ds_compress.checkpoint import CheckpointedEngine
 from ds_compress.config import DIRECTIONS
+from ds_compress.lane import Lane, lane_for
 from ds_compress.link import EagerReceiver, EagerSender, Patience, Receiver, Sender, channel_groups
 from ds_compress.monitor import Monitor
 from ds_compress.stage import Stage
@@ -59,22 +61,23 @@ class CompressedEngine(CheckpointedEngine):
         groups = channel_groups(pipelines, self.global_rank, [*DIRECTIONS, *rests], seconds) if eager else {}
         send, receive = (EagerSender, EagerReceiver) if eager else (Sender, Receiver)
 
-        def connect(instruction, channel, kind, neighbour):
+        def connect(instruction, channel, kind, neighbour, lane):
             peer = self.grid.stage_to_global(neighbour)
             group = groups.get((channel.boundary.number, channel.direction))
             rest_group = groups.get((channel.boundary.number, f"{channel.direction} rest"))
             patience = Patience(channel.place, seconds)
             stage.connect(
                 instruction, channel,
-                kind(peer, self.device, group, patience), kind(peer, self.device, rest_group, patience),
+                kind(peer, self.device, group, patience), kind(peer, self.device, rest_group, patience), lane,
             )
 
+        lanes = [lane_for(self.device) if eager else Lane() for _ in range(2)]
         if before:
-            connect("RecvActivation", before.forward, receive, self.prev_stage)
-            connect("SendGrad", before.backward, send, self.prev_stage)
+            connect("RecvActivation", before.forward, receive, self.prev_stage, lanes[0])
+            connect("SendGrad", before.backward, send, self.prev_stage, lanes[0])
         if after:
-            connect("SendActivation", after.forward, send, self.next_stage)
-            connect("RecvGrad", after.backward, receive, self.next_stage)
+            connect("SendActivation", after.forward, send, self.next_stage, lanes[1])
+            connect("RecvGrad", after.backward, receive, self.next_stage, lanes[1])
 
     @staticmethod
     def _check(config, stages):
@@ -93,7 +96,7 @@ class CompressedEngine(CheckpointedEngine):
         self._ahead = False
         if training:
             for boundary in stage.boundaries:
-                boundary.end_step(self._replica_mean)
+                stage.in_lane(boundary, functools.partial(boundary.end_step, self._replica_mean))
             self._compression_monitor.end_step(stage, self.global_steps, self.global_samples)
 
     def _look_ahead(self, pipe_schedule, training):

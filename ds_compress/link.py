@@ -22,6 +22,7 @@ from torch import distributed as dist
 from torch.distributed import Work
 
 from ds_compress.errors import CompressionError
+from ds_compress.staging import Staged, transport_for
 
 IN_FLIGHT = 4
 """Packets of an eager channel under way before its sender waits for the oldest. DeepSpeed's own order has sent packet
@@ -40,15 +41,17 @@ class Patience:
     place: str = "link"
     seconds: float = 1800.0
 
-    def wait(self, work: Work, peer: int, device: torch.device) -> None:
+    def wait(self, work: Work | Staged, peer: int, device: torch.device) -> None:
         """Wait for a transfer from or to the rank `peer`.
 
         Raises:
             CompressionError: it failed, or took too long; names place and peer.
         """
         with self.naming(peer):
-            # With a time-out of its own a wait on NCCL would stop the host, not only the stream
-            work.wait(timedelta(seconds=self.seconds)) if device.type == "cpu" else work.wait()
+            if device.type == "cpu" or isinstance(work, Staged):
+                work.wait(timedelta(seconds=self.seconds))
+            else:  # with a time-out of its own a wait on NCCL would stop the host, not only the stream
+                work.wait()
 
     @contextmanager
     def naming(self, peer: object) -> Iterator[None]:
@@ -74,6 +77,7 @@ class Sender:
         self.patience = patience
         self.device = device
         self.group = group
+        self._transport = transport_for(device)
         self._free: list[Tensor] = []
 
     def memory(self, nbytes: int) -> Tensor:
@@ -90,11 +94,11 @@ class Sender:
     def drain(self) -> None:
         """Return when everything sent has left this process."""
 
-    def _isend(self, packet: Tensor) -> Work:
+    def _isend(self, packet: Tensor) -> Work | Staged:
         with self.patience.naming(self.peer):
-            return dist.isend(packet, self.peer, group=self.group)
+            return self._transport.isend(packet, self.peer, group=self.group)
 
-    def _wait(self, work: Work) -> None:
+    def _wait(self, work: Work | Staged) -> None:
         self.patience.wait(work, self.peer, self.device)
 
 
@@ -106,6 +110,7 @@ class Receiver:
         self.patience = patience
         self.device = device
         self.group = group
+        self._transport = transport_for(device)
         self._packet: Tensor | None = None
 
     def expect(self, nbytes: int, count: int) -> None:
@@ -118,11 +123,11 @@ class Receiver:
         self._wait(self._irecv(self._packet))
         return self._packet
 
-    def _irecv(self, memory: Tensor) -> Work:
+    def _irecv(self, memory: Tensor) -> Work | Staged:
         with self.patience.naming(self.peer):
-            return dist.irecv(memory, self.peer, group=self.group)
+            return self._transport.irecv(memory, self.peer, group=self.group)
 
-    def _wait(self, work: Work) -> None:
+    def _wait(self, work: Work | Staged) -> None:
         self.patience.wait(work, self.peer, self.device)
 
 
@@ -131,7 +136,7 @@ class EagerSender(Sender):
 
     def __init__(self, peer: int, device: torch.device, group=None, patience: Patience = Patience()):
         super().__init__(peer, device, group, patience)
-        self._in_flight: deque[tuple[Tensor, Work]] = deque()
+        self._in_flight: deque[tuple[Tensor, Work | Staged]] = deque()
 
     def memory(self, nbytes: int) -> Tensor:
         # Counted, not polled: gloo's is_completed() stays False until someone waits
@@ -157,7 +162,7 @@ class EagerReceiver(Receiver):
 
     def __init__(self, peer: int, device: torch.device, group=None, patience: Patience = Patience()):
         super().__init__(peer, device, group, patience)
-        self._posted: deque[tuple[Tensor, Work]] = deque()
+        self._posted: deque[tuple[Tensor, Work | Staged]] = deque()
         self._memory: list[Tensor] = []
         self._in_use: Tensor | None = None
         self._to_post = 0

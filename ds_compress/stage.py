@@ -7,6 +7,7 @@ receives fetches the packet, and each call hands out the next tensor of it.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from ds_compress.channel import Boundary, Channel, Moment
 from ds_compress.codec import TensorSpec
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
+from ds_compress.lane import Lane
 from ds_compress.link import Receiver, Sender
 from ds_compress.probe import OFF, Probe
 
@@ -83,26 +85,28 @@ class PointToPoint:
             self.instruction = before
 
 
+@dataclass
 class Outbound:
     """A channel's sending end."""
 
-    def __init__(self, channel: Channel, sender: Sender, second: Sender):
-        self.channel = channel
-        self.sender = sender
-        self.second = second
-        self.probe: Probe = OFF
-        self.micro_batch = 0
+    channel: Channel
+    sender: Sender
+    second: Sender
+    lane: Lane
+    probe: Probe = OFF
+    micro_batch: int = 0
 
 
+@dataclass
 class Inbound:
     """A channel's receiving end."""
 
-    def __init__(self, channel: Channel, receiver: Receiver, second: Receiver):
-        self.channel = channel
-        self.receiver = receiver
-        self.second = second
-        self.probe: Probe = OFF
-        self.micro_batch = 0
+    channel: Channel
+    receiver: Receiver
+    second: Receiver
+    lane: Lane
+    probe: Probe = OFF
+    micro_batch: int = 0
 
 
 class Stage:
@@ -119,18 +123,24 @@ class Stage:
         self.after = after
         self._p2p = p2p
         self._ends: dict[str, Outbound | Inbound] = {}
+        self._lanes: dict[int, Lane] = {}  # by boundary
         self.step = 0
         self.training = False
         self.loss_scale = 1.0
         self._loaded = 0
 
-    def connect(self, instruction: str, channel: Channel, end: Sender | Receiver, second: Sender | Receiver) -> None:
+    def connect(
+        self, instruction: str, channel: Channel, end: Sender | Receiver, second: Sender | Receiver, lane: Lane
+    ) -> None:
         """Let `instruction` ("SendActivation", ...) use `channel` over `end`.
 
-        `second`: for packets that only some messages have, on a group of its own where receives are posted ahead.
+        Args:
+            second: for packets that only some messages have, on a group of its own where receives are posted ahead.
+            lane: of the boundary, for both its channels.
         """
         kind = Outbound if isinstance(end, Sender) else Inbound
-        self._ends[instruction] = kind(channel, end, second)
+        self._ends[instruction] = kind(channel, end, second, lane)
+        self._lanes[channel.boundary.number] = lane
 
     @property
     def boundaries(self) -> list[Boundary]:
@@ -157,8 +167,15 @@ class Stage:
         yield
         for end in self._ends.values():
             if isinstance(end, Outbound):
-                end.probe.drain(end.sender)
-                end.second.drain()
+                end.lane.run(lambda: self._drain(end))
+        for lane in self._lanes.values():
+            lane.join()
+
+    def in_lane(self, boundary: Boundary, work: Callable[[], None]) -> None:
+        """Do `work`, on what `boundary` remembers, where its codecs work, and before anything that follows."""
+        lane = self._lanes[boundary.number]
+        lane.run(work)
+        lane.join()
 
     def load(self, batch: Sequence[Any]) -> None:
         """Take note of the samples in what the data loader returned, on the first stage."""
@@ -171,7 +188,7 @@ class Stage:
         """Announce the `count` messages of this schedule, with tensors like `tensors` (see `Receiver.expect`)."""
         end = self._ends[instruction]
         message = end.channel.message(tuple(map(TensorSpec.of, tensors)), self._moment(0), raw_tail)
-        end.receiver.expect(message.packet.nbytes, count)
+        end.lane.run(lambda: end.receiver.expect(message.packet.nbytes, count))
 
     @contextmanager
     def send(self, instruction: str, raw_tail: int = 0) -> Iterator[None]:
@@ -188,11 +205,15 @@ class Stage:
         """Send `tensors` as one packet."""
         end = self._ends[instruction]
         moment = self._next_moment(end)
-        packet = end.probe.encode(end.channel, tensors, moment, raw_tail, end.sender.memory)
-        rest = end.channel.rest
-        end.probe.send(end.sender, packet)
-        if rest is not None:
-            end.second.send(end.second.memory(rest.numel()).copy_(rest))
+
+        def work() -> None:
+            packet = end.probe.encode(end.channel, tensors, moment, raw_tail, end.sender.memory)
+            rest = end.channel.rest
+            end.probe.send(end.sender, packet)
+            if rest is not None:
+                end.second.send(end.second.memory(rest.numel()).copy_(rest))
+
+        end.lane.run(work, takes=tensors)
 
     @contextmanager
     def receive(self, instruction: str, tensors: Callable[[], Sequence[Tensor]], raw_tail: int = 0) -> Iterator[None]:
@@ -208,11 +229,20 @@ class Stage:
         end = self._ends[instruction]
         moment = self._next_moment(end)
         message = end.channel.message(tuple(map(TensorSpec.of, tensors)), moment, raw_tail)
-        packet = end.probe.receive(end.receiver, message.packet.nbytes)
-        arrived = end.probe.decode(end.channel, packet, message, moment, end.second.receive)
+
+        def work() -> list[Tensor]:
+            packet = end.probe.receive(end.receiver, message.packet.nbytes)
+            return end.probe.decode(end.channel, packet, message, moment, end.second.receive)
+
+        arrived = end.lane.run(work, gives=True)
         if message.ids and self.after:
             self.after.announce(moment.micro_batch, self.before.sample_ids[moment.micro_batch])
         return arrived
+
+    @staticmethod
+    def _drain(end: Outbound) -> None:
+        end.probe.drain(end.sender)
+        end.second.drain()
 
     def aside(self):
         """Context for what an instruction sends beside its message: DeepSpeed's shape messages."""

@@ -22,6 +22,7 @@ LAYERS = [
     {"wire"},
     {"channel"},
     {"simulate"},
+    {"staging", "lane"},
     {"link", "handshake", "clock"},
     {"probe"},
     {"planner"},
