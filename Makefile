@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 PEERS := .venv-peers
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench bench-floors bench-peers bench-net pipelines faults matrix clean
+.PHONY: help demo test test-slow lint bench bench-floors bench-peers bench-gpu bench-net pipelines faults matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ $(PEERS)/.installed: setup.cfg pyproject.toml
 
 bench-peers: $(PEERS)/.installed ## against other libraries, on one core
 	OMP_NUM_THREADS=1 $(PEERS)/bin/python launch/bench_peers.py
+
+bench-gpu: $(PEERS)/.installed ## on a GPU, against its memory and other libraries; needs TORCH=torch or another CUDA build
+	$(PEERS)/bin/python launch/bench_gpu.py
 
 bench-net: $(INSTALLED) ## two hosts with a slow link between them, on this machine; needs root
 	$(BIN)/python launch/bench_net.py

@@ -27,7 +27,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("bench", help="size, error and speed of codecs")
     parser.add_argument("--shape", type=shape, default=(4, 1024, 1024), help="of the tensor (default 4,1024,1024)")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help=f"cpu, cuda, cuda:1, ... (here {device} if not given)")
     parser.add_argument("--threads", type=int, default=1, help="of torch on the CPU (default 1)")
     parser.add_argument("--codec", nargs="+", help="names, or JSON objects as in ds_config (default: all but none)")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
