@@ -83,20 +83,25 @@ def transfer_ms(
     return {d: round_trip * nbytes[d] / sum(nbytes.values()) for d in DIRECTIONS}
 
 
-def uncompressed_step_ms(step_ms: float, channels: Channels) -> float:
+def uncompressed_step_ms(step_ms: float, channels: Channels, ranks: int) -> float:
     """Estimate of the step with every message sent as it is, from the measurements of a compressed step.
 
     Time on the link grows with the bytes. What a receiver waited for while its packet was on its way is taken as
     exposed and grows so; what was hidden stays hidden until one channel alone takes longer than the step. The codec's
-    time goes away on the stage where that and the growth together make the largest difference.
+    time goes away on the rank where that and the growth together make the largest difference.
+
+    Args:
+        ranks: of the pipeline. With fewer than boundaries + 1 the way of the data turns back at the last rank, and the
+            others have two stages each (DualPipeV).
     """
     def exposed(channel: Mapping[str, float]) -> float:
         return min(channel["wait_ms"], channel["transfer_ms"]) * (channel["ratio"] - 1)
 
-    changes = []
+    changes = [0.0] * ranks
     for stage in range(len(channels) + 1):
         spent = stage_ms(channels, stage)
         touching = [c for boundary in channels[max(0, stage - 1):stage + 1] for c in boundary.values()]
-        changes.append(sum(map(exposed, touching)) - spent["encode"] - spent["decode"])
+        rank = stage if stage < ranks else len(channels) - stage
+        changes[rank] += sum(map(exposed, touching)) - spent["encode"] - spent["decode"]
     saturated = max(c["transfer_ms"] * c["ratio"] for boundary in channels for c in boundary.values())
     return max(step_ms + max(changes), saturated)

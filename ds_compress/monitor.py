@@ -67,6 +67,7 @@ class Monitor:
         self._began: Any = None  # mark of the measured step
         self._gathered: Channels | None = None
         self._written: Channels | None = None
+        self._measured = 0  # steps
         self._steps = 0
         self._started = self._ended = 0.0  # of training, seconds
         self._waited: list[float] = []  # share of a written step
@@ -75,12 +76,12 @@ class Monitor:
         """Before the training step with number `step`, counted from 1."""
         self._started = self._started or time.perf_counter()
         if self._write is not None and self._due(step):
+            compared = self._measured % self.micro_batches
             for end in stage.ends:
                 sends = isinstance(end, Outbound)
-                end.probe = (
-                    SendingMeter(self._clock, self.micro_batches) if sends else ReceivingMeter(self._clock)
-                )
+                end.probe = SendingMeter(self._clock, compared) if sends else ReceivingMeter(self._clock)
                 self._meters.append((end, end.probe))
+            self._measured += 1
             self._began = self._clock.mark()
 
     def end_step(self, stage: Stage, step: int, samples: int) -> None:
@@ -203,7 +204,7 @@ class Monitor:
         stages = [stage_ms(channels, stage) for stage in range(self.boundaries + 1)]
         self._waited.append(sum(spent["wait"] + spent["send"] for spent in stages) / self.ranks / step_ms)
         events.append((label("step_ms"), step_ms, samples))
-        events.append((label("uncompressed_step_ms"), uncompressed_step_ms(step_ms, channels), samples))
+        events.append((label("uncompressed_step_ms"), uncompressed_step_ms(step_ms, channels, self.ranks), samples))
         return events
 
 

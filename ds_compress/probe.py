@@ -64,24 +64,23 @@ class _Meter(Probe):
 class SendingMeter(_Meter):
     """A sending end for one step.
 
-    One message of the step, chosen by the step number modulo the micro-batches, is compared with what its packet
-    decodes to, after the packet is on its way: the error hardly differs between the messages of a step, and comparing
-    all of them would cost too much.
+    One message of the step is compared with what its packet decodes to, after the packet is on its way: the error
+    hardly differs between the messages of a step, and comparing all of them would cost too much.
     """
 
     COLUMNS = ("nonfinite_share", "relative_error", "cosine", "encode_ms", "send_ms")
 
-    def __init__(self, clock: HostClock, micro_batches: int):
-        """`micro_batches`: in a step."""
+    def __init__(self, clock: HostClock, compared: int):
+        """`compared`: micro-batch of the message that is compared."""
         super().__init__(clock)
-        self._micro_batches = micro_batches
+        self._compared = compared
         self._largest: list[Tensor] = []  # of each message
         self._norms: Tensor | None = None  # of the message that is compared
         self._tensors: Sequence[Tensor] = ()  # of the message between encode and send
         self._decode: Callable[[Tensor], list[Tensor]] | None = None
 
     def encode(self, channel, tensors, moment, raw_tail, memory):
-        compared = channel.codec.sender_decodes and moment.micro_batch == moment.step % self._micro_batches
+        compared = channel.codec.sender_decodes and moment.micro_batch == self._compared
         listener = channel.listener() if compared else None
 
         def timed_memory(nbytes: int) -> Tensor:

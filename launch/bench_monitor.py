@@ -10,9 +10,11 @@ same for the processor time of rank 0, which does the writing: that holds on a b
 """
 
 import argparse
+import atexit
 import json
 import os
 import random
+import shutil
 import statistics
 import tempfile
 import time
@@ -67,6 +69,7 @@ def main() -> None:
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed()
     folder = tempfile.mkdtemp(prefix="bench_monitor_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true", WANDB_DIR=folder)
     model = PipelineModule(
         layers=build_layers(args), num_stages=2, loss_fn=loss_fn, partition_method="type:Block", base_seed=1,

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ds_compress  # noqa: F401  (hooks the engine)
+from ds_compress import monitor
 from ds_compress.channel import Boundary, Moment
 from ds_compress.cli.runs import LOSS, read_run
 from ds_compress.clock import HostClock
@@ -183,21 +184,43 @@ def test_a_monitor_that_is_off_does_nothing(tmp_path):
 
 @pytest.mark.parametrize("bad, share", [(math.inf, 0.5), (math.nan, 0.5), (1.0, 0.0)])
 def test_messages_that_are_not_finite_are_counted(bad, share):
-    """Micro-batch 1 is bad; the one that is compared moves on with the steps."""
+    """Micro-batch 1 is bad."""
     good = torch.randn(64)
     messages = [good, torch.cat([good[1:], torch.tensor([bad])])]
-    for step in (0, 1):
+    for compared in (0, 1):
         boundary = Boundary(0, Config({"forward": {"codec": "bf16"}, "min_numel": 0}))
-        meter = SendingMeter(HostClock(), micro_batches=2)
+        meter = SendingMeter(HostClock(), compared)
         for micro_batch, x in enumerate(messages):
-            packet = meter.encode(boundary.forward, [x], Moment(step, micro_batch, True), 0, HeldSender().memory)
+            packet = meter.encode(boundary.forward, [x], Moment(0, micro_batch, True), 0, HeldSender().memory)
             meter.send(HeldSender(), packet)
         values = meter.values()
         assert values["nonfinite_share"] == share
-        if step == 1 and share:
+        if compared == 1 and share:
             assert math.isnan(values["relative_error"]) and math.isnan(values["cosine"])
         else:
             assert 0 < values["relative_error"] < 2**-8 and values["cosine"] == pytest.approx(1, abs=1e-4)
+
+
+def compared_messages(config):
+    """Micro-batches that rank 0 compares in eight steps."""
+    seen = []
+
+    def noting(clock, compared):
+        seen.append(compared)
+        return SendingMeter(clock, compared)
+
+    monitor.SendingMeter = noting
+    engine, data = build(2, config), batches()
+    for _ in range(8):
+        engine.train_batch(data)
+    return seen
+
+
+def test_every_message_of_a_step_is_compared_in_turn(tmp_path):
+    """Once the step number chose it: with "every" a multiple of the micro-batches it was always the same one."""
+    csv = {"enabled": True, "output_path": str(tmp_path), "job_name": "turns"}
+    config = ds_config({"monitor": {"every": 2}}, csv_monitor=csv)
+    assert run_ranks(2, compared_messages, config)[0] == [0, 1, 2, 3]
 
 
 class HeldSender:
@@ -255,11 +278,14 @@ def channel_values(**values):
 def test_estimate_of_the_uncompressed_step():
     free = channel_values()
     codec_only = [{"forward": channel_values(encode_ms=5.0, decode_ms=3.0), "backward": free}]
-    assert uncompressed_step_ms(100.0, codec_only) == 97.0  # less stage 1's 3 ms: both must get faster
+    assert uncompressed_step_ms(100.0, codec_only, 2) == 97.0  # less stage 1's 3 ms: both must get faster
     exposed = [{"forward": channel_values(wait_ms=20.0, transfer_ms=10.0, ratio=4.0), "backward": free}]
-    assert uncompressed_step_ms(100.0, exposed) == 130.0
+    assert uncompressed_step_ms(100.0, exposed, 2) == 130.0
     saturated = [{"forward": channel_values(transfer_ms=60.0, ratio=4.0), "backward": free}]
-    assert uncompressed_step_ms(100.0, saturated) == 240.0
+    assert uncompressed_step_ms(100.0, saturated, 2) == 240.0
+    # DualPipeV on two ranks: both send and receive at both boundaries, out and back, and both get faster by 8 ms
+    there_and_back = [codec_only[0], {"forward": codec_only[0]["forward"], "backward": free}]
+    assert uncompressed_step_ms(100.0, there_and_back, 2) == 92.0
     assert stage_ms(codec_only, 0)["encode"] == 5.0 and stage_ms(codec_only, 1)["decode"] == 3.0
 
 
