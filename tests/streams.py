@@ -21,6 +21,10 @@ from torch.utils._pytree import tree_leaves
 from ds_compress import engine, lane, link, staging
 
 
+HOST_WAITS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}
+"""Operations whose result, or its size, the host has to wait for."""
+
+
 class Timeline:
     """Operations that run one after the other."""
 
@@ -110,6 +114,8 @@ class Device(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
             return result
+        if self.stream is not self.compute and func.overloadpacket.__name__ in HOST_WAITS:
+            self.problems.append(f"{self.stream.name}: the host waits for {func}")
         self.stream.learn(self.host.known)
         reads, writes = [], []
         values = dict(zip((argument.name for argument in func._schema.arguments), args)) | (kwargs or {})

@@ -15,7 +15,8 @@ Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 def on_cpu(tensor: Tensor) -> bool:
-    """Whether numpy may do the work. A test that makes this false gets the plain torch of other devices."""
+    """Whether numpy may do the work, and values cost no wait. A test that makes this false gets the plain torch of
+    other devices."""
     return tensor.device.type == "cpu"
 
 
