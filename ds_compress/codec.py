@@ -72,9 +72,9 @@ class Context:
     sample_ids: Tensor | None = None
     """int64, on the CPU: which samples a forward training message holds, where a feedback asks for it."""
 
-    stash: MutableMapping[str, Tensor] = field(default_factory=dict)
+    stash: MutableMapping[str, Any] = field(default_factory=dict)
     """What the forward message of a micro-batch leaves, on both sides, for the backward message of the same one.
-    Dropped after that message; in evaluation dropped at once. Holds the selection and whatever a codec adds."""
+    Dropped after that message; in evaluation dropped at once. Holds the selection and tensors that a codec adds."""
 
     memory: MutableMapping[str, Tensor] = field(default_factory=dict)
     """Tensors that outlive the message (a warm-started basis, learned weights), kept and checkpointed by the
@@ -82,14 +82,14 @@ class Context:
     is how a checkpoint brings them back, and a product's last bits depend on the memory layout."""
 
     @property
-    def selection(self) -> Tensor | None:
-        """Flat int64 indices of the kept entries, in the order of their values on the wire. A sparsifying codec sets
-        it in encode and in decode of the forward message; `indices: "reuse"` reads it in the backward message."""
+    def selection(self) -> Any:
+        """The kept entries, a `kernels.selection.Selection`, or None. A sparsifying codec sets it in encode and in
+        decode of the forward message; `indices: "reuse"` reads it in the backward message."""
         return self.stash.get("selection")
 
     @selection.setter
-    def selection(self, indices: Tensor) -> None:
-        self.stash["selection"] = indices
+    def selection(self, selection: Any) -> None:
+        self.stash["selection"] = selection
 
     def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
         """A generator seeded from the fields above: equal on both sides, new for every message, nothing to save."""

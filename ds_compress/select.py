@@ -1,7 +1,7 @@
 """Which k entries of each row are kept.
 
-Every function takes `x` [rows, d] and returns a selection: flat int64 indices into `x.flatten()`, ascending, with the
-same number of entries in every row whatever the data, so that packets have a static size and carry no counts. nan and
+Every function takes `x` [rows, d] and returns a `Selection` of entries of `x.flatten()`, ascending, with the same
+number of entries in every row whatever the data, so that packets have a static size and carry no counts. nan and
 infinity count as the largest magnitude: a selection from non-finite input holds a non-finite entry.
 """
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ds_compress.kernels import sidco as fit
 from ds_compress.kernels import topk
+from ds_compress.kernels.selection import Selection
 
 
 def kept_of(length: int, density: float) -> int:
@@ -31,12 +32,12 @@ def rows_of(shape: tuple[int, ...], scope: str) -> tuple[int, int]:
     return rows, numel // rows if rows else 0
 
 
-def exact(x: Tensor, k: int) -> Tensor:
+def exact(x: Tensor, k: int) -> Selection:
     """The k largest magnitudes of each row, equal ones in the order of their index."""
     return topk.exact(x, k)
 
 
-def threshold(x: Tensor, k: int) -> Tensor:
+def threshold(x: Tensor, k: int) -> Selection:
     """About the k largest of each row: those above a threshold taken from a sample, without sorting all (as in
     Deep Gradient Compression, Lin et al., ICLR 2018).
 
@@ -50,7 +51,7 @@ def threshold(x: Tensor, k: int) -> Tensor:
     return topk.banded(x, (low, high, high + 1, topk.INFINITY[x.dtype]), k)
 
 
-def sidco(x: Tensor, k: int) -> Tensor:
+def sidco(x: Tensor, k: int) -> Selection:
     """About the k largest of each row, by thresholds fitted to the distribution of |x| (see kernels.sidco).
 
     What lies above the upper fitted threshold is kept, the other places go evenly spaced to entries between the two.
@@ -66,26 +67,31 @@ def sidco(x: Tensor, k: int) -> Tensor:
     return topk.banded(x, (low, high, topk.INFINITY[x.dtype]), k)
 
 
-def blockwise(x: Tensor, density: float, block: int) -> Tensor:
+def blockwise(x: Tensor, density: float, block: int) -> Selection:
     """The largest of each block of `block` entries of a row (the last one may be shorter), at least one per block."""
     rows, d = x.shape
+    if not x.numel():
+        return topk.exact(x, 0)
+    block = min(block, d)
+    if d % block == 0:
+        return topk.exact(x.reshape(-1, block), kept_of(block, density))
     whole = d // block * block
     places = []
     for start, length, width in ((0, whole, block), (whole, d - whole, d - whole)):
-        if rows and length:
-            blocks = x[:, start:start + length].reshape(-1, width)
-            inside = topk.exact(blocks, kept_of(width, density)).view(rows, -1)
-            row = torch.arange(rows, device=x.device).unsqueeze(1)
-            places.append(inside + (row * (d - length) + start))
-    return torch.cat(places, dim=1).flatten() if places else topk.exact(x, 0)
+        blocks = x[:, start:start + length].reshape(-1, width)
+        inside = topk.exact(blocks, kept_of(width, density)).indices.view(rows, -1)
+        row = torch.arange(rows, device=x.device).unsqueeze(1)
+        places.append(inside + (row * (d - length) + start))
+    return Selection.at(torch.cat(places, dim=1).flatten(), x.numel())
 
 
-def stratified(rows: int, d: int, k: int, generator: torch.Generator) -> Tensor:
+def stratified(rows: int, d: int, k: int, generator: torch.Generator) -> Selection:
     """A random selection: each row is cut in k stretches (`stretches`), and one entry of each is drawn."""
     draw = torch.rand(rows, k, generator=generator, device=generator.device, dtype=torch.float64)
     length = stretches(d, k, generator.device)
     inside = (draw * length).long() + (length.cumsum(0) - length)
-    return (inside + torch.arange(rows, device=generator.device).unsqueeze(1) * d).flatten()
+    chosen = inside + torch.arange(rows, device=generator.device).unsqueeze(1) * d
+    return Selection.at(chosen.flatten(), rows * d)
 
 
 def stretches(d: int, k: int, device: torch.device) -> Tensor:

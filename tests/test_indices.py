@@ -6,8 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_compress.kernels import bitstring
 from ds_compress.kernels import indices as coding
 from ds_compress.kernels.native import selection
+from ds_compress.kernels.selection import Selection
 
 
 @st.composite
@@ -26,25 +28,25 @@ def subsets(draw):
 def test_decode_returns_what_encode_was_given_in_the_declared_layout(name, subset):
     indices, numel = subset
     coder = coding.CODERS[name]
-    parts = coder.encode(indices, numel)
+    parts = coder.encode(Selection.at(indices, numel))
     assert tuple((tuple(p.shape), p.dtype) for p in parts) == coder.layout(numel, indices.numel())
     assert sum(p.nbytes for p in parts) == coding.nbytes(name, numel, indices.numel())
-    decoded = coder.decode(parts, numel, indices.numel())
+    decoded = coder.decode(parts, numel, indices.numel()).indices
     assert decoded.dtype == torch.int64
     assert decoded.tolist() == indices.tolist()
 
 
 def test_the_bitmask_is_little_endian():
-    (packed,) = coding.Bitmask.encode(torch.tensor([0, 3, 9]), 11)
+    (packed,) = coding.Bitmask.encode(Selection.at(torch.tensor([0, 3, 9]), 11))
     assert packed.tolist() == [0b00001001, 0b00000010]
 
 
 @settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=70))
 def test_packed_bits_come_back(bits):
-    packed = coding.pack_bits(torch.tensor(bits, dtype=torch.bool))
+    packed = bitstring.pack_bits(torch.tensor(bits, dtype=torch.bool))
     assert packed.numel() == (len(bits) + 7) // 8
-    assert coding.unpack_bits(packed, len(bits)).tolist() == bits
+    assert bitstring.unpack_bits(packed, len(bits)).tolist() == bits
 
 
 def test_the_smallest_coder_follows_the_density():
@@ -56,7 +58,7 @@ def test_the_smallest_coder_follows_the_density():
 
 def test_rice_by_hand():
     """r is 1. index - i: 0 0 3 6 6 15 24 32; their low bits 0 0 1 0 0 1 0 0; i + high part: 0 1 3 6 7 12 18 23."""
-    planes, unary = coding.Rice.encode(torch.tensor([0, 1, 5, 9, 10, 20, 30, 39]), 40)
+    planes, unary = coding.Rice.encode(Selection.at(torch.tensor([0, 1, 5, 9, 10, 20, 30, 39]), 40))
     assert planes.tolist() == [[0b00100100]]
     assert unary.tolist() == [0b11001011, 0b00010000, 0b10000100]
 
@@ -79,9 +81,9 @@ def test_extremes_of_long_tensors(name, numel, chosen):
         "all but one": torch.cat([torch.arange(65000), torch.arange(65001, numel)]),
         "scattered": torch.arange(3, numel, 4093),
     }[chosen]
-    parts = coding.CODERS[name].encode(indices, numel)
+    parts = coding.CODERS[name].encode(Selection.at(indices, numel))
     assert tuple((tuple(p.shape), p.dtype) for p in parts) == coding.CODERS[name].layout(numel, indices.numel())
-    assert torch.equal(coding.CODERS[name].decode(parts, numel, indices.numel()), indices)
+    assert torch.equal(coding.CODERS[name].decode(parts, numel, indices.numel()).indices, indices)
 
 
 @pytest.mark.parametrize("name", coding.CODERS)
@@ -90,19 +92,19 @@ def test_extremes_of_long_tensors(name, numel, chosen):
 def test_plain_torch_gives_the_same_bytes(name, subset):
     indices, numel = subset
     coder = coding.CODERS[name]
-    parts = coder.encode(indices, numel)
+    parts = coder.encode(Selection.at(indices, numel))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coding, "on_cpu", lambda tensor: False)
-        for part, same in zip(parts, coder.encode(indices, numel)):
+        patch.setattr(bitstring, "on_cpu", lambda tensor: False)
+        for part, same in zip(parts, coder.encode(Selection.at(indices, numel))):
             assert torch.equal(part, same)
-        assert torch.equal(coder.decode(parts, numel, indices.numel()), indices)
+        assert torch.equal(coder.decode(parts, numel, indices.numel()).indices, indices)
 
 
 @settings(deadline=None)
 @given(subsets())
 def test_compiled_passes_give_the_same_bits(subset):
     indices, numel = subset
-    packed = coding.set_bits(indices, numel)
+    packed = bitstring.set_bits(indices, numel)
     assert torch.equal(selection.set_bits(indices, numel), packed)
     assert torch.equal(selection.list_bits(packed, numel, indices.numel()), indices)
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from ds_compress import select
 from ds_compress.kernels import native, sidco, topk
+from ds_compress.kernels.selection import Selection
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -21,7 +22,8 @@ def by_sorting(x: torch.Tensor, k: int) -> list[int]:
     return chosen
 
 
-def assert_k_per_row(selection: torch.Tensor, rows: int, d: int, k: int):
+def assert_k_per_row(selection: Selection, rows: int, d: int, k: int):
+    selection = selection.indices
     assert selection.dtype == torch.int64 and selection.shape == (rows * k,)
     assert (selection.diff() > 0).all()
     assert (selection.view(rows, k) // d == torch.arange(rows).unsqueeze(1)).all()
@@ -34,8 +36,8 @@ def outliers(*shape: int, seed: int = 0) -> torch.Tensor:
     return x
 
 
-def energy(x: torch.Tensor, selection: torch.Tensor) -> float:
-    return x.flatten()[selection].double().square().sum().item()
+def energy(x: torch.Tensor, selection: Selection) -> float:
+    return selection.gather(x).double().square().sum().item()
 
 
 rows_with_ties = st.tuples(st.integers(0, 4), st.integers(1, 40)).flatmap(
@@ -53,21 +55,21 @@ def test_exact_is_the_specification_ties_and_nan_included(x, dtype, data):
     x = x.to(dtype)
     k = data.draw(st.integers(1, x.shape[1]))
     expected = by_sorting(x, k)
-    assert select.exact(x, k).tolist() == expected
+    assert select.exact(x, k).indices.tolist() == expected
     assert topk.exact_reference(topk.keys(x), k).tolist() == expected
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "LONG", 0)
-        assert select.exact(x, k).tolist() == expected
+        assert select.exact(x, k).indices.tolist() == expected
         patch.setattr(topk, "LONG_ROW", 1)
         patch.setattr(topk, "SAMPLE", 3)
-        assert select.exact(x, k).tolist() == expected
+        assert select.exact(x, k).indices.tolist() == expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("k", [1, 103, 1025])
 def test_exact_on_random_rows(dtype, k):
     x = torch.randn(3, 1025, generator=torch.Generator().manual_seed(0)).to(dtype)
-    assert select.exact(x, k).tolist() == by_sorting(x, k)
+    assert select.exact(x, k).indices.tolist() == by_sorting(x, k)
 
 
 @pytest.mark.parametrize("density", [0.001, 0.1, 0.6])
@@ -79,13 +81,13 @@ def test_two_stages_on_long_rows_equal_the_reference(kind, density):
     }[kind].view(2, -1)
     assert x.shape[1] >= topk.LONG_ROW
     k = select.kept_of(x.shape[1], density)
-    assert torch.equal(select.exact(x, k), topk.exact_reference(topk.keys(x), k))
+    assert torch.equal(select.exact(x, k).indices, topk.exact_reference(topk.keys(x), k))
 
 
 def test_the_unit_vector_of_the_paper():
     x = torch.tensor([[3, -5, 0, 1, -2, 4, 0.5, -0.1, 2, -6]])
-    assert select.exact(x, 3).tolist() == [1, 5, 9]
-    assert select.exact(x, 2).tolist() == [1, 9]
+    assert select.exact(x, 3).indices.tolist() == [1, 5, 9]
+    assert select.exact(x, 2).indices.tolist() == [1, 9]
 
 
 @pytest.mark.parametrize("length, density, k", [
@@ -114,20 +116,20 @@ def test_bands_fill_from_the_highest_and_the_cpu_equals_the_reference(dtype, row
     low, *others = sorted(values) if data.draw(st.integers(0, 3)) else values
     bounds = (topk.keys(torch.full((rows, 1), low).to(dtype)), *(topk.keys(x.new_tensor(v)).item() for v in others))
     expected = topk.banded_reference(topk.keys(x), bounds, k)
-    assert torch.equal(topk.banded(x, bounds, k), expected)
+    assert torch.equal(topk.banded(x, bounds, k).indices, expected)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "LONG", 0)
         selection = topk.banded(x, bounds, k)
-    assert torch.equal(selection, expected)
+    assert torch.equal(selection.indices, expected)
     assert_k_per_row(selection, rows, d, k)
     level = sum((x.abs() >= bound).int() for bound in (low, *others))
-    for row, chosen in zip(level, selection.view(rows, k) % d):
+    for row, chosen in zip(level, selection.indices.view(rows, k) % d):
         assert sorted(row[chosen].tolist()) == sorted(row.tolist())[-k:]
 
 
 def test_equal_entries_of_a_band_are_evenly_spaced():
     one = topk.keys(torch.ones(1, 1))
-    assert topk.banded(torch.ones(1, 12), (one, one.item() + 1), 4).tolist() == [2, 5, 8, 11]
+    assert topk.banded(torch.ones(1, 12), (one, one.item() + 1), 4).indices.tolist() == [2, 5, 8, 11]
 
 
 @pytest.mark.parametrize("density", [0.1, 0.01])
@@ -144,7 +146,7 @@ def test_thresholds_keep_nearly_the_energy_of_exact_despite_outlier_channels(met
 @pytest.mark.parametrize("method", [select.threshold, select.sidco])
 def test_thresholds_favour_no_part_of_the_row(method):
     x = torch.randn(1, 1 << 18, generator=torch.Generator().manual_seed(1))
-    quarters = (method(x, 1 << 14) >> 16).bincount()
+    quarters = (method(x, 1 << 14).indices >> 16).bincount()
     assert quarters.tolist() == pytest.approx([1 << 12] * 4, rel=0.06)
 
 
@@ -154,7 +156,7 @@ def test_one_bad_entry_is_always_kept(method, bad):
     x = torch.randn(2, 1 << 17, generator=torch.Generator().manual_seed(2))
     x[1, 77777] = bad
     chosen = select.blockwise(x, 0.01, 1024) if method == "block" else method(x, 1000)
-    assert (1 << 17) + 77777 in chosen.tolist()
+    assert (1 << 17) + 77777 in chosen.indices.tolist()
 
 
 @pytest.mark.parametrize("method", [select.threshold, select.sidco])
@@ -165,7 +167,7 @@ def test_thresholds_on_degenerate_rows(method, row):
     for k in (1, 4000, 40000):
         selection = method(row.unsqueeze(0), k)
         assert_k_per_row(selection, 1, 40000, k)
-        assert row.isnan().any() or row[selection].max() == row.max()
+        assert row.isnan().any() or selection.gather(row).max() == row.max()
 
 
 def distribution(name: str) -> torch.Tensor:
@@ -204,7 +206,7 @@ def test_blocks_are_exact_each(x, block, density):
             part = row[start:start + block].unsqueeze(0)
             inside = by_sorting(part, select.kept_of(part.shape[1], density))
             expected += [number * len(row) + start + i for i in inside]
-    assert select.blockwise(x, density, block).tolist() == expected
+    assert select.blockwise(x, density, block).indices.tolist() == expected
     assert len(expected) == len(x) * select.kept_in_blocks(x.shape[1], density, block)
 
 
@@ -217,10 +219,10 @@ def test_a_stratified_draw_takes_one_of_each_stretch(rows, d, data):
     length = select.stretches(d, k, torch.device("cpu"))
     assert length.sum() == d and length.max() - length.min() <= 1
     stretch = torch.arange(k).repeat_interleave(length)
-    assert all(stretch[row % d].tolist() == list(range(k)) for row in selection.view(rows, k))
+    assert all(stretch[row % d].tolist() == list(range(k)) for row in selection.indices.view(rows, k))
 
 
 def test_a_stratified_draw_is_uniform_in_each_stretch():
-    selection = select.stratified(4000, 10, 3, torch.Generator().manual_seed(0)) % 10
+    selection = select.stratified(4000, 10, 3, torch.Generator().manual_seed(0)).indices % 10
     frequency = selection.bincount(minlength=10) / 4000
     assert frequency.tolist() == pytest.approx([1 / 3] * 6 + [1 / 4] * 4, abs=0.03)

@@ -5,7 +5,8 @@ import torch
 import ds_compress.codecs  # noqa: F401  (registers)
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.errors import CompressionError
-from ds_compress.kernels import indices, native
+from ds_compress.kernels import bitstring, native
+from ds_compress.kernels.selection import Selection
 
 SHAPES = [(), (0,), (1,), (7,), (3, 0), (0, 5), (3, 5), (2, 3, 205)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -43,7 +44,7 @@ def send(codec, x, sender=None, receiver=None):
 
 def masked(x, selection):
     kept = torch.zeros_like(x).flatten()
-    kept[selection] = x.flatten()[selection]
+    kept[selection.indices] = selection.gather(x)
     return kept.view(x.shape)
 
 
@@ -51,7 +52,7 @@ def expected(codec, x, selection):
     """`x` where it was selected, times what the codec multiplies by; zero elsewhere."""
     factor = torch.zeros(x.numel(), dtype=x.dtype)
     gain = codec.gain(TensorSpec.of(x))
-    factor[selection] = 1 if gain is None else gain.to(x.dtype)
+    factor[selection.indices] = 1 if gain is None else gain.to(x.dtype)
     return x * factor.view(x.shape)
 
 
@@ -62,16 +63,16 @@ def test_what_is_kept_arrives_and_the_gradient_reuses_its_places(choice, shape, 
     codec = build(choice)
     x, sender, receiver = random(shape, dtype), Context(), Context()
     y = send(codec, x, sender, receiver)
-    assert sender.selection.dtype == torch.int64
-    assert sender.selection.tolist() == receiver.selection.tolist()
-    assert sender.selection.numel() == codec.kept(TensorSpec.of(x))
+    assert sender.selection.indices.dtype == torch.int64
+    assert sender.selection.indices.tolist() == receiver.selection.indices.tolist()
+    assert sender.selection.count == codec.kept(TensorSpec.of(x))
     torch.testing.assert_close(y, expected(codec, x, sender.selection), rtol=2**-8, atol=0)
 
     backward = build({"name": "topk", "indices": "reuse"}).paired(codec)
     grad = random(shape, dtype, seed=1)
     sender.direction = receiver.direction = "backward"
     assert torch.equal(send(backward, grad, receiver, sender), expected(codec, grad, receiver.selection))
-    assert backward.layout(TensorSpec.of(grad)) == (((sender.selection.numel(),), dtype),)
+    assert backward.layout(TensorSpec.of(grad)) == (((sender.selection.count,), dtype),)
 
 
 @pytest.mark.parametrize("choice", SELECTING, ids=str)
@@ -87,7 +88,7 @@ def test_a_strided_input_gives_the_same_bytes(choice):
 def test_plain_torch_gives_the_same_bytes_and_tensor(choice, dtype, monkeypatch):
     codec, x = build(choice), random((2, 200, 205), dtype)
     parts, y = codec.encode(x, Context()), send(codec, x)
-    monkeypatch.setattr(indices, "on_cpu", lambda tensor: False)
+    monkeypatch.setattr(bitstring, "on_cpu", lambda tensor: False)
     monkeypatch.setattr(native, "serves", lambda *_: False)
     for part, same in zip(parts, codec.encode(x, Context())):
         assert torch.equal(part, same)
@@ -110,7 +111,7 @@ def test_an_overflow_shows_forward_and_backward(choice, bad):
 def test_kept_values_through_a_quantizer():
     codec, x, ctx = build({"name": "topk", "values": {"name": "quantize", "bits": 8}}), random((2, 30, 40)), Context()
     y = send(codec, x, ctx, ctx)
-    kept = x.flatten()[ctx.selection]
+    kept = ctx.selection.gather(x)
     step = (kept.max() - kept.min()) / 255
     torch.testing.assert_close(y, expected(codec, x, ctx.selection), rtol=0, atol=0.6 * step.item())
     assert torch.equal(y != 0, expected(codec, x, ctx.selection) != 0)
@@ -135,7 +136,7 @@ def test_reuse_is_the_gradient_of_the_sparsified_map():
 def test_a_kept_zero_is_kept():
     ctx = Context()
     send(build({"name": "topk", "density": 0.5}), torch.zeros(1, 6), Context(), ctx)
-    assert ctx.selection.tolist() == [0, 1, 2]
+    assert ctx.selection.indices.tolist() == [0, 1, 2]
 
 
 def test_rows_of_a_sample_do_not_starve_each_other():
@@ -182,8 +183,8 @@ def test_random_entries_differ_from_message_to_message_and_agree_on_both_sides()
     for place in [{}, {"micro_batch": 1}, {"step": 1}, {"direction": "backward"}, {"boundary": 1}, {"replica": 1}]:
         sender, receiver = Context(**place), Context(**place)
         send(codec, x, sender, receiver)
-        assert sender.selection.tolist() == receiver.selection.tolist()
-        seen[tuple(sender.selection.tolist())] = place
+        assert sender.selection.indices.tolist() == receiver.selection.indices.tolist()
+        seen[tuple(sender.selection.indices.tolist())] = place
     assert len(seen) == 6
 
 
@@ -220,7 +221,7 @@ def test_reuse_without_a_selection_is_refused():
     with pytest.raises(CompressionError, match="'reuse' at boundary 3, forward: no selection"):
         codec.encode(torch.ones(4), Context(boundary=3))
     ctx = Context(direction="backward")
-    ctx.selection = torch.tensor([0, 1])
+    ctx.selection = Selection.at(torch.tensor([0, 1]), 4)
     with pytest.raises(CompressionError, match="kept 2 entries, expected 1"):
         codec.encode(torch.ones(4), ctx)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ds_compress.kernels import gpu, reference, resolve
+from ds_compress.kernels.selection import Selection
 
 triton = pytest.importorskip("triton")
 
@@ -50,10 +51,13 @@ def every_setting():
         size = torch.zeros(2, 100_000, dtype=dtype)
         selection.exact(size, 10_000)
         selection.banded(size, (1, 2, 3, 4), 10_000)
-    for dtype in (torch.bfloat16, torch.float64):
-        reuse.gather(torch.zeros(1000, dtype=dtype), torch.arange(10))
-    bitstring.positions(bitstring.unpack_bits(torch.zeros(125, dtype=torch.uint8), 1000), 100)
-    bitstring.pack_bits(torch.zeros(1000, dtype=torch.bool))
+    bits = torch.zeros(125, dtype=torch.uint8)
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        for held in (torch.arange(10), bits):
+            reuse.gather(torch.zeros(1000, dtype=dtype), Selection(1000, 10, held))
+        reuse.expand(torch.zeros(10, dtype=dtype), bits, 1000)
+    bitstring.list_bits(bits, 1000, 10)
+    bitstring.pack_bits(bitstring.unpack_bits(bits, 1000))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -64,7 +68,7 @@ def test_every_kernel_compiles(architecture, monkeypatch, tmp_path):
     names = {kernel.fn.__name__ for kernel, _, _ in launches}
     assert names == {
         "_quantize", "_dequantize", "_histogram", "_kth_largest", "_count", "_write", "_look", "_gather",
-        "_pack", "_unpack",
+        "_pack", "_unpack", "_popcount", "_list", "_compress", "_spoil", "_expand",
     }
     for kernel, args, named in launches:
         compiled = compile_launch(kernel, args, named, architecture)

@@ -18,6 +18,7 @@ from ds_compress.codecs.matrix import as_message, is_finite
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import gpu
 from ds_compress.kernels import indices as coding
+from ds_compress.kernels.selection import Selection
 
 
 def _values_codec(choice: object) -> Codec:
@@ -60,24 +61,23 @@ class Sparse(Codec):
     def _values_spec(self, spec: TensorSpec) -> TensorSpec:
         return TensorSpec((self.kept(spec),), spec.dtype, spec.device)
 
-    def _scatter(self, parts: tuple[Tensor, ...], selection: Tensor, spec: TensorSpec, ctx: Context) -> Tensor:
+    def _scatter(self, parts: tuple[Tensor, ...], selection: Selection, spec: TensorSpec, ctx: Context) -> Tensor:
         values_spec = self._values_spec(spec)
         values, gain = self.values.decode(parts, values_spec, ctx), self.gain(spec)
         if gain is not None:
             values = as_message(values * gain, values_spec)
-        flat = torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device)
-        return flat.index_copy_(0, selection, values.flatten()).view(spec.shape)
+        return selection.scatter(values.flatten()).view(spec.shape)
 
 
-def gather(x: Tensor, selection: Tensor) -> Tensor:
-    """The entries of `x` at flat indices, or nan in their place if any entry of `x` is not finite.
+def gather(x: Tensor, selection: Selection) -> Tensor:
+    """The kept entries of `x`, or nan in their place if any entry of `x` is not finite.
 
     For selections that were not made from `x`: an overflow outside of them must reach the receiver too.
     """
     fused = gpu.kernels(x.device)
     if fused:
         return fused.gather(x, selection)
-    return torch.where(is_finite(x), x.flatten().index_select(0, selection), torch.nan)
+    return torch.where(is_finite(x), selection.gather(x), torch.nan)
 
 
 @register("randomk")
@@ -120,7 +120,7 @@ class RandomK(Sparse):
         ctx.selection = self._draw(spec, ctx)
         return self._scatter(parts, ctx.selection, spec, ctx)
 
-    def _draw(self, spec: TensorSpec, ctx: Context) -> Tensor:
+    def _draw(self, spec: TensorSpec, ctx: Context) -> Selection:
         rows, length = select.rows_of(spec.shape, self.options.scope)
         # another seed than the values codec's, whose rounding must not depend on what was selected
         generator = replace(ctx, seed=ctx.seed + 1).generator(spec.device)
@@ -151,9 +151,10 @@ class Column(Sparse):
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         spec = TensorSpec.of(x)
         matrix, kept = x.reshape(self._matrix(spec)), self._values_spec(spec).shape[1]
-        columns = select.exact(_column_norms(matrix).unsqueeze(0), kept)
+        chosen = select.exact(_column_norms(matrix).unsqueeze(0), kept)
+        columns = chosen.indices
         ctx.selection = self._entries(columns, matrix.shape)
-        indices = self._coder(matrix.shape[1], kept).encode(columns, matrix.shape[1])
+        indices = self._coder(matrix.shape[1], kept).encode(chosen)
         return indices + self.values.encode(matrix.index_select(1, columns), ctx)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
@@ -161,7 +162,7 @@ class Column(Sparse):
         kept = self._values_spec(spec).shape[1]
         coder = self._coder(channels, kept)
         split = len(coder.layout(channels, kept))
-        columns = coder.decode(parts[:split], channels, kept)
+        columns = coder.decode(parts[:split], channels, kept).indices
         ctx.selection = self._entries(columns, (rows, channels))
         return self._scatter(parts[split:], ctx.selection, spec, ctx)
 
@@ -176,9 +177,10 @@ class Column(Sparse):
         return coding.CODERS[coding.smallest(tuple(coding.CODERS), channels, kept)]
 
     @staticmethod
-    def _entries(columns: Tensor, shape: tuple[int, int]) -> Tensor:
+    def _entries(columns: Tensor, shape: tuple[int, int]) -> Selection:
         rows, channels = shape
-        return (torch.arange(rows, device=columns.device).unsqueeze(1) * channels + columns).flatten()
+        entries = torch.arange(rows, device=columns.device).unsqueeze(1) * channels + columns
+        return Selection.at(entries.flatten(), rows * channels)
 
 
 def _column_norms(matrix: Tensor) -> Tensor:

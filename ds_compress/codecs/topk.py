@@ -10,6 +10,7 @@ from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, 
 from ds_compress.codecs.sparse import Sparse, SparseOptions, gather
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import indices as coding
+from ds_compress.kernels.selection import Selection
 
 
 @register("topk")
@@ -98,8 +99,8 @@ class TopK(Sparse):
         if self.options.indices == "reuse":
             return self.values.encode(gather(x, self._reused(spec, ctx)), ctx)
         ctx.selection = self._select(x)
-        indices = self._coder(spec).encode(ctx.selection, spec.numel)
-        return indices + self.values.encode(x.flatten().index_select(0, ctx.selection), ctx)
+        values = ctx.selection.take(x)
+        return self._coder(spec).encode(ctx.selection) + self.values.encode(values, ctx)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         if self.options.indices == "reuse":
@@ -108,7 +109,7 @@ class TopK(Sparse):
         ctx.selection = self._coder(spec).decode(parts[:split], spec.numel, self.kept(spec))
         return self._scatter(parts[split:], ctx.selection, spec, ctx)
 
-    def _select(self, x: Tensor) -> Tensor:
+    def _select(self, x: Tensor) -> Selection:
         rows, length = select.rows_of(x.shape, self.options.scope)
         x = x.reshape(rows, length)
         if self.options.select == "block":
@@ -125,16 +126,16 @@ class TopK(Sparse):
     def _indices_layout(self, spec: TensorSpec) -> Layout:
         return () if self.options.indices == "reuse" else self._coder(spec).layout(spec.numel, self.kept(spec))
 
-    def _reused(self, spec: TensorSpec, ctx: Context) -> Tensor:
+    def _reused(self, spec: TensorSpec, ctx: Context) -> Selection:
         if ctx.selection is None:
             raise CompressionError(
                 f"topk.indices: 'reuse' at boundary {ctx.boundary}, {ctx.direction}: no selection is kept for this "
                 "message; allowed backward only, after a forward message whose codec selects entries"
             )
-        if ctx.selection.numel() != self.kept(spec):
+        if ctx.selection.count != self.kept(spec):
             raise CompressionError(
                 f"topk.indices: 'reuse' at boundary {ctx.boundary}, {ctx.direction}: the forward message kept "
-                f"{ctx.selection.numel()} entries, expected {self.kept(spec)} of shape {spec.shape}; use the same "
+                f"{ctx.selection.count} entries, expected {self.kept(spec)} of shape {spec.shape}; use the same "
                 "density and scope in both directions"
             )
         return ctx.selection

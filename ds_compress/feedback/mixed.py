@@ -12,6 +12,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec
 from ds_compress.feedback.ef import ErrorFeedbackOptions
 from ds_compress.feedback.state import State
+from ds_compress.kernels.selection import Selection
 
 
 @FEEDBACKS.register("ef_mixed")
@@ -102,7 +103,7 @@ def _merge_selections(ctx: Context, contexts: tuple[Context, Context]) -> None:
     """Leave the entries of both parts for the backward message; one that is in both stands there twice."""
     selections = [each.selection for each in contexts if each.selection is not None]
     if selections:
-        ctx.selection = torch.cat(selections)
+        ctx.selection = Selection.joined(selections)
 
 
 def _sum(sent: Tensor, resent: Tensor) -> Tensor:

@@ -1,75 +1,15 @@
-"""Index coding: how a set of entries of a flat tensor travels.
+"""Index coding: how a selection travels.
 
-All coders work on `count` distinct indices into `numel` entries, ascending, int64. Their size follows from `numel` and
-`count` alone. Bits are packed little-endian: bit j of byte i belongs to entry 8*i + j; unused bits are zero.
+All coders work on `count` of `numel` entries, distinct and ascending. Their size follows from these two numbers.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ds_compress.kernels import gpu, native
-from ds_compress.kernels.native import selection
+from ds_compress.kernels.bitstring import list_bits, pack_bits, set_bits, unpack_bits
+from ds_compress.kernels.selection import Selection
 
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-
-
-def on_cpu(tensor: Tensor) -> bool:
-    """Whether numpy may do the work, and values cost no wait. A test that makes this false gets the plain torch of
-    other devices."""
-    return tensor.device.type == "cpu"
-
-
-def pack_bits(bits: Tensor) -> Tensor:
-    """Bools [n] as uint8 [ceil(n / 8)]."""
-    if on_cpu(bits):
-        return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
-    fused = gpu.kernels(bits.device)
-    if fused:
-        return fused.pack_bits(bits)
-    padded = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(torch.uint8).view(-1, 8)
-    return (padded << torch.arange(8, device=bits.device, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
-
-
-def unpack_bits(packed: Tensor, numel: int) -> Tensor:
-    """The first `numel` bits of uint8 [m] as bools."""
-    if on_cpu(packed):
-        return torch.from_numpy(np.unpackbits(packed.numpy(), count=numel, bitorder="little").view(np.bool_))
-    fused = gpu.kernels(packed.device)
-    if fused:
-        return fused.unpack_bits(packed, numel)
-    bits = packed.unsqueeze(1) >> torch.arange(8, device=packed.device, dtype=torch.uint8)
-    return (bits & 1).bool().flatten()[:numel]
-
-
-def positions(mask: Tensor, count: int) -> Tensor:
-    """Ascending int64 indices of the true entries of `mask` [n], of which there are `count`.
-
-    Unlike `nonzero` it needs no look at the data on the host; entries beyond `count` are left out.
-    """
-    if on_cpu(mask):
-        return torch.from_numpy(np.flatnonzero(mask.numpy())[:count])
-    fused = gpu.kernels(mask.device)
-    if fused:
-        return fused.positions(mask, count)
-    slot = torch.where(mask, mask.cumsum(0) - 1, count).clamp_(max=count)
-    found = torch.zeros(count + 1, dtype=torch.int64, device=mask.device)
-    return found.scatter_(0, slot, torch.arange(mask.numel(), device=mask.device))[:count]
-
-
-def set_bits(indices: Tensor, numel: int) -> Tensor:
-    """uint8 [ceil(numel / 8)]: bits that are set at `indices`."""
-    if native.serves("selection", indices.device, numel):
-        return selection.set_bits(indices, numel)
-    mask = torch.zeros(numel, dtype=torch.bool, device=indices.device)
-    return pack_bits(mask.index_fill_(0, indices, True))
-
-
-def list_bits(packed: Tensor, numel: int, count: int) -> Tensor:
-    """Ascending int64 indices of the set ones among the first `numel` bits of `packed`, of which there are `count`."""
-    if native.serves("selection", packed.device, numel):
-        return selection.list_bits(packed, numel, count)
-    return positions(unpack_bits(packed, numel), count)
 
 
 class Bitmask:
@@ -80,12 +20,12 @@ class Bitmask:
         return (((-(-numel // 8),), torch.uint8),)
 
     @staticmethod
-    def encode(indices: Tensor, numel: int) -> tuple[Tensor, ...]:
-        return (set_bits(indices, numel),)
+    def encode(selection: Selection) -> tuple[Tensor, ...]:
+        return (selection.bits,)
 
     @staticmethod
-    def decode(parts: tuple[Tensor, ...], numel: int, count: int) -> Tensor:
-        return list_bits(parts[0], numel, count)
+    def decode(parts: tuple[Tensor, ...], numel: int, count: int) -> Selection:
+        return Selection.received(parts[0], numel, count)
 
 
 class Int32:
@@ -96,12 +36,12 @@ class Int32:
         return (((count,), torch.int32),)
 
     @staticmethod
-    def encode(indices: Tensor, numel: int) -> tuple[Tensor, ...]:
-        return (indices.to(torch.int32),)
+    def encode(selection: Selection) -> tuple[Tensor, ...]:
+        return (selection.indices.to(torch.int32),)
 
     @staticmethod
-    def decode(parts: tuple[Tensor, ...], numel: int, count: int) -> Tensor:
-        return parts[0].long()
+    def decode(parts: tuple[Tensor, ...], numel: int, count: int) -> Selection:
+        return Selection.at(parts[0].long(), numel)
 
 
 class Int16:
@@ -118,20 +58,21 @@ class Int16:
         return (low,) if numel <= cls.STRETCH else (low, ((-(-numel // cls.STRETCH),), torch.int32))
 
     @classmethod
-    def encode(cls, indices: Tensor, numel: int) -> tuple[Tensor, ...]:
+    def encode(cls, selection: Selection) -> tuple[Tensor, ...]:
+        indices = selection.indices
         low = indices.to(torch.int16)
-        if numel <= cls.STRETCH:
+        if selection.numel <= cls.STRETCH:
             return (low,)
-        ends = torch.arange(0, numel + cls.STRETCH, cls.STRETCH, device=indices.device)
+        ends = torch.arange(0, selection.numel + cls.STRETCH, cls.STRETCH, device=indices.device)
         return low, torch.searchsorted(indices, ends).diff().to(torch.int32)
 
     @classmethod
-    def decode(cls, parts: tuple[Tensor, ...], numel: int, count: int) -> Tensor:
+    def decode(cls, parts: tuple[Tensor, ...], numel: int, count: int) -> Selection:
         low = parts[0].long() & (cls.STRETCH - 1)
-        if numel <= cls.STRETCH:
-            return low
-        starts = torch.arange(0, numel, cls.STRETCH, device=low.device)
-        return low.add_(torch.repeat_interleave(starts, parts[1].long(), output_size=count))
+        if numel > cls.STRETCH:
+            starts = torch.arange(0, numel, cls.STRETCH, device=low.device)
+            low.add_(torch.repeat_interleave(starts, parts[1].long(), output_size=count))
+        return Selection.at(low, numel)
 
 
 class Rice:
@@ -166,8 +107,8 @@ class Rice:
         return ((r, -(-count // 8)), torch.uint8), ((unary,), torch.uint8)
 
     @staticmethod
-    def encode(indices: Tensor, numel: int) -> tuple[Tensor, ...]:
-        count = indices.numel()
+    def encode(selection: Selection) -> tuple[Tensor, ...]:
+        numel, count, indices = selection.numel, selection.count, selection.indices
         r = Rice._parameter(numel, count)
         order = torch.arange(count, device=indices.device)
         distance = indices - order
@@ -178,7 +119,7 @@ class Rice:
         return torch.stack(planes) if r else empty, unary
 
     @staticmethod
-    def decode(parts: tuple[Tensor, ...], numel: int, count: int) -> Tensor:
+    def decode(parts: tuple[Tensor, ...], numel: int, count: int) -> Selection:
         r = Rice._parameter(numel, count)
         planes, unary = parts
         order = torch.arange(count, device=unary.device)
@@ -186,7 +127,7 @@ class Rice:
         for bit in range(r):
             low |= unpack_bits(planes[bit], count).to(low.dtype) << bit
         high = list_bits(unary, Rice._unary_bits(r, numel, count), count) - order
-        return (high << r).bitwise_or_(low).add_(order)
+        return Selection.at((high << r).bitwise_or_(low).add_(order), numel)
 
     @staticmethod
     def _low_dtype(r: int) -> torch.dtype:

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_compress.kernels import gpu, indices, native
-from ds_compress.kernels.native import selection
+from ds_compress.kernels import bitstring, gpu, native
+from ds_compress.kernels.native.selection import Candidates
+from ds_compress.kernels.selection import Selection
 
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -29,17 +30,18 @@ SAMPLE = 1 << 14
 
 def keys(x: Tensor) -> Tensor:
     """Integers of the size of x's elements that order as |x| does; nan has the key of infinity."""
-    bits = _bits(x)
+    bits = as_integers(x)
     return (bits & torch.iinfo(bits.dtype).max).clamp_(max=INFINITY[x.dtype])
 
 
-def _bits(x: Tensor) -> Tensor:
+def as_integers(x: Tensor) -> Tensor:
+    """The bits of x's elements, as signed integers of their size."""
     return x.contiguous().view(_INTEGER[x.element_size()])
 
 
 def kth_largest(size: Tensor, k: int) -> Tensor:
     """[rows, 1]: the k-th largest of each row of `size` [rows, d]."""
-    if indices.on_cpu(size):
+    if bitstring.on_cpu(size):
         place = size.shape[1] - k
         return torch.from_numpy(np.partition(size.numpy(), place, axis=1)[:, place:place + 1])
     return size.topk(k, dim=1, sorted=False).values.amin(1, keepdim=True)
@@ -65,50 +67,45 @@ def sampled_band(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def count_true(mask: Tensor) -> Tensor:
     """[rows, 1]: how many entries of each row of `mask` [rows, d] are true."""
-    if indices.on_cpu(mask):  # torch counts along a dim ten times slower
+    if bitstring.on_cpu(mask):  # torch counts along a dim ten times slower
         return torch.tensor([[np.count_nonzero(row)] for row in mask.numpy()], dtype=torch.int64).view(-1, 1)
     return mask.count_nonzero(1).unsqueeze(1)
 
 
-def exact(x: Tensor, k: int) -> Tensor:
-    """The k entries of each row of `x` [rows, d] with the largest keys, ties to the lowest index.
-
-    Returns:
-        Flat int64 indices [rows * k], ascending.
-    """
+def exact(x: Tensor, k: int) -> Selection:
+    """The k entries of each row of `x` [rows, d] with the largest keys, ties to the lowest index; ascending."""
     rows, d = x.shape
-    if k == d or not rows:
-        return torch.arange(x.numel(), device=x.device)
-    if native.serves("selection", x.device, x.numel()):
-        return _exact_native(x, k)
     fused = gpu.kernels(x.device)
-    return fused.exact(keys(x), k) if fused else exact_reference(keys(x), k)
+    if k == d or not rows:
+        chosen = torch.arange(x.numel(), device=x.device)
+    elif native.serves("selection", x.device, x.numel()):
+        chosen = _exact_native(x, k)
+    else:
+        chosen = fused.exact(keys(x), k) if fused else exact_reference(keys(x), k)
+    return Selection.at(chosen, x.numel())
 
 
 def exact_reference(size: Tensor, k: int) -> Tensor:
-    """`exact` for keys, in plain torch: the specification.
+    """The flat int64 indices of `exact`, from keys, in plain torch: the specification.
 
     `torch.topk` leaves open which of tied entries it returns, so only the k-th value is taken from it.
     """
     return _fill(size, kth_largest(size, k), k, spread=False)
 
 
-def banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Tensor:
+def banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Selection:
     """k entries of each row of `x` [rows, d]: those first whose key reaches more of the `bounds`, each [rows, 1] or a
-    number, the lowest in front; of entries that reach equally many, as many as are needed, evenly spaced.
-
-    Returns:
-        Flat int64 indices [rows * k], ascending.
+    number, the lowest in front; of entries that reach equally many, as many as are needed, evenly spaced; ascending.
     """
-    chosen = _banded_native(x, bounds, k) if native.serves("selection", x.device, x.numel()) else None
-    if chosen is not None:
-        return chosen
     fused = gpu.kernels(x.device)
-    return fused.banded(keys(x), bounds, k) if fused else banded_reference(keys(x), bounds, k)
+    chosen = _banded_native(x, bounds, k) if native.serves("selection", x.device, x.numel()) else None
+    if chosen is None:
+        chosen = fused.banded(keys(x), bounds, k) if fused else banded_reference(keys(x), bounds, k)
+    return Selection.at(chosen, x.numel())
 
 
 def banded_reference(size: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Tensor:
-    """`banded` for keys, in plain torch: the specification."""
+    """The flat int64 indices of `banded`, from keys, in plain torch: the specification."""
     level = torch.zeros_like(size, dtype=torch.int8)
     cut = level.new_zeros(size.shape[0], 1)
     for bound in bounds:
@@ -129,21 +126,21 @@ def _fill(size: Tensor, cut: Tensor, k: int, spread: bool) -> Tensor:
         tied &= rank * room // equal > (rank - 1) * room // equal
     else:
         tied &= rank <= room
-    return indices.positions((above | tied).flatten(), size.shape[0] * k)
+    return bitstring.positions((above | tied).flatten(), size.shape[0] * k)
 
 
 def _exact_native(x: Tensor, k: int) -> Tensor:
     """In two stages where rows are long: what passes a sampled threshold, then the k largest of that."""
-    infinity, bits = INFINITY[x.dtype], _bits(x)
+    infinity, bits = INFINITY[x.dtype], as_integers(x)
     if x.shape[1] >= LONG_ROW:
         _, low = sampled_band(x, k)
-        reached = selection.Candidates.reaching(bits, low, infinity)
+        reached = Candidates.reaching(bits, low, infinity)
         if reached.counts.min() >= k:
             parts = np.split(reached.keys.numpy(), reached.counts.cumsum(0)[:-1])
             cut = torch.tensor([np.partition(part, part.size - k)[part.size - k] for part in parts])
             return reached.pick(cut, cut + 1, k, spread=False)
     cut = kth_largest(keys(x), k).flatten().long()
-    return selection.Candidates.reaching(bits, cut, infinity).pick(cut, cut + 1, k, spread=False)
+    return Candidates.reaching(bits, cut, infinity).pick(cut, cut + 1, k, spread=False)
 
 
 def _banded_native(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Tensor | None:
@@ -151,5 +148,5 @@ def _banded_native(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Tenso
     levels = [torch.as_tensor(bound).flatten().long().expand(len(x)) for bound in (*bounds, INFINITY[x.dtype] + 1)]
     if any((lower > upper).any() for lower, upper in pairwise(levels)):
         return None
-    reached = selection.Candidates.reaching(_bits(x), levels[0], INFINITY[x.dtype])
+    reached = Candidates.reaching(as_integers(x), levels[0], INFINITY[x.dtype])
     return reached.pick(*levels[:2], k, spread=True)

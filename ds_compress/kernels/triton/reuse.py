@@ -1,56 +1,115 @@
-"""What "indices": "reuse" does on a GPU: read entries at indices that both sides know.
+"""Entries that both sides know, on a GPU: read out of a tensor, and put back.
 
-Putting them back is `index_copy_` into zeros, which is already one kernel that does not wait.
+Where the selection is held as bits, the tensor and the bits are walked side by side: all memory is read and written in
+order, and indices, 8 bytes each, are never made. Where it is held as indices, putting back is `index_copy_` into
+zeros: a kernel of ours would write the same zeros and the same scattered entries.
+
+Floats are moved as integers of their size.
 """
+
+import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024
-TILES = 8  # blocks that one program looks through
+from ds_compress.kernels import topk
+from ds_compress.kernels.selection import Selection
+from ds_compress.kernels.triton import bitstring
+from ds_compress.kernels.triton.bitstring import block_ends, listed
+
+TILES = 4  # blocks that one program looks through
 
 
-def gather(x: Tensor, selection: Tensor) -> Tensor:
-    """The entries of `x`, of any float dtype and shape, at flat int64 indices [count], or nan in their place if any
-    entry of `x` is not finite: an overflow outside of the selection must show too."""
-    x, count = x.detach().contiguous(), selection.numel()
+def gather(x: Tensor, selection: Selection) -> Tensor:
+    """The kept entries of `x`, of any float dtype and shape, or nan in their place if any entry of `x` is not finite:
+    an overflow outside of the selection must show too."""
+    bits, held, numel, count = topk.as_integers(x.detach()), selection.held, selection.numel, selection.count
+    values = bits.new_empty(count)
+    if not count:
+        return values.view(x.dtype)
     overflow = torch.zeros(1, dtype=torch.int32, device=x.device)
-    values = x.new_empty(count)
+    infinity, nan = topk.INFINITY[x.dtype], torch.tensor(math.nan, dtype=x.dtype).view(bits.dtype).item()
+    block = bitstring.BLOCK
     with torch.cuda.device_of(x):
-        if x.numel():
-            _look[(triton.cdiv(x.numel(), BLOCK * TILES),)](x, overflow, x.numel(), BLOCK=BLOCK, TILES=TILES)
-        if count:
-            _gather[(triton.cdiv(count, BLOCK),)](x, selection.contiguous(), overflow, values, count, BLOCK=BLOCK)
-    return values
+        if selection.packed:
+            ends = block_ends(held, numel)
+            _compress[(len(ends),)](bits, held, ends, values, overflow, numel, count, INFINITY=infinity, BLOCK=block)
+            _spoil[(triton.cdiv(count, block),)](values, ends, overflow, len(ends), count, NAN=nan, BLOCK=block)
+        else:
+            _look[(triton.cdiv(numel, block * TILES),)](
+                bits, overflow, numel, INFINITY=infinity, BLOCK=block, TILES=TILES
+            )
+            _gather[(triton.cdiv(count, block),)](bits, held, overflow, values, count, NAN=nan, BLOCK=block)
+    return values.view(x.dtype)
+
+
+def expand(values: Tensor, packed: Tensor, numel: int) -> Tensor:
+    """[numel]: `values`, of any float dtype, at the entries whose bits are set, in their order; zero elsewhere."""
+    bits = topk.as_integers(values)
+    out = bits.new_empty(numel)
+    if numel:
+        with torch.cuda.device_of(values):
+            ends = block_ends(packed, numel)
+            _expand[(len(ends),)](bits, packed, ends, out, numel, len(bits), BLOCK=bitstring.BLOCK)
+    return out.view(values.dtype)
+
+
+@triton.jit(do_not_specialize=["numel", "count"])
+def _compress(bits, packed, ends, values, overflow, numel, count, INFINITY: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the entries of a block whose bits are set, and set `overflow` if any of the block is not finite."""
+    entry, kept, slot = listed(packed, ends, numel, count, BLOCK)
+    value = tl.load(bits + entry, mask=entry < numel, other=0)
+    tl.store(values + slot, value, mask=kept)
+    if tl.max(_not_finite(value, INFINITY), 0) > 0:
+        tl.store(overflow, 1)
+
+
+@triton.jit(do_not_specialize=["blocks", "count"])
+def _spoil(values, ends, overflow, blocks, count, NAN: tl.constexpr, BLOCK: tl.constexpr):
+    """Write nan to all values if there was an overflow; if not, only zero to those that a damaged bitmask lacks."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    spoilt = tl.load(overflow) > 0
+    first = tl.where(spoilt, 0, tl.load(ends + blocks - 1))
+    fill = tl.where(spoilt, tl.full([BLOCK], NAN, values.dtype.element_ty), 0)
+    tl.store(values + place, fill, mask=(place >= first) & (place < count))
+
+
+@triton.jit(do_not_specialize=["numel", "count"])
+def _expand(values, packed, ends, out, numel, count, BLOCK: tl.constexpr):
+    entry, kept, slot = listed(packed, ends, numel, count, BLOCK)
+    tl.store(out + entry, tl.load(values + slot, mask=kept, other=0), mask=entry < numel)
 
 
 @triton.jit(do_not_specialize=["numel"])
-def _look(x, overflow, numel, BLOCK: tl.constexpr, TILES: tl.constexpr):
+def _look(bits, overflow, numel, INFINITY: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):
     """Set `overflow` if an entry is not finite."""
     start = tl.program_id(0).to(tl.int64) * (BLOCK * TILES)
     found = tl.zeros([BLOCK], tl.int32)
     for i in range(TILES):
         place = start + i * BLOCK + tl.arange(0, BLOCK)
-        value = _wide(tl.load(x + place, mask=place < numel, other=0))
-        found |= (value - value != 0).to(tl.int32)  # nan for inf and nan, which is unequal to everything
+        found |= _not_finite(tl.load(bits + place, mask=place < numel, other=0), INFINITY)
     if tl.max(found, 0) > 0:
         tl.store(overflow, 1)
 
 
 @triton.jit(do_not_specialize=["count"])
-def _gather(x, selection, overflow, values, count, BLOCK: tl.constexpr):
+def _gather(bits, selection, overflow, values, count, NAN: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(selection + place, mask=place < count, other=0)
-    value = _wide(tl.load(x + index, mask=place < count, other=0))
-    value = tl.where(tl.load(overflow) > 0, float("nan"), value)
-    tl.store(values + place, value.to(values.dtype.element_ty), mask=place < count)
+    value = tl.load(bits + index, mask=place < count, other=0)
+    value = tl.where(tl.load(overflow) > 0, tl.full([BLOCK], NAN, values.dtype.element_ty), value)
+    tl.store(values + place, value, mask=place < count)
 
 
 @triton.jit
-def _wide(value):
-    """`value` in at least fp32, which has every arithmetic operation."""
-    if value.dtype.primitive_bitwidth < 32:
-        value = value.to(tl.float32)
-    return value
+def _not_finite(bits, INFINITY: tl.constexpr):
+    """0 or 1: whether the float of these bits is inf or nan."""
+    if bits.dtype.primitive_bitwidth == 16:
+        bits = bits.to(tl.int32) & 0x7FFF
+    elif bits.dtype.primitive_bitwidth == 32:
+        bits = bits & 0x7FFFFFFF
+    else:
+        bits = bits & 0x7FFFFFFFFFFFFFFF
+    return (bits >= INFINITY).to(tl.int32)

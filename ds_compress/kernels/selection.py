@@ -1,0 +1,74 @@
+"""Which entries of a tensor are kept."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds_compress.kernels import bitstring, gpu
+
+
+@dataclass(eq=False)
+class Selection:
+    """`count` of the `numel` entries of a flat tensor, in the order in which their values travel.
+
+    Held as indices or as bits, whichever was made first; the other is made when asked for, and not kept.
+    """
+
+    numel: int
+    count: int
+
+    held: Tensor
+    """int64 [count]: flat indices; or uint8 [ceil(numel / 8)]: bits (see `bitstring`), for entries in their order."""
+
+    values: Tensor | None = None
+    """[count]: the kept entries, where what selected them wrote them too, until `take`."""
+
+    @classmethod
+    def at(cls, indices: Tensor, numel: int) -> "Selection":
+        """That of flat indices, int64 [count]: distinct and ascending, unless they serve `gather` and `scatter` only.
+        """
+        return cls(numel, indices.numel(), indices)
+
+    @classmethod
+    def received(cls, bits: Tensor, numel: int, count: int) -> "Selection":
+        """That of bits in a packet, whose memory is used again."""
+        if gpu.kernels(bits.device):
+            return cls(numel, count, bits.clone())
+        return cls.at(bitstring.list_bits(bits, numel, count), numel)
+
+    @classmethod
+    def joined(cls, selections: Sequence["Selection"]) -> "Selection":
+        """The entries of all of them, one after the other; one that is in several stands there several times."""
+        return cls.at(torch.cat([each.indices for each in selections]), selections[0].numel)
+
+    @property
+    def packed(self) -> bool:
+        """Whether bits are held, so that nothing has to be made of indices."""
+        return self.held.dtype == torch.uint8
+
+    @property
+    def indices(self) -> Tensor:
+        return bitstring.list_bits(self.held, self.numel, self.count) if self.packed else self.held
+
+    @property
+    def bits(self) -> Tensor:
+        return self.held if self.packed else bitstring.set_bits(self.held, self.numel)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[count]: the kept entries of `x`."""
+        return x.flatten().index_select(0, self.indices)
+
+    def take(self, x: Tensor) -> Tensor:
+        """`gather` for the tensor that the selection was made from. Values that came with it go to the caller: who
+        keeps the selection does not keep them."""
+        values, self.values = self.values, None
+        return self.gather(x) if values is None else values
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """[numel]: `values` [count] at the kept entries, zero elsewhere."""
+        fused = gpu.kernels(values.device)
+        if fused and self.packed:
+            return fused.expand(values, self.held, self.numel)
+        return values.new_zeros(self.numel).index_copy_(0, self.indices, values)
