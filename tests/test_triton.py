@@ -13,14 +13,15 @@ from ds_compress.kernels.selection import Selection
 
 triton = pytest.importorskip("triton")
 
-from ds_compress.kernels.triton import bitstring, groups, reuse, selection  # noqa: E402
+from ds_compress.kernels.triton import band, bitstring, groups, reuse, selection  # noqa: E402
 from tests.triton_aot import ARCHITECTURES, compile_launch, recorded  # noqa: E402
 
 HERE = Path(__file__).parent
 
 
 def run_kernels(**environment):
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / "triton_kernels.py")]
+    files = [str(HERE / name) for name in ("triton_kernels.py", "triton_topk.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent, env={**os.environ, **environment})
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
@@ -47,10 +48,10 @@ def every_setting():
     for bits, generator in ((1, None), (4, torch.Generator())):
         packed, step = groups.quantize(x, bits, True, torch.bfloat16, generator=generator)
         groups.dequantize(packed, step, None, bits, False, torch.float16)
-    for dtype in (torch.int16, torch.int32):
-        size = torch.zeros(2, 100_000, dtype=dtype)
-        selection.exact(size, 10_000)
-        selection.banded(size, (1, 2, 3, 4), 10_000)
+    for dtype, d in ((torch.bfloat16, 100_000), (torch.float32, 100_001), (torch.float16, 1000)):
+        x = torch.zeros(2, d, dtype=dtype)  # with a sample or without, for bits or for indices
+        selection.exact(x, 100)
+        selection.banded(x, (1, 2, 3, 4), 100)
     bits = torch.zeros(125, dtype=torch.uint8)
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         for held in (torch.arange(10), bits):
@@ -63,12 +64,12 @@ def every_setting():
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_kernel_compiles(architecture, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    with recorded(monkeypatch, groups, selection, reuse, bitstring) as launches:
+    with recorded(monkeypatch, groups, band, selection, reuse, bitstring) as launches:
         every_setting()
     names = {kernel.fn.__name__ for kernel, _, _ in launches}
     assert names == {
-        "_quantize", "_dequantize", "_histogram", "_kth_largest", "_count", "_write", "_look", "_gather",
-        "_pack", "_unpack", "_popcount", "_list", "_compress", "_spoil", "_expand",
+        "_quantize", "_dequantize", "_order_statistics", "_candidates", "_histogram", "_tally", "_count", "_write",
+        "_pack", "_unpack", "_popcount", "_list", "_compress", "_spoil", "_expand", "_look", "_gather",
     }
     for kernel, args, named in launches:
         compiled = compile_launch(kernel, args, named, architecture)

@@ -1,21 +1,17 @@
-"""The Triton kernels against their specification.
+"""The Triton kernels of quantization against their specification.
 
-`test_triton` runs this file, under TRITON_INTERPRET=1 where there is no GPU: the variable has to be set before triton
-is first imported, and the rest of the suite must not run interpreted.
+`test_triton` runs this file and triton_topk.py, under TRITON_INTERPRET=1 where there is no GPU: the variable has to be
+set before triton is first imported, and the rest of the suite must not run interpreted.
 """
 import os
-from contextlib import contextmanager
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_compress.codecs import sparse
-from ds_compress.kernels import bitstring, indices, reference, resolve, topk
+from ds_compress.kernels import reference, resolve
 from ds_compress.kernels import triton as fused
-from ds_compress.kernels.selection import Selection
-from ds_compress.kernels.triton import selection
 from tests.test_cpu_kernels import values
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -36,20 +32,6 @@ def launched(function, *args, **named):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return tuple(part.cpu() for part in result) if isinstance(result, tuple) else result.cpu()
-
-
-@contextmanager
-def small_blocks():
-    """Several programs for each row."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module, name, value in ((fused.bitstring, "BLOCK", 64), (fused.bitstring, "TILES", 2),
-                                    (selection, "BLOCK", 64), (selection, "TILES", 2)):
-            patch.setattr(module, name, value)
-        yield
-
-
-def assert_bits_equal(ours, expected):
-    assert ours.dtype == expected.dtype and torch.equal(topk.as_integers(ours), topk.as_integers(expected))
 
 
 def assert_rounded(ours, exact):
@@ -169,71 +151,6 @@ def test_groups_that_are_not_contiguous_or_too_large():
     assert torch.equal(parts[0], reference.quantize(groups, 4, False, torch.bfloat16)[0])
 
 
-@given(
-    rows=st.integers(1, 3), d=st.integers(1, 300), share=st.floats(0, 1), dtype=DTYPES, seed=st.integers(0, 99),
-    kind=st.sampled_from(["spread", "tied", "zero", "special"]),
-)
-@example(rows=2, d=300, share=0.1, dtype=torch.bfloat16, seed=0, kind="special")
-@settings(max_examples=EXAMPLES, deadline=None)
-def test_selection_equals_the_reference(rows, d, share, dtype, seed, kind):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selection, "BLOCK", 64)  # several programs for each row
-        patch.setattr(selection, "TILES", 2)
-        x = torch.randn(rows, d, generator=torch.Generator().manual_seed(seed))
-        x = {"spread": x, "tied": x.round(), "zero": x * 0, "special": torch.where(x > 1.5, torch.inf, x)}[kind]
-        size, k = topk.keys(x.to(dtype)), max(1, round(share * d))
-        assert torch.equal(launched(selection.exact, size, k), topk.exact_reference(size, k))
-        high, low = (topk.kth_largest(size, place) for place in (max(1, k - 20), min(d, k + 20)))
-        bounds = (low, high, high + 1, topk.INFINITY[dtype])
-        expected = topk.banded_reference(size, bounds, k)
-        on_device = tuple(b.to(DEVICE) if isinstance(b, torch.Tensor) else b for b in bounds)
-        assert torch.equal(launched(selection.banded, size, on_device, k), expected)
-
-
-ALL_DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
-
-
-@given(n=st.integers(1, 3000), dtype=ALL_DTYPES, special=st.sampled_from((None, *SPECIAL)), packed=st.booleans())
-@settings(max_examples=EXAMPLES, deadline=None)
-def test_entries_are_read_and_put_back_as_in_plain_torch(n, dtype, special, packed):
-    x = torch.randn(n).to(dtype)
-    chosen = torch.randperm(n)[:n // 2].sort().values
-    if special is not None:
-        x[n // 3] = special
-    selection = Selection.at(chosen, n)
-    expected = sparse.gather(x, selection)
-    with small_blocks():
-        values = launched(lambda x, held: fused.gather(x, Selection(n, n // 2, held)), x,
-                          selection.bits if packed else chosen)
-        assert_bits_equal(values, expected)
-        dense = launched(fused.expand, values, selection.bits, n)
-    assert_bits_equal(dense, selection.scatter(expected))
-
-
-@given(n=st.integers(0, 9000), density=st.sampled_from([0, 0.1, 0.5, 1]))
-@settings(max_examples=EXAMPLES // 2, deadline=None)
-def test_bit_strings_equal_plain_torch(n, density):
-    mask = torch.rand(n) < density
-    packed, count = bitstring.pack_bits(mask), int(mask.sum())
-    assert torch.equal(launched(fused.pack_bits, mask), packed)
-    assert torch.equal(launched(fused.unpack_bits, packed, n), mask)
-    with small_blocks():
-        assert torch.equal(launched(fused.list_bits, packed, n, count), bitstring.positions(mask, count))
-
-
-@pytest.mark.parametrize("count", [0, 5, 66, 67, 100])
-def test_a_damaged_bitmask_names_no_entry_that_does_not_exist(count):
-    """All bits are set, those behind the last of 67 entries too; `count` is what the layout says."""
-    everything, room = torch.full((9,), 255, dtype=torch.uint8), min(count, 67)
-    padding = [0] * (count - room)
-    with small_blocks():
-        assert launched(fused.list_bits, everything, 67, count).tolist() == [*range(room), *padding]
-        values = launched(fused.expand, torch.arange(1.0, count + 1), everything, 67)
-        assert values.tolist() == [*range(1, room + 1), *[0] * (67 - room)]
-        gathered = launched(lambda x, held: fused.gather(x, Selection(67, count, held)), values, everything)
-        assert gathered.tolist() == [*values[:room].tolist(), *padding]
-
-
 @pytest.mark.skipif(not INTERPRETED, reason="the GPU needs no override")
 def test_a_test_can_override():
     from ds_compress.codec import Context, TensorSpec, build
@@ -245,17 +162,3 @@ def test_a_test_can_override():
         decoded = codec.decode(ours, TensorSpec.of(x), Context())
     assert all(torch.equal(a, b) for a, b in zip(parts, ours, strict=True))
     assert torch.equal(decoded, codec.decode(parts, TensorSpec.of(x), Context()))
-
-
-def test_topk_of_devices_takes_them(monkeypatch):
-    monkeypatch.setattr(bitstring, "on_cpu", lambda tensor: False)
-    monkeypatch.setattr(topk.gpu, "kernels", lambda device: fused)
-    x = torch.randn(2, 100)
-    size = topk.keys(x)
-    expected = topk.exact_reference(size, 10)
-    cut, x = topk.kth_largest(size, 10).to(DEVICE), x.to(DEVICE)
-    selected = topk.exact(x, 10)
-    assert torch.equal(selected.indices.cpu(), expected)
-    assert torch.equal(topk.banded(x, (cut,), 10).indices.cpu(), expected)
-    for coder in indices.CODERS.values():
-        assert torch.equal(coder.decode(coder.encode(selected), 200, 20).indices.cpu(), expected)

@@ -6,6 +6,7 @@ of functions serves all dtypes, and nan is nothing special.
 
 import math
 from itertools import pairwise
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -27,6 +28,9 @@ INFINITY = {
 LONG_ROW = 1 << 17
 SAMPLE = 1 << 14
 
+LONGEST_ROW = 1 << 30
+"""Of the Triton kernels: longer rows are left to plain torch."""
+
 
 def keys(x: Tensor) -> Tensor:
     """Integers of the size of x's elements that order as |x| does; nan has the key of infinity."""
@@ -39,6 +43,11 @@ def as_integers(x: Tensor) -> Tensor:
     return x.contiguous().view(_INTEGER[x.element_size()])
 
 
+def _fused(x: Tensor) -> ModuleType | None:
+    """The Triton kernels, if they serve rows like those of `x`: keys and places in a row are int32 there."""
+    return gpu.kernels(x.device) if x.itemsize <= 4 and x.shape[1] <= LONGEST_ROW else None
+
+
 def kth_largest(size: Tensor, k: int) -> Tensor:
     """[rows, 1]: the k-th largest of each row of `size` [rows, d]."""
     if bitstring.on_cpu(size):
@@ -48,21 +57,31 @@ def kth_largest(size: Tensor, k: int) -> Tensor:
 
 
 def sampled_band(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Two keys [rows, 1] between which that of the k-th largest of each row of `x` [rows, d] almost surely lies.
+    """Two keys [rows, 1], the higher one first, between which that of the k-th largest of each row of `x` [rows, d]
+    almost surely lies: order statistics of a sample (see `sampling`)."""
+    stride, high, low = sampling(x.shape[1], k)
+    fused = _fused(x)
+    if fused:
+        return fused.sampled_band(x, stride, high, low)
+    sample = keys(x[:, ::stride])
+    return kth_largest(sample, high), kth_largest(sample, low)
 
-    They are order statistics of a sample: the number of sampled entries among the k largest is about Poisson, and the
-    band reaches three of its standard deviations to each side. The stride shares no factor with d, hence none with the
-    width of the last dimension: one that did would see only some of the channels, and outlier channels are common.
+
+def sampling(d: int, k: int) -> tuple[int, int, int]:
+    """(stride, high, low): which entries of a row of d to sample, every stride-th, and the ranks, 1 for the largest,
+    of two of them between which the k-th largest of the row almost surely lies.
+
+    The number of sampled entries among the k largest is about Poisson, and the ranks reach three of its standard
+    deviations to each side. The stride shares no factor with d, hence none with the width of the last dimension: one
+    that did would see only some of the channels, and outlier channels are common.
     """
-    d = x.shape[1]
     stride = max(1, d // SAMPLE)
     while math.gcd(stride, d) > 1:
         stride += 1
-    sample = keys(x[:, ::stride])
-    expected = k * sample.shape[1] / d
+    length = -(-d // stride)
+    expected = k * length / d
     margin = 3 * math.sqrt(expected) + 1
-    high, low = max(1, int(expected - margin)), min(sample.shape[1], math.ceil(expected + margin))
-    return kth_largest(sample, high), kth_largest(sample, low)
+    return stride, max(1, int(expected - margin)), min(length, math.ceil(expected + margin))
 
 
 def count_true(mask: Tensor) -> Tensor:
@@ -75,13 +94,15 @@ def count_true(mask: Tensor) -> Tensor:
 def exact(x: Tensor, k: int) -> Selection:
     """The k entries of each row of `x` [rows, d] with the largest keys, ties to the lowest index; ascending."""
     rows, d = x.shape
-    fused = gpu.kernels(x.device)
+    fused = _fused(x)
     if k == d or not rows:
         chosen = torch.arange(x.numel(), device=x.device)
     elif native.serves("selection", x.device, x.numel()):
         chosen = _exact_native(x, k)
+    elif fused:
+        return fused.exact(x, k)
     else:
-        chosen = fused.exact(keys(x), k) if fused else exact_reference(keys(x), k)
+        chosen = exact_reference(keys(x), k)
     return Selection.at(chosen, x.numel())
 
 
@@ -97,11 +118,11 @@ def banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Selection:
     """k entries of each row of `x` [rows, d]: those first whose key reaches more of the `bounds`, each [rows, 1] or a
     number, the lowest in front; of entries that reach equally many, as many as are needed, evenly spaced; ascending.
     """
-    fused = gpu.kernels(x.device)
+    fused = _fused(x)
+    if fused:
+        return fused.banded(x, bounds, k)
     chosen = _banded_native(x, bounds, k) if native.serves("selection", x.device, x.numel()) else None
-    if chosen is None:
-        chosen = fused.banded(keys(x), bounds, k) if fused else banded_reference(keys(x), bounds, k)
-    return Selection.at(chosen, x.numel())
+    return Selection.at(banded_reference(keys(x), bounds, k) if chosen is None else chosen, x.numel())
 
 
 def banded_reference(size: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Tensor:

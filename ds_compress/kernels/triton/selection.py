@@ -1,8 +1,8 @@
-"""Selection on a GPU: `topk.exact` and `topk.banded` of 16- and 32-bit keys, equal to their references entry by entry.
+"""Selection on a GPU: `topk.exact` and `topk.banded` of 16- and 32-bit floats, equal to their references.
 
-The k-th largest key comes from histograms of its bytes, highest first: two passes over 16-bit keys, four over 32-bit
-ones. One more pass counts, per block of a row, the entries that reach each bound; after a running sum of the counts,
-the last one writes every kept index where it belongs. The host never waits.
+Each reads the tensor twice. The first time it is counted, per block of a row, how many entries reach each bound on
+their keys; for `exact` that comes with finding the bounds (`band`). After a running sum of the counts over a row, the
+second time every kept entry is written where it belongs, and its bit set. The host never waits.
 """
 
 import torch
@@ -11,117 +11,100 @@ import triton.language as tl
 from torch import Tensor
 
 from ds_compress.kernels import topk
+from ds_compress.kernels.selection import Selection
+from ds_compress.kernels.triton import band
+from ds_compress.kernels.triton.keys import key_of
 
 BLOCK = 4096
-"""Entries of one program; below 2^15, as two counts share an int32."""
+"""Entries of one program, a multiple of 8; below 2^15, as two counts share an int32."""
+
+WARPS = 8  # of a program; with half as many _write does not find room in the registers
 
 NO_KEY = tl.constexpr(2**31 - 1)  # larger than the key of infinity
 
-TILES = 8  # blocks that one program adds up in its histogram
+
+def exact(x: Tensor, k: int) -> Selection:
+    """See `topk.exact`; 0 < k."""
+    rows, d = x.shape
+    bits, infinity, block = topk.as_integers(x), topk.INFINITY[x.dtype], _block(d)
+    stride, high, low = topk.sampling(d, k)
+    with torch.cuda.device_of(x):
+        if stride == 1:  # the sample would be the row
+            bounds = band.order_statistics(bits, infinity, 1, (k,))
+            counts = _reaching(bits, bounds, infinity, block)
+        else:
+            bounds = band.order_statistics(bits, infinity, stride, (low, high))
+            # of keys beyond all those of the sample it says nothing
+            if low == triton.cdiv(d, stride):
+                bounds[0].zero_()
+            if high == 1:
+                bounds[1].fill_(infinity + 1)
+            bounds, counts = band.narrow(bits, bounds, infinity, k, block)
+        return _chosen(x, bits, bounds, counts, k, block, spread=False)
 
 
-def exact(size: Tensor, k: int) -> Tensor:
-    """See `topk.exact`."""
-    rows, d = size.shape
-    if k == d or not rows or size.itemsize > 4:
-        return topk.exact_reference(size, k)
-    size = size.contiguous()
-    rounds = size.itemsize
-    block = min(BLOCK, triton.next_power_of_2(d))
-    tiles = min(TILES, triton.cdiv(d, block))
-    parts = triton.cdiv(d, block * tiles)
-    totals = torch.zeros(rounds, rows, 256, dtype=torch.int32, device=size.device)
-    bounds = torch.empty(2, rows, dtype=torch.int32, device=size.device)
-    with torch.cuda.device_of(size):
-        for i in range(rounds):
-            _histogram[(rows * parts,)](
-                size, totals, rows, d, parts, k, ROUND=i, ROUNDS=rounds, BLOCK=block, TILES=tiles
-            )
-        _kth_largest[(rows,)](totals, bounds, rows, k, ROUNDS=rounds)
-    return compact(size, bounds, k, spread=False)
-
-
-def banded(size: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Tensor:
-    """See `topk.banded`."""
-    rows, _ = size.shape
-    if not rows or size.itemsize > 4:
-        return topk.banded_reference(size, bounds, k)
-    ascending = torch.empty(len(bounds), rows, dtype=torch.int32, device=size.device)
+def banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Selection:
+    """See `topk.banded`; 0 < k."""
+    rows, d = x.shape
+    bits, infinity, block = topk.as_integers(x), topk.INFINITY[x.dtype], _block(d)
+    ascending = torch.empty(len(bounds), rows, dtype=torch.int32, device=x.device)
     for row, bound in zip(ascending, bounds):
         if isinstance(bound, Tensor):
             row.copy_(bound.flatten())
         else:
             row.fill_(bound)
-    return compact(size.contiguous(), ascending.sort(dim=0).values, k, spread=True)
+    ascending = ascending.sort(dim=0).values
+    with torch.cuda.device_of(x):
+        counts = _reaching(bits, ascending, infinity, block)
+        return _chosen(x, bits, ascending, counts, k, block, spread=True)
 
 
-def compact(size: Tensor, bounds: Tensor, k: int, spread: bool) -> Tensor:
-    """What `topk.banded` returns for `bounds`, int32 [bounds, rows], ascending; of the entries that reach equally many
-    the first ones unless `spread`."""
-    rows, d = size.shape
-    block = min(BLOCK, triton.next_power_of_2(d))
+def sampled_band(x: Tensor, stride: int, high: int, low: int) -> tuple[Tensor, Tensor]:
+    """See `topk.sampled_band`."""
+    with torch.cuda.device_of(x):
+        at_least, above = band.order_statistics(topk.as_integers(x), topk.INFINITY[x.dtype], stride, (low, high))
+    return above.unsqueeze(1) - 1, at_least.unsqueeze(1)
+
+
+def _block(d: int) -> int:
+    return max(8, min(BLOCK, triton.next_power_of_2(d)))
+
+
+def _reaching(bits: Tensor, bounds: Tensor, infinity: int, block: int) -> Tensor:
+    """int32 [bounds, rows, blocks]: how many entries of each block reach each of `bounds`, int32 [bounds, rows]."""
+    rows, d = bits.shape
     blocks = triton.cdiv(d, block)
-    counts = torch.empty(len(bounds), rows, blocks, dtype=torch.int32, device=size.device)
-    selection = torch.empty(rows * k, dtype=torch.int64, device=size.device)
-    grid, shape = (rows * blocks,), {"BOUNDS": len(bounds), "BLOCK": block}
-    with torch.cuda.device_of(size):
-        _count[grid](size, bounds, counts, rows, d, blocks, **shape)
-        reaching = counts.cumsum(2, dtype=torch.int32)
-        _write[grid](size, bounds, reaching, selection, rows, d, blocks, k, SPREAD=spread, **shape)
-    return selection
+    counts = torch.empty(len(bounds), rows, blocks, dtype=torch.int32, device=bits.device)
+    _count[(rows * blocks,)](
+        bits, bounds, counts, rows, d, blocks, BOUNDS=len(bounds), INFINITY=infinity, BLOCK=block, num_warps=WARPS
+    )
+    return counts
 
 
-@triton.jit(do_not_specialize=["rows", "d", "parts", "k"])
-def _histogram(
-    size, totals, rows, d, parts, k,
-    ROUND: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
-):
-    """Add to totals[ROUND, row] the histogram of one byte of the keys that begin as the k-th largest does."""
-    row = (tl.program_id(0) // parts).to(tl.int64)
-    start = (tl.program_id(0) % parts) * (BLOCK * TILES)
-    prefix, _ = _walk(totals, row, rows, k, ROUND)
-    shift: tl.constexpr = 8 * (ROUNDS - 1 - ROUND)
-    counts = tl.zeros([256], tl.int32)
-    for i in range(TILES):
-        column = start + i * BLOCK + tl.arange(0, BLOCK)
-        key = tl.load(size + row * d + column, mask=column < d, other=0).to(tl.int32)
-        candidate = column < d
-        if ROUND > 0:
-            candidate &= (key >> (shift + 8)) == prefix
-        counts += tl.histogram((key >> shift) & 255, 256, mask=candidate)
-    tl.atomic_add(totals + (ROUND * rows + row) * 256 + tl.arange(0, 256), counts, mask=counts > 0)
-
-
-@triton.jit(do_not_specialize=["rows", "k"])
-def _kth_largest(totals, bounds, rows, k, ROUNDS: tl.constexpr):
-    """bounds[:, row] = the k-th largest key, and the next integer."""
-    row = tl.program_id(0).to(tl.int64)
-    key, _ = _walk(totals, row, rows, k, ROUNDS)
-    tl.store(bounds + row, key)
-    tl.store(bounds + rows + row, key + 1)
-
-
-@triton.jit
-def _walk(totals, row, rows, k, ROUNDS: tl.constexpr):
-    """The first ROUNDS bytes of the k-th largest key of a row, and its rank among the keys that begin with them."""
-    prefix = tl.zeros([], tl.int32)
-    rank = prefix + k
-    byte = tl.arange(0, 256)
-    for i in tl.static_range(ROUNDS):
-        counts = tl.load(totals + (i * rows + row) * 256 + byte)
-        reaching = tl.cumsum(counts, 0, reverse=True)
-        found = tl.sum((reaching >= rank).to(tl.int32), 0) - 1
-        rank -= tl.sum(tl.where(byte > found, counts, 0), 0)
-        prefix = prefix * 256 + found
-    return prefix, rank
+def _chosen(x: Tensor, bits: Tensor, bounds: Tensor, counts: Tensor, k: int, block: int, spread: bool) -> Selection:
+    """What `topk.banded` returns for ascending bounds; of the entries that reach equally many the first ones unless
+    `spread`. As bits, but for rows that share a byte, two programs of which would have to write it together."""
+    rows, d = x.shape
+    if rows == 1 or d % 8 == 0:
+        held = torch.empty(triton.cdiv(x.numel(), 8), dtype=torch.uint8, device=x.device)
+    else:
+        held = torch.empty(rows * k, dtype=torch.int64, device=x.device)
+    values = bits.new_empty(rows * k)
+    _write[(rows * counts.shape[2],)](
+        bits, bounds, counts.cumsum(2, dtype=torch.int32), held, values, rows, d, counts.shape[2], k,
+        SPREAD=spread, BOUNDS=len(bounds), INFINITY=topk.INFINITY[x.dtype], BLOCK=block, num_warps=WARPS,
+    )
+    return Selection(x.numel(), rows * k, held, values.view(x.dtype))
 
 
 @triton.jit(do_not_specialize=["rows", "d", "blocks"])
-def _count(size, bounds, counts, rows, d, blocks, BOUNDS: tl.constexpr, BLOCK: tl.constexpr):
+def _count(
+    bits, bounds, counts, rows, d, blocks, BOUNDS: tl.constexpr, INFINITY: tl.constexpr, BLOCK: tl.constexpr
+):
     """counts[i, row, block] = how many entries of the block reach bounds[i, row]."""
     row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     column = block * BLOCK + tl.arange(0, BLOCK)
-    key = tl.load(size + row * d + column, mask=column < d, other=0).to(tl.int32)
+    key = key_of(tl.load(bits + row * d + column, mask=column < d, other=0), INFINITY)
     for i in tl.static_range(BOUNDS):
         reached = (key >= tl.load(bounds + i * rows + row)) & (column < d)
         tl.store(counts + (i * rows + row) * blocks + block, tl.sum(reached.to(tl.int32), 0))
@@ -129,10 +112,11 @@ def _count(size, bounds, counts, rows, d, blocks, BOUNDS: tl.constexpr, BLOCK: t
 
 @triton.jit(do_not_specialize=["rows", "d", "blocks", "k"])
 def _write(
-    size, bounds, reaching, selection, rows, d, blocks, k,
-    SPREAD: tl.constexpr, BOUNDS: tl.constexpr, BLOCK: tl.constexpr,
+    bits, bounds, reaching, held, values, rows, d, blocks, k,
+    SPREAD: tl.constexpr, BOUNDS: tl.constexpr, INFINITY: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Write the kept indices of a block; `reaching` is the running sum of the counts over the blocks of a row.
+    """Write the kept entries of a block to `values`, and to `held` their indices or, if it is uint8, their bits;
+    `reaching` is the running sum of the counts over the blocks of a row.
 
     `level` bounds are reached by at least k entries. What reaches more of them is above and kept; what reaches exactly
     that many is tied and fills the room that is left.
@@ -154,15 +138,22 @@ def _write(
 
     column = block * BLOCK + tl.arange(0, BLOCK)
     exists = column < d
-    key = tl.load(size + row * d + column, mask=exists, other=0).to(tl.int32)
+    value = tl.load(bits + row * d + column, mask=exists, other=0)
+    key = key_of(value, INFINITY)
     above = exists & (key >= tl.load(bounds + upper, mask=level < BOUNDS, other=NO_KEY))
     tied = exists & ~above & (key >= tl.load(bounds + lower, mask=level > 0, other=0))
     both = tl.cumsum((above.to(tl.int32) << 16) + tied.to(tl.int32), 0)
     rank = tied_before + (both & 0xFFFF)
     filled = _filled(rank, room, tied_total, SPREAD)
     kept = above | (tied & (filled > _filled(rank - 1, room, tied_total, SPREAD)))
-    slot = above_before + (both >> 16) + filled - 1
-    tl.store(selection + row * k + slot, row * d + column, mask=kept)
+    slot = row * k + above_before + (both >> 16) + filled - 1
+    tl.store(values + slot, value, mask=kept)
+    if held.dtype.element_ty == tl.uint8:
+        byte = block * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
+        eight = tl.reshape(kept.to(tl.int32), [BLOCK // 8, 8]) << tl.arange(0, 8)[None, :]
+        tl.store(held + row * (d // 8) + byte, tl.sum(eight, 1).to(tl.uint8), mask=byte * 8 < d)
+    else:
+        tl.store(held + slot, row * d + column, mask=kept)
 
 
 @triton.jit
