@@ -25,7 +25,7 @@ def small_blocks(sample=topk.SAMPLE):
     with pytest.MonkeyPatch.context() as patch:
         for module, name, value in (
             (bits, "BLOCK", 64), (bits, "TILES", 2), (selection, "BLOCK", 64), (band, "SPAN", 32), (band, "CHUNK", 16),
-            (band, "PROGRAMS", 2), (topk, "SAMPLE", sample),
+            (band, "PROGRAMS", 2), (band, "TILES", 2), (topk, "SAMPLE", sample),
         ):
             patch.setattr(module, name, value)
         yield
@@ -215,6 +215,7 @@ def test_packets_and_tensors_are_those_of_the_cpu(options, dtype, feedback, shap
             yield from (*parts, codec.decode(tuple(packet), TensorSpec.of(tensor), there))
             for part in packet:
                 part.view(torch.uint8).fill_(255)
+        assert sender.selection.values is None
 
     with small_blocks(sample=64):
         expected = list(messages("cpu"))

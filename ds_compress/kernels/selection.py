@@ -20,15 +20,14 @@ class Selection:
     count: int
 
     held: Tensor
-    """int64 [count]: flat indices; or uint8 [ceil(numel / 8)]: bits (see `bitstring`), for entries in their order."""
+    """int64 [count]: flat indices; or uint8 [ceil(numel / 8)]: bits (see `bitstring`), where those are ascending."""
 
     values: Tensor | None = None
-    """[count]: the kept entries, where what selected them wrote them too, until `take`."""
+    """[count]: the kept entries, where the kernel that selected them wrote them too; None after `take`."""
 
     @classmethod
     def at(cls, indices: Tensor, numel: int) -> "Selection":
-        """That of flat indices, int64 [count]: distinct and ascending, unless they serve `gather` and `scatter` only.
-        """
+        """That of flat indices, int64 [count]; coders need them distinct and ascending, `gather` and `scatter` not."""
         return cls(numel, indices.numel(), indices)
 
     @classmethod
@@ -61,8 +60,8 @@ class Selection:
         return x.flatten().index_select(0, self.indices)
 
     def take(self, x: Tensor) -> Tensor:
-        """`gather` for the tensor that the selection was made from. Values that came with it go to the caller: who
-        keeps the selection does not keep them."""
+        """`gather` for the tensor that the selection was made from. Values that came with it go to the caller, so that
+        a stash keeps the selection without them."""
         values, self.values = self.values, None
         return self.gather(x) if values is None else values
 

@@ -2,7 +2,7 @@
 
     _order_statistics   a sample of the row gives two keys, a band in which the k-th largest almost surely lies
     _candidates         the read: per block counts what is above the band, and copies what is inside, some percent of
-                        the row, to a scratch buffer, where the candidates of a row stand side by side
+                        the row, to a scratch buffer as large as the tensor, where those of a row stand side by side
     _histogram          byte by byte, highest first, over the candidates: once for each byte of a key
     _tally              per block counts the candidates that are above the k-th largest, and those that are it
 
@@ -22,6 +22,7 @@ SPAN = 4096
 """Entries that a program looks at at a time, for histograms."""
 
 PROGRAMS = 128  # for the histogram of one row, at most
+TILES = 8  # blocks that a program tallies: each program reads the histograms of its row
 CHUNK = 256  # candidates of a block that are looked at at a time: a block seldom has more
 
 
@@ -57,9 +58,10 @@ def narrow(bits: Tensor, bounds: Tensor, infinity: int, k: int, block: int) -> t
         _histogram[(rows * programs,)](
             bits, found, totals, histograms, rows, d, programs, k, ROUND=i, SPAN=span, **numbers
         )
-    _tally[(rows * blocks,)](
-        bits, found, layout, totals, histograms, cut, counts, rows, d, blocks, k,
-        BLOCK=block, CHUNK=min(CHUNK, block), **numbers,
+    programs = triton.cdiv(blocks, TILES)
+    _tally[(rows * programs,)](
+        bits, found, layout, totals, histograms, cut, counts, rows, d, blocks, programs, k,
+        BLOCK=block, TILES=TILES, CHUNK=min(CHUNK, block), **numbers,
     )
     return cut, counts
 
@@ -136,33 +138,34 @@ def _histogram(
     tl.atomic_add(histograms + (ROUND * rows + row) * 256 + tl.arange(0, 256), counts, mask=counts > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["rows", "d", "blocks", "k"])
+@triton.jit(do_not_specialize=["rows", "d", "blocks", "programs", "k"])
 def _tally(
-    bits, found, layout, totals, histograms, cut, counts, rows, d, blocks, k,
-    ROUNDS: tl.constexpr, INFINITY: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    bits, found, layout, totals, histograms, cut, counts, rows, d, blocks, programs, k,
+    ROUNDS: tl.constexpr, INFINITY: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr,
 ):
     """cut[:, row] = the k-th largest key and the next integer; counts[:, row, block] = how many entries reach them."""
-    row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
-    place = row * blocks + block
+    row, first = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs * TILES
     bracketed, rank = _bracketed(totals, row, rows, k)
-    source, above, start = bits + row * d, tl.zeros([], tl.int32), block * BLOCK
-    length = tl.minimum(BLOCK, d - start)
-    if bracketed:
-        source, above = found + row * d, tl.load(layout + place)
-        length, start = tl.load(layout + rows * blocks + place), tl.load(layout + 2 * rows * blocks + place)
     key, rank = _walk(histograms, row, rows, rank, ROUNDS)
-    larger, equal = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
-    for offset in range(0, length, CHUNK):
-        number = offset + tl.arange(0, CHUNK)
-        exists = number < length
-        candidate = key_of(tl.load(source + start + number, mask=exists, other=0), INFINITY)
-        larger += (exists & (candidate > key)).to(tl.int32)
-        equal += (exists & (candidate == key)).to(tl.int32)
-    above += tl.sum(larger, 0)
-    tl.store(counts + place, above + tl.sum(equal, 0))
-    tl.store(counts + rows * blocks + place, above)
-    tl.store(cut + row, key, mask=block == 0)
-    tl.store(cut + rows + row, key + 1, mask=block == 0)
+    for block in range(first, tl.minimum(first + TILES, blocks)):
+        place = row * blocks + block
+        source, above, start = bits + row * d, tl.zeros([], tl.int32), block * BLOCK
+        length = tl.minimum(BLOCK, d - start)
+        if bracketed:
+            source, above = found + row * d, tl.load(layout + place)
+            length, start = tl.load(layout + rows * blocks + place), tl.load(layout + 2 * rows * blocks + place)
+        larger, equal = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
+        for offset in range(0, length, CHUNK):
+            number = offset + tl.arange(0, CHUNK)
+            exists = number < length
+            candidate = key_of(tl.load(source + start + number, mask=exists, other=0), INFINITY)
+            larger += (exists & (candidate > key)).to(tl.int32)
+            equal += (exists & (candidate == key)).to(tl.int32)
+        above += tl.sum(larger, 0)
+        tl.store(counts + place, above + tl.sum(equal, 0))
+        tl.store(counts + rows * blocks + place, above)
+    tl.store(cut + row, key, mask=first == 0)
+    tl.store(cut + rows + row, key + 1, mask=first == 0)
 
 
 @triton.jit

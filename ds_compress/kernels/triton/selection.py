@@ -1,8 +1,9 @@
 """Selection on a GPU: `topk.exact` and `topk.banded` of 16- and 32-bit floats, equal to their references.
 
-Each reads the tensor twice. The first time it is counted, per block of a row, how many entries reach each bound on
-their keys; for `exact` that comes with finding the bounds (`band`). After a running sum of the counts over a row, the
-second time every kept entry is written where it belongs, and its bit set. The host never waits.
+Each reads the tensor twice. The first read counts, per block of a row, the entries whose key reaches each bound;
+`exact` finds its bounds in the same read (`band`), but for short rows, which are read before, once for each byte of a
+key. After a running sum of the counts over the blocks, the second read writes every kept entry where it belongs and
+sets its bit. The host never waits.
 """
 
 import torch
@@ -25,16 +26,16 @@ NO_KEY = tl.constexpr(2**31 - 1)  # larger than the key of infinity
 
 def exact(x: Tensor, k: int) -> Selection:
     """See `topk.exact`; 0 < k."""
-    rows, d = x.shape
+    d = x.shape[1]
     bits, infinity, block = topk.as_integers(x), topk.INFINITY[x.dtype], _block(d)
     stride, high, low = topk.sampling(d, k)
     with torch.cuda.device_of(x):
-        if stride == 1:  # the sample would be the row
+        if stride == 1:  # a short row is its own sample
             bounds = band.order_statistics(bits, infinity, 1, (k,))
             counts = _reaching(bits, bounds, infinity, block)
         else:
             bounds = band.order_statistics(bits, infinity, stride, (low, high))
-            # of keys beyond all those of the sample it says nothing
+            # the sample says nothing of keys beyond its largest and its smallest
             if low == triton.cdiv(d, stride):
                 bounds[0].zero_()
             if high == 1:
