@@ -12,7 +12,8 @@ from ds_compress.kernels.native import selection
 
 
 def on_cpu(tensor: Tensor) -> bool:
-    """Whether numpy may do the work. A test that makes this false gets the plain torch of other devices."""
+    """Whether numpy may do the work, and values cost no wait. A test that makes this false gets the plain torch of
+    other devices."""
     return tensor.device.type == "cpu"
 
 
