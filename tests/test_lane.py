@@ -6,7 +6,7 @@ import re
 import pytest
 
 import ds_compress  # noqa: F401  (hooks the engine)
-from ds_compress.kernels import indices
+from ds_compress.kernels import bitstring
 from tests.dist import run_ranks
 from tests.pipeline import batches, build, ds_config
 from tests.streams import install
@@ -34,7 +34,7 @@ STAGED = ("topk, reuse, ef", "lossless", "blocking")  # over host memory too, wh
 def train(folder, stages, block, **device_options):
     """Losses of training and evaluation, and what is wrong with the order of the work."""
     device = install(**device_options) if device_options else None
-    indices.on_cpu = lambda tensor: False  # numpy's work would not be seen
+    bitstring.on_cpu = lambda tensor: False  # numpy's work would not be seen
     csv = {"enabled": True, "output_path": folder, "job_name": "streams"}
     engine = build(stages, ds_config({"min_numel": 0, "monitor": {"every": 2}, **block}, csv_monitor=csv))
     data, held_out = batches(), batches(replica=7)

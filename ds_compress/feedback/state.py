@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.codec import Context, TensorSpec, wide
-from ds_compress.kernels import indices
+from ds_compress.kernels import bitstring
 from ds_compress.registry import Options
 
 GROUP = 128
@@ -62,7 +62,7 @@ class State:
             new = (value.to(torch.bfloat16 if self.dtype == "bf16" else wide(spec.dtype)),)
         for key, entry, old in zip(self._keys(ctx, spec), new, self._stored(ctx, spec)):
             # on a CPU the choice costs nothing, on a GPU asking for it would make the host wait
-            host = indices.on_cpu(keep)
+            host = bitstring.on_cpu(keep)
             ctx.memory[key] = (old if keep else entry) if host else torch.where(keep, old, entry)
 
     def _keys(self, ctx: Context, spec: TensorSpec) -> list[str]:
