@@ -2,8 +2,8 @@
 
 One thread, round trips of encode + decode of [4, 1024, 1024], medians of the thread's CPU time, GB/s of input. bits
 counts what would have to travel, scales and indices included. A peer is "AHEAD" if it is faster than a codec of ours
-at as few bits and as small an error, and no other codec of ours does the same to it: there should be none. hivemind
-needs numpy < 2.4 and so an environment of its own; it is left out.
+at as few bits and as small an error, and no other codec of ours does the same to it: there should be none. The
+libraries have an environment of their own, as hivemind needs numpy < 2.4.
 """
 
 import argparse
@@ -21,6 +21,8 @@ from typing import Any
 import bitsandbytes.functional as bnb
 import torch
 import zstandard
+from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
+from hivemind.proto.runtime_pb2 import CompressionType
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -33,7 +35,7 @@ from ds_compress.codec import TensorSpec, build
 
 SHAPE = (4, 1024, 1024)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PACKAGES = ("torch", "torchao", "bitsandbytes", "zstandard", "numpy")
+PACKAGES = ("torch", "torchao", "bitsandbytes", "hivemind", "zstandard", "numpy")
 OURS = (
     {"name": "bf16"},
     {"name": "fp8"},
@@ -113,6 +115,13 @@ def peers(x: Tensor) -> list[Method]:
             lambda data: torch.frombuffer(bytearray(zstandard.decompress(data)), dtype=dtype).view(SHAPE), len,
         ),
     ]
+    for name in ("BLOCKWISE_8BIT", "UNIFORM_8BIT", "QUANTILE_8BIT"):
+        compression = CompressionType.Value(name)
+        methods.append(Method(
+            f"hivemind {name.replace('_8BIT', '').lower()} 8 bits",
+            lambda x, compression=compression: serialize_torch_tensor(x, compression), deserialize_torch_tensor,
+            lambda message: len(message.buffer),
+        ))
     return methods
 
 
