@@ -19,6 +19,7 @@ import argparse
 import csv
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -101,7 +102,7 @@ class Bench:
                 break
             # gloo may abort a process that has done all its work, when a thread of it frees a tensor after the end of
             # the interpreter (seen with DeepSpeed alone, torch 2.13.0)
-            if attempt + 1 == ATTEMPTS or not any(line.startswith("trained ") for line in log):
+            if attempt + 1 == ATTEMPTS or not any("trained " in line for line in log):
                 sys.exit("\n".join([*log[-20:], f"bench_net: {words[0]} failed; all output: {folder / 'log'}"]))
             shutil.rmtree(folder / "csv")
         sent = [int(line) / self.steps for line in (folder / "counters").read_text().split()]
@@ -114,8 +115,7 @@ class Bench:
 
     def profile(self) -> Workload:
         """What the stages of DeepSpeed alone compute, from a run with timers around its instructions."""
-        lines = [line for line in self.train(STOCK, None, "stage_times.py")["log"] if line.startswith("stage_times ")]
-        stages = sorted((json.loads(line.split(" ", 1)[1]) for line in lines), key=lambda stage: stage["stage"])
+        stages = stage_times(self.train(STOCK, None, "stage_times.py")["log"])
         # The step of the other stage waits for this one's last backward pass
         per_step = min(stage["step_ms"] for stage in stages) / 1e3
         forward, backward = (tuple(stage[f"{d}_ms"] / 1e3 for stage in stages) for d in DIRECTIONS)
@@ -193,6 +193,13 @@ def run(words: list[str], folder: Path, mbit: float | None) -> tuple[list[str], 
             process.wait()
             raise
     return log.read_text().splitlines(), process.returncode == 0
+
+
+def stage_times(log: list[str]) -> list[dict[str, float]]:
+    """What stage_times.py says on each stage. Where output is not buffered, as under DeepSpeed's launcher, Python writes
+    the end of a line by itself, so the words of two stages can share a line."""
+    found = (json.loads(words) for line in log for words in re.findall(r"stage_times (\{.*?\})", line))
+    return sorted(found, key=lambda stage: stage["stage"])
 
 
 def read(file: Path) -> list[float]:

@@ -11,6 +11,7 @@ import pytest
 from ds_compress.cli import main
 from ds_compress.cli.advise import slowest_link_gbps
 from tests.dist import run_ranks
+from tests.scripts import load_script
 
 ARGUMENTS = "--stages 4 --micro-batches 8 --forward-ms 16.4 --shape 1,2048,4096 --dtype bf16".split()
 FAST_CODECS = ["--codec-gbps", "1000"]
@@ -75,6 +76,12 @@ def test_two_hosts_refuses_in_one_line_what_it_cannot_do(tmp_path):
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run([LAUNCH / "two_hosts.sh", "train.py"], capture_output=True, text=True, env=environment)
     assert done.returncode == 1 and done.stderr.startswith("two_hosts: needs root") and done.stderr.count("\n") == 1
+
+
+def test_bench_net_reads_stages_that_share_a_line():
+    """It once failed on such a line: where output is not buffered, the end of a line is written by itself."""
+    log = ["hello", 'stage_times {"stage": 1, "forward_ms": 59.8}stage_times {"stage": 0, "forward_ms": 55.1}', ""]
+    assert [stage["forward_ms"] for stage in load_script("bench_net").stage_times(log)] == [55.1, 59.8]
 
 
 def test_bench_net_is_importable_without_running_anything():

@@ -1,25 +1,18 @@
 """The benchmark for GPUs, on the CPU: that it runs and counts right, not how fast anything is."""
 
-import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
 from ds_compress.cli.bench import benchmark_tensor, size_and_error
 from ds_compress.codec import build
-
-PATH = Path(__file__).parent.parent / "launch" / "bench_gpu.py"
+from tests.scripts import load_script
 
 
 @pytest.fixture
-def script(monkeypatch):
-    spec = importlib.util.spec_from_file_location("launch_bench_gpu", PATH)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
+def script():
+    return load_script("bench_gpu")
 
 
 def test_every_codec_has_its_row(script, monkeypatch, tmp_path):

@@ -1,24 +1,16 @@
 """The demo's reading of DeepSpeed's CSV files, and the text its training script draws from."""
 
 import csv
-import importlib.util
 import itertools
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.scripts import ROOT, load_script
+
 RECIPES = sorted((ROOT / "ds_configs").glob("*.json"))
 SAMPLES = 32  # per step
-
-
-def load_script(name):
-    spec = importlib.util.spec_from_file_location(f"launch_{name}", ROOT / "launch" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
