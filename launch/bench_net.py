@@ -196,8 +196,8 @@ def run(words: list[str], folder: Path, mbit: float | None) -> tuple[list[str], 
 
 
 def stage_times(log: list[str]) -> list[dict[str, float]]:
-    """What stage_times.py says on each stage. Under DeepSpeed's launcher output is not buffered: Python then writes the
-    end of a line by itself, so the words of two stages can share a line."""
+    """What stage_times.py says on each stage. DeepSpeed's launcher turns buffers off: Python then writes the end
+    of a line by itself, so the words of two stages can share a line."""
     found = (json.loads(words) for line in log for words in re.findall(r"stage_times (\{.*?\})", line))
     return sorted(found, key=lambda stage: stage["stage"])
 
