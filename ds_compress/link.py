@@ -22,7 +22,7 @@ from torch import distributed as dist
 from torch.distributed import Work
 
 from ds_compress.errors import CompressionError
-from ds_compress.staging import Staged, transport_for
+from ds_compress.staging import Staged, receives_hold_device, transport_for
 
 IN_FLIGHT = 4
 """Packets of an eager channel under way before its sender waits for the oldest. DeepSpeed's own order has sent packet
@@ -59,6 +59,8 @@ class Patience:
         try:
             yield
         except RuntimeError as error:
+            if "CUDA error" in str(error):  # of this rank's own work, which a transfer is the first to notice
+                raise
             # of gloo's "[file:line] what happened. What that may mean" the middle
             reason = re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]
             if "timed out" in reason.lower():
@@ -158,7 +160,13 @@ class EagerSender(Sender):
 
 
 class EagerReceiver(Receiver):
-    """Keeps receives posted for the packets it was told to expect; other packets are received as blocking."""
+    """Keeps receives posted for the packets it was told to expect; other packets are received as blocking.
+
+    A receive that holds the device until its packet comes must not need what this rank has yet to launch: whatever
+    waits for the device on the way there would wait forever. So there the first ones are posted when the first packet
+    is asked for. In the order of 1F1B all that the neighbour needs for the packet after the one asked for is launched
+    by then: it is never more than the warm-up of one stage ahead.
+    """
 
     def __init__(self, peer: int, device: torch.device, group=None, patience: Patience = Patience()):
         super().__init__(peer, device, group, patience)
@@ -166,11 +174,13 @@ class EagerReceiver(Receiver):
         self._memory: list[Tensor] = []
         self._in_use: Tensor | None = None
         self._to_post = 0
+        self._at_once = not receives_hold_device(device)
 
     def expect(self, nbytes: int, count: int) -> None:
-        if self._posted:
+        missing = len(self._posted) + self._to_post
+        if missing:
             raise CompressionError(
-                f"link: {len(self._posted)} packets from rank {self.peer} that were expected never came: the batch "
+                f"link: {missing} packets from rank {self.peer} that were expected never came: the batch "
                 "before this one was interrupted; restart all ranks"
             )
         if not self._memory or self._memory[0].numel() != nbytes:
@@ -179,17 +189,23 @@ class EagerReceiver(Receiver):
             ]
         self._in_use = None
         self._to_post = count
-        for memory in self._memory:
-            self._post(memory)
+        if self._at_once:
+            self._post_all()
 
     def receive(self, nbytes: int) -> Tensor:
-        if not self._posted:
-            return super().receive(nbytes)
         if self._in_use is not None:
             self._post(self._in_use)
+        elif not self._posted:
+            self._post_all()
+        if not self._posted:
+            return super().receive(nbytes)
         self._in_use, work = self._posted.popleft()
         self._wait(work)
         return self._in_use
+
+    def _post_all(self) -> None:
+        for memory in self._memory:
+            self._post(memory)
 
     def _post(self, memory: Tensor) -> None:
         if self._to_post:

@@ -7,6 +7,7 @@ The thread keeps the caller from waiting for the device. It belongs to one end o
 channel stay in order, and no channel waits for another.
 """
 
+import functools
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -28,6 +29,11 @@ def is_needed(device: torch.device) -> bool:
         return False
     backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
     return backends.get(device.type) in NEED_HOST_MEMORY
+
+
+def receives_hold_device(device: torch.device) -> bool:
+    """Whether a posted receive occupies `device` until its packet comes, as NCCL's does: a kernel that spins."""
+    return device.type != "cpu" and not is_needed(device)
 
 
 def transport_for(device: torch.device) -> "ModuleType | Staging":
@@ -60,8 +66,11 @@ class Staging:
     """`isend` and `irecv` of torch.distributed for uint8 tensors on a device, for one end of one channel."""
 
     def __init__(self, device: torch.device):
-        self._event = torch.get_device_module(device).Event
-        self._thread = ThreadPoolExecutor(1, "ds_compress_staging")
+        module = torch.get_device_module(device)
+        # blocking: the thread sleeps until the device is done instead of keeping a core busy
+        self._event = functools.partial(module.Event, blocking=True)
+        # a new thread would use the first device, and make a context there
+        self._thread = ThreadPoolExecutor(1, "ds_compress_staging", module.set_device, (device,))
         self._free: list[_Buffer] = []
 
     def isend(self, tensor: Tensor, dst: int, group: Any = None) -> Staged:

@@ -217,7 +217,8 @@ def install(staged, deaf=()):
     """Give this process, one of forked ranks, the device; `staged`: transfers cannot read its memory."""
     device = Device.now = Device(deaf)
     module = SimpleNamespace(
-        Stream=Stream, Event=Event, stream=device.on, current_stream=lambda which=None: device.stream
+        Stream=Stream, Event=Event, stream=device.on, current_stream=lambda which=None: device.stream,
+        set_device=lambda which: None,
     )
     torch.get_device_module = lambda which=None: module
     torch.Tensor.record_stream = lambda tensor, stream: device.recorded(tensor, stream)
@@ -228,5 +229,6 @@ def install(staged, deaf=()):
         staging.dist = device.host_transfers()
     else:
         link.transport_for = lambda which: device.device_transfers()
+        link.receives_hold_device = lambda which: True
     device.__enter__()
     return device

@@ -2,6 +2,7 @@
 
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -198,6 +199,35 @@ def interrupted():
         for _ in range(2):
             sender.send(sender.memory(64))
         sender.drain()
+
+
+@pytest.mark.parametrize("holds, posted", [(False, [2, 2, 3, 4, 4]), (True, [0, 2, 3, 4, 4])])
+def test_a_receive_that_holds_the_device_is_posted_when_it_is_asked_for(holds, posted, monkeypatch):
+    """Posted at the start of the step, NCCL's would spin until this rank has launched its warm-up: a deadlock with
+    whatever waits for the device meanwhile."""
+    class Transport:
+        def irecv(self, memory, peer, group=None):
+            posts.append(memory)
+            return SimpleNamespace(wait=lambda timeout: None)
+
+    posts, counts = [], []
+    monkeypatch.setattr(link, "receives_hold_device", lambda device: holds)
+    monkeypatch.setattr(link, "transport_for", lambda device: Transport())
+    receiver = EagerReceiver(1, CPU)
+    receiver.expect(64, 4)
+    counts.append(len(posts))
+    for _ in range(4):
+        receiver.receive(64)
+        counts.append(len(posts))
+    assert counts == posted
+    receiver.receive(64)  # one that nobody announced
+    assert len(posts) == 5
+
+
+def test_errors_of_this_ranks_own_device_are_not_blamed_on_a_neighbour():
+    with pytest.raises(RuntimeError, match="^CUDA error: an illegal memory access"):
+        with link.Patience("boundary 0, forward").naming(1):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 def test_an_interrupted_batch_is_named():
