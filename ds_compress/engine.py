@@ -71,13 +71,14 @@ class CompressedEngine(CheckpointedEngine):
                 kind(peer, self.device, group, patience), kind(peer, self.device, rest_group, patience), lane,
             )
 
-        lanes = [lane_for(self.device) if eager else Lane() for _ in range(2)]
         if before:
-            connect("RecvActivation", before.forward, receive, self.prev_stage, lanes[0])
-            connect("SendGrad", before.backward, send, self.prev_stage, lanes[0])
+            lane = lane_for(self.device) if eager else Lane()
+            connect("RecvActivation", before.forward, receive, self.prev_stage, lane)
+            connect("SendGrad", before.backward, send, self.prev_stage, lane)
         if after:
-            connect("SendActivation", after.forward, send, self.next_stage, lanes[1])
-            connect("RecvGrad", after.backward, receive, self.next_stage, lanes[1])
+            lane = lane_for(self.device) if eager else Lane()
+            connect("SendActivation", after.forward, send, self.next_stage, lane)
+            connect("RecvGrad", after.backward, receive, self.next_stage, lane)
 
     @staticmethod
     def _check(config, stages):

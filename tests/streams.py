@@ -179,29 +179,16 @@ class Device(TorchDispatchMode):
         finally:
             self.stream = before
 
-    def device_transfers(self):
-        """isend and irecv that know the current stream, as NCCL's."""
-        return SimpleNamespace(
-            isend=lambda tensor, peer, group=None: Transfer(
-                dist.isend(tensor, peer, group=group), "isend", "reads", tensor, self.stream.state(),
-                lambda: self.stream,
-            ),
-            irecv=lambda tensor, peer, group=None: Transfer(
-                dist.irecv(tensor, peer, group=group), "irecv", "writes", tensor, self.stream.state(),
-                lambda: self.stream,
-            ),
-        )
+    def transfers(self, timeline):
+        """isend and irecv that start when `timeline()` has got there, and that it learns the end of."""
+        def started(name, access):
+            def start(tensor, peer, group=None):
+                work = getattr(dist, name)(tensor, peer, group=group)
+                return Transfer(work, name, access, tensor, timeline().state(), timeline)
 
-    def host_transfers(self):
-        """isend and irecv that know no stream, as gloo's."""
-        return SimpleNamespace(
-            isend=lambda tensor, peer, group=None: Transfer(
-                dist.isend(tensor, peer, group=group), "isend", "reads", tensor, self.host.state(), lambda: self.host,
-            ),
-            irecv=lambda tensor, peer, group=None: Transfer(
-                dist.irecv(tensor, peer, group=group), "irecv", "writes", tensor, self.host.state(), lambda: self.host,
-            ),
-        )
+            return start
+
+        return SimpleNamespace(isend=started("isend", "reads"), irecv=started("irecv", "writes"))
 
 
 def _tensors(value):
@@ -226,9 +213,9 @@ def install(staged, deaf=()):
     staging.pinned = _pinned
     if staged:
         staging.is_needed = lambda which: True
-        staging.dist = device.host_transfers()
+        staging.dist = device.transfers(lambda: device.host)  # as gloo's, which know no stream
     else:
-        link.transport_for = lambda which: device.device_transfers()
+        link.transport_for = lambda which: device.transfers(lambda: device.stream)  # as NCCL's
         link.receives_hold_device = lambda which: True
     device.__enter__()
     return device
