@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.pipeline import ds_config
+from tests.scripts import ROOT
 
 SCRIPT = Path(__file__).with_name("launched.py")
 
@@ -45,7 +46,7 @@ def test_without_the_block_deepspeed_is_as_it_was(tmp_path):
     assert code == 0, output
     for rank in range(2):
         assert f"rank {rank} engine deepspeed.runtime.pipe.engine.PipelineEngine" in output
-    assert "ds_compress" not in output
+    assert "ds_compress" not in output.replace(str(ROOT), "")  # a clone lies in a folder of that name
 
 
 def test_with_the_block_messages_are_compressed(tmp_path):
