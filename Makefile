@@ -31,14 +31,15 @@ test: $(INSTALLED) ## the whole CPU test suite
 test-slow: $(INSTALLED) ## the tests that take minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
-lint: $(INSTALLED) ## flake8
-	$(BIN)/python -m flake8
+lint: $(INSTALLED) ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 bench: $(INSTALLED) ## speed and error of every codec on this machine
 	$(BIN)/ds-compress bench
 
 bench-floors: $(INSTALLED) ## the least speed of codecs on one core, judged
-	OMP_NUM_THREADS=1 $(BIN)/python launch/bench_floors.py
+	OMP_NUM_THREADS=1 $(BIN)/python launch/bench/floors.py
 
 $(PEERS)/.installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(PEERS)
@@ -47,22 +48,22 @@ $(PEERS)/.installed: setup.cfg pyproject.toml
 	touch $@
 
 bench-peers: $(PEERS)/.installed ## against other libraries, on one core
-	OMP_NUM_THREADS=1 $(PEERS)/bin/python launch/bench_peers.py
+	OMP_NUM_THREADS=1 $(PEERS)/bin/python launch/bench/peers.py
 
 bench-gpu: $(PEERS)/.installed ## on a GPU, against its memory and other libraries; needs TORCH=torch or another CUDA build
-	$(PEERS)/bin/python launch/bench_gpu.py
+	$(PEERS)/bin/python launch/bench/gpu.py
 
 bench-net: $(INSTALLED) ## two hosts with a slow link between them, on this machine; needs root
-	$(BIN)/python launch/bench_net.py
+	$(BIN)/python launch/bench/net.py
 
 pipelines: $(INSTALLED) ## every kind of pipeline, as the table of docs/pipelines.md
-	$(BIN)/python -m tests.kinds
+	$(BIN)/python -m tests.support.kinds
 
 faults: $(INSTALLED) ## killed and stopped ranks, damaged packets: time until all have stopped, as a table
-	$(BIN)/python -m tests.faults
+	$(BIN)/python -m tests.support.faults
 
 matrix: ## the pipeline tests over releases of DeepSpeed and torch, each in its own environment, as a table
-	$(PYTHON) launch/matrix.py
+	$(PYTHON) launch/bench/matrix.py
 
 clean: ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) $(PEERS) .matrix runs build *.egg-info .pytest_cache .hypothesis

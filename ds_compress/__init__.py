@@ -1,14 +1,12 @@
 """Compressed messages between the pipeline stages of DeepSpeed.
 
-Installed, it is on for every DeepSpeed config with a "ds_compress" key; importing it does the same where entry points
-are not loaded. The public names below load on first use.
+Installed, it is on for every DeepSpeed config with a "ds_compress" key; importing it does the same where
+entry points are not loaded. The public names below load on first use.
 """
 
 import importlib
 
 from ds_compress.autoload import hook
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "Codec": "codec",
@@ -16,6 +14,7 @@ _HOMES = {
     "Config": "config",
     "Context": "codec",
     "TensorSpec": "codec",
+    "__version__": "version",
     "build": "codec",
     "register": "codec",
 }

@@ -1,9 +1,9 @@
 """Switching on: `pip install` is enough.
 
-torch calls `hook` at the end of `import torch` (entry point of group "torch.backends"); `import ds_compress` calls it
-too. It waits for the import of `deepspeed.runtime.pipe.engine` and wraps `PipelineEngine.__init__`, so it reaches
-every engine, also of projects with their own `initialize` or subclass. Not the module `deepspeed`: when a script
-imports deepspeed before torch, that one is only half imported at this point.
+torch calls `hook` at the end of `import torch` (entry point of group "torch.backends"); `import ds_compress`
+calls it too. It waits for the import of `deepspeed.runtime.pipe.engine` and wraps `PipelineEngine.__init__`,
+so it reaches every engine, also of projects with their own `initialize` or subclass. Not the module
+`deepspeed`: when a script imports deepspeed before torch, that one is only half imported at this point.
 
 An engine whose ds_config has no "ds_compress" key is left alone.
 """
@@ -21,7 +21,8 @@ logger = logging.getLogger("ds_compress")
 
 
 def hook() -> None:
-    """Wrap DeepSpeed's pipeline engine, now or when it is imported; never raises: that would break `import torch`."""
+    """Wrap DeepSpeed's pipeline engine, now or when it is imported; never raises: that would break `import
+    torch`."""
     try:
         if TARGET in sys.modules:
             _wrap(sys.modules[TARGET])
@@ -58,13 +59,13 @@ def _wrap(module: Any) -> None:
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
         if KEY in getattr(kwargs.get("config_class"), "_param_dict", {}):
-            from ds_compress.attach import prepare
+            from ds_compress.pipeline.attach import prepare
 
             prepare()
         original(self, *args, **kwargs)
         ds_config = getattr(self._config, "_param_dict", {})
         if KEY in ds_config:
-            from ds_compress.attach import attach
+            from ds_compress.pipeline.attach import attach
 
             attach(self, module, ds_config[KEY])
         elif self.global_rank == 0:
@@ -87,4 +88,6 @@ def near_misses(ds_config: dict[str, Any]) -> list[str]:
 def _warn_of_near_misses(ds_config: dict[str, Any]) -> None:
     """DeepSpeed ignores keys it does not know, so a misspelt one would train uncompressed without a word."""
     for key in near_misses(ds_config):
-        logger.warning("ds_config key %r is unknown to DeepSpeed: did you mean %r? Training uncompressed.", key, KEY)
+        logger.warning(
+            "ds_config key %r is unknown to DeepSpeed: did you mean %r? Training uncompressed.", key, KEY
+        )

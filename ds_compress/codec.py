@@ -1,7 +1,8 @@
 """The codec contract: what a compressor promises, and how one is found by name.
 
-A codec turns one float tensor into a fixed number of payload tensors whose shapes and dtypes follow from the input's
-shape and dtype alone (`layout`), so that the receiver can allocate them before anything arrives. Adding one:
+A codec turns one float tensor into a fixed number of payload tensors whose shapes and dtypes follow from the
+input's shape and dtype alone (`layout`), so that the receiver can allocate them before anything arrives.
+Adding one:
 
     @register("mine")
     class Mine(Codec):
@@ -14,7 +15,8 @@ shape and dtype alone (`layout`), so that the receiver can allocate them before 
         def encode(self, x, ctx): ...
         def decode(self, parts, spec, ctx): ...
 
-The test that walks `names()` checks it from then on, and `ds-compress list`, `check` and `bench` find it by name.
+The test that walks `names()` checks it from then on, and `ds-compress list`, `check` and `bench` find it by
+name.
 """
 
 import hashlib
@@ -26,6 +28,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ds_compress.kernels.numerics import narrow
 from ds_compress.registry import Named, Options, Registry
 
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -73,18 +76,20 @@ class Context:
     """int64, on the CPU: which samples a forward training message holds, where a feedback asks for it."""
 
     stash: MutableMapping[str, Any] = field(default_factory=dict)
-    """What the forward message of a micro-batch leaves, on both sides, for the backward message of the same one.
-    Dropped after that message; in evaluation dropped at once. Holds the selection and tensors that a codec adds."""
+    """What the forward message of a micro-batch leaves, on both sides, for the backward message of the same
+    one. Dropped after that message; in evaluation dropped at once. Holds the selection and tensors that a
+    codec adds."""
 
     memory: MutableMapping[str, Tensor] = field(default_factory=dict)
     """Tensors that outlive the message (a warm-started basis, learned weights), kept and checkpointed by the
-    boundary, shared by its two directions. Replace entries, never modify them in place. Entries are contiguous: that
-    is how a checkpoint brings them back, and a product's last bits depend on the memory layout."""
+    boundary, shared by its two directions. Replace entries, never modify them in place. Entries are
+    contiguous: that is how a checkpoint brings them back, and a product's last bits depend on the memory
+    layout."""
 
     @property
     def selection(self) -> Any:
-        """The kept entries, a `kernels.selection.Selection`, or None. A sparsifying codec sets it in encode and in
-        decode of the forward message; `indices: "reuse"` reads it in the backward message."""
+        """The kept entries, a `kernels.selection.Selection`, or None. A sparsifying codec sets it in encode
+        and in decode of the forward message; `indices: "reuse"` reads it in the backward message."""
         return self.stash.get("selection")
 
     @selection.setter
@@ -92,8 +97,17 @@ class Context:
         self.stash["selection"] = selection
 
     def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
-        """A generator seeded from the fields above: equal on both sides, new for every message, nothing to save."""
-        place = (self.seed, self.boundary, self.direction, self.step, self.micro_batch, self.position, self.replica)
+        """A generator seeded from the fields above: equal on both sides, new for every message, nothing to
+        save."""
+        place = (
+            self.seed,
+            self.boundary,
+            self.direction,
+            self.step,
+            self.micro_batch,
+            self.position,
+            self.replica,
+        )
         digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
         return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
@@ -104,18 +118,26 @@ CodecOptions = Options
 class Codec(Named, ABC):
     """A stateless compressor of one tensor.
 
-    Promises, each checked for every registered codec: deterministic for a given context; inf or nan in the input
-    shows as a non-finite value in the output; C(s*x) = s*C(x) up to rounding; any float dtype and any shape is right
-    or refused with a `CompressionError`.
+    Promises, each checked for every registered codec: deterministic for a given context; inf or nan in the
+    input shows as a non-finite value in the output; C(s*x) = s*C(x) up to rounding; any float dtype and any
+    shape is right or refused with a `CompressionError`.
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)  # option sets that the tests and `ds-compress bench` walk
-    both_directions: ClassVar[bool] = False  # True: forward and backward of a boundary must both be this codec
-    sender_decodes: ClassVar[bool] = True  # False: what a message decodes to depends on state of the receiver alone
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {},
+    )  # option sets that the tests and `ds-compress bench` walk
+    both_directions: ClassVar[bool] = (
+        False  # True: forward and backward of a boundary must both be this codec
+    )
+    sender_decodes: ClassVar[bool] = (
+        True  # False: what a message decodes to depends on state of the receiver alone
+    )
     has_rest: ClassVar[bool] = False  # True: messages may come with a second packet, see `rest`
     needs_warmup: ClassVar[bool] = False  # True: works only after at least one warm-up step
     note: str = ""  # what a user should know of how this setting was resolved, said once at start-up
-    selects: ClassVar[bool] = False  # True: sets ctx.selection, which "indices": "reuse" backward can then read
+    selects: ClassVar[bool] = (
+        False  # True: sets ctx.selection, which "indices": "reuse" backward can then read
+    )
 
     @abstractmethod
     def layout(self, spec: TensorSpec) -> Layout:
@@ -123,7 +145,8 @@ class Codec(Named, ABC):
 
     @abstractmethod
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
-        """Compress `x` (any float dtype, possibly non-contiguous, never modified) to tensors that match `layout`."""
+        """Compress `x` (any float dtype, possibly non-contiguous, never modified) to tensors that match
+        `layout`."""
 
     @abstractmethod
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
@@ -159,30 +182,36 @@ class Codec(Named, ABC):
     def rest(self, parts: tuple[Tensor, ...], spec: TensorSpec) -> Layout:
         """What follows in a second packet, as those `parts` say that `layout` describes; seldom anything.
 
-        `encode` returns it behind the parts of `layout`, and `decode` gets it there. For codecs whose size follows
-        from the data: reading `parts` makes the host wait for the device, and the packet cannot be received ahead.
+        `encode` returns it behind the parts of `layout`, and `decode` gets it there. For codecs whose size
+        follows from the data: reading `parts` makes the host wait for the device, and the packet cannot be
+            received
+        ahead.
         """
         return ()
 
     def rest_bytes(self, spec: TensorSpec) -> int:
-        """Size of `rest` to plan with: what a message needs at most, once first visits and the like are over."""
+        """Size of `rest` to plan with: what a message needs at most, once first visits and the like are
+        over."""
         return 0
 
     def restored(self, memory: MutableMapping[str, Tensor]) -> None:
-        """Put entries of `memory`, just read from a checkpoint, where they belong; those with "/host/" in their key
-        are on the CPU, all others on the device."""
+        """Put entries of `memory`, just read from a checkpoint, where they belong; those with "/host/" in
+        their key are on the CPU, all others on the device."""
 
     def prefetch(self, ids: Tensor, memory: MutableMapping[str, Tensor]) -> None:
         """A message of the samples `ids` (int64, on the CPU) will be encoded soon."""
 
     def observe(self, x: Tensor, ctx: Context) -> None:
-        """Look at a message that crosses uncompressed during warm-up; called on both sides with the same `x`."""
+        """Look at a message that crosses uncompressed during warm-up; called on both sides with the same
+        `x`."""
 
     def end_step(self, memory: MutableMapping[str, Tensor], average: Callable[[Tensor], Tensor]) -> None:
-        """Update learned entries of `memory` once per training step; `average` takes the mean over the replicas."""
+        """Update learned entries of `memory` once per training step; `average` takes the mean over the
+        replicas."""
 
     def paired(self, forward: "Codec") -> "Codec":
-        """The codec to use backward, where `self` was asked for, at a boundary whose forward codec is `forward`.
+        """The codec to use backward, where `self` was asked for, at a boundary whose forward codec is
+        `forward`.
 
         Raises:
             CompressionError: the two cannot work together.
@@ -190,7 +219,8 @@ class Codec(Named, ABC):
         return self
 
     def forward_partner(self) -> "Codec | None":
-        """A forward codec whose message must come first where this one cannot stand alone; None where it can."""
+        """A forward codec whose message must come first where this one cannot stand alone; None where it
+        can."""
         return None
 
 
@@ -200,20 +230,6 @@ names = CODECS.names
 
 
 def build(choice: object, path: str = "codec") -> Codec:
-    """The codec that a JSON value (a name, or an object of `"name"` and options) describes; see `Registry.build`."""
+    """The codec that a JSON value (a name, or an object of `"name"` and options) describes; see
+    `Registry.build`."""
     return CODECS.build(choice, path)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to add up messages of `dtype` in: at least fp32, as bf16 sums lose what feedback is to keep."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def narrow(value: Tensor, x: Tensor) -> Tensor:
-    """`value` in x's dtype, saturated at its range; nan where `x` is not finite.
-
-    The sum of a message and a residual can leave the range of fp16; what saturation cuts off stays in the residual.
-    """
-    limits = torch.finfo(x.dtype)
-    # x - x is 0 or nan: asking isfinite() takes a CPU ten times as long
-    return value.clamp(limits.min, limits.max).add_(x - x).to(x.dtype)

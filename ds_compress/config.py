@@ -14,9 +14,8 @@ import ds_compress.codecs  # noqa: F401  (registers them)
 from ds_compress.codec import CODECS, Codec
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FEEDBACKS, Feedback
-from ds_compress.registry import Options
-from ds_compress.samples import SampleIds
-from ds_compress.validation import validate
+from ds_compress.feedback.sample_ids import SampleIds
+from ds_compress.registry import Options, validate
 
 KEY = "ds_compress"
 DIRECTIONS = ("forward", "backward")
@@ -43,12 +42,13 @@ class Policy(Options):
 
 class Link(Options):
     mode: Literal["blocking", "eager"] = "eager"
-    """blocking: DeepSpeed's own order of sends and receives; eager: sent when computed, received ahead. DualPipeV
-    posts its receives ahead by itself and has one order for both."""
+    """blocking: DeepSpeed's own order of sends and receives; eager: sent when computed, received ahead.
+    DualPipeV posts its receives ahead by itself and has one order for both."""
 
     timeout_s: float = Field(1800.0, gt=0)
-    """Seconds that a neighbour may take to send or to take a message before this rank stops with an error; on a GPU
-    NCCL counts them. What DeepSpeed itself waits for keeps the time-out of deepspeed.init_distributed, also 1800."""
+    """Seconds that a neighbour may take to send or to take a message before this rank stops with an error; on
+    a GPU NCCL counts them. What DeepSpeed itself waits for keeps the time-out of deepspeed.init_distributed,
+    also 1800."""
 
     checksum: bool = False
     """Add a CRC-32 of every packet and check it; on a GPU each packet is then copied to the host for it."""
@@ -56,9 +56,10 @@ class Link(Options):
 
 class Checkpoint(Options):
     state: Literal["exact", "int8", "delta"] = "exact"
-    """How checkpoints hold the state of feedbacks. int8 (a scale for each 128 values) changes it on resuming, on both
-    sides alike. delta: the same error, and what both sides hold (ef21, aqsgd) is stored as changes to the checkpoint
-    before, which has to stay; the first checkpoint of a run and every ninth after it are complete."""
+    """How checkpoints hold the state of feedbacks. int8 (a scale for each 128 values) changes it on resuming,
+    on both sides alike. delta: the same error, and what both sides hold (ef21, aqsgd) is stored as changes to
+    the checkpoint before, which has to stay; the first checkpoint of a run and every ninth after it are
+    complete."""
 
 
 class Monitor(Options):
@@ -87,9 +88,9 @@ class Block(Options):
     min_numel: int = Field(4096, ge=0)
     """Tensors with fewer elements cross as they are."""
     tensors: Any = "large"
-    """Which float tensors of a message are compressed, in both directions: "large", those of min_numel elements or
-    more, or a list of positions, [0, 2], whatever their size. Positions count the float tensors of a message alone;
-    all other tensors, and bool masks, cross as they are."""
+    """Which float tensors of a message are compressed, in both directions: "large", those of min_numel
+    elements or more, or a list of positions, [0, 2], whatever their size. Positions count the float tensors
+    of a message alone; all other tensors, and bool masks, cross as they are."""
     link: Link = Link()
     checkpoint: Checkpoint = Checkpoint()
     monitor: Monitor = Monitor()
@@ -101,7 +102,9 @@ class Block(Options):
     def _positions(cls, value: object) -> object:
         is_list = isinstance(value, list) and value and all(type(item) is int and item >= 0 for item in value)
         if value != "large" and not is_list:
-            raise ValueError('is not allowed; allowed: "large", or a list of positions from 0, such as [0, 2]')
+            raise ValueError(
+                'is not allowed; allowed: "large", or a list of positions from 0, such as [0, 2]'
+            )
         return value
 
     @field_validator("boundaries", mode="before")
@@ -109,7 +112,7 @@ class Block(Options):
     def _numbered(cls, value: object, info: ValidationInfo) -> object:
         for key in value if isinstance(value, dict) else ():
             if not str(key).isdecimal():
-                raise ValueError(f"key {key!r} is not the number of a boundary (\"0\", \"1\", ...)")
+                raise ValueError(f'key {key!r} is not the number of a boundary ("0", "1", ...)')
         return value
 
 
@@ -144,12 +147,16 @@ class Config:
             CompressionError: one line with the JSON path of the first mistake.
         """
         if not isinstance(block, dict):
-            raise CompressionError(f"{KEY}: {block!r} is not an object; write \"{KEY}\": {{...}} with the options")
+            raise CompressionError(
+                f'{KEY}: {block!r} is not an object; write "{KEY}": {{...}} with the options'
+            )
         self.block = validate(Block, block, KEY)
         self.warmup_steps = self.block.warmup_steps
         if self.block.warmup_steps and self.block.warmup_epochs:
             epochs = self.block.warmup_epochs
-            raise CompressionError(f"{KEY}.warmup_epochs: {epochs} came together with warmup_steps; use one of them")
+            raise CompressionError(
+                f"{KEY}.warmup_epochs: {epochs} came together with warmup_steps; use one of them"
+            )
         self.notes: dict[str, None] = {}  # lines for the user, in order, each once
         self.codecs(None)
         for number in self.block.boundaries:
@@ -164,8 +171,8 @@ class Config:
         for codec, other, direction in ((forward, backward, "backward"), (backward, forward, "forward")):
             if codec.both_directions and other.name != codec.name:
                 raise CompressionError(
-                    f"{path}.{direction}.codec: {other.name!r} cannot be combined with {codec.name!r} in the other "
-                    f"direction; allowed: {codec.name!r} in both"
+                    f"{path}.{direction}.codec: {other.name!r} cannot be combined with {codec.name!r} "
+                    f"in the other direction; allowed: {codec.name!r} in both"
                 )
         if forward.forward_partner() is not None:
             raise CompressionError(
@@ -184,7 +191,8 @@ class Config:
         for codec, direction in ((forward, "forward"), (backward, "backward")):
             if codec.needs_warmup and not (self.block.warmup_steps or self.block.warmup_epochs):
                 raise CompressionError(
-                    f"{KEY}.warmup_steps: 0 is not allowed with codec {codec.name!r} in {path}.{direction}; use 1 up"
+                    f"{KEY}.warmup_steps: 0 is not allowed with codec {codec.name!r} in "
+                    f"{path}.{direction}; use 1 up"
                 )
         if backward.note:
             self.notes[f"{path}.backward.codec: {backward.note}"] = None
@@ -200,8 +208,8 @@ class Config:
         """
         if self.block.warmup_epochs and steps_per_epoch is None:
             raise CompressionError(
-                f"{KEY}.warmup_epochs: {self.block.warmup_epochs} is not allowed where the length of an epoch is not "
-                "known; give deepspeed.initialize the training_data, or use warmup_steps"
+                f"{KEY}.warmup_epochs: {self.block.warmup_epochs} is not allowed where the length of "
+                "an epoch is not known; give deepspeed.initialize the training_data, or use warmup_steps"
             )
         if self.block.warmup_epochs:
             self.warmup_steps = self.block.warmup_epochs * steps_per_epoch
@@ -215,12 +223,18 @@ class Config:
         """Refuse settings for a boundary that a pipeline with `count` boundaries does not have."""
         for number in self.block.boundaries:
             if int(number) >= count:
-                allowed = ", ".join(f'"{b}"' for b in range(count)) or "none (a pipeline of one stage has no boundary)"
-                raise CompressionError(f"{KEY}.boundaries.{number}: there is no such boundary; allowed: {allowed}")
+                allowed = (
+                    ", ".join(f'"{b}"' for b in range(count))
+                    or "none (a pipeline of one stage has no boundary)"
+                )
+                raise CompressionError(
+                    f"{KEY}.boundaries.{number}: there is no such boundary; allowed: {allowed}"
+                )
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Everything that both ends of a link must agree on, as JSON types, defaults and codec options included."""
+        """Everything that both ends of a link must agree on, as JSON types, defaults and codec options
+        included."""
         plain = self.block.model_dump(mode="json", exclude={"forward", "backward", "boundaries"})
         codecs = {number: self.codecs(int(number)).settings for number in self.block.boundaries}
         return {**self.codecs(None).settings, "boundaries": codecs, **plain}
@@ -231,8 +245,10 @@ class Config:
         feedbacks = [self._choice(number, "forward")[1] for number in numbers]
         wanted = {feedback.sample_ids for feedback in feedbacks if feedback.sample_ids is not None}
         if len(wanted) > 1:
-            raise CompressionError(f"{KEY}: feedbacks of different boundaries want different sample ids; "
-                                   "allowed: equal 'ids', 'scope' and 'batch_dim' everywhere")
+            raise CompressionError(
+                f"{KEY}: feedbacks of different boundaries want different sample ids; "
+                "allowed: equal 'ids', 'scope' and 'batch_dim' everywhere"
+            )
         return next(iter(wanted), None)
 
     def _choice(self, boundary: int | None, direction: str) -> tuple[Codec, Feedback]:

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 
 class CompressionError(ValueError):
-    """Whatever ds_compress refuses: the message is one line that names the place, what came and what is allowed."""
+    """Whatever ds_compress refuses: the message is one line that names the place, what came and what is
+    allowed."""
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:

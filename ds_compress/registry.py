@@ -1,11 +1,15 @@
-"""Things found by name: codecs and feedbacks, each with its own options model."""
+"""Things found by name (codecs and feedbacks), each with its own options model, and how options are checked.
+
+pydantic's errors become one line: JSON path, what came, what is allowed, the nearest name.
+"""
 
 from typing import Any, ClassVar, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ds_compress.errors import CompressionError, did_you_mean
-from ds_compress.validation import validate
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class Options(BaseModel):
@@ -30,7 +34,9 @@ class Named:
 
     def __str__(self) -> str:
         """Name and the options that were given, for logs."""
-        given = ", ".join(f"{key}={getattr(self.options, key)}" for key in sorted(self.options.model_fields_set))
+        given = ", ".join(
+            f"{key}={getattr(self.options, key)}" for key in sorted(self.options.model_fields_set)
+        )
         return f"{self.name}({given})" if given else self.name
 
     @property
@@ -70,7 +76,8 @@ class Registry(Generic[Kind]):
         """The class registered as `name`; `path` is the JSON path that an error names."""
         if not isinstance(name, str) or name not in self._classes:
             raise CompressionError(
-                f"{path}: {name!r} is not registered{did_you_mean(name, self.names())}; known: {self._known()}"
+                f"{path}: {name!r} is not registered{did_you_mean(name, self.names())}; known: "
+                f"{self._known()}"
             )
         return self._classes[name]
 
@@ -93,7 +100,59 @@ class Registry(Generic[Kind]):
         if "name" not in choice:
             raise CompressionError(f"{path}.name: missing; known: {self._known()}")
         cls = self.find(choice["name"], f"{path}.name")
-        return cls(validate(cls.Options, {key: value for key, value in choice.items() if key != "name"}, path))
+        return cls(
+            validate(cls.Options, {key: value for key, value in choice.items() if key != "name"}, path)
+        )
 
     def _known(self) -> str:
         return ", ".join(self.names())
+
+
+def validate(model: type[Model], value: object, path: str) -> Model:
+    """`value` as an instance of `model`.
+
+    Raises:
+        CompressionError: the first thing wrong with `value`, at its JSON path below `path`.
+    """
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise CompressionError(_one_line(model, error, path)) from None
+
+
+def _one_line(model: type[BaseModel], error: ValidationError, path: str) -> str:
+    problems = error.errors(include_url=False)
+    first = problems[0]
+    loc = [part for part in first["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
+    where = ".".join([path, *map(str, loc)])
+    rest = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{where}: {_reason(model, first, loc)}{rest}"
+
+
+def _reason(model: type[BaseModel], problem: dict[str, Any], loc: list[Any]) -> str:
+    came = problem["input"]
+    if problem["type"] == "extra_forbidden":
+        known = _fields_at(model, loc[:-1])
+        return f"unknown key{did_you_mean(loc[-1], known)}; allowed: {', '.join(known) or 'none'}"
+    if problem["type"] == "missing":
+        return "missing"
+    if problem["type"] == "literal_error":
+        allowed = problem["ctx"]["expected"].replace(" or ", ", ")
+        names = [word.strip("'") for word in allowed.split(", ")]
+        return f"{came!r} is not allowed{did_you_mean(came, names)}; allowed: {allowed}"
+    if problem["type"] in ("model_type", "dict_type"):
+        return f"{came!r} is not allowed: should be an object"
+    if problem["type"] == "value_error":  # raised by a validator of ours, in our own words
+        return f"{came!r}: {problem['ctx']['error']}"
+    return f"{came!r} is not allowed: {problem['msg'].replace('Input should', 'should')}"
+
+
+def _fields_at(model: type[BaseModel], loc: list[Any]) -> list[str]:
+    """Names of the fields of the model found at `loc` below `model`."""
+    for part in loc:
+        field = model.model_fields.get(part) if isinstance(part, str) else None
+        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())] if field else []
+        nested = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if nested:
+            model = nested[0]
+    return list(model.model_fields)

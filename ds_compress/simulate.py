@@ -1,27 +1,30 @@
-"""The channels of a pipeline inside one process: for one GPU, a notebook, or a comparison with the real thing.
+"""The channels of a pipeline inside one process: for one GPU, a notebook, or a comparison with the real
+thing.
 
-Each boundary becomes a step between two layers that packs what crosses it, and what its gradient sends back, with the
-objects that the pipeline engine uses: the losses are those of the real pipeline.
+Each boundary becomes a step between two layers that packs what crosses it, and what its gradient sends back,
+with the objects that the pipeline engine uses: the losses are those of the real pipeline.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ds_compress.channel import Boundary, Channel, Moment
 from ds_compress.codec import TensorSpec
 from ds_compress.config import KEY, Config
 from ds_compress.errors import CompressionError
-from ds_compress.samples import SampleIds
+from ds_compress.feedback.sample_ids import SampleIds
+from ds_compress.message.channel import Boundary, Channel, MessageId
 
 
 class SimulatedBoundary(nn.Module):
     """Both sides of one boundary as a layer: its input comes out as the next stage would receive it.
 
-    A forward pass in training mode with gradients on is one micro-batch, and every `micro_batches` of them are one
-    step; all other passes are evaluation. Do not put it inside an activation checkpoint: recomputing would send again.
+    A forward pass in training mode with gradients on is one micro-batch, and every `micro_batches` of them
+    are one step; all other passes are evaluation. Do not put it inside an activation checkpoint: recomputing
+    would send again.
     """
 
     def __init__(self, number: int, config: Config, micro_batches: int):
@@ -42,12 +45,12 @@ class SimulatedBoundary(nn.Module):
         if self.training and torch.is_grad_enabled():
             self.upstream.announce(self._trained % self.micro_batches, ids)
 
-    def _next_moment(self) -> Moment:
+    def _next_moment(self) -> MessageId:
         step = self._trained // self.micro_batches
         if not (self.training and torch.is_grad_enabled()):
             self._evaluated += 1
-            return Moment(step, (self._evaluated - 1) % self.micro_batches, training=False)
-        moment = Moment(step, self._trained % self.micro_batches, training=True)
+            return MessageId(step, (self._evaluated - 1) % self.micro_batches, training=False)
+        moment = MessageId(step, self._trained % self.micro_batches, training=True)
         if moment.micro_batch == 0:
             for side in (self.upstream, self.downstream):
                 if step > 0:
@@ -61,7 +64,7 @@ class _Cross(torch.autograd.Function):
     """Forward: a packet from upstream to downstream; backward: a packet back."""
 
     @staticmethod
-    def forward(ctx, boundary: SimulatedBoundary, moment: Moment, *tensors: Tensor):
+    def forward(ctx, boundary: SimulatedBoundary, moment: MessageId, *tensors: Tensor):
         ctx.boundary, ctx.moment = boundary, moment
         ctx.floats = [tensor.dtype.is_floating_point for tensor in tensors]
         outputs = _transfer(boundary.upstream.forward, boundary.downstream.forward, tensors, moment)
@@ -76,7 +79,7 @@ class _Cross(torch.autograd.Function):
         return None, None, *(next(arrived) if is_float else None for is_float in ctx.floats)
 
 
-def _transfer(source: Channel, target: Channel, tensors: Sequence[Tensor], moment: Moment) -> list[Tensor]:
+def _transfer(source: Channel, target: Channel, tensors: Sequence[Tensor], moment: MessageId) -> list[Tensor]:
     packet = source.encode(tensors, moment)
     message = target.message(tuple(map(TensorSpec.of, tensors)), moment)
     return target.decode(packet, message, moment, lambda nbytes: source.rest)
@@ -87,11 +90,13 @@ def simulate(model: nn.Module, ds_config: dict[str, Any], cuts: Sequence[int]) -
 
     Args:
         model: an `nn.Sequential`, or a `PipelineModule` that was built with one stage.
-        ds_config: the whole config: its "ds_compress" block and its "gradient_accumulation_steps" (default 1) count.
+        ds_config: the whole config: its "ds_compress" block and its "gradient_accumulation_steps" (default 1)
+            count.
         cuts: index of the first layer after each boundary, ascending: [4, 8] makes three stages.
 
     Returns:
-        A new `nn.Sequential` that shares the layers of `model`; a `PipelineModule` is changed in place and returned.
+        A new `nn.Sequential` that shares the layers of `model`; a `PipelineModule` is changed in place and
+        returned.
 
     Raises:
         CompressionError: a bad block, a cut that is not between two layers, or a model of another kind.
@@ -127,7 +132,9 @@ def simulate(model: nn.Module, ds_config: dict[str, Any], cuts: Sequence[int]) -
 def _follow_samples(model: nn.Module, boundaries: list[SimulatedBoundary], source: SampleIds) -> None:
     """Take the ids of the samples from what goes into `model`, and hand them from boundary to boundary."""
     if source.column is not None:
-        raise CompressionError("simulate: has no data loader to return a column of ids; allowed: \"ids\": \"hash\"")
+        raise CompressionError(
+            'simulate: has no data loader to return a column of ids; allowed: "ids": "hash"'
+        )
     model.register_forward_pre_hook(lambda module, inputs: boundaries[0].announce(source.of(inputs)))
-    for earlier, later in zip(boundaries, boundaries[1:]):
+    for earlier, later in itertools.pairwise(boundaries):
         later.upstream.sample_ids = earlier.downstream.sample_ids

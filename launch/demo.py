@@ -1,12 +1,13 @@
-"""Train the same small language model once per recipe through the deepspeed launcher, and compare: `make demo`.
+"""Train the same small language model once per recipe through the deepspeed launcher, and compare: `make
+demo`.
 
     python launch/demo.py [--recipes none topk10 quant4_8] [--steps 120] [--out runs/demo]
 
-Each recipe is a file of ds_configs/; only DeepSpeed's CSV monitor is added to it. Everything reported is read back
-from the CSV files: OUT/summary.json holds one row per recipe,
+Each recipe is a file of ds_configs/; only DeepSpeed's CSV monitor is added to it. Everything reported is read
+back from the CSV files: OUT/summary.json holds one row per recipe,
 
     first_loss, final_loss   mean training loss of the first and of the last 5 steps
-    raw_bytes, wire_bytes    what the stages sent in the whole run, before and after compression, both directions
+    raw_bytes, wire_bytes    what the stages sent in the whole run, before and after compression
     ratio                    raw_bytes / wire_bytes
     step_ms                  median time of a training step, the first 5 left out
 """
@@ -37,7 +38,8 @@ POLL_S = 0.5
 
 
 def derive_config(recipe: dict, steps: int, folder: Path) -> dict:
-    """The recipe with CSV files in `folder`/csv and byte counts written at an interval that meets the last step."""
+    """The recipe with CSV files in `folder`/csv and byte counts written at an interval that meets the last
+    step."""
     monitor = {**recipe["ds_compress"].get("monitor", {}), "every": math.gcd(steps, 10)}
     return {
         **recipe,
@@ -47,8 +49,8 @@ def derive_config(recipe: dict, steps: int, folder: Path) -> dict:
 
 
 def launch(config: Path, steps: int, folder: Path) -> None:
-    """Train through the deepspeed launcher: its output goes to `folder`/train.log, progress and what matters to the
-    screen.
+    """Train through the deepspeed launcher: its output goes to `folder`/train.log, progress and what matters
+    to the screen.
 
     Raises:
         SystemExit: the launcher failed.
@@ -61,21 +63,34 @@ def launch(config: Path, steps: int, folder: Path) -> None:
         port = probe.getsockname()[1]
     log = folder / "train.log"
     command = [
-        str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(STAGES), "--master_port", str(port),
-        str(ROOT / "launch" / "train_lm.py"), "--stages", str(STAGES), "--steps", str(steps),
-        "--deepspeed_config", str(config),
+        str(Path(sys.executable).with_name("deepspeed")),
+        "--num_gpus",
+        str(STAGES),
+        "--master_port",
+        str(port),
+        str(ROOT / "launch" / "train_lm.py"),
+        "--stages",
+        str(STAGES),
+        "--steps",
+        str(steps),
+        "--deepspeed_config",
+        str(config),
     ]
     env["TQDM_DISABLE"] = "1"  # the bar here shows more
-    with open(log, "w") as output, tqdm(total=steps, unit="step", desc=folder.name) as bar:
-        with subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT) as process:
-            follow(process, log, folder / "csv", bar)
+    with (
+        open(log, "w") as output,
+        tqdm(total=steps, unit="step", desc=folder.name) as bar,
+        subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT) as process,
+    ):
+        follow(process, log, folder / "csv", bar)
     if process.returncode:
         tail = "\n".join(log.read_text().splitlines()[-40:])
         sys.exit(f"{tail}\ndemo: {shlex.join(command)} exited with {process.returncode}; all output: {log}")
 
 
 def follow(process: subprocess.Popen, log: Path, folder: Path, bar: tqdm) -> None:
-    """Until `process` ends, show what the CSV files in `folder` say in `bar`, and what matters of `log` above it."""
+    """Until `process` ends, show what the CSV files in `folder` say in `bar`, and what matters of `log` above
+    it."""
     with open(log) as lines:
         ended = False
         while not ended:
@@ -94,8 +109,10 @@ def progress(folder: Path) -> tuple[int, dict[str, str]]:
     loss = folder / "Train_Samples_train_loss.csv"
     losses = read_series(loss) if loss.exists() else []
     values = {"loss": f"{losses[-1][1]:.3f}"} if losses else {}
-    kinds = ([read_series(file) for file in folder.glob(f"Train_Compression_boundary_*_{k}_bytes.csv")]
-             for k in ("raw", "wire"))
+    kinds = (
+        [read_series(file) for file in folder.glob(f"Train_Compression_boundary_*_{k}_bytes.csv")]
+        for k in ("raw", "wire")
+    )
     raw, wire = (sum(series[-1][1] for series in files if series) for files in kinds)
     if raw and wire:
         values |= {"ratio": f"{raw / wire:.2f}x", "saved": f"{(raw - wire) / 1e9:.3f} GB"}
@@ -105,19 +122,24 @@ def progress(folder: Path) -> tuple[int, dict[str, str]]:
 def read_series(file: Path) -> list[tuple[int, float]]:
     """(samples seen, value) per row of a file of DeepSpeed's CSV monitor, which names it after its label."""
     whole, _, _ = file.read_text().rpartition("\n")  # what comes after it is being written
-    return [(int(samples), float(value)) for samples, value in csv.reader(whole.splitlines()) if samples != "step"]
+    return [
+        (int(samples), float(value)) for samples, value in csv.reader(whole.splitlines()) if samples != "step"
+    ]
 
 
 def total_bytes(folder: Path, kind: str, samples: int) -> int:
-    """Sum over boundaries and directions of the running totals of `kind` ("raw" or "wire") after `samples` samples.
+    """Sum over boundaries and directions of the running totals of `kind` ("raw" or "wire") after `samples`
+    samples.
 
     Raises:
         SystemExit: no totals, or they end before the run does.
     """
     files = sorted(folder.glob(f"Train_Compression_boundary_*_{kind}_bytes.csv"))
     if not files:
-        sys.exit(f"demo: no Train_Compression_*_{kind}_bytes.csv in {folder}: ds_compress was not active in this run; "
-                 "is it installed in this environment (pip install -e .)?")
+        sys.exit(
+            f"demo: no Train_Compression_*_{kind}_bytes.csv in {folder}: ds_compress was not active "
+            "in this run; is it installed in this environment (pip install -e .)?"
+        )
     last = {file: read_series(file)[-1] for file in files}
     for file, (counted, _) in last.items():
         if counted != samples:
@@ -149,17 +171,33 @@ def print_table(rows: list[dict]) -> None:
     for name in ("steps", "first loss", "final loss", "MB raw", "MB sent", "ratio", "ms/step"):
         table.add_column(name, justify="right")
     for row in rows:
-        table.add_row(row["recipe"], str(row["steps"]), f"{row['first_loss']:.3f}", f"{row['final_loss']:.3f}",
-                      f"{row['raw_bytes'] / 1e6:.1f}", f"{row['wire_bytes'] / 1e6:.1f}", f"{row['ratio']:.2f}",
-                      f"{row['step_ms']:.0f}")
+        table.add_row(
+            row["recipe"],
+            str(row["steps"]),
+            f"{row['first_loss']:.3f}",
+            f"{row['final_loss']:.3f}",
+            f"{row['raw_bytes'] / 1e6:.1f}",
+            f"{row['wire_bytes'] / 1e6:.1f}",
+            f"{row['ratio']:.2f}",
+            f"{row['step_ms']:.0f}",
+        )
     Console().print(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipes", nargs="+", default=["none", "topk10", "quant4_8"], metavar="NAME",
-                        help="names of files in ds_configs/ (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=120, help="training steps per recipe (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--recipes",
+        nargs="+",
+        default=["none", "topk10", "quant4_8"],
+        metavar="NAME",
+        help="names of files in ds_configs/ (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=120, help="training steps per recipe (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo", help="default: runs/demo")
     args = parser.parse_args()
     known = sorted(file.stem for file in (ROOT / "ds_configs").glob("*.json"))

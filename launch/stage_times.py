@@ -2,8 +2,9 @@
 
     deepspeed ... launch/stage_times.py train.py --its --own arguments
 
-Every rank ends with one line: its stage, and the medians over all micro-batches, in ms, of the forward and of the
-backward pass, what `ds-compress advise --forward-ms --backward-ms` asks for, and of the optimizer step (`--step-ms`):
+Every rank ends with one line: its stage, and the medians over all micro-batches, in ms, of the forward and of
+the backward pass, what `ds-compress advise --forward-ms --backward-ms` asks for, and of the optimizer step
+(`--step-ms`):
 
     stage_times {"stage": 0, "forward_ms": 31.2, "backward_ms": 64.0, "step_ms": 4.1}
 """
@@ -20,7 +21,11 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-TIMED = {"forward_ms": schedule.ForwardPass, "backward_ms": schedule.BackwardPass, "step_ms": schedule.OptimizerStep}
+TIMED = {
+    "forward_ms": schedule.ForwardPass,
+    "backward_ms": schedule.BackwardPass,
+    "step_ms": schedule.OptimizerStep,
+}
 
 times: dict[str, list[float]] = defaultdict(list)
 stages: set[int] = set()
@@ -44,7 +49,7 @@ for name, instruction in TIMED.items():
 
 # The launcher puts --local_rank before the name of the script to run
 script = next(index for index, word in enumerate(sys.argv[1:], 1) if word.endswith(".py"))
-sys.argv = [sys.argv[script], *sys.argv[1:script], *sys.argv[script + 1:]]
+sys.argv = [sys.argv[script], *sys.argv[1:script], *sys.argv[script + 1 :]]
 sys.path.insert(0, str(Path(sys.argv[0]).parent))
 runpy.run_path(sys.argv[0], run_name="__main__")
 medians = {name: round(statistics.median(values), 3) for name, values in times.items()}

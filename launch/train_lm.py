@@ -3,8 +3,8 @@
     deepspeed --num_gpus 2 launch/train_lm.py --deepspeed_config ds_configs/none.json
     torchrun --nproc_per_node 4 launch/train_lm.py --stages 2 --deepspeed_config ds_configs/none.json
 
-The text is the source of Python's standard library, or a file or folder given with --data. Losses and step times go
-to whichever monitors the DeepSpeed config switches on.
+The text is the source of Python's standard library, or a file or folder given with --data. Losses and step
+times go to whichever monitors the DeepSpeed config switches on.
 """
 
 import argparse
@@ -60,13 +60,16 @@ class Block(nn.Module):
         for linear in (self.qkv, self.project, self.expand, self.contract):
             nn.init.normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)
-        # GPT-2: the layers that write to the residual stream start smaller, so its variance does not grow with depth
+        # GPT-2: the layers that write to the residual stream start smaller, so its variance does not grow
+        # with depth
         for linear in (self.project, self.contract):
             linear.weight.data /= math.sqrt(2 * layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-                   for t in self.qkv(self.norm_attention(x)).chunk(3, dim=-1))
+        q, k, v = (
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for t in self.qkv(self.norm_attention(x)).chunk(3, dim=-1)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.project(attended.transpose(1, 2).flatten(2))
         return x + self.contract(F.gelu(self.expand(self.norm_mlp(x))))
@@ -99,11 +102,12 @@ def build_layers(args: argparse.Namespace) -> list[LayerSpec]:
 
 
 def load_text(data: str | None) -> tuple[Tensor, Tensor]:
-    """Bytes to train on and bytes held out, uint8, disjoint; the same for every process that sees the same files.
+    """Bytes to train on and bytes held out, uint8, disjoint; the same for every process that sees the same
+    files.
 
     Args:
-        data: a file, or a folder whose files are joined in sorted order; None takes the first 4 MiB of the modules
-            at the top level of Python's standard library.
+        data: a file, or a folder whose files are joined in sorted order; None takes the first 4 MiB of the
+            modules at the top level of Python's standard library.
     """
     if data is None:
         files, limit = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")), DEFAULT_DATA_BYTES
@@ -121,8 +125,8 @@ def load_text(data: str | None) -> tuple[Tensor, Tensor]:
 def batches(tokens: Tensor, micro_batch: int, seq: int, seed: int, replica: int = 0, start: int = 0):
     """Endless (inputs, labels), each (micro_batch, seq) int64: random windows, labels one byte ahead.
 
-    Batch i follows from (seed, replica, i) alone: the first and the last stage draw the same one without talking, and
-    a resumed run (`start` = batches already taken) goes on where it stopped.
+    Batch i follows from (seed, replica, i) alone: the first and the last stage draw the same one without
+    talking, and a resumed run (`start` = batches already taken) goes on where it stopped.
     """
     if len(tokens) <= seq:
         raise SystemExit(f"--data: {len(tokens)} bytes in one split, but --seq {seq} needs more than {seq}")
@@ -134,9 +138,15 @@ def batches(tokens: Tensor, micro_batch: int, seq: int, seed: int, replica: int 
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=int, default=2, help="pipeline stages; the world size is a multiple of it")
-    parser.add_argument("--steps", type=int, default=120, help="optimizer steps in all, those before --load included")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--stages", type=int, default=2, help="pipeline stages; the world size is a multiple of it"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=120, help="optimizer steps in all, those before --load included"
+    )
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--heads", type=int, default=4)
@@ -146,30 +156,42 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--data", help="text file or folder (default: Python's standard library)")
     parser.add_argument("--save", help="checkpoint folder to write")
     parser.add_argument("--load", help="checkpoint folder to resume from")
-    parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; 0: only at the end")
+    parser.add_argument(
+        "--save-every", type=int, default=0, help="steps between checkpoints; 0: only at the end"
+    )
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
     return deepspeed.add_config_arguments(parser).parse_args()
 
 
 def main() -> None:
     args = parse_args()
-    # A C++ extension for all-reduce in CPU inference, which a pipeline never calls: training needs no compiler
+    # A C++ extension for all-reduce in CPU inference, which a pipeline never calls: training needs no
+    # compiler
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed()
     train_tokens, held_out = load_text(args.data)
-    # seed_layers: a layer's weights depend on its index, not on how the layers are cut into stages. DeepSpeed's own
-    # seed_fn fails with partition_method "type:...", which hands it a numpy integer (seen in 0.19.8)
-    model = PipelineModule(layers=build_layers(args), num_stages=args.stages, loss_fn=loss_fn,
-                           partition_method="type:Block", seed_layers=True, seed_fn=torch.manual_seed,
-                           base_seed=args.seed)
+    # seed_layers: a layer's weights depend on its index, not on how the layers are cut into stages.
+    # DeepSpeed's own seed_fn fails with partition_method "type:...", which hands it a numpy integer (seen in
+    # 0.19.8)
+    model = PipelineModule(
+        layers=build_layers(args),
+        num_stages=args.stages,
+        loss_fn=loss_fn,
+        partition_method="type:Block",
+        seed_layers=True,
+        seed_fn=torch.manual_seed,
+        base_seed=args.seed,
+    )
     engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
     if args.load:
         engine.load_checkpoint(args.load)
 
     sizes = engine.train_micro_batch_size_per_gpu(), args.seq, args.seed, engine.grid.get_data_parallel_rank()
     data = batches(train_tokens, *sizes, start=engine.global_steps * engine.gradient_accumulation_steps())
-    bar = tqdm(range(engine.global_steps, args.steps), unit="step", mininterval=1, disable=engine.global_rank != 0)
+    bar = tqdm(
+        range(engine.global_steps, args.steps), unit="step", mininterval=1, disable=engine.global_rank != 0
+    )
     losses = []
     for step in bar:
         started = time.perf_counter()
@@ -186,7 +208,10 @@ def main() -> None:
     if args.save:
         engine.save_checkpoint(args.save)
     if losses and engine.global_rank == 0:
-        print(f"trained {len(losses)} steps: first loss {losses[0]:.4f}, final loss {losses[-1]:.4f}", flush=True)
+        print(
+            f"trained {len(losses)} steps: first loss {losses[0]:.4f}, final loss {losses[-1]:.4f}",
+            flush=True,
+        )
     # Without an orderly end gloo's threads may abort a process that has already finished
     dist.barrier()
     dist.destroy_process_group()

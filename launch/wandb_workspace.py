@@ -1,4 +1,5 @@
-"""Make a W&B workspace for runs with ds_compress: a chart per quantity, with all boundaries and directions in it.
+"""Make a W&B workspace for runs with ds_compress: a chart per quantity, with all boundaries and directions in
+it.
 
     pip install wandb-workspaces
     python launch/wandb_workspace.py ENTITY PROJECT --stages 4
@@ -11,14 +12,16 @@ import argparse
 import wandb_workspaces.reports.v2 as panels
 import wandb_workspaces.workspaces as workspaces
 
-from ds_compress.metrics import DASHBOARD, labels
+from ds_compress.monitor.metrics import DASHBOARD, labels
 
 LOSS = "Train/Samples/train_loss"
 
 
 def workspace(entity: str, project: str, boundaries: int) -> workspaces.Workspace:
     """The view, not saved yet."""
-    sections = [workspaces.Section(name="Loss", is_open=True, panels=[panels.LinePlot(title="train loss", y=[LOSS])])]
+    sections = [
+        workspaces.Section(name="Loss", is_open=True, panels=[panels.LinePlot(title="train loss", y=[LOSS])])
+    ]
     for title, names in DASHBOARD.items():
         charts = [panels.LinePlot(title=name, y=labels(boundaries, name)) for name in names]
         sections.append(workspaces.Section(name=title, is_open=True, panels=charts))
@@ -26,7 +29,9 @@ def workspace(entity: str, project: str, boundaries: int) -> workspaces.Workspac
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("entity")
     parser.add_argument("project")
     parser.add_argument("--stages", type=int, required=True, help="of the pipeline")

@@ -1,4 +1,5 @@
-"""The hook: whatever is imported first, the engine's constructor is wrapped once, and errors never reach torch."""
+"""The hook: whatever is imported first, the engine's constructor is wrapped once, and errors never reach
+torch."""
 
 import subprocess
 import sys
@@ -10,14 +11,17 @@ from ds_compress import autoload
 STATE = "hasattr(sys.modules['deepspeed.runtime.pipe.engine'].PipelineEngine.__init__, '_ds_compress')"
 
 
-@pytest.mark.parametrize("imports", [
-    "import torch, deepspeed",
-    "import deepspeed, torch",
-    "import deepspeed",
-    "import ds_compress, deepspeed",
-    "import deepspeed, ds_compress",
-    "import ds_compress, torch, deepspeed; ds_compress.autoload.hook()",
-])
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import torch, deepspeed",
+        "import deepspeed, torch",
+        "import deepspeed",
+        "import ds_compress, deepspeed",
+        "import deepspeed, ds_compress",
+        "import ds_compress, torch, deepspeed; ds_compress.autoload.hook()",
+    ],
+)
 def test_order_of_imports_does_not_matter(imports):
     code = f"import sys; {imports}; print('wrapped', {STATE})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -44,6 +48,8 @@ def test_near_misses_are_found(key):
     assert autoload.near_misses({key: {}, "optimizer": {}}) == [key]
 
 
-@pytest.mark.parametrize("key", ["compression_training", "communication_data_type", "train_batch_size", "ds", "amp"])
+@pytest.mark.parametrize(
+    "key", ["compression_training", "communication_data_type", "train_batch_size", "ds", "amp"]
+)
 def test_other_keys_are_not_near_misses(key):
     assert autoload.near_misses({key: {}}) == []

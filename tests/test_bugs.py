@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 
-from ds_compress.channel import Boundary, Moment
 from ds_compress.codec import names
 from ds_compress.config import Config
-from tests.dist import run_ranks
-from tests.kinds import BLOCKS, KINDS, train
-from tests.pipeline import batches, build, ds_config
+from ds_compress.message.channel import Boundary, MessageId
+from tests.support.dist import run_ranks
+from tests.support.kinds import BLOCKS, KINDS, train
+from tests.support.pipeline import batches, build, ds_config
 
 MIXED, DYNAMIC = KINDS["mixed-middle"], KINDS["mixed-dynamic"]
 
@@ -21,9 +21,9 @@ def losses(kind, block, stages=3):
 
 def test_receive_buffers_of_middle_stages():
     """DeepSpeed, to 0.19.8 at least: a middle stage has one receive buffer for each position in a tuple, for
-    activations and gradients, and takes it whatever its dtype. (fp32, int64, bool, fp32) forward and (fp32, fp32)
-    backward makes it read the second gradient into int64 memory and train on what comes out of that: nan. A stock
-    pipeline of two stages has no middle stage.
+    activations and gradients, and takes it whatever its dtype. (fp32, int64, bool, fp32) forward and (fp32,
+    fp32) backward makes it read the second gradient into int64 memory and train on what comes out of that:
+    nan. A stock pipeline of two stages has no middle stage.
     """
     right = losses(MIXED, None, stages=2)
     assert losses(MIXED, BLOCKS["eager"]) == pytest.approx(right, rel=1e-5)
@@ -32,16 +32,19 @@ def test_receive_buffers_of_middle_stages():
 
 
 def test_receive_buffers_of_middle_stages_with_dynamic_shape():
-    """The same where every micro-batch has another shape: memory of the wrong size, and the connection breaks."""
+    """The same where every micro-batch has another shape: memory of the wrong size, and the connection
+    breaks."""
     assert losses(DYNAMIC, BLOCKS["eager"]) == pytest.approx(losses(DYNAMIC, None, stages=2), rel=1e-5)
 
 
 def test_tensors_that_are_not_float_leave_the_selection_alone():
-    """A partitioned gradient crosses behind an int64 tensor that describes it. That one has no position, yet it took
-    the selection of position 0 from the gradient, which then had no indices to reuse."""
-    channels = {"forward": {"codec": {"name": "topk", "density": 0.5}},
-                "backward": {"codec": {"name": "topk", "indices": "reuse"}}}
-    boundary, moment = Boundary(0, Config({**channels, "min_numel": 0})), Moment(0, 0, training=True)
+    """A partitioned gradient crosses behind an int64 tensor that describes it. That one has no position, yet
+    it took the selection of position 0 from the gradient, which then had no indices to reuse."""
+    channels = {
+        "forward": {"codec": {"name": "topk", "density": 0.5}},
+        "backward": {"codec": {"name": "topk", "indices": "reuse"}},
+    }
+    boundary, moment = Boundary(0, Config({**channels, "min_numel": 0})), MessageId(0, 0, training=True)
     description, x = torch.tensor([2, 8]), torch.arange(8.0)
     boundary.forward.encode((description, x), moment)
     packet = boundary.backward.encode((description, x), moment)
@@ -51,8 +54,13 @@ def test_tensors_that_are_not_float_leave_the_selection_alone():
 def train_watched_with_every_codec(folder):
     finals = {}
     for name in names():
-        block = {**dict.fromkeys(("forward", "backward"), {"codec": name}), "min_numel": 0, "warmup_steps": 1,
-                 "monitor": {"every": 1}}
+        block = {
+            "forward": {"codec": name},
+            "backward": {"codec": name},
+            "min_numel": 0,
+            "warmup_steps": 1,
+            "monitor": {"every": 1},
+        }
         sink = {"enabled": True, "output_path": str(folder), "job_name": name}
         engine = build(2, ds_config(block, csv_monitor=sink))
         data = batches()
@@ -63,8 +71,8 @@ def train_watched_with_every_codec(folder):
 
 
 def test_every_codec_trains_while_the_monitor_watches(tmp_path):
-    """0.1.0 in development: the meter decoded what it had sent, which only the receiver of an autoencoder's message
-    can do, and so the first logged step stopped the training."""
+    """0.1.0 in development: the meter decoded what it had sent, which only the receiver of an autoencoder's
+    message can do, and so the first logged step stopped the training."""
     finals = run_ranks(2, train_watched_with_every_codec, str(tmp_path))[0]
     assert sorted(finals) == names()
     assert all(0 < ratio < float("inf") for ratio in finals.values()), finals

@@ -22,51 +22,170 @@ BAD = [
     ({"forward": "topk"}, "ds_compress.forward: 'topk'", "object"),
     ({"forward": None}, "ds_compress.forward: None", "object"),
     ({"forward": {"codek": "topk"}}, "ds_compress.forward.codek: unknown key", "did you mean 'codec'"),
-    ({"forward": {"codec": "top_k"}}, "ds_compress.forward.codec: 'top_k' is not registered", "did you mean 'topk'"),
-    ({"backward": {"codec": {"name": "top_k"}}}, "ds_compress.backward.codec.name: 'top_k' is not", "known: "),
+    (
+        {"forward": {"codec": "top_k"}},
+        "ds_compress.forward.codec: 'top_k' is not registered",
+        "did you mean 'topk'",
+    ),
+    (
+        {"backward": {"codec": {"name": "top_k"}}},
+        "ds_compress.backward.codec.name: 'top_k' is not",
+        "known: ",
+    ),
     ({"forward": {"codec": {"bits": 4}}}, "ds_compress.forward.codec.name: missing", "known: "),
     ({"forward": {"codec": 4}}, "ds_compress.forward.codec: 4 is neither", "known: "),
     ({"forward": {"codec": None}}, "ds_compress.forward.codec: None is neither", "known: "),
     ({"forward": {"codec": ["topk"]}}, "ds_compress.forward.codec: ['topk'] is neither", "known: "),
     ({"forward": {"codec": {"name": ["topk"]}}}, "ds_compress.forward.codec.name: ['topk']", "known: "),
     ({"forward": {"codec": {"name": "topk", "k": 5}}}, "ds_compress.forward.codec.k: unknown key", "density"),
-    ({"forward": {"codec": {"name": "topk", "densty": 0.1}}}, "ds_compress.forward.codec.densty", "mean 'density'"),
-    ({"forward": {"codec": {"name": "topk", "density": 0}}}, "ds_compress.forward.codec.density: 0", "greater than 0"),
-    ({"forward": {"codec": {"name": "topk", "density": 1.5}}}, "ds_compress.forward.codec.density: 1.5", "less than"),
-    ({"forward": {"codec": {"name": "topk", "density": -0.1}}}, "ds_compress.forward.codec.density", "greater than 0"),
-    ({"forward": {"codec": {"name": "topk", "density": "0.1"}}}, "ds_compress.forward.codec.density: '0.1'", "number"),
-    ({"forward": {"codec": {"name": "topk", "density": float("nan")}}}, "ds_compress.forward.codec.density: nan", ""),
-    ({"forward": {"codec": {"name": "topk", "indices": "bitmsk"}}}, "ds_compress.forward.codec.indices", "'bitmask'"),
-    ({"forward": {"codec": {"name": "topk", "scope": "row"}}}, "ds_compress.forward.codec.scope: 'row'", "'sample'"),
-    ({"forward": {"codec": {"name": "topk", "values": "bf61"}}}, "ds_compress.forward.codec.values", "'bf16'"),
-    ({"forward": {"codec": {"name": "topk", "values": "topk"}}}, "ds_compress.forward.codec.values", "cannot carry"),
-    ({"forward": {"codec": {"name": "topk", "indices": "reuse"}}}, "ds_compress.forward.codec: topk(", "backward"),
-    ({"forward": {"codec": {"name": "quantize", "bits": 0}}}, "ds_compress.forward.codec.bits: 0", "greater than"),
-    ({"forward": {"codec": {"name": "quantize", "bits": 9}}}, "ds_compress.forward.codec.bits: 9", "less than"),
-    ({"forward": {"codec": {"name": "quantize", "bits": 4.5}}}, "ds_compress.forward.codec.bits: 4.5", "integer"),
-    ({"forward": {"codec": {"name": "quantize", "bits": True}}}, "ds_compress.forward.codec.bits: True", "integer"),
-    ({"forward": {"codec": {"name": "quantize", "group_size": 100}}}, "ds_compress.forward.codec.group_size", "8"),
-    ({"forward": {"codec": {"name": "quantize", "group_size": 0}}}, "ds_compress.forward.codec.group_size", ""),
-    ({"forward": {"codec": {"name": "quantize", "group_size": -8}}}, "ds_compress.forward.codec.group_size", ""),
-    ({"forward": {"codec": {"name": "quantize", "scale": "max"}}}, "ds_compress.forward.codec.scale: 'max'", "minmax"),
-    ({"forward": {"codec": {"name": "quantize", "scale_dtype": "fp16"}}},
-     "ds_compress.forward.codec.scale_dtype", "bf16"),
-    ({"forward": {"codec": {"name": "quantize", "hadamard": True, "group_size": 24}}},
-     "ds_compress.forward.codec.hadamard", "power of two"),
-    ({"forward": {"codec": {"name": "minmax", "bits": 32}}}, "ds_compress.forward.codec.bits: 32", "less than"),
-    ({"forward": {"codec": {"name": "none", "bits": 4}}}, "ds_compress.forward.codec.bits: unknown", "allowed: none"),
+    (
+        {"forward": {"codec": {"name": "topk", "densty": 0.1}}},
+        "ds_compress.forward.codec.densty",
+        "mean 'density'",
+    ),
+    (
+        {"forward": {"codec": {"name": "topk", "density": 0}}},
+        "ds_compress.forward.codec.density: 0",
+        "greater than 0",
+    ),
+    (
+        {"forward": {"codec": {"name": "topk", "density": 1.5}}},
+        "ds_compress.forward.codec.density: 1.5",
+        "less than",
+    ),
+    (
+        {"forward": {"codec": {"name": "topk", "density": -0.1}}},
+        "ds_compress.forward.codec.density",
+        "greater than 0",
+    ),
+    (
+        {"forward": {"codec": {"name": "topk", "density": "0.1"}}},
+        "ds_compress.forward.codec.density: '0.1'",
+        "number",
+    ),
+    (
+        {"forward": {"codec": {"name": "topk", "density": float("nan")}}},
+        "ds_compress.forward.codec.density: nan",
+        "",
+    ),
+    (
+        {"forward": {"codec": {"name": "topk", "indices": "bitmsk"}}},
+        "ds_compress.forward.codec.indices",
+        "'bitmask'",
+    ),
+    (
+        {"forward": {"codec": {"name": "topk", "scope": "row"}}},
+        "ds_compress.forward.codec.scope: 'row'",
+        "'sample'",
+    ),
+    (
+        {"forward": {"codec": {"name": "topk", "values": "bf61"}}},
+        "ds_compress.forward.codec.values",
+        "'bf16'",
+    ),
+    (
+        {"forward": {"codec": {"name": "topk", "values": "topk"}}},
+        "ds_compress.forward.codec.values",
+        "cannot carry",
+    ),
+    (
+        {"forward": {"codec": {"name": "topk", "indices": "reuse"}}},
+        "ds_compress.forward.codec: topk(",
+        "backward",
+    ),
+    (
+        {"forward": {"codec": {"name": "quantize", "bits": 0}}},
+        "ds_compress.forward.codec.bits: 0",
+        "greater than",
+    ),
+    (
+        {"forward": {"codec": {"name": "quantize", "bits": 9}}},
+        "ds_compress.forward.codec.bits: 9",
+        "less than",
+    ),
+    (
+        {"forward": {"codec": {"name": "quantize", "bits": 4.5}}},
+        "ds_compress.forward.codec.bits: 4.5",
+        "integer",
+    ),
+    (
+        {"forward": {"codec": {"name": "quantize", "bits": True}}},
+        "ds_compress.forward.codec.bits: True",
+        "integer",
+    ),
+    (
+        {"forward": {"codec": {"name": "quantize", "group_size": 100}}},
+        "ds_compress.forward.codec.group_size",
+        "8",
+    ),
+    (
+        {"forward": {"codec": {"name": "quantize", "group_size": 0}}},
+        "ds_compress.forward.codec.group_size",
+        "",
+    ),
+    (
+        {"forward": {"codec": {"name": "quantize", "group_size": -8}}},
+        "ds_compress.forward.codec.group_size",
+        "",
+    ),
+    (
+        {"forward": {"codec": {"name": "quantize", "scale": "max"}}},
+        "ds_compress.forward.codec.scale: 'max'",
+        "minmax",
+    ),
+    (
+        {"forward": {"codec": {"name": "quantize", "scale_dtype": "fp16"}}},
+        "ds_compress.forward.codec.scale_dtype",
+        "bf16",
+    ),
+    (
+        {"forward": {"codec": {"name": "quantize", "hadamard": True, "group_size": 24}}},
+        "ds_compress.forward.codec.hadamard",
+        "power of two",
+    ),
+    (
+        {"forward": {"codec": {"name": "minmax", "bits": 32}}},
+        "ds_compress.forward.codec.bits: 32",
+        "less than",
+    ),
+    (
+        {"forward": {"codec": {"name": "none", "bits": 4}}},
+        "ds_compress.forward.codec.bits: unknown",
+        "allowed: none",
+    ),
     ({"forward": {"feedback": "ef2"}}, "ds_compress.forward.feedback: 'ef2' is not registered", "known: "),
     ({"forward": {"feedback": {}}}, "ds_compress.forward.feedback.name: missing", "known: "),
-    ({"forward": {"feedback": {"name": "none", "beta": 1}}}, "ds_compress.forward.feedback.beta: unknown key", ""),
-    ({"backward": {"codec": {"name": "topk", "indices": "reuse", "density": 0.2}}, "forward": {"codec": "topk"}},
-     "ds_compress.backward.codec: topk.density: 0.2", "0.1"),
+    (
+        {"forward": {"feedback": {"name": "none", "beta": 1}}},
+        "ds_compress.forward.feedback.beta: unknown key",
+        "",
+    ),
+    (
+        {
+            "backward": {"codec": {"name": "topk", "indices": "reuse", "density": 0.2}},
+            "forward": {"codec": "topk"},
+        },
+        "ds_compress.backward.codec: topk.density: 0.2",
+        "0.1",
+    ),
     ({"boundaries": []}, "ds_compress.boundaries: []", "should be an object"),
     ({"boundaries": {"first": {}}}, "ds_compress.boundaries", "'first' is not the number of a boundary"),
     ({"boundaries": {"-1": {}}}, "ds_compress.boundaries", "'-1' is not the number of a boundary"),
-    ({"boundaries": {"0": {"codec": "topk"}}}, "ds_compress.boundaries.0.codec: unknown key", "forward, backward"),
-    ({"boundaries": {"0": {"forward": {"codec": "topq"}}}}, "ds_compress.boundaries.0.forward.codec: 'topq'", "known"),
-    ({"boundaries": {"1": {"backward": {"codec": {"name": "topk", "density": 2}}}}},
-     "ds_compress.boundaries.1.backward.codec.density: 2", "less than"),
+    (
+        {"boundaries": {"0": {"codec": "topk"}}},
+        "ds_compress.boundaries.0.codec: unknown key",
+        "forward, backward",
+    ),
+    (
+        {"boundaries": {"0": {"forward": {"codec": "topq"}}}},
+        "ds_compress.boundaries.0.forward.codec: 'topq'",
+        "known",
+    ),
+    (
+        {"boundaries": {"1": {"backward": {"codec": {"name": "topk", "density": 2}}}}},
+        "ds_compress.boundaries.1.backward.codec.density: 2",
+        "less than",
+    ),
     ({"warmup_steps": -1}, "ds_compress.warmup_steps: -1", "greater than or equal to 0"),
     ({"warmup_steps": 1.5}, "ds_compress.warmup_steps: 1.5", "integer"),
     ({"warmup_epochs": -1}, "ds_compress.warmup_epochs: -1", "greater than or equal to 0"),
@@ -88,15 +207,26 @@ BAD = [
     ({"link": {"modes": "eager"}}, "ds_compress.link.modes: unknown key", "did you mean 'mode'"),
     ({"link": {"timeout_s": 0}}, "ds_compress.link.timeout_s: 0", "greater than 0"),
     ({"link": {"checksum": 1}}, "ds_compress.link.checksum: 1", "valid boolean"),
-    ({"checkpoint": {"state": "detla"}}, "ds_compress.checkpoint.state: 'detla' is not allowed", "mean 'delta'"),
+    (
+        {"checkpoint": {"state": "detla"}},
+        "ds_compress.checkpoint.state: 'detla' is not allowed",
+        "mean 'delta'",
+    ),
     ({"checkpoint": "delta"}, "ds_compress.checkpoint: 'delta'", "object"),
     ({"monitor": {"every": -1}}, "ds_compress.monitor.every: -1", "greater than or equal to 0"),
     ({"monitor": {"every": 1.0}}, "ds_compress.monitor.every: 1.0", "integer"),
     ({"monitor": 10}, "ds_compress.monitor: 10", "object"),
-    ({"forward": {"codec": "pca"}, "backward": {"codec": "pca"}}, "ds_compress.warmup_steps: 0", "codec 'pca'"),
+    (
+        {"forward": {"codec": "pca"}, "backward": {"codec": "pca"}},
+        "ds_compress.warmup_steps: 0",
+        "codec 'pca'",
+    ),
     ({"forward": {"codec": "pca"}, "warmup_steps": 5}, "ds_compress.backward.codec: 'none'", "'pca' in both"),
-    ({"forward": {"codec": "autoencoder", "feedback": "ef"}, "backward": {"codec": "autoencoder"}},
-     "ds_compress.forward.feedback: 'ef' cannot follow codec 'autoencoder'", "only the receiver"),
+    (
+        {"forward": {"codec": "autoencoder", "feedback": "ef"}, "backward": {"codec": "autoencoder"}},
+        "ds_compress.forward.feedback: 'ef' cannot follow codec 'autoencoder'",
+        "only the receiver",
+    ),
     ({"backward": {"codec": "autoencoder"}}, "ds_compress.forward.codec: 'none'", "'autoencoder' in both"),
     ({"seed": -1}, "ds_compress.seed: -1", "greater than or equal to 0"),
     ({"seed": "a"}, "ds_compress.seed: 'a'", "integer"),
@@ -124,8 +254,14 @@ def options_models():
         for registry in (CODECS, FEEDBACKS):
             for name in registry.names():
                 kind = registry.kind
-                yield f"{KEY}.{direction}.{kind}", registry.find(name, "").Options, (
-                    lambda own, name=name, direction=direction, kind=kind: {direction: {kind: {"name": name, **own}}}
+                yield (
+                    f"{KEY}.{direction}.{kind}",
+                    registry.find(name, "").Options,
+                    (
+                        lambda own, name=name, direction=direction, kind=kind: {
+                            direction: {kind: {"name": name, **own}}
+                        }
+                    ),
                 )
 
 
@@ -157,7 +293,7 @@ def test_there_are_enough_bad_blocks():
 def test_documented_block_is_accepted():
     block = json.loads("""{
       "forward":  {"codec": {"name": "quantize", "bits": 4, "group_size": 128, "hadamard": true}},
-      "backward": {"codec": {"name": "topk", "density": 0.1, "indices": "reuse"}, "feedback": {"name": "none"}},
+      "backward": {"codec": {"name": "topk", "density": 0.1, "indices": "reuse"}, "feedback": "none"},
       "boundaries": {"0": {"forward": {"codec": "none"}}},
       "warmup_steps": 100, "policy": {"name": "constant"}, "eval": "compressed",
       "min_numel": 4096, "link": {"mode": "eager"}, "monitor": {"every": 10}, "seed": 1234
@@ -169,20 +305,24 @@ def test_documented_block_is_accepted():
 
 
 def test_boundary_keeps_what_it_does_not_change():
-    config = Config({
-        "forward": {"codec": {"name": "topk", "density": 0.2}},
-        "backward": {"codec": "bf16"},
-        "boundaries": {"1": {"forward": {"codec": "fp16"}}},
-    })
+    config = Config(
+        {
+            "forward": {"codec": {"name": "topk", "density": 0.2}},
+            "backward": {"codec": "bf16"},
+            "boundaries": {"1": {"forward": {"codec": "fp16"}}},
+        }
+    )
     assert [config.codecs(b).forward.name for b in (0, 1, 2)] == ["topk", "fp16", "topk"]
     assert [config.codecs(b).backward.name for b in (0, 1, 2)] == ["bf16"] * 3
 
 
 def test_reuse_takes_the_density_of_forward():
-    codecs = Config({
-        "forward": {"codec": {"name": "topk", "density": 0.25}},
-        "backward": {"codec": {"name": "topk", "indices": "reuse"}},
-    }).codecs(None)
+    codecs = Config(
+        {
+            "forward": {"codec": {"name": "topk", "density": 0.25}},
+            "backward": {"codec": {"name": "topk", "indices": "reuse"}},
+        }
+    ).codecs(None)
     assert codecs.backward.settings["density"] == 0.25
 
 
@@ -197,9 +337,13 @@ def test_boundaries_must_exist():
 
 def test_reuse_without_a_selection_is_said_once_with_its_path():
     reuse = {"codec": {"name": "topk", "density": 0.1, "indices": "reuse"}}
-    config = Config({
-        "forward": {"codec": "topk"}, "backward": reuse, "boundaries": {"1": {"forward": {"codec": "quantize"}}}
-    })
+    config = Config(
+        {
+            "forward": {"codec": "topk"},
+            "backward": reuse,
+            "boundaries": {"1": {"forward": {"codec": "quantize"}}},
+        }
+    )
     assert list(config.notes) == [
         "ds_compress.boundaries.1.backward.codec: indices 'reuse' finds nothing to reuse, "
         "'quantize' selects no entries; using 'auto'"

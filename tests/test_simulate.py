@@ -7,8 +7,8 @@ from torch import nn
 import ds_compress  # noqa: F401
 from ds_compress.errors import CompressionError
 from ds_compress.simulate import simulate
-from tests.dist import run_ranks
-from tests.pipeline import MICRO_BATCHES, batches, build, ds_config, layers, loss_fn, train
+from tests.support.dist import run_ranks
+from tests.support.pipeline import MICRO_BATCHES, batches, build, ds_config, layers, loss_fn, train
 
 
 def both(codec, backward=None):
@@ -31,7 +31,8 @@ BLOCKS = {
 
 
 def simulated_model(config, stages):
-    """The model that `tests.pipeline.build` makes, with its cuts; DeepSpeed seeds layer i with base seed + i."""
+    """The model that `tests.support.pipeline.build` makes, with its cuts; DeepSpeed seeds layer i with base
+    seed + i."""
     built = []
     for index, spec in enumerate(layers()):
         torch.manual_seed(1234 + index)
@@ -85,7 +86,8 @@ def test_cuts_must_lie_between_layers(cuts):
 
 
 def test_index_reuse_is_the_gradient_of_the_sparsified_forward():
-    """With reuse, what comes back is exactly the gradient of x -> mask * x; independent TopK is another estimate."""
+    """With reuse, what comes back is exactly the gradient of x -> mask * x; independent TopK is another
+    estimate."""
     block = {**both({"name": "topk", "density": 0.3}, {"name": "topk", "indices": "reuse"}), "min_numel": 0}
     model = simulate(nn.Sequential(nn.Identity(), nn.Linear(40, 40)), ds_config(block), [1])
     x = torch.randn(4, 40, requires_grad=True)

@@ -11,7 +11,9 @@ COMMANDS = (listing, check, bench, advise, report)
 
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand; returns the exit code, 2 for input that is refused."""
-    parser = argparse.ArgumentParser(prog="ds-compress", description="Compressed pipeline messages for DeepSpeed.")
+    parser = argparse.ArgumentParser(
+        prog="ds-compress", description="Compressed pipeline messages for DeepSpeed."
+    )
     subparsers = parser.add_subparsers(dest="command", required=True)
     for command in COMMANDS:
         command.add_parser(subparsers)

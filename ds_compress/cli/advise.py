@@ -1,8 +1,8 @@
 """ds-compress advise: which recipe would pay on this link, and whether any would.
 
-Replays DeepSpeed's schedule (`ds_compress.planner`) with the compute times given, the real sizes of the packets and
-codec speeds measured here. `--measure`, under a launcher with one rank per stage, takes the bandwidth from the slowest
-link between neighbouring ranks.
+Replays DeepSpeed's schedule (`ds_compress.planning.step_time`) with the compute times given, the real sizes
+of the packets and codec speeds measured here. `--measure`, under a launcher with one rank per stage, takes
+the bandwidth from the slowest link between neighbouring ranks.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from ds_compress.cli.console import console
 from ds_compress.codec import Codec, TensorSpec
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.errors import CompressionError
-from ds_compress.planner import Network, Plan, Traffic, Workload, predict
+from ds_compress.planning.step_time import Network, Plan, Traffic, Workload, predict
 
 WORTH = 0.05  # a recipe that gains less is not called worth it
 STOCK = "DeepSpeed"
@@ -43,21 +43,37 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("advise", help="predict the step time of recipes on a link")
     parser.add_argument("--stages", type=int, required=True, help="pipeline stages")
     parser.add_argument("--micro-batches", type=int, required=True, help="gradient_accumulation_steps")
-    parser.add_argument("--forward-ms", type=_numbers, required=True,
-                        help="of a micro-batch on one stage; one number for all stages, or one a stage: 16,16,18")
+    parser.add_argument(
+        "--forward-ms",
+        type=_numbers,
+        required=True,
+        help="of a micro-batch on one stage; one number for all stages, or one a stage: 16,16,18",
+    )
     parser.add_argument("--backward-ms", type=_numbers, help="likewise (default: twice the forward time)")
-    parser.add_argument("--step-ms", type=float, default=0.0, help="the rest of a step: optimizer, sum of the losses")
-    parser.add_argument("--shape", type=shape, required=True, help="of the tensor between two stages: 4,1024,768")
+    parser.add_argument(
+        "--step-ms", type=float, default=0.0, help="the rest of a step: optimizer, sum of the losses"
+    )
+    parser.add_argument(
+        "--shape", type=shape, required=True, help="of the tensor between two stages: 4,1024,768"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of that tensor")
     link = parser.add_mutually_exclusive_group(required=True)
     link.add_argument("--gbps", type=float, help="bandwidth between stages, Gbit/s in each direction")
     link.add_argument("--measure", action="store_true", help="measure it between the ranks of this launch")
     parser.add_argument("--latency-ms", type=float, default=0.0, help="one way")
-    parser.add_argument("--recipe", type=Path, nargs="+", metavar="DS_CONFIG",
-                        help="ds_config.json files (default: some codecs, in both directions, sent eagerly)")
+    parser.add_argument(
+        "--recipe",
+        type=Path,
+        nargs="+",
+        metavar="DS_CONFIG",
+        help="ds_config.json files (default: some codecs, in both directions, sent eagerly)",
+    )
     parser.add_argument("--device", default="cpu", help="where the codecs are measured: cpu, cuda")
-    parser.add_argument("--codec-gbps", type=float,
-                        help="do not measure the codecs: all encode and decode so many GB/s of input")
+    parser.add_argument(
+        "--codec-gbps",
+        type=float,
+        help="do not measure the codecs: all encode and decode so many GB/s of input",
+    )
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
     parser.set_defaults(run=run)
 
@@ -81,8 +97,13 @@ def run(args: argparse.Namespace) -> int:
     table = Table("recipe", "link", "ratio", "step, ms", "speed-up", "limited by", "link busy", title=title)
     for row in rows:
         table.add_row(
-            row["recipe"], row["link"], f"{2 * spec.nbytes / sum(row['wire_bytes']):.2f}",
-            f"{1e3 * row['step_s']:.1f}", f"{row['speedup']:.2f}", row["limit"], f"{100 * row['link_busy']:.0f} %",
+            row["recipe"],
+            row["link"],
+            f"{2 * spec.nbytes / sum(row['wire_bytes']):.2f}",
+            f"{1e3 * row['step_s']:.1f}",
+            f"{row['speedup']:.2f}",
+            row["limit"],
+            f"{100 * row['link_busy']:.0f} %",
         )
     console().print(table)
     print(verdict(rows))
@@ -94,7 +115,7 @@ def plans(args: argparse.Namespace, spec: TensorSpec) -> dict[str, Plan]:
     if args.recipe:
         blocks = {path.stem: read_block(path) for path in args.recipe}
     else:
-        blocks = {name: {direction: choice for direction in DIRECTIONS} for name, choice in RECIPES.items()}
+        blocks = {name: dict.fromkeys(DIRECTIONS, choice) for name, choice in RECIPES.items()}
     raw = Traffic(spec.nbytes)
     found = {STOCK: Plan(raw, raw, eager=False)}
     for name, block in blocks.items():
@@ -109,16 +130,18 @@ def rank_plans(workload: Workload, network: Network, choices: dict[str, Plan]) -
     rows = []
     for name, plan in choices.items():
         prediction = predict(workload, plan, network)
-        rows.append({
-            "recipe": name,
-            "link": "eager" if plan.eager else "blocking",
-            "step_s": prediction.step,
-            "speedup": rows[0]["step_s"] / prediction.step if rows else 1.0,
-            "speedup_limit": prediction.step / prediction.compute,
-            "limit": prediction.limit,
-            "link_busy": prediction.link_busy,
-            "wire_bytes": [plan.forward.nbytes, plan.backward.nbytes],
-        })
+        rows.append(
+            {
+                "recipe": name,
+                "link": "eager" if plan.eager else "blocking",
+                "step_s": prediction.step,
+                "speedup": rows[0]["step_s"] / prediction.step if rows else 1.0,
+                "speedup_limit": prediction.step / prediction.compute,
+                "limit": prediction.limit,
+                "link_busy": prediction.link_busy,
+                "wire_bytes": [plan.forward.nbytes, plan.backward.nbytes],
+            }
+        )
     return rows[:1] + sorted(rows[1:], key=lambda row: row["step_s"])
 
 
@@ -135,22 +158,30 @@ def verdict(rows: list[dict[str, Any]]) -> str:
             f"Compression will not pay: {plain['recipe']} with an {plain['link']} link makes a step "
             f"{plain['speedup']:.2f} times as fast, {best['recipe']} {best['speedup']:.2f} times; {ceiling}."
         )
-    return f"Best: {best['recipe']}, {best['link']} link: a step {best['speedup']:.2f} times as fast; {ceiling}."
+    return (
+        f"Best: {best['recipe']}, {best['link']} link: a step {best['speedup']:.2f} times as fast; {ceiling}."
+    )
 
 
 def _workload(args: argparse.Namespace) -> Workload:
     for name, least in (("stages", 2), ("micro_batches", 1)):
         came = getattr(args, name)
         if came < least:
-            raise CompressionError(f"--{name.replace('_', '-')}: {came} is not allowed: should be {least} or more")
+            raise CompressionError(
+                f"--{name.replace('_', '-')}: {came} is not allowed: should be {least} or more"
+            )
     forward = _per_stage("--forward-ms", args.forward_ms, args.stages)
-    backward = _per_stage("--backward-ms", args.backward_ms or [2 * ms for ms in args.forward_ms], args.stages)
+    backward = _per_stage(
+        "--backward-ms", args.backward_ms or [2 * ms for ms in args.forward_ms], args.stages
+    )
     return Workload(forward, backward, args.micro_batches, args.step_ms / 1e3)
 
 
 def _per_stage(option: str, milliseconds: list[float], stages: int) -> tuple[float, ...]:
     if len(milliseconds) not in (1, stages):
-        raise CompressionError(f"{option}: {len(milliseconds)} numbers for {stages} stages; give 1 or {stages}")
+        raise CompressionError(
+            f"{option}: {len(milliseconds)} numbers for {stages} stages; give 1 or {stages}"
+        )
     return tuple(ms / 1e3 for ms in milliseconds * (stages // len(milliseconds)))
 
 

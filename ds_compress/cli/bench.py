@@ -18,19 +18,27 @@ from ds_compress.cli.arguments import DTYPES, shape
 from ds_compress.cli.console import console
 from ds_compress.codec import CODECS, Codec, Context, TensorSpec, build, names
 
-OUTLIERS = 6  # channels of the benchmark tensor that are 20 times as large, as in a transformer's hidden states
+OUTLIERS = (
+    6  # channels of the benchmark tensor that are 20 times as large, as in a transformer's hidden states
+)
 REPEATS = 7
 REPEAT_SECONDS = 0.05
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("bench", help="size, error and speed of codecs")
-    parser.add_argument("--shape", type=shape, default=(4, 1024, 1024), help="of the tensor (default 4,1024,1024)")
+    parser.add_argument(
+        "--shape", type=shape, default=(4, 1024, 1024), help="of the tensor (default 4,1024,1024)"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=device, help=f"cpu, cuda, cuda:1, ... (here {device} if not given)")
+    parser.add_argument(
+        "--device", default=device, help=f"cpu, cuda, cuda:1, ... (here {device} if not given)"
+    )
     parser.add_argument("--threads", type=int, default=1, help="of torch on the CPU (default 1)")
-    parser.add_argument("--codec", nargs="+", help="names, or JSON objects as in ds_config (default: all but none)")
+    parser.add_argument(
+        "--codec", nargs="+", help="names, or JSON objects as in ds_config (default: all but none)"
+    )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.set_defaults(run=run)
 
@@ -46,8 +54,12 @@ def run(args: argparse.Namespace) -> int:
     table = Table("codec", "bits/value", "error", "encode", "decode", "round trip", "of copy", title=title)
     for codec, row in zip(codecs, rows):
         table.add_row(
-            str(codec), f"{row['bits_per_value']:.3f}", f"{row['relative_error']:.4f}",
-            f"{row['encode_gbps']:.2f}", f"{row['decode_gbps']:.2f}", f"{row['roundtrip_gbps']:.2f}",
+            str(codec),
+            f"{row['bits_per_value']:.3f}",
+            f"{row['relative_error']:.4f}",
+            f"{row['encode_gbps']:.2f}",
+            f"{row['decode_gbps']:.2f}",
+            f"{row['roundtrip_gbps']:.2f}",
             f"{row['copy_fraction']:.3f}",
         )
     console().print(table)
@@ -111,7 +123,8 @@ def size_and_error(codec: Codec, x: Tensor) -> tuple[float, float]:
 
 
 def contexts(codec: Codec, x: Tensor) -> tuple[Context, Context]:
-    """Contexts of sender and receiver; a codec that reuses a selection finds the one its forward partner makes."""
+    """Contexts of sender and receiver; a codec that reuses a selection finds the one its forward partner
+    makes."""
     sender, receiver = Context(), Context()
     for ctx in (sender, receiver):
         codec.observe(x, ctx)

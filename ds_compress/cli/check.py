@@ -9,19 +9,21 @@ from typing import Any
 from rich.table import Table
 
 from ds_compress.autoload import near_misses
-from ds_compress.channel import Boundary, Moment
 from ds_compress.cli.arguments import DTYPES, shape
 from ds_compress.cli.console import console
 from ds_compress.codec import TensorSpec
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.errors import CompressionError
+from ds_compress.message.channel import Boundary, MessageId
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("check", help="validate a ds_config.json and print the bytes per message")
     parser.add_argument("ds_config", type=Path, help="ds_config.json")
     parser.add_argument("--stages", type=int, required=True, help="pipeline stages")
-    parser.add_argument("--shape", type=shape, required=True, help="of the tensor between two stages: 4,1024,768")
+    parser.add_argument(
+        "--shape", type=shape, required=True, help="of the tensor between two stages: 4,1024,768"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of that tensor")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
     parser.set_defaults(run=run)
@@ -35,13 +37,20 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0
-    state = "" if config.block.enabled else " (\"enabled\": false, compression is off)"
+    state = "" if config.block.enabled else ' ("enabled": false, compression is off)'
     title = f"{args.ds_config}: {args.stages} stages, message {list(args.shape)} {args.dtype}{state}"
-    table = Table("boundary", "direction", "codec", "raw bytes", "wire bytes", "ratio", "bits/value", title=title)
+    table = Table(
+        "boundary", "direction", "codec", "raw bytes", "wire bytes", "ratio", "bits/value", title=title
+    )
     for row in rows:
         table.add_row(
-            str(row["boundary"]), row["direction"], row["codec"], f"{row['raw_bytes']:,}", f"{row['wire_bytes']:,}",
-            f"{row['ratio']:.2f}", f"{row['bits_per_value']:.3f}",
+            str(row["boundary"]),
+            row["direction"],
+            row["codec"],
+            f"{row['raw_bytes']:,}",
+            f"{row['wire_bytes']:,}",
+            f"{row['ratio']:.2f}",
+            f"{row['bits_per_value']:.3f}",
         )
     console().print(table)
     return 0
@@ -77,7 +86,7 @@ def message_sizes(config: Config, stages: int, spec: TensorSpec) -> list[dict[st
     if stages < 1:
         raise CompressionError(f"--stages: {stages} is not allowed: should be 1 or more")
     config.check_boundaries(stages - 1)
-    after_warmup = Moment(step=config.warmup_steps, micro_batch=0, training=True)
+    after_warmup = MessageId(step=config.warmup_steps, micro_batch=0, training=True)
     rows = []
     for number in range(stages - 1):
         boundary = Boundary(number, config)
@@ -85,13 +94,15 @@ def message_sizes(config: Config, stages: int, spec: TensorSpec) -> list[dict[st
             channel = getattr(boundary, direction)
             message = channel.message((spec,), after_warmup)
             wire_bytes = channel.compressed_bytes(message)
-            rows.append({
-                "boundary": number,
-                "direction": direction,
-                "codec": str(channel.codec if message.codecs[0] else "none (below min_numel)"),
-                "raw_bytes": message.raw_bytes,
-                "wire_bytes": wire_bytes,
-                "ratio": message.raw_bytes / wire_bytes,
-                "bits_per_value": 8 * wire_bytes / spec.numel,
-            })
+            rows.append(
+                {
+                    "boundary": number,
+                    "direction": direction,
+                    "codec": str(channel.codec if message.codecs[0] else "none (below min_numel)"),
+                    "raw_bytes": message.raw_bytes,
+                    "wire_bytes": wire_bytes,
+                    "ratio": message.raw_bytes / wire_bytes,
+                    "bits_per_value": 8 * wire_bytes / spec.numel,
+                }
+            )
     return rows

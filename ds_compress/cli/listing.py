@@ -27,8 +27,10 @@ def run(args: argparse.Namespace) -> int:
     for kind, entries in found.items():
         table = Table("name", "what it does", "options (default)", title=kind)
         for entry in entries:
-            options = "\n".join(f"{name}: {option['allowed']} ({option['default']!r})"
-                                for name, option in entry["options"].items())
+            options = "\n".join(
+                f"{name}: {option['allowed']} ({option['default']!r})"
+                for name, option in entry["options"].items()
+            )
             table.add_row(entry["name"], entry["summary"], options)
         console().print(table)
     return 0

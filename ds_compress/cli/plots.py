@@ -1,4 +1,5 @@
-"""The plots of `ds-compress report`; each takes runs and gives a figure, or None when the runs hold nothing for it."""
+"""The plots of `ds-compress report`; each takes runs and gives a figure, or None when the runs hold nothing
+for it."""
 
 import math
 from collections.abc import Callable
@@ -8,12 +9,16 @@ from matplotlib.ticker import LogFormatter
 
 from ds_compress.cli.runs import LOSS, Run
 from ds_compress.config import DIRECTIONS
-from ds_compress.metrics import stage_ms
+from ds_compress.monitor.metrics import stage_ms
 
 SIZE = (9, 5)  # inches
 LINES = ("-", "--", ":", "-.")  # boundaries; runs differ in color
 COLORS = {
-    "compute and idle": "#b8c4ce", "encode": "#d95f02", "decode": "#e6ab02", "wait": "#7570b3", "send": "#66a5c8",
+    "compute and idle": "#b8c4ce",
+    "encode": "#d95f02",
+    "decode": "#e6ab02",
+    "wait": "#7570b3",
+    "send": "#66a5c8",
 }
 
 
@@ -71,7 +76,9 @@ def error_per_boundary(runs: list[Run]) -> Figure | None:
                 points = [p for p in run.channel("relative_error", boundary, direction) if p[1] > 0]
                 if points:
                     style = LINES[boundary % len(LINES)]
-                    axes.plot(*zip(*points), style, color=f"C{number}", label=f"{run.name}, boundary {boundary}")
+                    axes.plot(
+                        *zip(*points), style, color=f"C{number}", label=f"{run.name}, boundary {boundary}"
+                    )
     if not any(axes.lines for axes in panels):
         return None
     panels[0].set(ylabel="||x - C(x)|| / ||x||", yscale="log")
@@ -83,7 +90,8 @@ def error_per_boundary(runs: list[Run]) -> Figure | None:
 
 
 def step_time(runs: list[Run]) -> Figure | None:
-    """A bar for each stage of each run, of medians over the written steps; markers: without compression, estimated."""
+    """A bar for each stage of each run, of medians over the written steps; markers: without compression,
+    estimated."""
     bars = []
     for run in runs:
         if not math.isnan(run.median("step_ms")) and run.boundaries:
@@ -105,7 +113,11 @@ def step_time(runs: list[Run]) -> Figure | None:
             axes.bar(x, ms, bottom=base, color=COLORS[part], width=0.7, label=part if x == 0 else None)
             base += ms
         axes.hlines(
-            run.median("uncompressed_step_ms"), x - 0.42, x + 0.42, color="black", linestyle=":",
+            run.median("uncompressed_step_ms"),
+            x - 0.42,
+            x + 0.42,
+            color="black",
+            linestyle=":",
             label="uncompressed (estimate)" if x == 0 else None,
         )
     axes.set_xticks(range(len(bars)), [name for name, _, _ in bars], fontsize="small")
@@ -141,13 +153,17 @@ PLOTS: dict[str, tuple[Callable[[list[Run]], Figure | None], str]] = {
     "loss_steps": (loss_against_steps, "Training loss against samples seen."),
     "loss_bytes": (loss_against_bytes, "The same loss against the bytes that crossed all stage boundaries."),
     "error": (
-        error_per_boundary, "Relative error of one message of each written step; channels without error are absent.",
+        error_per_boundary,
+        "Relative error of one message of each written step; channels without error are absent.",
     ),
     "step_time": (
         step_time,
-        "Stages side by side. Idle time before a message comes is part of wait; the dotted line is an estimate of the "
-        "step without compression, where the codec's time is gone too.",
+        "Stages side by side. Idle time before a message comes is part of wait; the dotted line is "
+        "an estimate of the step without compression, where the codec's time is gone too.",
     ),
-    "pareto": (pareto, "Final loss against bytes; the dashed line joins runs that no other run beats in both."),
+    "pareto": (
+        pareto,
+        "Final loss against bytes; the dashed line joins runs that no other run beats in both.",
+    ),
 }
 """File name, plot and caption."""

@@ -12,7 +12,8 @@ from ds_compress.cli.runs import FINAL, LOSS, Run, read_run
 from ds_compress.errors import CompressionError
 
 STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 64rem; padding: 0 1rem; color: #1b1b1b; }
+body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 64rem; padding: 0 1rem;
+       color: #1b1b1b; }
 table { border-collapse: collapse; margin: 1rem 0; } th, td { padding: .3rem .8rem; text-align: right; }
 th:first-child, td:first-child { text-align: left; } tr + tr { border-top: 1px solid #ddd; }
 figure { margin: 2rem 0; } img { max-width: 100%; } figcaption { color: #555; } pre { overflow-x: auto; }
@@ -22,9 +23,15 @@ figure { margin: 2rem 0; } img { max-width: 100%; } figcaption { color: #555; } 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("report", help="plots of one or more runs as HTML and PNG files")
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="a folder of DeepSpeed's csv_monitor, or an offline W&B run"
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="a folder of DeepSpeed's csv_monitor, or an offline W&B run",
     )
-    parser.add_argument("--out", type=Path, default=Path("report"), help="folder to write to (default: report)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("report"), help="folder to write to (default: report)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -49,8 +56,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summarize(run: Run) -> dict[str, float]:
-    """Final loss (mean of the last values), bytes on the wire, ratio and median step of a run; nan where unknown."""
-    raw, wire = (series[-1][1] if series else math.nan for series in map(run.total, ("raw_bytes", "wire_bytes")))
+    """Final loss (mean of the last values), bytes on the wire, ratio and median step of a run; nan where
+    unknown."""
+    raw, wire = (
+        series[-1][1] if series else math.nan for series in map(run.total, ("raw_bytes", "wire_bytes"))
+    )
     return {
         "steps": len(run.series[LOSS]),
         "final loss": run.final_loss,
@@ -75,7 +85,8 @@ def _page(runs: list[Run], figures: list[tuple[Path, str]]) -> str:
     rows = {run.name: summarize(run) for run in runs}
     head = "".join(f"<th>{html.escape(title)}</th>" for title in ["run", *next(iter(rows.values()))])
     body = "".join(
-        f"<tr><td>{html.escape(name)}</td>{''.join(f'<td>{_number(value)}</td>' for value in row.values())}</tr>\n"
+        f"<tr><td>{html.escape(name)}</td>"
+        f"{''.join(f'<td>{_number(value)}</td>' for value in row.values())}</tr>\n"
         for name, row in rows.items()
     )
     images = "".join(
@@ -86,7 +97,8 @@ def _page(runs: list[Run], figures: list[tuple[Path, str]]) -> str:
     settings = "".join(
         f"<details><summary>settings of {html.escape(run.name)}</summary>"
         f"<pre>{html.escape(json.dumps(run.config['ds_compress'], indent=2))}</pre></details>\n"
-        for run in runs if "ds_compress" in run.config
+        for run in runs
+        if "ds_compress" in run.config
     )
     return (
         '<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>ds_compress report</title>\n'
@@ -97,4 +109,6 @@ def _page(runs: list[Run], figures: list[tuple[Path, str]]) -> str:
 
 
 def _number(value: float) -> str:
-    return "&ndash;" if math.isnan(value) else f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"
+    return (
+        "&ndash;" if math.isnan(value) else f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"
+    )

@@ -13,7 +13,7 @@ from typing import Any
 
 from ds_compress.config import DIRECTIONS
 from ds_compress.errors import CompressionError
-from ds_compress.metrics import CHANNEL, PIPELINE, label
+from ds_compress.monitor.metrics import CHANNEL, PIPELINE, label
 
 LOSS = "Train/Samples/train_loss"
 FINAL = 5  # losses whose mean is the final loss
@@ -47,7 +47,11 @@ class Run:
 
     def median(self, name: str, boundary: int | None = None, direction: str | None = None) -> float:
         """Median of the finite values of a label, nan when there is none."""
-        values = [value for _, value in self.series.get(label(name, boundary, direction), ()) if math.isfinite(value)]
+        values = [
+            value
+            for _, value in self.series.get(label(name, boundary, direction), ())
+            if math.isfinite(value)
+        ]
         return statistics.median(values) if values else math.nan
 
     @property
@@ -57,19 +61,22 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """The run at `path`: a folder of DeepSpeed's CSV monitor or one above it, a .wandb file, or a folder with one.
+    """The run at `path`: a folder of DeepSpeed's CSV monitor or one above it, a .wandb file, or a folder with
+    one.
 
     Raises:
         CompressionError: there is no run, more than one, or none that holds a training loss.
     """
     files = sorted(path.rglob("*.wandb")) if path.is_dir() else [path] if path.suffix == ".wandb" else []
-    folders = sorted({file.parent for file in path.rglob("Train_Samples_train_loss.csv")}) if path.is_dir() else []
+    folders = (
+        sorted({file.parent for file in path.rglob("Train_Samples_train_loss.csv")}) if path.is_dir() else []
+    )
     found = [*folders, *files]
     if len(found) != 1:
         several = f": {', '.join(map(str, found))}; name one" if found else ""
         raise CompressionError(
-            f"report: {path} holds {len(found)} runs{several}; allowed: a folder of DeepSpeed's csv_monitor, or an "
-            "offline W&B run"
+            f"report: {path} holds {len(found)} runs{several}; allowed: a folder of DeepSpeed's "
+            "csv_monitor, or an offline W&B run"
         )
     series, config = _read_wandb(files[0]) if files else (_read_csv(folders[0]), {})
     if not series.get(LOSS):
@@ -85,7 +92,9 @@ def _name(path: Path) -> str:
 
 def _read_csv(folder: Path) -> dict[str, Series]:
     """A file per label; DeepSpeed has replaced / by _, so only labels of a known form can be told."""
-    known = {LOSS: "Train_Samples_train_loss.csv"} | {label(name): f"{_file(label(name))}" for name in PIPELINE}
+    known = {LOSS: "Train_Samples_train_loss.csv"} | {
+        label(name): f"{_file(label(name))}" for name in PIPELINE
+    }
     for file in folder.glob("Train_Compression_boundary_*.csv"):
         match = re.fullmatch(r"Train_Compression_boundary_(\d+)_(forward|backward)_(\w+)\.csv", file.name)
         if match and match[3] in CHANNEL:
@@ -98,7 +107,8 @@ def _file(name: str) -> str:
 
 
 def _read_series(file: Path) -> Series:
-    """A run that goes on in the same folder writes another header, and steps again that it had done before."""
+    """A run that goes on in the same folder writes another header, and steps again that it had done
+    before."""
     with open(file, newline="") as lines:
         return [(int(samples), float(value)) for samples, value in csv.reader(lines) if samples != "step"]
 
@@ -141,7 +151,7 @@ def _wandb_records(data: bytes, file: Path) -> Iterator[bytes]:
         at += header.size
         if kind == 0 or at + length > len(data):
             return
-        record = (record if kind in (3, 4) else b"") + data[at:at + length]
+        record = (record if kind in (3, 4) else b"") + data[at : at + length]
         at += length
         if kind in (1, 4):
             yield record

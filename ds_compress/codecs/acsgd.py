@@ -13,9 +13,9 @@ from ds_compress.kernels.bits import pack, packed_size, unpack
 class ACSGD(Codec):
     """Fixed point with one scale for each hidden channel, as in AC-SGD.
 
-    With s the largest magnitude of a channel and f = bits - 1, q = round(x / s * 2^f) in -2^f .. 2^f - 1, decoded
-    s * q / 2^f: there is one level fewer above 0 than below, so s itself is clipped. The original's fp16 scale and
-    absolute epsilon lose small gradients; here s is fp32 and the epsilon relative.
+    With s the largest magnitude of a channel and f = bits - 1, q = round(x / s * 2^f) in -2^f .. 2^f - 1,
+    decoded s * q / 2^f: there is one level fewer above 0 than below, so s itself is clipped. The original's
+    fp16 scale and absolute epsilon lose small gradients; here s is fp32 and the epsilon relative.
     """
 
     examples = ({"bits": 4}, {"bits": 8})

@@ -46,8 +46,8 @@ class BFloat16(Cast):
 class Float16(Codec):
     """16 bits: 5 of exponent, 11 of precision, with one power-of-two scale per tensor.
 
-    The scale lifts the largest magnitude to [2^14, 2^15), so small gradients do not underflow and large activations
-    do not overflow; multiplying by a power of two costs no precision.
+    The scale lifts the largest magnitude to [2^14, 2^15), so small gradients do not underflow and large
+    activations do not overflow; multiplying by a power of two costs no precision.
     """
 
     def layout(self, spec: TensorSpec) -> Layout:

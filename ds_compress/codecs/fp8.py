@@ -15,10 +15,11 @@ _FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 @register("fp8")
 class Float8(Codec):
-    """Eight-bit floats, scaled so that the largest magnitude of the tensor or group is the largest of the format.
+    """Eight-bit floats, scaled so that the largest magnitude of the tensor or group is the largest of the
+    format.
 
-    format: "e4m3" has 4 bits of precision down to 2^-15 of the largest magnitude, "e5m2" 3 bits down to 2^-30.
-    group_size: values that share the fp32 scale: "tensor", "channel" or a multiple of 8.
+    format: "e4m3" has 4 bits of precision down to 2^-15 of the largest magnitude, "e5m2" 3 bits down to
+    2^-30. group_size: values that share the fp32 scale: "tensor", "channel" or a multiple of 8.
     """
 
     examples = ({}, {"format": "e5m2"}, {"group_size": 128})

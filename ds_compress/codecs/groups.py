@@ -17,7 +17,8 @@ def _check_group_size(value: object) -> object:
 
 
 GroupSize = Annotated[int | Literal["tensor", "channel"], BeforeValidator(_check_group_size)]
-"""Runs of so many values of the flattened tensor; the whole tensor; or each index of the last dimension (AQ-SGD)."""
+"""Runs of so many values of the flattened tensor; the whole tensor; or each index of the last dimension
+(AQ-SGD)."""
 
 
 def group_shape(spec: TensorSpec, group_size: int | str) -> tuple[int, int]:
@@ -33,7 +34,8 @@ def group_shape(spec: TensorSpec, group_size: int | str) -> tuple[int, int]:
 
 
 def split(x: Tensor, group_size: int | str) -> Tensor:
-    """`x` as [groups, values per group]. What is missing at the end repeats the last value, so no range grows."""
+    """`x` as [groups, values per group]. What is missing at the end repeats the last value, so no range
+    grows."""
     shape = group_shape(TensorSpec.of(x), group_size)
     if not x.numel():
         return x.new_empty(shape)
@@ -45,7 +47,8 @@ def split(x: Tensor, group_size: int | str) -> Tensor:
 
 
 def join(groups: Tensor, spec: TensorSpec, group_size: int | str) -> Tensor:
-    """The tensor of `spec` that `split` cut into `groups`, [groups, values per group] of fp32 or of its dtype.
+    """The tensor of `spec` that `split` cut into `groups`, [groups, values per group] of fp32 or of its
+    dtype.
 
     A value that its grid lifted just beyond the range of fp16 becomes the largest fp16; nan stays.
     """

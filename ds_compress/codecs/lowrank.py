@@ -10,27 +10,24 @@ from pydantic import PositiveInt
 from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
-from ds_compress.codecs.matrix import (
-    WIRE_DTYPES,
-    arithmetic_dtype,
-    as_message,
-    boundary_noise,
-    is_finite,
-    matrix_shape,
-)
+from ds_compress.codecs.reshape import WIRE_DTYPES, arithmetic_dtype, as_message, boundary_noise, matrix_shape
 from ds_compress.errors import CompressionError
+from ds_compress.kernels.numerics import is_finite
 
-ITERATIONS = 16  # of C V -> V; in flat spectra, the slowest, the error is then within 0.1 % of the smallest possible
+ITERATIONS = (
+    16  # of C V -> V; in flat spectra, the slowest, the error is then within 0.1 % of the smallest possible
+)
 
 
 @register("lowrank")
 class LowRank(Codec):
     """The product of two thin factors, from one power iteration that starts where the last message ended.
 
-    PowerSGD (Vogels et al., arXiv 1905.13727, algorithm 1) on the message M of n rows and h columns: P = M Q is made
-    orthonormal, Q' = M^T P; P (n x r) and Q' (h x r) are sent and stand for P Q'^T. The sender keeps Q' as the Q of
-    its next message, so that the iteration goes on while the row space of the messages changes slowly. Where the
-    factors would hold as many numbers as M (a high rank, few rows), M itself is sent in their dtype.
+    PowerSGD (Vogels et al., arXiv 1905.13727, algorithm 1) on the message M of n rows and h columns: P = M Q
+    is made orthonormal, Q' = M^T P; P (n x r) and Q' (h x r) are sent and stand for P Q'^T. The sender keeps
+    Q' as the Q of its next message, so that the iteration goes on while the row space of the messages changes
+    slowly. Where the factors would hold as many numbers as M (a high rank, few rows), M itself is sent in
+    their dtype.
     """
 
     class Options(CodecOptions):
@@ -67,7 +64,8 @@ class LowRank(Codec):
         p = torch.linalg.qr(_near_one(p)).Q
         q_next = (p.T.to(m.dtype) @ m).float().T
 
-        # Only the directions of Q's columns matter. Of equal length, the weak ones are not lost beside the strong.
+        # Only the directions of Q's columns matter. Of equal length, the weak ones are not lost beside the
+        # strong.
         largest = q_next.abs().amax(dim=0)
         ctx.memory[key] = torch.where(finite & (largest > 0), q_next / largest, q).contiguous()
         return p.to(dtype), torch.where(finite, q_next, torch.nan).to(dtype)
@@ -79,23 +77,27 @@ class LowRank(Codec):
 
 
 def _near_one(p: Tensor) -> Tensor:
-    """`p` times the power of two that brings its largest magnitude to [0.5, 1): QR's squares of 1e-30 would vanish."""
+    """`p` times the power of two that brings its largest magnitude to [0.5, 1): QR's squares of 1e-30 would
+    vanish."""
     _, exponent = torch.frexp(p.abs().amax())
     return p * torch.exp2(-exponent.clamp(-126, 126).float())
 
 
 @register("pca")
 class PCA(Codec):
-    """The coefficients of each row in a basis fitted to the activations of the warm-up steps, the same backward.
+    """The coefficients of each row in a basis fitted to the activations of the warm-up steps, the same
+    backward.
 
-    The feature-space low-rank map of arXiv 2405.18146 at a stage boundary: both sides accumulate the second moment of
-    the rows that cross uncompressed, and derive the basis B (h x r) from it when the first compressed message comes.
-    Projecting the gradient is the derivative of projecting the activation. The mean is not taken out, so the map is
-    linear and has no part that a smaller input would not shrink; it costs about one of the r directions. An activation
-    far from those of the warm-up loses what lies outside the basis.
+    The feature-space low-rank map of arXiv 2405.18146 at a stage boundary: both sides accumulate the second
+    moment of the rows that cross uncompressed, and derive the basis B (h x r) from it when the first
+    compressed message comes. Projecting the gradient is the derivative of projecting the activation. The mean
+    is not taken out, so the map is linear and has no part that a smaller input would not shrink; it costs
+    about one of the r directions. An activation far from those of the warm-up loses what lies outside the
+    basis.
 
-    The basis is the result of subspace iteration from a start both sides know, a smooth function of the moments: where
-    two kinds of processor sum in another order, the bases differ by rounding and no sign or order can flip.
+    The basis is the result of subspace iteration from a start both sides know, a smooth function of the
+    moments: where two kinds of processor sum in another order, the bases differ by rounding and no sign or
+    order can flip.
     """
 
     both_directions = True
@@ -143,8 +145,8 @@ class PCA(Codec):
         if f"{key}.basis" not in ctx.memory:
             if f"{key}.moment" not in ctx.memory:
                 raise CompressionError(
-                    f"codec 'pca' at boundary {ctx.boundary}: no forward message of {h} columns was observed before "
-                    "the first compressed one; it needs warmup_steps >= 1"
+                    f"codec 'pca' at boundary {ctx.boundary}: no forward message of {h} columns was "
+                    "observed before the first compressed one; it needs warmup_steps >= 1"
                 )
             moment = ctx.memory.pop(f"{key}.moment")
             start = boundary_noise((h, min(self.options.rank, h)), ctx).to(moment)
@@ -159,13 +161,16 @@ def principal_subspace(moment: Tensor, start: Tensor) -> Tensor:
         moment: h x h float64, sum over the rows x of x^T x.
         start: h x r float64.
     """
-    # The moment has rounding noise of 1e-16 of its size where it should have zeros. The ridge lifts all eigenvalues
-    # above it and changes no eigenvector, so that a basis wider than the data is decided by `start`, not by noise.
+    # The moment has rounding noise of 1e-16 of its size where it should have zeros. The ridge lifts all
+    # eigenvalues above it and changes no eigenvector, so that a basis wider than the data is decided by
+    # `start`, not by noise.
     size = moment.diagonal().sum()
     moment = torch.where(size > 0, moment / size, 0.0)
     moment.diagonal().add_(torch.where(size > 0, 1e-10, 1.0))
     v = start
     for _ in range(ITERATIONS):
         v, r = torch.linalg.qr(moment @ v)
-        v = v * torch.where(r.diagonal() < 0, -1.0, 1.0)  # Gram-Schmidt's sign, which no library is free to choose
+        v = v * torch.where(
+            r.diagonal() < 0, -1.0, 1.0
+        )  # Gram-Schmidt's sign, which no library is free to choose
     return v

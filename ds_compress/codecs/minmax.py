@@ -13,8 +13,8 @@ from ds_compress.kernels.bits import pack, packed_size, unpack
 class MinMax(Codec):
     """Uniform quantization between the minimum and the maximum of the tensor, as in arXiv 2401.07788.
 
-    q = round((2^bits - 1) * (x - lo) / (hi - lo)), ties to even; decoded lo + (hi - lo) * q / (2^bits - 1). The paper
-    leaves a constant tensor undefined; here it stays what it is.
+    q = round((2^bits - 1) * (x - lo) / (hi - lo)), ties to even; decoded lo + (hi - lo) * q / (2^bits - 1).
+    The paper leaves a constant tensor undefined; here it stays what it is.
     """
 
     examples = ({"bits": 4}, {"bits": 8})

@@ -1,8 +1,8 @@
 """Two widths in one message, after TAH-Quant (arXiv 2506.01352): tiles of high entropy get more bits.
 
-The entropy of a tile is that of |x| / sum |x| over its values: high when they are of equal size, so that none can be
-neglected, low when a few stand out. Counts are fixed by the share alone, so the size of a message is known beforehand;
-which tile is where goes along as one bit per tile.
+The entropy of a tile is that of |x| / sum |x| over its values: high when they are of equal size, so that none
+can be neglected, low when a few stand out. Counts are fixed by the share alone, so the size of a message is
+known beforehand; which tile is where goes along as one bit per tile.
 """
 
 import torch
@@ -31,7 +31,8 @@ def map_size(tiles: int) -> int:
 
 
 def separate(tiles: Tensor, high: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The map, and the `high` tiles of highest entropy and the others, both in the order they have in `tiles`, [n, G].
+    """The map, and the `high` tiles of highest entropy and the others, both in the order they have in
+    `tiles`, [n, G].
 
     The map is uint8 [map_size(n)]: 1 for a high tile, packed as in `kernels.bits`.
     """

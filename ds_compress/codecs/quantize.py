@@ -20,15 +20,17 @@ class Quantize(Codec):
     """Uniform quantization to 1-8 bits, with one scale for each group of values.
 
     bits: of one code.
-    group_size: values that share a scale: a multiple of 8, "tensor", or "channel" for an index of the last dimension.
-    scale: a grid from the smallest to the largest value ("minmax"), or one around 0 ("symmetric") that costs half the
-        scale bits and keeps 0 exact.
-    scale_dtype: "bf16" keeps an offset to 1/128 of itself: a group whose values lie much closer together than they
-        lie to 0 keeps its details with "fp32" only.
+    group_size: values that share a scale: a multiple of 8, "tensor", or "channel" for an index of the last
+    dimension. scale: a grid from the smallest to the largest value ("minmax"), or one around 0 ("symmetric")
+    that costs
+        half the scale bits and keeps 0 exact.
+    scale_dtype: "bf16" keeps an offset to 1/128 of itself: a group whose values lie much closer together than
+        they lie to 0 keeps its details with "fp32" only.
     rounding: to "nearest", or "stochastic", which makes the expected output equal the input.
-    hadamard: rotate each group first, which spreads outliers; at 4 bits 2 to 3 times less error on activations.
-    mixed: keep `bits` for the share of groups with the highest entropy and give the others `low_bits` (TAH-Quant,
-        whose groups are 32 or 64 values).
+    hadamard: rotate each group first, which spreads outliers; at 4 bits 2 to 3 times less error on
+    activations. mixed: keep `bits` for the share of groups with the highest entropy and give the others
+    `low_bits`
+        (TAH-Quant, whose groups are 32 or 64 values).
     """
 
     examples = (
@@ -74,7 +76,11 @@ class Quantize(Codec):
             return self._layout(groups, size, options.bits)
         high, low = options.mixed.counts(groups)
         tile_map = ((map_size(groups),), torch.uint8)
-        return tile_map, *self._layout(high, size, options.bits), *self._layout(low, size, options.mixed.low_bits)
+        return (
+            tile_map,
+            *self._layout(high, size, options.bits),
+            *self._layout(low, size, options.mixed.low_bits),
+        )
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         options = self.options
@@ -90,7 +96,11 @@ class Quantize(Codec):
         self, x: Tensor, residual: Tensor, factor: Tensor, ctx: Context
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         options = self.options
-        if options.mixed or options.rounding == "stochastic" or x.dtype not in (torch.float32, torch.bfloat16):
+        if (
+            options.mixed
+            or options.rounding == "stochastic"
+            or x.dtype not in (torch.float32, torch.bfloat16)
+        ):
             return super().encode_with_error(x, residual, factor, ctx)
         groups, residual = (split(part, options.group_size) for part in (x, residual))
         grid = options.bits, self._symmetric, _SCALE_DTYPES[options.scale_dtype], options.hadamard
@@ -123,7 +133,9 @@ class Quantize(Codec):
         # what `join` does to fp16 is done in fp32
         wide = dtype if dtype == torch.bfloat16 else torch.float32
         kernels = resolve.kernels(packed.device)
-        return kernels.dequantize(packed, step, offset[0] if offset else None, bits, self.options.hadamard, wide)
+        return kernels.dequantize(
+            packed, step, offset[0] if offset else None, bits, self.options.hadamard, wide
+        )
 
     @property
     def _symmetric(self) -> bool:

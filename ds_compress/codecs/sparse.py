@@ -1,7 +1,8 @@
 """Codecs that keep some of the entries and send zero for the others: what they share, and two of them.
 
-A packet holds the indices of the kept entries (ds_compress.kernels.indices), where the receiver cannot know them, then
-their values through a second codec. What is kept follows from the indices alone: a kept zero is still kept.
+A packet holds the indices of the kept entries (ds_compress.kernels.indices), where the receiver cannot know
+them, then their values through a second codec. What is kept follows from the indices alone: a kept zero is
+still kept.
 """
 
 from abc import abstractmethod
@@ -12,12 +13,13 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from ds_compress import select
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, build, register
-from ds_compress.codecs.matrix import as_message, is_finite
+from ds_compress.codecs import select
+from ds_compress.codecs.reshape import as_message
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import gpu
 from ds_compress.kernels import indices as coding
+from ds_compress.kernels.numerics import is_finite
 from ds_compress.kernels.selection import Selection
 
 
@@ -42,7 +44,8 @@ class SparseOptions(CodecOptions):
 
 
 class Sparse(Codec):
-    """What sparsifying codecs share: the values of a selection, gathered, sent through a second codec, scattered."""
+    """What sparsifying codecs share: the values of a selection, gathered, sent through a second codec,
+    scattered."""
 
     selects = True
 
@@ -61,7 +64,9 @@ class Sparse(Codec):
     def _values_spec(self, spec: TensorSpec) -> TensorSpec:
         return TensorSpec((self.kept(spec),), spec.dtype, spec.device)
 
-    def _scatter(self, parts: tuple[Tensor, ...], selection: Selection, spec: TensorSpec, ctx: Context) -> Tensor:
+    def _scatter(
+        self, parts: tuple[Tensor, ...], selection: Selection, spec: TensorSpec, ctx: Context
+    ) -> Tensor:
         values_spec = self._values_spec(spec)
         values, gain = self.values.decode(parts, values_spec, ctx), self.gain(spec)
         if gain is not None:
@@ -82,10 +87,12 @@ def gather(x: Tensor, selection: Selection) -> Tensor:
 
 @register("randomk")
 class RandomK(Sparse):
-    """Keeps random entries, one from each of k equal stretches of a row; both sides draw them, no index is sent.
+    """Keeps random entries, one from each of k equal stretches of a row; both sides draw them, no index is
+    sent.
 
-    Stich et al., Sparsified SGD with Memory, NeurIPS 2018, with stratified sampling in place of a uniform subset: each
-    entry is still kept with probability about density, but the indices come out sorted and cost no pass over x.
+    Stich et al., Sparsified SGD with Memory, NeurIPS 2018, with stratified sampling in place of a uniform
+    subset: each entry is still kept with probability about density, but the indices come out sorted and cost
+    no pass over x.
     """
 
     examples = ({"values": "bf16"},)
@@ -95,8 +102,8 @@ class RandomK(Sparse):
         """What counts as a row: each index of dim 0, or the tensor as a whole."""
 
         unbiased: bool = False
-        """Whether the receiver divides each value by the probability of its being kept, so that the mean of many
-        messages is x. The error of one message grows; leave it off with error feedback."""
+        """Whether the receiver divides each value by the probability of its being kept, so that the mean of
+        many messages is x. The error of one message grows; leave it off with error feedback."""
 
     def kept(self, spec: TensorSpec) -> int:
         rows, length = select.rows_of(spec.shape, self.options.scope)
@@ -131,7 +138,8 @@ class RandomK(Sparse):
 class Column(Sparse):
     """Keeps whole hidden channels (indices of the last dim), those of largest L2 norm over all other dims.
 
-    Structured sparsity: one index per channel instead of one per entry. The values travel as [rows, channels kept].
+    Structured sparsity: one index per channel instead of one per entry. The values travel as [rows, channels
+    kept].
     """
 
     Options = SparseOptions
@@ -146,7 +154,9 @@ class Column(Sparse):
 
     def layout(self, spec: TensorSpec) -> Layout:
         channels, kept = self._matrix(spec)[1], self._values_spec(spec).shape[1]
-        return self._coder(channels, kept).layout(channels, kept) + self.values.layout(self._values_spec(spec))
+        return self._coder(channels, kept).layout(channels, kept) + self.values.layout(
+            self._values_spec(spec)
+        )
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         spec = TensorSpec.of(x)
@@ -184,7 +194,8 @@ class Column(Sparse):
 
 
 def _column_norms(matrix: Tensor) -> Tensor:
-    """L2 norm of each column, in units of the largest finite magnitude, so that no square leaves the range."""
+    """L2 norm of each column, in units of the largest finite magnitude, so that no square leaves the
+    range."""
     if not matrix.numel():
         return matrix.new_zeros(matrix.shape[1])
     wide = matrix if matrix.dtype == torch.float64 else matrix.float()

@@ -5,8 +5,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ds_compress import select
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
+from ds_compress.codecs import select
 from ds_compress.codecs.sparse import Sparse, SparseOptions, gather
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import indices as coding
@@ -17,8 +17,8 @@ from ds_compress.kernels.selection import Selection
 class TopK(Sparse):
     """Keeps the entries of largest magnitude, exactly k = max(1, ceil(density * d)) of each row's d.
 
-    With `indices: "reuse"`, backward sends the gradient at the entries that forward kept, and no indices: the exact
-    gradient of the sparsified forward map (Rudakov et al., arXiv 2401.07788).
+    With `indices: "reuse"`, backward sends the gradient at the entries that forward kept, and no indices: the
+    exact gradient of the sparsified forward map (Rudakov et al., arXiv 2401.07788).
     """
 
     examples = (
@@ -34,14 +34,15 @@ class TopK(Sparse):
 
     class Options(SparseOptions):
         indices: Literal["auto", "bitmask", "int16", "int32", "rice", "reuse"] = "auto"
-        """How the indices travel: auto takes the smallest of bitmask, int16 and int32; rice is smaller and slower;
-        reuse (backward only) sends none."""
+        """How the indices travel: auto takes the smallest of bitmask, int16 and int32; rice is smaller and
+        slower; reuse (backward only) sends none."""
 
         scope: Literal["sample", "tensor"] = "sample"
         """What counts as a row: each index of dim 0, or the tensor as a whole."""
 
         select: Literal["exact", "threshold", "sidco", "block"] = "exact"
-        """How the entries are found: exactly; by a sampled threshold; by a fitted one; exactly in each block."""
+        """How the entries are found: exactly; by a sampled threshold; by a fitted one; exactly in each
+        block."""
 
         block_size: int | None = Field(None, gt=0)
         """Entries per block of `select: "block"`, which keeps at least one of each; 1024 if not given."""
@@ -62,13 +63,15 @@ class TopK(Sparse):
             return self
         if not forward.selects:
             own = TopK(self.options.model_copy(update={"indices": "auto"}))
-            own.note = f"indices 'reuse' finds nothing to reuse, {forward.name!r} selects no entries; using 'auto'"
+            own.note = (
+                f"indices 'reuse' finds nothing to reuse, {forward.name!r} selects no entries; using 'auto'"
+            )
             return own
         mine, theirs = self.options.density, forward.options.density
         if "density" in self.options.model_fields_set and mine != theirs:
             raise CompressionError(
-                f"topk.density: {mine} backward with indices 'reuse', but forward {forward.name!r} keeps {theirs}; "
-                "leave it out backward, or do not reuse"
+                f"topk.density: {mine} backward with indices 'reuse', but forward {forward.name!r} "
+                f"keeps {theirs}; leave it out backward, or do not reuse"
             )
         shared = [key for key in ("density", "scope") if hasattr(forward.options, key)]
         copy = TopK(self.options.model_copy(update={key: getattr(forward.options, key) for key in shared}))
@@ -114,7 +117,9 @@ class TopK(Sparse):
         x = x.reshape(rows, length)
         if self.options.select == "block":
             return select.blockwise(x, self.options.density, self._block)
-        method = {"exact": select.exact, "threshold": select.threshold, "sidco": select.sidco}[self.options.select]
+        method = {"exact": select.exact, "threshold": select.threshold, "sidco": select.sidco}[
+            self.options.select
+        ]
         return method(x, select.kept_of(length, self.options.density))
 
     def _coder(self, spec: TensorSpec):
@@ -124,18 +129,22 @@ class TopK(Sparse):
         return coding.CODERS[name]
 
     def _indices_layout(self, spec: TensorSpec) -> Layout:
-        return () if self.options.indices == "reuse" else self._coder(spec).layout(spec.numel, self.kept(spec))
+        return (
+            () if self.options.indices == "reuse" else self._coder(spec).layout(spec.numel, self.kept(spec))
+        )
 
     def _reused(self, spec: TensorSpec, ctx: Context) -> Selection:
         if ctx.selection is None:
             raise CompressionError(
-                f"topk.indices: 'reuse' at boundary {ctx.boundary}, {ctx.direction}: no selection is kept for this "
+                f"topk.indices: 'reuse' at boundary {ctx.boundary}, {ctx.direction}: no selection is "
+                "kept for this "
                 "message; allowed backward only, after a forward message whose codec selects entries"
             )
         if ctx.selection.count != self.kept(spec):
             raise CompressionError(
-                f"topk.indices: 'reuse' at boundary {ctx.boundary}, {ctx.direction}: the forward message kept "
-                f"{ctx.selection.count} entries, expected {self.kept(spec)} of shape {spec.shape}; use the same "
-                "density and scope in both directions"
+                f"topk.indices: 'reuse' at boundary {ctx.boundary}, {ctx.direction}: the forward "
+                "message kept "
+                f"{ctx.selection.count} entries, expected {self.kept(spec)} of shape {spec.shape}; "
+                "use the same density and scope in both directions"
             )
         return ctx.selection

@@ -3,10 +3,11 @@
     packet after the first epoch                  a second packet, only when the message has unseen samples
       payload of C(x - m), 0 where unseen           dense rows of the unseen samples, in the message's dtype
       uint8 [samples]: 1 where the sample was seen
-      int64 [samples]: ids, see ds_compress.samples
+      int64 [samples]: ids, see ds_compress.feedback.sample_ids
 
-Sender and receiver hold m for every sample, so the bytes of a run are the static packet for every message and one
-dense row for every first visit; a buffer takes samples x elements x 2 bytes (bf16) on each side of each boundary.
+Sender and receiver hold m for every sample, so the bytes of a run are the static packet for every message and
+one dense row for every first visit; a buffer takes samples x elements x 2 bytes (bf16) on each side of each
+boundary.
 """
 
 import logging
@@ -17,13 +18,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, Layout, TensorSpec, narrow, wide
-from ds_compress.codecs.matrix import is_finite
+from ds_compress.codec import Codec, Context, Layout, TensorSpec
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec
-from ds_compress.feedback.rows import Rows
+from ds_compress.feedback.sample_ids import SampleIds
+from ds_compress.feedback.sample_store import Rows
+from ds_compress.kernels.numerics import is_finite, narrow, wide
 from ds_compress.registry import Options
-from ds_compress.samples import SampleIds
 
 log = logging.getLogger("ds_compress")
 
@@ -39,10 +40,12 @@ class Column(Options):
 
 @FEEDBACKS.register("aqsgd")
 class AQSGD(Feedback):
-    """Forward: m += C(x - m), with a buffer m for each sample on both sides; the first visit of a sample is dense.
+    """Forward: m += C(x - m), with a buffer m for each sample on both sides; the first visit of a sample is
+    dense.
 
-    Wang et al., arXiv 2206.01299; `scope: "batch"` as in the journal version of arXiv 2401.07788. Pays where the data
-    set is visited several times and its samples come back unchanged. Gradients are compressed without it.
+    Wang et al., arXiv 2206.01299; `scope: "batch"` as in the journal version of arXiv 2401.07788. Pays where
+    the data set is visited several times and its samples come back unchanged. Gradients are compressed
+    without it.
     """
 
     directions = ("forward",)
@@ -105,7 +108,11 @@ class AQSGDCodec(FeedbackCodec):
         return self.codec.encode(x, ctx) + (x.new_ones(samples, dtype=torch.uint8),)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
-        return self.decode_training(parts, spec, ctx) if ctx.training else self.codec.decode(parts[:-1], spec, ctx)
+        return (
+            self.decode_training(parts, spec, ctx)
+            if ctx.training
+            else self.codec.decode(parts[:-1], spec, ctx)
+        )
 
     def encode_training(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         spec = TensorSpec.of(x)
@@ -113,8 +120,12 @@ class AQSGDCodec(FeedbackCodec):
         seen = [key in ctx.memory and ctx.memory[key].shape == self._row_shape(spec) for key in keys]
         if not self._said and any(key in ctx.memory and not known for key, known in zip(keys, seen)):
             self._said = True
-            log.warning("aqsgd: boundary %d: samples come in another shape, now %s; each starts from a dense message, "
-                        "here and later", ctx.boundary, list(self._row_shape(spec)))
+            log.warning(
+                "aqsgd: boundary %d: samples come in another shape, now %s; each starts from a dense "
+                "message, here and later",
+                ctx.boundary,
+                list(self._row_shape(spec)),
+            )
         by_sample = self._by_sample(x)
         unseen = [i for i, known in enumerate(seen) if not known]
         dense = by_sample[unseen]
@@ -132,10 +143,10 @@ class AQSGDCodec(FeedbackCodec):
         missing = [key for key, known in zip(keys, seen) if known and key not in ctx.memory]
         if missing:
             raise CompressionError(
-                f"aqsgd: boundary {ctx.boundary}: the sender has a buffer {missing[0]!r} and this side has none; "
-                "load both from one checkpoint, or neither"
+                f"aqsgd: boundary {ctx.boundary}: the sender has a buffer {missing[0]!r} and this "
+                "side has none; load both from one checkpoint, or neither"
             )
-        old = self._buffers(keys, seen, *(parts[split + 1:] or [None]), spec, ctx)
+        old = self._buffers(keys, seen, *(parts[split + 1 :] or [None]), spec, ctx)
         change = self.codec.decode(parts[:split], spec, ctx)
         return self._by_message(self._advance(old, change, keys, seen, ctx)).to(spec.dtype)
 
@@ -154,7 +165,7 @@ class AQSGDCodec(FeedbackCodec):
 
     @property
     def _prefix(self) -> str:
-        """"host" tells checkpoints not to bring the rows to the device."""
+        """ "host" tells checkpoints not to bring the rows to the device."""
         return f"forward/mirror/{'device' if self.rows.place == 'device' else 'host'}/aqsgd/"
 
     def _keys(self, spec: TensorSpec, ctx: Context) -> list[str]:
@@ -162,8 +173,8 @@ class AQSGDCodec(FeedbackCodec):
         if ctx.sample_ids is None or ctx.sample_ids.numel() != samples:
             came = "none" if ctx.sample_ids is None else ctx.sample_ids.numel()
             raise CompressionError(
-                f"aqsgd: boundary {ctx.boundary}: {came} sample ids came with a message of shape {list(spec.shape)}, "
-                f"expected {samples}; see batch_dim, and switch off pipe_partitioned"
+                f"aqsgd: boundary {ctx.boundary}: {came} sample ids came with a message of shape "
+                f"{list(spec.shape)}, expected {samples}; see batch_dim, and switch off pipe_partitioned"
             )
         keep = self.feedback.options.on_new_shape == "keep"
         shape = "/" + "x".join(map(str, self._row_shape(spec))) if keep else ""
@@ -173,7 +184,7 @@ class AQSGDCodec(FeedbackCodec):
         if self.feedback.options.scope == "batch":
             return spec.shape
         dim = self.feedback.options.batch_dim
-        return spec.shape[:dim] + spec.shape[dim + 1:]
+        return spec.shape[:dim] + spec.shape[dim + 1 :]
 
     def _by_sample(self, x: Tensor) -> Tensor:
         """`x` as [samples, ...]."""
@@ -190,7 +201,8 @@ class AQSGDCodec(FeedbackCodec):
     def _buffers(
         self, keys: Sequence[str], seen: Sequence[bool], dense: Tensor | None, spec: TensorSpec, ctx: Context
     ) -> Tensor:
-        """[samples, ...] what the message is a change to: buffers of the seen samples, `dense` rows of the others."""
+        """[samples, ...] what the message is a change to: buffers of the seen samples, `dense` rows of the
+        others."""
         dtype = wide(spec.dtype)
         old = torch.empty(len(keys), *self._row_shape(spec), dtype=dtype, device=spec.device)
         known = [i for i, is_known in enumerate(seen) if is_known]
@@ -207,7 +219,8 @@ class AQSGDCodec(FeedbackCodec):
         known = torch.tensor(seen, dtype=torch.bool).to(old.device).view(-1, *[1] * (old.dim() - 1))
         new = torch.where(known, old + self._by_sample(change).to(old.dtype), old)
         finite = is_finite(new)
-        # A first visit must not be remembered at all: the number of buffers is the host's business, and so this waits
+        # A first visit must not be remembered at all: the number of buffers is the host's business, and so
+        # this waits
         if all(seen) or finite:
             self.rows.write(ctx.memory, keys, torch.where(finite, new, old))
         return new

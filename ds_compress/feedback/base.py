@@ -1,11 +1,13 @@
 """Feedback: state that travels with training, wrapped round a codec.
 
-A feedback is itself a codec that delegates to the one it wraps, so a channel treats both alike; what it remembers
-lives in `ctx.memory`, which the boundary keeps and checkpoints. In evaluation every feedback is the plain codec.
+A feedback is itself a codec that delegates to the one it wraps, so a channel treats both alike; what it
+remembers lives in `ctx.memory`, which the boundary keeps and checkpoints. In evaluation every feedback is the
+plain codec.
 
-Two rules hold for all of them. What the sender remembers follows from what the receiver decodes, computed by the
-receiver's own code. And a message that is not finite crosses visibly and leaves no trace: whether it is finite is
-decided on the device, and where both sides keep state, from the decoded message, so both decide alike.
+Two rules hold for all of them. What the sender remembers follows from what the receiver decodes, computed by
+the receiver's own code. And a message that is not finite crosses visibly and leaves no trace: whether it is
+finite is decided on the device, and where both sides keep state, from the decoded message, so both decide
+alike.
 """
 
 from abc import ABC, abstractmethod
@@ -16,8 +18,8 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Layout, TensorSpec
 from ds_compress.errors import CompressionError
+from ds_compress.feedback.sample_ids import SampleIds
 from ds_compress.registry import Named, Registry
-from ds_compress.samples import SampleIds
 
 
 class Feedback(Named, ABC):
@@ -47,7 +49,8 @@ class NoFeedback(Feedback):
 
 
 class FeedbackCodec(Codec):
-    """A codec with a feedback round it: in evaluation, and where a method is not overridden, the codec itself."""
+    """A codec with a feedback round it: in evaluation, and where a method is not overridden, the codec
+    itself."""
 
     def __init__(self, feedback: Feedback, codec: Codec):
         """
@@ -59,8 +62,8 @@ class FeedbackCodec(Codec):
             raise CompressionError(f"{feedback.name!r} cannot follow codec {codec.name!r}; allowed: 'none'")
         if not codec.sender_decodes:
             raise CompressionError(
-                f"{feedback.name!r} cannot follow codec {codec.name!r}: only the receiver can decode its messages; "
-                "allowed: 'none'"
+                f"{feedback.name!r} cannot follow codec {codec.name!r}: only the receiver can decode "
+                "its messages; allowed: 'none'"
             )
         self.feedback = feedback
         self.codec = codec

@@ -5,9 +5,9 @@ from typing import Literal
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, TensorSpec
-from ds_compress.codecs.matrix import is_finite
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec
 from ds_compress.feedback.state import State, StateOptions
+from ds_compress.kernels.numerics import is_finite
 
 
 class ErrorFeedbackOptions(StateOptions):
@@ -20,8 +20,8 @@ class ErrorFeedback(Feedback):
     """Error feedback: m = C(x + e), then e = x + e - m; the sender keeps e.
 
     Seide et al., Interspeech 2014; Karimireddy et al., arXiv 1901.09847; at stage boundaries Rudakov et al.,
-    arXiv 2401.07788, whose one buffer per boundary and direction is `scope: "boundary"`. The sum of the messages
-    is the sum of the inputs but for the residual. e stays zero during warm-up.
+    arXiv 2401.07788, whose one buffer per boundary and direction is `scope: "boundary"`. The sum of the
+    messages is the sum of the inputs but for the residual. e stays zero during warm-up.
     """
 
     Options = ErrorFeedbackOptions

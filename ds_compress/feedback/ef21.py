@@ -4,18 +4,18 @@ from typing import Literal
 
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, TensorSpec, narrow, wide
-from ds_compress.codecs.matrix import is_finite
+from ds_compress.codec import Codec, Context, TensorSpec
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec
 from ds_compress.feedback.state import State, StateOptions
+from ds_compress.kernels.numerics import is_finite, narrow, wide
 
 
 @FEEDBACKS.register("ef21")
 class EF21(Feedback):
     """Compressed differences: m = C(x - A), then A = A + m on both sides; the receiver uses A.
 
-    Richtarik et al., arXiv 2106.05203. Pays where successive messages are alike; what arrives is dense even when m
-    is sparse. During warm-up A follows the uncompressed messages.
+    Richtarik et al., arXiv 2106.05203. Pays where successive messages are alike; what arrives is dense even
+    when m is sparse. During warm-up A follows the uncompressed messages.
     """
 
     class Options(StateOptions):
@@ -27,7 +27,8 @@ class EF21(Feedback):
 
 
 class EF21Codec(FeedbackCodec):
-    """Both sides hold A in units that the loss scale does not change, and add the same decoded message to it."""
+    """Both sides hold A in units that the loss scale does not change, and add the same decoded message to
+    it."""
 
     def __init__(self, feedback: Feedback, codec: Codec):
         super().__init__(feedback, codec)

@@ -16,8 +16,9 @@ from ds_compress.feedback.state import StateOptions
 class LoCo(Feedback):
     """Damped error feedback: m = C(x + e), then e = beta e + (1 - beta) (x + e - m), kept in 8 bits.
 
-    Xie et al., arXiv 2407.04480, with beta and the 8-bit store as DeepSpeed's ZeRO++ has them. e estimates the usual
-    error of a message instead of carrying all of it, so it stays bounded where messages have little in common.
+    Xie et al., arXiv 2407.04480, with beta and the 8-bit store as DeepSpeed's ZeRO++ has them. e estimates
+    the usual error of a message instead of carrying all of it, so it stays bounded where messages have little
+    in common.
     """
 
     class Options(StateOptions):

@@ -6,22 +6,24 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, Layout, TensorSpec, narrow, wide
-from ds_compress.codecs.matrix import is_finite
+from ds_compress.codec import Codec, Context, Layout, TensorSpec
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec
 from ds_compress.feedback.ef import ErrorFeedbackOptions
 from ds_compress.feedback.state import State
+from ds_compress.kernels.numerics import is_finite, narrow, wide
 from ds_compress.kernels.selection import Selection
 
 
 @FEEDBACKS.register("ef_mixed")
 class MixedErrorFeedback(Feedback):
-    """Input and residual compressed apart: m = C'(x) + C''(e), then e = e + x - m; C' and C'' share the density.
+    """Input and residual compressed apart: m = C'(x) + C''(e), then e = e + x - m; C' and C'' share the
+    density.
 
-    Our reading of "EF-mixed" in Rudakov et al., arXiv 2401.07788, whose code does not contain it. A codec without a
-    density stands for both C' and C'', at twice the bytes. Entries that both parts send are added. In evaluation the
-    second part refines the first: C'(x) + C''(x - C'(x)), for top-k the whole density spent on x.
+    Our reading of "EF-mixed" in Rudakov et al., arXiv 2401.07788, whose code does not contain it. A codec
+    without a density stands for both C' and C'', at twice the bytes. Entries that both parts send are added.
+    In evaluation the second part refines the first: C'(x) + C''(x - C'(x)), for top-k the whole density spent
+    on x.
     """
 
     class Options(ErrorFeedbackOptions):
@@ -94,7 +96,8 @@ def _share(codec: Codec, fraction: float) -> Codec:
 
 
 def _contexts(ctx: Context) -> tuple[Context, Context]:
-    """One for each part, with stashes of their own; and with seeds, so that both do not draw the same entries."""
+    """One for each part, with stashes of their own; and with seeds, so that both do not draw the same
+    entries."""
     # codecs that draw twice use the seed and the one after it
     return replace(ctx, stash=dict(ctx.stash)), replace(ctx, stash=dict(ctx.stash), seed=ctx.seed + 2)
 

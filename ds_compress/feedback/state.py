@@ -16,8 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Context, TensorSpec, wide
+from ds_compress.codec import Context, TensorSpec
 from ds_compress.kernels import bitstring
+from ds_compress.kernels.numerics import wide
 from ds_compress.registry import Options
 
 GROUP = 128
@@ -36,7 +37,8 @@ class StateOptions(Options):
 
 
 class State:
-    """Reads and replaces one buffer. Values are fp32, or float64 for float64 messages, whatever the store holds."""
+    """Reads and replaces one buffer. Values are fp32, or float64 for float64 messages, whatever the store
+    holds."""
 
     def __init__(self, name: str, role: Role, options: StateOptions, dtype: Literal["fp32", "bf16", "int8"]):
         """`dtype`: of the store; fp32 means float64 for float64 messages."""
@@ -55,7 +57,8 @@ class State:
         return stored[0].to(wide(spec.dtype))
 
     def save(self, ctx: Context, spec: TensorSpec, value: Tensor, keep: Tensor) -> None:
-        """Make `value` the buffer where `keep` (bool, one element on the device) is false, else leave the old one."""
+        """Make `value` the buffer where `keep` (bool, one element on the device) is false, else leave the old
+        one."""
         if self.dtype == "int8":
             new = int8_encode(torch.where(keep, 0.0, value))
         else:
@@ -81,9 +84,14 @@ class State:
         if found and not self._said:
             self._said = True
             log.warning(
-                "%s: boundary %d, %s, tensor %d: messages of shape %s instead of %s; its state starts from zero, here "
-                "and at every later change",
-                self.name, ctx.boundary, ctx.direction, ctx.position, list(spec.shape), list(found[0].shape),
+                "%s: boundary %d, %s, tensor %d: messages of shape %s instead of %s; its state "
+                "starts from zero, here and at every later change",
+                self.name,
+                ctx.boundary,
+                ctx.direction,
+                ctx.position,
+                list(spec.shape),
+                list(found[0].shape),
             )
         return self._zeros(spec)
 
@@ -107,7 +115,8 @@ def residuals(memory: Mapping[str, Tensor], direction: str) -> Iterator[Tensor]:
 
 
 def int8_encode(value: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 codes of value's shape, and one fp32 scale for each group of values in their order; finite input."""
+    """int8 codes of value's shape, and one fp32 scale for each group of values in their order; finite
+    input."""
     groups = grouped(value)
     scales = groups.abs().amax(1) / 127 if groups.numel() else groups.new_zeros(0)
     return int8_codes(groups, scales, value.shape), scales
@@ -122,9 +131,9 @@ def grouped(value: Tensor) -> Tensor:
 def int8_codes(groups: Tensor, scales: Tensor, shape: tuple[int, ...]) -> Tensor:
     """`groups` in steps of `scales`, one for each group, as int8 of `shape`."""
     codes = torch.where(scales[:, None] > 0, groups / scales[:, None], 0.0).round().clamp(-127, 127)
-    return codes.to(torch.int8).flatten()[:torch.Size(shape).numel()].view(shape)
+    return codes.to(torch.int8).flatten()[: torch.Size(shape).numel()].view(shape)
 
 
 def int8_decode(codes: Tensor, scales: Tensor) -> Tensor:
     """fp32 values of what `int8_encode` gave."""
-    return (grouped(codes) * scales[:, None]).flatten()[:codes.numel()].view(codes.shape)
+    return (grouped(codes) * scales[:, None]).flatten()[: codes.numel()].view(codes.shape)

@@ -1,2 +1,2 @@
-"""Arithmetic of the codecs, free of options, specs and contexts: plain torch is the specification of any faster
-version."""
+"""Arithmetic of the codecs, free of options, specs and contexts: plain torch is the specification of any
+faster version."""

@@ -1,15 +1,15 @@
 """Codes of 1 to 8 bits, packed with exactly that many bits each.
 
-The codes of a group are packed among themselves, plane by plane. With b in {1, 2, 4, 8} there are P = 8 / b planes;
-plane i is the i-th run of G / P codes, and byte j of the group takes bits from code j of every plane:
+The codes of a group are packed among themselves, plane by plane. With b in {1, 2, 4, 8} there are P = 8 / b
+planes; plane i is the i-th run of G / P codes, and byte j of the group takes bits from code j of every plane:
 
     group of G codes, b = 4     | plane 0: c[0] ... c[G/2-1] | plane 1: c[G/2] ... c[G-1] |
 
     byte j   bit 7 6 5 4         3 2 1 0
                  c[G/2 + j]      c[j]             that is  OR over i of  c[i*G/P + j] << (b*i)
 
-So packing and unpacking touch contiguous runs only: coalesced on a GPU, vectorised on a CPU. Any other width is cut
-into pieces of those widths, low bits first, and each piece packed as above, one behind the other:
+So packing and unpacking touch contiguous runs only: coalesced on a GPU, vectorised on a CPU. Any other width
+is cut into pieces of those widths, low bits first, and each piece packed as above, one behind the other:
 
     group of G codes, b = 7 = 4 + 2 + 1
 
@@ -28,7 +28,8 @@ def packed_size(count: int, bits: int) -> int:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack uint8 codes [groups, G], each below 2^bits, to uint8 [groups, G * bits / 8]; G is a multiple of 8."""
+    """Pack uint8 codes [groups, G], each below 2^bits, to uint8 [groups, G * bits / 8]; G is a multiple of
+    8."""
     pieces = _PIECES[bits]
     if len(pieces) == 1:
         return _pack_planes(codes, bits)

@@ -12,8 +12,8 @@ from ds_compress.kernels.native import selection
 
 
 def on_cpu(tensor: Tensor) -> bool:
-    """Whether numpy may do the work, and values cost no wait. A test that makes this false gets the plain torch of
-    other devices."""
+    """Whether numpy may do the work, and values cost no wait. A test that makes this false gets the plain
+    torch of other devices."""
     return tensor.device.type == "cpu"
 
 
@@ -62,7 +62,8 @@ def set_bits(indices: Tensor, numel: int) -> Tensor:
 
 
 def list_bits(packed: Tensor, numel: int, count: int) -> Tensor:
-    """Ascending int64 indices of the set ones among the first `numel` bits of `packed`, of which there are `count`."""
+    """Ascending int64 indices of the set ones among the first `numel` bits of `packed`, of which there are
+    `count`."""
     if native.serves("selection", packed.device, numel):
         return selection.list_bits(packed, numel, count)
     fused = gpu.kernels(packed.device)

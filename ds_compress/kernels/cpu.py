@@ -1,7 +1,7 @@
 """Quantization on the CPU: `reference` in C++ (native/quantize.cpp), equal to it bit for bit.
 
-The reference writes the result of every operation to memory. Without a C++ compiler, and for what the compiled passes
-do not know, it runs in blocks that fit in the cache.
+The reference writes the result of every operation to memory. Without a C++ compiler, and for what the
+compiled passes do not know, it runs in blocks that fit in the cache.
 """
 
 from collections.abc import Iterator
@@ -58,16 +58,31 @@ def quantize_with_error(
 
 
 def _quantize(
-    values: Tensor, residual: Tensor | None, factor: Tensor | None, error: Tensor | None,
-    bits: int, symmetric: bool, scale_dtype: torch.dtype, hadamard: bool,
+    values: Tensor,
+    residual: Tensor | None,
+    factor: Tensor | None,
+    error: Tensor | None,
+    bits: int,
+    symmetric: bool,
+    scale_dtype: torch.dtype,
+    hadamard: bool,
 ) -> tuple[Tensor, ...]:
     values = values.detach().contiguous()
     n, size = values.shape
     packed, step, *offset = _allocate(values, bits, symmetric, scale_dtype)
     native.call(
-        "quantize", "quantize_groups", values, values.dtype == torch.bfloat16, residual,
-        0.0 if factor is None else factor.item(), error, n, *_format(size, bits, symmetric, hadamard, scale_dtype),
-        packed, step, offset[0] if offset else None,
+        "quantize",
+        "quantize_groups",
+        values,
+        values.dtype == torch.bfloat16,
+        residual,
+        0.0 if factor is None else factor.item(),
+        error,
+        n,
+        *_format(size, bits, symmetric, hadamard, scale_dtype),
+        packed,
+        step,
+        offset[0] if offset else None,
     )
     return packed, step, *offset
 
@@ -97,7 +112,9 @@ def dequantize(
         for block, its_packed, its_step, *its_offset in _blocks(values, *parts):
             block.copy_(reference.dequantize(its_packed, its_step, *its_offset or [None], bits, hadamard))
     else:
-        packed, step, offset = (None if part is None else part.contiguous() for part in (packed, step, offset))
+        packed, step, offset = (
+            None if part is None else part.contiguous() for part in (packed, step, offset)
+        )
         grid = _format(size, bits, offset is None, hadamard, step.dtype)
         native.call("quantize", "dequantize_groups", packed, step, offset, n, *grid, values, bf16)
     return values.to(dtype)
@@ -112,7 +129,9 @@ def _sums(bits: int, symmetric: bool) -> bool:
     return symmetric and bits == 1
 
 
-def _format(size: int, bits: int, symmetric: bool, hadamard: bool, scale_dtype: torch.dtype) -> tuple[float, ...]:
+def _format(
+    size: int, bits: int, symmetric: bool, hadamard: bool, scale_dtype: torch.dtype
+) -> tuple[float, ...]:
     return size, bits, symmetric, hadamard, scale_dtype == torch.float32, size**-0.5
 
 

@@ -17,10 +17,13 @@ def kernels(device: torch.device) -> ModuleType | None:
     try:
         from ds_compress.kernels import triton
 
-        # compiles and launches: a Triton that is too old for our kernels, or finds no C compiler, fails only here
+        # compiles and launches: a Triton that is too old for our kernels, or finds no C compiler, fails only
+        # here
         triton.quantize(torch.zeros(1, 8, device=device), 8, symmetric=True, scale_dtype=torch.float32)
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        logger.warning("Triton kernels are off on %s, plain torch takes several passes for each: %s", device, reason)
+        logger.warning(
+            "Triton kernels are off on %s, plain torch takes several passes for each: %s", device, reason
+        )
         return None
     return triton

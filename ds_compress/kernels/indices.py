@@ -1,6 +1,7 @@
 """Index coding: how a selection travels.
 
-All coders work on `count` of `numel` entries, distinct and ascending. Their size follows from these two numbers.
+All coders work on `count` of `numel` entries, distinct and ascending. Their size follows from these two
+numbers.
 """
 
 import torch
@@ -45,9 +46,10 @@ class Int32:
 
 
 class Int16:
-    """The low 16 bits of each index and, of tensors longer than 65,536, how many indices each such stretch holds.
+    """The low 16 bits of each index and, of tensors longer than 65,536, how many indices each such stretch
+    holds.
 
-        low bits:  int16 [count]                     counts:  int32 [ceil(numel / 65536)]
+    low bits:  int16 [count]                     counts:  int32 [ceil(numel / 65536)]
     """
 
     STRETCH = 1 << 16
@@ -78,14 +80,15 @@ class Int16:
 class Rice:
     """A Golomb-Rice code with parameter r, in the form of Elias (1974) and Fano (1971).
 
-    The distances y_i = index_i - i never fall and never pass numel - count. Their low r bits are stored as r planes of
-    one bit per index; y_i >> r is stored in unary, by setting bit (y_i >> r) + i of a bit string. Coding the gaps
-    between the indices takes the same number of bits, but needs a running sum to decode.
+    The distances y_i = index_i - i never fall and never pass numel - count. Their low r bits are stored as r
+    planes of one bit per index; y_i >> r is stored in unary, by setting bit (y_i >> r) + i of a bit string.
+    Coding the gaps between the indices takes the same number of bits, but needs a running sum to decode.
 
-        planes:  uint8 [r, ceil(count / 8)]          unary:  uint8 [ceil((count + ((numel - count) >> r)) / 8)]
+        planes:  uint8 [r, ceil(count / 8)]    unary:  uint8 [ceil((count + ((numel - count) >> r)) / 8)]
 
-    The unary length is that of the worst case, so the size is static: about r + 1 + (numel / count - 1) / 2^r bits per
-    index, and r is chosen to make it least. At density 0.1 that is 5.125 bits; no code can average less than 4.69.
+    The unary length is that of the worst case, so the size is static: about r + 1 + (numel / count - 1) / 2^r
+    bits per index, and r is chosen to make it least. At density 0.1 that is 5.125 bits; no code can average
+    less than 4.69.
     """
 
     @staticmethod
@@ -139,7 +142,9 @@ CODERS = {"bitmask": Bitmask, "int16": Int16, "int32": Int32, "rice": Rice}
 
 def nbytes(name: str, numel: int, count: int) -> int:
     """Bytes that coder `name` takes for `count` of `numel` indices."""
-    return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in CODERS[name].layout(numel, count))
+    return sum(
+        torch.Size(shape).numel() * dtype.itemsize for shape, dtype in CODERS[name].layout(numel, count)
+    )
 
 
 def smallest(names: tuple[str, ...], numel: int, count: int) -> str:

@@ -9,7 +9,9 @@ from torch import Tensor
 _local = threading.local()
 
 LARGE = 1 << 20  # bytes of a tensor from which on new memory is felt
-_MAPPED = 1 << 25  # bytes from which on glibc maps a block by itself, at the most it comes to without being told
+_MAPPED = (
+    1 << 25
+)  # bytes from which on glibc maps a block by itself, at the most it comes to without being told
 
 _kept = 0
 
@@ -17,9 +19,9 @@ _kept = 0
 def keep_freed(nbytes: int) -> None:
     """Let malloc of this process keep what is freed, up to blocks of `nbytes`, once that is much.
 
-    By default it returns the end of the heap and blocks of 32 MiB to the system and gets them anew, page by page, for
-    the next message: decoding 64 MiB then takes ten times as long. Messages have the same size at every step, so what
-    one needed the next one needs too.
+    By default it returns the end of the heap and blocks of 32 MiB to the system and gets them anew, page by
+    page, for the next message: decoding 64 MiB then takes ten times as long. Messages have the same size at
+    every step, so what one needed the next one needs too.
     """
     global _kept
     if nbytes < LARGE or nbytes < _kept:
@@ -33,7 +35,8 @@ def keep_freed(nbytes: int) -> None:
 
 
 def scratch(role: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory with anything in it, the same at every call of this thread for `role`: for what no caller gets to see."""
+    """Memory with anything in it, the same at every call of this thread for `role`: for what no caller gets
+    to see."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     buffers = _local.__dict__.setdefault("buffers", {})
     if role not in buffers or buffers[role].numel() < nbytes:

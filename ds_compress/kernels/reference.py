@@ -3,10 +3,17 @@
 import torch
 from torch import Tensor
 
-from ds_compress.codec import narrow
+from ds_compress.kernels.affine import (
+    from_codes,
+    minmax_grid,
+    symmetric_grid,
+    symmetric_offset,
+    to_codes,
+    top_code,
+)
 from ds_compress.kernels.bits import pack, unpack
-from ds_compress.kernels.grid import from_codes, minmax_grid, symmetric_grid, symmetric_offset, to_codes, top_code
 from ds_compress.kernels.hadamard import rotate
+from ds_compress.kernels.numerics import narrow
 
 
 def quantize(
@@ -21,8 +28,8 @@ def quantize(
 
     Args:
         groups: [n, G] of any float dtype, G a multiple of 8, and a power of two for `hadamard`.
-        bits: per code, 1 to 8.
-        symmetric: a grid around 0, given by its step alone, instead of one from the smallest to the largest value.
+        bits: per code, 1 to 8. symmetric: a grid around 0, given by its step alone, instead of one from the
+            smallest to the largest value.
         scale_dtype: of step and offset, float32 or bfloat16.
         hadamard: quantize the Walsh-Hadamard rotation of each row.
         generator: on the device of `groups`, to round stochastically; None rounds to nearest.
@@ -82,7 +89,7 @@ def dequantize(
 
 
 def _reach(groups: Tensor, bits: int, unbiased: bool) -> Tensor:
-    """The largest magnitude of each group, fp32 [n]. At 1 bit, unless dithered codes have to be `unbiased`, the mean
-    magnitude: the one of least squared error when a value becomes -m or m (1-bit SGD, XNOR-Net)."""
+    """The largest magnitude of each group, fp32 [n]. At 1 bit, unless dithered codes have to be `unbiased`,
+    the mean magnitude: the one of least squared error when a value becomes -m or m (1-bit SGD, XNOR-Net)."""
     magnitude = groups.abs()
     return magnitude.mean(1) if bits == 1 and not unbiased else magnitude.amax(1)

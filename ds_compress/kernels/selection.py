@@ -20,14 +20,16 @@ class Selection:
     count: int
 
     held: Tensor
-    """int64 [count]: flat indices; or uint8 [ceil(numel / 8)]: bits (see `bitstring`), where those are ascending."""
+    """int64 [count]: flat indices; or uint8 [ceil(numel / 8)]: bits (see `bitstring`), where those are
+    ascending."""
 
     values: Tensor | None = None
     """[count]: the kept entries, where the kernel that selected them wrote them too; None after `take`."""
 
     @classmethod
     def at(cls, indices: Tensor, numel: int) -> "Selection":
-        """That of flat indices, int64 [count]; coders need them distinct and ascending, `gather` and `scatter` not."""
+        """That of flat indices, int64 [count]; coders need them distinct and ascending, `gather` and
+        `scatter` not."""
         return cls(numel, indices.numel(), indices)
 
     @classmethod
@@ -39,7 +41,8 @@ class Selection:
 
     @classmethod
     def joined(cls, selections: Sequence["Selection"]) -> "Selection":
-        """The entries of all of them, one after the other; one that is in several stands there several times."""
+        """The entries of all of them, one after the other; one that is in several stands there several
+        times."""
         return cls.at(torch.cat([each.indices for each in selections]), selections[0].numel)
 
     @property
@@ -60,8 +63,8 @@ class Selection:
         return x.flatten().index_select(0, self.indices)
 
     def take(self, x: Tensor) -> Tensor:
-        """`gather` for the tensor that the selection was made from. Values that came with it go to the caller, so that
-        a stash keeps the selection without them."""
+        """`gather` for the tensor that the selection was made from. Values that came with it go to the
+        caller, so that a stash keeps the selection without them."""
         values, self.values = self.values, None
         return self.gather(x) if values is None else values
 

@@ -1,9 +1,10 @@
-"""Thresholds from a statistical fit instead of a sort: SIDCo (Abdelmoniem et al., MLSys 2021, arXiv 2101.10761).
+"""Thresholds from a statistical fit instead of a sort: SIDCo (Abdelmoniem et al., MLSys 2021, arXiv
+2101.10761).
 
-The magnitudes of a row are taken as exponential or generalised Pareto variables, fitted by their mean and variance.
-One fit of the bulk says little about the tail, so stages follow each other: each fits what exceeds the location that
-the stage before it estimated (peaks over threshold). The paper adapts the number of stages from call to call; here all
-stages are tried in every call, which needs no state.
+The magnitudes of a row are taken as exponential or generalised Pareto variables, fitted by their mean and
+variance. One fit of the bulk says little about the tail, so stages follow each other: each fits what exceeds
+the location that the stage before it estimated (peaks over threshold). The paper adapts the number of stages
+from call to call; here all stages are tried in every call, which needs no state.
 """
 
 import math
@@ -14,17 +15,19 @@ from torch import Tensor
 from ds_compress.kernels.topk import count_true
 
 STAGES = 3
-FIRST_STAGE = 0.25  # fraction that the first stage passes on; near the target, half of the way to it on a log scale
+FIRST_STAGE = (
+    0.25  # fraction that the first stage passes on; near the target, half of the way to it on a log scale
+)
 
 
 def bracket(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Thresholds for |x| [rows, d] on either side of the one that k entries of each row reach.
 
     Returns:
-        (high, low, achieved), each [rows, 1]: the lowest estimate that at most k entries reach, the highest one that
-        at least k reach (infinity and 0 where there is none), in the precision of the fit; and how many entries
-        reach the estimate that comes nearest to k. All are meaningless where x is zero, constant or not finite;
-        `achieved` is then far from k or nan.
+        (high, low, achieved), each [rows, 1]: the lowest estimate that at most k entries reach, the highest
+        one that at least k reach (infinity and 0 where there is none), in the precision of the fit; and how
+        many entries reach the estimate that comes nearest to k. All are meaningless where x is zero, constant
+        or not finite; `achieved` is then far from k or nan.
     """
     size = x.abs().to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     unit = size.mean(1, keepdim=True)
@@ -40,7 +43,8 @@ def bracket(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         search.consider(location + _exponential(mean, log_ratio))
         search.consider(location + _pareto(mean, variance, log_ratio))
         location = location + _exponential(mean, (log_ratio / 2).clamp(min=math.log(FIRST_STAGE)))
-    # the exceedances of the best estimate tell how far to move it to have a little less and a little more than k
+    # the exceedances of the best estimate tell how far to move it to have a little less and a little more
+    # than k
     mean = (size - search.best).clamp_(min=0).sum(1, keepdim=True) / search.achieved
     for aim in (0.95, 1.05):
         search.consider(search.best + _exponential(mean, (aim * k / search.achieved).log()))

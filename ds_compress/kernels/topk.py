@@ -1,7 +1,7 @@
 """The k largest magnitudes of each row, exactly k of them whatever the data.
 
-Magnitudes are compared as integers (`keys`): the bits of a float without its sign grow with its magnitude, so one set
-of functions serves all dtypes, and nan is nothing special.
+Magnitudes are compared as integers (`keys`): the bits of a float without its sign grow with its magnitude, so
+one set of functions serves all dtypes, and nan is nothing special.
 """
 
 import math
@@ -24,7 +24,8 @@ INFINITY = {
 }
 """The key of infinity: no key is larger."""
 
-# Above this row length the k-th largest is looked for among the entries that pass a threshold taken from a sample.
+# Above this row length the k-th largest is looked for among the entries that pass a threshold taken from a
+# sample.
 LONG_ROW = 1 << 17
 SAMPLE = 1 << 14
 
@@ -52,13 +53,13 @@ def kth_largest(size: Tensor, k: int) -> Tensor:
     """[rows, 1]: the k-th largest of each row of `size` [rows, d]."""
     if bitstring.on_cpu(size):
         place = size.shape[1] - k
-        return torch.from_numpy(np.partition(size.numpy(), place, axis=1)[:, place:place + 1])
+        return torch.from_numpy(np.partition(size.numpy(), place, axis=1)[:, place : place + 1])
     return size.topk(k, dim=1, sorted=False).values.amin(1, keepdim=True)
 
 
 def sampled_band(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Two keys [rows, 1], the higher one first, between which that of the k-th largest of each row of `x` [rows, d]
-    almost surely lies: order statistics of a sample (see `sampling`)."""
+    """Two keys [rows, 1], the higher one first, between which that of the k-th largest of each row of `x`
+    [rows, d] almost surely lies: order statistics of a sample (see `sampling`)."""
     stride, high, low = sampling(x.shape[1], k)
     fused = _fused(x)
     if fused:
@@ -68,12 +69,12 @@ def sampled_band(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def sampling(d: int, k: int) -> tuple[int, int, int]:
-    """(stride, high, low): which entries of a row of d to sample, every stride-th, and the ranks, 1 for the largest,
-    of two of them between which the k-th largest of the row almost surely lies.
+    """(stride, high, low): which entries of a row of d to sample, every stride-th, and the ranks, 1 for the
+    largest, of two of them between which the k-th largest of the row almost surely lies.
 
-    The number of sampled entries among the k largest is about Poisson, and the ranks reach three of its standard
-    deviations to each side. The stride shares no factor with d, hence none with the width of the last dimension: one
-    that did would see only some of the channels, and outlier channels are common.
+    The number of sampled entries among the k largest is about Poisson, and the ranks reach three of its
+    standard deviations to each side. The stride shares no factor with d, hence none with the width of the
+    last dimension: one that did would see only some of the channels, and outlier channels are common.
     """
     stride = max(1, d // SAMPLE)
     while math.gcd(stride, d) > 1:
@@ -92,7 +93,8 @@ def count_true(mask: Tensor) -> Tensor:
 
 
 def exact(x: Tensor, k: int) -> Selection:
-    """The k entries of each row of `x` [rows, d] with the largest keys, ties to the lowest index; ascending."""
+    """The k entries of each row of `x` [rows, d] with the largest keys, ties to the lowest index;
+    ascending."""
     rows, d = x.shape
     fused = _fused(x)
     if k == d or not rows:
@@ -115,8 +117,9 @@ def exact_reference(size: Tensor, k: int) -> Tensor:
 
 
 def banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Selection:
-    """k entries of each row of `x` [rows, d]: those first whose key reaches more of the `bounds`, each [rows, 1] or a
-    number, the lowest in front; of entries that reach equally many, as many as are needed, evenly spaced; ascending.
+    """k entries of each row of `x` [rows, d]: those first whose key reaches more of the `bounds`, each [rows,
+    1] or a number, the lowest in front; of entries that reach equally many, as many as are needed, evenly
+    spaced; ascending.
     """
     fused = _fused(x)
     if fused:
@@ -137,8 +140,8 @@ def banded_reference(size: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> 
 
 
 def _fill(size: Tensor, cut: Tensor, k: int, spread: bool) -> Tensor:
-    """All entries above `cut` [rows, 1], at most k, and as many of those equal to it as make k: the first ones, or
-    evenly spaced ones."""
+    """All entries above `cut` [rows, 1], at most k, and as many of those equal to it as make k: the first
+    ones, or evenly spaced ones."""
     above, tied = size > cut, size == cut
     room = k - count_true(above)
     rank = tied.cumsum(1, dtype=torch.int64 if spread else torch.int32)
@@ -165,8 +168,11 @@ def _exact_native(x: Tensor, k: int) -> Tensor:
 
 
 def _banded_native(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Tensor | None:
-    """By the first two bounds, which decide unless one of them was a bad guess or many entries tie: then None."""
-    levels = [torch.as_tensor(bound).flatten().long().expand(len(x)) for bound in (*bounds, INFINITY[x.dtype] + 1)]
+    """By the first two bounds, which decide unless one of them was a bad guess or many entries tie: then
+    None."""
+    levels = [
+        torch.as_tensor(bound).flatten().long().expand(len(x)) for bound in (*bounds, INFINITY[x.dtype] + 1)
+    ]
     if any((lower > upper).any() for lower, upper in pairwise(levels)):
         return None
     reached = Candidates.reaching(as_integers(x), levels[0], INFINITY[x.dtype])

@@ -1,4 +1,5 @@
-"""Passes over CPU tensors in C++: each source here is compiled when the first long tensor needs it, once a process.
+"""Passes over CPU tensors in C++: each source here is compiled when the first long tensor needs it, once a
+process.
 
 Every one has a plain counterpart in torch that gives the same bits and serves where the compiler fails.
 """
@@ -62,12 +63,15 @@ def library(source: str) -> ctypes.CDLL | None:
 def _compiler() -> str | None:
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
     if compiler is None:
-        logger.warning("codecs on the CPU run uncompiled, several times slower: no C++ compiler found; set CXX to one")
+        logger.warning(
+            "codecs on the CPU run uncompiled, several times slower: no C++ compiler found; set CXX to one"
+        )
     return compiler
 
 
 def call(source: str, function: str, *arguments: Tensor | float | None) -> int:
-    """Call a C function that takes addresses (of a tensor's memory, which must be contiguous), int64_t and float."""
+    """Call a C function that takes addresses (of a tensor's memory, which must be contiguous), int64_t and
+    float."""
     entry = getattr(library(source), function)
     entry.restype = ctypes.c_int64
     return entry(*map(_argument, arguments))

@@ -14,7 +14,8 @@ _FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
 def encode(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes, uint8 [groups, size], of `values`, fp32 or bf16 [groups, size], as `dtype`; and scales, fp32 [groups]."""
+    """Codes, uint8 [groups, size], of `values`, fp32 or bf16 [groups, size], as `dtype`; and scales, fp32
+    [groups]."""
     codes, scale = torch.empty(values.shape, dtype=torch.uint8), torch.empty(len(values))
     name = f"encode_{_FORMATS[dtype]}_{FLOATS[values.dtype]}"
     call("float8", name, values.contiguous(), *values.shape, torch.finfo(dtype).max, codes, scale)

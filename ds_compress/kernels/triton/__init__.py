@@ -1,4 +1,5 @@
-"""Kernels for GPUs, in Triton: the one place that imports it. `ds_compress.kernels.gpu` decides whether they are used.
+"""Kernels for GPUs, in Triton: the one place that imports it. `ds_compress.kernels.gpu` decides whether they
+are used.
 
 Under TRITON_INTERPRET=1, set before triton is imported, they serve CPU tensors too.
 """
@@ -9,6 +10,15 @@ from ds_compress.kernels.triton.reuse import expand, gather
 from ds_compress.kernels.triton.selection import banded, exact, sampled_band
 
 __all__ = [
-    "banded", "dequantize", "exact", "expand", "gather", "list_bits", "pack_bits", "quantize", "quantize_with_error",
-    "sampled_band", "unpack_bits",
+    "banded",
+    "dequantize",
+    "exact",
+    "expand",
+    "gather",
+    "list_bits",
+    "pack_bits",
+    "quantize",
+    "quantize_with_error",
+    "sampled_band",
+    "unpack_bits",
 ]

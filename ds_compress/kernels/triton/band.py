@@ -1,14 +1,15 @@
 """The k-th largest key of each row of a long tensor, which is read once for it.
 
-    _order_statistics   a sample of the row gives two keys, a band in which the k-th largest almost surely lies
-    _candidates         the read: per block counts what is above the band, and copies what is inside, some percent of
-                        the row, to a scratch buffer as large as the tensor, where those of a row stand side by side
+    _order_statistics   a sample of the row gives two keys, a band in which the k-th largest almost surely is
+    _candidates         the read: per block counts what is above the band, and copies what is inside, some
+                        percent of the row, to a scratch buffer as large as the tensor, where those of a row
+                        stand side by side
     _histogram          byte by byte, highest first, over the candidates: once for each byte of a key
     _tally              per block counts the candidates that are above the k-th largest, and those that are it
 
-Where the band of a row misses, which data can force that knows the stride, all its entries are candidates: the last
-two kernels then read them where they are, in the tensor. What they do follows from counts on the device; the host does
-not learn of it.
+Where the band of a row misses, which data can force that knows the stride, all its entries are candidates:
+the last two kernels then read them where they are, in the tensor. What they do follows from counts on the
+device; the host does not learn of it.
 """
 
 import torch
@@ -27,28 +28,38 @@ CHUNK = 256  # candidates of a block that are looked at at a time: a block seldo
 
 
 def order_statistics(bits: Tensor, infinity: int, stride: int, ranks: tuple[int, ...]) -> Tensor:
-    """Two bounds, int32 [2, rows], from every `stride`-th entry of each row of `bits` [rows, d]: the key of the
-    first rank among them, 1 for the largest; and the smallest one above that of the last rank."""
+    """Two bounds, int32 [2, rows], from every `stride`-th entry of each row of `bits` [rows, d]: the key of
+    the first rank among them, 1 for the largest; and the smallest one above that of the last rank."""
     rows, d = bits.shape
     length = triton.cdiv(d, stride)
     bounds = torch.empty(2, rows, dtype=torch.int32, device=bits.device)
     _order_statistics[(rows * len(ranks),)](
-        bits, bounds, rows, d, stride, length, ranks[0], ranks[-1],
-        RANKS=len(ranks), ROUNDS=bits.itemsize, INFINITY=infinity, SPAN=_span(length),
+        bits,
+        bounds,
+        rows,
+        d,
+        stride,
+        length,
+        ranks[0],
+        ranks[-1],
+        RANKS=len(ranks),
+        ROUNDS=bits.itemsize,
+        INFINITY=infinity,
+        SPAN=_span(length),
     )
     return bounds
 
 
 def narrow(bits: Tensor, bounds: Tensor, infinity: int, k: int, block: int) -> tuple[Tensor, Tensor]:
-    """From the bounds of a band to those of the k-th largest key alone, int32 [2, rows], and how many entries of each
-    block of a row reach them, int32 [2, rows, blocks]."""
+    """From the bounds of a band to those of the k-th largest key alone, int32 [2, rows], and how many entries
+    of each block of a row reach them, int32 [2, rows, blocks]."""
     rows, d = bits.shape
     blocks, span = triton.cdiv(d, block), _span(d)
     programs = min(PROGRAMS, triton.cdiv(d, span))
     found = torch.empty_like(bits)
     layout = torch.empty(3, rows, blocks, dtype=torch.int32, device=bits.device)
     zeros = torch.zeros(2 * rows + bits.itemsize * rows * 256, dtype=torch.int32, device=bits.device)
-    totals, histograms = zeros[:2 * rows], zeros[2 * rows:]
+    totals, histograms = zeros[: 2 * rows], zeros[2 * rows :]
     cut, counts = torch.empty_like(bounds), torch.empty_like(layout[:2])
     numbers = {"INFINITY": infinity, "ROUNDS": bits.itemsize}
     _candidates[(rows * blocks,)](
@@ -60,8 +71,22 @@ def narrow(bits: Tensor, bounds: Tensor, infinity: int, k: int, block: int) -> t
         )
     programs = triton.cdiv(blocks, TILES)
     _tally[(rows * programs,)](
-        bits, found, layout, totals, histograms, cut, counts, rows, d, blocks, programs, k,
-        BLOCK=block, TILES=TILES, CHUNK=min(CHUNK, block), **numbers,
+        bits,
+        found,
+        layout,
+        totals,
+        histograms,
+        cut,
+        counts,
+        rows,
+        d,
+        blocks,
+        programs,
+        k,
+        BLOCK=block,
+        TILES=TILES,
+        CHUNK=min(CHUNK, block),
+        **numbers,
     )
     return cut, counts
 
@@ -72,8 +97,18 @@ def _span(length: int) -> int:
 
 @triton.jit(do_not_specialize=["rows", "d", "stride", "length", "first", "last"])
 def _order_statistics(
-    bits, bounds, rows, d, stride, length, first, last,
-    RANKS: tl.constexpr, ROUNDS: tl.constexpr, INFINITY: tl.constexpr, SPAN: tl.constexpr,
+    bits,
+    bounds,
+    rows,
+    d,
+    stride,
+    length,
+    first,
+    last,
+    RANKS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    INFINITY: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
     """One program for each rank of a row; with one rank both bounds are round its key."""
     row = (tl.program_id(0) // RANKS).to(tl.int64)
@@ -97,8 +132,8 @@ def _candidates(
 ):
     """found[row] = the entries of the row in its band, those of a block side by side.
 
-        layout[:, row, block] = how many entries of a block are above the band, how many inside, where those begin
-        totals[:, row]        = how many entries of the row are above its band, and how many inside
+    layout[:, row, block] = how many entries of a block are above the band, how many inside, where those begin
+    totals[:, row]        = how many entries of the row are above its band, and how many inside
     """
     row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     column = block * BLOCK + tl.arange(0, BLOCK)
@@ -120,10 +155,21 @@ def _candidates(
 
 @triton.jit(do_not_specialize=["rows", "d", "programs", "k"])
 def _histogram(
-    bits, found, totals, histograms, rows, d, programs, k,
-    ROUND: tl.constexpr, ROUNDS: tl.constexpr, INFINITY: tl.constexpr, SPAN: tl.constexpr,
+    bits,
+    found,
+    totals,
+    histograms,
+    rows,
+    d,
+    programs,
+    k,
+    ROUND: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    INFINITY: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
-    """Add to histograms[ROUND, row] that of one byte of the candidates that begin as the k-th largest key does."""
+    """Add to histograms[ROUND, row] that of one byte of the candidates that begin as the k-th largest key
+    does."""
     row, number = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs
     bracketed, rank = _bracketed(totals, row, rows, k)
     source, length = bits + row * d, d
@@ -135,15 +181,33 @@ def _histogram(
         place = start + tl.arange(0, SPAN)
         key = key_of(tl.load(source + place, mask=place < length, other=0), INFINITY)
         counts += _bytes(key, place < length, prefix, ROUND, ROUNDS)
-    tl.atomic_add(histograms + (ROUND * rows + row) * 256 + tl.arange(0, 256), counts, mask=counts > 0, sem="relaxed")
+    tl.atomic_add(
+        histograms + (ROUND * rows + row) * 256 + tl.arange(0, 256), counts, mask=counts > 0, sem="relaxed"
+    )
 
 
 @triton.jit(do_not_specialize=["rows", "d", "blocks", "programs", "k"])
 def _tally(
-    bits, found, layout, totals, histograms, cut, counts, rows, d, blocks, programs, k,
-    ROUNDS: tl.constexpr, INFINITY: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr,
+    bits,
+    found,
+    layout,
+    totals,
+    histograms,
+    cut,
+    counts,
+    rows,
+    d,
+    blocks,
+    programs,
+    k,
+    ROUNDS: tl.constexpr,
+    INFINITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """cut[:, row] = the k-th largest key and the next integer; counts[:, row, block] = how many entries reach them."""
+    """cut[:, row] = the k-th largest key and the next integer; counts[:, row, block] = how many entries reach
+    them."""
     row, first = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs * TILES
     bracketed, rank = _bracketed(totals, row, rows, k)
     key, rank = _walk(histograms, row, rows, rank, ROUNDS)
@@ -153,7 +217,10 @@ def _tally(
         length = tl.minimum(BLOCK, d - start)
         if bracketed:
             source, above = found + row * d, tl.load(layout + place)
-            length, start = tl.load(layout + rows * blocks + place), tl.load(layout + 2 * rows * blocks + place)
+            length, start = (
+                tl.load(layout + rows * blocks + place),
+                tl.load(layout + 2 * rows * blocks + place),
+            )
         larger, equal = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
         for offset in range(0, length, CHUNK):
             number = offset + tl.arange(0, CHUNK)
@@ -178,7 +245,8 @@ def _bracketed(totals, row, rows, k):
 
 @triton.jit
 def _walk(histograms, row, rows, rank, ROUNDS: tl.constexpr):
-    """The first ROUNDS bytes of the key of `rank` among the candidates, and its rank among those that begin so."""
+    """The first ROUNDS bytes of the key of `rank` among the candidates, and its rank among those that begin
+    so."""
     prefix = tl.zeros([], tl.int32)
     for i in tl.static_range(ROUNDS):
         counts = tl.load(histograms + (i * rows + row) * 256 + tl.arange(0, 256))
@@ -188,7 +256,8 @@ def _walk(histograms, row, rows, rank, ROUNDS: tl.constexpr):
 
 @triton.jit
 def _descend(counts, prefix, rank):
-    """`prefix` and the next byte of the key of `rank`, whose histogram is `counts`; and its rank among those keys."""
+    """`prefix` and the next byte of the key of `rank`, whose histogram is `counts`; and its rank among those
+    keys."""
     byte = tl.arange(0, 256)
     reaching = tl.cumsum(counts, 0, reverse=True)
     found = tl.sum((reaching >= rank).to(tl.int32), 0) - 1
@@ -197,7 +266,8 @@ def _descend(counts, prefix, rank):
 
 @triton.jit
 def _bytes(key, exists, prefix, ROUND: tl.constexpr, ROUNDS: tl.constexpr):
-    """int32 [256]: the histogram of byte ROUND, counted from the highest, of the keys that begin with `prefix`."""
+    """int32 [256]: the histogram of byte ROUND, counted from the highest, of the keys that begin with
+    `prefix`."""
     shift: tl.constexpr = 8 * (ROUNDS - 1 - ROUND)
     if ROUND > 0:
         exists &= (key >> (shift + 8)) == prefix

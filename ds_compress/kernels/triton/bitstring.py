@@ -1,7 +1,8 @@
-"""Bit strings on a GPU: `bitstring.pack_bits`, `unpack_bits` and `list_bits`, equal to plain torch entry by entry.
+"""Bit strings on a GPU: `bitstring.pack_bits`, `unpack_bits` and `list_bits`, equal to plain torch entry by
+entry.
 
-What lists or moves the entries of set bits has to know how many come before a block: one read of the bits counts them
-block by block, and a running sum adds them up (`block_ends`).
+What lists or moves the entries of set bits has to know how many come before a block: one read of the bits
+counts them block by block, and a running sum adds them up (`block_ends`).
 """
 
 import torch
@@ -46,7 +47,8 @@ def list_bits(packed: Tensor, numel: int, count: int) -> Tensor:
 
 
 def block_ends(packed: Tensor, numel: int) -> Tensor:
-    """int64 [ceil(numel / BLOCK)]: how many of the first `numel` bits of `packed` are set up to the end of a block."""
+    """int64 [ceil(numel / BLOCK)]: how many of the first `numel` bits of `packed` are set up to the end of a
+    block."""
     blocks = triton.cdiv(numel, BLOCK)
     counts = torch.empty(blocks, dtype=torch.int32, device=packed.device)
     _popcount[(triton.cdiv(blocks, TILES),)](packed, counts, numel, blocks, BLOCK=BLOCK, TILES=TILES)
@@ -88,8 +90,8 @@ def _list(packed, ends, found, numel, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def listed(packed, ends, numel, count, BLOCK: tl.constexpr):
-    """The entries of the program's block, whether each is set and among the first `count` that are, and which of them.
-    """
+    """The entries of the program's block, whether each is set and among the first `count` that are, and which
+    of them."""
     block = tl.program_id(0).to(tl.int64)
     entry = block * BLOCK + tl.arange(0, BLOCK)
     bit = bit_of(packed, entry, numel)

@@ -8,8 +8,9 @@ A program holds some whole groups in registers, cut into T tiles as wide as the 
 
 so that packing, which joins bits of equal places of different planes, never moves a value to another thread.
 
-All results equal the reference bit for bit (scales that are zero may differ in its sign), but for the mean magnitude
-of symmetric grids of 1 bit, which is summed in another order: it differs by less than 2 log2(G) 2^-24 times itself.
+All results equal the reference bit for bit (scales that are zero may differ in its sign), but for the mean
+magnitude of symmetric grids of 1 bit, which is summed in another order: it differs by less than 2 log2(G)
+2^-24 times itself.
 """
 
 import torch
@@ -18,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ds_compress.kernels import reference
+from ds_compress.kernels.affine import top_code
 from ds_compress.kernels.bits import packed_size
-from ds_compress.kernels.grid import top_code
 
 MAX_GROUP = 4096
 """Larger groups do not fit in the registers of one program; the reference serves them."""
@@ -64,8 +65,15 @@ def quantize_with_error(
 
 
 def _launch(
-    groups: Tensor, dither: Tensor | None, residual: Tensor | None, factor: Tensor | None, error: Tensor | None,
-    bits: int, symmetric: bool, scale_dtype: torch.dtype, hadamard: bool,
+    groups: Tensor,
+    dither: Tensor | None,
+    residual: Tensor | None,
+    factor: Tensor | None,
+    error: Tensor | None,
+    bits: int,
+    symmetric: bool,
+    scale_dtype: torch.dtype,
+    hadamard: bool,
 ) -> tuple[Tensor, ...]:
     groups = groups.detach().contiguous()
     n, size = groups.shape
@@ -75,9 +83,20 @@ def _launch(
     grid, shape = _shape(n, size, bits, hadamard)
     with torch.cuda.device_of(groups):
         _quantize[grid](
-            groups, dither, residual, factor, error, packed, step, offset, n,
-            TOP=top_code(bits, symmetric), MEAN=symmetric and bits == 1 and dither is None,
-            LARGEST=torch.finfo(groups.dtype).max, enable_fp_fusion=False, **shape,
+            groups,
+            dither,
+            residual,
+            factor,
+            error,
+            packed,
+            step,
+            offset,
+            n,
+            TOP=top_code(bits, symmetric),
+            MEAN=symmetric and bits == 1 and dither is None,
+            LARGEST=torch.finfo(groups.dtype).max,
+            enable_fp_fusion=False,
+            **shape,
         )
     return (packed, step) if symmetric else (packed, step, offset)
 
@@ -99,8 +118,14 @@ def dequantize(
     grid, shape = _shape(n, size, bits, hadamard)
     with torch.cuda.device_of(packed):
         _dequantize[grid](
-            packed, step, offset, values, n,
-            TOP=top_code(bits, symmetric=offset is None), enable_fp_fusion=False, **shape,
+            packed,
+            step,
+            offset,
+            values,
+            n,
+            TOP=top_code(bits, symmetric=offset is None),
+            enable_fp_fusion=False,
+            **shape,
         )
     return values
 
@@ -116,13 +141,29 @@ def _shape(n: int, size: int, bits: int, hadamard: bool) -> tuple[tuple[int], di
 
 @triton.jit(do_not_specialize=["n"])
 def _quantize(
-    groups, dither, residual, factor, error, packed, step, offset, n,
-    ROWS: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-    BITS: tl.constexpr, TOP: tl.constexpr, MEAN: tl.constexpr, HADAMARD: tl.constexpr, LARGEST: tl.constexpr,
+    groups,
+    dither,
+    residual,
+    factor,
+    error,
+    packed,
+    step,
+    offset,
+    n,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BITS: tl.constexpr,
+    TOP: tl.constexpr,
+    MEAN: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):
     """A tile of a group is WIDTH values, in COLUMNS columns.
 
-    `offset` is None for a symmetric grid, `dither` to round to nearest, the three of error feedback without it.
+    `offset` is None for a symmetric grid, `dither` to round to nearest, the three of error feedback without
+    it.
     """
     row, place, exists = _places(n, ROWS, WIDTH, COLUMNS)
     at = row[:, None] * (TILES * WIDTH) + place
@@ -174,9 +215,18 @@ def _quantize(
 
 @triton.jit(do_not_specialize=["n"])
 def _dequantize(
-    packed, step, offset, values, n,
-    ROWS: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-    BITS: tl.constexpr, TOP: tl.constexpr, HADAMARD: tl.constexpr,
+    packed,
+    step,
+    offset,
+    values,
+    n,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BITS: tl.constexpr,
+    TOP: tl.constexpr,
+    HADAMARD: tl.constexpr,
 ):
     row, place, exists = _places(n, ROWS, WIDTH, COLUMNS)
     packed += row[:, None] * (TILES * WIDTH * BITS // 8) + place
@@ -199,7 +249,13 @@ def _dequantize(
 
 @triton.jit
 def _decoded(
-    codes, grid_step, start, ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr, HADAMARD: tl.constexpr
+    codes,
+    grid_step,
+    start,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HADAMARD: tl.constexpr,
 ):
     """The values of codes on a grid, fp32."""
     decoded = ()
@@ -235,7 +291,8 @@ def _fp32(x: tl.constexpr):
 
 @triton.jit
 def _range(values, exists, TILES: tl.constexpr):
-    """The smallest and the largest value of each row; nan if it holds one, which tl.min and tl.max pass over."""
+    """The smallest and the largest value of each row; nan if it holds one, which tl.min and tl.max pass
+    over."""
     low = tl.where(exists, values[0], float("inf"))
     high = tl.where(exists, values[0], float("-inf"))
     unordered = values[0] != values[0]

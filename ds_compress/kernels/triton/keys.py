@@ -1,4 +1,5 @@
-"""Keys, as `topk.keys` has them, made where they are needed: a tensor of keys would be written and read again."""
+"""Keys, as `topk.keys` has them, made where they are needed: a tensor of keys would be written and read
+again."""
 
 import triton
 import triton.language as tl

@@ -1,8 +1,8 @@
 """Entries that both sides know, on a GPU: read out of a tensor, and put back.
 
-Where the selection is held as bits, the tensor and the bits are walked side by side: all memory is read and written in
-order, and indices, 8 bytes each, are never made. Where it is held as indices, putting back is `index_copy_` into
-zeros: a kernel of ours would write the same zeros and the same scattered entries.
+Where the selection is held as bits, the tensor and the bits are walked side by side: all memory is read and
+written in order, and indices, 8 bytes each, are never made. Where it is held as indices, putting back is
+`index_copy_` into zeros: a kernel of ours would write the same zeros and the same scattered entries.
 
 Floats are moved as integers of their size.
 """
@@ -23,8 +23,8 @@ TILES = 4  # blocks that one program looks through
 
 
 def gather(x: Tensor, selection: Selection) -> Tensor:
-    """The kept entries of `x`, of any float dtype and shape, or nan in their place if any entry of `x` is not finite:
-    an overflow outside of the selection must show too."""
+    """The kept entries of `x`, of any float dtype and shape, or nan in their place if any entry of `x` is not
+    finite: an overflow outside of the selection must show too."""
     bits, held, numel, count = topk.as_integers(x.detach()), selection.held, selection.numel, selection.count
     values = bits.new_empty(count)
     if not count:
@@ -35,8 +35,12 @@ def gather(x: Tensor, selection: Selection) -> Tensor:
     with torch.cuda.device_of(x):
         if selection.packed:
             ends = block_ends(held, numel)
-            _compress[(len(ends),)](bits, held, ends, values, overflow, numel, count, INFINITY=infinity, BLOCK=block)
-            _spoil[(triton.cdiv(count, block),)](values, ends, overflow, len(ends), count, NAN=nan, BLOCK=block)
+            _compress[(len(ends),)](
+                bits, held, ends, values, overflow, numel, count, INFINITY=infinity, BLOCK=block
+            )
+            _spoil[(triton.cdiv(count, block),)](
+                values, ends, overflow, len(ends), count, NAN=nan, BLOCK=block
+            )
         else:
             _look[(triton.cdiv(numel, block * TILES),)](
                 bits, overflow, numel, INFINITY=infinity, BLOCK=block, TILES=TILES
@@ -46,7 +50,8 @@ def gather(x: Tensor, selection: Selection) -> Tensor:
 
 
 def expand(values: Tensor, packed: Tensor, numel: int) -> Tensor:
-    """[numel]: `values`, of any float dtype, at the entries whose bits are set, in their order; zero elsewhere."""
+    """[numel]: `values`, of any float dtype, at the entries whose bits are set, in their order; zero
+    elsewhere."""
     bits = topk.as_integers(values)
     out = bits.new_empty(numel)
     if numel:
@@ -57,8 +62,11 @@ def expand(values: Tensor, packed: Tensor, numel: int) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["numel", "count"])
-def _compress(bits, packed, ends, values, overflow, numel, count, INFINITY: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the entries of a block whose bits are set, and set `overflow` if any of the block is not finite."""
+def _compress(
+    bits, packed, ends, values, overflow, numel, count, INFINITY: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write the entries of a block whose bits are set, and set `overflow` if any of the block is not
+    finite."""
     entry, kept, slot = listed(packed, ends, numel, count, BLOCK)
     value = tl.load(bits + entry, mask=entry < numel, other=0)
     tl.store(values + slot, value, mask=kept)
@@ -68,7 +76,8 @@ def _compress(bits, packed, ends, values, overflow, numel, count, INFINITY: tl.c
 
 @triton.jit(do_not_specialize=["blocks", "count"])
 def _spoil(values, ends, overflow, blocks, count, NAN: tl.constexpr, BLOCK: tl.constexpr):
-    """Write nan to all values if there was an overflow; if not, only zero to those that a damaged bitmask lacks."""
+    """Write nan to all values if there was an overflow; if not, only zero to those that a damaged bitmask
+    lacks."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     spoilt = tl.load(overflow) > 0
     first = tl.where(spoilt, 0, tl.load(ends + blocks - 1))

@@ -1,9 +1,9 @@
 """Selection on a GPU: `topk.exact` and `topk.banded` of 16- and 32-bit floats, equal to their references.
 
-Each reads the tensor twice. The first read counts, per block of a row, the entries whose key reaches each bound;
-`exact` finds its bounds in the same read (`band`), but for short rows, which are read before, once for each byte of a
-key. After a running sum of the counts over the blocks, the second read writes every kept entry where it belongs and
-sets its bit. The host never waits.
+Each reads the tensor twice. The first read counts, per block of a row, the entries whose key reaches each
+bound; `exact` finds its bounds in the same read (`band`), but for short rows, which are read before, once for
+each byte of a key. After a running sum of the counts over the blocks, the second read writes every kept entry
+where it belongs and sets its bit. The host never waits.
 """
 
 import torch
@@ -63,7 +63,9 @@ def banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Selection:
 def sampled_band(x: Tensor, stride: int, high: int, low: int) -> tuple[Tensor, Tensor]:
     """See `topk.sampled_band`."""
     with torch.cuda.device_of(x):
-        at_least, above = band.order_statistics(topk.as_integers(x), topk.INFINITY[x.dtype], stride, (low, high))
+        at_least, above = band.order_statistics(
+            topk.as_integers(x), topk.INFINITY[x.dtype], stride, (low, high)
+        )
     return above.unsqueeze(1) - 1, at_least.unsqueeze(1)
 
 
@@ -72,19 +74,32 @@ def _block(d: int) -> int:
 
 
 def _reaching(bits: Tensor, bounds: Tensor, infinity: int, block: int) -> Tensor:
-    """int32 [bounds, rows, blocks]: how many entries of each block reach each of `bounds`, int32 [bounds, rows]."""
+    """int32 [bounds, rows, blocks]: how many entries of each block reach each of `bounds`, int32 [bounds,
+    rows]."""
     rows, d = bits.shape
     blocks = triton.cdiv(d, block)
     counts = torch.empty(len(bounds), rows, blocks, dtype=torch.int32, device=bits.device)
     _count[(rows * blocks,)](
-        bits, bounds, counts, rows, d, blocks, BOUNDS=len(bounds), INFINITY=infinity, BLOCK=block, num_warps=WARPS
+        bits,
+        bounds,
+        counts,
+        rows,
+        d,
+        blocks,
+        BOUNDS=len(bounds),
+        INFINITY=infinity,
+        BLOCK=block,
+        num_warps=WARPS,
     )
     return counts
 
 
-def _chosen(x: Tensor, bits: Tensor, bounds: Tensor, counts: Tensor, k: int, block: int, spread: bool) -> Selection:
-    """What `topk.banded` returns for ascending bounds; of the entries that reach equally many the first ones unless
-    `spread`. As bits, but for rows that share a byte, two programs of which would have to write it together."""
+def _chosen(
+    x: Tensor, bits: Tensor, bounds: Tensor, counts: Tensor, k: int, block: int, spread: bool
+) -> Selection:
+    """What `topk.banded` returns for ascending bounds; of the entries that reach equally many the first ones
+    unless `spread`. As bits, but for rows that share a byte, two programs of which would have to write it
+    together."""
     rows, d = x.shape
     if rows == 1 or d % 8 == 0:
         held = torch.empty(triton.cdiv(x.numel(), 8), dtype=torch.uint8, device=x.device)
@@ -92,8 +107,20 @@ def _chosen(x: Tensor, bits: Tensor, bounds: Tensor, counts: Tensor, k: int, blo
         held = torch.empty(rows * k, dtype=torch.int64, device=x.device)
     values = bits.new_empty(rows * k)
     _write[(rows * counts.shape[2],)](
-        bits, bounds, counts.cumsum(2, dtype=torch.int32), held, values, rows, d, counts.shape[2], k,
-        SPREAD=spread, BOUNDS=len(bounds), INFINITY=topk.INFINITY[x.dtype], BLOCK=block, num_warps=WARPS,
+        bits,
+        bounds,
+        counts.cumsum(2, dtype=torch.int32),
+        held,
+        values,
+        rows,
+        d,
+        counts.shape[2],
+        k,
+        SPREAD=spread,
+        BOUNDS=len(bounds),
+        INFINITY=topk.INFINITY[x.dtype],
+        BLOCK=block,
+        num_warps=WARPS,
     )
     return Selection(x.numel(), rows * k, held, values.view(x.dtype))
 
@@ -113,14 +140,25 @@ def _count(
 
 @triton.jit(do_not_specialize=["rows", "d", "blocks", "k"])
 def _write(
-    bits, bounds, reaching, held, values, rows, d, blocks, k,
-    SPREAD: tl.constexpr, BOUNDS: tl.constexpr, INFINITY: tl.constexpr, BLOCK: tl.constexpr,
+    bits,
+    bounds,
+    reaching,
+    held,
+    values,
+    rows,
+    d,
+    blocks,
+    k,
+    SPREAD: tl.constexpr,
+    BOUNDS: tl.constexpr,
+    INFINITY: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Write the kept entries of a block to `values`, and to `held` their indices or, if it is uint8, their bits;
-    `reaching` is the running sum of the counts over the blocks of a row.
+    """Write the kept entries of a block to `values`, and to `held` their indices or, if it is uint8, their
+    bits; `reaching` is the running sum of the counts over the blocks of a row.
 
-    `level` bounds are reached by at least k entries. What reaches more of them is above and kept; what reaches exactly
-    that many is tied and fills the room that is left.
+    `level` bounds are reached by at least k entries. What reaches more of them is above and kept; what
+    reaches exactly that many is tied and fills the room that is left.
     """
     row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     level = tl.zeros([], tl.int32)
@@ -131,7 +169,9 @@ def _write(
     tied_before = tl.where(level > 0, tied_before, block * BLOCK)
     tied_total = tl.load(reaching + (lower + 1) * blocks - 1, mask=level > 0, other=0)
     tied_total = tl.where(level > 0, tied_total, d)
-    above_before = tl.load(reaching + upper * blocks + block - 1, mask=(level < BOUNDS) & (block > 0), other=0)
+    above_before = tl.load(
+        reaching + upper * blocks + block - 1, mask=(level < BOUNDS) & (block > 0), other=0
+    )
     above_total = tl.load(reaching + (upper + 1) * blocks - 1, mask=level < BOUNDS, other=0)
     tied_before -= above_before
     tied_total -= above_total

@@ -1,0 +1,1 @@
+"""State of the channels beside DeepSpeed's checkpoint."""

@@ -1,0 +1,85 @@
+"""Which samples a micro-batch holds: 64-bit ids taken at the first stage, without touching model or data set.
+
+An id belongs to a sample's content or to an index that the data set returns, never to its place in an epoch,
+so it survives shuffling, RepeatingLoader and data-parallel shards. Messages carry the ids on to the later
+stages.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_compress.codec import TensorSpec
+from ds_compress.errors import CompressionError
+
+
+@dataclass(frozen=True)
+class SampleIds:
+    """How ids are made, and how many a message has."""
+
+    column: int | None = None
+    """Place of an integer tensor [samples] in what the data loader returns; None: a hash of each sample's
+    input."""
+    per_batch: bool = False
+    """One id for a whole micro-batch, of its samples in their order."""
+    dim: int = 0
+    """Dimension of the messages that counts the samples; unused with `per_batch`."""
+
+    def count(self, specs: Sequence[TensorSpec]) -> int:
+        """How many ids go with a message of tensors with `specs`."""
+        if self.per_batch:
+            return 1
+        shape = next((spec.shape for spec in specs if spec.dtype.is_floating_point), ())
+        if len(shape) <= self.dim:
+            raise CompressionError(
+                f"aqsgd: a message of shape {list(shape)} has no dimension {self.dim} of samples"
+            )
+        return shape[self.dim]
+
+    def of(self, batch: Sequence[Any]) -> Tensor:
+        """int64 ids, on the CPU, of what the data loader returned: (inputs, labels, ...).
+
+        Raises:
+            CompressionError: there is no such column, or it is not one of integers.
+        """
+        ids = self.of_inputs(batch[0]) if self.column is None else self._indices(batch)
+        return _hash_rows([ids[None]]) if self.per_batch else ids
+
+    def of_inputs(self, inputs: Tensor | Sequence[Tensor]) -> Tensor:
+        """int64 [samples]: hashes of the bytes of each sample, dim 0 of the inputs."""
+        tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        samples = tensors[0].shape[0]
+        return _hash_rows([tensor for tensor in tensors if tensor.dim() and tensor.shape[0] == samples])
+
+    def _indices(self, batch: Sequence[Any]) -> Tensor:
+        column = batch[self.column] if self.column < len(batch) else None
+        if not isinstance(column, Tensor) or column.dim() != 1 or column.dtype.is_floating_point:
+            came = (
+                f"{column.dtype} {list(column.shape)}"
+                if isinstance(column, Tensor)
+                else f"{len(batch)} columns"
+            )
+            raise CompressionError(
+                f"aqsgd.ids.column: {self.column} of the data should hold integers [samples]; "
+                f"the data loader returned {came}"
+            )
+        return column.to("cpu", torch.int64)
+
+
+def _hash_rows(tensors: list[Tensor]) -> Tensor:
+    """int64 [rows]: BLAKE2b of the bytes of each index of dim 0, over all `tensors`."""
+    rows = tensors[0].shape[0]
+    bytes_of = [
+        t.detach().cpu().contiguous().flatten().view(torch.uint8).view(rows, -1).numpy() for t in tensors
+    ]
+    digests = [
+        hashlib.blake2b(b"".join(each[row].tobytes() for each in bytes_of), digest_size=8).digest()
+        for row in range(rows)
+    ]
+    return torch.tensor(
+        [int.from_bytes(digest, "little", signed=True) for digest in digests], dtype=torch.int64
+    )

@@ -1,0 +1,28 @@
+"""Small pieces of arithmetic that codecs, feedbacks and kernels share."""
+
+import torch
+from torch import Tensor
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to add up messages of `dtype` in: at least fp32, as bf16 sums lose what feedback is to
+    keep."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def narrow(value: Tensor, x: Tensor) -> Tensor:
+    """`value` in x's dtype, saturated at its range; nan where `x` is not finite.
+
+    The sum of a message and a residual can leave the range of fp16; what saturation cuts off stays in the
+    residual.
+    """
+    limits = torch.finfo(x.dtype)
+    # x - x is 0 or nan: asking isfinite() takes a CPU ten times as long
+    return value.clamp(limits.min, limits.max).add_(x - x).to(x.dtype)
+
+
+def is_finite(matrix: Tensor) -> Tensor:
+    """0-dim bool: no inf and no nan in `matrix`; one pass without a temporary of its size."""
+    if not matrix.numel():
+        return torch.ones((), dtype=torch.bool, device=matrix.device)
+    return torch.stack(torch.aminmax(matrix)).isfinite().all()

@@ -1,0 +1,1 @@
+"""What one message goes through: packet, channel, counters and meters."""

@@ -1,0 +1,38 @@
+"""Times on the device that does the work: CUDA events on a GPU, the host's clock elsewhere.
+
+A mark is a point in time that costs no synchronisation to set; `ms` is for when the numbers are wanted.
+"""
+
+import time
+from typing import Any
+
+import torch
+
+
+class HostClock:
+    """Marks are readings of the host's clock: right where calls return when their work is done."""
+
+    def mark(self) -> Any:
+        return time.perf_counter()
+
+    def ms(self, start: Any, end: Any) -> float:
+        """Milliseconds from `start` to `end`."""
+        return (end - start) * 1e3
+
+
+class CudaClock(HostClock):
+    """Marks are CUDA events on the current stream: what waits on the stream takes time, not what the host
+    does."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return start.elapsed_time(end)
+
+
+def clock_for(device: torch.device) -> HostClock:
+    return CudaClock() if device.type == "cuda" else HostClock()

@@ -1,0 +1,27 @@
+"""One end of a channel on one rank, with all that a message passes there."""
+
+from dataclasses import dataclass
+
+from ds_compress.message.channel import Channel
+from ds_compress.message.meters import OFF, Probe
+from ds_compress.transport.p2p import Receiver, Sender
+from ds_compress.transport.streams import Lane
+
+
+@dataclass
+class Endpoint:
+    """A channel and the link that it sends on, or receives from."""
+
+    channel: Channel
+    link: Sender | Receiver
+    second: Sender | Receiver
+    """For packets that only some messages have."""
+
+    lane: Lane
+    meter: Probe = OFF
+    micro_batch: int = 0
+    """Of the next message."""
+
+    @property
+    def sends(self) -> bool:
+        return isinstance(self.link, Sender)

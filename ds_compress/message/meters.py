@@ -1,0 +1,200 @@
+"""What a channel end goes through for every message: nothing more than the work, or the work with meters on
+it.
+
+A step that is not logged uses `Probe`. Meters keep marks and device tensors, and turn them into numbers when
+asked.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_compress.message.channel import Channel, MessageId, MessageLayout
+from ds_compress.message.clock import HostClock
+from ds_compress.transport.p2p import Receiver, Sender
+
+Memory = Callable[[int], Tensor]
+
+
+class Probe:
+    """Measures nothing."""
+
+    def encode(
+        self, channel: Channel, tensors: Sequence[Tensor], moment: MessageId, raw_tail: int, memory: Memory
+    ) -> Tensor:
+        return channel.encode(tensors, moment, raw_tail, memory)
+
+    def send(self, sender: Sender, packet: Tensor) -> None:
+        sender.send(packet)
+
+    def drain(self, sender: Sender) -> None:
+        sender.drain()
+
+    def receive(self, receiver: Receiver, nbytes: int) -> Tensor:
+        return receiver.receive(nbytes)
+
+    def decode(
+        self, channel: Channel, packet: Tensor, message: MessageLayout, moment: MessageId, fetch: Memory
+    ) -> list[Tensor]:
+        return channel.decode(packet, message, moment, fetch)
+
+
+OFF = Probe()
+
+
+class _Meter(Probe):
+    """Times by name, as pairs of marks."""
+
+    def __init__(self, clock: HostClock):
+        self._clock = clock
+        self._times: dict[str, list[tuple[Any, Any]]] = {}
+
+    @contextmanager
+    def _timed(self, name: str):
+        start = self._clock.mark()
+        yield
+        self._times.setdefault(name, []).append((start, self._clock.mark()))
+
+    def _total_ms(self, name: str) -> float:
+        return sum(self._clock.ms(start, end) for start, end in self._times.get(name, ()))
+
+
+class SendingMeter(_Meter):
+    """A sending end for one step.
+
+    One message of the step is compared with what its packet decodes to, after the packet is on its way: the
+    error hardly differs between the messages of a step, and comparing all of them would cost too much.
+    """
+
+    COLUMNS = ("nonfinite_share", "relative_error", "cosine", "encode_ms", "send_ms")
+
+    def __init__(self, clock: HostClock, compared: int):
+        """`compared`: micro-batch of the message that is compared."""
+        super().__init__(clock)
+        self._compared = compared
+        self._largest: list[Tensor] = []  # of each message
+        self._norms: Tensor | None = None  # of the message that is compared
+        self._tensors: Sequence[Tensor] = ()  # of the message between encode and send
+        self._decode: Callable[[Tensor], list[Tensor]] | None = None
+
+    def encode(self, channel, tensors, moment, raw_tail, memory):
+        compared = channel.codec.sender_decodes and moment.micro_batch == self._compared
+        listener = channel.listener() if compared else None
+
+        def timed_memory(nbytes: int) -> Tensor:
+            with self._timed("memory"):
+                return memory(nbytes)
+
+        with self._timed("encode"):
+            packet = channel.encode(tensors, moment, raw_tail, timed_memory)
+        message, rest = channel.last, channel.rest
+        self._tensors = tensors
+        if compared:
+            self._decode = lambda packet: listener.decode(packet, message, moment, lambda nbytes: rest)
+        return packet
+
+    def send(self, sender, packet):
+        with self._timed("send"):
+            sender.send(packet)
+        self._largest.append(largest(self._tensors))
+        if self._decode is not None:
+            self._norms = norms(self._tensors, self._decode(packet), self._largest[-1])
+        self._tensors, self._decode = (), None
+
+    def drain(self, sender):
+        with self._timed("drain"):
+            sender.drain()
+
+    def values(self) -> dict[str, float]:
+        """What was measured since the meter was made, by column.
+
+        nonfinite_share: of messages that hold inf or nan.
+        relative_error, cosine: of the message that was compared; nan when something in it is not finite, or
+        when only the receiver can decode it.
+        encode_ms: until packets are complete. send_ms: that the stage stood still for packets to leave, when
+        sending, at the end of the step, or for the memory of an earlier one.
+        """
+        finite = torch.stack(self._largest).isfinite().double().mean().item() if self._largest else 1.0
+        error, cosine = (
+            error_and_cosine(*self._norms.tolist()) if self._norms is not None else (math.nan, math.nan)
+        )
+        return {
+            "nonfinite_share": 1 - finite,
+            "relative_error": error,
+            "cosine": cosine,
+            "encode_ms": self._total_ms("encode") - self._total_ms("memory"),
+            "send_ms": sum(self._total_ms(name) for name in ("memory", "send", "drain")),
+        }
+
+    def stamps(self, origin: Any) -> list[float]:
+        """When each packet was handed to the link, in milliseconds after `origin`."""
+        return [self._clock.ms(origin, start) for start, _ in self._times["send"]]
+
+
+class ReceivingMeter(_Meter):
+    """A receiving end for one step."""
+
+    COLUMNS = ("decode_ms", "wait_ms")
+
+    def receive(self, receiver, nbytes):
+        with self._timed("wait"):
+            return receiver.receive(nbytes)
+
+    def decode(self, channel, packet, message, moment, fetch):
+        with self._timed("decode"):
+            return channel.decode(packet, message, moment, fetch)
+
+    def values(self) -> dict[str, float]:
+        """By column: wait_ms, that the stage stood still until packets were there; decode_ms."""
+        return {"decode_ms": self._total_ms("decode"), "wait_ms": self._total_ms("wait")}
+
+    def stamps(self, origin: Any) -> list[float]:
+        """When each packet was there, in milliseconds after `origin`; later than it came when nobody
+        waited."""
+        return [self._clock.ms(origin, end) for _, end in self._times["wait"]]
+
+
+def largest(tensors: Sequence[Tensor]) -> Tensor:
+    """The largest magnitude in a message's float tensors, float64 on the device; inf or nan if one holds
+    it."""
+    extremes = [torch.stack(t.detach().aminmax()).abs().max() for t in tensors if _is_compared(t)]
+    if not extremes:
+        return torch.zeros((), dtype=torch.float64, device=tensors[0].device)
+    return torch.stack([extreme.double() for extreme in extremes]).max()
+
+
+def norms(sent: Sequence[Tensor], decoded: Sequence[Tensor], scale: Tensor) -> Tensor:
+    """fp32 [3] on the device: norms of a message's float tensors, of what they decode to, and of the
+    difference.
+
+    All three are divided by `scale`, the largest magnitude sent, so that no square leaves the range of fp32.
+    """
+    scale = torch.where(scale > 0, scale, 1.0)
+    found = [torch.zeros(3, device=scale.device)]
+    with torch.no_grad():
+        for pair in zip(sent, decoded):
+            if _is_compared(pair[0]):
+                x, y = ((t if t.dtype == torch.float64 else t.float()) / scale for t in pair)
+                found.append(torch.stack([torch.linalg.vector_norm(t).float() for t in (x, y, x - y)]))
+        return torch.linalg.vector_norm(torch.stack(found), dim=0)
+
+
+def error_and_cosine(sent: float, decoded: float, difference: float) -> tuple[float, float]:
+    """||x - y|| / ||x|| and <x, y> / (||x|| ||y||) from the three norms; nan when one is not finite.
+
+    Nothing sent and nothing decoded is a perfect message.
+    """
+    if not all(math.isfinite(norm) for norm in (sent, decoded, difference)):
+        return math.nan, math.nan
+    error = difference / sent if sent else 0.0 if difference == 0 else math.inf
+    product = 2 * sent * decoded
+    cosine = (sent**2 + decoded**2 - difference**2) / product if product else float(difference == 0)
+    return error, min(1.0, max(-1.0, cosine))
+
+
+def _is_compared(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point and tensor.numel() > 0

@@ -1,0 +1,164 @@
+"""The packet: the bytes of one message, one contiguous uint8 tensor of a size both sides know beforehand.
+
+    offset  size  field
+         0     4  magic "DSCP"
+         4     1  version of this layout
+         5     1  flags: 1 backward, 2 evaluation
+         6     2  boundary
+         8     4  step, modulo 2^32
+        12     4  micro-batch
+        16     8  fingerprint of tensor specs, settings and offsets, equal on both sides
+        24     4  CRC-32 of the body ("link": {"checksum": true}), otherwise 0
+        28     4  size of the packet in units of 16 bytes
+        32     .  body: payload tensor 0, 1, ... each at a multiple of 16 bytes, zeros between
+
+All numbers are little-endian. The alignment lets the receiver use the body in place, as views of any dtype.
+"""
+
+import hashlib
+import struct
+import zlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds_compress.codec import Layout
+from ds_compress.errors import CompressionError
+
+MAGIC = b"DSCP"
+VERSION = 1
+ALIGNMENT = 16
+_HEADER = struct.Struct("<4sBBHII8sII")
+HEADER_SIZE = _HEADER.size
+_BACKWARD, _EVALUATION = 1, 2
+
+
+@dataclass(frozen=True)
+class Header:
+    """Which message a packet holds."""
+
+    boundary: int
+    direction: str
+    step: int
+    micro_batch: int
+    training: bool
+    fingerprint: bytes
+    nbytes: int
+    sealed: bool = False  # whether a checksum of the body goes along
+
+    def pack(self, checksum: int = 0) -> bytes:
+        flags = _BACKWARD * (self.direction == "backward") + _EVALUATION * (not self.training)
+        units = self.nbytes // ALIGNMENT
+        step = self.step % 2**32
+        return _HEADER.pack(
+            MAGIC, VERSION, flags, self.boundary, step, self.micro_batch, self.fingerprint, checksum, units
+        )
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Header":
+        """The header in the first bytes of `data`.
+
+        Raises:
+            CompressionError: too short, not a packet, or of another version.
+        """
+        if len(data) < HEADER_SIZE:
+            raise CompressionError(f"packet: {len(data)} bytes are shorter than the header of {HEADER_SIZE}")
+        magic, version, flags, boundary, step, micro_batch, fingerprint, _, units = _HEADER.unpack_from(data)
+        if magic != MAGIC:
+            raise CompressionError(
+                f"packet: starts with {magic!r}, not {MAGIC!r}: not a packet of ds_compress"
+            )
+        if version != VERSION:
+            raise CompressionError(
+                f"packet: version {version}, this side reads {VERSION}: install one release"
+            )
+        direction = "backward" if flags & _BACKWARD else "forward"
+        training = not flags & _EVALUATION
+        return cls(boundary, direction, step, micro_batch, training, fingerprint, units * ALIGNMENT)
+
+    def check(self, packet: Tensor) -> None:
+        """Refuse `packet` unless it is the message that this header describes.
+
+        Raises:
+            CompressionError: naming the first field that differs, what came and what was expected.
+        """
+        expected = self.pack(_checksum(packet) if self.sealed else 0)
+        data = packet[:HEADER_SIZE].cpu().numpy().tobytes()
+        if data == expected:
+            return
+        came, expected = Header.unpack(data), Header.unpack(expected)
+        moment = f"step {self.step}, micro-batch {self.micro_batch}"
+        place = f"packet for boundary {self.boundary}, {self.direction}, {moment}"
+        for name in ("boundary", "direction", "training", "step", "micro_batch", "nbytes", "fingerprint"):
+            theirs, ours = getattr(came, name), getattr(expected, name)
+            if theirs != ours:
+                raise CompressionError(f"{place}: its {name} is {_shown(theirs)}, expected {_shown(ours)}")
+        if self.sealed:
+            raise CompressionError(f"{place}: its checksum is another: it was damaged on its way")
+        raise CompressionError(f"{place}: the header has unknown bits set")
+
+
+class PacketLayout:
+    """Where the payload tensors of one kind of message lie in its packet."""
+
+    def __init__(self, parts: Layout, settings: object):
+        """`settings`: whatever else both sides must agree on; it enters the fingerprint by its `repr`."""
+        self.parts = parts
+        self.offsets: list[int] = []
+        end = HEADER_SIZE
+        for shape, dtype in parts:
+            self.offsets.append(end)
+            end += -(-torch.Size(shape).numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        self.nbytes = end
+        identity = repr((VERSION, parts, settings))
+        self.fingerprint = hashlib.blake2b(identity.encode(), digest_size=8).digest()
+
+    def allocate(self, device: torch.device) -> Tensor:
+        """A zeroed packet, uint8 of `nbytes`; zeroed so that the gaps are the same on every run."""
+        return torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+
+    def views(self, packet: Tensor) -> tuple[Tensor, ...]:
+        """The payload tensors inside `packet`, without a copy.
+
+        Raises:
+            CompressionError: the packet has another size.
+        """
+        if packet.numel() != self.nbytes:
+            raise CompressionError(f"packet: {packet.numel()} bytes came, expected {self.nbytes}")
+        views = []
+        for (shape, dtype), offset in zip(self.parts, self.offsets):
+            size = torch.Size(shape).numel() * dtype.itemsize
+            views.append(packet[offset : offset + size].view(dtype).view(shape))
+        return tuple(views)
+
+    def write(self, packet: Tensor, header: Header, parts: tuple[Tensor, ...]) -> None:
+        """Fill `packet` with the header and the payload tensors, which must match the layout.
+
+        Raises:
+            CompressionError: a part has another shape or dtype than its layout promised.
+        """
+        views = self.views(packet)
+        if len(parts) != len(views):
+            raise CompressionError(f"packet: {len(parts)} payload tensors came, the layout has {len(views)}")
+        for view, part in zip(views, parts):
+            if part.shape != view.shape or part.dtype != view.dtype:
+                raise CompressionError(
+                    f"packet: payload of {tuple(part.shape)} {part.dtype} came, "
+                    f"the layout says {tuple(view.shape)} {view.dtype}"
+                )
+            view.copy_(part)
+        checksum = _checksum(packet) if header.sealed else 0
+        start = torch.frombuffer(bytearray(header.pack(checksum)), dtype=torch.uint8)
+        if packet.is_cuda:  # from pageable memory the host would wait for the copy
+            start = start.pin_memory()
+        packet[:HEADER_SIZE].copy_(start, non_blocking=True)
+
+
+def _checksum(packet: Tensor) -> int:
+    """CRC-32 of the body; a packet on a device is copied to the host."""
+    return zlib.crc32(packet[HEADER_SIZE:].cpu().numpy())
+
+
+def _shown(value: object) -> object:
+    return value.hex() if isinstance(value, bytes) else value

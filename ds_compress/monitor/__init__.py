@@ -1,0 +1,1 @@
+"""Counters and measurements, gathered and written where DeepSpeed's monitor writes."""

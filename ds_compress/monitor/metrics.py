@@ -1,0 +1,117 @@
+"""What the monitor writes: names, meaning and labels, shared by sinks, dashboards and `ds-compress report`.
+
+A channel's values appear as `Train/Compression/boundary_{i}/{forward|backward}/{name}`, the pipeline's as
+`Train/Compression/{name}`. All are those of the first pipeline replica.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from ds_compress.config import DIRECTIONS
+
+PREFIX = "Train/Compression"
+
+CHANNEL = {
+    "raw_bytes": "bytes of the tensors, running total",
+    "wire_bytes": "bytes of the packets, headers included, running total",
+    "ratio": "raw over wire bytes, of the messages since the last value",
+    "relative_error": "||x - C(x)|| / ||x|| of one message of the step",
+    "cosine": "between x and C(x) of one message of the step",
+    "residual_norm": "norm of what error feedback holds back at the sender",
+    "nonfinite_share": "share of the step's messages that hold inf or nan",
+    "encode_ms": "the sender compresses, per step",
+    "send_ms": "the sender stands still for packets to leave, per step",
+    "transfer_ms": "packets are on their way, per step, if each takes as long as the quickest",
+    "link_busy": "transfer_ms as a share of the step",
+    "wait_ms": "the receiver stands still for packets to arrive, per step",
+    "decode_ms": "the receiver decompresses, per step",
+}
+PIPELINE = {
+    "step_ms": "the step as the first stage sees it",
+    "uncompressed_step_ms": "estimate of the step with every message sent as it is",
+}
+
+DASHBOARD = {
+    "Bytes": ("wire_bytes", "raw_bytes", "ratio", "link_busy"),
+    "Error": ("relative_error", "cosine", "residual_norm", "nonfinite_share"),
+    "Time": (
+        "step_ms",
+        "uncompressed_step_ms",
+        "encode_ms",
+        "decode_ms",
+        "wait_ms",
+        "send_ms",
+        "transfer_ms",
+    ),
+}
+"""Sections of a dashboard with the quantity that each of their charts shows."""
+
+Channels = Sequence[Mapping[str, Mapping[str, float]]]
+"""By boundary, direction and name."""
+
+
+def label(name: str, boundary: int | None = None, direction: str | None = None) -> str:
+    """Label of a channel's value, or of a pipeline's when no boundary is given."""
+    return f"{PREFIX}/{name}" if boundary is None else f"{PREFIX}/boundary_{boundary}/{direction}/{name}"
+
+
+def labels(boundaries: int, name: str) -> list[str]:
+    """The labels under which `name` appears in a pipeline with so many boundaries."""
+    if name in PIPELINE:
+        return [label(name)]
+    return [label(name, boundary, direction) for boundary in range(boundaries) for direction in DIRECTIONS]
+
+
+def stage_ms(channels: Channels, stage: int) -> dict[str, float]:
+    """How long `stage` spends on its messages: encode, decode, wait and send milliseconds per step."""
+    sends = [channels[stage]["forward"]] if stage < len(channels) else []
+    receives = [channels[stage]["backward"]] if stage < len(channels) else []
+    if stage > 0:
+        sends.append(channels[stage - 1]["backward"])
+        receives.append(channels[stage - 1]["forward"])
+    ends = {"encode": sends, "decode": receives, "wait": receives, "send": sends}
+    return {name: sum(channel[f"{name}_ms"] for channel in ends[name]) for name in ends}
+
+
+def transfer_ms(
+    sent: Mapping[str, Sequence[float]], arrived: Mapping[str, Sequence[float]], nbytes: Mapping[str, float]
+) -> dict[str, float]:
+    """How long the packet of one message of a boundary is on its way when nothing holds it up, by direction.
+
+    The two sides have clocks of their own, so from one direction's stamps this cannot be known. But the
+    quickest packets of both directions together are a round trip, in which the difference of the clocks
+    cancels; it is shared out by size. The quickest is the one that found the link free and the receiver
+    waiting.
+
+    Args:
+        sent: when the packets of a step were handed to the link, on the sender's clock, in milliseconds.
+        arrived: when they were there, on the receiver's clock, in the same order.
+        nbytes: size of a packet.
+    """
+    quickest = {d: min(end - start for start, end in zip(sent[d], arrived[d])) for d in DIRECTIONS}
+    round_trip = max(0.0, sum(quickest.values()))
+    return {d: round_trip * nbytes[d] / sum(nbytes.values()) for d in DIRECTIONS}
+
+
+def uncompressed_step_ms(step_ms: float, channels: Channels, ranks: int) -> float:
+    """Estimate of the step with every message sent as it is, from the measurements of a compressed step.
+
+    Time on the link grows with the bytes. What a receiver waited for while its packet was on its way is taken
+    as exposed and grows so; what was hidden stays hidden until one channel alone takes longer than the step.
+    The codec's time goes away on the rank where that and the growth together make the largest difference.
+
+    Args:
+        ranks: of the pipeline. With fewer than boundaries + 1 the way of the data turns back at the last
+            rank, and the others have two stages each (DualPipeV).
+    """
+
+    def exposed(channel: Mapping[str, float]) -> float:
+        return min(channel["wait_ms"], channel["transfer_ms"]) * (channel["ratio"] - 1)
+
+    changes = [0.0] * ranks
+    for stage in range(len(channels) + 1):
+        spent = stage_ms(channels, stage)
+        touching = [c for boundary in channels[max(0, stage - 1) : stage + 1] for c in boundary.values()]
+        rank = stage if stage < ranks else len(channels) - stage
+        changes[rank] += sum(map(exposed, touching)) - spent["encode"] - spent["decode"]
+    saturated = max(c["transfer_ms"] * c["ratio"] for boundary in channels for c in boundary.values())
+    return max(step_ms + max(changes), saturated)

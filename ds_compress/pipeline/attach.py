@@ -1,0 +1,149 @@
+"""How the mixin gets over a live `PipelineEngine`: releases checked, settings agreed on, class changed."""
+
+import functools
+import inspect
+import logging
+import weakref
+from collections import ChainMap
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe import p2p
+from packaging.version import Version
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ds_compress.config import Config
+from ds_compress.errors import CompressionError
+from ds_compress.kernels import resolve
+from ds_compress.monitor.monitor import Monitor
+from ds_compress.monitor.sinks import add_tensorboard_layout
+from ds_compress.pipeline.engine import CompressedEngine
+from ds_compress.pipeline.handshake import agree
+from ds_compress.pipeline.stage import PointToPoint
+from ds_compress.transport import staging
+from ds_compress.version import __version__
+
+MINIMUM_DEEPSPEED = "0.19.3"
+HANDSHAKE_SECONDS = 60.0
+
+logger = logging.getLogger("ds_compress")
+
+
+def _mixin(base: type) -> type[CompressedEngine]:
+    """The mixin for engines of class `base`."""
+    if not hasattr(base, "_queue_p2p"):
+        return CompressedEngine
+    from ds_compress.pipeline.dualpipev import (
+        CompressedDualPipeV,  # older releases have no DualPipeV to import
+    )
+
+    return CompressedDualPipeV
+
+
+def _compressed_class(mixin: type[CompressedEngine], base: type) -> type:
+    """`base` with the mixin and its instruction map."""
+
+    def entry(instruction, around):
+        def run(self, *args, **kwargs):
+            original = functools.partial(base._INSTRUCTION_MAP[instruction], self)
+            return getattr(self, around)(original, *args, **kwargs)
+
+        return run
+
+    entries = {instruction: entry(instruction, around) for instruction, around in mixin._AROUND.items()}
+    instruction_map = ChainMap(entries, base._INSTRUCTION_MAP)
+    return type(f"Compressed{base.__name__}", (mixin, base), {"_INSTRUCTION_MAP": instruction_map})
+
+
+def check_release(base: type, module: Any) -> None:
+    """Refuse a DeepSpeed whose pipeline engine is not built the way the mixin relies on.
+
+    Args:
+        base: class of the engine.
+        module: `deepspeed.runtime.pipe.engine`.
+
+    Raises:
+        CompressionError: too old, or a seam is missing; names it.
+    """
+    release = f"ds_compress: DeepSpeed {deepspeed.__version__}"
+    if Version(deepspeed.__version__).release < Version(MINIMUM_DEEPSPEED).release:
+        raise CompressionError(f"{release} has another pipeline engine; install {MINIMUM_DEEPSPEED} or newer")
+    for instruction in CompressedEngine._AROUND:
+        body = base._INSTRUCTION_MAP.get(instruction)
+        if body is None or "buffer_id" not in inspect.signature(body).parameters:
+            raise CompressionError(
+                f"{release}: unknown way to run {instruction.__name__}; it is not supported"
+            )
+    for name in ("_exec_schedule", "_send_tensor_meta", "_recv_tensor_meta", "_allocate_or_extend_buffers"):
+        if not callable(getattr(base, name, None)):
+            raise CompressionError(f"{release}: its pipeline engine has no {name}; it is not supported")
+    if not all(callable(getattr(module.p2p, name, None)) for name in ("send", "recv")):
+        raise CompressionError(f"{release}: its p2p has no send and recv; it is not supported")
+
+
+def _steps_per_epoch(engine: Any) -> int | None:
+    """Training steps in one pass over the data that DeepSpeed was given; None if it was given none of a known
+    size."""
+    try:
+        return -(-len(engine.training_data) // engine.train_batch_size())
+    except TypeError:
+        return None
+
+
+def prepare() -> None:
+    """Before an engine is built: let DeepSpeed's own messages, of shapes and the like, reach a neighbour's
+    GPU.
+
+    Over a backend that cannot send a device's memory DeepSpeed would fail at the first of them. What it has
+    for a torch without send and recv, broadcasts in groups of two, works there.
+    """
+    if staging.is_needed(torch.device(get_accelerator().device_name())):
+        p2p.can_send_recv = lambda: False
+
+
+def attach(engine: Any, module: Any, block: object) -> None:
+    """Put the mixin over `engine` as `block` says; called on every rank when the engine has been built.
+
+    Raises:
+        CompressionError: the same line on every rank: a bad block, or ranks that differ.
+    """
+    base = type(engine)
+    mixin = _mixin(base)
+    try:
+        config = Config(block)
+        boundaries = mixin._check(config, engine.num_stages)
+        check_release(base, module)
+        config.count_epochs(_steps_per_epoch(engine))
+        # Triton sums the magnitudes of 1-bit grids in another order than torch: mirrored state would drift
+        # apart
+        kernels = resolve.kernels(engine.device).__name__.rpartition(".")[2]
+        agreed = {"version": __version__, **config.settings, "kernels": kernels}
+    except CompressionError as error:
+        agreed = error
+    agree(_get_default_store(), dist.get_rank(), dist.get_world_size(), agreed, HANDSHAKE_SECONDS)
+    if not config.block.enabled or engine.num_stages == 1:
+        return
+    for note in config.notes if engine.global_rank == 0 else ():
+        logger.warning(note)
+
+    if not isinstance(module.p2p, PointToPoint):
+        module.p2p = PointToPoint(module.p2p)
+    engine.__class__ = _compressed_class(mixin, base)
+    engine._connect(config, module.p2p)
+    monitor = engine._compression_monitor = Monitor(
+        config,
+        boundaries=boundaries,
+        ranks=engine.num_stages,
+        micro_batches=engine.micro_batches,
+        device=engine.device,
+        link=mixin._own_link or config.block.link.mode,
+        total=functools.partial(dist.all_reduce, group=engine.grid.get_pipe_parallel_group()),
+        write=engine.monitor.write_events if engine.monitor.enabled else None,
+        reports=engine.global_rank == 0,
+    )
+    weakref.finalize(engine, monitor.close)  # when the engine goes, at the latest when Python ends
+    if engine.monitor.tb_monitor is not None:
+        add_tensorboard_layout(engine.monitor.tb_monitor.summary_writer, boundaries)

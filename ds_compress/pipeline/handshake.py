@@ -1,0 +1,92 @@
+"""Start-up agreement: every rank runs the same release with the same settings, or every rank stops and says
+why.
+
+It goes through the store of torch.distributed (strings over TCP, or a file), so it needs no device, no
+pickle, and a rank that never answers is a time-out, not a hang. Rank 0 collects and answers: one value a
+rank, whatever the size of the job.
+"""
+
+import itertools
+import json
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store
+
+from ds_compress.errors import CompressionError
+
+_engines = itertools.count()
+
+
+def agree(
+    store: Store, rank: int, world_size: int, settings: dict[str, Any] | CompressionError, timeout: float
+) -> None:
+    """Compare `settings` over all ranks; returns when they are equal.
+
+    Args:
+        settings: JSON-like settings of this rank, or the error that this rank's block gave.
+        timeout: seconds to wait for the others.
+
+    Raises:
+        CompressionError: on every rank the same line, naming both values or the ranks that did not answer.
+    """
+    prefix = f"ds_compress/{next(_engines)}"
+    refused = isinstance(settings, CompressionError)
+    store.set(f"{prefix}/{rank}", json.dumps({"error": str(settings)} if refused else {"settings": settings}))
+    if rank == 0:
+        verdict = _verdict(store, prefix, world_size, timeout)
+        store.set(f"{prefix}/verdict", json.dumps(verdict))
+        # rank 0 often hosts the store: it must not go away before the others have read why
+        for other in range(1, world_size) if verdict else ():
+            _wait(store, f"{prefix}/{other}/read", 1)
+    else:
+        # a little longer than rank 0 waits, so that its verdict arrives rather than a time-out of our own
+        if not _wait(store, f"{prefix}/verdict", timeout + 5):
+            raise CompressionError(f"ds_compress: rank 0 did not answer within {timeout:g} s{_ABSENT}")
+        verdict = json.loads(store.get(f"{prefix}/verdict"))
+        store.set(f"{prefix}/{rank}/read", "")
+    if verdict:
+        raise CompressionError(verdict)
+
+
+_ABSENT = ': is ds_compress installed there, and is the "ds_compress" key in its ds_config.json?'
+
+
+def _verdict(store: Store, prefix: str, world_size: int, timeout: float) -> str:
+    """What is wrong, or an empty string."""
+    answers, absent = {}, []
+    for rank in range(world_size):
+        if _wait(store, f"{prefix}/{rank}", timeout if not absent else 0.1):
+            answers[rank] = json.loads(store.get(f"{prefix}/{rank}"))
+        else:
+            absent.append(rank)
+    for rank, answer in answers.items():
+        if "error" in answer:
+            return f"{answer['error']} [rank {rank}]"
+    if absent:
+        ranks = ", ".join(map(str, absent))
+        return f"ds_compress: rank {ranks} did not answer within {timeout:g} s{_ABSENT}"
+    for rank, answer in answers.items():
+        difference = _first_difference(answers[0]["settings"], answer["settings"], "ds_compress")
+        if difference:
+            path, ours, theirs = difference
+            return f"{path}: rank 0 has {ours!r}, rank {rank} has {theirs!r}; use the same on all nodes"
+    return ""
+
+
+def _wait(store: Store, key: str, seconds: float) -> bool:
+    try:
+        store.wait([key], timedelta(seconds=seconds))
+    except RuntimeError:  # DistStoreError and DistNetworkError derive from it
+        return False
+    return True
+
+
+def _first_difference(ours: Any, theirs: Any, path: str) -> tuple[str, Any, Any] | None:
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in [*ours, *(key for key in theirs if key not in ours)]:
+            found = _first_difference(ours.get(key), theirs.get(key), f"{path}.{key}")
+            if found:
+                return found
+        return None
+    return None if ours == theirs else (path, ours, theirs)

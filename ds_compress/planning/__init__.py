@@ -1,0 +1,1 @@
+"""How long a step takes, without running it."""

@@ -1,0 +1,241 @@
+"""The link: moves packets between neighbouring stages.
+
+A channel end holds one `Sender` or `Receiver`. In both modes packets of a channel arrive in the order they
+were sent.
+
+blocking: DeepSpeed's own order and process group; every byte is waited for.
+eager:    sends return at once and receives are posted ahead, both on a process group that belongs to this
+          channel alone. A group has one sender and one receiver: no order between channels is left to break.
+
+It calls torch.distributed itself: `isend` of deepspeed.comm blocks in older releases and knows no time-outs.
+"""
+
+import itertools
+import re
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import Work
+
+from ds_compress.errors import CompressionError
+from ds_compress.transport.staging import Staged, receives_hold_device, transport_for
+
+IN_FLIGHT = 4
+"""Packets of an eager channel under way before its sender waits for the oldest. DeepSpeed's own order has
+sent packet n - 1, and waited until it was taken, before it computes packet n: waiting for packet n - 4 at
+that point cannot lock a schedule that runs in that order. 1F1B has at most 2 under way after its warm-up;
+evaluation would have any number."""
+
+POSTED_AHEAD = 2
+"""Receives an eager channel keeps posted: one packet can be in use while the next arrives. The neighbour
+cannot have made the one after that, as in 1F1B it waits for an answer to the first."""
+
+
+@dataclass(frozen=True)
+class PeerTimeout:
+    """How long to wait for a peer, and what to call the channel when that was in vain."""
+
+    place: str = "link"
+    seconds: float = 1800.0
+
+    def wait(self, work: Work | Staged, peer: int, device: torch.device) -> None:
+        """Wait for a transfer from or to the rank `peer`.
+
+        Raises:
+            CompressionError: it failed, or took too long; names place and peer.
+        """
+        with self.naming(peer):
+            if device.type == "cpu" or isinstance(work, Staged):
+                work.wait(timedelta(seconds=self.seconds))
+            else:  # with a time-out of its own a wait on NCCL would stop the host, not only the stream
+                work.wait()
+
+    @contextmanager
+    def naming(self, peer: object) -> Iterator[None]:
+        """Name place and peer in what torch.distributed raises."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "CUDA error" in str(error):  # of this rank's own work, which a transfer is the first to notice
+                raise
+            # of gloo's "[file:line] what happened. What that may mean" the middle
+            reason = re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]
+            if "timed out" in reason.lower():
+                raise CompressionError(
+                    f"{self.place}: rank {peer} did not answer within {self.seconds:g} s "
+                    "(ds_compress.link.timeout_s)"
+                ) from error
+            raise CompressionError(f"{self.place}: rank {peer} is gone: {reason}") from error
+
+
+class Sender:
+    """The sending end of a channel, blocking."""
+
+    def __init__(self, peer: int, device: torch.device, group=None, patience: PeerTimeout = PeerTimeout()):
+        """`peer`: global rank of the other end; `group`: process group of the channel, None for the default
+        one."""
+        self.peer = peer
+        self.patience = patience
+        self.device = device
+        self.group = group
+        self._transport = transport_for(device)
+        self._free: list[Tensor] = []
+
+    def memory(self, nbytes: int) -> Tensor:
+        """uint8 memory for a packet that no transfer uses; zeroed when new."""
+        # Not kept by size: the packets of a codec that varies in size would fill the machine
+        self._free = [packet for packet in self._free if packet.numel() == nbytes]
+        return self._free.pop() if self._free else torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+
+    def send(self, packet: Tensor) -> None:
+        """Send `packet`, which came from `memory`."""
+        self._wait(self._isend(packet))
+        self._free.append(packet)
+
+    def drain(self) -> None:
+        """Return when everything sent has left this process."""
+
+    def _isend(self, packet: Tensor) -> Work | Staged:
+        with self.patience.naming(self.peer):
+            return self._transport.isend(packet, self.peer, group=self.group)
+
+    def _wait(self, work: Work | Staged) -> None:
+        self.patience.wait(work, self.peer, self.device)
+
+
+class Receiver:
+    """The receiving end of a channel, blocking."""
+
+    def __init__(self, peer: int, device: torch.device, group=None, patience: PeerTimeout = PeerTimeout()):
+        self.peer = peer
+        self.patience = patience
+        self.device = device
+        self.group = group
+        self._transport = transport_for(device)
+        self._packet: Tensor | None = None
+
+    def expect(self, nbytes: int, count: int) -> None:
+        """Announce that the next `count` packets have `nbytes` each."""
+
+    def receive(self, nbytes: int) -> Tensor:
+        """The next packet; it stays as it is until the next call."""
+        if self._packet is None or self._packet.numel() != nbytes:
+            self._packet = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self._wait(self._irecv(self._packet))
+        return self._packet
+
+    def _irecv(self, memory: Tensor) -> Work | Staged:
+        with self.patience.naming(self.peer):
+            return self._transport.irecv(memory, self.peer, group=self.group)
+
+    def _wait(self, work: Work | Staged) -> None:
+        self.patience.wait(work, self.peer, self.device)
+
+
+class EagerSender(Sender):
+    """Sends without waiting; a packet's memory is used again when it has left."""
+
+    def __init__(self, peer: int, device: torch.device, group=None, patience: PeerTimeout = PeerTimeout()):
+        super().__init__(peer, device, group, patience)
+        self._in_flight: deque[tuple[Tensor, Work | Staged]] = deque()
+
+    def memory(self, nbytes: int) -> Tensor:
+        # Counted, not polled: gloo's is_completed() stays False until someone waits
+        while len(self._in_flight) >= IN_FLIGHT:
+            self._release()
+        return super().memory(nbytes)
+
+    def send(self, packet: Tensor) -> None:
+        self._in_flight.append((packet, self._isend(packet)))
+
+    def drain(self) -> None:
+        while self._in_flight:
+            self._release()
+
+    def _release(self) -> None:
+        packet, work = self._in_flight.popleft()
+        self._wait(work)
+        self._free.append(packet)
+
+
+class EagerReceiver(Receiver):
+    """Keeps receives posted for the packets it was told to expect; other packets are received as blocking.
+
+    A receive that holds the device until its packet comes must not need what this rank has yet to launch:
+    whatever waits for the device on the way there would wait forever. So there the first ones are posted when
+    the first packet is asked for. In the order of 1F1B all that the neighbour needs for the packet after the
+    one asked for is launched by then: it is never more than the warm-up of one stage ahead.
+    """
+
+    def __init__(self, peer: int, device: torch.device, group=None, patience: PeerTimeout = PeerTimeout()):
+        super().__init__(peer, device, group, patience)
+        self._posted: deque[tuple[Tensor, Work | Staged]] = deque()
+        self._memory: list[Tensor] = []
+        self._in_use: Tensor | None = None
+        self._to_post = 0
+        self._at_once = not receives_hold_device(device)
+
+    def expect(self, nbytes: int, count: int) -> None:
+        missing = len(self._posted) + self._to_post
+        if missing:
+            raise CompressionError(
+                f"link: {missing} packets from rank {self.peer} that were expected never came: the batch "
+                "before this one was interrupted; restart all ranks"
+            )
+        if not self._memory or self._memory[0].numel() != nbytes:
+            self._memory = [
+                torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(POSTED_AHEAD)
+            ]
+        self._in_use = None
+        self._to_post = count
+        if self._at_once:
+            self._post_all()
+
+    def receive(self, nbytes: int) -> Tensor:
+        if self._in_use is not None:
+            self._post(self._in_use)
+        elif not self._posted:
+            self._post_all()
+        if not self._posted:
+            return super().receive(nbytes)
+        self._in_use, work = self._posted.popleft()
+        self._wait(work)
+        return self._in_use
+
+    def _post_all(self) -> None:
+        for memory in self._memory:
+            self._post(memory)
+
+    def _post(self, memory: Tensor) -> None:
+        if self._to_post:
+            self._to_post -= 1
+            self._posted.append((memory, self._irecv(memory)))
+
+
+def channel_groups(
+    pipelines: list[list[int]],
+    rank: int,
+    uses: Sequence[str] = ("forward", "backward"),
+    seconds: float = 1800.0,
+) -> dict[tuple[int, str], object]:
+    """A process group for each of the `uses` of each boundary that `rank` has a side of, by (boundary, use).
+
+    Args:
+        pipelines: global ranks of each pipeline replica, stage by stage. Every rank of the job passes the
+            same, as every rank has to take part in making every group.
+        seconds: after which NCCL gives up a transfer.
+    """
+    own = {}
+    for ranks in pipelines:
+        for boundary, ends in enumerate(itertools.pairwise(ranks)):
+            for use in uses:
+                group = dist.new_group(list(ends), timeout=timedelta(seconds=seconds))
+                if rank in ends:
+                    own[boundary, use] = group
+    return own

@@ -1,0 +1,107 @@
+"""Packets through pinned memory of the host, where torch.distributed cannot read a device's.
+
+    send      lane: packet -> host memory, event    thread: waits for the event, then sends from there
+    receive   thread: waits until the memory is free, posts the receive      lane: host memory -> packet
+
+The thread keeps the caller from waiting for the device. It belongs to one end of a channel, so the packets of
+the channel stay in order, and no channel waits for another.
+"""
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import Work
+
+NEED_HOST_MEMORY = ("gloo",)
+"""Backends whose send and recv take no device memory; their collectives do."""
+
+
+def is_needed(device: torch.device) -> bool:
+    """Whether the default process group cannot send and receive memory of `device`."""
+    if device.type == "cpu":
+        return False
+    backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+    return backends.get(device.type) in NEED_HOST_MEMORY
+
+
+def receives_hold_device(device: torch.device) -> bool:
+    """Whether a posted receive occupies `device` until its packet comes, as NCCL's does: a kernel that
+    spins."""
+    return device.type != "cpu" and not is_needed(device)
+
+
+def transport_for(device: torch.device) -> "ModuleType | Staging":
+    """What has `isend` and `irecv` for memory of `device`: torch.distributed itself, or a new `Staging`."""
+    return Staging(device) if is_needed(device) else dist
+
+
+class _Buffer:
+    """Pinned memory, and the event after which nothing on the device uses it."""
+
+    def __init__(self, nbytes: int, event: Any):
+        self.memory = pinned(nbytes)
+        self.unused = event
+
+
+class Staged:
+    """A transfer under way; stands for a `torch.distributed.Work`."""
+
+    def __init__(self, started: "Future[Work]", finish: Callable[[], None]):
+        self._started = started
+        self._finish = finish
+
+    def wait(self, timeout: timedelta) -> None:
+        """Return when the bytes have left or come; the device may not have finished copying them."""
+        self._started.result().wait(timeout)
+        self._finish()
+
+
+class Staging:
+    """`isend` and `irecv` of torch.distributed for uint8 tensors on a device, for one end of one channel."""
+
+    def __init__(self, device: torch.device):
+        module = torch.get_device_module(device)
+        # blocking: the thread sleeps until the device is done instead of keeping a core busy
+        self._event = functools.partial(module.Event, blocking=True)
+        # a new thread would use the first device, and make a context there
+        self._thread = ThreadPoolExecutor(1, "ds_compress_staging", module.set_device, (device,))
+        self._free: list[_Buffer] = []
+
+    def isend(self, tensor: Tensor, dst: int, group: Any = None) -> Staged:
+        buffer = self._buffer(tensor.numel())
+        buffer.memory.copy_(tensor, non_blocking=True)
+        buffer.unused.record()
+        started = self._thread.submit(self._start, dist.isend, buffer, dst, group)
+        return Staged(started, lambda: self._free.append(buffer))
+
+    def irecv(self, tensor: Tensor, src: int, group: Any = None) -> Staged:
+        buffer = self._buffer(tensor.numel())
+
+        def finish() -> None:
+            tensor.copy_(buffer.memory, non_blocking=True)
+            buffer.unused.record()
+            self._free.append(buffer)
+
+        return Staged(self._thread.submit(self._start, dist.irecv, buffer, src, group), finish)
+
+    @staticmethod
+    def _start(transfer: Callable[..., Work], buffer: _Buffer, peer: int, group: Any) -> Work:
+        buffer.unused.synchronize()
+        return transfer(buffer.memory, peer, group=group)
+
+    def _buffer(self, nbytes: int) -> _Buffer:
+        # Not kept by size, as in `Sender.memory`
+        self._free = [buffer for buffer in self._free if buffer.memory.numel() == nbytes]
+        return self._free.pop(0) if self._free else _Buffer(nbytes, self._event())
+
+
+def pinned(nbytes: int) -> Tensor:
+    """uint8 memory of the host that the device copies to and from by itself."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -1,0 +1,169 @@
+"""The least speed that the codecs must have on one CPU core, measured and judged: `make bench-floors`.
+
+Round trips of encode + decode of [4, 1024, 1024], as ratios to what is measured in the same rounds: a copy of
+the tensor, or torch.topk with int32 indices. One thread works, so its own CPU time is the time, and what else
+runs on the machine counts only through the caches it shares. Then the same ratio at 1, 16 and 64 MiB, of
+which the last must be at least half of the one before; and the seconds that the first message of a process
+takes, compilers included, at most 5. Exit status 1 when a floor is missed.
+"""
+
+import argparse
+import functools
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from ds_compress.cli.bench import benchmark_tensor, contexts
+from ds_compress.codec import TensorSpec, build
+
+SHAPE = (4, 1024, 1024)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+FLOORS = (  # codec, ratio to what, floors in fp32 and bf16
+    ({"name": "quantize", "bits": 8}, "copy", 0.35, 0.12),
+    ({"name": "quantize", "bits": 4}, "copy", 0.30, 0.10),
+    ({"name": "quantize", "bits": 2}, "copy", 0.30, 0.10),
+    ({"name": "quantize", "bits": 4, "hadamard": True}, "copy", 0.04, 0.03),
+    ({"name": "topk"}, "torch.topk", 4, 3.5),
+    ({"name": "topk", "indices": "int32"}, "torch.topk", 4, 3.5),
+    ({"name": "topk", "select": "threshold"}, "torch.topk", 7, 4.5),
+    ({"name": "topk", "indices": "reuse"}, "copy", 0.10, 0.06),
+)
+SIZED = (
+    {"name": "quantize", "bits": 8},
+    {"name": "quantize", "bits": 4},
+    {"name": "quantize", "bits": 2},
+    {"name": "quantize", "bits": 4, "hadamard": True},
+    {"name": "topk"},
+    {"name": "topk", "select": "threshold"},
+    {"name": "topk", "indices": "reuse"},
+    {"name": "fp8"},
+    {"name": "bf16"},
+)
+SIZES = (1, 16, 64)  # MiB
+COLD_START = 5.0  # seconds
+FIRST_MESSAGE = """
+import time, torch
+from ds_compress.cli.bench import benchmark_tensor, contexts
+from ds_compress.codec import TensorSpec, build
+x = benchmark_tensor(({}, 1024, 1024), torch.float32, torch.device("cpu"))
+begin = time.perf_counter()
+codec = build({})
+sender, receiver = contexts(codec, x)
+codec.decode(codec.encode(x, sender), TensorSpec.of(x), receiver)
+print(time.perf_counter() - begin)
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    table = Table(
+        "codec", "dtype", "encode ms", "decode ms", "ratio", "to", "floor", "", title=f"{list(SHAPE)}"
+    )
+    missed = 0
+    for column, (name, dtype) in enumerate(DTYPES.items()):
+        x = benchmark_tensor(SHAPE, dtype, torch.device("cpu"))
+        seconds = measure(x, args.rounds, [codec for codec, *_ in FLOORS])
+        for (codec, other, *floors), encode, decode in zip(FLOORS, seconds["encode"], seconds["decode"]):
+            ratio, floor = seconds[other] / (encode + decode), floors[column]
+            missed += ratio < floor
+            verdict = "holds" if ratio >= floor else "MISSED"
+            table.add_row(
+                name_of(codec),
+                name,
+                f"{encode * 1e3:.2f}",
+                f"{decode * 1e3:.2f}",
+                f"{ratio:.3f}",
+                other,
+                f"{floor}",
+                verdict,
+            )
+        for other in ("copy", "torch.topk"):
+            table.add_row(other, name, f"{seconds[other] * 1e3:.2f}")
+    console = Console(width=120)
+    console.print(table)
+    sizes, missed_by_size = by_size(args.rounds)
+    console.print(sizes)
+    cold, missed_cold = cold_start()
+    console.print(cold)
+    return 1 if missed + missed_by_size + missed_cold else 0
+
+
+def by_size(rounds: int) -> tuple[Table, int]:
+    """Round trips as fractions of a copy of the same size; how many fall off beyond the caches."""
+    table, missed = (
+        Table("codec", *(f"{size} MiB" for size in SIZES), "", title="fp32, as fractions of copy"),
+        0,
+    )
+    columns = []
+    for size in SIZES:
+        x = benchmark_tensor((size, 256, 1024), torch.float32, torch.device("cpu"))
+        seconds = measure(x, rounds, SIZED)
+        columns.append([seconds["copy"] / sum(both) for both in zip(seconds["encode"], seconds["decode"])])
+    for codec, *fractions in zip(SIZED, *columns):
+        missed += fractions[-1] < fractions[-2] / 2
+        verdict = "holds" if fractions[-1] >= fractions[-2] / 2 else "MISSED"
+        table.add_row(name_of(codec), *(f"{fraction:.3f}" for fraction in fractions), verdict)
+    return table, missed
+
+
+def cold_start() -> tuple[Table, int]:
+    """Seconds of the first round trip in a process of its own."""
+    table, missed = Table("codec", "first message, s", "", title="cold start, 4 MiB"), 0
+    for codec in SIZED:
+        code = FIRST_MESSAGE.format(1, codec)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        seconds = float(done.stdout)
+        missed += seconds > COLD_START
+        table.add_row(name_of(codec), f"{seconds:.2f}", "holds" if seconds <= COLD_START else "MISSED")
+    return table, missed
+
+
+def name_of(codec: dict[str, Any]) -> str:
+    return f"{codec['name']}({', '.join(f'{key}={value}' for key, value in codec.items() if key != 'name')})"
+
+
+def measure(x: Tensor, rounds: int, codecs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Median seconds of the copy and of torch.topk, and of the encode and decode of `codecs`."""
+    out, spec = torch.empty_like(x), TensorSpec.of(x)
+    work: list[Callable[[], object]] = [lambda: out.copy_(x), lambda: torch_topk(x)]
+    for choice in codecs:
+        codec = build(choice)
+        sender, receiver = contexts(codec, x)
+        work.append(functools.partial(codec.encode, x, sender))
+        work.append(functools.partial(codec.decode, codec.encode(x, sender), spec, receiver))
+    for function in work:
+        function()
+    times = [[seconds(function) for function in work] for _ in range(rounds)]
+    copy, topk, *medians = map(statistics.median, zip(*times))
+    return {"copy": copy, "torch.topk": topk, "encode": medians[::2], "decode": medians[1::2]}
+
+
+def torch_topk(x: Tensor) -> Tensor:
+    """What grace and others do: the tenth of largest magnitude, int32 indices, scattered back."""
+    flat = x.flatten()
+    indices = flat.abs().topk(flat.numel() // 10, sorted=False).indices
+    values, indices = flat[indices], indices.int()
+    return torch.zeros_like(flat).scatter_(0, indices.long(), values).view_as(x)
+
+
+def seconds(function: Callable[[], object]) -> float:
+    """CPU time of one call, after one that leaves the caches as this function does."""
+    function()
+    start = time.thread_time()
+    function()
+    return time.thread_time() - start
+
+
+if __name__ == "__main__":
+    sys.exit(main())

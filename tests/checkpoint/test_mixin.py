@@ -1,0 +1,252 @@
+"""Save, kill, resume: the continued run equals the uninterrupted one, or says what starts from zero."""
+
+import functools
+import itertools
+import logging
+import os
+import re
+import resource
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import ds_compress  # noqa: F401
+from ds_compress.checkpoint import mixin
+from ds_compress.checkpoint.mixin import CHANGED, DIFFERENT, RESTORED, Verdict
+from ds_compress.errors import CompressionError
+from tests.support.dist import run_ranks
+from tests.support.pipeline import MICRO_BATCHES, batches, build, ds_config
+
+SAVED, END = 2, 5
+TOPK = {"name": "topk", "density": 0.3}
+QUANTIZE = {"name": "quantize", "bits": 4, "group_size": 32}
+FEEDBACKS = {
+    "ef": (TOPK, "ef"),
+    "ef21": (TOPK, {"name": "ef21", "scope": "slot"}),
+    "ef_mixed": (TOPK, {"name": "ef_mixed", "dtype": "bf16"}),
+    "loco": (QUANTIZE, "loco"),
+    "aqsgd": (TOPK, "aqsgd"),
+    "aqsgd on disk": (QUANTIZE, {"name": "aqsgd", "store": "disk", "scope": "batch"}),
+}
+VISITED_AGAIN = 6  # micro-batches of an epoch
+
+
+def config(name, replicas=1, **changes):
+    codec, feedback = FEEDBACKS[name]
+    direction = {"codec": codec, "feedback": feedback}
+    backward = {"codec": codec} if name.startswith("aqsgd") else direction
+    return ds_config(
+        {"forward": direction, "backward": backward, "min_numel": 0, **changes}, replicas=replicas
+    )
+
+
+def memories(engine):
+    return {
+        f"{boundary.number}/{position}/{key}": value.clone()
+        for boundary in engine._compression.boundaries
+        for position, memory in boundary.memory.items()
+        for key, value in memory.items()
+    }
+
+
+def run(stages, ds_config, folder, start=0, end=END, kill_at=None, **load_options):
+    """Train from step `start`, which is loaded from `folder`, to `end`; saves after `SAVED` steps."""
+    warnings = []
+    logging.getLogger("ds_compress").addFilter(lambda record: warnings.append(record.getMessage()) or True)
+    engine = build(stages, ds_config)
+    data = itertools.cycle(itertools.islice(batches(engine.grid.get_data_parallel_id()), VISITED_AGAIN))
+    loaded = None
+    if start:
+        engine.load_checkpoint(str(folder), **load_options)
+        loaded = memories(engine)
+        data = itertools.islice(data, start * MICRO_BATCHES, None)
+    losses = []
+    for step in range(start, end):
+        if step == kill_at:
+            os.kill(os.getpid(), 9)
+        losses.append(engine.train_batch(data).item())
+        if step + 1 == SAVED and not start:
+            saved = memories(engine)
+            engine.save_checkpoint(str(folder))
+    return {
+        "losses": losses,
+        "saved": None if start else saved,
+        "loaded": loaded,
+        "end": memories(engine),
+        "warnings": warnings,
+    }
+
+
+def ranks(world, *args, check=True, **options):
+    return run_ranks(world, functools.partial(run, **options), *args, check=check)
+
+
+def assert_same(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.mark.parametrize(
+    "name, replicas",
+    [
+        ("ef", 2),
+        ("ef21", 2),
+        ("ef_mixed", 1),
+        ("loco", 1),
+        ("aqsgd", 2),
+        ("aqsgd on disk", 1),
+    ],
+)
+def test_resuming_equals_going_on(name, replicas, tmp_path):
+    world = 2 * replicas
+    killed = ranks(world, 2, config(name, replicas), tmp_path, kill_at=SAVED + 1, check=False)
+    assert "died without a result" in killed and all(isinstance(rank, str) for rank in killed)
+    whole = ranks(world, 2, config(name, replicas), tmp_path / "whole")
+    resumed = ranks(world, 2, config(name, replicas), tmp_path, start=SAVED)
+    for ours, theirs in zip(resumed, whole):
+        assert ours["losses"] == theirs["losses"][SAVED:]
+        assert_same(ours["loaded"], theirs["saved"])
+        assert_same(ours["end"], theirs["end"])
+        assert not ours["warnings"]
+    if replicas == 2:
+        first, second = whole[0]["end"], whole[1]["end"]
+        assert first and second
+        assert not any(torch.equal(first[key], second[key]) for key in first.keys() & second.keys())
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        {"name": "lowrank", "rank": 8},
+        {"name": "pca", "rank": 16},
+        {"name": "autoencoder", "width": 16, "lr": 0.01},
+    ],
+    ids=lambda codec: codec["name"],
+)
+def test_codecs_that_learn_train_and_resume(codec, tmp_path):
+    """Bases and weights are state too; with 2 replicas the autoencoder's gradients are averaged over them."""
+    direction = {"codec": codec}
+    settings = ds_config(
+        {"forward": direction, "backward": direction, "min_numel": 0, "warmup_steps": 1}, replicas=2
+    )
+    steps = 12
+    whole = ranks(4, 2, settings, tmp_path, end=steps)
+    resumed = ranks(4, 2, settings, tmp_path, start=SAVED, end=steps)
+    for ours, theirs in zip(resumed, whole):
+        assert ours["losses"] == theirs["losses"][SAVED:]
+        assert_same(ours["end"], theirs["end"])
+    losses = whole[0]["losses"]
+    assert sum(losses[-3:]) < 0.9 * sum(losses[1:4])
+    replicas_differ = [not torch.equal(whole[0]["end"][key], whole[1]["end"][key]) for key in whole[0]["end"]]
+    assert whole[0]["end"] and any(replicas_differ) == (codec["name"] != "autoencoder")
+
+
+def test_other_stages_and_settings(tmp_path):
+    ranks(4, 4, config("ef21"), tmp_path, end=SAVED)
+    # cuts at layers 2, 4, 6 become one at layer 4; the parameter groups no longer fit, so the optimizer
+    # starts anew
+    halved = ranks(2, 2, config("ef21"), tmp_path, start=SAVED, load_optimizer_states=False)
+    assert halved[0]["loaded"] and not halved[0]["warnings"]
+    assert_same(
+        {k.replace("0/", "1/", 1): v for k, v in halved[0]["loaded"].items()}, saved_at(tmp_path, 1, 4)
+    )
+    other = config("ef21", boundaries={"1": {"forward": {"codec": "bf16"}}})
+    changed = ranks(4, 4, other, tmp_path, start=SAVED)
+    assert [bool(rank["loaded"]) for rank in changed] == [True] * 4
+    assert not any(key.startswith("1/") for rank in changed for key in rank["loaded"])
+    assert changed[0]["warnings"] == [
+        f"ds_compress: {tmp_path}/global_step{SAVED}: state of channels starts from zero: "
+        "its settings have changed (layer 4, replica 0)"
+    ]
+    assert not any(rank["warnings"] for rank in changed[1:])
+
+
+def saved_at(folder, stage, layer):
+    """Upstream state at `layer`, with names as `memories` has them for boundary 1."""
+    path = folder / f"global_step{SAVED}" / f"ds_compress_pp{stage:02d}_dp00_tp00.safetensors"
+    with safe_open(path, "pt") as file:
+        prefix = f"{layer}/upstream/"
+        return {
+            f"1/{k.removeprefix(prefix)}": file.get_tensor(k)
+            for k in list(file.keys())
+            if k.startswith(prefix)
+        }
+
+
+def test_a_damaged_side_resets_both(tmp_path):
+    ranks(2, 2, config("ef21"), tmp_path, end=SAVED)
+    (tmp_path / f"global_step{SAVED}" / "ds_compress_pp01_dp00_tp00.safetensors").write_bytes(b"\x10" * 100)
+    upstream, downstream = ranks(2, 2, config("ef21"), tmp_path, start=SAVED)
+    assert not upstream["loaded"] and not downstream["loaded"]
+    assert "its file cannot be read (layer 4, replica 0)" in upstream["warnings"][0]
+    assert all(torch.tensor(upstream["losses"]).isfinite())
+
+
+def test_eight_bits_are_the_same_on_both_sides(tmp_path):
+    eight = config("ef21", checkpoint={"state": "int8"})
+    sizes = []
+    for folder, settings in ((tmp_path / "exact", config("ef21")), (tmp_path / "int8", eight)):
+        saved = ranks(2, 2, settings, folder, end=SAVED)
+        sizes.append(sum(f.stat().st_size for f in folder.glob("*/ds_compress*")))
+    assert sizes[1] < 0.4 * sizes[0]
+    upstream, downstream = ranks(2, 2, eight, tmp_path / "int8", start=SAVED)
+    assert not upstream["warnings"]
+    assert_same(upstream["loaded"], downstream["loaded"])
+    assert_same(upstream["end"], downstream["end"])
+    for key, value in upstream["loaded"].items():
+        exact = saved[0]["saved"][key]
+        assert 0 < (value - exact).abs().max() < 0.01 * exact.abs().max()
+
+
+def test_verdict_needs_both_sides_alike():
+    verdict = Verdict(
+        [
+            [4, 0, 0, 0, RESTORED, 11],
+            [4, 0, 0, 1, RESTORED, 11],
+            [-1] * 6,
+            [4, 1, 0, 0, RESTORED, 11],
+            [4, 1, 0, 1, RESTORED, 12],
+            [8, 0, 0, 0, RESTORED, 0],
+            [8, 0, 0, 1, CHANGED, 0],
+        ]
+    )
+    assert verdict.status == {(4, 0, 0): RESTORED, (4, 1, 0): DIFFERENT, (8, 0, 0): CHANGED}
+    assert verdict.report("f").endswith(
+        "its settings have changed (layer 8, replica 0), the two sides do not have the same (layer "
+        "4, replica 1)"
+    )
+
+
+def save_on_a_full_disk(ds_config, folder, full):
+    """Rank `full` may write 64 bytes of its file; the system refuses the rest, as where a disk is full."""
+    engine, data = build(2, ds_config), batches()
+    engine.train_batch(data)
+    engine.save_checkpoint(folder, tag="first")
+    write, free = mixin.write, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limited(*args):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, free[1]))
+        try:
+            write(*args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, free)
+
+    if torch.distributed.get_rank() == full:
+        mixin.write = limited
+    with pytest.raises(CompressionError) as caught:
+        engine.save_checkpoint(folder, tag="second")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_full_disk_stops_all_ranks_and_leaves_the_checkpoint_before(full, tmp_path):
+    """The rank that failed left the others in DeepSpeed's barrier, for as long as its time-out."""
+    messages = run_ranks(2, save_on_a_full_disk, config("ef21"), tmp_path, full)
+    failed, other = messages[full], messages[1 - full]
+    start = "ds_compress: checkpoint second is not complete: "
+    file = f"{tmp_path}/second/ds_compress_pp0{full}"
+    assert re.fullmatch(rf"{start}{file}\S+ cannot be written: .*too large.*", failed)
+    assert other == f"{start}rank {full} could not write its part"
+    assert (tmp_path / "latest").read_text() == "first"
+    assert not list(tmp_path.rglob("*.part"))

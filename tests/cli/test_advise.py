@@ -1,0 +1,119 @@
+"""ds-compress advise: what it recommends, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_compress.cli import main
+from ds_compress.cli.advise import slowest_link_gbps
+from tests.support.dist import run_ranks
+from tests.support.scripts import load_script
+
+ARGUMENTS = [
+    "--stages",
+    "4",
+    "--micro-batches",
+    "8",
+    "--forward-ms",
+    "16.4",
+    "--shape",
+    "1,2048,4096",
+    "--dtype",
+    "bf16",
+]
+FAST_CODECS = ["--codec-gbps", "1000"]
+LAUNCH = Path(__file__).parents[2] / "launch"
+
+
+def advise(capsys, *arguments):
+    code = main(["advise", *ARGUMENTS, *arguments])
+    output = capsys.readouterr()
+    return code, output.out, output.err
+
+
+def test_on_a_slow_link_compression_pays(capsys):
+    code, out, _ = advise(capsys, "--gbps", "1", *FAST_CODECS, "--json")
+    rows = json.loads(out)
+    assert code == 0
+    assert rows[0]["recipe"] == "DeepSpeed" and rows[0]["speedup"] == 1
+    assert rows[0]["step_s"] == pytest.approx(5.05, rel=0.01) and rows[0]["limit"] == "link"
+    speedup = {row["recipe"]: row["speedup"] for row in rows}
+    assert 1.5 < speedup["none"] < speedup["quantize 8"] < speedup["quantize 4"] < speedup["quantize 2"]
+    steps = [row["step_s"] for row in rows[1:]]
+    assert steps == sorted(steps)
+    assert "Best: quantize 2, eager link" in advise(capsys, "--gbps", "1", *FAST_CODECS)[1]
+
+
+def test_on_a_fast_link_it_says_that_nothing_pays(capsys):
+    assert "Nothing will pay" in advise(capsys, "--gbps", "400", *FAST_CODECS)[1]
+
+
+def test_a_slow_codec_is_seen_through(capsys):
+    _, out, _ = advise(capsys, "--gbps", "25", "--codec-gbps", "0.2")
+    assert "Compression will not pay: none with an eager link" in out
+
+
+def test_a_recipe_from_its_file(capsys, tmp_path):
+    block = {"forward": {"codec": "none"}, "link": {"mode": "blocking"}}
+    (tmp_path / "mine.json").write_text(json.dumps({"ds_compress": block}))
+    rows = json.loads(advise(capsys, "--gbps", "1", "--recipe", str(tmp_path / "mine.json"), "--json")[1])
+    assert [(row["recipe"], row["link"]) for row in rows] == [("DeepSpeed", "blocking"), ("mine", "blocking")]
+    assert rows[1]["speedup"] == pytest.approx(1, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--gbps", "1", "--stages", "1"], "--stages: 1 is not allowed: should be 2 or more"),
+        (["--gbps", "1", "--forward-ms", "1,2"], "--forward-ms: 2 numbers for 4 stages; give 1 or 4"),
+        (["--gbps", "0"], "--gbps: 0.0 is not allowed: should be more than 0"),
+        (["--measure"], "--measure: start it on the ranks to measure between"),
+    ],
+)
+def test_refusals(capsys, arguments, message):
+    code, _, err = advise(capsys, *arguments, *FAST_CODECS)
+    assert code == 2 and message in err
+
+
+def test_every_rank_measures_the_same_bandwidth():
+    first, *others = run_ranks(3, slowest_link_gbps)
+    assert 0.01 < first < 1000 and others == [first, first]
+
+
+def test_two_hosts_refuses_in_one_line_what_it_cannot_do(tmp_path):
+    (tmp_path / "id").write_text("#!/bin/sh\necho 1000\n")
+    (tmp_path / "id").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [LAUNCH / "two_hosts.sh", "train.py"], capture_output=True, text=True, env=environment
+    )
+    assert (
+        done.returncode == 1
+        and done.stderr.startswith("two_hosts: needs root")
+        and done.stderr.count("\n") == 1
+    )
+
+
+def test_bench_net_reads_stages_that_share_a_line():
+    """It once failed on such a line: where output is not buffered, the end of a line is written by itself."""
+    log = [
+        "hello",
+        'stage_times {"stage": 1, "forward_ms": 59.8}stage_times {"stage": 0, "forward_ms": 55.1}',
+        "",
+    ]
+    assert [stage["forward_ms"] for stage in load_script("bench/net").stage_times(log)] == [55.1, 59.8]
+
+
+def test_bench_net_is_importable_without_running_anything():
+    done = subprocess.run(
+        [sys.executable, LAUNCH / "bench" / "net.py", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(LAUNCH.parent)},
+    )
+    assert "step_over_stock_same_link" in done.stdout

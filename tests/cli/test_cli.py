@@ -1,0 +1,156 @@
+"""The commands: their JSON is relied on, their tables are for people, their errors are one line and exit code
+2."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ds_compress.cli import main
+from ds_compress.codec import names
+from ds_compress.feedback import FEEDBACKS
+
+BLOCK = {
+    "forward": {"codec": {"name": "quantize", "bits": 4}},
+    "backward": {"codec": "bf16"},
+    "boundaries": {"0": {"forward": {"codec": "none"}}},
+}
+
+
+@pytest.fixture
+def ds_config(tmp_path):
+    def write(content):
+        path = tmp_path / "ds_config.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return str(path)
+
+    return write
+
+
+def test_list_json(capsys):
+    assert main(["list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [codec["name"] for codec in listed["codecs"]] == names()
+    assert [feedback["name"] for feedback in listed["feedbacks"]] == FEEDBACKS.names()
+    options = {codec["name"]: codec["options"] for codec in listed["codecs"]}
+    assert options["topk"]["density"]["default"] == 0.1
+    assert options["quantize"]["bits"] == {
+        "default": 4,
+        "allowed": "integer >= 1, <= 8",
+        "description": options["quantize"]["bits"]["description"],
+    }
+    for entry in listed["codecs"] + listed["feedbacks"]:
+        assert entry["summary"].endswith((".", "]"))
+
+
+def test_list_table(capsys):
+    assert main(["list"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in names())
+
+
+def test_check_json(ds_config, capsys):
+    path = ds_config({"ds_compress": BLOCK})
+    assert main(["check", path, "--stages", "3", "--shape", "4,1024,768", "--dtype", "bf16", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["boundary"], row["direction"]) for row in rows] == [
+        (0, "forward"),
+        (0, "backward"),
+        (1, "forward"),
+        (1, "backward"),
+    ]
+    numel = 4 * 1024 * 768
+    assert [row["raw_bytes"] for row in rows] == [2 * numel] * 4
+    header = 32
+    expected = [
+        2 * numel + header,
+        2 * numel + header,
+        numel // 2 + numel // 128 * 4 + header,
+        2 * numel + header,
+    ]
+    assert [row["wire_bytes"] for row in rows] == expected
+    assert rows[2]["bits_per_value"] == pytest.approx(4.25, abs=0.001)
+    assert rows[2]["ratio"] == pytest.approx(16 / 4.25, abs=0.001)
+
+
+def test_check_table(ds_config, capsys):
+    path = ds_config({"ds_compress": BLOCK})
+    assert main(["check", path, "--stages", "2", "--shape", "4,1024,768"]) == 0
+    assert "12,582,912" in capsys.readouterr().out
+
+
+def test_check_knows_small_messages(ds_config, capsys):
+    path = ds_config({"ds_compress": BLOCK})
+    assert main(["check", path, "--stages", "3", "--shape", "4,8", "--json"]) == 0
+    assert {row["codec"] for row in json.loads(capsys.readouterr().out)} == {"none (below min_numel)"}
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (
+            {"ds_compress": {"backward": {"codec": "top_k"}}},
+            "ds_compress.backward.codec: 'top_k' is not registered",
+        ),
+        ({"ds_compress": {"boundaries": {"5": {}}}}, "ds_compress.boundaries.5: there is no such boundary"),
+        ({"ds-compress": {}}, "has no 'ds_compress' key (did you mean it by 'ds-compress'?)"),
+        ({}, "has no 'ds_compress' key"),
+        ([], "has no 'ds_compress' key"),
+        ("{", "not JSON"),
+    ],
+)
+def test_check_refuses_in_one_line(content, message, ds_config, capsys):
+    assert main(["check", ds_config(content), "--stages", "2", "--shape", "4,8"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert message in printed.err
+
+
+def test_check_refuses_a_missing_file(tmp_path, capsys):
+    assert main(["check", str(tmp_path / "none.json"), "--stages", "2", "--shape", "4"]) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--shape", "4,x"], ["--shape", "0,4"], ["--shape", ""], ["--dtype", "int8"]]
+)
+def test_bad_arguments_exit_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["check", "x.json", "--stages", "2", "--shape", "4", *arguments])
+    assert stopped.value.code == 2
+
+
+def test_bench_json(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    chosen = [
+        "bf16",
+        '{"name": "quantize", "bits": 8}',
+        '{"name": "topk", "indices": "reuse", "values": "bf16"}',
+    ]
+    assert main(["bench", "--shape", "2,64,128", "--codec", *chosen, "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())
+    assert [row["codec"] for row in rows] == ["bf16", "quantize", "topk"]
+    assert [row["bits_per_value"] for row in rows] == pytest.approx([16, 8.25, 1.6], abs=0.01)
+    for row in rows:
+        assert row["shape"] == [2, 64, 128] and row["dtype"] == "fp32" and row["device"] == "cpu"
+        assert row["copy_fraction"] == pytest.approx(row["roundtrip_gbps"] / row["copy_gbps"])
+        assert row["encode_gbps"] > 0 and row["decode_gbps"] > 0
+    assert rows[1]["relative_error"] < 0.02 < rows[2]["relative_error"]
+
+
+def test_bench_refuses_unknown_codecs(capsys):
+    assert main(["bench", "--codec", "topq"]) == 2
+    assert "--codec: 'topq' is not registered (did you mean 'topk'?)" in capsys.readouterr().err
+
+
+def test_runs_as_a_module_and_prints_nothing_but_json():
+    """Importing deepspeed is slow and logs to stdout: commands that do not need it must not import it."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "ds_compress", "list", "--json"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0
+    assert {"quantize", "topk"} <= {codec["name"] for codec in json.loads(done.stdout)["codecs"]}
+    assert "deepspeed.comm" not in done.stderr

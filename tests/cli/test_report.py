@@ -1,0 +1,173 @@
+"""`ds-compress report`: what it reads, what it draws, and that a browser shows it."""
+
+import csv
+import html.parser
+import shutil
+import struct
+import subprocess
+
+import pytest
+
+from ds_compress.cli import main
+from ds_compress.cli.report import summarize
+from ds_compress.cli.runs import LOSS, read_run
+from ds_compress.config import DIRECTIONS
+from ds_compress.errors import CompressionError
+from ds_compress.monitor.metrics import label
+
+PLOTS = {"loss_steps.png", "loss_bytes.png", "error.png", "step_time.png", "pareto.png"}
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def write_csv(folder, name, points):
+    """As DeepSpeed's csv_monitor does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"{name.replace('/', '_')}.csv", "a+") as file:
+        csv.writer(file).writerows([("step", name.split("/")[-1]), *points])
+
+
+def write_run(folder, wire, loss=1.0, boundaries=2, error=0.1):
+    samples = [32 * step for step in range(1, 21)]
+    write_csv(folder, LOSS, [(x, loss + 10 / x) for x in samples])
+    written = samples[9::10]
+    for name, value in (("step_ms", 100.0), ("uncompressed_step_ms", 150.0)):
+        write_csv(folder, label(name), [(x, value) for x in written])
+    values = {"relative_error": error, "encode_ms": 5.0, "decode_ms": 4.0, "wait_ms": 20.0, "send_ms": 1.0}
+    for boundary in range(boundaries):
+        for direction in DIRECTIONS:
+            write_csv(folder, label("raw_bytes", boundary, direction), [(x, 1000 * x) for x in written])
+            write_csv(folder, label("wire_bytes", boundary, direction), [(x, wire * x) for x in written])
+            for name, value in values.items():
+                write_csv(folder, label(name, boundary, direction), [(x, value) for x in written])
+
+
+def runs(tmp_path):
+    write_run(tmp_path / "none" / "csv", 1000, error=0.0)
+    write_run(tmp_path / "topk" / "csv", 100, loss=1.2)
+    write_run(tmp_path / "<quantize>" / "csv", 250, loss=1.01)
+    return [str(tmp_path / name) for name in ("none", "topk", "<quantize>")]
+
+
+def test_report_of_three_runs(tmp_path, capsys):
+    assert main(["report", *runs(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    assert f"wrote {tmp_path}/out/report.html and 5 PNG files" in capsys.readouterr().out
+    written = {file.name for file in (tmp_path / "out").iterdir()}
+    assert written == PLOTS | {"report.html"}
+
+    seen = []
+
+    class Page(html.parser.HTMLParser):
+        def handle_starttag(self, tag, attrs):
+            seen.append((tag, dict(attrs)))
+
+    text = (tmp_path / "out" / "report.html").read_text()
+    Page().feed(text)
+    images = [attributes["src"] for tag, attributes in seen if tag == "img"]
+    assert len(images) == 5 and all(src.startswith("data:image/png;base64,") for src in images)
+    assert not any(tag in ("script", "link", "iframe") for tag, _ in seen)  # nothing is fetched
+    assert "&lt;quantize&gt;" in text and "<quantize>" not in text
+
+
+def test_numbers_are_those_of_the_files(tmp_path):
+    write_run(tmp_path / "topk" / "csv", 100, loss=1.2)
+    row = summarize(read_run(tmp_path / "topk"))
+    assert row["steps"] == 20 and row["ratio"] == 10 and row["ms per step"] == 100
+    assert row["MB sent"] == pytest.approx(4 * 100 * 640 / 1e6)
+    assert row["final loss"] == pytest.approx(1.2 + sum(10 / (32 * step) for step in range(16, 21)) / 5)
+
+
+def test_a_run_that_went_on_in_the_same_folder(tmp_path):
+    """DeepSpeed appends; after a resume there is a second header, and steps that were done before count
+    once."""
+    write_csv(tmp_path, LOSS, [(32, 5.0), (64, 4.0), (96, 3.5)])
+    write_csv(tmp_path, LOSS, [(96, 3.4), (128, 3.0)])
+    assert read_run(tmp_path).series[LOSS] == [(32, 5.0), (64, 4.0), (96, 3.4), (128, 3.0)]
+
+
+def test_stock_runs_have_a_loss_but_no_bytes(tmp_path):
+    write_csv(tmp_path / "stock", LOSS, [(32, 5.0), (64, 4.0)])
+    assert main(["report", str(tmp_path / "stock"), "--out", str(tmp_path / "out")]) == 0
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"loss_steps.png", "report.html"}
+
+
+def test_refusals(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    allowed = "allowed: a folder of DeepSpeed's csv_monitor, or an offline W&B run"
+    assert f"holds 0 runs; {allowed}" in capsys.readouterr().err
+    write_run(tmp_path / "a" / "csv", 1)
+    write_run(tmp_path / "b" / "csv", 1)
+    with pytest.raises(CompressionError, match="holds 2 runs: .*; name one"):
+        read_run(tmp_path)
+    assert main(["report", str(tmp_path / "a"), str(tmp_path / "a" / "csv")]) == 2
+    assert "2 runs are named 'a'" in capsys.readouterr().err
+    (tmp_path / "x.wandb").write_bytes(b"not a run")
+    with pytest.raises(CompressionError, match="not a file of W&B"):
+        read_run(tmp_path / "x.wandb")
+
+
+def wandb_log(path, records):
+    """The file format of W&B, written from its description: fragments never cross a block of 32 KiB."""
+    data = bytearray(b":W&B" + struct.pack("<HB", 0xBEE1, 0))
+    for record in records:
+        first = True
+        while True:
+            room = 32768 - len(data) % 32768
+            if room < 7:
+                data += bytes(room)
+                continue
+            piece, record = record[: room - 7], record[room - 7 :]
+            kind = {(True, True): 1, (True, False): 2, (False, False): 3, (False, True): 4}[first, not record]
+            data += struct.pack("<IHB", 0, len(piece), kind) + piece
+            first = False
+            if not record:
+                break
+    path.write_bytes(data)
+
+
+def test_wandb_file_with_records_over_several_blocks(tmp_path):
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    records = []
+    for step in range(1, 40):
+        record = Record()
+        record.history.step.num = 32 * step
+        for name, value in ((LOSS, str(5.0 / step)), ("padding", '"' + "x" * (997 * step % 70000) + '"')):
+            item = record.history.item.add()
+            item.nested_key.append(name)
+            item.value_json = value
+        records.append(record.SerializeToString())
+    file = tmp_path / "run-1.wandb"
+    wandb_log(file, records)
+    expected = [(32 * step, 5.0 / step) for step in range(1, 40)]
+    assert read_run(file).series[LOSS] == expected
+    file.write_bytes(file.read_bytes()[:-5])  # a run that is still being written, or was killed
+    assert read_run(tmp_path).series[LOSS] == expected[:-1]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
+def test_a_browser_shows_it(tmp_path):
+    """The page is rendered, and every image in it was decoded."""
+    from matplotlib.image import imread
+
+    main(["report", *runs(tmp_path), "--out", str(tmp_path / "out")])
+    shot = tmp_path / "shot.png"
+    quiet = ("quic", "background-networking", "component-update", "sync")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--window-size=1100,3600"]
+    flags += [f"--disable-{name}" for name in quiet]
+    subprocess.run(
+        [
+            CHROMIUM,
+            *flags,
+            f"--user-data-dir={tmp_path}/profile",
+            f"--screenshot={shot}",
+            f"file://{tmp_path}/out/report.html",
+        ],
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
+    pixels = imread(shot)[..., :3]
+    assert pixels.shape[:2] == (3600, 1100)
+    # five plots of 9 x 5 inches one below the other: ink far down, which text alone would not reach
+    inked = (pixels.min(axis=2) < 0.9).any(axis=1)
+    assert inked[2500:].any() and inked.mean() > 0.5

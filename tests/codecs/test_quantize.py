@@ -1,0 +1,247 @@
+"""Codec quantize against a float64 reference written here."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_compress.codec import Codec, Context, TensorSpec, build
+from ds_compress.errors import CompressionError
+from ds_compress.kernels.numerics import wide
+from tests.support.measure import bits_per_value, relative_error, residual_stream, roundtrip
+
+
+@pytest.fixture(scope="module")
+def hidden():
+    return residual_stream()
+
+
+def at_least(value, digits):
+    """The smallest number of `digits` binary digits that is not below `value`."""
+    _, exponent = math.frexp(value)
+    unit = 2.0 ** (exponent - digits)
+    return math.ceil(value / unit) * unit
+
+
+def sylvester(size):
+    return torch.tensor(
+        [[(-1.0) ** (i & j).bit_count() / math.sqrt(size) for j in range(size)] for i in range(size)],
+        dtype=torch.float64,
+    )
+
+
+def reference(rows, bits, scale, digits, hadamard):
+    """Decoded float64 rows; scales keep `digits` binary digits: 8 in bf16, 24 in fp32."""
+    rows = rows.double()
+    if hadamard:
+        rows = rows @ sylvester(rows.shape[1])
+    decoded = []
+    for row in rows.tolist():
+        if scale == "minmax":
+            top = 2**bits - 1
+            offset = -at_least(-min(row), digits)
+            step = at_least((max(row) - offset) / top, digits)
+        else:
+            top = 2**bits - 2 if bits > 1 else 1
+            magnitudes = [abs(value) for value in row]
+            reach = max(magnitudes) if bits > 1 else sum(magnitudes) / len(row)
+            step = at_least(2 * reach / top, digits)
+            offset = -step * top / 2
+        decoded.append([offset + step * min(max(round((v - offset) / step), 0), top) for v in row])
+    decoded = torch.tensor(decoded, dtype=torch.float64)
+    return decoded @ sylvester(rows.shape[1]) if hadamard else decoded
+
+
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("scale", ["minmax", "symmetric"])
+@pytest.mark.parametrize("scale_dtype, digits", [("bf16", 8), ("fp32", 24)])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_matches_the_reference(bits, scale_dtype, digits, scale, hadamard):
+    rows = torch.randn(12, 32, generator=torch.Generator().manual_seed(bits)) + 0.5
+    options = {
+        "bits": bits,
+        "scale": scale,
+        "scale_dtype": scale_dtype,
+        "group_size": 32,
+        "hadamard": hadamard,
+    }
+    decoded = roundtrip({"name": "quantize", **options}, rows)
+    assert torch.allclose(decoded.double(), reference(rows, bits, scale, digits, hadamard), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "group_size, to_rows",
+    [
+        (16, lambda x: x.view(3, 16)),
+        ("tensor", lambda x: x.view(1, 48)),
+        ("channel", lambda x: x.view(8, 6).t()),
+    ],
+)
+def test_groups(group_size, to_rows):
+    x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
+    decoded = roundtrip({"name": "quantize", "group_size": group_size}, x)
+    expected = reference(to_rows(x), bits=4, scale="minmax", digits=8, hadamard=False)
+    assert torch.allclose(to_rows(decoded).double(), expected, atol=2e-5, rtol=0)
+
+
+FLOATS = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
+
+
+@settings(deadline=None)
+@given(st.lists(FLOATS, min_size=1, max_size=70), st.integers(1, 8), st.sampled_from(["minmax", "symmetric"]))
+def test_no_value_is_further_than_half_a_step(values, bits, scale):
+    x = torch.tensor(values)
+    codec = build({"name": "quantize", "bits": bits, "scale": scale, "group_size": 8})
+    parts = codec.encode(x, Context())
+    step = parts[1].float().repeat_interleave(8)[: len(values)]
+    error = (codec.decode(parts, TensorSpec.of(x), Context()) - x).abs()
+    if bits == 1 and scale == "symmetric":
+        step = step.maximum(
+            2 * x.abs() - step
+        )  # the levels are -step / 2 and step / 2: what is beyond is clipped
+    rounding = 1e-6 * x.abs().max()
+    assert (error <= step / 2 + rounding).all()
+
+
+def test_sizes_and_errors_promised(hidden):
+    """Bits include scales; the errors are those of a float64 model, with a margin."""
+    plain, rotated = {"name": "quantize"}, {"name": "quantize", "hadamard": True}
+    assert bits_per_value(plain, hidden) == bits_per_value(rotated, hidden) == 4.25
+    assert relative_error(rotated, hidden) <= 0.09
+    assert relative_error(plain, hidden) >= 2 * relative_error(rotated, hidden)
+    assert bits_per_value({**rotated, "bits": 2}, hidden) == 2.25
+    assert relative_error({**rotated, "bits": 2}, hidden) <= 0.45
+    assert relative_error({**plain, "bits": 8}, hidden) <= 0.015
+    assert bits_per_value({**plain, "scale": "symmetric"}, hidden) == 4.125
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"scale": "symmetric"}, {"hadamard": True}])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_only_the_group_that_holds_it_is_non_finite(value, options, dtype):
+    x = torch.randn(4, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = roundtrip({"name": "quantize", **options}, x)
+    x[2, 77] = value
+    decoded = roundtrip({"name": "quantize", **options}, x)
+    assert decoded[2].isnan().all()
+    assert torch.equal(decoded[[0, 1, 3]], expected[[0, 1, 3]])
+
+
+def test_values_on_the_grid_are_exact_however_rounded():
+    x = torch.arange(16.0).repeat(8).view(4, 32)
+    for rounding in ("nearest", "stochastic"):
+        assert torch.equal(roundtrip({"name": "quantize", "rounding": rounding}, x), x)
+        signed = x.clamp(max=14) - 7
+        assert torch.equal(
+            roundtrip({"name": "quantize", "scale": "symmetric", "rounding": rounding}, signed), signed
+        )
+
+
+def test_one_bit_around_zero_is_sign_and_mean_magnitude():
+    x = torch.tensor([4.0, -2, 1, -1, 2, -4, 1, 1])
+    y = roundtrip({"name": "quantize", "bits": 1, "scale": "symmetric", "group_size": 8}, x)
+    assert torch.equal(y, 2 * x.sign())
+
+
+@pytest.mark.parametrize("scale", ["minmax", "symmetric"])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("value", [0.0, 0.1, -3.7, 1e-30, 65504.0])
+def test_constants_stay(value, bits, scale):
+    for dtype in (torch.float32, torch.float16):
+        x = torch.full((5, 31), value, dtype=dtype)
+        y = roundtrip({"name": "quantize", "bits": bits, "scale": scale}, x)
+        assert torch.allclose(y, x, rtol=2**-7, atol=0) and (y == y[0, 0]).all()
+
+
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("scale", ["minmax", "symmetric"])
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_stochastic_rounding_is_unbiased(bits, scale, hadamard):
+    row = torch.randn(32, generator=torch.Generator().manual_seed(3))
+    x = row.repeat(4000, 1)
+    options = {"name": "quantize", "group_size": 32, "bits": bits, "scale": scale, "hadamard": hadamard}
+    y = roundtrip({**options, "rounding": "stochastic"}, x)
+    deviation = (y - x).std(0) / math.sqrt(len(x))
+    assert ((y.mean(0) - row).abs() <= 5 * deviation + 1e-5).all()
+    biased = roundtrip(options, x)
+    assert ((biased.mean(0) - row).abs() > 5 * deviation + 1e-5).any()  # so that the line above can fail
+
+
+def test_dither_follows_the_context():
+    x = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    choice = {"name": "quantize", "rounding": "stochastic"}
+    assert torch.equal(roundtrip(choice, x, micro_batch=1), roundtrip(choice, x, micro_batch=1))
+    assert not torch.equal(roundtrip(choice, x, micro_batch=1), roundtrip(choice, x, micro_batch=2))
+
+
+def test_rotation_keeps_fp32_under_autocast():
+    x = torch.randn(4, 128, generator=torch.Generator().manual_seed(0))
+    choice = {"name": "quantize", "bits": 8, "hadamard": True}
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = roundtrip(choice, x)
+    assert torch.equal(inside, roundtrip(choice, x))
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"bits": 9}, "codec.bits: 9 is not allowed: should be less than or equal to 8"),
+        ({"group_size": 12}, "codec.group_size: 12: allowed: a positive multiple of 8, 'tensor', 'channel'"),
+        (
+            {"group_size": "row"},
+            "codec.group_size: 'row': allowed: a positive multiple of 8, 'tensor', 'channel'",
+        ),
+        ({"scale": "asym"}, "codec.scale: 'asym' is not allowed; allowed: 'minmax', 'symmetric'"),
+        (
+            {"hadamard": True, "group_size": 24},
+            "codec.hadamard: True: needs a group_size that is a power of two, not 24",
+        ),
+        (
+            {"hadamard": True, "group_size": "tensor"},
+            "codec.hadamard: True: needs a group_size that is a power of two, not 'tensor'",
+        ),
+        ({"mixed": {"low_bits": 4}}, "codec.mixed: {'low_bits': 4}: low_bits must be below bits, which is 4"),
+        (
+            {"mixed": {}, "group_size": "channel"},
+            "codec.mixed: {}: needs a group_size in values, not 'channel'",
+        ),
+    ],
+)
+def test_refusals(options, reason):
+    with pytest.raises(CompressionError) as error:
+        build({"name": "quantize", **options})
+    assert str(error.value) == reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bits": 4},
+        {"bits": 8, "scale": "symmetric"},
+        {"bits": 1, "scale": "symmetric"},
+        {"bits": 3, "hadamard": True},
+        {"group_size": "tensor"},
+        {"group_size": "channel"},
+        {"rounding": "stochastic"},
+        {"scale_dtype": "fp32"},
+        {"group_size": 32, "mixed": {"share": 0.5, "low_bits": 2}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(3, 50, 37), (70, 1000)])
+def test_error_feedback_in_one_pass_changes_nothing(options, dtype, shape):
+    """The passes that EF would take one by one: add the residual, encode, decode, subtract."""
+    codec = build({"name": "quantize", **options})
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator).to(dtype)
+    residual = torch.randn(shape, generator=generator).to(wide(dtype))
+    for factor in (0.0, 1.0, 64.0):
+        parts, error = codec.encode_with_error(x, residual, torch.tensor(factor), Context())
+        expected, expected_error = Codec.encode_with_error(
+            codec, x, residual, torch.tensor(factor), Context()
+        )
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(parts, expected, strict=True))
+        assert error.dtype == residual.dtype and torch.equal(error, expected_error)

@@ -1,0 +1,280 @@
+import pytest
+import torch
+
+import ds_compress.codecs  # noqa: F401  (registers)
+from ds_compress.codec import Context, TensorSpec, build
+from ds_compress.errors import CompressionError
+from ds_compress.kernels import bitstring, native
+from ds_compress.kernels.selection import Selection
+
+SHAPES = [(), (0,), (1,), (7,), (3, 0), (0, 5), (3, 5), (2, 3, 205)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+SELECTING = [
+    {"name": "topk"},
+    {"name": "topk", "density": 1.0},
+    {"name": "topk", "density": 0.3, "scope": "tensor", "indices": "bitmask"},
+    {"name": "topk", "density": 0.01, "indices": "int32"},
+    {"name": "topk", "indices": "int16", "values": "bf16"},
+    {"name": "topk", "indices": "rice", "values": {"name": "fp16"}},
+    {"name": "topk", "select": "threshold", "scope": "tensor"},
+    {"name": "topk", "select": "sidco", "density": 0.2},
+    {"name": "topk", "select": "block"},
+    {"name": "topk", "select": "block", "block_size": 8, "density": 0.01},
+    {"name": "randomk"},
+    {"name": "randomk", "density": 0.7, "scope": "tensor", "unbiased": True},
+    {"name": "column", "density": 0.3},
+    {"name": "column", "values": "bf16"},
+]
+
+
+def random(shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def send(codec, x, sender=None, receiver=None):
+    """Through encode, a check of the layout, and decode."""
+    spec = TensorSpec.of(x)
+    parts = codec.encode(x, sender or Context())
+    assert tuple((tuple(p.shape), p.dtype) for p in parts) == codec.layout(spec)
+    y = codec.decode(tuple(p.clone() for p in parts), spec, receiver or Context())
+    assert TensorSpec.of(y) == spec
+    return y
+
+
+def masked(x, selection):
+    kept = torch.zeros_like(x).flatten()
+    kept[selection.indices] = selection.gather(x)
+    return kept.view(x.shape)
+
+
+def expected(codec, x, selection):
+    """`x` where it was selected, times what the codec multiplies by; zero elsewhere."""
+    factor = torch.zeros(x.numel(), dtype=x.dtype)
+    gain = codec.gain(TensorSpec.of(x))
+    factor[selection.indices] = 1 if gain is None else gain.to(x.dtype)
+    return x * factor.view(x.shape)
+
+
+@pytest.mark.parametrize("choice", SELECTING, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_kept_arrives_and_the_gradient_reuses_its_places(choice, shape, dtype):
+    codec = build(choice)
+    x, sender, receiver = random(shape, dtype), Context(), Context()
+    y = send(codec, x, sender, receiver)
+    assert sender.selection.indices.dtype == torch.int64
+    assert sender.selection.indices.tolist() == receiver.selection.indices.tolist()
+    assert sender.selection.count == codec.kept(TensorSpec.of(x))
+    torch.testing.assert_close(y, expected(codec, x, sender.selection), rtol=2**-8, atol=0)
+
+    backward = build({"name": "topk", "indices": "reuse"}).paired(codec)
+    grad = random(shape, dtype, seed=1)
+    sender.direction = receiver.direction = "backward"
+    assert torch.equal(send(backward, grad, receiver, sender), expected(codec, grad, receiver.selection))
+    assert backward.layout(TensorSpec.of(grad)) == (((sender.selection.count,), dtype),)
+
+
+@pytest.mark.parametrize("choice", SELECTING, ids=str)
+def test_a_strided_input_gives_the_same_bytes(choice):
+    x = random((6, 4, 50)).transpose(0, 1)
+    codec = build(choice)
+    for part, same in zip(codec.encode(x, Context()), codec.encode(x.contiguous(), Context())):
+        assert torch.equal(part, same)
+
+
+@pytest.mark.parametrize("choice", SELECTING, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_plain_torch_gives_the_same_bytes_and_tensor(choice, dtype, monkeypatch):
+    codec, x = build(choice), random((2, 200, 205), dtype)
+    parts, y = codec.encode(x, Context()), send(codec, x)
+    monkeypatch.setattr(bitstring, "on_cpu", lambda tensor: False)
+    monkeypatch.setattr(native, "serves", lambda *_: False)
+    for part, same in zip(parts, codec.encode(x, Context())):
+        assert torch.equal(part, same)
+    assert torch.equal(send(codec, x), y)
+
+
+@pytest.mark.parametrize("choice", SELECTING, ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_overflow_shows_forward_and_backward(choice, bad):
+    codec = build(choice)
+    x = random((2, 3, 205))
+    x[1, 2, 200] = bad
+    ctx = Context()
+    assert not send(codec, x, ctx, ctx).isfinite().all()
+    codec.encode(random((2, 3, 205)), ctx)
+    backward = build({"name": "topk", "indices": "reuse"}).paired(codec)
+    assert not send(backward, x, ctx, ctx).isfinite().all()
+
+
+def test_kept_values_through_a_quantizer():
+    codec, x, ctx = (
+        build({"name": "topk", "values": {"name": "quantize", "bits": 8}}),
+        random((2, 30, 40)),
+        Context(),
+    )
+    y = send(codec, x, ctx, ctx)
+    kept = ctx.selection.gather(x)
+    step = (kept.max() - kept.min()) / 255
+    torch.testing.assert_close(y, expected(codec, x, ctx.selection), rtol=0, atol=0.6 * step.item())
+    assert torch.equal(y != 0, expected(codec, x, ctx.selection) != 0)
+
+
+def test_gains_saturate_in_fp16():
+    y = send(build({"name": "randomk", "unbiased": True}), torch.full((2, 100), 6e4, dtype=torch.float16))
+    assert y.max() == torch.finfo(torch.float16).max
+
+
+def test_reuse_is_the_gradient_of_the_sparsified_map():
+    forward = build({"name": "topk", "density": 0.3})
+    x, ctx = random((2, 50)).requires_grad_(), Context()
+    with torch.no_grad():
+        forward.encode(x, ctx)
+    mask = masked(torch.ones(2, 50), ctx.selection)
+    grad = random((2, 50), seed=1)
+    (x * mask).backward(grad)
+    assert torch.equal(
+        x.grad, send(build({"name": "topk", "indices": "reuse"}).paired(forward), grad, ctx, ctx)
+    )
+
+
+def test_a_kept_zero_is_kept():
+    ctx = Context()
+    send(build({"name": "topk", "density": 0.5}), torch.zeros(1, 6), Context(), ctx)
+    assert ctx.selection.indices.tolist() == [0, 1, 2]
+
+
+def test_rows_of_a_sample_do_not_starve_each_other():
+    x = torch.stack([torch.full((4,), 100.0), torch.tensor([1.0, 2.0, 3.0, 4.0])])
+    assert (send(build({"name": "topk", "density": 0.5}), x) != 0).sum(1).tolist() == [2, 2]
+    assert (send(build({"name": "topk", "density": 0.5, "scope": "tensor"}), x) != 0).sum(1).tolist() == [
+        4,
+        0,
+    ]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_reuse_shows_an_overflow_outside_the_selection(bad):
+    forward = build({"name": "topk", "density": 0.25})
+    ctx = Context()
+    forward.encode(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), ctx)
+    backward = build({"name": "topk", "indices": "reuse"}).paired(forward)
+    assert not send(backward, torch.tensor([[1.0, 0.0, bad, 0.0]]), ctx, ctx).isfinite().all()
+
+
+@pytest.mark.parametrize("choice", SELECTING, ids=str)
+@pytest.mark.parametrize("power", [-98, 98])
+def test_scale(choice, power):
+    codec, x = build(choice), random((2, 25, 400))
+    assert torch.equal(send(codec, x * 2.0**power), send(codec, x) * 2.0**power)
+
+
+@pytest.mark.parametrize(
+    "options, dtype, bits",
+    [
+        ({"indices": "bitmask", "values": "bf16"}, torch.float32, 2.61),
+        ({"indices": "rice", "values": "bf16"}, torch.float32, 2.12),
+        (
+            {"indices": "rice", "values": {"name": "quantize", "bits": 4, "group_size": 64}},
+            torch.float32,
+            0.97,
+        ),
+        ({"indices": "reuse", "values": "bf16"}, torch.float32, 1.61),
+        ({}, torch.bfloat16, 2.61),
+        ({"density": 0.01, "indices": "int16"}, torch.bfloat16, 0.33),
+        ({"density": 0.01}, torch.bfloat16, 0.33),
+        ({"density": 0.01, "indices": "rice"}, torch.bfloat16, 0.25),
+    ],
+)
+def test_bits_per_value_of_four_million_entries(options, dtype, bits):
+    layout = build({"name": "topk", **options}).layout(TensorSpec((1, 4096, 1024), dtype))
+    nbytes = sum(torch.Size(shape).numel() * part.itemsize for shape, part in layout)
+    assert bits - 0.02 < 8 * nbytes / 2**22 <= bits
+
+
+def test_random_entries_differ_from_message_to_message_and_agree_on_both_sides():
+    codec, x = build("randomk"), random((4, 1000))
+    seen = {}
+    for place in [
+        {},
+        {"micro_batch": 1},
+        {"step": 1},
+        {"direction": "backward"},
+        {"boundary": 1},
+        {"replica": 1},
+    ]:
+        sender, receiver = Context(**place), Context(**place)
+        send(codec, x, sender, receiver)
+        assert sender.selection.indices.tolist() == receiver.selection.indices.tolist()
+        seen[tuple(sender.selection.indices.tolist())] = place
+    assert len(seen) == 6
+
+
+def test_unbiased_random_entries_average_to_the_input():
+    codec, x = build({"name": "randomk", "density": 0.3, "unbiased": True}), random((2, 10), torch.float64)
+    mean = sum(send(codec, x, Context(step=n), Context(step=n)) for n in range(1000)) / 1000
+    torch.testing.assert_close(mean, x, rtol=0.2, atol=0)
+
+
+def test_column_keeps_the_channels_of_largest_norm():
+    x = random((2, 3, 7))
+    x[..., 5] *= 10
+    x[..., 2] *= 5
+    y = send(build({"name": "column", "density": 0.25}), x)
+    wanted = torch.zeros(7)
+    wanted[[2, 5]] = 1
+    assert torch.equal(y, x * wanted)
+
+
+def test_column_sends_one_index_per_channel_and_a_matrix_of_values():
+    layout = build({"name": "column", "density": 0.1}).layout(TensorSpec((4, 8, 1024), torch.bfloat16))
+    assert layout[-1] == ((32, 103), torch.bfloat16)
+    assert sum(torch.Size(shape).numel() * part.itemsize for shape, part in layout[:-1]) < 80
+
+
+def test_column_finds_a_bad_channel_among_huge_ones():
+    x = torch.full((4, 100), 1e30)
+    x[0, 70] = float("inf")
+    assert not send(build("column"), x).isfinite().all()
+
+
+def test_reuse_without_a_selection_is_refused():
+    codec = build({"name": "topk", "indices": "reuse"})
+    with pytest.raises(CompressionError, match="'reuse' at boundary 3, forward: no selection"):
+        codec.encode(torch.ones(4), Context(boundary=3))
+    ctx = Context(direction="backward")
+    ctx.selection = Selection.at(torch.tensor([0, 1]), 4)
+    with pytest.raises(CompressionError, match="kept 2 entries, expected 1"):
+        codec.encode(torch.ones(4), ctx)
+
+
+def test_pairing():
+    forward = build({"name": "topk", "density": 0.3, "scope": "tensor"})
+    followed = build({"name": "topk", "indices": "reuse"}).paired(forward)
+    assert (followed.options.density, followed.options.scope) == (0.3, "tensor")
+    independent = build({"name": "topk", "density": 0.2})
+    assert independent.paired(forward) is independent
+    with pytest.raises(CompressionError, match="0.2 backward.*'topk' keeps 0.3"):
+        build({"name": "topk", "indices": "reuse", "density": 0.2}).paired(forward)
+
+
+def test_reuse_with_nothing_to_reuse_sends_indices_and_says_so():
+    codec = build({"name": "topk", "indices": "reuse", "density": 0.2}).paired(build("bf16"))
+    assert (codec.options.indices, codec.options.density) == ("auto", 0.2)
+    assert "'bf16' selects no entries" in codec.note
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"density": 0}, "codec.density: 0 is not allowed"),
+        ({"density": 1.5}, "codec.density: 1.5 is not allowed"),
+        ({"values": "bf61"}, "did you mean 'bf16'"),
+        ({"values": "topk"}, "'topk' cannot carry the kept values"),
+        ({"indices": "int23"}, "did you mean 'int32'"),
+        ({"block_size": 64}, "block_size goes with select 'block', not with 'exact'"),
+    ],
+)
+def test_refusals(options, message):
+    with pytest.raises(CompressionError, match=message):
+        build({"name": "topk", **options})

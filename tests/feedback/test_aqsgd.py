@@ -1,0 +1,187 @@
+"""AQ-SGD in real pipelines on the digits data set: shuffled epochs, bytes, losses, buffers."""
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from deepspeed.utils import RepeatingLoader
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ds_compress  # noqa: F401
+from ds_compress.simulate import simulate
+from tests.feedback.test_feedback_pipeline import digests
+from tests.support.dist import run_ranks
+from tests.support.pipeline import Block, build, ds_config
+
+WIDTH, MICRO_BATCH, MICRO_BATCHES = 32, 8, 4
+LAYERS = [(nn.Linear, 64, WIDTH), *[(Block, WIDTH)] * 6, (nn.Linear, WIDTH, 10)]
+SPECS = [LayerSpec(*layer) for layer in LAYERS]
+TWO_BITS = {"name": "quantize", "bits": 2, "group_size": 32, "scale": "symmetric"}
+EIGHT_BITS = {"name": "quantize", "bits": 8, "group_size": 32}
+
+
+def cross_entropy(output, target):
+    return nn.functional.cross_entropy(output.float(), target)
+
+
+def digits(samples, replica=0, replicas=1):
+    """Micro-batches (pixels, digit, index) of endlessly many epochs, shuffled anew in each."""
+    data = load_digits()
+    x = torch.from_numpy(data.data[:samples]).float() / 16
+    dataset = TensorDataset(x, torch.from_numpy(data.target[:samples]), torch.arange(samples))
+    shard = torch.utils.data.Subset(dataset, range(replica, samples, replicas))
+    generator = torch.Generator().manual_seed(5 + replica)
+    loader = DataLoader(shard, MICRO_BATCH, shuffle=True, generator=generator, drop_last=True)
+    return iter(RepeatingLoader(loader))
+
+
+def config(feedback, codec=TWO_BITS, replicas=1, **changes):
+    direction = {"codec": codec, "feedback": feedback}
+    block = {"forward": direction, "backward": {"codec": EIGHT_BITS}, "min_numel": 0, **changes}
+    sizes = {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "train_batch_size": MICRO_BATCH * MICRO_BATCHES * replicas,
+    }
+    return ds_config(block, replicas=replicas, optimizer={"type": "SGD", "params": {"lr": 0.1}}, **sizes)
+
+
+def run(stages, config, samples, epochs, evaluate=False):
+    engine = build(stages, config, SPECS, loss_fn=cross_entropy)
+    replica, replicas = engine.grid.get_data_parallel_id(), engine.grid.data_parallel_size
+    data = digits(samples, replica, replicas)
+    steps = samples // replicas // (MICRO_BATCH * MICRO_BATCHES)
+    losses, forward_bytes = [], []
+    others = digits(samples, replica=7, replicas=13)
+    for _ in range(epochs):
+        for _ in range(steps):
+            losses.append(engine.train_batch(data).item())
+            if evaluate:
+                engine.eval_batch(others)
+        forward_bytes.append(
+            sum(c.sent.wire_bytes for c in engine._compression.sending if c.direction == "forward")
+        )
+    memory = [
+        value.nbytes
+        for boundary in engine._compression.boundaries
+        for values in boundary.memory.values()
+        for value in values.values()
+    ]
+    return {"losses": losses, "bytes": forward_bytes, "digests": digests(engine), "memory": sum(memory)}
+
+
+def run_simulated(stages, config, samples, epochs):
+    built = []
+    for index, (layer, *sizes) in enumerate(LAYERS):
+        torch.manual_seed(1234 + index)
+        built.append(layer(*sizes))
+    model = simulate(nn.Sequential(*built), config, [len(built) * s // stages for s in range(1, stages)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data, losses = digits(samples), []
+    for _ in range(epochs * samples // (MICRO_BATCH * MICRO_BATCHES)):
+        total = torch.tensor(0.0)
+        for _ in range(MICRO_BATCHES):
+            x, target, _ = next(data)
+            loss = cross_entropy(model(x), target)
+            (loss / MICRO_BATCHES).backward()
+            total += loss.detach()
+        losses.append((total / MICRO_BATCHES).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def assert_sides_equal(ranks, count):
+    sides = {}
+    for rank in ranks:
+        for place, digest in rank["digests"].items():
+            sides.setdefault(place, []).append(digest)
+    assert len(sides) == count and all(len(both) == 2 and both[0] == both[1] for both in sides.values())
+
+
+@pytest.mark.parametrize(
+    "stages, feedback, changes",
+    [
+        (2, "aqsgd", {}),
+        (4, {"name": "aqsgd", "ids": "hash", "store": "host"}, {"link": {"mode": "blocking"}}),
+        (4, {"name": "aqsgd", "store": "disk"}, {"warmup_steps": 3}),
+    ],
+)
+def test_pipeline_equals_simulate(stages, feedback, changes):
+    settings = config(feedback, **changes)
+    ranks = run_ranks(stages, run, stages, settings, 128, 3)
+    assert ranks[0]["losses"] == run_simulated(stages, settings, 128, 3)
+    assert ranks[0]["losses"] != run_simulated(stages, config("none"), 128, 3)
+    assert_sides_equal(ranks, stages - 1)
+
+
+def aligned(nbytes):
+    return -(-nbytes // 16) * 16
+
+
+def test_bytes_memory_and_ids_in_four_stages():
+    """Static packets after the first epoch, before them dense rows too; a bf16 row of each sample on each
+    side."""
+    samples, epochs = 256, 3
+    ranks = run_ranks(4, run, 4, config("aqsgd"), samples, epochs)
+    values = MICRO_BATCH * WIDTH
+    packet = (
+        32 + values * 2 // 8 + aligned(2 * values // 32) + aligned(MICRO_BATCH) + aligned(8 * MICRO_BATCH)
+    )
+    dense = 32 + 4 * values
+    messages = samples // MICRO_BATCH
+    for stage in range(3):
+        first, *later = ranks[stage]["bytes"]
+        assert first == messages * (packet + dense)
+        assert later == [first + n * messages * packet for n in range(1, epochs)]
+    for stage, sides in enumerate([1, 2, 2, 1]):
+        assert ranks[stage]["memory"] == sides * samples * WIDTH * 2
+    by_column = run_ranks(4, run, 4, config({"name": "aqsgd", "ids": {"column": 2}}), samples, epochs)
+    on_disk = run_ranks(4, run, 4, config({"name": "aqsgd", "store": "disk"}), samples, epochs)
+    assert ranks[0]["losses"] == by_column[0]["losses"] == on_disk[0]["losses"]
+
+
+def test_shards_of_replicas_and_batches():
+    ranks = run_ranks(4, run, 2, config("aqsgd", replicas=2), 256, 3)
+    assert_sides_equal(ranks, 2)
+    assert len({digest for rank in ranks for digest in rank["digests"].values()}) == 2
+    assert all(rank["memory"] == 128 * WIDTH * 2 for rank in ranks)
+
+
+def test_watching_changes_nothing(tmp_path):
+    """Neither evaluation between the steps nor measuring the error of every message."""
+    feedback = {"name": "aqsgd", "store": "disk"}
+    plain = run_ranks(2, run, 2, config(feedback), 128, 3)
+    watched = config(feedback, monitor={"every": 1})
+    watched["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path), "job_name": "digits"}
+    watched = run_ranks(2, run, 2, watched, 128, 3, True)
+    assert watched[0]["losses"] == plain[0]["losses"]
+    assert [rank["digests"] for rank in watched] == [rank["digests"] for rank in plain]
+    errors = next(tmp_path.rglob("*boundary_0_forward_relative_error.csv")).read_text().splitlines()[1:]
+    errors = [float(line.split(",")[1]) for line in errors]
+    assert errors[:4] == [0] * 4, "the second packet of the first epoch is measured too"
+    assert all(0 < error < 1 for error in errors[4:])
+
+
+@pytest.mark.parametrize("samples, warmup", [(512, 4), pytest.param(1792, 2, marks=pytest.mark.slow)])
+def test_learns_better_than_plain_quantization(samples, warmup):
+    """Two epochs at two bits, on from a model that both trained uncompressed, where samples change slowly."""
+    steps = samples // (MICRO_BATCH * MICRO_BATCHES)
+    buffered, plain = (
+        run_ranks(4, run, 4, config(feedback, warmup_steps=warmup * steps), samples, warmup + 2)[0]["losses"]
+        for feedback in ("aqsgd", "none")
+    )
+    assert buffered[: warmup * steps] == plain[: warmup * steps]
+    assert sum(buffered[-2 * steps :]) < 0.8 * sum(plain[-2 * steps :])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages, replicas", [(2, 1), (4, 1), (2, 2)])
+def test_sides_are_equal_after_200_steps(stages, replicas):
+    samples = 320 * replicas
+    ranks = run_ranks(
+        stages * replicas, run, stages, config("aqsgd", replicas=replicas), samples, 20, timeout=170
+    )
+    assert len(ranks[0]["losses"]) == 200
+    assert_sides_equal(ranks, (stages - 1) * replicas)

@@ -1,0 +1,116 @@
+"""The Triton kernels: run here, by the interpreter or on a GPU, and compiled for GPUs that are not here."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_compress.kernels import gpu, reference, resolve
+from ds_compress.kernels.selection import Selection
+
+triton = pytest.importorskip("triton")
+
+from ds_compress.kernels.triton import band, bitstring, groups, reuse, selection  # noqa: E402
+from tests.support.triton_aot import ARCHITECTURES, compile_launch, recorded  # noqa: E402
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+def run_kernels(**environment):
+    files = [str(SUPPORT / name) for name in ("triton_kernels.py", "triton_topk.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=SUPPORT.parents[1], env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+def test_equal_to_the_reference_under_the_interpreter():
+    run_kernels(TRITON_INTERPRET="1")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_equal_to_the_reference_on_a_gpu():
+    run_kernels(TRITON_INTERPRET="0")
+
+
+def every_setting():
+    """Calls that between them launch every kernel and take every branch of it."""
+    for bits in range(1, 9):
+        scale_dtype, dtype = (torch.bfloat16, torch.bfloat16) if bits % 2 else (torch.float32, torch.float32)
+        x = torch.zeros(64, 128, dtype=dtype)
+        packed, step, offset = groups.quantize(x, bits, False, scale_dtype, hadamard=bits == 4)
+        groups.dequantize(packed, step, offset, bits, bits == 4, dtype)
+        groups.quantize_with_error(x, x.float(), torch.ones(()), bits, bits == 3, scale_dtype, bits == 4)
+    x = torch.zeros(64, 24, dtype=torch.float16)
+    for bits, generator in ((1, None), (4, torch.Generator())):
+        packed, step = groups.quantize(x, bits, True, torch.bfloat16, generator=generator)
+        groups.dequantize(packed, step, None, bits, False, torch.float16)
+    for dtype, d in ((torch.bfloat16, 100_000), (torch.float32, 100_001), (torch.float16, 1000)):
+        x = torch.zeros(2, d, dtype=dtype)  # with a sample or without, for bits or for indices
+        selection.exact(x, 100)
+        selection.banded(x, (1, 2, 3, 4), 100)
+    bits = torch.zeros(125, dtype=torch.uint8)
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        for held in (torch.arange(10), bits):
+            reuse.gather(torch.zeros(1000, dtype=dtype), Selection(1000, 10, held))
+        reuse.expand(torch.zeros(10, dtype=dtype), bits, 1000)
+    bitstring.list_bits(bits, 1000, 10)
+    bitstring.pack_bits(bitstring.unpack_bits(bits, 1000))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_kernel_compiles(architecture, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with recorded(monkeypatch, groups, band, selection, reuse, bitstring) as launches:
+        every_setting()
+    names = {kernel.fn.__name__ for kernel, _, _ in launches}
+    assert names == {
+        "_quantize",
+        "_dequantize",
+        "_order_statistics",
+        "_candidates",
+        "_histogram",
+        "_tally",
+        "_count",
+        "_write",
+        "_pack",
+        "_unpack",
+        "_popcount",
+        "_list",
+        "_compress",
+        "_spoil",
+        "_expand",
+        "_look",
+        "_gather",
+    }
+    for kernel, args, named in launches:
+        compiled = compile_launch(kernel, args, named, architecture)
+        assert compiled.asm["cubin"]
+        if kernel.fn.__name__ == "_quantize":  # else codes and scales are not the reference's
+            assert "div.full" not in compiled.asm["ptx"] and "fma.rn" not in compiled.asm["ptx"]
+
+
+def test_without_triton_plain_torch_serves_gpus_and_says_so_once(monkeypatch, caplog):
+    gpu.kernels.cache_clear()
+    monkeypatch.setitem(sys.modules, "ds_compress.kernels.triton", None)
+    monkeypatch.delattr("ds_compress.kernels.triton")
+    device = torch.device("cuda", 0)
+    assert resolve.kernels(device) is resolve.kernels(device) is reference
+    assert len(caplog.records) == 1 and "Triton kernels are off on cuda:0" in caplog.text
+    gpu.kernels.cache_clear()
+
+
+def test_triton_that_cannot_launch_is_not_used(monkeypatch, caplog):
+    """As here: no driver."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    gpu.kernels.cache_clear()
+    assert gpu.kernels(torch.device("cuda", 0)) is None
+    assert len(caplog.records) == 1
+    gpu.kernels.cache_clear()
+    assert gpu.kernels(torch.device("cpu")) is None

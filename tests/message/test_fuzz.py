@@ -1,0 +1,114 @@
+"""Damaged packets: our error in one line, or tensors as expected; never a crash, never memory without
+bound."""
+
+import copy
+import random
+import resource
+
+import pytest
+import torch
+
+from ds_compress.codec import CODECS, TensorSpec, names
+from ds_compress.config import Config
+from ds_compress.errors import CompressionError
+from ds_compress.message.channel import Boundary, MessageId
+from ds_compress.message.packet import HEADER_SIZE
+
+MOMENT = MessageId(step=3, micro_batch=1, training=True)
+SHAPE = (4, 6, 32)
+
+
+def settings():
+    """(codec, options) of every example of every codec."""
+    for name in names():
+        for options in CODECS.find(name, "").examples:
+            yield name, options
+
+
+def messages():
+    """For every codec: both sides of a boundary, a forward packet, the tensors it was made of, and what
+    follows it."""
+    for name, options in settings():
+        codec = {"codec": {"name": name, **options}}
+        block = {"min_numel": 0, "forward": codec, "warmup_steps": int(CODECS.find(name, "").needs_warmup)}
+        if CODECS.find(name, "").both_directions:
+            block["backward"] = codec
+        try:
+            config = Config(block)
+        except CompressionError:  # options for the backward direction
+            continue
+        sender, receiver = Boundary(0, config), Boundary(0, config)
+        x, ids = torch.randn(SHAPE), torch.arange(7)
+        if config.warmup_steps:
+            before = MessageId(0, 0, training=True)
+            first = sender.forward.encode((x, ids), before)
+            receiver.forward.decode(first, receiver.forward.message(specs(x, ids), before), before)
+        packet = sender.forward.encode((x, ids), MOMENT)
+        yield name, receiver, packet, (x, ids), sender.forward.rest
+
+
+def specs(*tensors):
+    return tuple(map(TensorSpec.of, tensors))
+
+
+def mutated(packet, rng):
+    """`packet` with some bits flipped, bytes replaced, or another length."""
+    packet = packet.clone()
+    how = rng.randrange(5)
+    if how == 0:
+        packet[rng.randrange(HEADER_SIZE)] ^= 1 << rng.randrange(8)
+    elif how == 1:
+        for _ in range(rng.randint(1, 8)):
+            packet[rng.randrange(packet.numel())] ^= 1 << rng.randrange(8)
+    elif how == 2:
+        start = rng.randrange(packet.numel())
+        length = rng.randint(1, 64)
+        packet[start : start + length] = rng.choice([0, 255, rng.randrange(256)])
+    elif how == 3:
+        return packet[: rng.randrange(packet.numel())]
+    else:
+        return torch.cat([packet, torch.randint(0, 256, (rng.randint(1, 64),), dtype=torch.uint8)])
+    return packet
+
+
+def fuzz(count, seed):
+    """How many of `count` mutated packets were refused, by codec; and how many were decoded."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    cases = list(messages())
+    refused, decoded = 0, 0
+    for number in range(count):
+        name, receiver, packet, (x, ids), rest = cases[number % len(cases)]
+        boundary = copy.copy(receiver)
+        listener = boundary.forward.listener()
+        damaged = mutated(packet, rng)
+        damaged_rest = mutated(rest, rng) if rest is not None and rng.random() < 0.5 else rest
+
+        def fetch(nbytes):
+            if damaged_rest.numel() != nbytes:
+                raise CompressionError("link: a receive has the size that it was posted with")
+            return damaged_rest
+
+        try:
+            outputs = listener.decode(damaged, listener.message(specs(x, ids), MOMENT), MOMENT, fetch)
+        except CompressionError as error:
+            assert "\n" not in str(error), (name, error)
+            refused += 1
+        else:
+            assert [specs(output) for output in outputs] == [specs(x), specs(ids)], name
+            decoded += 1
+    return refused, decoded
+
+
+def test_mutated_packets():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    refused, decoded = fuzz(10_000, seed=0)
+    assert refused > 3000 and decoded > 1000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_a_million_mutated_packets(seed):
+    refused, decoded = fuzz(100_000, seed)
+    assert refused > 30_000 and decoded > 10_000

@@ -1,0 +1,128 @@
+"""Packets carry what they were given, byte for byte, and refuse what they were not."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_compress.errors import CompressionError
+from ds_compress.message.packet import ALIGNMENT, HEADER_SIZE, Header, PacketLayout
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int32, torch.int64, torch.bool]
+SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+LAYOUTS = st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), max_size=5).map(tuple)
+
+
+def header(layout, **changes):
+    fields = {"boundary": 1, "direction": "forward", "step": 7, "micro_batch": 3, "training": True}
+    return Header(**{**fields, "fingerprint": layout.fingerprint, "nbytes": layout.nbytes, **changes})
+
+
+def payload(layout):
+    return tuple(torch.randint(0, 2, shape).to(dtype) for shape, dtype in layout.parts)
+
+
+@settings(max_examples=200, deadline=None)
+@given(LAYOUTS)
+def test_round_trip(parts):
+    layout = PacketLayout(parts, "settings")
+    packet = layout.allocate(torch.device("cpu"))
+    sent = payload(layout)
+    layout.write(packet, header(layout), sent)
+    header(layout).check(packet)
+    assert packet.numel() == layout.nbytes and packet.numel() % ALIGNMENT == 0
+    for part, view in zip(sent, layout.views(packet)):
+        assert torch.equal(part, view) and part.dtype == view.dtype
+        assert view.numel() == 0 or (view.data_ptr() - packet.data_ptr()) % ALIGNMENT == 0
+
+
+def test_size_is_payload_plus_header():
+    layout = PacketLayout((((1024,), torch.float32), ((3,), torch.uint8)), None)
+    assert layout.nbytes == HEADER_SIZE + 4096 + ALIGNMENT
+
+
+@given(
+    st.integers(0, 2**16 - 1),
+    st.sampled_from(["forward", "backward"]),
+    st.integers(0, 2**40),
+    st.integers(0, 2**32 - 1),
+    st.booleans(),
+)
+def test_header_round_trip(boundary, direction, step, micro_batch, training):
+    layout = PacketLayout((), None)
+    fields = {"boundary": boundary, "direction": direction, "micro_batch": micro_batch, "training": training}
+    came = Header.unpack(header(layout, **fields, step=step).pack())
+    assert came == header(layout, **fields, step=step % 2**32)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("boundary", 2),
+        ("direction", "backward"),
+        ("step", 8),
+        ("micro_batch", 4),
+        ("training", False),
+        ("fingerprint", bytes(8)),
+    ],
+)
+def test_another_message_is_named(field, value):
+    layout = PacketLayout((((4,), torch.float32),), None)
+    packet = layout.allocate(torch.device("cpu"))
+    layout.write(packet, header(layout, **{field: value}), payload(layout))
+    with pytest.raises(CompressionError, match=f"boundary 1, forward, step 7, micro-batch 3: its {field} is"):
+        header(layout).check(packet)
+
+
+def test_settings_enter_the_fingerprint():
+    assert PacketLayout((), "a").fingerprint != PacketLayout((), "b").fingerprint
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.integers(0, HEADER_SIZE * 8 - 1))
+def test_no_flipped_header_bit_passes(bit):
+    layout = PacketLayout((((4,), torch.float32),), None)
+    packet = layout.allocate(torch.device("cpu"))
+    layout.write(packet, header(layout), payload(layout))
+    packet[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(CompressionError) as caught:
+        header(layout).check(packet)
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_sizes_are_refused():
+    layout = PacketLayout((((4,), torch.float32),), None)
+    with pytest.raises(CompressionError, match="47 bytes came, expected 48"):
+        layout.views(torch.zeros(47, dtype=torch.uint8))
+    with pytest.raises(CompressionError, match="shorter than the header"):
+        Header.unpack(bytes(HEADER_SIZE - 1))
+    packet = layout.allocate(torch.device("cpu"))
+    with pytest.raises(CompressionError, match=r"payload of \(5,\)"):
+        layout.write(packet, header(layout), (torch.zeros(5),))
+    with pytest.raises(CompressionError, match="float64"):
+        layout.write(packet, header(layout), (torch.zeros(4, dtype=torch.float64),))
+    with pytest.raises(CompressionError, match="2 payload tensors came"):
+        layout.write(packet, header(layout), payload(layout) * 2)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, (HEADER_SIZE + 48) * 8 - 1))
+def test_no_flipped_bit_passes_a_checksum(bit):
+    layout = PacketLayout((((4,), torch.float32), ((20,), torch.uint8)), None)
+    packet = layout.allocate(torch.device("cpu"))
+    layout.write(packet, header(layout, sealed=True), payload(layout))
+    header(layout, sealed=True).check(packet)
+    packet[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(CompressionError) as caught:
+        header(layout, sealed=True).check(packet)
+    assert "\n" not in str(caught.value)
+    if bit >= HEADER_SIZE * 8:
+        assert str(caught.value).endswith("its checksum is another: it was damaged on its way")
+
+
+def test_only_one_side_with_a_checksum_is_refused():
+    layout = PacketLayout((((4,), torch.float32),), None)
+    packet = layout.allocate(torch.device("cpu"))
+    layout.write(packet, header(layout), (torch.ones(4),))
+    with pytest.raises(CompressionError, match="its checksum is another"):
+        header(layout, sealed=True).check(packet)

@@ -1,0 +1,344 @@
+"""What the sinks hold is what the channels counted, for every boundary and direction, and watching changes
+nothing."""
+
+import itertools
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ds_compress  # noqa: F401  (hooks the engine)
+from ds_compress.cli.runs import LOSS, read_run
+from ds_compress.config import DIRECTIONS, Config
+from ds_compress.message.channel import Boundary, MessageId
+from ds_compress.message.clock import HostClock
+from ds_compress.message.meters import SendingMeter, error_and_cosine, largest, norms
+from ds_compress.monitor import monitor
+from ds_compress.monitor.metrics import (
+    CHANNEL,
+    DASHBOARD,
+    PIPELINE,
+    label,
+    labels,
+    stage_ms,
+    transfer_ms,
+    uncompressed_step_ms,
+)
+from tests.support.dist import run_ranks
+from tests.support.pipeline import MICRO_BATCH, MICRO_BATCHES, batches, build, ds_config, weights
+
+STEPS = 4
+BLOCK = {
+    "forward": {"codec": {"name": "quantize", "rounding": "stochastic"}, "feedback": "ef21"},
+    "backward": {"codec": {"name": "topk", "density": 0.1}, "feedback": {"name": "ef", "dtype": "int8"}},
+    "min_numel": 0,
+    "monitor": {"every": 1},
+}
+
+
+def sinks(folder):
+    at = {"enabled": True, "output_path": str(folder)}
+    return {
+        "csv_monitor": {**at, "job_name": "csv"},
+        "tensorboard": {**at, "job_name": "tensorboard"},
+        "wandb": {"enabled": True, "project": "tests"},
+    }
+
+
+def train_and_count(stages, config, steps=STEPS):
+    """Losses, weights, and the counters of every channel this rank sends on after each step."""
+    engine = build(stages, config)
+    epoch = list(itertools.islice(batches(engine.grid.get_data_parallel_id()), 2 * MICRO_BATCHES))
+    data = itertools.cycle(epoch)
+    losses, counted = [], []
+    for _ in range(steps):
+        losses.append(engine.train_batch(data).item())
+        counted.append(
+            {
+                (channel.boundary.number, channel.direction): (
+                    channel.sent.raw_bytes,
+                    channel.sent.wire_bytes,
+                )
+                for channel in engine._compression.sending
+            }
+        )
+    if config.get("wandb") and engine.global_rank == 0:
+        import wandb
+
+        wandb.finish()
+    monitor = engine._compression_monitor
+    return {"losses": losses, "weights": weights(engine), "counted": counted, "summary": monitor.summary()}
+
+
+def tensorboard_series(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def charts(folder):
+    """All labels in the charts of TensorBoard's "Custom Scalars" page, as its plugin reads them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar import layout_pb2
+
+    events = EventAccumulator(str(folder)).Reload()
+    layout = layout_pb2.Layout.FromString(
+        events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    )
+    return [tag for category in layout.category for chart in category.chart for tag in chart.multiline.tag]
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_sinks_hold_what_the_channels_counted(stages, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    replicas = 2
+    config = ds_config(BLOCK, replicas=replicas, **sinks(tmp_path))
+    ranks = run_ranks(stages * replicas, train_and_count, stages, config)
+
+    first_replica = ranks[::replicas]
+    samples = [step * MICRO_BATCH * MICRO_BATCHES * replicas for step in range(1, STEPS + 1)]
+    wandb_run = read_run(tmp_path / "wandb" / "latest-run")
+    found = {
+        "csv": read_run(tmp_path / "csv").series,
+        "tensorboard": tensorboard_series(tmp_path / "tensorboard"),
+        "wandb": wandb_run.series,
+    }
+    for sink, series in found.items():
+        assert [x for x, _ in series[LOSS]] == samples, sink
+        for name in PIPELINE:
+            assert [x for x, _ in series[label(name)]] == samples, (sink, name)
+            assert all(value > 0 for _, value in series[label(name)]), (sink, name)
+        for boundary in range(stages - 1):
+            for direction in DIRECTIONS:
+                rows = {name: series[label(name, boundary, direction)] for name in CHANNEL}
+                for name, points in rows.items():
+                    assert [x for x, _ in points] == samples, (sink, boundary, direction, name)
+                sender = first_replica[boundary + (direction == "backward")]
+                counted = [step[boundary, direction] for step in sender["counted"]]
+                assert [value for _, value in rows["raw_bytes"]] == [raw for raw, _ in counted]
+                assert [value for _, value in rows["wire_bytes"]] == [wire for _, wire in counted]
+                raw, wire = counted[0]
+                assert rows["ratio"][-1][1] == pytest.approx(raw / wire)
+                for name in ("encode_ms", "decode_ms", "relative_error", "send_ms", "wait_ms"):
+                    assert all(value > 0 for _, value in rows[name]), (sink, name)
+                assert all(0 < value <= 1 for _, value in rows["cosine"])
+                assert all(value == 0 for _, value in rows["nonfinite_share"])
+                assert (rows["residual_norm"][-1][1] > 0) == (
+                    direction == "backward"
+                )  # ef keeps one, ef21 does not
+    assert set(charts(tmp_path / "tensorboard")) == {
+        label for label in found["tensorboard"] if label.startswith("Train/Compression/")
+    }
+    assert wandb_run.config["ds_compress"]["forward"]["name"] == "quantize"
+    total = sum(sum(wire for _, wire in rank["counted"][-1].values()) for rank in first_replica)
+    assert f"{total / 1e3:,.1f} kB sent instead of" in ranks[0]["summary"] and "waited" in ranks[0]["summary"]
+    assert not any(rank["summary"] for rank in ranks[1:])
+
+
+@pytest.mark.parametrize("feedback", ["ef21", "aqsgd"])
+def test_watching_changes_nothing(feedback, tmp_path):
+    """A packet decoded by its own sender leaves feedback state, stashes and random choices as they were."""
+    block = {**BLOCK, "forward": {**BLOCK["forward"], "feedback": feedback}}
+    quiet = run_ranks(2, train_and_count, 2, ds_config({**block, "monitor": {"every": 0}}))
+    csv_only = {"csv_monitor": sinks(tmp_path)["csv_monitor"]}
+    watched = run_ranks(2, train_and_count, 2, ds_config(block, **csv_only))
+    assert len(read_run(tmp_path).series[label("cosine", 0, "forward")]) == STEPS
+    for mine, theirs in zip(watched, quiet):
+        assert mine["losses"] == theirs["losses"] and mine["counted"] == theirs["counted"]
+        for name, value in theirs["weights"].items():
+            assert torch.equal(torch.as_tensor(mine["weights"][name]), torch.as_tensor(value)), name
+    assert not quiet[0]["summary"]
+
+
+COLLECTIVES = (
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_to_all_single",
+    "reduce_scatter_tensor",
+    "barrier",
+)
+
+
+def train_counting_work(config):
+    """How often this rank called each collective of torch.distributed in training steps, and a clock of
+    ours."""
+    counts = dict.fromkeys((*COLLECTIVES, "clock"), 0)
+
+    def counting(name, original):
+        def call(*args, **kwargs):
+            counts[name] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    engine = build(2, config)
+    for name in COLLECTIVES:
+        setattr(torch.distributed, name, counting(name, getattr(torch.distributed, name)))
+    HostClock.mark = counting("clock", HostClock.mark)
+    data = batches(engine.grid.get_data_parallel_id())
+    for _ in range(STEPS):
+        engine.train_batch(data)
+    return counts
+
+
+def test_a_monitor_that_is_off_does_nothing(tmp_path):
+    """Beside what stock DeepSpeed does there is one sum, for the line that says what is active, even with
+    sinks on."""
+
+    def trained(every=None):
+        block = None if every is None else {**BLOCK, "monitor": {"every": every}}
+        sink = {"csv_monitor": sinks(tmp_path)["csv_monitor"]}
+        return run_ranks(4, train_counting_work, ds_config(block, replicas=2, **sink))
+
+    for stock, off, on in zip(trained(), trained(every=0), trained(every=1)):
+        assert stock["all_reduce"] > 0 and stock["clock"] == 0
+        assert off == {**stock, "all_reduce": stock["all_reduce"] + 1}
+        assert on == {**stock, "all_reduce": stock["all_reduce"] + STEPS, "clock": on["clock"]}
+        assert on["clock"] > 2 * STEPS * MICRO_BATCHES
+
+
+@pytest.mark.parametrize("bad, share", [(math.inf, 0.5), (math.nan, 0.5), (1.0, 0.0)])
+def test_messages_that_are_not_finite_are_counted(bad, share):
+    """Micro-batch 1 is bad."""
+    good = torch.randn(64)
+    messages = [good, torch.cat([good[1:], torch.tensor([bad])])]
+    for compared in (0, 1):
+        boundary = Boundary(0, Config({"forward": {"codec": "bf16"}, "min_numel": 0}))
+        meter = SendingMeter(HostClock(), compared)
+        for micro_batch, x in enumerate(messages):
+            packet = meter.encode(
+                boundary.forward, [x], MessageId(0, micro_batch, True), 0, HeldSender().memory
+            )
+            meter.send(HeldSender(), packet)
+        values = meter.values()
+        assert values["nonfinite_share"] == share
+        if compared == 1 and share:
+            assert math.isnan(values["relative_error"]) and math.isnan(values["cosine"])
+        else:
+            assert 0 < values["relative_error"] < 2**-8 and values["cosine"] == pytest.approx(1, abs=1e-4)
+
+
+def compared_messages(config):
+    """Micro-batches that rank 0 compares in eight steps."""
+    seen = []
+
+    def noting(clock, compared):
+        seen.append(compared)
+        return SendingMeter(clock, compared)
+
+    monitor.SendingMeter = noting
+    engine, data = build(2, config), batches()
+    for _ in range(8):
+        engine.train_batch(data)
+    return seen
+
+
+def test_every_message_of_a_step_is_compared_in_turn(tmp_path):
+    """Once the step number chose it: with "every" a multiple of the micro-batches it was always the same
+    one."""
+    csv = {"enabled": True, "output_path": str(tmp_path), "job_name": "turns"}
+    config = ds_config({"monitor": {"every": 2}}, csv_monitor=csv)
+    assert run_ranks(2, compared_messages, config)[0] == [0, 1, 2, 3]
+
+
+class HeldSender:
+    """A link that goes nowhere."""
+
+    def memory(self, nbytes):
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def send(self, packet):
+        pass
+
+
+def compared(sent, decoded):
+    return error_and_cosine(*norms(sent, decoded, largest(sent)).tolist())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([1e-30, 1e-3, 1.0, 1e30]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    st.floats(0, 2),
+)
+def test_error_and_cosine_against_float64(size, dtype, noise):
+    generator = torch.Generator().manual_seed(0)
+    x = (size * torch.randn(3, 100, generator=generator, dtype=torch.float64)).to(dtype)
+    y = (x.double() + noise * size * torch.randn(3, 100, generator=generator, dtype=torch.float64)).to(dtype)
+    ints = torch.arange(5)
+    error, cosine = compared([x[:1], ints, x[1:]], [y[:1], ints, y[1:]])
+    a, b = x.double().flatten() / size, y.double().flatten() / size
+    assert error == pytest.approx(((a - b).norm() / a.norm()).item(), rel=1e-4, abs=1e-7)
+    assert cosine == pytest.approx((a @ b / (a.norm() * b.norm())).item(), abs=1e-5)
+
+
+def test_nothing_sent_is_no_error():
+    zero = torch.zeros(4)
+    assert compared([zero], [zero]) == (0.0, 1.0)
+    assert compared([zero], [zero + 1]) == (math.inf, 0.0)
+    assert compared([torch.zeros(0)], [torch.zeros(0)]) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("skew", [-5000.0, 0.0, 123.0])
+def test_transfer_time_needs_no_common_clock(skew):
+    """Packets of 3000 and 1000 bytes that take 30 and 10 ms; the receiver was late for some."""
+    sent = {"forward": [0.0, 50.0, 60.0], "backward": [100.0 + skew, 150.0 + skew, 200.0 + skew]}
+    arrived = {"forward": [30.0 + skew, 95.0 + skew, 110.0 + skew], "backward": [140.0, 160.0, 900.0]}
+    found = transfer_ms(sent, arrived, {"forward": 3000.0, "backward": 1000.0})
+    assert found == pytest.approx({"forward": 30.0, "backward": 10.0})
+
+
+def channel_values(**values):
+    times = dict.fromkeys(("encode_ms", "decode_ms", "wait_ms", "send_ms", "transfer_ms"), 0.0)
+    return times | {"ratio": 1.0} | values
+
+
+def test_estimate_of_the_uncompressed_step():
+    free = channel_values()
+    codec_only = [{"forward": channel_values(encode_ms=5.0, decode_ms=3.0), "backward": free}]
+    assert uncompressed_step_ms(100.0, codec_only, 2) == 97.0  # less stage 1's 3 ms: both must get faster
+    exposed = [{"forward": channel_values(wait_ms=20.0, transfer_ms=10.0, ratio=4.0), "backward": free}]
+    assert uncompressed_step_ms(100.0, exposed, 2) == 130.0
+    saturated = [{"forward": channel_values(transfer_ms=60.0, ratio=4.0), "backward": free}]
+    assert uncompressed_step_ms(100.0, saturated, 2) == 240.0
+    # DualPipeV on two ranks: both send and receive at both boundaries, out and back, and both get faster by 8
+    # ms
+    there_and_back = [codec_only[0], {"forward": codec_only[0]["forward"], "backward": free}]
+    assert uncompressed_step_ms(100.0, there_and_back, 2) == 92.0
+    assert stage_ms(codec_only, 0)["encode"] == 5.0 and stage_ms(codec_only, 1)["decode"] == 3.0
+
+
+def test_dashboards_show_every_quantity_once():
+    shown = [name for names in DASHBOARD.values() for name in names]
+    assert sorted(shown) == sorted([*CHANNEL, *PIPELINE])
+
+
+def test_the_page_on_monitoring_explains_every_label():
+    page = Path(__file__).parents[2] / "docs" / "monitoring.md"
+    assert re.findall(r"^\| `(\w+)` \|", page.read_text(), re.MULTILINE) == [*CHANNEL, *PIPELINE]
+
+
+def test_wandb_workspace_holds_the_labels_that_are_written():
+    pytest.importorskip("wandb_workspaces")
+    from launch.wandb_workspace import LOSS as loss
+    from launch.wandb_workspace import workspace
+
+    spec = workspace("entity", "project", 3)._to_model().spec.section.panel_bank_config
+    metrics = [
+        metric for section in spec.sections for panel in section.panels for metric in panel.config.metrics
+    ]
+    expected = [loss, *(tag for names in DASHBOARD.values() for name in names for tag in labels(3, name))]
+    assert sorted(metrics) == sorted(expected)

@@ -1,0 +1,13 @@
+"""One test for each kind of pipeline: `none` equals stock, lossy codecs train, `simulate` gives the same."""
+
+import pytest
+
+from tests.support.kinds import KINDS, problems
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kind(name):
+    if not KINDS[name].possible():
+        pytest.skip("DeepSpeed itself cannot do this here")
+    found, _ = problems(KINDS[name])
+    assert not found

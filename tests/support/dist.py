@@ -1,0 +1,84 @@
+"""Real ranks for tests: forked processes that share deepspeed's import, over gloo, with a time-out."""
+
+import os
+import pickle
+import socket
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+
+# Point-to-point messages do not use it, and building it needs a C++ compiler
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def run_ranks(world_size: int, function, *args: Any, timeout: float = 90, check: bool = True) -> list[Any]:
+    """`function(*args)` on `world_size` ranks of an initialised process group; what each returned, in rank
+    order.
+
+    An exception on a rank is raised here; with `check=False` it is returned as a string in the rank's place
+    instead. When the time is up all ranks are killed and the test fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        port = _free_port()
+        children = [_fork(rank, world_size, port, Path(folder), function, args) for rank in range(world_size)]
+        _wait(children, timeout)
+        results = []
+        for rank in range(world_size):
+            path = Path(folder, str(rank))
+            ok, value = pickle.loads(path.read_bytes()) if path.exists() else (False, "died without a result")
+            if not ok and check:
+                raise AssertionError(f"rank {rank} of {world_size}:\n{value}")
+            results.append(value)
+        return results
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _fork(rank: int, world_size: int, port: int, folder: Path, function, args) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_SIZE=str(world_size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+        torch.set_num_threads(1)
+        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+        result = True, function(*args)
+        code = 0
+    except BaseException:
+        result = False, traceback.format_exc()
+    (folder / f"{rank}.part").write_bytes(pickle.dumps(result))
+    (folder / f"{rank}.part").rename(folder / str(rank))
+    if code == 0:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    os._exit(code)
+
+
+def _wait(children: list[int], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    running = set(children)
+    while running and time.monotonic() < deadline:
+        running = {pid for pid in running if os.waitpid(pid, os.WNOHANG) == (0, 0)}
+        time.sleep(0.01)
+    for pid in running:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    if running:
+        raise AssertionError(f"{len(running)} of {len(children)} ranks still ran after {timeout} s")

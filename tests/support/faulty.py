@@ -1,0 +1,100 @@
+"""One rank of a training run in which something goes wrong; tests/faults.py starts it as its own process."""
+
+import argparse
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import deepspeed
+import torch
+
+import ds_compress  # noqa: F401  (hooks the engine)
+from tests.support.pipeline import MICRO_BATCHES, batches, build, ds_config, layers
+
+FAULTY_STEP = 2
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def crash():
+    raise ValueError("a mistake in the model")
+
+
+IN_FORWARD = {"kill": kill, "stop": stop, "crash": crash}
+
+
+def in_forward(engine, action):
+    """`action` in the middle of a step, in the forward pass of a micro-batch."""
+    calls = 0
+
+    def hook(*_):
+        nonlocal calls
+        calls += 1
+        if calls == FAULTY_STEP * MICRO_BATCHES + 3:
+            action()
+
+    engine.module.forward_funcs[0].register_forward_pre_hook(hook)
+
+
+def flip_bits(engine, action, byte):
+    """Damage one packet that this rank sends."""
+    end = next(end for end in engine._compression.ends if end.sends)
+    send, calls = end.link.send, 0
+
+    def damaged(packet):
+        nonlocal calls
+        calls += 1
+        if calls == FAULTY_STEP * MICRO_BATCHES + 3:
+            packet[byte] ^= 0x10
+            action()
+        send(packet)
+
+    end.link.send = damaged
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fault", required=True)
+    parser.add_argument("--at", type=int, required=True, help="rank")
+    parser.add_argument("--block", type=json.loads, required=True)
+    parser.add_argument("--moment", type=Path, required=True, help="file for the time at which it happens")
+    args = parser.parse_args()
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    rank, stages = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    block = args.block
+
+    def happens(action=lambda: None):
+        def run():
+            args.moment.write_text(str(time.time()))
+            action()
+
+        return run
+
+    if rank == args.at and args.fault == "mismatch":
+        block = {**block, "seed": 5}
+        happens()()
+    engine = build(stages, ds_config(block), layers(2 * stages))
+    if rank == args.at and args.fault in IN_FORWARD:
+        in_forward(engine, happens(IN_FORWARD[args.fault]))
+    if rank == args.at and args.fault in ("body", "header"):
+        flip_bits(engine, happens(), 40 if args.fault == "body" else 9)
+    data = batches()
+    for _ in range(FAULTY_STEP + 2):
+        engine.train_batch(data)
+    print("trained to the end", flush=True)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""The scripts in launch/ as modules."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load_script(name: str) -> ModuleType:
+    """launch/`name`.py, its `main` not run."""
+    spec = importlib.util.spec_from_file_location(
+        "launch_" + name.replace("/", "_"), ROOT / "launch" / f"{name}.py"
+    )
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

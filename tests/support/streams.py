@@ -1,0 +1,235 @@
+"""A device with streams for machines that have none: work is done at once, on the CPU, and its order is
+checked.
+
+On a real device work that the host asks for runs later, in the order of its stream; what runs on another
+stream, in a transfer or on the host is ordered only by what waits. Here every tensor operation notes what it
+reads and writes, with what its timeline (a stream, a host thread or a transfer) knows to be done: a vector
+clock. An access that does not know an earlier one it conflicts with is a race, whether or not it shows in the
+result. Memory that is freed goes back to the stream that allocated it, as in torch's caching allocator:
+handed out again before another stream that used it is done, and without `record_stream`, it is a race too.
+"""
+
+import threading
+import weakref
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+from torch import distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from ds_compress.pipeline import engine
+from ds_compress.transport import p2p, staging, streams
+
+HOST_WAITS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}
+"""Operations whose result, or its size, the host has to wait for."""
+
+
+class Timeline:
+    """Operations that run one after the other."""
+
+    def __init__(self, name):
+        self.name = name
+        self.done = 0
+        self.known = {}
+
+    def learn(self, known):
+        for timeline, done in known.items():
+            self.known[timeline] = max(done, self.known.get(timeline, 0))
+
+    def state(self):
+        return {**self.known, self: self.done}
+
+
+class Memory:
+    """What happened to a storage."""
+
+    def __init__(self, home):
+        self.home = home  # the stream that allocated it
+        self.written = None  # (timeline, its count, operation)
+        self.read = []
+        self.used_on = {}  # by foreign stream, its count at the last use
+        self.recorded = set()
+
+
+class Stream(Timeline):
+    def __init__(self, device=None, name="lane"):
+        super().__init__(name)
+        self.freed = []  # what foreign streams did with memory that came back
+
+    def wait_stream(self, other):
+        if self.name not in Device.now.deaf:
+            self.learn(other.state())
+
+
+class Event:
+    def __init__(self, **options):
+        self._known = {}
+
+    def record(self):
+        self._known = Device.now.stream.state()
+
+    def synchronize(self):
+        assert threading.current_thread() is not threading.main_thread(), "the host waits for the device"
+        if "host" not in Device.now.deaf:
+            Device.now.host.learn(self._known)
+
+
+class Transfer:
+    """Work of torch.distributed that is a timeline of its own; `waits`: who learns of its end."""
+
+    def __init__(self, work, name, access, tensor, known, waits):
+        self.timeline = Timeline(name)
+        self.timeline.learn(known)
+        Device.now.note(self.timeline, name, **{access: [tensor]})
+        self._work = work
+        self._waits = waits
+
+    def wait(self, timeout=None):
+        self._work.wait(*([timeout] if timeout else []))
+        self._waits().learn(self.timeline.state())
+
+
+class Device(TorchDispatchMode):
+    """The device, and the checks on all that this process does with it while the mode is on."""
+
+    now = None
+
+    def __init__(self, deaf=()):
+        """`deaf`: names of timelines that do not wait when told to, and "allocator"; for tests of the
+        checks."""
+        super().__init__()
+        self.deaf = deaf
+        self.problems = []
+        self.compute = self.stream = Stream(name="compute")
+        self._hosts = {}
+        self._memory = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    @property
+    def host(self):
+        """The timeline of the calling thread."""
+        return self._hosts.setdefault(threading.get_ident(), Timeline("host"))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            return result
+        if self.stream is not self.compute and func.overloadpacket.__name__ in HOST_WAITS:
+            self.problems.append(f"{self.stream.name}: the host waits for {func}")
+        self.stream.learn(self.host.known)
+        reads, writes = [], []
+        values = dict(zip((argument.name for argument in func._schema.arguments), args)) | (kwargs or {})
+        for argument in func._schema.arguments:
+            into = writes if argument.alias_info is not None and argument.alias_info.is_write else reads
+            into += _tensors(values.get(argument.name))
+        given = {t.untyped_storage()._cdata for t in reads + writes}
+        made = [t for t in _tensors(result) if t.untyped_storage()._cdata not in given]
+        if made or writes or not _tensors(result):  # else a view, which looks at no data
+            for tensor in made:
+                self._allocate(tensor, func)
+            self.note(self.stream, str(func), reads, made + writes)
+        return result
+
+    def _allocate(self, tensor, func):
+        stream = self.stream
+        for uses, what in stream.freed:
+            for timeline, done in uses.items():
+                if stream.known.get(timeline, 0) < done:
+                    self.problems.append(
+                        f"{stream.name}: {func} may get memory that {timeline.name} uses, {what}"
+                    )
+        stream.freed.clear()
+        storage = tensor.untyped_storage()
+        memory = self._memory[storage] = Memory(self.stream)
+        weakref.finalize(storage, self._free, memory)
+
+    @staticmethod
+    def _free(memory):
+        uses = {stream: done for stream, done in memory.used_on.items() if stream not in memory.recorded}
+        memory.home.freed.append((uses, memory.written and memory.written[2]))
+
+    def note(self, timeline, name, reads=(), writes=()):
+        """An operation of `timeline`."""
+        with self._lock:
+            timeline.done += 1
+            for tensors, is_write in ((reads, False), (writes, True)):
+                for tensor in tensors:
+                    self._access(
+                        timeline,
+                        name,
+                        self._memory.setdefault(tensor.untyped_storage(), Memory(timeline)),
+                        is_write,
+                    )
+
+    def _access(self, timeline, name, memory, is_write):
+        earlier = [memory.written, *memory.read] if is_write else [memory.written]
+        for access in earlier:
+            if access and access[0] is not timeline and timeline.known.get(access[0], 0) < access[1]:
+                self.problems.append(
+                    f"{timeline.name}: {name} does not wait for {access[2]} of {access[0].name}"
+                )
+        if is_write:
+            memory.written, memory.read = (timeline, timeline.done, name), []
+        else:
+            memory.read.append((timeline, timeline.done, name))
+        if isinstance(timeline, Stream) and timeline is not memory.home:
+            memory.used_on[timeline] = timeline.done
+
+    def recorded(self, tensor, stream):
+        if "allocator" not in self.deaf:
+            self._memory.setdefault(tensor.untyped_storage(), Memory(self.stream)).recorded.add(stream)
+
+    @contextmanager
+    def on(self, stream):
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    def transfers(self, timeline):
+        """isend and irecv that start when `timeline()` has got there, and that it learns the end of."""
+
+        def started(name, access):
+            def start(tensor, peer, group=None):
+                work = getattr(dist, name)(tensor, peer, group=group)
+                return Transfer(work, name, access, tensor, timeline().state(), timeline)
+
+            return start
+
+        return SimpleNamespace(isend=started("isend", "reads"), irecv=started("irecv", "writes"))
+
+
+def _tensors(value):
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _pinned(nbytes):
+    with _disable_current_modes():  # the host's own memory: no stream makes it
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+
+def install(staged, deaf=()):
+    """Give this process, one of forked ranks, the device; `staged`: transfers cannot read its memory."""
+    device = Device.now = Device(deaf)
+    module = SimpleNamespace(
+        Stream=Stream,
+        Event=Event,
+        stream=device.on,
+        current_stream=lambda which=None: device.stream,
+        set_device=lambda which: None,
+    )
+    torch.get_device_module = lambda which=None: module
+    torch.Tensor.record_stream = lambda tensor, stream: device.recorded(tensor, stream)
+    engine.lane_for = streams.StreamLane
+    staging.pinned = _pinned
+    if staged:
+        staging.is_needed = lambda which: True
+        staging.dist = device.transfers(lambda: device.host)  # as gloo's, which know no stream
+    else:
+        p2p.transport_for = lambda which: device.transfers(lambda: device.stream)  # as NCCL's
+        p2p.receives_hold_device = lambda which: True
+    device.__enter__()
+    return device

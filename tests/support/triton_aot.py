@@ -1,0 +1,66 @@
+"""Compiles for a GPU what a call of our Triton kernels would launch on it, on a machine that has none."""
+
+from contextlib import contextmanager
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+ARCHITECTURES = (80, 90)
+_DTYPES = {
+    torch.bool: "i1",
+    torch.uint8: "u8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+}
+_OPTIONS = ("num_warps", "enable_fp_fusion")
+
+
+class Recorder:
+    """Stands in for a kernel: keeps the arguments of its launches."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+        self.launches = []
+
+    def __getitem__(self, grid):
+        return lambda *args, **named: self.launches.append((args, named))
+
+
+@contextmanager
+def recorded(monkeypatch, *modules):
+    """A list that afterwards holds (kernel, positional, named arguments) of every launch from `modules`."""
+    recorders, launches = [], []
+    with monkeypatch.context() as patch:
+        for module in modules:
+            for name, value in vars(module).copy().items():
+                if isinstance(value, triton.JITFunction):
+                    recorders.append(Recorder(value))
+                    patch.setattr(module, name, recorders[-1])
+        yield launches
+    launches.extend((recorder.kernel, *launch) for recorder in recorders for launch in recorder.launches)
+
+
+def compile_launch(kernel, args, named, architecture):
+    """The compiled kernel; raises what the compiler raises."""
+    options = {key: named[key] for key in _OPTIONS if key in named}
+    values = {**dict(zip(kernel.arg_names, args)), **{k: v for k, v in named.items() if k not in options}}
+    assert values.keys() == set(kernel.arg_names), values.keys() ^ set(kernel.arg_names)
+    signature, constants, attributes = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        value = values[name]
+        if isinstance(value, torch.Tensor):
+            signature[name] = "*" + _DTYPES[value.dtype]
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        elif kernel.params[i].is_constexpr or value is None:
+            signature[name], constants[name] = "constexpr", value
+        else:
+            signature[name] = "i64" if abs(value) >= 2**31 else "i32"
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)

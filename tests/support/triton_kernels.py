@@ -1,0 +1,188 @@
+"""The Triton kernels of quantization against their specification.
+
+`test_triton` runs this file and triton_topk.py, under TRITON_INTERPRET=1 where there is no GPU: the variable
+has to be set before triton is first imported, and the rest of the suite must not run interpreted.
+"""
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_compress.kernels import reference, resolve
+from ds_compress.kernels import triton as fused
+from tests.kernels.test_cpu_kernels import values
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+EXAMPLES = 40 if INTERPRETED else 300
+SPECIAL = (torch.inf, -torch.inf, torch.nan)
+
+
+def launched(function, *args, **named):
+    """What `function` returns on DEVICE for arguments on the CPU, on the CPU; the host must not wait
+    meanwhile."""
+    args = [arg.to(DEVICE) if isinstance(arg, torch.Tensor) else arg for arg in args]
+    if INTERPRETED:
+        return function(*args, **named)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = function(*args, **named)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return tuple(part.cpu() for part in result) if isinstance(result, tuple) else result.cpu()
+
+
+def assert_rounded(ours, exact):
+    """`ours` is `exact`, fp32, rounded to its own dtype; the interpreter cuts off instead of rounding to
+    bfloat16."""
+    if INTERPRETED and ours.dtype == torch.bfloat16:
+        torch.testing.assert_close(ours.float(), exact, rtol=2**-7, atol=0, equal_nan=True)
+    else:
+        torch.testing.assert_close(ours, exact.to(ours.dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@given(
+    size=st.sampled_from([8, 24, 128, 136]),
+    n=st.integers(0, 40),
+    symmetric=st.booleans(),
+    stochastic=st.booleans(),
+    scale_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dtype=DTYPES,
+    out=DTYPES,
+    scale=st.integers(-30, 30),
+)
+@settings(max_examples=EXAMPLES // 4, deadline=None)
+def test_quantize_equals_the_reference(bits, size, n, symmetric, stochastic, scale_dtype, dtype, out, scale):
+    if dtype == torch.float16:
+        scale //= 10
+    groups = (torch.randn(n, size) * 10.0**scale + 10.0**scale).to(dtype)
+    if n > 3:
+        groups[1], groups[2] = 0, groups[2, 0]
+    if symmetric and bits == 1:
+        stochastic = True  # the mean magnitude is compared in a test of its own
+    generators = [
+        torch.Generator(device).manual_seed(n) if stochastic else None for device in ("cpu", DEVICE)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        if stochastic and not INTERPRETED:
+            dither = torch.rand(n, size)
+            patch.setattr(
+                torch, "rand", lambda shape, generator, device: dither.to(device, non_blocking=True)
+            )
+        expected = reference.quantize(groups, bits, symmetric, scale_dtype, False, generators[0])
+        parts = launched(fused.quantize, groups, bits, symmetric, scale_dtype, False, generators[1])
+    for ours, theirs in zip(parts, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    packed, step, *offset = expected
+    offset = None if symmetric else offset[0]
+    decoded = launched(fused.dequantize, packed, step, offset, bits, False, out)
+    assert decoded.dtype == out
+    assert_rounded(decoded, reference.dequantize(packed, step, offset, bits))
+
+
+@given(
+    bits=st.integers(1, 8),
+    size=st.sampled_from([8, 32, 128, 512]),
+    symmetric=st.booleans(),
+    dtype=DTYPES,
+    scale_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_the_rotation_equals_the_reference(bits, size, symmetric, dtype, scale_dtype):
+    groups = torch.randn(9, size).to(dtype)
+    if symmetric and bits == 1:
+        bits = 2
+    expected = reference.quantize(groups, bits, symmetric, scale_dtype, True)
+    parts = launched(fused.quantize, groups, bits, symmetric, scale_dtype, True)
+    for ours, theirs in zip(parts, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    packed, step, *offset = expected
+    offset = offset[0] if offset else None
+    decoded = launched(fused.dequantize, packed, step, offset, bits, True)
+    assert torch.equal(decoded, reference.dequantize(packed, step, offset, bits, True))
+
+
+@given(
+    bits=st.integers(1, 8),
+    size=st.sampled_from([8, 24, 128]),
+    n=st.integers(1, 20),
+    hadamard=st.booleans(),
+    symmetric=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    special=st.sampled_from((None, *SPECIAL)),
+    factor=st.sampled_from([0.0, 1.0, 1024.0]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_error_feedback_in_one_pass_equals_the_reference(
+    bits, size, n, hadamard, symmetric, dtype, special, factor, seed
+):
+    hadamard &= not size & (size - 1)
+    if symmetric and bits == 1:
+        bits = 2
+    groups, residual = values(n, size, dtype, seed, special), values(n, size, torch.float32, seed + 1)
+    # the interpreter gets the subnormal numbers of bfloat16 wrong
+    groups = torch.where(groups.abs() < torch.finfo(dtype).tiny, 0, groups)
+    residual = residual.clamp(-1e36, 1e36)
+    residual[0, 0], groups[0, 0] = torch.finfo(torch.float32).max / 1024, torch.finfo(dtype).max
+    grid = bits, symmetric, torch.float32, hadamard
+    expected, expected_error = reference.quantize_with_error(groups, residual, torch.tensor(factor), *grid)
+    parts = launched(
+        lambda *args: (lambda parts, error: (*parts, error))(*fused.quantize_with_error(*args, *grid)),
+        groups,
+        residual,
+        torch.tensor(factor),
+    )
+    finite = (groups.isfinite()).all(1)
+    for ours, theirs in zip(parts, (*expected, expected_error), strict=True):
+        torch.testing.assert_close(ours[finite], theirs[finite], rtol=0, atol=0, equal_nan=True)
+    assert not parts[-1][~finite].isfinite().all() or finite.all()
+
+
+def test_mean_magnitude_is_within_its_bound():
+    groups = torch.randn(40, 128)
+    packed, step = launched(fused.quantize, groups, 1, True, torch.float32)
+    expected, step_expected = reference.quantize(groups, 1, True, torch.float32)
+    assert torch.equal(packed, expected)
+    assert ((step - step_expected).abs() <= 2 * 7 * 2**-24 * step_expected).all()
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("bits", [1, 4, 7])
+def test_non_finite_groups_decode_to_non_finite(bits, symmetric, hadamard, special):
+    groups = torch.randn(4, 32)
+    groups[2, 5] = special
+    packed, step, *offset = launched(fused.quantize, groups, bits, symmetric, torch.bfloat16, hadamard)
+    decoded = launched(fused.dequantize, packed, step, offset[0] if offset else None, bits, hadamard)
+    assert not decoded[2].isfinite().any() or (special == torch.inf and not decoded[2].isfinite().all())
+    assert decoded[[0, 1, 3]].isfinite().all()
+
+
+def test_groups_that_are_not_contiguous_or_too_large():
+    groups = torch.randn(64, 10).t()
+    parts = launched(fused.quantize, groups, 4, False, torch.bfloat16)
+    for ours, theirs in zip(parts, reference.quantize(groups, 4, False, torch.bfloat16), strict=True):
+        assert torch.equal(ours, theirs)
+    groups = torch.randn(2, 2 * fused.groups.MAX_GROUP)
+    parts = fused.quantize(groups, 4, False, torch.bfloat16)
+    assert torch.equal(parts[0], reference.quantize(groups, 4, False, torch.bfloat16)[0])
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the GPU needs no override")
+def test_a_test_can_override():
+    from ds_compress.codec import Context, TensorSpec, build
+
+    x, codec = values(50, 40, torch.float32, 0), build({"name": "quantize", "bits": 3})
+    parts = codec.encode(x, Context())
+    with resolve.using(fused):
+        ours = codec.encode(x, Context())
+        decoded = codec.decode(ours, TensorSpec.of(x), Context())
+    assert all(torch.equal(a, b) for a, b in zip(parts, ours, strict=True))
+    assert torch.equal(decoded, codec.decode(parts, TensorSpec.of(x), Context()))

@@ -1,0 +1,263 @@
+"""The Triton kernels of TopK against their specification; run by `test_triton`, see triton_kernels.py."""
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ds_compress.codec import Context, TensorSpec
+from ds_compress.codecs import sparse
+from ds_compress.config import Config
+from ds_compress.kernels import bitstring, gpu, topk
+from ds_compress.kernels import triton as fused
+from ds_compress.kernels.selection import Selection
+from ds_compress.kernels.triton import band, selection
+from ds_compress.kernels.triton import bitstring as bits
+from tests.support.triton_kernels import DEVICE, DTYPES, EXAMPLES, INTERPRETED, SPECIAL, launched
+
+
+@contextmanager
+def small_blocks(sample=topk.SAMPLE):
+    """Several programs for each row, and several turns of their loops."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, value in (
+            (bits, "BLOCK", 64),
+            (bits, "TILES", 2),
+            (selection, "BLOCK", 64),
+            (band, "SPAN", 32),
+            (band, "CHUNK", 16),
+            (band, "PROGRAMS", 2),
+            (band, "TILES", 2),
+            (topk, "SAMPLE", sample),
+        ):
+            patch.setattr(module, name, value)
+        yield
+
+
+def assert_selects(select, x, *args, expected):
+    """`select` on the device returns the entries of `x` [rows, d] at `expected`, as bits unless rows share a
+    byte."""
+    held, values = launched(lambda x: (lambda chosen: (chosen.held, chosen.values))(select(x, *args)), x)
+    rows, d = x.shape
+    selection = Selection.at(expected, x.numel())
+    assert torch.equal(held, selection.bits if rows == 1 or d % 8 == 0 else expected)
+    assert_bits_equal(values, selection.gather(x))
+
+
+def assert_bits_equal(ours, expected):
+    assert ours.dtype == expected.dtype and torch.equal(topk.as_integers(ours), topk.as_integers(expected))
+
+
+@given(
+    rows=st.integers(1, 3),
+    d=st.one_of(st.integers(1, 300), st.integers(1, 40).map(lambda n: 8 * n)),
+    share=st.floats(0, 1),
+    sample=st.sampled_from([4, 16, 64, 1024]),
+    dtype=DTYPES,
+    seed=st.integers(0, 99),
+    kind=st.sampled_from(["spread", "tied", "zero", "special"]),
+)
+@example(rows=2, d=300, share=0.1, sample=16, dtype=torch.bfloat16, seed=0, kind="special")
+@example(rows=1, d=1, share=1, sample=16, dtype=torch.float32, seed=0, kind="special")
+@settings(max_examples=2 * EXAMPLES, deadline=None)
+def test_selection_equals_the_reference(rows, d, share, sample, dtype, seed, kind):
+    x = torch.randn(rows, d, generator=torch.Generator().manual_seed(seed))
+    x = {
+        "spread": x,
+        "tied": x.round(),
+        "zero": x * 0,
+        "special": torch.where(x > 1.5, SPECIAL[seed % 3], x),
+    }[kind]
+    x = x.to(dtype)
+    size, k = topk.keys(x), min(d, max(1, round(share * d)))
+    with small_blocks(sample):
+        assert_selects(fused.exact, x, k, expected=topk.exact_reference(size, k))
+        stride, *ranks = topk.sampling(d, k)
+        for ours, rank in zip(launched(fused.sampled_band, x, stride, *ranks), ranks, strict=True):
+            assert torch.equal(ours, topk.kth_largest(size[:, ::stride], rank))
+        high, low = (topk.kth_largest(size, place) for place in (max(1, k - 20), min(d, k + 20)))
+        bounds = (low, high, high + 1, topk.INFINITY[dtype])
+        expected = topk.banded_reference(size, bounds, k)
+        on_device = tuple(b.to(DEVICE) if isinstance(b, torch.Tensor) else b for b in bounds)
+        assert_selects(fused.banded, x, on_device, k, expected=expected)
+
+
+def long_rows(dtype, k):
+    """[4, 1280]: rows of which the sample gives a right idea, and two where it sees large entries alone, or
+    none."""
+    x = torch.randn(4, 1280, generator=torch.Generator().manual_seed(0)).clamp(-5, 5)
+    stride, _, _ = topk.sampling(x.shape[1], k)
+    x[1, ::stride] += 100 * x[1, ::stride].sign()
+    x[2] += 100 * x[2].sign()
+    x[2, ::stride] /= 100
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("k", [1, 320, 1279])
+def test_rows_whose_sample_misleads_are_exact(dtype, k):
+    with small_blocks(sample=64):
+        x = long_rows(dtype, k)
+        assert_selects(fused.exact, x, k, expected=topk.exact_reference(topk.keys(x), k))
+
+
+@contextmanager
+def loads_of(x):
+    """An array that afterwards holds how often each entry of `x` has been loaded by a kernel."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter").InterpreterBuilder
+    loads, load = np.zeros(x.numel(), dtype=int), interpreter.create_masked_load
+
+    def counted(self, pointers, mask, *args):
+        places = (pointers.data[mask.data].astype(np.int64) - x.data_ptr()) // x.itemsize
+        np.add.at(loads, places[(places >= 0) & (places < x.numel())], 1)
+        return load(self, pointers, mask, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "create_masked_load", counted)
+        yield loads
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter counts")
+@pytest.mark.parametrize("k, misled", [(1, []), (320, [1, 2]), (1279, [])])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_how_often_exact_reads_the_tensor(dtype, k, misled):
+    """Twice, and for the sample, which two programs read for each byte of a key. Rows that the band misses
+    are read again: for each byte of a key, and to count."""
+    with small_blocks(sample=64):
+        x = long_rows(dtype, k)
+        expected = np.full(x.shape, 2)
+        expected[misled] += dtype.itemsize + 1
+        expected[:, :: topk.sampling(x.shape[1], k)[0]] += 2 * dtype.itemsize
+        with loads_of(x) as loads:
+            fused.exact(x, k)
+        assert np.array_equal(loads.reshape(x.shape), expected)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter counts")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_how_often_others_read_the_tensor(dtype):
+    x = torch.randn(4, 320).to(dtype)
+    with small_blocks():
+        with loads_of(x) as loads:
+            fused.banded(x, topk.sampled_band(x, 30), 30)
+        assert (loads == 2).all()
+        with loads_of(
+            x
+        ) as loads:  # the row is its own sample, which one program reads for each byte of a key
+            chosen = fused.exact(x, 30)
+        assert (loads == 2 + dtype.itemsize).all()
+        with loads_of(x) as loads:
+            fused.gather(x, chosen)
+        assert (loads == 1).all()
+
+
+ALL_DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
+
+
+@given(
+    n=st.integers(1, 3000), dtype=ALL_DTYPES, special=st.sampled_from((None, *SPECIAL)), packed=st.booleans()
+)
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_entries_are_read_and_put_back_as_in_plain_torch(n, dtype, special, packed):
+    x = torch.randn(n).to(dtype)
+    chosen = torch.randperm(n)[: n // 2].sort().values
+    if special is not None:
+        x[n // 3] = special
+    selection = Selection.at(chosen, n)
+    expected = sparse.gather(x, selection)
+    with small_blocks():
+        values = launched(
+            lambda x, held: fused.gather(x, Selection(n, n // 2, held)),
+            x,
+            selection.bits if packed else chosen,
+        )
+        assert_bits_equal(values, expected)
+        dense = launched(fused.expand, values, selection.bits, n)
+    assert_bits_equal(dense, selection.scatter(expected))
+
+
+@given(n=st.integers(0, 9000), density=st.sampled_from([0, 0.1, 0.5, 1]))
+@settings(max_examples=EXAMPLES // 2, deadline=None)
+def test_bit_strings_equal_plain_torch(n, density):
+    mask = torch.rand(n) < density
+    packed, count = bitstring.pack_bits(mask), int(mask.sum())
+    assert torch.equal(launched(fused.pack_bits, mask), packed)
+    assert torch.equal(launched(fused.unpack_bits, packed, n), mask)
+    with small_blocks():
+        assert torch.equal(launched(fused.list_bits, packed, n, count), bitstring.positions(mask, count))
+
+
+@pytest.mark.parametrize("count", [0, 5, 66, 67, 100])
+def test_a_damaged_bitmask_names_no_entry_that_does_not_exist(count):
+    """All bits are set, those behind the last of 67 entries too; `count` is what the layout says."""
+    everything, room = torch.full((9,), 255, dtype=torch.uint8), min(count, 67)
+    padding = [0] * (count - room)
+    with small_blocks():
+        assert launched(fused.list_bits, everything, 67, count).tolist() == [*range(room), *padding]
+        values = launched(fused.expand, torch.arange(1.0, count + 1), everything, 67)
+        assert values.tolist() == [*range(1, room + 1), *[0] * (67 - room)]
+        gathered = launched(lambda x, held: fused.gather(x, Selection(67, count, held)), values, everything)
+        assert gathered.tolist() == [*values[:room].tolist(), *padding]
+
+
+FORWARD = [
+    *({"indices": name, "values": "bf16"} for name in ("bitmask", "int16", "int32", "rice")),
+    {"scope": "tensor", "density": 0.3},
+    {"density": 0.01},
+    {"density": 1.0},
+    {"values": {"name": "quantize", "bits": 4, "group_size": 64}},
+    {"select": "threshold"},
+    {"select": "block", "block_size": 40},
+    {"select": "block", "block_size": 64},
+]
+
+
+@pytest.mark.parametrize(
+    "options, dtype, feedback",
+    [
+        *((options, torch.bfloat16, "none") for options in FORWARD),
+        *(({}, dtype, "none") for dtype in (torch.float32, torch.float16, torch.float64)),
+        ({}, torch.float32, "ef_mixed"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(3, 8, 40), (3, 7, 9)], ids=str)
+def test_packets_and_tensors_are_those_of_the_cpu(options, dtype, feedback, shape, monkeypatch):
+    """Forward, and backward at the entries that forward kept; the packet's memory is used again in
+    between."""
+    codecs = Config(
+        {
+            "forward": {"codec": {"name": "topk", **options}, "feedback": feedback},
+            "backward": {"codec": {"name": "topk", "indices": "reuse"}},
+        }
+    ).codecs(None)
+    x, grad = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    bad = grad.clone()
+    bad.view(-1)[17] = torch.nan
+
+    def messages(device):
+        sender, receiver = Context(), Context()
+        for codec, tensor, here, there in (
+            (codecs.forward, x, sender, receiver),
+            (codecs.backward, grad, receiver, sender),
+            (codecs.backward, bad, receiver, sender),
+        ):
+            tensor = tensor.to(device)
+            parts = codec.encode(tensor, here)
+            packet = [part.clone() for part in parts]
+            yield from (*parts, codec.decode(tuple(packet), TensorSpec.of(tensor), there))
+            for part in packet:
+                part.view(torch.uint8).fill_(255)
+        assert sender.selection.values is None
+
+    with small_blocks(sample=64):
+        expected = list(messages("cpu"))
+        if INTERPRETED:  # CPU tensors are served as those of a GPU are
+            monkeypatch.setattr(bitstring, "on_cpu", lambda tensor: False)
+            monkeypatch.setattr(gpu, "kernels", lambda device: fused)
+        for ours, theirs in zip(messages(DEVICE), expected, strict=True):
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8))

@@ -1,0 +1,261 @@
+"""Eager links: nothing is lost, reordered, overwritten or left behind, however the two sides are delayed."""
+
+import random
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.pipe import LayerSpec
+
+import ds_compress  # noqa: F401  (hooks the engine)
+from ds_compress.errors import CompressionError
+from ds_compress.transport import p2p
+from ds_compress.transport.p2p import EagerReceiver, EagerSender, Receiver, Sender, channel_groups
+from tests.support.dist import run_ranks
+from tests.support.pipeline import WIDTH, Block, batches, build, ds_config, weights
+
+CPU = torch.device("cpu")
+EAGER = {"link": {"mode": "eager"}, "min_numel": 0}
+PACKET = 1 << 20
+
+
+def delay_link(mean: float) -> None:
+    """Let every send and receive of this process wait before and after, a random time of `mean` seconds."""
+    times = random.Random(dist.get_rank())
+
+    def delayed(function):
+        def run(*args):
+            time.sleep(times.expovariate(1 / mean))
+            result = function(*args)
+            time.sleep(times.expovariate(1 / mean))
+            return result
+
+        return run
+
+    for cls in (Sender, EagerSender):
+        cls.send = delayed(cls.send)
+    for cls in (Receiver, EagerReceiver):
+        cls.receive = delayed(cls.receive)
+
+
+def left_over(engine) -> list:
+    """Transfers that are still under way, and receives that wait for a packet."""
+    ends = engine._compression._ends.values()
+    sent = [work for end in ends if end.sends for work in getattr(end.link, "_in_flight", ())]
+    return sent + [work for end in ends if not end.sends for work in getattr(end.link, "_posted", ())]
+
+
+def train(stages, block, steps, mean_delay=0.0, evaluate=0, specs=None):
+    """Losses of `steps` training batches, `evaluate` micro-batches evaluated after each, and the final
+    weights."""
+    if mean_delay:
+        delay_link(mean_delay)
+    engine = build(stages, ds_config(block), specs)
+    data, held_out = batches(), batches(replica=7)
+    losses, held_out_losses = [], []
+    for _ in range(steps):
+        losses.append(engine.train_batch(data).item())
+        if evaluate:
+            held_out_losses.append(engine.eval_batch(held_out, num_micro_batches=evaluate).item())
+        if block:
+            assert not left_over(engine)
+    return losses, held_out_losses, weights(engine)
+
+
+def assert_equal(ours, stock):
+    for mine, theirs in zip(ours, stock):
+        assert mine[:2] == theirs[:2]
+        assert all(
+            torch.equal(torch.as_tensor(mine[2][name]), torch.as_tensor(theirs[2][name]))
+            for name in theirs[2]
+        )
+
+
+class Halves(Block):
+    """Two tensors in, two tensors out."""
+
+    def forward(self, inputs):
+        x, skip = (inputs, 2 * inputs) if torch.is_tensor(inputs) else inputs
+        return super().forward(x), skip + x
+
+
+class Joined(Block):
+    def forward(self, inputs):
+        return super().forward(sum(inputs))
+
+
+TUPLES = [LayerSpec(Halves) for _ in range(7)] + [LayerSpec(Joined)]
+
+
+@pytest.mark.parametrize("stages, specs", [(2, TUPLES), (3, None), (4, None)])
+def test_random_delays_change_nothing(stages, specs):
+    evaluate = 9  # micro-batches; more than a training step has
+    ours = run_ranks(stages, train, stages, EAGER, 4, 0.003, evaluate, specs)
+    assert_equal(ours, run_ranks(stages, train, stages, None, 4, 0.0, evaluate, specs))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_500_steps_under_random_delays(stages):
+    ours = run_ranks(stages, train, stages, EAGER, 500, 0.001, timeout=280)
+    assert_equal(ours, run_ranks(stages, train, stages, None, 500, timeout=280))
+
+
+def test_evaluation_with_packets_of_another_size():
+    block = {**EAGER, "forward": {"codec": "bf16"}, "eval": "uncompressed"}
+    blocking = {**block, "link": {"mode": "blocking"}}
+    assert_equal(run_ranks(2, train, 2, block, 3, 0.001, 5), run_ranks(2, train, 2, blocking, 3, 0.0, 5))
+
+
+def train_changing_shapes(block, dynamic):
+    """Losses when the shape of the messages changes at every step."""
+    engine = build(2, ds_config(block), dynamic_shape=dynamic)
+    losses = []
+    for length in (8, 3, 16):
+        if not dynamic:
+            engine.reset_activation_shape()
+        data = batches(shape=(length, WIDTH))
+        losses += [engine.train_batch(data).item() for _ in range(2)]
+    return losses, None, weights(engine)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["reset_activation_shape", "dynamic_shape"])
+def test_changing_shapes(dynamic):
+    ours = run_ranks(2, train_changing_shapes, EAGER, dynamic)
+    assert_equal(ours, run_ranks(2, train_changing_shapes, None, dynamic))
+
+
+def order_of_events(dynamic):
+    """What a first stage sends (s) and receives (r) at each of three steps, by micro-batch."""
+    engine = build(2, ds_config(EAGER), dynamic_shape=dynamic)
+    events = []
+
+    def recorded(letter, function):
+        def run(*args):
+            events.append(letter)
+            return function(*args)
+
+        return run
+
+    if engine.is_first_stage():
+        sender = engine._compression._ends["SendActivation"].sender
+        receiver = engine._compression._ends["RecvGrad"].link
+        sender.send = recorded("s", sender.send)
+        receiver.receive = recorded("r", receiver.receive)
+    data, steps = batches(), []
+    for _ in range(3):
+        engine.train_batch(data)
+        steps.append("".join(events))
+        events.clear()
+    return steps
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "dynamic_shape"])
+def test_an_activation_leaves_before_the_gradient_that_deepspeed_awaits_first(dynamic):
+    stock, eager = "srsrsrsr", "ssrsrsrr"
+    steps = run_ranks(2, order_of_events, dynamic)[0]
+    assert steps == ([stock] * 3 if dynamic else [stock, eager, eager])
+
+
+def packets(count, pace):
+    """Rank 0 sends `count` numbered packets, rank 1 looks at each one at its arrival and after a while."""
+    rank, seen = dist.get_rank(), []
+    group = channel_groups([[0, 1]], rank)[0, "forward"]
+    if rank == 0:
+        sender = EagerSender(1, CPU, group)
+        for number in range(count):
+            packet = sender.memory(PACKET)
+            packet.fill_(number)
+            seen.append(packet.data_ptr())
+            sender.send(packet)
+        sender.drain()
+    else:
+        receiver = EagerReceiver(0, CPU, group)
+        receiver.expect(PACKET, count)
+        for _ in range(count):
+            packet = receiver.receive(PACKET)
+            values = packet.unique().tolist()
+            time.sleep(pace)
+            seen.append((values, packet.unique().tolist()))
+    return seen
+
+
+def test_a_packet_stays_until_the_next_is_asked_for():
+    memory, seen = run_ranks(2, packets, 40, 0.005)
+    assert seen == [([number], [number]) for number in range(40)]
+    assert len(set(memory)) == p2p.IN_FLIGHT  # the sender was never more ahead than that
+
+
+def interrupted():
+    rank = dist.get_rank()
+    group = channel_groups([[0, 1]], rank)[0, "forward"]
+    if rank == 1:
+        receiver = EagerReceiver(0, CPU, group)
+        receiver.expect(64, 2)
+        with pytest.raises(CompressionError, match="2 packets from rank 0 that were expected never came"):
+            receiver.expect(64, 2)
+        receiver.receive(64), receiver.receive(64)
+    else:
+        sender = EagerSender(1, CPU, group)
+        for _ in range(2):
+            sender.send(sender.memory(64))
+        sender.drain()
+
+
+@pytest.mark.parametrize("holds, posted", [(False, [2, 2, 3, 4, 4]), (True, [0, 2, 3, 4, 4])])
+def test_a_receive_that_holds_the_device_is_posted_when_it_is_asked_for(holds, posted, monkeypatch):
+    """Posted at the start of the step, NCCL's would spin until this rank has launched its warm-up: a deadlock
+    with whatever waits for the device meanwhile."""
+
+    class Transport:
+        def irecv(self, memory, peer, group=None):
+            posts.append(memory)
+            return SimpleNamespace(wait=lambda timeout: None)
+
+    posts, counts = [], []
+    monkeypatch.setattr(p2p, "receives_hold_device", lambda device: holds)
+    monkeypatch.setattr(p2p, "transport_for", lambda device: Transport())
+    receiver = EagerReceiver(1, CPU)
+    receiver.expect(64, 4)
+    counts.append(len(posts))
+    for _ in range(4):
+        receiver.receive(64)
+        counts.append(len(posts))
+    assert counts == posted
+    receiver.receive(64)  # one that nobody announced
+    assert len(posts) == 5
+
+
+def test_errors_of_this_ranks_own_device_are_not_blamed_on_a_neighbour():
+    naming = p2p.PeerTimeout("boundary 0, forward").naming(1)
+    with pytest.raises(RuntimeError, match="^CUDA error: an illegal memory access"), naming:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_an_interrupted_batch_is_named():
+    run_ranks(2, interrupted)
+
+
+def packets_of_many_sizes(sending, receiving):
+    sizes = range(64, 64 * 50, 64)
+    group = channel_groups([[0, 1]], dist.get_rank())[0, "forward"]
+    if dist.get_rank() == 1:
+        receiver = receiving(0, CPU, group)
+        return [receiver.receive(size).unique().tolist() for size in sizes]
+    sender = sending(1, CPU, group)
+    for number, size in enumerate(sizes):
+        sender.send(sender.memory(size).fill_(number))
+    sender.drain()
+    return len(sender._free)
+
+
+@pytest.mark.parametrize(
+    "ends", [(Sender, Receiver), (EagerSender, EagerReceiver)], ids=["blocking", "eager"]
+)
+def test_packets_that_vary_in_size_leave_no_memory_behind(ends):
+    kept, seen = run_ranks(2, packets_of_many_sizes, *ends)
+    assert kept <= p2p.IN_FLIGHT
+    assert seen == [[number] for number in range(len(seen))]

@@ -1,0 +1,80 @@
+"""Codecs beside the compute stream: nothing is read before it is there, or overwritten or freed while in
+use."""
+
+import functools
+import re
+
+import pytest
+
+import ds_compress  # noqa: F401  (hooks the engine)
+from ds_compress.kernels import bitstring
+from tests.support.dist import run_ranks
+from tests.support.pipeline import batches, build, ds_config
+from tests.support.streams import install
+
+TOPK = {
+    "forward": {"codec": {"name": "topk", "values": "bf16"}, "feedback": "ef"},
+    "backward": {"codec": {"name": "topk", "indices": "reuse"}},
+}
+RECIPES = {
+    "none": {},
+    "topk, reuse, ef": TOPK,
+    "quantize, ef21": {"forward": {"codec": {"name": "quantize", "group_size": 32}, "feedback": "ef21"}},
+    "autoencoder": {"forward": {"codec": "autoencoder"}, "backward": {"codec": "autoencoder"}},
+    "lowrank, loco": {
+        "forward": {"codec": {"name": "lowrank", "rank": 2}},
+        "backward": {"codec": {"name": "lowrank", "rank": 2}, "feedback": "loco"},
+    },
+    "pca": {"forward": {"codec": "pca"}, "backward": {"codec": "pca"}, "warmup_steps": 2},
+    "lossless": {"forward": {"codec": "lossless"}, "backward": {"codec": "lossless"}},
+    "blocking": {**TOPK, "link": {"mode": "blocking"}},
+}
+
+
+STAGED = ("topk, reuse, ef", "lossless", "blocking")  # over host memory too, which the codec does not touch
+
+
+def train(folder, stages, block, **device_options):
+    """Losses of training and evaluation, and what is wrong with the order of the work."""
+    device = install(**device_options) if device_options else None
+    bitstring.on_cpu = lambda tensor: False  # numpy's work would not be seen
+    csv = {"enabled": True, "output_path": folder, "job_name": "streams"}
+    engine = build(stages, ds_config({"min_numel": 0, "monitor": {"every": 2}, **block}, csv_monitor=csv))
+    data, held_out = batches(), batches(replica=7)
+    losses = []
+    for step in range(5):
+        losses.append(engine.train_batch(data).item())
+        losses.append(engine.eval_batch(held_out, num_micro_batches=5).item())
+        if step == 3:
+            engine.save_checkpoint(folder)
+            engine.load_checkpoint(folder)
+    return losses, device.problems if device else []
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_work_is_in_order(recipe, tmp_path):
+    plain = run_ranks(3, functools.partial(train, str(tmp_path / "plain"), 3, RECIPES[recipe]))
+    for staged in (False, True) if recipe in STAGED else (False,):
+        folder = str(tmp_path / f"staged {staged}")
+        ours = run_ranks(3, functools.partial(train, folder, 3, RECIPES[recipe], staged=staged))
+        for (losses, problems), (expected, _) in zip(ours, plain):
+            if recipe == "lossless":  # whose size the host has to know
+                problems = [problem for problem in problems if "the host waits" not in problem]
+            assert not problems, "\n".join(problems[:5])
+            assert losses == expected
+
+
+@pytest.mark.parametrize(
+    "deaf, staged, problem",
+    [
+        ("lane", False, "lane: .* does not wait for .* of compute"),
+        ("compute", False, "compute: .* does not wait for .* of lane"),
+        ("allocator", False, "compute: .* may get memory that lane uses"),
+        ("host", True, "isend does not wait for .* of lane"),
+    ],
+)
+def test_what_is_left_out_is_found(deaf, staged, problem, tmp_path):
+    (_, first), (_, last) = run_ranks(
+        2, functools.partial(train, str(tmp_path), 2, TOPK, staged=staged, deaf=(deaf,))
+    )
+    assert any(re.search(problem, line) for line in first + last), first[:5]
