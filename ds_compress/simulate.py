@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ds_compress.codec import TensorSpec
-from ds_compress.config import KEY, Config
+from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.sample_ids import SampleIds
+from ds_compress.message.carrying import Tracking
 from ds_compress.message.channel import Boundary, Channel, MessageId
 
 
@@ -27,47 +28,73 @@ class SimulatedBoundary(nn.Module):
     would send again.
     """
 
-    def __init__(self, number: int, config: Config, micro_batches: int):
+    def __init__(self, number: int, config: Config, micro_batches: int, tracking: Tracking | None):
+        """`tracking`: of the whole model, where the boundary may have to know which tensors carry."""
         super().__init__()
         self.upstream = Boundary(number, config)
         self.downstream = Boundary(number, config)
         self.micro_batches = micro_batches
+        self._tracking = tracking
         self._trained = 0  # micro-batches so far
         self._evaluated = 0
+        self._answered = 0  # messages of the step that came back
+        self._step_open = False
 
     def forward(self, tensors: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-        single = isinstance(tensors, Tensor)
-        outputs = _Cross.apply(self, self._next_moment(), *((tensors,) if single else tensors))
-        return outputs[0] if single else outputs
+        sent = (tensors,) if isinstance(tensors, Tensor) else tensors
+        message_id = self._next_id()
+        if self._tracking is None:
+            outputs = _Cross.apply(self, message_id, *sent)
+        else:
+            carrying = self._tracking.of(sent, self.upstream.carrying)
+            self.upstream.carrying = self.downstream.carrying = carrying
+            with self._tracking.paused():
+                outputs = _Cross.apply(self, message_id, *sent)
+            self._tracking.add_float(outputs, carrying)
+        return outputs[0] if isinstance(tensors, Tensor) else outputs
 
     def announce(self, ids: Tensor) -> None:
         """The next training pass is about the samples `ids`."""
         if self.training and torch.is_grad_enabled():
-            self.upstream.announce(self._trained % self.micro_batches, ids)
+            self.upstream.sample_ids[self._trained % self.micro_batches] = ids
+            self.upstream.prefetch(ids)
 
-    def _next_moment(self) -> MessageId:
+    def _next_id(self) -> MessageId:
         step = self._trained // self.micro_batches
         if not (self.training and torch.is_grad_enabled()):
             self._evaluated += 1
             return MessageId(step, (self._evaluated - 1) % self.micro_batches, training=False)
-        moment = MessageId(step, self._trained % self.micro_batches, training=True)
-        if moment.micro_batch == 0:
+        message_id = MessageId(step, self._trained % self.micro_batches, training=True)
+        if message_id.micro_batch == 0:
+            self._end_step()  # of a step without backward passes
             for side in (self.upstream, self.downstream):
-                if step > 0:
-                    side.end_step(average=lambda tensor: tensor)
                 side.begin_step()
+            self._answered, self._step_open = 0, True
         self._trained += 1
-        return moment
+        return message_id
+
+    def answered(self) -> None:
+        """The gradient of a message has crossed; with that of the last one the step ends, as in a
+        pipeline."""
+        self._answered += 1
+        if self._answered == self.micro_batches:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        if self._step_open:
+            self._step_open = False
+            for side in (self.upstream, self.downstream):
+                side.end_step(average=lambda tensor: tensor)
 
 
 class _Cross(torch.autograd.Function):
     """Forward: a packet from upstream to downstream; backward: a packet back."""
 
     @staticmethod
-    def forward(ctx, boundary: SimulatedBoundary, moment: MessageId, *tensors: Tensor):
-        ctx.boundary, ctx.moment = boundary, moment
+    def forward(ctx, boundary: SimulatedBoundary, message_id: MessageId, *tensors: Tensor):
+        ctx.boundary, ctx.message_id = boundary, message_id
         ctx.floats = [tensor.dtype.is_floating_point for tensor in tensors]
-        outputs = _transfer(boundary.upstream.forward, boundary.downstream.forward, tensors, moment)
+        outputs = _transfer(boundary.upstream.forward, boundary.downstream.forward, tensors, message_id)
         ctx.mark_non_differentiable(*(t for t, is_float in zip(outputs, ctx.floats) if not is_float))
         return tuple(outputs)
 
@@ -75,14 +102,17 @@ class _Cross(torch.autograd.Function):
     def backward(ctx, *gradients: Tensor):
         sent = [gradient for gradient, is_float in zip(gradients, ctx.floats) if is_float]
         source, target = ctx.boundary.downstream.backward, ctx.boundary.upstream.backward
-        arrived = iter(_transfer(source, target, sent, ctx.moment))
+        arrived = iter(_transfer(source, target, sent, ctx.message_id))
+        ctx.boundary.answered()
         return None, None, *(next(arrived) if is_float else None for is_float in ctx.floats)
 
 
-def _transfer(source: Channel, target: Channel, tensors: Sequence[Tensor], moment: MessageId) -> list[Tensor]:
-    packet = source.encode(tensors, moment)
-    message = target.message(tuple(map(TensorSpec.of, tensors)), moment)
-    return target.decode(packet, message, moment, lambda nbytes: source.rest)
+def _transfer(
+    source: Channel, target: Channel, tensors: Sequence[Tensor], message_id: MessageId
+) -> list[Tensor]:
+    packet = source.encode(tensors, message_id)
+    message = target.message(tuple(map(TensorSpec.of, tensors)), message_id)
+    return target.decode(packet, message, message_id, lambda nbytes: source.rest)
 
 
 def simulate(model: nn.Module, ds_config: dict[str, Any], cuts: Sequence[int]) -> nn.Module:
@@ -118,15 +148,45 @@ def simulate(model: nn.Module, ds_config: dict[str, Any], cuts: Sequence[int]) -
         return model
 
     micro_batches = ds_config.get("gradient_accumulation_steps", 1)
-    boundaries = [SimulatedBoundary(number, config, micro_batches) for number in range(len(cuts))]
+    tracking = _tracking(config, len(cuts), model)
+    boundaries = [SimulatedBoundary(number, config, micro_batches, tracking) for number in range(len(cuts))]
     for number, cut in reversed(list(enumerate(cuts))):
         layers.insert(cut, boundaries[number])
         if not isinstance(model, nn.Sequential):
             model.add_module(f"boundary_{number}", boundaries[number])
     simulated = nn.Sequential(*layers) if isinstance(model, nn.Sequential) else model
+    if tracking is not None:
+        _follow(simulated, boundaries, tracking)
     if boundaries and config.sample_ids:
         _follow_samples(simulated, boundaries, config.sample_ids)
     return simulated
+
+
+def _tracking(config: Config, boundaries: int, model: nn.Module) -> Tracking | None:
+    """What finds out which tensors carry, if a codec with a loss may meet several of them in a message."""
+    codecs = [
+        getattr(config.codecs(number), direction) for number in range(boundaries) for direction in DIRECTIONS
+    ]
+    lossy = any(codec.name != "none" for codec in codecs)
+    return Tracking(model) if lossy and config.block.tensors == "large" else None
+
+
+def _follow(model: nn.Module, boundaries: list[SimulatedBoundary], tracking: Tracking) -> None:
+    """Track what carries in passes through `model` until every boundary knows."""
+
+    def begin(*_: Any) -> None:
+        if any(boundary.upstream.carrying is None for boundary in boundaries):
+            tracking.__enter__()
+            running.append(True)
+
+    def end(*_: Any) -> None:
+        if running:
+            running.pop()
+            tracking.__exit__(None, None, None)
+
+    running: list[bool] = []
+    model.register_forward_pre_hook(begin)
+    model.register_forward_hook(end, always_call=True)
 
 
 def _follow_samples(model: nn.Module, boundaries: list[SimulatedBoundary], source: SampleIds) -> None:

@@ -90,6 +90,10 @@ class Channel:
             self._messages[key] = MessageLayout(specs, codec, self._eligible(specs, raw_tail), ids)
         return self._messages[key]
 
+    def forget_layouts(self) -> None:
+        """What was known of messages no longer holds."""
+        self._messages.clear()
+
     def compressed_bytes(self, message: MessageLayout) -> int:
         """Bytes that `message` takes on the wire after the warm-up, a second packet included."""
         compressed = MessageLayout(message.specs, self.codec, message.eligible, message.ids)
@@ -217,10 +221,14 @@ class Channel:
     def _eligible(self, specs: tuple[TensorSpec, ...], raw_tail: int) -> list[bool]:
         """Which tensors are compressed after the warm-up."""
         block = self.boundary.config.block
+        lone = sum(spec.dtype.is_floating_point for spec in specs) == 1
         position, eligible = 0, []
         for index, spec in enumerate(specs):
             is_float = spec.dtype.is_floating_point and index < len(specs) - raw_tail
-            chosen = spec.numel >= block.min_numel if block.tensors == "large" else position in block.tensors
+            if block.tensors == "large":
+                chosen = spec.numel >= block.min_numel and (lone or self.boundary.carries(position))
+            else:
+                chosen = position in block.tensors
             eligible.append(is_float and chosen)
             position += is_float
         if block.tensors != "large" and not any(eligible):
@@ -274,11 +282,29 @@ class Boundary:
         self.backward = Channel(self, "backward", codecs.backward)
         self.memory: dict[int, dict[str, Tensor]] = {}
         self.sample_ids: dict[int, Tensor] = {}  # of the present step, by micro-batch
+        self._carrying: tuple[bool, ...] | None = None
         self._stashes: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     @property
     def channels(self) -> tuple[Channel, Channel]:
         return tuple(getattr(self, direction) for direction in DIRECTIONS)
+
+    @property
+    def carrying(self) -> tuple[bool, ...] | None:
+        """Of each float tensor of a message, whether it carries what the model has learned (see `carrying`);
+        None where nobody has said. Both sides are told the same."""
+        return self._carrying
+
+    @carrying.setter
+    def carrying(self, carrying: tuple[bool, ...] | None) -> None:
+        if carrying != self._carrying:
+            self._carrying = carrying
+            for channel in self.channels:
+                channel.forget_layouts()
+
+    def carries(self, position: int) -> bool:
+        """Whether the float tensor at `position`, one of several, is known to carry."""
+        return self._carrying is not None and position < len(self._carrying) and self._carrying[position]
 
     def compresses(self, moment: MessageId) -> bool:
         """Whether messages at `moment` are compressed; the same on both sides by construction."""
@@ -323,9 +349,8 @@ class Boundary:
                 channel.codec.restored(memory)
             self.memory[position] = memory
 
-    def announce(self, micro_batch: int, ids: Tensor) -> None:
-        """The next forward messages of `micro_batch` will be about the samples `ids`."""
-        self.sample_ids[micro_batch] = ids
+    def prefetch(self, ids: Tensor) -> None:
+        """A forward message of the samples `ids` will be encoded soon."""
         for memory in self.memory.values():
             self.forward.codec.prefetch(ids, memory)
 

@@ -19,8 +19,11 @@ class Endpoint:
 
     lane: Lane
     meter: Probe = OFF
-    micro_batch: int = 0
-    """Of the next message."""
+    messages: int = 0
+    """That passed in the schedule in progress."""
+
+    to_announce: int = 0
+    """Messages that the schedule will receive, as long as their size is not known."""
 
     @property
     def sends(self) -> bool:

@@ -58,7 +58,7 @@ class Monitor:
         self.ranks = ranks
         self.micro_batches = micro_batches
         self.device = device
-        self._link = link
+        self.link = link
         self._total = total
         self._write = write
         self._reports = reports
@@ -203,7 +203,7 @@ class Monitor:
                 )
             boundaries.append(f"boundary {number}: {', '.join(parts)}")
         warmup = f", after {self.config.warmup_steps} warm-up steps" if self.config.warmup_steps else ""
-        active = f"ds_compress {__version__} active, link {self._link}{warmup}"
+        active = f"ds_compress {__version__} active, link {self.link}{warmup}"
         return f"{active}; per message: {'; '.join(boundaries)}"
 
     def _events(self, channels: Channels, step_ms: float, samples: int) -> Events:

@@ -22,7 +22,7 @@ from ds_compress.monitor.monitor import Monitor
 from ds_compress.monitor.sinks import add_tensorboard_layout
 from ds_compress.pipeline.engine import CompressedEngine
 from ds_compress.pipeline.handshake import agree
-from ds_compress.pipeline.stage import PointToPoint
+from ds_compress.pipeline.intercept import PointToPoint
 from ds_compress.transport import staging
 from ds_compress.version import __version__
 

@@ -15,7 +15,6 @@ by which the two sides of a pair match their packets, is DeepSpeed's own.
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import contextmanager
 
 import torch
 from deepspeed import comm as dist
@@ -27,7 +26,7 @@ from ds_compress.config import DIRECTIONS, KEY
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary
 from ds_compress.pipeline.engine import CompressedEngine
-from ds_compress.pipeline.stage import Stage
+from ds_compress.pipeline.stage import Instruction, Stage
 from ds_compress.transport.p2p import PeerTimeout, Receiver, Sender
 from ds_compress.transport.streams import Lane
 
@@ -96,7 +95,8 @@ class CompressedDualPipeV(CompressedEngine):
     }
 
     _own_link = "of DualPipeV"
-    _instruction = ""  # the one in progress that sends or receives, with its phase
+    _is_eager = False
+    _instruction = Instruction.SEND_ACTIVATION, 0  # the one in progress that sends or receives, and its phase
 
     @staticmethod
     def _check(config, stages):
@@ -124,8 +124,8 @@ class CompressedDualPipeV(CompressedEngine):
         self._patience = []  # for each operation in DeepSpeed's queue
         for phase, (before, after) in enumerate(stage.phases):
             for end, neighbour, receiving, sending in (
-                (before, self._upstream_stage(phase), "RecvActivation", "SendGrad"),
-                (after, self._downstream_stage(phase), "RecvGrad", "SendActivation"),
+                (before, self._upstream_stage(phase), Instruction.RECV_ACTIVATION, Instruction.SEND_GRAD),
+                (after, self._downstream_stage(phase), Instruction.RECV_GRAD, Instruction.SEND_ACTIVATION),
             ):
                 if end is None:
                     continue
@@ -135,8 +135,8 @@ class CompressedDualPipeV(CompressedEngine):
                 sender = QueuedSender(peer, self.device, self._queue_to(neighbour, go))
                 # no second packets: _check has refused what sends them
                 # and no lanes: the queue starts on the compute stream
-                stage.connect(f"{receiving}/{phase}", come, receiver, receiver, Lane())
-                stage.connect(f"{sending}/{phase}", go, sender, sender, Lane())
+                stage.connect(receiving, come, receiver, receiver, Lane(), phase)
+                stage.connect(sending, go, sender, sender, Lane(), phase)
 
     def _sides(self):
         return [
@@ -173,21 +173,31 @@ class CompressedDualPipeV(CompressedEngine):
             for request, operation, own in zip(requests, operations, patience):
                 own.wait(request, operation.peer, self.device)
 
-    def _look_ahead(self, pipe_schedule, training):
+    def _announce(self, training):
         """Nothing to do: the schedule posts its receives before the sender runs."""
         self._arriving.clear()
 
+    def _boundaries_after(self):
+        return [after for _, after in self._compression.phases if after is not None]
+
+    def _boundary_of_shapes(self, sends):
+        return self._compression.phases[self._instruction[1]][int(sends)]
+
     def _queue_p2p(self, operation, tensors, stage):
-        if self._instruction.startswith("Send"):
-            self._compression.dispatch(self._instruction, tensors)
+        instruction, phase = self._instruction
+        if instruction in (Instruction.SEND_ACTIVATION, Instruction.SEND_GRAD):
+            self._compression.dispatch(instruction, self._buffer_id, tensors, phase=phase)
         else:
-            self._compression.expect(self._instruction, tensors, 1)
-            self._arriving.append((self._instruction, tensors))
+            self._compression.queue(instruction, phase, tensors)
+            self._arriving.append((instruction, phase, self._buffer_id, tensors))
 
     def _commit_p2p(self, run):
-        for instruction, tensors in self._arriving:
-            for tensor, arrived in zip(tensors, self._compression.fetch(instruction, tensors)):
-                tensor.data = arrived
+        for instruction, phase, buffer_id, tensors in self._arriving:
+            arrived = self._compression.fetch(instruction, buffer_id, tensors, phase=phase)
+            for tensor, came in zip(tensors, arrived):
+                tensor.data = came
+            if instruction is Instruction.RECV_ACTIVATION and self._tracking is not None:
+                self._tracking.add_float(tensors, self._compression.phases[phase][0].carrying or ())
         self._arriving.clear()
         self._launch()  # what nobody waited for: a queue of sends alone
         run()  # DeepSpeed's own, with nothing left to do
@@ -195,26 +205,18 @@ class CompressedDualPipeV(CompressedEngine):
     def _exec_commit_p2p(self, *args, **kwargs):
         self._commit_p2p(super()._exec_commit_p2p, *args, **kwargs)
 
-    @contextmanager
-    def _during(self, instruction, phase):
-        before, self._instruction = self._instruction, f"{instruction}/{phase}"
-        try:
-            yield
-        finally:
-            self._instruction = before
+    def _during(self, instruction, run, buffer_id, phase):
+        self._instruction, self._buffer_id = (instruction, phase), buffer_id
+        run(buffer_id, phase)
 
     def _send_activations(self, run, buffer_id, phase):
-        with self._during("SendActivation", phase):
-            run(buffer_id, phase)
+        self._during(Instruction.SEND_ACTIVATION, run, buffer_id, phase)
 
     def _send_grads(self, run, buffer_id, phase):
-        with self._during("SendGrad", phase):
-            run(buffer_id, phase)
+        self._during(Instruction.SEND_GRAD, run, buffer_id, phase)
 
     def _recv_activations(self, run, buffer_id, phase):
-        with self._during("RecvActivation", phase):
-            run(buffer_id, phase)
+        self._during(Instruction.RECV_ACTIVATION, run, buffer_id, phase)
 
     def _recv_grads(self, run, buffer_id, phase):
-        with self._during("RecvGrad", phase):
-            run(buffer_id, phase)
+        self._during(Instruction.RECV_GRAD, run, buffer_id, phase)

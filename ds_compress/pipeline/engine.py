@@ -6,8 +6,9 @@ by name, so the mixin brings its own map, a ChainMap over the engine's: entries 
 in force.
 """
 
+import contextlib
 import functools
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from deepspeed import comm as dist
@@ -15,9 +16,11 @@ from deepspeed.runtime.pipe import schedule
 
 from ds_compress.checkpoint.mixin import CheckpointedEngine
 from ds_compress.config import DIRECTIONS
+from ds_compress.message.carrying import Tracking
 from ds_compress.message.channel import Boundary
 from ds_compress.monitor.monitor import Monitor
-from ds_compress.pipeline.stage import Stage
+from ds_compress.pipeline.lookahead import Lookahead
+from ds_compress.pipeline.stage import Instruction, Stage, as_list
 from ds_compress.transport.p2p import (
     EagerReceiver,
     EagerSender,
@@ -28,9 +31,10 @@ from ds_compress.transport.p2p import (
 )
 from ds_compress.transport.streams import Lane, lane_for
 
-
-def _as_list(tensors: Any) -> list[torch.Tensor]:
-    return [tensors] if torch.is_tensor(tensors) else list(tensors)
+RECEIVED = {
+    Instruction.RECV_ACTIVATION: schedule.RecvActivation,
+    Instruction.RECV_GRAD: schedule.RecvGrad,
+}
 
 
 class CompressedEngine(CheckpointedEngine):
@@ -43,8 +47,8 @@ class CompressedEngine(CheckpointedEngine):
     _compression: Stage
     _compression_monitor: Monitor
     _own_link: ClassVar[str | None] = None  # where link.mode has no say: the name of what has
-    _ahead = False  # whether the schedule in progress sends when computed
-    _sent_ahead: set[tuple[type, int]]  # instructions, with buffer, whose message has left already
+    _lookahead: Lookahead  # of the schedule in progress, or of none
+    _tracking: Tracking | None = None  # as long as some message may have to know which of its tensors carry
 
     _AROUND: ClassVar[dict[type, str]] = {
         schedule.ForwardPass: "_forward_pass",
@@ -62,7 +66,8 @@ class CompressedEngine(CheckpointedEngine):
         before = Boundary(number - 1, config, replica) if number > 0 else None
         after = Boundary(number, config, replica) if number < self.num_stages - 1 else None
         stage = self._compression = Stage(config, p2p, before, after)
-        self._sent_ahead = set()
+        self._lookahead = Lookahead()
+        self._track(config)
         eager = config.block.link.mode == "eager"
         rests = [f"{direction} rest" for direction in DIRECTIONS if config.has_rest(direction)]
         pipelines = self.grid._topo.get_axis_comm_lists("pipe")
@@ -85,12 +90,12 @@ class CompressedEngine(CheckpointedEngine):
 
         if before:
             lane = lane_for(self.device) if eager else Lane()
-            connect("RecvActivation", before.forward, receive, self.prev_stage, lane)
-            connect("SendGrad", before.backward, send, self.prev_stage, lane)
+            connect(Instruction.RECV_ACTIVATION, before.forward, receive, self.prev_stage, lane)
+            connect(Instruction.SEND_GRAD, before.backward, send, self.prev_stage, lane)
         if after:
             lane = lane_for(self.device) if eager else Lane()
-            connect("SendActivation", after.forward, send, self.next_stage, lane)
-            connect("RecvGrad", after.backward, receive, self.next_stage, lane)
+            connect(Instruction.SEND_ACTIVATION, after.forward, send, self.next_stage, lane)
+            connect(Instruction.RECV_GRAD, after.backward, receive, self.next_stage, lane)
 
     @staticmethod
     def _check(config, stages):
@@ -99,48 +104,74 @@ class CompressedEngine(CheckpointedEngine):
         config.check_boundaries(stages - 1)
         return stages - 1
 
+    def _track(self, config):
+        """Find out what carries, if a codec with a loss may meet several float tensors in a message."""
+        lossy = any(
+            channel.codec.name != "none" for b in self._compression.boundaries for channel in b.channels
+        )
+        self._tracking = Tracking(self.module) if lossy and config.block.tensors == "large" else None
+
     def _exec_schedule(self, pipe_schedule):
         training = torch.is_grad_enabled() and self.module.training
-        stage = self._compression
+        stage, monitor = self._compression, self._compression_monitor
         if training:
-            self._compression_monitor.begin_step(stage.ends, self.global_steps + 1)
-        with stage.running(self.global_steps, training, self._loss_scale()):
-            self._look_ahead(pipe_schedule, training)
-            super()._exec_schedule(pipe_schedule)
-        self._ahead = False
+            monitor.begin_step(stage.ends, self.global_steps + 1)
+        with self._looking_ahead(pipe_schedule, training) as counts:
+            with stage.running(self.global_steps, training, self._loss_scale(), counts):
+                self._announce(training)
+                super()._exec_schedule(pipe_schedule)
+            monitor.link = self._link()
         if training:
             for boundary in stage.boundaries:
                 stage.in_lane(boundary, functools.partial(boundary.end_step, self._replica_mean))
-            self._compression_monitor.end_step(stage.ends, self.global_steps, self.global_samples)
+            monitor.end_step(stage.ends, self.global_steps, self.global_samples)
 
-    def _look_ahead(self, pipe_schedule, training):
-        """Post receives ahead, and let messages leave when computed, if the link is to.
+    @contextlib.contextmanager
+    def _looking_ahead(self, pipe_schedule, training):
+        """Follow the schedule's instructions inside; gives how many messages are to be received ahead."""
+        lookahead = self._lookahead = Lookahead(pipe_schedule, self._tracked)
+        if lookahead.plain:
+            pipe_schedule.steps = lookahead.steps
+        try:
+            ahead = self._is_eager and lookahead.receives_ahead(self.device) and not self.dynamic_shape
+            yield {key: lookahead.counts[kind] for key, kind in RECEIVED.items()} if ahead else {}
+        finally:
+            self._lookahead = Lookahead()
+            if lookahead.plain:
+                del pipe_schedule.steps
 
-        Not before the shapes are known: DeepSpeed's shape message goes first, in its own order.
-        """
-        self._sent_ahead.clear()
-        eager = self._compression.config.block.link.mode == "eager"
-        self._ahead = eager and not self.dynamic_shape and self._shapes_known(training)
-        if self._ahead:
-            self._expect_messages(pipe_schedule.micro_batches, training)
+    def _tracked(self):
+        """A context for instructions that compute what is sent."""
+        undecided = self._tracking is not None and any(b.carrying is None for b in self._boundaries_after())
+        return self._tracking if undecided else None
+
+    def _boundaries_after(self):
+        """Those that this rank sends activations over."""
+        return [self._compression.after] if self._compression.after else []
+
+    @property
+    def _is_eager(self):
+        return self._compression.config.block.link.mode == "eager"
+
+    def _link(self):
+        """What the start-up line calls the link, by what it did in the schedule in progress."""
+        if self._own_link or not self._is_eager:
+            return self._own_link or "blocking"
+        if self.dynamic_shape:
+            return "eager, activations in DeepSpeed's order because of dynamic_shape"
+        return "eager" if self._lookahead.early else "eager, but every message in the order of the schedule"
 
     def _loss_scale(self):
         """What gradients are multiplied by at present: the same on all stages, as all skip the same steps."""
         return float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0
 
-    def _shapes_known(self, training):
+    def _announce(self, training):
+        """Let messages be received ahead whose shapes are known from the batch before."""
         stage = self._compression
-        sends_known = stage.after is None or not self.first_output_send
-        receives_known = stage.before is None or self.pipe_recv_buf is not None
-        gradients_known = stage.after is None or not training or self.grad_layer is not None
-        return sends_known and receives_known and gradients_known
-
-    def _expect_messages(self, micro_batches, training):
-        stage = self._compression
-        if stage.before is not None:
-            stage.expect("RecvActivation", _as_list(self.pipe_recv_buf), micro_batches, self._raw_tail())
-        if stage.after is not None and training:
-            stage.expect("RecvGrad", _as_list(self.grad_layer), micro_batches)
+        if stage.before is not None and self.pipe_recv_buf is not None:
+            stage.announce(Instruction.RECV_ACTIVATION, as_list(self.pipe_recv_buf), self._raw_tail())
+        if stage.after is not None and training and self.grad_layer is not None:
+            stage.announce(Instruction.RECV_GRAD, as_list(self.grad_layer))
 
     def _raw_tail(self):
         """DeepSpeed sends a bool mask in last place, as half precision: it is float but must not be
@@ -155,46 +186,55 @@ class CompressedEngine(CheckpointedEngine):
 
     def _next_batch(self):
         batch = super()._next_batch()
-        self._compression.load(batch)
+        loading = self._lookahead.current
+        self._compression.load(batch, loading.kwargs.get("buffer_id") if loading else None)
         return batch
 
     def _forward_pass(self, run, buffer_id):
         run(buffer_id)
-        self._send_ahead(schedule.SendActivation, self._compression.after, buffer_id)
+        # Not before the shapes are known: DeepSpeed's shape message goes first, in its own order
+        if self._is_eager and not self.dynamic_shape and not self.first_output_send:
+            self._send_early(schedule.ForwardPass, schedule.SendActivation, buffer_id)
 
     def _backward_pass(self, run, buffer_id):
         run(buffer_id)
-        self._send_ahead(schedule.SendGrad, self._compression.before, buffer_id)
+        if self._is_eager:
+            self._send_early(schedule.BackwardPass, schedule.SendGrad, buffer_id)
 
-    def _send_ahead(self, instruction, boundary, buffer_id):
-        if self._ahead and boundary is not None:
+    def _send_early(self, made_by, instruction, buffer_id):
+        if self._lookahead.leaves_early(made_by, buffer_id):
             self._INSTRUCTION_MAP[instruction](self, buffer_id)
-            self._sent_ahead.add((instruction, buffer_id))
-
-    def _already_sent(self, instruction, buffer_id):
-        sent = (instruction, buffer_id) in self._sent_ahead
-        self._sent_ahead.discard((instruction, buffer_id))
-        return sent
 
     def _send_activations(self, run, buffer_id):
-        if not self._already_sent(schedule.SendActivation, buffer_id):
-            with self._compression.send("SendActivation", self._raw_tail()):
-                run(buffer_id)
+        self._send(Instruction.SEND_ACTIVATION, run, buffer_id, self._raw_tail())
 
     def _send_grads(self, run, buffer_id):
-        if not self._already_sent(schedule.SendGrad, buffer_id):
-            with self._compression.send("SendGrad"):
+        self._send(Instruction.SEND_GRAD, run, buffer_id, 0)
+
+    def _send(self, instruction, run, buffer_id, raw_tail):
+        if not self._lookahead.has_left():
+            self._outside()
+            with self._compression.send(instruction, buffer_id, raw_tail):
                 run(buffer_id)
 
     def _recv_activations(self, run, buffer_id):
-        with self._compression.receive(
-            "RecvActivation", lambda: _as_list(self.pipe_recv_buf), self._raw_tail()
+        self._outside()
+        stage = self._compression
+        with stage.receive(
+            Instruction.RECV_ACTIVATION, buffer_id, lambda: as_list(self.pipe_recv_buf), self._raw_tail()
         ):
             run(buffer_id)
+        if self._tracking is not None and stage.before.carrying:
+            self._tracking.add_float(as_list(self.pipe_buffers["inputs"][buffer_id]), stage.before.carrying)
 
     def _recv_grads(self, run, buffer_id):
-        with self._compression.receive("RecvGrad", lambda: _as_list(self.grad_layer)):
+        self._outside()
+        with self._compression.receive(Instruction.RECV_GRAD, buffer_id, lambda: as_list(self.grad_layer)):
             run(buffer_id)
+
+    def _outside(self):
+        training = torch.is_grad_enabled() and self.module.training
+        self._compression.outside(self.global_steps, training, self._loss_scale())
 
     # Some projects call these directly instead of through a schedule
 
@@ -210,13 +250,26 @@ class CompressedEngine(CheckpointedEngine):
     def _exec_recv_grads(self, *args, **kwargs):
         self._recv_grads(super()._exec_recv_grads, *args, **kwargs)
 
-    def _send_tensor_meta(self, *args, **kwargs):
-        with self._compression.aside():
-            super()._send_tensor_meta(*args, **kwargs)
+    def _send_tensor_meta(self, buffer, *args, **kwargs):
+        tensors, boundary = as_list(buffer), self._boundary_of_shapes(sends=True)
+        carrying = self._tracking.of(tensors, boundary.carrying) if self._tracking is not None else None
+        written = 2 + sum(2 + tensor.dim() for tensor in tensors)
+        message = self._compression.shape_message(carrying, written)
+        with self._compression.aside(message):
+            super()._send_tensor_meta(buffer, *args, **kwargs)
+        boundary.carrying = message.carrying
 
     def _recv_tensor_meta(self, *args, **kwargs):
-        with self._compression.aside():
-            return super()._recv_tensor_meta(*args, **kwargs)
+        message = self._compression.shape_message()
+        with self._compression.aside(message):
+            buffers = super()._recv_tensor_meta(*args, **kwargs)
+        floats = sum(tensor.dtype.is_floating_point for tensor in as_list(buffers))
+        self._boundary_of_shapes(sends=False).carrying = message.received(floats)
+        return buffers
+
+    def _boundary_of_shapes(self, sends):
+        """Whose shapes DeepSpeed sends, or receives, at present."""
+        return self._compression.after if sends else self._compression.before
 
     def _allocate_or_extend_buffers(self, idx, shape, dtype):
         """A buffer of its own for every message.

@@ -1,101 +1,44 @@
 """What one stage of a pipeline sends and receives: its two boundaries, their links, the instruction in
-progress.
+progress."""
 
-DeepSpeed's instructions call `p2p.send` or `p2p.recv` once per tensor. `PointToPoint` stands in for that
-module: while an instruction runs, the tensors it sends are collected and leave as one packet when it ends;
-the first tensor it receives fetches the packet, and each call hands out the next tensor of it.
-"""
-
+import enum
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ds_compress.codec import TensorSpec
 from ds_compress.config import Config
-from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary, Channel, MessageId
 from ds_compress.message.endpoint import Endpoint
+from ds_compress.pipeline.intercept import PointToPoint, Receiving, Sending, ShapeMessage
 from ds_compress.transport.p2p import Receiver, Sender
 from ds_compress.transport.streams import Lane
 
 
-class Sending:
-    """The tensors that one send instruction wants to send."""
+class Instruction(enum.Enum):
+    """Those of DeepSpeed's instructions that move tensors between stages."""
 
-    def __init__(self):
-        self.tensors: list[Tensor] = []
-
-    def send(self, tensor: Tensor) -> None:
-        self.tensors.append(tensor)
-
-    def recv(self, tensor: Tensor) -> None:
-        raise CompressionError(
-            "a send instruction of DeepSpeed tried to receive: this release is not supported"
-        )
+    SEND_ACTIVATION = enum.auto()
+    RECV_ACTIVATION = enum.auto()
+    SEND_GRAD = enum.auto()
+    RECV_GRAD = enum.auto()
 
 
-class Receiving:
-    """The tensors that one receive instruction asks for, from one packet."""
-
-    def __init__(self, fetch: Callable[[], list[Tensor]]):
-        self._fetch = fetch
-        self._arrived: Iterator[Tensor] | None = None
-
-    def send(self, tensor: Tensor) -> None:
-        raise CompressionError(
-            "a receive instruction of DeepSpeed tried to send: this release is not supported"
-        )
-
-    def recv(self, tensor: Tensor) -> None:
-        if self._arrived is None:
-            self._arrived = iter(self._fetch())
-        # DeepSpeed clones activations and uses gradients before it receives the next, so `tensor` can be the
-        # arrived one instead of a copy of it
-        tensor.data = next(self._arrived)
-
-
-class PointToPoint:
-    """Stand-in for the module `deepspeed.runtime.pipe.p2p` inside DeepSpeed's pipeline engine.
-
-    Engines without ds_compress, and what engines send outside their instructions, go to the module unchanged.
-    """
-
-    def __init__(self, module: Any):
-        self._module = module
-        self.instruction: Sending | Receiving | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-    def send(self, tensor: Tensor, dest_stage: int, async_op: bool = False) -> None:
-        if self.instruction is None:
-            return self._module.send(tensor, dest_stage, async_op)
-        self.instruction.send(tensor)
-
-    def recv(self, tensor: Tensor, src_stage: int, async_op: bool = False) -> None:
-        if self.instruction is None:
-            return self._module.recv(tensor, src_stage, async_op)
-        self.instruction.recv(tensor)
-
-    @contextmanager
-    def during(self, instruction: Sending | Receiving | None) -> Iterator[None]:
-        """Route calls to `instruction`, None for the module itself, and back to what was before at the
-        end."""
-        before, self.instruction = self.instruction, instruction
-        try:
-            yield
-        finally:
-            self.instruction = before
+FORWARD = (Instruction.SEND_ACTIVATION, Instruction.RECV_ACTIVATION)
 
 
 class Stage:
     """All traffic of one stage.
 
-    Micro-batches pass a boundary in order, in both directions, so counting messages within a step gives the
-    micro-batch; DeepSpeed's buffer ids are reused and do not.
+    A forward message is known by its number among those of its boundary and step, which both sides count
+    alike. A backward message has the number of the forward message that it answers: each side remembers which
+    one the engine's buffer held. Buffer ids themselves differ between the sides, and are used again within a
+    step.
     """
 
     def __init__(self, config: Config, p2p: PointToPoint, before: Boundary | None, after: Boundary | None):
@@ -105,29 +48,34 @@ class Stage:
         self.before = before
         self.after = after
         self._p2p = p2p
-        self._ends: dict[str, Endpoint] = {}
+        self._ends: dict[tuple[Instruction, int], Endpoint] = {}
         self._lanes: dict[int, Lane] = {}  # by boundary
+        self._numbers: dict[tuple[int, int], int] = {}  # of the forward message, by boundary and buffer
+        self._samples: dict[int, Tensor] = {}  # ids, by buffer
+        self._unplaced: deque[Tensor] = deque()  # ids of batches in unknown buffers
+        self._running = False
         self.step = 0
         self.training = False
         self.loss_scale = 1.0
-        self._loaded = 0
 
     def connect(
         self,
-        instruction: str,
+        instruction: Instruction,
         channel: Channel,
         end: Sender | Receiver,
         second: Sender | Receiver,
         lane: Lane,
+        phase: int = 0,
     ) -> None:
-        """Let `instruction` ("SendActivation", ...) use `channel` over `end`.
+        """Let `instruction` use `channel` over `end`.
 
         Args:
             second: for packets that only some messages have, on a group of its own where receives are posted
                 ahead.
             lane: of the boundary, for both its channels.
+            phase: of DualPipeV, which has each instruction twice.
         """
-        self._ends[instruction] = Endpoint(channel, end, second, lane)
+        self._ends[instruction, phase] = Endpoint(channel, end, second, lane)
         self._lanes[channel.boundary.number] = lane
 
     @property
@@ -144,20 +92,49 @@ class Stage:
         return [end.channel for end in self._ends.values() if end.sends]
 
     @contextmanager
-    def running(self, step: int, training: bool, loss_scale: float = 1.0) -> Iterator[None]:
-        """Round one schedule of the engine; returns when all packets have left."""
+    def running(
+        self,
+        step: int,
+        training: bool,
+        loss_scale: float = 1.0,
+        counts: Mapping[Instruction, int] | None = None,
+    ) -> Iterator[None]:
+        """Round one schedule of the engine; returns when all packets have left.
+
+        Args:
+            counts: how many messages the schedule receives, where they are to be received ahead.
+        """
+        self._begin(step, training, loss_scale)
+        for (instruction, _), end in self._ends.items():
+            end.to_announce = (counts or {}).get(instruction, 0)
+        self._running = True
+        try:
+            yield
+            for end in self._ends.values():
+                if end.sends:
+                    end.lane.run(functools.partial(self._drain, end))
+            for lane in self._lanes.values():
+                lane.join()
+        finally:
+            self._running = False
+
+    def _begin(self, step: int, training: bool, loss_scale: float) -> None:
         self.step, self.training, self.loss_scale = step, training, loss_scale
-        self._loaded = 0
+        self._numbers.clear()
+        self._samples.clear()
+        self._unplaced.clear()
         for end in self._ends.values():
-            end.micro_batch = 0
+            end.messages = 0
+            end.to_announce = 0
         for boundary in self.boundaries:
             boundary.begin_step()
-        yield
-        for end in self._ends.values():
-            if end.sends:
-                end.lane.run(functools.partial(self._drain, end))
-        for lane in self._lanes.values():
-            lane.join()
+            boundary.sample_ids.clear()
+
+    def outside(self, step: int, training: bool, loss_scale: float) -> None:
+        """Before a message that no schedule asked for: programs call the engine's instructions by hand, to
+        sample for example. Those of one step and kind are counted on, as within a schedule."""
+        if not self._running and (step, training) != (self.step, self.training):
+            self._begin(step, training, loss_scale)
 
     def in_lane(self, boundary: Boundary, work: Callable[[], None]) -> None:
         """Do `work`, on what `boundary` remembers, where its codecs work, and before anything that
@@ -166,22 +143,38 @@ class Stage:
         lane.run(work)
         lane.join()
 
-    def load(self, batch: Sequence[Any]) -> None:
-        """Take note of the samples in what the data loader returned, on the first stage."""
-        source = self.config.sample_ids
-        if source and self.before is None and self.training:
-            self.after.announce(self._loaded, source.of(batch))
-            self._loaded += 1
+    def load(self, batch: Sequence[Any], buffer_id: int | None) -> None:
+        """Take note of the samples in what the data loader returned, on the first stage.
 
-    def expect(self, instruction: str, tensors: Sequence[Tensor], count: int, raw_tail: int = 0) -> None:
-        """Announce the `count` messages of this schedule, with tensors like `tensors` (see
-        `Receiver.expect`)."""
-        end = self._ends[instruction]
-        message = end.channel.message(tuple(map(TensorSpec.of, tensors)), self._moment(0), raw_tail)
-        end.lane.run(lambda: end.link.expect(message.packet.nbytes, count))
+        Args:
+            buffer_id: that the batch is loaded into; None where nobody knows: then buffers are sent in its
+                order.
+        """
+        source = self.config.sample_ids
+        if source and self.before is None and self.after is not None and self.training:
+            ids = source.of(batch)
+            self.after.prefetch(ids)
+            if buffer_id is None:
+                self._unplaced.append(ids)
+            else:
+                self._samples[buffer_id] = ids
+
+    def announce(self, instruction: Instruction, tensors: Sequence[Tensor], raw_tail: int = 0) -> None:
+        """Messages of this schedule will have tensors like `tensors`: let them be received ahead."""
+        end = self._ends[instruction, 0]
+        if end.to_announce:
+            message = end.channel.message(tuple(map(TensorSpec.of, tensors)), self._id(end, 0), raw_tail)
+            count, end.to_announce = end.to_announce, 0
+            end.lane.run(lambda: end.link.expect(message.packet.nbytes, count))
+
+    def queue(self, instruction: Instruction, phase: int, tensors: Sequence[Tensor]) -> None:
+        """Queue the receipt of one message with tensors like `tensors`."""
+        end = self._ends[instruction, phase]
+        message = end.channel.message(tuple(map(TensorSpec.of, tensors)), self._id(end, 0), 0)
+        end.link.expect(message.packet.nbytes, 1)
 
     @contextmanager
-    def send(self, instruction: str, raw_tail: int = 0) -> Iterator[None]:
+    def send(self, instruction: Instruction, buffer_id: int, raw_tail: int = 0) -> Iterator[None]:
         """Collect what the send instruction inside sends, and send it as one packet; `raw_tail`: see
         `Channel`."""
         if (
@@ -192,15 +185,26 @@ class Stage:
         message = Sending()
         with self._p2p.during(message):
             yield
-        self.dispatch(instruction, message.tensors, raw_tail)
+        self.dispatch(instruction, buffer_id, message.tensors, raw_tail)
 
-    def dispatch(self, instruction: str, tensors: Sequence[Tensor], raw_tail: int = 0) -> None:
-        """Send `tensors` as one packet."""
-        end = self._ends[instruction]
-        moment = self._next_moment(end)
+    def dispatch(
+        self,
+        instruction: Instruction,
+        buffer_id: int,
+        tensors: Sequence[Tensor],
+        raw_tail: int = 0,
+        phase: int = 0,
+    ) -> None:
+        """Send `tensors`, those of a buffer, as one packet."""
+        end = self._ends[instruction, phase]
+        message_id = self._next_id(instruction, end, buffer_id)
+        boundary = end.channel.boundary
+        if instruction is Instruction.SEND_ACTIVATION and (buffer_id in self._samples or self._unplaced):
+            ids = self._samples[buffer_id] if buffer_id in self._samples else self._unplaced.popleft()
+            boundary.sample_ids[message_id.micro_batch] = ids
 
         def work() -> None:
-            packet = end.meter.encode(end.channel, tensors, moment, raw_tail, end.link.memory)
+            packet = end.meter.encode(end.channel, tensors, message_id, raw_tail, end.link.memory)
             rest = end.channel.rest
             end.meter.send(end.link, packet)
             if rest is not None:
@@ -210,29 +214,44 @@ class Stage:
 
     @contextmanager
     def receive(
-        self, instruction: str, tensors: Callable[[], Sequence[Tensor]], raw_tail: int = 0
+        self,
+        instruction: Instruction,
+        buffer_id: int,
+        tensors: Callable[[], Sequence[Tensor]],
+        raw_tail: int = 0,
     ) -> Iterator[None]:
         """Serve what the receive instruction inside asks for; `tensors()`: all it will ask for, at its first
         call."""
         if self._p2p.instruction is not None:
             yield
             return
-        with self._p2p.during(Receiving(lambda: self.fetch(instruction, tensors(), raw_tail))):
+        with self._p2p.during(Receiving(lambda: self.fetch(instruction, buffer_id, tensors(), raw_tail))):
             yield
 
-    def fetch(self, instruction: str, tensors: Sequence[Tensor], raw_tail: int = 0) -> list[Tensor]:
-        """The next message, with tensors like `tensors`."""
-        end = self._ends[instruction]
-        moment = self._next_moment(end)
-        message = end.channel.message(tuple(map(TensorSpec.of, tensors)), moment, raw_tail)
+    def fetch(
+        self,
+        instruction: Instruction,
+        buffer_id: int,
+        tensors: Sequence[Tensor],
+        raw_tail: int = 0,
+        phase: int = 0,
+    ) -> list[Tensor]:
+        """The next message, with tensors like `tensors`, for a buffer."""
+        end = self._ends[instruction, phase]
+        message_id = self._next_id(instruction, end, buffer_id)
+        message = end.channel.message(tuple(map(TensorSpec.of, tensors)), message_id, raw_tail)
 
         def work() -> list[Tensor]:
             packet = end.meter.receive(end.link, message.packet.nbytes)
-            return end.meter.decode(end.channel, packet, message, moment, end.second.receive)
+            if end.to_announce > 1:  # what this one has told of the others
+                end.link.expect(message.packet.nbytes, end.to_announce - 1)
+            end.to_announce = 0
+            return end.meter.decode(end.channel, packet, message, message_id, end.second.receive)
 
         arrived = end.lane.run(work, gives=True)
         if message.ids and self.after:
-            self.after.announce(moment.micro_batch, self.before.sample_ids[moment.micro_batch])
+            self._samples[buffer_id] = end.channel.boundary.sample_ids[message_id.micro_batch]
+            self.after.prefetch(self._samples[buffer_id])
         return arrived
 
     @staticmethod
@@ -240,13 +259,26 @@ class Stage:
         end.meter.drain(end.link)
         end.second.drain()
 
-    def aside(self):
+    def aside(self, message: ShapeMessage) -> Any:
         """Context for what an instruction sends beside its message: DeepSpeed's shape messages."""
-        return self._p2p.during(None)
+        return self._p2p.during(message)
 
-    def _next_moment(self, end: Endpoint) -> MessageId:
-        end.micro_batch += 1
-        return self._moment(end.micro_batch - 1)
+    def shape_message(self, carrying: tuple[bool, ...] | None = None, written: int = 0) -> ShapeMessage:
+        return ShapeMessage(self._p2p.module, carrying, written)
 
-    def _moment(self, micro_batch: int) -> MessageId:
-        return MessageId(self.step, micro_batch, self.training, self.loss_scale)
+    def _next_id(self, instruction: Instruction, end: Endpoint, buffer_id: int) -> MessageId:
+        number, end.messages = end.messages, end.messages + 1
+        place = end.channel.boundary.number, buffer_id
+        if instruction in FORWARD:
+            self._numbers[place] = number
+        else:
+            number = self._numbers.pop(place, number)
+        return self._id(end, number)
+
+    def _id(self, end: Endpoint, number: int) -> MessageId:
+        return MessageId(self.step, number, self.training, self.loss_scale)
+
+
+def as_list(tensors: Any) -> list[Tensor]:
+    """The tensors of a message, which DeepSpeed has as a tensor, a tuple or a list."""
+    return [tensors] if torch.is_tensor(tensors) else list(tensors)

@@ -1,0 +1,132 @@
+"""What stands in for DeepSpeed's point-to-point module while one of its instructions runs.
+
+DeepSpeed's instructions call `p2p.send` or `p2p.recv` once per tensor. The tensors that a send instruction
+sends are collected and leave as one packet when it ends; the first tensor that a receive instruction asks for
+fetches the packet, and each call hands out the next tensor of it. Before the first message of a shape
+DeepSpeed sends another one, int32 numbers that describe it; what the sender alone knows of the tensors goes
+along in its unused end.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ds_compress.errors import CompressionError
+
+MARK = 0x44534350
+"""Last number of a shape message that says which tensors carry; any other: it does not say."""
+
+
+class Traffic(Protocol):
+    """Where the calls of an instruction go."""
+
+    def send(self, tensor: Tensor, *where: Any) -> None: ...
+
+    def recv(self, tensor: Tensor, *where: Any) -> None: ...
+
+
+class Sending:
+    """The tensors that one send instruction wants to send."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def send(self, tensor: Tensor, *where: Any) -> None:
+        self.tensors.append(tensor)
+
+    def recv(self, tensor: Tensor, *where: Any) -> None:
+        raise CompressionError(
+            "a send instruction of DeepSpeed tried to receive: this release is not supported"
+        )
+
+
+class Receiving:
+    """The tensors that one receive instruction asks for, from one packet."""
+
+    def __init__(self, fetch: Callable[[], list[Tensor]]):
+        self._fetch = fetch
+        self._arrived: Iterator[Tensor] | None = None
+
+    def send(self, tensor: Tensor, *where: Any) -> None:
+        raise CompressionError(
+            "a receive instruction of DeepSpeed tried to send: this release is not supported"
+        )
+
+    def recv(self, tensor: Tensor, *where: Any) -> None:
+        if self._arrived is None:
+            self._arrived = iter(self._fetch())
+        # DeepSpeed clones activations and uses gradients before it receives the next, so `tensor` can be the
+        # arrived one instead of a copy of it
+        tensor.data = next(self._arrived)
+
+
+class ShapeMessage:
+    """DeepSpeed's message of shapes, with one bit for each float tensor of the message that it announces.
+
+    int32 [256]    what DeepSpeed writes | anything ... | bits of float tensors 0-30, from the lowest | MARK
+    """
+
+    BITS = 31
+
+    def __init__(self, module: Any, carrying: tuple[bool, ...] | None = None, room: int = 0):
+        """
+        Args:
+            module: `deepspeed.runtime.pipe.p2p`.
+            carrying: what the sender says of each float tensor; None where it cannot.
+            room: how many numbers DeepSpeed writes.
+        """
+        self._module = module
+        self._written = room
+        self.carrying = carrying
+
+    def send(self, tensor: Tensor, *where: Any) -> None:
+        fits = tensor.dtype == torch.int32 and tensor.numel() >= self._written + 2
+        if not fits or self.carrying is None or len(self.carrying) > self.BITS:
+            self.carrying = None
+        if fits:
+            bits = sum(carries << place for place, carries in enumerate(self.carrying or ()))
+            end = [bits, 0 if self.carrying is None else MARK]
+            tensor.view(-1)[-2:] = torch.tensor(end, dtype=torch.int32, device=tensor.device)
+        self._module.send(tensor, *where)
+
+    def recv(self, tensor: Tensor, *where: Any) -> None:
+        self._module.recv(tensor, *where)
+        self._bits, mark = tensor.view(-1)[-2:].tolist() if tensor.dtype == torch.int32 else (0, 0)
+        self._says = mark == MARK
+
+    def received(self, floats: int) -> tuple[bool, ...] | None:
+        """What the sender said of that many float tensors."""
+        return tuple(bool(self._bits >> place & 1) for place in range(floats)) if self._says else None
+
+
+class PointToPoint:
+    """Stand-in for the module `deepspeed.runtime.pipe.p2p` inside DeepSpeed's pipeline engine.
+
+    Engines without ds_compress, and what engines send outside their instructions, go to the module unchanged.
+    """
+
+    def __init__(self, module: Any):
+        self.module = module
+        self.instruction: Traffic | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def send(self, tensor: Tensor, dest_stage: int, async_op: bool = False) -> None:
+        (self.instruction or self.module).send(tensor, dest_stage, async_op)
+
+    def recv(self, tensor: Tensor, src_stage: int, async_op: bool = False) -> None:
+        (self.instruction or self.module).recv(tensor, src_stage, async_op)
+
+    @contextmanager
+    def during(self, instruction: Traffic | None) -> Iterator[None]:
+        """Route calls to `instruction`, None for the module itself, and back to what was before at the
+        end."""
+        before, self.instruction = self.instruction, instruction
+        try:
+            yield
+        finally:
+            self.instruction = before

@@ -1,0 +1,161 @@
+"""What a schedule has ahead of the instruction in progress: which messages may leave early, how many will
+come.
+
+DeepSpeed sends a message where its schedule says so; the link would rather send it when it is computed. That
+is the same message only if
+
+    ForwardPass(b) ... SendActivation(b)
+
+the next message of the channel is the one just computed, and nothing in between touches buffer b or is an
+instruction that DeepSpeed does not know. Schedules of other projects send twice per micro-batch, or in
+another order than they compute: what does not fit that picture leaves in its own place.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe import schedule
+
+from ds_compress.transport.p2p import IN_FLIGHT
+from ds_compress.transport.staging import receives_hold_device
+
+MADE_BY = {schedule.SendActivation: schedule.ForwardPass, schedule.SendGrad: schedule.BackwardPass}
+KNOWN = {
+    found
+    for found in vars(schedule).values()
+    if isinstance(found, type) and issubclass(found, schedule.PipeInstruction)
+}
+ORDERED = (schedule.TrainSchedule, schedule.InferenceSchedule)
+"""In the order of these no posted receive needs what its own rank launches later
+(tests/transport/test_posting.py)."""
+
+NOWHERE = -1
+Tracked = AbstractContextManager[Any]
+
+
+class _Step(list[Any]):
+    """The instructions of a step; whoever takes them one by one moves `of` along."""
+
+    def __init__(self, instructions: list[Any], start: int, of: "Lookahead"):
+        """`start`: place of the first one in the schedule."""
+        super().__init__(instructions)
+        self._start = start
+        self._of = of
+
+    def __iter__(self) -> Iterator[Any]:
+        for place, instruction in enumerate(super().__iter__(), self._start):
+            self._of.enter(place)
+            try:
+                yield instruction
+            finally:
+                self._of.leave()
+
+
+class Lookahead:
+    """The plan of one schedule, and how far it has come."""
+
+    def __init__(self, pipe_schedule: Any = None, tracking: Callable[[], Tracked | None] = lambda: None):
+        """
+        Args:
+            pipe_schedule: None, or one that is iterated in a way of its own, is not looked into.
+            tracking: gives a context for an instruction that may compute what is sent.
+        """
+        self.plain = isinstance(pipe_schedule, schedule.PipeSchedule) and all(
+            getattr(type(pipe_schedule), name) is getattr(schedule.PipeSchedule, name)
+            for name in ("__iter__", "__next__")
+        )
+        self._ordered = type(pipe_schedule) in ORDERED
+        self._tracking = tracking
+        self._tracked: Tracked | None = None
+        self._flat: list[Any] = []
+        self._steps = []
+        for step in pipe_schedule.steps() if self.plain else ():
+            self._steps.append(_Step(step, len(self._flat), self))
+            self._flat += step
+        self.counts = Counter(map(type, self._flat))
+        self._sends = {kind: deque(_places(self._flat, kind)) for kind in MADE_BY}  # that have not left
+        self._early = _early(self._flat)
+        self._left: set[int] = set()  # places of send instructions whose message left early
+        self._place = NOWHERE
+
+    @property
+    def early(self) -> int:
+        """How many messages may leave early."""
+        return len(self._early)
+
+    def steps(self) -> Iterator[list[Any]]:
+        """The schedule's steps, followed while they are done."""
+        return iter(self._steps)
+
+    @property
+    def current(self) -> Any:
+        """The instruction in progress; None outside of one."""
+        return None if self._place == NOWHERE else self._flat[self._place]
+
+    def receives_ahead(self, device: torch.device) -> bool:
+        """Whether receives may be posted before the schedule comes to them."""
+        return self.plain and (self._ordered or not receives_hold_device(device))
+
+    def enter(self, place: int) -> None:
+        self._place = place
+        kind = type(self.current)
+        self._tracked = self._tracking() if kind is schedule.ForwardPass or kind not in KNOWN else None
+        if self._tracked is not None:
+            self._tracked.__enter__()
+
+    def leave(self) -> None:
+        if self._tracked is not None:
+            self._tracked, tracked = None, self._tracked
+            tracked.__exit__(None, None, None)
+        place, kind = self._place, type(self.current)
+        self._place = NOWHERE
+        if kind in self._sends and place not in self._left:
+            self._sends[kind].popleft()
+
+    def leaves_early(self, made_by: type, buffer_id: int) -> bool:
+        """Whether the message that `made_by`, in progress, has just put into `buffer_id` may leave now; if so
+        it counts as gone."""
+        place = self._early.get(self._place, NOWHERE)
+        if (
+            place == NOWHERE
+            or type(self.current) is not made_by
+            or self.current.kwargs["buffer_id"] != buffer_id
+        ):
+            return False
+        waiting = self._sends[type(self._flat[place])]
+        if waiting[0] != place:
+            return False
+        self._left.add(waiting.popleft())
+        return True
+
+    def has_left(self) -> bool:
+        """Whether the message of the send instruction in progress left early."""
+        return self._place in self._left
+
+
+def _places(flat: list[Any], kind: type) -> list[int]:
+    return [place for place, instruction in enumerate(flat) if type(instruction) is kind]
+
+
+def _early(flat: list[Any]) -> dict[int, int]:
+    """By place of the instruction that makes a message, the place of the send instruction that it may
+    forestall."""
+    early = {}
+    for kind, made_by in MADE_BY.items():
+        places = _places(flat, kind)
+        for number, place in enumerate(places):
+            buffer_id = flat[place].kwargs["buffer_id"]
+            for before in range(place - 1, -1, -1):
+                touches = flat[before].kwargs.get("buffer_id") == buffer_id
+                if touches and type(flat[before]) is made_by:
+                    # The sender waits until message n - IN_FLIGHT was taken before it makes message n. Where
+                    # the schedule sends that one before, DeepSpeed's own order has waited for it too
+                    if number < IN_FLIGHT or places[number - IN_FLIGHT] < before:
+                        early[before] = place
+                    break
+                if touches or type(flat[before]) not in KNOWN:
+                    break
+    return early
