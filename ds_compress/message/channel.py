@@ -44,14 +44,16 @@ class Counters:
 class MessageLayout:
     """All that follows from the specs of a message's tensors and from whether they are compressed."""
 
-    def __init__(
-        self, specs: tuple[TensorSpec, ...], codec: Codec | None, eligible: list[bool], ids: int = 0
-    ):
-        """`codec`: None sends all as it is; `eligible`: which tensors it applies to; `ids`: of samples, sent
-        last."""
+    def __init__(self, specs: tuple[TensorSpec, ...], codec: Codec | None, exempt: list[str], ids: int = 0):
+        """
+        Args:
+            codec: None sends all as it is.
+            exempt: why it does not apply to each tensor, empty where it does.
+            ids: how many, of samples, are sent last.
+        """
         self.specs = specs
-        self.eligible = eligible
-        self.codecs = [codec if takes else None for takes in eligible]
+        self.exempt = exempt
+        self.codecs = [None if reason else codec for reason in exempt]
         layouts = [c.layout(s) if c else ((s.shape, s.dtype),) for c, s in zip(self.codecs, specs)]
         self.splits = [len(layout) for layout in layouts]
         identity = [(s.shape, s.dtype, c.settings if c else None) for c, s in zip(self.codecs, specs)]
@@ -61,6 +63,14 @@ class MessageLayout:
         self.raw_bytes = sum(spec.nbytes for spec in specs)
         self.device = specs[0].device
         self.headers_left = HEADERS_CHECKED
+
+    def describe(self) -> str:
+        """What becomes of each tensor, after the warm-up; empty for a lone one."""
+        if len(self.specs) == 1:
+            return ""
+        fates = (f"as it is, {reason}" if reason else "compressed" for reason in self.exempt)
+        shapes = ("x".join(map(str, spec.shape)) for spec in self.specs)
+        return "; ".join(f"tensor {n} ({shape}) {fate}" for n, (shape, fate) in enumerate(zip(shapes, fates)))
 
 
 class Channel:
@@ -87,7 +97,7 @@ class Channel:
         ids = self._ids(specs, moment)
         key = (specs, codec is None, raw_tail, ids)
         if key not in self._messages:
-            self._messages[key] = MessageLayout(specs, codec, self._eligible(specs, raw_tail), ids)
+            self._messages[key] = MessageLayout(specs, codec, self._exempt(specs, raw_tail), ids)
         return self._messages[key]
 
     def forget_layouts(self) -> None:
@@ -96,7 +106,7 @@ class Channel:
 
     def compressed_bytes(self, message: MessageLayout) -> int:
         """Bytes that `message` takes on the wire after the warm-up, a second packet included."""
-        compressed = MessageLayout(message.specs, self.codec, message.eligible, message.ids)
+        compressed = MessageLayout(message.specs, self.codec, message.exempt, message.ids)
         rest = sum(
             codec.rest_bytes(spec) for codec, spec in zip(compressed.codecs, compressed.specs) if codec
         )
@@ -218,26 +228,31 @@ class Channel:
         channel.boundary = boundary
         return channel
 
-    def _eligible(self, specs: tuple[TensorSpec, ...], raw_tail: int) -> list[bool]:
-        """Which tensors are compressed after the warm-up."""
+    def _exempt(self, specs: tuple[TensorSpec, ...], raw_tail: int) -> list[str]:
+        """Why each tensor is not compressed, after the warm-up; empty for those that are."""
         block = self.boundary.config.block
         lone = sum(spec.dtype.is_floating_point for spec in specs) == 1
-        position, eligible = 0, []
+        position, reasons = 0, []
         for index, spec in enumerate(specs):
-            is_float = spec.dtype.is_floating_point and index < len(specs) - raw_tail
-            if block.tensors == "large":
-                chosen = spec.numel >= block.min_numel and (lone or self.boundary.carries(position))
+            is_float = spec.dtype.is_floating_point
+            if not is_float:
+                reasons.append(f"it is {str(spec.dtype).removeprefix('torch.')}")
+            elif index >= len(specs) - raw_tail:
+                reasons.append("it is a mask")
+            elif block.tensors != "large":
+                reasons.append("" if position in block.tensors else f'"tensors" is {block.tensors}')
+            elif spec.numel < block.min_numel:
+                reasons.append(f"{spec.numel} values are fewer than min_numel")
             else:
-                chosen = position in block.tensors
-            eligible.append(is_float and chosen)
+                reasons.append("" if lone else self.boundary.why_exempt(position))
             position += is_float
-        if block.tensors != "large" and not any(eligible):
+        if block.tensors != "large" and all(reasons):
             raise CompressionError(
                 f"{KEY}.tensors: {block.tensors}: a message of {self.place} has {position} float "
                 "tensors, so none "
                 'is compressed; allowed: positions below that, or "large"'
             )
-        return eligible
+        return reasons
 
     def _walk(self, items: Iterable[Any], message: MessageLayout, moment: MessageId):
         """`items`, one per tensor, each with its codec and context; no context for a tensor that is not
@@ -247,10 +262,10 @@ class Channel:
         over after the warm-up sees the tensors that cross uncompressed until then.
         """
         position = 0
-        for item, spec, codec, eligible in zip(items, message.specs, message.codecs, message.eligible):
+        for item, spec, codec, exempt in zip(items, message.specs, message.codecs, message.exempt):
             is_float = spec.dtype.is_floating_point
             ctx = self.boundary.context(self.direction, position, moment) if is_float else None
-            if eligible and codec is None and moment.training:
+            if not exempt and codec is None and moment.training:
                 self.codec.observe(item.detach() if isinstance(item, Tensor) else item[0], ctx)
             yield item, codec, ctx
             position += is_float
@@ -302,9 +317,11 @@ class Boundary:
             for channel in self.channels:
                 channel.forget_layouts()
 
-    def carries(self, position: int) -> bool:
-        """Whether the float tensor at `position`, one of several, is known to carry."""
-        return self._carrying is not None and position < len(self._carrying) and self._carrying[position]
+    def why_exempt(self, position: int) -> str:
+        """Why the float tensor at `position`, one of several, is not compressed; empty if it is."""
+        if self._carrying is None or position >= len(self._carrying):
+            return "nobody knows whether it carries a gradient"
+        return "" if self._carrying[position] else "it carries no gradient"
 
     def compresses(self, moment: MessageId) -> bool:
         """Whether messages at `moment` are compressed; the same on both sides by construction."""

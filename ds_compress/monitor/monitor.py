@@ -3,7 +3,7 @@ writes."""
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,14 @@ SIDES = 2  # of a channel: where it sends, where it receives
 Events = list[tuple[str, float, int]]
 
 
+class Notes(Protocol):
+    """Lines that reach the rank that reports."""
+
+    def leave(self, lines: dict[str, str]) -> None: ...
+
+    def read(self, key: str) -> str: ...
+
+
 class Monitor:
     """Says once what is active, writes every so many steps, and sums up at the end.
 
@@ -40,6 +48,7 @@ class Monitor:
         device: torch.device,
         link: str,
         total: Callable[[Tensor], object],
+        notes: Notes,
         write: Callable[[Events], None] | None,
         reports: bool,
     ):
@@ -50,6 +59,7 @@ class Monitor:
             micro_batches: messages of a channel in a training step.
             link: what the start-up line calls it.
             total: sums a tensor in place over the stages of this pipeline.
+            notes: takes lines of every rank to the one that reports.
             write: DeepSpeed's `monitor.write_events`, None when no sink is on.
             reports: True on the one rank that speaks for all, a first stage.
         """
@@ -60,6 +70,7 @@ class Monitor:
         self.device = device
         self.link = link
         self._total = total
+        self._notes = notes
         self._write = write
         self._reports = reports
         self._announced = False
@@ -92,8 +103,10 @@ class Monitor:
         if self._announced and not measured and not self._due(step):
             return
         step_ms = self._clock.ms(self._began, self._clock.mark()) if measured else 0.0
-        channels, stamps = self._gather(ends)
         first, self._announced = not self._announced, True
+        if first:
+            self._leave_notes(ends)
+        channels, stamps = self._gather(ends)
         if not self._reports:
             return
         if first:
@@ -191,6 +204,11 @@ class Monitor:
         sizes = (last.raw_bytes, channel.compressed_bytes(last))
         return dict(zip(COUNTERS, (sent.messages, sent.raw_bytes, sent.wire_bytes, *sizes)))
 
+    def _leave_notes(self, ends: Sequence[Endpoint]) -> None:
+        """What becomes of the tensors of each message that this rank sends."""
+        sending = [end.channel for end in ends if end.sends and end.channel.last is not None]
+        self._notes.leave({channel.place: channel.last.describe() for channel in sending})
+
     def _announcement(self, channels: Channels) -> str:
         boundaries = []
         for number, directions in enumerate(channels):
@@ -198,9 +216,9 @@ class Monitor:
             parts = []
             for name, values in directions.items():
                 raw, wire = values["message_raw_bytes"], values["message_wire_bytes"]
-                parts.append(
-                    f"{name} {getattr(codecs, name)} {raw:,.0f} -> {wire:,.0f} bytes ({raw / wire:.2f}x)"
-                )
+                part = f"{name} {getattr(codecs, name)} {raw:,.0f} -> {wire:,.0f} bytes ({raw / wire:.2f}x)"
+                tensors = self._notes.read(f"boundary {number}, {name}")
+                parts.append(f"{part} [{tensors}]" if tensors else part)
             boundaries.append(f"boundary {number}: {', '.join(parts)}")
         warmup = f", after {self.config.warmup_steps} warm-up steps" if self.config.warmup_steps else ""
         active = f"ds_compress {__version__} active, link {self.link}{warmup}"

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import logging
 import weakref
 from collections import ChainMap
@@ -21,13 +22,15 @@ from ds_compress.kernels import resolve
 from ds_compress.monitor.monitor import Monitor
 from ds_compress.monitor.sinks import add_tensorboard_layout
 from ds_compress.pipeline.engine import CompressedEngine
-from ds_compress.pipeline.handshake import agree
+from ds_compress.pipeline.handshake import Notes, agree
 from ds_compress.pipeline.intercept import PointToPoint
 from ds_compress.transport import staging
 from ds_compress.version import __version__
 
 MINIMUM_DEEPSPEED = "0.19.3"
 HANDSHAKE_SECONDS = 60.0
+
+_engines = itertools.count()
 
 logger = logging.getLogger("ds_compress")
 
@@ -141,6 +144,9 @@ def attach(engine: Any, module: Any, block: object) -> None:
         device=engine.device,
         link=mixin._own_link or config.block.link.mode,
         total=functools.partial(dist.all_reduce, group=engine.grid.get_pipe_parallel_group()),
+        notes=Notes(
+            _get_default_store(), f"ds_compress/notes/{next(_engines)}/{engine.grid.get_data_parallel_id()}"
+        ),
         write=engine.monitor.write_events if engine.monitor.enabled else None,
         reports=engine.global_rank == 0,
     )

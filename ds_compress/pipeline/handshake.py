@@ -74,6 +74,24 @@ def _verdict(store: Store, prefix: str, world_size: int, timeout: float) -> str:
     return ""
 
 
+class Notes:
+    """Lines that each rank leaves in the store, for one that says them for all."""
+
+    def __init__(self, store: Store, prefix: str):
+        self._store = store
+        self._prefix = prefix
+
+    def leave(self, lines: dict[str, str]) -> None:
+        """Leave this rank's lines, by key."""
+        for key, line in lines.items():
+            self._store.set(f"{self._prefix}/{key}", line)
+
+    def read(self, key: str) -> str:
+        """The line left there; an empty string where there is none."""
+        key = f"{self._prefix}/{key}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+
 def _wait(store: Store, key: str, seconds: float) -> bool:
     try:
         store.wait([key], timedelta(seconds=seconds))

@@ -1,9 +1,13 @@
 """Layers that pass all kinds of tensors from stage to stage."""
 
+import itertools
+from collections.abc import Iterator
+
 import torch
+from deepspeed.pipe import LayerSpec
 from torch import nn
 
-from tests.support.pipeline import WIDTH, Block
+from tests.support.pipeline import MICRO_BATCHES, WIDTH, Block, batches
 
 
 class Mixed(Block):
@@ -111,3 +115,44 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return gradient, None
+
+
+class Causal(Block):
+    """Attention with an additive mask and rotary tables that travel beside the hidden state, as floats."""
+
+    HEADS = 4
+
+    def __init__(self, first: bool = False, last: bool = False):
+        super().__init__()
+        self.first, self.last = first, last
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    @classmethod
+    def layers(cls, count: int) -> list[LayerSpec]:
+        return [LayerSpec(cls, first=place == 0, last=place == count - 1) for place in range(count)]
+
+    def forward(self, inputs):
+        x, mask, cos, sin = (inputs, *self.tables(inputs)) if self.first else inputs
+        batch, length, _ = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(batch, length, 3, self.HEADS, -1).permute(2, 0, 3, 1, 4)
+        q, k = (part * cos + part.roll(1, -1) * sin for part in (q, k))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = super().forward(x + attended.transpose(1, 2).reshape(batch, length, WIDTH))
+        return x if self.last else (x, mask, cos, sin)
+
+    def tables(self, x):
+        """[batch, 1, length, length] of 0 and the lowest number, and two [batch, 1, length, head size]."""
+        batch, length, _ = x.shape
+        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        mask = torch.zeros(batch, 1, length, length).masked_fill(later, torch.finfo(x.dtype).min)
+        angles = torch.arange(length)[:, None] / 10 ** torch.linspace(0, 2, WIDTH // self.HEADS)
+        tables = [table.expand(batch, 1, -1, -1).clone() for table in (angles.cos(), angles.sin())]
+        # DeepSpeed wants a gradient for every float tensor that a stage sends
+        return tuple(tensor.requires_grad_(torch.is_grad_enabled()) for tensor in (mask, *tables))
+
+
+def causal_batches(lengths: tuple[int, ...]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless micro-batches, `MICRO_BATCHES` of each length."""
+    sources = [batches(shape=(length, WIDTH)) for length in lengths]
+    for source in itertools.cycle(sources):
+        yield from itertools.islice(source, MICRO_BATCHES)

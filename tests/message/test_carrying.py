@@ -1,0 +1,95 @@
+"""What parameters have touched is told from what follows from the data alone."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_compress.message.carrying import Tracking
+
+
+def layer():
+    module = nn.Linear(4, 4)
+    return module, Tracking(module), torch.ones(2, 4)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False, None])
+def test_in_any_mode(grad, frozen, reentrant):
+    module, tracking, x = layer()
+    module.requires_grad_(not frozen)
+
+    def both(x, mask):
+        return module(x), mask
+
+    x.requires_grad_(grad)
+    with torch.set_grad_enabled(grad), tracking:
+        mask = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -torch.inf)
+        if reentrant is None:
+            hidden, passed = both(x, mask)
+        else:
+            hidden, passed = checkpoint(both, x, mask, use_reentrant=reentrant)
+    assert tracking.carries(hidden)
+    assert not tracking.carries(mask) and not tracking.carries(passed)
+
+
+@pytest.mark.parametrize("name, made_of", [
+    ("a view", lambda y: y[0].view(2, 2)),
+    ("detached", lambda y: y.detach()),
+    ("half", lambda y: y.half()),
+    ("with the data", lambda y: torch.ones(2, 4) + y),
+    ("written to", lambda y: torch.zeros(2, 4).copy_(y)),
+    ("like it, and written to", lambda y: torch.empty_like(y).copy_(y)),
+])  # fmt: skip
+def test_what_carries(name, made_of):
+    module, tracking, x = layer()
+    with tracking:
+        made = made_of(module(x))
+    assert tracking.carries(made), name
+
+
+def test_a_tensor_that_is_written_to_through_a_view():
+    module, tracking, x = layer()
+    with tracking:
+        base = torch.zeros(3, 4)
+        base[1:, :2] = module(x)[:, :2]
+        later = base * 2
+    assert tracking.carries(base) and tracking.carries(later)
+
+
+@pytest.mark.parametrize("name, made_of", [
+    ("of its size", lambda y: torch.zeros_like(y)),
+    ("of its kind", lambda y: y.new_full((3,), 2.0)),
+    ("a mask of it", lambda y: (y > 0).float()),
+    ("places in it", lambda y: y.argmax(1)),
+    ("the data", lambda y: torch.arange(4.0) * 2),
+])  # fmt: skip
+def test_what_does_not(name, made_of):
+    module, tracking, x = layer()
+    with tracking:
+        made = made_of(module(x))
+    assert not tracking.carries(made), name
+
+
+def test_received_tensors_carry_what_the_sender_says():
+    _, tracking, _ = layer()
+    hidden, ids, mask = torch.ones(2), torch.ones(2, dtype=torch.int64), torch.ones(2)
+    tracking.add_float([hidden, ids, mask], (True, False))
+    with tracking:
+        hidden, mask = hidden.clone(), mask.clone()
+    assert tracking.of([hidden, ids, mask], None) == (True, False)
+    assert tracking.of([hidden, mask], (False, True)) == (False, True)  # known before
+
+
+def test_a_compiled_layer():
+    module = torch.compile(nn.Linear(4, 4), backend="eager")
+    tracking = Tracking(module)
+    with tracking:
+        assert tracking.carries(module(torch.ones(2, 4)))
+
+
+def test_nothing_is_followed_while_paused():
+    module, tracking, x = layer()
+    with tracking, tracking.paused():
+        assert not tracking.carries(module(x))

@@ -1,0 +1,187 @@
+"""Programs that do more with the engine than DeepSpeed's own examples train the same with ds_compress.
+
+The shapes are those of public projects over the pipeline engine; DeepSpeed's own tests of pipelines come at
+the end.
+"""
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
+
+from tests.support import foreign
+from tests.support.dist import run_ranks
+from tests.support.foreign import Program, with_schedule
+from tests.support.models import Causal, causal_batches
+from tests.support.pipeline import MICRO_BATCH, MICRO_BATCHES, WIDTH, batches
+
+
+class OwnInstructions(PipelineEngine):
+    """A map of its own, entries of it replaced, one of them by a function that calls the engine's method."""
+
+    def _send(self, buffer_id):
+        self._exec_send_activations(buffer_id)
+
+    def _step(self, lr_kwargs=None):
+        PipelineEngine._exec_optimizer_step(self, lr_kwargs)
+
+    _INSTRUCTION_MAP = {
+        **PipelineEngine._INSTRUCTION_MAP,
+        schedule.SendActivation: _send,
+        schedule.OptimizerStep: _step,
+    }
+
+
+def sample(engine):
+    """Passes by hand, as a sampling loop makes them between training steps."""
+    found = []
+    engine.module.eval()
+    with torch.no_grad():
+        for number in range(3):
+            if engine.is_first_stage():
+                engine.pipe_buffers["inputs"][0] = torch.full((MICRO_BATCH, 8, WIDTH), 0.1 * number)
+                engine._exec_forward_pass(0)
+                engine._exec_send_activations(0)
+            else:
+                engine._exec_recv_activations(0)
+                engine.pipe_buffers["labels"][0] = torch.zeros(MICRO_BATCH, 8, WIDTH)
+                engine._exec_forward_pass(0)
+                found.append(engine.loss.item())
+    engine.module.train()
+    return found
+
+
+def reset(engine, step):
+    engine.reset_activation_shape()
+
+
+def other_batch_size(engine, step):
+    engine.set_train_batch_size(MICRO_BATCH * (MICRO_BATCHES, 2 * MICRO_BATCHES, 1)[step % 3])
+
+
+def other_micro_batches(engine, step):
+    engine.micro_batches = (4, 7, 2)[step % 3]
+
+
+def late_optimizer(engine):
+    parameters = [p for p in engine.module.parameters() if p.requires_grad]
+    engine._configure_optimizer(torch.optim.SGD(parameters, lr=0.05), parameters)
+
+
+def compiled(engine):
+    engine.compile(backend="eager")
+
+
+PROGRAMS = {
+    "instructions of its own": Program(OwnInstructions, stages=3),
+    "two messages a micro-batch": Program(with_schedule(foreign.TwiceSchedule)),
+    "backward passes in reverse": Program(with_schedule(foreign.ReversedSchedule), stages=3),
+    "all sent at the end": Program(
+        with_schedule(foreign.LateSchedule), config={"gradient_accumulation_steps": 9, "train_batch_size": 36}
+    ),
+    "sent in another order": Program(with_schedule(foreign.ShuffledSchedule)),
+    "a schedule iterated its own way": Program(with_schedule(foreign.OnceOnly), stages=3),
+    "passes by hand": Program(after_batch=sample),
+    "shapes reset before every batch": Program(before_batch=reset, stages=3),
+    "masks and tables, shapes reset": Program(
+        before_batch=reset, stages=3, specs=lambda: Causal.layers(6), data=lambda: causal_batches((8, 5)),
+    ),
+    "masks and tables, dynamic shapes": Program(
+        stages=2, specs=lambda: Causal.layers(6), data=lambda: causal_batches((8, 5)),
+        module={"dynamic_shape": True},
+    ),
+    "another batch size at every step": Program(before_batch=other_batch_size, steps=6),
+    "other micro-batches at every step": Program(before_batch=other_micro_batches, steps=4),
+    "a late optimizer": Program(config={"optimizer": None}, prepare=late_optimizer),
+    "compiled": Program(prepare=compiled, lossy=False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program(name):
+    for rank, runs in enumerate(run_ranks(PROGRAMS[name].stages, foreign.train_all, PROGRAMS[name])):
+        stock = runs["stock"]
+        for link in ("blocking", "eager"):
+            assert runs[link]["class"] == f"Compressed{stock['class']}"
+            for what in ("losses", "more"):
+                assert runs[link][what] == stock[what], f"{link}, rank {rank}: {what}"
+            for key, value in stock["weights"].items():
+                assert torch.equal(torch.as_tensor(runs[link]["weights"][key]), torch.as_tensor(value)), (
+                    link,
+                    key,
+                )
+        if "quantize" in runs:
+            assert runs["quantize"]["losses"] == pytest.approx(stock["losses"], rel=0.03)
+            assert runs["quantize"]["losses"] != stock["losses"]
+            assert runs["topk eager"]["losses"] == runs["topk blocking"]["losses"] != stock["losses"]
+
+
+def image_layers():
+    """A small network of convolutions, as that of DeepSpeed's pipeline test on CIFAR-10."""
+    return [
+        LayerSpec(nn.Conv2d, 3, 16, 3, 2, 1), nn.ReLU(), LayerSpec(nn.Conv2d, 16, 32, 3, 2, 1), nn.ReLU(),
+        lambda x: x.mean(dim=(2, 3)), LayerSpec(nn.Linear, 32, 32), nn.ReLU(), LayerSpec(nn.Linear, 32, 10),
+    ]  # fmt: skip
+
+
+def images():
+    """Endless batches of noisy images of ten classes."""
+    generator = torch.Generator().manual_seed(3)
+    means = torch.randn(10, 3, 16, 16, generator=generator)
+    while True:
+        labels = torch.randint(0, 10, (8,), generator=generator)
+        yield means[labels] + torch.randn(8, 3, 16, 16, generator=generator), labels
+
+
+@pytest.mark.parametrize("stages, ranks", [(2, 2), (4, 4), (2, 4)])
+def test_a_convolutional_network_for_100_steps(stages, ranks):
+    """DeepSpeed's TestPipeCifar10, on data that this file makes: pipelines, and a pipeline with replicas."""
+    config = {
+        "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4,
+        "train_batch_size": 32 * ranks // stages,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "torch_adam": True}},
+    }  # fmt: skip
+    program = Program(
+        stages=stages, specs=image_layers, data=images, config=config, steps=100,
+        module={"loss_fn": nn.CrossEntropyLoss(), "partition_method": "uniform"},
+    )  # fmt: skip
+    runs = run_ranks(ranks, stock_and_eager, program, timeout=600)[0]
+    assert runs["eager"]["losses"] == runs["stock"]["losses"]
+    assert runs["quantize"]["losses"] == pytest.approx(runs["stock"]["losses"], rel=0.2)
+    assert runs["stock"]["losses"][-1] < 0.8 * runs["stock"]["losses"][0]
+
+
+def stock_and_eager(program):
+    blocks = {"stock": None, "eager": {}, "quantize": foreign.EIGHT_BITS}
+    return {name: foreign.train(program, block) for name, block in blocks.items()}
+
+
+def saved_and_loaded(folder, block):
+    """Losses after a checkpoint, in the run that went on and in one that loaded it, as DeepSpeed's test has
+    them."""
+    program = Program(steps=2)
+    config = foreign.ds_config(block)
+    engine = foreign.build(2, config, program.specs())
+    data = batches()
+    for _ in range(2):
+        engine.train_batch(data)
+    engine.save_checkpoint(folder, tag="two")
+    upcoming = [next(data) for _ in range(2 * MICRO_BATCHES)]
+    went_on = [engine.train_batch(iter(upcoming[i * 4 :])).item() for i in range(2)]
+    other = foreign.build(2, config, program.specs())
+    other.load_checkpoint(folder, tag="two")
+    return went_on, [other.train_batch(iter(upcoming[i * 4 :])).item() for i in range(2)]
+
+
+@pytest.mark.parametrize("block", [{}, foreign.EIGHT_BITS], ids=["none", "quantize"])
+def test_a_checkpoint_continues(tmp_path, block):
+    for went_on, loaded in run_ranks(2, saved_and_loaded, str(tmp_path), block):
+        assert loaded == went_on
+
+
+def test_deepspeed_has_the_hooks_that_these_programs_use():
+    assert callable(PipelineEngine._train_schedule)
+    assert hasattr(deepspeed, "PipelineEngine")

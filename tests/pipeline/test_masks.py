@@ -1,0 +1,165 @@
+"""Masks and tables that travel beside a hidden state as floats cross as they are; the story is in
+`test_story`."""
+
+import contextlib
+import io
+import itertools
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import nn
+
+import ds_compress  # noqa: F401  (hooks the engine)
+from ds_compress.simulate import simulate
+from tests.support.dist import run_ranks
+from tests.support.models import Causal
+from tests.support.pipeline import MICRO_BATCHES, WIDTH, Block, batches, build, ds_config, loss_fn
+
+LENGTH = 64
+CODECS = {
+    "8 bits": {"name": "quantize", "bits": 8},
+    "Hadamard": {"name": "quantize", "bits": 4, "hadamard": True},
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "topk": {"name": "topk", "density": 0.1},
+}
+
+
+def block_of(codec, **more):
+    return {"forward": {"codec": codec}, "backward": {"codec": codec}, "min_numel": 64, **more}
+
+
+def data():
+    return batches(shape=(LENGTH, WIDTH))
+
+
+def first_evaluation(block, stages=2):
+    """The loss before any training, and what the last stage has in place of the mask."""
+    engine = build(stages, ds_config(block), Causal.layers(4))
+    loss = engine.eval_batch(data()).item()
+    return loss, engine.pipe_buffers["inputs"][0][1] if engine.is_last_stage() else None
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_story(codec):
+    """A [4, 1, 64, 64] mask of 0 and finfo.min became nan (8 bits, Hadamard), -inf (bf16, fp16) or all zeros
+    (TopK): a causal model saw the future without a word. Here in evaluation before any training."""
+    loss, mask = run_ranks(2, first_evaluation, block_of(codec))[1]
+    stock, stock_mask = run_ranks(2, first_evaluation, None)[1]
+    assert torch.equal(mask, stock_mask)
+    assert mask.min() == torch.finfo(torch.float32).min and mask.max() == 0
+    assert loss != stock and loss == pytest.approx(stock, rel=0.5)
+
+
+class Frozen(Causal):
+    """A first layer that is not trained: its hidden state carries no gradient either."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.requires_grad_(not self.first)
+
+
+class Checkpointed(Causal):
+    """Recomputes in the backward pass: to autograd, mask and hidden state come from one operation."""
+
+    def forward(self, inputs):
+        if self.first:
+            return super().forward(inputs)
+        return torch.utils.checkpoint.checkpoint(
+            lambda *tensors: super(Checkpointed, self).forward(tensors), *inputs
+        )
+
+
+class Lone(Block):
+    """One float tensor, from a layer without parameters that are trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.requires_grad_(False)
+        self.elsewhere = nn.Parameter(torch.zeros(1))  # an optimizer wants one
+
+    def forward(self, x):
+        return super().forward(x).requires_grad_(torch.is_grad_enabled())
+
+
+def trained(block, specs, stages, evaluate_first, **config):
+    """Bytes of the first training step by boundary and direction, and the announcement, on rank 0."""
+    printed = io.StringIO()
+    engine = build(stages, ds_config(block, **config), specs)
+    with contextlib.redirect_stdout(printed):
+        if evaluate_first:
+            engine.eval_batch(data())
+        before = [channel.sent.wire_bytes for channel in engine._compression.sending]
+        losses = [engine.train_batch(data()).item() for _ in range(2)]
+    sent = [channel.sent.wire_bytes - b for channel, b in zip(engine._compression.sending, before)]
+    lines = [line for line in printed.getvalue().splitlines() if "active" in line]
+    return losses, sent, lines
+
+
+HIDDEN, MASK, TABLE = 4 * LENGTH * WIDTH, 4 * LENGTH * LENGTH, 4 * LENGTH * WIDTH // Causal.HEADS
+BYTES = 2 * HIDDEN + 4 * (MASK + 2 * TABLE) + 32  # of a message with bf16: one header
+
+
+@pytest.mark.parametrize("layer", [Causal, Frozen, Checkpointed])
+@pytest.mark.parametrize("evaluate_first", [False, True])
+def test_hidden_states_are_compressed_and_nothing_else(layer, evaluate_first):
+    ranks = run_ranks(3, trained, block_of("bf16"), layer.layers(6), 3, evaluate_first)
+    for _, sent, _ in ranks:
+        assert sent == [2 * MICRO_BATCHES * BYTES] * len(sent)
+
+
+def with_replicas(block):
+    return trained(block, Causal.layers(4), 2, True, replicas=2)
+
+
+def test_both_sides_agree_in_data_parallel_and_blocking():
+    for block in (block_of("bf16"), block_of("bf16", link={"mode": "blocking"})):
+        for _, sent, _ in run_ranks(4, with_replicas, block):
+            assert sent == [2 * MICRO_BATCHES * BYTES] * len(sent)
+
+
+def test_a_lone_tensor_is_compressed_though_nothing_of_it_is_trained():
+    specs = [LayerSpec(Lone), LayerSpec(Lone), LayerSpec(Block), LayerSpec(Block)]
+    _, sent, _ = run_ranks(2, trained, block_of("bf16"), specs, 2, False)[0]
+    assert sent == [2 * MICRO_BATCHES * (2 * HIDDEN + 32)]
+
+
+def test_positions_may_be_named_all_the_same():
+    _, sent, _ = run_ranks(2, trained, block_of("bf16", tensors=[0, 1]), Causal.layers(4), 2, False)[0]
+    assert sent == [2 * MICRO_BATCHES * (2 * (HIDDEN + MASK) + 4 * 2 * TABLE + 32)]
+
+
+def test_the_line_names_every_tensor_and_why():
+    _, _, lines = run_ranks(3, trained, block_of("bf16"), Causal.layers(6), 3, False)[0]
+    assert len(lines) == 1
+    said = (
+        "[tensor 0 (4x64x32) compressed; tensor 1 (4x1x64x64) as it is, it carries no gradient; "
+        "tensor 2 (4x1x64x8) as it is, it carries no gradient; tensor 3 (4x1x64x8) as it is, it "
+        "carries no gradient]"
+    )
+    assert lines[0].count(said) == 4  # two boundaries, both directions
+
+
+def test_simulate_agrees():
+    block = block_of({"name": "quantize", "bits": 4})
+    losses, _, _ = run_ranks(2, trained, block, Causal.layers(4), 2, False)[0]
+    layers = []
+    for place, spec in enumerate(Causal.layers(4)):
+        torch.manual_seed(1234 + place)
+        layers.append(spec.build())
+    model = simulate(nn.Sequential(*layers), ds_config(block), [2])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    simulated = []
+    for _ in range(2):
+        total = torch.tensor(0.0)
+        for x, target in itertools.islice(data(), MICRO_BATCHES):
+            loss = loss_fn(model(x), target)
+            (loss / MICRO_BATCHES).backward()
+            total += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        simulated.append((total / MICRO_BATCHES).item())
+    # DeepSpeed runs the backward pass once for each float tensor of a tuple: gradients are added in another
+    # order
+    assert losses == pytest.approx(simulated, rel=1e-5)
