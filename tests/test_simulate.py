@@ -8,6 +8,9 @@ import ds_compress  # noqa: F401
 from ds_compress.errors import CompressionError
 from ds_compress.simulate import simulate
 from tests.support.dist import run_ranks
+from tests.support.kinds import KINDS
+from tests.support.kinds import train as train_kind
+from tests.support.kinds import train_simulated as train_kind_simulated
 from tests.support.pipeline import MICRO_BATCHES, batches, build, ds_config, layers, loss_fn, train
 
 
@@ -110,3 +113,17 @@ def test_a_one_stage_pipeline_module_is_simulated_in_place():
         return [engine.train_batch(data).item() for _ in range(3)]
 
     assert run_ranks(1, losses, 1, [4])[0] == run_ranks(2, losses, 2)[0]
+
+
+def real_losses(block):
+    """Losses of training and of the evaluations in between."""
+    runs = train_kind(KINDS["tensor"], block)
+    return runs["losses"], runs["evaluated"]
+
+
+@pytest.mark.parametrize("codec", ["autoencoder", {"name": "lowrank", "rank": 2}])
+def test_evaluation_sees_what_the_step_before_it_learned(codec):
+    """`simulate` updated the autoencoder at the start of the next step, so it evaluated the one before."""
+    block = {"forward": {"codec": codec}, "backward": {"codec": codec}}
+    (losses, evaluated), *_ = run_ranks(3, real_losses, block)
+    assert train_kind_simulated(KINDS["tensor"], block) == (losses, evaluated)
