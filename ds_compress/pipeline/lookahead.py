@@ -83,8 +83,8 @@ class Lookahead:
 
     @property
     def early(self) -> int:
-        """How many messages may leave early."""
-        return len(self._early)
+        """How many messages have left early."""
+        return len(self._left)
 
     def steps(self) -> Iterator[list[Any]]:
         """The schedule's steps, followed while they are done."""

@@ -1,0 +1,31 @@
+"""The start-up line says how messages are really sent."""
+
+import contextlib
+import io
+
+import pytest
+
+from tests.support import foreign
+from tests.support.dist import run_ranks
+from tests.support.foreign import Program, with_schedule
+
+
+def said(program, block):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        foreign.train(program, block)
+    return [line for line in printed.getvalue().splitlines() if "active" in line]
+
+
+@pytest.mark.parametrize("program, block, expected", [
+    (Program(), {}, "link eager;"),
+    (Program(), {"link": {"mode": "blocking"}}, "link blocking;"),
+    (Program(before_batch=lambda engine, step: engine.reset_activation_shape()), {}, "link eager;"),
+    (Program(module={"dynamic_shape": True}), {}, "activations in DeepSpeed's order because of dynamic_shape;"),
+    (Program(with_schedule(foreign.TwiceSchedule)), {}, "but every message in the order of the schedule;"),
+    (Program(with_schedule(foreign.OnceOnly)), {}, "but every message in the order of the schedule;"),
+], ids=["eager", "blocking", "reset", "dynamic", "twice", "own iteration"])  # fmt: skip
+def test_the_line(program, block, expected):
+    lines, others = run_ranks(2, said, program, block)
+    assert len(lines) == 1 and others == []
+    assert expected in lines[0]
