@@ -48,17 +48,10 @@ def _mixin(base: type) -> type[CompressedEngine]:
 
 def _compressed_class(mixin: type[CompressedEngine], base: type) -> type:
     """`base` with the mixin and its instruction map."""
-
-    def entry(instruction, around):
-        def run(self, *args, **kwargs):
-            original = functools.partial(base._INSTRUCTION_MAP[instruction], self)
-            return getattr(self, around)(original, *args, **kwargs)
-
-        return run
-
-    entries = {instruction: entry(instruction, around) for instruction, around in mixin._AROUND.items()}
-    instruction_map = ChainMap(entries, base._INSTRUCTION_MAP)
-    return type(f"Compressed{base.__name__}", (mixin, base), {"_INSTRUCTION_MAP": instruction_map})
+    entries = {instruction: getattr(mixin, name) for instruction, name in mixin._AROUND.items()}
+    stock = base._INSTRUCTION_MAP
+    members = {"_INSTRUCTION_MAP": ChainMap(entries, stock), "_stock": stock}
+    return type(f"Compressed{base.__name__}", (mixin, base), members)
 
 
 def check_release(base: type, module: Any) -> None:

@@ -15,6 +15,7 @@ by which the two sides of a pair match their packets, is DeepSpeed's own.
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from deepspeed import comm as dist
@@ -191,7 +192,10 @@ class CompressedDualPipeV(CompressedEngine):
             self._compression.queue(instruction, phase, tensors)
             self._arriving.append((instruction, phase, self._buffer_id, tensors))
 
-    def _commit_p2p(self, run):
+    def _commit_p2p(self, *args, **kwargs):
+        self._commit(partial(self._stock[schedule.CommitP2P], self, *args, **kwargs))
+
+    def _commit(self, run):
         for instruction, phase, buffer_id, tensors in self._arriving:
             arrived = self._compression.fetch(instruction, buffer_id, tensors, phase=phase)
             for tensor, came in zip(tensors, arrived):
@@ -203,20 +207,20 @@ class CompressedDualPipeV(CompressedEngine):
         run()  # DeepSpeed's own, with nothing left to do
 
     def _exec_commit_p2p(self, *args, **kwargs):
-        self._commit_p2p(super()._exec_commit_p2p, *args, **kwargs)
+        self._commit(partial(super()._exec_commit_p2p, *args, **kwargs))
 
-    def _during(self, instruction, run, buffer_id, phase):
+    def _during(self, kind, instruction, buffer_id, phase):
         self._instruction, self._buffer_id = (instruction, phase), buffer_id
-        run(buffer_id, phase)
+        self._stock[kind](self, buffer_id, phase)
 
-    def _send_activations(self, run, buffer_id, phase):
-        self._during(Instruction.SEND_ACTIVATION, run, buffer_id, phase)
+    def _send_activations(self, buffer_id, phase):
+        self._during(schedule.SendActivation, Instruction.SEND_ACTIVATION, buffer_id, phase)
 
-    def _send_grads(self, run, buffer_id, phase):
-        self._during(Instruction.SEND_GRAD, run, buffer_id, phase)
+    def _send_grads(self, buffer_id, phase):
+        self._during(schedule.SendGrad, Instruction.SEND_GRAD, buffer_id, phase)
 
-    def _recv_activations(self, run, buffer_id, phase):
-        self._during(Instruction.RECV_ACTIVATION, run, buffer_id, phase)
+    def _recv_activations(self, buffer_id, phase):
+        self._during(schedule.RecvActivation, Instruction.RECV_ACTIVATION, buffer_id, phase)
 
-    def _recv_grads(self, run, buffer_id, phase):
-        self._during(Instruction.RECV_GRAD, run, buffer_id, phase)
+    def _recv_grads(self, buffer_id, phase):
+        self._during(schedule.RecvGrad, Instruction.RECV_GRAD, buffer_id, phase)

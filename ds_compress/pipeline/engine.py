@@ -7,7 +7,9 @@ in force.
 """
 
 import contextlib
-import functools
+import operator
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -19,8 +21,8 @@ from ds_compress.config import DIRECTIONS
 from ds_compress.message.carrying import Tracking
 from ds_compress.message.channel import Boundary
 from ds_compress.monitor.monitor import Monitor
-from ds_compress.pipeline.lookahead import Lookahead
-from ds_compress.pipeline.stage import Instruction, Stage, as_list
+from ds_compress.pipeline.lookahead import NOWHERE, Lookahead
+from ds_compress.pipeline.stage import FORWARD, Instruction, Stage, as_list
 from ds_compress.transport.p2p import (
     EagerReceiver,
     EagerSender,
@@ -58,7 +60,9 @@ class CompressedEngine(CheckpointedEngine):
         schedule.SendGrad: "_send_grads",
         schedule.RecvGrad: "_recv_grads",
     }
-    """By instruction, the method that gets its function to run."""
+    """By instruction, the method that runs in the place of its function, which `_stock` has."""
+
+    _stock: ClassVar[Mapping[type, Callable[..., None]]]
 
     def _connect(self, config, p2p):
         """Build the boundaries and links of this rank."""
@@ -123,7 +127,7 @@ class CompressedEngine(CheckpointedEngine):
             monitor.link = self._link()
         if training:
             for boundary in stage.boundaries:
-                stage.in_lane(boundary, functools.partial(boundary.end_step, self._replica_mean))
+                stage.in_lane(boundary, partial(boundary.end_step, self._replica_mean))
             monitor.end_step(stage.ends, self.global_steps, self.global_samples)
 
     @contextlib.contextmanager
@@ -159,7 +163,7 @@ class CompressedEngine(CheckpointedEngine):
             return self._own_link or "blocking"
         if self.dynamic_shape:
             return "eager, activations in DeepSpeed's order because of dynamic_shape"
-        return "eager" if self._lookahead.early else "eager, but every message in the order of the schedule"
+        return "eager" if self._lookahead.left else "eager, but every message in the order of the schedule"
 
     def _loss_scale(self):
         """What gradients are multiplied by at present: the same on all stages, as all skip the same steps."""
@@ -169,14 +173,13 @@ class CompressedEngine(CheckpointedEngine):
         """Let messages be received ahead whose shapes are known from the batch before."""
         stage = self._compression
         if stage.before is not None and self.pipe_recv_buf is not None:
-            stage.announce(Instruction.RECV_ACTIVATION, as_list(self.pipe_recv_buf), self._raw_tail())
+            stage.announce(
+                Instruction.RECV_ACTIVATION,
+                as_list(self.pipe_recv_buf),
+                self._raw_tail(Instruction.RECV_ACTIVATION),
+            )
         if stage.after is not None and training and self.grad_layer is not None:
             stage.announce(Instruction.RECV_GRAD, as_list(self.grad_layer))
-
-    def _raw_tail(self):
-        """DeepSpeed sends a bool mask in last place, as half precision: it is float but must not be
-        compressed."""
-        return int(self.has_attention_mask or self.has_bool_tensors)
 
     def _replica_mean(self, tensor):
         if self.is_data_parallel:
@@ -190,47 +193,54 @@ class CompressedEngine(CheckpointedEngine):
         self._compression.load(batch, loading.kwargs.get("buffer_id") if loading else None)
         return batch
 
-    def _forward_pass(self, run, buffer_id):
-        run(buffer_id)
+    def _forward_pass(self, buffer_id, *args, **kwargs):
+        self._stock[schedule.ForwardPass](self, buffer_id, *args, **kwargs)
         # Not before the shapes are known: DeepSpeed's shape message goes first, in its own order
-        if self._is_eager and not self.dynamic_shape and not self.first_output_send:
-            self._send_early(schedule.ForwardPass, schedule.SendActivation, buffer_id)
+        shapes_known = not self.dynamic_shape and not self.first_output_send
+        if self._is_eager and shapes_known and self._lookahead.leaves_early(schedule.ForwardPass, buffer_id):
+            self._INSTRUCTION_MAP[schedule.SendActivation](self, buffer_id)
 
-    def _backward_pass(self, run, buffer_id):
-        run(buffer_id)
-        if self._is_eager:
-            self._send_early(schedule.BackwardPass, schedule.SendGrad, buffer_id)
+    def _backward_pass(self, buffer_id, *args, **kwargs):
+        self._stock[schedule.BackwardPass](self, buffer_id, *args, **kwargs)
+        if self._is_eager and self._lookahead.leaves_early(schedule.BackwardPass, buffer_id):
+            self._INSTRUCTION_MAP[schedule.SendGrad](self, buffer_id)
 
-    def _send_early(self, made_by, instruction, buffer_id):
-        if self._lookahead.leaves_early(made_by, buffer_id):
-            self._INSTRUCTION_MAP[instruction](self, buffer_id)
+    def _send_activations(self, buffer_id, *args, **kwargs):
+        if self._lookahead.place not in self._lookahead.left:
+            run = partial(self._stock[schedule.SendActivation], self, buffer_id, *args, **kwargs)
+            self._send(Instruction.SEND_ACTIVATION, buffer_id, run)
 
-    def _send_activations(self, run, buffer_id):
-        self._send(Instruction.SEND_ACTIVATION, run, buffer_id, self._raw_tail())
+    def _send_grads(self, buffer_id, *args, **kwargs):
+        if self._lookahead.place not in self._lookahead.left:
+            run = partial(self._stock[schedule.SendGrad], self, buffer_id, *args, **kwargs)
+            self._send(Instruction.SEND_GRAD, buffer_id, run)
 
-    def _send_grads(self, run, buffer_id):
-        self._send(Instruction.SEND_GRAD, run, buffer_id, 0)
+    def _recv_activations(self, buffer_id, *args, **kwargs):
+        run = partial(self._stock[schedule.RecvActivation], self, buffer_id, *args, **kwargs)
+        self._receive(Instruction.RECV_ACTIVATION, buffer_id, run)
 
-    def _send(self, instruction, run, buffer_id, raw_tail):
-        if not self._lookahead.has_left():
+    def _recv_grads(self, buffer_id, *args, **kwargs):
+        run = partial(self._stock[schedule.RecvGrad], self, buffer_id, *args, **kwargs)
+        self._receive(Instruction.RECV_GRAD, buffer_id, run)
+
+    def _send(self, instruction, buffer_id, run):
+        if self._lookahead.place == NOWHERE:
             self._outside()
-            with self._compression.send(instruction, buffer_id, raw_tail):
-                run(buffer_id)
+        self._compression.send(instruction, buffer_id, run, self._raw_tail(instruction))
 
-    def _recv_activations(self, run, buffer_id):
-        self._outside()
-        stage = self._compression
-        with stage.receive(
-            Instruction.RECV_ACTIVATION, buffer_id, lambda: as_list(self.pipe_recv_buf), self._raw_tail()
-        ):
-            run(buffer_id)
-        if self._tracking is not None and stage.before.carrying:
+    def _receive(self, instruction, buffer_id, run):
+        if self._lookahead.place == NOWHERE:
+            self._outside()
+        stage, forward = self._compression, instruction is Instruction.RECV_ACTIVATION
+        tensors = operator.attrgetter("pipe_recv_buf" if forward else "grad_layer")
+        stage.receive(instruction, buffer_id, run, partial(tensors, self), self._raw_tail(instruction))
+        if forward and self._tracking is not None and stage.before.carrying:
             self._tracking.add_float(as_list(self.pipe_buffers["inputs"][buffer_id]), stage.before.carrying)
 
-    def _recv_grads(self, run, buffer_id):
-        self._outside()
-        with self._compression.receive(Instruction.RECV_GRAD, buffer_id, lambda: as_list(self.grad_layer)):
-            run(buffer_id)
+    def _raw_tail(self, instruction):
+        """DeepSpeed sends a bool mask in last place, as half precision: it is float but must not be
+        compressed."""
+        return int(instruction in FORWARD and (self.has_attention_mask or self.has_bool_tensors))
 
     def _outside(self):
         training = torch.is_grad_enabled() and self.module.training
@@ -238,17 +248,23 @@ class CompressedEngine(CheckpointedEngine):
 
     # Some projects call these directly instead of through a schedule
 
-    def _exec_send_activations(self, *args, **kwargs):
-        self._send_activations(super()._exec_send_activations, *args, **kwargs)
+    def _exec_send_activations(self, buffer_id, *args, **kwargs):
+        run = partial(super()._exec_send_activations, buffer_id, *args, **kwargs)
+        self._send(Instruction.SEND_ACTIVATION, buffer_id, run)
 
-    def _exec_send_grads(self, *args, **kwargs):
-        self._send_grads(super()._exec_send_grads, *args, **kwargs)
+    def _exec_send_grads(self, buffer_id, *args, **kwargs):
+        self._send(
+            Instruction.SEND_GRAD, buffer_id, partial(super()._exec_send_grads, buffer_id, *args, **kwargs)
+        )
 
-    def _exec_recv_activations(self, *args, **kwargs):
-        self._recv_activations(super()._exec_recv_activations, *args, **kwargs)
+    def _exec_recv_activations(self, buffer_id, *args, **kwargs):
+        run = partial(super()._exec_recv_activations, buffer_id, *args, **kwargs)
+        self._receive(Instruction.RECV_ACTIVATION, buffer_id, run)
 
-    def _exec_recv_grads(self, *args, **kwargs):
-        self._recv_grads(super()._exec_recv_grads, *args, **kwargs)
+    def _exec_recv_grads(self, buffer_id, *args, **kwargs):
+        self._receive(
+            Instruction.RECV_GRAD, buffer_id, partial(super()._exec_recv_grads, buffer_id, *args, **kwargs)
+        )
 
     def _send_tensor_meta(self, buffer, *args, **kwargs):
         tensors, boundary = as_list(buffer), self._boundary_of_shapes(sends=True)

@@ -9,7 +9,7 @@ along in its unused end.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,49 +18,6 @@ from ds_compress.errors import CompressionError
 
 MARK = 0x44534350
 """Last number of a shape message that says which tensors carry; any other: it does not say."""
-
-
-class Traffic(Protocol):
-    """Where the calls of an instruction go."""
-
-    def send(self, tensor: Tensor, *where: Any) -> None: ...
-
-    def recv(self, tensor: Tensor, *where: Any) -> None: ...
-
-
-class Sending:
-    """The tensors that one send instruction wants to send."""
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-
-    def send(self, tensor: Tensor, *where: Any) -> None:
-        self.tensors.append(tensor)
-
-    def recv(self, tensor: Tensor, *where: Any) -> None:
-        raise CompressionError(
-            "a send instruction of DeepSpeed tried to receive: this release is not supported"
-        )
-
-
-class Receiving:
-    """The tensors that one receive instruction asks for, from one packet."""
-
-    def __init__(self, fetch: Callable[[], list[Tensor]]):
-        self._fetch = fetch
-        self._arrived: Iterator[Tensor] | None = None
-
-    def send(self, tensor: Tensor, *where: Any) -> None:
-        raise CompressionError(
-            "a receive instruction of DeepSpeed tried to send: this release is not supported"
-        )
-
-    def recv(self, tensor: Tensor, *where: Any) -> None:
-        if self._arrived is None:
-            self._arrived = iter(self._fetch())
-        # DeepSpeed clones activations and uses gradients before it receives the next, so `tensor` can be the
-        # arrived one instead of a copy of it
-        tensor.data = next(self._arrived)
 
 
 class ShapeMessage:
@@ -110,23 +67,69 @@ class PointToPoint:
 
     def __init__(self, module: Any):
         self.module = module
-        self.instruction: Traffic | None = None
+        self._aside: ShapeMessage | None = None
+        self._sent: list[Tensor] | None = None
+        self._fetch: Callable[[], list[Tensor]] | None = None
+        self._arrived: Iterator[Tensor] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
 
     def send(self, tensor: Tensor, dest_stage: int, async_op: bool = False) -> None:
-        (self.instruction or self.module).send(tensor, dest_stage, async_op)
+        if self._aside is not None:
+            self._aside.send(tensor, dest_stage, async_op)
+        elif self._sent is not None:
+            self._sent.append(tensor)
+        elif self._fetch is not None:
+            raise CompressionError(
+                "a receive instruction of DeepSpeed tried to send: this release is not known"
+            )
+        else:
+            self.module.send(tensor, dest_stage, async_op)
 
     def recv(self, tensor: Tensor, src_stage: int, async_op: bool = False) -> None:
-        (self.instruction or self.module).recv(tensor, src_stage, async_op)
+        if self._aside is not None:
+            self._aside.recv(tensor, src_stage, async_op)
+        elif self._fetch is not None:
+            if self._arrived is None:
+                self._arrived = iter(self._fetch())
+            # DeepSpeed clones activations and uses gradients before it receives the next, so `tensor` can be
+            # the arrived one instead of a copy of it
+            tensor.data = next(self._arrived)
+        elif self._sent is not None:
+            raise CompressionError(
+                "a send instruction of DeepSpeed tried to receive: this release is not known"
+            )
+        else:
+            self.module.recv(tensor, src_stage, async_op)
+
+    @property
+    def busy(self) -> bool:
+        """Whether an instruction is in progress, as when one calls the engine's method of the same name."""
+        return self._sent is not None or self._fetch is not None
+
+    def collect(self, run: Callable[[], None]) -> list[Tensor]:
+        """What the send instruction `run` sends."""
+        self._sent = sent = []
+        try:
+            run()
+        finally:
+            self._sent = None
+        return sent
+
+    def serve(self, run: Callable[[], None], fetch: Callable[[], list[Tensor]]) -> None:
+        """Give the receive instruction `run` what `fetch()` returns when it asks for the first tensor."""
+        self._fetch, self._arrived = fetch, None
+        try:
+            run()
+        finally:
+            self._fetch = self._arrived = None
 
     @contextmanager
-    def during(self, instruction: Traffic | None) -> Iterator[None]:
-        """Route calls to `instruction`, None for the module itself, and back to what was before at the
-        end."""
-        before, self.instruction = self.instruction, instruction
+    def aside(self, message: ShapeMessage) -> Iterator[None]:
+        """Context for a message that an instruction sends beside that of its tensors."""
+        self._aside = message
         try:
             yield
         finally:
-            self.instruction = before
+            self._aside = None

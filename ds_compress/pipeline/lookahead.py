@@ -46,18 +46,21 @@ class _Step(list[Any]):
         self._of = of
 
     def __iter__(self) -> Iterator[Any]:
-        for place, instruction in enumerate(super().__iter__(), self._start):
-            self._of.enter(place)
-            try:
+        of = self._of
+        for of.place, instruction in enumerate(super().__iter__(), self._start):
+            context = of.tracking() if of.tracking and computes(instruction) else None
+            if context is None:
                 yield instruction
-            finally:
-                self._of.leave()
+            else:
+                with context:
+                    yield instruction
+        of.place = NOWHERE
 
 
 class Lookahead:
     """The plan of one schedule, and how far it has come."""
 
-    def __init__(self, pipe_schedule: Any = None, tracking: Callable[[], Tracked | None] = lambda: None):
+    def __init__(self, pipe_schedule: Any = None, tracking: Callable[[], Tracked | None] | None = None):
         """
         Args:
             pipe_schedule: None, or one that is iterated in a way of its own, is not looked into.
@@ -67,24 +70,20 @@ class Lookahead:
             getattr(type(pipe_schedule), name) is getattr(schedule.PipeSchedule, name)
             for name in ("__iter__", "__next__")
         )
+        self.tracking = tracking
+        self.place = NOWHERE
+        self.left: set[int] = set()
+        """Places of the send instructions whose message has left early."""
+
         self._ordered = type(pipe_schedule) in ORDERED
-        self._tracking = tracking
-        self._tracked: Tracked | None = None
         self._flat: list[Any] = []
         self._steps = []
         for step in pipe_schedule.steps() if self.plain else ():
             self._steps.append(_Step(step, len(self._flat), self))
             self._flat += step
         self.counts = Counter(map(type, self._flat))
-        self._sends = {kind: deque(_places(self._flat, kind)) for kind in MADE_BY}  # that have not left
+        self._sends = {kind: deque(_places(self._flat, kind)) for kind in MADE_BY}  # that may not have left
         self._early = _early(self._flat)
-        self._left: set[int] = set()  # places of send instructions whose message left early
-        self._place = NOWHERE
-
-    @property
-    def early(self) -> int:
-        """How many messages have left early."""
-        return len(self._left)
 
     def steps(self) -> Iterator[list[Any]]:
         """The schedule's steps, followed while they are done."""
@@ -93,47 +92,31 @@ class Lookahead:
     @property
     def current(self) -> Any:
         """The instruction in progress; None outside of one."""
-        return None if self._place == NOWHERE else self._flat[self._place]
+        return None if self.place == NOWHERE else self._flat[self.place]
 
     def receives_ahead(self, device: torch.device) -> bool:
         """Whether receives may be posted before the schedule comes to them."""
         return self.plain and (self._ordered or not receives_hold_device(device))
 
-    def enter(self, place: int) -> None:
-        self._place = place
-        kind = type(self.current)
-        self._tracked = self._tracking() if kind is schedule.ForwardPass or kind not in KNOWN else None
-        if self._tracked is not None:
-            self._tracked.__enter__()
-
-    def leave(self) -> None:
-        if self._tracked is not None:
-            self._tracked, tracked = None, self._tracked
-            tracked.__exit__(None, None, None)
-        place, kind = self._place, type(self.current)
-        self._place = NOWHERE
-        if kind in self._sends and place not in self._left:
-            self._sends[kind].popleft()
-
     def leaves_early(self, made_by: type, buffer_id: int) -> bool:
         """Whether the message that `made_by`, in progress, has just put into `buffer_id` may leave now; if so
         it counts as gone."""
-        place = self._early.get(self._place, NOWHERE)
-        if (
-            place == NOWHERE
-            or type(self.current) is not made_by
-            or self.current.kwargs["buffer_id"] != buffer_id
-        ):
+        send = self._early.get(self.place, NOWHERE)
+        made = self._flat[self.place] if send != NOWHERE else None
+        if type(made) is not made_by or made.kwargs["buffer_id"] != buffer_id:
             return False
-        waiting = self._sends[type(self._flat[place])]
-        if waiting[0] != place:
+        waiting = self._sends[type(self._flat[send])]
+        while waiting[0] < self.place:  # left in its own place
+            waiting.popleft()
+        if waiting[0] != send:
             return False
-        self._left.add(waiting.popleft())
+        self.left.add(waiting.popleft())
         return True
 
-    def has_left(self) -> bool:
-        """Whether the message of the send instruction in progress left early."""
-        return self._place in self._left
+
+def computes(instruction: Any) -> bool:
+    """Whether it may fill a buffer with what will be sent."""
+    return type(instruction) is schedule.ForwardPass or type(instruction) not in KNOWN
 
 
 def _places(flat: list[Any], kind: type) -> list[int]:

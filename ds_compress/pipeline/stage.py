@@ -15,7 +15,7 @@ from ds_compress.codec import TensorSpec
 from ds_compress.config import Config
 from ds_compress.message.channel import Boundary, Channel, MessageId
 from ds_compress.message.endpoint import Endpoint
-from ds_compress.pipeline.intercept import PointToPoint, Receiving, Sending, ShapeMessage
+from ds_compress.pipeline.intercept import PointToPoint, ShapeMessage
 from ds_compress.transport.p2p import Receiver, Sender
 from ds_compress.transport.streams import Lane
 
@@ -173,19 +173,15 @@ class Stage:
         message = end.channel.message(tuple(map(TensorSpec.of, tensors)), self._id(end, 0), 0)
         end.link.expect(message.packet.nbytes, 1)
 
-    @contextmanager
-    def send(self, instruction: Instruction, buffer_id: int, raw_tail: int = 0) -> Iterator[None]:
-        """Collect what the send instruction inside sends, and send it as one packet; `raw_tail`: see
+    def send(
+        self, instruction: Instruction, buffer_id: int, run: Callable[[], None], raw_tail: int = 0
+    ) -> None:
+        """Collect what the send instruction `run` sends, and send it as one packet; `raw_tail`: see
         `Channel`."""
-        if (
-            self._p2p.instruction is not None
-        ):  # an instruction that calls the engine's method of the same name
-            yield
-            return
-        message = Sending()
-        with self._p2p.during(message):
-            yield
-        self.dispatch(instruction, buffer_id, message.tensors, raw_tail)
+        if self._p2p.busy:
+            run()
+        else:
+            self.dispatch(instruction, buffer_id, self._p2p.collect(run), raw_tail)
 
     def dispatch(
         self,
@@ -212,21 +208,20 @@ class Stage:
 
         end.lane.run(work, takes=tensors)
 
-    @contextmanager
     def receive(
         self,
         instruction: Instruction,
         buffer_id: int,
-        tensors: Callable[[], Sequence[Tensor]],
+        run: Callable[[], None],
+        tensors: Callable[[], Any],
         raw_tail: int = 0,
-    ) -> Iterator[None]:
-        """Serve what the receive instruction inside asks for; `tensors()`: all it will ask for, at its first
+    ) -> None:
+        """Serve what the receive instruction `run` asks for; `tensors()`: all it will ask for, at its first
         call."""
-        if self._p2p.instruction is not None:
-            yield
-            return
-        with self._p2p.during(Receiving(lambda: self.fetch(instruction, buffer_id, tensors(), raw_tail))):
-            yield
+        if self._p2p.busy:
+            run()
+        else:
+            self._p2p.serve(run, lambda: self.fetch(instruction, buffer_id, as_list(tensors()), raw_tail))
 
     def fetch(
         self,
@@ -261,7 +256,7 @@ class Stage:
 
     def aside(self, message: ShapeMessage) -> Any:
         """Context for what an instruction sends beside its message: DeepSpeed's shape messages."""
-        return self._p2p.during(message)
+        return self._p2p.aside(message)
 
     def shape_message(self, carrying: tuple[bool, ...] | None = None, written: int = 0) -> ShapeMessage:
         return ShapeMessage(self._p2p.module, carrying, written)

@@ -21,7 +21,7 @@ def said(program, block):
     (Program(), {}, "link eager;"),
     (Program(), {"link": {"mode": "blocking"}}, "link blocking;"),
     (Program(before_batch=lambda engine, step: engine.reset_activation_shape()), {}, "link eager;"),
-    (Program(module={"dynamic_shape": True}), {}, "activations in DeepSpeed's order because of dynamic_shape;"),
+    (Program(module={"dynamic_shape": True}), {}, "order because of dynamic_shape;"),
     (Program(with_schedule(foreign.TwiceSchedule)), {}, "but every message in the order of the schedule;"),
     (Program(with_schedule(foreign.OnceOnly)), {}, "but every message in the order of the schedule;"),
 ], ids=["eager", "blocking", "reset", "dynamic", "twice", "own iteration"])  # fmt: skip

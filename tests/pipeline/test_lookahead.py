@@ -26,7 +26,7 @@ def left_early(schedule):
             if kind in made:
                 lookahead.leaves_early(kind, instruction.buffer_id)
             if kind in early:
-                early[kind] += [numbers[kind]] if lookahead.has_left() else []
+                early[kind] += [numbers[kind]] if lookahead.place in lookahead.left else []
                 numbers[kind] += 1
     assert lookahead.current is None
     return early[SendActivation], early[SendGrad]
@@ -98,5 +98,5 @@ def test_one_instruction_object_may_stand_in_many_places():
 
 def test_schedules_that_are_iterated_their_own_way_are_left_alone():
     lookahead = Lookahead(OnceOnly(3, 2, 0))
-    assert not lookahead.plain and not lookahead.early
+    assert not lookahead.plain and not lookahead.left
     assert list(lookahead.steps()) == []
