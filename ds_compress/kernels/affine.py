@@ -21,6 +21,7 @@ def minmax_grid(low: Tensor, high: Tensor, bits: int, scale_dtype: torch.dtype) 
     Returns:
         step, offset: [n], of `scale_dtype`.
     """
+    low, high = low + 0.0, high + 0.0  # which of two zeros a reduction meets first depends on the processor
     offset = _at_most(low, scale_dtype)
     return _at_least((high - offset.float()) / top_code(bits, symmetric=False), scale_dtype), offset
 

@@ -163,7 +163,6 @@ def test_a_browser_shows_it(tmp_path):
             f"file://{tmp_path}/out/report.html",
         ],
         capture_output=True,
-        timeout=60,
         check=True,
     )
     pixels = imread(shot)[..., :3]

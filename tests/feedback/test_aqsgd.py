@@ -180,8 +180,6 @@ def test_learns_better_than_plain_quantization(samples, warmup):
 @pytest.mark.parametrize("stages, replicas", [(2, 1), (4, 1), (2, 2)])
 def test_sides_are_equal_after_200_steps(stages, replicas):
     samples = 320 * replicas
-    ranks = run_ranks(
-        stages * replicas, run, stages, config("aqsgd", replicas=replicas), samples, 20, timeout=170
-    )
+    ranks = run_ranks(stages * replicas, run, stages, config("aqsgd", replicas=replicas), samples, 20)
     assert len(ranks[0]["losses"]) == 200
     assert_sides_equal(ranks, (stages - 1) * replicas)

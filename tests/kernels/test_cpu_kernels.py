@@ -1,10 +1,6 @@
 """The compiled kernels of the CPU against their specification, bit for bit."""
 
-import logging
 import shutil
-import subprocess
-from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,32 +9,11 @@ from hypothesis import strategies as st
 
 from ds_compress import config  # noqa: F401  (registers the codecs)
 from ds_compress.kernels import cpu, native, reference, resolve
+from tests.support.numbers import assert_same_bits, values
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 
 ROWS = native.LONG // 32  # enough for the smallest group size
-
-
-def values(n, size, dtype, seed, special=None):
-    """Groups of very different magnitudes; some constant, some zero, and, if given, some holding
-    `special`."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, size, generator=generator) * torch.exp2(torch.randn(n, 1, generator=generator) * 20)
-    x[::7] = x[::7, :1]
-    x[::11] = 0
-    x[::13] *= 1e-30
-    if special is not None:
-        x[::17, seed % size] = special
-    return x.to(dtype)
-
-
-def assert_equal(ours, theirs):
-    for mine, its in zip(ours, theirs, strict=True):
-        assert mine.dtype == its.dtype and mine.shape == its.shape
-        assert torch.equal(
-            mine.nan_to_num(nan=1.5e30) if mine.is_floating_point() else mine,
-            its.nan_to_num(nan=1.5e30) if its.is_floating_point() else its,
-        )
 
 
 @settings(max_examples=300, deadline=None, database=None)
@@ -59,11 +34,11 @@ def test_equals_the_reference(bits, size, symmetric, dtype, hadamard, n, special
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "LONG", 0)
         parts = cpu.quantize(x, bits, symmetric, scale_dtype, hadamard)
-        assert_equal(parts, reference.quantize(x, bits, symmetric, scale_dtype, hadamard))
+        assert_same_bits(parts, reference.quantize(x, bits, symmetric, scale_dtype, hadamard))
         parts = (*parts, None) if symmetric else parts
         for wide in (torch.bfloat16, torch.float32):
             decoded = cpu.dequantize(*parts, bits, hadamard, wide)
-            assert_equal([decoded], [reference.dequantize(*parts, bits, hadamard, wide)])
+            assert_same_bits([decoded], [reference.dequantize(*parts, bits, hadamard, wide)])
 
 
 @settings(max_examples=200, deadline=None, database=None)
@@ -91,7 +66,7 @@ def test_error_feedback_in_one_pass_equals_the_reference(
         patch.setattr(native, "LONG", 0)
         parts, error = cpu.quantize_with_error(*arguments)
     expected, expected_error = reference.quantize_with_error(*arguments)
-    assert_equal((*parts, error), (*expected, expected_error))
+    assert_same_bits((*parts, error), (*expected, expected_error))
 
 
 @pytest.mark.parametrize(
@@ -108,32 +83,12 @@ def test_error_feedback_in_one_pass_equals_the_reference(
 def test_other_settings_equal_the_reference(bits, size, symmetric, scale_dtype, dtype, hadamard):
     x = values(2 * native.LONG // size + 1, size, dtype, 3)
     parts = cpu.quantize(x, bits, symmetric, scale_dtype, hadamard)
-    assert_equal(parts, reference.quantize(x, bits, symmetric, scale_dtype, hadamard))
+    assert_same_bits(parts, reference.quantize(x, bits, symmetric, scale_dtype, hadamard))
     parts = (*parts, None) if symmetric else parts
     wide = torch.float32 if dtype == torch.float16 else dtype
-    assert_equal(
+    assert_same_bits(
         [cpu.dequantize(*parts, bits, hadamard, wide)], [reference.dequantize(*parts, bits, hadamard, wide)]
     )
-
-
-def test_without_a_compiler_the_reference_runs_and_says_so_once(monkeypatch, caplog):
-    monkeypatch.setattr(native, "library", cache(native.library.__wrapped__))
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(native, "_compiler", native._compiler.__wrapped__)
-    x = values(ROWS, 32, torch.float32, 0)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            parts = cpu.quantize(x, 4, False, torch.bfloat16)
-            assert_equal(parts, reference.quantize(x, 4, False, torch.bfloat16))
-    assert len(caplog.records) == 1 and "uncompiled" in caplog.text and "no-such-compiler" in caplog.text
-
-
-@pytest.mark.parametrize("source", ["quantize", "selection", "float8"])
-def test_every_source_compiles_without_a_warning(source, tmp_path):
-    file = Path(native.__file__).with_name(f"{source}.cpp")
-    words = ["g++", *native.FLAGS, "-Wall", "-Wextra", "-Werror", "-o", str(tmp_path / "out.so"), str(file)]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_uncompiled_blocks_equal_the_reference(monkeypatch):
@@ -141,10 +96,10 @@ def test_uncompiled_blocks_equal_the_reference(monkeypatch):
     x = values(3 * ROWS, 128, torch.bfloat16, 5)
     for hadamard in (False, True):
         parts = cpu.quantize(x, 4, False, torch.bfloat16, hadamard)
-        assert_equal(parts, reference.quantize(x, 4, False, torch.bfloat16, hadamard))
+        assert_same_bits(parts, reference.quantize(x, 4, False, torch.bfloat16, hadamard))
         for dtype in (torch.bfloat16, torch.float32):
             decoded = cpu.dequantize(*parts, 4, hadamard, dtype)
-            assert_equal([decoded], [reference.dequantize(*parts, 4, hadamard, dtype)])
+            assert_same_bits([decoded], [reference.dequantize(*parts, 4, hadamard, dtype)])
 
 
 def test_a_test_can_override():

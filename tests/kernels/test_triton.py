@@ -29,6 +29,7 @@ def run_kernels(**environment):
     assert " passed" in done.stdout
 
 
+@pytest.mark.timeout(0)  # it computes all the time, and waits for nothing
 def test_equal_to_the_reference_under_the_interpreter():
     run_kernels(TRITON_INTERPRET="1")
 
@@ -63,6 +64,7 @@ def every_setting():
     bitstring.pack_bits(bitstring.unpack_bits(bits, 1000))
 
 
+@pytest.mark.timeout(0)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_kernel_compiles(architecture, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

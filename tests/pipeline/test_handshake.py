@@ -12,6 +12,8 @@ from ds_compress.pipeline import attach as attach_module
 from tests.support.dist import run_ranks
 from tests.support.pipeline import build, ds_config
 
+SOON = 300  # seconds, of a busy machine: DeepSpeed's own groups wait for half an hour
+
 
 def start(configs, timeout=None):
     if timeout:
@@ -52,7 +54,7 @@ def test_different_blocks(blocks, path, values):
     for error, seconds in results:
         assert error.startswith(f"CompressionError: {path}: rank 0 has {values[0]}, rank 1 has ")
         assert values[1] in error and "\n" not in error
-        assert seconds < 30
+        assert seconds < SOON
     assert len({error for error, _ in results}) == 1
 
 
@@ -91,4 +93,4 @@ def test_a_rank_without_the_key_is_named(absent):
     results = run_ranks(2, start, configs, 3.0, check=False)
     error, seconds = results[1 - absent]
     assert f"rank {absent} did not answer within 3 s: is ds_compress installed there" in error
-    assert seconds < 20
+    assert seconds < SOON

@@ -15,7 +15,7 @@ from tests.support.scripts import ROOT
 SCRIPT = ROOT / "tests" / "support" / "launched.py"
 
 
-def launch(folder: Path, *configs, timeout: float = 120):
+def launch(folder: Path, *configs):
     """Exit code and output of two ranks; each config is one rank's, one alone is that of both."""
     files = []
     for number, config in enumerate(configs):
@@ -37,9 +37,7 @@ def launch(folder: Path, *configs, timeout: float = 120):
         *map(str, files),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=folder
-    )
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
     return done.returncode, done.stdout + done.stderr
 
 

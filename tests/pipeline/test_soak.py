@@ -50,7 +50,7 @@ def test_a_short_run_is_steady(name):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(0)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_3000_steps_are_steady(name):
-    assert_steady(run_ranks(3, soak, BLOCKS[name], 3000, 300, timeout=1700))
+    assert_steady(run_ranks(3, soak, BLOCKS[name], 3000, 300, timeout=7200))

@@ -16,12 +16,12 @@ import torch
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def run_ranks(world_size: int, function, *args: Any, timeout: float = 90, check: bool = True) -> list[Any]:
+def run_ranks(world_size: int, function, *args: Any, timeout: float = 600, check: bool = True) -> list[Any]:
     """`function(*args)` on `world_size` ranks of an initialised process group; what each returned, in rank
     order.
 
     An exception on a rank is raised here; with `check=False` it is returned as a string in the rank's place
-    instead. When the time is up all ranks are killed and the test fails.
+    instead. After `timeout` seconds, which only ranks that hang need, all are killed and the test fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         port = _free_port()

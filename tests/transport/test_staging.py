@@ -58,10 +58,12 @@ def failing(how, said):
     group = channel_groups([[0, 1]], dist.get_rank())[0, "forward"]
     dist.barrier()
     if dist.get_rank() == 1:
-        time.sleep(4) if how == "sleeps" else None
+        while how == "sleeps" and not said.exists():
+            time.sleep(0.01)
         os._exit(0)
+    patience = PeerTimeout("boundary 0, backward", 2 if how == "sleeps" else 600)
     with pytest.raises(CompressionError) as caught:
-        EagerReceiver(1, CPU, group, PeerTimeout("boundary 0, backward", 2)).receive(64)
+        EagerReceiver(1, CPU, group, patience).receive(64)
     said.write_text(str(caught.value))
     os._exit(0)
 

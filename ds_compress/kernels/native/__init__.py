@@ -7,6 +7,7 @@ Every one has a plain counterpart in torch that gives the same bits and serves w
 import ctypes
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -24,7 +25,11 @@ logger = logging.getLogger(__name__)
 LONG = 1 << 16
 """From so many entries on compiled passes are used."""
 
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC")
+FLAGS = ("-O3", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC")
+
+COMPILE_SECONDS = 600
+"""After which a compiler is taken to hang: it needs two, however many others share the processor."""
+
 _compiling = threading.Lock()
 
 
@@ -47,16 +52,29 @@ def library(source: str) -> ctypes.CDLL | None:
     compiler = _compiler()
     if compiler is None:
         return None
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, f"{source}.so")
-        words = [*compiler.split(), *FLAGS, "-o", str(file), str(Path(__file__).with_name(f"{source}.cpp"))]
-        try:
-            subprocess.run(words, check=True, capture_output=True, text=True, timeout=60)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, f"{source}.so")
+            words = command(compiler, source, file)
+            subprocess.run(
+                words, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=COMPILE_SECONDS
+            )
             return ctypes.CDLL(str(file))
-        except (OSError, subprocess.SubprocessError) as error:
-            reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[0]
-            logger.warning("%s of kernels/native runs uncompiled, several times slower: %s", source, reason)
-            return None
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        logger.warning("%s of kernels/native runs uncompiled, several times slower: %s", source, _why(error))
+        return None
+
+
+def command(compiler: str, source: str, file: Path, target: str = "native") -> list[str]:
+    """What compiles `source` to `file` for processors of `target`, a word of `-march`."""
+    path = Path(__file__).with_name(f"{source}.cpp")
+    return [*shlex.split(compiler), *FLAGS, f"-march={target}", "-o", str(file), str(path)]
+
+
+def _why(error: Exception) -> str:
+    """The first line that the compiler wrote, or else of `error`."""
+    lines = ((getattr(error, "stderr", None) or b"").decode(errors="replace") + f"\n{error}").splitlines()
+    return next(filter(str.strip, lines), type(error).__name__).strip()
 
 
 @cache

@@ -2,30 +2,13 @@
 //
 // A group is read once, and everything else happens in the first-level cache.
 
+#include "bits.h"
 #include "floats.h"
+#include "hadamard.h"
 
 namespace {
 
-constexpr int LANES = 16;
 constexpr int MAX_GROUP = 4096;
-
-typedef float Floats __attribute__((vector_size(4 * LANES)));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-
-// Every lane has the value of the one DISTANCE away, to either side.
-template <int DISTANCE>
-Floats exchanged(Floats x) {
-#ifdef __clang__
-    return __builtin_shufflevector(
-        x, x, 0 ^ DISTANCE, 1 ^ DISTANCE, 2 ^ DISTANCE, 3 ^ DISTANCE, 4 ^ DISTANCE, 5 ^ DISTANCE, 6 ^ DISTANCE,
-        7 ^ DISTANCE, 8 ^ DISTANCE, 9 ^ DISTANCE, 10 ^ DISTANCE, 11 ^ DISTANCE, 12 ^ DISTANCE, 13 ^ DISTANCE,
-        14 ^ DISTANCE, 15 ^ DISTANCE);
-#else
-    Ints lanes;
-    for (int j = 0; j < LANES; ++j) lanes[j] = j ^ DISTANCE;
-    return __builtin_shuffle(x, lanes);
-#endif
-}
 
 struct Format {
     int64_t bits, symmetric, hadamard, wide_scale;  // wide_scale: fp32 rather than bf16
@@ -85,7 +68,7 @@ struct Group {
     template <class In>
     void store_error(const Format& format, Grid grid, const In*, float* error) {
         from_codes(grid);
-        if (format.hadamard) rotate(format.scale);
+        if (format.hadamard) rotate<SIZE>(values, size, format.scale);
         for (int64_t i = 0; i < count(); ++i) {
             In sent;
             store(values[i], sent);
@@ -96,36 +79,6 @@ struct Group {
     template <class Out>
     void store_to(Out* y) const {
         for (int64_t i = 0; i < count(); ++i) store(values[i], y[i]);
-    }
-
-    // Butterflies, nearest values first: those within a vector, then those between vectors.
-    void rotate(float scale) {
-        const int64_t near = count() < LANES ? count() : LANES;
-        for (int64_t start = 0; start < count(); start += near) {
-            if (near > 1) within<1>(values + start);
-            if (near > 2) within<2>(values + start);
-            if (near > 4) within<4>(values + start);
-            if (near > 8) within<8>(values + start);
-        }
-        for (int64_t distance = near; distance < count(); distance *= 2)
-            for (int64_t start = 0; start < count(); start += 2 * distance)
-                for (int64_t i = start; i < start + distance; ++i) {
-                    const float first = values[i], second = values[i + distance];
-                    values[i] = first + second;
-                    values[i + distance] = first - second;
-                }
-        for (int64_t i = 0; i < count(); ++i) values[i] *= scale;
-    }
-
-    // On LANES values, whatever the group: what is beyond its end is not used.
-    template <int DISTANCE>
-    static void within(float* v) {
-        Floats x;
-        std::memcpy(&x, v, sizeof x);
-        Ints sign;
-        for (int j = 0; j < LANES; ++j) sign[j] = j & DISTANCE ? INT32_MIN : 0;
-        x = exchanged<DISTANCE>(x) + (Floats)((Ints)x ^ sign);
-        std::memcpy(v, &x, sizeof x);
     }
 
     Grid grid(const Format& format) const {
@@ -149,8 +102,9 @@ struct Group {
             const float nan = as_float(MAGNITUDE);
             return {nan, nan};
         }
-        const float offset = -at_least(-as_float(ordered(low)), format.wide_scale);
-        return {at_least((as_float(ordered(high)) - offset) / format.top(), format.wide_scale), offset};
+        const float least = as_float(ordered(low)) + 0.0f, most = as_float(ordered(high)) + 0.0f;  // of zeros, +0
+        const float offset = -at_least(-least, format.wide_scale);
+        return {at_least((most - offset) / format.top(), format.wide_scale), offset};
     }
 
     void to_codes(Grid grid, int top) {
@@ -164,57 +118,6 @@ struct Group {
 
     void from_codes(Grid grid) {
         for (int64_t i = 0; i < count(); ++i) values[i] = static_cast<float>(codes[i]) * grid.step + grid.offset;
-    }
-
-    // One piece of kernels/bits.py: WIDTH bits of every code, from bit SHIFT on.
-    template <int WIDTH, int SHIFT>
-    uint8_t* pack(uint8_t* packed) const {
-        constexpr int planes = 8 / WIDTH;
-        const int64_t run = count() / planes;
-        for (int64_t j = 0; j < run; ++j) {
-            uint8_t byte = 0;
-            for (int i = 0; i < planes; ++i) byte |= (codes[i * run + j] >> SHIFT & ((1 << WIDTH) - 1)) << (WIDTH * i);
-            packed[j] = byte;
-        }
-        return packed + run;
-    }
-
-    template <int WIDTH, int SHIFT>
-    const uint8_t* unpack(const uint8_t* packed) {
-        constexpr int planes = 8 / WIDTH;
-        const int64_t run = count() / planes;
-        for (int i = 0; i < planes; ++i)
-            for (int64_t j = 0; j < run; ++j) {
-                const uint8_t part = (packed[j] >> (WIDTH * i) & ((1 << WIDTH) - 1)) << SHIFT;
-                codes[i * run + j] = SHIFT ? codes[i * run + j] | part : part;
-            }
-        return packed + run;
-    }
-
-    void pack(int64_t bits, uint8_t* packed) const {
-        switch (bits) {
-            case 1: pack<1, 0>(packed); break;
-            case 2: pack<2, 0>(packed); break;
-            case 3: pack<1, 2>(pack<2, 0>(packed)); break;
-            case 4: pack<4, 0>(packed); break;
-            case 5: pack<1, 4>(pack<4, 0>(packed)); break;
-            case 6: pack<2, 4>(pack<4, 0>(packed)); break;
-            case 7: pack<1, 6>(pack<2, 4>(pack<4, 0>(packed))); break;
-            case 8: pack<8, 0>(packed); break;
-        }
-    }
-
-    void unpack(int64_t bits, const uint8_t* packed) {
-        switch (bits) {
-            case 1: unpack<1, 0>(packed); break;
-            case 2: unpack<2, 0>(packed); break;
-            case 3: unpack<1, 2>(unpack<2, 0>(packed)); break;
-            case 4: unpack<4, 0>(packed); break;
-            case 5: unpack<1, 4>(unpack<4, 0>(packed)); break;
-            case 6: unpack<2, 4>(unpack<4, 0>(packed)); break;
-            case 7: unpack<1, 6>(unpack<2, 4>(unpack<4, 0>(packed))); break;
-            case 8: unpack<8, 0>(packed); break;
-        }
     }
 };
 
@@ -248,12 +151,12 @@ void quantize(const In* x, Feedback feedback, int64_t n, int64_t size, Format fo
             group.size = size;
             if (feedback.residual) group.load_sum(x + place, feedback.residual + place, feedback.factor);
             else group.load(x + place);
-            if (format.hadamard) group.rotate(format.scale);
+            if (format.hadamard) rotate<SIZE>(group.values, size, format.scale);
             grids[i] = group.grid(format);
         }
         for (int i = 0; i < count; ++i, packed += size * format.bits / 8) {
             groups[i].to_codes(grids[i], format.top());
-            groups[i].pack(format.bits, packed);
+            pack<SIZE>(groups[i].codes, size, format.bits, packed);
             store_scale(grids[i].step, steps, start + i, format.wide_scale);
             if (!format.symmetric) store_scale(grids[i].offset, offsets, start + i, format.wide_scale);
             if (feedback.error) groups[i].store_error(format, grids[i], x, feedback.error + (start + i) * size);
@@ -269,9 +172,9 @@ void dequantize(const uint8_t* packed, const void* steps, const void* offsets, i
     for (int64_t i = 0; i < n; ++i, packed += size * format.bits / 8) {
         const float step = load_scale(steps, i, format.wide_scale);
         const float offset = format.symmetric ? step * (-format.top() / 2.0f) : load_scale(offsets, i, format.wide_scale);
-        group.unpack(format.bits, packed);
+        unpack<SIZE>(packed, size, format.bits, group.codes);
         group.from_codes({step, offset});
-        if (format.hadamard) group.rotate(format.scale);
+        if (format.hadamard) rotate<SIZE>(group.values, size, format.scale);
         if (bf16) group.store_to(static_cast<uint16_t*>(y) + i * size);
         else group.store_to(static_cast<float*>(y) + i * size);
     }

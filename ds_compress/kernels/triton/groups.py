@@ -8,9 +8,8 @@ A program holds some whole groups in registers, cut into T tiles as wide as the 
 
 so that packing, which joins bits of equal places of different planes, never moves a value to another thread.
 
-All results equal the reference bit for bit (scales that are zero may differ in its sign), but for the mean
-magnitude of symmetric grids of 1 bit, which is summed in another order: it differs by less than 2 log2(G)
-2^-24 times itself.
+All results equal the reference bit for bit, but for the mean magnitude of symmetric grids of 1 bit, which is
+summed in another order: it differs by less than 2 log2(G) 2^-24 times itself.
 """
 
 import torch
@@ -187,6 +186,7 @@ def _quantize(
         start = grid_step * (-TOP / 2)
     else:
         low, high = _range(values, exists, TILES)
+        low, high = low + 0.0, high + 0.0  # of zeros, +0
         start = -_at_least(-low, step)
         grid_step = _at_least(tl.div_rn(high - start, _fp32(TOP)), step)
         tl.store(offset + row, start.to(offset.dtype.element_ty), mask=row < n)

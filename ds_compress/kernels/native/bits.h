@@ -1,0 +1,65 @@
+// Codes of 1 to 8 bits, packed as kernels/bits.py draws it. SIZE is that of the group, or 0 where it is known at run
+// time only.
+
+#pragma once
+
+#include <cstdint>
+
+// One piece: WIDTH bits of every code, from bit SHIFT on. Returns the place of the next one.
+template <int SIZE, int WIDTH, int SHIFT>
+inline uint8_t* pack_piece(const uint8_t* codes, int64_t size, uint8_t* packed) {
+    constexpr int planes = 8 / WIDTH;
+    const int64_t run = (SIZE ? SIZE : size) / planes;
+    for (int64_t j = 0; j < run; ++j) {
+        uint8_t byte = 0;
+        for (int i = 0; i < planes; ++i) byte |= (codes[i * run + j] >> SHIFT & ((1 << WIDTH) - 1)) << (WIDTH * i);
+        packed[j] = byte;
+    }
+    return packed + run;
+}
+
+template <int SIZE, int WIDTH, int SHIFT>
+inline const uint8_t* unpack_piece(const uint8_t* packed, int64_t size, uint8_t* codes) {
+    constexpr int planes = 8 / WIDTH;
+    const int64_t run = (SIZE ? SIZE : size) / planes;
+    for (int i = 0; i < planes; ++i)
+        for (int64_t j = 0; j < run; ++j) {
+            const uint8_t part = (packed[j] >> (WIDTH * i) & ((1 << WIDTH) - 1)) << SHIFT;
+            codes[i * run + j] = SHIFT ? codes[i * run + j] | part : part;
+        }
+    return packed + run;
+}
+
+template <int SIZE>
+inline void pack(const uint8_t* codes, int64_t size, int64_t bits, uint8_t* packed) {
+    switch (bits) {
+        case 1: pack_piece<SIZE, 1, 0>(codes, size, packed); break;
+        case 2: pack_piece<SIZE, 2, 0>(codes, size, packed); break;
+        case 3: pack_piece<SIZE, 1, 2>(codes, size, pack_piece<SIZE, 2, 0>(codes, size, packed)); break;
+        case 4: pack_piece<SIZE, 4, 0>(codes, size, packed); break;
+        case 5: pack_piece<SIZE, 1, 4>(codes, size, pack_piece<SIZE, 4, 0>(codes, size, packed)); break;
+        case 6: pack_piece<SIZE, 2, 4>(codes, size, pack_piece<SIZE, 4, 0>(codes, size, packed)); break;
+        case 7:
+            packed = pack_piece<SIZE, 2, 4>(codes, size, pack_piece<SIZE, 4, 0>(codes, size, packed));
+            pack_piece<SIZE, 1, 6>(codes, size, packed);
+            break;
+        case 8: pack_piece<SIZE, 8, 0>(codes, size, packed); break;
+    }
+}
+
+template <int SIZE>
+inline void unpack(const uint8_t* packed, int64_t size, int64_t bits, uint8_t* codes) {
+    switch (bits) {
+        case 1: unpack_piece<SIZE, 1, 0>(packed, size, codes); break;
+        case 2: unpack_piece<SIZE, 2, 0>(packed, size, codes); break;
+        case 3: unpack_piece<SIZE, 1, 2>(unpack_piece<SIZE, 2, 0>(packed, size, codes), size, codes); break;
+        case 4: unpack_piece<SIZE, 4, 0>(packed, size, codes); break;
+        case 5: unpack_piece<SIZE, 1, 4>(unpack_piece<SIZE, 4, 0>(packed, size, codes), size, codes); break;
+        case 6: unpack_piece<SIZE, 2, 4>(unpack_piece<SIZE, 4, 0>(packed, size, codes), size, codes); break;
+        case 7:
+            packed = unpack_piece<SIZE, 2, 4>(unpack_piece<SIZE, 4, 0>(packed, size, codes), size, codes);
+            unpack_piece<SIZE, 1, 6>(packed, size, codes);
+            break;
+        case 8: unpack_piece<SIZE, 8, 0>(packed, size, codes); break;
+    }
+}

@@ -1,0 +1,130 @@
+"""The C++ sources: for every processor without a warning, with the same bits, and never in the way."""
+
+import logging
+import shutil
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_compress import config  # noqa: F401  (registers the codecs)
+from ds_compress.codec import Context, TensorSpec, build
+from ds_compress.kernels import cpu, native, reference
+from tests.support.native import SOURCES, TARGETS, built, compiled_for, runs_here
+from tests.support.numbers import assert_same_bits, values
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("target", [*TARGETS, "native"])
+def test_every_source_compiles_without_a_warning(source, target):
+    """Version 0.1 passed vectors of 16 floats by value: a warning, and an error here, without AVX-512."""
+    assert built(source, target).stat().st_size
+
+
+@pytest.mark.parametrize("target", filter(runs_here, TARGETS))
+@settings(max_examples=100, deadline=None, database=None)
+@given(
+    bits=st.integers(1, 8),
+    size=st.sampled_from([8, 16, 24, 32, 40, 64, 128, 256, 1024, 4096]),
+    symmetric=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    hadamard=st.booleans(),
+    n=st.integers(1, 40),
+    special=st.sampled_from([None, float("inf"), -float("inf"), float("nan")]),
+    seed=st.integers(0, 1000),
+    scale_dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+)
+def test_quantization_has_the_same_bits_on_every_processor(
+    target, bits, size, symmetric, dtype, hadamard, n, special, seed, scale_dtype
+):
+    hadamard &= not size & (size - 1)
+    x = values(n, size, dtype, seed, special)
+    residual = values(n, size, torch.float32, seed + 1).clamp(-1e36, 1e36)
+    grid = bits, symmetric, scale_dtype, hadamard
+    expected = reference.quantize(x, *grid)
+    offset = None if symmetric else expected[2]
+    with compiled_for(target):
+        assert_same_bits(cpu.quantize(x, *grid), expected)
+        for out in (torch.float32, torch.bfloat16):
+            decoded = cpu.dequantize(*expected[:2], offset, bits, hadamard, out)
+            assert_same_bits([decoded], [reference.dequantize(*expected[:2], offset, bits, hadamard, out)])
+        if dtype != torch.float16:
+            parts, error = cpu.quantize_with_error(x, residual, torch.tensor(3.0), *grid)
+            theirs, its_error = reference.quantize_with_error(x, residual, torch.tensor(3.0), *grid)
+            assert_same_bits((*parts, error), (*theirs, its_error))
+
+
+CODECS = [
+    *({"name": "topk", "indices": indices} for indices in ("bitmask", "int16", "int32", "rice")),
+    *({"name": "topk", "select": select, "scope": "tensor"} for select in ("threshold", "sidco", "block")),
+    {"name": "topk", "density": 1.0},
+    {"name": "fp8"},
+    {"name": "fp8", "format": "e5m2", "group_size": 24},
+    {"name": "quantize"},
+]
+
+
+@pytest.mark.parametrize("target", filter(runs_here, TARGETS))
+@pytest.mark.parametrize("choice", CODECS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_packets_are_the_same_on_every_processor(target, choice, dtype, monkeypatch):
+    """Of all codecs that a compiled source serves; odd lengths, ties, subnormal numbers, inf and nan."""
+    codec = build(choice)
+    wild = values(61, 355, dtype, 3)
+    tied = torch.randn(1, 20_011, generator=torch.Generator().manual_seed(0)).mul(4).round().to(dtype)
+    bad = values(3, 129, dtype, 5, special=float("nan"))
+
+    def messages():
+        for x in (wild, tied, bad):
+            parts = codec.encode(x, Context())
+            yield from (*parts, codec.decode(tuple(p.clone() for p in parts), TensorSpec.of(x), Context()))
+
+    with compiled_for(target):
+        ours = list(messages())
+    monkeypatch.setattr(native, "serves", lambda *_: False)
+    assert_same_bits(ours, list(messages()))
+
+
+FAILURES = {
+    "no such program": ("no-such-compiler", "no-such-compiler"),
+    "a quote left open": ("g++ '", "No closing quotation"),
+    "it fails without a word": ("false", "returned non-zero exit status 1"),
+    "bytes that are no text": (r"sh -c 'printf \\377bad >&2; exit 1'", "bad"),
+    "it never ends": ("sh -c 'echo waiting >&2; sleep 600'", "waiting"),
+}
+
+
+@pytest.mark.parametrize("compiler, said", FAILURES.values(), ids=FAILURES)
+def test_without_a_compiler_the_reference_runs_and_says_so_once(compiler, said, monkeypatch, caplog):
+    monkeypatch.setattr(native, "library", cache(native.library.__wrapped__))
+    monkeypatch.setattr(native, "_compiler", native._compiler.__wrapped__)
+    if said == "waiting":
+        monkeypatch.setattr(native, "COMPILE_SECONDS", 1)
+    monkeypatch.setenv("CXX", compiler)
+    assert_the_reference_serves(caplog)
+    assert said in caplog.text
+
+
+def test_without_a_folder_to_write_to_the_reference_runs_and_says_so_once(monkeypatch, caplog):
+    """A read-only root without a temporary folder ended training at the first long tensor."""
+
+    def refuse(*args, **named):
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(native, "library", cache(native.library.__wrapped__))
+    monkeypatch.setattr(native.tempfile, "TemporaryDirectory", refuse)
+    assert_the_reference_serves(caplog)
+    assert "No usable temporary directory" in caplog.text
+
+
+def assert_the_reference_serves(caplog):
+    x = values(native.LONG // 32, 32, torch.float32, 0)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            parts = cpu.quantize(x, 4, False, torch.bfloat16)
+            assert_same_bits(parts, reference.quantize(x, 4, False, torch.bfloat16))
+    assert len(caplog.records) == 1 and "uncompiled" in caplog.text

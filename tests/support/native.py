@@ -1,0 +1,66 @@
+"""The C++ sources, compiled for processors of which this one may be another kind."""
+
+import ctypes
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from ds_compress.kernels import native
+
+SOURCES = ("quantize", "selection", "float8")
+
+TARGETS = {"x86-64": "x86_64", "x86-64-v3": "x86_64", "x86-64-v4": "x86_64", "armv8-a": "aarch64"}
+"""Words of -march, and the machines that they are for: x86 without AVX, with AVX2, with AVX-512; ARM."""
+
+_AVX2 = {"avx2", "fma", "bmi2", "f16c", "movbe", "abm"}
+_NEEDED = {
+    "x86-64": set(),
+    "x86-64-v3": _AVX2,
+    "x86-64-v4": _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "armv8-a": set(),
+}
+
+
+def compiler_for(target: str) -> str:
+    """A g++ that compiles for `target`; where there is none the test is skipped."""
+    machine = TARGETS.get(target, platform.machine())
+    name = "g++" if machine == platform.machine() else f"{machine}-linux-gnu-g++"
+    return shutil.which(name) or pytest.skip(f"no {name}")
+
+
+def runs_here(target: str) -> bool:
+    """Whether this processor has the instructions of `target`."""
+    if TARGETS[target] != platform.machine():
+        return False
+    return _NEEDED[target] <= set(Path("/proc/cpuinfo").read_text().split())
+
+
+@cache
+def built(source: str, target: str) -> Path:
+    """`source`, compiled for `target` without a warning."""
+    file = Path(_folder().name, f"{source}.{target}.so")
+    words = native.command(compiler_for(target), source, file, target)
+    done = subprocess.run([*words, "-Wall", "-Wextra", "-Werror"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return file
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory()
+
+
+@contextmanager
+def compiled_for(target: str) -> Iterator[None]:
+    """Every compiled pass is that of `target`, and taken however short the tensor is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "library", lambda source: ctypes.CDLL(str(built(source, target))))
+        patch.setattr(native, "LONG", 0)
+        yield
