@@ -15,6 +15,7 @@ from torch import Tensor
 from ds_compress.codec import Codec, Context, TensorSpec
 from ds_compress.config import DIRECTIONS, KEY, BoundaryCodecs, Config
 from ds_compress.errors import CompressionError
+from ds_compress.kernels.memory import is_out_of_memory
 from ds_compress.message.packet import HEADER_SIZE, Header, PacketLayout
 
 HEADERS_CHECKED = 4
@@ -182,6 +183,8 @@ class Channel:
         except CompressionError:
             raise
         except Exception as error:  # an index beyond the tensor, a broken frame, ...
+            if is_out_of_memory(error):
+                raise
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise CompressionError(
                 f"packet for {self.place}, step {ctx.step}, micro-batch {ctx.micro_batch}: {codec} "
