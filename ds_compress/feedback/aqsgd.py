@@ -15,7 +15,7 @@ from collections.abc import MutableMapping, Sequence
 from typing import Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Layout, TensorSpec
@@ -36,6 +36,23 @@ class Column(Options):
 
     column: int = Field(ge=1)
     """Which of the things that the data loader returns, 0 being the inputs: an integer tensor [samples]."""
+
+
+class Offload(Options):
+    """Where buffers are kept."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    """none: with the messages; cpu: in host memory, pinned where messages are on a GPU; nvme: in files."""
+
+    nvme_path: str | None = Field(None, exclude=True)  # from what both sides, and checkpoints, agree on
+    """Folder of the files of device "nvme"; null: the system's temporary folder."""
+
+    @field_validator("nvme_path")
+    @classmethod
+    def _for_files(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("device") != "nvme":
+            raise ValueError('is not used; set it together with "device": "nvme"')
+        return value
 
 
 @FEEDBACKS.register("aqsgd")
@@ -63,11 +80,8 @@ class AQSGD(Feedback):
         dtype: Literal["bf16", "fp32"] = "bf16"
         """How buffers are kept."""
 
-        store: Literal["device", "host", "disk"] = "device"
-        """Where buffers are kept: on the device, in (pinned) host memory, or in files."""
-
-        folder: str | None = None
-        """Where the files of store "disk" go; null: the system's temporary folder."""
+        offload: Offload = Offload()
+        """Where buffers are kept, in the words of DeepSpeed's own offloading."""
 
         on_new_shape: Literal["reset", "keep"] = "reset"
         """What a sample in another shape does: a first visit again, or a buffer for each shape."""
@@ -91,7 +105,7 @@ class AQSGDCodec(FeedbackCodec):
         super().__init__(feedback, codec)
         options = feedback.options
         self._said = False
-        self.rows = Rows(options.store, DTYPES[options.dtype], options.folder)
+        self.rows = Rows(options.offload.device, DTYPES[options.dtype], options.offload.nvme_path)
 
     def layout(self, spec: TensorSpec) -> Layout:
         samples = self.feedback.sample_ids.count([spec])
@@ -166,7 +180,7 @@ class AQSGDCodec(FeedbackCodec):
     @property
     def _prefix(self) -> str:
         """ "host" tells checkpoints not to bring the rows to the device."""
-        return f"forward/mirror/{'device' if self.rows.place == 'device' else 'host'}/aqsgd/"
+        return f"forward/mirror/{'device' if self.rows.offload == 'none' else 'host'}/aqsgd/"
 
     def _keys(self, spec: TensorSpec, ctx: Context) -> list[str]:
         samples = self.feedback.sample_ids.count([spec])

@@ -23,24 +23,25 @@ class Rows:
     the file is used again when the last holder of its row is gone.
     """
 
-    def __init__(self, place: Literal["device", "host", "disk"], dtype: torch.dtype, folder: str | None):
-        """`folder`: of the files of place "disk", None for the system's temporary folder."""
-        self.place = place
+    def __init__(self, offload: Literal["none", "cpu", "nvme"], dtype: torch.dtype, folder: str | None):
+        """`offload`: where rows are kept, as in `aqsgd.Offload`; `folder`: of the files of "nvme", None for the
+        system's temporary folder."""
+        self.offload = offload
         self.dtype = dtype
         self.folder = folder
         self._free: dict[int, deque[Tensor]] = {}
-        self._reader = ThreadPoolExecutor(1, "ds_compress_rows") if place == "disk" else None
+        self._reader = ThreadPoolExecutor(1, "ds_compress_rows") if offload == "nvme" else None
 
     def read(self, rows: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
         """`rows`, at least one, as [rows, ...] of `dtype` on `device`."""
-        pinned = self.place == "host" and device.type == "cuda"
+        pinned = self.offload == "cpu" and device.type == "cuda"
         out = torch.empty(len(rows), *rows[0].shape, dtype=self.dtype, pin_memory=True) if pinned else None
         return torch.stack(list(rows), out=out).to(device, non_blocking=True).to(dtype)
 
     def write(self, memory: MutableMapping[str, Tensor], keys: Sequence[str], values: Tensor) -> None:
         """Make `values` [rows, ...] the rows of `keys`; where a key comes twice, the last one counts."""
         pinned = values.is_cuda
-        values = values.to(device=None if self.place == "device" else "cpu", dtype=self.dtype)
+        values = values.to(device=None if self.offload == "none" else "cpu", dtype=self.dtype)
         for key, value in dict(zip(keys, values)).items():
             memory[key] = self._new(value, pinned).copy_(value)
 
@@ -55,9 +56,9 @@ class Rows:
             self._reader.submit(_touch, list(rows))
 
     def _new(self, like: Tensor, pinned: bool) -> Tensor:
-        if self.place == "device":
+        if self.offload == "none":
             return torch.empty_like(like)
-        if self.place == "host":
+        if self.offload == "cpu":
             return torch.empty(like.shape, dtype=self.dtype, pin_memory=pinned)
         free = self._free.setdefault(like.numel(), deque())
         if not free:

@@ -27,7 +27,7 @@ FEEDBACKS = {
     "ef_mixed": (TOPK, {"name": "ef_mixed", "dtype": "bf16"}),
     "loco": (QUANTIZE, "loco"),
     "aqsgd": (TOPK, "aqsgd"),
-    "aqsgd on disk": (QUANTIZE, {"name": "aqsgd", "store": "disk", "scope": "batch"}),
+    "aqsgd on disk": (QUANTIZE, {"name": "aqsgd", "offload": {"device": "nvme"}, "scope": "batch"}),
 }
 VISITED_AGAIN = 6  # micro-batches of an epoch
 
