@@ -11,7 +11,8 @@ boundary.
 """
 
 import logging
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -20,9 +21,9 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Layout, TensorSpec
 from ds_compress.errors import CompressionError
+from ds_compress.feedback import sample_store
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec
 from ds_compress.feedback.sample_ids import SampleIds
-from ds_compress.feedback.sample_store import Rows
 from ds_compress.kernels.numerics import is_finite, narrow, wide
 from ds_compress.registry import Options
 
@@ -95,6 +96,12 @@ class AQSGD(Feedback):
     def around(self, codec: Codec) -> Codec:
         return AQSGDCodec(self, codec)
 
+    def prepare(self) -> None:
+        offload = self.options.offload
+        if offload.device == "nvme":
+            with _named("offload.nvme_path"):
+                sample_store.check(offload.nvme_path)
+
 
 class AQSGDCodec(FeedbackCodec):
     """Both sides hold the buffers and apply the same decoded changes to them."""
@@ -105,7 +112,9 @@ class AQSGDCodec(FeedbackCodec):
         super().__init__(feedback, codec)
         options = feedback.options
         self._said = False
-        self.rows = Rows(options.offload.device, DTYPES[options.dtype], options.offload.nvme_path)
+        self.rows = sample_store.Rows(
+            options.offload.device, DTYPES[options.dtype], options.offload.nvme_path
+        )
 
     def layout(self, spec: TensorSpec) -> Layout:
         samples = self.feedback.sample_ids.count([spec])
@@ -167,11 +176,12 @@ class AQSGDCodec(FeedbackCodec):
     def observe(self, x: Tensor, ctx: Context) -> None:
         super().observe(x, ctx)
         if is_finite(x):
-            self.rows.write(ctx.memory, self._keys(TensorSpec.of(x), ctx), self._by_sample(x))
+            self._write(self._keys(TensorSpec.of(x), ctx), self._by_sample(x), ctx)
 
     def restored(self, memory: MutableMapping[str, Tensor]) -> None:
         super().restored(memory)
-        self.rows.adopt(memory, [key for key in memory if key.startswith(self._prefix)])
+        with _named("aqsgd, loading a checkpoint"):
+            self.rows.adopt(memory, [key for key in memory if key.startswith(self._prefix)])
 
     def prefetch(self, ids: Tensor, memory: MutableMapping[str, Tensor]) -> None:
         names = tuple(map(_name, ids.tolist()))
@@ -236,8 +246,23 @@ class AQSGDCodec(FeedbackCodec):
         # A first visit must not be remembered at all: the number of buffers is the host's business, and so
         # this waits
         if all(seen) or finite:
-            self.rows.write(ctx.memory, keys, torch.where(finite, new, old))
+            self._write(keys, torch.where(finite, new, old), ctx)
         return new
+
+    def _write(self, keys: Sequence[str], values: Tensor, ctx: Context) -> None:
+        with _named(f"aqsgd: boundary {ctx.boundary}"):
+            self.rows.write(ctx.memory, keys, values)
+
+
+@contextmanager
+def _named(place: str) -> Iterator[None]:
+    """Turn what the store cannot do at `place` into our error."""
+    try:
+        yield
+    except OSError as error:
+        raise CompressionError(
+            f'{place}: {error}; make room there, or name another folder in "offload": {{"nvme_path": ...}}'
+        ) from error
 
 
 def _name(sample_id: int) -> str:
