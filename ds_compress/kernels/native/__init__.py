@@ -47,16 +47,16 @@ def library(source: str) -> ctypes.CDLL | None:
     compiler = _compiler()
     if compiler is None:
         return None
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, f"{source}.so")
-        words = [*compiler.split(), *FLAGS, "-o", str(file), str(Path(__file__).with_name(f"{source}.cpp"))]
-        try:
-            subprocess.run(words, check=True, capture_output=True, text=True, timeout=60)
-            return ctypes.CDLL(str(file))
-        except (OSError, subprocess.SubprocessError) as error:
-            reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[0]
-            logger.warning("%s of kernels/native runs uncompiled, several times slower: %s", source, reason)
-            return None
+    words = [*compiler.split(), *FLAGS, str(Path(__file__).with_name(f"{source}.cpp")), "-o"]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            file = str(Path(folder, f"{source}.so"))
+            subprocess.run([*words, file], check=True, capture_output=True, text=True, timeout=60)
+            return ctypes.CDLL(file)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[0]
+        logger.warning("%s of kernels/native runs uncompiled, several times slower: %s", source, reason)
+        return None
 
 
 @cache
