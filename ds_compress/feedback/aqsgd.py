@@ -11,7 +11,7 @@ boundary.
 """
 
 import logging
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -20,6 +20,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Layout, TensorSpec
+from ds_compress.codecs.memory import Remembers, expect
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import sample_store
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec
@@ -45,7 +46,8 @@ class Offload(Options):
     device: Literal["none", "cpu", "nvme"] = "none"
     """none: with the messages; cpu: in host memory, pinned where messages are on a GPU; nvme: in files."""
 
-    nvme_path: str | None = Field(None, exclude=True)  # from what both sides, and checkpoints, agree on
+    # excluded from what both sides, and checkpoints, agree on
+    nvme_path: str | None = Field(default=None, exclude=True)
     """Folder of the files of device "nvme"; null: the system's temporary folder."""
 
     @field_validator("nvme_path")
@@ -103,7 +105,7 @@ class AQSGD(Feedback):
                 sample_store.check(offload.nvme_path)
 
 
-class AQSGDCodec(FeedbackCodec):
+class AQSGDCodec(FeedbackCodec, Remembers):
     """Both sides hold the buffers and apply the same decoded changes to them."""
 
     has_rest = True
@@ -177,6 +179,11 @@ class AQSGDCodec(FeedbackCodec):
         super().observe(x, ctx)
         if is_finite(x):
             self._write(self._keys(TensorSpec.of(x), ctx), self._by_sample(x), ctx)
+
+    def check_memory(self, memory: Mapping[str, Tensor]) -> None:
+        for key, value in memory.items():
+            if key.startswith(self._prefix):
+                expect(key, value, self.rows.dtype)
 
     def restored(self, memory: MutableMapping[str, Tensor]) -> None:
         super().restored(memory)

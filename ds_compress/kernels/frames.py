@@ -15,7 +15,7 @@ def unpack(frame: Tensor, nbytes: int) -> Tensor:
         ValueError: the frame says another size.
         zstandard.ZstdError: it is not a frame, or damaged.
     """
-    data = frame.numpy()
+    data = frame.numpy().data
     declared = zstandard.get_frame_parameters(data).content_size
     if declared != nbytes:
         raise ValueError(f"a zstd frame of {declared} bytes came, expected {nbytes}")
