@@ -214,6 +214,21 @@ class Config:
         if self.block.warmup_epochs:
             self.warmup_steps = self.block.warmup_epochs * steps_per_epoch
 
+    def prepare(self) -> None:
+        """Make what feedbacks need on this machine; every rank calls it before training.
+
+        Raises:
+            CompressionError: it cannot be made; names the JSON path of the option.
+        """
+        for number in (None, *map(int, self.block.boundaries)):
+            place = KEY if number is None else f"{KEY}.boundaries.{number}"
+            for direction in DIRECTIONS:
+                feedback = self._choice(number, direction)[1]
+                try:
+                    feedback.prepare()
+                except CompressionError as error:
+                    raise CompressionError(f"{place}.{direction}.feedback.{error}") from error
+
     def has_rest(self, direction: str) -> bool:
         """Whether messages of any boundary may come with a second packet."""
         numbers = [None, *map(int, self.block.boundaries)]

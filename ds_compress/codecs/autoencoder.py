@@ -1,6 +1,6 @@
 """A codec with weights that are trained along with the model."""
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Annotated, Literal
 
 import torch
@@ -8,6 +8,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
+from ds_compress.codecs.memory import Remembers, expect, number
 from ds_compress.codecs.reshape import WIRE_DTYPES, arithmetic_dtype, as_message, boundary_noise, matrix_shape
 from ds_compress.errors import CompressionError
 
@@ -15,7 +16,7 @@ BETAS = 0.9, 0.999
 
 
 @register("autoencoder")
-class Autoencoder(Codec):
+class Autoencoder(Codec, Remembers):
     """A linear encoder before and a linear decoder behind the boundary, both trained by the model's own loss.
 
     The "AE" of Bian et al. (arXiv 2301.02654), the h -> c -> h bottleneck as two layers of the model:
@@ -73,6 +74,14 @@ class Autoencoder(Codec):
         for key in sorted(memory):
             if key.startswith("autoencoder.") and key.endswith(".gradient"):
                 self._adam(key.removesuffix(".gradient"), average(memory.pop(key)), memory)
+
+    def check_memory(self, memory: Mapping[str, Tensor]) -> None:
+        for key, value in memory.items():
+            if key.startswith("autoencoder."):
+                _, _, h, weight, part = f"{key}...".split(".")[:5]
+                shape = number(h), self._width(number(h))
+                shape = shape if weight == "encoder" else shape[::-1]
+                expect(key, value, torch.float32, shape=() if part == "step" else shape)
 
     def _adam(self, name: str, gradient: Tensor, memory: MutableMapping[str, Tensor]) -> None:
         """One step of Adam (arXiv 1412.6980); none at all where the gradient overflowed."""

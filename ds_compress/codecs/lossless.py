@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Layout, TensorSpec, register
 from ds_compress.errors import CompressionError
+from ds_compress.kernels.frames import unpack
 
 
 @register("lossless")
@@ -54,7 +55,6 @@ class Lossless(Codec):
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         body = parts[1].cpu()
         if body.numel() < spec.nbytes:
-            frame = zstandard.ZstdDecompressor().decompress(body.numpy(), max_output_size=spec.nbytes)
-            body = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+            body = unpack(body, spec.nbytes)
         places = body.view(spec.dtype.itemsize, spec.numel)
         return torch.stack(places.unbind(0), dim=1).view(spec.dtype).view(spec.shape).to(spec.device)

@@ -3,6 +3,7 @@
 `lowrank` finds a new basis for every message and sends it along; `pca` fits one during warm-up and keeps it.
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -10,6 +11,7 @@ from pydantic import PositiveInt
 from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
+from ds_compress.codecs.memory import Remembers, expect, number
 from ds_compress.codecs.reshape import WIRE_DTYPES, arithmetic_dtype, as_message, boundary_noise, matrix_shape
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.numerics import is_finite
@@ -20,7 +22,7 @@ ITERATIONS = (
 
 
 @register("lowrank")
-class LowRank(Codec):
+class LowRank(Codec, Remembers):
     """The product of two thin factors, from one power iteration that starts where the last message ended.
 
     PowerSGD (Vogels et al., arXiv 1905.13727, algorithm 1) on the message M of n rows and h columns: P = M Q
@@ -75,6 +77,12 @@ class LowRank(Codec):
         p, *q = (part.to(dtype) for part in parts)
         return as_message(p @ q[0].T if q else p, spec)
 
+    def check_memory(self, memory: Mapping[str, Tensor]) -> None:
+        for key, value in memory.items():
+            if key.startswith("lowrank."):
+                h, _, rank = key.rpartition(".")[2].partition("x")
+                expect(key, value, torch.float32, shape=(number(h), number(rank)))
+
 
 def _near_one(p: Tensor) -> Tensor:
     """`p` times the power of two that brings its largest magnitude to [0.5, 1): QR's squares of 1e-30 would
@@ -84,7 +92,7 @@ def _near_one(p: Tensor) -> Tensor:
 
 
 @register("pca")
-class PCA(Codec):
+class PCA(Codec, Remembers):
     """The coefficients of each row in a basis fitted to the activations of the warm-up steps, the same
     backward.
 
@@ -134,6 +142,15 @@ class PCA(Codec):
             return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
         _, h = matrix_shape(spec.shape)
         return as_message(parts[0].float() @ self._basis(h, ctx).T, spec)
+
+    def check_memory(self, memory: Mapping[str, Tensor]) -> None:
+        for key, value in memory.items():
+            if key.startswith("pca."):
+                h = number(key.split(".")[-2])
+                if key.endswith(".moment"):
+                    expect(key, value, torch.float64, shape=(h, h))
+                else:
+                    expect(key, value, torch.float32, shape=(h, min(self.options.rank, h)))
 
     @staticmethod
     def _key(h: int, ctx: Context) -> str:

@@ -11,18 +11,20 @@ boundary.
 """
 
 import logging
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Layout, TensorSpec
+from ds_compress.codecs.memory import Remembers, expect
 from ds_compress.errors import CompressionError
+from ds_compress.feedback import sample_store
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec
 from ds_compress.feedback.sample_ids import SampleIds
-from ds_compress.feedback.sample_store import Rows
 from ds_compress.kernels.numerics import is_finite, narrow, wide
 from ds_compress.registry import Options
 
@@ -36,6 +38,24 @@ class Column(Options):
 
     column: int = Field(ge=1)
     """Which of the things that the data loader returns, 0 being the inputs: an integer tensor [samples]."""
+
+
+class Offload(Options):
+    """Where buffers are kept."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    """none: with the messages; cpu: in host memory, pinned where messages are on a GPU; nvme: in files."""
+
+    # excluded from what both sides, and checkpoints, agree on
+    nvme_path: str | None = Field(default=None, exclude=True)
+    """Folder of the files of device "nvme"; null: the system's temporary folder."""
+
+    @field_validator("nvme_path")
+    @classmethod
+    def _for_files(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("device") != "nvme":
+            raise ValueError('is not used; set it together with "device": "nvme"')
+        return value
 
 
 @FEEDBACKS.register("aqsgd")
@@ -63,11 +83,8 @@ class AQSGD(Feedback):
         dtype: Literal["bf16", "fp32"] = "bf16"
         """How buffers are kept."""
 
-        store: Literal["device", "host", "disk"] = "device"
-        """Where buffers are kept: on the device, in (pinned) host memory, or in files."""
-
-        folder: str | None = None
-        """Where the files of store "disk" go; null: the system's temporary folder."""
+        offload: Offload = Offload()
+        """Where buffers are kept, in the words of DeepSpeed's own offloading."""
 
         on_new_shape: Literal["reset", "keep"] = "reset"
         """What a sample in another shape does: a first visit again, or a buffer for each shape."""
@@ -81,8 +98,14 @@ class AQSGD(Feedback):
     def around(self, codec: Codec) -> Codec:
         return AQSGDCodec(self, codec)
 
+    def prepare(self) -> None:
+        offload = self.options.offload
+        if offload.device == "nvme":
+            with _named("offload.nvme_path"):
+                sample_store.check(offload.nvme_path)
 
-class AQSGDCodec(FeedbackCodec):
+
+class AQSGDCodec(FeedbackCodec, Remembers):
     """Both sides hold the buffers and apply the same decoded changes to them."""
 
     has_rest = True
@@ -91,7 +114,9 @@ class AQSGDCodec(FeedbackCodec):
         super().__init__(feedback, codec)
         options = feedback.options
         self._said = False
-        self.rows = Rows(options.store, DTYPES[options.dtype], options.folder)
+        self.rows = sample_store.Rows(
+            options.offload.device, DTYPES[options.dtype], options.offload.nvme_path
+        )
 
     def layout(self, spec: TensorSpec) -> Layout:
         samples = self.feedback.sample_ids.count([spec])
@@ -153,11 +178,17 @@ class AQSGDCodec(FeedbackCodec):
     def observe(self, x: Tensor, ctx: Context) -> None:
         super().observe(x, ctx)
         if is_finite(x):
-            self.rows.write(ctx.memory, self._keys(TensorSpec.of(x), ctx), self._by_sample(x))
+            self._write(self._keys(TensorSpec.of(x), ctx), self._by_sample(x), ctx)
+
+    def check_memory(self, memory: Mapping[str, Tensor]) -> None:
+        for key, value in memory.items():
+            if key.startswith(self._prefix):
+                expect(key, value, self.rows.dtype)
 
     def restored(self, memory: MutableMapping[str, Tensor]) -> None:
         super().restored(memory)
-        self.rows.adopt(memory, [key for key in memory if key.startswith(self._prefix)])
+        with _named("aqsgd, loading a checkpoint"):
+            self.rows.adopt(memory, [key for key in memory if key.startswith(self._prefix)])
 
     def prefetch(self, ids: Tensor, memory: MutableMapping[str, Tensor]) -> None:
         names = tuple(map(_name, ids.tolist()))
@@ -166,7 +197,7 @@ class AQSGDCodec(FeedbackCodec):
     @property
     def _prefix(self) -> str:
         """ "host" tells checkpoints not to bring the rows to the device."""
-        return f"forward/mirror/{'device' if self.rows.place == 'device' else 'host'}/aqsgd/"
+        return f"forward/mirror/{'device' if self.rows.offload == 'none' else 'host'}/aqsgd/"
 
     def _keys(self, spec: TensorSpec, ctx: Context) -> list[str]:
         samples = self.feedback.sample_ids.count([spec])
@@ -222,8 +253,23 @@ class AQSGDCodec(FeedbackCodec):
         # A first visit must not be remembered at all: the number of buffers is the host's business, and so
         # this waits
         if all(seen) or finite:
-            self.rows.write(ctx.memory, keys, torch.where(finite, new, old))
+            self._write(keys, torch.where(finite, new, old), ctx)
         return new
+
+    def _write(self, keys: Sequence[str], values: Tensor, ctx: Context) -> None:
+        with _named(f"aqsgd: boundary {ctx.boundary}"):
+            self.rows.write(ctx.memory, keys, values)
+
+
+@contextmanager
+def _named(place: str) -> Iterator[None]:
+    """Turn what the store cannot do at `place` into our error."""
+    try:
+        yield
+    except OSError as error:
+        raise CompressionError(
+            f'{place}: {error}; make room there, or name another folder in "offload": {{"nvme_path": ...}}'
+        ) from error
 
 
 def _name(sample_id: int) -> str:

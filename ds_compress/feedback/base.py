@@ -36,6 +36,13 @@ class Feedback(Named, ABC):
             CompressionError: the two cannot work together.
         """
 
+    def prepare(self) -> None:
+        """Called on every rank before training: make what this machine has to have, a folder for instance.
+
+        Raises:
+            CompressionError: it cannot; the first words name the option.
+        """
+
 
 FEEDBACKS: Registry[Feedback] = Registry("feedback")
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, Context, TensorSpec
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec
-from ds_compress.feedback.state import State, StateOptions
+from ds_compress.feedback.state import KeepsState, State, StateOptions
 from ds_compress.kernels.numerics import is_finite
 
 
@@ -30,7 +30,7 @@ class ErrorFeedback(Feedback):
         return ErrorFeedbackCodec(self, codec)
 
 
-class ErrorFeedbackCodec(FeedbackCodec):
+class ErrorFeedbackCodec(FeedbackCodec, KeepsState):
     """The sender's residual, in units that the loss scale does not change, is part of every message."""
 
     def __init__(self, feedback: Feedback, codec: Codec):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, Context, TensorSpec
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec
-from ds_compress.feedback.state import State, StateOptions
+from ds_compress.feedback.state import KeepsState, State, StateOptions
 from ds_compress.kernels.numerics import is_finite, narrow, wide
 
 
@@ -26,7 +26,7 @@ class EF21(Feedback):
         return EF21Codec(self, codec)
 
 
-class EF21Codec(FeedbackCodec):
+class EF21Codec(FeedbackCodec, KeepsState):
     """Both sides hold A in units that the loss scale does not change, and add the same decoded message to
     it."""
 

@@ -10,7 +10,7 @@ from ds_compress.codec import Codec, Context, Layout, TensorSpec
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec
 from ds_compress.feedback.ef import ErrorFeedbackOptions
-from ds_compress.feedback.state import State
+from ds_compress.feedback.state import KeepsState, State
 from ds_compress.kernels.numerics import is_finite, narrow, wide
 from ds_compress.kernels.selection import Selection
 
@@ -39,7 +39,7 @@ class MixedErrorFeedback(Feedback):
         return MixedErrorFeedbackCodec(self, codec)
 
 
-class MixedErrorFeedbackCodec(FeedbackCodec):
+class MixedErrorFeedbackCodec(FeedbackCodec, KeepsState):
     """The payload is that of C' followed by that of C''."""
 
     def __init__(self, feedback: Feedback, codec: Codec):

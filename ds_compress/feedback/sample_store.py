@@ -5,15 +5,19 @@ import os
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+FILE_BYTES = 1 << 26
+"""Of a file, unless a row alone is larger. All of it is reserved, and maps are few: Linux allows 65,530 in a
+process."""
 ROWS_PER_FILE = 1024
-"""Maps are few (Linux allows 65,530 in a process), files are sparse."""
+"""At most: each is an object, made with the file."""
 
 
 class Rows:
@@ -23,24 +27,29 @@ class Rows:
     the file is used again when the last holder of its row is gone.
     """
 
-    def __init__(self, place: Literal["device", "host", "disk"], dtype: torch.dtype, folder: str | None):
-        """`folder`: of the files of place "disk", None for the system's temporary folder."""
-        self.place = place
+    def __init__(self, offload: Literal["none", "cpu", "nvme"], dtype: torch.dtype, folder: str | None):
+        """`offload`: where rows are kept, as in `aqsgd.Offload`; `folder`: of the files of "nvme", None for
+        the system's temporary folder."""
+        self.offload = offload
         self.dtype = dtype
         self.folder = folder
         self._free: dict[int, deque[Tensor]] = {}
-        self._reader = ThreadPoolExecutor(1, "ds_compress_rows") if place == "disk" else None
+        self._reader = ThreadPoolExecutor(1, "ds_compress_rows") if offload == "nvme" else None
 
     def read(self, rows: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
         """`rows`, at least one, as [rows, ...] of `dtype` on `device`."""
-        pinned = self.place == "host" and device.type == "cuda"
+        pinned = self.offload == "cpu" and device.type == "cuda"
         out = torch.empty(len(rows), *rows[0].shape, dtype=self.dtype, pin_memory=True) if pinned else None
         return torch.stack(list(rows), out=out).to(device, non_blocking=True).to(dtype)
 
     def write(self, memory: MutableMapping[str, Tensor], keys: Sequence[str], values: Tensor) -> None:
-        """Make `values` [rows, ...] the rows of `keys`; where a key comes twice, the last one counts."""
+        """Make `values` [rows, ...] the rows of `keys`; where a key comes twice, the last one counts.
+
+        Raises:
+            OSError: there is no room for another file; in words for the user.
+        """
         pinned = values.is_cuda
-        values = values.to(device=None if self.place == "device" else "cpu", dtype=self.dtype)
+        values = values.to(device=None if self.offload == "none" else "cpu", dtype=self.dtype)
         for key, value in dict(zip(keys, values)).items():
             memory[key] = self._new(value, pinned).copy_(value)
 
@@ -55,9 +64,9 @@ class Rows:
             self._reader.submit(_touch, list(rows))
 
     def _new(self, like: Tensor, pinned: bool) -> Tensor:
-        if self.place == "device":
+        if self.offload == "none" or not like.numel():
             return torch.empty_like(like)
-        if self.place == "host":
+        if self.offload == "cpu":
             return torch.empty(like.shape, dtype=self.dtype, pin_memory=pinned)
         free = self._free.setdefault(like.numel(), deque())
         if not free:
@@ -70,13 +79,53 @@ class Rows:
     def _map(self, numel: int) -> Sequence[Tensor]:
         """Rows of a new file, which has no name from the start: it goes with the process, however that
         ends."""
-        descriptor, path = tempfile.mkstemp(prefix="ds_compress_rows_", dir=self.folder)
-        os.close(descriptor)
+        row_bytes = numel * self.dtype.itemsize
+        rows = max(1, min(ROWS_PER_FILE, FILE_BYTES // row_bytes))
+        with _reserved(self.folder, rows * row_bytes) as path:
+            mapped = torch.from_file(path, shared=True, size=rows * numel, dtype=self.dtype)
+        return mapped.view(rows, numel).unbind()
+
+
+def check(folder: str | None) -> None:
+    """Make `folder`, and see whether it takes a file.
+
+    Raises:
+        OSError: it does not; in words for the user.
+    """
+    if folder is not None:
+        with _in_words(f"{folder} cannot be made"):
+            os.makedirs(folder, exist_ok=True)
+    with _reserved(folder, FILE_BYTES):
+        pass
+
+
+@contextmanager
+def _reserved(folder: str | None, nbytes: int) -> Iterator[str]:
+    """The path, inside only, of a new file of `nbytes` that has the room: writing to a map of a file with
+    holes ends the process where the disk is full."""
+    where = "the system's temporary folder" if folder is None else folder
+    with _in_words(f"{nbytes:,} bytes cannot be reserved in {where}"):
+        descriptor, path = tempfile.mkstemp(prefix="ds_compress_rows_", dir=folder)
         try:
-            mapped = torch.from_file(path, shared=True, size=ROWS_PER_FILE * numel, dtype=self.dtype)
-        finally:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError:
             os.unlink(path)
-        return mapped.view(ROWS_PER_FILE, numel).unbind()
+            raise
+        finally:
+            os.close(descriptor)
+    try:
+        yield path
+    finally:
+        os.unlink(path)
+
+
+@contextmanager
+def _in_words(failure: str) -> Iterator[None]:
+    """Let an OSError say what failed, before its reason."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{failure} ({error.strerror or error})") from error
 
 
 def _touch(rows: list[Tensor]) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.codec import Context, TensorSpec
+from ds_compress.codecs.memory import Remembers, expect
 from ds_compress.kernels import bitstring
 from ds_compress.kernels.numerics import wide
 from ds_compress.registry import Options
@@ -68,6 +69,21 @@ class State:
             host = bitstring.on_cpu(keep)
             ctx.memory[key] = (old if keep else entry) if host else torch.where(keep, old, entry)
 
+    def check(self, memory: Mapping[str, Tensor]) -> None:
+        """Look at the entries of one direction, just read from a checkpoint; see `Remembers.check_memory`."""
+        for key, value in memory.items():
+            stem = key.partition(".")[0]
+            if stem.split("/")[1:3] != [self.role, self.name]:
+                continue
+            if self.dtype == "int8":
+                codes, scales = memory.get(f"{stem}.codes", value), memory.get(f"{stem}.scales", value)
+                expect(key, codes, torch.int8)
+                expect(key, scales, torch.float32, shape=(-(-codes.numel() // GROUP),))
+            elif self.dtype == "bf16":
+                expect(key, value, torch.bfloat16)
+            else:
+                expect(key, value, torch.float32, torch.float64)
+
     def _keys(self, ctx: Context, spec: TensorSpec) -> list[str]:
         key = f"{ctx.direction}/{self.role}/{self.name}"
         if self.options.scope == "slot":
@@ -104,6 +120,15 @@ class State:
             ]
         dtype = torch.bfloat16 if self.dtype == "bf16" else wide(spec.dtype)
         return [torch.zeros(spec.shape, dtype=dtype, device=spec.device)]
+
+
+class KeepsState(Remembers):
+    """A feedback whose entries in the memory are those of one state."""
+
+    state: State
+
+    def check_memory(self, memory: Mapping[str, Tensor]) -> None:
+        self.state.check(memory)
 
 
 def residuals(memory: Mapping[str, Tensor], direction: str) -> Iterator[Tensor]:

@@ -6,6 +6,8 @@ from types import ModuleType
 
 import torch
 
+from ds_compress.kernels.memory import is_out_of_memory
+
 logger = logging.getLogger(__name__)
 
 
@@ -21,6 +23,8 @@ def kernels(device: torch.device) -> ModuleType | None:
         # here
         triton.quantize(torch.zeros(1, 8, device=device), 8, symmetric=True, scale_dtype=torch.float32)
     except Exception as error:
+        if is_out_of_memory(error):  # with room it would serve
+            raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         logger.warning(
             "Triton kernels are off on %s, plain torch takes several passes for each: %s", device, reason

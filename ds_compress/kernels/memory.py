@@ -1,4 +1,4 @@
-"""Memory of the CPU, which costs more than the arithmetic where it is new."""
+"""Memory: that of the CPU, which costs more than the arithmetic where it is new; and the lack of any."""
 
 import ctypes
 import threading
@@ -14,6 +14,15 @@ _MAPPED = (
 )  # bytes from which on glibc maps a block by itself, at the most it comes to without being told
 
 _kept = 0
+
+_EXHAUSTED = ("out of memory", "can't allocate memory", "not enough memory")  # drivers, torch, zstd
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that memory, of the host or of a device, is used up; often only its words do."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return any(words in str(error).lower() for words in _EXHAUSTED)
 
 
 def keep_freed(nbytes: int) -> None:

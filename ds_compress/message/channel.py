@@ -5,7 +5,7 @@ The same objects serve the pipeline engine and `simulate`.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, TensorSpec
+from ds_compress.codecs.memory import Remembers
 from ds_compress.config import DIRECTIONS, KEY, BoundaryCodecs, Config
 from ds_compress.errors import CompressionError
+from ds_compress.kernels.memory import is_out_of_memory
 from ds_compress.message.packet import HEADER_SIZE, Header, PacketLayout
 
 HEADERS_CHECKED = 4
@@ -182,6 +184,8 @@ class Channel:
         except CompressionError:
             raise
         except Exception as error:  # an index beyond the tensor, a broken frame, ...
+            if is_out_of_memory(error):
+                raise
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise CompressionError(
                 f"packet for {self.place}, step {ctx.step}, micro-batch {ctx.micro_batch}: {codec} "
@@ -356,6 +360,21 @@ class Boundary:
             stash=stash,
             memory=memory,
         )
+
+    def check(self, memories: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Look at what a checkpoint has, by tensor position, before it is restored.
+
+        Raises:
+            CompressionError: no codec of this boundary could have left an entry of its name so.
+        """
+        for memory in memories.values():
+            for channel, other in zip(self.channels, DIRECTIONS[::-1]):
+                own = {key: value for key, value in memory.items() if not key.startswith(f"{other}/")}
+                codec: Any = channel.codec
+                while codec is not None:  # a feedback, and the codec inside it
+                    if isinstance(codec, Remembers):
+                        codec.check_memory(own)
+                    codec = getattr(codec, "codec", None)
 
     def restore(self, memories: dict[int, dict[str, Tensor]], device: torch.device) -> None:
         """Make `memories`, by tensor position, all that is remembered."""

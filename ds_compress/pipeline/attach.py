@@ -113,6 +113,8 @@ def attach(engine: Any, module: Any, block: object) -> None:
         boundaries = mixin._check(config, engine.num_stages)
         check_release(base, module)
         config.count_epochs(_steps_per_epoch(engine))
+        if config.block.enabled and engine.num_stages > 1:
+            config.prepare()
         # Triton sums the magnitudes of 1-bit grids in another order than torch: mirrored state would drift
         # apart
         kernels = resolve.kernels(engine.device).__name__.rpartition(".")[2]

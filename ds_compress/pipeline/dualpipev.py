@@ -22,7 +22,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
-from ds_compress.checkpoint.mixin import Side
+from ds_compress.checkpoint.search import Side
 from ds_compress.config import DIRECTIONS, KEY
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary

@@ -24,6 +24,7 @@ from torch import distributed as dist
 from torch.distributed import Work
 
 from ds_compress.errors import CompressionError
+from ds_compress.kernels.memory import is_out_of_memory
 from ds_compress.transport.staging import Staged, receives_hold_device, transport_for
 
 IN_FLIGHT = 4
@@ -62,7 +63,8 @@ class PeerTimeout:
         try:
             yield
         except RuntimeError as error:
-            if "CUDA error" in str(error):  # of this rank's own work, which a transfer is the first to notice
+            # of this rank's own work, which a transfer is the first to notice, or of its memory
+            if "CUDA error" in str(error) or is_out_of_memory(error):
                 raise
             # of gloo's "[file:line] what happened. What that may mean" the middle
             reason = re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]

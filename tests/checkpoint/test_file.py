@@ -11,19 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ds_compress  # noqa: F401
-from ds_compress.checkpoint.file import DAMAGE, FULL_EVERY, StateFile, delta_decode, delta_encode, pack, write
-from ds_compress.checkpoint.mixin import (
-    ORPHANED,
-    RESTORED,
-    UNREADABLE,
-    Chain,
-    Found,
-    Rank,
-    Side,
-    Verdict,
-    load,
-    state_of,
-)
+from ds_compress.checkpoint.delta import delta_decode, delta_encode
+from ds_compress.checkpoint.file import FULL_EVERY, Damaged, StateFile, pack, write
+from ds_compress.checkpoint.mixin import Chain, state_of
+from ds_compress.checkpoint.search import ORPHANED, RESTORED, UNREADABLE, Found, Rank, Side, Verdict, load
 from ds_compress.config import Config
 from ds_compress.message.channel import Boundary, MessageId
 from tests.checkpoint.test_mixin import assert_same, config, memories
@@ -80,13 +71,17 @@ def boundary(numel=64 * 128):
     return one, torch.randn(numel, generator=torch.Generator().manual_seed(0))
 
 
+def save(path, tensors, base=None, **metadata):
+    entries, packed = pack(tensors, True, base)
+    write(path, entries, **{"version": "0", "step": 7, "settings": {}, **metadata}, **packed)
+
+
 def store(folder, tag, tensors, chain):
     """As the engine does it; the chain that now ends with `tag`."""
     chain = chain.before(folder, tag)
     base = StateFile(folder, chain.tags[-1], NAME) if chain.tags else None
     (folder / tag).mkdir(exist_ok=True)
-    entries, metadata = pack(tensors, True, base)
-    write(folder / tag / NAME, entries, metadata)
+    save(folder / tag / NAME, tensors, base)
     return chain.then(tag)
 
 
@@ -95,7 +90,7 @@ def size(folder, tag):
 
 
 def is_complete(folder, tag):
-    return StateFile(folder, tag, NAME).metadata["base"] is None
+    return StateFile(folder, tag, NAME).metadata.base is None
 
 
 def test_slow_state_takes_fewer_bytes_with_the_same_error(tmp_path):
@@ -139,7 +134,7 @@ def test_only_what_both_sides_hold_is_a_change(tmp_path):
     state[reshaped], state[new] = torch.randn(3, 100), torch.randn(300)
     store(tmp_path, "b", state, chain)
     file = StateFile(tmp_path, "b", NAME)
-    entries = {entry for entry in file._link(0).entries if not entry.endswith("#scales")}
+    entries = {entry for entry in file._link(0).hashes if not entry.endswith("#scales")}
     assert entries == {f"{row}#delta", f"{reshaped}#codes", f"{new}#codes", f"{residual}#codes", basis}
     assert file.read(row).dtype == torch.bfloat16 and torch.equal(file.read(basis), state[basis])
     assert_within(file.read(row), state[row], 1.01)  # half a step, and the rounding to bf16
@@ -159,9 +154,9 @@ def test_a_base_that_was_written_again_is_not_taken_for_the_old_one(tmp_path):
     store(tmp_path, "b", state, chain)
     assert StateFile(tmp_path, "b", NAME).read(KEY).shape == (300,)
     file = StateFile(tmp_path, "c", NAME)
-    with pytest.raises(ValueError, match="written again"):
+    with pytest.raises(Damaged, match="written again") as caught:
         file.read(KEY)
-    assert file.at == "b"
+    assert caught.value.tag == "b"
 
 
 def test_no_more_bases_than_allowed(tmp_path):
@@ -169,9 +164,9 @@ def test_no_more_bases_than_allowed(tmp_path):
     for number in range(FULL_EVERY + 2):
         base = StateFile(tmp_path, str(number - 1), NAME) if number else None
         (tmp_path / str(number)).mkdir()
-        write(tmp_path / str(number) / NAME, *pack({KEY: torch.randn(300)}, True, base))
+        save(tmp_path / str(number) / NAME, {KEY: torch.randn(300)}, base)
     StateFile(tmp_path, str(FULL_EVERY), NAME).read(KEY)
-    with pytest.raises(ValueError, match=f"more than {FULL_EVERY} bases"):
+    with pytest.raises(Damaged, match=f"more than {FULL_EVERY} bases"):
         StateFile(tmp_path, str(FULL_EVERY + 1), NAME).read(KEY)
 
 
@@ -185,8 +180,7 @@ def test_damage_is_seen_in_the_right_file(damaged, tmp_path):
         chain = chain.before(tmp_path, tag)
         base = StateFile(tmp_path, chain.tags[-1], name) if chain.tags else None
         (tmp_path / tag).mkdir()
-        entries, metadata = pack(state_of([side]), True, base)
-        write(tmp_path / tag / name, entries, {"step": 7, "settings": {side.key: side.settings}, **metadata})
+        save(tmp_path / tag / name, state_of([side]), base, settings={side.key: side.settings})
         chain = chain.then(tag)
     found = load(tmp_path, "b", rank, side, 7)
     assert_within(found.memories[0]["forward/mirror/ef21"], one.memory[0]["forward/mirror/ef21"], 0.501)
@@ -205,7 +199,7 @@ def test_a_flipped_bit_of_a_change_is_seen(tmp_path):
     frame = content.index(b"\x28\xb5\x2f\xfd")
     content[frame + 500] ^= 1
     path.write_bytes(content)
-    with pytest.raises(DAMAGE):
+    with pytest.raises(Damaged):
         StateFile(tmp_path, "b", NAME).read(KEY)
 
 
@@ -270,7 +264,7 @@ def test_both_sides_load_the_same(name, tmp_path):
         for step in (2, 3, 5)
         for stage in (0, 1)
     ]
-    assert [file.metadata["base"] and file.metadata["base"][0] for file in files] == [
+    assert [file.metadata.base and file.metadata.base[0] for file in files] == [
         None,
         None,
         "global_step2",
@@ -290,7 +284,7 @@ def test_a_base_that_one_rank_misses(tmp_path):
     )
     for stage in (0, 1):
         file = StateFile(tmp_path, "global_step3", f"ds_compress_pp0{stage}_dp00_tp00.safetensors")
-        assert file.metadata["base"] is None
+        assert file.metadata.base is None
     upstream, downstream = ranks(delta("ef21"), tmp_path, start=3)
     assert upstream["loaded"] and not upstream["warnings"]
     assert_same(upstream["loaded"], downstream["loaded"])

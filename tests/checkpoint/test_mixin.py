@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 import ds_compress  # noqa: F401
 from ds_compress.checkpoint import mixin
-from ds_compress.checkpoint.mixin import CHANGED, DIFFERENT, RESTORED, Verdict
+from ds_compress.checkpoint.search import ABSENT, CHANGED, DIFFERENT, ORPHANED, RESTORED, UNREADABLE, Verdict
 from ds_compress.errors import CompressionError
 from tests.support.dist import run_ranks
 from tests.support.pipeline import MICRO_BATCHES, batches, build, ds_config
@@ -27,7 +27,7 @@ FEEDBACKS = {
     "ef_mixed": (TOPK, {"name": "ef_mixed", "dtype": "bf16"}),
     "loco": (QUANTIZE, "loco"),
     "aqsgd": (TOPK, "aqsgd"),
-    "aqsgd on disk": (QUANTIZE, {"name": "aqsgd", "store": "disk", "scope": "batch"}),
+    "aqsgd on disk": (QUANTIZE, {"name": "aqsgd", "offload": {"device": "nvme"}, "scope": "batch"}),
 }
 VISITED_AGAIN = 6  # micro-batches of an epoch
 
@@ -179,7 +179,7 @@ def test_a_damaged_side_resets_both(tmp_path):
     (tmp_path / f"global_step{SAVED}" / "ds_compress_pp01_dp00_tp00.safetensors").write_bytes(b"\x10" * 100)
     upstream, downstream = ranks(2, 2, config("ef21"), tmp_path, start=SAVED)
     assert not upstream["loaded"] and not downstream["loaded"]
-    assert "its file cannot be read (layer 4, replica 0)" in upstream["warnings"][0]
+    assert "its file is damaged or cannot be read (layer 4, replica 0)" in upstream["warnings"][0]
     assert all(torch.tensor(upstream["losses"]).isfinite())
 
 
@@ -211,11 +211,20 @@ def test_verdict_needs_both_sides_alike():
             [8, 0, 0, 1, CHANGED, 0],
         ]
     )
-    assert verdict.status == {(4, 0, 0): RESTORED, (4, 1, 0): DIFFERENT, (8, 0, 0): CHANGED}
+    assert verdict.status == {(4, 0): RESTORED, (4, 1): DIFFERENT, (8, 0): CHANGED}
     assert verdict.report("f").endswith(
         "its settings have changed (layer 8, replica 0), the two sides do not have the same (layer "
         "4, replica 1)"
     )
+
+
+def test_tensor_parallel_ranks_decide_together():
+    """One that started from zero while its neighbour went on would send other bytes of the same tensor."""
+    rows = [[4, 0, rank, side, RESTORED, 10 + rank] for rank in (0, 1) for side in (0, 1)]
+    assert Verdict(rows).status == {(4, 0): RESTORED}, "slices of a tensor have states of their own"
+    for status in (ABSENT, UNREADABLE, ORPHANED):
+        assert Verdict([*rows[:3], [4, 0, 1, 1, status, 0]]).status == {(4, 0): status}
+    assert Verdict([*rows[:3], [4, 0, 1, 1, RESTORED, 12]]).status == {(4, 0): DIFFERENT}
 
 
 def save_on_a_full_disk(ds_config, folder, full):
@@ -225,10 +234,10 @@ def save_on_a_full_disk(ds_config, folder, full):
     engine.save_checkpoint(folder, tag="first")
     write, free = mixin.write, resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def limited(*args):
+    def limited(*args, **metadata):
         resource.setrlimit(resource.RLIMIT_FSIZE, (64, free[1]))
         try:
-            write(*args)
+            write(*args, **metadata)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, free)
 

@@ -1,7 +1,10 @@
 """lossless: every bit, never larger."""
 
+import resource
+
 import pytest
 import torch
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -89,3 +92,16 @@ def test_wire_of_an_incompressible_tensor():
 def test_a_length_that_cannot_be_is_refused(length):
     with pytest.raises(CompressionError, match=f"a frame of {length} bytes came for a tensor of 4000 bytes"):
         build("lossless").rest((torch.tensor([length]),), TensorSpec((1000,), torch.float32))
+
+
+def test_a_frame_that_swells_is_refused():
+    """The library believes a frame, not the limit it is given: 40 kB of packet became 1 GiB of memory."""
+    spec = TensorSpec((50_000,), torch.float32)
+    stream = zstandard.ZstdCompressor().compressobj(size=2**30)
+    frame = b"".join(stream.compress(bytes(2**20)) for _ in range(2**10)) + stream.flush()
+    assert len(frame) < spec.nbytes
+    parts = torch.tensor([len(frame)]), torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match=f"a zstd frame of {2**30} bytes came, expected 200000"):
+        build("lossless").decode(parts, spec, Context())
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB

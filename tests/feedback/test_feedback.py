@@ -425,10 +425,11 @@ def test_aqsgd_keeps_samples_apart():
     assert together.dense == 6 and len(together.sender) == 6 and together.in_step()
 
 
-@pytest.mark.parametrize("store", ["device", "host", "disk"])
+@pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_aqsgd_stores_are_alike(store, dtype, tmp_path):
-    options = {"name": "aqsgd", "store": store, "dtype": dtype, "folder": str(tmp_path)}
+def test_aqsgd_stores_are_alike(device, dtype, tmp_path):
+    offload = {"device": device, **({"nvme_path": str(tmp_path)} if device == "nvme" else {})}
+    options = {"name": "aqsgd", "offload": offload, "dtype": dtype}
     pair, plain = AQPair(topk(0.25), options), AQPair(topk(0.25), {**AQ, "dtype": dtype})
     torch.manual_seed(0)
     for _ in range(4):
@@ -444,7 +445,7 @@ def test_aqsgd_stores_are_alike(store, dtype, tmp_path):
 
 def test_aqsgd_rows_on_disk_are_never_overwritten_under_a_reader(monkeypatch):
     monkeypatch.setattr("ds_compress.feedback.sample_store.ROWS_PER_FILE", 2)
-    pair = AQPair(topk(0.25), {**AQ, "store": "disk"})
+    pair = AQPair(topk(0.25), {**AQ, "offload": {"device": "nvme"}})
     x = torch.randn(2, 8)
     pair(x, sample_ids=ids(1, 2))
     held = dict(pair.sender)
@@ -513,6 +514,10 @@ def test_aqsgd_warm_up_evaluation_and_shapes(caplog):
 def test_aqsgd_refusals():
     with pytest.raises(CompressionError, match="backward.feedback: 'aqsgd' is not for this direction"):
         Config({"backward": {"feedback": "aqsgd"}})
+    with pytest.raises(CompressionError, match="nvme_path: '/tmp': is not used; set it together with"):
+        Config({"forward": {"feedback": {**AQ, "offload": {"device": "cpu", "nvme_path": "/tmp"}}}})
+    with pytest.raises(CompressionError, match="forward.feedback.store: unknown key.*; allowed: .*offload"):
+        Config({"forward": {"feedback": {**AQ, "store": "host"}}})
     with pytest.raises(CompressionError, match="want different sample ids"):
         other = {"forward": {"feedback": {"name": "aqsgd", "scope": "batch"}}}
         Config({"forward": {"feedback": "aqsgd"}, "boundaries": {"1": other}})

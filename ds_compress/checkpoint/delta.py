@@ -1,0 +1,31 @@
+"""A tensor as 8-bit changes to one that the reader has."""
+
+import torch
+from torch import Tensor
+
+from ds_compress.feedback.state import GROUP, grouped, int8_codes, int8_decode
+
+
+def delta_encode(value: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
+    """`value` as a change to `base`: int8 codes of its shape, and one fp32 scale for each group of values;
+    finite.
+
+    The step between two codes is that of `int8_encode` for the same value, not a fraction of the change. So
+    the error is the same, at most half a step, after any number of changes, and where little has changed
+    codes are small numbers, mostly 0, which zstd makes short. A group that is nearer to 0 than to `base` is a
+    change to 0 instead: its scale comes with a minus sign.
+    """
+    new, old = grouped(value), grouped(base)
+    largest = new.abs().amax(1)
+    near = (new - old).abs().amax(1) <= largest
+    steps = largest / 127
+    change = new - torch.where(near[:, None], old, 0.0)
+    return int8_codes(change, steps, value.shape), torch.where(near, steps, -steps)
+
+
+def delta_decode(codes: Tensor, scales: Tensor, base: Tensor) -> Tensor:
+    """The fp32 value, in base's shape, of what `delta_encode` gave."""
+    if codes.numel() != base.numel():
+        raise ValueError(f"{codes.numel()} codes came for a change to {base.numel()} values")
+    near = (scales > 0).repeat_interleave(GROUP)[: base.numel()].view(base.shape)
+    return torch.where(near, base.float(), 0.0) + int8_decode(codes.view(base.shape), scales.abs())

@@ -1,0 +1,167 @@
+"""Which state a boundary gets from a checkpoint: each rank searches, all decide alike.
+
+A side is searched for in the files of every stage of its replica. Nothing that a search comes upon raises:
+what is wrong is a status, which all ranks learn of, so that both sides start from zero where one has to.
+"""
+
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_compress.checkpoint.file import Damaged, StateFile, Unhashed
+from ds_compress.feedback.digest import mirror_digest
+from ds_compress.message.channel import Boundary
+
+SIDES = ("upstream", "downstream")
+MOST_SIDES = 4  # of a rank: DualPipeV gives it two stages
+TAG_BYTES = 64  # of the longest tag that is named in full to other ranks
+RESTORED, ABSENT, CHANGED, UNHASHED, UNREADABLE, UNFIT, ORPHANED, DIFFERENT = range(8)
+REASONS = {
+    ABSENT: "the checkpoint has none for both sides",
+    CHANGED: "its settings have changed",
+    UNHASHED: "its file has no hashes: written by an older release",
+    UNREADABLE: "its file is damaged or cannot be read",
+    UNFIT: "its entries do not fit its settings",
+    ORPHANED: "the checkpoint that it builds on is missing or damaged: ",
+    DIFFERENT: "the two sides do not have the same",
+}
+
+log = logging.getLogger("ds_compress")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Where a rank stands in the job."""
+
+    stage: int
+    replica: int
+    tensor_parallel: int
+
+    def path(self, folder: Path) -> Path:
+        return folder / f"ds_compress_pp{self.stage:02d}_{self._shard}"
+
+    def shards(self, folder: Path) -> list[Path]:
+        """The files of all stages for this rank's replica."""
+        return sorted(folder.glob(f"ds_compress_pp*_{self._shard}"))
+
+    @property
+    def _shard(self) -> str:
+        return f"dp{self.replica:02d}_tp{self.tensor_parallel:02d}.safetensors"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a boundary; `layer`: index of the first layer behind it."""
+
+    boundary: Boundary
+    layer: int
+    name: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.layer}/{self.name}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self.boundary.config.codecs(self.boundary.number).settings
+
+
+class Found(NamedTuple):
+    """How the search for a side ended, and its memory by tensor position, on the CPU."""
+
+    status: int
+    memories: dict[int, dict[str, Tensor]] = {}
+    lost: str = ""  # ORPHANED: tag of the checkpoint that is missing or damaged
+
+
+def load(root: Path, tag: str, rank: Rank, side: Side, step: int) -> Found:
+    """Search the files of checkpoint `tag` for `side`; says why what it needs cannot be read."""
+    result, why = Found(ABSENT), ""
+    for path in rank.shards(Path(root, tag)):
+        file = StateFile(root, tag, path.name)
+        try:
+            metadata = file.metadata
+            # saved under this tag by an earlier run with more stages: not part of this checkpoint
+            if metadata.step != step or side.key not in metadata.settings:
+                continue
+            if metadata.settings[side.key] != json.loads(json.dumps(side.settings)):
+                return Found(CHANGED)
+            memories = file.memories(side.key)
+            side.boundary.check(memories)
+            return Found(RESTORED, memories)
+        except Damaged as error:  # the side may still be in another one
+            why = f"{Path(root, error.tag, path.name)} cannot be read: {error}"
+            kind = UNHASHED if isinstance(error, Unhashed) else UNREADABLE
+            result = Found(kind) if error.tag == tag else Found(ORPHANED, lost=error.tag)
+        except Exception as error:  # of a codec that looks at its entries
+            result, why = Found(UNFIT), f"{path} does not fit: {error}"
+    if why:
+        log.warning(why)
+    return result
+
+
+class Verdict:
+    """What all ranks found, known to all: a status for each layer and replica.
+
+    It is one for all tensor-parallel ranks: they send the same bytes, so they have to remember the same. From
+    int64 rows of (layer, replica, tensor-parallel rank, side, status, hash), then the lost tag, UTF-8 and
+    zeros.
+    """
+
+    WIDTH = 6 + TAG_BYTES // 8
+
+    def __init__(self, rows: Iterable[list[int]]):
+        places: dict[tuple[int, int], list[list[int]]] = {}
+        for row in rows:
+            if row[0] >= 0:
+                places.setdefault((row[0], row[1]), []).append(row)
+        self.status = {place: self._joint(found) for place, found in places.items()}
+        self.lost = {place: max(_tag(row[6:]) for row in found) for place, found in places.items()}
+
+    @staticmethod
+    def row(place: tuple[int, int, int], side: Side, found: Found) -> Tensor:
+        named = found.lost.encode(errors="replace")[:TAG_BYTES].ljust(TAG_BYTES, b"\0")
+        tag = torch.frombuffer(bytearray(named), dtype=torch.int64)
+        fields = [*place, SIDES.index(side.name), found.status, mirror_digest(found.memories)]
+        return torch.cat([torch.tensor(fields), tag])
+
+    @staticmethod
+    def _joint(found: list[list[int]]) -> int:
+        worst = max(row[4] for row in found)
+        hashes: dict[int, set[int]] = {}  # of both sides, by tensor-parallel rank
+        for row in found:
+            hashes.setdefault(row[2], set()).add(row[5])
+        same = all(len(both) == 1 for both in hashes.values())
+        return worst if worst != RESTORED or same else DIFFERENT
+
+    def report(self, folder: Path) -> str:
+        """What starts from zero and why; an empty string when nothing does."""
+        reasons: dict[tuple[int, str], dict[int, set[int]]] = {}
+        for place, status in sorted(self.status.items()):
+            if status != RESTORED:
+                layer, replica = place
+                reason = status, self.lost[place] if status == ORPHANED else ""
+                reasons.setdefault(reason, {}).setdefault(layer, set()).add(replica)
+        sentences = []
+        for (status, tag), found in sorted(reasons.items()):
+            places = "; ".join(
+                f"layer {layer}, replica {_listed(replicas)}" for layer, replicas in found.items()
+            )
+            sentences.append(f"{REASONS[status]}{tag} ({places})")
+        if not sentences:
+            return ""
+        return f"ds_compress: {folder}: state of channels starts from zero: {', '.join(sentences)}"
+
+
+def _tag(words: list[int]) -> str:
+    return torch.tensor(words, dtype=torch.int64).numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+
+
+def _listed(numbers: set[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))

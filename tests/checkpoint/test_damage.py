@@ -1,0 +1,234 @@
+"""Damaged state files: a verdict, the same kind on every rank; nothing of them is loaded or raised."""
+
+import json
+import logging
+import os
+import random
+import re
+import resource
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ds_compress.checkpoint.file import Metadata, StateFile, pack, write
+from ds_compress.checkpoint.mixin import state_of
+from ds_compress.checkpoint.search import (
+    ABSENT,
+    CHANGED,
+    ORPHANED,
+    RESTORED,
+    UNFIT,
+    UNHASHED,
+    UNREADABLE,
+    Found,
+    Rank,
+    Side,
+    Verdict,
+    load,
+)
+from ds_compress.config import Config
+from ds_compress.message.channel import Boundary, MessageId
+from tests.support.damage import damaged, opened, signed
+
+RANK, STEP = Rank(1, 0, 0), 7
+LOWRANK = {"name": "lowrank", "rank": 2}
+BLOCK = {
+    "forward": {"codec": LOWRANK, "feedback": "ef21"},
+    "backward": {"codec": {"name": "quantize", "bits": 4}, "feedback": "loco"},
+    "boundaries": {"0": {"backward": {"feedback": "ef"}}},
+    "min_numel": 0,
+}
+
+
+def train(sides, steps=2):
+    """Fill the memory of a stage between two others."""
+    torch.manual_seed(0)
+    for step in range(steps):
+        for side in sides:
+            moment = MessageId(step, 0, True)
+            for channel in side.boundary.channels:
+                channel.encode([torch.randn(4, 8, 16)], moment)
+
+
+def save(root, tag, sides, base=None):
+    path = RANK.path(root / tag)
+    path.parent.mkdir()
+    entries, packed = pack(state_of(sides), True, base)
+    settings = {side.key: side.settings for side in sides}
+    write(path, entries, version="0.2", step=STEP, settings=settings, **packed)
+    return path
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Sides, root, path under tag "b", path of its base "a", and what was found when all was well."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    config = Config(BLOCK)
+    sides = [Side(Boundary(0, config), 4, "downstream"), Side(Boundary(1, config), 8, "upstream")]
+    train(sides)
+    base = save(root, "a", sides)
+    train(sides, 4)
+    path = save(root, "b", sides, StateFile(root, "a", base.name))
+    whole = [load(root, "b", RANK, side, STEP) for side in sides]
+    assert [found.status for found in whole] == [RESTORED] * 2
+    names = {name.rpartition("#")[2] for name in opened(path)[0] if "#" in name}
+    assert names == {"codes", "scales", "delta"} and any("#" not in name for name in opened(path)[0])
+    return sides, root, path, base, whole
+
+
+def same(ours, theirs):
+    return ours.keys() == theirs.keys() and all(
+        ours[position].keys() == theirs[position].keys()
+        and all(torch.equal(ours[position][key], theirs[position][key]) for key in ours[position])
+        for position in ours
+    )
+
+
+def attack(saved, target, count, seed):
+    """Damage `target` so many times; by way, how often a side was refused, and how often none was."""
+    sides, root, *_, whole = saved
+    content, rng = target.read_bytes(), random.Random(seed)
+    refused, held = {}, {}
+    try:
+        for _ in range(count):
+            target.write_bytes(content)
+            bad, way = damaged(target, content, rng)
+            if bad == content:
+                continue
+            target.write_bytes(bad)
+            found = [load(root, "b", RANK, side, STEP) for side in sides]
+            for ours, before in zip(found, whole):
+                if ours.status == RESTORED:
+                    assert same(ours.memories, before.memories), way
+                assert ours.memories == {} or ours.status == RESTORED
+            Verdict(Verdict.row((s.layer, 0, 0), s, f).tolist() for s, f in zip(sides, found)).report(root)
+            survived = all(ours.status == RESTORED for ours in found)
+            counted = held if survived else refused
+            counted[way] = counted.get(way, 0) + 1
+    finally:
+        target.write_bytes(content)
+    return refused, held
+
+
+def test_no_damaged_file_is_loaded(saved, caplog):
+    """Without hashes 100 of 100 flipped bits were."""
+    caplog.set_level(logging.ERROR, "ds_compress")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    refused, held = attack(saved, saved[2], 1600, seed=0)
+    assert sum(refused.values()) > 1590 and len(refused) == 12 and not held, (refused, held)
+    # of a base only what the changes build on is read
+    refused, held = attack(saved, saved[3], 400, seed=1)
+    assert sum(refused.values()) > 200, (refused, held)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB
+
+
+def found(saved):
+    return [load(saved[1], "b", RANK, side, STEP) for side in saved[0]]
+
+
+@pytest.fixture
+def path(saved):
+    """Path under tag "b", which the test may damage."""
+    content = saved[2].read_bytes()
+    yield saved[2]
+    saved[2].unlink(missing_ok=True)
+    saved[2].write_bytes(content)
+
+
+def test_a_file_of_an_older_release(saved, path):
+    entries, _ = opened(path)
+    texts = {"version": "0.1.0", "step": STEP, "settings": {}, "eight_bits": {}, "id": "1", "base": None}
+    save_file(entries, path, {key: json.dumps(value) for key, value in texts.items()})
+    assert found(saved) == [Found(UNHASHED)] * 2
+    rows = [Verdict.row((4, 0, 0), saved[0][0], Found(UNHASHED)).tolist()]
+    assert Verdict(rows).report("f") == (
+        "ds_compress: f: state of channels starts from zero: its file has no hashes: written by an older "
+        "release (layer 4, replica 0)"
+    )
+
+
+def test_damage_to_one_side_leaves_the_other(saved, path, caplog):
+    content, (entries, _) = path.read_bytes(), opened(path)
+    name = "8/upstream/0/forward/mirror/ef21#delta"
+    at = content.index(entries[name].numpy().tobytes())
+    path.write_bytes(content[: at + 30] + bytes([content[at + 30] ^ 1]) + content[at + 31 :])
+    assert [each.status for each in found(saved)] == [RESTORED, UNREADABLE]
+    assert f"{path} cannot be read: ValueError: entry {name} is not what was written" in caplog.text
+
+
+def test_a_damaged_file_of_another_stage_is_no_reason(saved, path, caplog):
+    other = Rank(0, 0, 0).path(path.parent)
+    other.write_bytes(b"\x10" * 100)
+    try:
+        assert [each.status for each in found(saved)] == [RESTORED] * 2 and not caplog.text
+        path.unlink()
+        assert found(saved) == [Found(UNREADABLE)] * 2
+    finally:
+        other.unlink()
+
+
+def test_the_file_of_another_rank_in_its_place(saved, path):
+    path.rename(Rank(1, 1, 0).path(path.parent))
+    assert [load(saved[1], "b", Rank(1, 1, 0), side, STEP) for side in saved[0]] == [Found(UNREADABLE)] * 2
+    Rank(1, 1, 0).path(path.parent).unlink()
+
+
+def test_a_base_outside_the_checkpoints_is_not_opened(saved, path, tmp_path):
+    _, root, _, base, _ = saved
+    entries, texts = opened(path)
+    identity = Metadata.model_validate_json(opened(base)[1]["state"]).id
+    assert json.loads(texts["state"])["base"] == ["a", identity]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / base.name).write_bytes(base.read_bytes())
+    (root / "link").symlink_to(tmp_path / "a")
+    relative = os.path.relpath(tmp_path / "a", root)
+    for tag in (str(tmp_path / "a"), relative, f"a/../{relative}", "link"):
+        path.write_bytes(signed(path, entries, base=[tag, identity]))
+        assert found(saved) == [Found(ORPHANED, lost=tag)] * 2, tag
+    path.write_bytes(signed(path, entries, base=["a", identity]))
+    assert [each.status for each in found(saved)] == [RESTORED] * 2
+    path.write_bytes(signed(path, entries, base=["b", json.loads(texts["state"])["id"]]))  # itself
+    assert all(each.status in (UNREADABLE, ORPHANED) for each in found(saved))
+
+
+def test_what_lies_at_the_path_is_not_a_file(saved, path):
+    for make in (os.mkdir, os.mkfifo, lambda path: os.symlink(path, path)):
+        path.unlink(missing_ok=True)
+        make(path)
+        assert found(saved) == [Found(UNREADABLE)] * 2
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+@pytest.mark.parametrize(
+    "key, value, said",
+    [
+        (
+            "forward/mirror/ef21",
+            torch.zeros(4, 8, 16, dtype=torch.bfloat16),
+            "is torch.bfloat16 .4, 8",
+        ),
+        ("backward/sender/loco.scales", torch.zeros(3), "expected torch.float32 .4."),
+        ("backward/sender/loco.codes", None, "loco.scales' is torch.float32 .4., expected torch.int8"),
+        ("lowrank.0.forward.16x2", torch.zeros(16, 3), "expected torch.float32 .16, 2."),
+        ("lowrank.0.forward.x", torch.zeros(16, 3), "expected torch.float32 .-1, -1."),
+    ],
+)
+def test_entries_that_do_not_fit(saved, path, key, value, said, caplog):
+    """Sound, but not what these settings leave behind: a release that keeps its state in another way."""
+    entries = {f"{s.key}/0/{k}": v for s in saved[0] for k, v in s.boundary.memory[0].items()}
+    assert entries.pop(f"8/upstream/0/{key}", None) is not None or key.endswith(".x")
+    entries.update({f"8/upstream/0/{key}": value} if value is not None else {})
+    path.write_bytes(signed(path, entries, eight_bits={}))
+    assert [each.status for each in found(saved)] == [RESTORED, UNFIT]
+    assert re.search(said, caplog.text), caplog.text
+
+
+def test_other_steps_and_settings_are_as_before(saved, path):
+    entries, _ = opened(path)
+    path.write_bytes(signed(path, entries, step=8))
+    assert found(saved) == [Found(ABSENT)] * 2
+    settings = {side.key: side.settings for side in saved[0]}
+    settings["4/downstream"] = {**settings["4/downstream"], "forward": {}}
+    path.write_bytes(signed(path, entries, step=STEP, settings=settings))
+    assert [each.status for each in found(saved)] == [CHANGED, RESTORED]
