@@ -19,8 +19,7 @@ from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import resolve
 from ds_compress.monitor.monitor import Monitor
-from ds_compress.monitor.sinks import add_tensorboard_layout
-from ds_compress.pipeline.engine import CompressedEngine
+from ds_compress.pipeline.engine import CompressedEngine, steps_per_epoch
 from ds_compress.pipeline.handshake import agree
 from ds_compress.pipeline.stage import PointToPoint
 from ds_compress.transport import staging
@@ -84,15 +83,6 @@ def check_release(base: type, module: Any) -> None:
         raise CompressionError(f"{release}: its p2p has no send and recv; it is not supported")
 
 
-def _steps_per_epoch(engine: Any) -> int | None:
-    """Training steps in one pass over the data that DeepSpeed was given; None if it was given none of a known
-    size."""
-    try:
-        return -(-len(engine.training_data) // engine.train_batch_size())
-    except TypeError:
-        return None
-
-
 def prepare() -> None:
     """Before an engine is built: let DeepSpeed's own messages, of shapes and the like, reach a neighbour's
     GPU.
@@ -116,7 +106,7 @@ def attach(engine: Any, module: Any, block: object) -> None:
         config = Config(block)
         boundaries = mixin._check(config, engine.num_stages)
         check_release(base, module)
-        config.count_epochs(_steps_per_epoch(engine))
+        config.count_epochs(steps_per_epoch(engine))
         # Triton sums the magnitudes of 1-bit grids in another order than torch: mirrored state would drift
         # apart
         kernels = resolve.kernels(engine.device).__name__.rpartition(".")[2]
@@ -137,13 +127,10 @@ def attach(engine: Any, module: Any, block: object) -> None:
         config,
         boundaries=boundaries,
         ranks=engine.num_stages,
-        micro_batches=engine.micro_batches,
+        rank=engine.stage_id,
         device=engine.device,
         link=mixin._own_link or config.block.link.mode,
         total=functools.partial(dist.all_reduce, group=engine.grid.get_pipe_parallel_group()),
-        write=engine.monitor.write_events if engine.monitor.enabled else None,
         reports=engine.global_rank == 0,
     )
     weakref.finalize(engine, monitor.close)  # when the engine goes, at the latest when Python ends
-    if engine.monitor.tb_monitor is not None:
-        add_tensorboard_layout(engine.monitor.tb_monitor.summary_writer, boundaries)

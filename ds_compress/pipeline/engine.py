@@ -33,6 +33,15 @@ def _as_list(tensors: Any) -> list[torch.Tensor]:
     return [tensors] if torch.is_tensor(tensors) else list(tensors)
 
 
+def steps_per_epoch(engine: Any) -> int | None:
+    """Training steps in one pass over the data that DeepSpeed was given; None if it was given none of a known
+    size."""
+    try:
+        return -(-len(engine.training_data) // engine.train_batch_size())
+    except TypeError:
+        return None
+
+
 class CompressedEngine(CheckpointedEngine):
     """Runs DeepSpeed's pipeline with every stage message in one packet.
 
@@ -103,7 +112,10 @@ class CompressedEngine(CheckpointedEngine):
         training = torch.is_grad_enabled() and self.module.training
         stage = self._compression
         if training:
-            self._compression_monitor.begin_step(stage.ends, self.global_steps + 1)
+            self._recount_warmup(stage.config)
+            self._compression_monitor.begin_step(
+                stage.ends, self.global_steps + 1, self.micro_batches, self.monitor.enabled
+            )
         with stage.running(self.global_steps, training, self._loss_scale()):
             self._look_ahead(pipe_schedule, training)
             super()._exec_schedule(pipe_schedule)
@@ -111,7 +123,9 @@ class CompressedEngine(CheckpointedEngine):
         if training:
             for boundary in stage.boundaries:
                 stage.in_lane(boundary, functools.partial(boundary.end_step, self._replica_mean))
-            self._compression_monitor.end_step(stage.ends, self.global_steps, self.global_samples)
+            self._compression_monitor.end_step(
+                stage.ends, self.global_steps, self.global_samples, self.monitor
+            )
 
     def _look_ahead(self, pipe_schedule, training):
         """Post receives ahead, and let messages leave when computed, if the link is to.
@@ -126,7 +140,13 @@ class CompressedEngine(CheckpointedEngine):
 
     def _loss_scale(self):
         """What gradients are multiplied by at present: the same on all stages, as all skip the same steps."""
-        return float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0
+        optimizer = self.optimizer  # None while it is not configured yet: evaluation does not need it
+        return float(optimizer.loss_scale) if self.fp16_enabled() and optimizer else 1.0
+
+    def _recount_warmup(self, config):
+        steps = steps_per_epoch(self) if config.block.warmup_epochs else None
+        if steps:
+            config.count_epochs(steps, self.global_steps)
 
     def _shapes_known(self, training):
         stage = self._compression
