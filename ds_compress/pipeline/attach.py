@@ -19,6 +19,7 @@ from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import resolve
 from ds_compress.monitor.monitor import Monitor
+from ds_compress.pipeline import lifetime
 from ds_compress.pipeline.engine import CompressedEngine, steps_per_epoch
 from ds_compress.pipeline.handshake import agree
 from ds_compress.pipeline.stage import PointToPoint
@@ -122,7 +123,9 @@ def attach(engine: Any, module: Any, block: object) -> None:
     if not isinstance(module.p2p, PointToPoint):
         module.p2p = PointToPoint(module.p2p)
     engine.__class__ = _compressed_class(mixin, base)
+    lifetime.free_unused(engine.device)
     engine._connect(config, module.p2p)
+    lifetime.free_with(engine, engine._compression.groups)
     monitor = engine._compression_monitor = Monitor(
         config,
         boundaries=boundaries,

@@ -77,6 +77,7 @@ class CompressedEngine(CheckpointedEngine):
         pipelines = self.grid._topo.get_axis_comm_lists("pipe")
         seconds = config.block.link.timeout_s
         groups = channel_groups(pipelines, self.global_rank, [*DIRECTIONS, *rests], seconds) if eager else {}
+        stage.groups = list(groups.values())
         send, receive = (EagerSender, EagerReceiver) if eager else (Sender, Receiver)
 
         def connect(instruction, channel, kind, neighbour, lane):

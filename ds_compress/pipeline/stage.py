@@ -107,6 +107,7 @@ class Stage:
         self._p2p = p2p
         self._ends: dict[str, Endpoint] = {}
         self._lanes: dict[int, Lane] = {}  # by boundary
+        self.groups: list[Any] = []  # process groups of its channels alone
         self.step = 0
         self.training = False
         self.loss_scale = 1.0
