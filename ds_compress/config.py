@@ -157,6 +157,7 @@ class Config:
             raise CompressionError(
                 f"{KEY}.warmup_epochs: {epochs} came together with warmup_steps; use one of them"
             )
+        self._steps_per_epoch: int | None = None
         self.notes: dict[str, None] = {}  # lines for the user, in order, each once
         self.codecs(None)
         for number in self.block.boundaries:
@@ -200,19 +201,28 @@ class Config:
             backward = backward_feedback.around(backward)
         return BoundaryCodecs(forward, backward)
 
-    def count_epochs(self, steps_per_epoch: int | None) -> None:
+    def count_epochs(self, steps_per_epoch: int | None, step: int = 0) -> None:
         """Turn warm-up epochs into steps; None where nobody knows how long an epoch is.
+
+        When that has changed after `step` steps, as the batch size has, what is left of the warm-up is as
+        many epochs as before.
 
         Raises:
             CompressionError: there are warm-up epochs, and nobody knows.
         """
-        if self.block.warmup_epochs and steps_per_epoch is None:
+        if not self.block.warmup_epochs:
+            return
+        if steps_per_epoch is None:
             raise CompressionError(
                 f"{KEY}.warmup_epochs: {self.block.warmup_epochs} is not allowed where the length of "
                 "an epoch is not known; give deepspeed.initialize the training_data, or use warmup_steps"
             )
-        if self.block.warmup_epochs:
+        left = self.warmup_steps - step
+        if not self._steps_per_epoch:
             self.warmup_steps = self.block.warmup_epochs * steps_per_epoch
+        elif left > 0:
+            self.warmup_steps = step - (-left * steps_per_epoch // self._steps_per_epoch)
+        self._steps_per_epoch = steps_per_epoch
 
     def prepare(self) -> None:
         """Make what feedbacks need on this machine; every rank calls it before training.

@@ -9,6 +9,11 @@ class CompressionError(ValueError):
     allowed."""
 
 
+def in_one_line(error: BaseException) -> str:
+    """`"ValueError: what it says first"`."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """`" (did you mean 'topk'?)"` for the nearest name in `known`, or an empty string when none is near."""
     nearest = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)

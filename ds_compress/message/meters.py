@@ -2,17 +2,18 @@
 it.
 
 A step that is not logged uses `Probe`. Meters keep marks and device tensors, and turn them into numbers when
-asked.
+asked. What goes wrong in measuring waits until then too: the message goes on its way.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ds_compress.errors import in_one_line
 from ds_compress.message.channel import Channel, MessageId, MessageLayout
 from ds_compress.message.clock import HostClock
 from ds_compress.transport.p2p import Receiver, Sender
@@ -50,14 +51,27 @@ class _Meter(Probe):
     """Times by name, as pairs of marks."""
 
     def __init__(self, clock: HostClock):
+        self.failure = ""  # the first, in one line
         self._clock = clock
         self._times: dict[str, list[tuple[Any, Any]]] = {}
 
     @contextmanager
-    def _timed(self, name: str):
-        start = self._clock.mark()
+    def _measuring(self) -> Iterator[None]:
+        """Round what is not the message's own work: its errors are kept, as text, which holds no tensors."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = self.failure or in_one_line(error)
+
+    def _mark(self) -> Any:
+        with self._measuring():
+            return self._clock.mark()
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = self._mark()
         yield
-        self._times.setdefault(name, []).append((start, self._clock.mark()))
+        self._times.setdefault(name, []).append((start, self._mark()))
 
     def _total_ms(self, name: str) -> float:
         return sum(self._clock.ms(start, end) for start, end in self._times.get(name, ()))
@@ -70,7 +84,7 @@ class SendingMeter(_Meter):
     error hardly differs between the messages of a step, and comparing all of them would cost too much.
     """
 
-    COLUMNS = ("nonfinite_share", "relative_error", "cosine", "encode_ms", "send_ms")
+    COLUMNS = ("step_messages", "nonfinite_share", "relative_error", "cosine", "encode_ms", "send_ms")
 
     def __init__(self, clock: HostClock, compared: int):
         """`compared`: micro-batch of the message that is compared."""
@@ -82,8 +96,10 @@ class SendingMeter(_Meter):
         self._decode: Callable[[Tensor], list[Tensor]] | None = None
 
     def encode(self, channel, tensors, moment, raw_tail, memory):
-        compared = channel.codec.sender_decodes and moment.micro_batch == self._compared
-        listener = channel.listener() if compared else None
+        listener: Channel | None = None
+        with self._measuring():
+            if channel.codec.sender_decodes and moment.micro_batch == self._compared:
+                listener = channel.listener()
 
         def timed_memory(nbytes: int) -> Tensor:
             with self._timed("memory"):
@@ -93,16 +109,17 @@ class SendingMeter(_Meter):
             packet = channel.encode(tensors, moment, raw_tail, timed_memory)
         message, rest = channel.last, channel.rest
         self._tensors = tensors
-        if compared:
+        if listener is not None:
             self._decode = lambda packet: listener.decode(packet, message, moment, lambda nbytes: rest)
         return packet
 
     def send(self, sender, packet):
         with self._timed("send"):
             sender.send(packet)
-        self._largest.append(largest(self._tensors))
-        if self._decode is not None:
-            self._norms = norms(self._tensors, self._decode(packet), self._largest[-1])
+        with self._measuring():
+            self._largest.append(largest(self._tensors))
+            if self._decode is not None:
+                self._norms = norms(self._tensors, self._decode(packet), self._largest[-1])
         self._tensors, self._decode = (), None
 
     def drain(self, sender):
@@ -112,6 +129,7 @@ class SendingMeter(_Meter):
     def values(self) -> dict[str, float]:
         """What was measured since the meter was made, by column.
 
+        step_messages: how many were sent.
         nonfinite_share: of messages that hold inf or nan.
         relative_error, cosine: of the message that was compared; nan when something in it is not finite, or
         when only the receiver can decode it.
@@ -123,6 +141,7 @@ class SendingMeter(_Meter):
             error_and_cosine(*self._norms.tolist()) if self._norms is not None else (math.nan, math.nan)
         )
         return {
+            "step_messages": len(self._times.get("send", ())),
             "nonfinite_share": 1 - finite,
             "relative_error": error,
             "cosine": cosine,
@@ -132,7 +151,7 @@ class SendingMeter(_Meter):
 
     def stamps(self, origin: Any) -> list[float]:
         """When each packet was handed to the link, in milliseconds after `origin`."""
-        return [self._clock.ms(origin, start) for start, _ in self._times["send"]]
+        return [self._clock.ms(origin, start) for start, _ in self._times.get("send", ())]
 
 
 class ReceivingMeter(_Meter):
@@ -155,7 +174,7 @@ class ReceivingMeter(_Meter):
     def stamps(self, origin: Any) -> list[float]:
         """When each packet was there, in milliseconds after `origin`; later than it came when nobody
         waited."""
-        return [self._clock.ms(origin, end) for _, end in self._times["wait"]]
+        return [self._clock.ms(origin, end) for _, end in self._times.get("wait", ())]
 
 
 def largest(tensors: Sequence[Tensor]) -> Tensor:
@@ -174,7 +193,7 @@ def norms(sent: Sequence[Tensor], decoded: Sequence[Tensor], scale: Tensor) -> T
     All three are divided by `scale`, the largest magnitude sent, so that no square leaves the range of fp32.
     """
     scale = torch.where(scale > 0, scale, 1.0)
-    found = [torch.zeros(3, device=scale.device)]
+    found = [torch.zeros(3, dtype=torch.float32, device=scale.device)]
     with torch.no_grad():
         for pair in zip(sent, decoded):
             if _is_compared(pair[0]):

@@ -6,9 +6,13 @@ A channel's values appear as `Train/Compression/boundary_{i}/{forward|backward}/
 
 from collections.abc import Mapping, Sequence
 
+from torch import Tensor
+
 from ds_compress.config import DIRECTIONS
 
 PREFIX = "Train/Compression"
+COUNTERS = ("messages", "raw_bytes", "wire_bytes", "message_raw_bytes", "message_wire_bytes")
+SIDES = 2  # of a channel: where it sends, where it receives
 
 CHANNEL = {
     "raw_bytes": "bytes of the tensors, running total",
@@ -45,7 +49,7 @@ DASHBOARD = {
 }
 """Sections of a dashboard with the quantity that each of their charts shows."""
 
-Channels = Sequence[Mapping[str, Mapping[str, float]]]
+Channels = Sequence[Mapping[str, dict[str, float]]]
 """By boundary, direction and name."""
 
 
@@ -59,6 +63,38 @@ def labels(boundaries: int, name: str) -> list[str]:
     if name in PIPELINE:
         return [label(name)]
     return [label(name, boundary, direction) for boundary in range(boundaries) for direction in DIRECTIONS]
+
+
+def ratio(raw: float, wire: float) -> float:
+    """Raw over wire bytes; 1 where nothing was sent."""
+    return raw / wire if wire else 1.0
+
+
+def complete(channels: Channels, before: Channels, stamps: Tensor, step_ms: float) -> None:
+    """Add to `channels` what only both ends of a channel together tell.
+
+    Args:
+        before: what was written last; empty at first.
+        stamps: [boundary, direction, side, packet] when packets of the step left, and came, in milliseconds.
+    """
+    for number, directions in enumerate(channels):
+        sent, arrived = (
+            {
+                d: side[: int(directions[d]["step_messages"])].tolist()
+                for d, side in zip(DIRECTIONS, stamps[number, :, which])
+            }
+            for which in range(SIDES)
+        )
+        packet = {}
+        for direction, values in directions.items():
+            last = before[number][direction] if before else dict.fromkeys(COUNTERS, 0.0)
+            messages, raw, wire = (values[key] - last[key] for key in COUNTERS[:3])
+            values["ratio"] = ratio(raw, wire)
+            packet[direction] = wire / max(messages, 1)
+        for direction, ms in transfer_ms(sent, arrived, packet).items():
+            values = directions[direction]
+            values["transfer_ms"] = ms * values["step_messages"]
+            values["link_busy"] = values["transfer_ms"] / step_ms
 
 
 def stage_ms(channels: Channels, stage: int) -> dict[str, float]:
@@ -86,7 +122,12 @@ def transfer_ms(
         sent: when the packets of a step were handed to the link, on the sender's clock, in milliseconds.
         arrived: when they were there, on the receiver's clock, in the same order.
         nbytes: size of a packet.
+
+    Returns:
+        Milliseconds; 0 where only one direction had packets, and nothing can be known.
     """
+    if not all(sent.values()):
+        return dict.fromkeys(DIRECTIONS, 0.0)
     quickest = {d: min(end - start for start, end in zip(sent[d], arrived[d])) for d in DIRECTIONS}
     round_trip = max(0.0, sum(quickest.values()))
     return {d: round_trip * nbytes[d] / sum(nbytes.values()) for d in DIRECTIONS}

@@ -1,28 +1,39 @@
 """Counters and measurements of a pipeline, gathered on its first stage, written where DeepSpeed's monitor
 writes."""
 
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ds_compress.config import DIRECTIONS, Config
+from ds_compress.config import Config
+from ds_compress.errors import in_one_line
 from ds_compress.feedback.state import residuals
 from ds_compress.message.channel import Channel
 from ds_compress.message.clock import clock_for
 from ds_compress.message.endpoint import Endpoint
 from ds_compress.message.meters import OFF, ReceivingMeter, SendingMeter
-from ds_compress.monitor.metrics import CHANNEL, Channels, label, stage_ms, transfer_ms, uncompressed_step_ms
-from ds_compress.monitor.sinks import record_settings
+from ds_compress.monitor.metrics import (
+    CHANNEL,
+    COUNTERS,
+    Channels,
+    complete,
+    label,
+    ratio,
+    stage_ms,
+    uncompressed_step_ms,
+)
+from ds_compress.monitor.sinks import add_tensorboard_layout, record_settings
+from ds_compress.monitor.table import Status, Table
 from ds_compress.version import __version__
 
-COUNTERS = ("messages", "raw_bytes", "wire_bytes", "message_raw_bytes", "message_wire_bytes")
-COLUMNS = (*COUNTERS, *SendingMeter.COLUMNS, "residual_norm", *ReceivingMeter.COLUMNS)
-SIDES = 2  # of a channel: where it sends, where it receives
-
 Events = list[tuple[str, float, int]]
+
+logger = logging.getLogger("ds_compress")
 
 
 class Notes(Protocol):
@@ -36,7 +47,9 @@ class Notes(Protocol):
 class Monitor:
     """Says once what is active, writes every so many steps, and sums up at the end.
 
-    Only a step that will be written is measured; all stages know beforehand which one that is.
+    Only a step that will be written is measured; all stages know beforehand which one that is. It never stops
+    training: the first error of any stage, its own or a sink's, is one warning, and switches it off on all
+    stages of the pipeline at the next sum, which all enter whatever has happened to them.
     """
 
     def __init__(
@@ -44,90 +57,162 @@ class Monitor:
         config: Config,
         boundaries: int,
         ranks: int,
-        micro_batches: int,
+        rank: int,
         device: torch.device,
         link: str,
         total: Callable[[Tensor], object],
         notes: Notes,
-        write: Callable[[Events], None] | None,
         reports: bool,
     ):
         """
         Args:
             boundaries: how many the pipeline has.
             ranks: how many ranks the pipeline has, each with one stage or more.
-            micro_batches: messages of a channel in a training step.
+            rank: which of them this one is.
             link: what the start-up line calls it.
             total: sums a tensor in place over the stages of this pipeline.
             notes: takes lines of every rank to the one that reports.
-            write: DeepSpeed's `monitor.write_events`, None when no sink is on.
             reports: True on the one rank that speaks for all, a first stage.
         """
         self.config = config
         self.boundaries = boundaries
         self.ranks = ranks
-        self.micro_batches = micro_batches
-        self.device = device
+        self._rank = rank
         self.link = link
         self._total = total
         self._notes = notes
-        self._write = write
         self._reports = reports
         self._announced = False
         self._meters: list[tuple[Endpoint, SendingMeter | ReceivingMeter]] = []
         self._clock = clock_for(device)
+        self._table = Table(boundaries, ranks, device)
+        self._due = False  # whether the step in progress is to be written
         self._began: Any = None  # mark of the measured step
-        self._gathered: Channels | None = None
-        self._written: Channels | None = None
+        self._failure = ""  # of this rank, in one line
+        self._said = self._off = False
+        self._gathered: Channels = []
+        self._written: Channels = []
         self._measured = 0  # steps
         self._steps = 0
         self._started = self._ended = 0.0  # of training, seconds
         self._waited: list[float] = []  # share of a written step
 
-    def begin_step(self, ends: Sequence[Endpoint], step: int) -> None:
-        """Before the training step with number `step`, counted from 1."""
+    def begin_step(self, ends: Sequence[Endpoint], step: int, micro_batches: int, watched: bool) -> None:
+        """Before the training step with number `step`, counted from 1.
+
+        Args:
+            watched: whether DeepSpeed's monitor has a sink.
+        """
         self._started = self._started or time.perf_counter()
-        if self._write is not None and self._due(step):
-            compared = self._measured % self.micro_batches
+        every = self.config.block.monitor.every
+        self._due = every > 0 and step % every == 0 and not self._off
+        self._take_meters()  # of a step that was interrupted
+        if not self._due or not watched:
+            return
+        with self._guarded():
+            compared = self._measured % micro_batches
             for end in ends:
                 sends = end.sends
-                end.meter = SendingMeter(self._clock, compared) if sends else ReceivingMeter(self._clock)
-                self._meters.append((end, end.meter))
+                meter = SendingMeter(self._clock, compared) if sends else ReceivingMeter(self._clock)
+                self._meters.append((end, meter))
+                end.meter = meter
             self._measured += 1
             self._began = self._clock.mark()
 
-    def end_step(self, ends: Sequence[Endpoint], step: int, samples: int) -> None:
-        """After a training step, on all stages alike; `samples` (global) is the x-axis of DeepSpeed's own
-        events."""
-        measured = bool(self._meters)
-        if self._announced and not measured and not self._due(step):
+    def end_step(self, ends: Sequence[Endpoint], step: int, samples: int, sinks: Any) -> None:
+        """After a training step, on all stages alike.
+
+        Args:
+            samples: seen by all replicas so far, the x-axis of DeepSpeed's own events.
+            sinks: DeepSpeed's monitor.
+        """
+        if self._off or (self._announced and not self._due):
             return
-        step_ms = self._clock.ms(self._began, self._clock.mark()) if measured else 0.0
         first, self._announced = not self._announced, True
         if first:
             self._leave_notes(ends)
-        channels, stamps = self._gather(ends)
-        if not self._reports:
-            return
-        if first:
-            record_settings(self.config.settings)
-            print(self._announcement(channels), flush=True)
-        self._gathered, self._steps, self._ended = channels, step, time.perf_counter()
-        if measured:
-            self._complete(channels, stamps, step_ms)
-            self._write(self._events(channels, step_ms, samples))
+        step_ms = self._collect(ends)
+        self._table.add_up(self._total)
+        statuses = self._table.statuses
+        if Status.FAILED in statuses:
+            self._off = True
+            if statuses.index(Status.FAILED) == self._rank:
+                self._say()
+        elif self._reports:
+            with self._guarded():
+                channels = self._table.channels
+                if first:
+                    self._announce(channels, sinks)
+                self._gathered, self._steps, self._ended = channels, step, time.perf_counter()
+                if all(status is Status.MEASURED for status in statuses):
+                    self._write(channels, step_ms, samples, sinks)
+            if self._failure:
+                self._say()
+
+    def _collect(self, ends: Sequence[Endpoint]) -> float:
+        """Fill the table with what this stage knows; returns how long the step took, in milliseconds."""
+        meters, step_ms = self._take_meters(), 0.0
+        self._table.clear()
+        with self._guarded():
+            if meters:
+                step_ms = self._clock.ms(self._began, self._clock.mark())
+            for channel in (end.channel for end in ends if end.sends):
+                self._table.fill(channel, self._counters(channel))
+            for end, meter in meters:
+                self._failure = self._failure or meter.failure
+                self._table.fill(end.channel, meter.values())
+                if end.sends:
+                    self._table.fill(end.channel, {"residual_norm": _residual_norm(end.channel)})
+                self._table.stamp(end.channel, int(not end.sends), meter.stamps(self._began))
+        measured = Status.MEASURED if meters else Status.COUNTED
+        self._table.set_status(self._rank, Status.FAILED if self._failure else measured)
+        return step_ms
+
+    def _take_meters(self) -> list[tuple[Endpoint, SendingMeter | ReceivingMeter]]:
+        meters, self._meters = self._meters, []
+        for end, _ in meters:
+            end.meter = OFF
+        return meters
+
+    def _announce(self, channels: Channels, sinks: Any) -> None:
+        record_settings(self.config.settings)
+        print(self._announcement(channels), flush=True)
+        if sinks.tb_monitor is not None:
+            add_tensorboard_layout(sinks.tb_monitor.summary_writer, self.boundaries)
+
+    def _write(self, channels: Channels, step_ms: float, samples: int, sinks: Any) -> None:
+        complete(channels, self._written, self._table.stamps, step_ms)
+        self._written = channels
+        sinks.write_events(self._events(channels, step_ms, samples))
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Round everything that may fail on this rank alone."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = self._failure or in_one_line(error)
+
+    def _say(self) -> None:
+        if not self._said:
+            logger.warning(
+                "ds_compress: monitoring is off from here on, training goes on: stage %d: %s",
+                self._rank,
+                self._failure,
+            )
+        self._said = True
 
     def summary(self) -> str:
         """One line on the whole training as far as it was gathered; empty when it never was, or never
         again."""
-        if self._gathered is None or not self.config.block.monitor.every:
+        if not self._gathered or not self.config.block.monitor.every:
             return ""
         raw, wire = (
             sum(c[key] for b in self._gathered for c in b.values()) for key in ("raw_bytes", "wire_bytes")
         )
         line = (
             f"ds_compress: {_bytes(wire)} sent instead of {_bytes(raw)}, {_bytes(raw - wire)} saved "
-            f"({raw / wire:.2f}x) by step {self._steps}"
+            f"({ratio(raw, wire):.2f}x) by step {self._steps}"
         )
         if self._waited:
             share = sum(self._waited) / len(self._waited)
@@ -137,77 +222,24 @@ class Monitor:
 
     def close(self) -> None:
         """At the end of training, on any rank at any time: no other rank is needed."""
-        line = self.summary()
-        if line:
-            print(line, flush=True)
-
-    def _due(self, step: int) -> bool:
-        every = self.config.block.monitor.every
-        return every > 0 and step % every == 0
-
-    def _gather(self, ends: Sequence[Endpoint]) -> tuple[Channels, Tensor]:
-        """Every channel's columns, and when its packets left and came: [boundary, direction, side,
-        micro-batch].
-
-        Each stage fills what it knows of the channels it has an end of.
-        """
-        columns = torch.zeros(self.boundaries, len(DIRECTIONS), len(COLUMNS), dtype=torch.float64)
-        stamps = torch.zeros(self.boundaries, len(DIRECTIONS), SIDES, self.micro_batches, dtype=torch.float64)
-
-        def place(channel: Channel) -> tuple[int, int]:
-            return channel.boundary.number, DIRECTIONS.index(channel.direction)
-
-        def fill(channel: Channel, values: dict[str, float]) -> None:
-            for name, value in values.items():
-                columns[place(channel)][COLUMNS.index(name)] = value
-
-        for channel in (end.channel for end in ends if end.sends):
-            fill(channel, self._counters(channel))
-        for end, meter in self._meters:
-            end.meter = OFF
-            fill(end.channel, meter.values())
-            if end.sends:
-                fill(end.channel, {"residual_norm": _residual_norm(end.channel)})
-            stamps[place(end.channel)][int(not end.sends)] = torch.tensor(meter.stamps(self._began))
-        self._meters.clear()
-        both = torch.cat([columns.flatten(), stamps.flatten()]).to(self.device)
-        self._total(both)
-        columns, stamps = (
-            t.view_as(like)
-            for t, like in zip(both.cpu().split([columns.numel(), stamps.numel()]), (columns, stamps))
-        )
-        return [
-            {name: dict(zip(COLUMNS, row)) for name, row in zip(DIRECTIONS, b)} for b in columns.tolist()
-        ], stamps
-
-    def _complete(self, channels: Channels, stamps: Tensor, step_ms: float) -> None:
-        """Add what only both ends of a channel together tell."""
-        for number, directions in enumerate(channels):
-            sent, arrived = (
-                {d: t.tolist() for d, t in zip(DIRECTIONS, side)} for side in stamps[number].unbind(1)
-            )
-            wire = {}
-            for direction, values in directions.items():
-                before = self._written[number][direction] if self._written else dict.fromkeys(COUNTERS, 0)
-                messages, raw, wire[direction] = (values[key] - before[key] for key in COUNTERS[:3])
-                values["ratio"] = raw / wire[direction]
-                wire[direction] /= messages
-            for direction, ms in transfer_ms(sent, arrived, wire).items():
-                values = directions[direction]
-                values["transfer_ms"] = ms * self.micro_batches
-                values["link_busy"] = values["transfer_ms"] / step_ms
-        self._written = channels
+        with self._guarded():
+            line = self.summary()
+            if line:
+                print(line, flush=True)
+        if self._failure:
+            self._say()
 
     @staticmethod
     def _counters(channel: Channel) -> dict[str, float]:
         sent, last = channel.sent, channel.last
-        sizes = (last.raw_bytes, channel.compressed_bytes(last))
+        sizes = (last.raw_bytes, channel.compressed_bytes(last)) if last else (0, 0)
         return dict(zip(COUNTERS, (sent.messages, sent.raw_bytes, sent.wire_bytes, *sizes)))
 
     def _leave_notes(self, ends: Sequence[Endpoint]) -> None:
         """What becomes of the tensors of each message that this rank sends."""
-        sending = [end.channel for end in ends if end.sends and end.channel.last is not None]
-        self._notes.leave({channel.place: channel.last.describe() for channel in sending})
+        with self._guarded():
+            sending = [end.channel for end in ends if end.sends and end.channel.last is not None]
+            self._notes.leave({channel.place: channel.last.describe() for channel in sending})
 
     def _announcement(self, channels: Channels) -> str:
         boundaries = []
@@ -216,7 +248,8 @@ class Monitor:
             parts = []
             for name, values in directions.items():
                 raw, wire = values["message_raw_bytes"], values["message_wire_bytes"]
-                part = f"{name} {getattr(codecs, name)} {raw:,.0f} -> {wire:,.0f} bytes ({raw / wire:.2f}x)"
+                sizes = f"{raw:,.0f} -> {wire:,.0f} bytes ({ratio(raw, wire):.2f}x)"
+                part = f"{name} {getattr(codecs, name)} {sizes}"
                 tensors = self._notes.read(f"boundary {number}, {name}")
                 parts.append(f"{part} [{tensors}]" if tensors else part)
             boundaries.append(f"boundary {number}: {', '.join(parts)}")

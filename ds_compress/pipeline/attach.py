@@ -20,8 +20,8 @@ from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import resolve
 from ds_compress.monitor.monitor import Monitor
-from ds_compress.monitor.sinks import add_tensorboard_layout
-from ds_compress.pipeline.engine import CompressedEngine
+from ds_compress.pipeline import lifetime
+from ds_compress.pipeline.engine import CompressedEngine, steps_per_epoch
 from ds_compress.pipeline.handshake import Notes, agree
 from ds_compress.pipeline.intercept import PointToPoint
 from ds_compress.transport import staging
@@ -80,15 +80,6 @@ def check_release(base: type, module: Any) -> None:
         raise CompressionError(f"{release}: its p2p has no send and recv; it is not supported")
 
 
-def _steps_per_epoch(engine: Any) -> int | None:
-    """Training steps in one pass over the data that DeepSpeed was given; None if it was given none of a known
-    size."""
-    try:
-        return -(-len(engine.training_data) // engine.train_batch_size())
-    except TypeError:
-        return None
-
-
 def prepare() -> None:
     """Before an engine is built: let DeepSpeed's own messages, of shapes and the like, reach a neighbour's
     GPU.
@@ -112,7 +103,7 @@ def attach(engine: Any, module: Any, block: object) -> None:
         config = Config(block)
         boundaries = mixin._check(config, engine.num_stages)
         check_release(base, module)
-        config.count_epochs(_steps_per_epoch(engine))
+        config.count_epochs(steps_per_epoch(engine))
         if config.block.enabled and engine.num_stages > 1:
             config.prepare()
         # Triton sums the magnitudes of 1-bit grids in another order than torch: mirrored state would drift
@@ -130,21 +121,20 @@ def attach(engine: Any, module: Any, block: object) -> None:
     if not isinstance(module.p2p, PointToPoint):
         module.p2p = PointToPoint(module.p2p)
     engine.__class__ = _compressed_class(mixin, base)
+    lifetime.free_unused(engine.device)
     engine._connect(config, module.p2p)
+    lifetime.free_with(engine, engine._compression.groups)
     monitor = engine._compression_monitor = Monitor(
         config,
         boundaries=boundaries,
         ranks=engine.num_stages,
-        micro_batches=engine.micro_batches,
+        rank=engine.stage_id,
         device=engine.device,
         link=mixin._own_link or config.block.link.mode,
         total=functools.partial(dist.all_reduce, group=engine.grid.get_pipe_parallel_group()),
         notes=Notes(
             _get_default_store(), f"ds_compress/notes/{next(_engines)}/{engine.grid.get_data_parallel_id()}"
         ),
-        write=engine.monitor.write_events if engine.monitor.enabled else None,
         reports=engine.global_rank == 0,
     )
     weakref.finalize(engine, monitor.close)  # when the engine goes, at the latest when Python ends
-    if engine.monitor.tb_monitor is not None:
-        add_tensorboard_layout(engine.monitor.tb_monitor.summary_writer, boundaries)

@@ -10,7 +10,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from deepspeed import comm as dist
@@ -37,6 +37,15 @@ RECEIVED = {
     Instruction.RECV_ACTIVATION: schedule.RecvActivation,
     Instruction.RECV_GRAD: schedule.RecvGrad,
 }
+
+
+def steps_per_epoch(engine: Any) -> int | None:
+    """Training steps in one pass over the data that DeepSpeed was given; None if it was given none of a known
+    size."""
+    try:
+        return -(-len(engine.training_data) // engine.train_batch_size())
+    except TypeError:
+        return None
 
 
 class CompressedEngine(CheckpointedEngine):
@@ -77,6 +86,7 @@ class CompressedEngine(CheckpointedEngine):
         pipelines = self.grid._topo.get_axis_comm_lists("pipe")
         seconds = config.block.link.timeout_s
         groups = channel_groups(pipelines, self.global_rank, [*DIRECTIONS, *rests], seconds) if eager else {}
+        stage.groups = list(groups.values())
         send, receive = (EagerSender, EagerReceiver) if eager else (Sender, Receiver)
 
         def connect(instruction, channel, kind, neighbour, lane):
@@ -119,7 +129,8 @@ class CompressedEngine(CheckpointedEngine):
         training = torch.is_grad_enabled() and self.module.training
         stage, monitor = self._compression, self._compression_monitor
         if training:
-            monitor.begin_step(stage.ends, self.global_steps + 1)
+            self._recount_warmup(stage.config)
+            monitor.begin_step(stage.ends, self.global_steps + 1, self.micro_batches, self.monitor.enabled)
         with self._looking_ahead(pipe_schedule, training) as counts:
             with stage.running(self.global_steps, training, self._loss_scale(), counts):
                 self._announce(training)
@@ -128,7 +139,7 @@ class CompressedEngine(CheckpointedEngine):
         if training:
             for boundary in stage.boundaries:
                 stage.in_lane(boundary, partial(boundary.end_step, self._replica_mean))
-            monitor.end_step(stage.ends, self.global_steps, self.global_samples)
+            monitor.end_step(stage.ends, self.global_steps, self.global_samples, self.monitor)
 
     @contextlib.contextmanager
     def _looking_ahead(self, pipe_schedule, training):
@@ -167,7 +178,13 @@ class CompressedEngine(CheckpointedEngine):
 
     def _loss_scale(self):
         """What gradients are multiplied by at present: the same on all stages, as all skip the same steps."""
-        return float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0
+        optimizer = self.optimizer  # None while it is not configured yet: evaluation does not need it
+        return float(optimizer.loss_scale) if self.fp16_enabled() and optimizer else 1.0
+
+    def _recount_warmup(self, config):
+        steps = steps_per_epoch(self) if config.block.warmup_epochs else None
+        if steps:
+            config.count_epochs(steps, self.global_steps)
 
     def _announce(self, training):
         """Let messages be received ahead whose shapes are known from the batch before."""

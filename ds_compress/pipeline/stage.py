@@ -54,6 +54,7 @@ class Stage:
         self._samples: dict[int, Tensor] = {}  # ids, by buffer
         self._unplaced: deque[Tensor] = deque()  # ids of batches in unknown buffers
         self._running = False
+        self.groups: list[Any] = []  # process groups of its channels alone
         self.step = 0
         self.training = False
         self.loss_scale = 1.0

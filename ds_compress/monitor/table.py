@@ -1,0 +1,87 @@
+"""What all stages of a pipeline know together after one sum.
+
+The sum has one size, whatever the step was like, and its memory is there before training begins: a stage that
+has nothing to say, or has failed to say it, takes part like any other.
+"""
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ds_compress.config import DIRECTIONS
+from ds_compress.message.channel import Channel
+from ds_compress.message.meters import ReceivingMeter, SendingMeter
+from ds_compress.monitor.metrics import COUNTERS, SIDES, Channels
+
+COLUMNS = (*COUNTERS, *SendingMeter.COLUMNS, "residual_norm", *ReceivingMeter.COLUMNS)
+STAMPS = 64
+"""Packets of a channel, the first of a step, of which times are exchanged."""
+
+
+class Status(enum.IntEnum):
+    """How a stage came through a step."""
+
+    COUNTED = 0
+    MEASURED = 1
+    FAILED = 2
+
+
+class Table:
+    """Columns and stamps of every channel, and a status of every rank, of one pipeline."""
+
+    def __init__(self, boundaries: int, ranks: int, device: torch.device):
+        def zeros(*shape: int, device: torch.device | str = "cpu") -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=device)
+
+        self._columns = zeros(boundaries, len(DIRECTIONS), len(COLUMNS))
+        self._stamps = zeros(boundaries, len(DIRECTIONS), SIDES, STAMPS)
+        self._status = zeros(ranks)
+        self._parts = (self._columns, self._stamps, self._status)
+        self._sum = zeros(sum(part.numel() for part in self._parts), device=device)
+
+    def clear(self) -> None:
+        for part in self._parts:
+            part.zero_()
+
+    def fill(self, channel: Channel, values: Mapping[str, float]) -> None:
+        """Put `values`, by column, where the other stages find those of `channel`."""
+        for name, value in values.items():
+            self._columns[self._place(channel)][COLUMNS.index(name)] = value
+
+    def stamp(self, channel: Channel, side: int, stamps: Sequence[float]) -> None:
+        """When the packets of a step left (`side` 0) or came (1), in milliseconds."""
+        first = torch.tensor(stamps[:STAMPS], dtype=torch.float64, device="cpu")
+        self._stamps[self._place(channel)][side, : len(first)] = first
+
+    def set_status(self, rank: int, status: Status) -> None:
+        self._status[rank] = status
+
+    def add_up(self, total: Callable[[Tensor], object]) -> None:
+        """Exchange everything: on all stages alike. `total` sums a tensor in place over them."""
+        self._sum.copy_(torch.cat([part.flatten() for part in self._parts]))
+        total(self._sum)
+        sums = self._sum.cpu().split([part.numel() for part in self._parts])
+        for part, summed in zip(self._parts, sums):
+            part.copy_(summed.view_as(part))
+
+    @property
+    def channels(self) -> Channels:
+        return [
+            {name: dict(zip(COLUMNS, row)) for name, row in zip(DIRECTIONS, boundary)}
+            for boundary in self._columns.tolist()
+        ]
+
+    @property
+    def stamps(self) -> Tensor:
+        """[boundary, direction, side, packet], zeros where there was none."""
+        return self._stamps
+
+    @property
+    def statuses(self) -> list[Status]:
+        return [Status(int(value)) for value in self._status.tolist()]
+
+    @staticmethod
+    def _place(channel: Channel) -> tuple[int, int]:
+        return channel.boundary.number, DIRECTIONS.index(channel.direction)

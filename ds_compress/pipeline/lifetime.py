@@ -1,0 +1,69 @@
+"""What an engine holds beside memory goes with it: the process groups of its channels.
+
+Engines go when Python collects them, on each rank at a time of its own. A group of gloo is freed there and
+then. To free one of NCCL takes both of its ranks: it waits until all ranks build their next engine and agree
+that its engine has gone everywhere.
+"""
+
+import contextlib
+import gc
+import itertools
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+FREED_ALONE = ("gloo",)
+"""Backends whose groups need no other rank to be freed."""
+
+_numbers = itertools.count()  # of engines, alike on all ranks
+_living: set[int] = set()
+_left: dict[int, Sequence[Any]] = {}  # groups of engines that have gone here
+_shared: list[int] = []  # engines whose groups are freed together, alike on all ranks
+
+
+def free_with(engine: Any, groups: Sequence[Any]) -> None:
+    """Free process `groups` when `engine` goes; called for every engine on every rank."""
+    number = next(_numbers)
+    _living.add(number)
+    if not all(map(_is_freed_alone, groups)):
+        _shared.append(number)
+    finalizer = weakref.finalize(engine, _gone, number, groups, os.getpid())
+    finalizer.atexit = False  # the end of the process frees everything
+
+
+def free_unused(device: torch.device) -> None:
+    """Free what engines before the next one have left; on all ranks alike."""
+    if _living:
+        gc.collect()  # DeepSpeed's engines are in cycles
+    if not _shared:
+        return
+    gone = torch.tensor([number in _left for number in _shared], dtype=torch.int32, device=device)
+    dist.all_reduce(gone, op=dist.ReduceOp.MIN)
+    for number in [number for number, everywhere in zip(_shared, gone.tolist()) if everywhere]:
+        _shared.remove(number)
+        _free(_left.pop(number))
+
+
+def _gone(number: int, groups: Sequence[Any], process: int) -> None:
+    if os.getpid() != process:  # a fork has no part in its parent's groups
+        return
+    _living.discard(number)
+    if number in _shared:
+        _left[number] = groups
+    else:
+        _free(groups)
+
+
+def _is_freed_alone(group: Any) -> bool:
+    backends = (pair.rpartition(":")[2] for pair in dist.get_backend_config(group).split(","))
+    return all(backend in FREED_ALONE for backend in backends)
+
+
+def _free(groups: Sequence[Any]) -> None:
+    for group in groups:
+        with contextlib.suppress(ValueError):  # it went with the default group
+            dist.destroy_process_group(group)
