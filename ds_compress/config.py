@@ -12,7 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 import ds_compress.codecs  # noqa: F401  (registers them)
 from ds_compress.codec import CODECS, Codec
-from ds_compress.errors import CompressionError
+from ds_compress.errors import REQUIRE, CompressionError, is_required
 from ds_compress.feedback import FEEDBACKS, Feedback
 from ds_compress.feedback.sample_ids import SampleIds
 from ds_compress.registry import Options, validate
@@ -70,8 +70,10 @@ class Monitor(Options):
 class Block(Options):
     """The block as the user wrote it, with defaults filled in."""
 
-    enabled: bool = True
-    """False: nothing of DeepSpeed is changed, as if the key were absent."""
+    enabled: bool | Literal["required"] = True
+    """false: nothing of DeepSpeed is changed, as if the key were absent; "required": an engine that cannot
+    compress, such as one without a pipeline, is an error rather than a warning. The environment variable
+    DS_COMPRESS_REQUIRE=1 says the same for every engine."""
     forward: Direction = Direction()
     """Activations, from stage b to b+1."""
     backward: Direction = Direction()
@@ -96,6 +98,13 @@ class Block(Options):
     monitor: Monitor = Monitor()
     seed: int = Field(1234, ge=0)
     """Seed of every random choice; with boundary, direction, step and micro-batch."""
+
+    @field_validator("enabled", mode="before")
+    @classmethod
+    def _switch(cls, value: object) -> object:
+        if value is not True and value is not False and value != "required":
+            raise ValueError('is not allowed; allowed: true, false, "required"')
+        return value
 
     @field_validator("tensors")
     @classmethod
@@ -199,6 +208,19 @@ class Config:
         with _errors_at(f"{path}.backward.feedback"):
             backward = backward_feedback.around(backward)
         return BoundaryCodecs(forward, backward)
+
+    def leave_uncompressed(self, why: str) -> None:
+        """Make it the only one of `notes` that an engine cannot compress, because of `why`; say nothing where
+        this is switched off.
+
+        Raises:
+            CompressionError: "enabled" is "required", or the environment says that it is.
+        """
+        if self.block.enabled == "required" or is_required():
+            asked = f'"enabled": "required" in {KEY}' if self.block.enabled == "required" else f"{REQUIRE}=1"
+            reason = why if self.block.enabled else '"enabled" is false'
+            raise CompressionError(f"{KEY}: {asked} asks for compression, but {reason}")
+        self.notes = {f'the "{KEY}" key has no effect: {why}': None} if self.block.enabled else {}
 
     def count_epochs(self, steps_per_epoch: int | None) -> None:
         """Turn warm-up epochs into steps; None where nobody knows how long an epoch is.
