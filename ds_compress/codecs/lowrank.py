@@ -6,13 +6,13 @@
 from typing import Literal
 
 import torch
-from pydantic import PositiveInt
 from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
 from ds_compress.codecs.reshape import WIRE_DTYPES, arithmetic_dtype, as_message, boundary_noise, matrix_shape
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.numerics import is_finite
+from ds_compress.registry import Width
 
 ITERATIONS = (
     16  # of C V -> V; in flat spectra, the slowest, the error is then within 0.1 % of the smallest possible
@@ -31,7 +31,7 @@ class LowRank(Codec):
     """
 
     class Options(CodecOptions):
-        rank: PositiveInt = 8
+        rank: Width = 8
         dtype: Literal["bf16", "fp32"] = "bf16"
 
     def _factor_rank(self, shape: tuple[int, ...]) -> int | None:
@@ -104,7 +104,7 @@ class PCA(Codec):
     needs_warmup = True
 
     class Options(CodecOptions):
-        rank: PositiveInt = 64
+        rank: Width = 64
         dtype: Literal["bf16", "fp32"] = "bf16"
 
     def layout(self, spec: TensorSpec) -> Layout:

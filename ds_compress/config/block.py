@@ -3,14 +3,22 @@
 Codec and feedback options stand with their classes (`ds-compress list`); everything else stands here.
 """
 
-from typing import Any, Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
-from ds_compress.registry import Options
+from ds_compress.registry import Options, Steps
 
 KEY = "ds_compress"
 DIRECTIONS = ("forward", "backward")
+
+
+def _number(key: object) -> object:
+    """A boundary's number as it is written everywhere: "01", or digits but 0 to 9, would never be found."""
+    if not isinstance(key, str) or not re.fullmatch("0|[1-9][0-9]{0,4}", key):
+        raise ValueError('is not the number of a boundary; allowed: "0", "1", ...')
+    return key
 
 
 class Direction(Options):
@@ -37,7 +45,7 @@ class Link(Options):
     """blocking: DeepSpeed's own order of sends and receives; eager: sent when computed, received ahead.
     DualPipeV posts its receives ahead by itself and has one order for both."""
 
-    timeout_s: float = Field(1800.0, gt=0)
+    timeout_s: float = Field(1800.0, ge=1, le=7 * 24 * 3600)
     """Seconds that a neighbour may take to send or to take a message before this rank stops with an error; on
     a GPU NCCL counts them. What DeepSpeed itself waits for keeps the time-out of deepspeed.init_distributed,
     also 1800."""
@@ -55,7 +63,7 @@ class Checkpoint(Options):
 
 
 class Monitor(Options):
-    every: int = Field(10, ge=0)
+    every: Steps = 10
     """Write the counters every so many steps; 0: never."""
 
 
@@ -70,16 +78,16 @@ class Block(Options):
     """Activations, from stage b to b+1."""
     backward: Direction = Direction()
     """Gradients, from stage b+1 to b."""
-    boundaries: dict[str, Override] = {}
+    boundaries: dict[Annotated[str, BeforeValidator(_number)], Override] = {}
     """Other settings for single boundaries, by number: "0" is the cut between stages 0 and 1."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: Steps = 0
     """Optimizer steps at the start of training in which every message crosses uncompressed."""
-    warmup_epochs: int = Field(0, ge=0)
+    warmup_epochs: int = Field(0, ge=0, le=10**6)
     """The same in passes over the `training_data` given to `deepspeed.initialize`, instead of steps."""
     policy: Policy = Policy()
     eval: Literal["compressed", "uncompressed"] = "compressed"
     """Whether messages of eval_batch are compressed (without feedback); after the warm-up."""
-    min_numel: int = Field(4096, ge=0)
+    min_numel: int = Field(4096, ge=0, le=2**40)
     """Tensors with fewer elements cross as they are."""
     tensors: Any = "large"
     """Which float tensors of a message are compressed, in both directions: "large", those of min_numel
@@ -88,7 +96,7 @@ class Block(Options):
     link: Link = Link()
     checkpoint: Checkpoint = Checkpoint()
     monitor: Monitor = Monitor()
-    seed: int = Field(1234, ge=0)
+    seed: int = Field(1234, ge=0, lt=2**63)
     """Seed of every random choice; with boundary, direction, step and micro-batch."""
 
     @field_validator("enabled", mode="before")
@@ -106,12 +114,4 @@ class Block(Options):
             raise ValueError(
                 'is not allowed; allowed: "large", or a list of positions from 0, such as [0, 2]'
             )
-        return value
-
-    @field_validator("boundaries", mode="before")
-    @classmethod
-    def _numbered(cls, value: object, info: ValidationInfo) -> object:
-        for key in value if isinstance(value, dict) else ():
-            if not str(key).isdecimal():
-                raise ValueError(f'key {key!r} is not the number of a boundary ("0", "1", ...)')
         return value

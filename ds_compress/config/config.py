@@ -8,7 +8,7 @@ from typing import Any
 import ds_compress.codecs  # noqa: F401  (registers them)
 from ds_compress.codec import CODECS, Codec
 from ds_compress.config.block import DIRECTIONS, KEY, Block
-from ds_compress.errors import REQUIRE, CompressionError, is_required
+from ds_compress.errors import REQUIRE, CompressionError, is_required, shown
 from ds_compress.feedback import FEEDBACKS, Feedback
 from ds_compress.feedback.sample_ids import SampleIds
 from ds_compress.registry import validate
@@ -46,7 +46,7 @@ class Config:
         """
         if not isinstance(block, dict):
             raise CompressionError(
-                f'{KEY}: {block!r} is not an object; write "{KEY}": {{...}} with the options'
+                f'{KEY}: {shown(block)} is not an object; write "{KEY}": {{...}} with the options'
             )
         self.block = validate(Block, block, KEY)
         self.warmup_steps = self.block.warmup_steps

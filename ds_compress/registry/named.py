@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar, Generic, TypeVar
 
-from ds_compress.errors import CompressionError, did_you_mean
+from ds_compress.errors import CompressionError, did_you_mean, shown
 from ds_compress.registry.options import Options, validate
 
 
@@ -64,7 +64,7 @@ class Registry(Generic[Kind]):
         """The class registered as `name`; `path` is the JSON path that an error names."""
         if not isinstance(name, str) or name not in self._classes:
             raise CompressionError(
-                f"{path}: {name!r} is not registered{did_you_mean(name, self.names())}; known: "
+                f"{path}: {shown(name)} is not registered{did_you_mean(name, self.names())}; known: "
                 f"{self._known()}"
             )
         return self._classes[name]
@@ -83,7 +83,7 @@ class Registry(Generic[Kind]):
             return self.find(choice, path)()
         if not isinstance(choice, dict):
             raise CompressionError(
-                f"{path}: {choice!r} is neither a name nor an object with a name; known: {self._known()}"
+                f"{path}: {shown(choice)} is neither a name nor an object with a name; known: {self._known()}"
             )
         if "name" not in choice:
             raise CompressionError(f"{path}.name: missing; known: {self._known()}")

@@ -203,7 +203,7 @@ BAD = [
     ({"link": "eager"}, "ds_compress.link: 'eager'", "object"),
     ({"link": {"mode": "eagre"}}, "ds_compress.link.mode: 'eagre' is not allowed", "did you mean 'eager'"),
     ({"link": {"modes": "eager"}}, "ds_compress.link.modes: unknown key", "did you mean 'mode'"),
-    ({"link": {"timeout_s": 0}}, "ds_compress.link.timeout_s: 0", "greater than 0"),
+    ({"link": {"timeout_s": 0}}, "ds_compress.link.timeout_s: 0", "equal to 1"),
     ({"link": {"checksum": 1}}, "ds_compress.link.checksum: 1", "valid boolean"),
     (
         {"checkpoint": {"state": "detla"}},
