@@ -1,5 +1,8 @@
 """Things found by name (codecs and feedbacks), each with its own options model."""
 
+import ast
+import inspect
+import textwrap
 from typing import Any, ClassVar, Generic, TypeVar
 
 from ds_compress.errors import CompressionError, did_you_mean, shown
@@ -14,8 +17,8 @@ class Named:
 
     @classmethod
     def summary(cls) -> str:
-        """First line of the class's docstring."""
-        return (cls.__doc__ or "").strip().splitlines()[0]
+        """First paragraph of the class's docstring, in one line; empty if there is none."""
+        return " ".join(_docstring(cls).split("\n\n")[0].split())
 
     def __init__(self, options: Options | None = None):
         self.options: Any = options if options is not None else self.Options()
@@ -31,6 +34,17 @@ class Named:
     def settings(self) -> dict[str, Any]:
         """Name and every option with its value, as JSON types."""
         return {"name": self.name, **self.options.model_dump(mode="json")}
+
+
+def _docstring(cls: type) -> str:
+    """Read from the source where `python -OO` has thrown it away, as pydantic reads those of options."""
+    if cls.__doc__:
+        return inspect.cleandoc(cls.__doc__)
+    try:
+        definition = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    except (OSError, TypeError, SyntaxError):  # typed in by hand, or its file is gone
+        return ""
+    return ast.get_docstring(definition) or ""
 
 
 Kind = TypeVar("Kind", bound=Named)
