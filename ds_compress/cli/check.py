@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ds_compress.autoload import near_misses
 from ds_compress.cli.arguments import DTYPES, shape
-from ds_compress.cli.console import console
+from ds_compress.cli.console import console, importing_deepspeed
 from ds_compress.codec import TensorSpec
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.errors import CompressionError
@@ -60,14 +60,17 @@ def read_block(path: Path) -> object:
     """The "ds_compress" value of a ds_config.json.
 
     Raises:
-        CompressionError: no such file, not JSON, or no such key.
+        CompressionError: no such file, not what DeepSpeed reads, or no such key.
     """
+    with importing_deepspeed():
+        from ds_compress.pipeline.ds_config import load
     try:
-        ds_config = json.loads(path.read_text())
+        ds_config = load(path)
     except OSError as error:
         raise CompressionError(f"{path}: {error.strerror}") from None
     except ValueError as error:
-        raise CompressionError(f"{path}: not JSON: {error}") from None
+        reason = " ".join(str(error).split())
+        raise CompressionError(f"{path}: not JSON as DeepSpeed reads it: {reason}") from None
     if not isinstance(ds_config, dict) or KEY not in ds_config:
         near = near_misses(ds_config) if isinstance(ds_config, dict) else []
         hint = f" (did you mean it by {near[0]!r}?)" if near else ""
