@@ -32,7 +32,9 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     config = Config(read_block(args.ds_config))
     rows = message_sizes(config, args.stages, TensorSpec(args.shape, DTYPES[args.dtype]))
-    for note in config.notes:
+    keys = ("boundary", "direction", "raw_bytes", "wire_bytes")
+    larger = dict.fromkeys(config.size_note(*(row[key] for key in keys)) for row in rows)
+    for note in filter(None, (*config.notes, *larger)):
         print(note, file=sys.stderr)
     if args.json:
         print(json.dumps(rows, indent=2))

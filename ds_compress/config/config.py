@@ -13,6 +13,9 @@ from ds_compress.feedback import FEEDBACKS, Feedback
 from ds_compress.feedback.sample_ids import SampleIds
 from ds_compress.registry import validate
 
+HEADERS = 128
+"""Bytes that the headers of a message and the places between its parts take, at most."""
+
 
 @dataclass(frozen=True)
 class BoundaryCodecs:
@@ -65,7 +68,7 @@ class Config:
         """New codec objects for `boundary`; None: for a boundary without settings of its own."""
         forward, forward_feedback = self._choice(boundary, "forward")
         backward, backward_feedback = self._choice(boundary, "backward")
-        path = f"{KEY}.boundaries.{boundary}" if str(boundary) in self.block.boundaries else KEY
+        path = self._path(boundary)
         for codec, other, direction in ((forward, backward, "backward"), (backward, forward, "forward")):
             if codec.both_directions and other.name != codec.name:
                 raise CompressionError(
@@ -110,6 +113,18 @@ class Config:
             reason = why if self.block.enabled else '"enabled" is false'
             raise CompressionError(f"{KEY}: {asked} asks for compression, but {reason}")
         self.notes = {f'the "{KEY}" key has no effect: {why}': None} if self.block.enabled else {}
+
+    def size_note(self, boundary: int, direction: str, raw_bytes: float, wire_bytes: float) -> str:
+        """What to say where the packet of a message is larger than its tensors, else nothing; headers do not
+        count."""
+        if wire_bytes <= raw_bytes + HEADERS:
+            return ""
+        codec = f"{self._path(boundary)}.{direction}.codec: {getattr(self.codecs(boundary), direction)}"
+        sizes = f"{wire_bytes:,.0f} bytes instead of {raw_bytes:,.0f}"
+        return f"{codec} makes messages larger: {sizes}; use other options, or codec 'none'"
+
+    def _path(self, boundary: int | None) -> str:
+        return f"{KEY}.boundaries.{boundary}" if str(boundary) in self.block.boundaries else KEY
 
     def count_epochs(self, steps_per_epoch: int | None) -> None:
         """Turn warm-up epochs into steps; None where nobody knows how long an epoch is.

@@ -1,6 +1,7 @@
 """Counters and measurements of a pipeline, gathered on its first stage, written where DeepSpeed's monitor
 writes."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +18,8 @@ from ds_compress.message.meters import OFF, ReceivingMeter, SendingMeter
 from ds_compress.monitor.metrics import CHANNEL, Channels, label, stage_ms, transfer_ms, uncompressed_step_ms
 from ds_compress.monitor.sinks import record_settings
 from ds_compress.version import __version__
+
+log = logging.getLogger("ds_compress")
 
 COUNTERS = ("messages", "raw_bytes", "wire_bytes", "message_raw_bytes", "message_wire_bytes")
 COLUMNS = (*COUNTERS, *SendingMeter.COLUMNS, "residual_norm", *ReceivingMeter.COLUMNS)
@@ -99,6 +102,7 @@ class Monitor:
         if first:
             record_settings(self.config.settings)
             print(self._announcement(channels), flush=True)
+            self._warn_of_sizes(channels)
         self._gathered, self._steps, self._ended = channels, step, time.perf_counter()
         if measured:
             self._complete(channels, stamps, step_ms)
@@ -205,6 +209,17 @@ class Monitor:
         warmup = f", after {self.config.warmup_steps} warm-up steps" if self.config.warmup_steps else ""
         active = f"ds_compress {__version__} active, link {self._link}{warmup}"
         return f"{active}; per message: {'; '.join(boundaries)}"
+
+    def _warn_of_sizes(self, channels: Channels) -> None:
+        notes = {
+            self.config.size_note(
+                number, name, values["message_raw_bytes"], values["message_wire_bytes"]
+            ): None
+            for number, directions in enumerate(channels)
+            for name, values in directions.items()
+        }
+        for note in filter(None, notes):
+            log.warning(note)
 
     def _events(self, channels: Channels, step_ms: float, samples: int) -> Events:
         """All values of a measured step."""

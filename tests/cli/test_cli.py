@@ -91,6 +91,28 @@ def test_check_table(ds_config, capsys):
     assert "12,582,912" in capsys.readouterr().out
 
 
+LARGER = {"forward": {"codec": {"name": "topk", "density": 0.9, "indices": "int32"}}}
+
+
+def test_check_says_where_a_packet_is_larger_than_the_tensor(ds_config, capsys):
+    """It was a ratio of 0.56 in a table, and nothing in training."""
+    path = ds_config({"ds_compress": LARGER})
+    assert main(["check", path, "--stages", "4", "--shape", "4,1024,768", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.splitlines() == [
+        "ds_compress.forward.codec: topk(density=0.9, indices=int32) makes messages larger: "
+        "22,649,280 bytes instead of 12,582,912; use other options, or codec 'none'"
+    ]
+    assert json.loads(printed.out)[0]["ratio"] < 1
+
+
+@pytest.mark.parametrize("block", [{}, {"forward": {"codec": "lossless"}}, {"forward": {"codec": "bf16"}}])
+def test_headers_alone_are_not_worth_a_note(block, ds_config, capsys):
+    path = ds_config({"ds_compress": {**block, "min_numel": 0}})
+    assert main(["check", path, "--stages", "2", "--shape", "64", "--dtype", "bf16"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_check_knows_small_messages(ds_config, capsys):
     path = ds_config({"ds_compress": BLOCK})
     assert main(["check", path, "--stages", "3", "--shape", "4,8", "--json"]) == 0
