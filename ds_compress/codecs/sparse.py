@@ -31,7 +31,7 @@ class SparseOptions(CodecOptions):
     density: float = Field(0.1, gt=0, le=1)
     """Fraction of the entries that is kept."""
 
-    values: Any = "raw"
+    values: Any = Field("raw", json_schema_extra={"anyOf": [{"const": "raw"}, {"registry": "codec"}]})
     """How the kept values travel: as they are, or through the codec of that name or description."""
 
     @field_validator("values")

@@ -22,9 +22,9 @@ def _number(key: object) -> object:
 
 
 class Direction(Options):
-    codec: Any = "none"
+    codec: Any = Field("none", json_schema_extra={"registry": "codec"})
     """Name of a codec, or an object with its name and options."""
-    feedback: Any = "none"
+    feedback: Any = Field("none", json_schema_extra={"registry": "feedback"})
     """Name of a feedback, or an object with its name and options."""
 
 
