@@ -1,7 +1,15 @@
-"""The one exception class of the package."""
+"""The one exception class of the package, and what makes it."""
 
 import difflib
+import os
+import re
 from collections.abc import Iterable
+
+REQUIRE = "DS_COMPRESS_REQUIRE"
+"""Environment variable: 1 makes an engine that would train uncompressed an error."""
+
+SHOWN = 80
+"""How many characters of a value, or of a key, an error quotes."""
 
 
 class CompressionError(ValueError):
@@ -16,5 +24,25 @@ def in_one_line(error: BaseException) -> str:
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """`" (did you mean 'topk'?)"` for the nearest name in `known`, or an empty string when none is near."""
-    nearest = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
+    text = word if isinstance(word, str) else shown(word)
+    nearest = difflib.get_close_matches(text[:SHOWN], list(known), n=1, cutoff=0.5)
     return f" (did you mean {nearest[0]!r}?)" if nearest else ""
+
+
+def shown(value: object) -> str:
+    """`value` as an error quotes it: in one line, of at most `SHOWN` characters."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # an int of too many digits, lists too deep, ...
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+
+
+def shown_key(key: object) -> str:
+    """`key` as a part of a JSON path: as it is where it is a plain word or number, else quoted."""
+    return key if isinstance(key, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,40}", key) else shown(key)
+
+
+def is_required() -> bool:
+    """Whether `REQUIRE` is set, to anything but 0."""
+    return os.environ.get(REQUIRE, "0") not in ("", "0")

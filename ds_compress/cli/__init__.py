@@ -1,19 +1,19 @@
 """The command `ds-compress`, also `python -m ds_compress`: one module per subcommand."""
 
-import argparse
 import sys
 
-from ds_compress.cli import advise, bench, check, listing, report
+from ds_compress.cli import advise, bench, check, listing, report, schema
+from ds_compress.cli.arguments import Parser
 from ds_compress.errors import CompressionError
+from ds_compress.version import __version__
 
-COMMANDS = (listing, check, bench, advise, report)
+COMMANDS = (listing, check, bench, advise, report, schema)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand; returns the exit code, 2 for input that is refused."""
-    parser = argparse.ArgumentParser(
-        prog="ds-compress", description="Compressed pipeline messages for DeepSpeed."
-    )
+    """Run one subcommand; returns the exit code, 2 for input that is refused, in one line."""
+    parser = Parser(prog="ds-compress", description="Compressed pipeline messages for DeepSpeed.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True)
     for command in COMMANDS:
         command.add_parser(subparsers)
@@ -22,4 +22,6 @@ def main(argv: list[str] | None = None) -> int:
         return args.run(args)
     except CompressionError as error:
         print(error, file=sys.stderr)
-        return 2
+    except OSError as error:  # a file or folder to read from or write to
+        print(f"ds-compress {args.command}: {error}", file=sys.stderr)
+    return 2

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import distributed as dist
 
-from ds_compress.cli.arguments import DTYPES, shape
+from ds_compress.cli.arguments import DTYPES, add_message, device, integer, number, numbers
 from ds_compress.cli.bench import benchmark_tensor, measure
 from ds_compress.cli.check import message_sizes, read_block
-from ds_compress.cli.console import console
+from ds_compress.cli.console import show
 from ds_compress.codec import Codec, TensorSpec
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.errors import CompressionError
@@ -41,26 +40,28 @@ MEASURED_MESSAGES = 8
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("advise", help="predict the step time of recipes on a link")
-    parser.add_argument("--stages", type=int, required=True, help="pipeline stages")
-    parser.add_argument("--micro-batches", type=int, required=True, help="gradient_accumulation_steps")
+    add_message(parser)
+    parser.add_argument(
+        "--micro-batches", type=integer(1, 10_000), required=True, help="gradient_accumulation_steps"
+    )
     parser.add_argument(
         "--forward-ms",
-        type=_numbers,
+        type=numbers(1e-6, 1e9),
         required=True,
         help="of a micro-batch on one stage; one number for all stages, or one a stage: 16,16,18",
     )
-    parser.add_argument("--backward-ms", type=_numbers, help="likewise (default: twice the forward time)")
     parser.add_argument(
-        "--step-ms", type=float, default=0.0, help="the rest of a step: optimizer, sum of the losses"
+        "--backward-ms", type=numbers(0, 1e9), help="likewise (default: twice the forward time)"
     )
     parser.add_argument(
-        "--shape", type=shape, required=True, help="of the tensor between two stages: 4,1024,768"
+        "--step-ms", type=number(0, 1e9), default=0.0, help="the rest of a step: optimizer, sum of the losses"
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of that tensor")
     link = parser.add_mutually_exclusive_group(required=True)
-    link.add_argument("--gbps", type=float, help="bandwidth between stages, Gbit/s in each direction")
+    link.add_argument(
+        "--gbps", type=number(1e-6, 1e6), help="bandwidth between stages, Gbit/s in each direction"
+    )
     link.add_argument("--measure", action="store_true", help="measure it between the ranks of this launch")
-    parser.add_argument("--latency-ms", type=float, default=0.0, help="one way")
+    parser.add_argument("--latency-ms", type=number(0, 1e9), default=0.0, help="one way")
     parser.add_argument(
         "--recipe",
         type=Path,
@@ -68,10 +69,12 @@ def add_parser(subparsers: Any) -> None:
         metavar="DS_CONFIG",
         help="ds_config.json files (default: some codecs, in both directions, sent eagerly)",
     )
-    parser.add_argument("--device", default="cpu", help="where the codecs are measured: cpu, cuda")
+    parser.add_argument(
+        "--device", type=device, default="cpu", help="where the codecs are measured: cpu, cuda"
+    )
     parser.add_argument(
         "--codec-gbps",
-        type=float,
+        type=number(1e-6, 1e6),
         help="do not measure the codecs: all encode and decode so many GB/s of input",
     )
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
@@ -80,8 +83,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     workload = _workload(args)
-    if args.gbps is not None and args.gbps <= 0:
-        raise CompressionError(f"--gbps: {args.gbps} is not allowed: should be more than 0")
     gbps = _measured_gbps() if args.measure else args.gbps
     if args.measure and int(os.environ["RANK"]) > 0:
         return 0
@@ -94,18 +95,19 @@ def run(args: argparse.Namespace) -> int:
         return 0
     message = f"{list(args.shape)} {args.dtype}"
     title = f"{args.stages} stages, {args.micro_batches} micro-batches, {message}, {gbps:.3g} Gbit/s"
-    table = Table("recipe", "link", "ratio", "step, ms", "speed-up", "limited by", "link busy", title=title)
-    for row in rows:
-        table.add_row(
-            row["recipe"],
-            row["link"],
-            f"{2 * spec.nbytes / sum(row['wire_bytes']):.2f}",
-            f"{1e3 * row['step_s']:.1f}",
-            f"{row['speedup']:.2f}",
-            row["limit"],
-            f"{100 * row['link_busy']:.0f} %",
-        )
-    console().print(table)
+    shown = [
+        {
+            "recipe": row["recipe"],
+            "link": row["link"],
+            "ratio": f"{2 * spec.nbytes / sum(row['wire_bytes']):.2f}",
+            "step, ms": f"{1e3 * row['step_s']:.1f}",
+            "speed-up": f"{row['speedup']:.2f}",
+            "limited by": row["limit"],
+            "link busy": f"{100 * row['link_busy']:.0f} %",
+        }
+        for row in rows
+    ]
+    show(title, shown)
     print(verdict(rows))
     return 0
 
@@ -114,6 +116,8 @@ def plans(args: argparse.Namespace, spec: TensorSpec) -> dict[str, Plan]:
     """A plan for every recipe, DeepSpeed's own first."""
     if args.recipe:
         blocks = {path.stem: read_block(path) for path in args.recipe}
+        if len(blocks) < len(args.recipe):
+            raise CompressionError("--recipe: files of one name came; give each a name of its own")
     else:
         blocks = {name: dict.fromkeys(DIRECTIONS, choice) for name, choice in RECIPES.items()}
     raw = Traffic(spec.nbytes)
@@ -164,12 +168,8 @@ def verdict(rows: list[dict[str, Any]]) -> str:
 
 
 def _workload(args: argparse.Namespace) -> Workload:
-    for name, least in (("stages", 2), ("micro_batches", 1)):
-        came = getattr(args, name)
-        if came < least:
-            raise CompressionError(
-                f"--{name.replace('_', '-')}: {came} is not allowed: should be {least} or more"
-            )
+    if args.stages < 2:
+        raise CompressionError(f"--stages: {args.stages} is not allowed: should be 2 or more")
     forward = _per_stage("--forward-ms", args.forward_ms, args.stages)
     backward = _per_stage(
         "--backward-ms", args.backward_ms or [2 * ms for ms in args.forward_ms], args.stages
@@ -185,10 +185,6 @@ def _per_stage(option: str, milliseconds: list[float], stages: int) -> tuple[flo
     return tuple(ms / 1e3 for ms in milliseconds * (stages // len(milliseconds)))
 
 
-def _numbers(text: str) -> list[float]:
-    return [float(number) for number in text.split(",")]
-
-
 def _traffic(config: Config, direction: str, spec: TensorSpec, args: argparse.Namespace) -> Traffic:
     """The messages of `direction` at a boundary without settings of its own."""
     row = next(row for row in message_sizes(config, 2, spec) if row["direction"] == direction)
@@ -197,7 +193,7 @@ def _traffic(config: Config, direction: str, spec: TensorSpec, args: argparse.Na
     if args.codec_gbps:
         seconds = spec.nbytes / (args.codec_gbps * 1e9)
         return Traffic(row["wire_bytes"], seconds, seconds)
-    encode, decode = codec_seconds(getattr(config.codecs(0), direction), spec, args.device)
+    encode, decode = codec_seconds(getattr(config.codecs(0), direction), spec, str(args.device))
     return Traffic(row["wire_bytes"], encode, decode)
 
 
@@ -233,8 +229,8 @@ def slowest_link_gbps() -> float:
     seconds = torch.zeros(ranks)
     for sender in range(ranks - 1):
         dist.barrier()
-        for number in range(MEASURED_MESSAGES + 1):
-            if number == 1:  # the first one opens the connection
+        for sent in range(MEASURED_MESSAGES + 1):
+            if sent == 1:  # the first one opens the connection
                 started = time.perf_counter()
             if rank == sender:
                 dist.send(message, sender + 1)

@@ -1,10 +1,24 @@
-"""Argument types that several subcommands take."""
+"""Arguments that several subcommands take, and how a wrong one is refused: in one line."""
 
 import argparse
+import math
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 
+from ds_compress.errors import shown
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LARGEST_SHAPE = 2**40
+"""Elements; PyTorch counts bytes in 64 bits."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong without the usage, which `--help` shows."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
 
 
 def shape(text: str) -> tuple[int, ...]:
@@ -13,6 +27,59 @@ def shape(text: str) -> tuple[int, ...]:
         sizes = tuple(int(size) for size in text.split(","))
     except ValueError:
         sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a shape like 4,1024,768")
+    if not sizes or min(sizes) < 1 or math.prod(sizes) > LARGEST_SHAPE:
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is not a shape like 4,1024,768, of at most {LARGEST_SHAPE:,} elements"
+        )
     return sizes
+
+
+def integer(least: int, most: int) -> Callable[[str], int]:
+    """The type of an argument that counts."""
+
+    def parse(text: str) -> int:
+        number = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"{shown(text)} is not allowed: should be {least} to {most}")
+        return number
+
+    return parse
+
+
+def number(least: float, most: float) -> Callable[[str], float]:
+    """The type of an argument that measures."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:  # nan is not
+            raise argparse.ArgumentTypeError(f"{shown(text)} is not allowed: should be {least:g} to {most:g}")
+        return value
+
+    return parse
+
+
+def numbers(least: float, most: float) -> Callable[[str], list[float]]:
+    """The type of an argument like 16,16,18."""
+    parse = number(least, most)
+    return lambda text: [parse(part) for part in text.split(",")]
+
+
+def device(text: str) -> torch.device:
+    """The CPU, or a GPU that is here."""
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    allowed = ["cpu", *(["cuda"] if gpus else []), *gpus]
+    if text not in allowed:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not here; allowed: {', '.join(allowed)}")
+    return torch.device(text)
+
+
+def add_message(parser: Any) -> None:
+    """`--stages`, and `--shape` and `--dtype` of what they send."""
+    parser.add_argument("--stages", type=integer(1, 2**16), required=True, help="pipeline stages")
+    parser.add_argument(
+        "--shape", type=shape, required=True, help="of the tensor between two stages: 4,1024,768"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of that tensor")

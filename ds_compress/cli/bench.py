@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
 from ds_compress import config  # noqa: F401  (registers the codecs)
-from ds_compress.cli.arguments import DTYPES, shape
-from ds_compress.cli.console import console
+from ds_compress.cli.arguments import DTYPES, device, integer, shape
+from ds_compress.cli.console import show
 from ds_compress.codec import CODECS, Codec, Context, TensorSpec, build, names
+from ds_compress.errors import CompressionError, shown
 
 OUTLIERS = (
     6  # channels of the benchmark tensor that are 20 times as large, as in a transformer's hidden states
@@ -31,11 +32,11 @@ def add_parser(subparsers: Any) -> None:
         "--shape", type=shape, default=(4, 1024, 1024), help="of the tensor (default 4,1024,1024)"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    here = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument(
-        "--device", default=device, help=f"cpu, cuda, cuda:1, ... (here {device} if not given)"
+        "--device", type=device, default=here, help=f"cpu, cuda, cuda:1, ... (here {here} if not given)"
     )
-    parser.add_argument("--threads", type=int, default=1, help="of torch on the CPU (default 1)")
+    parser.add_argument("--threads", type=integer(1, 1024), default=1, help="of torch on the CPU (default 1)")
     parser.add_argument(
         "--codec", nargs="+", help="names, or JSON objects as in ds_config (default: all but none)"
     )
@@ -45,24 +46,27 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(args.threads)
-    x = benchmark_tensor(args.shape, DTYPES[args.dtype], torch.device(args.device))
     codecs = chosen(args.codec)
-    rows = [measure(codec, x) for codec in track(codecs, "measuring", transient=True)]
+    if args.json:
+        args.json.open("a").close()  # refused before minutes of work
+    x = benchmark_tensor(args.shape, DTYPES[args.dtype], args.device)
+    rows = [measure(codec, x) for codec in track(codecs, "measuring", console=Console(stderr=True))]
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))
     title = f"{list(args.shape)} {args.dtype} on {args.device}, {args.threads} thread(s); GB/s of input"
-    table = Table("codec", "bits/value", "error", "encode", "decode", "round trip", "of copy", title=title)
-    for codec, row in zip(codecs, rows):
-        table.add_row(
-            str(codec),
-            f"{row['bits_per_value']:.3f}",
-            f"{row['relative_error']:.4f}",
-            f"{row['encode_gbps']:.2f}",
-            f"{row['decode_gbps']:.2f}",
-            f"{row['roundtrip_gbps']:.2f}",
-            f"{row['copy_fraction']:.3f}",
-        )
-    console().print(table)
+    shown = [
+        {
+            "codec": str(codec),
+            "bits/value": f"{row['bits_per_value']:.3f}",
+            "error": f"{row['relative_error']:.4f}",
+            "encode": f"{row['encode_gbps']:.2f}",
+            "decode": f"{row['decode_gbps']:.2f}",
+            "round trip": f"{row['roundtrip_gbps']:.2f}",
+            "of copy": f"{row['copy_fraction']:.3f}",
+        }
+        for codec, row in zip(codecs, rows)
+    ]
+    show(title, shown)
     return 0
 
 
@@ -71,16 +75,30 @@ def chosen(words: list[str] | None) -> list[Codec]:
     codecs = []
     for word in words or (name for name in names() if name != "none"):
         if word.lstrip().startswith("{"):
-            codecs.append(build(json.loads(word), "--codec"))
+            codecs.append(build(_parsed(word), "--codec"))
         else:
             codecs += [build({"name": word, **options}) for options in CODECS.find(word, "--codec").examples]
     return codecs
 
 
+def _parsed(word: str) -> object:
+    try:
+        return json.loads(word)
+    except ValueError as error:
+        raise CompressionError(f"--codec: {shown(word)} is not JSON: {error}") from None
+
+
 def benchmark_tensor(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Gaussian, with some channels of the last dimension scaled by 20."""
+    """Gaussian, with some channels of the last dimension scaled by 20.
+
+    Raises:
+        CompressionError: there is not enough memory.
+    """
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(size, generator=generator)
+    try:
+        x = torch.randn(size, generator=generator)
+    except RuntimeError as error:
+        raise CompressionError(f"--shape: {list(size)} does not fit into memory: {error}") from None
     channels = torch.randperm(size[-1], generator=generator)[:OUTLIERS]
     x[..., channels] *= 20
     return x.to(device, dtype)

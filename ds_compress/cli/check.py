@@ -6,11 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from ds_compress.autoload import near_misses
-from ds_compress.cli.arguments import DTYPES, shape
-from ds_compress.cli.console import console
+from ds_compress.cli.arguments import DTYPES, add_message
+from ds_compress.cli.console import importing_deepspeed, show
 from ds_compress.codec import TensorSpec
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.errors import CompressionError
@@ -20,11 +18,7 @@ from ds_compress.message.channel import Boundary, MessageId
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("check", help="validate a ds_config.json and print the bytes per message")
     parser.add_argument("ds_config", type=Path, help="ds_config.json")
-    parser.add_argument("--stages", type=int, required=True, help="pipeline stages")
-    parser.add_argument(
-        "--shape", type=shape, required=True, help="of the tensor between two stages: 4,1024,768"
-    )
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of that tensor")
+    add_message(parser)
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
     parser.set_defaults(run=run)
 
@@ -32,27 +26,28 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     config = Config(read_block(args.ds_config))
     rows = message_sizes(config, args.stages, TensorSpec(args.shape, DTYPES[args.dtype]))
-    for note in config.notes:
+    keys = ("boundary", "direction", "raw_bytes", "wire_bytes")
+    larger = dict.fromkeys(config.size_note(*(row[key] for key in keys)) for row in rows)
+    for note in filter(None, (*config.notes, *larger)):
         print(note, file=sys.stderr)
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0
     state = "" if config.block.enabled else ' ("enabled": false, compression is off)'
     title = f"{args.ds_config}: {args.stages} stages, message {list(args.shape)} {args.dtype}{state}"
-    table = Table(
-        "boundary", "direction", "codec", "raw bytes", "wire bytes", "ratio", "bits/value", title=title
-    )
-    for row in rows:
-        table.add_row(
-            str(row["boundary"]),
-            row["direction"],
-            row["codec"],
-            f"{row['raw_bytes']:,}",
-            f"{row['wire_bytes']:,}",
-            f"{row['ratio']:.2f}",
-            f"{row['bits_per_value']:.3f}",
-        )
-    console().print(table)
+    shown = [
+        {
+            "boundary": str(row["boundary"]),
+            "direction": row["direction"],
+            "codec": row["codec"],
+            "raw bytes": f"{row['raw_bytes']:,}",
+            "wire bytes": f"{row['wire_bytes']:,}",
+            "ratio": f"{row['ratio']:.2f}",
+            "bits/value": f"{row['bits_per_value']:.3f}",
+        }
+        for row in rows
+    ]
+    show(title, shown)
     return 0
 
 
@@ -60,14 +55,17 @@ def read_block(path: Path) -> object:
     """The "ds_compress" value of a ds_config.json.
 
     Raises:
-        CompressionError: no such file, not JSON, or no such key.
+        CompressionError: no such file, not what DeepSpeed reads, or no such key.
     """
+    with importing_deepspeed():
+        from ds_compress.pipeline.ds_config import load
     try:
-        ds_config = json.loads(path.read_text())
+        ds_config = load(path)
     except OSError as error:
         raise CompressionError(f"{path}: {error.strerror}") from None
     except ValueError as error:
-        raise CompressionError(f"{path}: not JSON: {error}") from None
+        reason = " ".join(str(error).split())
+        raise CompressionError(f"{path}: not JSON as DeepSpeed reads it: {reason}") from None
     if not isinstance(ds_config, dict) or KEY not in ds_config:
         near = near_misses(ds_config) if isinstance(ds_config, dict) else []
         hint = f" (did you mean it by {near[0]!r}?)" if near else ""
@@ -81,10 +79,8 @@ def message_sizes(config: Config, stages: int, spec: TensorSpec) -> list[dict[st
     Where the size follows from the data (lossless), wire_bytes is what a message takes at most.
 
     Raises:
-        CompressionError: `stages` below 1, or settings for a boundary that does not exist.
+        CompressionError: settings for a boundary that does not exist.
     """
-    if stages < 1:
-        raise CompressionError(f"--stages: {stages} is not allowed: should be 1 or more")
     config.check_boundaries(stages - 1)
     after_warmup = MessageId(step=config.warmup_steps, micro_batch=0, training=True)
     rows = []

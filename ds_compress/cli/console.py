@@ -1,10 +1,52 @@
-"""Where tables are printed."""
+"""Where tables are printed, and what is kept out of there."""
 
+import contextlib
+import logging
 import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
+from rich.table import Table
+
+WIDTH_OF_FILES = 160
+
+
+def terminal_width() -> int:
+    """Columns of the terminal; enough for every table where there is none."""
+    return shutil.get_terminal_size((WIDTH_OF_FILES, 24)).columns
 
 
 def console() -> Console:
-    """As wide as the terminal; wide enough for every table where there is none."""
-    return Console(width=shutil.get_terminal_size((160, 24)).columns)
+    """As wide as the terminal."""
+    return Console(width=terminal_width())
+
+
+def show(title: str, rows: Sequence[Mapping[str, str]]) -> None:
+    """Print `rows`, which have the same columns: as a table where the terminal is wide enough for it, else
+    value by value. Nothing is cut."""
+    columns = list(rows[0]) if rows else []
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*row.values())
+    wide = Console(width=10_000)
+    print(title)
+    if wide.measure(table).maximum <= terminal_width():
+        console().print(table)
+        return
+    widest = max(map(len, columns))
+    for row in rows:
+        print("\n".join(["", *(f"{name:<{widest}}  {value}" for name, value in row.items())]))
+
+
+@contextlib.contextmanager
+def importing_deepspeed() -> Iterator[None]:
+    """Keep apart from what a command prints that DeepSpeed, when it is imported, warns where there is no GPU,
+    and from then on logs to what is stdout now."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        logging.disable(before)

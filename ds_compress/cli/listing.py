@@ -1,69 +1,102 @@
-"""ds-compress list: codecs and feedbacks with their options."""
+"""ds-compress list: codecs, feedbacks and the keys of the block, each option with what it means.
+
+docs/options.md is made by `ds-compress list --markdown`.
+"""
 
 import argparse
 import json
+import textwrap
+from collections.abc import Iterator
 from typing import Any
 
-from rich.table import Table
+from ds_compress.cli.console import terminal_width
+from ds_compress.cli.reference import reference
 
-from ds_compress import config  # noqa: F401  (registers the codecs)
-from ds_compress.cli.console import console
-from ds_compress.codec import CODECS
-from ds_compress.feedback import FEEDBACKS
-from ds_compress.registry import Registry
+TITLES = {
+    "codecs": "Codecs",
+    "feedbacks": "Feedbacks",
+    "block": 'Keys of the "ds_compress" block',
+}
+Entries = list[dict[str, Any]]
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("list", help="codecs and feedbacks with their options")
-    parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+    parser = subparsers.add_parser("list", help="codecs, feedbacks and keys of the block with their options")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="JSON instead of text")
+    form.add_argument("--markdown", action="store_true", help="docs/options.md")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    found = {f"{registry.kind}s": describe(registry) for registry in (CODECS, FEEDBACKS)}
+    found = reference()
     if args.json:
         print(json.dumps(found, indent=2))
-        return 0
-    for kind, entries in found.items():
-        table = Table("name", "what it does", "options (default)", title=kind)
-        for entry in entries:
-            options = "\n".join(
-                f"{name}: {option['allowed']} ({option['default']!r})"
-                for name, option in entry["options"].items()
-            )
-            table.add_row(entry["name"], entry["summary"], options)
-        console().print(table)
+    else:
+        print("\n".join(markdown(found) if args.markdown else text(found, min(terminal_width(), 110))))
     return 0
 
 
-def describe(registry: Registry) -> list[dict[str, Any]]:
-    """Name, summary and options (default, allowed values, description) of everything in `registry`."""
-    entries = []
-    for name in registry.names():
-        cls = registry.find(name, registry.kind)
-        schema = cls.Options.model_json_schema()
-        options = {
-            option: {
-                "default": field.get_default(call_default_factory=True),
-                "allowed": _allowed(schema["properties"][option], schema),
-                "description": field.description or "",
-            }
-            for option, field in cls.Options.model_fields.items()
-        }
-        entries.append({"name": name, "summary": cls.summary(), "options": options})
-    return entries
+def text(found: dict[str, Entries], width: int) -> Iterator[str]:
+    """`found` for a terminal of so many columns."""
+    for kind, entries in found.items():
+        yield from ("", TITLES[kind])
+        for entry in entries:
+            options = entry.get("options", {})
+            yield ""
+            if kind == "block":
+                yield from _option_text(entry["name"], entry, width, "  ")
+            else:
+                yield from _wrapped(f"{entry['name']}: {entry['summary']}", width, "  ", "    ")
+            for name, option in options.items():
+                yield from _option_text(name, option, width, "    ")
 
 
-def _allowed(schema: dict[str, Any], root: dict[str, Any]) -> str:
-    """A JSON schema in a few words."""
-    if "$ref" in schema:
-        schema = root["$defs"][schema["$ref"].rsplit("/", 1)[1]]
-    if "anyOf" in schema:
-        return " | ".join(_allowed(choice, root) for choice in schema["anyOf"])
-    if "enum" in schema:
-        return " | ".join(map(str, schema["enum"]))
-    if "const" in schema:
-        return str(schema["const"])
-    words = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-    limits = ", ".join(f"{sign} {schema[key]:g}" for key, sign in words.items() if key in schema)
-    return " ".join(filter(None, [schema.get("type", "any"), limits]))
+def _option_text(name: str, option: dict[str, Any], width: int, indent: str) -> Iterator[str]:
+    head = f"{name} = {_default(option)}   ({option['allowed']})"
+    yield from _wrapped(head, width, indent, indent + "    ")
+    yield from _wrapped(option["description"], width, indent + "    ", indent + "    ")
+
+
+def _default(option: dict[str, Any]) -> str:
+    return json.dumps(option["default"]) if "default" in option else "(must be given)"
+
+
+def _wrapped(line: str, width: int, first: str, others: str) -> list[str]:
+    return textwrap.wrap(
+        line,
+        width,
+        initial_indent=first,
+        subsequent_indent=others,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def markdown(found: dict[str, Entries]) -> Iterator[str]:
+    """docs/options.md."""
+    yield "# Options"
+    yield ""
+    yield "Made by `ds-compress list --markdown > docs/options.md`; `ds-compress schema` is for editors."
+    yield "A codec or feedback is its name, or an object with its name and options:"
+    yield '`"codec": {"name": "quantize", "bits": 4}`. An option with a dot is inside an object:'
+    yield '`"link": {"mode": "eager"}`.'
+    for kind, entries in found.items():
+        yield from ("", f"## {TITLES[kind]}")
+        if kind == "block":
+            yield ""
+            yield from _table({entry["name"]: entry for entry in entries})
+            continue
+        for entry in entries:
+            yield from ("", f"### {entry['name']}", "", entry["summary"])
+            if entry["options"]:
+                yield ""
+                yield from _table(entry["options"])
+
+
+def _table(options: dict[str, dict[str, Any]]) -> Iterator[str]:
+    yield "| option | default | allowed | what it does |"
+    yield "|---|---|---|---|"
+    for name, option in options.items():
+        cells = (f"`{name}`", f"`{_default(option)}`", option["allowed"], option["description"])
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

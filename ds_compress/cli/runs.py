@@ -109,24 +109,32 @@ def _file(name: str) -> str:
 def _read_series(file: Path) -> Series:
     """A run that goes on in the same folder writes another header, and steps again that it had done
     before."""
-    with open(file, newline="") as lines:
-        return [(int(samples), float(value)) for samples, value in csv.reader(lines) if samples != "step"]
+    try:
+        with open(file, newline="") as lines:
+            return [(int(samples), float(value)) for samples, value in csv.reader(lines) if samples != "step"]
+    except (ValueError, csv.Error) as error:
+        raise CompressionError(f"report: {file} is not lines of a step and a value: {error}") from None
 
 
 def _read_wandb(file: Path) -> tuple[dict[str, Series], dict[str, Any]]:
-    from wandb.proto.wandb_internal_pb2 import Record
-
+    try:
+        from google.protobuf.message import DecodeError
+        from wandb.proto.wandb_internal_pb2 import Record
+    except ImportError as error:
+        raise CompressionError(f"report: {file}: {error}; install wandb") from None
     series: dict[str, Series] = {}
     config: dict[str, Any] = {}
-    for data in _wandb_records(file.read_bytes(), file):
-        record = Record.FromString(data)
-        for item in [*record.run.config.update, *record.config.update]:
-            config[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
-        for item in record.history.item:
-            value = json.loads(item.value_json)
-            name = item.key or "/".join(item.nested_key)
-            if isinstance(value, (int, float)) or value in ("NaN", "Infinity", "-Infinity"):
-                series.setdefault(name, []).append((record.history.step.num, float(value)))
+    try:
+        for record in map(Record.FromString, _wandb_records(file.read_bytes(), file)):
+            for item in [*record.run.config.update, *record.config.update]:
+                config[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
+            for item in record.history.item:
+                value = json.loads(item.value_json)
+                name = item.key or "/".join(item.nested_key)
+                if isinstance(value, (int, float)) or value in ("NaN", "Infinity", "-Infinity"):
+                    series.setdefault(name, []).append((record.history.step.num, float(value)))
+    except (DecodeError, json.JSONDecodeError) as error:
+        raise CompressionError(f"report: {file} holds a damaged record: {error}") from None
     return series, config
 
 

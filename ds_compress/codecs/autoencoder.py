@@ -1,16 +1,17 @@
 """A codec with weights that are trained along with the model."""
 
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import Field
 from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
 from ds_compress.codecs.memory import Remembers, expect, number
 from ds_compress.codecs.reshape import WIRE_DTYPES, arithmetic_dtype, as_message, boundary_noise, matrix_shape
 from ds_compress.errors import CompressionError
+from ds_compress.registry import Width
 
 BETAS = 0.9, 0.999
 
@@ -34,8 +35,8 @@ class Autoencoder(Codec, Remembers):
     sender_decodes = False
 
     class Options(CodecOptions):
-        width: PositiveInt | None = None  # c; None: an eighth of h
-        lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-3
+        width: Width | None = None  # c; None: an eighth of h
+        lr: float = Field(1e-3, gt=0, le=1)
         dtype: Literal["bf16", "fp32"] = "bf16"
 
     def _width(self, h: int) -> int:

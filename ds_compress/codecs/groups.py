@@ -3,20 +3,25 @@
 from typing import Annotated, Literal
 
 import torch
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from ds_compress.codec import TensorSpec
 
+LARGEST = 2**20  # a message is filled up to whole groups, so groups beyond its size only cost
+
 
 def _check_group_size(value: object) -> object:
-    counted = type(value) is int and value > 0 and value % 8 == 0
+    counted = type(value) is int and 0 < value <= LARGEST and value % 8 == 0
     if not counted and value not in ("tensor", "channel"):
-        raise ValueError("allowed: a positive multiple of 8, 'tensor', 'channel'")
+        raise ValueError(f"is not allowed; allowed: 8, 16, ..., {LARGEST}, 'tensor', 'channel'")
     return value
 
 
-GroupSize = Annotated[int | Literal["tensor", "channel"], BeforeValidator(_check_group_size)]
+GroupSize = Annotated[
+    Annotated[int, Field(ge=8, le=LARGEST, multiple_of=8)] | Literal["tensor", "channel"],
+    BeforeValidator(_check_group_size),
+]
 """Runs of so many values of the flattened tensor; the whole tensor; or each index of the last dimension
 (AQ-SGD)."""
 

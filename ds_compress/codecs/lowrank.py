@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Literal
 
 import torch
-from pydantic import PositiveInt
 from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
@@ -15,6 +14,7 @@ from ds_compress.codecs.memory import Remembers, expect, number
 from ds_compress.codecs.reshape import WIRE_DTYPES, arithmetic_dtype, as_message, boundary_noise, matrix_shape
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.numerics import is_finite
+from ds_compress.registry import Width
 
 ITERATIONS = (
     16  # of C V -> V; in flat spectra, the slowest, the error is then within 0.1 % of the smallest possible
@@ -33,7 +33,7 @@ class LowRank(Codec, Remembers):
     """
 
     class Options(CodecOptions):
-        rank: PositiveInt = 8
+        rank: Width = 8
         dtype: Literal["bf16", "fp32"] = "bf16"
 
     def _factor_rank(self, shape: tuple[int, ...]) -> int | None:
@@ -112,7 +112,7 @@ class PCA(Codec, Remembers):
     needs_warmup = True
 
     class Options(CodecOptions):
-        rank: PositiveInt = 64
+        rank: Width = 64
         dtype: Literal["bf16", "fp32"] = "bf16"
 
     def layout(self, spec: TensorSpec) -> Layout:

@@ -64,7 +64,7 @@ class Quantize(Codec):
         @classmethod
         def _fewer_bits(cls, value: Mixed | None, info: ValidationInfo) -> Mixed | None:
             if value and value.low_bits >= info.data.get("bits", 8):
-                raise ValueError(f"low_bits must be below bits, which is {info.data['bits']}")
+                raise ValueError(f"needs low_bits below bits, which is {info.data['bits']}")
             if value and isinstance(info.data.get("group_size"), str):
                 raise ValueError(f"needs a group_size in values, not {info.data['group_size']!r}")
             return value

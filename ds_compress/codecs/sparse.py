@@ -31,7 +31,7 @@ class SparseOptions(CodecOptions):
     density: float = Field(0.1, gt=0, le=1)
     """Fraction of the entries that is kept."""
 
-    values: str | dict[str, Any] = "raw"
+    values: Any = Field("raw", json_schema_extra={"anyOf": [{"const": "raw"}, {"registry": "codec"}]})
     """How the kept values travel: as they are, or through the codec of that name or description."""
 
     @field_validator("values")
@@ -39,7 +39,7 @@ class SparseOptions(CodecOptions):
     def _values_are_a_plain_codec(cls, choice: object) -> object:
         inner = _values_codec(choice)
         if inner.selects or inner.both_directions or inner.has_rest:
-            raise CompressionError(f"{inner.name!r} cannot carry the kept values; use e.g. 'bf16'")
+            raise CompressionError(f"values: {inner.name!r} cannot carry the kept values; use e.g. 'bf16'")
         return choice
 
 

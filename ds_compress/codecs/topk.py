@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
@@ -44,14 +44,16 @@ class TopK(Sparse):
         """How the entries are found: exactly; by a sampled threshold; by a fitted one; exactly in each
         block."""
 
-        block_size: int | None = Field(None, gt=0)
+        block_size: int | None = Field(None, ge=1, le=2**30)
         """Entries per block of `select: "block"`, which keeps at least one of each; 1024 if not given."""
 
-        @model_validator(mode="after")
-        def _only_blocks_have_a_size(self):
-            if self.block_size is not None and self.select != "block":
-                raise CompressionError(f"block_size goes with select 'block', not with {self.select!r}")
-            return self
+        @field_validator("block_size")
+        @classmethod
+        def _only_blocks_have_a_size(cls, size: int | None, info: ValidationInfo) -> int | None:
+            select = info.data.get("select", "block")
+            if size is not None and select != "block":
+                raise ValueError(f"goes with select 'block', not with {select!r}")
+            return size
 
     def __init__(self, options: CodecOptions | None = None):
         super().__init__(options)

@@ -36,7 +36,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 class Column(Options):
     """An index that the data set returns."""
 
-    column: int = Field(ge=1)
+    column: int = Field(ge=1, le=1000)
     """Which of the things that the data loader returns, 0 being the inputs: an integer tensor [samples]."""
 
 
@@ -77,7 +77,7 @@ class AQSGD(Feedback):
         ids: Literal["hash"] | Column = "hash"
         """How a sample is known again: by a hash of its input, or by an index that the data set returns."""
 
-        batch_dim: int = Field(0, ge=0)
+        batch_dim: int = Field(0, ge=0, lt=64)
         """Dimension of the messages that counts the samples."""
 
         dtype: Literal["bf16", "fp32"] = "bf16"

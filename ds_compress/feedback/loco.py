@@ -10,6 +10,7 @@ from ds_compress.codec import Codec, Context, TensorSpec
 from ds_compress.feedback.base import FEEDBACKS, Feedback
 from ds_compress.feedback.ef import ErrorFeedbackCodec
 from ds_compress.feedback.state import StateOptions
+from ds_compress.registry import Steps
 
 
 @FEEDBACKS.register("loco")
@@ -25,7 +26,7 @@ class LoCo(Feedback):
         beta: float = Field(0.8, ge=0, lt=1)
         """How much of the old residual stays."""
 
-        reset_every: int = Field(1024, ge=0)
+        reset_every: Steps = 1024
         """Start from zero again every so many optimizer steps; 0: never."""
 
         dtype: Literal["fp32", "bf16", "int8"] = "int8"

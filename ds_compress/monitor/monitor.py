@@ -177,6 +177,7 @@ class Monitor:
     def _announce(self, channels: Channels, sinks: Any) -> None:
         record_settings(self.config.settings)
         print(self._announcement(channels), flush=True)
+        self._warn_of_sizes(channels)
         if sinks.tb_monitor is not None:
             add_tensorboard_layout(sinks.tb_monitor.summary_writer, self.boundaries)
 
@@ -256,6 +257,17 @@ class Monitor:
         warmup = f", after {self.config.warmup_steps} warm-up steps" if self.config.warmup_steps else ""
         active = f"ds_compress {__version__} active, link {self.link}{warmup}"
         return f"{active}; per message: {'; '.join(boundaries)}"
+
+    def _warn_of_sizes(self, channels: Channels) -> None:
+        notes = {
+            self.config.size_note(
+                number, name, values["message_raw_bytes"], values["message_wire_bytes"]
+            ): None
+            for number, directions in enumerate(channels)
+            for name, values in directions.items()
+        }
+        for note in filter(None, notes):
+            logger.warning(note)
 
     def _events(self, channels: Channels, step_ms: float, samples: int) -> Events:
         """All values of a measured step."""

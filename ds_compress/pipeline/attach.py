@@ -104,8 +104,11 @@ def attach(engine: Any, module: Any, block: object) -> None:
         boundaries = mixin._check(config, engine.num_stages)
         check_release(base, module)
         config.count_epochs(steps_per_epoch(engine))
-        if config.block.enabled and engine.num_stages > 1:
+        compresses = config.block.enabled and engine.num_stages > 1
+        if compresses:
             config.prepare()
+        else:
+            config.leave_uncompressed("a pipeline of one stage sends no messages; use two or more")
         # Triton sums the magnitudes of 1-bit grids in another order than torch: mirrored state would drift
         # apart
         kernels = resolve.kernels(engine.device).__name__.rpartition(".")[2]
@@ -113,10 +116,10 @@ def attach(engine: Any, module: Any, block: object) -> None:
     except CompressionError as error:
         agreed = error
     agree(_get_default_store(), dist.get_rank(), dist.get_world_size(), agreed, HANDSHAKE_SECONDS)
-    if not config.block.enabled or engine.num_stages == 1:
-        return
     for note in config.notes if engine.global_rank == 0 else ():
         logger.warning(note)
+    if not compresses:
+        return
 
     if not isinstance(module.p2p, PointToPoint):
         module.p2p = PointToPoint(module.p2p)

@@ -41,7 +41,18 @@ def test_list_json(capsys):
         "description": options["quantize"]["bits"]["description"],
     }
     for entry in listed["codecs"] + listed["feedbacks"]:
-        assert entry["summary"].endswith((".", "]"))
+        assert entry["summary"].endswith(".")
+
+
+def run_python(*arguments):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
+
+
+def test_list_without_docstrings():
+    """`python -OO` throws them away, and `list` ended in IndexError: list index out of range."""
+    stripped, usual = (run_python(*flags, "-m", "ds_compress", "list", "--json") for flags in (["-OO"], []))
+    assert stripped.returncode == 0, stripped.stderr
+    assert stripped.stdout == usual.stdout and '"summary": "Keeps the entries of largest' in usual.stdout
 
 
 def test_list_table(capsys):
@@ -78,6 +89,28 @@ def test_check_table(ds_config, capsys):
     path = ds_config({"ds_compress": BLOCK})
     assert main(["check", path, "--stages", "2", "--shape", "4,1024,768"]) == 0
     assert "12,582,912" in capsys.readouterr().out
+
+
+LARGER = {"forward": {"codec": {"name": "topk", "density": 0.9, "indices": "int32"}}}
+
+
+def test_check_says_where_a_packet_is_larger_than_the_tensor(ds_config, capsys):
+    """It was a ratio of 0.56 in a table, and nothing in training."""
+    path = ds_config({"ds_compress": LARGER})
+    assert main(["check", path, "--stages", "4", "--shape", "4,1024,768", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.splitlines() == [
+        "ds_compress.forward.codec: topk(density=0.9, indices=int32) makes messages larger: "
+        "22,649,280 bytes instead of 12,582,912; use other options, or codec 'none'"
+    ]
+    assert json.loads(printed.out)[0]["ratio"] < 1
+
+
+@pytest.mark.parametrize("block", [{}, {"forward": {"codec": "lossless"}}, {"forward": {"codec": "bf16"}}])
+def test_headers_alone_are_not_worth_a_note(block, ds_config, capsys):
+    path = ds_config({"ds_compress": {**block, "min_numel": 0}})
+    assert main(["check", path, "--stages", "2", "--shape", "64", "--dtype", "bf16"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_check_knows_small_messages(ds_config, capsys):

@@ -188,24 +188,27 @@ def test_rotation_keeps_fp32_under_autocast():
     "options, reason",
     [
         ({"bits": 9}, "codec.bits: 9 is not allowed: should be less than or equal to 8"),
-        ({"group_size": 12}, "codec.group_size: 12: allowed: a positive multiple of 8, 'tensor', 'channel'"),
+        (
+            {"group_size": 12},
+            "codec.group_size: 12 is not allowed; allowed: 8, 16, ..., 1048576, 'tensor', 'channel'",
+        ),
         (
             {"group_size": "row"},
-            "codec.group_size: 'row': allowed: a positive multiple of 8, 'tensor', 'channel'",
+            "codec.group_size: 'row' is not allowed; allowed: 8, 16, ..., 1048576, 'tensor', 'channel'",
         ),
         ({"scale": "asym"}, "codec.scale: 'asym' is not allowed; allowed: 'minmax', 'symmetric'"),
         (
             {"hadamard": True, "group_size": 24},
-            "codec.hadamard: True: needs a group_size that is a power of two, not 24",
+            "codec.hadamard: True needs a group_size that is a power of two, not 24",
         ),
         (
             {"hadamard": True, "group_size": "tensor"},
-            "codec.hadamard: True: needs a group_size that is a power of two, not 'tensor'",
+            "codec.hadamard: True needs a group_size that is a power of two, not 'tensor'",
         ),
-        ({"mixed": {"low_bits": 4}}, "codec.mixed: {'low_bits': 4}: low_bits must be below bits, which is 4"),
+        ({"mixed": {"low_bits": 4}}, "codec.mixed: {'low_bits': 4} needs low_bits below bits, which is 4"),
         (
             {"mixed": {}, "group_size": "channel"},
-            "codec.mixed: {}: needs a group_size in values, not 'channel'",
+            "codec.mixed: {} needs a group_size in values, not 'channel'",
         ),
     ],
 )

@@ -272,7 +272,7 @@ def test_reuse_with_nothing_to_reuse_sends_indices_and_says_so():
         ({"values": "bf61"}, "did you mean 'bf16'"),
         ({"values": "topk"}, "'topk' cannot carry the kept values"),
         ({"indices": "int23"}, "did you mean 'int32'"),
-        ({"block_size": 64}, "block_size goes with select 'block', not with 'exact'"),
+        ({"block_size": 64}, "64 goes with select 'block', not with 'exact'"),
     ],
 )
 def test_refusals(options, message):

@@ -1,119 +1,20 @@
-"""The "ds_compress" block of ds_config.json: every option, default and check.
-
-Codec and feedback options stand with their classes (`ds-compress list`); everything else stands here.
-"""
+"""The block as it is meant: the codecs of every boundary, and the checks of options that belong together."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from pydantic import Field, ValidationInfo, field_validator
+from typing import Any
 
 import ds_compress.codecs  # noqa: F401  (registers them)
 from ds_compress.codec import CODECS, Codec
-from ds_compress.errors import CompressionError
+from ds_compress.config.block import DIRECTIONS, KEY, Block
+from ds_compress.errors import REQUIRE, CompressionError, is_required, shown
 from ds_compress.feedback import FEEDBACKS, Feedback
 from ds_compress.feedback.sample_ids import SampleIds
-from ds_compress.registry import Options, validate
+from ds_compress.registry import validate
 
-KEY = "ds_compress"
-DIRECTIONS = ("forward", "backward")
-
-
-class Direction(Options):
-    codec: Any = "none"
-    """Name of a codec, or an object with its name and options."""
-    feedback: Any = "none"
-    """Name of a feedback, or an object with its name and options."""
-
-
-class Override(Options):
-    """What a boundary changes: a direction that is given replaces codec, feedback, or both."""
-
-    forward: Direction | None = None
-    backward: Direction | None = None
-
-
-class Policy(Options):
-    name: Literal["constant"] = "constant"
-    """constant: the same settings at every step after the warm-up."""
-
-
-class Link(Options):
-    mode: Literal["blocking", "eager"] = "eager"
-    """blocking: DeepSpeed's own order of sends and receives; eager: sent when computed, received ahead.
-    DualPipeV posts its receives ahead by itself and has one order for both."""
-
-    timeout_s: float = Field(1800.0, gt=0)
-    """Seconds that a neighbour may take to send or to take a message before this rank stops with an error; on
-    a GPU NCCL counts them. What DeepSpeed itself waits for keeps the time-out of deepspeed.init_distributed,
-    also 1800."""
-
-    checksum: bool = False
-    """Add a CRC-32 of every packet and check it; on a GPU each packet is then copied to the host for it."""
-
-
-class Checkpoint(Options):
-    state: Literal["exact", "int8", "delta"] = "exact"
-    """How checkpoints hold the state of feedbacks. int8 (a scale for each 128 values) changes it on resuming,
-    on both sides alike. delta: the same error, and what both sides hold (ef21, aqsgd) is stored as changes to
-    the checkpoint before, which has to stay; the first checkpoint of a run and every ninth after it are
-    complete."""
-
-
-class Monitor(Options):
-    every: int = Field(10, ge=0)
-    """Write the counters every so many steps; 0: never."""
-
-
-class Block(Options):
-    """The block as the user wrote it, with defaults filled in."""
-
-    enabled: bool = True
-    """False: nothing of DeepSpeed is changed, as if the key were absent."""
-    forward: Direction = Direction()
-    """Activations, from stage b to b+1."""
-    backward: Direction = Direction()
-    """Gradients, from stage b+1 to b."""
-    boundaries: dict[str, Override] = {}
-    """Other settings for single boundaries, by number: "0" is the cut between stages 0 and 1."""
-    warmup_steps: int = Field(0, ge=0)
-    """Optimizer steps at the start of training in which every message crosses uncompressed."""
-    warmup_epochs: int = Field(0, ge=0)
-    """The same in passes over the `training_data` given to `deepspeed.initialize`, instead of steps."""
-    policy: Policy = Policy()
-    eval: Literal["compressed", "uncompressed"] = "compressed"
-    """Whether messages of eval_batch are compressed (without feedback); after the warm-up."""
-    min_numel: int = Field(4096, ge=0)
-    """Tensors with fewer elements cross as they are."""
-    tensors: Any = "large"
-    """Which float tensors of a message are compressed, in both directions: "large", those of min_numel
-    elements or more, or a list of positions, [0, 2], whatever their size. Positions count the float tensors
-    of a message alone; all other tensors, and bool masks, cross as they are."""
-    link: Link = Link()
-    checkpoint: Checkpoint = Checkpoint()
-    monitor: Monitor = Monitor()
-    seed: int = Field(1234, ge=0)
-    """Seed of every random choice; with boundary, direction, step and micro-batch."""
-
-    @field_validator("tensors")
-    @classmethod
-    def _positions(cls, value: object) -> object:
-        is_list = isinstance(value, list) and value and all(type(item) is int and item >= 0 for item in value)
-        if value != "large" and not is_list:
-            raise ValueError(
-                'is not allowed; allowed: "large", or a list of positions from 0, such as [0, 2]'
-            )
-        return value
-
-    @field_validator("boundaries", mode="before")
-    @classmethod
-    def _numbered(cls, value: object, info: ValidationInfo) -> object:
-        for key in value if isinstance(value, dict) else ():
-            if not str(key).isdecimal():
-                raise ValueError(f'key {key!r} is not the number of a boundary ("0", "1", ...)')
-        return value
+HEADERS = 128
+"""Bytes that the headers of a message and the places between its parts take, at most."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +49,7 @@ class Config:
         """
         if not isinstance(block, dict):
             raise CompressionError(
-                f'{KEY}: {block!r} is not an object; write "{KEY}": {{...}} with the options'
+                f'{KEY}: {shown(block)} is not an object; write "{KEY}": {{...}} with the options'
             )
         self.block = validate(Block, block, KEY)
         self.warmup_steps = self.block.warmup_steps
@@ -168,7 +69,7 @@ class Config:
         """New codec objects for `boundary`; None: for a boundary without settings of its own."""
         forward, forward_feedback = self._choice(boundary, "forward")
         backward, backward_feedback = self._choice(boundary, "backward")
-        path = f"{KEY}.boundaries.{boundary}" if str(boundary) in self.block.boundaries else KEY
+        path = self._path(boundary)
         for codec, other, direction in ((forward, backward, "backward"), (backward, forward, "forward")):
             if codec.both_directions and other.name != codec.name:
                 raise CompressionError(
@@ -200,6 +101,31 @@ class Config:
         with _errors_at(f"{path}.backward.feedback"):
             backward = backward_feedback.around(backward)
         return BoundaryCodecs(forward, backward)
+
+    def leave_uncompressed(self, why: str) -> None:
+        """Make it the only one of `notes` that an engine cannot compress, because of `why`; say nothing where
+        this is switched off.
+
+        Raises:
+            CompressionError: "enabled" is "required", or the environment says that it is.
+        """
+        if self.block.enabled == "required" or is_required():
+            asked = f'"enabled": "required" in {KEY}' if self.block.enabled == "required" else f"{REQUIRE}=1"
+            reason = why if self.block.enabled else '"enabled" is false'
+            raise CompressionError(f"{KEY}: {asked} asks for compression, but {reason}")
+        self.notes = {f'the "{KEY}" key has no effect: {why}': None} if self.block.enabled else {}
+
+    def size_note(self, boundary: int, direction: str, raw_bytes: float, wire_bytes: float) -> str:
+        """What to say where the packet of a message is larger than its tensors, else nothing; headers do not
+        count."""
+        if wire_bytes <= raw_bytes + HEADERS:
+            return ""
+        codec = f"{self._path(boundary)}.{direction}.codec: {getattr(self.codecs(boundary), direction)}"
+        sizes = f"{wire_bytes:,.0f} bytes instead of {raw_bytes:,.0f}"
+        return f"{codec} makes messages larger: {sizes}; use other options, or codec 'none'"
+
+    def _path(self, boundary: int | None) -> str:
+        return f"{KEY}.boundaries.{boundary}" if str(boundary) in self.block.boundaries else KEY
 
     def count_epochs(self, steps_per_epoch: int | None, step: int = 0) -> None:
         """Turn warm-up epochs into steps; None where nobody knows how long an epoch is.

@@ -1,0 +1,112 @@
+"""Every codec, feedback and key of the block with its options, as pydantic knows them.
+
+The source of `ds-compress list`, of `schema` and of docs/options.md.
+"""
+
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from ds_compress.codec import CODECS
+from ds_compress.config import KEY, Block
+from ds_compress.feedback import FEEDBACKS
+from ds_compress.registry import Registry
+
+
+def reference() -> dict[str, list[dict[str, Any]]]:
+    """Codecs and feedbacks with their options by name, and the block's keys, each with "name", "default",
+    "allowed" and "description"."""
+    block = [{"name": name, **option} for name, option in options(Block).items()]
+    return {"codecs": describe(CODECS), "feedbacks": describe(FEEDBACKS), "block": block}
+
+
+def describe(registry: Registry[Any]) -> list[dict[str, Any]]:
+    """Name, summary and options of everything in `registry`."""
+    classes = [registry.find(name, registry.kind) for name in registry.names()]
+    return [{"name": cls.name, "summary": cls.summary(), "options": options(cls.Options)} for cls in classes]
+
+
+def options(model: type[BaseModel]) -> dict[str, dict[str, Any]]:
+    """Default (unless it must be given), allowed values and description of every option; those of an object
+    below it, as "link.mode"."""
+    schema = model.model_json_schema()
+    found: dict[str, dict[str, Any]] = {}
+    for name, field in model.model_fields.items():
+        own = schema["properties"][name]
+        found[name] = {
+            **({} if field.is_required() else {"default": _default(field)}),
+            "allowed": _allowed(own, schema),
+            "description": " ".join((field.description or "").split()),
+        }
+        for inner in (field.annotation, *get_args(field.annotation)):
+            if isinstance(inner, type) and issubclass(inner, BaseModel) and "additionalProperties" not in own:
+                found |= {f"{name}.{key}": option for key, option in options(inner).items()}
+    return found
+
+
+def _default(field: FieldInfo) -> Any:
+    value = field.get_default(call_default_factory=True)
+    return value.model_dump(mode="json", exclude_unset=True) if isinstance(value, BaseModel) else value
+
+
+def _allowed(schema: dict[str, Any], root: dict[str, Any]) -> str:
+    """A JSON schema in a few words."""
+    if "$ref" in schema:
+        schema = root["$defs"][schema["$ref"].rsplit("/", 1)[1]]
+    if "registry" in schema:
+        return f"name of a {schema['registry']}, or an object with it"
+    if "anyOf" in schema:
+        return " | ".join(_allowed(choice, root) for choice in schema["anyOf"])
+    if "enum" in schema:
+        return " | ".join(map(str, schema["enum"]))
+    if "const" in schema:
+        return str(schema["const"])
+    words = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    limits = ", ".join(f"{sign} {schema[key]:,}" for key, sign in words.items() if key in schema)
+    return " ".join(filter(None, [schema.get("type", "any"), limits]))
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema of the block: a codec is a name, or one of the objects with its name and options."""
+    definitions: dict[str, Any] = {}
+    for registry in (CODECS, FEEDBACKS):
+        objects = [_object(registry.find(name, "")) for name in registry.names()]
+        definitions[registry.kind] = {"oneOf": [{"enum": registry.names()}, *objects]}
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": KEY}
+    return {**head, **_inlined(Block), "$defs": definitions}
+
+
+def _object(cls: Any) -> dict[str, Any]:
+    inner = _inlined(cls.Options)
+    return {
+        **inner,
+        "description": cls.summary(),
+        "properties": {"name": {"const": cls.name}, **inner.get("properties", {})},
+        "required": ["name", *inner.get("required", [])],
+    }
+
+
+def _inlined(model: type[BaseModel]) -> dict[str, Any]:
+    """The JSON Schema of `model`, without definitions: what it refers to stands there itself."""
+    root = model.model_json_schema()
+    definitions = root.pop("$defs", {})
+
+    def resolve(part: Any) -> Any:
+        if isinstance(part, list):
+            return [resolve(item) for item in part]
+        if not isinstance(part, dict):
+            return part
+        if "registry" in part:
+            rest = {key: value for key, value in part.items() if key not in ("registry", "title")}
+            return {**rest, "$ref": f"#/$defs/{part['registry']}"}
+        inner = definitions[part["$ref"].rsplit("/", 1)[1]] if "$ref" in part else {}
+        # a property may be called "title" as well
+        merged = {**inner, **{key: value for key, value in part.items() if key != "$ref"}}
+        return {
+            key: resolve(value)
+            for key, value in merged.items()
+            if key != "title" or not isinstance(value, str)
+        }
+
+    return resolve(root)

@@ -1,0 +1,17 @@
+"""ds-compress schema: JSON Schema of the block, for editors."""
+
+import argparse
+import json
+from typing import Any
+
+from ds_compress.cli.reference import schema
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("schema", help='JSON Schema of the "ds_compress" block, for editors')
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    print(json.dumps(schema(), indent=2))
+    return 0

@@ -1,0 +1,117 @@
+"""The "ds_compress" block of ds_config.json as the user writes it: every option, its default, its check.
+
+Codec and feedback options stand with their classes (`ds-compress list`); everything else stands here.
+"""
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from ds_compress.registry import Options, Steps
+
+KEY = "ds_compress"
+DIRECTIONS = ("forward", "backward")
+
+
+def _number(key: object) -> object:
+    """A boundary's number as it is written everywhere: "01", or digits but 0 to 9, would never be found."""
+    if not isinstance(key, str) or not re.fullmatch("0|[1-9][0-9]{0,4}", key):
+        raise ValueError('is not the number of a boundary; allowed: "0", "1", ...')
+    return key
+
+
+class Direction(Options):
+    codec: Any = Field("none", json_schema_extra={"registry": "codec"})
+    """Name of a codec, or an object with its name and options."""
+    feedback: Any = Field("none", json_schema_extra={"registry": "feedback"})
+    """Name of a feedback, or an object with its name and options."""
+
+
+class Override(Options):
+    """What a boundary changes: a direction that is given replaces codec, feedback, or both."""
+
+    forward: Direction | None = None
+    backward: Direction | None = None
+
+
+class Policy(Options):
+    name: Literal["constant"] = "constant"
+    """constant: the same settings at every step after the warm-up."""
+
+
+class Link(Options):
+    mode: Literal["blocking", "eager"] = "eager"
+    """blocking: DeepSpeed's own order of sends and receives; eager: sent when computed, received ahead.
+    DualPipeV posts its receives ahead by itself and has one order for both."""
+
+    timeout_s: float = Field(1800.0, ge=1, le=7 * 24 * 3600)
+    """Seconds that a neighbour may take to send or to take a message before this rank stops with an error; on
+    a GPU NCCL counts them. What DeepSpeed itself waits for keeps the time-out of deepspeed.init_distributed,
+    also 1800."""
+
+    checksum: bool = False
+    """Add a CRC-32 of every packet and check it; on a GPU each packet is then copied to the host for it."""
+
+
+class Checkpoint(Options):
+    state: Literal["exact", "int8", "delta"] = "exact"
+    """How checkpoints hold the state of feedbacks. int8 (a scale for each 128 values) changes it on resuming,
+    on both sides alike. delta: the same error, and what both sides hold (ef21, aqsgd) is stored as changes to
+    the checkpoint before, which has to stay; the first checkpoint of a run and every ninth after it are
+    complete."""
+
+
+class Monitor(Options):
+    every: Steps = 10
+    """Write the counters every so many steps; 0: never."""
+
+
+class Block(Options):
+    """The block as the user wrote it, with defaults filled in."""
+
+    enabled: bool | Literal["required"] = True
+    """false: nothing of DeepSpeed is changed, as if the key were absent; "required": an engine that cannot
+    compress, such as one without a pipeline, is an error rather than a warning. The environment variable
+    DS_COMPRESS_REQUIRE=1 says the same for every engine."""
+    forward: Direction = Direction()
+    """Activations, from stage b to b+1."""
+    backward: Direction = Direction()
+    """Gradients, from stage b+1 to b."""
+    boundaries: dict[Annotated[str, BeforeValidator(_number)], Override] = {}
+    """Other settings for single boundaries, by number: "0" is the cut between stages 0 and 1."""
+    warmup_steps: Steps = 0
+    """Optimizer steps at the start of training in which every message crosses uncompressed."""
+    warmup_epochs: int = Field(0, ge=0, le=10**6)
+    """The same in passes over the `training_data` given to `deepspeed.initialize`, instead of steps."""
+    policy: Policy = Policy()
+    eval: Literal["compressed", "uncompressed"] = "compressed"
+    """Whether messages of eval_batch are compressed (without feedback); after the warm-up."""
+    min_numel: int = Field(4096, ge=0, le=2**40)
+    """Tensors with fewer elements cross as they are."""
+    tensors: Any = "large"
+    """Which float tensors of a message are compressed, in both directions: "large", those of min_numel
+    elements or more, or a list of positions, [0, 2], whatever their size. Positions count the float tensors
+    of a message alone; all other tensors, and bool masks, cross as they are."""
+    link: Link = Link()
+    checkpoint: Checkpoint = Checkpoint()
+    monitor: Monitor = Monitor()
+    seed: int = Field(1234, ge=0, lt=2**63)
+    """Seed of every random choice; with boundary, direction, step and micro-batch."""
+
+    @field_validator("enabled", mode="before")
+    @classmethod
+    def _switch(cls, value: object) -> object:
+        if value is not True and value is not False and value != "required":
+            raise ValueError('is not allowed; allowed: true, false, "required"')
+        return value
+
+    @field_validator("tensors")
+    @classmethod
+    def _positions(cls, value: object) -> object:
+        is_list = isinstance(value, list) and value and all(type(item) is int and item >= 0 for item in value)
+        if value != "large" and not is_list:
+            raise ValueError(
+                'is not allowed; allowed: "large", or a list of positions from 0, such as [0, 2]'
+            )
+        return value

@@ -1,0 +1,6 @@
+"""Things found by name, and their options."""
+
+from ds_compress.registry.named import Named, Registry
+from ds_compress.registry.options import Options, Steps, Width, validate
+
+__all__ = ["Named", "Options", "Registry", "Steps", "Width", "validate"]

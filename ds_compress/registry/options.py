@@ -1,0 +1,106 @@
+"""Options models and how they are checked.
+
+pydantic's errors become one line: JSON path, what came, what is allowed, the nearest name.
+"""
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ds_compress.errors import CompressionError, did_you_mean, shown, shown_key
+
+Model = TypeVar("Model", bound=BaseModel)
+
+Steps = Annotated[int, Field(ge=0, le=10**9)]
+"""A number of training steps."""
+
+Width = Annotated[int, Field(ge=1, le=2**16)]
+"""A number of columns: of a hidden state, a basis, a code."""
+
+
+class Options(BaseModel):
+    """Base of every options model: unknown keys, values of the wrong type, inf and nan are refused."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+def validate(model: type[Model], value: object, path: str) -> Model:
+    """`value` as an instance of `model`.
+
+    A validator of a model raises ValueError with what follows on the value in the line ("is not allowed;
+    allowed: ..."), or a CompressionError that begins with the option's name, as `Registry.build` makes it.
+
+    Raises:
+        CompressionError: the first thing wrong with `value`, at its JSON path below `path`.
+    """
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        line = _one_line(model, value, error, path)
+    raise CompressionError(line)
+
+
+def _one_line(model: type[BaseModel], value: object, error: ValidationError, path: str) -> str:
+    # a misspelt key before the one that is missing for it
+    found = sorted(error.errors(include_url=False), key=lambda problem: problem["type"] == "missing")
+    problems = [(_keys(value, problem), problem) for problem in found]
+    first = problems[0][0]
+    # a value that may be of several kinds has a problem for each of them: the one deepest inside is meant
+    same = [(keys, problem) for keys, problem in problems if keys[: len(first)] == first]
+    keys, problem = max(same, key=lambda found: len(found[0]))
+    others = len({keys for keys, _ in problems if keys[: len(first)] != first})
+    rest = f" (and {others} more)" if others else ""
+    inner = problem.get("ctx", {}).get("error")
+    if isinstance(inner, CompressionError):
+        return f"{_joined(path, keys[:-1])}.{inner}{rest}"
+    reason = _reason(model, problem, keys, [problem["type"] for _, problem in same])
+    return f"{_joined(path, keys)}: {' '.join(reason.split())}{rest}"
+
+
+def _keys(value: object, problem: dict[str, Any]) -> tuple[Any, ...]:
+    """Where in `value` a problem is: its `loc` without what pydantic adds, such as the name of a type."""
+    keys: list[Any] = []
+    for part in problem["loc"]:
+        if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
+            value = value[part]
+        elif problem["type"] != "missing" or part != problem["loc"][-1]:
+            continue
+        keys.append(part)
+    return tuple(keys)
+
+
+def _joined(path: str, keys: tuple[Any, ...]) -> str:
+    return ".".join([path, *map(shown_key, keys)])
+
+
+def _reason(model: type[BaseModel], problem: dict[str, Any], keys: tuple[Any, ...], kinds: list[str]) -> str:
+    """`kinds`: the types of all problems that the value has."""
+    came = shown(problem["input"])
+    if problem["type"] == "extra_forbidden":
+        known = _fields_at(model, keys[:-1])
+        return f"unknown key{did_you_mean(keys[-1], known)}; allowed: {', '.join(known) or 'none'}"
+    if problem["type"] == "missing":
+        return "missing"
+    if problem["type"] == "literal_error":
+        allowed = problem["ctx"]["expected"].replace(" or ", ", ")
+        names = [word.strip("'") for word in allowed.split(", ")]
+        an_object = ", or an object" if "model_type" in kinds else ""
+        return f"{came} is not allowed{did_you_mean(problem['input'], names)}; allowed: {allowed}{an_object}"
+    if problem["type"] in ("model_type", "dict_type"):
+        return f"{came} is not allowed: should be an object"
+    if problem["type"] == "value_error":  # raised by a validator of ours, in our own words
+        return f"{came} {problem['ctx']['error']}"
+    return f"{came} is not allowed: {problem['msg'].replace('Input should', 'should')}"
+
+
+def _fields_at(model: type[BaseModel], keys: tuple[Any, ...]) -> list[str]:
+    """Names of the fields of the model found at `keys` below `model`."""
+    for part in keys:
+        field = model.model_fields.get(part) if isinstance(part, str) else None
+        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())] if field else []
+        nested = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if nested:
+            model = nested[0]
+    return list(model.model_fields)

@@ -1,0 +1,70 @@
+"""Good blocks are resolved to codecs."""
+
+import json
+
+import pytest
+
+from ds_compress.config import Config
+from ds_compress.errors import CompressionError
+
+
+def test_documented_block_is_accepted():
+    block = json.loads("""{
+      "forward":  {"codec": {"name": "quantize", "bits": 4, "group_size": 128, "hadamard": true}},
+      "backward": {"codec": {"name": "topk", "density": 0.1, "indices": "reuse"}, "feedback": "none"},
+      "boundaries": {"0": {"forward": {"codec": "none"}}},
+      "warmup_steps": 100, "policy": {"name": "constant"}, "eval": "compressed",
+      "min_numel": 4096, "link": {"mode": "eager"}, "monitor": {"every": 10}, "seed": 1234
+    }""")
+    config = Config(block)
+    assert config.codecs(0).forward.name == "none"
+    assert config.codecs(1).forward.settings["bits"] == 4
+    json.dumps(config.settings)
+
+
+def test_boundary_keeps_what_it_does_not_change():
+    config = Config(
+        {
+            "forward": {"codec": {"name": "topk", "density": 0.2}},
+            "backward": {"codec": "bf16"},
+            "boundaries": {"1": {"forward": {"codec": "fp16"}}},
+        }
+    )
+    assert [config.codecs(b).forward.name for b in (0, 1, 2)] == ["topk", "fp16", "topk"]
+    assert [config.codecs(b).backward.name for b in (0, 1, 2)] == ["bf16"] * 3
+
+
+def test_reuse_takes_the_density_of_forward():
+    codecs = Config(
+        {
+            "forward": {"codec": {"name": "topk", "density": 0.25}},
+            "backward": {"codec": {"name": "topk", "indices": "reuse"}},
+        }
+    ).codecs(None)
+    assert codecs.backward.settings["density"] == 0.25
+
+
+def test_boundaries_must_exist():
+    config = Config({"boundaries": {"2": {"forward": {"codec": "bf16"}}}})
+    config.check_boundaries(3)
+    with pytest.raises(CompressionError, match=r'boundaries.2: there is no such boundary; allowed: "0", "1"'):
+        config.check_boundaries(2)
+    with pytest.raises(CompressionError, match="a pipeline of one stage has no boundary"):
+        config.check_boundaries(0)
+
+
+def test_reuse_without_a_selection_is_said_once_with_its_path():
+    reuse = {"codec": {"name": "topk", "density": 0.1, "indices": "reuse"}}
+    config = Config(
+        {
+            "forward": {"codec": "topk"},
+            "backward": reuse,
+            "boundaries": {"1": {"forward": {"codec": "quantize"}}},
+        }
+    )
+    assert list(config.notes) == [
+        "ds_compress.boundaries.1.backward.codec: indices 'reuse' finds nothing to reuse, "
+        "'quantize' selects no entries; using 'auto'"
+    ]
+    assert config.codecs(1).backward.settings["indices"] == "auto"
+    assert config.codecs(0).backward.settings["indices"] == "reuse"

@@ -1,0 +1,182 @@
+"""Some thousand bad blocks: each is one line that names its place, and nothing that is accepted is ignored.
+
+There is no list of what is wrong: whatever a block says at some place is either refused, or found again in
+the settings.
+"""
+
+import copy
+import math
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from ds_compress.codec import CODECS
+from ds_compress.config import KEY, Block, Config
+from ds_compress.config.block import Override
+from ds_compress.errors import CompressionError
+from ds_compress.feedback import FEEDBACKS
+
+LONGEST_LINE = 600  # of which the names that are allowed take most
+
+VALUES = [
+    *(None, True, False, [], {}, [1], {"name": 1}, {"no_such_option": 1}, [[]], [{}]),
+    *(0, 1, -1, 7, 12, 2**31, 2**50, 2**64, 10**30, -(10**30), 10**5000),
+    *(0.0, 1.0, 0.5, -0.5, 1e-300, 1e-9, 1e300, -1e300, math.inf, -math.inf, math.nan),
+    *("", " ", "none", "1", "true", "no_such_name", "\n", "\ud800", "٣", "x" * 10_000, "fp32 "),
+    *(b"bytes", {1, 2}, (1, 2), object(), {1: 2}, {None: 1}, {"a\nb": 1}, {"k" * 10_000: 1}, 1j, float),
+]
+
+
+def nested(model: type[BaseModel]):
+    """(keys from `model` to a model inside of it, that model), itself included."""
+    yield (), model
+    for name, field in model.model_fields.items():
+        for choice in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if name != "boundaries" and isinstance(choice, type) and issubclass(choice, BaseModel):
+                yield from (((name, *keys), inner) for keys, inner in nested(choice))
+
+
+def good_block(place: tuple[str, ...], kind: str, name: str) -> dict[str, Any]:
+    """A block with the codec or feedback `name` at `place`, and what it needs to be allowed there."""
+    block = put({}, (*place, kind), {"name": name})
+    if kind == "codec" and CODECS.find(name, "").both_directions:
+        block |= {"warmup_steps": 1, "forward": {"codec": name}, "backward": {"codec": name}}
+    return put(block, (*place, kind), {"name": name})
+
+
+def models():
+    """(JSON path of an object, its model, a good block that has it, the keys to it)."""
+    found = [({}, keys, model) for keys, model in nested(Block)]
+    found += [({}, ("boundaries", "1", *keys), model) for keys, model in nested(Override)]
+    for place in (
+        ("forward",),
+        ("backward",),
+        ("boundaries", "1", "forward"),
+        ("boundaries", "1", "backward"),
+    ):
+        for registry in (CODECS, FEEDBACKS):
+            for name in registry.names():
+                block = good_block(place, registry.kind, name)
+                for keys, model in nested(registry.find(name, "").Options):
+                    found.append((block, (*place, registry.kind, *keys), model))
+    return [(".".join([KEY, *keys]), model, block, keys) for block, keys, model in found]
+
+
+def put(block: dict[str, Any], keys: tuple[str, ...], value: Any) -> dict[str, Any]:
+    """A copy of `block` with `value` at `keys`."""
+    block = copy.deepcopy(block)
+    inner = block
+    for key in keys[:-1]:
+        inner = inner.setdefault(key, {})
+    inner[keys[-1]] = value
+    return block
+
+
+def refusal(block: object) -> str:
+    """The line that refuses `block`; empty when it is accepted."""
+    try:
+        Config(block)
+    except CompressionError as error:
+        line = str(error)
+        assert line.startswith(KEY) and line.isprintable(), line
+        assert len(line) <= LONGEST_LINE, line
+        line.encode()
+        return line
+    return ""
+
+
+def found_again(block: dict[str, Any], keys: tuple[str, ...], value: Any) -> bool:
+    """Whether what was accepted at `keys` is what the block means."""
+    inner: Any = Config(block).block
+    for key in keys:
+        if isinstance(inner, BaseModel):
+            assert key in inner.model_fields_set, keys
+            inner = getattr(inner, key)
+        else:
+            inner = inner[key]
+    return inner == value or (isinstance(inner, BaseModel) and inner == type(inner).model_validate(value))
+
+
+def test_every_option_with_every_kind_of_value():
+    refused = 0
+    for path, model, block, keys in models():
+        for name in model.model_fields:
+            for value in VALUES:
+                bad = put(block, (*keys, name), value)
+                line = refusal(bad)
+                refused += bool(line)
+                if line:
+                    # some values are right by themselves, and wrong with another part of the block
+                    parts = {"forward", "backward", "boundaries", "warmup_steps", "warmup_epochs"}
+                    alone = not parts.intersection([*keys, name])
+                    assert line.startswith(f"{path}.{name}") if alone else re.split("[.:]", line)[1] in parts
+                else:
+                    assert found_again(bad, (*keys, name), value), bad
+    assert refused >= 1000
+
+
+def misspelt(name: str):
+    yield from (name + "s", name[:-1], name.upper(), name + " ", name.replace("_", "-") + "-", "_" + name)
+
+
+def test_every_misspelt_key():
+    count = 0
+    for path, model, block, keys in models():
+        for name in model.model_fields:
+            for wrong in misspelt(name):
+                line = refusal(put(block, (*keys, wrong), 1))
+                assert line.startswith(f"{path}.") and "unknown key" in line, (path, wrong, line)
+                count += 1
+    assert count >= 1000
+
+
+def test_every_key_at_every_other_place():
+    """A key that is right elsewhere: an option of the codec beside the codec, a block in a block, ..."""
+    keys_known = {name for _, model, *_ in models() for name in model.model_fields} | {KEY, "name"}
+    for path, model, block, keys in models():
+        for name in keys_known - set(model.model_fields):
+            if name == "name" and keys[-1:] in (("codec",), ("feedback",)):
+                continue
+            line = refusal(put(block, (*keys, name), 1))
+            assert line.startswith(f"{path}.{name}: unknown key"), (path, name, line)
+
+
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.text() | st.sampled_from(["name", "codec", "feedback", *Block.model_fields]), inner, max_size=3
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(ANY_JSON)
+def test_any_json(value):
+    refusal(value)
+    if isinstance(value, dict):
+        for key in value:
+            assert key in Block.model_fields or refusal(value)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from([keys for *_, keys in models() if keys]), ANY_JSON)
+def test_any_json_at_any_place(keys, value):
+    refusal(put({}, keys, value))
+
+
+NOT_NUMBERS = ["00", "01", "+1", "-1", "1.0", " 1", "1 ", "1_0", "٣", "²", "0x1", "", "9" * 40, 0, None]
+
+
+@pytest.mark.parametrize("number", NOT_NUMBERS)
+def test_boundaries_are_canonical_numbers(number):
+    """`"01"` once passed every check and was then never found."""
+    line = refusal({"boundaries": {number: {"forward": {"codec": "bf16"}}}})
+    assert line.startswith(f"{KEY}.boundaries") and "is not the number of a boundary" in line
