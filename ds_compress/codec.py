@@ -21,14 +21,13 @@ name.
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass, field, replace
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ds_compress.kernels.numerics import narrow
 from ds_compress.registry import Named, Options, Registry
 
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -123,21 +122,8 @@ class Codec(Named, ABC):
     shape is right or refused with a `CompressionError`.
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = (
-        {},
-    )  # option sets that the tests and `ds-compress bench` walk
-    both_directions: ClassVar[bool] = (
-        False  # True: forward and backward of a boundary must both be this codec
-    )
-    sender_decodes: ClassVar[bool] = (
-        True  # False: what a message decodes to depends on state of the receiver alone
-    )
-    has_rest: ClassVar[bool] = False  # True: messages may come with a second packet, see `rest`
-    needs_warmup: ClassVar[bool] = False  # True: works only after at least one warm-up step
-    note: str = ""  # what a user should know of how this setting was resolved, said once at start-up
-    selects: ClassVar[bool] = (
-        False  # True: sets ctx.selection, which "indices": "reuse" backward can then read
-    )
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)
+    """Option sets that the tests and `ds-compress bench` walk."""
 
     @abstractmethod
     def layout(self, spec: TensorSpec) -> Layout:
@@ -154,74 +140,6 @@ class Codec(Named, ABC):
 
         `parts` are views of a packet whose memory is used again: what must stay (in `ctx.stash`) is copied.
         """
-
-    def encode_and_decode(self, x: Tensor, ctx: Context) -> tuple[tuple[Tensor, ...], Tensor]:
-        """What `encode` returns, and what the receiver will decode from it, in x's dtype.
-
-        The sender decodes in a context as the receiver has it: without what encoding leaves behind.
-        """
-        receiver = replace(ctx, stash=dict(ctx.stash), memory=dict(ctx.memory))
-        parts = self.encode(x, ctx)
-        return parts, self.decode(parts, TensorSpec.of(x), receiver)
-
-    def encode_with_error(
-        self, x: Tensor, residual: Tensor, factor: Tensor, ctx: Context
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """`encode` of x + factor * residual, and what of that sum the receiver will not get.
-
-        Args:
-            residual: finite, of x's shape and dtype `wide(x.dtype)`, which is also that of the error.
-            factor: fp32, one element, on x's device.
-
-        A codec overrides it where one pass over the memory does all of this, with the same result.
-        """
-        total = x.to(residual.dtype) + residual * factor
-        parts, sent = self.encode_and_decode(narrow(total, x), ctx)
-        return parts, total - sent
-
-    def rest(self, parts: tuple[Tensor, ...], spec: TensorSpec) -> Layout:
-        """What follows in a second packet, as those `parts` say that `layout` describes; seldom anything.
-
-        `encode` returns it behind the parts of `layout`, and `decode` gets it there. For codecs whose size
-        follows from the data: reading `parts` makes the host wait for the device, and the packet cannot be
-            received
-        ahead.
-        """
-        return ()
-
-    def rest_bytes(self, spec: TensorSpec) -> int:
-        """Size of `rest` to plan with: what a message needs at most, once first visits and the like are
-        over."""
-        return 0
-
-    def restored(self, memory: MutableMapping[str, Tensor]) -> None:
-        """Put entries of `memory`, just read from a checkpoint, where they belong; those with "/host/" in
-        their key are on the CPU, all others on the device."""
-
-    def prefetch(self, ids: Tensor, memory: MutableMapping[str, Tensor]) -> None:
-        """A message of the samples `ids` (int64, on the CPU) will be encoded soon."""
-
-    def observe(self, x: Tensor, ctx: Context) -> None:
-        """Look at a message that crosses uncompressed during warm-up; called on both sides with the same
-        `x`."""
-
-    def end_step(self, memory: MutableMapping[str, Tensor], average: Callable[[Tensor], Tensor]) -> None:
-        """Update learned entries of `memory` once per training step; `average` takes the mean over the
-        replicas."""
-
-    def paired(self, forward: "Codec") -> "Codec":
-        """The codec to use backward, where `self` was asked for, at a boundary whose forward codec is
-        `forward`.
-
-        Raises:
-            CompressionError: the two cannot work together.
-        """
-        return self
-
-    def forward_partner(self) -> "Codec | None":
-        """A forward codec whose message must come first where this one cannot stand alone; None where it
-        can."""
-        return None
 
 
 CODECS: Registry[Codec] = Registry("codec")

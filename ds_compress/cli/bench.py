@@ -17,6 +17,7 @@ from ds_compress import config  # noqa: F401  (registers the codecs)
 from ds_compress.cli.arguments import DTYPES, device, integer, shape
 from ds_compress.cli.console import show
 from ds_compress.codec import CODECS, Codec, Context, TensorSpec, build, names
+from ds_compress.codecs.mixins import Follows, Observes
 from ds_compress.errors import CompressionError, shown
 
 OUTLIERS = (
@@ -144,9 +145,10 @@ def contexts(codec: Codec, x: Tensor) -> tuple[Context, Context]:
     """Contexts of sender and receiver; a codec that reuses a selection finds the one its forward partner
     makes."""
     sender, receiver = Context(), Context()
-    for ctx in (sender, receiver):
-        codec.observe(x, ctx)
-    forward = codec.forward_partner()
+    if isinstance(codec, Observes):
+        codec.observe(x, sender)
+        codec.observe(x, receiver)
+    forward = codec.forward_partner() if isinstance(codec, Follows) else None
     if forward is not None:
         forward.decode(forward.encode(x, sender), TensorSpec.of(x), receiver)
         sender.direction = receiver.direction = "backward"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
 from ds_compress.codecs.memory import Remembers, expect, number
+from ds_compress.codecs.mixins import BothDirections, Learns, OnlyReceiverDecodes
 from ds_compress.codecs.reshape import WIRE_DTYPES, arithmetic_dtype, as_message, boundary_noise, matrix_shape
 from ds_compress.errors import CompressionError
 from ds_compress.registry import Width
@@ -17,7 +18,7 @@ BETAS = 0.9, 0.999
 
 
 @register("autoencoder")
-class Autoencoder(Codec, Remembers):
+class Autoencoder(Codec, Remembers, Learns, BothDirections, OnlyReceiverDecodes):
     """A linear encoder before and a linear decoder behind the boundary, both trained by the model's own loss.
 
     The "AE" of Bian et al. (arXiv 2301.02654), the h -> c -> h bottleneck as two layers of the model:
@@ -30,9 +31,6 @@ class Autoencoder(Codec, Remembers):
     over the micro-batches of a step and makes one Adam step at the end (no weight decay, no epsilon: the step
     does not depend on the loss scale). Start: E orthonormal, D = E^T.
     """
-
-    both_directions = True
-    sender_decodes = False
 
     class Options(CodecOptions):
         width: Width | None = None  # c; None: an eighth of h

@@ -5,12 +5,13 @@ import zstandard
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Layout, TensorSpec, register
+from ds_compress.codecs.mixins import SecondPacket
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.frames import unpack
 
 
 @register("lossless")
-class Lossless(Codec):
+class Lossless(Codec, SecondPacket):
     """Exact, about 1.5 times smaller for bf16 and 1.2 times for fp32: zstd over the bytes sorted by their
     place.
 
@@ -23,8 +24,6 @@ class Lossless(Codec):
 
     zstd runs on the host: a tensor on another device is copied there and back.
     """
-
-    has_rest = True
 
     def layout(self, spec: TensorSpec) -> Layout:
         return (((1,), torch.int64),)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
 from ds_compress.codecs.memory import Remembers, expect, number
+from ds_compress.codecs.mixins import BothDirections, Observes
 from ds_compress.codecs.reshape import WIRE_DTYPES, arithmetic_dtype, as_message, boundary_noise, matrix_shape
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.numerics import is_finite
@@ -92,7 +93,7 @@ def _near_one(p: Tensor) -> Tensor:
 
 
 @register("pca")
-class PCA(Codec, Remembers):
+class PCA(Codec, Remembers, Observes, BothDirections):
     """The coefficients of each row in a basis fitted to the activations of the warm-up steps, the same
     backward.
 
@@ -108,7 +109,6 @@ class PCA(Codec, Remembers):
     order can flip.
     """
 
-    both_directions = True
     needs_warmup = True
 
     class Options(CodecOptions):

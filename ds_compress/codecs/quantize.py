@@ -9,6 +9,7 @@ from torch import Tensor
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
 from ds_compress.codecs.groups import GroupSize, group_shape, join, split
 from ds_compress.codecs.mixed import Mixed, map_size, reunite, separate
+from ds_compress.codecs.mixins import EncodesWithError
 from ds_compress.kernels import resolve
 from ds_compress.kernels.bits import packed_size
 
@@ -16,7 +17,7 @@ _SCALE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @register("quantize")
-class Quantize(Codec):
+class Quantize(Codec, EncodesWithError):
     """Uniform quantization to 1-8 bits, with one scale for each group of values.
 
     bits: of one code.
@@ -94,14 +95,14 @@ class Quantize(Codec):
 
     def encode_with_error(
         self, x: Tensor, residual: Tensor, factor: Tensor, ctx: Context
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
+    ) -> tuple[tuple[Tensor, ...], Tensor] | None:
         options = self.options
         if (
             options.mixed
             or options.rounding == "stochastic"
             or x.dtype not in (torch.float32, torch.bfloat16)
         ):
-            return super().encode_with_error(x, residual, factor, ctx)
+            return None
         groups, residual = (split(part, options.group_size) for part in (x, residual))
         grid = options.bits, self._symmetric, _SCALE_DTYPES[options.scale_dtype], options.hadamard
         parts, error = resolve.kernels(x.device).quantize_with_error(groups, residual, factor, *grid)

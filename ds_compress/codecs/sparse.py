@@ -5,7 +5,6 @@ them, then their values through a second codec. What is kept follows from the in
 still kept.
 """
 
-from abc import abstractmethod
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, build, register
 from ds_compress.codecs import select
+from ds_compress.codecs.mixins import BothDirections, SecondPacket, Selects
 from ds_compress.codecs.reshape import as_message
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import gpu
@@ -38,27 +38,20 @@ class SparseOptions(CodecOptions):
     @classmethod
     def _values_are_a_plain_codec(cls, choice: object) -> object:
         inner = _values_codec(choice)
-        if inner.selects or inner.both_directions or inner.has_rest:
+        if isinstance(inner, (Selects, BothDirections, SecondPacket)):
             raise CompressionError(f"values: {inner.name!r} cannot carry the kept values; use e.g. 'bf16'")
         return choice
 
 
-class Sparse(Codec):
+class Sparse(Codec, Selects):
     """What sparsifying codecs share: the values of a selection, gathered, sent through a second codec,
     scattered."""
-
-    selects = True
 
     def __init__(self, options: CodecOptions | None = None):
         super().__init__(options)
         self.values = _values_codec(self.options.values)
 
-    @abstractmethod
-    def kept(self, spec: TensorSpec) -> int:
-        """How many entries of a tensor of `spec` are kept, over all rows."""
-
     def gain(self, spec: TensorSpec) -> Tensor | None:
-        """What the receiver multiplies the kept values by, fp32 [kept] in selection order; None for 1."""
         return None
 
     def _values_spec(self, spec: TensorSpec) -> TensorSpec:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
 from ds_compress.codecs import select
+from ds_compress.codecs.mixins import Follows, Selects, layers
 from ds_compress.codecs.sparse import Sparse, SparseOptions, gather
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import indices as coding
@@ -14,7 +15,7 @@ from ds_compress.kernels.selection import Selection
 
 
 @register("topk")
-class TopK(Sparse):
+class TopK(Sparse, Follows):
     """Keeps the entries of largest magnitude, exactly k = max(1, ceil(density * d)) of each row's d.
 
     With `indices: "reuse"`, backward sends the gradient at the entries that forward kept, and no indices: the
@@ -57,13 +58,14 @@ class TopK(Sparse):
 
     def __init__(self, options: CodecOptions | None = None):
         super().__init__(options)
-        self._forward: Sparse = self  # whose selection "reuse" reads
+        self._forward: Selects = self  # whose selection "reuse" reads
         self._block = self.options.block_size or 1024
 
     def paired(self, forward: Codec) -> Codec:
         if self.options.indices != "reuse":
             return self
-        if not forward.selects:
+        selecting = next(layers(forward, Selects), None)
+        if selecting is None:
             own = TopK(self.options.model_copy(update={"indices": "auto"}))
             own.note = (
                 f"indices 'reuse' finds nothing to reuse, {forward.name!r} selects no entries; using 'auto'"
@@ -77,7 +79,7 @@ class TopK(Sparse):
             )
         shared = [key for key in ("density", "scope") if hasattr(forward.options, key)]
         copy = TopK(self.options.model_copy(update={key: getattr(forward.options, key) for key in shared}))
-        copy._forward = forward
+        copy._forward = selecting
         return copy
 
     def forward_partner(self) -> Codec | None:

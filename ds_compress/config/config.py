@@ -7,6 +7,7 @@ from typing import Any
 
 import ds_compress.codecs  # noqa: F401  (registers them)
 from ds_compress.codec import CODECS, Codec
+from ds_compress.codecs.mixins import BothDirections, Follows, Observes, SecondPacket, layers
 from ds_compress.config.block import DIRECTIONS, KEY, Block
 from ds_compress.errors import REQUIRE, CompressionError, is_required, shown
 from ds_compress.feedback import FEEDBACKS, Feedback
@@ -71,12 +72,12 @@ class Config:
         backward, backward_feedback = self._choice(boundary, "backward")
         path = self._path(boundary)
         for codec, other, direction in ((forward, backward, "backward"), (backward, forward, "forward")):
-            if codec.both_directions and other.name != codec.name:
+            if isinstance(codec, BothDirections) and other.name != codec.name:
                 raise CompressionError(
                     f"{path}.{direction}.codec: {other.name!r} cannot be combined with {codec.name!r} "
                     f"in the other direction; allowed: {codec.name!r} in both"
                 )
-        if forward.forward_partner() is not None:
+        if isinstance(forward, Follows) and forward.forward_partner() is not None:
             raise CompressionError(
                 f"{path}.forward.codec: {forward} takes over from a forward message; allowed backward only"
             )
@@ -88,15 +89,17 @@ class Config:
                 )
         with _errors_at(f"{path}.forward.feedback"):
             forward = forward_feedback.around(forward)
-        with _errors_at(f"{path}.backward.codec"):
-            backward = backward.paired(forward)
+        if isinstance(backward, Follows):
+            with _errors_at(f"{path}.backward.codec"):
+                backward = backward.paired(forward)
         for codec, direction in ((forward, "forward"), (backward, "backward")):
-            if codec.needs_warmup and not (self.block.warmup_steps or self.block.warmup_epochs):
+            needs_warmup = any(layer.needs_warmup for layer in layers(codec, Observes))
+            if needs_warmup and not (self.block.warmup_steps or self.block.warmup_epochs):
                 raise CompressionError(
                     f"{KEY}.warmup_steps: 0 is not allowed with codec {codec.name!r} in "
                     f"{path}.{direction}; use 1 up"
                 )
-        if backward.note:
+        if isinstance(backward, Follows) and backward.note:
             self.notes[f"{path}.backward.codec: {backward.note}"] = None
         with _errors_at(f"{path}.backward.feedback"):
             backward = backward_feedback.around(backward)
@@ -168,7 +171,7 @@ class Config:
     def has_rest(self, direction: str) -> bool:
         """Whether messages of any boundary may come with a second packet."""
         numbers = [None, *map(int, self.block.boundaries)]
-        return any(getattr(self.codecs(number), direction).has_rest for number in numbers)
+        return any(isinstance(getattr(self.codecs(number), direction), SecondPacket) for number in numbers)
 
     def check_boundaries(self, count: int) -> None:
         """Refuse settings for a boundary that a pipeline with `count` boundaries does not have."""

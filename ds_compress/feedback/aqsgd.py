@@ -21,9 +21,10 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Layout, TensorSpec
 from ds_compress.codecs.memory import Remembers, expect
+from ds_compress.codecs.mixins import Observes, Offloads, SecondPacket
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import sample_store
-from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec
+from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.sample_ids import SampleIds
 from ds_compress.kernels.numerics import is_finite, narrow, wide
 from ds_compress.registry import Options
@@ -105,10 +106,8 @@ class AQSGD(Feedback):
                 sample_store.check(offload.nvme_path)
 
 
-class AQSGDCodec(FeedbackCodec, Remembers):
+class AQSGDCodec(FeedbackCodec, Remembers, Observes, Offloads, SecondPacket):
     """Both sides hold the buffers and apply the same decoded changes to them."""
-
-    has_rest = True
 
     def __init__(self, feedback: AQSGD, codec: Codec):
         super().__init__(feedback, codec)
@@ -156,7 +155,7 @@ class AQSGDCodec(FeedbackCodec, Remembers):
         dense = by_sample[unseen]
         old = self._buffers(keys, seen, dense, spec, ctx)
         change = by_sample.to(old.dtype) - old
-        parts, sent = self.codec.encode_and_decode(narrow(self._by_message(change), x), ctx)
+        parts, sent = encode_and_decode(self.codec, narrow(self._by_message(change), x), ctx)
         self._advance(old, sent, keys, seen, ctx)
         flags = torch.tensor(seen, dtype=torch.uint8).to(x.device)
         return parts + ((flags, dense) if unseen else (flags,))
@@ -176,7 +175,6 @@ class AQSGDCodec(FeedbackCodec, Remembers):
         return self._by_message(self._advance(old, change, keys, seen, ctx)).to(spec.dtype)
 
     def observe(self, x: Tensor, ctx: Context) -> None:
-        super().observe(x, ctx)
         if is_finite(x):
             self._write(self._keys(TensorSpec.of(x), ctx), self._by_sample(x), ctx)
 
@@ -186,7 +184,6 @@ class AQSGDCodec(FeedbackCodec, Remembers):
                 expect(key, value, self.rows.dtype)
 
     def restored(self, memory: MutableMapping[str, Tensor]) -> None:
-        super().restored(memory)
         with _named("aqsgd, loading a checkpoint"):
             self.rows.adopt(memory, [key for key in memory if key.startswith(self._prefix)])
 

@@ -11,12 +11,13 @@ alike.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, MutableMapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Layout, TensorSpec
+from ds_compress.codecs.mixins import OnlyReceiverDecodes, SecondPacket, Wraps
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.sample_ids import SampleIds
 from ds_compress.registry import Named, Registry
@@ -55,9 +56,22 @@ class NoFeedback(Feedback):
         return codec
 
 
-class FeedbackCodec(Codec):
+def encode_and_decode(codec: Codec, x: Tensor, ctx: Context) -> tuple[tuple[Tensor, ...], Tensor]:
+    """What `codec` encodes `x` to, and what the receiver will decode from it, in x's dtype.
+
+    The sender decodes in a context as the receiver has it: without what encoding leaves behind.
+    """
+    receiver = replace(ctx, stash=dict(ctx.stash), memory=dict(ctx.memory))
+    parts = codec.encode(x, ctx)
+    return parts, codec.decode(parts, TensorSpec.of(x), receiver)
+
+
+class FeedbackCodec(Codec, Wraps):
     """A codec with a feedback round it: in evaluation, and where a method is not overridden, the codec
-    itself."""
+    itself.
+
+    What the codec can do beyond that is found behind it, by `mixins.layers`.
+    """
 
     def __init__(self, feedback: Feedback, codec: Codec):
         """
@@ -65,9 +79,9 @@ class FeedbackCodec(Codec):
             CompressionError: the sender cannot know what `codec` delivers.
         """
         super().__init__(codec.options)
-        if codec.has_rest:
+        if isinstance(codec, SecondPacket):
             raise CompressionError(f"{feedback.name!r} cannot follow codec {codec.name!r}; allowed: 'none'")
-        if not codec.sender_decodes:
+        if isinstance(codec, OnlyReceiverDecodes):
             raise CompressionError(
                 f"{feedback.name!r} cannot follow codec {codec.name!r}: only the receiver can decode "
                 "its messages; allowed: 'none'"
@@ -75,9 +89,6 @@ class FeedbackCodec(Codec):
         self.feedback = feedback
         self.codec = codec
         self.name = codec.name
-        self.both_directions = codec.both_directions
-        self.needs_warmup = codec.needs_warmup
-        self.selects = codec.selects
 
     def __str__(self) -> str:
         return f"{self.codec} + {self.feedback}"
@@ -85,14 +96,6 @@ class FeedbackCodec(Codec):
     @property
     def settings(self) -> dict[str, Any]:
         return {**self.codec.settings, "feedback": self.feedback.settings}
-
-    def kept(self, spec: TensorSpec) -> int:
-        """How many entries of a tensor of `spec` cross, where the codec selects."""
-        return self.codec.kept(spec)
-
-    def gain(self, spec: TensorSpec) -> Tensor | None:
-        """What the receiver multiplies those entries by, where the codec selects."""
-        return self.codec.gain(spec)
 
     def layout(self, spec: TensorSpec) -> Layout:
         return self.codec.layout(spec)
@@ -110,24 +113,3 @@ class FeedbackCodec(Codec):
     def decode_training(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         """`decode` of a training message; overridden where the receiver has state too."""
         return self.codec.decode(parts, spec, ctx)
-
-    def rest(self, parts: tuple[Tensor, ...], spec: TensorSpec) -> Layout:
-        return self.codec.rest(parts, spec)
-
-    def restored(self, memory: MutableMapping[str, Tensor]) -> None:
-        self.codec.restored(memory)
-
-    def prefetch(self, ids: Tensor, memory: MutableMapping[str, Tensor]) -> None:
-        self.codec.prefetch(ids, memory)
-
-    def observe(self, x: Tensor, ctx: Context) -> None:
-        self.codec.observe(x, ctx)
-
-    def end_step(self, memory: MutableMapping[str, Tensor], average: Callable[[Tensor], Tensor]) -> None:
-        self.codec.end_step(memory, average)
-
-    def paired(self, forward: Codec) -> Codec:
-        return self.feedback.around(self.codec.paired(forward))
-
-    def forward_partner(self) -> Codec | None:
-        return self.codec.forward_partner()

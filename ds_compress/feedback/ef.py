@@ -5,9 +5,10 @@ from typing import Literal
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, TensorSpec
-from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec
+from ds_compress.codecs.mixins import EncodesWithError
+from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.state import KeepsState, State, StateOptions
-from ds_compress.kernels.numerics import is_finite
+from ds_compress.kernels.numerics import is_finite, narrow
 
 
 class ErrorFeedbackOptions(StateOptions):
@@ -41,7 +42,7 @@ class ErrorFeedbackCodec(FeedbackCodec, KeepsState):
         spec = TensorSpec.of(x)
         old = self.residual(ctx, spec)
         finite = is_finite(x)
-        parts, error = self.codec.encode_with_error(x, old, finite * ctx.loss_scale, ctx)
+        parts, error = encode_with_error(self.codec, x, old, finite * ctx.loss_scale, ctx)
         new = self.updated(old, error if ctx.loss_scale == 1 else error / ctx.loss_scale)
         self.state.save(ctx, spec, new, keep=~(finite & is_finite(new)))
         return parts
@@ -53,3 +54,16 @@ class ErrorFeedbackCodec(FeedbackCodec, KeepsState):
     def updated(self, residual: Tensor, error: Tensor) -> Tensor:
         """The next residual, from the one that was added and from what the message then lost."""
         return error
+
+
+def encode_with_error(
+    codec: Codec, x: Tensor, residual: Tensor, factor: Tensor, ctx: Context
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """What `codec` encodes x + factor * residual to, and what of that sum the receiver will not get; see
+    `EncodesWithError`, which does it in one pass where it can."""
+    found = codec.encode_with_error(x, residual, factor, ctx) if isinstance(codec, EncodesWithError) else None
+    if found is not None:
+        return found
+    total = x.to(residual.dtype) + residual * factor
+    parts, sent = encode_and_decode(codec, narrow(total, x), ctx)
+    return parts, total - sent

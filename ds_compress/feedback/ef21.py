@@ -5,7 +5,8 @@ from typing import Literal
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, TensorSpec
-from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec
+from ds_compress.codecs.mixins import Observes
+from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.state import KeepsState, State, StateOptions
 from ds_compress.kernels.numerics import is_finite, narrow, wide
 
@@ -26,7 +27,7 @@ class EF21(Feedback):
         return EF21Codec(self, codec)
 
 
-class EF21Codec(FeedbackCodec, KeepsState):
+class EF21Codec(FeedbackCodec, KeepsState, Observes):
     """Both sides hold A in units that the loss scale does not change, and add the same decoded message to
     it."""
 
@@ -38,7 +39,7 @@ class EF21Codec(FeedbackCodec, KeepsState):
         spec = TensorSpec.of(x)
         state = self.state.load(ctx, spec)
         change = x.to(wide(x.dtype)) - state * ctx.loss_scale
-        parts, sent = self.codec.encode_and_decode(narrow(change, x), ctx)
+        parts, sent = encode_and_decode(self.codec, narrow(change, x), ctx)
         self._advance(state, sent, spec, ctx)
         return parts
 
@@ -48,7 +49,6 @@ class EF21Codec(FeedbackCodec, KeepsState):
         return (self._advance(state, change, spec, ctx) * ctx.loss_scale).to(spec.dtype)
 
     def observe(self, x: Tensor, ctx: Context) -> None:
-        super().observe(x, ctx)
         spec = TensorSpec.of(x)
         self._save(x.to(wide(x.dtype)) / ctx.loss_scale, spec, ctx)
 

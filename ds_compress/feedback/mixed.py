@@ -7,8 +7,9 @@ from pydantic import Field
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Layout, TensorSpec
+from ds_compress.codecs.mixins import Follows, Selects
 from ds_compress.errors import CompressionError
-from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec
+from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.ef import ErrorFeedbackOptions
 from ds_compress.feedback.state import KeepsState, State
 from ds_compress.kernels.numerics import is_finite, narrow, wide
@@ -31,12 +32,13 @@ class MixedErrorFeedback(Feedback):
         """Part of the density that goes to the input; the rest goes to the residual."""
 
     def around(self, codec: Codec) -> Codec:
-        if codec.forward_partner() is not None:
+        if isinstance(codec, Follows) and codec.forward_partner() is not None:
             raise CompressionError(
                 f"'ef_mixed' cannot split the entries that {codec} takes over from forward; "
                 "allowed: 'ef', 'ef21', 'loco'"
             )
-        return MixedErrorFeedbackCodec(self, codec)
+        selects = isinstance(codec, Selects)
+        return (SelectingMixedCodec if selects else MixedErrorFeedbackCodec)(self, codec)
 
 
 class MixedErrorFeedbackCodec(FeedbackCodec, KeepsState):
@@ -48,13 +50,6 @@ class MixedErrorFeedbackCodec(FeedbackCodec, KeepsState):
         self.state = State(feedback.name, "sender", options, options.dtype)
         self.shares = _share(codec, options.split), _share(codec, 1 - options.split)
 
-    def kept(self, spec: TensorSpec) -> int:
-        return sum(share.kept(spec) for share in self.shares)
-
-    def gain(self, spec: TensorSpec) -> Tensor | None:
-        gains = [share.gain(spec) for share in self.shares]
-        return None if gains[0] is None else torch.cat(gains)
-
     def layout(self, spec: TensorSpec) -> Layout:
         return sum((share.layout(spec) for share in self.shares), ())
 
@@ -62,7 +57,7 @@ class MixedErrorFeedbackCodec(FeedbackCodec, KeepsState):
         if ctx.training:
             return self.encode_training(x, ctx)
         contexts = _contexts(ctx)
-        first, sent = self.shares[0].encode_and_decode(x, contexts[0])
+        first, sent = encode_and_decode(self.shares[0], x, contexts[0])
         rest = narrow(x.to(wide(x.dtype)) - sent, x)
         return first + self.shares[1].encode(rest, contexts[1])
 
@@ -72,8 +67,8 @@ class MixedErrorFeedbackCodec(FeedbackCodec, KeepsState):
         finite = is_finite(x)
         residual = torch.where(finite, old * ctx.loss_scale, 0.0)
         contexts = _contexts(ctx)
-        first, sent = self.shares[0].encode_and_decode(x, contexts[0])
-        second, resent = self.shares[1].encode_and_decode(narrow(residual, x), contexts[1])
+        first, sent = encode_and_decode(self.shares[0], x, contexts[0])
+        second, resent = encode_and_decode(self.shares[1], narrow(residual, x), contexts[1])
         _merge_selections(ctx, contexts)
         new = (x.to(old.dtype) + residual - _sum(sent, resent)) / ctx.loss_scale
         self.state.save(ctx, spec, new, keep=~(finite & is_finite(new)))
@@ -86,6 +81,17 @@ class MixedErrorFeedbackCodec(FeedbackCodec, KeepsState):
         resent = self.shares[1].decode(parts[split:], spec, contexts[1])
         _merge_selections(ctx, contexts)
         return _sum(sent, resent)
+
+
+class SelectingMixedCodec(MixedErrorFeedbackCodec, Selects):
+    """The same where the codec selects: what is kept are the entries of both parts."""
+
+    def kept(self, spec: TensorSpec) -> int:
+        return sum(share.kept(spec) for share in self.shares)
+
+    def gain(self, spec: TensorSpec) -> Tensor | None:
+        gains = [share.gain(spec) for share in self.shares]
+        return None if gains[0] is None else torch.cat(gains)
 
 
 def _share(codec: Codec, fraction: float) -> Codec:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, Context, TensorSpec
 from ds_compress.codecs.memory import Remembers
+from ds_compress.codecs.mixins import Learns, Observes, Offloads, SecondPacket, layers
 from ds_compress.config import DIRECTIONS, KEY, BoundaryCodecs, Config
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.memory import is_out_of_memory
@@ -110,7 +111,9 @@ class Channel:
         """Bytes that `message` takes on the wire after the warm-up, a second packet included."""
         compressed = MessageLayout(message.specs, self.codec, message.exempt, message.ids)
         rest = sum(
-            codec.rest_bytes(spec) for codec, spec in zip(compressed.codecs, compressed.specs) if codec
+            codec.rest_bytes(spec)
+            for codec, spec in zip(compressed.codecs, compressed.specs)
+            if isinstance(codec, SecondPacket)
         )
         return compressed.packet.nbytes + (HEADER_SIZE + rest if rest else 0)
 
@@ -212,7 +215,10 @@ class Channel:
         fetch: Callable[[int], Tensor] | None,
     ) -> list[tuple[Tensor, ...]]:
         """`parts` of each tensor, with those that came in a second packet."""
-        rests = [c.rest(own, s) if c else () for c, own, s in zip(message.codecs, parts, message.specs)]
+        rests = [
+            codec.rest(own, spec) if isinstance(codec, SecondPacket) else ()
+            for codec, own, spec in zip(message.codecs, parts, message.specs)
+        ]
         layout = PacketLayout(tuple(part for rest in rests for part in rest), "rest")
         if not layout.parts:
             return parts
@@ -270,7 +276,8 @@ class Channel:
             is_float = spec.dtype.is_floating_point
             ctx = self.boundary.context(self.direction, position, moment) if is_float else None
             if not exempt and codec is None and moment.training:
-                self.codec.observe(item.detach() if isinstance(item, Tensor) else item[0], ctx)
+                for layer in layers(self.codec, Observes):
+                    layer.observe(item.detach() if isinstance(item, Tensor) else item[0], ctx)
             yield item, codec, ctx
             position += is_float
 
@@ -370,11 +377,8 @@ class Boundary:
         for memory in memories.values():
             for channel, other in zip(self.channels, DIRECTIONS[::-1]):
                 own = {key: value for key, value in memory.items() if not key.startswith(f"{other}/")}
-                codec: Any = channel.codec
-                while codec is not None:  # a feedback, and the codec inside it
-                    if isinstance(codec, Remembers):
-                        codec.check_memory(own)
-                    codec = getattr(codec, "codec", None)
+                for layer in layers(channel.codec, Remembers):
+                    layer.check_memory(own)
 
     def restore(self, memories: dict[int, dict[str, Tensor]], device: torch.device) -> None:
         """Make `memories`, by tensor position, all that is remembered."""
@@ -382,13 +386,15 @@ class Boundary:
         for position, values in memories.items():
             memory = {key: value if "/host/" in key else value.to(device) for key, value in values.items()}
             for channel in self.channels:
-                channel.codec.restored(memory)
+                for layer in layers(channel.codec, Offloads):
+                    layer.restored(memory)
             self.memory[position] = memory
 
     def prefetch(self, ids: Tensor) -> None:
         """A forward message of the samples `ids` will be encoded soon."""
-        for memory in self.memory.values():
-            self.forward.codec.prefetch(ids, memory)
+        for layer in layers(self.forward.codec, Offloads):
+            for memory in self.memory.values():
+                layer.prefetch(ids, memory)
 
     def begin_step(self) -> None:
         """Forget what an interrupted step left."""
@@ -400,4 +406,5 @@ class Boundary:
         for position in sorted(self.memory):
             for channel in self.channels:
                 with torch.no_grad():
-                    channel.codec.end_step(self.memory[position], average)
+                    for layer in layers(channel.codec, Learns):
+                        layer.end_step(self.memory[position], average)

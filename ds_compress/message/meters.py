@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.errors import in_one_line
+from ds_compress.codecs.mixins import OnlyReceiverDecodes
 from ds_compress.message.channel import Channel, MessageId, MessageLayout
 from ds_compress.message.clock import HostClock
 from ds_compress.transport.p2p import Receiver, Sender
@@ -97,8 +98,9 @@ class SendingMeter(_Meter):
 
     def encode(self, channel, tensors, moment, raw_tail, memory):
         listener: Channel | None = None
+        decodes = not isinstance(channel.codec, OnlyReceiverDecodes)
         with self._measuring():
-            if channel.codec.sender_decodes and moment.micro_batch == self._compared:
+            if decodes and moment.micro_batch == self._compared:
                 listener = channel.listener()
 
         def timed_memory(nbytes: int) -> Tensor:

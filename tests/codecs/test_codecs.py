@@ -11,6 +11,7 @@ import torch
 
 import ds_compress.codecs  # noqa: F401 - registers
 from ds_compress.codec import CODECS, Context, TensorSpec, build, names
+from ds_compress.codecs.mixins import Follows, Observes, SecondPacket
 from ds_compress.errors import CompressionError
 
 OPTIONS = {
@@ -77,7 +78,10 @@ class Boundary:
 
     def __init__(self, choice):
         forward = build(choice)
-        self.codecs = {"forward": forward, "backward": backward_of(choice).paired(forward)}
+        backward = backward_of(choice)
+        if isinstance(backward, Follows):
+            backward = backward.paired(forward)
+        self.codecs = {"forward": forward, "backward": backward}
         self.memories = {}, {}
 
     def exchange(self, activation, gradient, **place):
@@ -87,7 +91,8 @@ class Boundary:
         """
         for memory in self.memories:
             warmup = normal(activation.shape, activation.dtype, seed=5)
-            self.codecs["forward"].observe(warmup, Context(**place, memory=memory))
+            if isinstance(self.codecs["forward"], Observes):
+                self.codecs["forward"].observe(warmup, Context(**place, memory=memory))
         stashes = {}, {}
         left, right = zip(stashes, self.memories)
         return (
@@ -103,7 +108,8 @@ class Boundary:
 
         parts = codec.encode(x, sender)
         layout = codec.layout(spec)
-        layout += codec.rest(parts[: len(layout)], spec)
+        if isinstance(codec, SecondPacket):
+            layout += codec.rest(parts[: len(layout)], spec)
         assert tuple((tuple(part.shape), part.dtype) for part in parts) == layout
         assert all(part.device == x.device for part in parts)
         assert same(x, before), "the input was modified"

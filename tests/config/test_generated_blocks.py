@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from ds_compress.codec import CODECS
+from ds_compress.codecs.mixins import BothDirections
 from ds_compress.config import KEY, Block, Config
 from ds_compress.config.block import Override
 from ds_compress.errors import CompressionError
@@ -43,7 +44,7 @@ def nested(model: type[BaseModel]):
 def good_block(place: tuple[str, ...], kind: str, name: str) -> dict[str, Any]:
     """A block with the codec or feedback `name` at `place`, and what it needs to be allowed there."""
     block = put({}, (*place, kind), {"name": name})
-    if kind == "codec" and CODECS.find(name, "").both_directions:
+    if kind == "codec" and issubclass(CODECS.find(name, ""), BothDirections):
         block |= {"warmup_steps": 1, "forward": {"codec": name}, "backward": {"codec": name}}
     return put(block, (*place, kind), {"name": name})
 

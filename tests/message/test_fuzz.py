@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ds_compress.codec import CODECS, TensorSpec, names
+from ds_compress.codecs.mixins import BothDirections, Observes
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary, MessageId
@@ -29,9 +30,9 @@ def messages():
     """For every codec: both sides of a boundary, a forward packet, the tensors it was made of, and what
     follows it."""
     for name, options in settings():
-        codec = {"codec": {"name": name, **options}}
-        block = {"min_numel": 0, "forward": codec, "warmup_steps": int(CODECS.find(name, "").needs_warmup)}
-        if CODECS.find(name, "").both_directions:
+        codec, found = {"codec": {"name": name, **options}}, CODECS.find(name, "")
+        block = {"min_numel": 0, "forward": codec, "warmup_steps": int(issubclass(found, Observes))}
+        if issubclass(found, BothDirections):
             block["backward"] = codec
         try:
             config = Config(block)

@@ -1,0 +1,145 @@
+"""What few codecs need beyond `layout`, `encode` and `decode`: base classes to add beside `Codec`.
+
+    Remembers             leaves entries in the memory (codecs/memory.py)               lowrank, pca, feedbacks
+    Observes              looks at the messages of the warm-up                          pca
+    Learns                trains weights of its own, once per step                      autoencoder
+    Offloads              keeps entries of the memory elsewhere than on the device      feedback aqsgd
+    Selects               keeps some entries, which the gradient can follow             topk, randomk, column
+    Follows               takes over backward what the forward codec began              topk, indices "reuse"
+    SecondPacket          has a payload whose size follows from the data                lossless
+    BothDirections        must be the codec of both directions                          pca, autoencoder
+    OnlyReceiverDecodes   decodes by state that the sender does not have                autoencoder
+    EncodesWithError      encodes and tells what is lost in one pass over the memory    quantize
+
+Whoever needs one of them asks with `isinstance`, or with `layers` where a feedback may be wrapped round the
+codec.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import ClassVar, TypeVar
+
+from torch import Tensor
+
+from ds_compress.codec import Codec, Context, Layout, TensorSpec
+
+Kind = TypeVar("Kind")
+
+
+class Wraps:
+    """A codec round another one, as a feedback is."""
+
+    codec: Codec
+
+
+def layers(codec: Codec, kind: type[Kind]) -> Iterator[Kind]:
+    """`codec`, what it wraps, and so on inwards: those of them that are a `kind`."""
+    layer: Codec | None = codec
+    while layer is not None:
+        if isinstance(layer, kind):
+            yield layer
+        layer = layer.codec if isinstance(layer, Wraps) else None
+
+
+class Observes(ABC):
+    """Sees what crosses uncompressed during warm-up."""
+
+    needs_warmup: ClassVar[bool] = False  # True: works only after at least one warm-up step
+
+    @abstractmethod
+    def observe(self, x: Tensor, ctx: Context) -> None:
+        """Look at the message `x`; called on both sides with the same `x`."""
+
+
+class Learns(ABC):
+    """Changes entries of the memory once per training step."""
+
+    @abstractmethod
+    def end_step(self, memory: MutableMapping[str, Tensor], average: Callable[[Tensor], Tensor]) -> None:
+        """Replace learned entries of `memory`; `average` takes the mean over the replicas."""
+
+
+class Offloads(ABC):
+    """Keeps entries of the memory where it wants them: in host memory, in files."""
+
+    @abstractmethod
+    def restored(self, memory: MutableMapping[str, Tensor]) -> None:
+        """Put entries of `memory`, just read from a checkpoint, where they belong; those with "/host/" in
+        their key are on the CPU, all others on the device."""
+
+    @abstractmethod
+    def prefetch(self, ids: Tensor, memory: MutableMapping[str, Tensor]) -> None:
+        """A message of the samples `ids` (int64, on the CPU) will be encoded soon."""
+
+
+class Selects(ABC):
+    """Sets `ctx.selection`, which `indices: "reuse"` reads in the backward message."""
+
+    @abstractmethod
+    def kept(self, spec: TensorSpec) -> int:
+        """How many entries of a tensor of `spec` are kept, over all rows."""
+
+    @abstractmethod
+    def gain(self, spec: TensorSpec) -> Tensor | None:
+        """What the receiver multiplies the kept values by, fp32 [kept] in selection order; None for 1."""
+
+
+class Follows(ABC):
+    """A codec for backward that may depend on the forward codec of its boundary."""
+
+    note: str = ""  # what a user should know of how this setting was resolved, said once at start-up
+
+    @abstractmethod
+    def paired(self, forward: Codec) -> Codec:
+        """The codec to use backward, where `self` was asked for, at a boundary whose forward codec is
+        `forward`.
+
+        Raises:
+            CompressionError: the two cannot work together.
+        """
+
+    @abstractmethod
+    def forward_partner(self) -> Codec | None:
+        """A forward codec whose message must come first where this one cannot stand alone; None where it
+        can."""
+
+
+class SecondPacket(ABC):
+    """Messages may come with a second packet, whose size the first one tells.
+
+    `encode` returns its parts behind those of `layout`, and `decode` gets them there. Reading the first
+    packet makes the host wait for the device, and the second one cannot be received ahead.
+    """
+
+    @abstractmethod
+    def rest(self, parts: tuple[Tensor, ...], spec: TensorSpec) -> Layout:
+        """What follows in a second packet, as those `parts` say that `layout` describes; () for nothing."""
+
+    def rest_bytes(self, spec: TensorSpec) -> int:
+        """Size of `rest` to plan with: what a message needs at most, once first visits and the like are
+        over."""
+        return 0
+
+
+class BothDirections:
+    """Forward and backward of a boundary must both be this codec."""
+
+
+class OnlyReceiverDecodes:
+    """What a message decodes to depends on state of the receiver alone, so no feedback can follow."""
+
+
+class EncodesWithError(ABC):
+    """Has a pass over the memory that does what error feedback takes several for, with the same result."""
+
+    @abstractmethod
+    def encode_with_error(
+        self, x: Tensor, residual: Tensor, factor: Tensor, ctx: Context
+    ) -> tuple[tuple[Tensor, ...], Tensor] | None:
+        """`encode` of x + factor * residual, and what of that sum the receiver will not get; None where there
+        is no such pass for this message.
+
+        Args:
+            residual: finite, of x's shape and dtype `wide(x.dtype)`, which is also that of the error.
+            factor: fp32, one element, on x's device.
+        """
