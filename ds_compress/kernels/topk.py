@@ -88,7 +88,8 @@ def sampling(d: int, k: int) -> tuple[int, int, int]:
 def count_true(mask: Tensor) -> Tensor:
     """[rows, 1]: how many entries of each row of `mask` [rows, d] are true."""
     if bitstring.on_cpu(mask):  # torch counts along a dim ten times slower
-        return torch.tensor([[np.count_nonzero(row)] for row in mask.numpy()], dtype=torch.int64).view(-1, 1)
+        counts = [[np.count_nonzero(row)] for row in mask.numpy()]
+        return torch.tensor(counts, dtype=torch.int64, device="cpu").view(-1, 1)
     return mask.count_nonzero(1).unsqueeze(1)
 
 
@@ -161,7 +162,8 @@ def _exact_native(x: Tensor, k: int) -> Tensor:
         reached = Candidates.reaching(bits, low, infinity)
         if reached.counts.min() >= k:
             parts = np.split(reached.keys.numpy(), reached.counts.cumsum(0)[:-1])
-            cut = torch.tensor([np.partition(part, part.size - k)[part.size - k] for part in parts])
+            smallest = [np.partition(part, part.size - k)[part.size - k] for part in parts]
+            cut = torch.tensor(smallest, device="cpu")
             return reached.pick(cut, cut + 1, k, spread=False)
     cut = kth_largest(keys(x), k).flatten().long()
     return Candidates.reaching(bits, cut, infinity).pick(cut, cut + 1, k, spread=False)
