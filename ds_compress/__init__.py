@@ -16,6 +16,7 @@ _HOMES = {
     "TensorSpec": "codec",
     "__version__": "version",
     "build": "codec",
+    "check_codec": "codecs.contract",
     "register": "codec",
 }
 

@@ -14,12 +14,15 @@ Adding one:
         def layout(self, spec): ...
         def encode(self, x, ctx): ...
         def decode(self, parts, spec, ctx): ...
+        def error_bound(self, spec): return 0.1
 
-The test that walks `names()` checks it from then on, and `ds-compress list`, `check` and `bench` find it by
-name.
+Training, `simulate`, `ds-compress list`, `check` and `bench` find it by name, and `check_codec("mine")` of
+`ds_compress` holds it to what it promises and declares. What few codecs need beyond that is in
+`ds_compress.codecs.mixins`.
 """
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
@@ -28,6 +31,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ds_compress.errors import CompressionError
 from ds_compress.registry import Named, Options, Registry
 
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -44,6 +48,10 @@ class TensorSpec:
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorSpec":
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+    def __str__(self) -> str:
+        """As errors show it: bfloat16 [4, 1024, 768]."""
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
     @property
     def numel(self) -> int:
@@ -117,9 +125,9 @@ CodecOptions = Options
 class Codec(Named, ABC):
     """A stateless compressor of one tensor.
 
-    Promises, each checked for every registered codec: deterministic for a given context; inf or nan in the
-    input shows as a non-finite value in the output; C(s*x) = s*C(x) up to rounding; any float dtype and any
-    shape is right or refused with a `CompressionError`.
+    Promises, each held by `codecs.contract` for every registered codec: deterministic for a given context;
+    inf or nan in the input shows as a non-finite value in the output; C(s*x) = s*C(x) up to rounding; any
+    float dtype and any shape but those that it `refuses` is sent, with no more error than its `error_bound`.
     """
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)
@@ -141,6 +149,27 @@ class Codec(Named, ABC):
         `parts` are views of a packet whose memory is used again: what must stay (in `ctx.stash`) is copied.
         """
 
+    def error_bound(self, spec: TensorSpec) -> float:
+        """The largest ||x - C(x)|| / ||x|| of any finite `x` of `spec`, before rounding to its dtype.
+
+        Below 1 the codec is a contraction. Of one that learns: before it has learned.
+        """
+        return math.inf  # nothing is declared: the contract asks for a number
+
+    def gaussian_error_bound(self, spec: TensorSpec) -> float:
+        """The same for `x` of independent normal values, for codecs that a few outliers can make useless."""
+        return self.error_bound(spec)
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether the mean of what many messages of one `x` decode to approaches `x`, up to rounding. Where
+        not, the error of normal values must be below 1, that of sending zeros."""
+        return False
+
+    def refuses(self, spec: TensorSpec) -> str:
+        """Why a tensor of `spec` cannot be compressed, "" where it can; the boundary says so and stops."""
+        return ""
+
 
 CODECS: Registry[Codec] = Registry("codec")
 register = CODECS.register
@@ -151,3 +180,13 @@ def build(choice: object, path: str = "codec") -> Codec:
     """The codec that a JSON value (a name, or an object of `"name"` and options) describes; see
     `Registry.build`."""
     return CODECS.build(choice, path)
+
+
+def check_accepted(codec: Codec, spec: TensorSpec, place: str) -> None:
+    """
+    Raises:
+        CompressionError: `codec` refuses tensors of `spec`; begins with `place`.
+    """
+    reason = codec.refuses(spec)
+    if reason:
+        raise CompressionError(f"{place}: codec {codec} refuses {spec}: {reason}")

@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_compress import config  # noqa: F401  (registers the codecs)
 from ds_compress.cli.arguments import DTYPES, device, integer, shape
 from ds_compress.cli.console import show
-from ds_compress.codec import CODECS, Codec, Context, TensorSpec, build, names
+from ds_compress.codec import CODECS, Codec, Context, TensorSpec, build, check_accepted, names
 from ds_compress.codecs.mixins import Follows, Observes
 from ds_compress.errors import CompressionError, shown
 
@@ -108,6 +108,7 @@ def benchmark_tensor(size: tuple[int, ...], dtype: torch.dtype, device: torch.de
 def measure(codec: Codec, x: Tensor) -> dict[str, Any]:
     """One row of the benchmark; times are medians, bytes are those of the payload."""
     spec = TensorSpec.of(x)
+    check_accepted(codec, spec, "bench")
     bits_per_value, relative_error = size_and_error(codec, x)
     sender, receiver = contexts(codec, x)
     parts = codec.encode(x, sender)

@@ -1,10 +1,13 @@
 """The fixed-point quantizer of AC-SGD, the first version of AQ-SGD (arXiv 2206.01299; code DS3Lab/AC-SGD)."""
 
+import math
+
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
+from ds_compress.codecs import bounds
 from ds_compress.codecs.groups import group_shape, join, split
 from ds_compress.kernels.bits import pack, packed_size, unpack
 
@@ -41,3 +44,11 @@ class ACSGD(Codec):
         half = 2 ** (self.options.bits - 1)
         codes = unpack(packed, self.options.bits).float().sub_(half)
         return join(codes.div_(half).mul_(scale[:, None]), spec, "channel")
+
+    def error_bound(self, spec: TensorSpec) -> float:
+        # a step at most, and no more than the value itself, as 0 is on the grid
+        return min(1.0, math.sqrt(group_shape(spec, "channel")[1]) / 2 ** (self.options.bits - 1))
+
+    def gaussian_error_bound(self, spec: TensorSpec) -> float:
+        half, reach = 2 ** (self.options.bits - 1), bounds.largest_normal(group_shape(spec, "channel")[1])
+        return bounds.normal_on_grid(-reach, reach * (half - 1) / half, 2 * half - 1)

@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
+from ds_compress.codecs import bounds
 from ds_compress.codecs.memory import Remembers, expect, number
 from ds_compress.codecs.mixins import BothDirections, Learns, OnlyReceiverDecodes
 from ds_compress.codecs.reshape import WIRE_DTYPES, arithmetic_dtype, as_message, boundary_noise, matrix_shape
@@ -68,6 +69,19 @@ class Autoencoder(Codec, Remembers, Learns, BothDirections, OnlyReceiverDecodes)
             )
             m = code @ self._weight("encoder", h, ctx, spec.device).to(dtype).T
         return as_message(m, spec)
+
+    def error_bound(self, spec: TensorSpec) -> float:
+        _, h = matrix_shape(spec.shape)
+        return self._rounding + (0 if self._width(h) == h else 1)
+
+    def gaussian_error_bound(self, spec: TensorSpec) -> float:
+        _, h = matrix_shape(spec.shape)
+        return self._rounding + bounds.random_part(self._width(h) / max(h, 1))
+
+    @property
+    def _rounding(self) -> float:
+        """What rounding of the code, and of weights in a message of 16 bits, costs at most."""
+        return 4 * torch.finfo(WIRE_DTYPES[self.options.dtype]).eps
 
     def end_step(self, memory: MutableMapping[str, Tensor], average: Callable[[Tensor], Tensor]) -> None:
         for key in sorted(memory):

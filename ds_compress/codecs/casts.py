@@ -1,9 +1,12 @@
 """Codecs that change the number format and nothing else."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Layout, TensorSpec, register
+from ds_compress.codecs import bounds
 
 
 @register("none")
@@ -19,6 +22,9 @@ class Identity(Codec):
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         return parts[0]
 
+    def error_bound(self, spec: TensorSpec) -> float:
+        return 0.0
+
 
 class Cast(Codec):
     """A cast to `wire_dtype` and back; inf, nan and values beyond its range arrive non-finite."""
@@ -33,6 +39,9 @@ class Cast(Codec):
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         return parts[0].to(spec.dtype)
+
+    def error_bound(self, spec: TensorSpec) -> float:
+        return bounds.rounding(self.wire_dtype, spec.dtype)
 
 
 @register("bf16")
@@ -65,3 +74,7 @@ class Float16(Codec):
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         values, scale = parts
         return (values.float() / scale).to(spec.dtype)
+
+    def error_bound(self, spec: TensorSpec) -> float:
+        # values far below the largest one lose what fp16 has no digits for
+        return 2.0**-11 + math.sqrt(spec.numel) * 2.0**-26

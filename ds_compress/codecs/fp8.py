@@ -1,5 +1,6 @@
 """Eight-bit floats with a scale."""
 
+import math
 from typing import Literal
 
 import torch
@@ -52,6 +53,11 @@ class Float8(Codec):
         else:
             values = codes.view(self._dtype).float().mul_(scale[:, None])
         return join(values, spec, self.options.group_size)
+
+    def error_bound(self, spec: TensorSpec) -> float:
+        info = torch.finfo(self._dtype)
+        lost = info.smallest_normal * info.eps / 2 / info.max  # of the largest value, where digits end
+        return info.eps / 2 + math.sqrt(group_shape(spec, self.options.group_size)[1]) * lost
 
     @property
     def _dtype(self) -> torch.dtype:

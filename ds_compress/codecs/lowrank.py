@@ -3,6 +3,7 @@
 `lowrank` finds a new basis for every message and sends it along; `pca` fits one during warm-up and keeps it.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
+from ds_compress.codecs import bounds
 from ds_compress.codecs.memory import Remembers, expect, number
 from ds_compress.codecs.mixins import BothDirections, Observes
 from ds_compress.codecs.reshape import WIRE_DTYPES, arithmetic_dtype, as_message, boundary_noise, matrix_shape
@@ -78,6 +80,22 @@ class LowRank(Codec, Remembers):
         p, *q = (part.to(dtype) for part in parts)
         return as_message(p @ q[0].T if q else p, spec)
 
+    def error_bound(self, spec: TensorSpec) -> float:
+        rank = self._factor_rank(spec.shape)
+        if rank is None:
+            return bounds.rounding(WIRE_DTYPES[self.options.dtype], spec.dtype)
+        return 1 + self._rounding(rank)
+
+    def gaussian_error_bound(self, spec: TensorSpec) -> float:
+        rank = self._factor_rank(spec.shape)
+        if rank is None:
+            return self.error_bound(spec)
+        return bounds.random_part(rank / min(matrix_shape(spec.shape))) + self._rounding(rank)
+
+    def _rounding(self, rank: int) -> float:
+        """What rounding both factors costs at most."""
+        return math.sqrt(rank) * torch.finfo(WIRE_DTYPES[self.options.dtype]).eps
+
     def check_memory(self, memory: Mapping[str, Tensor]) -> None:
         for key, value in memory.items():
             if key.startswith("lowrank."):
@@ -143,6 +161,16 @@ class PCA(Codec, Remembers, Observes, BothDirections):
         _, h = matrix_shape(spec.shape)
         return as_message(parts[0].float() @ self._basis(h, ctx).T, spec)
 
+    def error_bound(self, spec: TensorSpec) -> float:
+        _, h = matrix_shape(spec.shape)
+        rounding = torch.finfo(WIRE_DTYPES[self.options.dtype]).eps
+        return rounding + (0 if self.options.rank >= h else 1)
+
+    def gaussian_error_bound(self, spec: TensorSpec) -> float:
+        _, h = matrix_shape(spec.shape)
+        rounding = torch.finfo(WIRE_DTYPES[self.options.dtype]).eps
+        return rounding + bounds.random_part(min(self.options.rank, h) / max(h, 1))
+
     def check_memory(self, memory: Mapping[str, Tensor]) -> None:
         for key, value in memory.items():
             if key.startswith("pca."):
@@ -183,7 +211,8 @@ def principal_subspace(moment: Tensor, start: Tensor) -> Tensor:
     # `start`, not by noise.
     size = moment.diagonal().sum()
     moment = torch.where(size > 0, moment / size, 0.0)
-    moment.diagonal().add_(torch.where(size > 0, 1e-10, 1.0))
+    ridge = torch.full_like(size, 1e-10, dtype=torch.float32)
+    moment.diagonal().add_(torch.where(size > 0, ridge, 1.0))
     v = start
     for _ in range(ITERATIONS):
         v, r = torch.linalg.qr(moment @ v)

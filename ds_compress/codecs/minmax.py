@@ -5,6 +5,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
+from ds_compress.codecs import bounds
 from ds_compress.codecs.groups import group_shape, join, split
 from ds_compress.kernels.bits import pack, packed_size, unpack
 
@@ -38,3 +39,10 @@ class MinMax(Codec):
         codes = unpack(packed, self.options.bits).float()
         values = codes.mul_(high - low).div_(2**self.options.bits - 1).add_(low)
         return join(values, spec, "tensor")
+
+    def error_bound(self, spec: TensorSpec) -> float:
+        return bounds.grid(spec.numel, 2**self.options.bits - 1)
+
+    def gaussian_error_bound(self, spec: TensorSpec) -> float:
+        reach = bounds.largest_normal(max(spec.numel, 1))
+        return bounds.normal_on_grid(-reach, reach, 2**self.options.bits - 1)

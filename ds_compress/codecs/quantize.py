@@ -1,5 +1,6 @@
 """Group-wise uniform quantization."""
 
+import math
 from typing import Literal
 
 import torch
@@ -7,10 +8,12 @@ from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
+from ds_compress.codecs import bounds
 from ds_compress.codecs.groups import GroupSize, group_shape, join, split
 from ds_compress.codecs.mixed import Mixed, map_size, reunite, separate
 from ds_compress.codecs.mixins import EncodesWithError
 from ds_compress.kernels import resolve
+from ds_compress.kernels.affine import top_code
 from ds_compress.kernels.bits import packed_size
 
 _SCALE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -119,6 +122,56 @@ class Quantize(Codec, EncodesWithError):
             low = self._dequantize(parts[half:], options.mixed.low_bits, spec.dtype)
             groups = reunite(tile_map, high, low)
         return join(groups, spec, options.group_size)
+
+    def error_bound(self, spec: TensorSpec) -> float:
+        size, missing = self._padding(spec)
+        worst = max(self._worst_error(bits, size, missing) for bits in self._widths)
+        # in the rotated group, what was missing counts like the last value, which it repeats
+        return worst * math.sqrt(1 + missing) if self.options.hadamard else worst
+
+    def gaussian_error_bound(self, spec: TensorSpec) -> float:
+        size, missing = self._padding(spec)
+        error = max(self._normal_error(bits, size) for bits in self._widths)
+        if not missing or not self.options.hadamard:
+            return error
+        # the rotation back spreads the error of the last group over what was missing too
+        present, last = (size - missing) / size, (size - missing) / spec.numel
+        return math.sqrt(error**2 + last * present * self.error_bound(spec) ** 2)
+
+    @property
+    def unbiased(self) -> bool:
+        return self.options.rounding == "stochastic"
+
+    @property
+    def _widths(self) -> list[int]:
+        mixed = self.options.mixed
+        return [self.options.bits] + ([mixed.low_bits] if mixed else [])
+
+    def _padding(self, spec: TensorSpec) -> tuple[int, int]:
+        """Values per group, and how many of them the last group lacks (each group of a channel)."""
+        groups, size = group_shape(spec, self.options.group_size)
+        missing = groups * size - spec.numel
+        return size, missing // max(groups, 1) if self.options.group_size == "channel" else missing
+
+    def _worst_error(self, bits: int, size: int, missing: int) -> float:
+        """Of one group, whatever its values; rounding the scales makes a step up to 1 % larger."""
+        steps = top_code(bits, self._symmetric)
+        # two values make up the range of a grid from minimum to maximum, one that of a symmetric grid
+        nearest = 1.02 * bounds.grid(2 * size if self._symmetric else size, steps)
+        if self.options.rounding == "stochastic":
+            return 2 * nearest
+        if not self._symmetric:
+            return nearest
+        if bits > 1:
+            return min(1.0, nearest)  # 0 is on the grid
+        # every value becomes the mean magnitude, in which the last value counts for those that are missing
+        return math.sqrt(size - missing) if missing else 1.0
+
+    def _normal_error(self, bits: int, size: int) -> float:
+        stochastic = self.options.rounding == "stochastic"
+        mean_magnitude = bits == 1 and self._symmetric and not stochastic
+        reach = math.sqrt(2 / math.pi) if mean_magnitude else bounds.largest_normal(size)
+        return 1.02 * bounds.normal_on_grid(-reach, reach, top_code(bits, self._symmetric), stochastic)
 
     def _layout(self, groups: int, size: int, bits: int) -> Layout:
         scale = ((groups,), _SCALE_DTYPES[self.options.scale_dtype])

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, build, register
-from ds_compress.codecs import select
+from ds_compress.codecs import bounds, select
 from ds_compress.codecs.mixins import BothDirections, SecondPacket, Selects
 from ds_compress.codecs.reshape import as_message
 from ds_compress.errors import CompressionError
@@ -65,6 +65,31 @@ class Sparse(Codec, Selects):
         if gain is not None:
             values = as_message(values * gain, values_spec)
         return selection.scatter(values.flatten()).view(spec.shape)
+
+    def error_bound(self, spec: TensorSpec) -> float:
+        values = self.values.error_bound(self._values_spec(spec))
+        return bounds.largest_part(self.options.density, values)
+
+    def gaussian_error_bound(self, spec: TensorSpec) -> float:
+        values = self.values.gaussian_error_bound(self._values_spec(spec))
+        return bounds.largest_part(self.options.density, values)
+
+    def _blind_error_bound(self, spec: TensorSpec) -> float:
+        """The error bound where entries are not chosen by their size."""
+        return max(1.0, self._with_gain(spec, self.values.error_bound(self._values_spec(spec))))
+
+    def _blind_gaussian_error_bound(self, spec: TensorSpec) -> float:
+        values = self.values.gaussian_error_bound(self._values_spec(spec))
+        return bounds.random_part(self.kept(spec) / max(spec.numel, 1), self._with_gain(spec, values))
+
+    def _with_gain(self, spec: TensorSpec, error: float) -> float:
+        """The error of values that come with `error`, times the gain."""
+        gain = self.gain(spec)
+        largest = 1.0 if gain is None or not gain.numel() else gain.max().item()
+        return largest - 1 + largest * error
+
+    def refuses(self, spec: TensorSpec) -> str:
+        return self.values.refuses(self._values_spec(spec))
 
 
 def gather(x: Tensor, selection: Selection) -> Tensor:
@@ -119,6 +144,16 @@ class RandomK(Sparse):
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         ctx.selection = self._draw(spec, ctx)
         return self._scatter(parts, ctx.selection, spec, ctx)
+
+    def error_bound(self, spec: TensorSpec) -> float:
+        return self._blind_error_bound(spec)
+
+    def gaussian_error_bound(self, spec: TensorSpec) -> float:
+        return self._blind_gaussian_error_bound(spec)
+
+    @property
+    def unbiased(self) -> bool:
+        return self.options.unbiased
 
     def _draw(self, spec: TensorSpec, ctx: Context) -> Selection:
         rows, length = select.rows_of(spec.shape, self.options.scope)

@@ -59,6 +59,7 @@ class TopK(Sparse, Follows):
     def __init__(self, options: CodecOptions | None = None):
         super().__init__(options)
         self._forward: Selects = self  # whose selection "reuse" reads
+        self._unbiased = False  # as the forward codec is that it follows
         self._block = self.options.block_size or 1024
 
     def paired(self, forward: Codec) -> Codec:
@@ -79,7 +80,7 @@ class TopK(Sparse, Follows):
             )
         shared = [key for key in ("density", "scope") if hasattr(forward.options, key)]
         copy = TopK(self.options.model_copy(update={key: getattr(forward.options, key) for key in shared}))
-        copy._forward = selecting
+        copy._forward, copy._unbiased = selecting, forward.unbiased
         return copy
 
     def forward_partner(self) -> Codec | None:
@@ -115,6 +116,19 @@ class TopK(Sparse, Follows):
         split = len(self._indices_layout(spec))
         ctx.selection = self._coder(spec).decode(parts[:split], spec.numel, self.kept(spec))
         return self._scatter(parts[split:], ctx.selection, spec, ctx)
+
+    def error_bound(self, spec: TensorSpec) -> float:
+        exact = self.options.select in ("exact", "block") and self.options.indices != "reuse"
+        return super().error_bound(spec) if exact else self._blind_error_bound(spec)
+
+    def gaussian_error_bound(self, spec: TensorSpec) -> float:
+        if self.options.indices == "reuse":
+            return self._blind_gaussian_error_bound(spec)
+        return super().gaussian_error_bound(spec)
+
+    @property
+    def unbiased(self) -> bool:
+        return self._unbiased
 
     def _select(self, x: Tensor) -> Selection:
         rows, length = select.rows_of(x.shape, self.options.scope)

@@ -100,6 +100,9 @@ class FeedbackCodec(Codec, Wraps):
     def layout(self, spec: TensorSpec) -> Layout:
         return self.codec.layout(spec)
 
+    def refuses(self, spec: TensorSpec) -> str:
+        return self.codec.refuses(spec)
+
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         return self.encode_training(x, ctx) if ctx.training else self.codec.encode(x, ctx)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, TensorSpec
+from ds_compress.codec import Codec, Context, TensorSpec, check_accepted
 from ds_compress.codecs.memory import Remembers
 from ds_compress.codecs.mixins import Learns, Observes, Offloads, SecondPacket, layers
 from ds_compress.config import DIRECTIONS, KEY, BoundaryCodecs, Config
@@ -100,7 +100,11 @@ class Channel:
         ids = self._ids(specs, moment)
         key = (specs, codec is None, raw_tail, ids)
         if key not in self._messages:
-            self._messages[key] = MessageLayout(specs, codec, self._exempt(specs, raw_tail), ids)
+            exempt = self._exempt(specs, raw_tail)
+            for spec, reason in zip(specs, exempt):
+                if not reason:  # refused in the warm-up already, and on both sides alike
+                    check_accepted(self.codec, spec, self.place)
+            self._messages[key] = MessageLayout(specs, codec, exempt, ids)
         return self._messages[key]
 
     def forget_layouts(self) -> None:

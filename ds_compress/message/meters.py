@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_compress.errors import in_one_line
 from ds_compress.codecs.mixins import OnlyReceiverDecodes
+from ds_compress.errors import in_one_line
 from ds_compress.message.channel import Channel, MessageId, MessageLayout
 from ds_compress.message.clock import HostClock
 from ds_compress.transport.p2p import Receiver, Sender

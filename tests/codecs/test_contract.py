@@ -1,0 +1,277 @@
+"""Every promise of the contract is broken by some codec here, and `check_codec` says which."""
+
+import types
+
+import pytest
+import torch
+
+from ds_compress import Codec, CompressionError, check_codec, register
+from ds_compress.codecs.mixins import Observes
+from tests.support.registered import own_codecs
+
+
+class Honest(Codec):
+    """A cast to bf16, which keeps all promises."""
+
+    def layout(self, spec):
+        return ((spec.shape, torch.bfloat16),)
+
+    def encode(self, x, ctx):
+        return (x.to(torch.bfloat16),)
+
+    def decode(self, parts, spec, ctx):
+        return parts[0].to(spec.dtype)
+
+    def error_bound(self, spec):
+        return 2.0**-8
+
+
+class Zeros(Honest):
+    def encode(self, x, ctx):
+        return (0 * x.to(torch.bfloat16),)  # nan stays
+
+    def error_bound(self, spec):
+        return 0.9
+
+
+class AdmittedZeros(Zeros):
+    def error_bound(self, spec):
+        return 1.0
+
+
+class SilentZeros(Zeros):
+    def encode(self, x, ctx):
+        return (torch.zeros_like(x, dtype=torch.bfloat16),)
+
+
+class UnbiasedZeros(AdmittedZeros):
+    unbiased = True
+
+
+class Undeclared(Honest):
+    def error_bound(self, spec):
+        return Codec.error_bound(self, spec)
+
+
+class OneShape(Honest):
+    def encode(self, x, ctx):
+        if x.shape != (2, 4, 256):
+            raise CompressionError("only [2, 4, 256]")
+        return super().encode(x, ctx)
+
+
+class DeclaredOneShape(Honest):
+    def refuses(self, spec):
+        return "" if spec.shape == (3, 5) else "only [3, 5]"
+
+
+class Crashing(Honest):
+    def encode(self, x, ctx):
+        return (x.view(-1).to(torch.bfloat16).view(x.shape),)
+
+
+class Random(Honest):
+    def encode(self, x, ctx):
+        return ((x * (1 + torch.rand_like(x) / 1000)).to(torch.bfloat16),)
+
+
+class Counting(Honest):
+    messages = 0
+
+    def encode(self, x, ctx):
+        self.messages += 1
+        return ((x * (1 + self.messages / 1000)).to(torch.bfloat16),)
+
+
+class Ambient(Honest):
+    def encode(self, x, ctx):
+        third = torch.tensor(1 / 3, device=x.device).double()  # exact in the default dtype only
+        return ((x.double() * (1 + 1e6 * (third - 1 / 3))).to(torch.bfloat16),)
+
+
+class InPlace(Honest):
+    def encode(self, x, ctx):
+        return (x.mul_(1.001).to(torch.bfloat16),)
+
+
+class DecodesInPlace(Honest):
+    def decode(self, parts, spec, ctx):
+        return parts[0].mul_(1.25).to(spec.dtype)
+
+
+class Flattening(Honest):
+    def encode(self, x, ctx):
+        return (x.as_strided(x.shape, torch.empty(x.shape, device="cpu").stride()).to(torch.bfloat16),)
+
+
+class HidesNan(Honest):
+    def encode(self, x, ctx):
+        return (x.nan_to_num().to(torch.bfloat16),)
+
+
+class Absolute(Honest):
+    def decode(self, parts, spec, ctx):
+        values = parts[0].float()
+        return torch.where(values.abs() < 1e-10, 0.0, values).to(spec.dtype)
+
+
+class Shifted(Honest):
+    def decode(self, parts, spec, ctx):
+        return super().decode(parts, spec, ctx) + 1
+
+
+class AlwaysFloat(Honest):
+    def decode(self, parts, spec, ctx):
+        return parts[0].float()
+
+
+class Moody(Honest):
+    def decode(self, parts, spec, ctx):
+        self.mood = not getattr(self, "mood", False)
+        return parts[0].to(spec.dtype) * (1 + self.mood)
+
+
+class OtherDtype(Honest):
+    def layout(self, spec):
+        return ((spec.shape, torch.float16),)
+
+
+class OneMore(Honest):
+    def layout(self, spec):
+        return (*super().layout(spec), ((), torch.float32))
+
+
+class DataDependent(Honest):
+    def encode(self, x, ctx):
+        return (x[x != 0].to(torch.bfloat16),)
+
+
+class KeepsView(Honest):
+    def decode(self, parts, spec, ctx):
+        ctx.stash["sent"] = parts[0]
+        return parts[0].to(spec.dtype)
+
+
+class KeepsViewInside(Honest):
+    def decode(self, parts, spec, ctx):
+        ctx.stash["sent"] = [types.SimpleNamespace(half=parts[0].flatten()[:1])]
+        return parts[0].to(spec.dtype)
+
+
+class Remembering(Honest, Observes):
+    """The size of the messages so far, in memory."""
+
+    def observe(self, x, ctx):
+        ctx.memory["total"] = torch.ones(2, 3, device=x.device)
+
+
+class WritesMemory(Remembering):
+    def encode(self, x, ctx):
+        ctx.memory["total"] += 1
+        return super().encode(x, ctx)
+
+
+class StridedMemory(Remembering):
+    def encode(self, x, ctx):
+        ctx.memory["total"] = ctx.memory["total"].t()
+        return super().encode(x, ctx)
+
+
+class Attributes(Honest):
+    """What it needs travels beside the bytes, which only works in one process."""
+
+    def encode(self, x, ctx):
+        part = x.to(torch.bfloat16)
+        part.dtype_sent = x.dtype
+        return (part,)
+
+    def decode(self, parts, spec, ctx):
+        return parts[0].to(parts[0].dtype_sent)
+
+
+BROKEN = {
+    Zeros: "loses 1 of normal values, its error_bound is 0.9, at float32 [3, 5]",
+    AdmittedZeros: "may lose 1 of normal values; sending zeros loses 1, at float32 [4, 128]",
+    SilentZeros: "hides inf: all that it decodes is finite, at float32 [1]",
+    UnbiasedZeros: "says it is unbiased; the mean of 64 messages is 1 off, not 0.237, at float32 [2, 4, 256]",
+    Undeclared: "declares no error_bound, at float32 [3, 5]",
+    OneShape: "refuses, in encode, what it does not declare to refuse (only [2, 4, 256]), at float32 []",
+    DeclaredOneShape: "refuses [2, 4, 256] in fp32, bf16 and fp16: only [3, 5]",
+    Crashing: "encode raised RuntimeError: view size is not compatible",
+    Random: "sends other bytes for an equal message and context, at float32 [3, 5]",
+    Counting: "sends other bytes for an equal message and context, at float32 [3, 5]",
+    Ambient: "sends other bytes for an equal message and context, at float32 [3, 5]",
+    InPlace: "encode modifies its input, at float32 []",
+    DecodesInPlace: "decode modifies its parts, at float32 []",
+    Flattening: "depends on the memory order (strides (256, 1024, 1)), at float32 [4, 6, 256]",
+    HidesNan: "hides nan: all that it decodes is finite, at float32 [1]",
+    Absolute: "does not scale: C(2^-98 x) is not 2^-98 C(x), at float32 [2, 4, 256]",
+    Shifted: "makes something of zeros, at float32 []",
+    AlwaysFloat: "decode returns float32 [] on cpu, at bfloat16 []",
+    Moody: "decodes the same parts to something else the second time, at float32 []",
+    OtherDtype: "encode makes (((), torch.bfloat16),), layout says (((), torch.float16),), at float32 []",
+    OneMore: "layout says (((), torch.bfloat16), ((), torch.float32)), at float32 []",
+    DataDependent: "encode makes (((1,), torch.bfloat16),), layout says (((), torch.bfloat16),), at float",
+    KeepsView: "keeps a view of the packet, whose memory is used again, at float32 []",
+    KeepsViewInside: "keeps a view of the packet, whose memory is used again, at float32 []",
+    WritesMemory: "modifies an entry of ctx.memory instead of replacing it, at float32 []",
+    StridedMemory: "leaves an entry in ctx.memory that is not contiguous, at float32 []",
+    Attributes: "decode raised AttributeError: 'Tensor' object has no attribute 'dtype_sent', at float32 []",
+}
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    with own_codecs():
+        yield
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda cls: cls.__name__)
+def test_a_broken_promise_is_named(broken):
+    register("broken")(broken)
+    with pytest.raises(AssertionError) as caught:
+        check_codec("broken")
+    assert str(caught.value).startswith("codec broken: ") and "\n" not in str(caught.value)
+    assert BROKEN[broken] in str(caught.value)
+
+
+@pytest.mark.parametrize("honest", [Honest, Remembering], ids=lambda cls: cls.__name__)
+def test_kept_promises_pass(honest):
+    register("honest")(honest)
+    check_codec("honest")
+    check_codec({"name": "honest"})
+    check_codec("honest", backward={"name": "topk", "density": 0.5})
+
+
+def test_declared_refusals_pass():
+    class NoHalf(Honest):
+        def refuses(self, spec):
+            return "fp16 is too narrow" if spec.dtype == torch.float16 else ""
+
+        def encode(self, x, ctx):
+            assert x.dtype != torch.float16
+            return super().encode(x, ctx)
+
+    register("no_half")(NoHalf)
+    check_codec("no_half")
+
+
+def test_all_examples_are_checked():
+    class Worse(Honest):
+        examples = ({}, {"bits": 1})
+
+        class Options(Codec.Options):
+            bits: int = 16
+
+        def decode(self, parts, spec, ctx):
+            return super().decode(parts, spec, ctx) * (self.options.bits / 16)
+
+    register("worse")(Worse)
+    check_codec({"name": "worse"})
+    with pytest.raises(AssertionError, match=r"^codec worse\(bits=1\): loses 0.9376 of"):
+        check_codec("worse")
+
+
+def test_what_is_no_codec_is_refused():
+    with pytest.raises(CompressionError, match="codec: 'tobk' is not registered .did you mean 'topk'"):
+        check_codec("tobk")

@@ -1,0 +1,111 @@
+"""A codec of 20 lines in a user's own file works wherever those of the package do."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_compress import CompressionError, TensorSpec, build, check_codec
+from ds_compress.cli import main
+from ds_compress.feedback import FEEDBACKS
+from tests.support.dist import run_ranks
+from tests.support.pipeline import MICRO_BATCHES, batches, ds_config
+from tests.support.pipeline import build as build_engine
+from tests.support.registered import own_codecs
+from tests.test_simulate import train_simulated
+
+MODULE = "tests.support.my_codecs"
+FILE = Path(__file__).parent.parent / "support" / "my_codecs.py"
+BLOCK = {
+    "forward": {"codec": "half_scale"},
+    "backward": {"codec": "half_scale", "feedback": "ef"},
+    "min_numel": 0,
+}
+
+
+@pytest.fixture(autouse=True)
+def imported():
+    with own_codecs():
+        sys.modules.pop(MODULE, None)
+        importlib.import_module(MODULE)
+        yield
+    sys.modules.pop(MODULE)
+
+
+def written(tmp_path, block):
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"ds_compress": block}))
+    return str(path)
+
+
+def train(stages, config, steps=4):
+    engine = build_engine(stages, config)
+    data = batches()
+    losses = [engine.train_batch(data).item() for _ in range(steps)]
+    sent = [channel.sent for channel in engine._compression.sending]
+    return losses, [(counters.messages, counters.raw_bytes / counters.wire_bytes) for counters in sent]
+
+
+def test_it_has_20_lines():
+    assert sum(bool(line.strip()) for line in FILE.read_text().splitlines()) <= 20
+
+
+def test_contract():
+    check_codec("half_scale")
+
+
+def test_training_and_simulate():
+    config = ds_config(BLOCK)
+    first, last = run_ranks(2, train, 2, config)
+    assert first[0] == last[0] == train_simulated(2, config) != train_simulated(2, ds_config({}))
+    for _, ((messages, ratio),) in (first, last):
+        assert messages == 4 * MICRO_BATCHES and 3.5 < ratio < 4
+
+
+def test_check(tmp_path, capsys):
+    arguments = ["--stages", "2", "--shape", "4,1024,768", "--dtype", "bf16", "--json"]
+    assert main(["check", written(tmp_path, BLOCK), *arguments]) == 0
+    forward, backward = json.loads(capsys.readouterr().out)
+    assert forward["codec"] == "half_scale" and backward["codec"] == "half_scale + ef"
+    assert forward["wire_bytes"] == backward["wire_bytes"] == 4 * 1024 * 768 + 16 + 32
+
+
+def test_list(capsys):
+    assert main(["list", "--json"]) == 0
+    listed = {codec["name"]: codec for codec in json.loads(capsys.readouterr().out)["codecs"]}
+    assert listed["half_scale"]["summary"] == "Eight bits for each value, in steps of a 127th of the largest."
+
+
+def test_bench(tmp_path):
+    path = tmp_path / "rows.json"
+    assert main(["bench", "--shape", "2,64,128", "--codec", "half_scale", "--json", str(path)]) == 0
+    (row,) = json.loads(path.read_text())
+    assert row["codec"] == "half_scale" and row["bits_per_value"] == pytest.approx(8, abs=0.01)
+    assert 0 < row["relative_error"] < 0.2
+
+
+def test_what_it_refuses_is_said_in_one_line(tmp_path, capsys, monkeypatch):
+    """By the boundary, for whoever asks: the codec itself only declares it."""
+    refusal = "half_scale refuses bfloat16 [4, 1024, 768]: no bf16 today"
+    monkeypatch.setattr(type(build("half_scale")), "refuses", lambda self, spec: "no bf16 today")
+    arguments = ["--stages", "2", "--shape", "4,1024,768", "--dtype", "bf16"]
+    for block in (BLOCK, {**BLOCK, "warmup_steps": 5}):
+        assert main(["check", written(tmp_path, block), *arguments]) == 2
+        assert capsys.readouterr().err == f"boundary 0, forward: codec {refusal}\n"
+    assert main(["bench", *arguments[2:], "--codec", "half_scale"]) == 2
+    assert refusal in capsys.readouterr().err
+    for rank in run_ranks(2, train, 2, ds_config(BLOCK), check=False):
+        assert "codec half_scale refuses float32 [4, 8, 32]: no bf16 today" in rank
+    with pytest.raises(CompressionError, match="half_scale refuses float32"):
+        train_simulated(2, ds_config(BLOCK))
+
+
+def test_what_it_refuses_is_refused_wherever_it_serves(monkeypatch):
+    monkeypatch.setattr(type(build("half_scale")), "refuses", lambda self, spec: f"not {spec}")
+    spec = TensorSpec((2, 10), torch.float32)
+    with_feedback = FEEDBACKS.build("ef", "feedback").around(build("half_scale"))
+    assert with_feedback.refuses(spec) == "not float32 [2, 10]"
+    assert build({"name": "topk", "values": "half_scale"}).refuses(spec) == "not float32 [2]"
