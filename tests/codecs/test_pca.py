@@ -1,0 +1,174 @@
+"""pca against float64 references."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_compress.codec import Context, TensorSpec, build
+from ds_compress.codecs.lowrank import principal_subspace
+from ds_compress.errors import CompressionError
+from tests.support.matrices import DTYPES, TOLERANCE, of_rank, relative_error, send, with_spectrum
+
+
+def offset(rank, n, h, seed=0):
+    """Rows in a subspace of `rank` dimensions, one of them their mean."""
+    generator = torch.Generator().manual_seed(100 + seed)
+    return of_rank(rank - 1, n, h, seed) + 3 * torch.randn(h, generator=generator)
+
+
+def observed(codec, *tensors, **context):
+    sides = Context(**context), Context(**context)
+    for x in tensors:
+        for side in sides:
+            codec.observe(x, side)
+    return sides
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_exact_in_a_subspace(dtype, wire):
+    codec = build({"name": "pca", "rank": 5, "dtype": wire})
+    both = offset(5, 300, 32)
+    seen, new = both[:200].view(4, 50, 32), both[200:].view(2, 50, 32).to(dtype)
+    out = send(codec, new, *observed(codec, *seen.to(dtype)))
+    tolerance = TOLERANCE["bf16"] if dtype in (torch.bfloat16, torch.float16) else TOLERANCE[wire]
+    assert relative_error(out, new) < tolerance
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.9, 0.99, 1.0])
+def test_loses_no_more_than_the_eigenvectors(decay):
+    x = (with_spectrum(decay, 400, 48) + 2.0).double()
+    codec = build({"name": "pca", "rank": 6, "dtype": "fp32"})
+    out = send(codec, x, *observed(codec, x[:150], x[150:]))
+    _, v = torch.linalg.eigh(x.T @ x)
+    best = x @ v[:, -6:] @ v[:, -6:].T
+    assert (out - x).norm() < 1.01 * (best - x).norm() + 1e-6 * x.norm()
+
+
+def test_backward_is_the_derivative_of_forward():
+    codec = build({"name": "pca", "rank": 6, "dtype": "fp32"})
+    x = offset(10, 100, 24).double()
+    sender, receiver = observed(codec, x)
+    send(codec, x, sender, receiver)
+    g = torch.randn(100, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    back = [Context(direction="backward", memory=side.memory) for side in (receiver, sender)]
+    out = send(codec, g, *back)
+    # the forward map is linear: it is its own derivative
+    torch.testing.assert_close(out, send(codec, g, sender, receiver), rtol=0, atol=1e-4)
+    assert relative_error(out, g) > 0.5
+
+
+def test_both_sides_have_the_same_bits_and_drop_the_moment():
+    codec = build({"name": "pca", "rank": 4})
+    x = with_spectrum(0.9, 64, 16)
+    sender, receiver = observed(codec, x)
+    send(codec, x, sender, receiver)
+    assert sorted(sender.memory) == ["pca.0.16.basis"]
+    assert all(torch.equal(sender.memory[key], receiver.memory[key]) for key in sender.memory)
+
+
+def test_basis_stays():
+    codec = build({"name": "pca", "rank": 4})
+    sender, receiver = observed(codec, with_spectrum(0.9, 64, 16))
+    send(codec, with_spectrum(0.9, 64, 16), sender, receiver)
+    before = dict(sender.memory)
+    codec.observe(with_spectrum(0.9, 64, 16, seed=1), sender)
+    assert sender.memory == before
+
+
+@pytest.mark.parametrize("kind", ["spread", "equal", "too few", "constant", "outliers"])
+def test_basis_survives_another_order_of_summation(kind):
+    """Moments that differ in the last bits, as from another kind of processor, move the basis by rounding
+    only."""
+    h, r = 48, 12
+    generator = torch.Generator().manual_seed(0)
+    x = {
+        "spread": with_spectrum(0.9, 500, h),
+        "equal": torch.linalg.qr(torch.randn(500, h, generator=generator)).Q,
+        "too few": of_rank(5, 500, h),
+        "constant": torch.full((500, h), 0.3),
+        "outliers": with_spectrum(0.9, 500, h) * torch.where(torch.arange(h) < 3, 1000.0, 1.0),
+    }[kind]
+    moment = x.double().T @ x.double()
+    noise = torch.randn(moment.shape, generator=generator, dtype=torch.float64) * moment.abs() * 1e-15
+    start = torch.randn(h, r, generator=generator, dtype=torch.float64)
+    basis = principal_subspace(moment, start)
+    moved = principal_subspace(moment + noise + noise.T, start)
+    torch.testing.assert_close(basis, moved, rtol=0, atol=1e-4)
+    torch.testing.assert_close(basis.T @ basis, torch.eye(r, dtype=torch.float64))
+
+
+def test_refuses_without_warm_up():
+    codec = build("pca")
+    x = torch.randn(4, 8)
+    sender = Context(boundary=3)
+    codec.observe(x, Context(direction="backward", memory=sender.memory))
+    with pytest.raises(CompressionError, match=r"^codec 'pca' at boundary 3: .*warmup_steps >= 1$"):
+        codec.encode(x, sender)
+    with pytest.raises(CompressionError, match="warmup_steps >= 1"):
+        codec.decode((torch.zeros(4, 8, dtype=torch.bfloat16),), TensorSpec.of(x), Context())
+
+
+def test_keeps_no_graph():
+    codec = build({"name": "pca", "rank": 3})
+    x = offset(3, 64, 16).requires_grad_()
+    sender, _ = observed(codec, x)
+    assert not any(value.requires_grad for value in sender.memory.values())
+    assert not codec.encode(x, sender)[0].requires_grad
+
+
+def test_non_finite_observation_is_left_out():
+    codec = build({"name": "pca", "rank": 3, "dtype": "fp32"})
+    x = offset(3, 64, 16)
+    broken = x.clone()
+    broken[0, 0] = float("inf")
+    out = send(codec, x, *observed(codec, broken, x, broken))
+    assert relative_error(out, x) < 1e-5
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+def test_non_finite_is_visible(bad, direction):
+    codec = build({"name": "pca", "rank": 3})
+    x = offset(3, 64, 16)
+    x[:, 5] = 0  # this channel has no part in the basis
+    sender, receiver = observed(codec, x)
+    x[7, 5] = bad
+    sides = [Context(direction=direction, memory=side.memory) for side in (sender, receiver)]
+    assert not send(codec, x, *sides).isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-10, 1e10, 1e30])
+def test_scale(scale):
+    codec = build({"name": "pca", "rank": 6, "dtype": "fp32"})
+    x = offset(12, 64, 32).double()
+    expected = send(codec, x, *observed(codec, x))
+    scaled = (x * scale).float()
+    assert relative_error(send(codec, scaled, *observed(codec, scaled)).double() / scale, expected) < 1e-4
+
+
+@pytest.mark.parametrize("value", [0.0, -0.7])
+def test_constant(value):
+    x = torch.full((3, 20, 32), value)
+    codec = build({"name": "pca", "dtype": "fp32"})
+    torch.testing.assert_close(send(codec, x, *observed(codec, x)), x)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 9), max_size=3),
+    rank=st.integers(1, 12),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 99),
+)
+def test_any_shape(shape, rank, dtype, seed):
+    """Fitted to the message itself: never worse than zeros, exact when the basis is as wide as a row."""
+    codec = build({"name": "pca", "rank": rank, "dtype": "fp32"})
+    x = torch.randn([*shape, 2], generator=torch.Generator().manual_seed(seed)).to(dtype)[
+        ..., 0
+    ]  # not contiguous
+    out = send(codec, x, *observed(codec, x)).double()
+    assert (out - x).norm() <= 1.01 * x.double().norm()
+    if shape and rank >= shape[-1]:
+        torch.testing.assert_close(out, x.double(), rtol=1e-2, atol=1e-2)

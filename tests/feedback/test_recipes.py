@@ -1,0 +1,175 @@
+"""Each recipe by itself: golden vectors, what adds up, and what mirrors."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_compress.codec import Context, TensorSpec
+from ds_compress.config import Config
+from ds_compress.feedback import FEEDBACKS
+from ds_compress.feedback.state import int8_decode, int8_encode
+from tests.support.feedback import CODEC_IDS, CODECS, INPUTS, FourBits, Pair, topk
+
+
+def golden(pair):
+    messages, states = [], []
+    for x in INPUTS:
+        messages.append(pair(x).tolist())
+        states.append(pair.state().tolist())
+    return messages, states
+
+
+def test_ef_golden():
+    messages, states = golden(Pair(topk(0.25), "ef"))
+    assert messages == [[4, 0, 0, 0], [0, 0, 4, 0], [0, 0, -3, 0]]
+    assert states == [[0, 3, 2, 1], [1, 1, 0, 1], [1, 2, 0, 3]]
+
+
+def test_ef21_golden():
+    messages, states = golden(Pair(topk(0.25), "ef21"))
+    assert messages == states == [[4, 0, 0, 0], [1, 0, 0, 0], [1, 0, -3, 0]]
+
+
+def test_ef_mixed_golden():
+    messages, states = golden(Pair(topk(0.5), "ef_mixed"))
+    assert messages == [[4, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]]
+    assert states == [[0, 3, 2, 1], [1, 0, 4, 1], [1, 1, 0, 3]]
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("fp32", 6e-5), ("int8", 4e-3)])
+def test_loco_golden(dtype, tolerance):
+    feedback = FEEDBACKS.build({"name": "loco", "dtype": dtype}, "feedback")
+    pair = Pair("none", "none")
+    pair.codec = feedback.around(FourBits())
+    residuals = [
+        [0, 0.0286, 0.0571, -0.0286],
+        [0.0237, 0.04, 0.0457, -0.0286],
+        [0.0237, 0.0712, 0.0366, -0.0506],
+    ]
+    messages = [[4, 2.8571, 1.7143, 1.1429], [0.8816, -2.0571, 2.0571, 0], [0, 0.8441, -2.9543, 2.1102]]
+    # 3.5 steps of 4/7 lie between two codes: the golden vector's arithmetic took the lower one
+    inputs = INPUTS.clone()
+    inputs[0, 2] -= 1e-6
+    for x, message, residual in zip(inputs, messages, residuals):
+        torch.testing.assert_close(pair(x), torch.tensor(message), atol=tolerance, rtol=0)
+        state = pair.state() if dtype == "fp32" else int8_decode(*pair.sender.values())
+        torch.testing.assert_close(state, torch.tensor(residual), atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=CODEC_IDS)
+@pytest.mark.parametrize("feedback", ["ef", "ef_mixed"])
+@pytest.mark.parametrize("scope", ["boundary", "slot"])
+def test_what_was_sent_and_what_is_left_add_up(codec, feedback, scope):
+    """The sum of the messages is the sum of the inputs minus the residuals, in float64."""
+    torch.manual_seed(0)
+    pair = Pair(codec, {"name": feedback, "scope": scope})
+    inputs = torch.randn(40, 3, 17, dtype=torch.float64) + 0.5
+    sent = sum(pair(x, micro_batch=i % 4) for i, x in enumerate(inputs))
+    left = sum(pair.sender.values())
+    assert len(pair.sender) == (4 if scope == "slot" else 1) and not pair.receiver
+    torch.testing.assert_close(sent + left, inputs.sum(0), atol=1e-12, rtol=1e-12)
+    assert left.abs().max() > 1e-3
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 40), st.floats(0.01, 1), st.sampled_from([1e-30, 1.0, 1e30]))
+def test_ef21_of_a_constant_is_exact_after_all_entries_were_sent(numel, density, size):
+    pair = Pair(topk(density), "ef21")
+    x = size * torch.randn(numel)
+    kept = pair.codec.codec.kept(TensorSpec.of(x))
+    for _ in range(-(-numel // kept)):
+        arrived = pair(x)
+    assert torch.equal(arrived, x)
+
+
+def test_ef21_sides_stay_equal():
+    torch.manual_seed(0)
+    for codec in CODECS:
+        for dtype in ("fp32", "bf16"):
+            pair = Pair(codec, {"name": "ef21", "dtype": dtype, "scope": "slot"})
+            for i in range(50):
+                pair(torch.randn(4, 9, dtype=torch.bfloat16 if i % 2 else torch.float32), micro_batch=i % 3)
+            assert pair.sender.keys() == pair.receiver.keys() and len(pair.sender) == 3
+            assert all(torch.equal(pair.sender[key], pair.receiver[key]) for key in pair.sender)
+
+
+def test_residuals_of_bf16_messages_keep_what_bf16_rounds_away():
+    pair = Pair("none", "ef")
+    x = torch.full((8,), 1.0, dtype=torch.bfloat16)
+    tiny = torch.full((8,), 2.0**-12, dtype=torch.bfloat16)
+    pair.sender["forward/sender/ef"] = tiny.float()
+    assert torch.equal(pair(x), x)
+    assert torch.equal(pair.state(), tiny.float())
+
+
+def test_warm_up_primes_ef21_and_leaves_ef_at_zero():
+    x = torch.randn(3, 20)
+    for feedback in ("ef", "ef_mixed", "loco"):
+        pair = Pair(topk(0.1), feedback)
+        pair.observe(x)
+        assert not pair.sender and not pair.receiver
+    pair = Pair(topk(0.1), "ef21")
+    pair.observe(torch.randn(3, 20))
+    pair.observe(x)
+    pair.observe(torch.full_like(x, torch.nan))
+    assert torch.equal(pair.state(), x) and torch.equal(pair.state(pair.receiver), x)
+    assert torch.equal(pair(x), x)
+
+
+def test_loco_starts_again():
+    x = torch.randn(20)
+    pair = Pair(topk(0.1), {"name": "loco", "reset_every": 4})
+    fresh = pair(x, step=0)
+    later = [pair(x, step=step, micro_batch=m) for step, m in ((1, 0), (2, 0), (3, 0), (4, 0))]
+    assert torch.equal(later[-1], fresh) and not torch.equal(later[1], fresh)
+    assert not torch.equal(pair(x, step=4, micro_batch=1), fresh)
+
+
+def test_gradients_return_at_the_entries_that_were_sent():
+    """Index reuse follows the mask of the message, C(x + e) or C(x - A), and works under a feedback of its
+    own."""
+    for forward, backward in [("ef", "ef"), ("ef21", "ef21"), ("ef_mixed", "none"), ("loco", "ef")]:
+        config = Config(
+            {
+                "forward": {"codec": topk(0.3), "feedback": forward},
+                "backward": {"codec": {"name": "topk", "indices": "reuse"}, "feedback": backward},
+            }
+        )
+        codecs = config.codecs(None)
+        memories = {}, {}
+        torch.manual_seed(0)
+        for step in range(4):
+            x, g = torch.randn(2, 3, 20)
+            contexts = [Context(step=step, memory=memory) for memory in memories]
+            parts = codecs.forward.encode(x, contexts[0])
+            codecs.forward.decode(parts, TensorSpec.of(x), contexts[1])
+            assert torch.equal(contexts[0].selection.indices, contexts[1].selection.indices)
+            mask = torch.zeros(60, dtype=torch.bool)
+            mask[contexts[0].selection.indices] = True
+            for ctx in contexts:
+                ctx.direction = "backward"
+            parts = codecs.backward.encode(g, contexts[1])
+            arrived = codecs.backward.decode(parts, TensorSpec.of(g), contexts[0])
+            if backward == "none":
+                assert torch.equal(arrived.flatten(), torch.where(mask, g.flatten(), 0.0))
+            elif step == 0:
+                assert torch.equal(arrived.flatten() != 0, mask)
+
+
+def test_both_parts_of_ef_mixed_draw_entries_of_their_own():
+    pair = Pair({"name": "randomk", "density": 0.5}, "ef_mixed")
+    ctx = Context(memory={"forward/sender/ef_mixed": torch.randn(1, 400)})
+    pair.codec.encode(torch.randn(1, 400), ctx)
+    assert ctx.selection.count == 200 and 110 < len(ctx.selection.indices.unique()) < 200
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 700), st.sampled_from([1e-30, 1.0, 1e30]))
+def test_int8_store(numel, size):
+    value = size * torch.randn(numel)
+    codes, scales = int8_encode(value)
+    step = scales.repeat_interleave(128)[:numel]
+    assert codes.shape == value.shape and scales.numel() == -(-numel // 128)
+    assert ((int8_decode(codes, scales) - value).abs() <= 0.501 * step).all()
+    assert not int8_decode(*int8_encode(torch.zeros(numel))).any()

@@ -1,0 +1,100 @@
+"""Both ends of a channel with a feedback, and codecs for it to follow."""
+
+import torch
+
+from ds_compress.codec import Codec, CodecOptions, Context, TensorSpec, build
+from ds_compress.codecs.mixins import Observes, SecondPacket, layers
+from ds_compress.feedback import FEEDBACKS
+
+INPUTS = torch.tensor([[4.0, 3, 2, 1], [1, -2, 2, 0], [0, 1, -3, 2]])
+
+
+def topk(density, scope="tensor"):
+    return {"name": "topk", "density": density, "scope": scope}
+
+
+CODECS = [topk(0.3), topk(0.3, "sample"), {"name": "quantize", "bits": 3, "group_size": 8}, "bf16"]
+CODEC_IDS = [str(c if isinstance(c, str) else c["name"]) + str(i) for i, c in enumerate(CODECS)]
+
+
+class Pair:
+    """Sender and receiver of one channel, each with a memory of its own."""
+
+    def __init__(self, codec, feedback, direction="forward"):
+        self.codec = FEEDBACKS.build(feedback, "feedback").around(build(codec))
+        self.direction = direction
+        self.sender, self.receiver = {}, {}
+        self.sent = 0
+
+    def _contexts(self, changes):
+        place = {"direction": self.direction, "step": self.sent, **changes}
+        self.sent += 1
+        return Context(memory=self.sender, **place), Context(memory=self.receiver, **place)
+
+    def __call__(self, x, **changes):
+        """What the receiver gets for `x`."""
+        sender, receiver = self._contexts(changes)
+        before = x.clone()
+        parts = self.codec.encode(x, sender)
+        assert torch.equal(x, before) or not x.isfinite().all()
+        assert tuple((tuple(p.shape), p.dtype) for p in parts) == self.codec.layout(TensorSpec.of(x))
+        decoded = self.codec.decode(tuple(p.clone() for p in parts), TensorSpec.of(x), receiver)
+        assert decoded.dtype == x.dtype and decoded.shape == x.shape
+        return decoded
+
+    def observe(self, x, **changes):
+        for ctx in self._contexts(changes):
+            for layer in layers(self.codec, Observes):
+                layer.observe(x, ctx)
+
+    def state(self, memory=None):
+        (value,) = (self.sender if memory is None else memory).values()
+        return value
+
+
+class FourBits(Codec):
+    """The quantizer of LoCo's golden vector: symmetric, one scale for the tensor, integer steps of max /
+    7."""
+
+    Options = CodecOptions
+    name = "four_bits"
+
+    def layout(self, spec):
+        return ((spec.shape, torch.int8), ((), torch.float32))
+
+    def encode(self, x, ctx):
+        scale = x.abs().max() / 7
+        return (x / scale).round().to(torch.int8), scale
+
+    def decode(self, parts, spec, ctx):
+        codes, scale = parts
+        return codes * scale
+
+
+def ids(*numbers):
+    return torch.tensor(numbers)
+
+
+class AQPair(Pair):
+    """Gives the receiver what a second packet would hold, and counts its rows."""
+
+    dense = 0
+
+    def __call__(self, x, **changes):
+        sender, receiver = self._contexts(changes)
+        spec = TensorSpec.of(x)
+        parts = self.codec.encode(x, sender)
+        split = len(self.codec.layout(spec))
+        rest = self.codec.rest(parts[:split], spec) if isinstance(self.codec, SecondPacket) else ()
+        assert tuple((tuple(part.shape), part.dtype) for part in parts) == self.codec.layout(spec) + rest
+        self.dense += sum(part.shape[0] for part in parts[split:])
+        return self.codec.decode(tuple(part.clone() for part in parts), spec, receiver)
+
+    def state_of(self, number):
+        (row,) = (value for key, value in self.sender.items() if key.endswith(f"{number:016x}"))
+        return row
+
+    def in_step(self):
+        return self.sender.keys() == self.receiver.keys() and all(
+            torch.equal(self.sender[key], self.receiver[key]) for key in self.sender
+        )

@@ -1,0 +1,34 @@
+"""Messages seen as matrices, of a rank or a spectrum, and codecs that send them."""
+
+import torch
+
+from ds_compress.codec import TensorSpec
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+TOLERANCE = {"bf16": 2e-2, "fp32": 1e-5}
+
+
+def send(codec, x, sender, receiver):
+    """What arrives; the parts must be what `layout` says."""
+    spec = TensorSpec.of(x)
+    parts = codec.encode(x, sender)
+    assert tuple((tuple(part.shape), part.dtype) for part in parts) == codec.layout(spec)
+    out = codec.decode(parts, spec, receiver)
+    assert TensorSpec.of(out) == spec
+    return out
+
+
+def relative_error(out, x):
+    return ((out.double() - x.double()).norm() / x.double().norm()).item()
+
+
+def of_rank(rank, n, h, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, rank, generator=generator) @ torch.randn(rank, h, generator=generator)
+
+
+def with_spectrum(decay, n, h, seed=0):
+    """n x h matrix with singular values near 1, decay, decay^2, ..."""
+    generator = torch.Generator().manual_seed(seed)
+    v = torch.linalg.qr(torch.randn(h, h, generator=generator)).Q
+    return (torch.randn(n, h, generator=generator) * decay ** torch.arange(h)) @ v.T
