@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -51,11 +52,13 @@ class PeerTimeout:
         Raises:
             CompressionError: it failed, or took too long; names place and peer.
         """
-        with self.naming(peer):
+        try:
             if device.type == "cpu" or isinstance(work, Staged):
                 work.wait(timedelta(seconds=self.seconds))
             else:  # with a time-out of its own a wait on NCCL would stop the host, not only the stream
                 work.wait()
+        except RuntimeError as error:
+            self.blame(error, peer)
 
     @contextmanager
     def naming(self, peer: object) -> Iterator[None]:
@@ -63,17 +66,22 @@ class PeerTimeout:
         try:
             yield
         except RuntimeError as error:
-            # of this rank's own work, which a transfer is the first to notice, or of its memory
-            if "CUDA error" in str(error) or is_out_of_memory(error):
-                raise
-            # of gloo's "[file:line] what happened. What that may mean" the middle
-            reason = re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]
-            if "timed out" in reason.lower():
-                raise CompressionError(
-                    f"{self.place}: rank {peer} did not answer within {self.seconds:g} s "
-                    "(ds_compress.link.timeout_s)"
-                ) from error
-            raise CompressionError(f"{self.place}: rank {peer} is gone: {reason}") from error
+            self.blame(error, peer)
+
+    def blame(self, error: RuntimeError, peer: object) -> NoReturn:
+        """Raise `error` of torch.distributed as one line that names place and peer, or as it is if it is this
+        rank's own."""
+        # of this rank's own work, which a transfer is the first to notice, or of its memory
+        if "CUDA error" in str(error) or is_out_of_memory(error):
+            raise error
+        # of gloo's "[file:line] what happened. What that may mean" the middle
+        reason = re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]
+        if "timed out" in reason.lower():
+            raise CompressionError(
+                f"{self.place}: rank {peer} did not answer within {self.seconds:g} s "
+                "(ds_compress.link.timeout_s)"
+            ) from None
+        raise CompressionError(f"{self.place}: rank {peer} is gone: {reason}") from None
 
 
 class Sender:
@@ -91,24 +99,24 @@ class Sender:
 
     def memory(self, nbytes: int) -> Tensor:
         """uint8 memory for a packet that no transfer uses; zeroed when new."""
-        # Not kept by size: the packets of a codec that varies in size would fill the machine
-        self._free = [packet for packet in self._free if packet.numel() == nbytes]
+        if self._free and self._free[-1].numel() != nbytes:
+            # Not kept by size: the packets of a codec that varies in size would fill the machine
+            self._free.clear()
         return self._free.pop() if self._free else torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
     def send(self, packet: Tensor) -> None:
         """Send `packet`, which came from `memory`."""
-        self._wait(self._isend(packet))
+        self.patience.wait(self._isend(packet), self.peer, self.device)
         self._free.append(packet)
 
     def drain(self) -> None:
         """Return when everything sent has left this process."""
 
     def _isend(self, packet: Tensor) -> Work | Staged:
-        with self.patience.naming(self.peer):
+        try:
             return self._transport.isend(packet, self.peer, group=self.group)
-
-    def _wait(self, work: Work | Staged) -> None:
-        self.patience.wait(work, self.peer, self.device)
+        except RuntimeError as error:
+            self.patience.blame(error, self.peer)
 
 
 class Receiver:
@@ -129,15 +137,14 @@ class Receiver:
         """The next packet; it stays as it is until the next call."""
         if self._packet is None or self._packet.numel() != nbytes:
             self._packet = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self._wait(self._irecv(self._packet))
+        self.patience.wait(self._irecv(self._packet), self.peer, self.device)
         return self._packet
 
     def _irecv(self, memory: Tensor) -> Work | Staged:
-        with self.patience.naming(self.peer):
+        try:
             return self._transport.irecv(memory, self.peer, group=self.group)
-
-    def _wait(self, work: Work | Staged) -> None:
-        self.patience.wait(work, self.peer, self.device)
+        except RuntimeError as error:
+            self.patience.blame(error, self.peer)
 
 
 class EagerSender(Sender):
@@ -162,7 +169,7 @@ class EagerSender(Sender):
 
     def _release(self) -> None:
         packet, work = self._in_flight.popleft()
-        self._wait(work)
+        self.patience.wait(work, self.peer, self.device)
         self._free.append(packet)
 
 
@@ -207,7 +214,7 @@ class EagerReceiver(Receiver):
         if not self._posted:
             return super().receive(nbytes)
         self._in_use, work = self._posted.popleft()
-        self._wait(work)
+        self.patience.wait(work, self.peer, self.device)
         return self._in_use
 
     def _post_all(self) -> None:
