@@ -96,7 +96,6 @@ class CompressedDualPipeV(CompressedEngine):
     }
 
     _own_link = "of DualPipeV"
-    _is_eager = False
     _instruction = Instruction.SEND_ACTIVATION, 0  # the one in progress that sends or receives, and its phase
 
     @staticmethod

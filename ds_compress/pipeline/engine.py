@@ -57,6 +57,7 @@ class CompressedEngine(CheckpointedEngine):
 
     _compression: Stage
     _compression_monitor: Monitor
+    _is_eager = False  # whether messages may leave when they are computed
     _own_link: ClassVar[str | None] = None  # where link.mode has no say: the name of what has
     _lookahead: Lookahead  # of the schedule in progress, or of none
     _tracking: Tracking | None = None  # as long as some message may have to know which of its tensors carry
@@ -81,7 +82,7 @@ class CompressedEngine(CheckpointedEngine):
         stage = self._compression = Stage(config, p2p, before, after)
         self._lookahead = Lookahead()
         self._track(config)
-        eager = config.block.link.mode == "eager"
+        eager = self._is_eager = config.block.link.mode == "eager"
         rests = [f"{direction} rest" for direction in DIRECTIONS if config.has_rest(direction)]
         pipelines = self.grid._topo.get_axis_comm_lists("pipe")
         seconds = config.block.link.timeout_s
@@ -144,7 +145,7 @@ class CompressedEngine(CheckpointedEngine):
     @contextlib.contextmanager
     def _looking_ahead(self, pipe_schedule, training):
         """Follow the schedule's instructions inside; gives how many messages are to be received ahead."""
-        lookahead = self._lookahead = Lookahead(pipe_schedule, self._tracked)
+        lookahead = self._lookahead = Lookahead(pipe_schedule, self._tracked if self._tracked() else None)
         if lookahead.plain:
             pipe_schedule.steps = lookahead.steps
         try:
@@ -163,10 +164,6 @@ class CompressedEngine(CheckpointedEngine):
     def _boundaries_after(self):
         """Those that this rank sends activations over."""
         return [self._compression.after] if self._compression.after else []
-
-    @property
-    def _is_eager(self):
-        return self._compression.config.block.link.mode == "eager"
 
     def _link(self):
         """What the start-up line calls the link, by what it did in the schedule in progress."""

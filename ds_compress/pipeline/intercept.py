@@ -71,6 +71,8 @@ class PointToPoint:
         self._sent: list[Tensor] | None = None
         self._fetch: Callable[[], list[Tensor]] | None = None
         self._arrived: Iterator[Tensor] | None = None
+        self.busy = False
+        """Whether an instruction is in progress, as when one calls the engine's method of the same name."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
@@ -103,27 +105,23 @@ class PointToPoint:
         else:
             self.module.recv(tensor, src_stage, async_op)
 
-    @property
-    def busy(self) -> bool:
-        """Whether an instruction is in progress, as when one calls the engine's method of the same name."""
-        return self._sent is not None or self._fetch is not None
-
     def collect(self, run: Callable[[], None]) -> list[Tensor]:
         """What the send instruction `run` sends."""
-        self._sent = sent = []
+        self._sent, self.busy = [], True
+        sent = self._sent
         try:
             run()
         finally:
-            self._sent = None
+            self._sent, self.busy = None, False
         return sent
 
     def serve(self, run: Callable[[], None], fetch: Callable[[], list[Tensor]]) -> None:
         """Give the receive instruction `run` what `fetch()` returns when it asks for the first tensor."""
-        self._fetch, self._arrived = fetch, None
+        self._fetch, self._arrived, self.busy = fetch, None, True
         try:
             run()
         finally:
-            self._fetch = self._arrived = None
+            self._fetch, self._arrived, self.busy = None, None, False
 
     @contextmanager
     def aside(self, message: ShapeMessage) -> Iterator[None]:

@@ -39,15 +39,12 @@ Tracked = AbstractContextManager[Any]
 class _Step(list[Any]):
     """The instructions of a step; whoever takes them one by one moves `of` along."""
 
-    def __init__(self, instructions: list[Any], start: int, of: "Lookahead"):
-        """`start`: place of the first one in the schedule."""
-        super().__init__(instructions)
-        self._start = start
-        self._of = of
+    of: "Lookahead"
+    start: int  # place of the first one in the schedule
 
     def __iter__(self) -> Iterator[Any]:
-        of = self._of
-        for of.place, instruction in enumerate(super().__iter__(), self._start):
+        of = self.of
+        for of.place, instruction in enumerate(super().__iter__(), self.start):
             context = of.tracking() if of.tracking and computes(instruction) else None
             if context is None:
                 yield instruction
@@ -78,9 +75,11 @@ class Lookahead:
         self._ordered = type(pipe_schedule) in ORDERED
         self._flat: list[Any] = []
         self._steps = []
-        for step in pipe_schedule.steps() if self.plain else ():
-            self._steps.append(_Step(step, len(self._flat), self))
-            self._flat += step
+        for instructions in pipe_schedule.steps() if self.plain else ():
+            step = _Step(instructions)
+            step.of, step.start = self, len(self._flat)
+            self._steps.append(step)
+            self._flat += instructions
         self.counts = Counter(map(type, self._flat))
         self._sends = {kind: deque(_places(self._flat, kind)) for kind in MADE_BY}  # that may not have left
         self._early = _early(self._flat)
