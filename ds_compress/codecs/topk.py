@@ -37,7 +37,7 @@ class TopK(Sparse):
         """How the indices travel: auto takes the smallest of bitmask, int16 and int32; rice is smaller and
         slower; reuse (backward only) sends none."""
 
-        scope: Literal["sample", "tensor"] = "sample"
+        rows: Literal["sample", "tensor"] = "sample"
         """What counts as a row: each index of dim 0, or the tensor as a whole."""
 
         select: Literal["exact", "threshold", "sidco", "block"] = "exact"
@@ -75,7 +75,7 @@ class TopK(Sparse):
                 f"topk.density: {mine} backward with indices 'reuse', but forward {forward.name!r} "
                 f"keeps {theirs}; leave it out backward, or do not reuse"
             )
-        shared = [key for key in ("density", "scope") if hasattr(forward.options, key)]
+        shared = [key for key in ("density", "rows") if hasattr(forward.options, key)]
         copy = TopK(self.options.model_copy(update={key: getattr(forward.options, key) for key in shared}))
         copy._forward = forward
         return copy
@@ -88,7 +88,7 @@ class TopK(Sparse):
     def kept(self, spec: TensorSpec) -> int:
         if self._forward is not self:
             return self._forward.kept(spec)
-        rows, length = select.rows_of(spec.shape, self.options.scope)
+        rows, length = select.rows_of(spec.shape, self.options.rows)
         if self.options.select == "block":
             return rows * select.kept_in_blocks(length, self.options.density, self._block)
         return rows * select.kept_of(length, self.options.density)
@@ -115,7 +115,7 @@ class TopK(Sparse):
         return self._scatter(parts[split:], ctx.selection, spec, ctx)
 
     def _select(self, x: Tensor) -> Selection:
-        rows, length = select.rows_of(x.shape, self.options.scope)
+        rows, length = select.rows_of(x.shape, self.options.rows)
         x = x.reshape(rows, length)
         if self.options.select == "block":
             return select.blockwise(x, self.options.density, self._block)
@@ -147,6 +147,6 @@ class TopK(Sparse):
                 f"topk.indices: 'reuse' at boundary {ctx.boundary}, {ctx.direction}: the forward "
                 "message kept "
                 f"{ctx.selection.count} entries, expected {self.kept(spec)} of shape {spec.shape}; "
-                "use the same density and scope in both directions"
+                "use the same density and rows in both directions"
             )
         return ctx.selection

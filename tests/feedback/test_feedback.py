@@ -14,8 +14,8 @@ from ds_compress.feedback.state import int8_decode, int8_encode
 INPUTS = torch.tensor([[4.0, 3, 2, 1], [1, -2, 2, 0], [0, 1, -3, 2]])
 
 
-def topk(density, scope="tensor"):
-    return {"name": "topk", "density": density, "scope": scope}
+def topk(density, rows="tensor"):
+    return {"name": "topk", "density": density, "rows": rows}
 
 
 class Pair:
@@ -122,7 +122,7 @@ ids = [str(c if isinstance(c, str) else c["name"]) + str(i) for i, c in enumerat
 
 @pytest.mark.parametrize("codec", CODECS, ids=ids)
 @pytest.mark.parametrize("feedback", ["ef", "ef_mixed"])
-@pytest.mark.parametrize("scope", ["boundary", "slot"])
+@pytest.mark.parametrize("scope", ["boundary", "micro_batch"])
 def test_what_was_sent_and_what_is_left_add_up(codec, feedback, scope):
     """The sum of the messages is the sum of the inputs minus the residuals, in float64."""
     torch.manual_seed(0)
@@ -130,7 +130,7 @@ def test_what_was_sent_and_what_is_left_add_up(codec, feedback, scope):
     inputs = torch.randn(40, 3, 17, dtype=torch.float64) + 0.5
     sent = sum(pair(x, micro_batch=i % 4) for i, x in enumerate(inputs))
     left = sum(pair.sender.values())
-    assert len(pair.sender) == (4 if scope == "slot" else 1) and not pair.receiver
+    assert len(pair.sender) == (4 if scope == "micro_batch" else 1) and not pair.receiver
     torch.testing.assert_close(sent + left, inputs.sum(0), atol=1e-12, rtol=1e-12)
     assert left.abs().max() > 1e-3
 
@@ -150,7 +150,7 @@ def test_ef21_sides_stay_equal():
     torch.manual_seed(0)
     for codec in CODECS:
         for dtype in ("fp32", "bf16"):
-            pair = Pair(codec, {"name": "ef21", "dtype": dtype, "scope": "slot"})
+            pair = Pair(codec, {"name": "ef21", "dtype": dtype, "scope": "micro_batch"})
             for i in range(50):
                 pair(torch.randn(4, 9, dtype=torch.bfloat16 if i % 2 else torch.float32), micro_batch=i % 3)
             assert pair.sender.keys() == pair.receiver.keys() and len(pair.sender) == 3
@@ -335,11 +335,11 @@ def test_both_parts_of_ef_mixed_draw_entries_of_their_own():
 
 
 def test_settings_and_name_show_the_feedback():
-    config = Config({"forward": {"codec": "bf16", "feedback": {"name": "ef", "scope": "slot"}}})
+    config = Config({"forward": {"codec": "bf16", "feedback": {"name": "ef", "scope": "micro_batch"}}})
     codecs = config.codecs(None)
-    assert codecs.settings["forward"]["feedback"]["scope"] == "slot"
+    assert codecs.settings["forward"]["feedback"]["scope"] == "micro_batch"
     assert codecs.settings["forward"]["name"] == "bf16"
-    assert str(codecs.forward) == "bf16 + ef(scope=slot)"
+    assert str(codecs.forward) == "bf16 + ef(scope=micro_batch)"
     assert "feedback" not in codecs.settings["backward"]
 
 
@@ -461,7 +461,7 @@ def test_aqsgd_duplicates_and_batches():
     for _ in range(5):
         twice(torch.randn(3, 8), sample_ids=ids(7, 7, 9))
     assert len(twice.sender) == 2 and twice.in_step()
-    batch = AQPair(topk(0.25, "sample"), {**AQ, "scope": "batch"})
+    batch = AQPair(topk(0.25, "sample"), {**AQ, "scope": "micro_batch"})
     for _ in range(3):
         batch(torch.randn(3, 8), sample_ids=ids(1))
     assert batch.state().shape == (3, 8) and batch.in_step() and batch.dense == 1
@@ -514,7 +514,7 @@ def test_aqsgd_refusals():
     with pytest.raises(CompressionError, match="backward.feedback: 'aqsgd' is not for this direction"):
         Config({"backward": {"feedback": "aqsgd"}})
     with pytest.raises(CompressionError, match="want different sample ids"):
-        other = {"forward": {"feedback": {"name": "aqsgd", "scope": "batch"}}}
+        other = {"forward": {"feedback": {"name": "aqsgd", "scope": "micro_batch"}}}
         Config({"forward": {"feedback": "aqsgd"}, "boundaries": {"1": other}})
     pair = AQPair("bf16", AQ)
     with pytest.raises(
