@@ -41,7 +41,7 @@ class Quantize(Codec, EncodesWithError):
         {"bits": 8},
         {"bits": 4},
         {"bits": 4, "hadamard": True},
-        {"bits": 4, "scale": "symmetric", "hadamard": True},
+        {"bits": 4, "scheme": "symmetric", "hadamard": True},
         {"bits": 3, "hadamard": True},
         {"bits": 2, "hadamard": True},
         {"bits": 4, "group_size": 32, "mixed": {"share": 0.8, "low_bits": 3}},
@@ -50,7 +50,7 @@ class Quantize(Codec, EncodesWithError):
     class Options(CodecOptions):
         bits: int = Field(4, ge=1, le=8)
         group_size: GroupSize = 128
-        scale: Literal["minmax", "symmetric"] = "minmax"
+        scheme: Literal["asymmetric", "symmetric"] = "asymmetric"
         scale_dtype: Literal["bf16", "fp32"] = "bf16"
         rounding: Literal["nearest", "stochastic"] = "nearest"
         hadamard: bool = False
@@ -193,4 +193,4 @@ class Quantize(Codec, EncodesWithError):
 
     @property
     def _symmetric(self) -> bool:
-        return self.options.scale == "symmetric"
+        return self.options.scheme == "symmetric"

@@ -26,10 +26,10 @@ def kept_in_blocks(length: int, density: float, block: int) -> int:
     return length // block * kept_of(block, density) + kept_of(length % block, density)
 
 
-def rows_of(shape: tuple[int, ...], scope: str) -> tuple[int, int]:
+def rows_of(shape: tuple[int, ...], row: str) -> tuple[int, int]:
     """(rows, entries per row): a row is one sample (dim 0 counts them) or the whole tensor."""
     numel = torch.Size(shape).numel()
-    rows = shape[0] if scope == "sample" and len(shape) > 1 else 1
+    rows = shape[0] if row == "sample" and len(shape) > 1 else 1
     return rows, numel // rows if rows else 0
 
 

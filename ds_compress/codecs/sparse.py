@@ -116,7 +116,7 @@ class RandomK(Sparse):
     examples = ({"values": "bf16"},)
 
     class Options(SparseOptions):
-        scope: Literal["sample", "tensor"] = "sample"
+        rows: Literal["sample", "tensor"] = "sample"
         """What counts as a row: each index of dim 0, or the tensor as a whole."""
 
         unbiased: bool = False
@@ -124,13 +124,13 @@ class RandomK(Sparse):
         many messages is x. The error of one message grows; leave it off with error feedback."""
 
     def kept(self, spec: TensorSpec) -> int:
-        rows, length = select.rows_of(spec.shape, self.options.scope)
+        rows, length = select.rows_of(spec.shape, self.options.rows)
         return rows * select.kept_of(length, self.options.density)
 
     def gain(self, spec: TensorSpec) -> Tensor | None:
         if not self.options.unbiased:
             return None
-        rows, length = select.rows_of(spec.shape, self.options.scope)
+        rows, length = select.rows_of(spec.shape, self.options.rows)
         k = select.kept_of(length, self.options.density)
         return select.stretches(length, k, spec.device).float().repeat(rows)
 
@@ -156,7 +156,7 @@ class RandomK(Sparse):
         return self.options.unbiased
 
     def _draw(self, spec: TensorSpec, ctx: Context) -> Selection:
-        rows, length = select.rows_of(spec.shape, self.options.scope)
+        rows, length = select.rows_of(spec.shape, self.options.rows)
         # another seed than the values codec's, whose rounding must not depend on what was selected
         generator = replace(ctx, seed=ctx.seed + 1).generator(spec.device)
         return select.stratified(rows, length, select.kept_of(length, self.options.density), generator)

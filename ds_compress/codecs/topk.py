@@ -38,7 +38,7 @@ class TopK(Sparse, Follows):
         """How the indices travel: auto takes the smallest of bitmask, int16 and int32; rice is smaller and
         slower; reuse (backward only) sends none."""
 
-        scope: Literal["sample", "tensor"] = "sample"
+        rows: Literal["sample", "tensor"] = "sample"
         """What counts as a row: each index of dim 0, or the tensor as a whole."""
 
         select: Literal["exact", "threshold", "sidco", "block"] = "exact"
@@ -78,7 +78,7 @@ class TopK(Sparse, Follows):
                 f"topk.density: {mine} backward with indices 'reuse', but forward {forward.name!r} "
                 f"keeps {theirs}; leave it out backward, or do not reuse"
             )
-        shared = [key for key in ("density", "scope") if hasattr(forward.options, key)]
+        shared = [key for key in ("density", "rows") if hasattr(forward.options, key)]
         copy = TopK(self.options.model_copy(update={key: getattr(forward.options, key) for key in shared}))
         copy._forward, copy._unbiased = selecting, forward.unbiased
         return copy
@@ -91,7 +91,7 @@ class TopK(Sparse, Follows):
     def kept(self, spec: TensorSpec) -> int:
         if self._forward is not self:
             return self._forward.kept(spec)
-        rows, length = select.rows_of(spec.shape, self.options.scope)
+        rows, length = select.rows_of(spec.shape, self.options.rows)
         if self.options.select == "block":
             return rows * select.kept_in_blocks(length, self.options.density, self._block)
         return rows * select.kept_of(length, self.options.density)
@@ -131,7 +131,7 @@ class TopK(Sparse, Follows):
         return self._unbiased
 
     def _select(self, x: Tensor) -> Selection:
-        rows, length = select.rows_of(x.shape, self.options.scope)
+        rows, length = select.rows_of(x.shape, self.options.rows)
         x = x.reshape(rows, length)
         if self.options.select == "block":
             return select.blockwise(x, self.options.density, self._block)
@@ -163,6 +163,6 @@ class TopK(Sparse, Follows):
                 f"topk.indices: 'reuse' at boundary {ctx.boundary}, {ctx.direction}: the forward "
                 "message kept "
                 f"{ctx.selection.count} entries, expected {self.kept(spec)} of shape {spec.shape}; "
-                "use the same density and scope in both directions"
+                "use the same density and rows in both directions"
             )
         return ctx.selection

@@ -35,11 +35,6 @@ class Override(Options):
     backward: Direction | None = None
 
 
-class Policy(Options):
-    name: Literal["constant"] = "constant"
-    """constant: the same settings at every step after the warm-up."""
-
-
 class Link(Options):
     mode: Literal["blocking", "eager"] = "eager"
     """blocking: DeepSpeed's own order of sends and receives; eager: sent when computed, received ahead.
@@ -84,7 +79,6 @@ class Block(Options):
     """Optimizer steps at the start of training in which every message crosses uncompressed."""
     warmup_epochs: int = Field(0, ge=0, le=10**6)
     """The same in passes over the `training_data` given to `deepspeed.initialize`, instead of steps."""
-    policy: Policy = Policy()
     eval: Literal["compressed", "uncompressed"] = "compressed"
     """Whether messages of eval_batch are compressed (without feedback); after the warm-up."""
     min_numel: int = Field(4096, ge=0, le=2**40)

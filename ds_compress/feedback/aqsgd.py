@@ -64,15 +64,15 @@ class AQSGD(Feedback):
     """Forward: m += C(x - m), with a buffer m for each sample on both sides; the first visit of a sample is
     dense.
 
-    Wang et al., arXiv 2206.01299; `scope: "batch"` as in the journal version of arXiv 2401.07788. Pays where
-    the data set is visited several times and its samples come back unchanged. Gradients are compressed
+    Wang et al., arXiv 2206.01299; `scope: "micro_batch"` as in the journal version of arXiv 2401.07788. Pays
+    where the data set is visited several times and its samples come back unchanged. Gradients are compressed
     without it.
     """
 
     directions = ("forward",)
 
     class Options(Options):
-        scope: Literal["sample", "batch"] = "sample"
+        scope: Literal["sample", "micro_batch"] = "sample"
         """A buffer for each sample, or for each micro-batch, where epochs keep them together."""
 
         ids: Literal["hash"] | Column = "hash"
@@ -94,7 +94,7 @@ class AQSGD(Feedback):
     def sample_ids(self) -> SampleIds:
         options = self.options
         column = None if options.ids == "hash" else options.ids.column
-        return SampleIds(column, options.scope == "batch", options.batch_dim)
+        return SampleIds(column, options.scope == "micro_batch", options.batch_dim)
 
     def around(self, codec: Codec) -> Codec:
         return AQSGDCodec(self, codec)
@@ -209,20 +209,20 @@ class AQSGDCodec(FeedbackCodec, Remembers, Observes, Offloads, SecondPacket):
         return [f"{self._prefix}{_name(number)}{shape}" for number in ctx.sample_ids.tolist()]
 
     def _row_shape(self, spec: TensorSpec) -> tuple[int, ...]:
-        if self.feedback.options.scope == "batch":
+        if self.feedback.options.scope == "micro_batch":
             return spec.shape
         dim = self.feedback.options.batch_dim
         return spec.shape[:dim] + spec.shape[dim + 1 :]
 
     def _by_sample(self, x: Tensor) -> Tensor:
         """`x` as [samples, ...]."""
-        if self.feedback.options.scope == "batch":
+        if self.feedback.options.scope == "micro_batch":
             return x[None]
         return x.movedim(self.feedback.options.batch_dim, 0)
 
     def _by_message(self, rows: Tensor) -> Tensor:
         """The inverse of `_by_sample`."""
-        if self.feedback.options.scope == "batch":
+        if self.feedback.options.scope == "micro_batch":
             return rows[0]
         return rows.movedim(0, self.feedback.options.batch_dim)
 

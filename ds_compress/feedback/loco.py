@@ -43,7 +43,7 @@ class LoCoCodec(ErrorFeedbackCodec):
         residual = super().residual(ctx, spec)
         options = self.feedback.options
         due = options.reset_every and ctx.step % options.reset_every == 0
-        first = ctx.micro_batch == 0 or options.scope == "slot"
+        first = ctx.micro_batch == 0 or options.scope == "micro_batch"
         return torch.zeros_like(residual) if due and first else residual
 
     def updated(self, residual: Tensor, error: Tensor) -> Tensor:

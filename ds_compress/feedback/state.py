@@ -2,7 +2,7 @@
 
     key                                        entry
     forward/sender/ef                          residual of all micro-batches
-    backward/mirror/ef21/slot3                 scope "slot": of micro-batch 3 of every step
+    backward/mirror/ef21/micro_batch3          scope "micro_batch": of micro-batch 3 of every step
     backward/sender/loco/4x128x64.codes        on_new_shape "keep": of messages of this shape; int8 values
     backward/sender/loco/4x128x64.scales       and their scales
 
@@ -30,8 +30,9 @@ log = logging.getLogger("ds_compress")
 
 
 class StateOptions(Options):
-    scope: Literal["boundary", "slot"] = "boundary"
-    """boundary: one buffer for all messages; slot: one for each position of a micro-batch in its step."""
+    scope: Literal["boundary", "micro_batch"] = "boundary"
+    """boundary: one buffer for all messages; micro_batch: one for each position of a micro-batch in its
+    step."""
 
     on_new_shape: Literal["reset", "keep"] = "reset"
     """What a message of another shape does: start again from zero, or use a buffer of its own."""
@@ -86,8 +87,8 @@ class State:
 
     def _keys(self, ctx: Context, spec: TensorSpec) -> list[str]:
         key = f"{ctx.direction}/{self.role}/{self.name}"
-        if self.options.scope == "slot":
-            key += f"/slot{ctx.micro_batch}"
+        if self.options.scope == "micro_batch":
+            key += f"/micro_batch{ctx.micro_batch}"
         if self.options.on_new_shape == "keep":
             key += "/" + "x".join(map(str, spec.shape))
         return [f"{key}.codes", f"{key}.scales"] if self.dtype == "int8" else [key]

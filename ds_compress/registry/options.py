@@ -18,6 +18,21 @@ Width = Annotated[int, Field(ge=1, le=2**16)]
 """A number of columns: of a hidden state, a basis, a code."""
 
 
+RENAMED = {
+    "scale": "scheme",
+    "scope": "rows",
+    "store": "offload",
+    "folder": "offload",
+    "minmax": "asymmetric",
+    "slot": "micro_batch",
+    "batch": "micro_batch",
+}
+"""What keys and values were called in 0.1; said where the new name is allowed and the old one is not."""
+
+GONE = {"policy": "it had no effect and is gone"}
+"""Keys of 0.1 without a successor."""
+
+
 class Options(BaseModel):
     """Base of every options model: unknown keys, values of the wrong type, inf and nan are refused."""
 
@@ -80,19 +95,28 @@ def _reason(model: type[BaseModel], problem: dict[str, Any], keys: tuple[Any, ..
     came = shown(problem["input"])
     if problem["type"] == "extra_forbidden":
         known = _fields_at(model, keys[:-1])
-        return f"unknown key{did_you_mean(keys[-1], known)}; allowed: {', '.join(known) or 'none'}"
+        return f"unknown key{_instead(keys[-1], known)}; allowed: {', '.join(known) or 'none'}"
     if problem["type"] == "missing":
         return "missing"
     if problem["type"] == "literal_error":
         allowed = problem["ctx"]["expected"].replace(" or ", ", ")
         names = [word.strip("'") for word in allowed.split(", ")]
         an_object = ", or an object" if "model_type" in kinds else ""
-        return f"{came} is not allowed{did_you_mean(problem['input'], names)}; allowed: {allowed}{an_object}"
+        return f"{came} is not allowed{_instead(problem['input'], names)}; allowed: {allowed}{an_object}"
     if problem["type"] in ("model_type", "dict_type"):
         return f"{came} is not allowed: should be an object"
     if problem["type"] == "value_error":  # raised by a validator of ours, in our own words
         return f"{came} {problem['ctx']['error']}"
     return f"{came} is not allowed: {problem['msg'].replace('Input should', 'should')}"
+
+
+def _instead(word: object, known: list[str]) -> str:
+    """What `word` is called now, or the nearest of the names that are known."""
+    if not isinstance(word, str):
+        return did_you_mean(word, known)
+    if word in GONE:
+        return f", {GONE[word]}"
+    return f", now {RENAMED[word]!r}" if RENAMED.get(word) in known else did_you_mean(word, known)
 
 
 def _fields_at(model: type[BaseModel], keys: tuple[Any, ...]) -> list[str]:

@@ -43,7 +43,7 @@ OURS = (
     {"name": "bf16"},
     {"name": "fp8"},
     {"name": "quantize", "bits": 8},
-    {"name": "quantize", "bits": 8, "scale": "symmetric"},
+    {"name": "quantize", "bits": 8, "scheme": "symmetric"},
     {"name": "quantize", "bits": 7},
     {"name": "quantize", "bits": 4},
     {"name": "quantize", "bits": 4, "group_size": 64},

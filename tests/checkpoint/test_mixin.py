@@ -23,11 +23,11 @@ TOPK = {"name": "topk", "density": 0.3}
 QUANTIZE = {"name": "quantize", "bits": 4, "group_size": 32}
 FEEDBACKS = {
     "ef": (TOPK, "ef"),
-    "ef21": (TOPK, {"name": "ef21", "scope": "slot"}),
+    "ef21": (TOPK, {"name": "ef21", "scope": "micro_batch"}),
     "ef_mixed": (TOPK, {"name": "ef_mixed", "dtype": "bf16"}),
     "loco": (QUANTIZE, "loco"),
     "aqsgd": (TOPK, "aqsgd"),
-    "aqsgd on disk": (QUANTIZE, {"name": "aqsgd", "offload": {"device": "nvme"}, "scope": "batch"}),
+    "aqsgd on disk": (QUANTIZE, {"name": "aqsgd", "offload": {"device": "nvme"}, "scope": "micro_batch"}),
 }
 VISITED_AGAIN = 6  # micro-batches of an epoch
 

@@ -14,16 +14,16 @@ from ds_compress.codecs.contract_trial import relative_error
 
 ANY_INPUT = [
     *(
-        {"name": "quantize", "bits": bits, "scale": scale, "group_size": size, "rounding": rounding}
+        {"name": "quantize", "bits": bits, "scheme": scheme, "group_size": size, "rounding": rounding}
         for bits in (1, 2, 4)
-        for scale in ("minmax", "symmetric")
+        for scheme in ("asymmetric", "symmetric")
         for size in (16, "tensor", "channel")
         for rounding in ("nearest", "stochastic")
     ),
     *(
-        {"name": "quantize", "bits": bits, "scale": scale, "group_size": 16, "hadamard": True}
+        {"name": "quantize", "bits": bits, "scheme": scheme, "group_size": 16, "hadamard": True}
         for bits in (1, 3)
-        for scale in ("minmax", "symmetric")
+        for scheme in ("asymmetric", "symmetric")
     ),
     {"name": "quantize", "bits": 4, "group_size": 8, "mixed": {"share": 0.5, "low_bits": 1}},
     *({"name": name, "bits": bits} for name in ("minmax", "acsgd") for bits in (1, 2, 4, 8)),

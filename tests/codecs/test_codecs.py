@@ -14,17 +14,17 @@ from ds_compress.codecs.contract_trial import Trial
 OPTIONS = {
     "quantize": [
         *({"bits": bits} for bits in (2, 3, 5, 6, 7)),
-        {"bits": 1, "scale": "symmetric"},
-        {"scale": "symmetric", "scale_dtype": "fp32", "group_size": "channel"},
+        {"bits": 1, "scheme": "symmetric"},
+        {"scheme": "symmetric", "scale_dtype": "fp32", "group_size": "channel"},
         {"bits": 8, "group_size": "tensor"},
         {"rounding": "stochastic"},
-        {"bits": 1, "scale": "symmetric", "hadamard": True, "rounding": "stochastic", "group_size": 16},
-        {"group_size": 8, "mixed": {"share": 0.5}, "hadamard": True, "scale": "symmetric"},
+        {"bits": 1, "scheme": "symmetric", "hadamard": True, "rounding": "stochastic", "group_size": 16},
+        {"group_size": 8, "mixed": {"share": 0.5}, "hadamard": True, "scheme": "symmetric"},
     ],
     "acsgd": [{"bits": 1}],
     "fp8": [{"group_size": "channel", "format": "e5m2"}],
     "topk": [
-        {"scope": "tensor", "indices": "bitmask", "values": "bf16"},
+        {"rows": "tensor", "indices": "bitmask", "values": "bf16"},
         {"density": 1.0},
         {"density": 0.01, "indices": "int16"},
         {"density": 0.7, "indices": "int32", "values": "fp16"},
@@ -32,7 +32,7 @@ OPTIONS = {
     ],
     "randomk": [
         {"unbiased": True, "values": {"name": "quantize", "rounding": "stochastic"}},
-        {"scope": "tensor"},
+        {"rows": "tensor"},
     ],
     "column": [{"density": 0.01, "values": "bf16"}],
 }

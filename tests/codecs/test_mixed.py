@@ -19,7 +19,7 @@ def tiles_with_spikes(tiles, spiked):
     return x
 
 
-@pytest.mark.parametrize("extra", [{}, {"hadamard": True}, {"scale": "symmetric"}])
+@pytest.mark.parametrize("extra", [{}, {"hadamard": True}, {"scheme": "symmetric"}])
 def test_low_entropy_gets_few_bits(extra):
     x = tiles_with_spikes(10, [2, 9])
     plain = {"name": "quantize", "group_size": TILE, **extra}

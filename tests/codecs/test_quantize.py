@@ -34,14 +34,14 @@ def sylvester(size):
     )
 
 
-def reference(rows, bits, scale, digits, hadamard):
+def reference(rows, bits, scheme, digits, hadamard):
     """Decoded float64 rows; scales keep `digits` binary digits: 8 in bf16, 24 in fp32."""
     rows = rows.double()
     if hadamard:
         rows = rows @ sylvester(rows.shape[1])
     decoded = []
     for row in rows.tolist():
-        if scale == "minmax":
+        if scheme == "asymmetric":
             top = 2**bits - 1
             offset = -at_least(-min(row), digits)
             step = at_least((max(row) - offset) / top, digits)
@@ -57,20 +57,22 @@ def reference(rows, bits, scale, digits, hadamard):
 
 
 @pytest.mark.parametrize("hadamard", [False, True])
-@pytest.mark.parametrize("scale", ["minmax", "symmetric"])
+@pytest.mark.parametrize("scheme", ["asymmetric", "symmetric"])
 @pytest.mark.parametrize("scale_dtype, digits", [("bf16", 8), ("fp32", 24)])
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_matches_the_reference(bits, scale_dtype, digits, scale, hadamard):
+def test_matches_the_reference(bits, scale_dtype, digits, scheme, hadamard):
     rows = torch.randn(12, 32, generator=torch.Generator().manual_seed(bits)) + 0.5
     options = {
         "bits": bits,
-        "scale": scale,
+        "scheme": scheme,
         "scale_dtype": scale_dtype,
         "group_size": 32,
         "hadamard": hadamard,
     }
     decoded = roundtrip({"name": "quantize", **options}, rows)
-    assert torch.allclose(decoded.double(), reference(rows, bits, scale, digits, hadamard), atol=2e-5, rtol=0)
+    assert torch.allclose(
+        decoded.double(), reference(rows, bits, scheme, digits, hadamard), atol=2e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_matches_the_reference(bits, scale_dtype, digits, scale, hadamard):
 def test_groups(group_size, to_rows):
     x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
     decoded = roundtrip({"name": "quantize", "group_size": group_size}, x)
-    expected = reference(to_rows(x), bits=4, scale="minmax", digits=8, hadamard=False)
+    expected = reference(to_rows(x), bits=4, scheme="asymmetric", digits=8, hadamard=False)
     assert torch.allclose(to_rows(decoded).double(), expected, atol=2e-5, rtol=0)
 
 
@@ -92,14 +94,16 @@ FLOATS = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
 
 
 @settings(deadline=None)
-@given(st.lists(FLOATS, min_size=1, max_size=70), st.integers(1, 8), st.sampled_from(["minmax", "symmetric"]))
-def test_no_value_is_further_than_half_a_step(values, bits, scale):
+@given(
+    st.lists(FLOATS, min_size=1, max_size=70), st.integers(1, 8), st.sampled_from(["asymmetric", "symmetric"])
+)
+def test_no_value_is_further_than_half_a_step(values, bits, scheme):
     x = torch.tensor(values)
-    codec = build({"name": "quantize", "bits": bits, "scale": scale, "group_size": 8})
+    codec = build({"name": "quantize", "bits": bits, "scheme": scheme, "group_size": 8})
     parts = codec.encode(x, Context())
     step = parts[1].float().repeat_interleave(8)[: len(values)]
     error = (codec.decode(parts, TensorSpec.of(x), Context()) - x).abs()
-    if bits == 1 and scale == "symmetric":
+    if bits == 1 and scheme == "symmetric":
         step = step.maximum(
             2 * x.abs() - step
         )  # the levels are -step / 2 and step / 2: what is beyond is clipped
@@ -116,11 +120,11 @@ def test_sizes_and_errors_promised(hidden):
     assert bits_per_value({**rotated, "bits": 2}, hidden) == 2.25
     assert relative_error({**rotated, "bits": 2}, hidden) <= 0.45
     assert relative_error({**plain, "bits": 8}, hidden) <= 0.015
-    assert bits_per_value({**plain, "scale": "symmetric"}, hidden) == 4.125
+    assert bits_per_value({**plain, "scheme": "symmetric"}, hidden) == 4.125
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("options", [{}, {"scale": "symmetric"}, {"hadamard": True}])
+@pytest.mark.parametrize("options", [{}, {"scheme": "symmetric"}, {"hadamard": True}])
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_only_the_group_that_holds_it_is_non_finite(value, options, dtype):
     x = torch.randn(4, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -137,33 +141,33 @@ def test_values_on_the_grid_are_exact_however_rounded():
         assert torch.equal(roundtrip({"name": "quantize", "rounding": rounding}, x), x)
         signed = x.clamp(max=14) - 7
         assert torch.equal(
-            roundtrip({"name": "quantize", "scale": "symmetric", "rounding": rounding}, signed), signed
+            roundtrip({"name": "quantize", "scheme": "symmetric", "rounding": rounding}, signed), signed
         )
 
 
 def test_one_bit_around_zero_is_sign_and_mean_magnitude():
     x = torch.tensor([4.0, -2, 1, -1, 2, -4, 1, 1])
-    y = roundtrip({"name": "quantize", "bits": 1, "scale": "symmetric", "group_size": 8}, x)
+    y = roundtrip({"name": "quantize", "bits": 1, "scheme": "symmetric", "group_size": 8}, x)
     assert torch.equal(y, 2 * x.sign())
 
 
-@pytest.mark.parametrize("scale", ["minmax", "symmetric"])
+@pytest.mark.parametrize("scheme", ["asymmetric", "symmetric"])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("value", [0.0, 0.1, -3.7, 1e-30, 65504.0])
-def test_constants_stay(value, bits, scale):
+def test_constants_stay(value, bits, scheme):
     for dtype in (torch.float32, torch.float16):
         x = torch.full((5, 31), value, dtype=dtype)
-        y = roundtrip({"name": "quantize", "bits": bits, "scale": scale}, x)
+        y = roundtrip({"name": "quantize", "bits": bits, "scheme": scheme}, x)
         assert torch.allclose(y, x, rtol=2**-7, atol=0) and (y == y[0, 0]).all()
 
 
 @pytest.mark.parametrize("hadamard", [False, True])
-@pytest.mark.parametrize("scale", ["minmax", "symmetric"])
+@pytest.mark.parametrize("scheme", ["asymmetric", "symmetric"])
 @pytest.mark.parametrize("bits", [1, 2, 4])
-def test_stochastic_rounding_is_unbiased(bits, scale, hadamard):
+def test_stochastic_rounding_is_unbiased(bits, scheme, hadamard):
     row = torch.randn(32, generator=torch.Generator().manual_seed(3))
     x = row.repeat(4000, 1)
-    options = {"name": "quantize", "group_size": 32, "bits": bits, "scale": scale, "hadamard": hadamard}
+    options = {"name": "quantize", "group_size": 32, "bits": bits, "scheme": scheme, "hadamard": hadamard}
     y = roundtrip({**options, "rounding": "stochastic"}, x)
     deviation = (y - x).std(0) / math.sqrt(len(x))
     assert ((y.mean(0) - row).abs() <= 5 * deviation + 1e-5).all()
@@ -198,7 +202,7 @@ def test_rotation_keeps_fp32_under_autocast():
             {"group_size": "row"},
             "codec.group_size: 'row' is not allowed; allowed: 8, 16, ..., 1048576, 'tensor', 'channel'",
         ),
-        ({"scale": "asym"}, "codec.scale: 'asym' is not allowed; allowed: 'minmax', 'symmetric'"),
+        ({"scheme": "max"}, "codec.scheme: 'max' is not allowed; allowed: 'asymmetric', 'symmetric'"),
         (
             {"hadamard": True, "group_size": 24},
             "codec.hadamard: True needs a group_size that is a power of two, not 24",
@@ -232,8 +236,8 @@ def in_steps(codec, x, residual, factor):
     "options",
     [
         {"bits": 4},
-        {"bits": 8, "scale": "symmetric"},
-        {"bits": 1, "scale": "symmetric"},
+        {"bits": 8, "scheme": "symmetric"},
+        {"bits": 1, "scheme": "symmetric"},
         {"bits": 3, "hadamard": True},
         {"group_size": "tensor"},
         {"group_size": "channel"},

@@ -12,16 +12,16 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SELECTING = [
     {"name": "topk"},
     {"name": "topk", "density": 1.0},
-    {"name": "topk", "density": 0.3, "scope": "tensor", "indices": "bitmask"},
+    {"name": "topk", "density": 0.3, "rows": "tensor", "indices": "bitmask"},
     {"name": "topk", "density": 0.01, "indices": "int32"},
     {"name": "topk", "indices": "int16", "values": "bf16"},
     {"name": "topk", "indices": "rice", "values": {"name": "fp16"}},
-    {"name": "topk", "select": "threshold", "scope": "tensor"},
+    {"name": "topk", "select": "threshold", "rows": "tensor"},
     {"name": "topk", "select": "sidco", "density": 0.2},
     {"name": "topk", "select": "block"},
     {"name": "topk", "select": "block", "block_size": 8, "density": 0.01},
     {"name": "randomk"},
-    {"name": "randomk", "density": 0.7, "scope": "tensor", "unbiased": True},
+    {"name": "randomk", "density": 0.7, "rows": "tensor", "unbiased": True},
     {"name": "column", "density": 0.3},
     {"name": "column", "values": "bf16"},
 ]
@@ -147,7 +147,7 @@ def test_a_kept_zero_is_kept():
 def test_rows_of_a_sample_do_not_starve_each_other():
     x = torch.stack([torch.full((4,), 100.0), torch.tensor([1.0, 2.0, 3.0, 4.0])])
     assert (send(build({"name": "topk", "density": 0.5}), x) != 0).sum(1).tolist() == [2, 2]
-    assert (send(build({"name": "topk", "density": 0.5, "scope": "tensor"}), x) != 0).sum(1).tolist() == [
+    assert (send(build({"name": "topk", "density": 0.5, "rows": "tensor"}), x) != 0).sum(1).tolist() == [
         4,
         0,
     ]
@@ -249,9 +249,9 @@ def test_reuse_without_a_selection_is_refused():
 
 
 def test_pairing():
-    forward = build({"name": "topk", "density": 0.3, "scope": "tensor"})
+    forward = build({"name": "topk", "density": 0.3, "rows": "tensor"})
     followed = build({"name": "topk", "indices": "reuse"}).paired(forward)
-    assert (followed.options.density, followed.options.scope) == (0.3, "tensor")
+    assert (followed.options.density, followed.options.rows) == (0.3, "tensor")
     independent = build({"name": "topk", "density": 0.2})
     assert independent.paired(forward) is independent
     with pytest.raises(CompressionError, match="0.2 backward.*'topk' keeps 0.3"):

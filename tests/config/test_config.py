@@ -13,7 +13,7 @@ def test_documented_block_is_accepted():
       "forward":  {"codec": {"name": "quantize", "bits": 4, "group_size": 128, "hadamard": true}},
       "backward": {"codec": {"name": "topk", "density": 0.1, "indices": "reuse"}, "feedback": "none"},
       "boundaries": {"0": {"forward": {"codec": "none"}}},
-      "warmup_steps": 100, "policy": {"name": "constant"}, "eval": "compressed",
+      "warmup_steps": 100, "eval": "compressed",
       "min_numel": 4096, "link": {"mode": "eager"}, "monitor": {"every": 10}, "seed": 1234
     }""")
     config = Config(block)

@@ -17,7 +17,7 @@ from tests.support.pipeline import Block, build, ds_config
 WIDTH, MICRO_BATCH, MICRO_BATCHES = 32, 8, 4
 LAYERS = [(nn.Linear, 64, WIDTH), *[(Block, WIDTH)] * 6, (nn.Linear, WIDTH, 10)]
 SPECS = [LayerSpec(*layer) for layer in LAYERS]
-TWO_BITS = {"name": "quantize", "bits": 2, "group_size": 32, "scale": "symmetric"}
+TWO_BITS = {"name": "quantize", "bits": 2, "group_size": 32, "scheme": "symmetric"}
 EIGHT_BITS = {"name": "quantize", "bits": 8, "group_size": 32}
 
 

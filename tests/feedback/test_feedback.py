@@ -119,11 +119,11 @@ def test_the_sender_decodes_as_the_receiver_does(feedback):
 
 
 def test_settings_and_name_show_the_feedback():
-    config = Config({"forward": {"codec": "bf16", "feedback": {"name": "ef", "scope": "slot"}}})
+    config = Config({"forward": {"codec": "bf16", "feedback": {"name": "ef", "scope": "micro_batch"}}})
     codecs = config.codecs(None)
-    assert codecs.settings["forward"]["feedback"]["scope"] == "slot"
+    assert codecs.settings["forward"]["feedback"]["scope"] == "micro_batch"
     assert codecs.settings["forward"]["name"] == "bf16"
-    assert str(codecs.forward) == "bf16 + ef(scope=slot)"
+    assert str(codecs.forward) == "bf16 + ef(scope=micro_batch)"
     assert "feedback" not in codecs.settings["backward"]
 
 

@@ -23,12 +23,12 @@ def block(feedback, codec=TOPK, **changes):
 BLOCKS = {
     "ef": block("ef"),
     "ef-reuse": block(
-        {"name": "ef", "scope": "slot"},
+        {"name": "ef", "scope": "micro_batch"},
         backward={"codec": {"name": "topk", "indices": "reuse"}, "feedback": "ef"},
     ),
     "ef21": block("ef21"),
     "ef21-reuse-warmup": block(
-        {"name": "ef21", "scope": "slot", "dtype": "bf16"},
+        {"name": "ef21", "scope": "micro_batch", "dtype": "bf16"},
         warmup_steps=1,
         backward={"codec": {"name": "topk", "indices": "reuse"}, "feedback": "ef21"},
     ),

@@ -59,7 +59,7 @@ def test_loco_golden(dtype, tolerance):
 
 @pytest.mark.parametrize("codec", CODECS, ids=CODEC_IDS)
 @pytest.mark.parametrize("feedback", ["ef", "ef_mixed"])
-@pytest.mark.parametrize("scope", ["boundary", "slot"])
+@pytest.mark.parametrize("scope", ["boundary", "micro_batch"])
 def test_what_was_sent_and_what_is_left_add_up(codec, feedback, scope):
     """The sum of the messages is the sum of the inputs minus the residuals, in float64."""
     torch.manual_seed(0)
@@ -67,7 +67,7 @@ def test_what_was_sent_and_what_is_left_add_up(codec, feedback, scope):
     inputs = torch.randn(40, 3, 17, dtype=torch.float64) + 0.5
     sent = sum(pair(x, micro_batch=i % 4) for i, x in enumerate(inputs))
     left = sum(pair.sender.values())
-    assert len(pair.sender) == (4 if scope == "slot" else 1) and not pair.receiver
+    assert len(pair.sender) == (4 if scope == "micro_batch" else 1) and not pair.receiver
     torch.testing.assert_close(sent + left, inputs.sum(0), atol=1e-12, rtol=1e-12)
     assert left.abs().max() > 1e-3
 
@@ -87,7 +87,7 @@ def test_ef21_sides_stay_equal():
     torch.manual_seed(0)
     for codec in CODECS:
         for dtype in ("fp32", "bf16"):
-            pair = Pair(codec, {"name": "ef21", "dtype": dtype, "scope": "slot"})
+            pair = Pair(codec, {"name": "ef21", "dtype": dtype, "scope": "micro_batch"})
             for i in range(50):
                 pair(torch.randn(4, 9, dtype=torch.bfloat16 if i % 2 else torch.float32), micro_batch=i % 3)
             assert pair.sender.keys() == pair.receiver.keys() and len(pair.sender) == 3

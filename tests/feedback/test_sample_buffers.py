@@ -70,7 +70,7 @@ def test_aqsgd_duplicates_and_batches():
     for _ in range(5):
         twice(torch.randn(3, 8), sample_ids=ids(7, 7, 9))
     assert len(twice.sender) == 2 and twice.in_step()
-    batch = AQPair(topk(0.25, "sample"), {**AQ, "scope": "batch"})
+    batch = AQPair(topk(0.25, "sample"), {**AQ, "scope": "micro_batch"})
     for _ in range(3):
         batch(torch.randn(3, 8), sample_ids=ids(1))
     assert batch.state().shape == (3, 8) and batch.in_step() and batch.dense == 1
@@ -127,7 +127,7 @@ def test_aqsgd_refusals():
     with pytest.raises(CompressionError, match="forward.feedback.store: unknown key.*; allowed: .*offload"):
         Config({"forward": {"feedback": {**AQ, "store": "host"}}})
     with pytest.raises(CompressionError, match="want different sample ids"):
-        other = {"forward": {"feedback": {"name": "aqsgd", "scope": "batch"}}}
+        other = {"forward": {"feedback": {"name": "aqsgd", "scope": "micro_batch"}}}
         Config({"forward": {"feedback": "aqsgd"}, "boundaries": {"1": other}})
     pair = AQPair("bf16", AQ)
     with pytest.raises(

@@ -60,7 +60,7 @@ def test_quantization_has_the_same_bits_on_every_processor(
 
 CODECS = [
     *({"name": "topk", "indices": indices} for indices in ("bitmask", "int16", "int32", "rice")),
-    *({"name": "topk", "select": select, "scope": "tensor"} for select in ("threshold", "sidco", "block")),
+    *({"name": "topk", "select": select, "rows": "tensor"} for select in ("threshold", "sidco", "block")),
     {"name": "topk", "density": 1.0},
     {"name": "fp8"},
     {"name": "fp8", "format": "e5m2", "group_size": 24},

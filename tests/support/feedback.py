@@ -9,8 +9,8 @@ from ds_compress.feedback import FEEDBACKS
 INPUTS = torch.tensor([[4.0, 3, 2, 1], [1, -2, 2, 0], [0, 1, -3, 2]])
 
 
-def topk(density, scope="tensor"):
-    return {"name": "topk", "density": density, "scope": scope}
+def topk(density, rows="tensor"):
+    return {"name": "topk", "density": density, "rows": rows}
 
 
 CODECS = [topk(0.3), topk(0.3, "sample"), {"name": "quantize", "bits": 3, "group_size": 8}, "bf16"]

@@ -205,7 +205,7 @@ def test_a_damaged_bitmask_names_no_entry_that_does_not_exist(count):
 
 FORWARD = [
     *({"indices": name, "values": "bf16"} for name in ("bitmask", "int16", "int32", "rice")),
-    {"scope": "tensor", "density": 0.3},
+    {"rows": "tensor", "density": 0.3},
     {"density": 0.01},
     {"density": 1.0},
     {"values": {"name": "quantize", "bits": 4, "group_size": 64}},

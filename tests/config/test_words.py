@@ -1,0 +1,49 @@
+"""What 0.1 called otherwise is refused with its new name: nobody's config is misread, none is guessed at."""
+
+import pytest
+
+from ds_compress.config import Config
+from ds_compress.errors import CompressionError
+
+OLD = [
+    (
+        {"forward": {"codec": {"name": "quantize", "scale": "symmetric"}}},
+        "ds_compress.forward.codec.scale: unknown key, now 'scheme'",
+    ),
+    (
+        {"boundaries": {"2": {"backward": {"codec": {"name": "quantize", "scheme": "minmax"}}}}},
+        "ds_compress.boundaries.2.backward.codec.scheme: 'minmax' is not allowed, now 'asymmetric'; ",
+    ),
+    (
+        {"backward": {"codec": {"name": "topk", "scope": "tensor"}}},
+        "ds_compress.backward.codec.scope: unknown key, now 'rows'; allowed: density, values, ",
+    ),
+    (
+        {"backward": {"codec": {"name": "randomk", "scope": "tensor"}}},
+        "ds_compress.backward.codec.scope: unknown key, now 'rows'",
+    ),
+    (
+        {"forward": {"feedback": {"name": "ef", "scope": "slot"}}},
+        "ds_compress.forward.feedback.scope: 'slot' is not allowed, now 'micro_batch'; allowed: 'boundary', ",
+    ),
+    (
+        {"forward": {"feedback": {"name": "aqsgd", "scope": "batch"}}},
+        "ds_compress.forward.feedback.scope: 'batch' is not allowed, now 'micro_batch'; allowed: 'sample', ",
+    ),
+    (
+        {"policy": {"name": "constant"}},
+        "ds_compress.policy: unknown key, it had no effect and is gone; allowed: enabled, ",
+    ),
+]
+
+
+@pytest.mark.parametrize("block, line", OLD, ids=[line.split(":")[0] for _, line in OLD])
+def test_an_old_word_is_refused_with_the_new_one(block, line):
+    with pytest.raises(CompressionError) as caught:
+        Config(block)
+    assert str(caught.value).startswith(line)
+
+
+def test_a_word_that_means_something_else_there_is_only_unknown():
+    with pytest.raises(CompressionError, match=r"codec.scale: unknown key; allowed: bits"):
+        Config({"forward": {"codec": {"name": "minmax", "scale": "symmetric"}}})
