@@ -122,7 +122,7 @@ def test_aqsgd_warm_up_evaluation_and_shapes(caplog):
 def test_aqsgd_refusals():
     with pytest.raises(CompressionError, match="backward.feedback: 'aqsgd' is not for this direction"):
         Config({"backward": {"feedback": "aqsgd"}})
-    with pytest.raises(CompressionError, match="nvme_path: '/tmp': is not used; set it together with"):
+    with pytest.raises(CompressionError, match="nvme_path: '/tmp' is not used; set it together with"):
         Config({"forward": {"feedback": {**AQ, "offload": {"device": "cpu", "nvme_path": "/tmp"}}}})
     with pytest.raises(CompressionError, match="forward.feedback.store: unknown key.*; allowed: .*offload"):
         Config({"forward": {"feedback": {**AQ, "store": "host"}}})
