@@ -184,7 +184,7 @@ class Verdict:
             bytearray(found.lost.encode()[:TAG_BYTES].ljust(TAG_BYTES, b"\0")), dtype=torch.int64
         )
         fields = [*place, SIDES.index(side.name), found.status, mirror_digest(found.memories)]
-        return torch.cat([torch.tensor(fields), tag])
+        return torch.cat([torch.tensor(fields, dtype=torch.int64, device="cpu"), tag])
 
     @staticmethod
     def _joint(found: list[list[int]]) -> int:
@@ -212,7 +212,13 @@ class Verdict:
 
 
 def _tag(words: list[int]) -> str:
-    return torch.tensor(words, dtype=torch.int64).numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+    return (
+        torch.tensor(words, dtype=torch.int64, device="cpu")
+        .numpy()
+        .tobytes()
+        .rstrip(b"\0")
+        .decode(errors="replace")
+    )
 
 
 def _listed(numbers: set[int]) -> str:
@@ -267,7 +273,7 @@ class CheckpointedEngine:
 
         DeepSpeed has not written "latest" yet, so the checkpoint before this one stays the one to load.
         """
-        number = torch.tensor(dist.get_rank() + 1 if failure else 0, device=self.device)
+        number = torch.tensor(dist.get_rank() + 1 if failure else 0, dtype=torch.int64, device=self.device)
         dist.all_reduce(number, op=dist.ReduceOp.MAX)
         if number:
             failure = failure or f"rank {int(number) - 1} could not write its part"
@@ -290,7 +296,7 @@ class CheckpointedEngine:
                 log.warning(
                     "%s cannot be read; checkpoints since need it, this one is complete: %s", lost, error
                 )
-            everywhere = torch.tensor(int(packed is not None), device=self.device)
+            everywhere = torch.tensor(int(packed is not None), dtype=torch.int64, device=self.device)
             dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
             if not everywhere:
                 chain, packed = Chain(root), None
@@ -302,7 +308,7 @@ class CheckpointedEngine:
         found = [
             load(root, tag, rank, side, self.global_steps) if restore else Found(ABSENT) for side in sides
         ]
-        rows = torch.full((MOST_SIDES, Verdict.WIDTH), -1, dtype=torch.int64)
+        rows = torch.full((MOST_SIDES, Verdict.WIDTH), -1, dtype=torch.int64, device="cpu")
         for row, side, its in zip(rows, sides, found):
             row.copy_(Verdict.row((side.layer, rank.replica, rank.tensor_parallel), side, its))
         rows = rows.to(self.device)

@@ -80,9 +80,9 @@ def chosen(words: list[str] | None) -> list[Codec]:
 def benchmark_tensor(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Gaussian, with some channels of the last dimension scaled by 20."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(size, generator=generator)
-    channels = torch.randperm(size[-1], generator=generator)[:OUTLIERS]
-    x[..., channels] *= 20
+    x = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
+    order = torch.randperm(size[-1], generator=generator, dtype=torch.int64, device="cpu")
+    x[..., order[:OUTLIERS]] *= 20
     return x.to(device, dtype)
 
 

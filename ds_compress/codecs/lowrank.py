@@ -166,11 +166,10 @@ def principal_subspace(moment: Tensor, start: Tensor) -> Tensor:
     # `start`, not by noise.
     size = moment.diagonal().sum()
     moment = torch.where(size > 0, moment / size, 0.0)
-    moment.diagonal().add_(torch.where(size > 0, 1e-10, 1.0))
+    moment.diagonal().add_(torch.where(size > 0, size.new_full((), 1e-10, dtype=torch.float32), 1.0))
     v = start
     for _ in range(ITERATIONS):
         v, r = torch.linalg.qr(moment @ v)
-        v = v * torch.where(
-            r.diagonal() < 0, -1.0, 1.0
-        )  # Gram-Schmidt's sign, which no library is free to choose
+        # Gram-Schmidt's sign, which no library is free to choose
+        v = v * torch.where(r.diagonal() < 0, -1.0, v.new_ones(()))
     return v

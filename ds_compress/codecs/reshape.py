@@ -42,4 +42,4 @@ def boundary_noise(shape: tuple[int, int], ctx: Context) -> Tensor:
     """Standard normal fp32 numbers on the CPU, the same for all messages, replicas and both sides of a
     boundary."""
     fixed = dataclasses.replace(ctx, direction="forward", step=0, micro_batch=0, replica=0)
-    return torch.randn(shape, generator=fixed.generator())
+    return torch.randn(shape, generator=fixed.generator(), dtype=torch.float32, device="cpu")

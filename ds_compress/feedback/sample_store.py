@@ -34,7 +34,8 @@ class Rows:
     def read(self, rows: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
         """`rows`, at least one, as [rows, ...] of `dtype` on `device`."""
         pinned = self.place == "host" and device.type == "cuda"
-        out = torch.empty(len(rows), *rows[0].shape, dtype=self.dtype, pin_memory=True) if pinned else None
+        shape = (len(rows), *rows[0].shape)
+        out = torch.empty(shape, dtype=self.dtype, device="cpu", pin_memory=True) if pinned else None
         return torch.stack(list(rows), out=out).to(device, non_blocking=True).to(dtype)
 
     def write(self, memory: MutableMapping[str, Tensor], keys: Sequence[str], values: Tensor) -> None:
@@ -58,7 +59,7 @@ class Rows:
         if self.place == "device":
             return torch.empty_like(like)
         if self.place == "host":
-            return torch.empty(like.shape, dtype=self.dtype, pin_memory=pinned)
+            return torch.empty(like.shape, dtype=self.dtype, device="cpu", pin_memory=pinned)
         free = self._free.setdefault(like.numel(), deque())
         if not free:
             free.extend(self._map(like.numel()))
@@ -73,7 +74,9 @@ class Rows:
         descriptor, path = tempfile.mkstemp(prefix="ds_compress_rows_", dir=self.folder)
         os.close(descriptor)
         try:
-            mapped = torch.from_file(path, shared=True, size=ROWS_PER_FILE * numel, dtype=self.dtype)
+            mapped = torch.from_file(
+                path, shared=True, size=ROWS_PER_FILE * numel, dtype=self.dtype, device="cpu"
+            )
         finally:
             os.unlink(path)
         return mapped.view(ROWS_PER_FILE, numel).unbind()

@@ -60,7 +60,8 @@ def to_codes(
     else:
         # the dither meets the fraction alone: added to the position it could round past the neighbour
         codes = position.floor()
-        codes += torch.rand(codes.shape, generator=generator, device=codes.device) < position.sub_(codes)
+        draw = torch.rand(codes.shape, generator=generator, dtype=torch.float32, device=codes.device)
+        codes += draw < position.sub_(codes)
     return codes.clamp_(0, top).to(torch.uint8)  # the cast cuts the fraction off
 
 

@@ -174,7 +174,7 @@ def norms(sent: Sequence[Tensor], decoded: Sequence[Tensor], scale: Tensor) -> T
     All three are divided by `scale`, the largest magnitude sent, so that no square leaves the range of fp32.
     """
     scale = torch.where(scale > 0, scale, 1.0)
-    found = [torch.zeros(3, device=scale.device)]
+    found = [torch.zeros(3, dtype=torch.float32, device=scale.device)]
     with torch.no_grad():
         for pair in zip(sent, decoded):
             if _is_compared(pair[0]):

@@ -138,8 +138,11 @@ class Monitor:
 
         Each stage fills what it knows of the channels it has an end of.
         """
-        columns = torch.zeros(self.boundaries, len(DIRECTIONS), len(COLUMNS), dtype=torch.float64)
-        stamps = torch.zeros(self.boundaries, len(DIRECTIONS), SIDES, self.micro_batches, dtype=torch.float64)
+        columns = torch.zeros(
+            self.boundaries, len(DIRECTIONS), len(COLUMNS), dtype=torch.float64, device="cpu"
+        )
+        times = (self.boundaries, len(DIRECTIONS), SIDES, self.micro_batches)
+        stamps = torch.zeros(times, dtype=torch.float64, device="cpu")
 
         def place(channel: Channel) -> tuple[int, int]:
             return channel.boundary.number, DIRECTIONS.index(channel.direction)
@@ -155,7 +158,8 @@ class Monitor:
             fill(end.channel, meter.values())
             if end.sends:
                 fill(end.channel, {"residual_norm": _residual_norm(end.channel)})
-            stamps[place(end.channel)][int(not end.sends)] = torch.tensor(meter.stamps(self._began))
+            taken = torch.tensor(meter.stamps(self._began), dtype=torch.float64, device="cpu")
+            stamps[place(end.channel)][int(not end.sends)] = taken
         self._meters.clear()
         both = torch.cat([columns.flatten(), stamps.flatten()]).to(self.device)
         self._total(both)
