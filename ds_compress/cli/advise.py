@@ -225,8 +225,8 @@ def _measured_gbps() -> float:
 def slowest_link_gbps() -> float:
     """Gbit/s of the slowest link from a rank to the next, one measured at a time; the same on every rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    message = torch.zeros(MEASURED_BYTES, dtype=torch.uint8)
-    seconds = torch.zeros(ranks)
+    message = torch.zeros(MEASURED_BYTES, dtype=torch.uint8, device="cpu")
+    seconds = torch.zeros(ranks, dtype=torch.float32, device="cpu")
     for sender in range(ranks - 1):
         dist.barrier()
         for sent in range(MEASURED_MESSAGES + 1):

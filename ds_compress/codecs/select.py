@@ -83,7 +83,7 @@ def blockwise(x: Tensor, density: float, block: int) -> Selection:
     for start, length, width in ((0, whole, block), (whole, d - whole, d - whole)):
         blocks = x[:, start : start + length].reshape(-1, width)
         inside = topk.exact(blocks, kept_of(width, density)).indices.view(rows, -1)
-        row = torch.arange(rows, device=x.device).unsqueeze(1)
+        row = torch.arange(rows, dtype=torch.int64, device=x.device).unsqueeze(1)
         places.append(inside + (row * (d - length) + start))
     return Selection.at(torch.cat(places, dim=1).flatten(), x.numel())
 
@@ -93,10 +93,11 @@ def stratified(rows: int, d: int, k: int, generator: torch.Generator) -> Selecti
     draw = torch.rand(rows, k, generator=generator, device=generator.device, dtype=torch.float64)
     length = stretches(d, k, generator.device)
     inside = (draw * length).long() + (length.cumsum(0) - length)
-    chosen = inside + torch.arange(rows, device=generator.device).unsqueeze(1) * d
+    chosen = inside + torch.arange(rows, dtype=torch.int64, device=generator.device).unsqueeze(1) * d
     return Selection.at(chosen.flatten(), rows * d)
 
 
 def stretches(d: int, k: int, device: torch.device) -> Tensor:
     """Lengths, int64 [k], of k stretches that make up a row of d entries and differ by one at most."""
-    return (torch.arange(k + 1, device=device) * d).div(max(k, 1), rounding_mode="floor").diff()
+    ends = torch.arange(k + 1, dtype=torch.int64, device=device) * d
+    return ends.div(max(k, 1), rounding_mode="floor").diff()

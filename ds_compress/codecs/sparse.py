@@ -217,8 +217,8 @@ class Column(Sparse):
     @staticmethod
     def _entries(columns: Tensor, shape: tuple[int, int]) -> Selection:
         rows, channels = shape
-        entries = torch.arange(rows, device=columns.device).unsqueeze(1) * channels + columns
-        return Selection.at(entries.flatten(), rows * channels)
+        row = torch.arange(rows, dtype=torch.int64, device=columns.device).unsqueeze(1)
+        return Selection.at((row * channels + columns).flatten(), rows * channels)
 
 
 def _column_norms(matrix: Tensor) -> Tensor:

@@ -157,7 +157,7 @@ class AQSGDCodec(FeedbackCodec, Remembers, Observes, Offloads, SecondPacket):
         change = by_sample.to(old.dtype) - old
         parts, sent = encode_and_decode(self.codec, narrow(self._by_message(change), x), ctx)
         self._advance(old, sent, keys, seen, ctx)
-        flags = torch.tensor(seen, dtype=torch.uint8).to(x.device)
+        flags = torch.tensor(seen, dtype=torch.uint8, device=x.device)
         return parts + ((flags, dense) if unseen else (flags,))
 
     def decode_training(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
@@ -244,7 +244,7 @@ class AQSGDCodec(FeedbackCodec, Remembers, Observes, Offloads, SecondPacket):
         self, old: Tensor, change: Tensor, keys: Sequence[str], seen: Sequence[bool], ctx: Context
     ) -> Tensor:
         """The new buffers, [samples, ...]; not finite, and not kept, where the message was not."""
-        known = torch.tensor(seen, dtype=torch.bool).to(old.device).view(-1, *[1] * (old.dim() - 1))
+        known = torch.tensor(seen, dtype=torch.bool, device=old.device).view(-1, *[1] * (old.dim() - 1))
         new = torch.where(known, old + self._by_sample(change).to(old.dtype), old)
         finite = is_finite(new)
         # A first visit must not be remembered at all: the number of buffers is the host's business, and so

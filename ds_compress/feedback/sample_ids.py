@@ -80,6 +80,5 @@ def _hash_rows(tensors: list[Tensor]) -> Tensor:
         hashlib.blake2b(b"".join(each[row].tobytes() for each in bytes_of), digest_size=8).digest()
         for row in range(rows)
     ]
-    return torch.tensor(
-        [int.from_bytes(digest, "little", signed=True) for digest in digests], dtype=torch.int64
-    )
+    ids = [int.from_bytes(digest, "little", signed=True) for digest in digests]
+    return torch.tensor(ids, dtype=torch.int64, device="cpu")

@@ -50,7 +50,7 @@ def positions(mask: Tensor, count: int) -> Tensor:
         return list_bits(pack_bits(mask), mask.numel(), count)
     slot = torch.where(mask, mask.cumsum(0) - 1, count).clamp_(max=count)
     found = torch.zeros(count + 1, dtype=torch.int64, device=mask.device)
-    return found.scatter_(0, slot, torch.arange(mask.numel(), device=mask.device))[:count]
+    return found.scatter_(0, slot, torch.arange(mask.numel(), dtype=torch.int64, device=mask.device))[:count]
 
 
 def set_bits(indices: Tensor, numel: int) -> Tensor:

@@ -53,7 +53,7 @@ def quantize_with_error(
     grid = (bits, symmetric, scale_dtype, hadamard)
     if groups.numel() < native.LONG or _sums(bits, symmetric) or not _compiled(groups):
         return reference.quantize_with_error(groups, residual, factor, *grid)
-    error = torch.empty(groups.shape)
+    error = torch.empty(groups.shape, dtype=torch.float32, device="cpu")
     return _quantize(groups, residual.contiguous(), factor, error, *grid), error
 
 
@@ -89,8 +89,8 @@ def _quantize(
 
 def _allocate(groups: Tensor, bits: int, symmetric: bool, scale_dtype: torch.dtype) -> tuple[Tensor, ...]:
     n, size = groups.shape
-    scales = [torch.empty(n, dtype=scale_dtype) for _ in range(1 if symmetric else 2)]
-    return torch.empty(n, packed_size(size, bits), dtype=torch.uint8), *scales
+    scales = [torch.empty(n, dtype=scale_dtype, device="cpu") for _ in range(1 if symmetric else 2)]
+    return torch.empty(n, packed_size(size, bits), dtype=torch.uint8, device="cpu"), *scales
 
 
 def dequantize(
@@ -106,7 +106,7 @@ def dequantize(
     if n * size < native.LONG:
         return reference.dequantize(packed, step, offset, bits, hadamard, dtype)
     bf16 = dtype == torch.bfloat16
-    values = torch.empty(n, size, dtype=torch.bfloat16 if bf16 else torch.float32)
+    values = torch.empty(n, size, dtype=torch.bfloat16 if bf16 else torch.float32, device="cpu")
     if not _compiled(values):
         parts = (packed, step) if offset is None else (packed, step, offset)
         for block, its_packed, its_step, *its_offset in _blocks(values, *parts):

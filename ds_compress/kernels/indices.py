@@ -65,14 +65,16 @@ class Int16:
         low = indices.to(torch.int16)
         if selection.numel <= cls.STRETCH:
             return (low,)
-        ends = torch.arange(0, selection.numel + cls.STRETCH, cls.STRETCH, device=indices.device)
+        ends = torch.arange(
+            0, selection.numel + cls.STRETCH, cls.STRETCH, dtype=torch.int64, device=indices.device
+        )
         return low, torch.searchsorted(indices, ends).diff().to(torch.int32)
 
     @classmethod
     def decode(cls, parts: tuple[Tensor, ...], numel: int, count: int) -> Selection:
         low = parts[0].long() & (cls.STRETCH - 1)
         if numel > cls.STRETCH:
-            starts = torch.arange(0, numel, cls.STRETCH, device=low.device)
+            starts = torch.arange(0, numel, cls.STRETCH, dtype=torch.int64, device=low.device)
             low.add_(torch.repeat_interleave(starts, parts[1].long(), output_size=count))
         return Selection.at(low, numel)
 
@@ -113,7 +115,7 @@ class Rice:
     def encode(selection: Selection) -> tuple[Tensor, ...]:
         numel, count, indices = selection.numel, selection.count, selection.indices
         r = Rice._parameter(numel, count)
-        order = torch.arange(count, device=indices.device)
+        order = torch.arange(count, dtype=torch.int64, device=indices.device)
         distance = indices - order
         low = distance.to(Rice._low_dtype(r))
         planes = [pack_bits((low & (1 << bit)) != 0) for bit in range(r)]
@@ -125,7 +127,7 @@ class Rice:
     def decode(parts: tuple[Tensor, ...], numel: int, count: int) -> Selection:
         r = Rice._parameter(numel, count)
         planes, unary = parts
-        order = torch.arange(count, device=unary.device)
+        order = torch.arange(count, dtype=torch.int64, device=unary.device)
         low = torch.zeros(count, dtype=Rice._low_dtype(r), device=unary.device)
         for bit in range(r):
             low |= unpack_bits(planes[bit], count).to(low.dtype) << bit

@@ -49,5 +49,5 @@ def scratch(role: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     buffers = _local.__dict__.setdefault("buffers", {})
     if role not in buffers or buffers[role].numel() < nbytes:
-        buffers[role] = torch.empty(nbytes, dtype=torch.uint8)
+        buffers[role] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     return buffers[role][:nbytes].view(dtype).view(shape)

@@ -39,7 +39,7 @@ def bracket(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         count = count_true(excess > 0)
         mean = excess.sum(1, keepdim=True) / count
         variance = excess.square_().sum(1, keepdim=True) / count - mean.square()
-        log_ratio = (k / count).log()
+        log_ratio = (k / count.float()).log()
         search.consider(location + _exponential(mean, log_ratio))
         search.consider(location + _pareto(mean, variance, log_ratio))
         location = location + _exponential(mean, (log_ratio / 2).clamp(min=math.log(FIRST_STAGE)))

@@ -104,4 +104,4 @@ class Staging:
 
 def pinned(nbytes: int) -> Tensor:
     """uint8 memory of the host that the device copies to and from by itself."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)

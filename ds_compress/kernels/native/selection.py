@@ -11,7 +11,7 @@ from ds_compress.kernels.native import call
 
 def set_bits(indices: Tensor, numel: int) -> Tensor:
     """uint8 [ceil(numel / 8)] in which the bits `indices`, int64 [count], are set."""
-    packed = torch.zeros(-(-numel // 8), dtype=torch.uint8)
+    packed = torch.zeros(-(-numel // 8), dtype=torch.uint8, device="cpu")
     call("selection", "set_bits", indices, indices.numel(), packed)
     return packed
 
@@ -19,7 +19,7 @@ def set_bits(indices: Tensor, numel: int) -> Tensor:
 def list_bits(packed: Tensor, numel: int, count: int) -> Tensor:
     """int64 [count]: which of the first `numel` bits of `packed` are set, ascending; 0 where there are no
     more."""
-    found = torch.zeros(count, dtype=torch.int64)
+    found = torch.zeros(count, dtype=torch.int64, device="cpu")
     call("selection", "list_bits", packed.contiguous(), numel, count, found)
     return found
 
@@ -45,7 +45,7 @@ class Candidates:
             scratch("found", (bits.numel(),), torch.int64),
             scratch("keys", (bits.numel(),), bits.dtype),
         )
-        counts = torch.empty(len(bits), dtype=torch.int64)
+        counts = torch.empty(len(bits), dtype=torch.int64, device="cpu")
         name = f"reaching{8 * bits.itemsize}"
         total = call(
             "selection", name, bits, *bits.shape, bounds.long().contiguous(), infinity, found, keys, counts
@@ -56,7 +56,7 @@ class Candidates:
         """Flat indices of those that reach `high` [rows] and as many between `low` and it as make k for each
         row: the first ones, or evenly spaced ones. None if some row has fewer than k or more than k that
         reach `high`."""
-        chosen = torch.empty(len(self.counts) * k, dtype=torch.int64)
+        chosen = torch.empty(len(self.counts) * k, dtype=torch.int64, device="cpu")
         bounds = low.long().contiguous(), high.long().contiguous()
         rows = self.found, self.keys, len(self.counts), self.counts
         found = call("selection", f"pick{8 * self.keys.itemsize}", *rows, *bounds, k, spread, chosen)

@@ -41,7 +41,7 @@ def quantize(
         return reference.quantize(groups, bits, symmetric, scale_dtype, hadamard, generator)
     dither = None
     if generator is not None:
-        dither = torch.rand(groups.shape, generator=generator, device=groups.device)
+        dither = torch.rand(groups.shape, generator=generator, dtype=torch.float32, device=groups.device)
     return _launch(groups, dither, None, None, None, bits, symmetric, scale_dtype, hadamard)
 
 
@@ -59,7 +59,7 @@ def quantize_with_error(
     grid = (bits, symmetric, scale_dtype, hadamard)
     if not n or size > MAX_GROUP:
         return reference.quantize_with_error(groups, residual, factor, *grid)
-    error = torch.empty(groups.shape, device=groups.device)
+    error = torch.empty(groups.shape, dtype=torch.float32, device=groups.device)
     return _launch(groups, None, residual.contiguous(), factor, error, *grid), error
 
 

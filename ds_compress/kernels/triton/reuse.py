@@ -30,7 +30,8 @@ def gather(x: Tensor, selection: Selection) -> Tensor:
     if not count:
         return values.view(x.dtype)
     overflow = torch.zeros(1, dtype=torch.int32, device=x.device)
-    infinity, nan = topk.INFINITY[x.dtype], torch.tensor(math.nan, dtype=x.dtype).view(bits.dtype).item()
+    infinity = topk.INFINITY[x.dtype]
+    nan = torch.tensor(math.nan, dtype=x.dtype, device="cpu").view(bits.dtype).item()
     block = bitstring.BLOCK
     with torch.cuda.device_of(x):
         if selection.packed:
