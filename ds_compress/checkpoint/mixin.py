@@ -109,7 +109,7 @@ class CheckpointedEngine:
 
         DeepSpeed has not written "latest" yet, so the checkpoint before this one stays the one to load.
         """
-        number = torch.tensor(dist.get_rank() + 1 if failure else 0, device=self.device)
+        number = torch.tensor(dist.get_rank() + 1 if failure else 0, dtype=torch.int64, device=self.device)
         dist.all_reduce(number, op=dist.ReduceOp.MAX)
         if number:
             failure = failure or f"rank {int(number) - 1} could not write its part"
@@ -132,7 +132,7 @@ class CheckpointedEngine:
                 log.warning(
                     "%s cannot be read; checkpoints since need it, this one is complete: %s", lost, error
                 )
-            everywhere = torch.tensor(int(packed is not None), device=self.device)
+            everywhere = torch.tensor(int(packed is not None), dtype=torch.int64, device=self.device)
             dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
             if not everywhere:
                 chain, packed = Chain(root), None
@@ -144,7 +144,7 @@ class CheckpointedEngine:
         found = [
             load(root, tag, rank, side, self.global_steps) if restore else Found(ABSENT) for side in sides
         ]
-        rows = torch.full((MOST_SIDES, Verdict.WIDTH), -1, dtype=torch.int64)
+        rows = torch.full((MOST_SIDES, Verdict.WIDTH), -1, dtype=torch.int64, device="cpu")
         for row, side, its in zip(rows, sides, found):
             row.copy_(Verdict.row((side.layer, rank.replica, rank.tensor_parallel), side, its))
         rows = rows.to(self.device)

@@ -129,7 +129,7 @@ class Verdict:
         named = found.lost.encode(errors="replace")[:TAG_BYTES].ljust(TAG_BYTES, b"\0")
         tag = torch.frombuffer(bytearray(named), dtype=torch.int64)
         fields = [*place, SIDES.index(side.name), found.status, mirror_digest(found.memories)]
-        return torch.cat([torch.tensor(fields), tag])
+        return torch.cat([torch.tensor(fields, dtype=torch.int64, device="cpu"), tag])
 
     @staticmethod
     def _joint(found: list[list[int]]) -> int:
@@ -160,7 +160,8 @@ class Verdict:
 
 
 def _tag(words: list[int]) -> str:
-    return torch.tensor(words, dtype=torch.int64).numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+    tag = torch.tensor(words, dtype=torch.int64, device="cpu")
+    return tag.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
 
 
 def _listed(numbers: set[int]) -> str:

@@ -97,10 +97,11 @@ def benchmark_tensor(size: tuple[int, ...], dtype: torch.dtype, device: torch.de
     """
     generator = torch.Generator().manual_seed(0)
     try:
-        x = torch.randn(size, generator=generator)
+        x = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
     except RuntimeError as error:
         raise CompressionError(f"--shape: {list(size)} does not fit into memory: {error}") from None
-    channels = torch.randperm(size[-1], generator=generator)[:OUTLIERS]
+    order = torch.randperm(size[-1], generator=generator, dtype=torch.int64, device="cpu")
+    channels = order[:OUTLIERS]
     x[..., channels] *= 20
     return x.to(device, dtype)
 

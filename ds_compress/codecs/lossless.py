@@ -49,7 +49,7 @@ class Lossless(Codec, SecondPacket):
         frame = zstandard.ZstdCompressor(compression_params=fast).compress(body.numpy())
         if len(frame) < body.numel():
             body = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
-        return torch.tensor([body.numel()], device=x.device), body.to(x.device)
+        return torch.tensor([body.numel()], dtype=torch.int64, device=x.device), body.to(x.device)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         body = parts[1].cpu()

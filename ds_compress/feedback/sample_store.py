@@ -39,7 +39,11 @@ class Rows:
     def read(self, rows: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
         """`rows`, at least one, as [rows, ...] of `dtype` on `device`."""
         pinned = self.offload == "cpu" and device.type == "cuda"
-        out = torch.empty(len(rows), *rows[0].shape, dtype=self.dtype, pin_memory=True) if pinned else None
+        out = (
+            torch.empty((len(rows), *rows[0].shape), dtype=self.dtype, device="cpu", pin_memory=True)
+            if pinned
+            else None
+        )
         return torch.stack(list(rows), out=out).to(device, non_blocking=True).to(dtype)
 
     def write(self, memory: MutableMapping[str, Tensor], keys: Sequence[str], values: Tensor) -> None:
@@ -67,7 +71,7 @@ class Rows:
         if self.offload == "none" or not like.numel():
             return torch.empty_like(like)
         if self.offload == "cpu":
-            return torch.empty(like.shape, dtype=self.dtype, pin_memory=pinned)
+            return torch.empty(like.shape, dtype=self.dtype, device="cpu", pin_memory=pinned)
         free = self._free.setdefault(like.numel(), deque())
         if not free:
             free.extend(self._map(like.numel()))
@@ -82,7 +86,7 @@ class Rows:
         row_bytes = numel * self.dtype.itemsize
         rows = max(1, min(ROWS_PER_FILE, FILE_BYTES // row_bytes))
         with _reserved(self.folder, rows * row_bytes) as path:
-            mapped = torch.from_file(path, shared=True, size=rows * numel, dtype=self.dtype)
+            mapped = torch.from_file(path, shared=True, size=rows * numel, dtype=self.dtype, device="cpu")
         return mapped.view(rows, numel).unbind()
 
 

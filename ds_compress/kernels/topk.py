@@ -19,7 +19,7 @@ from ds_compress.kernels.selection import Selection
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 INFINITY = {
-    dtype: torch.tensor(math.inf, dtype=dtype).view(_INTEGER[dtype.itemsize]).item()
+    dtype: torch.tensor(math.inf, dtype=dtype, device="cpu").view(_INTEGER[dtype.itemsize]).item()
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
 """The key of infinity: no key is larger."""
@@ -99,7 +99,7 @@ def exact(x: Tensor, k: int) -> Selection:
     rows, d = x.shape
     fused = _fused(x)
     if k == d or not rows:
-        chosen = torch.arange(x.numel(), device=x.device)
+        chosen = torch.arange(x.numel(), dtype=torch.int64, device=x.device)
     elif native.serves("selection", x.device, x.numel()):
         chosen = _exact_native(x, k)
     elif fused:
@@ -162,8 +162,8 @@ def _exact_native(x: Tensor, k: int) -> Tensor:
         reached = Candidates.reaching(bits, low, infinity)
         if reached.counts.min() >= k:
             parts = np.split(reached.keys.numpy(), reached.counts.cumsum(0)[:-1])
-            smallest = [np.partition(part, part.size - k)[part.size - k] for part in parts]
-            cut = torch.tensor(smallest, device="cpu")
+            smallest = [np.partition(part, part.size - k)[part.size - k].item() for part in parts]
+            cut = torch.tensor(smallest, dtype=torch.int64, device="cpu")
             return reached.pick(cut, cut + 1, k, spread=False)
     cut = kth_largest(keys(x), k).flatten().long()
     return Candidates.reaching(bits, cut, infinity).pick(cut, cut + 1, k, spread=False)
@@ -173,7 +173,8 @@ def _banded_native(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Tenso
     """By the first two bounds, which decide unless one of them was a bad guess or many entries tie: then
     None."""
     levels = [
-        torch.as_tensor(bound).flatten().long().expand(len(x)) for bound in (*bounds, INFINITY[x.dtype] + 1)
+        torch.as_tensor(bound, dtype=torch.int64, device="cpu").flatten().expand(len(x))
+        for bound in (*bounds, INFINITY[x.dtype] + 1)
     ]
     if any((lower > upper).any() for lower, upper in pairwise(levels)):
         return None
