@@ -92,6 +92,9 @@ class Block(Options):
     elements or more, or a list of positions, [0, 2], whatever their size. Positions count the float tensors
     of a message alone; all other tensors, and bool masks, cross as they are."""
     link: Link = Link()
+    mirror_check: int = Field(100, ge=0, le=1_000_000_000)
+    """Compare what both sides of a boundary hold alike (ef21, aqsgd) every so many steps, by hash; where it
+    differs both start from zero, and a line says so. 0: never."""
     checkpoint: Checkpoint = Checkpoint()
     monitor: Monitor = Monitor()
     seed: int = Field(1234, ge=0)
@@ -228,6 +231,17 @@ class Config:
                     feedback.prepare()
                 except CompressionError as error:
                     raise CompressionError(f"{place}.{direction}.feedback.{error}") from error
+
+    @property
+    def mirrors(self) -> bool:
+        """Whether both sides of some boundary keep state that has to stay the same."""
+        return any(feedback.mirrors for _, feedback in self._choices())
+
+    def _choices(self) -> Iterator[tuple[Codec, Feedback]]:
+        """Codec and feedback asked for, of all boundaries and directions."""
+        for number in (None, *map(int, self.block.boundaries)):
+            for direction in DIRECTIONS:
+                yield self._choice(number, direction)
 
     def has_rest(self, direction: str) -> bool:
         """Whether messages of any boundary may come with a second packet."""

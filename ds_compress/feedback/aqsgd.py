@@ -69,6 +69,7 @@ class AQSGD(Feedback):
     """
 
     directions = ("forward",)
+    mirrors = True
 
     class Options(Options):
         scope: Literal["sample", "batch"] = "sample"

@@ -24,6 +24,7 @@ from ds_compress.monitor.sinks import add_tensorboard_layout
 from ds_compress.pipeline.engine import CompressedEngine
 from ds_compress.pipeline.handshake import Notes, agree
 from ds_compress.pipeline.intercept import PointToPoint
+from ds_compress.pipeline.mirrors import MirrorCheck
 from ds_compress.transport import staging
 from ds_compress.version import __version__
 
@@ -138,6 +139,10 @@ def attach(engine: Any, module: Any, block: object) -> None:
         module.p2p = PointToPoint(module.p2p)
     engine.__class__ = _compressed_class(mixin, base)
     engine._connect(config, module.p2p)
+    every = config.block.mirror_check if config.mirrors else 0
+    engine._compression_mirrors = MirrorCheck(
+        every, engine._compression, engine._sides(), engine.grid, engine.device
+    )
     monitor = engine._compression_monitor = Monitor(
         config,
         boundaries=boundaries,
