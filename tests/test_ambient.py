@@ -1,6 +1,7 @@
 """Nothing depends on what a program set for its own tensors: default dtype and device, modes, threads."""
 
 import ast
+import itertools
 import re
 from contextlib import contextmanager
 from functools import cache
@@ -11,6 +12,7 @@ import torch
 
 import ds_compress
 from ds_compress.codec import CODECS, Context, TensorSpec, names
+from ds_compress.codecs.mixins import Learns, Observes, layers
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FEEDBACKS
@@ -102,9 +104,10 @@ def messages(codecs, shape, dtype):
         for side in (sender, receiver):
             side.step, side.stash, side.sample_ids = step, {}, ids
         x, gradient = (random(shape, dtype, seed=2 * step + number) for number in range(2))
-        if step == 0 and codecs.forward.needs_warmup:
-            codecs.forward.observe(x, sender)
-            codecs.forward.observe(x, receiver)
+        observers = [layer for layer in layers(codecs.forward, Observes) if layer.needs_warmup]
+        if step == 0 and observers:
+            for observer, side in itertools.product(observers, (sender, receiver)):
+                observer.observe(x, side)
             continue
         for direction, tensor, here, there in (
             ("forward", x, sender, receiver),
@@ -116,7 +119,8 @@ def messages(codecs, shape, dtype):
             yield from parts
             yield codec.decode(tuple(part.clone() for part in parts), TensorSpec.of(tensor), there)
         for side in (sender, receiver):
-            codecs.forward.end_step(side.memory, lambda tensor: tensor)
+            for learner in layers(codecs.forward, Learns):
+                learner.end_step(side.memory, lambda tensor: tensor)
     for side in (sender, receiver):
         yield from (side.memory[key] for key in sorted(side.memory))
 

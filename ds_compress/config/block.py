@@ -88,6 +88,9 @@ class Block(Options):
     elements or more, or a list of positions, [0, 2], whatever their size. Positions count the float tensors
     of a message alone; all other tensors, and bool masks, cross as they are."""
     link: Link = Link()
+    mirror_check: int = Field(100, ge=0, le=1_000_000_000)
+    """Compare what both sides of a boundary hold alike (ef21, aqsgd) every so many steps, by hash; where it
+    differs both start from zero, and a line says so. 0: never."""
     checkpoint: Checkpoint = Checkpoint()
     monitor: Monitor = Monitor()
     seed: int = Field(1234, ge=0, lt=2**63)

@@ -168,6 +168,17 @@ class Config:
                 except CompressionError as error:
                     raise CompressionError(f"{place}.{direction}.feedback.{error}") from error
 
+    @property
+    def mirrors(self) -> bool:
+        """Whether both sides of some boundary keep state that has to stay the same."""
+        return any(feedback.mirrors for _, feedback in self._choices())
+
+    def _choices(self) -> Iterator[tuple[Codec, Feedback]]:
+        """Codec and feedback asked for, of all boundaries and directions."""
+        for number in (None, *map(int, self.block.boundaries)):
+            for direction in DIRECTIONS:
+                yield self._choice(number, direction)
+
     def has_rest(self, direction: str) -> bool:
         """Whether messages of any boundary may come with a second packet."""
         numbers = [None, *map(int, self.block.boundaries)]

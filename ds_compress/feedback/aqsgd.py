@@ -70,6 +70,7 @@ class AQSGD(Feedback):
     """
 
     directions = ("forward",)
+    mirrors = True
 
     class Options(Options):
         scope: Literal["sample", "micro_batch"] = "sample"

@@ -27,6 +27,7 @@ class Feedback(Named, ABC):
     """A recipe for wrapping a codec."""
 
     directions: ClassVar[tuple[str, ...]] = ("forward", "backward")  # it may be asked for
+    mirrors: ClassVar[bool] = False  # True: both sides keep the same state, and each makes it for itself
     sample_ids: ClassVar[SampleIds | None] = None  # those it needs with every training message
 
     @abstractmethod

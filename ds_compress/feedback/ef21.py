@@ -19,6 +19,8 @@ class EF21(Feedback):
     when m is sparse. During warm-up A follows the uncompressed messages.
     """
 
+    mirrors = True
+
     class Options(StateOptions):
         dtype: Literal["fp32", "bf16"] = "fp32"
         """How A is kept."""

@@ -384,6 +384,13 @@ class Boundary:
                 for layer in layers(channel.codec, Remembers):
                     layer.check_memory(own)
 
+    def forget_mirrored(self, direction: str) -> None:
+        """Drop what both sides hold alike in `direction`: it starts from zero when both do so."""
+        for position, memory in self.memory.items():
+            self.memory[position] = {
+                key: value for key, value in memory.items() if not key.startswith(f"{direction}/mirror/")
+            }
+
     def restore(self, memories: dict[int, dict[str, Tensor]], device: torch.device) -> None:
         """Make `memories`, by tensor position, all that is remembered."""
         self.memory = {}

@@ -24,6 +24,7 @@ from ds_compress.pipeline import lifetime
 from ds_compress.pipeline.engine import CompressedEngine, steps_per_epoch
 from ds_compress.pipeline.handshake import Notes, agree
 from ds_compress.pipeline.intercept import PointToPoint
+from ds_compress.pipeline.mirrors import MirrorCheck
 from ds_compress.transport import staging
 from ds_compress.version import __version__
 
@@ -126,7 +127,10 @@ def attach(engine: Any, module: Any, block: object) -> None:
     engine.__class__ = _compressed_class(mixin, base)
     lifetime.free_unused(engine.device)
     engine._connect(config, module.p2p)
-    lifetime.free_with(engine, engine._compression.groups)
+    every = config.block.mirror_check if config.mirrors else 0
+    engine._compression_mirrors = MirrorCheck(
+        every, engine._compression, engine._sides(), engine.grid, engine.device
+    )
     monitor = engine._compression_monitor = Monitor(
         config,
         boundaries=boundaries,

@@ -22,6 +22,7 @@ from ds_compress.message.carrying import Tracking
 from ds_compress.message.channel import Boundary
 from ds_compress.monitor.monitor import Monitor
 from ds_compress.pipeline.lookahead import NOWHERE, Lookahead
+from ds_compress.pipeline.mirrors import MirrorCheck
 from ds_compress.pipeline.stage import FORWARD, Instruction, Stage, as_list
 from ds_compress.transport.p2p import (
     EagerReceiver,
@@ -58,6 +59,7 @@ class CompressedEngine(CheckpointedEngine):
     _compression: Stage
     _compression_monitor: Monitor
     _is_eager = False  # whether messages may leave when they are computed
+    _compression_mirrors: MirrorCheck
     _own_link: ClassVar[str | None] = None  # where link.mode has no say: the name of what has
     _lookahead: Lookahead  # of the schedule in progress, or of none
     _tracking: Tracking | None = None  # as long as some message may have to know which of its tensors carry
@@ -140,6 +142,7 @@ class CompressedEngine(CheckpointedEngine):
         if training:
             for boundary in stage.boundaries:
                 stage.in_lane(boundary, partial(boundary.end_step, self._replica_mean))
+            self._compression_mirrors.after(self.global_steps)
             monitor.end_step(stage.ends, self.global_steps, self.global_samples, self.monitor)
 
     @contextlib.contextmanager

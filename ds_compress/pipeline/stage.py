@@ -17,7 +17,7 @@ from ds_compress.message.channel import Boundary, Channel, MessageId
 from ds_compress.message.endpoint import Endpoint
 from ds_compress.pipeline.intercept import PointToPoint, ShapeMessage
 from ds_compress.transport.p2p import Receiver, Sender
-from ds_compress.transport.streams import Lane
+from ds_compress.transport.streams import Lane, Made
 
 
 class Instruction(enum.Enum):
@@ -137,12 +137,13 @@ class Stage:
         if not self._running and (step, training) != (self.step, self.training):
             self._begin(step, training, loss_scale)
 
-    def in_lane(self, boundary: Boundary, work: Callable[[], None]) -> None:
-        """Do `work`, on what `boundary` remembers, where its codecs work, and before anything that
-        follows."""
+    def in_lane(self, boundary: Boundary, work: Callable[[], Made]) -> Made:
+        """Do `work`, on what `boundary` remembers, where its codecs work, and before anything that follows;
+        returns what it does."""
         lane = self._lanes[boundary.number]
-        lane.run(work)
+        made = lane.run(work)
         lane.join()
+        return made
 
     def load(self, batch: Sequence[Any], buffer_id: int | None) -> None:
         """Take note of the samples in what the data loader returned, on the first stage.
