@@ -72,14 +72,17 @@ class TopK(Sparse, Follows):
                 f"indices 'reuse' finds nothing to reuse, {forward.name!r} selects no entries; using 'auto'"
             )
             return own
-        mine, theirs = self.options.density, forward.options.density
-        if "density" in self.options.model_fields_set and mine != theirs:
-            raise CompressionError(
-                f"topk.density: {mine} backward with indices 'reuse', but forward {forward.name!r} "
-                f"keeps {theirs}; leave it out backward, or do not reuse"
-            )
-        shared = [key for key in ("density", "rows") if hasattr(forward.options, key)]
-        copy = TopK(self.options.model_copy(update={key: getattr(forward.options, key) for key in shared}))
+        theirs = {
+            key: getattr(forward.options, key) for key in ("density", "rows") if hasattr(forward.options, key)
+        }
+        for key in self.options.model_fields_set & set(theirs):
+            mine = getattr(self.options, key)
+            if mine != theirs[key]:
+                raise CompressionError(
+                    f"topk.{key}: {mine!r} backward with indices 'reuse', but {theirs[key]!r} in forward "
+                    f"{forward.name!r}; leave it out backward, or do not reuse"
+                )
+        copy = TopK(self.options.model_copy(update=theirs))
         copy._forward, copy._unbiased = selecting, forward.unbiased
         return copy
 

@@ -26,6 +26,8 @@ RENAMED = {
     "minmax": "asymmetric",
     "slot": "micro_batch",
     "batch": "micro_batch",
+    "host": "cpu",
+    "disk": "nvme",
 }
 """What keys and values were called in 0.1; said where the new name is allowed and the old one is not."""
 

@@ -254,7 +254,7 @@ def test_pairing():
     assert (followed.options.density, followed.options.rows) == (0.3, "tensor")
     independent = build({"name": "topk", "density": 0.2})
     assert independent.paired(forward) is independent
-    with pytest.raises(CompressionError, match="0.2 backward.*'topk' keeps 0.3"):
+    with pytest.raises(CompressionError, match="0.2 backward.* 0.3 in forward 'topk'"):
         build({"name": "topk", "indices": "reuse", "density": 0.2}).paired(forward)
 
 

@@ -166,6 +166,14 @@ BAD = [
         "ds_compress.backward.codec: topk.density: 0.2",
         "0.1",
     ),
+    (
+        {
+            "backward": {"codec": {"name": "topk", "indices": "reuse", "rows": "tensor"}},
+            "forward": {"codec": "topk"},
+        },
+        "ds_compress.backward.codec: topk.rows: 'tensor' backward with indices 'reuse'",
+        "'sample' in forward 'topk'",
+    ),
     ({"boundaries": []}, "ds_compress.boundaries: []", "should be an object"),
     ({"boundaries": {"first": {}}}, "ds_compress.boundaries", "'first' is not the number of a boundary"),
     ({"boundaries": {"-1": {}}}, "ds_compress.boundaries", "'-1' is not the number of a boundary"),

@@ -92,7 +92,14 @@ def refusal(block: object) -> str:
 
 def found_again(block: dict[str, Any], keys: tuple[str, ...], value: Any) -> bool:
     """Whether what was accepted at `keys` is what the block means."""
-    inner: Any = Config(block).block
+    config = Config(block)
+    inner: Any = config.block
+    for registry in (CODECS, FEEDBACKS):
+        if registry.kind in keys[:-1]:  # down to its options, which the codecs are built from
+            at = keys.index(registry.kind)
+            codecs = config.codecs(int(keys[1]) if keys[0] == "boundaries" else None)
+            inner = resolved(getattr(codecs, keys[at - 1]), registry.kind)
+            keys = keys[at + 1 :]
     for key in keys:
         if isinstance(inner, BaseModel):
             assert key in inner.model_fields_set, keys
@@ -100,6 +107,13 @@ def found_again(block: dict[str, Any], keys: tuple[str, ...], value: Any) -> boo
         else:
             inner = inner[key]
     return inner == value or (isinstance(inner, BaseModel) and inner == type(inner).model_validate(value))
+
+
+def resolved(codec: Any, kind: str) -> BaseModel:
+    """The options of `codec`, or of the feedback round it."""
+    if kind == "feedback":
+        return codec.feedback.options
+    return getattr(codec, "codec", codec).options
 
 
 def test_every_option_with_every_kind_of_value():

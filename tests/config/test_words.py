@@ -31,6 +31,18 @@ OLD = [
         "ds_compress.forward.feedback.scope: 'batch' is not allowed, now 'micro_batch'; allowed: 'sample', ",
     ),
     (
+        {"forward": {"feedback": {"name": "aqsgd", "store": "disk"}}},
+        "ds_compress.forward.feedback.store: unknown key, now 'offload'; allowed: scope, ids, ",
+    ),
+    (
+        {"forward": {"feedback": {"name": "aqsgd", "folder": "/tmp"}}},
+        "ds_compress.forward.feedback.folder: unknown key, now 'offload'",
+    ),
+    (
+        {"forward": {"feedback": {"name": "aqsgd", "offload": {"device": "disk"}}}},
+        "ds_compress.forward.feedback.offload.device: 'disk' is not allowed, now 'nvme'; allowed: 'none', ",
+    ),
+    (
         {"policy": {"name": "constant"}},
         "ds_compress.policy: unknown key, it had no effect and is gone; allowed: enabled, ",
     ),
