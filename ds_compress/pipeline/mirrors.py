@@ -37,7 +37,7 @@ class MirrorCheck:
         """Called on every rank when `step` optimizer steps are done and nothing is under way."""
         if not self.every or step % self.every:
             return
-        rows = torch.full((MOST_SIDES * len(DIRECTIONS), 4), -1, dtype=torch.int64)
+        rows = torch.full((MOST_SIDES * len(DIRECTIONS), 4), -1, dtype=torch.int64, device="cpu")
         places = [(side, number) for side in self._sides for number in range(len(DIRECTIONS))]
         for row, (side, number) in zip(rows, places):
             digest = self._stage.in_lane(
@@ -46,7 +46,8 @@ class MirrorCheck:
                     window_digest, side.boundary.memory, DIRECTIONS[number], step // self.every
                 ),
             )
-            row.copy_(torch.tensor([side.boundary.number, number, self._tensor_parallel, digest]))
+            numbers = [side.boundary.number, number, self._tensor_parallel, digest]
+            row.copy_(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
         rows = rows.to(self._device)
         everywhere = [torch.empty_like(rows) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(everywhere, rows, group=self._group)
