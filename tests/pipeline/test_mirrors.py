@@ -20,7 +20,7 @@ EF21 = {"codec": TOPK, "feedback": "ef21"}
 AQSGD = {"codec": TOPK, "feedback": {"name": "aqsgd", "dtype": "fp32"}}
 BLOCKS = {
     "ef21": {"forward": EF21, "backward": EF21},
-    "ef21 per slot": {"forward": {"codec": TOPK, "feedback": {"name": "ef21", "scope": "slot"}}},
+    "ef21 per slot": {"forward": {"codec": TOPK, "feedback": {"name": "ef21", "scope": "micro_batch"}}},
     "aqsgd": {"forward": AQSGD, "backward": EF21},
 }
 
