@@ -23,6 +23,8 @@ PIPELINE = "deepspeed.runtime.pipe.engine"
 PLAIN = "deepspeed.runtime.engine"
 KEY = "ds_compress"
 
+MARK = "_ds_compress"  # of a constructor that is wrapped
+
 logger = logging.getLogger("ds_compress")
 
 
@@ -67,16 +69,16 @@ class _Finder:
 def _wrap(module: ModuleType) -> None:
     """Put `ENGINES`' function for `module` round the constructor of its engine, once."""
     name, around = ENGINES[module.__name__]
-    engine_class = getattr(module, name, None)
-    if engine_class is None or getattr(engine_class.__init__, "_ds_compress", None) == name:
+    engine_class: Any = getattr(module, name, None)
+    if engine_class is None or getattr(engine_class.__init__, MARK, None) == name:
         return
     original = engine_class.__init__
 
     @functools.wraps(original)
-    def __init__(self, *args, **kwargs):
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         around(self, module, functools.partial(original, self, *args, **kwargs), kwargs)
 
-    __init__._ds_compress = name
+    setattr(__init__, MARK, name)
     engine_class.__init__ = __init__
 
 

@@ -134,11 +134,8 @@ def simulate(model: nn.Module, ds_config: dict[str, Any], cuts: Sequence[int]) -
     config = Config(ds_config.get(KEY, {}))
     config.check_boundaries(len(cuts))
     config.count_epochs(None)
-    if isinstance(model, nn.Sequential):
-        layers: list[Any] = list(model)
-    elif hasattr(model, "forward_funcs"):
-        layers = model.forward_funcs
-    else:
+    layers: Any = list(model) if isinstance(model, nn.Sequential) else getattr(model, "forward_funcs", None)
+    if layers is None:
         raise CompressionError(
             f"simulate: {type(model).__name__} has no list of layers; allowed: nn.Sequential, PipelineModule"
         )

@@ -131,7 +131,7 @@ def plans(args: argparse.Namespace, spec: TensorSpec) -> dict[str, Plan]:
 
 def rank_plans(workload: Workload, network: Network, choices: dict[str, Plan]) -> list[dict[str, Any]]:
     """One row per plan: DeepSpeed's own, which must be the first, and then the fastest first."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, plan in choices.items():
         prediction = predict(workload, plan, network)
         rows.append(

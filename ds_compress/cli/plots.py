@@ -129,9 +129,9 @@ def pareto(runs: list[Run]) -> Figure | None:
     """Runs that no other beats in both bytes and loss are joined."""
     points = []
     for number, run in enumerate(runs):
-        sent = run.total("wire_bytes")
-        if sent:
-            points.append((sent[-1][1] / 1e6, run.final_loss, number))
+        series = run.total("wire_bytes")
+        if series:
+            points.append((series[-1][1] / 1e6, run.final_loss, number))
     if not points:
         return None
     figure, axes = _axes("Bytes or loss: what each run pays", "MB on the wire, all boundaries", "final loss")

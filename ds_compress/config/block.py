@@ -22,9 +22,9 @@ def _number(key: object) -> object:
 
 
 class Direction(Options):
-    codec: Any = Field("none", json_schema_extra={"registry": "codec"})
+    codec: Any = Field(default="none", json_schema_extra={"registry": "codec"})
     """Name of a codec, or an object with its name and options."""
-    feedback: Any = Field("none", json_schema_extra={"registry": "feedback"})
+    feedback: Any = Field(default="none", json_schema_extra={"registry": "feedback"})
     """Name of a feedback, or an object with its name and options."""
 
 
@@ -40,7 +40,7 @@ class Link(Options):
     """blocking: DeepSpeed's own order of sends and receives; eager: sent when computed, received ahead.
     DualPipeV posts its receives ahead by itself and has one order for both."""
 
-    timeout_s: float = Field(1800.0, ge=1, le=7 * 24 * 3600)
+    timeout_s: float = Field(default=1800.0, ge=1, le=7 * 24 * 3600)
     """Seconds that a neighbour may take to send or to take a message before this rank stops with an error; on
     a GPU NCCL counts them. What DeepSpeed itself waits for keeps the time-out of deepspeed.init_distributed,
     also 1800."""
@@ -77,23 +77,23 @@ class Block(Options):
     """Other settings for single boundaries, by number: "0" is the cut between stages 0 and 1."""
     warmup_steps: Steps = 0
     """Optimizer steps at the start of training in which every message crosses uncompressed."""
-    warmup_epochs: int = Field(0, ge=0, le=10**6)
+    warmup_epochs: int = Field(default=0, ge=0, le=10**6)
     """The same in passes over the `training_data` given to `deepspeed.initialize`, instead of steps."""
     eval: Literal["compressed", "uncompressed"] = "compressed"
     """Whether messages of eval_batch are compressed (without feedback); after the warm-up."""
-    min_numel: int = Field(4096, ge=0, le=2**40)
+    min_numel: int = Field(default=4096, ge=0, le=2**40)
     """Tensors with fewer elements cross as they are."""
     tensors: Any = "large"
     """Which float tensors of a message are compressed, in both directions: "large", those of min_numel
     elements or more, or a list of positions, [0, 2], whatever their size. Positions count the float tensors
     of a message alone; all other tensors, and bool masks, cross as they are."""
     link: Link = Link()
-    mirror_check: int = Field(100, ge=0, le=1_000_000_000)
+    mirror_check: int = Field(default=100, ge=0, le=1_000_000_000)
     """Compare what both sides of a boundary hold alike (ef21, aqsgd) every so many steps, by hash; where it
     differs both start from zero, and a line says so. 0: never."""
     checkpoint: Checkpoint = Checkpoint()
     monitor: Monitor = Monitor()
-    seed: int = Field(1234, ge=0, lt=2**63)
+    seed: int = Field(default=1234, ge=0, lt=2**63)
     """Seed of every random choice; with boundary, direction, step and micro-batch."""
 
     @field_validator("enabled", mode="before")

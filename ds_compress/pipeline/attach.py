@@ -47,7 +47,7 @@ def _mixin(base: type) -> type[CompressedEngine]:
     return CompressedDualPipeV
 
 
-def _compressed_class(mixin: type[CompressedEngine], base: type) -> type:
+def _compressed_class(mixin: type[CompressedEngine], base: Any) -> type:
     """`base` with the mixin and its instruction map."""
     entries = {instruction: getattr(mixin, name) for instruction, name in mixin._AROUND.items()}
     stock = base._INSTRUCTION_MAP
@@ -55,7 +55,7 @@ def _compressed_class(mixin: type[CompressedEngine], base: type) -> type:
     return type(f"Compressed{base.__name__}", (mixin, base), members)
 
 
-def check_release(base: type, module: Any) -> None:
+def check_release(base: Any, module: Any) -> None:
     """Refuse a DeepSpeed whose pipeline engine is not built the way the mixin relies on.
 
     Args:
@@ -100,6 +100,7 @@ def attach(engine: Any, module: Any, block: object) -> None:
     """
     base = type(engine)
     mixin = _mixin(base)
+    agreed: dict[str, Any] | CompressionError
     try:
         config = Config(block)
         boundaries = mixin._check(config, engine.num_stages)

@@ -54,7 +54,8 @@ _ABSENT = ': is ds_compress installed there, and is the "ds_compress" key in its
 
 def _verdict(store: Store, prefix: str, world_size: int, timeout: float) -> str:
     """What is wrong, or an empty string."""
-    answers, absent = {}, []
+    answers: dict[int, Any] = {}
+    absent: list[int] = []
     for rank in range(world_size):
         if _wait(store, f"{prefix}/{rank}", timeout if not absent else 0.1):
             answers[rank] = json.loads(store.get(f"{prefix}/{rank}"))

@@ -37,6 +37,7 @@ class ShapeMessage:
         """
         self._module = module
         self._written = room
+        self._bits, self._says = 0, False
         self.carrying = carrying
 
     def send(self, tensor: Tensor, *where: Any) -> None:
@@ -51,8 +52,8 @@ class ShapeMessage:
 
     def recv(self, tensor: Tensor, *where: Any) -> None:
         self._module.recv(tensor, *where)
-        self._bits, mark = tensor.view(-1)[-2:].tolist() if tensor.dtype == torch.int32 else (0, 0)
-        self._says = mark == MARK
+        bits, mark = tensor.view(-1)[-2:].tolist() if tensor.dtype == torch.int32 else (0, 0)
+        self._bits, self._says = int(bits), mark == MARK
 
     def received(self, floats: int) -> tuple[bool, ...] | None:
         """What the sender said of that many float tensors."""

@@ -101,7 +101,9 @@ class Lookahead:
         """Whether the message that `made_by`, in progress, has just put into `buffer_id` may leave now; if so
         it counts as gone."""
         send = self._early.get(self.place, NOWHERE)
-        made = self._flat[self.place] if send != NOWHERE else None
+        if send == NOWHERE:
+            return False
+        made: Any = self._flat[self.place]
         if type(made) is not made_by or made.kwargs["buffer_id"] != buffer_id:
             return False
         waiting = self._sends[type(self._flat[send])]

@@ -6,11 +6,13 @@ stage's own time, as they do on a CPU. Times are seconds, sizes bytes.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 
 Channel = tuple[int, str]  # boundary, direction
 FINISHED = object()
+Waiting = Generator[None, None, float]
+"""Yields while it has to wait for another stage; returns when it is done, in seconds of the step."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Prediction:
     def limit(self) -> str:
         """What most of the time above `compute` is spent on; "compute" when that is under 5 % of the step."""
         exposed = {"link": self.step - self.free_link, "codec": self.free_link - self.compute}
-        worst = max(exposed, key=exposed.get)
+        worst = max(exposed, key=lambda name: exposed[name])
         return worst if exposed[worst] > 0.05 * self.step else "compute"
 
 
@@ -128,7 +130,7 @@ class _Replay:
                 now = max(now, (yield from self._arrival(channel, len(self.offered[channel]) - 1)))
         ends[stage] = now
 
-    def _send(self, channel: Channel, now: float) -> Iterator[None]:
+    def _send(self, channel: Channel, now: float) -> Waiting:
         number = len(self.offered[channel])
         if self.plan.eager and number >= self.in_flight:
             now = max(now, (yield from self._arrival(channel, number - self.in_flight)))
@@ -136,12 +138,12 @@ class _Replay:
         self._record(self.offered, channel, now)
         return now if self.plan.eager else (yield from self._arrival(channel, number))
 
-    def _receive(self, channel: Channel, now: float) -> Iterator[None]:
+    def _receive(self, channel: Channel, now: float) -> Waiting:
         number = len(self.wanted[channel])
         self._record(self.wanted, channel, now)
         return max(now, (yield from self._arrival(channel, number))) + self._traffic(channel).decode
 
-    def _arrival(self, channel: Channel, number: int) -> Iterator[None]:
+    def _arrival(self, channel: Channel, number: int) -> Waiting:
         while not self._deliver(channel, number):
             yield
         return self.arrived[channel][number]

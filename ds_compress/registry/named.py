@@ -12,7 +12,7 @@ from ds_compress.registry.options import Options, validate
 class Named:
     """What a registry holds: a class with a name and an options model."""
 
-    Options: ClassVar[type[Options]] = Options
+    Options: ClassVar[Any] = Options  # a subclass of it
     name: ClassVar[str]
 
     @classmethod
@@ -20,7 +20,7 @@ class Named:
         """First paragraph of the class's docstring, in one line; empty if there is none."""
         return " ".join(_docstring(cls).split("\n\n")[0].split())
 
-    def __init__(self, options: Options | None = None):
+    def __init__(self, options: Any = None):
         self.options: Any = options if options is not None else self.Options()
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ def _docstring(cls: type) -> str:
         definition = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     except (OSError, TypeError, SyntaxError):  # typed in by hand, or its file is gone
         return ""
-    return ast.get_docstring(definition) or ""
+    return (ast.get_docstring(definition) if isinstance(definition, ast.ClassDef) else None) or ""
 
 
 Kind = TypeVar("Kind", bound=Named)

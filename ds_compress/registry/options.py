@@ -3,6 +3,7 @@
 pydantic's errors become one line: JSON path, what came, what is allowed, the nearest name.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -76,7 +77,7 @@ def _one_line(model: type[BaseModel], value: object, error: ValidationError, pat
     return f"{_joined(path, keys)}: {' '.join(reason.split())}{rest}"
 
 
-def _keys(value: object, problem: dict[str, Any]) -> tuple[Any, ...]:
+def _keys(value: Any, problem: Mapping[str, Any]) -> tuple[Any, ...]:
     """Where in `value` a problem is: its `loc` without what pydantic adds, such as the name of a type."""
     keys: list[Any] = []
     for part in problem["loc"]:
@@ -92,7 +93,9 @@ def _joined(path: str, keys: tuple[Any, ...]) -> str:
     return ".".join([path, *map(shown_key, keys)])
 
 
-def _reason(model: type[BaseModel], problem: dict[str, Any], keys: tuple[Any, ...], kinds: list[str]) -> str:
+def _reason(
+    model: type[BaseModel], problem: Mapping[str, Any], keys: tuple[Any, ...], kinds: list[str]
+) -> str:
     """`kinds`: the types of all problems that the value has."""
     came = shown(problem["input"])
     if problem["type"] == "extra_forbidden":

@@ -92,9 +92,11 @@ class Staging:
         return Staged(self._thread.submit(self._start, dist.irecv, buffer, src, group), finish)
 
     @staticmethod
-    def _start(transfer: Callable[..., Work], buffer: _Buffer, peer: int, group: Any) -> Work:
+    def _start(transfer: Callable[..., Work | None], buffer: _Buffer, peer: int, group: Any) -> Work:
         buffer.unused.synchronize()
-        return transfer(buffer.memory, peer, group=group)
+        work = transfer(buffer.memory, peer, group=group)
+        assert work is not None, "only ranks of a group have an end of its channel"
+        return work
 
     def _buffer(self, nbytes: int) -> _Buffer:
         # Not kept by size, as in `Sender.memory`
