@@ -75,9 +75,9 @@ class TopK(Sparse, Follows):
         theirs = {
             key: getattr(forward.options, key) for key in ("density", "rows") if hasattr(forward.options, key)
         }
-        for key in self.options.model_fields_set & set(theirs):
+        for key in theirs:
             mine = getattr(self.options, key)
-            if mine != theirs[key]:
+            if key in self.options.model_fields_set and mine != theirs[key]:
                 raise CompressionError(
                     f"topk.{key}: {mine!r} backward with indices 'reuse', but {theirs[key]!r} in forward "
                     f"{forward.name!r}; leave it out backward, or do not reuse"

@@ -20,10 +20,11 @@ HEADERS = 128
 
 @dataclass(frozen=True)
 class BoundaryCodecs:
-    """The codecs of one boundary, feedback included."""
+    """The codecs of one boundary, with their feedbacks round them, and the feedbacks alone."""
 
     forward: Codec
     backward: Codec
+    feedbacks: dict[str, Feedback]  # by direction
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -61,13 +62,19 @@ class Config:
             )
         self._steps_per_epoch: int | None = None
         self.notes: dict[str, None] = {}  # lines for the user, in order, each once
-        self.codecs(None)
-        for number in self.block.boundaries:
-            self.codecs(int(number))
+        self._codecs: dict[int | None, BoundaryCodecs] = {}
+        self.numbers = (None, *map(int, self.block.boundaries))  # None: all without settings of their own
+        for number in self.numbers:
+            self.codecs(number)
         self.sample_ids = self._sample_ids()
 
     def codecs(self, boundary: int | None) -> BoundaryCodecs:
-        """New codec objects for `boundary`; None: for a boundary without settings of its own."""
+        """The codecs of `boundary`, the same objects at every call; None: for one without settings of its own."""
+        if boundary not in self._codecs:
+            self._codecs[boundary] = self._built(boundary)
+        return self._codecs[boundary]
+
+    def _built(self, boundary: int | None) -> BoundaryCodecs:
         forward, forward_feedback = self._choice(boundary, "forward")
         backward, backward_feedback = self._choice(boundary, "backward")
         path = self._path(boundary)
@@ -103,7 +110,7 @@ class Config:
             self.notes[f"{path}.backward.codec: {backward.note}"] = None
         with _errors_at(f"{path}.backward.feedback"):
             backward = backward_feedback.around(backward)
-        return BoundaryCodecs(forward, backward)
+        return BoundaryCodecs(forward, backward, {"forward": forward_feedback, "backward": backward_feedback})
 
     def leave_uncompressed(self, why: str) -> None:
         """Make it the only one of `notes` that an engine cannot compress, because of `why`; say nothing where
@@ -159,14 +166,12 @@ class Config:
         Raises:
             CompressionError: it cannot be made; names the JSON path of the option.
         """
-        for number in (None, *map(int, self.block.boundaries)):
-            place = KEY if number is None else f"{KEY}.boundaries.{number}"
-            for direction in DIRECTIONS:
-                feedback = self._choice(number, direction)[1]
+        for number in self.numbers:
+            for direction, feedback in self.codecs(number).feedbacks.items():
                 try:
                     feedback.prepare()
                 except CompressionError as error:
-                    raise CompressionError(f"{place}.{direction}.feedback.{error}") from error
+                    raise CompressionError(f"{self._path(number)}.{direction}.feedback.{error}") from error
 
     @property
     def mirrors(self) -> bool:
@@ -181,8 +186,7 @@ class Config:
 
     def has_rest(self, direction: str) -> bool:
         """Whether messages of any boundary may come with a second packet."""
-        numbers = [None, *map(int, self.block.boundaries)]
-        return any(isinstance(getattr(self.codecs(number), direction), SecondPacket) for number in numbers)
+        return any(isinstance(getattr(self.codecs(n), direction), SecondPacket) for n in self.numbers)
 
     def check_boundaries(self, count: int) -> None:
         """Refuse settings for a boundary that a pipeline with `count` boundaries does not have."""
@@ -206,8 +210,7 @@ class Config:
 
     def _sample_ids(self) -> SampleIds | None:
         """How samples are known to the feedbacks of all boundaries, None where none needs to know."""
-        numbers = [None, *map(int, self.block.boundaries)]
-        feedbacks = [self._choice(number, "forward")[1] for number in numbers]
+        feedbacks = [self.codecs(number).feedbacks["forward"] for number in self.numbers]
         wanted = {feedback.sample_ids for feedback in feedbacks if feedback.sample_ids is not None}
         if len(wanted) > 1:
             raise CompressionError(

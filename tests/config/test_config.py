@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from ds_compress.codec import CODECS
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 
@@ -32,6 +33,20 @@ def test_boundary_keeps_what_it_does_not_change():
     )
     assert [config.codecs(b).forward.name for b in (0, 1, 2)] == ["topk", "fp16", "topk"]
     assert [config.codecs(b).backward.name for b in (0, 1, 2)] == ["bf16"] * 3
+
+
+def test_codecs_are_built_once(monkeypatch):
+    """Asking for them, for settings, second packets or sample ids built all of them anew at every call."""
+    built = []
+    build = CODECS.build
+    monkeypatch.setattr(CODECS, "build", lambda *choice: built.append(choice) or build(*choice))
+    config = Config({"forward": {"codec": "bf16", "feedback": "aqsgd"}, "boundaries": {"1": {}}})
+    first = config.codecs(0)
+    assert config.codecs(0) is first and config.codecs(1) is not first
+    before = len(built)
+    for _ in range(3):
+        config.settings, config.has_rest("forward"), config.codecs(0).settings, config.prepare()
+    assert len(built) == before == 3 * 2
 
 
 def test_reuse_takes_the_density_of_forward():
