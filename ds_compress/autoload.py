@@ -56,13 +56,14 @@ class _Finder:
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is None or spec.loader is None:  # not there: the import system says so
             return spec
-        execute = spec.loader.exec_module
+        loader: Any = spec.loader
+        execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
             _wrap(module)
 
-        spec.loader.exec_module = exec_module
+        loader.exec_module = exec_module
         return spec
 
 

@@ -103,8 +103,8 @@ class Lookahead:
         send = self._early.get(self.place, NOWHERE)
         if send == NOWHERE:
             return False
-        made: Any = self._flat[self.place]
-        if type(made) is not made_by or made.kwargs["buffer_id"] != buffer_id:
+        made = self._flat[self.place]
+        if made.kwargs.get("buffer_id") != buffer_id or type(made) is not made_by:
             return False
         waiting = self._sends[type(self._flat[send])]
         while waiting[0] < self.place:  # left in its own place
