@@ -32,7 +32,9 @@ class Override(Options):
     """What a boundary changes: a direction that is given replaces codec, feedback, or both."""
 
     forward: Direction | None = None
+    """For activations."""
     backward: Direction | None = None
+    """For gradients."""
 
 
 class Link(Options):
@@ -88,8 +90,11 @@ class Block(Options):
     elements or more, or a list of positions, [0, 2], whatever their size. Positions count the float tensors
     of a message alone; all other tensors, and bool masks, cross as they are."""
     link: Link = Link()
+    """How messages travel, and how long one may take."""
     checkpoint: Checkpoint = Checkpoint()
+    """What `save_checkpoint` keeps of the feedbacks."""
     monitor: Monitor = Monitor()
+    """What is written where DeepSpeed's monitor writes: W&B, TensorBoard, CSV."""
     seed: int = Field(1234, ge=0, lt=2**63)
     """Seed of every random choice; with boundary, direction, step and micro-batch."""
 
