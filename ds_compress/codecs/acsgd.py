@@ -25,6 +25,7 @@ class ACSGD(Codec):
 
     class Options(CodecOptions):
         bits: int = Field(4, ge=1, le=8)
+        """Bits of one code."""
 
     def layout(self, spec: TensorSpec) -> Layout:
         channels, size = group_shape(spec, "channel")

@@ -34,9 +34,14 @@ class Autoencoder(Codec, Remembers, Learns, BothDirections, OnlyReceiverDecodes)
     """
 
     class Options(CodecOptions):
-        width: Width | None = None  # c; None: an eighth of h
+        width: Width | None = None
+        """Numbers that stand for a row, c above; null: an eighth of the row."""
+
         lr: float = Field(1e-3, gt=0, le=1)
+        """Learning rate of Adam for encoder and decoder."""
+
         dtype: Literal["bf16", "fp32"] = "bf16"
+        """How the code travels."""
 
     def _width(self, h: int) -> int:
         return min(self.options.width or max(h // 8, 1), h)

@@ -17,17 +17,17 @@ _FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 @register("fp8")
 class Float8(Codec):
     """Eight-bit floats, scaled so that the largest magnitude of the tensor or group is the largest of the
-    format.
-
-    format: "e4m3" has 4 bits of precision down to 2^-15 of the largest magnitude, "e5m2" 3 bits down to
-    2^-30. group_size: values that share the fp32 scale: "tensor", "channel" or a multiple of 8.
-    """
+    format."""
 
     examples = ({}, {"format": "e5m2"}, {"group_size": 128})
 
     class Options(CodecOptions):
         format: Literal["e4m3", "e5m2"] = "e4m3"
+        """e4m3 has 4 bits of precision down to 2^-15 of the largest magnitude, e5m2 3 bits down to 2^-30."""
+
         group_size: GroupSize = "tensor"
+        """Values that share the fp32 scale: all of the tensor, each index of its last dimension (channel), or
+        so many in a row."""
 
     def layout(self, spec: TensorSpec) -> Layout:
         groups, size = group_shape(spec, self.options.group_size)

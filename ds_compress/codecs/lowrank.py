@@ -37,7 +37,10 @@ class LowRank(Codec, Remembers):
 
     class Options(CodecOptions):
         rank: Width = 8
+        """Columns of each factor, r above."""
+
         dtype: Literal["bf16", "fp32"] = "bf16"
+        """How the factors travel."""
 
     def _factor_rank(self, shape: tuple[int, ...]) -> int | None:
         """Rank of the factors for a message of `shape`, None where the message itself is no larger."""
@@ -131,7 +134,10 @@ class PCA(Codec, Remembers, Observes, BothDirections):
 
     class Options(CodecOptions):
         rank: Width = 64
+        """Coefficients that stand for a row, r above; at most the row's own length."""
+
         dtype: Literal["bf16", "fp32"] = "bf16"
+        """How the coefficients travel."""
 
     def layout(self, spec: TensorSpec) -> Layout:
         n, h = matrix_shape(spec.shape)

@@ -22,6 +22,7 @@ class MinMax(Codec):
 
     class Options(CodecOptions):
         bits: int = Field(4, ge=1, le=8)
+        """Bits of one code."""
 
     def layout(self, spec: TensorSpec) -> Layout:
         groups, size = group_shape(spec, "tensor")

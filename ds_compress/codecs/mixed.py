@@ -14,10 +14,13 @@ from ds_compress.kernels.bits import pack, packed_size, unpack
 
 
 class Mixed(CodecOptions):
-    """share: of the tiles that keep the full width; low_bits: of all others."""
+    """Which tiles get how many bits."""
 
     share: float = Field(0.8, ge=0, le=1)
+    """Part of the tiles that keep the full width: those of highest entropy."""
+
     low_bits: int = Field(3, ge=1, le=7)
+    """Bits of one code in all others."""
 
     def counts(self, tiles: int) -> tuple[int, int]:
         """How many of `tiles` are high and how many low."""

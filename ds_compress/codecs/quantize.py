@@ -21,21 +21,7 @@ _SCALE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @register("quantize")
 class Quantize(Codec, EncodesWithError):
-    """Uniform quantization to 1-8 bits, with one scale for each group of values.
-
-    bits: of one code.
-    group_size: values that share a scale: a multiple of 8, "tensor", or "channel" for an index of the last
-    dimension. scale: a grid from the smallest to the largest value ("minmax"), or one around 0 ("symmetric")
-    that costs
-        half the scale bits and keeps 0 exact.
-    scale_dtype: "bf16" keeps an offset to 1/128 of itself: a group whose values lie much closer together than
-        they lie to 0 keeps its details with "fp32" only.
-    rounding: to "nearest", or "stochastic", which makes the expected output equal the input.
-    hadamard: rotate each group first, which spreads outliers; at 4 bits 2 to 3 times less error on
-    activations. mixed: keep `bits` for the share of groups with the highest entropy and give the others
-    `low_bits`
-        (TAH-Quant, whose groups are 32 or 64 values).
-    """
+    """Uniform quantization to 1-8 bits, with one scale for each group of values."""
 
     examples = (
         {"bits": 8},
@@ -49,12 +35,30 @@ class Quantize(Codec, EncodesWithError):
 
     class Options(CodecOptions):
         bits: int = Field(4, ge=1, le=8)
+        """Bits of one code."""
+
         group_size: GroupSize = 128
+        """Values that share a scale: so many in a row, all of the tensor, or each index of its last dimension
+        (channel)."""
+
         scheme: Literal["asymmetric", "symmetric"] = "asymmetric"
+        """asymmetric: a grid from the smallest to the largest value; symmetric: one around 0 that costs half
+        the scale bits and keeps 0 exact."""
+
         scale_dtype: Literal["bf16", "fp32"] = "bf16"
+        """How scales travel. bf16 keeps an offset to 1/128 of itself: a group whose values lie much closer
+        together than they lie to 0 keeps its details with fp32 only."""
+
         rounding: Literal["nearest", "stochastic"] = "nearest"
+        """stochastic makes the expected output equal the input."""
+
         hadamard: bool = False
+        """Rotate each group first, which spreads outliers; at 4 bits 2 to 3 times less error on
+        activations."""
+
         mixed: Mixed | None = None
+        """Keep `bits` for the share of groups with the highest entropy, and give the others `low_bits`
+        (TAH-Quant, arXiv 2506.01352, whose groups are 32 or 64 values)."""
 
         @field_validator("hadamard")
         @classmethod

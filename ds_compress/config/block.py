@@ -32,7 +32,9 @@ class Override(Options):
     """What a boundary changes: a direction that is given replaces codec, feedback, or both."""
 
     forward: Direction | None = None
+    """For activations."""
     backward: Direction | None = None
+    """For gradients."""
 
 
 class Link(Options):
@@ -85,14 +87,17 @@ class Block(Options):
     """Tensors with fewer elements cross as they are."""
     tensors: Any = "large"
     """Which float tensors of a message are compressed, in both directions: "large", those of min_numel
-    elements or more, or a list of positions, [0, 2], whatever their size. Positions count the float tensors
-    of a message alone; all other tensors, and bool masks, cross as they are."""
+    elements or more that parameters have touched, or a list of positions, [0, 2], whatever their size.
+    Positions count the float tensors of a message alone; all other tensors, and masks, cross as they are."""
     link: Link = Link()
+    """How messages travel, and how long one may take."""
     mirror_check: int = Field(default=100, ge=0, le=1_000_000_000)
     """Compare what both sides of a boundary hold alike (ef21, aqsgd) every so many steps, by hash; where it
     differs both start from zero, and a line says so. 0: never."""
     checkpoint: Checkpoint = Checkpoint()
+    """What `save_checkpoint` keeps of the feedbacks."""
     monitor: Monitor = Monitor()
+    """What is written where DeepSpeed's monitor writes: W&B, TensorBoard, CSV."""
     seed: int = Field(default=1234, ge=0, lt=2**63)
     """Seed of every random choice; with boundary, direction, step and micro-batch."""
 

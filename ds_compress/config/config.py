@@ -69,7 +69,7 @@ class Config:
         self.sample_ids = self._sample_ids()
 
     def codecs(self, boundary: int | None) -> BoundaryCodecs:
-        """The codecs of `boundary`, the same objects at every call; None: for one without settings of its own."""
+        """The codecs of `boundary`, the same objects at every call; None: one without settings of its own."""
         if boundary not in self._codecs:
             self._codecs[boundary] = self._built(boundary)
         return self._codecs[boundary]
