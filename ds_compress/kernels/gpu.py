@@ -6,6 +6,8 @@ from types import ModuleType
 
 import torch
 
+from ds_compress.kernels.affine import Grid
+
 logger = logging.getLogger(__name__)
 
 
@@ -19,12 +21,7 @@ def kernels(device: torch.device) -> ModuleType | None:
 
         # compiles and launches: a Triton that is too old for our kernels, or finds no C compiler, fails only
         # here
-        triton.quantize(
-            torch.zeros(1, 8, dtype=torch.float32, device=device),
-            8,
-            symmetric=True,
-            scale_dtype=torch.float32,
-        )
+        triton.quantize(torch.zeros(1, 8, dtype=torch.float32, device=device), Grid(bits=8))
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         logger.warning(
