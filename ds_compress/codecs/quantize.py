@@ -13,7 +13,7 @@ from ds_compress.codecs.groups import GroupSize, group_shape, join, split
 from ds_compress.codecs.mixed import Mixed, map_size, reunite, separate
 from ds_compress.codecs.mixins import EncodesWithError
 from ds_compress.kernels import resolve
-from ds_compress.kernels.affine import top_code
+from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.bits import packed_size
 
 _SCALE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -111,8 +111,8 @@ class Quantize(Codec, EncodesWithError):
         ):
             return None
         groups, residual = (split(part, options.group_size) for part in (x, residual))
-        grid = options.bits, self._symmetric, _SCALE_DTYPES[options.scale_dtype], options.hadamard
-        parts, error = resolve.kernels(x.device).quantize_with_error(groups, residual, factor, *grid)
+        grid = self._grid(options.bits)
+        parts, error = resolve.kernels(x.device).quantize_with_error(groups, residual, factor, grid)
         return parts, join(error, TensorSpec(x.shape, torch.float32, x.device), options.group_size)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
@@ -159,7 +159,7 @@ class Quantize(Codec, EncodesWithError):
 
     def _worst_error(self, bits: int, size: int, missing: int) -> float:
         """Of one group, whatever its values; rounding the scales makes a step up to 1 % larger."""
-        steps = top_code(bits, self._symmetric)
+        steps = self._grid(bits).top
         # two values make up the range of a grid from minimum to maximum, one that of a symmetric grid
         nearest = 1.02 * bounds.grid(2 * size if self._symmetric else size, steps)
         if self.options.rounding == "stochastic":
@@ -175,26 +175,25 @@ class Quantize(Codec, EncodesWithError):
         stochastic = self.options.rounding == "stochastic"
         mean_magnitude = bits == 1 and self._symmetric and not stochastic
         reach = math.sqrt(2 / math.pi) if mean_magnitude else bounds.largest_normal(size)
-        return 1.02 * bounds.normal_on_grid(-reach, reach, top_code(bits, self._symmetric), stochastic)
+        return 1.02 * bounds.normal_on_grid(-reach, reach, self._grid(bits).top, stochastic)
 
     def _layout(self, groups: int, size: int, bits: int) -> Layout:
         scale = ((groups,), _SCALE_DTYPES[self.options.scale_dtype])
-        return ((groups, packed_size(size, bits)), torch.uint8), *[scale] * (1 if self._symmetric else 2)
+        scales = 1 if self._symmetric else 2
+        return ((groups, packed_size(size, bits)), torch.uint8), *[scale] * scales
 
     def _quantize(self, groups: Tensor, bits: int, generator: torch.Generator | None) -> tuple[Tensor, ...]:
-        scale_dtype = _SCALE_DTYPES[self.options.scale_dtype]
-        kernels = resolve.kernels(groups.device)
-        return kernels.quantize(groups, bits, self._symmetric, scale_dtype, self.options.hadamard, generator)
+        return resolve.kernels(groups.device).quantize(groups, self._grid(bits), generator)
 
     def _dequantize(self, parts: tuple[Tensor, ...], bits: int, dtype: torch.dtype) -> Tensor:
-        packed, step, *offset = parts
         # what `join` does to fp16 is done in fp32
         wide = dtype if dtype == torch.bfloat16 else torch.float32
-        kernels = resolve.kernels(packed.device)
-        return kernels.dequantize(
-            packed, step, offset[0] if offset else None, bits, self.options.hadamard, wide
-        )
+        return resolve.kernels(parts[0].device).dequantize(parts, self._grid(bits), wide)
 
     @property
     def _symmetric(self) -> bool:
         return self.options.scheme == "symmetric"
+
+    def _grid(self, bits: int) -> Grid:
+        options = self.options
+        return Grid(bits, self._symmetric, _SCALE_DTYPES[options.scale_dtype], options.hadamard)

@@ -7,67 +7,84 @@ code's value.
 A group that holds inf or nan has an infinite or nan step and decodes to nan.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 
-def minmax_grid(low: Tensor, high: Tensor, bits: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The grid from the smallest to the largest value of each group.
+@dataclass(frozen=True)
+class Grid:
+    """What the grids of all groups of a tensor share; where each lies follows from its group."""
 
-    Args:
-        low, high: fp32 [n].
-        scale_dtype: float32 or bfloat16.
+    bits: int
+    """Of one code, 1 to 8."""
 
-    Returns:
-        step, offset: [n], of `scale_dtype`.
-    """
+    symmetric: bool = False
+    """Around 0, given by its step alone, instead of one from the smallest to the largest value."""
+
+    scale_dtype: torch.dtype = torch.bfloat16
+    """Of step and offset: float32 or bfloat16."""
+
+    hadamard: bool = False
+    """For the Walsh-Hadamard rotation of a group, whose size is then a power of two."""
+
+    @property
+    def top(self) -> int:
+        """The largest code. From 2 bits on 0 is on a symmetric grid, which takes an odd number of levels:
+        -1, 0, 1 at 2 bits."""
+        return 2**self.bits - 2 if self.symmetric and self.bits > 1 else 2**self.bits - 1
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether the step follows from the mean magnitude, unless dithered codes have to be unbiased: it is
+        that of least squared error when a value becomes -m or m (1-bit SGD, XNOR-Net)."""
+        return self.symmetric and self.bits == 1
+
+
+def minmax_scales(low: Tensor, high: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Step and offset, [n] of the scale dtype, of grids from `low` to `high`, fp32 [n]."""
     low, high = low + 0.0, high + 0.0  # which of two zeros a reduction meets first depends on the processor
-    offset = _at_most(low, scale_dtype)
-    return _at_least((high - offset.float()) / top_code(bits, symmetric=False), scale_dtype), offset
+    offset = _at_most(low, grid.scale_dtype)
+    return _at_least((high - offset.float()) / grid.top, grid.scale_dtype), offset
 
 
-def symmetric_grid(reach: Tensor, bits: int, scale_dtype: torch.dtype) -> Tensor:
-    """The step of the grid from -reach to reach, fp32 [n] (`scale_dtype` as for `minmax_grid`).
-
-    From 2 bits on 0 is on the grid, which takes an odd number of levels: -1, 0, 1 at 2 bits.
-    """
-    return _at_least(2 * reach / top_code(bits, symmetric=True), scale_dtype)
+def symmetric_scale(reach: Tensor, grid: Grid) -> Tensor:
+    """Step, [n] of the scale dtype, of grids from -reach to reach, fp32 [n]."""
+    return _at_least(2 * reach / grid.top, grid.scale_dtype)
 
 
-def symmetric_offset(step: Tensor, bits: int) -> Tensor:
-    """The offset, fp32 [n], that a symmetric grid of `step` implies."""
-    return step.float() * (-top_code(bits, symmetric=True) / 2)
-
-
-def top_code(bits: int, symmetric: bool) -> int:
-    """The largest code of the grid."""
-    return 2**bits - 2 if symmetric and bits > 1 else 2**bits - 1
+def offset_of(scales: Sequence[Tensor], grid: Grid) -> Tensor:
+    """The offset, [n], of grids whose `scales` are step and offset, or step alone, which implies it."""
+    return scales[0].float() * (-grid.top / 2) if grid.symmetric else scales[1]
 
 
 def to_codes(
-    groups: Tensor, step: Tensor, offset: Tensor, top: int, generator: torch.Generator | None
+    groups: Tensor, scales: Sequence[Tensor], grid: Grid, generator: torch.Generator | None
 ) -> Tensor:
-    """The codes, uint8 [n, G], of `groups`, fp32 [n, G], on the grid of `step` and `offset`, [n] each.
+    """The codes, uint8 [n, G], of `groups`, fp32 [n, G], on grids whose scales are `scales`, [n] each.
 
     Rounds to the nearest code, or with a generator to one of the two neighbours with probabilities that make
     the expected value equal to the input.
     """
-    step = step.float()
+    step, offset = scales[0].float(), offset_of(scales, grid).float()
     divisor = torch.where(step > 0, step, 1)  # all values of a group of step 0 equal its offset: code 0
-    position = (groups - offset.float()[:, None]).div_(divisor[:, None])
+    position = (groups - offset[:, None]).div_(divisor[:, None])
     if generator is None:
         codes = position.add_(0.5)
     else:
         # the dither meets the fraction alone: added to the position it could round past the neighbour
         codes = position.floor()
-        dither = torch.rand(codes.shape, generator=generator, dtype=torch.float32, device=codes.device)
-        codes += dither < position.sub_(codes)
-    return codes.clamp_(0, top).to(torch.uint8)  # the cast cuts the fraction off
+        draw = torch.rand(codes.shape, generator=generator, dtype=torch.float32, device=codes.device)
+        codes += draw < position.sub_(codes)
+    return codes.clamp_(0, grid.top).to(torch.uint8)  # the cast cuts the fraction off
 
 
-def from_codes(codes: Tensor, step: Tensor, offset: Tensor) -> Tensor:
+def from_codes(codes: Tensor, scales: Sequence[Tensor], grid: Grid) -> Tensor:
     """The values, fp32 [n, G], of `codes`, uint8 [n, G]."""
-    return codes.float().mul_(step.float()[:, None]).add_(offset.float()[:, None])
+    step, offset = scales[0].float(), offset_of(scales, grid).float()
+    return codes.float().mul_(step[:, None]).add_(offset[:, None])
 
 
 def _at_least(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,7 @@ from types import ModuleType
 
 import torch
 
+from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -21,12 +22,7 @@ def kernels(device: torch.device) -> ModuleType | None:
 
         # compiles and launches: a Triton that is too old for our kernels, or finds no C compiler, fails only
         # here
-        triton.quantize(
-            torch.zeros(1, 8, dtype=torch.float32, device=device),
-            8,
-            symmetric=True,
-            scale_dtype=torch.float32,
-        )
+        triton.quantize(torch.zeros(1, 8, dtype=torch.float32, device=device), Grid(bits=8))
     except Exception as error:
         if is_out_of_memory(error):  # with room it would serve
             raise

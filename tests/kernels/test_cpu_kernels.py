@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ds_compress import config  # noqa: F401  (registers the codecs)
 from ds_compress.kernels import cpu, native, reference, resolve
+from ds_compress.kernels.affine import Grid
 from tests.support.numbers import assert_same_bits, values
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -29,16 +30,15 @@ ROWS = native.LONG // 32  # enough for the smallest group size
     scale_dtype=st.sampled_from([torch.bfloat16, torch.float32]),
 )
 def test_equals_the_reference(bits, size, symmetric, dtype, hadamard, n, special, seed, scale_dtype):
-    hadamard &= not size & (size - 1)
+    grid = Grid(bits, symmetric, scale_dtype, hadamard and not size & (size - 1))
     x = values(n, size, dtype, seed, special)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "LONG", 0)
-        parts = cpu.quantize(x, bits, symmetric, scale_dtype, hadamard)
-        assert_same_bits(parts, reference.quantize(x, bits, symmetric, scale_dtype, hadamard))
-        parts = (*parts, None) if symmetric else parts
+        parts = cpu.quantize(x, grid)
+        assert_same_bits(parts, reference.quantize(x, grid))
         for wide in (torch.bfloat16, torch.float32):
-            decoded = cpu.dequantize(*parts, bits, hadamard, wide)
-            assert_same_bits([decoded], [reference.dequantize(*parts, bits, hadamard, wide)])
+            decoded = cpu.dequantize(parts, grid, wide)
+            assert_same_bits([decoded], [reference.dequantize(parts, grid, wide)])
 
 
 @settings(max_examples=200, deadline=None, database=None)
@@ -57,11 +57,11 @@ def test_error_feedback_in_one_pass_equals_the_reference(
     bits, size, symmetric, dtype, hadamard, n, special, seed, factor
 ):
     """Sums beyond the range included: the residual is then as large as the largest float."""
-    hadamard &= not size & (size - 1)
+    grid = Grid(bits, symmetric, torch.bfloat16, hadamard and not size & (size - 1))
     x = values(n, size, dtype, seed, special)
     residual = values(n, size, torch.float32, seed + 1).clamp(-1e36, 1e36)
     residual[0, 0], x[0, 0] = torch.finfo(torch.float32).max / 1024, torch.finfo(dtype).max
-    arguments = x, residual, torch.tensor(factor), bits, symmetric, torch.bfloat16, hadamard
+    arguments = x, residual, torch.tensor(factor), grid
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "LONG", 0)
         parts, error = cpu.quantize_with_error(*arguments)
@@ -81,25 +81,23 @@ def test_error_feedback_in_one_pass_equals_the_reference(
     ],
 )
 def test_other_settings_equal_the_reference(bits, size, symmetric, scale_dtype, dtype, hadamard):
+    grid = Grid(bits, symmetric, scale_dtype, hadamard)
     x = values(2 * native.LONG // size + 1, size, dtype, 3)
-    parts = cpu.quantize(x, bits, symmetric, scale_dtype, hadamard)
-    assert_same_bits(parts, reference.quantize(x, bits, symmetric, scale_dtype, hadamard))
-    parts = (*parts, None) if symmetric else parts
+    parts = cpu.quantize(x, grid)
+    assert_same_bits(parts, reference.quantize(x, grid))
     wide = torch.float32 if dtype == torch.float16 else dtype
-    assert_same_bits(
-        [cpu.dequantize(*parts, bits, hadamard, wide)], [reference.dequantize(*parts, bits, hadamard, wide)]
-    )
+    assert_same_bits([cpu.dequantize(parts, grid, wide)], [reference.dequantize(parts, grid, wide)])
 
 
 def test_uncompiled_blocks_equal_the_reference(monkeypatch):
     monkeypatch.setattr(native, "serves", lambda *_: False)
     x = values(3 * ROWS, 128, torch.bfloat16, 5)
-    for hadamard in (False, True):
-        parts = cpu.quantize(x, 4, False, torch.bfloat16, hadamard)
-        assert_same_bits(parts, reference.quantize(x, 4, False, torch.bfloat16, hadamard))
+    for grid in (Grid(4), Grid(4, hadamard=True)):
+        parts = cpu.quantize(x, grid)
+        assert_same_bits(parts, reference.quantize(x, grid))
         for dtype in (torch.bfloat16, torch.float32):
-            decoded = cpu.dequantize(*parts, 4, hadamard, dtype)
-            assert_same_bits([decoded], [reference.dequantize(*parts, 4, hadamard, dtype)])
+            decoded = cpu.dequantize(parts, grid, dtype)
+            assert_same_bits([decoded], [reference.dequantize(parts, grid, dtype)])
 
 
 def test_a_test_can_override():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ds_compress import config  # noqa: F401  (registers the codecs)
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.kernels import cpu, native, reference
+from ds_compress.kernels.affine import Grid
 from tests.support.native import SOURCES, TARGETS, built, compiled_for, runs_here
 from tests.support.numbers import assert_same_bits, values
 
@@ -41,20 +42,18 @@ def test_every_source_compiles_without_a_warning(source, target):
 def test_quantization_has_the_same_bits_on_every_processor(
     target, bits, size, symmetric, dtype, hadamard, n, special, seed, scale_dtype
 ):
-    hadamard &= not size & (size - 1)
+    grid = Grid(bits, symmetric, scale_dtype, hadamard and not size & (size - 1))
     x = values(n, size, dtype, seed, special)
     residual = values(n, size, torch.float32, seed + 1).clamp(-1e36, 1e36)
-    grid = bits, symmetric, scale_dtype, hadamard
-    expected = reference.quantize(x, *grid)
-    offset = None if symmetric else expected[2]
+    expected = reference.quantize(x, grid)
     with compiled_for(target):
-        assert_same_bits(cpu.quantize(x, *grid), expected)
+        assert_same_bits(cpu.quantize(x, grid), expected)
         for out in (torch.float32, torch.bfloat16):
-            decoded = cpu.dequantize(*expected[:2], offset, bits, hadamard, out)
-            assert_same_bits([decoded], [reference.dequantize(*expected[:2], offset, bits, hadamard, out)])
+            decoded = cpu.dequantize(expected, grid, out)
+            assert_same_bits([decoded], [reference.dequantize(expected, grid, out)])
         if dtype != torch.float16:
-            parts, error = cpu.quantize_with_error(x, residual, torch.tensor(3.0), *grid)
-            theirs, its_error = reference.quantize_with_error(x, residual, torch.tensor(3.0), *grid)
+            parts, error = cpu.quantize_with_error(x, residual, torch.tensor(3.0), grid)
+            theirs, its_error = reference.quantize_with_error(x, residual, torch.tensor(3.0), grid)
             assert_same_bits((*parts, error), (*theirs, its_error))
 
 
@@ -125,6 +124,6 @@ def assert_the_reference_serves(caplog):
     x = values(native.LONG // 32, 32, torch.float32, 0)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            parts = cpu.quantize(x, 4, False, torch.bfloat16)
-            assert_same_bits(parts, reference.quantize(x, 4, False, torch.bfloat16))
+            parts = cpu.quantize(x, Grid(4))
+            assert_same_bits(parts, reference.quantize(x, Grid(4)))
     assert len(caplog.records) == 1 and "uncompiled" in caplog.text

@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from ds_compress.kernels import gpu, reference, resolve
+from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.selection import Selection
 
 triton = pytest.importorskip("triton")
@@ -44,13 +46,13 @@ def every_setting():
     for bits in range(1, 9):
         scale_dtype, dtype = (torch.bfloat16, torch.bfloat16) if bits % 2 else (torch.float32, torch.float32)
         x = torch.zeros(64, 128, dtype=dtype)
-        packed, step, offset = groups.quantize(x, bits, False, scale_dtype, hadamard=bits == 4)
-        groups.dequantize(packed, step, offset, bits, bits == 4, dtype)
-        groups.quantize_with_error(x, x.float(), torch.ones(()), bits, bits == 3, scale_dtype, bits == 4)
+        grid = Grid(bits, False, scale_dtype, hadamard=bits == 4)
+        groups.dequantize(groups.quantize(x, grid), grid, dtype)
+        groups.quantize_with_error(x, x.float(), torch.ones(()), replace(grid, symmetric=bits == 3))
     x = torch.zeros(64, 24, dtype=torch.float16)
     for bits, generator in ((1, None), (4, torch.Generator())):
-        packed, step = groups.quantize(x, bits, True, torch.bfloat16, generator=generator)
-        groups.dequantize(packed, step, None, bits, False, torch.float16)
+        grid = Grid(bits, symmetric=True)
+        groups.dequantize(groups.quantize(x, grid, generator), grid, torch.float16)
     for dtype, d in ((torch.bfloat16, 100_000), (torch.float32, 100_001), (torch.float16, 1000)):
         x = torch.zeros(2, d, dtype=dtype)  # with a sample or without, for bits or for indices
         selection.exact(x, 100)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import ds_compress.codecs  # noqa: F401  (registers)
 from ds_compress.kernels import reference, resolve
 from ds_compress.kernels import triton as fused
+from ds_compress.kernels.affine import Grid
 from tests.support.numbers import assert_same_bits, values
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -35,6 +36,12 @@ def launched(function, *args, **named):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return tuple(part.cpu() for part in result) if isinstance(result, tuple) else result.cpu()
+
+
+def dequantize(*arguments):
+    """`fused.dequantize`, whose tensors are moved one by one: parts, grid, dtype."""
+    parts = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+    return fused.dequantize(parts, *arguments[len(parts) :])
 
 
 def assert_rounded(ours, exact):
@@ -67,6 +74,7 @@ def test_quantize_equals_the_reference(bits, size, n, symmetric, stochastic, sca
         groups[1, n % size] = -0.0
     if symmetric and bits == 1:
         stochastic = True  # the mean magnitude is compared in a test of its own
+    grid = Grid(bits, symmetric, scale_dtype)
     generators = [
         torch.Generator(device).manual_seed(n) if stochastic else None for device in ("cpu", DEVICE)
     ]
@@ -76,14 +84,12 @@ def test_quantize_equals_the_reference(bits, size, n, symmetric, stochastic, sca
             patch.setattr(
                 torch, "rand", lambda shape, generator, device: dither.to(device, non_blocking=True)
             )
-        expected = reference.quantize(groups, bits, symmetric, scale_dtype, False, generators[0])
-        parts = launched(fused.quantize, groups, bits, symmetric, scale_dtype, False, generators[1])
+        expected = reference.quantize(groups, grid, generators[0])
+        parts = launched(fused.quantize, groups, grid, generators[1])
     assert_same_bits(parts, expected)
-    packed, step, *offset = expected
-    offset = None if symmetric else offset[0]
-    decoded = launched(fused.dequantize, packed, step, offset, bits, False, out)
+    decoded = launched(dequantize, *expected, grid, out)
     assert decoded.dtype == out
-    assert_rounded(decoded, reference.dequantize(packed, step, offset, bits))
+    assert_rounded(decoded, reference.dequantize(expected, grid))
 
 
 @given(
@@ -96,15 +102,11 @@ def test_quantize_equals_the_reference(bits, size, n, symmetric, stochastic, sca
 @settings(max_examples=EXAMPLES, deadline=None)
 def test_the_rotation_equals_the_reference(bits, size, symmetric, dtype, scale_dtype):
     groups = torch.randn(9, size).to(dtype)
-    if symmetric and bits == 1:
-        bits = 2
-    expected = reference.quantize(groups, bits, symmetric, scale_dtype, True)
-    parts = launched(fused.quantize, groups, bits, symmetric, scale_dtype, True)
-    assert_same_bits(parts, expected)
-    packed, step, *offset = expected
-    offset = offset[0] if offset else None
-    decoded = launched(fused.dequantize, packed, step, offset, bits, True)
-    assert torch.equal(decoded, reference.dequantize(packed, step, offset, bits, True))
+    grid = Grid(2 if symmetric and bits == 1 else bits, symmetric, scale_dtype, hadamard=True)
+    expected = reference.quantize(groups, grid)
+    assert_same_bits(launched(fused.quantize, groups, grid), expected)
+    decoded = launched(dequantize, *expected, grid)
+    assert torch.equal(decoded, reference.dequantize(expected, grid))
 
 
 @given(
@@ -122,18 +124,16 @@ def test_the_rotation_equals_the_reference(bits, size, symmetric, dtype, scale_d
 def test_error_feedback_in_one_pass_equals_the_reference(
     bits, size, n, hadamard, symmetric, dtype, special, factor, seed
 ):
-    hadamard &= not size & (size - 1)
-    if symmetric and bits == 1:
-        bits = 2
+    bits = 2 if symmetric and bits == 1 else bits
+    grid = Grid(bits, symmetric, torch.float32, hadamard and not size & (size - 1))
     groups, residual = values(n, size, dtype, seed, special), values(n, size, torch.float32, seed + 1)
     # the interpreter gets the subnormal numbers of bfloat16 wrong
     groups = torch.where(groups.abs() < torch.finfo(dtype).tiny, 0, groups)
     residual = residual.clamp(-1e36, 1e36)
     residual[0, 0], groups[0, 0] = torch.finfo(torch.float32).max / 1024, torch.finfo(dtype).max
-    grid = bits, symmetric, torch.float32, hadamard
-    expected, expected_error = reference.quantize_with_error(groups, residual, torch.tensor(factor), *grid)
+    expected, expected_error = reference.quantize_with_error(groups, residual, torch.tensor(factor), grid)
     parts = launched(
-        lambda *args: (lambda parts, error: (*parts, error))(*fused.quantize_with_error(*args, *grid)),
+        lambda *args: (lambda parts, error: (*parts, error))(*fused.quantize_with_error(*args, grid)),
         groups,
         residual,
         torch.tensor(factor),
@@ -146,8 +146,9 @@ def test_error_feedback_in_one_pass_equals_the_reference(
 
 def test_mean_magnitude_is_within_its_bound():
     groups = torch.randn(40, 128)
-    packed, step = launched(fused.quantize, groups, 1, True, torch.float32)
-    expected, step_expected = reference.quantize(groups, 1, True, torch.float32)
+    grid = Grid(1, True, torch.float32)
+    packed, step = launched(fused.quantize, groups, grid)
+    expected, step_expected = reference.quantize(groups, grid)
     assert torch.equal(packed, expected)
     assert ((step - step_expected).abs() <= 2 * 7 * 2**-24 * step_expected).all()
 
@@ -159,20 +160,17 @@ def test_mean_magnitude_is_within_its_bound():
 def test_non_finite_groups_decode_to_non_finite(bits, symmetric, hadamard, special):
     groups = torch.randn(4, 32)
     groups[2, 5] = special
-    packed, step, *offset = launched(fused.quantize, groups, bits, symmetric, torch.bfloat16, hadamard)
-    decoded = launched(fused.dequantize, packed, step, offset[0] if offset else None, bits, hadamard)
+    grid = Grid(bits, symmetric, torch.bfloat16, hadamard)
+    decoded = launched(dequantize, *launched(fused.quantize, groups, grid), grid)
     assert not decoded[2].isfinite().any() or (special == torch.inf and not decoded[2].isfinite().all())
     assert decoded[[0, 1, 3]].isfinite().all()
 
 
 def test_groups_that_are_not_contiguous_or_too_large():
     groups = torch.randn(64, 10).t()
-    parts = launched(fused.quantize, groups, 4, False, torch.bfloat16)
-    for ours, theirs in zip(parts, reference.quantize(groups, 4, False, torch.bfloat16), strict=True):
-        assert torch.equal(ours, theirs)
+    assert_same_bits(launched(fused.quantize, groups, Grid(4)), reference.quantize(groups, Grid(4)))
     groups = torch.randn(2, 2 * fused.groups.MAX_GROUP)
-    parts = fused.quantize(groups, 4, False, torch.bfloat16)
-    assert torch.equal(parts[0], reference.quantize(groups, 4, False, torch.bfloat16)[0])
+    assert_same_bits(fused.quantize(groups, Grid(4)), reference.quantize(groups, Grid(4)))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the GPU needs no override")

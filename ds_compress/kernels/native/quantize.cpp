@@ -49,7 +49,7 @@ struct Group {
         for (int64_t i = 0; i < count(); ++i) values[i] = to_float(x[i]);
     }
 
-    // The sum with factor * residual, within the range of x's type; see `narrow` in codec.py.
+    // The sum with factor * residual, within the range of x's type; see `narrow` in kernels/numerics.py.
     template <class In>
     void load_sum(const In* x, const float* residual, float factor) {
         const float most = to_float(largest(x));

@@ -12,13 +12,15 @@ All results equal the reference bit for bit, but for the mean magnitude of symme
 summed in another order: it differs by less than 2 log2(G) 2^-24 times itself.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ds_compress.kernels import reference
-from ds_compress.kernels.affine import top_code
+from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.bits import packed_size
 
 MAX_GROUP = 4096
@@ -27,40 +29,26 @@ MAX_GROUP = 4096
 VALUES = 4096  # of one program, where groups are that small
 
 
-def quantize(
-    groups: Tensor,
-    bits: int,
-    symmetric: bool,
-    scale_dtype: torch.dtype,
-    hadamard: bool = False,
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, ...]:
+def quantize(groups: Tensor, grid: Grid, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
     """See `reference.quantize`."""
     n, size = groups.shape
     if not n or size > MAX_GROUP:
-        return reference.quantize(groups, bits, symmetric, scale_dtype, hadamard, generator)
+        return reference.quantize(groups, grid, generator)
     dither = None
     if generator is not None:
         dither = torch.rand(groups.shape, generator=generator, dtype=torch.float32, device=groups.device)
-    return _launch(groups, dither, None, None, None, bits, symmetric, scale_dtype, hadamard)
+    return _launch(groups, dither, None, None, None, grid)
 
 
 def quantize_with_error(
-    groups: Tensor,
-    residual: Tensor,
-    factor: Tensor,
-    bits: int,
-    symmetric: bool,
-    scale_dtype: torch.dtype,
-    hadamard: bool = False,
+    groups: Tensor, residual: Tensor, factor: Tensor, grid: Grid
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """See `reference.quantize_with_error`."""
     n, size = groups.shape
-    grid = (bits, symmetric, scale_dtype, hadamard)
     if not n or size > MAX_GROUP:
-        return reference.quantize_with_error(groups, residual, factor, *grid)
+        return reference.quantize_with_error(groups, residual, factor, grid)
     error = torch.empty(groups.shape, dtype=torch.float32, device=groups.device)
-    return _launch(groups, None, residual.contiguous(), factor, error, *grid), error
+    return _launch(groups, None, residual.contiguous(), factor, error, grid), error
 
 
 def _launch(
@@ -69,73 +57,54 @@ def _launch(
     residual: Tensor | None,
     factor: Tensor | None,
     error: Tensor | None,
-    bits: int,
-    symmetric: bool,
-    scale_dtype: torch.dtype,
-    hadamard: bool,
+    grid: Grid,
 ) -> tuple[Tensor, ...]:
     groups = groups.detach().contiguous()
     n, size = groups.shape
-    packed = groups.new_empty(n, packed_size(size, bits), dtype=torch.uint8)
-    step = groups.new_empty(n, dtype=scale_dtype)
-    offset = None if symmetric else torch.empty_like(step)
-    grid, shape = _shape(n, size, bits, hadamard)
+    packed = groups.new_empty(n, packed_size(size, grid.bits), dtype=torch.uint8)
+    scales = [groups.new_empty(n, dtype=grid.scale_dtype) for _ in range(2 - grid.symmetric)]
+    programs, shape = _shape(n, size, grid)
     with torch.cuda.device_of(groups):
-        _quantize[grid](
+        _quantize[programs](
             groups,
             dither,
             residual,
             factor,
             error,
             packed,
-            step,
-            offset,
+            scales[0],
+            None if grid.symmetric else scales[1],
             n,
-            TOP=top_code(bits, symmetric),
-            MEAN=symmetric and bits == 1 and dither is None,
+            MEAN=grid.is_mean and dither is None,
             LARGEST=torch.finfo(groups.dtype).max,
             enable_fp_fusion=False,
             **shape,
         )
-    return (packed, step) if symmetric else (packed, step, offset)
+    return packed, *scales
 
 
-def dequantize(
-    packed: Tensor,
-    step: Tensor,
-    offset: Tensor | None,
-    bits: int,
-    hadamard: bool = False,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
+def dequantize(parts: Sequence[Tensor], grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
     """See `reference.dequantize`."""
-    n, size = packed.shape[0], packed.shape[1] * 8 // bits
+    n, size = parts[0].shape[0], parts[0].shape[1] * 8 // grid.bits
     if not n or size > MAX_GROUP:
-        return reference.dequantize(packed, step, offset, bits, hadamard, dtype)
-    packed, step, offset = (None if part is None else part.contiguous() for part in (packed, step, offset))
+        return reference.dequantize(parts, grid, dtype)
+    packed, step, *offset = (part.contiguous() for part in parts)
     values = torch.empty(n, size, dtype=dtype, device=packed.device)
-    grid, shape = _shape(n, size, bits, hadamard)
+    programs, shape = _shape(n, size, grid)
     with torch.cuda.device_of(packed):
-        _dequantize[grid](
-            packed,
-            step,
-            offset,
-            values,
-            n,
-            TOP=top_code(bits, symmetric=offset is None),
-            enable_fp_fusion=False,
-            **shape,
+        _dequantize[programs](
+            packed, step, offset[0] if offset else None, values, n, enable_fp_fusion=False, **shape
         )
     return values
 
 
-def _shape(n: int, size: int, bits: int, hadamard: bool) -> tuple[tuple[int], dict[str, int | bool]]:
-    """The launch grid, and what the kernels are compiled for."""
-    tiles = 8 // (bits & -bits)  # the narrowest plane holds 8 / tiles bits of each code
+def _shape(n: int, size: int, grid: Grid) -> tuple[tuple[int], dict[str, int | bool]]:
+    """How many programs are launched, and what the kernels are compiled for."""
+    tiles = 8 // (grid.bits & -grid.bits)  # the narrowest plane holds 8 / tiles bits of each code
     columns = triton.next_power_of_2(size // tiles)
     rows = max(1, VALUES // (columns * tiles))
-    shape = {"BITS": bits, "HADAMARD": hadamard, "TILES": tiles, "WIDTH": size // tiles, "COLUMNS": columns}
-    return (triton.cdiv(n, rows),), {"ROWS": rows, **shape}
+    shape = {"ROWS": rows, "TILES": tiles, "WIDTH": size // tiles, "COLUMNS": columns}
+    return (triton.cdiv(n, rows),), {**shape, "BITS": grid.bits, "TOP": grid.top, "HADAMARD": grid.hadamard}
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -178,7 +147,9 @@ def _quantize(
             total = value + tl.load(residual + at + t * WIDTH, mask=exists, other=0) * scale
             within = tl.minimum(tl.maximum(total, -LARGEST), LARGEST)
             sums = sums + (total,)
-            values = values + (_rounded(within + (value - value), groups),)  # see `narrow` in codec.py
+            values = values + (
+                _rounded(within + (value - value), groups),
+            )  # see `narrow` in kernels/numerics.py
     if HADAMARD:
         values = _rotate(values, ROWS, TILES, COLUMNS)
     if offset is None:
