@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 PEERS := .venv-peers
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench bench-floors bench-peers bench-gpu bench-net pipelines faults matrix clean
+.PHONY: help demo test test-slow lint bench bench-floors bench-peers bench-gpu bench-net pipelines faults matrix docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ faults: $(INSTALLED) ## killed and stopped ranks, damaged packets: time until al
 
 matrix: ## the pipeline tests over releases of DeepSpeed and torch, each in its own environment, as a table
 	$(PYTHON) launch/bench/matrix.py
+
+docs: $(INSTALLED) ## docs/options.md, from the descriptions of all options
+	$(BIN)/ds-compress list --markdown > docs/options.md
 
 clean: ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) $(PEERS) .matrix runs build *.egg-info .pytest_cache .hypothesis

@@ -1,5 +1,6 @@
 """The command `ds-compress`, also `python -m ds_compress`: one module per subcommand."""
 
+import os
 import sys
 
 from ds_compress.cli import advise, bench, check, listing, report, schema
@@ -22,6 +23,8 @@ def main(argv: list[str] | None = None) -> int:
         return args.run(args)
     except CompressionError as error:
         print(error, file=sys.stderr)
+    except BrokenPipeError:  # by "| head"; what is left in the buffer goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:  # a file or folder to read from or write to
         print(f"ds-compress {args.command}: {error}", file=sys.stderr)
     return 2

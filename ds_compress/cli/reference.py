@@ -13,6 +13,14 @@ from ds_compress.config import KEY, Block
 from ds_compress.feedback import FEEDBACKS
 from ds_compress.registry import Registry
 
+_LIMITS = {
+    "minimum": ">=",
+    "exclusiveMinimum": ">",
+    "maximum": "<=",
+    "exclusiveMaximum": "<",
+    "multipleOf": "multiple of",
+}
+
 
 def reference() -> dict[str, list[dict[str, Any]]]:
     """Codecs and feedbacks with their options by name, and the block's keys, each with "name", "default",
@@ -62,8 +70,9 @@ def _allowed(schema: dict[str, Any], root: dict[str, Any]) -> str:
         return " | ".join(map(str, schema["enum"]))
     if "const" in schema:
         return str(schema["const"])
-    words = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-    limits = ", ".join(f"{sign} {schema[key]:,}" for key, sign in words.items() if key in schema)
+    if schema.get("type") == "array":
+        return f"list of {_allowed(schema['items'], root)}"
+    limits = ", ".join(f"{sign} {schema[key]:,}" for key, sign in _LIMITS.items() if key in schema)
     return " ".join(filter(None, [schema.get("type", "any"), limits]))
 
 

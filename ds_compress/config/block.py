@@ -14,11 +14,22 @@ KEY = "ds_compress"
 DIRECTIONS = ("forward", "backward")
 
 
+NUMBER = "0|[1-9][0-9]{0,4}"
+"""Of a boundary, as a pattern."""
+
+
 def _number(key: object) -> object:
     """A boundary's number as it is written everywhere: "01", or digits but 0 to 9, would never be found."""
-    if not isinstance(key, str) or not re.fullmatch("0|[1-9][0-9]{0,4}", key):
+    if not isinstance(key, str) or not re.fullmatch(NUMBER, key):
         raise ValueError('is not the number of a boundary; allowed: "0", "1", ...')
     return key
+
+
+_POSITIONS = {
+    "type": "array",
+    "minItems": 1,
+    "items": {"type": "integer", "minimum": 0, "maximum": 2**16 - 1},
+}
 
 
 class Direction(Options):
@@ -75,7 +86,9 @@ class Block(Options):
     """Activations, from stage b to b+1."""
     backward: Direction = Direction()
     """Gradients, from stage b+1 to b."""
-    boundaries: dict[Annotated[str, BeforeValidator(_number)], Override] = {}
+    boundaries: dict[Annotated[str, BeforeValidator(_number)], Override] = Field(
+        {}, json_schema_extra={"propertyNames": {"pattern": f"^({NUMBER})$"}}
+    )
     """Other settings for single boundaries, by number: "0" is the cut between stages 0 and 1."""
     warmup_steps: Steps = 0
     """Optimizer steps at the start of training in which every message crosses uncompressed."""
@@ -85,7 +98,7 @@ class Block(Options):
     """Whether messages of eval_batch are compressed (without feedback); after the warm-up."""
     min_numel: int = Field(default=4096, ge=0, le=2**40)
     """Tensors with fewer elements cross as they are."""
-    tensors: Any = "large"
+    tensors: Any = Field("large", json_schema_extra={"anyOf": [{"const": "large"}, _POSITIONS]})
     """Which float tensors of a message are compressed, in both directions: "large", those of min_numel
     elements or more that parameters have touched, or a list of positions, [0, 2], whatever their size.
     Positions count the float tensors of a message alone; all other tensors, and masks, cross as they are."""
@@ -111,8 +124,10 @@ class Block(Options):
     @field_validator("tensors")
     @classmethod
     def _positions(cls, value: object) -> object:
-        is_list = isinstance(value, list) and value and all(type(item) is int and item >= 0 for item in value)
-        if value != "large" and not is_list:
+        is_list = isinstance(value, list) and value
+        if value != "large" and not (
+            is_list and all(type(item) is int and 0 <= item < 2**16 for item in value)
+        ):
             raise ValueError(
                 'is not allowed; allowed: "large", or a list of positions from 0, such as [0, 2]'
             )

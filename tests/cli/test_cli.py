@@ -55,6 +55,12 @@ def test_list_without_docstrings():
     assert stripped.stdout == usual.stdout and '"summary": "Keeps the entries of largest' in usual.stdout
 
 
+def test_output_may_be_cut_off():
+    """`ds-compress list | head` said: [Errno 32] Broken pipe."""
+    command = f"{sys.executable} -m ds_compress list --json | true"
+    assert subprocess.run(command, shell=True, capture_output=True, text=True).stderr == ""
+
+
 def test_list_table(capsys):
     assert main(["list"]) == 0
     printed = capsys.readouterr().out

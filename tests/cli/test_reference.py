@@ -1,0 +1,105 @@
+"""What `list`, `schema` and docs/options.md say is what is checked."""
+
+import json
+
+import jsonschema
+import pytest
+
+from ds_compress.cli import main
+from ds_compress.cli.listing import markdown
+from ds_compress.cli.reference import reference, schema
+from ds_compress.codec import CODECS
+from ds_compress.config import Block, Config
+from ds_compress.errors import CompressionError
+from ds_compress.feedback import FEEDBACKS
+from tests.config.test_bad_blocks import BAD
+from tests.config.test_generated_blocks import VALUES, models, put
+
+CHECKED_TOGETHER = {"hadamard", "mixed", "low_bits", "block_size", "values", "offload", "nvme_path"}
+"""Options whose right values depend on others, which a JSON Schema does not say."""
+
+
+@pytest.fixture(scope="module")
+def validator():
+    found = schema()
+    jsonschema.Draft202012Validator.check_schema(found)
+    return jsonschema.Draft202012Validator(found)
+
+
+def test_docs_are_up_to_date(pytestconfig):
+    """`make docs` writes them."""
+    written = (pytestconfig.rootpath / "docs" / "options.md").read_text()
+    assert written == "\n".join(markdown(reference())) + "\n"
+
+
+def test_every_option_is_in_the_docs(pytestconfig):
+    written = (pytestconfig.rootpath / "docs" / "options.md").read_text()
+    for registry in (CODECS, FEEDBACKS):
+        for name in registry.names():
+            assert f"### {name}\n" in written
+            assert all(
+                f"| `{option}` |" in written for option in registry.find(name, "").Options.model_fields
+            )
+    assert all(f"| `{key}` |" in written for key in Block.model_fields)
+
+
+def test_schema_is_printed(capsys):
+    assert main(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == schema()
+
+
+def test_recipes_fit_the_schema(validator, pytestconfig):
+    recipes = list((pytestconfig.rootpath / "ds_configs").glob("*.json"))
+    assert recipes
+    for recipe in recipes:
+        validator.validate(json.loads(recipe.read_text())["ds_compress"])
+
+
+def test_defaults_fit_the_schema(validator):
+    for registry, direction in ((CODECS, "codec"), (FEEDBACKS, "feedback")):
+        for name in registry.names():
+            for choice in (name, {"name": name}):
+                validator.validate({"forward": {direction: choice}})
+    listed = {entry["name"]: entry["default"] for entry in reference()["block"]}
+    validator.validate({key: value for key, value in listed.items() if "." not in key})
+
+
+def is_json(value):
+    try:
+        return json.loads(json.dumps(value, allow_nan=False)) == value
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+def is_refused(block):
+    try:
+        Config(block)
+    except CompressionError:
+        return True
+    return False
+
+
+def test_the_schema_refuses_what_the_block_refuses(validator):
+    """Value by value, for each option alone."""
+    count = 0
+    for path, model, block, keys in models():
+        if is_refused(block):  # not for this direction, or not without the other one
+            continue
+        for name in set(model.model_fields) - CHECKED_TOGETHER:
+            for value in filter(is_json, VALUES):
+                changed = put(block, (*keys, name), value)
+                # JSON has one kind of number: 1.0 is an integer there, and is refused here
+                if not (isinstance(value, float) and value.is_integer()):
+                    assert validator.is_valid(changed) != is_refused(changed), (path, name, value)
+                    count += 1
+    assert count >= 1000
+
+
+def test_an_editor_sees_what_is_misspelt(validator):
+    assert not validator.is_valid({"foward": {}})
+    assert validator.is_valid({"boundaries": {"10": {}}}) and not validator.is_valid(
+        {"boundaries": {"01": {}}}
+    )
+    assert not validator.is_valid({"forward": {"codec": {"name": "topk", "densty": 0.1}}})
+    assert not validator.is_valid({"forward": {"codec": "top_k"}})
+    assert sum(not validator.is_valid(block) for block, *_ in BAD if is_json(block)) >= 60
