@@ -119,7 +119,7 @@ def _read_series(file: Path) -> Series:
 def _read_wandb(file: Path) -> tuple[dict[str, Series], dict[str, Any]]:
     try:
         from google.protobuf.message import DecodeError
-        from wandb.proto.wandb_internal_pb2 import Record
+        from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
     except ImportError as error:
         raise CompressionError(f"report: {file}: {error}; install wandb") from None
     series: dict[str, Series] = {}

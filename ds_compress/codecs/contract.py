@@ -11,7 +11,7 @@ is an AssertionError of one line. Only torch is used.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -73,7 +73,8 @@ def check_determinism(trial: Trial) -> None:
         used = trial.rebuilt()
         used.exchange(g, x, step=3)
         runs = Run(trial.rebuilt()), Run(used)
-        for run, ambient in zip(runs, (nullcontext, _otherwise)):
+        ambients: tuple[Callable[[], AbstractContextManager[None]], ...] = (nullcontext, _otherwise)
+        for run, ambient in zip(runs, ambients):
             with ambient():
                 for step in range(2):
                     run.exchange(x, g, step=step, seed=7)

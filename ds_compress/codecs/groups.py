@@ -35,7 +35,8 @@ def group_shape(spec: TensorSpec, group_size: int | str) -> tuple[int, int]:
     if group_size == "channel":
         channels = spec.shape[-1] if spec.shape else 1
         return channels, _round_up(spec.numel // channels, 8)
-    return -(-spec.numel // group_size), group_size
+    size = int(group_size)
+    return -(-spec.numel // size), size
 
 
 def split(x: Tensor, group_size: int | str) -> Tensor:

@@ -191,7 +191,7 @@ class Column(Sparse):
         matrix, kept = x.reshape(self._matrix(spec)), self._values_spec(spec).shape[1]
         chosen = select.exact(_column_norms(matrix).unsqueeze(0), kept)
         columns = chosen.indices
-        ctx.selection = self._entries(columns, matrix.shape)
+        ctx.selection = self._entries(columns, self._matrix(spec))
         indices = self._coder(matrix.shape[1], kept).encode(chosen)
         return indices + self.values.encode(matrix.index_select(1, columns), ctx)
 

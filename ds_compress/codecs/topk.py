@@ -65,7 +65,7 @@ class TopK(Sparse, Follows):
     def paired(self, forward: Codec) -> Codec:
         if self.options.indices != "reuse":
             return self
-        selecting = next(layers(forward, Selects), None)
+        selecting = next(layers(forward, Selects), None)  # type: ignore[type-abstract]
         if selecting is None:
             own = TopK(self.options.model_copy(update={"indices": "auto"}))
             own.note = (

@@ -25,7 +25,7 @@ def _number(key: object) -> object:
     return key
 
 
-_POSITIONS = {
+_POSITIONS: dict[str, Any] = {
     "type": "array",
     "minItems": 1,
     "items": {"type": "integer", "minimum": 0, "maximum": 2**16 - 1},
@@ -98,7 +98,7 @@ class Block(Options):
     """Whether messages of eval_batch are compressed (without feedback); after the warm-up."""
     min_numel: int = Field(default=4096, ge=0, le=2**40)
     """Tensors with fewer elements cross as they are."""
-    tensors: Any = Field("large", json_schema_extra={"anyOf": [{"const": "large"}, _POSITIONS]})
+    tensors: Any = Field(default="large", json_schema_extra={"anyOf": [{"const": "large"}, _POSITIONS]})
     """Which float tensors of a message are compressed, in both directions: "large", those of min_numel
     elements or more that parameters have touched, or a list of positions, [0, 2], whatever their size.
     Positions count the float tensors of a message alone; all other tensors, and masks, cross as they are."""
@@ -124,10 +124,9 @@ class Block(Options):
     @field_validator("tensors")
     @classmethod
     def _positions(cls, value: object) -> object:
-        is_list = isinstance(value, list) and value
-        if value != "large" and not (
-            is_list and all(type(item) is int and 0 <= item < 2**16 for item in value)
-        ):
+        positions = value if isinstance(value, list) else []
+        named = positions and all(type(item) is int and 0 <= item < 2**16 for item in positions)
+        if value != "large" and not named:
             raise ValueError(
                 'is not allowed; allowed: "large", or a list of positions from 0, such as [0, 2]'
             )

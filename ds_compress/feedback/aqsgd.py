@@ -110,6 +110,8 @@ class AQSGD(Feedback):
 class AQSGDCodec(FeedbackCodec, Remembers, Observes, Offloads, SecondPacket):
     """Both sides hold the buffers and apply the same decoded changes to them."""
 
+    feedback: AQSGD
+
     def __init__(self, feedback: AQSGD, codec: Codec):
         super().__init__(feedback, codec)
         options = feedback.options
@@ -171,7 +173,8 @@ class AQSGDCodec(FeedbackCodec, Remembers, Observes, Offloads, SecondPacket):
                 f"aqsgd: boundary {ctx.boundary}: the sender has a buffer {missing[0]!r} and this "
                 "side has none; load both from one checkpoint, or neither"
             )
-        old = self._buffers(keys, seen, *(parts[split + 1 :] or [None]), spec, ctx)
+        dense = parts[split + 1] if len(parts) > split + 1 else None
+        old = self._buffers(keys, seen, dense, spec, ctx)
         change = self.codec.decode(parts[:split], spec, ctx)
         return self._by_message(self._advance(old, change, keys, seen, ctx)).to(spec.dtype)
 
@@ -237,7 +240,7 @@ class AQSGDCodec(FeedbackCodec, Remembers, Observes, Offloads, SecondPacket):
         known = [i for i, is_known in enumerate(seen) if is_known]
         if known:
             old[known] = self.rows.read([ctx.memory[keys[i]] for i in known], dtype, spec.device)
-        if len(known) < len(keys):
+        if dense is not None and len(known) < len(keys):
             old[[i for i, is_known in enumerate(seen) if not is_known]] = dense.to(dtype)
         return old
 

@@ -28,7 +28,11 @@ class Feedback(Named, ABC):
 
     directions: ClassVar[tuple[str, ...]] = ("forward", "backward")  # it may be asked for
     mirrors: ClassVar[bool] = False  # True: both sides keep the same state, and each makes it for itself
-    sample_ids: ClassVar[SampleIds | None] = None  # those it needs with every training message
+
+    @property
+    def sample_ids(self) -> SampleIds | None:
+        """Those it needs with every training message."""
+        return None
 
     @abstractmethod
     def around(self, codec: Codec) -> Codec:

@@ -86,12 +86,17 @@ class MixedErrorFeedbackCodec(FeedbackCodec, KeepsState):
 class SelectingMixedCodec(MixedErrorFeedbackCodec, Selects):
     """The same where the codec selects: what is kept are the entries of both parts."""
 
+    @property
+    def _selecting(self) -> list[Selects]:
+        return [share for share in self.shares if isinstance(share, Selects)]
+
     def kept(self, spec: TensorSpec) -> int:
-        return sum(share.kept(spec) for share in self.shares)
+        return sum(share.kept(spec) for share in self._selecting)
 
     def gain(self, spec: TensorSpec) -> Tensor | None:
-        gains = [share.gain(spec) for share in self.shares]
-        return None if gains[0] is None else torch.cat(gains)
+        gains = [share.gain(spec) for share in self._selecting]
+        found = [gain for gain in gains if gain is not None]
+        return torch.cat(found) if found else None
 
 
 def _share(codec: Codec, fraction: float) -> Codec:

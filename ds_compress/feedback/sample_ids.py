@@ -56,7 +56,8 @@ class SampleIds:
         return _hash_rows([tensor for tensor in tensors if tensor.dim() and tensor.shape[0] == samples])
 
     def _indices(self, batch: Sequence[Any]) -> Tensor:
-        column = batch[self.column] if self.column < len(batch) else None
+        number = self.column or 0  # 0 are the inputs themselves
+        column = batch[number] if number < len(batch) else None
         if not isinstance(column, Tensor) or column.dim() != 1 or column.dtype.is_floating_point:
             came = (
                 f"{column.dtype} {list(column.shape)}"

@@ -62,7 +62,7 @@ class State:
         """Make `value` the buffer where `keep` (bool, one element on the device) is false, else leave the old
         one."""
         if self.dtype == "int8":
-            new = int8_encode(torch.where(keep, 0.0, value))
+            new: tuple[Tensor, ...] = int8_encode(torch.where(keep, 0.0, value))
         else:
             new = (value.to(torch.bfloat16 if self.dtype == "bf16" else wide(spec.dtype)),)
         for key, entry, old in zip(self._keys(ctx, spec), new, self._stored(ctx, spec)):

@@ -46,10 +46,10 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     if len(pieces) == 1:
         return _unpack_planes(packed, bits)
     unit = packed.shape[1] // bits  # bytes that one bit of every code takes
-    codes, shift = None, 0
-    for piece, width in zip(packed.split([unit * width for width in pieces], dim=1), pieces):
-        part = _unpack_planes(piece, width) << shift
-        codes = part if codes is None else codes.bitwise_or_(part)
+    first, *others = packed.split([unit * width for width in pieces], dim=1)
+    codes, shift = _unpack_planes(first, pieces[0]), pieces[0]
+    for piece, width in zip(others, pieces[1:]):
+        codes.bitwise_or_(_unpack_planes(piece, width) << shift)
         shift += width
     return codes
 

@@ -4,6 +4,8 @@ All coders work on `count` of `numel` entries, distinct and ascending. Their siz
 numbers.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -139,7 +141,7 @@ class Rice:
         return torch.uint8 if r <= 8 else torch.int64
 
 
-CODERS = {"bitmask": Bitmask, "int16": Int16, "int32": Int32, "rice": Rice}
+CODERS: dict[str, Any] = {"bitmask": Bitmask, "int16": Int16, "int32": Int32, "rice": Rice}
 
 
 def nbytes(name: str, numel: int, count: int) -> int:

@@ -18,8 +18,8 @@ from ds_compress.kernels.selection import Selection
 
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-INFINITY = {
-    dtype: torch.tensor(math.inf, dtype=dtype, device="cpu").view(_INTEGER[dtype.itemsize]).item()
+INFINITY: dict[torch.dtype, int] = {
+    dtype: int(torch.tensor(math.inf, dtype=dtype, device="cpu").view(_INTEGER[dtype.itemsize]).item())
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
 """The key of infinity: no key is larger."""

@@ -13,7 +13,7 @@ class Named:
     """What a registry holds: a class with a name and an options model."""
 
     Options: ClassVar[Any] = Options  # a subclass of it
-    name: ClassVar[str]
+    name: str
 
     @classmethod
     def summary(cls) -> str:
