@@ -11,7 +11,7 @@ is an AssertionError of one line. Only torch is used.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -73,8 +73,9 @@ def check_determinism(trial: Trial) -> None:
         used = trial.rebuilt()
         used.exchange(g, x, step=3)
         runs = Run(trial.rebuilt()), Run(used)
-        for run, ambient in zip(runs, (nullcontext, _otherwise)):
-            with ambient():
+        surroundings: tuple[AbstractContextManager[None], ...] = nullcontext(), _otherwise()
+        for run, surrounding in zip(runs, surroundings):
+            with surrounding:
                 for step in range(2):
                     run.exchange(x, g, step=step, seed=7)
         equal = all(torch.equal(a, b) for a, b in zip(runs[0].packets, runs[1].packets, strict=True))
