@@ -46,7 +46,7 @@ class TensorSpec:
     device: torch.device = torch.device("cpu")
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "TensorSpec":
+    def of(cls, tensor: "Tensor | TensorSpec") -> "TensorSpec":
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
 
     def __str__(self) -> str:
@@ -63,21 +63,28 @@ class TensorSpec:
 
 
 @dataclass
-class Context:
-    """What a codec may need for one tensor of one message, and must not keep.
-
-    Sender and receiver of a message hold equal contexts, except for `memory`, which each side fills itself.
-    """
+class MessageId:
+    """Which message: what its header and the contexts of its tensors say alike."""
 
     boundary: int = 0
     direction: str = "forward"  # or "backward"
     step: int = 0  # optimizer steps done when the message was made
     micro_batch: int = 0  # position of the message inside its step
+    training: bool = True
+
+
+@dataclass
+class Context(MessageId):
+    """What a codec may need for one tensor of one message, and must not keep.
+
+    Sender and receiver of a message hold equal contexts, except for `memory`, which each side fills itself;
+    in evaluation it is a copy that is thrown away.
+    """
+
     position: int = 0  # which float tensor of the message this is
     replica: int = 0  # data-parallel rank; tensor-parallel ranks share it and so send the same bytes
     seed: int = 0  # "seed" of the ds_compress block
     loss_scale: float = 1.0  # what fp16 training has multiplied the tensor by: 1 forward
-    training: bool = True  # False in evaluation, where `memory` is a copy that is thrown away
 
     sample_ids: Tensor | None = None
     """int64, on the CPU: which samples a forward training message holds, where a feedback asks for it."""

@@ -7,17 +7,18 @@ with the objects that the pipeline engine uses: the losses are those of the real
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ds_compress.codec import TensorSpec
+from ds_compress.codec import MessageId
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.sample_ids import SampleIds
 from ds_compress.message.carrying import Tracking
-from ds_compress.message.channel import Boundary, Channel, MessageId
+from ds_compress.message.channel import Boundary, Channel
 
 
 class SimulatedBoundary(nn.Module):
@@ -63,8 +64,9 @@ class SimulatedBoundary(nn.Module):
         step = self._trained // self.micro_batches
         if not (self.training and torch.is_grad_enabled()):
             self._evaluated += 1
-            return MessageId(step, (self._evaluated - 1) % self.micro_batches, training=False)
-        message_id = MessageId(step, self._trained % self.micro_batches, training=True)
+            number = (self._evaluated - 1) % self.micro_batches
+            return self.upstream.forward.message_id(step, number, training=False)
+        message_id = self.upstream.forward.message_id(step, self._trained % self.micro_batches)
         if message_id.micro_batch == 0:
             self._end_step()  # of a step without backward passes
             for side in (self.upstream, self.downstream):
@@ -102,7 +104,8 @@ class _Cross(torch.autograd.Function):
     def backward(ctx, *gradients: Tensor):
         sent = [gradient for gradient, is_float in zip(gradients, ctx.floats) if is_float]
         source, target = ctx.boundary.downstream.backward, ctx.boundary.upstream.backward
-        arrived = iter(_transfer(source, target, sent, ctx.message_id))
+        message_id = replace(ctx.message_id, direction="backward")
+        arrived = iter(_transfer(source, target, sent, message_id))
         ctx.boundary.answered()
         return None, None, *(next(arrived) if is_float else None for is_float in ctx.floats)
 
@@ -110,9 +113,8 @@ class _Cross(torch.autograd.Function):
 def _transfer(
     source: Channel, target: Channel, tensors: Sequence[Tensor], message_id: MessageId
 ) -> list[Tensor]:
-    packet = source.encode(tensors, message_id)
-    message = target.message(tuple(map(TensorSpec.of, tensors)), message_id)
-    return target.decode(packet, message, message_id, lambda nbytes: source.rest)
+    packet, rest, _ = source.encode(tensors, message_id)
+    return target.decode(packet, target.message(tensors, message_id), message_id, lambda nbytes: rest)
 
 
 def simulate(model: nn.Module, ds_config: dict[str, Any], cuts: Sequence[int]) -> nn.Module:

@@ -7,7 +7,7 @@ import torch
 
 from ds_compress.codec import names
 from ds_compress.config import Config
-from ds_compress.message.channel import Boundary, MessageId
+from ds_compress.message.channel import Boundary
 from tests.support.dist import run_ranks
 from tests.support.kinds import BLOCKS, KINDS, train
 from tests.support.pipeline import batches, build, ds_config
@@ -44,10 +44,10 @@ def test_tensors_that_are_not_float_leave_the_selection_alone():
         "forward": {"codec": {"name": "topk", "density": 0.5}},
         "backward": {"codec": {"name": "topk", "indices": "reuse"}},
     }
-    boundary, moment = Boundary(0, Config({**channels, "min_numel": 0})), MessageId(0, 0, training=True)
+    boundary = Boundary(0, Config({**channels, "min_numel": 0}))
     description, x = torch.tensor([2, 8]), torch.arange(8.0)
-    boundary.forward.encode((description, x), moment)
-    packet = boundary.backward.encode((description, x), moment)
+    boundary.forward.encode((description, x), boundary.forward.message_id(0, 0))
+    packet = boundary.backward.encode((description, x), boundary.backward.message_id(0, 0)).packet
     assert packet.numel() < 32 + 16 + x.nbytes
 
 

@@ -12,7 +12,7 @@ from ds_compress.cli.console import importing_deepspeed, show
 from ds_compress.codec import TensorSpec
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.errors import CompressionError
-from ds_compress.message.channel import Boundary, MessageId
+from ds_compress.message.channel import Boundary
 
 
 def add_parser(subparsers: Any) -> None:
@@ -82,14 +82,13 @@ def message_sizes(config: Config, stages: int, spec: TensorSpec) -> list[dict[st
         CompressionError: settings for a boundary that does not exist.
     """
     config.check_boundaries(stages - 1)
-    after_warmup = MessageId(step=config.warmup_steps, micro_batch=0, training=True)
     rows = []
     for number in range(stages - 1):
         boundary = Boundary(number, config)
         for direction in DIRECTIONS:
             channel = getattr(boundary, direction)
-            message = channel.message((spec,), after_warmup)
-            wire_bytes = channel.compressed_bytes(message)
+            message = channel.message((spec,), channel.message_id(config.warmup_steps, 0))
+            wire_bytes = message.compressed_bytes(channel.codec)
             rows.append(
                 {
                     "boundary": number,

@@ -73,9 +73,9 @@ def check_determinism(trial: Trial) -> None:
         used = trial.rebuilt()
         used.exchange(g, x, step=3)
         runs = Run(trial.rebuilt()), Run(used)
-        ambients: tuple[Callable[[], AbstractContextManager[None]], ...] = (nullcontext, _otherwise)
-        for run, ambient in zip(runs, ambients):
-            with ambient():
+        surroundings: tuple[AbstractContextManager[None], ...] = nullcontext(), _otherwise()
+        for run, surrounding in zip(runs, surroundings):
+            with surrounding:
                 for step in range(2):
                     run.exchange(x, g, step=step, seed=7)
         equal = all(torch.equal(a, b) for a, b in zip(runs[0].packets, runs[1].packets, strict=True))

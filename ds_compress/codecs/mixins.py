@@ -17,7 +17,7 @@ codec.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, MutableMapping
-from typing import ClassVar, TypeVar
+from typing import ClassVar, TypeVar, cast
 
 from torch import Tensor
 
@@ -32,12 +32,12 @@ class Wraps:
     codec: Codec
 
 
-def layers(codec: Codec, kind: type[Kind]) -> Iterator[Kind]:
-    """`codec`, what it wraps, and so on inwards: those of them that are a `kind`."""
+def layers(codec: Codec, kind: Callable[..., Kind]) -> Iterator[Kind]:
+    """`codec`, what it wraps, and so on inwards: those of them that are a `kind`, one of the classes here."""
     layer: Codec | None = codec
     while layer is not None:
-        if isinstance(layer, kind):
-            yield layer
+        if isinstance(layer, cast(type, kind)):  # annotated type[Kind], mypy would take no abstract class
+            yield cast(Kind, layer)
         layer = layer.codec if isinstance(layer, Wraps) else None
 
 

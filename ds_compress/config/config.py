@@ -100,8 +100,8 @@ class Config:
             with _errors_at(f"{path}.backward.codec"):
                 backward = backward.paired(forward)
         for codec, direction in ((forward, "forward"), (backward, "backward")):
-            # type: ignore[type-abstract]
-            needs_warmup = any(layer.needs_warmup for layer in layers(codec, Observes))
+            observers = layers(codec, Observes)  # type: ignore[type-abstract]
+            needs_warmup = any(layer.needs_warmup for layer in observers)
             if needs_warmup and not (self.block.warmup_steps or self.block.warmup_epochs):
                 raise CompressionError(
                     f"{KEY}.warmup_steps: 0 is not allowed with codec {codec.name!r} in "

@@ -86,17 +86,16 @@ class MixedErrorFeedbackCodec(FeedbackCodec, KeepsState):
 class SelectingMixedCodec(MixedErrorFeedbackCodec, Selects):
     """The same where the codec selects: what is kept are the entries of both parts."""
 
-    @property
-    def _selecting(self) -> list[Selects]:
-        return [share for share in self.shares if isinstance(share, Selects)]
-
     def kept(self, spec: TensorSpec) -> int:
         return sum(share.kept(spec) for share in self._selecting)
 
     def gain(self, spec: TensorSpec) -> Tensor | None:
-        gains = [share.gain(spec) for share in self._selecting]
-        found = [gain for gain in gains if gain is not None]
-        return torch.cat(found) if found else None
+        gains = [gain for share in self._selecting if (gain := share.gain(spec)) is not None]
+        return torch.cat(gains) if gains else None
+
+    @property
+    def _selecting(self) -> list[Selects]:
+        return [share for share in self.shares if isinstance(share, Selects)]
 
 
 def _share(codec: Codec, fraction: float) -> Codec:

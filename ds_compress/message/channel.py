@@ -5,34 +5,25 @@ The same objects serve the pipeline engine and `simulate`.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, TensorSpec, check_accepted
+from ds_compress.codec import Codec, MessageId, TensorSpec, check_accepted
 from ds_compress.codecs.memory import Remembers
 from ds_compress.codecs.mixins import Learns, Observes, Offloads, SecondPacket, layers
-from ds_compress.config import DIRECTIONS, KEY, BoundaryCodecs, Config
+from ds_compress.config import DIRECTIONS, BoundaryCodecs, Config
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.memory import is_out_of_memory
-from ds_compress.message.packet import HEADER_SIZE, Header, PacketLayout
+from ds_compress.message.layout import Encoded, MessageLayout, why_exempt
+from ds_compress.message.packet import Header, PacketLayout
+from ds_compress.message.state import BoundaryState
 
-HEADERS_CHECKED = 4
-"""On devices other than the CPU only so many packets of a layout have their header read: it costs a host
-sync."""
-
-
-@dataclass(frozen=True)
-class MessageId:
-    """When a message is made: what its codec context and its header are derived from."""
-
-    step: int  # optimizer steps done before this one
-    micro_batch: int
-    training: bool
-    loss_scale: float = 1.0  # of the gradients
+Kind = tuple[bool, bool, int, tuple[bool, ...] | None]
+"""What a layout depends on beside specs: compressed? in training? masks at the end; which tensors carry."""
 
 
 @dataclass
@@ -42,92 +33,68 @@ class Counters:
     messages: int = 0
     raw_bytes: int = 0  # of the tensors
     wire_bytes: int = 0  # of the packets, headers included
+    latest: MessageLayout | None = None  # of the message that was sent last
 
-
-class MessageLayout:
-    """All that follows from the specs of a message's tensors and from whether they are compressed."""
-
-    def __init__(self, specs: tuple[TensorSpec, ...], codec: Codec | None, exempt: list[str], ids: int = 0):
-        """
-        Args:
-            codec: None sends all as it is.
-            exempt: why it does not apply to each tensor, empty where it does.
-            ids: how many, of samples, are sent last.
-        """
-        self.specs = specs
-        self.exempt = exempt
-        self.codecs = [None if reason else codec for reason in exempt]
-        layouts = [c.layout(s) if c else ((s.shape, s.dtype),) for c, s in zip(self.codecs, specs)]
-        self.splits = [len(layout) for layout in layouts]
-        identity = [(s.shape, s.dtype, c.settings if c else None) for c, s in zip(self.codecs, specs)]
-        self.ids = ids
-        id_layout = (((ids,), torch.int64),) if ids else ()
-        self.packet = PacketLayout(tuple(part for layout in layouts for part in layout) + id_layout, identity)
-        self.raw_bytes = sum(spec.nbytes for spec in specs)
-        self.device = specs[0].device
-        self.headers_left = HEADERS_CHECKED
-
-    def describe(self) -> str:
-        """What becomes of each tensor, after the warm-up; empty for a lone one."""
-        if len(self.specs) == 1:
-            return ""
-        fates = (f"as it is, {reason}" if reason else "compressed" for reason in self.exempt)
-        shapes = ("x".join(map(str, spec.shape)) for spec in self.specs)
-        return "; ".join(f"tensor {n} ({shape}) {fate}" for n, (shape, fate) in enumerate(zip(shapes, fates)))
+    def add(self, encoded: Encoded) -> None:
+        self.messages += 1
+        self.raw_bytes += encoded.layout.raw_bytes
+        self.wire_bytes += encoded.packet.numel()
+        if encoded.rest is not None:
+            self.wire_bytes += encoded.rest.numel()
+        self.latest = encoded.layout
 
 
 class Channel:
     """One direction of one boundary: which tensors are compressed, the packet layouts, the counters."""
 
-    def __init__(self, boundary: "Boundary", direction: str, codec: Codec):
+    def __init__(self, boundary: BoundaryState, direction: str, codec: Codec):
         self.boundary = boundary
         self.direction = direction
         self.codec = codec
         self.sent = Counters()
-        self.last: MessageLayout | None = None
-        self.rest: Tensor | None = None  # a second packet that has to follow the one encoded last
-        self._messages: dict[tuple[object, ...], MessageLayout] = {}
+        self._layouts: dict[tuple[tuple[TensorSpec, ...], Kind], MessageLayout] = {}
+        self._latest: dict[Kind, MessageLayout] = {}
 
     @property
     def place(self) -> str:
         """What errors call it."""
         return f"boundary {self.boundary.number}, {self.direction}"
 
-    def message(self, specs: tuple[TensorSpec, ...], moment: MessageId, raw_tail: int = 0) -> MessageLayout:
-        """The message of tensors with `specs` at `moment`; the last `raw_tail` tensors are never
-        compressed."""
-        codec = self.codec if self.boundary.compresses(moment) else None
-        ids = self._ids(specs, moment)
-        key = (specs, codec is None, raw_tail, ids)
-        if key not in self._messages:
-            exempt = self._exempt(specs, raw_tail)
-            for spec, reason in zip(specs, exempt):
-                if not reason:  # refused in the warm-up already, and on both sides alike
-                    check_accepted(self.codec, spec, self.place)
-            self._messages[key] = MessageLayout(specs, codec, exempt, ids)
-        return self._messages[key]
+    def message_id(self, step: int, micro_batch: int, training: bool = True) -> MessageId:
+        """That of a message of this channel; `step`: optimizer steps done before it."""
+        return MessageId(self.boundary.number, self.direction, step, micro_batch, training)
 
-    def forget_layouts(self) -> None:
-        """What was known of messages no longer holds."""
-        self._messages.clear()
+    def message(
+        self, tensors: Sequence[Tensor | TensorSpec], message_id: MessageId, raw_tail: int = 0
+    ) -> MessageLayout:
+        """The layout of a message of tensors like `tensors`; the last `raw_tail` are never compressed."""
+        boundary = self.boundary
+        kind = boundary.compresses(message_id), message_id.training, raw_tail, boundary.carrying
+        layout = self._latest.get(kind)
+        if layout is None or not layout.fits(tensors):  # seldom: hashing all specs takes its time
+            specs = tuple(map(TensorSpec.of, tensors))
+            if (specs, kind) not in self._layouts:
+                self._layouts[specs, kind] = self._layout(specs, kind)
+            layout = self._latest[kind] = self._layouts[specs, kind]
+        return layout
 
-    def compressed_bytes(self, message: MessageLayout) -> int:
-        """Bytes that `message` takes on the wire after the warm-up, a second packet included."""
-        compressed = MessageLayout(message.specs, self.codec, message.exempt, message.ids)
-        rest = sum(
-            codec.rest_bytes(spec)
-            for codec, spec in zip(compressed.codecs, compressed.specs)
-            if isinstance(codec, SecondPacket)
-        )
-        return compressed.packet.nbytes + (HEADER_SIZE + rest if rest else 0)
+    def _layout(self, specs: tuple[TensorSpec, ...], kind: Kind) -> MessageLayout:
+        compressed, training, raw_tail, carrying = kind
+        exempt = why_exempt(specs, raw_tail, self.boundary.config.block, carrying, self.place)
+        for spec, reason in zip(specs, exempt):
+            if not reason:  # refused in the warm-up already, and on both sides alike
+                check_accepted(self.codec, spec, self.place)
+        source = self.boundary.config.sample_ids
+        ids = source.count(specs) if source and training and self.direction == "forward" else 0
+        return MessageLayout(specs, self.codec if compressed else None, exempt, ids)
 
     def encode(
         self,
         tensors: Sequence[Tensor],
-        moment: MessageId,
+        message_id: MessageId,
         raw_tail: int = 0,
         memory: Callable[[int], Tensor] | None = None,
-    ) -> Tensor:
+    ) -> Encoded:
         """The packet of `tensors`, counted as sent.
 
         Args:
@@ -135,32 +102,36 @@ class Channel:
             raw_tail: how many tensors at the end are never compressed.
             memory: gives uint8 memory of so many bytes for the packet; newly allocated when absent.
         """
-        message = self.message(tuple(map(TensorSpec.of, tensors)), moment, raw_tail)
+        message = self.message(tensors, message_id, raw_tail)
         layout = message.packet
         packet = memory(layout.nbytes) if memory else layout.allocate(message.device)
         parts: list[Tensor] = []
         rest: list[Tensor] = []
         with torch.no_grad():
-            for split, (tensor, codec, ctx) in zip(message.splits, self._walk(tensors, message, moment)):
-                own = codec.encode(tensor.detach(), ctx) if codec else (tensor,)
-                parts += own[:split]
-                rest += own[split:]
+            if not message.compressed and message_id.training:
+                self._observe(tensors, message, message_id)
+            for tensor, codec, split, position in zip(
+                tensors, message.codecs, message.splits, message.positions
+            ):
+                if codec is None:
+                    parts.append(tensor)
+                else:
+                    own = codec.encode(tensor.detach(), self.boundary.context(message_id, position))
+                    parts += own[:split]
+                    rest += own[split:]
             if message.ids:
-                parts.append(self.boundary.sample_ids[moment.micro_batch])
-            layout.write(packet, self._header(layout, moment), tuple(parts))
-            self.rest = self._rest_packet(rest, moment) if rest else None
-        self.last = message
-        self.sent.messages += 1
-        self.sent.raw_bytes += message.raw_bytes
-        self.sent.wire_bytes += packet.numel() + (self.rest.numel() if self.rest is not None else 0)
-        return packet
+                parts.append(self.boundary.sample_ids[message_id.micro_batch])
+            layout.write(packet, self._header(layout, message_id), tuple(parts))
+            encoded = Encoded(packet, self._rest_packet(rest, message_id) if rest else None, message)
+        self.sent.add(encoded)
+        return encoded
 
     def decode(
         self,
         packet: Tensor,
         message: MessageLayout,
-        moment: MessageId,
-        fetch: Callable[[int], Tensor] | None = None,
+        message_id: MessageId,
+        fetch: Callable[[int], Tensor | None] | None = None,
     ) -> list[Tensor]:
         """The tensors in `packet`, with the message's specs; those sent as they are are views of the packet.
 
@@ -170,207 +141,104 @@ class Channel:
         Raises:
             CompressionError: the packet is not the expected message.
         """
-        header = self._header(message.packet, moment)
+        header = self._header(message.packet, message_id)
         if packet.device.type == "cpu" or message.headers_left > 0 or header.sealed:
             message.headers_left -= 1
             header.check(packet)
-        views = iter(message.packet.views(packet))
-        parts = [tuple(next(views) for _ in range(split)) for split in message.splits]
+        views, parts, start = message.packet.views(packet), [], 0
+        for split in message.splits:
+            parts.append(views[start : start + split])
+            start += split
         if message.ids:
-            self.boundary.sample_ids[moment.micro_batch] = next(views).cpu().clone()
-        parts = self._with_rest(parts, message, moment, fetch)
+            self.boundary.sample_ids[message_id.micro_batch] = views[-1].cpu().clone()
+        if message.has_rest:
+            parts = self._with_rest(parts, message, message_id, fetch)
         with torch.no_grad():
+            if not message.compressed and message_id.training:
+                self._observe([own[0] for own in parts], message, message_id)
             return [
-                self._decoded(codec, own, spec, ctx) if codec else own[0]
-                for spec, (own, codec, ctx) in zip(message.specs, self._walk(parts, message, moment))
+                self._decoded(codec, own, spec, message_id, position) if codec else own[0]
+                for codec, own, spec, position in zip(message.codecs, parts, message.specs, message.positions)
             ]
 
-    def _decoded(self, codec: Codec, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
+    def _decoded(
+        self, codec: Codec, parts: tuple[Tensor, ...], spec: TensorSpec, message_id: MessageId, position: int
+    ) -> Tensor:
         try:
-            return codec.decode(parts, spec, ctx)
+            return codec.decode(parts, spec, self.boundary.context(message_id, position))
         except CompressionError:
             raise
         except Exception as error:  # an index beyond the tensor, a broken frame, ...
             if is_out_of_memory(error):
                 raise
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            number = f"step {message_id.step}, micro-batch {message_id.micro_batch}"
             raise CompressionError(
-                f"packet for {self.place}, step {ctx.step}, micro-batch {ctx.micro_batch}: {codec} "
-                "cannot decode it "
+                f"packet for {self.place}, {number}: {codec} cannot decode it "
                 f'({reason}); was it damaged on its way? "link": {{"checksum": true}} tells'
             ) from error
 
-    def _ids(self, specs: tuple[TensorSpec, ...], moment: MessageId) -> int:
-        """How many sample ids a message carries."""
-        source = self.boundary.config.sample_ids
-        return source.count(specs) if source and moment.training and self.direction == "forward" else 0
+    def _observe(self, tensors: Sequence[Tensor], message: MessageLayout, message_id: MessageId) -> None:
+        """Let a codec that will take over after the warm-up see what crosses uncompressed until then."""
+        observers = list(layers(self.codec, Observes))
+        for tensor, reason, position in zip(tensors, message.exempt, message.positions):
+            if observers and not reason:
+                ctx = self.boundary.context(message_id, position)
+                for observer in observers:
+                    observer.observe(tensor.detach(), ctx)
 
-    def _rest_packet(self, rest: list[Tensor], moment: MessageId) -> Tensor:
+    def _rest_packet(self, rest: list[Tensor], message_id: MessageId) -> Tensor:
         layout = PacketLayout(tuple((tuple(part.shape), part.dtype) for part in rest), "rest")
         packet = layout.allocate(rest[0].device)
-        layout.write(packet, self._header(layout, moment), tuple(rest))
+        layout.write(packet, self._header(layout, message_id), tuple(rest))
         return packet
 
     def _with_rest(
         self,
         parts: list[tuple[Tensor, ...]],
         message: MessageLayout,
-        moment: MessageId,
-        fetch: Callable[[int], Tensor] | None,
+        message_id: MessageId,
+        fetch: Callable[[int], Tensor | None] | None,
     ) -> list[tuple[Tensor, ...]]:
         """`parts` of each tensor, with those that came in a second packet."""
         rests = [
             codec.rest(own, spec) if isinstance(codec, SecondPacket) else ()
             for codec, own, spec in zip(message.codecs, parts, message.specs)
         ]
-        layout = PacketLayout(tuple(part for rest in rests for part in rest), "rest")
+        layout = PacketLayout(tuple(itertools.chain.from_iterable(rests)), "rest")
         if not layout.parts:
             return parts
-        packet = fetch(layout.nbytes)
-        self._header(layout, moment).check(packet)
+        packet = fetch(layout.nbytes) if fetch else None
+        if packet is None:
+            raise CompressionError(f"{self.place}: no packet follows, expected one of {layout.nbytes} bytes")
+        self._header(layout, message_id).check(packet)
         views = iter(layout.views(packet))
         return [own + tuple(next(views) for _ in rest) for own, rest in zip(parts, rests)]
 
     def listener(self) -> "Channel":
         """This channel as the other side has it before the next message: what it decodes leaves no trace
         here."""
-        boundary = copy.copy(self.boundary)
-        boundary.memory = {position: dict(memory) for position, memory in boundary.memory.items()}
-        boundary.sample_ids = dict(boundary.sample_ids)
-        boundary._stashes = {key: dict(stash) for key, stash in boundary._stashes.items()}
         channel = copy.copy(self)
-        channel.boundary = boundary
+        channel.boundary = self.boundary.copied()
         return channel
 
-    def _exempt(self, specs: tuple[TensorSpec, ...], raw_tail: int) -> list[str]:
-        """Why each tensor is not compressed, after the warm-up; empty for those that are."""
-        block = self.boundary.config.block
-        lone = sum(spec.dtype.is_floating_point for spec in specs) == 1
-        position, reasons = 0, []
-        for index, spec in enumerate(specs):
-            is_float = spec.dtype.is_floating_point
-            if not is_float:
-                reasons.append(f"it is {str(spec.dtype).removeprefix('torch.')}")
-            elif index >= len(specs) - raw_tail:
-                reasons.append("it is a mask")
-            elif block.tensors != "large":
-                reasons.append("" if position in block.tensors else f'"tensors" is {block.tensors}')
-            elif spec.numel < block.min_numel:
-                reasons.append(f"{spec.numel} values are fewer than min_numel")
-            else:
-                reasons.append("" if lone else self.boundary.why_exempt(position))
-            position += is_float
-        if block.tensors != "large" and all(reasons):
-            raise CompressionError(
-                f"{KEY}.tensors: {block.tensors}: a message of {self.place} has {position} float "
-                "tensors, so none "
-                'is compressed; allowed: positions below that, or "large"'
-            )
-        return reasons
-
-    def _walk(self, items: Iterable[Any], message: MessageLayout, moment: MessageId):
-        """`items`, one per tensor, each with its codec and context; no context for a tensor that is not
-        float.
-
-        Positions count the float tensors, so that a gradient finds its activation. A codec that will take
-        over after the warm-up sees the tensors that cross uncompressed until then.
-        """
-        position = 0
-        for item, spec, codec, exempt in zip(items, message.specs, message.codecs, message.exempt):
-            is_float = spec.dtype.is_floating_point
-            ctx = self.boundary.context(self.direction, position, moment) if is_float else None
-            if not exempt and codec is None and moment.training:
-                for layer in layers(self.codec, Observes):
-                    layer.observe(item.detach() if isinstance(item, Tensor) else item[0], ctx)
-            yield item, codec, ctx
-            position += is_float
-
-    def _header(self, layout: PacketLayout, moment: MessageId) -> Header:
-        return Header(
-            self.boundary.number,
-            self.direction,
-            moment.step,
-            moment.micro_batch,
-            moment.training,
-            layout.fingerprint,
-            layout.nbytes,
-            self.boundary.config.block.link.checksum,
-        )
+    def _header(self, layout: PacketLayout, message_id: MessageId) -> Header:
+        sealed = self.boundary.config.block.link.checksum
+        return Header(**vars(message_id), fingerprint=layout.fingerprint, nbytes=layout.nbytes, sealed=sealed)
 
 
-class Boundary:
-    """One side of the cut between stages `number` and `number` + 1: both channels and all that outlives a
-    message."""
+class Boundary(BoundaryState):
+    """One side of a boundary: what it keeps, and its two channels."""
 
     def __init__(self, number: int, config: Config, replica: int = 0):
-        """`replica`: data-parallel rank; it varies the random choices of the codecs."""
-        self.number = number
-        self.config = config
-        self.replica = replica
+        super().__init__(number, config, replica)
         codecs: BoundaryCodecs = config.codecs(number)
         self.forward = Channel(self, "forward", codecs.forward)
         self.backward = Channel(self, "backward", codecs.backward)
-        self.memory: dict[int, dict[str, Tensor]] = {}
-        self.sample_ids: dict[int, Tensor] = {}  # of the present step, by micro-batch
-        self._carrying: tuple[bool, ...] | None = None
-        self._stashes: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     @property
     def channels(self) -> tuple[Channel, Channel]:
-        return tuple(getattr(self, direction) for direction in DIRECTIONS)
-
-    @property
-    def carrying(self) -> tuple[bool, ...] | None:
-        """Of each float tensor of a message, whether it carries what the model has learned (see `carrying`);
-        None where nobody has said. Both sides are told the same."""
-        return self._carrying
-
-    @carrying.setter
-    def carrying(self, carrying: tuple[bool, ...] | None) -> None:
-        if carrying != self._carrying:
-            self._carrying = carrying
-            for channel in self.channels:
-                channel.forget_layouts()
-
-    def why_exempt(self, position: int) -> str:
-        """Why the float tensor at `position`, one of several, is not compressed; empty if it is."""
-        if self._carrying is None or position >= len(self._carrying):
-            return "nobody knows whether it carries a gradient"
-        return "" if self._carrying[position] else "it carries no gradient"
-
-    def compresses(self, moment: MessageId) -> bool:
-        """Whether messages at `moment` are compressed; the same on both sides by construction."""
-        compressed = moment.training or self.config.block.eval == "compressed"
-        return compressed and moment.step >= self.config.warmup_steps
-
-    def context(self, direction: str, position: int, moment: MessageId) -> Context:
-        """The context of the float tensor at `position` in a message.
-
-        In training a forward message leaves its stash for the backward message of the same micro-batch, which
-        takes it away. Evaluation leaves nothing: its stash and its copy of the memory go with the context.
-        """
-        memory = self.memory.setdefault(position, {})
-        key = (moment.micro_batch, position)
-        if not moment.training:
-            stash, memory = {}, dict(memory)
-        elif direction == "forward":
-            stash = self._stashes[key] = {}
-        else:
-            stash = self._stashes.pop(key, {})
-        return Context(
-            boundary=self.number,
-            direction=direction,
-            step=moment.step,
-            micro_batch=moment.micro_batch,
-            position=position,
-            replica=self.replica,
-            seed=self.config.block.seed,
-            training=moment.training,
-            loss_scale=moment.loss_scale if direction == "backward" else 1.0,
-            sample_ids=self.sample_ids.get(moment.micro_batch) if direction == "forward" else None,
-            stash=stash,
-            memory=memory,
-        )
+        return self.forward, self.backward
 
     def check(self, memories: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Look at what a checkpoint has, by tensor position, before it is restored.
@@ -406,10 +274,6 @@ class Boundary:
         for layer in layers(self.forward.codec, Offloads):
             for memory in self.memory.values():
                 layer.prefetch(ids, memory)
-
-    def begin_step(self) -> None:
-        """Forget what an interrupted step left."""
-        self._stashes.clear()
 
     def end_step(self, average: Callable[[Tensor], Tensor]) -> None:
         """Let codecs update what they learn; `average`: the mean of a tensor over the data-parallel

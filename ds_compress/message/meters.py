@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_compress.codec import MessageId
 from ds_compress.codecs.mixins import OnlyReceiverDecodes
 from ds_compress.errors import in_one_line
-from ds_compress.message.channel import Channel, MessageId, MessageLayout
+from ds_compress.message.channel import Channel
 from ds_compress.message.clock import HostClock
+from ds_compress.message.layout import Encoded, MessageLayout
 from ds_compress.transport.p2p import Receiver, Sender
 
 Memory = Callable[[int], Tensor]
@@ -26,9 +28,14 @@ class Probe:
     """Measures nothing."""
 
     def encode(
-        self, channel: Channel, tensors: Sequence[Tensor], moment: MessageId, raw_tail: int, memory: Memory
-    ) -> Tensor:
-        return channel.encode(tensors, moment, raw_tail, memory)
+        self,
+        channel: Channel,
+        tensors: Sequence[Tensor],
+        message_id: MessageId,
+        raw_tail: int,
+        memory: Memory,
+    ) -> Encoded:
+        return channel.encode(tensors, message_id, raw_tail, memory)
 
     def send(self, sender: Sender, packet: Tensor) -> None:
         sender.send(packet)
@@ -40,9 +47,9 @@ class Probe:
         return receiver.receive(nbytes)
 
     def decode(
-        self, channel: Channel, packet: Tensor, message: MessageLayout, moment: MessageId, fetch: Memory
+        self, channel: Channel, packet: Tensor, message: MessageLayout, message_id: MessageId, fetch: Memory
     ) -> list[Tensor]:
-        return channel.decode(packet, message, moment, fetch)
+        return channel.decode(packet, message, message_id, fetch)
 
 
 OFF = Probe()
@@ -96,11 +103,11 @@ class SendingMeter(_Meter):
         self._tensors: Sequence[Tensor] = ()  # of the message between encode and send
         self._decode: Callable[[Tensor], list[Tensor]] | None = None
 
-    def encode(self, channel, tensors, moment, raw_tail, memory):
+    def encode(self, channel, tensors, message_id, raw_tail, memory):
         listener: Channel | None = None
         decodes = not isinstance(channel.codec, OnlyReceiverDecodes)
         with self._measuring():
-            if decodes and moment.micro_batch == self._compared:
+            if decodes and message_id.micro_batch == self._compared:
                 listener = channel.listener()
 
         def timed_memory(nbytes: int) -> Tensor:
@@ -108,12 +115,12 @@ class SendingMeter(_Meter):
                 return memory(nbytes)
 
         with self._timed("encode"):
-            packet = channel.encode(tensors, moment, raw_tail, timed_memory)
-        message, rest = channel.last, channel.rest
+            encoded = channel.encode(tensors, message_id, raw_tail, timed_memory)
         self._tensors = tensors
         if listener is not None:
-            self._decode = lambda packet: listener.decode(packet, message, moment, lambda nbytes: rest)
-        return packet
+            _, rest, message = encoded
+            self._decode = lambda packet: listener.decode(packet, message, message_id, lambda nbytes: rest)
+        return encoded
 
     def send(self, sender, packet):
         with self._timed("send"):
@@ -165,9 +172,9 @@ class ReceivingMeter(_Meter):
         with self._timed("wait"):
             return receiver.receive(nbytes)
 
-    def decode(self, channel, packet, message, moment, fetch):
+    def decode(self, channel, packet, message, message_id, fetch):
         with self._timed("decode"):
-            return channel.decode(packet, message, moment, fetch)
+            return channel.decode(packet, message, message_id, fetch)
 
     def values(self) -> dict[str, float]:
         """By column: wait_ms, that the stage stood still until packets were there; decode_ms."""

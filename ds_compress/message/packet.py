@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Layout
+from ds_compress.codec import Layout, MessageId
 from ds_compress.errors import CompressionError
 
 MAGIC = b"DSCP"
@@ -34,15 +34,10 @@ HEADER_SIZE = _HEADER.size
 _BACKWARD, _EVALUATION = 1, 2
 
 
-@dataclass(frozen=True)
-class Header:
-    """Which message a packet holds."""
+@dataclass(kw_only=True)
+class Header(MessageId):
+    """Which message a packet holds, and how."""
 
-    boundary: int
-    direction: str
-    step: int
-    micro_batch: int
-    training: bool
     fingerprint: bytes
     nbytes: int
     sealed: bool = False  # whether a checksum of the body goes along
@@ -75,7 +70,8 @@ class Header:
             )
         direction = "backward" if flags & _BACKWARD else "forward"
         training = not flags & _EVALUATION
-        return cls(boundary, direction, step, micro_batch, training, fingerprint, units * ALIGNMENT)
+        nbytes = units * ALIGNMENT
+        return cls(boundary, direction, step, micro_batch, training, fingerprint=fingerprint, nbytes=nbytes)
 
     def check(self, packet: Tensor) -> None:
         """Refuse `packet` unless it is the message that this header describes.
@@ -87,11 +83,11 @@ class Header:
         data = packet[:HEADER_SIZE].cpu().numpy().tobytes()
         if data == expected:
             return
-        came, expected = Header.unpack(data), Header.unpack(expected)
-        moment = f"step {self.step}, micro-batch {self.micro_batch}"
-        place = f"packet for boundary {self.boundary}, {self.direction}, {moment}"
+        came, wanted = Header.unpack(data), Header.unpack(expected)
+        number = f"step {self.step}, micro-batch {self.micro_batch}"
+        place = f"packet for boundary {self.boundary}, {self.direction}, {number}"
         for name in ("boundary", "direction", "training", "step", "micro_batch", "nbytes", "fingerprint"):
-            theirs, ours = getattr(came, name), getattr(expected, name)
+            theirs, ours = getattr(came, name), getattr(wanted, name)
             if theirs != ours:
                 raise CompressionError(f"{place}: its {name} is {_shown(theirs)}, expected {_shown(ours)}")
         if self.sealed:

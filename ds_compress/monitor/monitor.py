@@ -232,15 +232,15 @@ class Monitor:
 
     @staticmethod
     def _counters(channel: Channel) -> dict[str, float]:
-        sent, last = channel.sent, channel.last
-        sizes = (last.raw_bytes, channel.compressed_bytes(last)) if last else (0, 0)
+        sent, latest = channel.sent, channel.sent.latest
+        sizes = (latest.raw_bytes, latest.compressed_bytes(channel.codec)) if latest else (0, 0)
         return dict(zip(COUNTERS, (sent.messages, sent.raw_bytes, sent.wire_bytes, *sizes)))
 
     def _leave_notes(self, ends: Sequence[Endpoint]) -> None:
         """What becomes of the tensors of each message that this rank sends."""
         with self._guarded():
-            sending = [end.channel for end in ends if end.sends and end.channel.last is not None]
-            self._notes.leave({channel.place: channel.last.describe() for channel in sending})
+            latest = {end.channel.place: end.channel.sent.latest for end in ends if end.sends}
+            self._notes.leave({place: layout.describe() for place, layout in latest.items() if layout})
 
     def _announcement(self, channels: Channels) -> str:
         boundaries = []

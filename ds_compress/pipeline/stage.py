@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_compress.codec import TensorSpec
+from ds_compress.codec import MessageId
 from ds_compress.config import Config
-from ds_compress.message.channel import Boundary, Channel, MessageId
+from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.endpoint import Endpoint
 from ds_compress.pipeline.intercept import PointToPoint, ShapeMessage
 from ds_compress.transport.p2p import Receiver, Sender
@@ -57,7 +57,6 @@ class Stage:
         self.groups: list[Any] = []  # process groups of its channels alone
         self.step = 0
         self.training = False
-        self.loss_scale = 1.0
 
     def connect(
         self,
@@ -120,7 +119,7 @@ class Stage:
             self._running = False
 
     def _begin(self, step: int, training: bool, loss_scale: float) -> None:
-        self.step, self.training, self.loss_scale = step, training, loss_scale
+        self.step, self.training = step, training
         self._numbers.clear()
         self._samples.clear()
         self._unplaced.clear()
@@ -128,7 +127,7 @@ class Stage:
             end.messages = 0
             end.to_announce = 0
         for boundary in self.boundaries:
-            boundary.begin_step()
+            boundary.begin_step(loss_scale)
             boundary.sample_ids.clear()
 
     def outside(self, step: int, training: bool, loss_scale: float) -> None:
@@ -165,14 +164,14 @@ class Stage:
         """Messages of this schedule will have tensors like `tensors`: let them be received ahead."""
         end = self._ends[instruction, 0]
         if end.to_announce:
-            message = end.channel.message(tuple(map(TensorSpec.of, tensors)), self._id(end, 0), raw_tail)
+            message = end.channel.message(tensors, self._id(end, 0), raw_tail)
             count, end.to_announce = end.to_announce, 0
             end.lane.run(lambda: end.link.expect(message.packet.nbytes, count))
 
     def queue(self, instruction: Instruction, phase: int, tensors: Sequence[Tensor]) -> None:
         """Queue the receipt of one message with tensors like `tensors`."""
         end = self._ends[instruction, phase]
-        message = end.channel.message(tuple(map(TensorSpec.of, tensors)), self._id(end, 0), 0)
+        message = end.channel.message(tensors, self._id(end, 0))
         end.link.expect(message.packet.nbytes, 1)
 
     def send(
@@ -202,8 +201,7 @@ class Stage:
             boundary.sample_ids[message_id.micro_batch] = ids
 
         def work() -> None:
-            packet = end.meter.encode(end.channel, tensors, message_id, raw_tail, end.link.memory)
-            rest = end.channel.rest
+            packet, rest, _ = end.meter.encode(end.channel, tensors, message_id, raw_tail, end.link.memory)
             end.meter.send(end.link, packet)
             if rest is not None:
                 end.second.send(end.second.memory(rest.numel()).copy_(rest))
@@ -236,7 +234,7 @@ class Stage:
         """The next message, with tensors like `tensors`, for a buffer."""
         end = self._ends[instruction, phase]
         message_id = self._next_id(instruction, end, buffer_id)
-        message = end.channel.message(tuple(map(TensorSpec.of, tensors)), message_id, raw_tail)
+        message = end.channel.message(tensors, message_id, raw_tail)
 
         def work() -> list[Tensor]:
             packet = end.meter.receive(end.link, message.packet.nbytes)
@@ -273,7 +271,7 @@ class Stage:
         return self._id(end, number)
 
     def _id(self, end: Endpoint, number: int) -> MessageId:
-        return MessageId(self.step, number, self.training, self.loss_scale)
+        return end.channel.message_id(self.step, number, self.training)
 
 
 def as_list(tensors: Any) -> list[Tensor]:

@@ -28,7 +28,7 @@ from ds_compress.checkpoint.search import (
     load,
 )
 from ds_compress.config import Config
-from ds_compress.message.channel import Boundary, MessageId
+from ds_compress.message.channel import Boundary
 from tests.support.damage import damaged, opened, signed
 
 RANK, STEP = Rank(1, 0, 0), 7
@@ -46,9 +46,8 @@ def train(sides, steps=2):
     torch.manual_seed(0)
     for step in range(steps):
         for side in sides:
-            moment = MessageId(step, 0, True)
             for channel in side.boundary.channels:
-                channel.encode([torch.randn(4, 8, 16)], moment)
+                channel.encode([torch.randn(4, 8, 16)], channel.message_id(step, 0))
 
 
 def save(root, tag, sides, base=None):

@@ -16,7 +16,7 @@ from ds_compress.checkpoint.file import FULL_EVERY, Damaged, StateFile, pack, wr
 from ds_compress.checkpoint.mixin import Chain, state_of
 from ds_compress.checkpoint.search import ORPHANED, RESTORED, UNREADABLE, Found, Rank, Side, Verdict, load
 from ds_compress.config import Config
-from ds_compress.message.channel import Boundary, MessageId
+from ds_compress.message.channel import Boundary
 from tests.checkpoint.test_mixin import assert_same, config, memories
 from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, build
@@ -96,11 +96,11 @@ def is_complete(folder, tag):
 def test_slow_state_takes_fewer_bytes_with_the_same_error(tmp_path):
     one, x = boundary()
     for step in range(20):  # the state has come near the messages
-        one.forward.encode([x], MessageId(step, 0, True))
+        one.forward.encode([x], one.forward.message_id(step, 0))
     chain, complete = Chain(), []
     for number in range(2 * FULL_EVERY + 3):
         x = x + 0.002 * torch.randn(x.shape, generator=torch.Generator().manual_seed(number))
-        one.forward.encode([x], MessageId(20 + number, 0, True))
+        one.forward.encode([x], one.forward.message_id(20 + number, 0))
         state = state_of([Side(one, 4, "upstream")])
         assert list(state) == [KEY]
         chain = store(tmp_path, f"delta{number}", state, chain)
@@ -176,7 +176,7 @@ def test_damage_is_seen_in_the_right_file(damaged, tmp_path):
     side, rank, chain = Side(one, 4, "upstream"), Rank(0, 0, 0), Chain()
     name = rank.path(tmp_path).name
     for step, tag in enumerate("ab"):
-        one.forward.encode([x], MessageId(step, 0, True))
+        one.forward.encode([x], one.forward.message_id(step, 0))
         chain = chain.before(tmp_path, tag)
         base = StateFile(tmp_path, chain.tags[-1], name) if chain.tags else None
         (tmp_path / tag).mkdir()

@@ -8,14 +8,14 @@ import resource
 import pytest
 import torch
 
-from ds_compress.codec import CODECS, TensorSpec, names
+from ds_compress.codec import CODECS, MessageId, TensorSpec, names
 from ds_compress.codecs.mixins import BothDirections, Observes
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
-from ds_compress.message.channel import Boundary, MessageId
+from ds_compress.message.channel import Boundary
 from ds_compress.message.packet import HEADER_SIZE
 
-MOMENT = MessageId(step=3, micro_batch=1, training=True)
+MESSAGE_ID = MessageId(step=3, micro_batch=1)
 SHAPE = (4, 6, 32)
 
 
@@ -41,11 +41,11 @@ def messages():
         sender, receiver = Boundary(0, config), Boundary(0, config)
         x, ids = torch.randn(SHAPE), torch.arange(7)
         if config.warmup_steps:
-            before = MessageId(0, 0, training=True)
+            before = MessageId()
             first = sender.forward.encode((x, ids), before)
-            receiver.forward.decode(first, receiver.forward.message(specs(x, ids), before), before)
-        packet = sender.forward.encode((x, ids), MOMENT)
-        yield name, receiver, packet, (x, ids), sender.forward.rest
+            receiver.forward.decode(first.packet, receiver.forward.message((x, ids), before), before)
+        packet, rest, _ = sender.forward.encode((x, ids), MESSAGE_ID)
+        yield name, receiver, packet, (x, ids), rest
 
 
 def specs(*tensors):
@@ -91,7 +91,7 @@ def fuzz(count, seed):
             return damaged_rest
 
         try:
-            outputs = listener.decode(damaged, listener.message(specs(x, ids), MOMENT), MOMENT, fetch)
+            outputs = listener.decode(damaged, listener.message((x, ids), MESSAGE_ID), MESSAGE_ID, fetch)
         except CompressionError as error:
             assert "\n" not in str(error), (name, error)
             refused += 1

@@ -7,11 +7,10 @@ import pytest
 import torch
 import zstandard
 
-from ds_compress.codec import TensorSpec
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import gpu
-from ds_compress.message.channel import Boundary, MessageId
+from ds_compress.message.channel import Boundary
 from ds_compress.transport.p2p import PeerTimeout
 
 
@@ -49,11 +48,11 @@ def test_while_decoding(exhausted):
     """It was called a packet damaged on its way, and sent people to look at their network."""
     config = Config({"forward": {"codec": "bf16"}, "min_numel": 0})
     sender, receiver = Boundary(0, config), Boundary(0, config)
-    moment, x = MessageId(3, 0, True), torch.randn(4, 8)
-    packet = sender.forward.encode([x], moment)
+    message_id, x = sender.forward.message_id(3, 0), torch.randn(4, 8)
+    packet = sender.forward.encode([x], message_id).packet
     receiver.forward.codec.decode = lambda parts, spec, ctx: exhausted()
-    message = receiver.forward.message((TensorSpec.of(x),), moment)
-    assert error_of(lambda: receiver.forward.decode(packet, message, moment)) == error_of(exhausted)
+    message = receiver.forward.message([x], message_id)
+    assert error_of(lambda: receiver.forward.decode(packet, message, message_id)) == error_of(exhausted)
 
 
 def send_with(failure):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.cli.runs import LOSS, read_run
 from ds_compress.config import DIRECTIONS, Config
-from ds_compress.message.channel import Boundary, MessageId
+from ds_compress.message.channel import Boundary
 from ds_compress.message.clock import HostClock
 from ds_compress.message.meters import SendingMeter, error_and_cosine, largest, norms
 from ds_compress.monitor import monitor
@@ -219,10 +219,9 @@ def test_messages_that_are_not_finite_are_counted(bad, share):
         boundary = Boundary(0, Config({"forward": {"codec": "bf16"}, "min_numel": 0}))
         meter = SendingMeter(HostClock(), compared)
         for micro_batch, x in enumerate(messages):
-            packet = meter.encode(
-                boundary.forward, [x], MessageId(0, micro_batch, True), 0, HeldSender().memory
-            )
-            meter.send(HeldSender(), packet)
+            message_id = boundary.forward.message_id(0, micro_batch)
+            encoded = meter.encode(boundary.forward, [x], message_id, 0, HeldSender().memory)
+            meter.send(HeldSender(), encoded.packet)
         values = meter.values()
         assert values["nonfinite_share"] == share
         if compared == 1 and share:

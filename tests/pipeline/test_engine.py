@@ -221,7 +221,7 @@ def raw_steps(samples, epochs, steps=5):
     for step in range(steps):
         before = channel.sent.wire_bytes
         engine.train_batch()
-        if channel.sent.wire_bytes - before > 0.9 * channel.last.raw_bytes * MICRO_BATCHES:
+        if channel.sent.wire_bytes - before > 0.9 * channel.sent.latest.raw_bytes * MICRO_BATCHES:
             raw.append(step)
     return raw
 

@@ -1,0 +1,122 @@
+"""What a message looks like, known from its tensors' shapes and dtypes alone."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_compress.codec import Codec, TensorSpec
+from ds_compress.codecs.mixins import SecondPacket
+from ds_compress.config import KEY, Block
+from ds_compress.errors import CompressionError
+from ds_compress.message.packet import HEADER_SIZE, PacketLayout
+
+HEADERS_CHECKED = 4
+"""On devices other than the CPU only so many packets of a layout have their header read: it costs a host
+sync."""
+
+
+class MessageLayout:
+    """All that follows from the specs of a message's tensors and from whether they are compressed."""
+
+    def __init__(self, specs: tuple[TensorSpec, ...], codec: Codec | None, exempt: list[str], ids: int = 0):
+        """
+        Args:
+            codec: None sends all as it is.
+            exempt: why it does not apply to each tensor, empty where it does.
+            ids: how many, of samples, are sent last.
+        """
+        self.specs = specs
+        self.compressed = codec is not None
+        self.exempt = exempt
+        self.codecs = [None if reason else codec for reason in exempt]
+        layouts = [c.layout(s) if c else ((s.shape, s.dtype),) for c, s in zip(self.codecs, specs)]
+        self.splits = [len(layout) for layout in layouts]
+        identity = [(s.shape, s.dtype, c.settings if c else None) for c, s in zip(self.codecs, specs)]
+        self.ids = ids
+        id_layout = (((ids,), torch.int64),) if ids else ()
+        self.packet = PacketLayout(tuple(part for layout in layouts for part in layout) + id_layout, identity)
+        self.has_rest = any(isinstance(codec, SecondPacket) for codec in self.codecs)
+        floats = [spec.dtype.is_floating_point for spec in specs]
+        self.positions = [sum(floats[:index]) for index in range(len(specs))]
+        """Of each tensor among those that are float, so that a gradient finds its activation."""
+        self.raw_bytes = sum(spec.nbytes for spec in specs)
+        self.device = specs[0].device
+        self.headers_left = HEADERS_CHECKED
+
+    def fits(self, tensors: Sequence[Tensor | TensorSpec]) -> bool:
+        """Whether `tensors` are of these specs."""
+        if len(tensors) != len(self.specs):
+            return False
+        for spec, tensor in zip(self.specs, tensors):
+            if spec.shape != tensor.shape or spec.dtype != tensor.dtype or spec.device != tensor.device:
+                return False
+        return True
+
+    def compressed_bytes(self, codec: Codec) -> int:
+        """Bytes that such a message takes on the wire with `codec`, a second packet included."""
+        compressed = MessageLayout(self.specs, codec, self.exempt, self.ids)
+        takers = [spec for taker, spec in zip(compressed.codecs, self.specs) if taker]
+        rest = sum(map(codec.rest_bytes, takers)) if isinstance(codec, SecondPacket) else 0
+        return compressed.packet.nbytes + (HEADER_SIZE + rest if rest else 0)
+
+    def describe(self) -> str:
+        """What becomes of each tensor, after the warm-up; empty for a lone one."""
+        if len(self.specs) == 1:
+            return ""
+        fates = (f"as it is, {reason}" if reason else "compressed" for reason in self.exempt)
+        shapes = ("x".join(map(str, spec.shape)) for spec in self.specs)
+        return "; ".join(f"tensor {n} ({shape}) {fate}" for n, (shape, fate) in enumerate(zip(shapes, fates)))
+
+
+class Encoded(NamedTuple):
+    """What a channel made of a message."""
+
+    packet: Tensor
+    rest: Tensor | None  # a second packet that has to follow
+    layout: MessageLayout
+
+
+def why_exempt(
+    specs: Sequence[TensorSpec],
+    raw_tail: int,
+    block: Block,
+    carrying: tuple[bool, ...] | None,
+    place: str,
+) -> list[str]:
+    """Why each tensor of a message is not compressed, after the warm-up; empty for those that are.
+
+    Args:
+        raw_tail: how many tensors at the end are masks.
+        carrying: see `Boundary.carrying`.
+        place: of the message, for errors.
+
+    Raises:
+        CompressionError: the "tensors" of the block leave none.
+    """
+    lone = sum(spec.dtype.is_floating_point for spec in specs) == 1
+    position, reasons = 0, []
+    for index, spec in enumerate(specs):
+        is_float = spec.dtype.is_floating_point
+        if not is_float:
+            reasons.append(f"it is {str(spec.dtype).removeprefix('torch.')}")
+        elif index >= len(specs) - raw_tail:
+            reasons.append("it is a mask")
+        elif block.tensors != "large":
+            reasons.append("" if position in block.tensors else f'"tensors" is {block.tensors}')
+        elif spec.numel < block.min_numel:
+            reasons.append(f"{spec.numel} values are fewer than min_numel")
+        elif lone:
+            reasons.append("")
+        elif carrying is None or position >= len(carrying):
+            reasons.append("nobody knows whether it carries a gradient")
+        else:
+            reasons.append("" if carrying[position] else "it carries no gradient")
+        position += is_float
+    if block.tensors != "large" and all(reasons):
+        raise CompressionError(
+            f"{KEY}.tensors: {block.tensors}: a message of {place} has {position} float tensors, so none "
+            'is compressed; allowed: positions below that, or "large"'
+        )
+    return reasons

@@ -1,0 +1,97 @@
+"""A channel: layouts are made once, both packets come back as one value, and a message has one name."""
+
+import pytest
+import torch
+
+from ds_compress.codec import Context, MessageId, TensorSpec
+from ds_compress.config import Config
+from ds_compress.errors import CompressionError
+from ds_compress.message.channel import Boundary
+from ds_compress.message.packet import Header, PacketLayout
+
+
+def boundaries(codec, **changes):
+    config = Config({"forward": {"codec": codec}, "min_numel": 0, **changes})
+    return Boundary(2, config), Boundary(2, config)
+
+
+@pytest.fixture
+def hashed(monkeypatch):
+    """What was hashed: specs, and the settings of packets."""
+    seen = []
+    original, init = TensorSpec.__hash__, PacketLayout.__init__
+    monkeypatch.setattr(TensorSpec, "__hash__", lambda self: seen.append(self) or original(self))
+    monkeypatch.setattr(PacketLayout, "__init__", lambda self, *a: seen.append(a) or init(self, *a))
+    return seen
+
+
+@pytest.mark.parametrize("codec", ["none", "quantize", {"name": "topk", "density": 0.3}])
+@pytest.mark.parametrize("warmup", [0, 5])
+def test_no_layout_is_hashed_for_a_message_like_the_one_before(codec, warmup, hashed):
+    sender, receiver = boundaries(codec, warmup_steps=warmup)
+    for step in range(4):
+        before = len(hashed)
+        for micro_batch in range(3):
+            for training in (True, False):
+                tensors = torch.randn(4, 64), torch.arange(7)
+                message_id = sender.forward.message_id(step, micro_batch, training)
+                packet, rest, _ = sender.forward.encode(tensors, message_id)
+                layout = receiver.forward.message(tensors, message_id)
+                arrived = receiver.forward.decode(packet, layout, message_id)
+                assert rest is None and torch.equal(arrived[1], tensors[1])
+        assert (len(hashed) > before) == (step == 0)
+
+
+def test_other_shapes_dtypes_and_kinds_get_their_own_layout():
+    boundary, _ = boundaries("bf16")
+    boundary.carrying = True, True
+    channel = boundary.forward
+    x, now = torch.randn(4, 64), MessageId(2)
+    layout = channel.message([x], now)
+    others = [
+        channel.message([x[:2]], now),
+        channel.message([x.half()], now),
+        channel.message([x.to("meta")], now),
+        channel.message([x, x], now),
+        channel.message([x, x], now, raw_tail=1),
+    ]
+    assert len({id(each) for each in (layout, *others)}) == 6
+    assert channel.message([x], now) is layout is channel.message((TensorSpec.of(x),), now)
+    assert [each.packet.nbytes for each in others[3:]] == [32 + 2 * 512, 32 + 512 + 1024]
+
+
+def test_what_carries_changes_the_layout():
+    boundary, _ = boundaries("bf16")
+    x, now = torch.randn(4, 64), MessageId(2)
+    assert boundary.forward.message([x, x], now).exempt == ["nobody knows whether it carries a gradient"] * 2
+    boundary.carrying = True, False
+    assert boundary.forward.message([x, x], now).exempt == ["", "it carries no gradient"]
+    boundary.carrying = None
+    assert all(boundary.forward.message([x, x], now).exempt)
+
+
+def test_both_packets_come_back_and_are_counted():
+    sender, receiver = boundaries("lossless")
+    x, message_id = torch.randn(4, 64), sender.forward.message_id(0, 0)
+    packet, rest, layout = sender.forward.encode([x], message_id)
+    sent = sender.forward.sent
+    assert (sent.messages, sent.raw_bytes) == (1, 1024) and sent.latest is layout
+    assert sent.wire_bytes == packet.numel() + rest.numel()
+    message = receiver.forward.message([x], message_id)
+    assert torch.equal(receiver.forward.decode(packet, message, message_id, lambda nbytes: rest)[0], x)
+    with pytest.raises(CompressionError, match="boundary 2, forward: no packet follows, expected one of"):
+        receiver.forward.decode(packet, message, message_id)
+
+
+def test_a_message_header_and_context_share_their_fields():
+    boundary, _ = boundaries("bf16", seed=9)
+    message_id = boundary.backward.message_id(5, 3, training=False)
+    assert message_id == MessageId(2, "backward", 5, 3, False)
+    shared = vars(message_id)
+    boundary.begin_step(loss_scale=256.0)
+    ctx = boundary.context(message_id, position=1)
+    assert shared.items() <= vars(ctx).items() and (ctx.position, ctx.seed, ctx.loss_scale) == (1, 9, 256.0)
+    assert boundary.context(boundary.forward.message_id(5, 3), 1).loss_scale == 1.0
+    header = Header(**shared, fingerprint=bytes(8), nbytes=64)
+    assert Header.unpack(header.pack()) == header
+    assert all(issubclass(each, MessageId) for each in (Context, Header))
