@@ -42,6 +42,8 @@ def group_shape(spec: TensorSpec, group_size: int | str) -> tuple[int, int]:
 def split(x: Tensor, group_size: int | str) -> Tensor:
     """`x` as [groups, values per group]. What is missing at the end repeats the last value, so no range
     grows."""
+    if isinstance(group_size, int) and x.numel() and x.numel() % group_size == 0:  # nothing is missing
+        return x.reshape(-1, group_size)
     shape = group_shape(TensorSpec.of(x), group_size)
     if not x.numel():
         return x.new_empty(shape)

@@ -1,5 +1,6 @@
 """Group-wise uniform quantization."""
 
+import functools
 import math
 from typing import Literal
 
@@ -111,7 +112,7 @@ class Quantize(Codec, EncodesWithError):
         ):
             return None
         groups, residual = (split(part, options.group_size) for part in (x, residual))
-        grid = self._grid(options.bits)
+        grid = self._grids[options.bits]
         parts, error = resolve.kernels(x.device).quantize_with_error(groups, residual, factor, grid)
         return parts, join(error, TensorSpec(x.shape, torch.float32, x.device), options.group_size)
 
@@ -159,7 +160,7 @@ class Quantize(Codec, EncodesWithError):
 
     def _worst_error(self, bits: int, size: int, missing: int) -> float:
         """Of one group, whatever its values; rounding the scales makes a step up to 1 % larger."""
-        steps = self._grid(bits).top
+        steps = self._grids[bits].top
         # two values make up the range of a grid from minimum to maximum, one that of a symmetric grid
         nearest = 1.02 * bounds.grid(2 * size if self._symmetric else size, steps)
         if self.options.rounding == "stochastic":
@@ -175,7 +176,7 @@ class Quantize(Codec, EncodesWithError):
         stochastic = self.options.rounding == "stochastic"
         mean_magnitude = bits == 1 and self._symmetric and not stochastic
         reach = math.sqrt(2 / math.pi) if mean_magnitude else bounds.largest_normal(size)
-        return 1.02 * bounds.normal_on_grid(-reach, reach, self._grid(bits).top, stochastic)
+        return 1.02 * bounds.normal_on_grid(-reach, reach, self._grids[bits].top, stochastic)
 
     def _layout(self, groups: int, size: int, bits: int) -> Layout:
         scale = ((groups,), _SCALE_DTYPES[self.options.scale_dtype])
@@ -183,17 +184,19 @@ class Quantize(Codec, EncodesWithError):
         return ((groups, packed_size(size, bits)), torch.uint8), *[scale] * scales
 
     def _quantize(self, groups: Tensor, bits: int, generator: torch.Generator | None) -> tuple[Tensor, ...]:
-        return resolve.kernels(groups.device).quantize(groups, self._grid(bits), generator)
+        return resolve.kernels(groups.device).quantize(groups, self._grids[bits], generator)
 
     def _dequantize(self, parts: tuple[Tensor, ...], bits: int, dtype: torch.dtype) -> Tensor:
         # what `join` does to fp16 is done in fp32
         wide = dtype if dtype == torch.bfloat16 else torch.float32
-        return resolve.kernels(parts[0].device).dequantize(parts, self._grid(bits), wide)
+        return resolve.kernels(parts[0].device).dequantize(parts, self._grids[bits], wide)
 
-    @property
+    @functools.cached_property
     def _symmetric(self) -> bool:
         return self.options.scheme == "symmetric"
 
-    def _grid(self, bits: int) -> Grid:
-        options = self.options
-        return Grid(bits, self._symmetric, _SCALE_DTYPES[options.scale_dtype], options.hadamard)
+    @functools.cached_property
+    def _grids(self) -> dict[int, Grid]:
+        """By the width of their codes."""
+        scale_dtype, hadamard = _SCALE_DTYPES[self.options.scale_dtype], self.options.hadamard
+        return {bits: Grid(bits, self._symmetric, scale_dtype, hadamard) for bits in self._widths}

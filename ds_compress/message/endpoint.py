@@ -1,30 +1,80 @@
 """One end of a channel on one rank, with all that a message passes there."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
+from torch import Tensor
+
+from ds_compress.codec import MessageId
 from ds_compress.message.channel import Channel
-from ds_compress.message.meters import OFF, Probe
+from ds_compress.message.layout import MessageLayout
+from ds_compress.message.meters import ReceivingMeter, SendingMeter
 from ds_compress.transport.p2p import Receiver, Sender
 from ds_compress.transport.streams import Lane
 
+Link = TypeVar("Link", Sender, Receiver)
+
 
 @dataclass
-class Endpoint:
+class Endpoint(Generic[Link]):
     """A channel and the link that it sends on, or receives from."""
 
     channel: Channel
-    link: Sender | Receiver
-    second: Sender | Receiver
+    link: Link
+    second: Link
     """For packets that only some messages have."""
 
     lane: Lane
-    meter: Probe = OFF
     messages: int = 0
     """That passed in the schedule in progress."""
-
-    to_announce: int = 0
-    """Messages that the schedule will receive, as long as their size is not known."""
 
     @property
     def sends(self) -> bool:
         return isinstance(self.link, Sender)
+
+
+@dataclass
+class SendingEnd(Endpoint[Sender]):
+    meter: SendingMeter | None = None
+    """In a step that is measured."""
+
+    def transmit(self, tensors: Sequence[Tensor], message_id: MessageId, raw_tail: int) -> None:
+        """Encode a message and hand it to the link."""
+        link, meter = self.link, self.meter
+        if meter is None:
+            packet, rest, _ = self.channel.encode(tensors, message_id, raw_tail, link.memory)
+            link.send(packet)
+        else:
+            packet, rest, _ = meter.encode(self.channel, tensors, message_id, raw_tail, link.memory)
+            meter.send(link, packet)
+        if rest is not None:
+            self.second.send(self.second.memory(rest.numel()).copy_(rest))
+
+    def drain(self) -> None:
+        """Return when everything sent has left this process."""
+        if self.meter is None:
+            self.link.drain()
+        else:
+            self.meter.drain(self.link)
+        self.second.drain()
+
+
+@dataclass
+class ReceivingEnd(Endpoint[Receiver]):
+    meter: ReceivingMeter | None = None
+    """In a step that is measured."""
+
+    to_announce: int = 0
+    """Messages that the schedule will receive, as long as their size is not known."""
+
+    def take(self, message: MessageLayout, message_id: MessageId) -> list[Tensor]:
+        """Take a message from the link and decode it."""
+        link, meter, nbytes = self.link, self.meter, message.packet.nbytes
+        packet = link.receive(nbytes) if meter is None else meter.receive(link, nbytes)
+        if self.to_announce > 1:  # what this one has told of the others
+            link.expect(nbytes, self.to_announce - 1)
+        self.to_announce = 0
+        if meter is None:
+            return self.channel.decode(packet, message, message_id, self.second.receive)
+        return meter.decode(self.channel, packet, message, message_id, self.second.receive)

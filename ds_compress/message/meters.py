@@ -1,8 +1,7 @@
-"""What a channel end goes through for every message: nothing more than the work, or the work with meters on
-it.
+"""What a message goes through in a step that is measured, in place of channel and link alone.
 
-A step that is not logged uses `Probe`. Meters keep marks and device tensors, and turn them into numbers when
-asked. What goes wrong in measuring waits until then too: the message goes on its way.
+Meters keep marks and device tensors, and turn them into numbers when asked. What goes wrong in measuring
+waits until then too: the message goes on its way.
 """
 
 import math
@@ -13,49 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_compress.codec import MessageId
 from ds_compress.codecs.mixins import OnlyReceiverDecodes
 from ds_compress.errors import in_one_line
 from ds_compress.message.channel import Channel
 from ds_compress.message.clock import HostClock
-from ds_compress.message.layout import Encoded, MessageLayout
-from ds_compress.transport.p2p import Receiver, Sender
 
 Memory = Callable[[int], Tensor]
 
 
-class Probe:
-    """Measures nothing."""
-
-    def encode(
-        self,
-        channel: Channel,
-        tensors: Sequence[Tensor],
-        message_id: MessageId,
-        raw_tail: int,
-        memory: Memory,
-    ) -> Encoded:
-        return channel.encode(tensors, message_id, raw_tail, memory)
-
-    def send(self, sender: Sender, packet: Tensor) -> None:
-        sender.send(packet)
-
-    def drain(self, sender: Sender) -> None:
-        sender.drain()
-
-    def receive(self, receiver: Receiver, nbytes: int) -> Tensor:
-        return receiver.receive(nbytes)
-
-    def decode(
-        self, channel: Channel, packet: Tensor, message: MessageLayout, message_id: MessageId, fetch: Memory
-    ) -> list[Tensor]:
-        return channel.decode(packet, message, message_id, fetch)
-
-
-OFF = Probe()
-
-
-class _Meter(Probe):
+class _Meter:
     """Times by name, as pairs of marks."""
 
     def __init__(self, clock: HostClock):

@@ -15,8 +15,8 @@ from ds_compress.errors import in_one_line
 from ds_compress.feedback.state import residuals
 from ds_compress.message.channel import Channel
 from ds_compress.message.clock import clock_for
-from ds_compress.message.endpoint import Endpoint
-from ds_compress.message.meters import OFF, ReceivingMeter, SendingMeter
+from ds_compress.message.endpoint import ReceivingEnd, SendingEnd
+from ds_compress.message.meters import ReceivingMeter, SendingMeter
 from ds_compress.monitor.metrics import (
     CHANNEL,
     COUNTERS,
@@ -31,6 +31,7 @@ from ds_compress.monitor.sinks import add_tensorboard_layout, record_settings
 from ds_compress.monitor.table import Status, Table
 from ds_compress.version import __version__
 
+End = SendingEnd | ReceivingEnd
 Events = list[tuple[str, float, int]]
 
 logger = logging.getLogger("ds_compress")
@@ -83,7 +84,7 @@ class Monitor:
         self._notes = notes
         self._reports = reports
         self._announced = False
-        self._meters: list[tuple[Endpoint, SendingMeter | ReceivingMeter]] = []
+        self._meters: list[tuple[End, SendingMeter | ReceivingMeter]] = []
         self._clock = clock_for(device)
         self._table = Table(boundaries, ranks, device)
         self._due = False  # whether the step in progress is to be written
@@ -97,7 +98,7 @@ class Monitor:
         self._started = self._ended = 0.0  # of training, seconds
         self._waited: list[float] = []  # share of a written step
 
-    def begin_step(self, ends: Sequence[Endpoint], step: int, micro_batches: int, watched: bool) -> None:
+    def begin_step(self, ends: Sequence[End], step: int, micro_batches: int, watched: bool) -> None:
         """Before the training step with number `step`, counted from 1.
 
         Args:
@@ -112,14 +113,15 @@ class Monitor:
         with self._guarded():
             compared = self._measured % micro_batches
             for end in ends:
-                sends = end.sends
-                meter = SendingMeter(self._clock, compared) if sends else ReceivingMeter(self._clock)
-                self._meters.append((end, meter))
-                end.meter = meter
+                if isinstance(end, SendingEnd):
+                    end.meter = SendingMeter(self._clock, compared)
+                else:
+                    end.meter = ReceivingMeter(self._clock)
+                self._meters.append((end, end.meter))
             self._measured += 1
             self._began = self._clock.mark()
 
-    def end_step(self, ends: Sequence[Endpoint], step: int, samples: int, sinks: Any) -> None:
+    def end_step(self, ends: Sequence[End], step: int, samples: int, sinks: Any) -> None:
         """After a training step, on all stages alike.
 
         Args:
@@ -149,7 +151,7 @@ class Monitor:
             if self._failure:
                 self._say()
 
-    def _collect(self, ends: Sequence[Endpoint]) -> float:
+    def _collect(self, ends: Sequence[End]) -> float:
         """Fill the table with what this stage knows; returns how long the step took, in milliseconds."""
         meters, step_ms = self._take_meters(), 0.0
         self._table.clear()
@@ -168,10 +170,10 @@ class Monitor:
         self._table.set_status(self._rank, Status.FAILED if self._failure else measured)
         return step_ms
 
-    def _take_meters(self) -> list[tuple[Endpoint, SendingMeter | ReceivingMeter]]:
+    def _take_meters(self) -> list[tuple[End, SendingMeter | ReceivingMeter]]:
         meters, self._meters = self._meters, []
         for end, _ in meters:
-            end.meter = OFF
+            end.meter = None
         return meters
 
     def _announce(self, channels: Channels, sinks: Any) -> None:
@@ -236,7 +238,7 @@ class Monitor:
         sizes = (latest.raw_bytes, latest.compressed_bytes(channel.codec)) if latest else (0, 0)
         return dict(zip(COUNTERS, (sent.messages, sent.raw_bytes, sent.wire_bytes, *sizes)))
 
-    def _leave_notes(self, ends: Sequence[Endpoint]) -> None:
+    def _leave_notes(self, ends: Sequence[End]) -> None:
         """What becomes of the tensors of each message that this rank sends."""
         with self._guarded():
             latest = {end.channel.place: end.channel.sent.latest for end in ends if end.sends}

@@ -135,8 +135,8 @@ class CompressedDualPipeV(CompressedEngine):
                 sender = QueuedSender(peer, self.device, self._queue_to(neighbour, go))
                 # no second packets: _check has refused what sends them
                 # and no lanes: the queue starts on the compute stream
-                stage.connect(receiving, come, receiver, receiver, Lane(), phase)
-                stage.connect(sending, go, sender, sender, Lane(), phase)
+                stage.connect_receiver(receiving, come, receiver, receiver, Lane(), phase)
+                stage.connect_sender(sending, go, sender, sender, Lane(), phase)
 
     def _sides(self):
         return [

@@ -17,22 +17,13 @@ from deepspeed import comm as dist
 from deepspeed.runtime.pipe import schedule
 
 from ds_compress.checkpoint.mixin import CheckpointedEngine
-from ds_compress.config import DIRECTIONS
 from ds_compress.message.carrying import Tracking
 from ds_compress.message.channel import Boundary
 from ds_compress.monitor.monitor import Monitor
 from ds_compress.pipeline.lookahead import NOWHERE, Lookahead
 from ds_compress.pipeline.mirrors import MirrorCheck
-from ds_compress.pipeline.stage import FORWARD, Instruction, Stage, as_list
-from ds_compress.transport.p2p import (
-    EagerReceiver,
-    EagerSender,
-    PeerTimeout,
-    Receiver,
-    Sender,
-    channel_groups,
-)
-from ds_compress.transport.streams import Lane, lane_for
+from ds_compress.pipeline.stage import Instruction, Stage, as_list
+from ds_compress.pipeline.wiring import wire
 
 RECEIVED = {
     Instruction.RECV_ACTIVATION: schedule.RecvActivation,
@@ -81,38 +72,11 @@ class CompressedEngine(CheckpointedEngine):
         number, replica = self.stage_id, self.grid.get_data_parallel_id()
         before = Boundary(number - 1, config, replica) if number > 0 else None
         after = Boundary(number, config, replica) if number < self.num_stages - 1 else None
-        stage = self._compression = Stage(config, p2p, before, after)
+        self._compression = Stage(config, p2p, before, after)
         self._lookahead = Lookahead()
+        self._is_eager = config.block.link.mode == "eager"
         self._track(config)
-        eager = self._is_eager = config.block.link.mode == "eager"
-        rests = [f"{direction} rest" for direction in DIRECTIONS if config.has_rest(direction)]
-        pipelines = self.grid._topo.get_axis_comm_lists("pipe")
-        seconds = config.block.link.timeout_s
-        groups = channel_groups(pipelines, self.global_rank, [*DIRECTIONS, *rests], seconds) if eager else {}
-        stage.groups = list(groups.values())
-        send, receive = (EagerSender, EagerReceiver) if eager else (Sender, Receiver)
-
-        def connect(instruction, channel, kind, neighbour, lane):
-            peer = self.grid.stage_to_global(neighbour)
-            group = groups.get((channel.boundary.number, channel.direction))
-            rest_group = groups.get((channel.boundary.number, f"{channel.direction} rest"))
-            patience = PeerTimeout(channel.place, seconds)
-            stage.connect(
-                instruction,
-                channel,
-                kind(peer, self.device, group, patience),
-                kind(peer, self.device, rest_group, patience),
-                lane,
-            )
-
-        if before:
-            lane = lane_for(self.device) if eager else Lane()
-            connect(Instruction.RECV_ACTIVATION, before.forward, receive, self.prev_stage, lane)
-            connect(Instruction.SEND_GRAD, before.backward, send, self.prev_stage, lane)
-        if after:
-            lane = lane_for(self.device) if eager else Lane()
-            connect(Instruction.SEND_ACTIVATION, after.forward, send, self.next_stage, lane)
-            connect(Instruction.RECV_GRAD, after.backward, receive, self.next_stage, lane)
+        wire(self._compression, self)
 
     @staticmethod
     def _check(config, stages):
@@ -190,11 +154,8 @@ class CompressedEngine(CheckpointedEngine):
         """Let messages be received ahead whose shapes are known from the batch before."""
         stage = self._compression
         if stage.before is not None and self.pipe_recv_buf is not None:
-            stage.announce(
-                Instruction.RECV_ACTIVATION,
-                as_list(self.pipe_recv_buf),
-                self._raw_tail(Instruction.RECV_ACTIVATION),
-            )
+            raw_tail = int(self.has_attention_mask or self.has_bool_tensors)
+            stage.announce(Instruction.RECV_ACTIVATION, as_list(self.pipe_recv_buf), raw_tail)
         if stage.after is not None and training and self.grad_layer is not None:
             stage.announce(Instruction.RECV_GRAD, as_list(self.grad_layer))
 
@@ -243,21 +204,20 @@ class CompressedEngine(CheckpointedEngine):
     def _send(self, instruction, buffer_id, run):
         if self._lookahead.place == NOWHERE:
             self._outside()
-        self._compression.send(instruction, buffer_id, run, self._raw_tail(instruction))
+        # DeepSpeed sends a bool mask in last place, as half precision: it is float but must not be compressed
+        masked = self.has_attention_mask or self.has_bool_tensors
+        raw_tail = int(masked and instruction is Instruction.SEND_ACTIVATION)
+        self._compression.send(instruction, buffer_id, run, raw_tail)
 
     def _receive(self, instruction, buffer_id, run):
         if self._lookahead.place == NOWHERE:
             self._outside()
         stage, forward = self._compression, instruction is Instruction.RECV_ACTIVATION
+        raw_tail = int(forward and (self.has_attention_mask or self.has_bool_tensors))
         tensors = operator.attrgetter("pipe_recv_buf" if forward else "grad_layer")
-        stage.receive(instruction, buffer_id, run, partial(tensors, self), self._raw_tail(instruction))
+        stage.receive(instruction, buffer_id, run, partial(tensors, self), raw_tail)
         if forward and self._tracking is not None and stage.before.carrying:
             self._tracking.add_float(as_list(self.pipe_buffers["inputs"][buffer_id]), stage.before.carrying)
-
-    def _raw_tail(self, instruction):
-        """DeepSpeed sends a bool mask in last place, as half precision: it is float but must not be
-        compressed."""
-        return int(instruction in FORWARD and (self.has_attention_mask or self.has_bool_tensors))
 
     def _outside(self):
         training = torch.is_grad_enabled() and self.module.training

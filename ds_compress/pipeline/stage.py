@@ -14,7 +14,7 @@ from torch import Tensor
 from ds_compress.codec import MessageId
 from ds_compress.config import Config
 from ds_compress.message.channel import Boundary, Channel
-from ds_compress.message.endpoint import Endpoint
+from ds_compress.message.endpoint import ReceivingEnd, SendingEnd
 from ds_compress.pipeline.intercept import PointToPoint, ShapeMessage
 from ds_compress.transport.p2p import Receiver, Sender
 from ds_compress.transport.streams import Lane, Made
@@ -48,7 +48,8 @@ class Stage:
         self.before = before
         self.after = after
         self._p2p = p2p
-        self._ends: dict[tuple[Instruction, int], Endpoint] = {}
+        self._sending: dict[tuple[Instruction, int], SendingEnd] = {}
+        self._receiving: dict[tuple[Instruction, int], ReceivingEnd] = {}
         self._lanes: dict[int, Lane] = {}  # by boundary
         self._numbers: dict[tuple[int, int], int] = {}  # of the forward message, by boundary and buffer
         self._samples: dict[int, Tensor] = {}  # ids, by buffer
@@ -58,24 +59,37 @@ class Stage:
         self.step = 0
         self.training = False
 
-    def connect(
+    def connect_sender(
         self,
         instruction: Instruction,
         channel: Channel,
-        end: Sender | Receiver,
-        second: Sender | Receiver,
+        link: Sender,
+        second: Sender,
         lane: Lane,
         phase: int = 0,
     ) -> None:
-        """Let `instruction` use `channel` over `end`.
+        """Let `instruction` send on `channel` over `link`.
 
         Args:
-            second: for packets that only some messages have, on a group of its own where receives are posted
-                ahead.
+            second: for packets that only some messages have.
             lane: of the boundary, for both its channels.
             phase: of DualPipeV, which has each instruction twice.
         """
-        self._ends[instruction, phase] = Endpoint(channel, end, second, lane)
+        self._sending[instruction, phase] = SendingEnd(channel, link, second, lane)
+        self._lanes[channel.boundary.number] = lane
+
+    def connect_receiver(
+        self,
+        instruction: Instruction,
+        channel: Channel,
+        link: Receiver,
+        second: Receiver,
+        lane: Lane,
+        phase: int = 0,
+    ) -> None:
+        """Let `instruction` receive on `channel` over `link`; see `connect_sender`. `second`: on a group of
+        its own where receives are posted ahead."""
+        self._receiving[instruction, phase] = ReceivingEnd(channel, link, second, lane)
         self._lanes[channel.boundary.number] = lane
 
     @property
@@ -83,13 +97,13 @@ class Stage:
         return [boundary for boundary in (self.before, self.after) if boundary is not None]
 
     @property
-    def ends(self) -> list[Endpoint]:
-        return list(self._ends.values())
+    def ends(self) -> list[SendingEnd | ReceivingEnd]:
+        return [*self._sending.values(), *self._receiving.values()]
 
     @property
     def sending(self) -> list[Channel]:
         """The channels this stage sends on."""
-        return [end.channel for end in self._ends.values() if end.sends]
+        return [end.channel for end in self._sending.values()]
 
     @contextmanager
     def running(
@@ -105,14 +119,13 @@ class Stage:
             counts: how many messages the schedule receives, where they are to be received ahead.
         """
         self._begin(step, training, loss_scale)
-        for (instruction, _), end in self._ends.items():
-            end.to_announce = (counts or {}).get(instruction, 0)
+        for (instruction, _), receiving in self._receiving.items():
+            receiving.to_announce = (counts or {}).get(instruction, 0)
         self._running = True
         try:
             yield
-            for end in self._ends.values():
-                if end.sends:
-                    end.lane.run(functools.partial(self._drain, end))
+            for end in self._sending.values():
+                end.lane.run(end.drain)
             for lane in self._lanes.values():
                 lane.join()
         finally:
@@ -123,9 +136,10 @@ class Stage:
         self._numbers.clear()
         self._samples.clear()
         self._unplaced.clear()
-        for end in self._ends.values():
+        for end in self.ends:
             end.messages = 0
-            end.to_announce = 0
+        for receiving in self._receiving.values():
+            receiving.to_announce = 0
         for boundary in self.boundaries:
             boundary.begin_step(loss_scale)
             boundary.sample_ids.clear()
@@ -162,16 +176,18 @@ class Stage:
 
     def announce(self, instruction: Instruction, tensors: Sequence[Tensor], raw_tail: int = 0) -> None:
         """Messages of this schedule will have tensors like `tensors`: let them be received ahead."""
-        end = self._ends[instruction, 0]
+        end = self._receiving[instruction, 0]
         if end.to_announce:
-            message = end.channel.message(tensors, self._id(end, 0), raw_tail)
+            message = end.channel.message(
+                tensors, end.channel.message_id(self.step, 0, self.training), raw_tail
+            )
             count, end.to_announce = end.to_announce, 0
             end.lane.run(lambda: end.link.expect(message.packet.nbytes, count))
 
     def queue(self, instruction: Instruction, phase: int, tensors: Sequence[Tensor]) -> None:
         """Queue the receipt of one message with tensors like `tensors`."""
-        end = self._ends[instruction, phase]
-        message = end.channel.message(tensors, self._id(end, 0))
+        end = self._receiving[instruction, phase]
+        message = end.channel.message(tensors, end.channel.message_id(self.step, 0, self.training))
         end.link.expect(message.packet.nbytes, 1)
 
     def send(
@@ -193,20 +209,12 @@ class Stage:
         phase: int = 0,
     ) -> None:
         """Send `tensors`, those of a buffer, as one packet."""
-        end = self._ends[instruction, phase]
+        end = self._sending[instruction, phase]
         message_id = self._next_id(instruction, end, buffer_id)
-        boundary = end.channel.boundary
         if instruction is Instruction.SEND_ACTIVATION and (buffer_id in self._samples or self._unplaced):
             ids = self._samples[buffer_id] if buffer_id in self._samples else self._unplaced.popleft()
-            boundary.sample_ids[message_id.micro_batch] = ids
-
-        def work() -> None:
-            packet, rest, _ = end.meter.encode(end.channel, tensors, message_id, raw_tail, end.link.memory)
-            end.meter.send(end.link, packet)
-            if rest is not None:
-                end.second.send(end.second.memory(rest.numel()).copy_(rest))
-
-        end.lane.run(work, takes=tensors)
+            end.channel.boundary.sample_ids[message_id.micro_batch] = ids
+        end.lane.run(functools.partial(end.transmit, tensors, message_id, raw_tail), takes=tensors)
 
     def receive(
         self,
@@ -232,27 +240,14 @@ class Stage:
         phase: int = 0,
     ) -> list[Tensor]:
         """The next message, with tensors like `tensors`, for a buffer."""
-        end = self._ends[instruction, phase]
+        end = self._receiving[instruction, phase]
         message_id = self._next_id(instruction, end, buffer_id)
         message = end.channel.message(tensors, message_id, raw_tail)
-
-        def work() -> list[Tensor]:
-            packet = end.meter.receive(end.link, message.packet.nbytes)
-            if end.to_announce > 1:  # what this one has told of the others
-                end.link.expect(message.packet.nbytes, end.to_announce - 1)
-            end.to_announce = 0
-            return end.meter.decode(end.channel, packet, message, message_id, end.second.receive)
-
-        arrived = end.lane.run(work, gives=True)
+        arrived = end.lane.run(functools.partial(end.take, message, message_id), gives=True)
         if message.ids and self.after:
             self._samples[buffer_id] = end.channel.boundary.sample_ids[message_id.micro_batch]
             self.after.prefetch(self._samples[buffer_id])
         return arrived
-
-    @staticmethod
-    def _drain(end: Endpoint) -> None:
-        end.meter.drain(end.link)
-        end.second.drain()
 
     def aside(self, message: ShapeMessage) -> Any:
         """Context for what an instruction sends beside its message: DeepSpeed's shape messages."""
@@ -261,17 +256,15 @@ class Stage:
     def shape_message(self, carrying: tuple[bool, ...] | None = None, written: int = 0) -> ShapeMessage:
         return ShapeMessage(self._p2p.module, carrying, written)
 
-    def _next_id(self, instruction: Instruction, end: Endpoint, buffer_id: int) -> MessageId:
+    def _next_id(self, instruction: Instruction, end: SendingEnd | ReceivingEnd, buffer_id: int) -> MessageId:
         number, end.messages = end.messages, end.messages + 1
-        place = end.channel.boundary.number, buffer_id
+        channel = end.channel
+        place = channel.boundary.number, buffer_id
         if instruction in FORWARD:
             self._numbers[place] = number
         else:
             number = self._numbers.pop(place, number)
-        return self._id(end, number)
-
-    def _id(self, end: Endpoint, number: int) -> MessageId:
-        return end.channel.message_id(self.step, number, self.training)
+        return MessageId(place[0], channel.direction, self.step, number, self.training)
 
 
 def as_list(tensors: Any) -> list[Tensor]:

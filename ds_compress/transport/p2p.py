@@ -158,7 +158,8 @@ class EagerSender(Sender):
         # Counted, not polled: gloo's is_completed() stays False until someone waits
         while len(self._in_flight) >= IN_FLIGHT:
             self._release()
-        return super().memory(nbytes)
+        free = self._free
+        return free.pop() if free and free[-1].numel() == nbytes else super().memory(nbytes)
 
     def send(self, packet: Tensor) -> None:
         self._in_flight.append((packet, self._isend(packet)))

@@ -1,4 +1,4 @@
-"""How many Python calls of ours a message costs, counted on real ranks."""
+"""How many Python calls of ours a message costs, counted on real ranks; messages are long enough for C++."""
 
 import sys
 from collections import Counter
@@ -8,10 +8,11 @@ import pytest
 
 import ds_compress
 from tests.support.dist import run_ranks
-from tests.support.pipeline import MICRO_BATCH, batches, build, ds_config
+from tests.support.pipeline import MICRO_BATCH, WIDTH, batches, build, ds_config
 
 OURS = str(Path(ds_compress.__file__).parent)
 QUANTIZE = {direction: {"codec": {"name": "quantize", "bits": 4}} for direction in ("forward", "backward")}
+LENGTH = 512
 MOST = 35
 
 
@@ -33,7 +34,7 @@ def calls_in_a_step(engine, data):
 
 def calls_per_message(block):
     """Calls that one more micro-batch adds, shared out over its message sent and its message received."""
-    engine, data = build(2, ds_config(block)), batches()
+    engine, data = build(2, ds_config(block)), batches(shape=(LENGTH, WIDTH))
     counts = []
     for micro_batches in (4, 8):
         engine.set_train_batch_size(MICRO_BATCH * micro_batches)

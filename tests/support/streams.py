@@ -19,7 +19,7 @@ from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from ds_compress.pipeline import engine
+from ds_compress.pipeline import wiring
 from ds_compress.transport import p2p, staging, streams
 
 HOST_WAITS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}
@@ -223,7 +223,7 @@ def install(staged, deaf=()):
     )
     torch.get_device_module = lambda which=None: module
     torch.Tensor.record_stream = lambda tensor, stream: device.recorded(tensor, stream)
-    engine.lane_for = streams.StreamLane
+    wiring.lane_for = streams.StreamLane
     staging.pinned = _pinned
     if staged:
         staging.is_needed = lambda which: True

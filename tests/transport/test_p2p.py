@@ -43,7 +43,7 @@ def delay_link(mean: float) -> None:
 
 def left_over(engine) -> list:
     """Transfers that are still under way, and receives that wait for a packet."""
-    ends = engine._compression._ends.values()
+    ends = engine._compression.ends
     sent = [work for end in ends if end.sends for work in getattr(end.link, "_in_flight", ())]
     return sent + [work for end in ends if not end.sends for work in getattr(end.link, "_posted", ())]
 
@@ -142,8 +142,8 @@ def order_of_events(dynamic):
         return run
 
     if engine.is_first_stage():
-        sender = engine._compression._ends[Instruction.SEND_ACTIVATION, 0].link
-        receiver = engine._compression._ends[Instruction.RECV_GRAD, 0].link
+        sender = engine._compression._sending[Instruction.SEND_ACTIVATION, 0].link
+        receiver = engine._compression._receiving[Instruction.RECV_GRAD, 0].link
         sender.send = recorded("s", sender.send)
         receiver.receive = recorded("r", receiver.receive)
     data, steps = batches(), []

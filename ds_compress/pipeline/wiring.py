@@ -1,0 +1,54 @@
+"""The links of a stage: which rank each channel goes to, over which process group."""
+
+from typing import Any
+
+from ds_compress.config import DIRECTIONS
+from ds_compress.message.channel import Channel
+from ds_compress.pipeline.stage import Instruction, Stage
+from ds_compress.transport.p2p import (
+    EagerReceiver,
+    EagerSender,
+    PeerTimeout,
+    Receiver,
+    Sender,
+    channel_groups,
+)
+from ds_compress.transport.streams import Lane, lane_for
+
+
+def wire(stage: Stage, engine: Any) -> None:
+    """Connect the channels of `stage` with the neighbours that `engine` has; every rank of the job calls it.
+
+    An eager link has a group for each use of each boundary, so that no order between channels is left to
+    break.
+    """
+    config = stage.config
+    seconds, eager = config.block.link.timeout_s, config.block.link.mode == "eager"
+    rests = [f"{direction} rest" for direction in DIRECTIONS if config.has_rest(direction)]
+    pipelines = engine.grid._topo.get_axis_comm_lists("pipe")
+    groups = channel_groups(pipelines, engine.global_rank, [*DIRECTIONS, *rests], seconds) if eager else {}
+    stage.groups = list(groups.values())
+
+    def link(kind: type[Any], channel: Channel, neighbour: int, use: str = "") -> Any:
+        group = groups.get((channel.boundary.number, f"{channel.direction}{use}"))
+        timeout = PeerTimeout(channel.place, seconds)
+        return kind(engine.grid.stage_to_global(neighbour), engine.device, group, timeout)
+
+    def send(instruction: Instruction, channel: Channel, neighbour: int, lane: Lane) -> None:
+        kind = EagerSender if eager else Sender
+        ends = link(kind, channel, neighbour), link(kind, channel, neighbour, " rest")
+        stage.connect_sender(instruction, channel, *ends, lane)
+
+    def receive(instruction: Instruction, channel: Channel, neighbour: int, lane: Lane) -> None:
+        kind = EagerReceiver if eager else Receiver
+        ends = link(kind, channel, neighbour), link(kind, channel, neighbour, " rest")
+        stage.connect_receiver(instruction, channel, *ends, lane)
+
+    if stage.before:
+        lane = lane_for(engine.device) if eager else Lane()
+        receive(Instruction.RECV_ACTIVATION, stage.before.forward, engine.prev_stage, lane)
+        send(Instruction.SEND_GRAD, stage.before.backward, engine.prev_stage, lane)
+    if stage.after:
+        lane = lane_for(engine.device) if eager else Lane()
+        send(Instruction.SEND_ACTIVATION, stage.after.forward, engine.next_stage, lane)
+        receive(Instruction.RECV_GRAD, stage.after.backward, engine.next_stage, lane)
