@@ -71,12 +71,17 @@ class Channel:
         boundary = self.boundary
         kind = boundary.compresses(message_id), message_id.training, raw_tail, boundary.carrying
         layout = self._latest.get(kind)
-        if layout is None or not layout.fits(tensors):  # seldom: hashing all specs takes its time
-            specs = tuple(map(TensorSpec.of, tensors))
-            if (specs, kind) not in self._layouts:
-                self._layouts[specs, kind] = self._layout(specs, kind)
-            layout = self._latest[kind] = self._layouts[specs, kind]
-        return layout
+        if layout is not None and len(layout.specs) == len(tensors):
+            for spec, tensor in zip(layout.specs, tensors):
+                if spec.shape != tensor.shape or spec.dtype != tensor.dtype or spec.device != tensor.device:
+                    break
+            else:
+                return layout
+        specs = tuple(map(TensorSpec.of, tensors))  # seldom: hashing all of them takes its time
+        if (specs, kind) not in self._layouts:
+            self._layouts[specs, kind] = self._layout(specs, kind)
+        self._latest[kind] = self._layouts[specs, kind]
+        return self._latest[kind]
 
     def _layout(self, specs: tuple[TensorSpec, ...], kind: Kind) -> MessageLayout:
         compressed, training, raw_tail, carrying = kind

@@ -45,15 +45,6 @@ class MessageLayout:
         self.device = specs[0].device
         self.headers_left = HEADERS_CHECKED
 
-    def fits(self, tensors: Sequence[Tensor | TensorSpec]) -> bool:
-        """Whether `tensors` are of these specs."""
-        if len(tensors) != len(self.specs):
-            return False
-        for spec, tensor in zip(self.specs, tensors):
-            if spec.shape != tensor.shape or spec.dtype != tensor.dtype or spec.device != tensor.device:
-                return False
-        return True
-
     def compressed_bytes(self, codec: Codec) -> int:
         """Bytes that such a message takes on the wire with `codec`, a second packet included."""
         compressed = MessageLayout(self.specs, codec, self.exempt, self.ids)

@@ -167,8 +167,9 @@ class CompressedEngine(CheckpointedEngine):
 
     def _next_batch(self):
         batch = super()._next_batch()
-        loading = self._lookahead.current
-        self._compression.load(batch, loading.kwargs.get("buffer_id") if loading else None)
+        if self._compression.wants_samples:
+            loading = self._lookahead.current
+            self._compression.load(batch, loading.kwargs.get("buffer_id") if loading else None)
         return batch
 
     def _forward_pass(self, buffer_id, *args, **kwargs):

@@ -55,6 +55,7 @@ class Stage:
         self._samples: dict[int, Tensor] = {}  # ids, by buffer
         self._unplaced: deque[Tensor] = deque()  # ids of batches in unknown buffers
         self._running = False
+        self.wants_samples = config.sample_ids is not None and before is None
         self.groups: list[Any] = []  # process groups of its channels alone
         self.step = 0
         self.training = False
@@ -159,14 +160,14 @@ class Stage:
         return made
 
     def load(self, batch: Sequence[Any], buffer_id: int | None) -> None:
-        """Take note of the samples in what the data loader returned, on the first stage.
+        """Take note of the samples in what the data loader returned; called where `wants_samples`.
 
         Args:
             buffer_id: that the batch is loaded into; None where nobody knows: then buffers are sent in its
                 order.
         """
         source = self.config.sample_ids
-        if source and self.before is None and self.after is not None and self.training:
+        if source is not None and self.after is not None and self.training:
             ids = source.of(batch)
             self.after.prefetch(ids)
             if buffer_id is None:
@@ -229,17 +230,18 @@ class Stage:
         if self._p2p.busy:
             run()
         else:
-            self._p2p.serve(run, lambda: self.fetch(instruction, buffer_id, as_list(tensors()), raw_tail))
+            self._p2p.serve(run, lambda: self.fetch(instruction, buffer_id, tensors(), raw_tail))
 
     def fetch(
         self,
         instruction: Instruction,
         buffer_id: int,
-        tensors: Sequence[Tensor],
+        tensors: Tensor | Sequence[Tensor],
         raw_tail: int = 0,
         phase: int = 0,
     ) -> list[Tensor]:
         """The next message, with tensors like `tensors`, for a buffer."""
+        tensors = (tensors,) if isinstance(tensors, Tensor) else tensors
         end = self._receiving[instruction, phase]
         message_id = self._next_id(instruction, end, buffer_id)
         message = end.channel.message(tensors, message_id, raw_tail)
