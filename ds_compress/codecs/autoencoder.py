@@ -10,7 +10,7 @@ from torch import Tensor
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
 from ds_compress.codecs import bounds
 from ds_compress.codecs.memory import Remembers, expect, number
-from ds_compress.codecs.mixins import BothDirections, Learns, OnlyReceiverDecodes
+from ds_compress.codecs.mixins import BothDirections, DecodesByProduct, Learns, OnlyReceiverDecodes
 from ds_compress.codecs.reshape import WIRE_DTYPES, arithmetic_dtype, as_message, boundary_noise, matrix_shape
 from ds_compress.errors import CompressionError
 from ds_compress.registry import Width
@@ -19,7 +19,7 @@ BETAS = 0.9, 0.999
 
 
 @register("autoencoder")
-class Autoencoder(Codec, Remembers, Learns, BothDirections, OnlyReceiverDecodes):
+class Autoencoder(Codec, Remembers, Learns, BothDirections, OnlyReceiverDecodes, DecodesByProduct):
     """A linear encoder before and a linear decoder behind the boundary, both trained by the model's own loss.
 
     The "AE" of Bian et al. (arXiv 2301.02654), the h -> c -> h bottleneck as two layers of the model:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
 from ds_compress.codecs import bounds
 from ds_compress.codecs.memory import Remembers, expect, number
-from ds_compress.codecs.mixins import BothDirections, Observes
+from ds_compress.codecs.mixins import BothDirections, DecodesByProduct, Observes
 from ds_compress.codecs.reshape import WIRE_DTYPES, arithmetic_dtype, as_message, boundary_noise, matrix_shape
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.numerics import is_finite
@@ -25,7 +25,7 @@ ITERATIONS = (
 
 
 @register("lowrank")
-class LowRank(Codec, Remembers):
+class LowRank(Codec, Remembers, DecodesByProduct):
     """The product of two thin factors, from one power iteration that starts where the last message ended.
 
     PowerSGD (Vogels et al., arXiv 1905.13727, algorithm 1) on the message M of n rows and h columns: P = M Q
@@ -114,7 +114,7 @@ def _near_one(p: Tensor) -> Tensor:
 
 
 @register("pca")
-class PCA(Codec, Remembers, Observes, BothDirections):
+class PCA(Codec, Remembers, Observes, BothDirections, DecodesByProduct):
     """The coefficients of each row in a basis fitted to the activations of the warm-up steps, the same
     backward.
 

@@ -9,6 +9,7 @@
     SecondPacket          has a payload whose size follows from the data                lossless
     BothDirections        must be the codec of both directions                          pca, autoencoder
     OnlyReceiverDecodes   decodes by state that the sender does not have                autoencoder
+    DecodesByProduct      decodes to other last bits on other processors                lowrank, pca
     EncodesWithError      encodes and tells what is lost in one pass over the memory    quantize
 
 Whoever needs one of them asks with `isinstance`, or with `layers` where a feedback may be wrapped round the
@@ -127,6 +128,13 @@ class BothDirections:
 
 class OnlyReceiverDecodes:
     """What a message decodes to depends on state of the receiver alone, so no feedback can follow."""
+
+
+class DecodesByProduct:
+    """Decodes with a matrix product: its last bits depend on processor, libraries and number of threads.
+
+    A codec that is not one decodes a packet to the same bits everywhere.
+    """
 
 
 class EncodesWithError(ABC):

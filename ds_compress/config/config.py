@@ -7,7 +7,14 @@ from typing import Any
 
 import ds_compress.codecs  # noqa: F401  (registers them)
 from ds_compress.codec import CODECS, Codec
-from ds_compress.codecs.mixins import BothDirections, Follows, Observes, SecondPacket, layers
+from ds_compress.codecs.mixins import (
+    BothDirections,
+    DecodesByProduct,
+    Follows,
+    Observes,
+    SecondPacket,
+    layers,
+)
 from ds_compress.config.block import DIRECTIONS, KEY, Block
 from ds_compress.errors import REQUIRE, CompressionError, is_required, shown
 from ds_compress.feedback import FEEDBACKS, Feedback
@@ -177,13 +184,24 @@ class Config:
     @property
     def mirrors(self) -> bool:
         """Whether both sides of some boundary keep state that has to stay the same."""
-        return any(feedback.mirrors for _, feedback in self._choices())
+        return any(feedback.mirrors for _, feedback in self._pairs())
 
-    def _choices(self) -> Iterator[tuple[Codec, Feedback]]:
-        """Codec and feedback asked for, of all boundaries and directions."""
-        for number in (None, *map(int, self.block.boundaries)):
-            for direction in DIRECTIONS:
-                yield self._choice(number, direction)
+    @property
+    def mirrored_products(self) -> list[str]:
+        """Names of codecs, with their feedback, whose mirrored state is equal only where both sides compute
+        matrix products alike."""
+        pairs = {
+            f"{codec.name} + {feedback.name}"
+            for codec, feedback in self._pairs()
+            if feedback.mirrors and any(layers(codec, DecodesByProduct))
+        }
+        return sorted(pairs)
+
+    def _pairs(self) -> Iterator[tuple[Codec, Feedback]]:
+        """Codecs, with the feedbacks round them, of all boundaries and directions."""
+        for number in self.numbers:
+            codecs = self.codecs(number)
+            yield from ((getattr(codecs, direction), codecs.feedbacks[direction]) for direction in DIRECTIONS)
 
     def has_rest(self, direction: str) -> bool:
         """Whether messages of any boundary may come with a second packet."""

@@ -25,6 +25,7 @@ from ds_compress.pipeline.engine import CompressedEngine, steps_per_epoch
 from ds_compress.pipeline.handshake import Notes, agree
 from ds_compress.pipeline.intercept import PointToPoint
 from ds_compress.pipeline.mirrors import MirrorCheck
+from ds_compress.pipeline.numerics import relied_on
 from ds_compress.transport import staging
 from ds_compress.version import __version__
 
@@ -114,7 +115,12 @@ def attach(engine: Any, module: Any, block: object) -> None:
         # Triton sums the magnitudes of 1-bit grids in another order than torch: mirrored state would drift
         # apart
         kernels = resolve.kernels(engine.device).__name__.rpartition(".")[2]
-        agreed = {"version": __version__, **config.settings, "kernels": kernels}
+        agreed = {
+            "version": __version__,
+            **config.settings,
+            "kernels": kernels,
+            **relied_on(config, engine.device),
+        }
     except CompressionError as error:
         agreed = error
     agree(_get_default_store(), dist.get_rank(), dist.get_world_size(), agreed, HANDSHAKE_SECONDS)
