@@ -1,7 +1,7 @@
 """Compressed messages between the pipeline stages of DeepSpeed.
 
 Installed, it is on for every DeepSpeed config with a "ds_compress" key; importing it does the same where
-entry points are not loaded. The public names below load on first use.
+entry points are not loaded. The public names below load on first use; `__init__.pyi` has their types.
 """
 
 import importlib
@@ -10,14 +10,18 @@ from ds_compress.autoload import hook
 
 _HOMES = {
     "Codec": "codec",
+    "CodecOptions": "codec",
     "CompressionError": "errors",
     "Config": "config",
     "Context": "codec",
+    "Feedback": "feedback",
+    "FeedbackCodec": "feedback",
     "TensorSpec": "codec",
     "__version__": "version",
     "build": "codec",
     "check_codec": "codecs.contract",
     "register": "codec",
+    "register_feedback": "feedback",
 }
 
 __all__ = sorted(_HOMES)

@@ -178,7 +178,7 @@ class Codec(Named, ABC):
         return ""
 
 
-CODECS: Registry[Codec] = Registry("codec")
+CODECS: Registry[Codec] = Registry("codec", Codec)
 register = CODECS.register
 names = CODECS.names
 

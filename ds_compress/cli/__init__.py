@@ -6,6 +6,7 @@ import sys
 from ds_compress.cli import advise, bench, check, listing, report, schema
 from ds_compress.cli.arguments import Parser
 from ds_compress.errors import CompressionError
+from ds_compress.registry import plugins
 from ds_compress.version import __version__
 
 COMMANDS = (listing, check, bench, advise, report, schema)
@@ -20,6 +21,10 @@ def main(argv: list[str] | None = None) -> int:
         command.add_parser(subparsers)
     args = parser.parse_args(argv)
     try:
+        if "imports" in args:
+            plugins.load_installed()
+            for place in args.imports:
+                plugins.load(place)
         return args.run(args)
     except CompressionError as error:
         print(error, file=sys.stderr)

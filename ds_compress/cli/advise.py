@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from ds_compress.cli.arguments import DTYPES, add_message, device, integer, number, numbers
+from ds_compress.cli.arguments import DTYPES, add_import, add_message, device, integer, number, numbers
 from ds_compress.cli.bench import benchmark_tensor, measure
 from ds_compress.cli.check import message_sizes, read_block
 from ds_compress.cli.console import show
@@ -78,6 +78,7 @@ def add_parser(subparsers: Any) -> None:
         help="do not measure the codecs: all encode and decode so many GB/s of input",
     )
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+    add_import(parser)
     parser.set_defaults(run=run)
 
 

@@ -76,6 +76,18 @@ def device(text: str) -> torch.device:
     return torch.device(text)
 
 
+def add_import(parser: Any) -> None:
+    """`--import`, for commands that know codecs and feedbacks by name."""
+    parser.add_argument(
+        "--import",
+        action="append",
+        default=[],
+        dest="imports",
+        metavar="MODULE",
+        help="a module, or a path to a .py file, that registers codecs or feedbacks of your own",
+    )
+
+
 def add_message(parser: Any) -> None:
     """`--stages`, and `--shape` and `--dtype` of what they send."""
     parser.add_argument("--stages", type=integer(1, 2**16), required=True, help="pipeline stages")

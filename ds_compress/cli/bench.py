@@ -14,7 +14,7 @@ from rich.progress import track
 from torch import Tensor
 
 from ds_compress import config  # noqa: F401  (registers the codecs)
-from ds_compress.cli.arguments import DTYPES, device, integer, shape
+from ds_compress.cli.arguments import DTYPES, add_import, device, integer, shape
 from ds_compress.cli.console import show
 from ds_compress.codec import CODECS, Codec, Context, TensorSpec, build, check_accepted, names
 from ds_compress.codecs.mixins import Follows, Observes
@@ -42,6 +42,7 @@ def add_parser(subparsers: Any) -> None:
         "--codec", nargs="+", help="names, or JSON objects as in ds_config (default: all but none)"
     )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
+    add_import(parser)
     parser.set_defaults(run=run)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_compress.autoload import near_misses
-from ds_compress.cli.arguments import DTYPES, add_message
+from ds_compress.cli.arguments import DTYPES, add_import, add_message
 from ds_compress.cli.console import importing_deepspeed, show
 from ds_compress.codec import TensorSpec
 from ds_compress.config import DIRECTIONS, KEY, Config
@@ -20,6 +20,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("ds_config", type=Path, help="ds_config.json")
     add_message(parser)
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+    add_import(parser)
     parser.set_defaults(run=run)
 
 

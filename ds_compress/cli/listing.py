@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+from ds_compress.cli.arguments import add_import
 from ds_compress.cli.console import terminal_width
 from ds_compress.cli.reference import reference
 
@@ -25,6 +26,7 @@ def add_parser(subparsers: Any) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="JSON instead of text")
     form.add_argument("--markdown", action="store_true", help="docs/options.md")
+    add_import(parser)
     parser.set_defaults(run=run)
 
 

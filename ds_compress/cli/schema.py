@@ -4,11 +4,13 @@ import argparse
 import json
 from typing import Any
 
+from ds_compress.cli.arguments import add_import
 from ds_compress.cli.reference import schema
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("schema", help='JSON Schema of the "ds_compress" block, for editors')
+    add_import(parser)
     parser.set_defaults(run=run)
 
 

@@ -20,6 +20,7 @@ from ds_compress.errors import REQUIRE, CompressionError, is_required, shown
 from ds_compress.feedback import FEEDBACKS, Feedback
 from ds_compress.feedback.sample_ids import SampleIds
 from ds_compress.registry import validate
+from ds_compress.registry.plugins import load_installed
 
 HEADERS = 128
 """Bytes that the headers of a message and the places between its parts take, at most."""
@@ -60,6 +61,7 @@ class Config:
             raise CompressionError(
                 f'{KEY}: {shown(block)} is not an object; write "{KEY}": {{...}} with the options'
             )
+        load_installed()
         self.block = validate(Block, block, KEY)
         self.warmup_steps = self.block.warmup_steps
         if self.block.warmup_steps and self.block.warmup_epochs:

@@ -1,6 +1,6 @@
 """State that travels with training, wrapped round a codec: one recipe per file."""
 
 from ds_compress.feedback import aqsgd, ef, ef21, loco, mixed  # noqa: F401  (registers them)
-from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, NoFeedback
+from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, NoFeedback, register_feedback
 
-__all__ = ["FEEDBACKS", "Feedback", "FeedbackCodec", "NoFeedback"]
+__all__ = ["FEEDBACKS", "Feedback", "FeedbackCodec", "NoFeedback", "register_feedback"]

@@ -50,7 +50,8 @@ class Feedback(Named, ABC):
         """
 
 
-FEEDBACKS: Registry[Feedback] = Registry("feedback")
+FEEDBACKS: Registry[Feedback] = Registry("feedback", Feedback)
+register_feedback = FEEDBACKS.register
 
 
 @FEEDBACKS.register("none")

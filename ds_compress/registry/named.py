@@ -3,7 +3,8 @@
 import ast
 import inspect
 import textwrap
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from ds_compress.errors import CompressionError, did_you_mean, shown
 from ds_compress.registry.options import Options, validate
@@ -48,27 +49,47 @@ def _docstring(cls: type) -> str:
 
 
 Kind = TypeVar("Kind", bound=Named)
+Member = TypeVar("Member", bound=Named)
 
 
 class Registry(Generic[Kind]):
-    """Name to class, for one `kind` of thing."""
+    """Name to class, for one `kind` of thing, which all derive from `base`."""
 
-    def __init__(self, kind: str):
+    def __init__(self, kind: str, base: type):
         self.kind = kind
+        self._base = base
         self._classes: dict[str, type[Kind]] = {}
 
-    def register(self, name: str):
-        """Class decorator that makes a class known as `name`; a second one of that name is refused."""
+    def register(self, name: str) -> Callable[[type[Member]], type[Member]]:
+        """Class decorator that makes a class known as `name`.
 
-        def add(cls: type[Kind]) -> type[Kind]:
-            if name in self._classes:
-                taken = self._classes[name].__qualname__
-                raise CompressionError(f"{self.kind} {name!r} is already registered by {taken}")
+        Raises:
+            CompressionError: the name is taken or none, or the class is not one of this kind.
+        """
+
+        def add(cls: type[Member]) -> type[Member]:
+            mistake = self._mistake(name, cls)
+            if mistake:
+                raise CompressionError(f"{self.kind} {shown(name)}: {mistake}")
             cls.name = name
-            self._classes[name] = cls
+            self._classes[name] = cast(type[Kind], cls)
             return cls
 
         return add
+
+    def _mistake(self, name: object, cls: object) -> str:
+        """Why `cls` cannot be known as `name`, or an empty string."""
+        if not isinstance(name, str) or not name:
+            return "a name is a string"
+        if not isinstance(cls, type) or not issubclass(cls, self._base):
+            return f"{shown(cls)} does not derive from {self._base.__name__}"
+        if not issubclass(cls.Options, Options):
+            return f"{cls.__qualname__}.Options does not derive from CodecOptions, so unknown keys would pass"
+        if "name" in cls.Options.model_fields:
+            return f'{cls.__qualname__}.Options has an option "name", which is the key of the name'
+        if name in self._classes:
+            return f"already registered by {self._classes[name].__qualname__}"
+        return ""
 
     def names(self) -> list[str]:
         """All registered names, sorted."""
@@ -77,10 +98,10 @@ class Registry(Generic[Kind]):
     def find(self, name: object, path: str) -> type[Kind]:
         """The class registered as `name`; `path` is the JSON path that an error names."""
         if not isinstance(name, str) or name not in self._classes:
-            raise CompressionError(
-                f"{path}: {shown(name)} is not registered{did_you_mean(name, self.names())}; known: "
-                f"{self._known()}"
-            )
+            near = did_you_mean(name, self.names())
+            own = "" if near else "; one of your own is known once its module is imported"
+            known = f"known: {', '.join(self.names())}{own}"
+            raise CompressionError(f"{path}: {shown(name)} is not registered{near}; {known}")
         return self._classes[name]
 
     def build(self, choice: object, path: str) -> Kind:

@@ -1,0 +1,68 @@
+"""Codecs and feedbacks of the user: the modules that register them, imported.
+
+A training script imports its own. What an installed package has is declared in its setup.cfg and known in
+every process that uses ds_compress, training, `simulate` and the commands alike:
+
+    [options.entry_points]
+    ds_compress.plugins =
+        mine = my_codecs
+
+Commands take others by `--import`, a module or a file.
+"""
+
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from ds_compress.errors import CompressionError
+
+GROUP = "ds_compress.plugins"
+
+
+@functools.cache
+def load_installed() -> None:
+    """Import what installed packages declare, once in a process.
+
+    Raises:
+        CompressionError: a module cannot be imported; one line that names it.
+    """
+    for point in entry_points(group=GROUP):
+        package = f" of {point.dist.name}" if point.dist else ""
+        _run(point.load, f"plugin {point.value!r}{package}")
+
+
+def load(place: str) -> None:
+    """Import a module, which may lie in the working directory, or the file at a path that ends in .py.
+
+    Raises:
+        CompressionError: it cannot be imported; one line that names it.
+    """
+    if place.endswith(".py"):
+        _run(lambda: _load_file(Path(place).resolve()), f"--import {place}")
+        return
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    _run(lambda: importlib.import_module(place), f"--import {place}")
+
+
+def _load_file(path: Path) -> None:
+    if any(getattr(module, "__file__", None) == str(path) for module in [*sys.modules.values()]):
+        return
+    name = f"ds_compress_import_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+
+
+def _run(load: Callable[[], object], what: str) -> None:
+    try:
+        load()
+    except (Exception, SystemExit) as error:
+        reason = " ".join(str(error).split())
+        raise CompressionError(f"{what} cannot be imported: {type(error).__name__}: {reason}") from error

@@ -1,0 +1,214 @@
+"""Codecs and feedbacks of a user: known wherever names are, and a broken module is one line."""
+
+import json
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from ds_compress import CompressionError, Config, check_codec
+from ds_compress.cli import main
+from ds_compress.codec import CODECS
+from ds_compress.feedback import FEEDBACKS
+from ds_compress.registry import plugins
+from ds_compress.simulate import simulate
+from tests.support.dist import run_ranks
+from tests.support.pipeline import ds_config, train
+
+MINE = '''
+    """A codec in twenty lines."""
+
+    import torch
+    from pydantic import Field
+
+    from ds_compress import Codec, CodecOptions, register
+
+
+    @register("sign")
+    class Sign(Codec):
+        """Signs, times the mean magnitude."""
+
+        class Options(CodecOptions):
+            gain: float = Field(1.0, gt=0, le=2)
+            """What the magnitude is multiplied by."""
+
+        def layout(self, spec):
+            return (spec.shape, torch.int8), ((), torch.float32)
+
+        def encode(self, x, ctx):
+            x = x.contiguous()
+            mean = x.abs().float().mean() if x.numel() else torch.zeros((), device=x.device)
+            return x.sign().nan_to_num_().to(torch.int8), mean * self.options.gain
+
+        def decode(self, parts, spec, ctx):
+            signs, magnitude = parts
+            return (signs * magnitude).to(spec.dtype)
+
+        def error_bound(self, spec):
+            return 1.0
+
+        def gaussian_error_bound(self, spec):
+            return 0.7
+'''
+BLOCK = {"forward": {"codec": {"name": "sign", "gain": 1.25}}, "backward": {"codec": "sign"}, "min_numel": 0}
+
+
+@pytest.fixture(autouse=True)
+def forget(monkeypatch):
+    """What a test registers and imports goes with it."""
+    for registry in (CODECS, FEEDBACKS):
+        monkeypatch.setattr(registry, "_classes", dict(registry._classes))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+    plugins.load_installed.cache_clear()
+    yield
+    plugins.load_installed.cache_clear()
+    for name in set(sys.modules) - before:
+        if name.startswith(("my_", "ds_compress_import_")):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working directory, with a module `my_codecs` and a config that names its codec."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_codecs.py").write_text(textwrap.dedent(MINE))
+    (tmp_path / "ds_config.json").write_text(json.dumps({"ds_compress": BLOCK}))
+    return tmp_path
+
+
+def install(folder, value="my_codecs"):
+    """As pip leaves it: a package that declares `value` as a plugin."""
+    information = folder / "my_plugin-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: my-plugin\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(f"[ds_compress.plugins]\nmine = {value}\n")
+    sys.path.insert(0, str(folder))
+
+
+SIZES = ["--stages", "2", "--shape", "4,256"]
+COMMANDS = {
+    "list": ["list", "--json"],
+    "check": ["check", "ds_config.json", *SIZES, "--json"],
+    "bench": ["bench", "--shape", "4,256", "--codec", "sign"],
+    "advise": [
+        *("advise", *SIZES, "--micro-batches", "4", "--forward-ms", "9", "--gbps", "1"),
+        *("--codec-gbps", "1", "--recipe", "ds_config.json", "--json"),
+    ],
+    "schema": ["schema"],
+}
+
+
+@pytest.mark.parametrize("place", ["my_codecs", "my_codecs.py", "./my_codecs.py", "installed"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_knows_it(command, place, folder, capsys):
+    if place == "installed":
+        install(folder)
+    arguments = [] if place == "installed" else ["--import", place]
+    assert main([*COMMANDS[command], *arguments]) == 0
+    assert ("sign" in capsys.readouterr().out) == (command != "advise")
+    assert "sign" in CODECS.names()
+
+
+def test_it_is_listed_with_its_options(folder, capsys):
+    assert main(["list", "--json", "--import", "my_codecs"]) == 0
+    listed = {codec["name"]: codec for codec in json.loads(capsys.readouterr().out)["codecs"]}
+    assert listed["sign"]["summary"] == "Signs, times the mean magnitude."
+    assert listed["sign"]["options"]["gain"]["description"] == "What the magnitude is multiplied by."
+
+
+def test_the_same_module_may_come_several_ways(folder, capsys):
+    install(folder)
+    places = [
+        word
+        for place in ("my_codecs", "my_codecs.py", str(folder / "my_codecs.py"))
+        for word in ("--import", place)
+    ]
+    assert main(["list", *places]) == 0
+
+
+def test_it_keeps_the_contract(folder):
+    install(folder)
+    plugins.load_installed()
+    check_codec("sign")
+
+
+def test_training_and_simulate_know_what_is_installed(folder):
+    install(folder)
+    config = ds_config(BLOCK)
+    losses = [rank["losses"] for rank in run_ranks(2, train, 2, config)]
+    assert losses[0] == losses[1] and all(loss == loss for loss in losses[0])
+    assert "sign" not in CODECS.names()  # the ranks loaded it
+    model = simulate(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), config, cuts=[1])
+    model(torch.ones(2, 4)).sum().backward()
+    assert "sign" in CODECS.names()
+
+
+def test_without_the_module_an_error_says_what_to_do():
+    with pytest.raises(
+        CompressionError, match=r"'sign' is not registered.*known once its module is imported"
+    ):
+        Config(BLOCK)
+
+
+TAKEN = MINE.replace('"sign"', '"bf16"')
+BROKEN = {
+    "syntax": ("def", "SyntaxError: "),
+    "import": ("import my_no_such_module", "ModuleNotFoundError: No module named 'my_no_such_module'"),
+    "exit": ("import sys; sys.exit(3)", "SystemExit: 3"),
+    "lines": ("raise ValueError('first\\nsecond')", "ValueError: first second"),
+    "taken": (TAKEN, "CompressionError: codec 'bf16': already registered by BFloat16"),
+    "no codec": (
+        "from ds_compress import register\n@register('x')\nclass X: pass",
+        "codec 'x': <class 'my_codecs.X'> does not derive from Codec",
+    ),
+    "no name": (
+        "from ds_compress import Codec, register\n@register(5)\nclass X(Codec): pass",
+        "a name is a string",
+    ),
+    "loose options": (
+        MINE.replace("(CodecOptions)", "(__import__('pydantic').BaseModel)"),
+        "Sign.Options does not derive from CodecOptions, so unknown keys would pass",
+    ),
+    "name": (MINE.replace("gain: float", "name: str = ''\n            gain: float"), 'has an option "name"'),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize("place", ["my_codecs", "my_codecs.py", "installed"])
+def test_a_broken_module_is_one_line(kind, place, folder, capsys):
+    code, reason = BROKEN[kind]
+    (folder / "my_codecs.py").write_text(textwrap.dedent(code))
+    if place == "installed":
+        install(folder)
+    assert main(["list", *([] if place == "installed" else ["--import", place])]) == 2
+    printed = capsys.readouterr()
+    what = "plugin 'my_codecs' of my-plugin" if place == "installed" else f"--import {place}"
+    named = (
+        reason.replace("my_codecs.X", f"ds_compress_import_{place[:-3]}.X") if place[-3:] == ".py" else reason
+    )
+    assert printed.err.startswith(f"{what} cannot be imported: ") and printed.err.count("\n") == 1
+    assert named in printed.err and printed.out == ""
+
+
+def test_a_module_that_is_not_there(folder, capsys):
+    for place in ("my_other_codecs", "my_other_codecs.py", "", "..", "my_codecs/"):
+        assert main(["list", "--import", place]) == 2
+        assert capsys.readouterr().err.startswith(f"--import {place} cannot be imported: ")
+
+
+def start(config):
+    try:
+        train(2, config)
+    except CompressionError as error:
+        return str(error)
+
+
+def test_a_broken_plugin_stops_every_rank_with_one_line(folder):
+    install(folder, "my_codecs:no_such_name")
+    for line in run_ranks(2, start, ds_config(BLOCK)):
+        assert line.startswith(
+            "plugin 'my_codecs:no_such_name' of my-plugin cannot be imported: AttributeError"
+        )
+        assert line.endswith("[rank 0]")
