@@ -55,7 +55,7 @@ Member = TypeVar("Member", bound=Named)
 class Registry(Generic[Kind]):
     """Name to class, for one `kind` of thing, which all derive from `base`."""
 
-    def __init__(self, kind: str, base: type):
+    def __init__(self, kind: str, base: type[Named]):
         self.kind = kind
         self._base = base
         self._classes: dict[str, type[Kind]] = {}
@@ -77,7 +77,7 @@ class Registry(Generic[Kind]):
 
         return add
 
-    def _mistake(self, name: object, cls: object) -> str:
+    def _mistake(self, name: object, cls: type[Named]) -> str:
         """Why `cls` cannot be known as `name`, or an empty string."""
         if not isinstance(name, str) or not name:
             return "a name is a string"

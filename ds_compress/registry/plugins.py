@@ -16,8 +16,10 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import cast
 
 from ds_compress.errors import CompressionError
 
@@ -54,10 +56,14 @@ def _load_file(path: Path) -> None:
     if any(getattr(module, "__file__", None) == str(path) for module in [*sys.modules.values()]):
         return
     name = f"ds_compress_import_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
+    loader = SourceFileLoader(name, str(path))
+    spec = cast(ModuleSpec, importlib.util.spec_from_file_location(name, path, loader=loader))
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # there its classes find their source
+    try:
+        loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
 
 
 def _run(load: Callable[[], object], what: str) -> None:
