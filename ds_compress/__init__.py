@@ -10,12 +10,13 @@ from ds_compress.autoload import hook
 
 _HOMES = {
     "Codec": "codec",
+    "CodecOptions": "codec",
     "CompressionError": "errors",
     "Config": "config",
     "Context": "codec",
     "TensorSpec": "codec",
     "__version__": "version",
-    "build": "codec",
+    "build": "codecs",
     "check_codec": "codecs.contract",
     "register": "codec",
 }

@@ -153,7 +153,7 @@ class PacketLayout:
 
 def _checksum(packet: Tensor) -> int:
     """CRC-32 of the body; a packet on a device is copied to the host."""
-    return zlib.crc32(packet[HEADER_SIZE:].cpu().numpy())
+    return zlib.crc32(packet[HEADER_SIZE:].cpu().numpy().data)
 
 
 def _shown(value: object) -> object:
