@@ -18,7 +18,7 @@ _HOMES = {
     "FeedbackCodec": "feedback",
     "TensorSpec": "codec",
     "__version__": "version",
-    "build": "codec",
+    "build": "codecs",
     "check_codec": "codecs.contract",
     "register": "codec",
     "register_feedback": "feedback",

@@ -21,6 +21,7 @@ Training, `simulate`, `ds-compress list`, `check` and `bench` find it by name, a
 `ds_compress.codecs.mixins`.
 """
 
+import functools
 import hashlib
 import math
 from abc import ABC, abstractmethod
@@ -53,7 +54,7 @@ class TensorSpec:
         """As errors show it: bfloat16 [4, 1024, 768]."""
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
 

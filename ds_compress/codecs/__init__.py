@@ -3,5 +3,9 @@
 import importlib
 import pkgutil
 
+from ds_compress.codec import build
+
+__all__ = ["build"]
+
 for module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{module.name}")

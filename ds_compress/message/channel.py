@@ -68,8 +68,11 @@ class Channel:
         self, tensors: Sequence[Tensor | TensorSpec], message_id: MessageId, raw_tail: int = 0
     ) -> MessageLayout:
         """The layout of a message of tensors like `tensors`; the last `raw_tail` are never compressed."""
-        boundary = self.boundary
-        kind = boundary.compresses(message_id), message_id.training, raw_tail, boundary.carrying
+        config, training = self.boundary.config, message_id.training
+        # both sides find the same
+        compressed = training or config.block.eval == "compressed"
+        compressed = compressed and message_id.step >= config.warmup_steps
+        kind = compressed, training, raw_tail, self.boundary.carrying
         layout = self._latest.get(kind)
         if layout is not None and len(layout.specs) == len(tensors):
             for spec, tensor in zip(layout.specs, tensors):

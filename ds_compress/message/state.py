@@ -29,11 +29,6 @@ class BoundaryState:
         self._stashes.clear()
         self.loss_scale = loss_scale
 
-    def compresses(self, message_id: MessageId) -> bool:
-        """Whether a message is compressed; the same on both sides by construction."""
-        compressed = message_id.training or self.config.block.eval == "compressed"
-        return compressed and message_id.step >= self.config.warmup_steps
-
     def context(self, message_id: MessageId, position: int) -> Context:
         """The context of the float tensor at `position` in a message.
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -57,6 +58,14 @@ def test_contract():
     check_codec("half_scale")
 
 
+def test_the_example_of_contributing():
+    text = (FILE.parents[2] / "CONTRIBUTING.md").read_text()
+    example = text.split("```python\n")[1].split("```")[0]
+    exec(compile(example, "CONTRIBUTING.md", "exec"), {"__name__": "contributing"})
+    check_codec("sign")
+    check_codec({"name": "sign", "dtype": "bf16"})
+
+
 def test_training_and_simulate():
     config = ds_config(BLOCK)
     first, last = run_ranks(2, train, 2, config)
@@ -109,3 +118,10 @@ def test_what_it_refuses_is_refused_wherever_it_serves(monkeypatch):
     with_feedback = FEEDBACKS.build("ef", "feedback").around(build("half_scale"))
     assert with_feedback.refuses(spec) == "not float32 [2, 10]"
     assert build({"name": "topk", "values": "half_scale"}).refuses(spec) == "not float32 [2]"
+
+
+def test_build_knows_the_codecs_of_the_package():
+    """It knew none in a process that had imported nothing else."""
+    code = "import ds_compress; print(ds_compress.build('bf16'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=FILE.parents[2])
+    assert done.stdout == "bf16\n", done.stderr
