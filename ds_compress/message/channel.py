@@ -164,27 +164,29 @@ class Channel:
         with torch.no_grad():
             if not message.compressed and message_id.training:
                 self._observe([own[0] for own in parts], message, message_id)
-            return [
-                self._decoded(codec, own, spec, message_id, position) if codec else own[0]
-                for codec, own, spec, position in zip(message.codecs, parts, message.specs, message.positions)
-            ]
+            arrived = []
+            for codec, own, spec, position in zip(message.codecs, parts, message.specs, message.positions):
+                if codec is None:
+                    arrived.append(own[0])
+                    continue
+                try:
+                    arrived.append(codec.decode(own, spec, self.boundary.context(message_id, position)))
+                except Exception as error:
+                    self._explain(error, codec, message_id)
+                    raise
+        return arrived
 
-    def _decoded(
-        self, codec: Codec, parts: tuple[Tensor, ...], spec: TensorSpec, message_id: MessageId, position: int
-    ) -> Tensor:
-        try:
-            return codec.decode(parts, spec, self.boundary.context(message_id, position))
-        except CompressionError:
-            raise
-        except Exception as error:  # an index beyond the tensor, a broken frame, ...
-            if is_out_of_memory(error):
-                raise
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            number = f"step {message_id.step}, micro-batch {message_id.micro_batch}"
-            raise CompressionError(
-                f"packet for {self.place}, {number}: {codec} cannot decode it "
-                f'({reason}); was it damaged on its way? "link": {{"checksum": true}} tells'
-            ) from error
+    def _explain(self, error: Exception, codec: Codec, message_id: MessageId) -> None:
+        """Raise what says where decoding went wrong: an index beyond the tensor, a broken frame, ...; nothing
+        for errors that say it themselves."""
+        if isinstance(error, CompressionError) or is_out_of_memory(error):
+            return
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        number = f"step {message_id.step}, micro-batch {message_id.micro_batch}"
+        raise CompressionError(
+            f"packet for {self.place}, {number}: {codec} cannot decode it "
+            f'({reason}); was it damaged on its way? "link": {{"checksum": true}} tells'
+        ) from error
 
     def _observe(self, tensors: Sequence[Tensor], message: MessageLayout, message_id: MessageId) -> None:
         """Let a codec that will take over after the warm-up see what crosses uncompressed until then."""
