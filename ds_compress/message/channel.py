@@ -273,7 +273,11 @@ class Boundary(BoundaryState):
         """Make `memories`, by tensor position, all that is remembered."""
         self.memory = {}
         for position, values in memories.items():
-            memory = {key: value if "/host/" in key else value.to(device) for key, value in values.items()}
+            # copies, made where the codecs that replace and free them work
+            memory = {
+                key: value if "/host/" in key else value.to(device, copy=True)
+                for key, value in values.items()
+            }
             for channel in self.channels:
                 for layer in layers(channel.codec, Offloads):
                     layer.restored(memory)
