@@ -11,10 +11,7 @@ from torch import Tensor
 
 from ds_compress.kernels import native, reference
 from ds_compress.kernels.affine import Grid
-from ds_compress.kernels.bits import packed_size
-
-LARGEST_GROUP = 4096
-"""Values of a group that a compiled pass can hold."""
+from ds_compress.kernels.native import quantize as compiled
 
 BLOCK = 1 << 18  # values that the reference takes at a time: what it makes of them stays in the cache
 
@@ -23,53 +20,23 @@ def quantize(groups: Tensor, grid: Grid, generator: torch.Generator | None = Non
     """See `reference.quantize`."""
     if generator is not None or groups.numel() < native.LONG:
         return reference.quantize(groups, grid, generator)
-    if grid.is_mean or not _compiled(groups):  # the order of a sum is left to torch
-        out = _allocate(groups, grid)
+    if grid.is_mean or not _compiled(*groups.shape):  # the order of a sum is left to torch
+        out = compiled.empty(groups.shape, grid)
         for block, *parts in _blocks(groups, *out):
             for part, result in zip(parts, reference.quantize(block, grid)):
                 part.copy_(result)
         return out
-    values = groups if groups.dtype == torch.bfloat16 else groups.float()
-    return _quantize(values, None, None, None, grid)
+    values = groups if groups.dtype in compiled.FLOATS else groups.float()
+    return compiled.quantize(values, grid)
 
 
 def quantize_with_error(
     groups: Tensor, residual: Tensor, factor: Tensor, grid: Grid
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """See `reference.quantize_with_error`."""
-    if groups.numel() < native.LONG or grid.is_mean or not _compiled(groups):
+    if groups.numel() < native.LONG or grid.is_mean or not _compiled(*groups.shape):
         return reference.quantize_with_error(groups, residual, factor, grid)
-    error = torch.empty(groups.shape, dtype=torch.float32, device="cpu")
-    return _quantize(groups, residual.contiguous(), factor, error, grid), error
-
-
-def _quantize(
-    values: Tensor, residual: Tensor | None, factor: Tensor | None, error: Tensor | None, grid: Grid
-) -> tuple[Tensor, ...]:
-    values = values.detach().contiguous()
-    n, size = values.shape
-    packed, step, *offset = _allocate(values, grid)
-    native.call(
-        "quantize",
-        "quantize_groups",
-        values,
-        values.dtype == torch.bfloat16,
-        residual,
-        0.0 if factor is None else factor.item(),
-        error,
-        n,
-        *_format(size, grid),
-        packed,
-        step,
-        offset[0] if offset else None,
-    )
-    return packed, step, *offset
-
-
-def _allocate(groups: Tensor, grid: Grid) -> tuple[Tensor, ...]:
-    n, size = groups.shape
-    scales = [torch.empty(n, dtype=grid.scale_dtype, device="cpu") for _ in range(2 - grid.symmetric)]
-    return torch.empty(n, packed_size(size, grid.bits), dtype=torch.uint8, device="cpu"), *scales
+    return compiled.quantize_with_error(groups, residual, factor, grid)
 
 
 def dequantize(parts: Sequence[Tensor], grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -77,24 +44,17 @@ def dequantize(parts: Sequence[Tensor], grid: Grid, dtype: torch.dtype = torch.f
     n, size = parts[0].shape[0], parts[0].shape[1] * 8 // grid.bits
     if n * size < native.LONG:
         return reference.dequantize(parts, grid, dtype)
-    bf16 = dtype == torch.bfloat16
-    values = torch.empty(n, size, dtype=torch.bfloat16 if bf16 else torch.float32, device="cpu")
-    if not _compiled(values):
-        for block, *its_parts in _blocks(values, *parts):
-            block.copy_(reference.dequantize(its_parts, grid))
-    else:
-        packed, step, *offset = (part.contiguous() for part in parts)
-        scales = step, offset[0] if offset else None
-        native.call("quantize", "dequantize_groups", packed, *scales, n, *_format(size, grid), values, bf16)
+    made = dtype if dtype in compiled.FLOATS else torch.float32
+    if _compiled(n, size):
+        return compiled.dequantize(parts, grid, made).to(dtype)
+    values = torch.empty(n, size, dtype=made, device="cpu")
+    for block, *its_parts in _blocks(values, *parts):
+        block.copy_(reference.dequantize(its_parts, grid))
     return values.to(dtype)
 
 
-def _compiled(groups: Tensor) -> bool:
-    return groups.shape[1] <= LARGEST_GROUP and native.serves("quantize", groups.device, groups.numel())
-
-
-def _format(size: int, grid: Grid) -> tuple[float, ...]:
-    return size, grid.bits, grid.symmetric, grid.hadamard, grid.scale_dtype == torch.float32, size**-0.5
+def _compiled(n: int, size: int) -> bool:
+    return size <= compiled.LARGEST_GROUP and native.serves("quantize", torch.device("cpu"), n * size)
 
 
 def _blocks(groups: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:

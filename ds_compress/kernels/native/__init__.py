@@ -16,7 +16,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ds_compress.kernels.memory import keep_freed
 
@@ -85,17 +84,3 @@ def _compiler() -> str | None:
             "codecs on the CPU run uncompiled, several times slower: no C++ compiler found; set CXX to one"
         )
     return compiler
-
-
-def call(source: str, function: str, *arguments: Tensor | float | None) -> int:
-    """Call a C function that takes addresses (of a tensor's memory, which must be contiguous), int64_t and
-    float."""
-    entry = getattr(library(source), function)
-    entry.restype = ctypes.c_int64
-    return entry(*map(_argument, arguments))
-
-
-def _argument(value: Tensor | float | None) -> object:
-    if value is None or isinstance(value, Tensor):
-        return ctypes.c_void_p(None if value is None else value.data_ptr())
-    return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int64(value)

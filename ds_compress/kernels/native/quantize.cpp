@@ -180,8 +180,6 @@ void dequantize(const uint8_t* packed, const void* steps, const void* offsets, i
     }
 }
 
-}  // namespace
-
 #define FOR_SIZE(FUNCTION, ...)                          \
     switch (size) {                                      \
         case 32: return FUNCTION<32>(__VA_ARGS__);       \
@@ -190,22 +188,33 @@ void dequantize(const uint8_t* packed, const void* steps, const void* offsets, i
         default: return FUNCTION<0>(__VA_ARGS__);        \
     }
 
-extern "C" {
-
-// `size` is a multiple of 8 and at most 4096; `offsets` is not touched where the grid is symmetric. `residual` and
-// `error` are null without error feedback.
-void quantize_groups(const void* x, int64_t bf16, const float* residual, float factor, float* error, int64_t n,
-                     int64_t size, int64_t bits, int64_t symmetric, int64_t hadamard, int64_t wide_scale, float scale,
-                     uint8_t* packed, void* steps, void* offsets) {
-    const Format format{bits, symmetric, hadamard, wide_scale, scale};
-    const Feedback feedback{residual, factor, error};
+void quantize_any(const void* x, int64_t bf16, Feedback feedback, int64_t n, int64_t size, Format format,
+                  uint8_t* packed, void* steps, void* offsets) {
     if (bf16) FOR_SIZE(quantize, static_cast<const uint16_t*>(x), feedback, n, size, format, packed, steps, offsets)
     else FOR_SIZE(quantize, static_cast<const float*>(x), feedback, n, size, format, packed, steps, offsets)
 }
 
-void dequantize_groups(const uint8_t* packed, const void* steps, const void* offsets, int64_t n, int64_t size,
-                       int64_t bits, int64_t symmetric, int64_t hadamard, int64_t wide_scale, float scale, void* y,
-                       int64_t bf16) {
+}  // namespace
+
+extern "C" {
+
+// What the arguments may be is declared in quantize.py. `offsets` is not touched where the grid is symmetric.
+
+void quantize_groups(const void* x, int64_t bf16, int64_t n, int64_t size, int64_t bits, int64_t symmetric,
+                     int64_t hadamard, int64_t wide_scale, float scale, uint8_t* packed, void* steps, void* offsets) {
+    quantize_any(x, bf16, {}, n, size, {bits, symmetric, hadamard, wide_scale, scale}, packed, steps, offsets);
+}
+
+void quantize_groups_with_error(const void* x, int64_t bf16, const float* residual, float factor, float* error,
+                                int64_t n, int64_t size, int64_t bits, int64_t symmetric, int64_t hadamard,
+                                int64_t wide_scale, float scale, uint8_t* packed, void* steps, void* offsets) {
+    quantize_any(x, bf16, {residual, factor, error}, n, size, {bits, symmetric, hadamard, wide_scale, scale}, packed,
+                 steps, offsets);
+}
+
+void dequantize_groups(void* y, int64_t bf16, int64_t n, int64_t size, int64_t bits, int64_t symmetric,
+                       int64_t hadamard, int64_t wide_scale, float scale, const uint8_t* packed, const void* steps,
+                       const void* offsets) {
     const Format format{bits, symmetric, hadamard, wide_scale, scale};
     FOR_SIZE(dequantize, packed, steps, offsets, n, size, format, y, bf16 != 0)
 }

@@ -90,9 +90,11 @@ bool pick(
             counts[row] = reaching(x + row * d, d, bounds[row], infinity, row * d, found + total, keys + total);      \
         return total;                                                                                                 \
     }                                                                                                                 \
-    int64_t pick##BITS(const int64_t* found, const uint##BITS##_t* keys, int64_t rows, const int64_t* counts,         \
-                       const int64_t* lows, const int64_t* highs, int64_t k, int64_t spread, int64_t* out) {          \
-        for (int64_t row = 0; row < rows; ++row, out += k) {                                                          \
+    int64_t pick##BITS(const int64_t* found, const uint##BITS##_t* keys, int64_t total, int64_t rows,                 \
+                       const int64_t* counts, const int64_t* lows, const int64_t* highs, int64_t k, int64_t spread,   \
+                       int64_t* out) {                                                                                \
+        for (int64_t row = 0; row < rows; total -= counts[row++], out += k) {                                         \
+            if (counts[row] > total) return 0;                                                                        \
             if (!pick(found, keys, counts[row], lows[row], highs[row], k, spread != 0, out)) return 0;                \
             found += counts[row], keys += counts[row];                                                                \
         }                                                                                                             \
@@ -105,9 +107,14 @@ SELECTION(16)
 SELECTION(32)
 SELECTION(64)
 
-// Sets the bits `indices` [count] of the zeros `packed`; bit j of byte i belongs to entry 8 * i + j.
-void set_bits(const int64_t* indices, int64_t count, uint8_t* packed) {
-    for (int64_t i = 0; i < count; ++i) packed[indices[i] >> 3] |= 1 << (indices[i] & 7);
+// Sets the bits `indices` [count] of the zeros `packed`; bit j of byte i belongs to entry 8 * i + j, of n. Returns the
+// place of the first index that is none of an entry, or `count`.
+int64_t set_bits(const int64_t* indices, int64_t count, uint8_t* packed, int64_t n) {
+    for (int64_t i = 0; i < count; ++i) {
+        if (indices[i] < 0 || indices[i] >= n) return i;
+        packed[indices[i] >> 3] |= 1 << (indices[i] & 7);
+    }
+    return count;
 }
 
 // Lists the first `most` of the bits of `packed` that are set, among its first n.

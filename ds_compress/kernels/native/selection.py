@@ -6,13 +6,71 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels.memory import scratch
-from ds_compress.kernels.native import call
+from ds_compress.kernels.native.function import FLAG, NUMBER, SIZE, Buffer, Function
+
+_BITS = {16: torch.int16, 32: torch.int32, 64: torch.int64}  # as torch has them; unsigned in C++
+
+_ROWS = Buffer((torch.int64,), ("rows",))
+_set_bits = Function(
+    "selection",
+    "set_bits",
+    indices=Buffer((torch.int64,), ("count",)),
+    count=SIZE,
+    packed=Buffer((torch.uint8,), ("n",), per=8),
+    n=SIZE,
+)
+_list_bits = Function(
+    "selection",
+    "list_bits",
+    packed=Buffer((torch.uint8,), ("n",), per=8),
+    n=SIZE,
+    most=SIZE,
+    found=Buffer((torch.int64,), ("most",)),
+)
+_reaching = {
+    dtype: Function(
+        "selection",
+        f"reaching{bits}",
+        x=Buffer((dtype,), ("rows", "d")),
+        rows=SIZE,
+        d=SIZE,
+        bounds=_ROWS,
+        infinity=NUMBER,
+        found=Buffer((torch.int64,), ("rows", "d")),
+        keys=Buffer((dtype,), ("rows", "d")),
+        counts=_ROWS,
+    )
+    for bits, dtype in _BITS.items()
+}
+_pick = {
+    dtype: Function(
+        "selection",
+        f"pick{bits}",
+        found=Buffer((torch.int64,), ("total",)),
+        keys=Buffer((dtype,), ("total",)),
+        total=SIZE,
+        rows=SIZE,
+        counts=_ROWS,
+        lows=_ROWS,
+        highs=_ROWS,
+        k=SIZE,
+        spread=FLAG,
+        out=Buffer((torch.int64,), ("rows", "k")),
+    )
+    for bits, dtype in _BITS.items()
+}
 
 
 def set_bits(indices: Tensor, numel: int) -> Tensor:
-    """uint8 [ceil(numel / 8)] in which the bits `indices`, int64 [count], are set."""
+    """uint8 [ceil(numel / 8)] in which the bits `indices`, int64 [count], are set.
+
+    Raises:
+        IndexError: an index that is none of an entry.
+    """
     packed = torch.zeros(-(-numel // 8), dtype=torch.uint8, device="cpu")
-    call("selection", "set_bits", indices, indices.numel(), packed)
+    done = _set_bits(indices=indices.contiguous(), count=indices.numel(), packed=packed, n=numel)
+    if done < indices.numel():
+        raise IndexError(f"index {indices[done]} came, of {numel} entries")
     return packed
 
 
@@ -20,7 +78,7 @@ def list_bits(packed: Tensor, numel: int, count: int) -> Tensor:
     """int64 [count]: which of the first `numel` bits of `packed` are set, ascending; 0 where there are no
     more."""
     found = torch.zeros(count, dtype=torch.int64, device="cpu")
-    call("selection", "list_bits", packed.contiguous(), numel, count, found)
+    _list_bits(packed=packed.contiguous(), n=numel, most=count, found=found)
     return found
 
 
@@ -41,14 +99,18 @@ class Candidates:
     @classmethod
     def reaching(cls, bits: Tensor, bounds: Tensor, infinity: int) -> "Candidates":
         """Those of `bits`, floats as integers, [rows, d], whose key reaches `bounds` [rows]."""
-        found, keys = (
-            scratch("found", (bits.numel(),), torch.int64),
-            scratch("keys", (bits.numel(),), bits.dtype),
-        )
-        counts = torch.empty(len(bits), dtype=torch.int64, device="cpu")
-        name = f"reaching{8 * bits.itemsize}"
-        total = call(
-            "selection", name, bits, *bits.shape, bounds.long().contiguous(), infinity, found, keys, counts
+        rows, d = bits.shape
+        found, keys = scratch("found", (rows * d,), torch.int64), scratch("keys", (rows * d,), bits.dtype)
+        counts = torch.empty(rows, dtype=torch.int64, device="cpu")
+        total = _reaching[bits.dtype](
+            x=bits,
+            rows=rows,
+            d=d,
+            bounds=bounds.long().contiguous(),
+            infinity=infinity,
+            found=found,
+            keys=keys,
+            counts=counts,
         )
         return cls(found[:total], keys[:total], counts)
 
@@ -56,8 +118,18 @@ class Candidates:
         """Flat indices of those that reach `high` [rows] and as many between `low` and it as make k for each
         row: the first ones, or evenly spaced ones. None if some row has fewer than k or more than k that
         reach `high`."""
-        chosen = torch.empty(len(self.counts) * k, dtype=torch.int64, device="cpu")
-        bounds = low.long().contiguous(), high.long().contiguous()
-        rows = self.found, self.keys, len(self.counts), self.counts
-        found = call("selection", f"pick{8 * self.keys.itemsize}", *rows, *bounds, k, spread, chosen)
+        rows = len(self.counts)
+        chosen = torch.empty(rows * k, dtype=torch.int64, device="cpu")
+        found = _pick[self.keys.dtype](
+            found=self.found,
+            keys=self.keys,
+            total=len(self.found),
+            rows=rows,
+            counts=self.counts,
+            lows=low.long().contiguous(),
+            highs=high.long().contiguous(),
+            k=k,
+            spread=spread,
+            out=chosen,
+        )
         return chosen if found else None

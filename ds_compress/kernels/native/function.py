@@ -1,0 +1,87 @@
+"""C functions, and what each may be given: a mistake is an error here that would be a damaged heap there."""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_compress.kernels import native
+
+SIZE = range(1 << 62)
+NUMBER = range(-(1 << 63), 1 << 63)
+FLAG = range(2)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """An argument that is contiguous memory of the CPU: a tensor, of which the function gets the address."""
+
+    dtypes: tuple[torch.dtype, ...]
+    """What it may hold: the one whose place among them the argument `by` is, or the only one."""
+
+    dims: tuple[str | int, ...]
+    """Numbers, and integer arguments by name, whose product over `per`, rounded up, is the least size."""
+
+    by: str | None = None
+    per: int = 1
+
+    unless: str | None = None
+    """The argument that is true where there may be None in its place."""
+
+    def check(self, tensor: Tensor | None, arguments: dict[str, Any]) -> None:
+        """Raise what is wrong with `tensor`, if anything, given sound integers by name."""
+        if tensor is None and self.unless and arguments[self.unless]:
+            return
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{type(tensor).__name__} came, expected a tensor")
+        dtype = self.dtypes[arguments[self.by] if self.by else 0]
+        if tensor.dtype != dtype or tensor.device.type != "cpu":
+            raise TypeError(f"{tensor.dtype} on {tensor.device} came, expected {dtype} on the CPU")
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"shape {[*tensor.shape]} with strides {tensor.stride()} came, expected contiguous"
+            )
+        numel = 1
+        for dim in self.dims:
+            numel *= arguments[dim] if isinstance(dim, str) else dim
+        if tensor.numel() < -(-numel // self.per):
+            raise ValueError(f"{tensor.numel()} entries came, expected {-(-numel // self.per)}")
+
+
+class Function:
+    """A C function of a source, which takes addresses, int64_t and float and returns int64_t or nothing."""
+
+    def __init__(self, source: str, name: str, /, **arguments: Buffer | range | type[float]):
+        """`arguments`: in C's order; of integers the range that is allowed."""
+        self.source, self.name, self.arguments = source, name, arguments
+        kinds = {range: ctypes.c_int64, Buffer: ctypes.c_void_p, type: ctypes.c_float}
+        self._integers = {name: kind for name, kind in arguments.items() if isinstance(kind, range)}
+        self._buffers = {name: kind for name, kind in arguments.items() if isinstance(kind, Buffer)}
+        self._types = [kinds[type(kind)] for kind in arguments.values()]
+
+    def __call__(self, **arguments: Tensor | float | None) -> int:
+        """
+        Raises:
+            TypeError: an argument of another kind, dtype or device.
+            ValueError: a buffer that is too small or not contiguous, an integer out of its range.
+        """
+        if arguments.keys() != self.arguments.keys():
+            raise TypeError(f"{self.name}: arguments {[*arguments]} came, expected {[*self.arguments]}")
+        name = ""
+        try:
+            for name, allowed in self._integers.items():
+                if not isinstance(arguments[name], int):
+                    raise TypeError(f"{arguments[name]!r} came, expected an integer")
+                if arguments[name] not in allowed:
+                    raise ValueError(f"{arguments[name]} came, expected an integer in {allowed}")
+            for name, buffer in self._buffers.items():
+                buffer.check(arguments[name], arguments)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{self.source}.{self.name}: {name}: {error}") from None
+        entry = getattr(native.library(self.source), self.name)
+        if entry.argtypes is None:
+            entry.argtypes, entry.restype = self._types, ctypes.c_int64
+        values = [arguments[name] for name in self.arguments]
+        return entry(*[value.data_ptr() if isinstance(value, Tensor) else value for value in values])

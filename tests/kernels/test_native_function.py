@@ -1,0 +1,125 @@
+"""What C++ gets is what its declaration says: every argument of every function, wrong in every way."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_compress.kernels import native
+from ds_compress.kernels.affine import Grid
+from ds_compress.kernels.native import float8, quantize, selection
+from ds_compress.kernels.native.function import FLAG, Buffer, Function
+
+FUNCTIONS = {
+    function.name: function
+    for module in (quantize, float8, selection)
+    for held in vars(module).values()
+    for function in (held.values() if isinstance(held, dict) else [held])
+    if isinstance(function, Function)
+}
+
+
+def sound(function):
+    """Arguments that the function takes."""
+    given = {}
+    for name, kind in function.arguments.items():
+        if isinstance(kind, range):
+            given[name] = 0 if kind == FLAG else 24 if 24 in kind else kind[-1]
+        elif kind is float:
+            given[name] = 1.0
+    for name, kind in function.arguments.items():
+        if isinstance(kind, Buffer):
+            numel = torch.tensor([given.get(dim, dim) for dim in kind.dims]).prod().item()
+            dtype = kind.dtypes[given[kind.by] if kind.by else 0]
+            given[name] = torch.zeros(-(-numel // kind.per), dtype=dtype)
+    return given
+
+
+def wrong(name, kind, value):
+    """Arguments in the place of `name` that must be refused, and as what."""
+    if isinstance(kind, range):
+        yield kind.stop, ValueError
+        yield kind.start - 1, ValueError
+        yield 1.0, TypeError
+    elif isinstance(kind, Buffer):
+        other = torch.float64 if value.dtype != torch.float64 else torch.float32
+        yield value.to(other), TypeError
+        yield value.to("meta"), TypeError
+        yield value.tolist(), TypeError
+        yield None, TypeError
+        yield torch.stack([value, value], dim=1)[:, 0], ValueError
+        yield value[1:].clone(), ValueError
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_is_not_as_declared_never_reaches_c(name, monkeypatch):
+    """Buffers of another dtype, device or size were written past their end."""
+    entered = []
+    monkeypatch.setattr(native, "library", lambda source: entered.append(source) or {}["entered"])
+    function = FUNCTIONS[name]
+    for argument, kind in function.arguments.items():
+        for value, error in wrong(argument, kind, sound(function)[argument]):
+            with pytest.raises(error, match=f"{function.source}.{name}: {argument}: .* came"):
+                function(**{**sound(function), argument: value})
+        with pytest.raises(TypeError, match=f"{name}: arguments "):
+            function(**{key: value for key, value in sound(function).items() if key != argument})
+    assert not entered
+    with pytest.raises(KeyError, match="entered"):
+        function(**sound(function))
+
+
+def test_an_offset_may_be_left_out_of_a_symmetric_grid_only():
+    function = FUNCTIONS["dequantize_groups"]
+    function(**{**sound(function), "symmetric": 1, "offsets": None})
+    with pytest.raises(TypeError, match="offsets: NoneType came, expected a tensor"):
+        function(**{**sound(function), "symmetric": 0, "offsets": None})
+
+
+C_TYPES = {
+    "uint8_t*": {torch.uint8},
+    "uint16_t*": {torch.bfloat16, torch.int16},
+    "uint32_t*": {torch.int32},
+    "uint64_t*": {torch.int64},
+    "int64_t*": {torch.int64},
+    "float*": {torch.float32},
+    "void*": {torch.float32, torch.bfloat16},
+}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_declaration_is_that_of_the_source(name):
+    function = FUNCTIONS[name]
+    file = Path(native.__file__).with_name(f"{function.source}.cpp")
+    source = subprocess.run(["g++", "-E", "-P", str(file)], capture_output=True, text=True, check=True).stdout
+    parameters = re.search(rf"\b{name} ?\(([^)]*)\)", source)[1].split(",")
+    for parameter, kind in zip(parameters, function.arguments.values(), strict=True):
+        its_type = parameter.replace("const ", "").rsplit(maxsplit=1)[0].strip()
+        if isinstance(kind, Buffer):
+            assert set(kind.dtypes) <= C_TYPES[its_type], parameter
+        else:
+            assert its_type == {range: "int64_t", type: "float"}[type(kind)], parameter
+
+
+def test_wrappers_refuse_what_would_be_written_past_a_buffer():
+    values = torch.zeros(16, 24)
+    with pytest.raises(ValueError, match="a rotation of 24 values came"):
+        quantize.quantize(values, Grid(4, hadamard=True))
+    with pytest.raises(ValueError, match="size: 4104 came"):
+        quantize.quantize(torch.zeros(1, 4104), Grid(4))
+    with pytest.raises(ValueError, match="size: 20 came"):
+        quantize.quantize(torch.zeros(2, 20), Grid(4))
+    with pytest.raises(TypeError, match="residual: torch.float64"):
+        quantize.quantize_with_error(values, values.double(), torch.ones(()), Grid(4))
+    with pytest.raises(ValueError, match="residual: 24 entries came, expected 384"):
+        quantize.quantize_with_error(values, values[:1], torch.ones(()), Grid(4))
+    with pytest.raises(ValueError, match="steps: 7 entries came, expected 16"):
+        quantize.dequantize(
+            (torch.zeros(16, 12, dtype=torch.uint8), *torch.zeros(2, 7).bfloat16()), Grid(4), torch.float32
+        )
+    for index in (-1, 20):
+        with pytest.raises(IndexError, match=f"index {index} came, of 20 entries"):
+            selection.set_bits(torch.tensor([3, index, 5]), 20)

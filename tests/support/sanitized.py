@@ -1,0 +1,78 @@
+"""Drives the compiled passes with hostile packets and awkward sizes, built with sanitizers.
+
+`test_sanitizer` runs this file with the runtime of AddressSanitizer loaded before all else: torch then gets
+its memory from it, and any access beside a tensor ends the process with a report.
+"""
+
+import ctypes
+import itertools
+import sys
+
+import torch
+
+from ds_compress.codec import Context, TensorSpec, build
+from ds_compress.errors import CompressionError
+from ds_compress.kernels import native
+from tests.message.test_fuzz import fuzz
+
+SANITIZERS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+SHAPES = [(0,), (1,), (7,), (8,), (63,), (64,), (65,), (3, 129), (2, 24, 40), (1, 8192 + 3)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+CODECS = [
+    *(
+        {"name": "quantize", "bits": bits, "group_size": size, "scale": scale, "hadamard": hadamard}
+        for bits in range(1, 9)
+        for size, hadamard in ((8, True), (24, False), (64, True), (128, False), (4096, True))
+        for scale in ("minmax", "symmetric")
+    ),
+    *(
+        {"name": "fp8", "format": name, "group_size": size}
+        for name in ("e4m3", "e5m2")
+        for size in (24, "tensor")
+    ),
+    *({"name": "topk", "indices": coder, "density": 0.3} for coder in ("bitmask", "int16", "int32", "rice")),
+    *({"name": "topk", "select": select} for select in ("threshold", "sidco", "block")),
+]
+
+
+def noise(part: torch.Tensor) -> torch.Tensor:
+    """Bytes that nobody sent, of the same size."""
+    noise = torch.randint(0, 256, (part.nbytes,), dtype=torch.uint8)
+    return noise.view(part.dtype).view(part.shape)
+
+
+def messages() -> int:
+    """Encodes, decodes, and decodes noise, for every codec, shape and dtype; how many times."""
+    count = 0
+    for choice, shape, dtype in itertools.product(CODECS, SHAPES, DTYPES):
+        codec, x = build(choice), torch.randn(shape).to(dtype)
+        x.view(-1)[::5] = [0, torch.inf, torch.nan, 1e-40, 1][count % 5]
+        parts = codec.encode(x, Context())
+        codec.decode(parts, TensorSpec.of(x), Context())
+        residual = torch.zeros_like(x, dtype=torch.promote_types(dtype, torch.float32))
+        codec.encode_with_error(x, residual, torch.ones(()), Context())
+        try:
+            codec.decode(tuple(map(noise, parts)), TensorSpec.of(x), Context())
+        except (CompressionError, IndexError, RuntimeError) as error:  # an index that is none of the tensor's
+            assert "index" in str(error).lower() or "repeat" in str(error), error
+        count += 1
+    return count
+
+
+def overflow() -> None:
+    """What the declarations are for: a buffer one byte too small."""
+    list_bits = native.library("selection").list_bits
+    found = torch.zeros(16, dtype=torch.int64)[:15].clone()
+    packed = torch.full((2,), 255, dtype=torch.uint8)
+    words = [ctypes.c_int64(16), ctypes.c_int64(16)]
+    list_bits(ctypes.c_void_p(packed.data_ptr()), *words, ctypes.c_void_p(found.data_ptr()))
+
+
+if __name__ == "__main__":
+    native.FLAGS = (*native.FLAGS, *SANITIZERS)
+    native.LONG = 0
+    torch.manual_seed(0)
+    if "overflow" in sys.argv:
+        overflow()
+    refused, decoded = fuzz(1000, seed=0)
+    print(f"{messages()} messages, {refused} mutated packets refused, {decoded} decoded", flush=True)
