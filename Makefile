@@ -31,9 +31,10 @@ test: $(INSTALLED) ## the whole CPU test suite
 test-slow: $(INSTALLED) ## the tests that take minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
-lint: $(INSTALLED) ## ruff: rules and format
+lint: $(INSTALLED) ## ruff (rules and format) and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 bench: $(INSTALLED) ## speed and error of every codec on this machine
 	$(BIN)/ds-compress bench

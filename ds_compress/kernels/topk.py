@@ -164,9 +164,16 @@ def _exact_native(x: Tensor, k: int) -> Tensor:
             parts = np.split(reached.keys.numpy(), reached.counts.cumsum(0)[:-1])
             smallest = [np.partition(part, part.size - k)[part.size - k].item() for part in parts]
             cut = torch.tensor(smallest, dtype=torch.int64, device="cpu")
-            return reached.pick(cut, cut + 1, k, spread=False)
+            return _picked(reached, cut, k)
     cut = kth_largest(keys(x), k).flatten().long()
-    return Candidates.reaching(bits, cut, infinity).pick(cut, cut + 1, k, spread=False)
+    return _picked(Candidates.reaching(bits, cut, infinity), cut, k)
+
+
+def _picked(reached: Candidates, cut: Tensor, k: int) -> Tensor:
+    """The k largest of each row, whose k-th largest key is `cut` [rows]."""
+    chosen = reached.pick(cut, cut + 1, k, spread=False)
+    assert chosen is not None, "each row has k entries that reach its k-th largest"
+    return chosen
 
 
 def _banded_native(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Tensor | None:
@@ -179,4 +186,4 @@ def _banded_native(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Tenso
     if any((lower > upper).any() for lower, upper in pairwise(levels)):
         return None
     reached = Candidates.reaching(as_integers(x), levels[0], INFINITY[x.dtype])
-    return reached.pick(*levels[:2], k, spread=True)
+    return reached.pick(levels[0], levels[1], k, spread=True)

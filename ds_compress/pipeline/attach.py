@@ -26,6 +26,7 @@ from ds_compress.pipeline.handshake import Notes, agree
 from ds_compress.pipeline.intercept import PointToPoint
 from ds_compress.pipeline.mirrors import MirrorCheck
 from ds_compress.pipeline.numerics import relied_on
+from ds_compress.pipeline.watchdog import Watchdog, WatchedEngine
 from ds_compress.transport import staging
 from ds_compress.version import __version__
 
@@ -53,7 +54,7 @@ def _compressed_class(mixin: type[CompressedEngine], base: Any) -> type:
     entries = {instruction: getattr(mixin, name) for instruction, name in mixin._AROUND.items()}
     stock = base._INSTRUCTION_MAP
     members = {"_INSTRUCTION_MAP": ChainMap(entries, stock), "_stock": stock}
-    return type(f"Compressed{base.__name__}", (mixin, base), members)
+    return type(f"Compressed{base.__name__}", (WatchedEngine, mixin, base), members)
 
 
 def check_release(base: Any, module: Any) -> None:
@@ -134,6 +135,10 @@ def attach(engine: Any, module: Any, block: object) -> None:
     engine.__class__ = _compressed_class(mixin, base)
     lifetime.free_unused(engine.device)
     engine._connect(config, module.p2p)
+    watchdog = engine._watchdog = Watchdog(
+        _get_default_store(), dist.get_rank(), dist.get_world_size(), config.block.link.timeout_s
+    )
+    lifetime.free_with(engine, engine._compression.groups, watchdog.close)
     every = config.block.mirror_check if config.mirrors else 0
     engine._compression_mirrors = MirrorCheck(
         every, engine._compression, engine._sides(), engine.grid, engine.device

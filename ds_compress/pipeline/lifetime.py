@@ -1,4 +1,4 @@
-"""What an engine holds beside memory goes with it: the process groups of its channels.
+"""What an engine holds beside memory goes with it: the process groups of its channels, its watchdog.
 
 Engines go when Python collects them, on each rank at a time of its own. A group of gloo is freed there and
 then. To free one of NCCL takes both of its ranks: it waits until all ranks build their next engine and agree
@@ -10,7 +10,7 @@ import gc
 import itertools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +25,13 @@ _left: dict[int, Sequence[Any]] = {}  # groups of engines that have gone here
 _shared: list[int] = []  # engines whose groups are freed together, alike on all ranks
 
 
-def free_with(engine: Any, groups: Sequence[Any]) -> None:
-    """Free process `groups` when `engine` goes; called for every engine on every rank."""
+def free_with(engine: Any, groups: Sequence[Any], close: Callable[[], None]) -> None:
+    """Free process `groups` and call `close` when `engine` goes; for every engine on every rank alike."""
     number = next(_numbers)
     _living.add(number)
     if not all(map(_is_freed_alone, groups)):
         _shared.append(number)
-    finalizer = weakref.finalize(engine, _gone, number, groups, os.getpid())
+    finalizer = weakref.finalize(engine, _gone, number, groups, close, os.getpid())
     finalizer.atexit = False  # the end of the process frees everything
 
 
@@ -48,10 +48,11 @@ def free_unused(device: torch.device) -> None:
         _free(_left.pop(number))
 
 
-def _gone(number: int, groups: Sequence[Any], process: int) -> None:
+def _gone(number: int, groups: Sequence[Any], close: Callable[[], None], process: int) -> None:
     if os.getpid() != process:  # a fork has no part in its parent's groups
         return
     _living.discard(number)
+    close()
     if number in _shared:
         _left[number] = groups
     else:

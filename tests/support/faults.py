@@ -4,6 +4,7 @@ python -m tests.support.faults        prints the table of docs/pipelines.md; `ma
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -15,23 +16,47 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-STAGES = 3
+from tests.support.hosts import ADDRESSES, WIRE, Hosts, reason_for_none, two_hosts
+
 TIMEOUT = 3.0  # seconds, "link": {"timeout_s": ...} of the faulty runs
-GRACE = 10.0  # seconds over the time-out that a rank may take to stop
+LATE = 10.0  # seconds over the time-out after which the table says that a rank was late
+GRACE = 60.0  # the same for tests, which run on busy machines
 BLOCK = {"min_numel": 0, "forward": {"codec": "bf16"}, "link": {"timeout_s": TIMEOUT, "checksum": True}}
 START = 120.0  # seconds until the fault, at most
 
-TITLES = {
-    "kill": "SIGKILL in mid-step",
-    "stop": "SIGSTOP in mid-step",
-    "crash": "exception in the model",
-    "body": "a flipped bit in a packet's body",
-    "header": "a flipped bit in a packet's header",
-    "mismatch": "another block",
+
+@dataclass(frozen=True)
+class Fault:
+    title: str
+    stages: int = 3
+    replicas: int = 1
+    silent: bool = False  # the rank itself says no more
+    hosts: bool = False  # the rank is alone on its host, and the link to it is cut
+
+    @property
+    def ranks(self) -> int:
+        return self.stages * self.replicas
+
+    @property
+    def possible(self) -> bool:
+        return not (self.hosts and reason_for_none())
+
+
+FAULTS = {
+    "kill": Fault("SIGKILL in mid-step", silent=True),
+    "stop": Fault("SIGSTOP in mid-step", silent=True),
+    "cut": Fault("link cut for good in mid-step", hosts=True),
+    "crash": Fault("exception in the model"),
+    "body": Fault("a flipped bit in a packet's body"),
+    "header": Fault("a flipped bit in a packet's header"),
+    "mismatch": Fault("another block"),
+    "kill-reduce": Fault("SIGKILL, others in the sum of gradients", 2, 2, silent=True),
+    "stop-reduce": Fault("SIGSTOP, others in the sum of gradients", 2, 2, silent=True),
+    "cut-reduce": Fault("link cut for good in the sum of gradients", 2, 2, hosts=True),
+    "crash-reduce": Fault("exception, others in the sum of gradients", 2, 2),
+    "stop-loss": Fault("SIGSTOP, others in the broadcast of the loss", silent=True),
+    "cut-loss": Fault("link cut for good in the broadcast of the loss", hosts=True),
 }
-
-
-SILENT = ("kill", "stop")  # after which the rank itself says no more
 
 
 @dataclass(frozen=True)
@@ -40,31 +65,21 @@ class Ending:
 
     seconds: float  # after the fault; inf: not by itself
     code: int | None
-    message: str  # last line that it wrote
+    messages: list[str]  # the errors that it wrote
+    chained: bool  # whether one of them came with the traceback of another
 
 
-def run(fault: str, at: int, mode: str) -> list[Ending]:
-    """Let `fault` happen on rank `at` of a pipeline with link `mode`; how all ranks ended."""
+def run(name: str, at: int, mode: str) -> list[Ending]:
+    """Let fault `name` happen on rank `at` of a pipeline with link `mode`; how all ranks ended."""
+    fault = FAULTS[name]
     block = {**BLOCK, "link": {**BLOCK["link"], "mode": mode}}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        hosts = stack.enter_context(two_hosts()) if fault.hosts else None
         moment = Path(folder, "moment")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        command = [
-            sys.executable,
-            "-m",
-            "tests.support.faulty",
-            "--fault",
-            fault,
-            "--at",
-            str(at),
-            "--block",
-            json.dumps(block),
-            "--moment",
-            str(moment),
-        ]
-        logs = [Path(folder, f"rank{rank}") for rank in range(STAGES)]
+        logs = [Path(folder, f"rank{rank}") for rank in range(fault.ranks)]
+        words = [sys.executable, "-m", "tests.support.faulty", "--fault", name, "--at", str(at)]
+        words += ["--stages", str(fault.stages), "--block", json.dumps(block), "--moment", str(moment)]
+        address, port = _meeting_point(hosts, at)
         ranks = []
         for rank, log in enumerate(logs):
             environment = {
@@ -73,10 +88,12 @@ def run(fault: str, at: int, mode: str) -> list[Ending]:
                 "OMP_NUM_THREADS": "1",
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(STAGES),
-                "MASTER_ADDR": "127.0.0.1",
+                "WORLD_SIZE": str(fault.ranks),
+                "MASTER_ADDR": address,
                 "MASTER_PORT": str(port),
+                **({"GLOO_SOCKET_IFNAME": WIRE} if hosts else {}),
             }
+            command = [*hosts.on(rank == at), *words] if hosts else words
             with log.open("w") as file:
                 ranks.append(
                     subprocess.Popen(
@@ -84,19 +101,31 @@ def run(fault: str, at: int, mode: str) -> list[Ending]:
                     )
                 )
         try:
-            ended = _wait(ranks, moment, at if fault == "stop" else None)
+            except_for = at if name.startswith("stop") else None
+            ended = _wait(ranks, moment, except_for, hosts)
         finally:
             for process in ranks:
                 process.kill()
                 process.wait()
         began = float(moment.read_text()) if moment.exists() else float("nan")
         return [
-            Ending(ended.get(rank, float("inf")) - began, ranks[rank].returncode, _last_line(log))
+            Ending(ended.get(rank, float("inf")) - began, ranks[rank].returncode, *_said(log))
             for rank, log in enumerate(logs)
         ]
 
 
-def _wait(ranks: list[subprocess.Popen], moment: Path, except_for: int | None) -> dict[int, float]:
+def _meeting_point(hosts: Hosts | None, at: int) -> tuple[str, int]:
+    """Address and port of rank 0."""
+    if hosts:
+        return ADDRESSES[at == 0], 29500
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return "127.0.0.1", probe.getsockname()[1]
+
+
+def _wait(
+    ranks: list[subprocess.Popen], moment: Path, except_for: int | None, hosts: Hosts | None
+) -> dict[int, float]:
     """When each rank ended, those that did within the time-out and a generous grace."""
     ended: dict[int, float] = {}
     deadline = time.time() + START
@@ -108,39 +137,44 @@ def _wait(ranks: list[subprocess.Popen], moment: Path, except_for: int | None) -
                 ended[rank] = time.time()
                 waiting.discard(rank)
         if not seen and moment.exists():
-            seen, deadline = True, time.time() + TIMEOUT + 3 * GRACE
+            if hosts:
+                hosts.cut()
+                moment.with_name("cut").touch()
+            seen, deadline = True, time.time() + TIMEOUT + GRACE
         time.sleep(0.02)
     return ended
 
 
-def _last_line(log: Path) -> str:
-    """The error that ended the rank, without the names that torchrun and Python put before it."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]+Error: ", line)]
-    return re.sub(r"^(\[rank\d+\]: )?(ds_compress\.errors\.)?", "", (errors or lines or [""])[-1])
+def _said(log: Path) -> tuple[list[str], bool]:
+    """The errors in a log, without what torch and Python put before them; whether one was chained."""
+    text = re.sub(r"^\[rank\d+\]: ?", "", log.read_text(errors="replace"), flags=re.MULTILINE)
+    lines = re.findall(r"^(?:[\w.]+(?:Error|Exception): |ds_compress: ).*", text, re.MULTILINE)
+    errors = [line.removeprefix("ds_compress.errors.") for line in lines if " active, link" not in line]
+    chained = "was the direct cause of" in text or "another exception occurred" in text
+    return list(dict.fromkeys(errors)), chained
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--link", nargs="+", default=["eager", "blocking"], help="modes")
-    modes = parser.parse_args().link
-    print(
-        f"Time-out {TIMEOUT:g} s, {STAGES} stages; seconds until each living rank had ended, and its "
-        "last line.\n"
-    )
+    parser.add_argument("--fault", nargs="+", default=list(FAULTS), choices=FAULTS, metavar="FAULT")
+    args = parser.parse_args()
+    print(f"Time-out {TIMEOUT:g} s; seconds until each living rank had ended, and what it said.\n")
     print("| fault | at rank | link | seconds | messages |\n|---|---|---|---|---|")
     late = False
-    for mode in modes:
-        for fault, title in TITLES.items():
-            for at in range(STAGES):
-                endings = run(fault, at, mode)
-                living = {
-                    rank: ending for rank, ending in enumerate(endings) if rank != at or fault not in SILENT
-                }
-                late = late or not all(ending.seconds <= TIMEOUT + GRACE for ending in living.values())
+    for mode in args.link:
+        for name in args.fault:
+            fault = FAULTS[name]
+            for at in range(fault.ranks) if fault.possible else ():
+                endings = run(name, at, mode)
+                living = {r: ending for r, ending in enumerate(endings) if r != at or not fault.silent}
+                late = late or not all(ending.seconds <= TIMEOUT + LATE for ending in living.values())
                 seconds = ", ".join(f"{rank}: {ending.seconds:.1f}" for rank, ending in living.items())
-                messages = "<br>".join(f"{rank}: {ending.message}" for rank, ending in living.items())
-                print(f"| {title} | {at} | {mode} | {seconds} | {messages} |", flush=True)
+                messages = "<br>".join(
+                    f"{rank}: {' / '.join(ending.messages)}{' (chained)' * ending.chained}"
+                    for rank, ending in living.items()
+                )
+                print(f"| {fault.title} | {at} | {mode} | {seconds} | {messages} |", flush=True)
     sys.exit(late)
 
 

@@ -28,7 +28,8 @@ def crash():
     raise ValueError("a mistake in the model")
 
 
-IN_FORWARD = {"kill": kill, "stop": stop, "crash": crash}
+ACTIONS = {"kill": kill, "stop": stop, "crash": crash}
+PLACES = {"reduce": "allreduce_gradients", "loss": "_aggregate_total_loss"}
 
 
 def in_forward(engine, action):
@@ -42,6 +43,20 @@ def in_forward(engine, action):
             action()
 
     engine.module.forward_funcs[0].register_forward_pre_hook(hook)
+
+
+def before(engine, method, action):
+    """Before this rank calls `method` of the engine in a step."""
+    original, calls = getattr(engine, method), 0
+
+    def call(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == FAULTY_STEP + 1:
+            action()
+        return original(*args, **kwargs)
+
+    setattr(engine, method, call)
 
 
 def flip_bits(engine, action, byte):
@@ -64,31 +79,44 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--fault", required=True)
     parser.add_argument("--at", type=int, required=True, help="rank")
+    parser.add_argument("--stages", type=int, required=True)
     parser.add_argument("--block", type=json.loads, required=True)
     parser.add_argument("--moment", type=Path, required=True, help="file for the time at which it happens")
     args = parser.parse_args()
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    rank, stages = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank = torch.distributed.get_rank()
     block = args.block
+
+    def cut():
+        while not args.moment.with_name("cut").exists():
+            time.sleep(0.01)
 
     def happens(action=lambda: None):
         def run():
-            args.moment.write_text(str(time.time()))
+            # complete when it is seen
+            args.moment.with_name("now").write_text(str(time.time()))
+            args.moment.with_name("now").rename(args.moment)
             action()
 
         return run
 
-    if rank == args.at and args.fault == "mismatch":
+    here = rank == args.at
+    if here and args.fault == "mismatch":
         block = {**block, "seed": 5}
         happens()()
-    engine = build(stages, ds_config(block), layers(2 * stages))
-    if rank == args.at and args.fault in IN_FORWARD:
-        in_forward(engine, happens(IN_FORWARD[args.fault]))
-    if rank == args.at and args.fault in ("body", "header"):
+    replicas = torch.distributed.get_world_size() // args.stages
+    engine = build(args.stages, ds_config(block, replicas=replicas), layers(2 * args.stages))
+    what, _, where = args.fault.partition("-")
+    action = {**ACTIONS, "cut": cut}.get(what)
+    if here and action and where:
+        before(engine, PLACES[where], happens(action))
+    elif here and action:
+        in_forward(engine, happens(action))
+    if here and args.fault in ("body", "header"):
         flip_bits(engine, happens(), 40 if args.fault == "body" else 9)
-    data = batches()
+    data = batches(engine.grid.get_data_parallel_id())
     for _ in range(FAULTY_STEP + 2):
         engine.train_batch(data)
     print("trained to the end", flush=True)

@@ -61,7 +61,7 @@ class Function:
         self._buffers = {name: kind for name, kind in arguments.items() if isinstance(kind, Buffer)}
         self._types = [kinds[type(kind)] for kind in arguments.values()]
 
-    def __call__(self, **arguments: Tensor | float | None) -> int:
+    def __call__(self, **arguments: Any) -> int:
         """
         Raises:
             TypeError: an argument of another kind, dtype or device.

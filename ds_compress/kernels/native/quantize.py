@@ -1,6 +1,7 @@
 """Group-wise quantization by quantize.cpp."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +18,13 @@ FLOATS = (torch.float32, torch.bfloat16)
 
 _SCALES = (torch.bfloat16, torch.float32)
 
-_VALUES = {"values": Buffer(FLOATS, ("n", "size"), by="bf16"), "bf16": FLAG}
-_FEEDBACK = {
+_VALUES: dict[str, Any] = {"values": Buffer(FLOATS, ("n", "size"), by="bf16"), "bf16": FLAG}
+_FEEDBACK: dict[str, Any] = {
     "residual": Buffer((torch.float32,), ("n", "size")),
     "factor": float,
     "error": Buffer((torch.float32,), ("n", "size")),
 }
-_FORMAT = {
+_FORMAT: dict[str, Any] = {
     "n": SIZE,
     "size": range(8, LARGEST_GROUP + 1, 8),
     "bits": range(1, 9),
@@ -32,7 +33,7 @@ _FORMAT = {
     "wide_scale": FLAG,
     "scale": float,
 }
-_PARTS = {
+_PARTS: dict[str, Any] = {
     "packed": Buffer((torch.uint8,), ("n", "size", "bits"), per=8),
     "steps": Buffer(_SCALES, ("n",), by="wide_scale"),
     "offsets": Buffer(_SCALES, ("n",), by="wide_scale", unless="symmetric"),

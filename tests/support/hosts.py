@@ -1,0 +1,63 @@
+"""Two hosts on one machine, joined by a link that can be cut: network namespaces, which need root."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+WIRE = "wire"
+ADDRESSES = ("10.77.1.1", "10.77.1.2")
+
+
+def reason_for_none() -> str:
+    """Why there can be no two hosts here; empty when there can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"{missing[0]} is missing (iproute2)"
+    name = f"ds-try-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if made.returncode:
+        return made.stderr.strip()
+    subprocess.run(["ip", "netns", "del", name], check=True)
+    return ""
+
+
+class Hosts:
+    def __init__(self, names: tuple[str, str]):
+        self._names = names
+
+    def on(self, host: int) -> list[str]:
+        """What to put before a command to run it on host 0 or 1."""
+        return ["ip", "netns", "exec", self._names[host]]
+
+    def cut(self) -> None:
+        """From now on the link loses every packet, as a switch that has failed does: nobody is told."""
+        shaping = f"tc qdisc replace dev {WIRE} root tbf rate 8bit burst 1 latency 1ms".split()
+        for host in range(2):
+            subprocess.run([*self.on(host), *shaping], check=True)
+
+
+@contextmanager
+def two_hosts() -> Iterator[Hosts]:
+    names = (f"ds-a-{os.getpid()}", f"ds-b-{os.getpid()}")
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True)
+
+    made = []
+    try:
+        for name in names:
+            ip("netns", "add", name)
+            made.append(name)
+        ip("-n", names[0], "link", "add", WIRE, "type", "veth", "peer", "name", WIRE, "netns", names[1])
+        for name, address in zip(names, ADDRESSES):
+            ip("-n", name, "address", "add", f"{address}/30", "dev", WIRE)
+            for device in ("lo", WIRE):
+                ip("-n", name, "link", "set", device, "up")
+        yield Hosts(names)
+    finally:
+        for name in made:
+            ip("netns", "del", name)
