@@ -54,9 +54,9 @@ class Link(Options):
     DualPipeV posts its receives ahead by itself and has one order for both."""
 
     timeout_s: float = Field(default=1800.0, ge=1, le=7 * 24 * 3600)
-    """Seconds that a neighbour may take to send or to take a message before this rank stops with an error; on
-    a GPU NCCL counts them. What DeepSpeed itself waits for keeps the time-out of deepspeed.init_distributed,
-    also 1800."""
+    """Seconds that a neighbour may take to send or to take a message (on a GPU NCCL counts them), or that a
+    rank may be silent while others need it, DeepSpeed's collectives included, before every rank stops with
+    one message."""
 
     checksum: bool = False
     """Add a CRC-32 of every packet and check it; on a GPU each packet is then copied to the host for it."""
