@@ -81,7 +81,7 @@ class Autoencoder(Codec, Remembers, Learns, BothDirections, OnlyReceiverDecodes,
 
     def gaussian_error_bound(self, spec: TensorSpec) -> float:
         _, h = matrix_shape(spec.shape)
-        return self._rounding + bounds.random_part(self._width(h) / max(h, 1))
+        return bounds.random_part(self._width(h) / max(h, 1), self._rounding)
 
     @property
     def _rounding(self) -> float:

@@ -23,6 +23,7 @@ from ds_compress.codecs.contract_trial import Run, Trial, kinds, normal, relativ
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SHAPES = ((), (0,), (1,), (3, 5), (2, 0, 4), (2, 7, 13), (4, 128), (2, 3, 256))
 ORDINARY = ((2, 4, 256), (8, 33, 65))
+LONG = (2, 160, 257)  # where other kernels may take over
 MEAN_OF = 64  # messages, where a codec says that their mean is unbiased
 
 
@@ -68,7 +69,7 @@ def check_shapes_and_dtypes(trial: Trial) -> None:
 
 def check_determinism(trial: Trial) -> None:
     """Equal contexts give equal bytes, whatever was sent before and whatever else is random or default."""
-    for spec in trial.specs(((3, 5), (2, 3, 256)), DTYPES[:3]):
+    for spec in trial.specs(((3, 5), (2, 3, 256), LONG), DTYPES[:3]):
         x, g = normal(spec), normal(spec, seed=1)
         used = trial.rebuilt()
         used.exchange(g, x, step=3)
@@ -123,7 +124,7 @@ def check_zeros(trial: Trial) -> None:
 
 def check_non_finite(trial: Trial) -> None:
     """inf or nan anywhere in a tensor makes what arrives not finite, so that loss scaling sees it."""
-    for spec in trial.specs(((1,), (3, 5), (2, 3, 256)), DTYPES):
+    for spec in (*trial.specs(((1,), (3, 5), (2, 3, 256)), DTYPES), *trial.specs([LONG], DTYPES[:2])):
         ordinary = normal(spec)
         for value in (math.inf, -math.inf, math.nan):
             bad = ordinary.clone()
@@ -164,7 +165,7 @@ def check_error_bound(trial: Trial) -> None:
 
 def check_gaussian_error(trial: Trial) -> None:
     """Normal values lose no more than declared, and less than if zeros were sent."""
-    for spec in trial.specs(((4, 128), *ORDINARY), DTYPES[:3]):
+    for spec in trial.specs(((4, 128), *ORDINARY, LONG), DTYPES[:3]):
         sent = normal(spec, seed=2), normal(spec, seed=3)
         for codec, x, arrived in zip(trial.codecs, sent, trial.exchange(*sent)):
             bound = codec.gaussian_error_bound(spec)

@@ -93,7 +93,7 @@ class LowRank(Codec, Remembers, DecodesByProduct):
         rank = self._factor_rank(spec.shape)
         if rank is None:
             return self.error_bound(spec)
-        return bounds.random_part(rank / min(matrix_shape(spec.shape))) + self._rounding(rank)
+        return bounds.random_part(rank / min(matrix_shape(spec.shape)), self._rounding(rank))
 
     def _rounding(self, rank: int) -> float:
         """What rounding both factors costs at most."""
@@ -175,7 +175,7 @@ class PCA(Codec, Remembers, Observes, BothDirections, DecodesByProduct):
     def gaussian_error_bound(self, spec: TensorSpec) -> float:
         _, h = matrix_shape(spec.shape)
         rounding = torch.finfo(WIRE_DTYPES[self.options.dtype]).eps
-        return rounding + bounds.random_part(min(self.options.rank, h) / max(h, 1))
+        return bounds.random_part(min(self.options.rank, h) / max(h, 1), rounding)
 
     def check_memory(self, memory: Mapping[str, Tensor]) -> None:
         for key, value in memory.items():
