@@ -194,10 +194,10 @@ class Watchdog:
         """Which rank others have missed for too long, and since when."""
         inside = [peer.progress for peer in self._watch.peers if peer.progress % 2 and not peer.gone]
         inside += [self._progress] if self._inside else []
-        front = max(inside, default=0)
+        front = max(inside, default=-1)
         for peer in self._watch.peers:
             alone = peer.progress == front and inside.count(front) == 1
-            if not front or not peer.heard or peer.progress > front or alone:
+            if not peer.heard or peer.progress > front or alone:
                 peer.quiet = 0.0
                 continue
             peer.quiet += seconds

@@ -5,6 +5,7 @@ import logging
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
@@ -187,8 +188,7 @@ def test_a_rank_that_is_through_is_not_missed(new_job):
 
 
 def test_a_rank_may_take_its_time(new_job):
-    """To compute, in a step or between two, while others wait for it; to begin; to sleep when nobody
-    waits."""
+    """To compute, in a step or between two, while others wait; to begin; to sleep when nobody waits."""
     jobs = []
     for slow in range(RANKS):
         others = [rank for rank in range(RANKS) if rank != slow]
@@ -201,12 +201,25 @@ def test_a_rank_may_take_its_time(new_job):
         ):
             job = new_job(begin)
             job.enter(*inside)
-            if silent:
-                job.silence(slow)
-            jobs.append(job)
+            jobs.append((job, slow if silent else None))
+    time.sleep(SECONDS)  # all know
+    for job, silent in jobs:
+        if silent is not None:
+            job.silence(silent)
     time.sleep(LONG)
+    jobs = [job for job, _ in jobs]
     assert not any(failure for job in jobs for failure in job.failures())
     assert not any(job.ended for job in jobs)
+
+
+def test_nobody_is_late_while_the_machine_sleeps(job, monkeypatch):
+    job.enter(*range(RANKS))
+    slept = 0.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + slept))
+    for _ in range(4):
+        slept += 1000 * SECONDS
+        time.sleep(SECONDS)
+    assert not any(job.failures())
 
 
 def test_strangers_are_turned_away(job):

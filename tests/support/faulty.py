@@ -14,6 +14,7 @@ import ds_compress  # noqa: F401  (hooks the engine)
 from tests.support.pipeline import MICRO_BATCHES, batches, build, ds_config, layers
 
 FAULTY_STEP = 2
+LONG = 9.0  # seconds, more than the time-out of these runs and all grace
 
 
 def kill():
@@ -57,6 +58,21 @@ def before(engine, method, action):
         return original(*args, **kwargs)
 
     setattr(engine, method, call)
+
+
+def work_on(engine):
+    """In the last step, when nobody is needed for it any more."""
+    original, calls = engine._aggregate_total_loss, 0
+
+    def call():
+        nonlocal calls
+        calls += 1
+        loss = original()
+        if calls == FAULTY_STEP + 2:
+            time.sleep(LONG)
+        return loss
+
+    engine._aggregate_total_loss = call
 
 
 def flip_bits(engine, action, byte):
@@ -116,9 +132,14 @@ def main():
         in_forward(engine, happens(action))
     if here and args.fault in ("body", "header"):
         flip_bits(engine, happens(), 40 if args.fault == "body" else 9)
+    if not here and args.fault == "early":
+        work_on(engine)
     data = batches(engine.grid.get_data_parallel_id())
     for _ in range(FAULTY_STEP + 2):
         engine.train_batch(data)
+    if args.fault == "early":
+        happens()()
+        return
     print("trained to the end", flush=True)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
