@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ds_compress import config  # noqa: F401  (registers the codecs)
 from ds_compress.kernels import cpu, native, reference, resolve
 from ds_compress.kernels.affine import Grid
-from tests.support.numbers import assert_same_bits, values
+from tests.support.same_bits import assert_same_bits, values
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 

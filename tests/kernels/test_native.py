@@ -14,7 +14,7 @@ from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.kernels import cpu, native, reference
 from ds_compress.kernels.affine import Grid
 from tests.support.native import SOURCES, TARGETS, built, compiled_for, runs_here
-from tests.support.numbers import assert_same_bits, values
+from tests.support.same_bits import assert_same_bits, values
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 

@@ -15,7 +15,7 @@ import ds_compress.codecs  # noqa: F401  (registers)
 from ds_compress.kernels import reference, resolve
 from ds_compress.kernels import triton as fused
 from ds_compress.kernels.affine import Grid
-from tests.support.numbers import assert_same_bits, values
+from tests.support.same_bits import assert_same_bits, values
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
