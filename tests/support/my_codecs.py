@@ -23,3 +23,6 @@ class HalfScale(Codec):
 
     def error_bound(self, spec):
         return min(1.0, spec.numel**0.5 / 254 + 1e-6)
+
+    def gaussian_error_bound(self, spec):
+        return 0.05
