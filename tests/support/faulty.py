@@ -14,7 +14,7 @@ import ds_compress  # noqa: F401  (hooks the engine)
 from tests.support.pipeline import MICRO_BATCHES, batches, build, ds_config, layers
 
 FAULTY_STEP = 2
-LONG = 9.0  # seconds, more than the time-out of these runs and all grace
+LONG = 12.0  # seconds, more than the time-out of these runs and all grace
 
 
 def kill():
