@@ -22,7 +22,7 @@ from ds_compress.message.channel import Boundary
 from ds_compress.monitor.monitor import Monitor
 from ds_compress.pipeline.lookahead import NOWHERE, Lookahead
 from ds_compress.pipeline.mirrors import MirrorCheck
-from ds_compress.pipeline.stage import Instruction, Stage, as_list
+from ds_compress.pipeline.stage import FORWARD, Instruction, Stage, as_list
 from ds_compress.pipeline.wiring import wire
 
 RECEIVED = {
@@ -154,7 +154,7 @@ class CompressedEngine(CheckpointedEngine):
         """Let messages be received ahead whose shapes are known from the batch before."""
         stage = self._compression
         if stage.before is not None and self.pipe_recv_buf is not None:
-            raw_tail = int(self.has_attention_mask or self.has_bool_tensors)
+            raw_tail = self._raw_tail(Instruction.RECV_ACTIVATION)
             stage.announce(Instruction.RECV_ACTIVATION, as_list(self.pipe_recv_buf), raw_tail)
         if stage.after is not None and training and self.grad_layer is not None:
             stage.announce(Instruction.RECV_GRAD, as_list(self.grad_layer))
@@ -205,20 +205,21 @@ class CompressedEngine(CheckpointedEngine):
     def _send(self, instruction, buffer_id, run):
         if self._lookahead.place == NOWHERE:
             self._outside()
-        # DeepSpeed sends a bool mask in last place, as half precision: it is float but must not be compressed
-        masked = self.has_attention_mask or self.has_bool_tensors
-        raw_tail = int(masked and instruction is Instruction.SEND_ACTIVATION)
-        self._compression.send(instruction, buffer_id, run, raw_tail)
+        self._compression.send(instruction, buffer_id, run, self._raw_tail(instruction))
 
     def _receive(self, instruction, buffer_id, run):
         if self._lookahead.place == NOWHERE:
             self._outside()
         stage, forward = self._compression, instruction is Instruction.RECV_ACTIVATION
-        raw_tail = int(forward and (self.has_attention_mask or self.has_bool_tensors))
         tensors = operator.attrgetter("pipe_recv_buf" if forward else "grad_layer")
-        stage.receive(instruction, buffer_id, run, partial(tensors, self), raw_tail)
+        stage.receive(instruction, buffer_id, run, partial(tensors, self), self._raw_tail(instruction))
         if forward and self._tracking is not None and stage.before.carrying:
             self._tracking.add_float(as_list(self.pipe_buffers["inputs"][buffer_id]), stage.before.carrying)
+
+    def _raw_tail(self, instruction):
+        """How many tensors at the end of a message are never compressed: DeepSpeed sends a bool mask in last
+        place, as half precision, so it is float."""
+        return int(instruction in FORWARD and (self.has_attention_mask or self.has_bool_tensors))
 
     def _outside(self):
         training = torch.is_grad_enabled() and self.module.training

@@ -28,15 +28,15 @@ class ShapeMessage:
 
     BITS = 31
 
-    def __init__(self, module: Any, carrying: tuple[bool, ...] | None = None, room: int = 0):
+    def __init__(self, module: Any, carrying: tuple[bool, ...] | None = None, written: int = 0):
         """
         Args:
             module: `deepspeed.runtime.pipe.p2p`.
             carrying: what the sender says of each float tensor; None where it cannot.
-            room: how many numbers DeepSpeed writes.
+            written: how many numbers DeepSpeed writes.
         """
         self._module = module
-        self._written = room
+        self._written = written
         self._bits, self._says = 0, False
         self.carrying = carrying
 

@@ -162,11 +162,7 @@ class EagerSender(Sender):
         return free.pop() if free and free[-1].numel() == nbytes else super().memory(nbytes)
 
     def send(self, packet: Tensor) -> None:
-        try:
-            work = self._transport.isend(packet, self.peer, group=self.group)
-        except RuntimeError as error:
-            self.patience.blame(error, self.peer)
-        self._in_flight.append((packet, work))
+        self._in_flight.append((packet, self._isend(packet)))
 
     def drain(self) -> None:
         while self._in_flight:
@@ -229,11 +225,7 @@ class EagerReceiver(Receiver):
     def _post(self, memory: Tensor) -> None:
         if self._to_post:
             self._to_post -= 1
-            try:
-                work = self._transport.irecv(memory, self.peer, group=self.group)
-            except RuntimeError as error:
-                self.patience.blame(error, self.peer)
-            self._posted.append((memory, work))
+            self._posted.append((memory, self._irecv(memory)))
 
 
 def channel_groups(

@@ -1,12 +1,6 @@
 """Quantization on a GPU: `reference.quantize` and `dequantize` in one kernel each, which read and write once.
 
-A program holds some whole groups in registers, cut into T tiles as wide as the narrowest plane of `bits`:
-
-    group of G codes, b = 6 = 4 + 2, T = 4     | tile 0 | tile 1 | tile 2 | tile 3 |
-    planes of the 4-bit piece                  |    plane 0      |    plane 1      |
-    planes of the 2-bit piece                  |plane 0 |plane 1 |plane 2 |plane 3 |
-
-so that packing, which joins bits of equal places of different planes, never moves a value to another thread.
+A program holds some whole groups in registers, cut into `tiles`.
 
 All results equal the reference bit for bit, but for the mean magnitude of symmetric grids of 1 bit, which is
 summed in another order: it differs by less than 2 log2(G) 2^-24 times itself.
@@ -22,6 +16,7 @@ from torch import Tensor
 from ds_compress.kernels import reference
 from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.bits import packed_size
+from ds_compress.kernels.triton.tiles import load_piece, places, rotate, store_piece
 
 MAX_GROUP = 4096
 """Larger groups do not fit in the registers of one program; the reference serves them."""
@@ -133,7 +128,7 @@ def _quantize(
     `offset` is None for a symmetric grid, `dither` to round to nearest, the three of error feedback without
     it.
     """
-    row, place, exists = _places(n, ROWS, WIDTH, COLUMNS)
+    row, place, exists = places(n, ROWS, WIDTH, COLUMNS)
     at = row[:, None] * (TILES * WIDTH) + place
     values = ()
     for t in tl.static_range(TILES):
@@ -141,17 +136,15 @@ def _quantize(
     sums = values
     if residual is not None:
         scale = tl.load(factor)
-        sums, values = (), ()
+        loaded, sums, values = values, (), ()
         for t in tl.static_range(TILES):
-            value = tl.load(groups + at + t * WIDTH, mask=exists, other=0).to(tl.float32)
-            total = value + tl.load(residual + at + t * WIDTH, mask=exists, other=0) * scale
+            total = loaded[t] + tl.load(residual + at + t * WIDTH, mask=exists, other=0) * scale
             within = tl.minimum(tl.maximum(total, -LARGEST), LARGEST)
             sums = sums + (total,)
-            values = values + (
-                _rounded(within + (value - value), groups),
-            )  # see `narrow` in kernels/numerics.py
+            # see `narrow` in kernels/numerics.py
+            values = values + (_rounded(within + (loaded[t] - loaded[t]), groups),)
     if HADAMARD:
-        values = _rotate(values, ROWS, TILES, COLUMNS)
+        values = rotate(values, ROWS, TILES, COLUMNS)
     if offset is None:
         grid_step = _at_least(tl.div_rn(2 * _reach(values, exists, TILES, WIDTH, MEAN), _fp32(TOP)), step)
         start = grid_step * (-TOP / 2)
@@ -177,7 +170,7 @@ def _quantize(
     packed += row[:, None] * (TILES * WIDTH * BITS // 8) + place
     for i in tl.static_range(4):
         if BITS & (8 >> i):
-            _store_piece(packed, codes, exists, BITS, 8 >> i, TILES, WIDTH)
+            store_piece(packed, codes, exists, BITS, 8 >> i, TILES, WIDTH)
     if error is not None:
         sent = _decoded(codes, grid_step, start, ROWS, TILES, COLUMNS, HADAMARD)
         for t in tl.static_range(TILES):
@@ -199,14 +192,14 @@ def _dequantize(
     TOP: tl.constexpr,
     HADAMARD: tl.constexpr,
 ):
-    row, place, exists = _places(n, ROWS, WIDTH, COLUMNS)
+    row, place, exists = places(n, ROWS, WIDTH, COLUMNS)
     packed += row[:, None] * (TILES * WIDTH * BITS // 8) + place
     codes = ()
     for _ in tl.static_range(TILES):
         codes = codes + (tl.zeros([ROWS, COLUMNS], tl.int32),)
     for i in tl.static_range(4):
         if BITS & (8 >> i):
-            codes = _load_piece(packed, codes, exists, BITS, 8 >> i, TILES, WIDTH)
+            codes = load_piece(packed, codes, exists, BITS, 8 >> i, TILES, WIDTH)
     grid_step = tl.load(step + row, mask=row < n, other=0).to(tl.float32)
     if offset is None:
         start = grid_step * (-TOP / 2)
@@ -233,7 +226,7 @@ def _decoded(
     for t in tl.static_range(TILES):
         decoded = decoded + (codes[t].to(tl.float32) * grid_step[:, None] + start[:, None],)
     if HADAMARD:
-        decoded = _rotate(decoded, ROWS, TILES, COLUMNS)
+        decoded = rotate(decoded, ROWS, TILES, COLUMNS)
     return decoded
 
 
@@ -245,14 +238,6 @@ def _rounded(x, like):
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
         x = tl.where(x == x, rounded, x)
     return x
-
-
-@triton.jit
-def _places(n, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """The program's rows, the columns of a tile, and [ROWS, COLUMNS] whether there is such a value."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)[None, :]
-    return row, column, (row < n)[:, None] & (column < WIDTH)
 
 
 @triton.jit
@@ -293,80 +278,9 @@ def _reach(values, exists, TILES: tl.constexpr, WIDTH: tl.constexpr, MEAN: tl.co
 
 @triton.jit
 def _at_least(x, scale):
-    """`x`, fp32, or where `scale` points at bfloat16 the smallest one that is not below it (see `grid`)."""
+    """`x`, fp32, or where `scale` points at bfloat16 the smallest one that is not below it (see `affine`)."""
     if scale.dtype.element_ty == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (tl.where(bits < 0, bits, bits + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
         x = tl.where(x == x, rounded, x)
     return x
-
-
-@triton.jit
-def _store_piece(
-    packed, codes, exists, BITS: tl.constexpr, PIECE: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Store PIECE bits of each code, behind those of the wider pieces; a plane is `chunks` tiles long."""
-    chunks: tl.constexpr = PIECE * TILES // 8
-    shift: tl.constexpr = BITS // (2 * PIECE) * (2 * PIECE)  # bits in the wider pieces
-    for chunk in tl.static_range(chunks):
-        byte = (codes[chunk] >> shift) & ((1 << PIECE) - 1)
-        for plane in tl.static_range(1, 8 // PIECE):
-            byte |= ((codes[plane * chunks + chunk] >> shift) & ((1 << PIECE) - 1)) << (PIECE * plane)
-        tl.store(packed + shift * (TILES * WIDTH // 8) + chunk * WIDTH, byte.to(tl.uint8), mask=exists)
-
-
-@triton.jit
-def _load_piece(
-    packed, codes, exists, BITS: tl.constexpr, PIECE: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr
-):
-    """`codes` with the bits that `_store_piece` stored."""
-    chunks: tl.constexpr = PIECE * TILES // 8
-    shift: tl.constexpr = BITS // (2 * PIECE) * (2 * PIECE)
-    stored = ()
-    for chunk in tl.static_range(chunks):
-        place = packed + shift * (TILES * WIDTH // 8) + chunk * WIDTH
-        stored = stored + (tl.load(place, mask=exists, other=0).to(tl.int32),)
-    joined = ()
-    for t in tl.static_range(TILES):
-        piece = (stored[t % chunks] >> (PIECE * (t // chunks))) & ((1 << PIECE) - 1)
-        joined = joined + (codes[t] | (piece << shift),)
-    return joined
-
-
-@triton.jit
-def _rotate(values, ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr):
-    """The orthonormal Walsh-Hadamard transform of each row: butterflies within tiles, then between them."""
-    inside = ()
-    for t in tl.static_range(TILES):
-        inside = inside + (_butterflies(values[t], ROWS, COLUMNS),)
-    for i in tl.static_range(3):
-        if (1 << i) < TILES:
-            inside = _between(inside, 1 << i, TILES)
-    scaled = ()
-    for t in tl.static_range(TILES):
-        scaled = scaled + (inside[t] * (TILES * COLUMNS) ** -0.5,)
-    return scaled
-
-
-@triton.jit
-def _between(values, DISTANCE: tl.constexpr, TILES: tl.constexpr):
-    turned = ()
-    for t in tl.static_range(TILES):
-        if t & DISTANCE:
-            turned = turned + (values[t ^ DISTANCE] - values[t],)
-        else:
-            turned = turned + (values[t] + values[t ^ DISTANCE],)
-    return turned
-
-
-@triton.jit
-def _butterflies(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The unscaled transform of each row of a tile; COLUMNS is a power of two up to MAX_GROUP."""
-    second = tl.arange(0, 2)[None, None, :, None] == 1
-    for i in tl.static_range(12):
-        if (1 << i) < COLUMNS:
-            pairs = tl.reshape(tile, [ROWS, COLUMNS >> (i + 1), 2, 1 << i])
-            total = tl.sum(pairs, 2, keep_dims=True)
-            difference = tl.sum(tl.where(second, -pairs, pairs), 2, keep_dims=True)
-            tile = tl.reshape(tl.where(second, difference, total), [ROWS, COLUMNS])
-    return tile

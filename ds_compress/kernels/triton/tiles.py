@@ -1,0 +1,92 @@
+"""The groups of one program in tiles: what packing joins lies at equal places of different tiles.
+
+So no value moves to another thread. A group is cut into T tiles as wide as the narrowest plane of `bits`:
+
+    group of G codes, b = 6 = 4 + 2, T = 4     | tile 0 | tile 1 | tile 2 | tile 3 |
+    planes of the 4-bit piece                  |    plane 0      |    plane 1      |
+    planes of the 2-bit piece                  |plane 0 |plane 1 |plane 2 |plane 3 |
+
+A tile is WIDTH values of each of ROWS groups, in COLUMNS columns, the next power of two.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def places(n, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """The program's rows, the columns of a tile, and [ROWS, COLUMNS] whether there is such a value."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)[None, :]
+    return row, column, (row < n)[:, None] & (column < WIDTH)
+
+
+@triton.jit
+def store_piece(
+    packed, codes, exists, BITS: tl.constexpr, PIECE: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Store PIECE bits of each code, behind those of the wider pieces; a plane is `chunks` tiles long."""
+    chunks: tl.constexpr = PIECE * TILES // 8
+    shift: tl.constexpr = BITS // (2 * PIECE) * (2 * PIECE)  # bits in the wider pieces
+    for chunk in tl.static_range(chunks):
+        byte = (codes[chunk] >> shift) & ((1 << PIECE) - 1)
+        for plane in tl.static_range(1, 8 // PIECE):
+            byte |= ((codes[plane * chunks + chunk] >> shift) & ((1 << PIECE) - 1)) << (PIECE * plane)
+        tl.store(packed + shift * (TILES * WIDTH // 8) + chunk * WIDTH, byte.to(tl.uint8), mask=exists)
+
+
+@triton.jit
+def load_piece(
+    packed, codes, exists, BITS: tl.constexpr, PIECE: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr
+):
+    """`codes` with the bits that `store_piece` stored."""
+    chunks: tl.constexpr = PIECE * TILES // 8
+    shift: tl.constexpr = BITS // (2 * PIECE) * (2 * PIECE)
+    stored = ()
+    for chunk in tl.static_range(chunks):
+        place = packed + shift * (TILES * WIDTH // 8) + chunk * WIDTH
+        stored = stored + (tl.load(place, mask=exists, other=0).to(tl.int32),)
+    joined = ()
+    for t in tl.static_range(TILES):
+        piece = (stored[t % chunks] >> (PIECE * (t // chunks))) & ((1 << PIECE) - 1)
+        joined = joined + (codes[t] | (piece << shift),)
+    return joined
+
+
+@triton.jit
+def rotate(values, ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr):
+    """The orthonormal Walsh-Hadamard transform of each row: butterflies within tiles, then between them."""
+    inside = ()
+    for t in tl.static_range(TILES):
+        inside = inside + (_butterflies(values[t], ROWS, COLUMNS),)
+    for i in tl.static_range(3):
+        if (1 << i) < TILES:
+            inside = _between(inside, 1 << i, TILES)
+    scaled = ()
+    for t in tl.static_range(TILES):
+        scaled = scaled + (inside[t] * (TILES * COLUMNS) ** -0.5,)
+    return scaled
+
+
+@triton.jit
+def _between(values, DISTANCE: tl.constexpr, TILES: tl.constexpr):
+    turned = ()
+    for t in tl.static_range(TILES):
+        if t & DISTANCE:
+            turned = turned + (values[t ^ DISTANCE] - values[t],)
+        else:
+            turned = turned + (values[t] + values[t ^ DISTANCE],)
+    return turned
+
+
+@triton.jit
+def _butterflies(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The unscaled transform of each row of a tile; COLUMNS is a power of two up to MAX_GROUP."""
+    second = tl.arange(0, 2)[None, None, :, None] == 1
+    for i in tl.static_range(12):
+        if (1 << i) < COLUMNS:
+            pairs = tl.reshape(tile, [ROWS, COLUMNS >> (i + 1), 2, 1 << i])
+            total = tl.sum(pairs, 2, keep_dims=True)
+            difference = tl.sum(tl.where(second, -pairs, pairs), 2, keep_dims=True)
+            tile = tl.reshape(tl.where(second, difference, total), [ROWS, COLUMNS])
+    return tile
