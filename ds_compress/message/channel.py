@@ -52,6 +52,7 @@ class Channel:
         self.direction = direction
         self.codec = codec
         self.sent = Counters()
+        self.raw_tail = 0  # tensors at the end of its messages that are never compressed
         self._layouts: dict[tuple[tuple[TensorSpec, ...], Kind], MessageLayout] = {}
         self._latest: dict[Kind, MessageLayout] = {}
 
@@ -64,15 +65,13 @@ class Channel:
         """That of a message of this channel; `step`: optimizer steps done before it."""
         return MessageId(self.boundary.number, self.direction, step, micro_batch, training)
 
-    def message(
-        self, tensors: Sequence[Tensor | TensorSpec], message_id: MessageId, raw_tail: int = 0
-    ) -> MessageLayout:
-        """The layout of a message of tensors like `tensors`; the last `raw_tail` are never compressed."""
+    def message(self, tensors: Sequence[Tensor | TensorSpec], message_id: MessageId) -> MessageLayout:
+        """The layout of a message of tensors like `tensors`."""
         config, training = self.boundary.config, message_id.training
         # both sides find the same
         compressed = training or config.block.eval == "compressed"
         compressed = compressed and message_id.step >= config.warmup_steps
-        kind = compressed, training, raw_tail, self.boundary.carrying
+        kind = compressed, training, self.raw_tail, self.boundary.carrying
         layout = self._latest.get(kind)
         if layout is not None and len(layout.specs) == len(tensors):
             for spec, tensor in zip(layout.specs, tensors):
@@ -100,17 +99,15 @@ class Channel:
         self,
         tensors: Sequence[Tensor],
         message_id: MessageId,
-        raw_tail: int = 0,
         memory: Callable[[int], Tensor] | None = None,
     ) -> Encoded:
         """The packet of `tensors`, counted as sent.
 
         Args:
             tensors: what DeepSpeed sends in one instruction, in its order; not modified.
-            raw_tail: how many tensors at the end are never compressed.
             memory: gives uint8 memory of so many bytes for the packet; newly allocated when absent.
         """
-        message = self.message(tensors, message_id, raw_tail)
+        message = self.message(tensors, message_id)
         layout = message.packet
         packet = memory(layout.nbytes) if memory else layout.allocate(message.device)
         parts: list[Tensor] = []

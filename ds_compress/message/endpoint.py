@@ -39,14 +39,14 @@ class SendingEnd(Endpoint[Sender]):
     meter: SendingMeter | None = None
     """In a step that is measured."""
 
-    def transmit(self, tensors: Sequence[Tensor], message_id: MessageId, raw_tail: int) -> None:
+    def transmit(self, tensors: Sequence[Tensor], message_id: MessageId) -> None:
         """Encode a message and hand it to the link."""
         link, meter = self.link, self.meter
         if meter is None:
-            packet, rest, _ = self.channel.encode(tensors, message_id, raw_tail, link.memory)
+            packet, rest, _ = self.channel.encode(tensors, message_id, link.memory)
             link.send(packet)
         else:
-            packet, rest, _ = meter.encode(self.channel, tensors, message_id, raw_tail, link.memory)
+            packet, rest, _ = meter.encode(self.channel, tensors, message_id, link.memory)
             meter.send(link, packet)
         if rest is not None:
             self.second.send(self.second.memory(rest.numel()).copy_(rest))

@@ -68,7 +68,7 @@ class SendingMeter(_Meter):
         self._tensors: Sequence[Tensor] = ()  # of the message between encode and send
         self._decode: Callable[[Tensor], list[Tensor]] | None = None
 
-    def encode(self, channel, tensors, message_id, raw_tail, memory):
+    def encode(self, channel, tensors, message_id, memory):
         listener: Channel | None = None
         decodes = not isinstance(channel.codec, OnlyReceiverDecodes)
         with self._measuring():
@@ -80,7 +80,7 @@ class SendingMeter(_Meter):
                 return memory(nbytes)
 
         with self._timed("encode"):
-            encoded = channel.encode(tensors, message_id, raw_tail, timed_memory)
+            encoded = channel.encode(tensors, message_id, timed_memory)
         self._tensors = tensors
         if listener is not None:
             _, rest, message = encoded

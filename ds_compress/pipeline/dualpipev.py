@@ -196,10 +196,10 @@ class CompressedDualPipeV(CompressedEngine):
 
     def _commit(self, run):
         for instruction, phase, buffer_id, tensors in self._arriving:
-            arrived = self._compression.fetch(instruction, buffer_id, tensors, phase=phase)
+            arrived = self._compression.fetch(instruction, buffer_id, partial(tuple, tensors), phase=phase)
             for tensor, came in zip(tensors, arrived):
                 tensor.data = came
-            if instruction is Instruction.RECV_ACTIVATION and self._tracking is not None:
+            if instruction is Instruction.RECV_ACTIVATION and self._lookahead.tracking:
                 self._tracking.add_float(tensors, self._compression.phases[phase][0].carrying or ())
         self._arriving.clear()
         self._launch()  # what nobody waited for: a queue of sends alone

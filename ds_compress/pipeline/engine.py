@@ -20,15 +20,20 @@ from ds_compress.checkpoint.mixin import CheckpointedEngine
 from ds_compress.message.carrying import Tracking
 from ds_compress.message.channel import Boundary
 from ds_compress.monitor.monitor import Monitor
-from ds_compress.pipeline.lookahead import NOWHERE, Lookahead
+from ds_compress.pipeline.lookahead import Lookahead
 from ds_compress.pipeline.mirrors import MirrorCheck
-from ds_compress.pipeline.stage import FORWARD, Instruction, Stage, as_list
+from ds_compress.pipeline.stage import Begun, Instruction, Stage, as_list
 from ds_compress.pipeline.wiring import wire
 
 RECEIVED = {
     Instruction.RECV_ACTIVATION: schedule.RecvActivation,
     Instruction.RECV_GRAD: schedule.RecvGrad,
 }
+_TENSORS = {
+    Instruction.RECV_ACTIVATION: operator.attrgetter("pipe_recv_buf"),
+    Instruction.RECV_GRAD: operator.attrgetter("grad_layer"),
+}
+"""Of an engine, those that a receive instruction fills."""
 
 
 def steps_per_epoch(engine: Any) -> int | None:
@@ -99,7 +104,7 @@ class CompressedEngine(CheckpointedEngine):
             self._recount_warmup(stage.config)
             monitor.begin_step(stage.ends, self.global_steps + 1, self.micro_batches, self.monitor.enabled)
         with self._looking_ahead(pipe_schedule, training) as counts:
-            with stage.running(self.global_steps, training, self._loss_scale(), counts):
+            with stage.running(self._begun(), counts):
                 self._announce(training)
                 super()._exec_schedule(pipe_schedule)
             monitor.link = self._link()
@@ -138,7 +143,7 @@ class CompressedEngine(CheckpointedEngine):
             return self._own_link or "blocking"
         if self.dynamic_shape:
             return "eager, activations in DeepSpeed's order because of dynamic_shape"
-        return "eager" if self._lookahead.left else "eager, but every message in the order of the schedule"
+        return "eager" if self._lookahead.early else "eager, but every message in the order of the schedule"
 
     def _loss_scale(self):
         """What gradients are multiplied by at present: the same on all stages, as all skip the same steps."""
@@ -154,8 +159,7 @@ class CompressedEngine(CheckpointedEngine):
         """Let messages be received ahead whose shapes are known from the batch before."""
         stage = self._compression
         if stage.before is not None and self.pipe_recv_buf is not None:
-            raw_tail = self._raw_tail(Instruction.RECV_ACTIVATION)
-            stage.announce(Instruction.RECV_ACTIVATION, as_list(self.pipe_recv_buf), raw_tail)
+            stage.announce(Instruction.RECV_ACTIVATION, as_list(self.pipe_recv_buf))
         if stage.after is not None and training and self.grad_layer is not None:
             stage.announce(Instruction.RECV_GRAD, as_list(self.grad_layer))
 
@@ -178,19 +182,21 @@ class CompressedEngine(CheckpointedEngine):
         shapes_known = not self.dynamic_shape and not self.first_output_send
         if self._is_eager and shapes_known and self._lookahead.leaves_early(schedule.ForwardPass, buffer_id):
             self._INSTRUCTION_MAP[schedule.SendActivation](self, buffer_id)
+            self._lookahead.gone[Instruction.SEND_ACTIVATION, buffer_id] = True
 
     def _backward_pass(self, buffer_id, *args, **kwargs):
         self._stock[schedule.BackwardPass](self, buffer_id, *args, **kwargs)
         if self._is_eager and self._lookahead.leaves_early(schedule.BackwardPass, buffer_id):
             self._INSTRUCTION_MAP[schedule.SendGrad](self, buffer_id)
+            self._lookahead.gone[Instruction.SEND_GRAD, buffer_id] = True
 
     def _send_activations(self, buffer_id, *args, **kwargs):
-        if self._lookahead.place not in self._lookahead.left:
+        if not self._lookahead.gone.pop((Instruction.SEND_ACTIVATION, buffer_id), False):
             run = partial(self._stock[schedule.SendActivation], self, buffer_id, *args, **kwargs)
             self._send(Instruction.SEND_ACTIVATION, buffer_id, run)
 
     def _send_grads(self, buffer_id, *args, **kwargs):
-        if self._lookahead.place not in self._lookahead.left:
+        if not self._lookahead.gone.pop((Instruction.SEND_GRAD, buffer_id), False):
             run = partial(self._stock[schedule.SendGrad], self, buffer_id, *args, **kwargs)
             self._send(Instruction.SEND_GRAD, buffer_id, run)
 
@@ -203,27 +209,23 @@ class CompressedEngine(CheckpointedEngine):
         self._receive(Instruction.RECV_GRAD, buffer_id, run)
 
     def _send(self, instruction, buffer_id, run):
-        if self._lookahead.place == NOWHERE:
-            self._outside()
-        self._compression.send(instruction, buffer_id, run, self._raw_tail(instruction))
+        if not self._compression.in_schedule:
+            self._compression.outside(self._begun())
+        self._compression.send(instruction, buffer_id, run)
 
     def _receive(self, instruction, buffer_id, run):
-        if self._lookahead.place == NOWHERE:
-            self._outside()
         stage, forward = self._compression, instruction is Instruction.RECV_ACTIVATION
-        tensors = operator.attrgetter("pipe_recv_buf" if forward else "grad_layer")
-        stage.receive(instruction, buffer_id, run, partial(tensors, self), self._raw_tail(instruction))
-        if forward and self._tracking is not None and stage.before.carrying:
+        if not stage.in_schedule:
+            stage.outside(self._begun())
+        stage.receive(instruction, buffer_id, run, partial(_TENSORS[instruction], self))
+        if forward and self._lookahead.tracking and stage.before.carrying:
             self._tracking.add_float(as_list(self.pipe_buffers["inputs"][buffer_id]), stage.before.carrying)
 
-    def _raw_tail(self, instruction):
-        """How many tensors at the end of a message are never compressed: DeepSpeed sends a bool mask in last
-        place, as half precision, so it is float."""
-        return int(instruction in FORWARD and (self.has_attention_mask or self.has_bool_tensors))
-
-    def _outside(self):
+    def _begun(self):
+        """What messages from now on belong to."""
         training = torch.is_grad_enabled() and self.module.training
-        self._compression.outside(self.global_steps, training, self._loss_scale())
+        masked = self.has_attention_mask or self.has_bool_tensors
+        return Begun(self.global_steps, training, self._loss_scale(), int(masked))
 
     # Some projects call these directly instead of through a schedule
 

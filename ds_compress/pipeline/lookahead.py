@@ -11,6 +11,8 @@ instruction that DeepSpeed does not know. Schedules of other projects send twice
 another order than they compute: what does not fit that picture leaves in its own place.
 """
 
+import contextlib
+import operator
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -40,18 +42,19 @@ class _Step(list[Any]):
     """The instructions of a step; whoever takes them one by one moves `of` along."""
 
     of: "Lookahead"
-    start: int  # place of the first one in the schedule
+    end: int  # place behind the last one in the schedule
 
     def __iter__(self) -> Iterator[Any]:
-        of = self.of
-        for of.place, instruction in enumerate(super().__iter__(), self.start):
-            context = of.tracking() if of.tracking and computes(instruction) else None
-            if context is None:
+        # What is left of the range tells the place, without a call of ours for each instruction
+        self.of.end, self.of.left_in_step = self.end, iter(range(len(self) + 1))
+        taken = map(operator.itemgetter(1), zip(self.of.left_in_step, super().__iter__()))
+        return self._tracked(taken) if self.of.tracking else taken
+
+    def _tracked(self, instructions: Iterator[Any]) -> Iterator[Any]:
+        for instruction in instructions:
+            context = self.of.tracking() if self.of.tracking and computes(instruction) else None
+            with context or contextlib.nullcontext():
                 yield instruction
-            else:
-                with context:
-                    yield instruction
-        of.place = NOWHERE
 
 
 class Lookahead:
@@ -68,18 +71,19 @@ class Lookahead:
             for name in ("__iter__", "__next__")
         )
         self.tracking = tracking
-        self.place = NOWHERE
-        self.left: set[int] = set()
-        """Places of the send instructions whose message has left early."""
+        self.end, self.left_in_step = NOWHERE, iter(range(0))
+        self.gone: dict[tuple[Any, int], bool] = {}
+        """Send instructions to come, with their buffers: whether their message has left early."""
 
+        self.early = 0  # messages that left early
         self._ordered = type(pipe_schedule) in ORDERED
         self._flat: list[Any] = []
         self._steps = []
         for instructions in pipe_schedule.steps() if self.plain else ():
             step = _Step(instructions)
-            step.of, step.start = self, len(self._flat)
             self._steps.append(step)
             self._flat += instructions
+            step.of, step.end = self, len(self._flat)
         self.counts = Counter(map(type, self._flat))
         self._sends = {kind: deque(_places(self._flat, kind)) for kind in MADE_BY}  # that may not have left
         self._early = _early(self._flat)
@@ -89,29 +93,38 @@ class Lookahead:
         return iter(self._steps)
 
     @property
+    def place(self) -> int:
+        """That of the instruction in progress; NOWHERE outside of one."""
+        left = operator.length_hint(self.left_in_step)
+        return self.end - left if left else NOWHERE
+
+    @property
     def current(self) -> Any:
         """The instruction in progress; None outside of one."""
-        return None if self.place == NOWHERE else self._flat[self.place]
+        place = self.place
+        return None if place == NOWHERE else self._flat[place]
 
     def receives_ahead(self, device: torch.device) -> bool:
         """Whether receives may be posted before the schedule comes to them."""
         return self.plain and (self._ordered or not receives_hold_device(device))
 
     def leaves_early(self, made_by: type, buffer_id: int) -> bool:
-        """Whether the message that `made_by`, in progress, has just put into `buffer_id` may leave now; if so
-        it counts as gone."""
-        send = self._early.get(self.place, NOWHERE)
+        """Whether the message that `made_by`, in progress, has just put into `buffer_id` may leave now; the
+        caller then sends it and notes it as `gone`."""
+        place = self.place
+        send = self._early.get(place, NOWHERE)
         if send == NOWHERE:
             return False
-        made = self._flat[self.place]
+        made = self._flat[place]
         if made.kwargs.get("buffer_id") != buffer_id or type(made) is not made_by:
             return False
         waiting = self._sends[type(self._flat[send])]
-        while waiting[0] < self.place:  # left in its own place
+        while waiting[0] < place:  # left in its own place
             waiting.popleft()
         if waiting[0] != send:
             return False
-        self.left.add(waiting.popleft())
+        waiting.popleft()
+        self.early += 1
         return True
 
 

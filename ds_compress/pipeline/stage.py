@@ -6,7 +6,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,17 @@ class Instruction(enum.Enum):
 FORWARD = (Instruction.SEND_ACTIVATION, Instruction.RECV_ACTIVATION)
 
 
+class Begun(NamedTuple):
+    """What the messages of a schedule, or those sent one by one outside of any, have in common."""
+
+    step: int  # optimizer steps done before
+    training: bool
+    loss_scale: float = 1.0
+    raw_tail: int = 0
+    """How many tensors at the end of a forward message are never compressed: DeepSpeed sends a bool mask in
+    last place, as half precision, so it is float."""
+
+
 class Stage:
     """All traffic of one stage.
 
@@ -54,7 +65,7 @@ class Stage:
         self._numbers: dict[tuple[int, int], int] = {}  # of the forward message, by boundary and buffer
         self._samples: dict[int, Tensor] = {}  # ids, by buffer
         self._unplaced: deque[Tensor] = deque()  # ids of batches in unknown buffers
-        self._running = False
+        self.in_schedule = False
         self.wants_samples = config.sample_ids is not None and before is None
         self.groups: list[Any] = []  # process groups of its channels alone
         self.step = 0
@@ -107,22 +118,16 @@ class Stage:
         return [end.channel for end in self._sending.values()]
 
     @contextmanager
-    def running(
-        self,
-        step: int,
-        training: bool,
-        loss_scale: float = 1.0,
-        counts: Mapping[Instruction, int] | None = None,
-    ) -> Iterator[None]:
+    def running(self, begun: Begun, counts: Mapping[Instruction, int] | None = None) -> Iterator[None]:
         """Round one schedule of the engine; returns when all packets have left.
 
         Args:
             counts: how many messages the schedule receives, where they are to be received ahead.
         """
-        self._begin(step, training, loss_scale)
+        self._begin(begun)
         for (instruction, _), receiving in self._receiving.items():
             receiving.to_announce = (counts or {}).get(instruction, 0)
-        self._running = True
+        self.in_schedule = True
         try:
             yield
             for end in self._sending.values():
@@ -130,10 +135,10 @@ class Stage:
             for lane in self._lanes.values():
                 lane.join()
         finally:
-            self._running = False
+            self.in_schedule = False
 
-    def _begin(self, step: int, training: bool, loss_scale: float) -> None:
-        self.step, self.training = step, training
+    def _begin(self, begun: Begun) -> None:
+        self.step, self.training = begun.step, begun.training
         self._numbers.clear()
         self._samples.clear()
         self._unplaced.clear()
@@ -142,14 +147,15 @@ class Stage:
         for receiving in self._receiving.values():
             receiving.to_announce = 0
         for boundary in self.boundaries:
-            boundary.begin_step(loss_scale)
+            boundary.begin_step(begun.loss_scale)
             boundary.sample_ids.clear()
+            boundary.forward.raw_tail = begun.raw_tail
 
-    def outside(self, step: int, training: bool, loss_scale: float) -> None:
+    def outside(self, begun: Begun) -> None:
         """Before a message that no schedule asked for: programs call the engine's instructions by hand, to
         sample for example. Those of one step and kind are counted on, as within a schedule."""
-        if not self._running and (step, training) != (self.step, self.training):
-            self._begin(step, training, loss_scale)
+        if (begun.step, begun.training) != (self.step, self.training):
+            self._begin(begun)
 
     def in_lane(self, boundary: Boundary, work: Callable[[], Made]) -> Made:
         """Do `work`, on what `boundary` remembers, where its codecs work, and before anything that follows;
@@ -175,13 +181,11 @@ class Stage:
             else:
                 self._samples[buffer_id] = ids
 
-    def announce(self, instruction: Instruction, tensors: Sequence[Tensor], raw_tail: int = 0) -> None:
+    def announce(self, instruction: Instruction, tensors: Sequence[Tensor]) -> None:
         """Messages of this schedule will have tensors like `tensors`: let them be received ahead."""
         end = self._receiving[instruction, 0]
         if end.to_announce:
-            message = end.channel.message(
-                tensors, end.channel.message_id(self.step, 0, self.training), raw_tail
-            )
+            message = end.channel.message(tensors, end.channel.message_id(self.step, 0, self.training))
             count, end.to_announce = end.to_announce, 0
             end.lane.run(lambda: end.link.expect(message.packet.nbytes, count))
 
@@ -191,23 +195,15 @@ class Stage:
         message = end.channel.message(tensors, end.channel.message_id(self.step, 0, self.training))
         end.link.expect(message.packet.nbytes, 1)
 
-    def send(
-        self, instruction: Instruction, buffer_id: int, run: Callable[[], None], raw_tail: int = 0
-    ) -> None:
-        """Collect what the send instruction `run` sends, and send it as one packet; `raw_tail`: see
-        `Channel`."""
+    def send(self, instruction: Instruction, buffer_id: int, run: Callable[[], None]) -> None:
+        """Collect what the send instruction `run` sends, and send it as one packet."""
         if self._p2p.busy:
             run()
         else:
-            self.dispatch(instruction, buffer_id, self._p2p.collect(run), raw_tail)
+            self.dispatch(instruction, buffer_id, self._p2p.collect(run))
 
     def dispatch(
-        self,
-        instruction: Instruction,
-        buffer_id: int,
-        tensors: Sequence[Tensor],
-        raw_tail: int = 0,
-        phase: int = 0,
+        self, instruction: Instruction, buffer_id: int, tensors: Sequence[Tensor], phase: int = 0
     ) -> None:
         """Send `tensors`, those of a buffer, as one packet."""
         end = self._sending[instruction, phase]
@@ -215,7 +211,7 @@ class Stage:
         if instruction is Instruction.SEND_ACTIVATION and (buffer_id in self._samples or self._unplaced):
             ids = self._samples[buffer_id] if buffer_id in self._samples else self._unplaced.popleft()
             end.channel.boundary.sample_ids[message_id.micro_batch] = ids
-        end.lane.run(functools.partial(end.transmit, tensors, message_id, raw_tail), takes=tensors)
+        end.lane.run(functools.partial(end.transmit, tensors, message_id), takes=tensors)
 
     def receive(
         self,
@@ -223,28 +219,22 @@ class Stage:
         buffer_id: int,
         run: Callable[[], None],
         tensors: Callable[[], Any],
-        raw_tail: int = 0,
     ) -> None:
         """Serve what the receive instruction `run` asks for; `tensors()`: all it will ask for, at its first
         call."""
         if self._p2p.busy:
             run()
         else:
-            self._p2p.serve(run, lambda: self.fetch(instruction, buffer_id, tensors(), raw_tail))
+            self._p2p.serve(run, functools.partial(self.fetch, instruction, buffer_id, tensors))
 
     def fetch(
-        self,
-        instruction: Instruction,
-        buffer_id: int,
-        tensors: Tensor | Sequence[Tensor],
-        raw_tail: int = 0,
-        phase: int = 0,
+        self, instruction: Instruction, buffer_id: int, tensors: Callable[[], Any], phase: int = 0
     ) -> list[Tensor]:
-        """The next message, with tensors like `tensors`, for a buffer."""
-        tensors = (tensors,) if isinstance(tensors, Tensor) else tensors
+        """The next message, with tensors like `tensors()`, for a buffer."""
+        wanted = tensors()
         end = self._receiving[instruction, phase]
         message_id = self._next_id(instruction, end, buffer_id)
-        message = end.channel.message(tensors, message_id, raw_tail)
+        message = end.channel.message((wanted,) if torch.is_tensor(wanted) else wanted, message_id)
         arrived = end.lane.run(functools.partial(end.take, message, message_id), gives=True)
         if message.ids and self.after:
             self._samples[buffer_id] = end.channel.boundary.sample_ids[message_id.micro_batch]

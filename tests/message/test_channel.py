@@ -53,8 +53,10 @@ def test_other_shapes_dtypes_and_kinds_get_their_own_layout():
         channel.message([x.half()], now),
         channel.message([x.to("meta")], now),
         channel.message([x, x], now),
-        channel.message([x, x], now, raw_tail=1),
     ]
+    channel.raw_tail = 1
+    others.append(channel.message([x, x], now))
+    channel.raw_tail = 0
     assert len({id(each) for each in (layout, *others)}) == 6
     assert channel.message([x], now) is layout is channel.message((TensorSpec.of(x),), now)
     assert [each.packet.nbytes for each in others[3:]] == [32 + 2 * 512, 32 + 512 + 1024]

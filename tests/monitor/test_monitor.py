@@ -220,7 +220,7 @@ def test_messages_that_are_not_finite_are_counted(bad, share):
         meter = SendingMeter(HostClock(), compared)
         for micro_batch, x in enumerate(messages):
             message_id = boundary.forward.message_id(0, micro_batch)
-            encoded = meter.encode(boundary.forward, [x], message_id, 0, HeldSender().memory)
+            encoded = meter.encode(boundary.forward, [x], message_id, HeldSender().memory)
             meter.send(HeldSender(), encoded.packet)
         values = meter.values()
         assert values["nonfinite_share"] == share

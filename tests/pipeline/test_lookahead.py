@@ -23,12 +23,16 @@ def left_early(schedule):
     for step in lookahead.steps():
         for instruction in step:
             kind = type(instruction)
-            if kind in made:
-                lookahead.leaves_early(kind, instruction.buffer_id)
+            assert lookahead.current is instruction
+            if kind in made and lookahead.leaves_early(kind, instruction.buffer_id):
+                lookahead.gone[made[kind], instruction.buffer_id] = True
             if kind in early:
-                early[kind] += [numbers[kind]] if lookahead.place in lookahead.left else []
+                early[kind] += (
+                    [numbers[kind]] if lookahead.gone.pop((kind, instruction.buffer_id), False) else []
+                )
                 numbers[kind] += 1
-    assert lookahead.current is None
+        assert lookahead.current is None
+    assert lookahead.early == sum(map(len, early.values()))
     return early[SendActivation], early[SendGrad]
 
 
@@ -98,5 +102,5 @@ def test_one_instruction_object_may_stand_in_many_places():
 
 def test_schedules_that_are_iterated_their_own_way_are_left_alone():
     lookahead = Lookahead(OnceOnly(3, 2, 0))
-    assert not lookahead.plain and not lookahead.left
+    assert not lookahead.plain and not lookahead.early
     assert list(lookahead.steps()) == []
