@@ -1,5 +1,5 @@
-"""Imports run against the way of the data: nothing knows what comes after it; heavy libraries stay in
-place."""
+"""Imports run against the way of the data: nothing knows what comes after it, and nothing goes in circles;
+heavy libraries stay in place; files and rooms stay few enough and small enough to be read."""
 
 import ast
 import subprocess
@@ -8,8 +8,17 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "ds_compress"
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "ds_compress"
 MODULES = sorted(PACKAGE.rglob("*.py"))
+SOURCES = sorted(
+    path
+    for folder in ("ds_compress", "tests", "launch")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in (".py", ".cpp", ".h")
+)
+LONGEST = 300  # lines of a file
+MOST_ROOMS = 20
 
 # A room (a module at the top or a package) may import from those before it
 ROOMS = [
@@ -73,6 +82,66 @@ def test_imports_run_against_the_data(path):
         assert first != "triton" or path.parent.name == "triton", (
             f"only kernels/triton may import triton, not {path}"
         )
+
+
+def graph() -> dict[str, set[str]]:
+    """Which modules of the package each of them imports, anywhere in its file. That a module's packages are
+    imported before it is left out: they need not know of it."""
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in MODULES
+    }
+    found = {}
+    for name, path in files.items():
+        found[name] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found[name].update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                inner = (f"{node.module}.{alias.name}" for alias in node.names)
+                found[name].update(module if module in files else node.module for module in inner)
+        found[name] &= files.keys()
+    return found
+
+
+def circles(imported: dict[str, set[str]]) -> list[list[str]]:
+    """Modules of which each reaches all others of its list, and itself."""
+    reached = {name: set(names) for name, names in imported.items()}
+    for middle in imported:
+        for names in reached.values():
+            if middle in names:
+                names |= reached[middle]
+    together = {
+        tuple(sorted(other for other in names if name in reached[other]))
+        for name, names in reached.items()
+        if name in names
+    }
+    return sorted(map(list, together))
+
+
+def test_no_imports_go_in_circles():
+    """Also inside a package, and where a function imports: that only hides them."""
+    found = circles(graph())
+    assert not found, "; ".join(", ".join(names) + " import each other" for names in found)
+
+
+def test_circles_are_found():
+    assert circles({"a": {"b", "e"}, "b": {"c"}, "c": {"a", "d"}, "d": {"d"}, "e": set()}) == [
+        ["a", "b", "c"],
+        ["d"],
+    ]
+
+
+def test_files_are_short():
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in SOURCES}
+    long = {name: length for name, length in lengths.items() if length > LONGEST}
+    assert not long, f"split by what each part is about: {long}"
+
+
+def test_rooms_are_few():
+    """Each module at the top, and each package, is one."""
+    assert {top(path) for path in MODULES} == set(ROOMS)
+    assert len(ROOMS) <= MOST_ROOMS
 
 
 def test_switching_on_is_light():

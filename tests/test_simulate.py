@@ -8,10 +8,10 @@ import ds_compress  # noqa: F401
 from ds_compress.errors import CompressionError
 from ds_compress.simulate import simulate
 from tests.support.dist import run_ranks
-from tests.support.kinds import KINDS
-from tests.support.kinds import train as train_kind
-from tests.support.kinds import train_simulated as train_kind_simulated
-from tests.support.pipeline import MICRO_BATCHES, batches, build, ds_config, layers, loss_fn, train
+from tests.support.kinds import training
+from tests.support.kinds.catalogue import KINDS
+from tests.support.pipeline import batches, build, ds_config, layers, train
+from tests.support.simulated import simulated, train_simulated
 
 
 def both(codec, backward=None):
@@ -33,33 +33,6 @@ BLOCKS = {
 }
 
 
-def simulated_model(config, stages):
-    """The model that `tests.support.pipeline.build` makes, with its cuts; DeepSpeed seeds layer i with base
-    seed + i."""
-    built = []
-    for index, spec in enumerate(layers()):
-        torch.manual_seed(1234 + index)
-        built.append(spec.build())
-    return simulate(nn.Sequential(*built), config, [len(built) * s // stages for s in range(1, stages)])
-
-
-def train_simulated(stages, config, steps=4):
-    model = simulated_model(config, stages)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    data, losses = batches(), []
-    for _ in range(steps):
-        total = torch.tensor(0.0)
-        for _ in range(MICRO_BATCHES):
-            x, target = next(data)
-            loss = loss_fn(model(x), target)
-            (loss / MICRO_BATCHES).backward()
-            total += loss.detach()
-        losses.append((total / MICRO_BATCHES).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_pipeline_equals_simulate(name, stages):
@@ -72,7 +45,7 @@ def test_pipeline_equals_simulate(name, stages):
 
 def test_evaluation_and_training_do_not_meet():
     config = ds_config({"forward": {"codec": "bf16"}, "min_numel": 0})
-    plain, interleaved = simulated_model(config, 2), simulated_model(config, 2)
+    plain, interleaved = (simulated(layers(), config, [4]) for _ in range(2))
     x, _ = next(batches())
     interleaved.eval()
     with torch.no_grad():
@@ -117,7 +90,7 @@ def test_a_one_stage_pipeline_module_is_simulated_in_place():
 
 def real_losses(block):
     """Losses of training and of the evaluations in between."""
-    runs = train_kind(KINDS["tensor"], block)
+    runs = training.train(KINDS["tensor"], block)
     return runs["losses"], runs["evaluated"]
 
 
@@ -126,4 +99,4 @@ def test_evaluation_sees_what_the_step_before_it_learned(codec):
     """`simulate` updated the autoencoder at the start of the next step, so it evaluated the one before."""
     block = {"forward": {"codec": codec}, "backward": {"codec": codec}}
     (losses, evaluated), *_ = run_ranks(3, real_losses, block)
-    assert train_kind_simulated(KINDS["tensor"], block) == (losses, evaluated)
+    assert training.train_simulated(KINDS["tensor"], block) == (losses, evaluated)

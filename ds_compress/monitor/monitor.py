@@ -17,19 +17,18 @@ from ds_compress.message.channel import Channel
 from ds_compress.message.clock import clock_for
 from ds_compress.message.endpoint import ReceivingEnd, SendingEnd
 from ds_compress.message.meters import ReceivingMeter, SendingMeter
+from ds_compress.monitor import lines
 from ds_compress.monitor.metrics import (
     CHANNEL,
     COUNTERS,
     Channels,
     complete,
     label,
-    ratio,
     stage_ms,
     uncompressed_step_ms,
 )
 from ds_compress.monitor.sinks import add_tensorboard_layout, record_settings
 from ds_compress.monitor.table import Status, Table
-from ds_compress.version import __version__
 
 End = SendingEnd | ReceivingEnd
 Events = list[tuple[str, float, int]]
@@ -178,8 +177,9 @@ class Monitor:
 
     def _announce(self, channels: Channels, sinks: Any) -> None:
         record_settings(self.config.settings)
-        print(self._announcement(channels), flush=True)
-        self._warn_of_sizes(channels)
+        print(lines.announcement(self.config, channels, self.link, self._notes.read), flush=True)
+        for note in lines.size_notes(self.config, channels):
+            logger.warning(note)
         if sinks.tb_monitor is not None:
             add_tensorboard_layout(sinks.tb_monitor.summary_writer, self.boundaries)
 
@@ -210,18 +210,8 @@ class Monitor:
         again."""
         if not self._gathered or not self.config.block.monitor.every:
             return ""
-        raw, wire = (
-            sum(c[key] for b in self._gathered for c in b.values()) for key in ("raw_bytes", "wire_bytes")
-        )
-        line = (
-            f"ds_compress: {_bytes(wire)} sent instead of {_bytes(raw)}, {_bytes(raw - wire)} saved "
-            f"({ratio(raw, wire):.2f}x) by step {self._steps}"
-        )
-        if self._waited:
-            share = sum(self._waited) / len(self._waited)
-            seconds = share * (self._ended - self._started)
-            line += f"; a stage waited {share:.0%} of a step for messages, about {seconds:,.1f} s"
-        return line
+        seconds = self._ended - self._started
+        return lines.summary(self._gathered, self._steps, self._waited, seconds)
 
     def close(self) -> None:
         """At the end of training, on any rank at any time: no other rank is needed."""
@@ -243,33 +233,6 @@ class Monitor:
         with self._guarded():
             latest = {end.channel.place: end.channel.sent.latest for end in ends if end.sends}
             self._notes.leave({place: layout.describe() for place, layout in latest.items() if layout})
-
-    def _announcement(self, channels: Channels) -> str:
-        boundaries = []
-        for number, directions in enumerate(channels):
-            codecs = self.config.codecs(number)
-            parts = []
-            for name, values in directions.items():
-                raw, wire = values["message_raw_bytes"], values["message_wire_bytes"]
-                sizes = f"{raw:,.0f} -> {wire:,.0f} bytes ({ratio(raw, wire):.2f}x)"
-                part = f"{name} {getattr(codecs, name)} {sizes}"
-                tensors = self._notes.read(f"boundary {number}, {name}")
-                parts.append(f"{part} [{tensors}]" if tensors else part)
-            boundaries.append(f"boundary {number}: {', '.join(parts)}")
-        warmup = f", after {self.config.warmup_steps} warm-up steps" if self.config.warmup_steps else ""
-        active = f"ds_compress {__version__} active, link {self.link}{warmup}"
-        return f"{active}; per message: {'; '.join(boundaries)}"
-
-    def _warn_of_sizes(self, channels: Channels) -> None:
-        notes = {
-            self.config.size_note(
-                number, name, values["message_raw_bytes"], values["message_wire_bytes"]
-            ): None
-            for number, directions in enumerate(channels)
-            for name, values in directions.items()
-        }
-        for note in filter(None, notes):
-            logger.warning(note)
 
     def _events(self, channels: Channels, step_ms: float, samples: int) -> Events:
         """All values of a measured step."""
@@ -296,11 +259,3 @@ def _residual_norm(channel: Channel) -> float:
         for residual in residuals(memory, channel.direction)
     ]
     return torch.linalg.vector_norm(torch.stack(held)).item() if held else 0.0
-
-
-def _bytes(count: float) -> str:
-    """`count` with a decimal prefix, as network rates have it."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6)):
-        if abs(count) >= size:
-            return f"{count / size:,.2f} {unit}"
-    return f"{count / 1e3:,.1f} kB"

@@ -16,7 +16,7 @@ from tests.support.dist import run_ranks
 from tests.support.pipeline import MICRO_BATCHES, batches, ds_config
 from tests.support.pipeline import build as build_engine
 from tests.support.registered import own_codecs
-from tests.test_simulate import train_simulated
+from tests.support.simulated import train_simulated
 
 MODULE = "tests.support.my_codecs"
 FILE = Path(__file__).parent.parent / "support" / "my_codecs.py"

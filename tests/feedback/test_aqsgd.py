@@ -9,14 +9,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ds_compress  # noqa: F401
-from ds_compress.simulate import simulate
 from tests.feedback.test_feedback_pipeline import digests
 from tests.support.dist import run_ranks
-from tests.support.pipeline import Block, build, ds_config
+from tests.support.pipeline import MICRO_BATCHES, WIDTH, Block, build, ds_config
+from tests.support.simulated import even_cuts, simulated, train_step
 
-WIDTH, MICRO_BATCH, MICRO_BATCHES = 32, 8, 4
-LAYERS = [(nn.Linear, 64, WIDTH), *[(Block, WIDTH)] * 6, (nn.Linear, WIDTH, 10)]
-SPECS = [LayerSpec(*layer) for layer in LAYERS]
+MICRO_BATCH = 8
+SPECS = [LayerSpec(nn.Linear, 64, WIDTH), *[LayerSpec(Block)] * 6, LayerSpec(nn.Linear, WIDTH, 10)]
 TWO_BITS = {"name": "quantize", "bits": 2, "group_size": 32, "scheme": "symmetric"}
 EIGHT_BITS = {"name": "quantize", "bits": 8, "group_size": 32}
 
@@ -72,24 +71,10 @@ def run(stages, config, samples, epochs, evaluate=False):
 
 
 def run_simulated(stages, config, samples, epochs):
-    built = []
-    for index, (layer, *sizes) in enumerate(LAYERS):
-        torch.manual_seed(1234 + index)
-        built.append(layer(*sizes))
-    model = simulate(nn.Sequential(*built), config, [len(built) * s // stages for s in range(1, stages)])
+    model = simulated(SPECS, config, even_cuts(len(SPECS), stages))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data, losses = digits(samples), []
-    for _ in range(epochs * samples // (MICRO_BATCH * MICRO_BATCHES)):
-        total = torch.tensor(0.0)
-        for _ in range(MICRO_BATCHES):
-            x, target, _ = next(data)
-            loss = cross_entropy(model(x), target)
-            (loss / MICRO_BATCHES).backward()
-            total += loss.detach()
-        losses.append((total / MICRO_BATCHES).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    data, steps = digits(samples), epochs * samples // (MICRO_BATCH * MICRO_BATCHES)
+    return [train_step(model, optimizer, data, cross_entropy) for _ in range(steps)]
 
 
 def assert_sides_equal(ranks, count):

@@ -9,7 +9,7 @@ import torch
 import ds_compress  # noqa: F401
 from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, build, ds_config, train
-from tests.test_simulate import train_simulated
+from tests.support.simulated import train_simulated
 
 TOPK = {"name": "topk", "density": 0.3}
 QUANTIZE = {"name": "quantize", "bits": 4, "group_size": 32}

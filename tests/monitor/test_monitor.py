@@ -2,32 +2,17 @@
 nothing."""
 
 import itertools
-import math
-import re
-from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.cli.runs import LOSS, read_run
-from ds_compress.config import DIRECTIONS, Config
-from ds_compress.message.channel import Boundary
+from ds_compress.config import DIRECTIONS
 from ds_compress.message.clock import HostClock
-from ds_compress.message.meters import SendingMeter, error_and_cosine, largest, norms
+from ds_compress.message.meters import SendingMeter
 from ds_compress.monitor import monitor
-from ds_compress.monitor.metrics import (
-    CHANNEL,
-    DASHBOARD,
-    PIPELINE,
-    label,
-    labels,
-    stage_ms,
-    transfer_ms,
-    uncompressed_step_ms,
-)
+from ds_compress.monitor.metrics import CHANNEL, PIPELINE, label
 from tests.support.dist import run_ranks
 from tests.support.pipeline import MICRO_BATCH, MICRO_BATCHES, batches, build, ds_config, weights
 
@@ -210,26 +195,6 @@ def test_a_monitor_that_is_off_does_nothing(tmp_path):
         assert on["clock"] > 2 * STEPS * MICRO_BATCHES
 
 
-@pytest.mark.parametrize("bad, share", [(math.inf, 0.5), (math.nan, 0.5), (1.0, 0.0)])
-def test_messages_that_are_not_finite_are_counted(bad, share):
-    """Micro-batch 1 is bad."""
-    good = torch.randn(64)
-    messages = [good, torch.cat([good[1:], torch.tensor([bad])])]
-    for compared in (0, 1):
-        boundary = Boundary(0, Config({"forward": {"codec": "bf16"}, "min_numel": 0}))
-        meter = SendingMeter(HostClock(), compared)
-        for micro_batch, x in enumerate(messages):
-            message_id = boundary.forward.message_id(0, micro_batch)
-            encoded = meter.encode(boundary.forward, [x], message_id, HeldSender().memory)
-            meter.send(HeldSender(), encoded.packet)
-        values = meter.values()
-        assert values["nonfinite_share"] == share
-        if compared == 1 and share:
-            assert math.isnan(values["relative_error"]) and math.isnan(values["cosine"])
-        else:
-            assert 0 < values["relative_error"] < 2**-8 and values["cosine"] == pytest.approx(1, abs=1e-4)
-
-
 def compared_messages(config):
     """Micro-batches that rank 0 compares in eight steps."""
     seen = []
@@ -251,93 +216,3 @@ def test_every_message_of_a_step_is_compared_in_turn(tmp_path):
     csv = {"enabled": True, "output_path": str(tmp_path), "job_name": "turns"}
     config = ds_config({"monitor": {"every": 2}}, csv_monitor=csv)
     assert run_ranks(2, compared_messages, config)[0] == [0, 1, 2, 3]
-
-
-class HeldSender:
-    """A link that goes nowhere."""
-
-    def memory(self, nbytes):
-        return torch.zeros(nbytes, dtype=torch.uint8)
-
-    def send(self, packet):
-        pass
-
-
-def compared(sent, decoded):
-    return error_and_cosine(*norms(sent, decoded, largest(sent)).tolist())
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.sampled_from([1e-30, 1e-3, 1.0, 1e30]),
-    st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
-    st.floats(0, 2),
-)
-def test_error_and_cosine_against_float64(size, dtype, noise):
-    generator = torch.Generator().manual_seed(0)
-    x = (size * torch.randn(3, 100, generator=generator, dtype=torch.float64)).to(dtype)
-    y = (x.double() + noise * size * torch.randn(3, 100, generator=generator, dtype=torch.float64)).to(dtype)
-    ints = torch.arange(5)
-    error, cosine = compared([x[:1], ints, x[1:]], [y[:1], ints, y[1:]])
-    a, b = x.double().flatten() / size, y.double().flatten() / size
-    assert error == pytest.approx(((a - b).norm() / a.norm()).item(), rel=1e-4, abs=1e-7)
-    assert cosine == pytest.approx((a @ b / (a.norm() * b.norm())).item(), abs=1e-5)
-
-
-def test_nothing_sent_is_no_error():
-    zero = torch.zeros(4)
-    assert compared([zero], [zero]) == (0.0, 1.0)
-    assert compared([zero], [zero + 1]) == (math.inf, 0.0)
-    assert compared([torch.zeros(0)], [torch.zeros(0)]) == (0.0, 1.0)
-
-
-@pytest.mark.parametrize("skew", [-5000.0, 0.0, 123.0])
-def test_transfer_time_needs_no_common_clock(skew):
-    """Packets of 3000 and 1000 bytes that take 30 and 10 ms; the receiver was late for some."""
-    sent = {"forward": [0.0, 50.0, 60.0], "backward": [100.0 + skew, 150.0 + skew, 200.0 + skew]}
-    arrived = {"forward": [30.0 + skew, 95.0 + skew, 110.0 + skew], "backward": [140.0, 160.0, 900.0]}
-    found = transfer_ms(sent, arrived, {"forward": 3000.0, "backward": 1000.0})
-    assert found == pytest.approx({"forward": 30.0, "backward": 10.0})
-
-
-def channel_values(**values):
-    times = dict.fromkeys(("encode_ms", "decode_ms", "wait_ms", "send_ms", "transfer_ms"), 0.0)
-    return times | {"ratio": 1.0} | values
-
-
-def test_estimate_of_the_uncompressed_step():
-    free = channel_values()
-    codec_only = [{"forward": channel_values(encode_ms=5.0, decode_ms=3.0), "backward": free}]
-    assert uncompressed_step_ms(100.0, codec_only, 2) == 97.0  # less stage 1's 3 ms: both must get faster
-    exposed = [{"forward": channel_values(wait_ms=20.0, transfer_ms=10.0, ratio=4.0), "backward": free}]
-    assert uncompressed_step_ms(100.0, exposed, 2) == 130.0
-    saturated = [{"forward": channel_values(transfer_ms=60.0, ratio=4.0), "backward": free}]
-    assert uncompressed_step_ms(100.0, saturated, 2) == 240.0
-    # DualPipeV on two ranks: both send and receive at both boundaries, out and back, and both get faster by 8
-    # ms
-    there_and_back = [codec_only[0], {"forward": codec_only[0]["forward"], "backward": free}]
-    assert uncompressed_step_ms(100.0, there_and_back, 2) == 92.0
-    assert stage_ms(codec_only, 0)["encode"] == 5.0 and stage_ms(codec_only, 1)["decode"] == 3.0
-
-
-def test_dashboards_show_every_quantity_once():
-    shown = [name for names in DASHBOARD.values() for name in names]
-    assert sorted(shown) == sorted([*CHANNEL, *PIPELINE])
-
-
-def test_the_page_on_monitoring_explains_every_label():
-    page = Path(__file__).parents[2] / "docs" / "monitoring.md"
-    assert re.findall(r"^\| `(\w+)` \|", page.read_text(), re.MULTILINE) == [*CHANNEL, *PIPELINE]
-
-
-def test_wandb_workspace_holds_the_labels_that_are_written():
-    pytest.importorskip("wandb_workspaces")
-    from launch.wandb_workspace import LOSS as loss
-    from launch.wandb_workspace import workspace
-
-    spec = workspace("entity", "project", 3)._to_model().spec.section.panel_bank_config
-    metrics = [
-        metric for section in spec.sections for panel in section.panels for metric in panel.config.metrics
-    ]
-    expected = [loss, *(tag for names in DASHBOARD.values() for name in names for tag in labels(3, name))]
-    assert sorted(metrics) == sorted(expected)

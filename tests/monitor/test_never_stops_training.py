@@ -18,7 +18,7 @@ from ds_compress.message.clock import HostClock
 from ds_compress.monitor import monitor
 from ds_compress.monitor.metrics import CHANNEL, PREFIX, label
 from tests.support.dist import run_ranks
-from tests.support.kinds import KINDS
+from tests.support.kinds.catalogue import KINDS
 from tests.support.pipeline import MICRO_BATCH, MICRO_BATCHES, batches, build, ds_config, weights
 
 STEPS = 6

@@ -6,7 +6,7 @@ import torch
 
 import ds_compress  # noqa: F401  (hooks the engine)
 from tests.support.dist import run_ranks
-from tests.support.kinds import _fp16_on_cpu
+from tests.support.kinds.training import fp16_on_cpu
 from tests.support.pipeline import MICRO_BATCH, WIDTH, batches, build, ds_config
 
 SAMPLES = 64
@@ -42,7 +42,7 @@ def test_warmup_epochs_are_epochs_of_the_batch_size_in_force(sizes, first):
 
 
 def evaluate_before_there_is_an_optimizer(block):
-    _fp16_on_cpu()
+    fp16_on_cpu()
     config = ds_config(block, fp16={"enabled": True, "initial_scale_power": 8})
     del config["optimizer"]
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

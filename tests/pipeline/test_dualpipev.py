@@ -2,19 +2,17 @@
 
 import contextlib
 import io
-import itertools
 
 import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
-from torch import nn
 
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.errors import CompressionError
-from ds_compress.simulate import simulate
 from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, ds_config, layers, loss_fn, weights
+from tests.support.simulated import evaluate, simulated, train_step
 
 dualpipev = pytest.importorskip("deepspeed.runtime.pipe.dualpipev", reason="this DeepSpeed has no DualPipeV")
 
@@ -89,33 +87,14 @@ def count_packets():
 
 def train_simulated(ranks, block):
     """Losses of the same model in one process; nothing crosses at the turn-around between its two halves."""
-    built = []
-    for index, spec in enumerate(layers(4 * ranks)):
-        torch.manual_seed(1234 + index)
-        built.append(spec.build())
-    model = simulate(
-        nn.Sequential(*built), config(block), [2 * cut for cut in range(1, 2 * ranks) if cut != ranks]
-    )
+    cuts = [2 * cut for cut in range(1, 2 * ranks) if cut != ranks]
+    model = simulated(layers(4 * ranks), config(block), cuts)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     data, held_out = batches(), batches(replica=7)
-
-    def mean_loss(source, training):
-        model.train(training)
-        losses = []
-        for x, target in itertools.islice(source, MICRO_BATCHES):
-            losses.append(loss_fn(model(x), target))
-            if training:
-                (losses[-1] / MICRO_BATCHES).backward()
-        return (sum(loss.detach() for loss in losses) / MICRO_BATCHES).item()
-
-    losses = []
-    for _ in range(4):
-        trained = mean_loss(data, training=True)
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            losses.append((trained, mean_loss(held_out, training=False)))
-    return losses
+    count = {"micro_batches": MICRO_BATCHES}
+    return [
+        (train_step(model, optimizer, data, **count), evaluate(model, held_out, **count)) for _ in range(4)
+    ]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.support.kinds import KINDS, problems
+from tests.support.kinds.catalogue import KINDS
+from tests.support.kinds.checks import problems
 
 
 @pytest.mark.parametrize("name", KINDS)

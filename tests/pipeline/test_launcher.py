@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.pipeline import ds_config
+from tests.support.ports import reserved_port
 from tests.support.scripts import ROOT
 
 SCRIPT = ROOT / "tests" / "support" / "launched.py"
@@ -21,23 +21,21 @@ def launch(folder: Path, *configs):
     for number, config in enumerate(configs):
         files.append(folder / f"ds_config{number}.json")
         files[-1].write_text(json.dumps(config))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.runner",
-        "--num_gpus",
-        "2",
-        "--master_port",
-        str(port),
-        str(SCRIPT),
-        "--configs",
-        *map(str, files),
-    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
+    with reserved_port() as port:
+        command = [
+            sys.executable,
+            "-m",
+            "deepspeed.launcher.runner",
+            "--num_gpus",
+            "2",
+            "--master_port",
+            str(port),
+            str(SCRIPT),
+            "--configs",
+            *map(str, files),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -3,7 +3,6 @@
 
 import contextlib
 import io
-import itertools
 
 import pytest
 import torch
@@ -11,10 +10,10 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 import ds_compress  # noqa: F401  (hooks the engine)
-from ds_compress.simulate import simulate
 from tests.support.dist import run_ranks
 from tests.support.models import Causal
-from tests.support.pipeline import MICRO_BATCHES, WIDTH, Block, batches, build, ds_config, loss_fn
+from tests.support.pipeline import MICRO_BATCHES, WIDTH, Block, batches, build, ds_config
+from tests.support.simulated import simulated, train_step
 
 LENGTH = 64
 CODECS = {
@@ -144,22 +143,9 @@ def test_the_line_names_every_tensor_and_why():
 def test_simulate_agrees():
     block = block_of({"name": "quantize", "bits": 4})
     losses, _, _ = run_ranks(2, trained, block, Causal.layers(4), 2, False)[0]
-    layers = []
-    for place, spec in enumerate(Causal.layers(4)):
-        torch.manual_seed(1234 + place)
-        layers.append(spec.build())
-    model = simulate(nn.Sequential(*layers), ds_config(block), [2])
+    model = simulated(Causal.layers(4), ds_config(block), [2])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    simulated = []
-    for _ in range(2):
-        total = torch.tensor(0.0)
-        for x, target in itertools.islice(data(), MICRO_BATCHES):
-            loss = loss_fn(model(x), target)
-            (loss / MICRO_BATCHES).backward()
-            total += loss.detach()
-        optimizer.step()
-        optimizer.zero_grad()
-        simulated.append((total / MICRO_BATCHES).item())
+    expected = [train_step(model, optimizer, data()) for _ in range(2)]
     # DeepSpeed runs the backward pass once for each float tensor of a tuple: gradients are added in another
     # order
-    assert losses == pytest.approx(simulated, rel=1e-5)
+    assert losses == pytest.approx(expected, rel=1e-5)

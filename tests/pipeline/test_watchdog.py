@@ -1,6 +1,7 @@
 """What one rank's watchdog makes of the others: failures go round, nobody who owes nothing is suspected."""
 
 import contextlib
+import itertools
 import logging
 import socket
 import threading
@@ -24,10 +25,7 @@ class Job:
 
     def __init__(self, seconds=SECONDS):
         self.store = HashStore()
-        self.ranks = []
-        for rank in range(RANKS):
-            module._numbers = iter([0])  # as if each had a process of its own
-            self.ranks.append(Watchdog(self.store, rank, RANKS, seconds))
+        self.ranks = [Watchdog(self.store, rank, RANKS, seconds) for rank in range(RANKS)]
         self.ended = {}
         self._inside = {}
         for rank, watchdog in enumerate(self.ranks):
@@ -81,6 +79,7 @@ class Job:
 def new_job(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setattr(module, "GRACE", 1.0)
+    monkeypatch.setattr(module, "_numbers", itertools.repeat(0))  # as if each had a process of its own
     with contextlib.ExitStack() as stack:
 
         def make(begin=True):

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import socket
 import tempfile
 import time
 import traceback
@@ -11,6 +10,8 @@ from typing import Any
 
 import deepspeed
 import torch
+
+from tests.support.ports import reserved_port
 
 # Point-to-point messages do not use it, and building it needs a C++ compiler
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -23,8 +24,7 @@ def run_ranks(world_size: int, function, *args: Any, timeout: float = 600, check
     An exception on a rank is raised here; with `check=False` it is returned as a string in the rank's place
     instead. After `timeout` seconds, which only ranks that hang need, all are killed and the test fails.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        port = _free_port()
+    with tempfile.TemporaryDirectory() as folder, reserved_port() as port:
         children = [_fork(rank, world_size, port, Path(folder), function, args) for rank in range(world_size)]
         _wait(children, timeout)
         results = []
@@ -35,12 +35,6 @@ def run_ranks(world_size: int, function, *args: Any, timeout: float = 600, check
                 raise AssertionError(f"rank {rank} of {world_size}:\n{value}")
             results.append(value)
         return results
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _fork(rank: int, world_size: int, port: int, folder: Path, function, args) -> int:

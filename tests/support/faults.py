@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.hosts import ADDRESSES, WIRE, Hosts, reason_for_none, two_hosts
+from tests.support.ports import reserved_port
 
 TIMEOUT = 3.0  # seconds, "link": {"timeout_s": ...} of the faulty runs
 LATE = 10.0  # seconds over the time-out after which the table says that a rank was late
@@ -81,7 +81,10 @@ def run(name: str, at: int, mode: str) -> list[Ending]:
         logs = [Path(folder, f"rank{rank}") for rank in range(fault.ranks)]
         words = [sys.executable, "-m", "tests.support.faulty", "--fault", name, "--at", str(at)]
         words += ["--stages", str(fault.stages), "--block", json.dumps(block), "--moment", str(moment)]
-        address, port = _meeting_point(hosts, at)
+        # rank 0 is where all meet
+        address, port = (
+            (ADDRESSES[at == 0], 29500) if hosts else ("127.0.0.1", stack.enter_context(reserved_port()))
+        )
         ranks = []
         for rank, log in enumerate(logs):
             environment = {
@@ -114,15 +117,6 @@ def run(name: str, at: int, mode: str) -> list[Ending]:
             Ending(ended.get(rank, float("inf")) - began, ranks[rank].returncode, *_said(log))
             for rank, log in enumerate(logs)
         ]
-
-
-def _meeting_point(hosts: Hosts | None, at: int) -> tuple[str, int]:
-    """Address and port of rank 0."""
-    if hosts:
-        return ADDRESSES[at == 0], 29500
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return "127.0.0.1", probe.getsockname()[1]
 
 
 def _wait(

@@ -1,11 +1,21 @@
 """Messages seen as matrices, of a rank or a spectrum, and codecs that send them."""
 
 import torch
+from hypothesis import strategies as st
 
 from ds_compress.codec import TensorSpec
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 TOLERANCE = {"bf16": 2e-2, "fp32": 1e-5}
+
+
+@st.composite
+def any_shape(draw, longest=9):
+    """A message of any shape and dtype, not contiguous."""
+    shape = draw(st.lists(st.integers(0, longest), max_size=3))
+    dtype = draw(st.sampled_from(DTYPES))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    return torch.randn([*shape, 2], generator=generator).to(dtype)[..., 0]
 
 
 def send(codec, x, sender, receiver):

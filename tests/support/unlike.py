@@ -5,10 +5,11 @@ python -m tests.support.unlike BLOCKS          one rank; started by `run`
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.support.ports import reserved_port
 
 OLDER = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}
 """What makes torch and MKL compute as on a processor without vector instructions."""
@@ -18,23 +19,21 @@ MARK = "result: "
 
 def run(*blocks, environments=({}, OLDER)):
     """What both ranks said to each block: hashes of what they mirror, or the error that stopped them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     common = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     ranks = []
-    for rank, environment in enumerate(environments):
-        own = {"MASTER_PORT": port, "RANK": str(rank), "LOCAL_RANK": str(rank), **environment}
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.support.unlike", json.dumps(blocks)],
-                env={**os.environ, **common, **own},
-                stdout=subprocess.PIPE,
-                text=True,
-                cwd=Path(__file__).parents[2],
+    with reserved_port() as port:
+        for rank, environment in enumerate(environments):
+            own = {"MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank), **environment}
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "tests.support.unlike", json.dumps(blocks)],
+                    env={**os.environ, **common, **own},
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    cwd=Path(__file__).parents[2],
+                )
             )
-        )
-    said = [rank.communicate(timeout=240)[0].splitlines() for rank in ranks]
+        said = [rank.communicate(timeout=240)[0].splitlines() for rank in ranks]
     return list(zip(*([line.partition(MARK)[2] for line in lines if MARK in line] for lines in said)))
 
 

@@ -1,0 +1,66 @@
+"""What the monitor says in words: a line when training begins, warnings of sizes, a line at the end."""
+
+from collections.abc import Callable
+
+from ds_compress.config import Config
+from ds_compress.monitor.metrics import Channels, ratio
+from ds_compress.version import __version__
+
+
+def announcement(config: Config, channels: Channels, link: str, tensors: Callable[[str], str]) -> str:
+    """What is active on every boundary.
+
+    Args:
+        link: what to call it.
+        tensors: what becomes of the tensors of a message, by the place of its channel; empty where that is
+            not known.
+    """
+    boundaries = []
+    for number, directions in enumerate(channels):
+        codecs = config.codecs(number)
+        parts = []
+        for name, values in directions.items():
+            raw, wire = values["message_raw_bytes"], values["message_wire_bytes"]
+            sizes = f"{raw:,.0f} -> {wire:,.0f} bytes ({ratio(raw, wire):.2f}x)"
+            part = f"{name} {getattr(codecs, name)} {sizes}"
+            found = tensors(f"boundary {number}, {name}")
+            parts.append(f"{part} [{found}]" if found else part)
+        boundaries.append(f"boundary {number}: {', '.join(parts)}")
+    warmup = f", after {config.warmup_steps} warm-up steps" if config.warmup_steps else ""
+    return f"ds_compress {__version__} active, link {link}{warmup}; per message: {'; '.join(boundaries)}"
+
+
+def size_notes(config: Config, channels: Channels) -> list[str]:
+    """What there is to say of codecs that make messages larger, once for all channels that share one."""
+    notes = {
+        config.size_note(number, name, values["message_raw_bytes"], values["message_wire_bytes"]): None
+        for number, directions in enumerate(channels)
+        for name, values in directions.items()
+    }
+    return list(filter(None, notes))
+
+
+def summary(channels: Channels, step: int, waited: list[float], seconds: float) -> str:
+    """What training has sent until `step`, and what it spared.
+
+    Args:
+        waited: shares of the measured steps in which a stage waited.
+        seconds: of training.
+    """
+    raw, wire = (sum(c[key] for b in channels for c in b.values()) for key in ("raw_bytes", "wire_bytes"))
+    line = (
+        f"ds_compress: {_bytes(wire)} sent instead of {_bytes(raw)}, {_bytes(raw - wire)} saved "
+        f"({ratio(raw, wire):.2f}x) by step {step}"
+    )
+    if waited:
+        share = sum(waited) / len(waited)
+        line += f"; a stage waited {share:.0%} of a step for messages, about {share * seconds:,.1f} s"
+    return line
+
+
+def _bytes(count: float) -> str:
+    """`count` with a decimal prefix, as network rates have it."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if abs(count) >= size:
+            return f"{count / size:,.2f} {unit}"
+    return f"{count / 1e3:,.1f} kB"

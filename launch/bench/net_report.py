@@ -1,0 +1,59 @@
+"""The rows of net.py as a table and as bars."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from rich.table import Table
+
+from ds_compress.cli.console import console
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    table = Table(
+        "link",
+        "recipe",
+        "step, s",
+        "/ unshaped",
+        "/ stock here",
+        "MB a step",
+        "link busy",
+        "predicted, s",
+        "off by",
+        title="2 stages, 8 micro-batches, one core a rank",
+    )
+    for row in rows:
+        table.add_row(
+            row["link"],
+            row["recipe"],
+            f"{row['step_s']:.3f}",
+            f"{row['step_over_stock_unshaped']:.3f}",
+            f"{row['step_over_stock_same_link']:.3f}",
+            f"{row['wire_bytes'] / 1e6:.2f}",
+            f"{100 * row['link_busy']:.0f} %" if row["link_busy"] else "",
+            f"{row['predicted_step_s']:.3f}",
+            f"{100 * (row['predicted_step_s'] / row['step_s'] - 1):+.0f} %",
+        )
+    console().print(table)
+
+
+def plot(rows: list[dict[str, Any]], file: Path) -> None:
+    links = list(dict.fromkeys(row["link"] for row in rows))
+    figure, axes = pyplot.subplots(
+        1, len(links), figsize=(4 * len(links), 4), squeeze=False, layout="constrained"
+    )
+    for axis, link in zip(axes[0], links):
+        here = [row for row in rows if row["link"] == link]
+        names = [row["recipe"] for row in here]
+        axis.bar(names, [row["step_over_stock_unshaped"] for row in here], label="measured")
+        predicted = [row["predicted_step_s"] / rows[0]["step_s"] for row in here]
+        axis.plot(names, predicted, "k_", markersize=12, label="predicted")
+        axis.axhline(1, color="grey", linewidth=0.8)
+        axis.set_title(link)
+        axis.tick_params(axis="x", rotation=60)
+    axes[0][0].set_ylabel("step / DeepSpeed alone, unshaped")
+    axes[0][0].legend()
+    figure.savefig(file, dpi=150)

@@ -1,0 +1,132 @@
+"""Trainings on two hosts, one after the other, for net.py: the recipes, the launcher, what a run leaves."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from ds_compress.config import DIRECTIONS
+
+LAUNCH = Path(__file__).resolve().parents[1]
+STOCK = "stock"
+MICRO_BATCHES = 8
+SEQ, HIDDEN = 128, 256
+ATTEMPTS = 3  # to make a run whose processes end in order
+WARM_UP = 2  # steps; the first one is never sent ahead
+RECIPES: dict[str, dict[str, Any]] = {
+    "none-blocking": {"link": {"mode": "blocking"}},
+    "none": {},
+    "bf16": {"forward": {"codec": "bf16"}, "backward": {"codec": "bf16"}},
+    **{
+        f"quantize{bits}": {
+            direction: {"codec": {"name": "quantize", "bits": bits}} for direction in DIRECTIONS
+        }
+        for bits in (8, 4, 2)
+    },
+    "topk10": {
+        "forward": {"codec": {"name": "topk", "density": 0.1}},
+        "backward": {"codec": {"name": "topk", "density": 0.1, "indices": "reuse"}},
+    },
+}
+
+
+class Runs:
+    """Trainings of so many steps, with their files in `out`."""
+
+    def __init__(self, out: Path, steps: int, micro_batch: int):
+        self.out = out
+        self.steps = steps
+        self.micro_batch = micro_batch
+
+    def train(self, recipe: str, mbit: float | None, script: str = "train_lm.py") -> dict[str, Any]:
+        """Step time, losses, bytes a step that left each host, and the output of one run; `mbit`: of the
+        link."""
+        folder = self.out / f"{recipe}-{f'{mbit:g}mbit' if mbit else 'unshaped'}"
+        shutil.rmtree(folder, ignore_errors=True)  # the CSV monitor appends to what it finds
+        folder.mkdir(parents=True)
+        config = {
+            "train_micro_batch_size_per_gpu": self.micro_batch,
+            "gradient_accumulation_steps": MICRO_BATCHES,
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+            "steps_per_print": 1000000,
+            "csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "csv"},
+        }
+        if recipe != STOCK:
+            config["ds_compress"] = RECIPES[recipe]
+        (folder / "ds_config.json").write_text(json.dumps(config, indent=2))
+        words = [LAUNCH / "two_hosts.sh", LAUNCH / script]
+        if script != "train_lm.py":
+            words.append(LAUNCH / "train_lm.py")
+        words += [
+            "--stages",
+            2,
+            "--layers",
+            2,
+            "--hidden",
+            HIDDEN,
+            "--seq",
+            SEQ,
+            "--steps",
+            self.steps,
+            "--deepspeed_config",
+            folder / "ds_config.json",
+        ]
+        for attempt in range(ATTEMPTS):
+            log, succeeded = run(list(map(str, words)), folder, mbit)
+            if succeeded:
+                break
+            # gloo may abort a process that has done all its work, when a thread of it frees a tensor after
+            # the end of the interpreter (seen with DeepSpeed alone, torch 2.13.0)
+            if attempt + 1 == ATTEMPTS or not any("trained " in line for line in log):
+                sys.exit(
+                    "\n".join([*log[-20:], f"bench_net: {words[0]} failed; all output: {folder / 'log'}"])
+                )
+            shutil.rmtree(folder / "csv")
+        sent = [int(line) / self.steps for line in (folder / "counters").read_text().split()]
+        return {
+            "step_s": statistics.median(read(folder / "csv" / "Train_Samples_step_ms.csv")[WARM_UP:]) / 1e3,
+            "losses": read(folder / "csv" / "Train_Samples_train_loss.csv"),
+            "sent": sent,
+            "log": log,
+        }
+
+
+def run(words: list[str], folder: Path, mbit: float | None) -> tuple[list[str], bool]:
+    """The output, by lines, of `words` on two hosts, and whether they succeeded."""
+    environment = {
+        **os.environ,
+        "DEEPSPEED": str(Path(sys.executable).with_name("deepspeed")),
+        "COUNTERS": str(folder / "counters"),
+        "RATE": f"{mbit}mbit" if mbit else "",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(LAUNCH.parent), os.environ.get("PYTHONPATH")])),
+    }
+    log = folder / "log"
+    with open(log, "w") as output:
+        process = subprocess.Popen(words, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            process.wait()
+        except BaseException:
+            process.send_signal(signal.SIGTERM)  # it takes its namespaces down
+            process.wait()
+            raise
+    return log.read_text().splitlines(), process.returncode == 0
+
+
+def stage_times(log: list[str]) -> list[dict[str, float]]:
+    """What stage_times.py says on each stage. DeepSpeed's launcher turns buffers off: Python then writes the
+    end of a line by itself, so the words of two stages can share a line."""
+    found = (json.loads(words) for line in log for words in re.findall(r"stage_times (\{.*?\})", line))
+    return sorted(found, key=lambda stage: stage["stage"])
+
+
+def read(file: Path) -> list[float]:
+    """The values in a file of DeepSpeed's CSV monitor."""
+    with open(file, newline="") as lines:
+        return [float(value) for samples, value in csv.reader(lines) if samples != "step"]

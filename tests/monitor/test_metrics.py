@@ -1,0 +1,68 @@
+"""What follows from the measurements of a step, and every quantity in its place: charts, page, workspace."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ds_compress.monitor.metrics import (
+    CHANNEL,
+    DASHBOARD,
+    PIPELINE,
+    labels,
+    stage_ms,
+    transfer_ms,
+    uncompressed_step_ms,
+)
+
+
+@pytest.mark.parametrize("skew", [-5000.0, 0.0, 123.0])
+def test_transfer_time_needs_no_common_clock(skew):
+    """Packets of 3000 and 1000 bytes that take 30 and 10 ms; the receiver was late for some."""
+    sent = {"forward": [0.0, 50.0, 60.0], "backward": [100.0 + skew, 150.0 + skew, 200.0 + skew]}
+    arrived = {"forward": [30.0 + skew, 95.0 + skew, 110.0 + skew], "backward": [140.0, 160.0, 900.0]}
+    found = transfer_ms(sent, arrived, {"forward": 3000.0, "backward": 1000.0})
+    assert found == pytest.approx({"forward": 30.0, "backward": 10.0})
+
+
+def channel_values(**values):
+    times = dict.fromkeys(("encode_ms", "decode_ms", "wait_ms", "send_ms", "transfer_ms"), 0.0)
+    return times | {"ratio": 1.0} | values
+
+
+def test_estimate_of_the_uncompressed_step():
+    free = channel_values()
+    codec_only = [{"forward": channel_values(encode_ms=5.0, decode_ms=3.0), "backward": free}]
+    assert uncompressed_step_ms(100.0, codec_only, 2) == 97.0  # less stage 1's 3 ms: both must get faster
+    exposed = [{"forward": channel_values(wait_ms=20.0, transfer_ms=10.0, ratio=4.0), "backward": free}]
+    assert uncompressed_step_ms(100.0, exposed, 2) == 130.0
+    saturated = [{"forward": channel_values(transfer_ms=60.0, ratio=4.0), "backward": free}]
+    assert uncompressed_step_ms(100.0, saturated, 2) == 240.0
+    # DualPipeV on two ranks: both send and receive at both boundaries, out and back, and both get faster by 8
+    # ms
+    there_and_back = [codec_only[0], {"forward": codec_only[0]["forward"], "backward": free}]
+    assert uncompressed_step_ms(100.0, there_and_back, 2) == 92.0
+    assert stage_ms(codec_only, 0)["encode"] == 5.0 and stage_ms(codec_only, 1)["decode"] == 3.0
+
+
+def test_dashboards_show_every_quantity_once():
+    shown = [name for names in DASHBOARD.values() for name in names]
+    assert sorted(shown) == sorted([*CHANNEL, *PIPELINE])
+
+
+def test_the_page_on_monitoring_explains_every_label():
+    page = Path(__file__).parents[2] / "docs" / "monitoring.md"
+    assert re.findall(r"^\| `(\w+)` \|", page.read_text(), re.MULTILINE) == [*CHANNEL, *PIPELINE]
+
+
+def test_wandb_workspace_holds_the_labels_that_are_written():
+    pytest.importorskip("wandb_workspaces")
+    from launch.wandb_workspace import LOSS as loss
+    from launch.wandb_workspace import workspace
+
+    spec = workspace("entity", "project", 3)._to_model().spec.section.panel_bank_config
+    metrics = [
+        metric for section in spec.sections for panel in section.panels for metric in panel.config.metrics
+    ]
+    expected = [loss, *(tag for names in DASHBOARD.values() for name in names for tag in labels(3, name))]
+    assert sorted(metrics) == sorted(expected)

@@ -1,0 +1,1 @@
+"""Every kind of pipeline that DeepSpeed can run, to train as stock and with ds_compress."""
