@@ -187,9 +187,9 @@ def packets(shape):
     for step in range(2):
         x, moment = random(shape, torch.float32, step), MessageId(step, 0, training=True)
         for source, target in ((sender.forward, receiver.forward), (receiver.backward, sender.backward)):
-            packet = source.encode((x, ids), moment)
+            packet, rest, _ = source.encode((x, ids), moment)
             message = target.message((TensorSpec.of(x), TensorSpec.of(ids)), moment)
-            outputs = target.decode(packet, message, moment, lambda nbytes: source.rest)
+            outputs = target.decode(packet, message, moment, lambda nbytes, rest=rest: rest)
             yield from (packet, *outputs, largest((x,)), norms((x,), outputs[:1], largest((x,)).float()))
 
 
