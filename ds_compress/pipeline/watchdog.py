@@ -119,7 +119,7 @@ class Watchdog:
             return
         if self._left:
             self._fail(self._left)
-        if self._failure and self._met.wait(GRACE):
+        if self._met.wait(GRACE):  # the thread may not have come to it since the last step
             self._tell()
 
     def _fail(self, text: str) -> None:
@@ -168,6 +168,7 @@ class Watchdog:
                 # while the process is stopped, or the machine asleep, nobody is late
                 self._judge(min(now - before, 2 * self._tick))
                 before = now
+        self._tell()
         self._watch.close()
 
     def _take(self, peer: Peer, line: str) -> None:

@@ -186,6 +186,23 @@ def test_a_rank_that_is_through_is_not_missed(new_job):
     assert not any(failure for job in jobs.values() for failure in job.failures())
 
 
+def test_a_process_that_ends_at_once_has_said_that_it_is_through(new_job):
+    """On a busy machine its thread does not come to it any more: the others were told that it is gone, and
+    stopped in the last step."""
+    jobs = [(done, new_job()) for done in range(RANKS)]
+    for done, job in jobs:
+        job.enter(*range(RANKS))
+        watchdog = job.ranks[done]
+        watchdog._watch.wake, watchdog._tick = lambda: None, 1e6
+        time.sleep(SECONDS / 2)
+        job.leave(done)
+        watchdog._at_exit()
+        for peer in watchdog._watch.peers:
+            peer.connection.close()
+    time.sleep(LONG)
+    assert not any(failure for _, job in jobs for failure in job.failures())
+
+
 def test_a_rank_may_take_its_time(new_job):
     """To compute, in a step or between two, while others wait; to begin; to sleep when nobody waits."""
     jobs = []
