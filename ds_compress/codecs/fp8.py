@@ -1,5 +1,6 @@
 """Eight-bit floats with a scale."""
 
+import functools
 import math
 from typing import Literal
 
@@ -8,8 +9,7 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
 from ds_compress.codecs.groups import GroupSize, group_shape, join, split
-from ds_compress.kernels import native
-from ds_compress.kernels.native import float8
+from ds_compress.kernels.dispatch import kernels
 
 _FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -34,24 +34,13 @@ class Float8(Codec):
         return ((groups, size), torch.uint8), ((groups,), torch.float32)
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
-        values = split(x, self.options.group_size)
-        if values.dtype in float8.FLOATS and native.serves("float8", x.device, x.numel()):
-            return float8.encode(values, self._dtype)
-        values = values.float()
-        largest = torch.finfo(self._dtype).max
-        scale = values.abs().amax(1) / largest
-        # e4m3 has no inf: a group that holds inf or nan shows it by its scale, which makes all of it nan
-        scaled = values / torch.where(scale != 0, scale, 1)[:, None]
-        return scaled.clamp_(-largest, largest).to(self._dtype).view(torch.uint8), scale
+        return kernels(x.device).encode_float8(split(x, self.options.group_size), self._dtype)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
-        codes, scale = parts
-        if native.serves("float8", spec.device, spec.numel):
-            # what `join` does to fp16 is done in fp32
-            wide = spec.dtype if spec.dtype == torch.bfloat16 else torch.float32
-            values = float8.decode(codes, scale, self._dtype, wide)
-        else:
-            values = codes.view(self._dtype).float().mul_(scale[:, None])
+        codes, scales = parts
+        # what `join` does to fp16 is done in fp32
+        wide = spec.dtype if spec.dtype == torch.bfloat16 else torch.float32
+        values = kernels(codes.device).decode_float8(codes, scales, self._dtype, wide)
         return join(values, spec, self.options.group_size)
 
     def error_bound(self, spec: TensorSpec) -> float:
@@ -59,6 +48,6 @@ class Float8(Codec):
         lost = info.smallest_normal * info.eps / 2 / info.max  # of the largest value, where digits end
         return info.eps / 2 + math.sqrt(group_shape(spec, self.options.group_size)[1]) * lost
 
-    @property
+    @functools.cached_property
     def _dtype(self) -> torch.dtype:
         return _FORMATS[self.options.format]

@@ -13,9 +13,9 @@ from ds_compress.codecs import bounds
 from ds_compress.codecs.groups import GroupSize, group_shape, join, split
 from ds_compress.codecs.mixed import Mixed, map_size, reunite, separate
 from ds_compress.codecs.mixins import EncodesWithError
-from ds_compress.kernels import resolve
 from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.bits import packed_size
+from ds_compress.kernels.dispatch import kernels
 
 _SCALE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -94,12 +94,12 @@ class Quantize(Codec, EncodesWithError):
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         options = self.options
         generator = ctx.generator(x.device) if options.rounding == "stochastic" else None
-        groups = split(x, options.group_size)
+        groups, grids, backend = split(x, options.group_size), self._grids, kernels(x.device)
         if options.mixed is None:
-            return self._quantize(groups, options.bits, generator)
+            return backend.quantize(groups, grids[options.bits], generator)
         tile_map, high, low = separate(groups, options.mixed.counts(len(groups))[0])
-        high_parts = self._quantize(high, options.bits, generator)
-        return tile_map, *high_parts, *self._quantize(low, options.mixed.low_bits, generator)
+        high_parts = backend.quantize(high, grids[options.bits], generator)
+        return tile_map, *high_parts, *backend.quantize(low, grids[options.mixed.low_bits], generator)
 
     def encode_with_error(
         self, x: Tensor, residual: Tensor, factor: Tensor, ctx: Context
@@ -113,18 +113,20 @@ class Quantize(Codec, EncodesWithError):
             return None
         groups, residual = (split(part, options.group_size) for part in (x, residual))
         grid = self._grids[options.bits]
-        parts, error = resolve.kernels(x.device).quantize_with_error(groups, residual, factor, grid)
+        parts, error = kernels(x.device).quantize_with_error(groups, residual, factor, grid)
         return parts, join(error, TensorSpec(x.shape, torch.float32, x.device), options.group_size)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
-        options = self.options
+        options, grids, backend = self.options, self._grids, kernels(parts[0].device)
+        # what `join` does to fp16 is done in fp32
+        wide = spec.dtype if spec.dtype == torch.bfloat16 else torch.float32
         if options.mixed is None:
-            groups = self._dequantize(parts, options.bits, spec.dtype)
+            groups = backend.dequantize(parts, grids[options.bits], wide)
         else:
             tile_map, parts = parts[0], parts[1:]
             half = len(parts) // 2
-            high = self._dequantize(parts[:half], options.bits, spec.dtype)
-            low = self._dequantize(parts[half:], options.mixed.low_bits, spec.dtype)
+            high = backend.dequantize(parts[:half], grids[options.bits], wide)
+            low = backend.dequantize(parts[half:], grids[options.mixed.low_bits], wide)
             groups = reunite(tile_map, high, low)
         return join(groups, spec, options.group_size)
 
@@ -182,14 +184,6 @@ class Quantize(Codec, EncodesWithError):
         scale = ((groups,), _SCALE_DTYPES[self.options.scale_dtype])
         scales = 1 if self._symmetric else 2
         return ((groups, packed_size(size, bits)), torch.uint8), *[scale] * scales
-
-    def _quantize(self, groups: Tensor, bits: int, generator: torch.Generator | None) -> tuple[Tensor, ...]:
-        return resolve.kernels(groups.device).quantize(groups, self._grids[bits], generator)
-
-    def _dequantize(self, parts: tuple[Tensor, ...], bits: int, dtype: torch.dtype) -> Tensor:
-        # what `join` does to fp16 is done in fp32
-        wide = dtype if dtype == torch.bfloat16 else torch.float32
-        return resolve.kernels(parts[0].device).dequantize(parts, self._grids[bits], wide)
 
     @functools.cached_property
     def _symmetric(self) -> bool:

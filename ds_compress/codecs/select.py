@@ -10,8 +10,10 @@ import math
 import torch
 from torch import Tensor
 
+from ds_compress.kernels import sampling, topk
 from ds_compress.kernels import sidco as fit
-from ds_compress.kernels import topk
+from ds_compress.kernels.dispatch import kernels
+from ds_compress.kernels.keys import INFINITY, keys
 from ds_compress.kernels.selection import Selection
 
 
@@ -46,11 +48,11 @@ def threshold(x: Tensor, k: int) -> Selection:
     entries of the band, evenly spaced over the row so that no part of it is favoured. Rows no longer than the
     sample are exact.
     """
-    if x.shape[1] <= topk.SAMPLE or not x.numel():
+    if x.shape[1] <= sampling.SAMPLE or not x.numel():
         return topk.exact(x, k)
-    high, low = topk.sampled_band(x, k)
+    high, low = kernels(x.device).sampled_band(x, k)
     # where more than k entries tie with `high`, as in a row of zeros, those above it still go first
-    return topk.banded(x, (low, high, high + 1, topk.INFINITY[x.dtype]), k)
+    return topk.banded(x, (low, high, high + 1, INFINITY[x.dtype]), k)
 
 
 def sidco(x: Tensor, k: int) -> Selection:
@@ -65,8 +67,8 @@ def sidco(x: Tensor, k: int) -> Selection:
     high, low, achieved = fit.bracket(x, k)
     if not bool(((achieved >= 0.8 * k) & (achieved <= 1.25 * k)).all()):
         return topk.exact(x, k)
-    low, high = topk.keys(low.to(x.dtype)), topk.keys(high.to(x.dtype))
-    return topk.banded(x, (low, high, topk.INFINITY[x.dtype]), k)
+    low, high = keys(low.to(x.dtype)), keys(high.to(x.dtype))
+    return topk.banded(x, (low, high, INFINITY[x.dtype]), k)
 
 
 def blockwise(x: Tensor, density: float, block: int) -> Selection:

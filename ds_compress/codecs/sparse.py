@@ -17,9 +17,8 @@ from ds_compress.codecs import bounds, select
 from ds_compress.codecs.mixins import BothDirections, SecondPacket, Selects
 from ds_compress.codecs.reshape import as_message
 from ds_compress.errors import CompressionError
-from ds_compress.kernels import gpu
 from ds_compress.kernels import indices as coding
-from ds_compress.kernels.numerics import is_finite
+from ds_compress.kernels.dispatch import kernels
 from ds_compress.kernels.selection import Selection
 
 
@@ -97,10 +96,7 @@ def gather(x: Tensor, selection: Selection) -> Tensor:
 
     For selections that were not made from `x`: an overflow outside of them must reach the receiver too.
     """
-    fused = gpu.kernels(x.device)
-    if fused:
-        return fused.gather(x, selection)
-    return torch.where(is_finite(x), selection.gather(x), torch.nan)
+    return kernels(x.device).gather(x, selection.held, selection.count)
 
 
 @register("randomk")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ds_compress.codec import Context, TensorSpec
 from ds_compress.codecs.memory import Remembers, expect
-from ds_compress.kernels import bitstring
+from ds_compress.kernels.dispatch import kernels
 from ds_compress.kernels.numerics import wide
 from ds_compress.registry import Options
 
@@ -66,9 +66,7 @@ class State:
         else:
             new = (value.to(torch.bfloat16 if self.dtype == "bf16" else wide(spec.dtype)),)
         for key, entry, old in zip(self._keys(ctx, spec), new, self._stored(ctx, spec)):
-            # on a CPU the choice costs nothing, on a GPU asking for it would make the host wait
-            host = bitstring.on_cpu(keep)
-            ctx.memory[key] = (old if keep else entry) if host else torch.where(keep, old, entry)
+            ctx.memory[key] = kernels(keep.device).choose(keep, old, entry)
 
     def check(self, memory: Mapping[str, Tensor]) -> None:
         """Look at the entries of one direction, just read from a checkpoint; see `Remembers.check_memory`."""

@@ -9,6 +9,7 @@ A group that holds inf or nan has an infinite or nan step and decodes to nan.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,13 +31,13 @@ class Grid:
     hadamard: bool = False
     """For the Walsh-Hadamard rotation of a group, whose size is then a power of two."""
 
-    @property
+    @cached_property
     def top(self) -> int:
         """The largest code. From 2 bits on 0 is on a symmetric grid, which takes an odd number of levels:
         -1, 0, 1 at 2 bits."""
         return 2**self.bits - 2 if self.symmetric and self.bits > 1 else 2**self.bits - 1
 
-    @property
+    @cached_property
     def is_mean(self) -> bool:
         """Whether the step follows from the mean magnitude, unless dithered codes have to be unbiased: it is
         that of least squared error when a value becomes -m or m (1-bit SGD, XNOR-Net)."""

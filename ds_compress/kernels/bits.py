@@ -16,12 +16,15 @@ is cut into pieces of those widths, low bits first, and each piece packed as abo
     | bits 0-3 of every code: G/2 bytes | bits 4-5: G/4 bytes | bit 6: G/8 bytes |
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 _PIECES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 
 
+@lru_cache
 def packed_size(count: int, bits: int) -> int:
     """Bytes that `count` codes (a multiple of 8) of `bits` bits take."""
     return count * bits // 8

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_compress.kernels.bitstring import list_bits, pack_bits, set_bits, unpack_bits
+from ds_compress.kernels.dispatch import kernels
 from ds_compress.kernels.selection import Selection
 
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -120,8 +120,9 @@ class Rice:
         order = torch.arange(count, dtype=torch.int64, device=indices.device)
         distance = indices - order
         low = distance.to(Rice._low_dtype(r))
-        planes = [pack_bits((low & (1 << bit)) != 0) for bit in range(r)]
-        unary = set_bits((distance >> r).add_(order), Rice._unary_bits(r, numel, count))
+        backend = kernels(indices.device)
+        planes = [backend.pack_bits((low & (1 << bit)) != 0) for bit in range(r)]
+        unary = backend.set_bits((distance >> r).add_(order), Rice._unary_bits(r, numel, count))
         empty = torch.empty(0, -(-count // 8), dtype=torch.uint8, device=indices.device)
         return torch.stack(planes) if r else empty, unary
 
@@ -129,11 +130,12 @@ class Rice:
     def decode(parts: tuple[Tensor, ...], numel: int, count: int) -> Selection:
         r = Rice._parameter(numel, count)
         planes, unary = parts
+        backend = kernels(unary.device)
         order = torch.arange(count, dtype=torch.int64, device=unary.device)
         low = torch.zeros(count, dtype=Rice._low_dtype(r), device=unary.device)
         for bit in range(r):
-            low |= unpack_bits(planes[bit], count).to(low.dtype) << bit
-        high = list_bits(unary, Rice._unary_bits(r, numel, count), count) - order
+            low |= backend.unpack_bits(planes[bit], count).to(low.dtype) << bit
+        high = backend.list_bits(unary, Rice._unary_bits(r, numel, count), count) - order
         return Selection.at((high << r).bitwise_or_(low).add_(order), numel)
 
     @staticmethod

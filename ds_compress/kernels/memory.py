@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(words in str(error).lower() for words in _EXHAUSTED)
 
 
+@lru_cache  # a size that came before changes nothing
 def keep_freed(nbytes: int) -> None:
     """Let malloc of this process keep what is freed, up to blocks of `nbytes`, once that is much.
 

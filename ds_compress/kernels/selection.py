@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_compress.kernels import bitstring, gpu
+from ds_compress.kernels.dispatch import kernels
 
 
 @dataclass(eq=False)
@@ -20,8 +20,8 @@ class Selection:
     count: int
 
     held: Tensor
-    """int64 [count]: flat indices; or uint8 [ceil(numel / 8)]: bits (see `bitstring`), where those are
-    ascending."""
+    """int64 [count]: flat indices; or uint8 [ceil(numel / 8)]: bits (see `reference.bitstring`), where those
+    are ascending."""
 
     values: Tensor | None = None
     """[count]: the kept entries, where the kernel that selected them wrote them too; None after `take`."""
@@ -35,9 +35,7 @@ class Selection:
     @classmethod
     def received(cls, bits: Tensor, numel: int, count: int) -> "Selection":
         """That of bits in a packet, whose memory is used again."""
-        if gpu.kernels(bits.device):
-            return cls(numel, count, bits.clone())
-        return cls.at(bitstring.list_bits(bits, numel, count), numel)
+        return cls(numel, count, kernels(bits.device).received(bits, numel, count))
 
     @classmethod
     def joined(cls, selections: Sequence["Selection"]) -> "Selection":
@@ -52,11 +50,13 @@ class Selection:
 
     @property
     def indices(self) -> Tensor:
-        return bitstring.list_bits(self.held, self.numel, self.count) if self.packed else self.held
+        held = self.held
+        return kernels(held.device).list_bits(held, self.numel, self.count) if self.packed else held
 
     @property
     def bits(self) -> Tensor:
-        return self.held if self.packed else bitstring.set_bits(self.held, self.numel)
+        held = self.held
+        return held if self.packed else kernels(held.device).set_bits(held, self.numel)
 
     def gather(self, x: Tensor) -> Tensor:
         """[count]: the kept entries of `x`."""
@@ -70,7 +70,4 @@ class Selection:
 
     def scatter(self, values: Tensor) -> Tensor:
         """[numel]: `values` [count] at the kept entries, zero elsewhere."""
-        fused = gpu.kernels(values.device)
-        if fused and self.packed:
-            return fused.expand(values, self.held, self.numel)
-        return values.new_zeros(self.numel).index_copy_(0, self.indices, values)
+        return kernels(values.device).scatter(values, self.held, self.numel)

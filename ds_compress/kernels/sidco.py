@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from ds_compress.kernels.topk import count_true
+from ds_compress.kernels.dispatch import kernels
 
 STAGES = 3
 FIRST_STAGE = (
@@ -36,7 +36,7 @@ def bracket(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     location = torch.zeros_like(unit)
     for _ in range(STAGES):
         excess = (size - location).clamp_(min=0)
-        count = count_true(excess > 0)
+        count = search.count_true(excess > 0)
         mean = excess.sum(1, keepdim=True) / count
         variance = excess.square_().sum(1, keepdim=True) / count - mean.square()
         log_ratio = (k / count.float()).log()
@@ -55,13 +55,13 @@ class _Search:
     """The estimates tried so far, per row."""
 
     def __init__(self, size: Tensor, k: int):
-        self.size, self.k = size, k
+        self.size, self.k, self.count_true = size, k, kernels(size.device).count_true
         self.high = size.new_full((size.shape[0], 1), math.inf)
         self.low = torch.zeros_like(self.high)
         self.best, self.achieved = torch.zeros_like(self.high), torch.zeros_like(self.high)
 
     def consider(self, eta: Tensor) -> None:
-        achieved = count_true(self.size >= eta).to(eta.dtype)
+        achieved = self.count_true(self.size >= eta).to(eta.dtype)
         self.high = torch.where((achieved <= self.k) & (eta < self.high), eta, self.high)
         self.low = torch.where((achieved >= self.k) & (eta > self.low), eta, self.low)
         nearer = (achieved / self.k).log().abs() < (self.achieved / self.k).log().abs()

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
-from ds_compress.kernels import resolve
+from ds_compress.kernels import dispatch
 from ds_compress.monitor.monitor import Monitor
 from ds_compress.pipeline import lifetime
 from ds_compress.pipeline.engine import CompressedEngine, steps_per_epoch
@@ -115,7 +115,7 @@ def attach(engine: Any, module: Any, block: object) -> None:
             config.leave_uncompressed("a pipeline of one stage sends no messages; use two or more")
         # Triton sums the magnitudes of 1-bit grids in another order than torch: mirrored state would drift
         # apart
-        kernels = resolve.kernels(engine.device).__name__.rpartition(".")[2]
+        kernels = dispatch.kernels(engine.device).__name__.rpartition(".")[2]
         agreed = {
             "version": __version__,
             **config.settings,

@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.codecs import select
-from ds_compress.kernels import native, sidco, topk
+from ds_compress.kernels import native, reference, sampling, sidco, topk
+from ds_compress.kernels.cpu import selection as compiled
+from ds_compress.kernels.keys import keys
 from ds_compress.kernels.selection import Selection
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -59,12 +61,12 @@ def test_exact_is_the_specification_ties_and_nan_included(x, dtype, data):
     k = data.draw(st.integers(1, x.shape[1]))
     expected = by_sorting(x, k)
     assert select.exact(x, k).indices.tolist() == expected
-    assert topk.exact_reference(topk.keys(x), k).tolist() == expected
+    assert reference.exact(x, k)[0].tolist() == expected
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "LONG", 0)
         assert select.exact(x, k).indices.tolist() == expected
-        patch.setattr(topk, "LONG_ROW", 1)
-        patch.setattr(topk, "SAMPLE", 3)
+        patch.setattr(compiled, "LONG_ROW", 1)
+        patch.setattr(sampling, "SAMPLE", 3)
         assert select.exact(x, k).indices.tolist() == expected
 
 
@@ -84,9 +86,9 @@ def test_two_stages_on_long_rows_equal_the_reference(kind, density):
         "constant": torch.full((2, 150, 1024), 3.0),
         "rising": torch.arange(2.0 * 150 * 1024),
     }[kind].view(2, -1)
-    assert x.shape[1] >= topk.LONG_ROW
+    assert x.shape[1] >= compiled.LONG_ROW
     k = select.kept_of(x.shape[1], density)
-    assert torch.equal(select.exact(x, k).indices, topk.exact_reference(topk.keys(x), k))
+    assert torch.equal(select.exact(x, k).indices, reference.exact(x, k)[0])
 
 
 def test_the_unit_vector_of_the_paper():
@@ -137,10 +139,10 @@ def test_bands_fill_from_the_highest_and_the_cpu_equals_the_reference(dtype, row
     values = data.draw(st.lists(st.integers(0, 9), min_size=2, max_size=3))
     low, *others = sorted(values) if data.draw(st.integers(0, 3)) else values
     bounds = (
-        topk.keys(torch.full((rows, 1), low).to(dtype)),
-        *(topk.keys(x.new_tensor(v)).item() for v in others),
+        keys(torch.full((rows, 1), low).to(dtype)),
+        *(keys(x.new_tensor(v)).item() for v in others),
     )
-    expected = topk.banded_reference(topk.keys(x), bounds, k)
+    expected = reference.banded(x, bounds, k)[0]
     assert torch.equal(topk.banded(x, bounds, k).indices, expected)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "LONG", 0)
@@ -153,7 +155,7 @@ def test_bands_fill_from_the_highest_and_the_cpu_equals_the_reference(dtype, row
 
 
 def test_equal_entries_of_a_band_are_evenly_spaced():
-    one = topk.keys(torch.ones(1, 1))
+    one = keys(torch.ones(1, 1))
     assert topk.banded(torch.ones(1, 12), (one, one.item() + 1), 4).indices.tolist() == [2, 5, 8, 11]
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress import config  # noqa: F401  (registers the codecs)
-from ds_compress.kernels import cpu, native, reference, resolve
+from ds_compress.kernels import cpu, native, reference
 from ds_compress.kernels.affine import Grid
 from tests.support.same_bits import assert_same_bits, values
 
@@ -98,9 +98,3 @@ def test_uncompiled_blocks_equal_the_reference(monkeypatch):
         for dtype in (torch.bfloat16, torch.float32):
             decoded = cpu.dequantize(parts, grid, dtype)
             assert_same_bits([decoded], [reference.dequantize(parts, grid, dtype)])
-
-
-def test_a_test_can_override():
-    with resolve.using(reference):
-        assert resolve.kernels(torch.device("cpu")) is reference
-    assert resolve.kernels(torch.device("cpu")) is cpu

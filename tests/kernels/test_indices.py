@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_compress.kernels import bitstring
+from ds_compress.kernels import cpu, dispatch, reference
 from ds_compress.kernels import indices as coding
 from ds_compress.kernels.native import selection
 from ds_compress.kernels.selection import Selection
@@ -44,9 +44,9 @@ def test_the_bitmask_is_little_endian():
 @settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=70))
 def test_packed_bits_come_back(bits):
-    packed = bitstring.pack_bits(torch.tensor(bits, dtype=torch.bool))
+    packed = cpu.pack_bits(torch.tensor(bits, dtype=torch.bool))
     assert packed.numel() == (len(bits) + 7) // 8
-    assert bitstring.unpack_bits(packed, len(bits)).tolist() == bits
+    assert cpu.unpack_bits(packed, len(bits)).tolist() == bits
 
 
 def test_the_smallest_coder_follows_the_density():
@@ -98,8 +98,7 @@ def test_plain_torch_gives_the_same_bytes(name, subset):
     indices, numel = subset
     coder = coding.CODERS[name]
     parts = coder.encode(Selection.at(indices, numel))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bitstring, "on_cpu", lambda tensor: False)
+    with dispatch.using(reference):
         for part, same in zip(parts, coder.encode(Selection.at(indices, numel))):
             assert torch.equal(part, same)
         assert torch.equal(coder.decode(parts, numel, indices.numel()).indices, indices)
@@ -109,7 +108,7 @@ def test_plain_torch_gives_the_same_bytes(name, subset):
 @given(subsets())
 def test_compiled_passes_give_the_same_bits(subset):
     indices, numel = subset
-    packed = bitstring.set_bits(indices, numel)
+    packed = reference.set_bits(indices, numel)
     assert torch.equal(selection.set_bits(indices, numel), packed)
     assert torch.equal(selection.list_bits(packed, numel, indices.numel()), indices)
 

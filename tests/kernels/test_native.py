@@ -99,7 +99,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("compiler, said", FAILURES.values(), ids=FAILURES)
 def test_without_a_compiler_the_reference_runs_and_says_so_once(compiler, said, monkeypatch, caplog):
-    monkeypatch.setattr(native, "library", cache(native.library.__wrapped__))
+    forget_what_was_compiled(monkeypatch)
     monkeypatch.setattr(native, "_compiler", native._compiler.__wrapped__)
     if said == "waiting":
         monkeypatch.setattr(native, "COMPILE_SECONDS", 1)
@@ -114,10 +114,15 @@ def test_without_a_folder_to_write_to_the_reference_runs_and_says_so_once(monkey
     def refuse(*args, **named):
         raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
 
-    monkeypatch.setattr(native, "library", cache(native.library.__wrapped__))
+    forget_what_was_compiled(monkeypatch)
     monkeypatch.setattr(native.tempfile, "TemporaryDirectory", refuse)
     assert_the_reference_serves(caplog)
     assert "No usable temporary directory" in caplog.text
+
+
+def forget_what_was_compiled(monkeypatch):
+    for name in ("library", "_compiled"):
+        monkeypatch.setattr(native, name, cache(getattr(native, name).__wrapped__))
 
 
 def assert_the_reference_serves(caplog):

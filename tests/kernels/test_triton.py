@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_compress.kernels import gpu, reference, resolve
 from ds_compress.kernels.affine import Grid
-from ds_compress.kernels.selection import Selection
 
 triton = pytest.importorskip("triton")
 
-from ds_compress.kernels.triton import band, bitstring, groups, reuse, selection  # noqa: E402
+from ds_compress.kernels.triton import band, bitstring, groups, held, selection  # noqa: E402
 from tests.support.triton_aot import ARCHITECTURES, compile_launch, recorded  # noqa: E402
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -59,9 +57,9 @@ def every_setting():
         selection.banded(x, (1, 2, 3, 4), 100)
     bits = torch.zeros(125, dtype=torch.uint8)
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        for held in (torch.arange(10), bits):
-            reuse.gather(torch.zeros(1000, dtype=dtype), Selection(1000, 10, held))
-        reuse.expand(torch.zeros(10, dtype=dtype), bits, 1000)
+        for entries in (torch.arange(10), bits):
+            held.gather(torch.zeros(1000, dtype=dtype), entries, 10)
+        held.scatter(torch.zeros(10, dtype=dtype), bits, 1000)
     bitstring.list_bits(bits, 1000, 10)
     bitstring.pack_bits(bitstring.unpack_bits(bits, 1000))
 
@@ -70,7 +68,7 @@ def every_setting():
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_kernel_compiles(architecture, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    with recorded(monkeypatch, groups, band, selection, reuse, bitstring) as launches:
+    with recorded(monkeypatch, groups, band, selection, held, bitstring) as launches:
         every_setting()
     names = {kernel.fn.__name__ for kernel, _, _ in launches}
     assert names == {
@@ -97,24 +95,3 @@ def test_every_kernel_compiles(architecture, monkeypatch, tmp_path):
         assert compiled.asm["cubin"]
         if kernel.fn.__name__ == "_quantize":  # else codes and scales are not the reference's
             assert "div.full" not in compiled.asm["ptx"] and "fma.rn" not in compiled.asm["ptx"]
-
-
-def test_without_triton_plain_torch_serves_gpus_and_says_so_once(monkeypatch, caplog):
-    gpu.kernels.cache_clear()
-    monkeypatch.setitem(sys.modules, "ds_compress.kernels.triton", None)
-    monkeypatch.delattr("ds_compress.kernels.triton")
-    device = torch.device("cuda", 0)
-    assert resolve.kernels(device) is resolve.kernels(device) is reference
-    assert len(caplog.records) == 1 and "Triton kernels are off on cuda:0" in caplog.text
-    gpu.kernels.cache_clear()
-
-
-def test_triton_that_cannot_launch_is_not_used(monkeypatch, caplog):
-    """As here: no driver."""
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    gpu.kernels.cache_clear()
-    assert gpu.kernels(torch.device("cuda", 0)) is None
-    assert len(caplog.records) == 1
-    gpu.kernels.cache_clear()
-    assert gpu.kernels(torch.device("cpu")) is None

@@ -9,7 +9,7 @@ import zstandard
 
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
-from ds_compress.kernels import gpu
+from ds_compress.kernels import dispatch
 from ds_compress.message.channel import Boundary
 from ds_compress.transport.p2p import PeerTimeout
 
@@ -81,5 +81,5 @@ def test_while_triton_is_tried(monkeypatch):
     monkeypatch.setitem(sys.modules, "ds_compress.kernels.triton", broken)
     monkeypatch.setattr("ds_compress.kernels.triton", broken, raising=False)
     monkeypatch.setattr(torch, "zeros", lambda *args, **options: None)  # there is no such device here
-    gpu.kernels.cache_clear()
-    assert error_of(lambda: gpu.kernels(torch.device("cuda", 7))) == error_of(of_a_device)
+    dispatch.kernels.cache_clear()
+    assert error_of(lambda: dispatch.kernels(torch.device("cuda", 7))) == error_of(of_a_device)

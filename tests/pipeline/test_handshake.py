@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ds_compress  # noqa: F401
-from ds_compress.kernels import reference, resolve
+from ds_compress.kernels import dispatch, reference
 from ds_compress.pipeline import attach as attach_module
 from tests.support.dist import run_ranks
 from tests.support.pipeline import build, ds_config
@@ -60,7 +60,7 @@ def test_different_blocks(blocks, path, values):
 
 def start_without_triton_on_one(config):
     if torch.distributed.get_rank() == 1:
-        with resolve.using(reference):
+        with dispatch.using(reference):
             return start([config, config])
     return start([config, config])
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ds_compress.kernels.topk import as_integers
+from ds_compress.kernels.keys import as_integers
 
 
 def values(n: int, size: int, dtype: torch.dtype, seed: int, special: float | None = None) -> Tensor:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ds_compress.codecs  # noqa: F401  (registers)
-from ds_compress.kernels import reference, resolve
+from ds_compress.kernels import dispatch, reference
 from ds_compress.kernels import triton as fused
 from ds_compress.kernels.affine import Grid
 from tests.support.same_bits import assert_same_bits, values
@@ -179,7 +179,7 @@ def test_a_test_can_override():
 
     x, codec = values(50, 40, torch.float32, 0), build({"name": "quantize", "bits": 3})
     parts = codec.encode(x, Context())
-    with resolve.using(fused):
+    with dispatch.using(fused):
         ours = codec.encode(x, Context())
         decoded = codec.decode(ours, TensorSpec.of(x), Context())
     assert all(torch.equal(a, b) for a, b in zip(parts, ours, strict=True))

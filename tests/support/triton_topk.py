@@ -1,6 +1,7 @@
 """The Triton kernels of TopK against their specification; run by `test_triton`, see triton_kernels.py."""
 
-from contextlib import contextmanager
+import types
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -11,8 +12,11 @@ from hypothesis import strategies as st
 from ds_compress.codec import Context, TensorSpec
 from ds_compress.codecs import sparse
 from ds_compress.config import Config
-from ds_compress.kernels import bitstring, gpu, topk
+from ds_compress.kernels import dispatch, reference, sampling
 from ds_compress.kernels import triton as fused
+from ds_compress.kernels.keys import INFINITY, as_integers, keys
+from ds_compress.kernels.reference.bitstring import positions
+from ds_compress.kernels.reference.steps import kth_largest
 from ds_compress.kernels.selection import Selection
 from ds_compress.kernels.triton import band, selection
 from ds_compress.kernels.triton import bitstring as bits
@@ -20,7 +24,7 @@ from tests.support.triton_kernels import DEVICE, DTYPES, EXAMPLES, INTERPRETED, 
 
 
 @contextmanager
-def small_blocks(sample=topk.SAMPLE):
+def small_blocks(sample=sampling.SAMPLE):
     """Several programs for each row, and several turns of their loops."""
     with pytest.MonkeyPatch.context() as patch:
         for module, name, value in (
@@ -31,7 +35,7 @@ def small_blocks(sample=topk.SAMPLE):
             (band, "CHUNK", 16),
             (band, "PROGRAMS", 2),
             (band, "TILES", 2),
-            (topk, "SAMPLE", sample),
+            (sampling, "SAMPLE", sample),
         ):
             patch.setattr(module, name, value)
         yield
@@ -40,7 +44,7 @@ def small_blocks(sample=topk.SAMPLE):
 def assert_selects(select, x, *args, expected):
     """`select` on the device returns the entries of `x` [rows, d] at `expected`, as bits unless rows share a
     byte."""
-    held, values = launched(lambda x: (lambda chosen: (chosen.held, chosen.values))(select(x, *args)), x)
+    held, values = launched(select, x, *args)
     rows, d = x.shape
     selection = Selection.at(expected, x.numel())
     assert torch.equal(held, selection.bits if rows == 1 or d % 8 == 0 else expected)
@@ -48,7 +52,7 @@ def assert_selects(select, x, *args, expected):
 
 
 def assert_bits_equal(ours, expected):
-    assert ours.dtype == expected.dtype and torch.equal(topk.as_integers(ours), topk.as_integers(expected))
+    assert ours.dtype == expected.dtype and torch.equal(as_integers(ours), as_integers(expected))
 
 
 @given(
@@ -72,15 +76,15 @@ def test_selection_equals_the_reference(rows, d, share, sample, dtype, seed, kin
         "special": torch.where(x > 1.5, SPECIAL[seed % 3], x),
     }[kind]
     x = x.to(dtype)
-    size, k = topk.keys(x), min(d, max(1, round(share * d)))
+    size, k = keys(x), min(d, max(1, round(share * d)))
     with small_blocks(sample):
-        assert_selects(fused.exact, x, k, expected=topk.exact_reference(size, k))
-        stride, *ranks = topk.sampling(d, k)
-        for ours, rank in zip(launched(fused.sampled_band, x, stride, *ranks), ranks, strict=True):
-            assert torch.equal(ours, topk.kth_largest(size[:, ::stride], rank))
-        high, low = (topk.kth_largest(size, place) for place in (max(1, k - 20), min(d, k + 20)))
-        bounds = (low, high, high + 1, topk.INFINITY[dtype])
-        expected = topk.banded_reference(size, bounds, k)
+        assert_selects(fused.exact, x, k, expected=reference.exact(x, k)[0])
+        stride, *ranks = sampling.plan(d, k)
+        for ours, rank in zip(launched(fused.sampled_band, x, k), ranks, strict=True):
+            assert torch.equal(ours, kth_largest(size[:, ::stride], rank))
+        high, low = (kth_largest(size, place) for place in (max(1, k - 20), min(d, k + 20)))
+        bounds = (low, high, high + 1, INFINITY[dtype])
+        expected = reference.banded(x, bounds, k)[0]
         on_device = tuple(b.to(DEVICE) if isinstance(b, torch.Tensor) else b for b in bounds)
         assert_selects(fused.banded, x, on_device, k, expected=expected)
 
@@ -89,7 +93,7 @@ def long_rows(dtype, k):
     """[4, 1280]: rows of which the sample gives a right idea, and two where it sees large entries alone, or
     none."""
     x = torch.randn(4, 1280, generator=torch.Generator().manual_seed(0)).clamp(-5, 5)
-    stride, _, _ = topk.sampling(x.shape[1], k)
+    stride, _, _ = sampling.plan(x.shape[1], k)
     x[1, ::stride] += 100 * x[1, ::stride].sign()
     x[2] += 100 * x[2].sign()
     x[2, ::stride] /= 100
@@ -101,7 +105,7 @@ def long_rows(dtype, k):
 def test_rows_whose_sample_misleads_are_exact(dtype, k):
     with small_blocks(sample=64):
         x = long_rows(dtype, k)
-        assert_selects(fused.exact, x, k, expected=topk.exact_reference(topk.keys(x), k))
+        assert_selects(fused.exact, x, k, expected=reference.exact(x, k)[0])
 
 
 @contextmanager
@@ -130,7 +134,7 @@ def test_how_often_exact_reads_the_tensor(dtype, k, misled):
         x = long_rows(dtype, k)
         expected = np.full(x.shape, 2)
         expected[misled] += dtype.itemsize + 1
-        expected[:, :: topk.sampling(x.shape[1], k)[0]] += 2 * dtype.itemsize
+        expected[:, :: sampling.plan(x.shape[1], k)[0]] += 2 * dtype.itemsize
         with loads_of(x) as loads:
             fused.exact(x, k)
         assert np.array_equal(loads.reshape(x.shape), expected)
@@ -142,15 +146,15 @@ def test_how_often_others_read_the_tensor(dtype):
     x = torch.randn(4, 320).to(dtype)
     with small_blocks():
         with loads_of(x) as loads:
-            fused.banded(x, topk.sampled_band(x, 30), 30)
+            fused.banded(x, reference.sampled_band(x, 30), 30)
         assert (loads == 2).all()
         with loads_of(
             x
         ) as loads:  # the row is its own sample, which one program reads for each byte of a key
-            chosen = fused.exact(x, 30)
+            held, _ = fused.exact(x, 30)
         assert (loads == 2 + dtype.itemsize).all()
         with loads_of(x) as loads:
-            fused.gather(x, chosen)
+            fused.gather(x, held, x.shape[0] * 30)
         assert (loads == 1).all()
 
 
@@ -169,13 +173,9 @@ def test_entries_are_read_and_put_back_as_in_plain_torch(n, dtype, special, pack
     selection = Selection.at(chosen, n)
     expected = sparse.gather(x, selection)
     with small_blocks():
-        values = launched(
-            lambda x, held: fused.gather(x, Selection(n, n // 2, held)),
-            x,
-            selection.bits if packed else chosen,
-        )
+        values = launched(fused.gather, x, selection.bits if packed else chosen, n // 2)
         assert_bits_equal(values, expected)
-        dense = launched(fused.expand, values, selection.bits, n)
+        dense = launched(fused.scatter, values, selection.bits, n)
     assert_bits_equal(dense, selection.scatter(expected))
 
 
@@ -183,11 +183,11 @@ def test_entries_are_read_and_put_back_as_in_plain_torch(n, dtype, special, pack
 @settings(max_examples=EXAMPLES // 2, deadline=None)
 def test_bit_strings_equal_plain_torch(n, density):
     mask = torch.rand(n) < density
-    packed, count = bitstring.pack_bits(mask), int(mask.sum())
+    packed, count = reference.pack_bits(mask), int(mask.sum())
     assert torch.equal(launched(fused.pack_bits, mask), packed)
     assert torch.equal(launched(fused.unpack_bits, packed, n), mask)
     with small_blocks():
-        assert torch.equal(launched(fused.list_bits, packed, n, count), bitstring.positions(mask, count))
+        assert torch.equal(launched(fused.list_bits, packed, n, count), positions(mask, count))
 
 
 @pytest.mark.parametrize("count", [0, 5, 66, 67, 100])
@@ -197,9 +197,9 @@ def test_a_damaged_bitmask_names_no_entry_that_does_not_exist(count):
     padding = [0] * (count - room)
     with small_blocks():
         assert launched(fused.list_bits, everything, 67, count).tolist() == [*range(room), *padding]
-        values = launched(fused.expand, torch.arange(1.0, count + 1), everything, 67)
+        values = launched(fused.scatter, torch.arange(1.0, count + 1), everything, 67)
         assert values.tolist() == [*range(1, room + 1), *[0] * (67 - room)]
-        gathered = launched(lambda x, held: fused.gather(x, Selection(67, count, held)), values, everything)
+        gathered = launched(fused.gather, values, everything, count)
         assert gathered.tolist() == [*values[:room].tolist(), *padding]
 
 
@@ -215,6 +215,14 @@ FORWARD = [
 ]
 
 
+def interpreted():
+    """The kernels, for CPU tensors too; torch rounds to bfloat16 for the interpreter, which cuts off."""
+    backend = types.ModuleType("interpreted")
+    vars(backend).update({name: getattr(fused, name) for name in fused.__all__})
+    backend.dequantize = lambda parts, grid, dtype: fused.dequantize(parts, grid).to(dtype)
+    return backend
+
+
 @pytest.mark.parametrize(
     "options, dtype, feedback",
     [
@@ -225,7 +233,7 @@ FORWARD = [
     ids=str,
 )
 @pytest.mark.parametrize("shape", [(3, 8, 40), (3, 7, 9)], ids=str)
-def test_packets_and_tensors_are_those_of_the_cpu(options, dtype, feedback, shape, monkeypatch):
+def test_packets_and_tensors_are_those_of_the_cpu(options, dtype, feedback, shape):
     """Forward, and backward at the entries that forward kept; the packet's memory is used again in
     between."""
     codecs = Config(
@@ -255,9 +263,7 @@ def test_packets_and_tensors_are_those_of_the_cpu(options, dtype, feedback, shap
 
     with small_blocks(sample=64):
         expected = list(messages("cpu"))
-        if INTERPRETED:  # CPU tensors are served as those of a GPU are
-            monkeypatch.setattr(bitstring, "on_cpu", lambda tensor: False)
-            monkeypatch.setattr(gpu, "kernels", lambda device: fused)
-        for ours, theirs in zip(messages(DEVICE), expected, strict=True):
-            assert ours.dtype == theirs.dtype
-            assert torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8))
+        with dispatch.using(interpreted()) if INTERPRETED else nullcontext():
+            for ours, theirs in zip(messages(DEVICE), expected, strict=True):
+                assert ours.dtype == theirs.dtype
+                assert torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8))

@@ -32,13 +32,12 @@ COMPILE_SECONDS = 600
 _compiling = threading.Lock()
 
 
-def serves(source: str, device: torch.device, entries: int) -> bool:
-    """Whether `source` serves tensors on `device`, and a tensor of so many entries is worth it."""
-    if device.type != "cpu" or entries < LONG:
+def serves(source: str, entries: int) -> bool:
+    """Whether a tensor of the CPU of so many entries is worth it, and `source` is there."""
+    if entries < LONG:
         return False
     keep_freed(entries * torch.float32.itemsize)
-    with _compiling:
-        return library(source) is not None
+    return library(source) is not None
 
 
 @cache
@@ -48,6 +47,12 @@ def library(source: str) -> ctypes.CDLL | None:
     Nothing is kept on disk: compiling takes about a second, and a kept file would have to be known to fit the
     processor, where machines share their home directory.
     """
+    with _compiling:
+        return _compiled(source)
+
+
+@cache  # for the thread that asked while another one compiled
+def _compiled(source: str) -> ctypes.CDLL | None:
     compiler = _compiler()
     if compiler is None:
         return None

@@ -30,25 +30,6 @@ class Buffer:
     unless: str | None = None
     """The argument that is true where there may be None in its place."""
 
-    def check(self, tensor: Tensor | None, arguments: dict[str, Any]) -> None:
-        """Raise what is wrong with `tensor`, if anything, given sound integers by name."""
-        if tensor is None and self.unless and arguments[self.unless]:
-            return
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{type(tensor).__name__} came, expected a tensor")
-        dtype = self.dtypes[arguments[self.by] if self.by else 0]
-        if tensor.dtype != dtype or tensor.device.type != "cpu":
-            raise TypeError(f"{tensor.dtype} on {tensor.device} came, expected {dtype} on the CPU")
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"shape {[*tensor.shape]} with strides {tensor.stride()} came, expected contiguous"
-            )
-        numel = 1
-        for dim in self.dims:
-            numel *= arguments[dim] if isinstance(dim, str) else dim
-        if tensor.numel() < -(-numel // self.per):
-            raise ValueError(f"{tensor.numel()} entries came, expected {-(-numel // self.per)}")
-
 
 class Function:
     """A C function of a source, which takes addresses, int64_t and float and returns int64_t or nothing."""
@@ -57,8 +38,10 @@ class Function:
         """`arguments`: in C's order; of integers the range that is allowed."""
         self.source, self.name, self.arguments = source, name, arguments
         kinds = {range: ctypes.c_int64, Buffer: ctypes.c_void_p, type: ctypes.c_float}
-        self._integers = {name: kind for name, kind in arguments.items() if isinstance(kind, range)}
-        self._buffers = {name: kind for name, kind in arguments.items() if isinstance(kind, Buffer)}
+        self._integers = tuple((name, kind) for name, kind in arguments.items() if isinstance(kind, range))
+        self._words = tuple(
+            (name, kind if isinstance(kind, Buffer) else None) for name, kind in arguments.items()
+        )
         self._types = [kinds[type(kind)] for kind in arguments.values()]
 
     def __call__(self, **arguments: Any) -> int:
@@ -69,19 +52,36 @@ class Function:
         """
         if arguments.keys() != self.arguments.keys():
             raise TypeError(f"{self.name}: arguments {[*arguments]} came, expected {[*self.arguments]}")
-        name = ""
-        try:
-            for name, allowed in self._integers.items():
+        name, words = "", list[Any]()
+        try:  # in one function, as every message comes by several times
+            for name, allowed in self._integers:
                 if not isinstance(arguments[name], int):
                     raise TypeError(f"{arguments[name]!r} came, expected an integer")
                 if arguments[name] not in allowed:
                     raise ValueError(f"{arguments[name]} came, expected an integer in {allowed}")
-            for name, buffer in self._buffers.items():
-                buffer.check(arguments[name], arguments)
+            for name, buffer in self._words:
+                value = arguments[name]
+                if buffer is None or (value is None and buffer.unless and arguments[buffer.unless]):
+                    words.append(value)
+                    continue
+                if not isinstance(value, Tensor):
+                    raise TypeError(f"{type(value).__name__} came, expected a tensor")
+                dtype = buffer.dtypes[arguments[buffer.by] if buffer.by else 0]
+                if value.dtype != dtype or value.device.type != "cpu":
+                    raise TypeError(f"{value.dtype} on {value.device} came, expected {dtype} on the CPU")
+                if not value.is_contiguous():
+                    raise ValueError(
+                        f"shape {[*value.shape]} with strides {value.stride()} came, expected contiguous"
+                    )
+                numel = 1
+                for dim in buffer.dims:
+                    numel *= arguments[dim] if isinstance(dim, str) else dim
+                if value.numel() < -(-numel // buffer.per):
+                    raise ValueError(f"{value.numel()} entries came, expected {-(-numel // buffer.per)}")
+                words.append(value.data_ptr())
         except (TypeError, ValueError) as error:
             raise type(error)(f"{self.source}.{self.name}: {name}: {error}") from None
         entry = getattr(native.library(self.source), self.name)
         if entry.argtypes is None:
             entry.argtypes, entry.restype = self._types, ctypes.c_int64
-        values = [arguments[name] for name in self.arguments]
-        return entry(*[value.data_ptr() if isinstance(value, Tensor) else value for value in values])
+        return entry(*words)

@@ -1,4 +1,4 @@
-// Group-wise quantization, as kernels/reference.py specifies it: equal to the bit.
+// Group-wise quantization, as kernels/reference/groups.py specifies it: equal to the bit.
 //
 // A group is read once, and everything else happens in the first-level cache.
 

@@ -1,6 +1,7 @@
 """Group-wise quantization by quantize.cpp."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -45,58 +46,66 @@ _quantize_with_error = Function(
 _dequantize = Function("quantize", "dequantize_groups", **_VALUES, **_FORMAT, **_PARTS)
 
 
-def quantize(values: Tensor, grid: Grid) -> tuple[Tensor, ...]:
-    """See `reference.quantize`; of `values`, fp32 or bf16 [n, G]."""
-    parts = empty(values.shape, grid)
-    _quantize(**_given(values.detach().contiguous()), **_format(values.shape, grid), **_named(parts))
-    return parts
+def quantize(
+    values: Tensor, grid: Grid, function: Function = _quantize, **feedback: Any
+) -> tuple[Tensor, ...]:
+    """See `reference.quantize`; of `values`, fp32 or bf16 [n, G]. `feedback`: what `function` takes
+    besides."""
+    n, size = values.shape
+    packed = torch.empty(n, packed_size(size, grid.bits), dtype=torch.uint8, device="cpu")
+    steps = torch.empty(n, dtype=grid.scale_dtype, device="cpu")
+    offsets = None if grid.symmetric else torch.empty(n, dtype=grid.scale_dtype, device="cpu")
+    function(
+        values=values.detach().contiguous(),
+        bf16=values.dtype == torch.bfloat16,
+        **feedback,
+        **_format(n, size, grid.bits, grid.symmetric, grid.hadamard, grid.scale_dtype),
+        packed=packed,
+        steps=steps,
+        offsets=offsets,
+    )
+    return (packed, steps) if offsets is None else (packed, steps, offsets)
 
 
 def quantize_with_error(
     values: Tensor, residual: Tensor, factor: Tensor, grid: Grid
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """See `reference.quantize_with_error`."""
-    parts, error = empty(values.shape, grid), torch.empty(values.shape, dtype=torch.float32, device="cpu")
-    feedback = {"residual": residual.detach().contiguous(), "factor": factor.item(), "error": error}
-    given = _given(values.detach().contiguous())
-    _quantize_with_error(**given, **feedback, **_format(values.shape, grid), **_named(parts))
+    error = torch.empty(values.shape, dtype=torch.float32, device="cpu")
+    residual = residual.detach().contiguous()
+    parts = quantize(values, grid, _quantize_with_error, residual=residual, factor=factor.item(), error=error)
     return parts, error
 
 
 def dequantize(parts: Sequence[Tensor], grid: Grid, dtype: torch.dtype) -> Tensor:
     """See `reference.dequantize`; `dtype` is fp32 or bf16."""
-    shape = parts[0].shape[0], parts[0].shape[1] * 8 // grid.bits
-    values = torch.empty(shape, dtype=dtype, device="cpu")
-    _dequantize(**_given(values), **_format(shape, grid), **_named([part.contiguous() for part in parts]))
+    packed, steps, *offsets = parts
+    n, size = packed.shape[0], packed.shape[1] * 8 // grid.bits
+    values = torch.empty(n, size, dtype=dtype, device="cpu")
+    _dequantize(
+        values=values,
+        bf16=dtype == torch.bfloat16,
+        **_format(n, size, grid.bits, grid.symmetric, grid.hadamard, grid.scale_dtype),
+        packed=packed.contiguous(),
+        steps=steps.contiguous(),
+        offsets=offsets[0].contiguous() if offsets else None,
+    )
     return values
 
 
-def empty(shape: Sequence[int], grid: Grid) -> tuple[Tensor, ...]:
-    """Memory for what `quantize` returns of [n, G]."""
-    n, size = shape
-    scales = [torch.empty(n, dtype=grid.scale_dtype, device="cpu") for _ in range(2 - grid.symmetric)]
-    return torch.empty(n, packed_size(size, grid.bits), dtype=torch.uint8, device="cpu"), *scales
-
-
-def _given(values: Tensor) -> dict[str, Tensor | bool]:
-    return {"values": values, "bf16": values.dtype == torch.bfloat16}
-
-
-def _named(parts: Sequence[Tensor]) -> dict[str, Tensor | None]:
-    packed, step, *offset = parts
-    return {"packed": packed, "steps": step, "offsets": offset[0] if offset else None}
-
-
-def _format(shape: Sequence[int], grid: Grid) -> dict[str, float]:
-    n, size = shape
-    if grid.hadamard and size & (size - 1):
+@lru_cache  # a message has the shape of the one before; a grid is spelt out, as its hash is made in Python
+def _format(
+    n: int, size: int, bits: int, symmetric: bool, hadamard: bool, scale_dtype: torch.dtype
+) -> dict[str, float]:
+    """The arguments that say what is to be done to [n, size]."""
+    if hadamard and size & (size - 1):
         raise ValueError(f"a rotation of {size} values came, expected a power of two")
     return {
         "n": n,
         "size": size,
-        "bits": grid.bits,
-        "symmetric": grid.symmetric,
-        "hadamard": grid.hadamard,
-        "wide_scale": grid.scale_dtype == torch.float32,
+        "bits": bits,
+        "symmetric": symmetric,
+        "hadamard": hadamard,
+        "wide_scale": scale_dtype == torch.float32,
         "scale": size**-0.5,
     }

@@ -91,7 +91,7 @@ class Candidates:
     """Flat indices, int64, ascending."""
 
     keys: Tensor
-    """Their keys (see `topk.keys`)."""
+    """Their keys (see `keys`)."""
 
     counts: Tensor
     """int64 [rows]: how many there are of each row."""

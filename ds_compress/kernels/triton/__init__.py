@@ -1,24 +1,31 @@
-"""Kernels for GPUs, in Triton: the one place that imports it. `ds_compress.kernels.gpu` decides whether they
-are used.
+"""Kernels for GPUs, in Triton: the one place that imports it. `ds_compress.kernels.dispatch` decides whether
+they are used.
 
 Under TRITON_INTERPRET=1, set before triton is imported, they serve CPU tensors too.
 """
 
-from ds_compress.kernels.triton.bitstring import list_bits, pack_bits, unpack_bits
+from ds_compress.kernels.reference import choose, count_true, decode_float8, encode_float8
+from ds_compress.kernels.triton.bitstring import list_bits, pack_bits, set_bits, unpack_bits
 from ds_compress.kernels.triton.groups import dequantize, quantize, quantize_with_error
-from ds_compress.kernels.triton.reuse import expand, gather
+from ds_compress.kernels.triton.held import gather, received, scatter
 from ds_compress.kernels.triton.selection import banded, exact, sampled_band
 
 __all__ = [
     "banded",
+    "choose",
+    "count_true",
+    "decode_float8",
     "dequantize",
+    "encode_float8",
     "exact",
-    "expand",
     "gather",
     "list_bits",
     "pack_bits",
     "quantize",
     "quantize_with_error",
+    "received",
     "sampled_band",
+    "scatter",
+    "set_bits",
     "unpack_bits",
 ]

@@ -1,5 +1,4 @@
-"""Bit strings on a GPU: `bitstring.pack_bits`, `unpack_bits` and `list_bits`, equal to plain torch entry by
-entry.
+"""Bit strings on a GPU, equal to plain torch entry by entry.
 
 What lists or moves the entries of set bits has to know how many come before a block: one read of the bits
 counts them block by block, and a running sum adds them up (`block_ends`).
@@ -10,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ds_compress.kernels.reference.bitstring import marked
+
 BLOCK = 4096
 """Entries of one program, a multiple of 8."""
 
@@ -17,7 +18,7 @@ TILES = 16  # blocks whose bits one program counts
 
 
 def pack_bits(bits: Tensor) -> Tensor:
-    """See `bitstring.pack_bits`."""
+    """See `reference.pack_bits`."""
     bits = bits.contiguous().view(torch.uint8)
     packed = bits.new_empty(triton.cdiv(bits.numel(), 8))
     if bits.numel():
@@ -27,7 +28,7 @@ def pack_bits(bits: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, numel: int) -> Tensor:
-    """See `bitstring.unpack_bits`."""
+    """See `reference.unpack_bits`."""
     bits = packed.new_empty(numel)
     if numel:
         with torch.cuda.device_of(packed):
@@ -35,8 +36,13 @@ def unpack_bits(packed: Tensor, numel: int) -> Tensor:
     return bits.view(torch.bool)
 
 
+def set_bits(indices: Tensor, numel: int) -> Tensor:
+    """See `reference.set_bits`."""
+    return pack_bits(marked(indices, numel))
+
+
 def list_bits(packed: Tensor, numel: int, count: int) -> Tensor:
-    """See `bitstring.list_bits`; 0 where fewer than `count` bits are set."""
+    """See `reference.list_bits`; 0 where fewer than `count` bits are set."""
     found = torch.zeros(count, dtype=torch.int64, device=packed.device)
     if count:
         packed = packed.contiguous()

@@ -1,4 +1,4 @@
-"""Keys, as `topk.keys` has them, made where they are needed: a tensor of keys would be written and read
+"""Keys, as `kernels.keys` has them, made where they are needed: a tensor of keys would be written and read
 again."""
 
 import triton

@@ -1,4 +1,4 @@
-"""Selection on a GPU: `topk.exact` and `topk.banded` of 16- and 32-bit floats, equal to their references.
+"""Selection on a GPU, of 16- and 32-bit floats, equal to the reference.
 
 Each reads the tensor twice. The first read counts, per block of a row, the entries whose key reaches each
 bound; `exact` finds its bounds in the same read (`band`), but for short rows, which are read before, once for
@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ds_compress.kernels import topk
-from ds_compress.kernels.selection import Selection
+from ds_compress.kernels import reference, sampling
+from ds_compress.kernels.keys import INFINITY, as_integers
 from ds_compress.kernels.triton import band
 from ds_compress.kernels.triton.keys import key_of
 
@@ -21,14 +21,19 @@ BLOCK = 4096
 
 WARPS = 8  # of a program; with half as many _write does not find room in the registers
 
+LONGEST_ROW = 1 << 30
+"""Longer rows, and floats of 8 bytes, are left to the reference: keys and places in a row are int32 here."""
+
 NO_KEY = tl.constexpr(2**31 - 1)  # larger than the key of infinity
 
 
-def exact(x: Tensor, k: int) -> Selection:
-    """See `topk.exact`; 0 < k."""
+def exact(x: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
+    """See `reference.exact`."""
+    if not _takes(x):
+        return reference.exact(x, k)
     d = x.shape[1]
-    bits, infinity, block = topk.as_integers(x), topk.INFINITY[x.dtype], _block(d)
-    stride, high, low = topk.sampling(d, k)
+    bits, infinity, block = as_integers(x), INFINITY[x.dtype], _block(d)
+    stride, high, low = sampling.plan(d, k)
     with torch.cuda.device_of(x):
         if stride == 1:  # a short row is its own sample
             bounds = band.order_statistics(bits, infinity, 1, (k,))
@@ -44,10 +49,12 @@ def exact(x: Tensor, k: int) -> Selection:
         return _chosen(x, bits, bounds, counts, k, block, spread=False)
 
 
-def banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Selection:
-    """See `topk.banded`; 0 < k."""
+def banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> tuple[Tensor, Tensor | None]:
+    """See `reference.banded`."""
+    if not _takes(x):
+        return reference.banded(x, bounds, k)
     rows, d = x.shape
-    bits, infinity, block = topk.as_integers(x), topk.INFINITY[x.dtype], _block(d)
+    bits, infinity, block = as_integers(x), INFINITY[x.dtype], _block(d)
     ascending = torch.empty(len(bounds), rows, dtype=torch.int32, device=x.device)
     for row, bound in zip(ascending, bounds):
         if isinstance(bound, Tensor):
@@ -60,13 +67,18 @@ def banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Selection:
         return _chosen(x, bits, ascending, counts, k, block, spread=True)
 
 
-def sampled_band(x: Tensor, stride: int, high: int, low: int) -> tuple[Tensor, Tensor]:
-    """See `topk.sampled_band`."""
+def sampled_band(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """See `reference.sampled_band`."""
+    if not _takes(x):
+        return reference.sampled_band(x, k)
+    stride, high, low = sampling.plan(x.shape[1], k)
     with torch.cuda.device_of(x):
-        at_least, above = band.order_statistics(
-            topk.as_integers(x), topk.INFINITY[x.dtype], stride, (low, high)
-        )
+        at_least, above = band.order_statistics(as_integers(x), INFINITY[x.dtype], stride, (low, high))
     return above.unsqueeze(1) - 1, at_least.unsqueeze(1)
+
+
+def _takes(x: Tensor) -> bool:
+    return x.itemsize <= 4 and x.shape[1] <= LONGEST_ROW
 
 
 def _block(d: int) -> int:
@@ -96,8 +108,8 @@ def _reaching(bits: Tensor, bounds: Tensor, infinity: int, block: int) -> Tensor
 
 def _chosen(
     x: Tensor, bits: Tensor, bounds: Tensor, counts: Tensor, k: int, block: int, spread: bool
-) -> Selection:
-    """What `topk.banded` returns for ascending bounds; of the entries that reach equally many the first ones
+) -> tuple[Tensor, Tensor]:
+    """What `banded` returns for ascending bounds; of the entries that reach equally many the first ones
     unless `spread`. As bits, but for rows that share a byte, two programs of which would have to write it
     together."""
     rows, d = x.shape
@@ -118,11 +130,11 @@ def _chosen(
         k,
         SPREAD=spread,
         BOUNDS=len(bounds),
-        INFINITY=topk.INFINITY[x.dtype],
+        INFINITY=INFINITY[x.dtype],
         BLOCK=block,
         num_warps=WARPS,
     )
-    return Selection(x.numel(), rows * k, held, values.view(x.dtype))
+    return held, values.view(x.dtype)
 
 
 @triton.jit(do_not_specialize=["rows", "d", "blocks"])

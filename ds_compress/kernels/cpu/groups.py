@@ -18,23 +18,22 @@ BLOCK = 1 << 18  # values that the reference takes at a time: what it makes of t
 
 def quantize(groups: Tensor, grid: Grid, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
     """See `reference.quantize`."""
-    if generator is not None or groups.numel() < native.LONG:
+    n, size = groups.shape
+    if generator is not None or n * size < native.LONG:
         return reference.quantize(groups, grid, generator)
-    if grid.is_mean or not _compiled(*groups.shape):  # the order of a sum is left to torch
-        out = compiled.empty(groups.shape, grid)
-        for block, *parts in _blocks(groups, *out):
-            for part, result in zip(parts, reference.quantize(block, grid)):
-                part.copy_(result)
-        return out
-    values = groups if groups.dtype in compiled.FLOATS else groups.float()
-    return compiled.quantize(values, grid)
+    # the order of a sum is left to torch
+    if grid.is_mean or size > compiled.LARGEST_GROUP or not native.serves("quantize", n * size):
+        blocks = [reference.quantize(block, grid) for (block,) in _blocks(groups)]
+        return tuple(map(torch.cat, zip(*blocks)))
+    return compiled.quantize(groups if groups.dtype in compiled.FLOATS else groups.float(), grid)
 
 
 def quantize_with_error(
     groups: Tensor, residual: Tensor, factor: Tensor, grid: Grid
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """See `reference.quantize_with_error`."""
-    if groups.numel() < native.LONG or grid.is_mean or not _compiled(*groups.shape):
+    n, size = groups.shape
+    if grid.is_mean or size > compiled.LARGEST_GROUP or not native.serves("quantize", n * size):
         return reference.quantize_with_error(groups, residual, factor, grid)
     return compiled.quantize_with_error(groups, residual, factor, grid)
 
@@ -45,16 +44,12 @@ def dequantize(parts: Sequence[Tensor], grid: Grid, dtype: torch.dtype = torch.f
     if n * size < native.LONG:
         return reference.dequantize(parts, grid, dtype)
     made = dtype if dtype in compiled.FLOATS else torch.float32
-    if _compiled(n, size):
+    if size <= compiled.LARGEST_GROUP and native.serves("quantize", n * size):
         return compiled.dequantize(parts, grid, made).to(dtype)
     values = torch.empty(n, size, dtype=made, device="cpu")
     for block, *its_parts in _blocks(values, *parts):
         block.copy_(reference.dequantize(its_parts, grid))
     return values.to(dtype)
-
-
-def _compiled(n: int, size: int) -> bool:
-    return size <= compiled.LARGEST_GROUP and native.serves("quantize", torch.device("cpu"), n * size)
 
 
 def _blocks(groups: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -1,4 +1,4 @@
-"""Quantization of groups of values, one call per direction: the unit that a fused kernel replaces."""
+"""Quantization of groups of values, one call per direction."""
 
 from collections.abc import Sequence
 

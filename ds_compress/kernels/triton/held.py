@@ -1,6 +1,6 @@
 """Entries that both sides know, on a GPU: read out of a tensor, and put back.
 
-Where the selection is held as bits, the tensor and the bits are walked side by side: all memory is read and
+Where a set is held as bits, the tensor and the bits are walked side by side: all memory is read and
 written in order, and indices, 8 bytes each, are never made. Where it is held as indices, putting back is
 `index_copy_` into zeros: a kernel of ours would write the same zeros and the same scattered entries.
 
@@ -14,27 +14,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ds_compress.kernels import topk
-from ds_compress.kernels.selection import Selection
+from ds_compress.kernels import reference
+from ds_compress.kernels.keys import INFINITY, as_integers
 from ds_compress.kernels.triton import bitstring
 from ds_compress.kernels.triton.bitstring import block_ends, listed
 
 TILES = 4  # blocks that one program looks through
 
 
-def gather(x: Tensor, selection: Selection) -> Tensor:
-    """The kept entries of `x`, of any float dtype and shape, or nan in their place if any entry of `x` is not
-    finite: an overflow outside of the selection must show too."""
-    bits, held, numel, count = topk.as_integers(x.detach()), selection.held, selection.numel, selection.count
+def received(packed: Tensor, numel: int, count: int) -> Tensor:
+    """See `reference.received`: the bits, as they are."""
+    return packed.clone()
+
+
+def gather(x: Tensor, held: Tensor, count: int) -> Tensor:
+    """See `reference.gather`."""
+    bits, numel = as_integers(x.detach()), x.numel()
     values = bits.new_empty(count)
     if not count:
         return values.view(x.dtype)
     overflow = torch.zeros(1, dtype=torch.int32, device=x.device)
-    infinity = topk.INFINITY[x.dtype]
+    infinity = INFINITY[x.dtype]
     nan = torch.tensor(math.nan, dtype=x.dtype, device="cpu").view(bits.dtype).item()
     block = bitstring.BLOCK
     with torch.cuda.device_of(x):
-        if selection.packed:
+        if held.dtype == torch.uint8:
             ends = block_ends(held, numel)
             _compress[(len(ends),)](
                 bits, held, ends, values, overflow, numel, count, INFINITY=infinity, BLOCK=block
@@ -50,15 +54,16 @@ def gather(x: Tensor, selection: Selection) -> Tensor:
     return values.view(x.dtype)
 
 
-def expand(values: Tensor, packed: Tensor, numel: int) -> Tensor:
-    """[numel]: `values`, of any float dtype, at the entries whose bits are set, in their order; zero
-    elsewhere."""
-    bits = topk.as_integers(values)
+def scatter(values: Tensor, held: Tensor, numel: int) -> Tensor:
+    """See `reference.scatter`."""
+    if held.dtype != torch.uint8:
+        return reference.scatter(values, held, numel)
+    bits = as_integers(values)
     out = bits.new_empty(numel)
     if numel:
         with torch.cuda.device_of(values):
-            ends = block_ends(packed, numel)
-            _expand[(len(ends),)](bits, packed, ends, out, numel, len(bits), BLOCK=bitstring.BLOCK)
+            ends = block_ends(held, numel)
+            _expand[(len(ends),)](bits, held, ends, out, numel, len(bits), BLOCK=bitstring.BLOCK)
     return out.view(values.dtype)
 
 

@@ -1,0 +1,21 @@
+"""8-bit floats: `reference` in C++ (native/float8.cpp)."""
+
+import torch
+from torch import Tensor
+
+from ds_compress.kernels import native, reference
+from ds_compress.kernels.native import float8 as compiled
+
+
+def encode_float8(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """See `reference.encode_float8`."""
+    if values.dtype in compiled.FLOATS and native.serves("float8", values.numel()):
+        return compiled.encode(values, dtype)
+    return reference.encode_float8(values, dtype)
+
+
+def decode_float8(codes: Tensor, scales: Tensor, dtype: torch.dtype, out: torch.dtype) -> Tensor:
+    """See `reference.decode_float8`."""
+    if out in compiled.FLOATS and native.serves("float8", codes.numel()):
+        return compiled.decode(codes, scales, dtype, out)
+    return reference.decode_float8(codes, scales, dtype, out)

@@ -1,0 +1,32 @@
+"""Plain torch, on any device: the specification of every backend, whose functions are these.
+
+A set of entries of a flat tensor is held as int64 indices or as bits, see `bitstring`; `held` is one of the
+two.
+"""
+
+from ds_compress.kernels.reference.bitstring import list_bits, pack_bits, set_bits, unpack_bits
+from ds_compress.kernels.reference.float8 import decode_float8, encode_float8
+from ds_compress.kernels.reference.groups import dequantize, quantize, quantize_with_error
+from ds_compress.kernels.reference.held import gather, received, scatter
+from ds_compress.kernels.reference.selection import banded, exact, sampled_band
+from ds_compress.kernels.reference.steps import choose, count_true
+
+__all__ = [
+    "banded",
+    "choose",
+    "count_true",
+    "decode_float8",
+    "dequantize",
+    "encode_float8",
+    "exact",
+    "gather",
+    "list_bits",
+    "pack_bits",
+    "quantize",
+    "quantize_with_error",
+    "received",
+    "sampled_band",
+    "scatter",
+    "set_bits",
+    "unpack_bits",
+]

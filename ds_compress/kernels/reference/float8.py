@@ -1,0 +1,20 @@
+"""8-bit floats, with a scale for each group."""
+
+import torch
+from torch import Tensor
+
+
+def encode_float8(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes, uint8 [groups, size], of `values`, [groups, size] of any float dtype, as `dtype`; and scales,
+    fp32 [groups]."""
+    values = values.float()
+    largest = torch.finfo(dtype).max
+    scales = values.abs().amax(1) / largest
+    # e4m3 has no inf: a group that holds inf or nan shows it by its scale, which makes all of it nan
+    scaled = values / torch.where(scales != 0, scales, 1)[:, None]
+    return scaled.clamp_(-largest, largest).to(dtype).view(torch.uint8), scales
+
+
+def decode_float8(codes: Tensor, scales: Tensor, dtype: torch.dtype, out: torch.dtype) -> Tensor:
+    """The values, [groups, size] of `out`, of `codes`, which are of `dtype`."""
+    return codes.view(dtype).float().mul_(scales[:, None]).to(out)
