@@ -111,7 +111,8 @@ class Lookahead:
     def leaves_early(self, made_by: type, buffer_id: int) -> bool:
         """Whether the message that `made_by`, in progress, has just put into `buffer_id` may leave now; the
         caller then sends it and notes it as `gone`."""
-        place = self.place
+        left = operator.length_hint(self.left_in_step)  # `place`, without a call
+        place = self.end - left if left else NOWHERE
         send = self._early.get(place, NOWHERE)
         if send == NOWHERE:
             return False
