@@ -73,6 +73,7 @@ class Job:
     def close(self):
         for watchdog in self.ranks:
             watchdog.close()
+        self.leave(*self._inside)  # no thread stays: other tests fork this process
 
 
 @pytest.fixture
