@@ -20,9 +20,8 @@ from ds_compress.codec import CODECS, Codec, Context, TensorSpec, build, check_a
 from ds_compress.codecs.mixins import Follows, Observes
 from ds_compress.errors import CompressionError, shown
 
-OUTLIERS = (
-    6  # channels of the benchmark tensor that are 20 times as large, as in a transformer's hidden states
-)
+OUTLIERS = 6
+"""Channels of the benchmark tensor that are 20 times as large, as in a transformer's hidden states."""
 REPEATS = 7
 REPEAT_SECONDS = 0.05
 
