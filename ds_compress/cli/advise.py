@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     message = f"{list(args.shape)} {args.dtype}"
     title = f"{args.stages} stages, {args.micro_batches} micro-batches, {message}, {gbps:.3g} Gbit/s"
-    shown = [
+    table = [
         {
             "recipe": row["recipe"],
             "link": row["link"],
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         }
         for row in rows
     ]
-    show(title, shown)
+    show(title, table)
     print(verdict(rows))
     return 0
 

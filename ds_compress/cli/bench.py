@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))
     title = f"{list(args.shape)} {args.dtype} on {args.device}, {args.threads} thread(s); GB/s of input"
-    shown = [
+    table = [
         {
             "codec": str(codec),
             "bits/value": f"{row['bits_per_value']:.3f}",
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         }
         for codec, row in zip(codecs, rows)
     ]
-    show(title, shown)
+    show(title, table)
     return 0
 
 

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     state = "" if config.block.enabled else ' ("enabled": false, compression is off)'
     title = f"{args.ds_config}: {args.stages} stages, message {list(args.shape)} {args.dtype}{state}"
-    shown = [
+    table = [
         {
             "boundary": str(row["boundary"]),
             "direction": row["direction"],
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         }
         for row in rows
     ]
-    show(title, shown)
+    show(title, table)
     return 0
 
 
