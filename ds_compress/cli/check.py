@@ -14,6 +14,9 @@ from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary
 
+UNCOMPRESSED = ("none", "none (below min_numel)")
+"""What a row names as the codec of a message that is sent as it is."""
+
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("check", help="validate a ds_config.json and print the bytes per message")
@@ -94,7 +97,7 @@ def message_sizes(config: Config, stages: int, spec: TensorSpec) -> list[dict[st
                 {
                     "boundary": number,
                     "direction": direction,
-                    "codec": str(channel.codec if message.codecs[0] else "none (below min_numel)"),
+                    "codec": str(channel.codec if message.codecs[0] else UNCOMPRESSED[1]),
                     "raw_bytes": message.raw_bytes,
                     "wire_bytes": wire_bytes,
                     "ratio": message.raw_bytes / wire_bytes,
