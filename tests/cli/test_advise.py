@@ -89,6 +89,15 @@ def test_boundaries_of_a_recipe(capsys, tmp_path):
     assert advise(capsys, *arguments, "--stages", "2")[0] == 0
 
 
+def test_a_recipe_that_needs_to_know_its_samples(capsys, tmp_path):
+    """It was once refused for want of sample ids, with advice for a pipeline."""
+    block = {"forward": {"codec": "bf16", "feedback": "aqsgd"}}
+    (tmp_path / "mine.json").write_text(json.dumps({"ds_compress": block}))
+    arguments = ("--gbps", "1", "--recipe", str(tmp_path / "mine.json"), "--shape", "4,8,256", "--json")
+    code, out, _ = advise(capsys, *arguments)
+    assert code == 0 and json.loads(out)[1]["recipe"] == "mine"
+
+
 def test_the_best_recipe_is_not_compared_with_itself(capsys):
     """It once said: none ... makes a step 1.62 times as fast, none 1.62 times."""
     out = advise(capsys, "--gbps", "1", "--codec-gbps", "0.02")[1]
