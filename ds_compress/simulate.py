@@ -1,5 +1,4 @@
-"""The channels of a pipeline inside one process: for one GPU, a notebook, or a comparison with the real
-thing.
+"""The channels of a pipeline inside one process: for one GPU, a notebook, or to compare with a pipeline.
 
 Each boundary becomes a step between two layers that packs what crosses it, and what its gradient sends back,
 with the objects that the pipeline engine uses: the losses are those of the real pipeline.

@@ -1,5 +1,4 @@
-"""Train the same small language model once per recipe through the deepspeed launcher, and compare: `make
-demo`.
+"""Train a small language model once per recipe through the deepspeed launcher, and compare: `make demo`.
 
     python launch/demo.py [--recipes none topk10 quant4_8] [--steps 120] [--out runs/demo]
 

@@ -60,8 +60,7 @@ class Block(nn.Module):
         for linear in (self.qkv, self.project, self.expand, self.contract):
             nn.init.normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)
-        # GPT-2: the layers that write to the residual stream start smaller, so its variance does not grow
-        # with depth
+        # GPT-2: what writes to the residual stream starts smaller, so its variance does not grow with depth
         for linear in (self.project, self.contract):
             linear.weight.data /= math.sqrt(2 * layers)
 
@@ -165,15 +164,13 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    # A C++ extension for all-reduce in CPU inference, which a pipeline never calls: training needs no
-    # compiler
+    # A C++ extension for all-reduce in CPU inference, which no pipeline calls: training needs no compiler
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed()
     train_tokens, held_out = load_text(args.data)
     # seed_layers: a layer's weights depend on its index, not on how the layers are cut into stages.
-    # DeepSpeed's own seed_fn fails with partition_method "type:...", which hands it a numpy integer (seen in
-    # 0.19.8)
+    # DeepSpeed's own seed_fn (0.19.8) fails with partition_method "type:...", which hands it a numpy integer
     model = PipelineModule(
         layers=build_layers(args),
         num_stages=args.stages,

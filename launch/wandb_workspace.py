@@ -1,5 +1,4 @@
-"""Make a W&B workspace for runs with ds_compress: a chart per quantity, with all boundaries and directions in
-it.
+"""Make a W&B workspace for runs with ds_compress: a chart per quantity, with all boundaries and directions.
 
     pip install wandb-workspaces
     python launch/wandb_workspace.py ENTITY PROJECT --stages 4

@@ -1,5 +1,4 @@
-"""One rank's state of channels in a safetensors file: as it is, in 8 bits, or as 8-bit changes to an earlier
-file.
+"""A rank's state of channels in a safetensors file: as it is, in 8 bits, or as 8-bit changes to another file.
 
     KEY                        the tensor as it is
     KEY#codes  KEY#scales      int8 codes of the tensor's shape, fp32 scales: see `int8_encode`
@@ -269,7 +268,6 @@ def write(path: Path, entries: dict[str, Tensor], **metadata: Any) -> None:
 
 
 def _is_large_feedback(name: str, value: Tensor) -> bool:
-    is_state = name.startswith(tuple(f"{direction}/" for direction in DIRECTIONS)) and not name.endswith(
-        ".scales"
-    )
-    return is_state and value.dtype.is_floating_point and value.numel() >= GROUP
+    if not name.startswith(tuple(f"{direction}/" for direction in DIRECTIONS)) or name.endswith(".scales"):
+        return False
+    return value.dtype.is_floating_point and value.numel() >= GROUP

@@ -1,5 +1,4 @@
-"""State of the channels beside DeepSpeed's checkpoint: one safetensors file per rank in the folder of the
-tag.
+"""State of the channels beside DeepSpeed's checkpoint: a safetensors file per rank in the folder of the tag.
 
     ds_compress_pp01_dp00_tp00.safetensors            stage 1, data-parallel rank 0, tensor-parallel rank 0
       4/downstream/0/backward/sender/ef               layer 4 begins here; float tensor 0; key in memory

@@ -19,10 +19,10 @@ from torch import distributed as dist
 
 from ds_compress.cli.arguments import DTYPES, add_import, add_message, device, integer, number, numbers
 from ds_compress.cli.bench import benchmark_tensor, measure
-from ds_compress.cli.check import message_sizes, read_block
+from ds_compress.cli.check import UNCOMPRESSED, message_sizes, read_block
 from ds_compress.cli.console import show
 from ds_compress.codec import Codec, TensorSpec
-from ds_compress.config import DIRECTIONS, Config
+from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.errors import CompressionError
 from ds_compress.planning.step_time import Network, Plan, Traffic, Workload, predict
 
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     message = f"{list(args.shape)} {args.dtype}"
     title = f"{args.stages} stages, {args.micro_batches} micro-batches, {message}, {gbps:.3g} Gbit/s"
-    shown = [
+    table = [
         {
             "recipe": row["recipe"],
             "link": row["link"],
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         }
         for row in rows
     ]
-    show(title, shown)
+    show(title, table)
     print(verdict(rows))
     return 0
 
@@ -124,8 +124,11 @@ def plans(args: argparse.Namespace, spec: TensorSpec) -> dict[str, Plan]:
     raw = Traffic(spec.nbytes)
     found = {STOCK: Plan(raw, raw, eager=False)}
     for name, block in blocks.items():
-        config = Config(block)
-        traffic = {direction: _traffic(config, direction, spec, args) for direction in DIRECTIONS}
+        try:
+            config = Config(block)
+            traffic = {direction: _traffic(config, direction, spec, args) for direction in DIRECTIONS}
+        except CompressionError as error:
+            raise CompressionError(f"recipe {name}: {error}") from None
         found[name] = Plan(**traffic, eager=config.block.link.mode == "eager")
     return found
 
@@ -159,9 +162,10 @@ def verdict(rows: list[dict[str, Any]]) -> str:
         return f"Nothing will pay: {best_speed}; {ceiling}."
     plain = next((row for row in rows[1:] if sum(row["wire_bytes"]) >= sum(stock["wire_bytes"])), None)
     if plain and plain["step_s"] < (1 + WORTH) * best["step_s"]:
+        other = "" if plain is best else f", {best['recipe']} {best['speedup']:.2f} times"
         return (
             f"Compression will not pay: {plain['recipe']} with an {plain['link']} link makes a step "
-            f"{plain['speedup']:.2f} times as fast, {best['recipe']} {best['speedup']:.2f} times; {ceiling}."
+            f"{plain['speedup']:.2f} times as fast{other}; {ceiling}."
         )
     return (
         f"Best: {best['recipe']}, {best['link']} link: a step {best['speedup']:.2f} times as fast; {ceiling}."
@@ -187,9 +191,19 @@ def _per_stage(option: str, milliseconds: list[float], stages: int) -> tuple[flo
 
 
 def _traffic(config: Config, direction: str, spec: TensorSpec, args: argparse.Namespace) -> Traffic:
-    """The messages of `direction` at a boundary without settings of its own."""
-    row = next(row for row in message_sizes(config, 2, spec) if row["direction"] == direction)
-    if row["ratio"] <= 1:  # sent as it is
+    """The messages of `direction`, at every boundary.
+
+    Raises:
+        CompressionError: those of different boundaries differ.
+    """
+    stages = args.stages if config.block.boundaries else 2
+    row, *others = [row for row in message_sizes(config, stages, spec) if row["direction"] == direction]
+    if any(other["codec"] != row["codec"] for other in others):
+        raise CompressionError(
+            f"{KEY}.boundaries: gives boundaries codecs of their own {direction}, but a step is predicted "
+            "with the same at all of them; leave it out"
+        )
+    if row["codec"] in UNCOMPRESSED:
         return Traffic(row["wire_bytes"])
     if args.codec_gbps:
         seconds = spec.nbytes / (args.codec_gbps * 1e9)

@@ -19,10 +19,10 @@ from ds_compress.cli.console import show
 from ds_compress.codec import CODECS, Codec, Context, TensorSpec, build, check_accepted, names
 from ds_compress.codecs.mixins import Follows, Observes
 from ds_compress.errors import CompressionError, shown
+from ds_compress.feedback import FeedbackCodec
 
-OUTLIERS = (
-    6  # channels of the benchmark tensor that are 20 times as large, as in a transformer's hidden states
-)
+OUTLIERS = 6
+"""Channels of the benchmark tensor that are 20 times as large, as in a transformer's hidden states."""
 REPEATS = 7
 REPEAT_SECONDS = 0.05
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))
     title = f"{list(args.shape)} {args.dtype} on {args.device}, {args.threads} thread(s); GB/s of input"
-    shown = [
+    table = [
         {
             "codec": str(codec),
             "bits/value": f"{row['bits_per_value']:.3f}",
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         }
         for codec, row in zip(codecs, rows)
     ]
-    show(title, shown)
+    show(title, table)
     return 0
 
 
@@ -145,9 +145,12 @@ def size_and_error(codec: Codec, x: Tensor) -> tuple[float, float]:
 
 
 def contexts(codec: Codec, x: Tensor) -> tuple[Context, Context]:
-    """Contexts of sender and receiver; a codec that reuses a selection finds the one its forward partner
-    makes."""
-    sender, receiver = Context(), Context()
+    """Contexts of sender and receiver as in the midst of training: what a codec takes over from an earlier
+    message, a selection or the buffers of the same samples, is there."""
+    ids = codec.feedback.sample_ids if isinstance(codec, FeedbackCodec) else None
+    count = ids.count([TensorSpec.of(x)]) if ids else 0
+    samples = torch.arange(count, dtype=torch.int64, device="cpu") if ids else None
+    sender, receiver = Context(sample_ids=samples), Context(sample_ids=samples)
     if isinstance(codec, Observes):
         codec.observe(x, sender)
         codec.observe(x, receiver)

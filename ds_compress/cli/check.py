@@ -14,6 +14,9 @@ from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary
 
+UNCOMPRESSED = ("none", "none (below min_numel)")
+"""What a row names as the codec of a message that is sent as it is."""
+
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("check", help="validate a ds_config.json and print the bytes per message")
@@ -36,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     state = "" if config.block.enabled else ' ("enabled": false, compression is off)'
     title = f"{args.ds_config}: {args.stages} stages, message {list(args.shape)} {args.dtype}{state}"
-    shown = [
+    table = [
         {
             "boundary": str(row["boundary"]),
             "direction": row["direction"],
@@ -48,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         }
         for row in rows
     ]
-    show(title, shown)
+    show(title, table)
     return 0
 
 
@@ -94,7 +97,7 @@ def message_sizes(config: Config, stages: int, spec: TensorSpec) -> list[dict[st
                 {
                     "boundary": number,
                     "direction": direction,
-                    "codec": str(channel.codec if message.codecs[0] else "none (below min_numel)"),
+                    "codec": str(channel.codec if message.codecs[0] else UNCOMPRESSED[1]),
                     "raw_bytes": message.raw_bytes,
                     "wire_bytes": wire_bytes,
                     "ratio": message.raw_bytes / wire_bytes,

@@ -1,5 +1,4 @@
-"""The plots of `ds-compress report`; each takes runs and gives a figure, or None when the runs hold nothing
-for it."""
+"""The plots of `ds-compress report`: each takes runs and gives a figure, or None where they hold nothing."""
 
 import math
 from collections.abc import Callable

@@ -101,9 +101,9 @@ def _inlined(model: type[BaseModel]) -> dict[str, Any]:
     root = model.model_json_schema()
     definitions = root.pop("$defs", {})
 
-    def resolve(part: Any) -> Any:
+    def inlined(part: Any) -> Any:
         if isinstance(part, list):
-            return [resolve(item) for item in part]
+            return [inlined(item) for item in part]
         if not isinstance(part, dict):
             return part
         if "registry" in part:
@@ -112,10 +112,7 @@ def _inlined(model: type[BaseModel]) -> dict[str, Any]:
         inner = definitions[part["$ref"].rsplit("/", 1)[1]] if "$ref" in part else {}
         # a property may be called "title" as well
         merged = {**inner, **{key: value for key, value in part.items() if key != "$ref"}}
-        return {
-            key: resolve(value)
-            for key, value in merged.items()
-            if key != "title" or not isinstance(value, str)
-        }
+        kept = (key for key, value in merged.items() if key != "title" or not isinstance(value, str))
+        return {key: inlined(merged[key]) for key in kept}
 
-    return resolve(root)
+    return inlined(root)

@@ -109,6 +109,6 @@ def _page(runs: list[Run], figures: list[tuple[Path, str]]) -> str:
 
 
 def _number(value: float) -> str:
-    return (
-        "&ndash;" if math.isnan(value) else f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"
-    )
+    if math.isnan(value):
+        return "&ndash;"
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"

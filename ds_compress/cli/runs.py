@@ -68,9 +68,7 @@ def read_run(path: Path) -> Run:
         CompressionError: there is no run, more than one, or none that holds a training loss.
     """
     files = sorted(path.rglob("*.wandb")) if path.is_dir() else [path] if path.suffix == ".wandb" else []
-    folders = (
-        sorted({file.parent for file in path.rglob("Train_Samples_train_loss.csv")}) if path.is_dir() else []
-    )
+    folders = sorted({file.parent for file in path.rglob(_file(LOSS))}) if path.is_dir() else []
     found = [*folders, *files]
     if len(found) != 1:
         several = f": {', '.join(map(str, found))}; name one" if found else ""
@@ -92,9 +90,7 @@ def _name(path: Path) -> str:
 
 def _read_csv(folder: Path) -> dict[str, Series]:
     """A file per label; DeepSpeed has replaced / by _, so only labels of a known form can be told."""
-    known = {LOSS: "Train_Samples_train_loss.csv"} | {
-        label(name): f"{_file(label(name))}" for name in PIPELINE
-    }
+    known = {name: _file(name) for name in (LOSS, *map(label, PIPELINE))}
     for file in folder.glob("Train_Compression_boundary_*.csv"):
         match = re.fullmatch(r"Train_Compression_boundary_(\d+)_(forward|backward)_(\w+)\.csv", file.name)
         if match and match[3] in CHANNEL:

@@ -69,9 +69,8 @@ class Autoencoder(Codec, Remembers, Learns, BothDirections, OnlyReceiverDecodes,
             ctx.stash["autoencoder.code"] = parts[0].clone()  # the buffer it arrived in is used again
             m = code @ self._weight("decoder", h, ctx, spec.device).to(dtype)
         else:
-            self._accumulate(
-                "encoder", self._left_by_forward("input", ctx).reshape(n, h).to(dtype).T @ code, h, ctx
-            )
+            sent = self._left_by_forward("input", ctx).reshape(n, h).to(dtype)
+            self._accumulate("encoder", sent.T @ code, h, ctx)
             m = code @ self._weight("encoder", h, ctx, spec.device).to(dtype).T
         return as_message(m, spec)
 
@@ -137,8 +136,7 @@ class Autoencoder(Codec, Remembers, Learns, BothDirections, OnlyReceiverDecodes,
     def _left_by_forward(self, name: str, ctx: Context) -> Tensor:
         if f"autoencoder.{name}" not in ctx.stash:
             raise CompressionError(
-                f"codec 'autoencoder' at boundary {ctx.boundary}: backward message of step "
-                f"{ctx.step}, micro-batch "
-                f"{ctx.micro_batch}, without its forward message; both must be compressed by it"
+                f"codec 'autoencoder' at boundary {ctx.boundary}: backward message of step {ctx.step}, "
+                f"micro-batch {ctx.micro_batch}, without its forward message; both must be compressed by it"
             )
         return ctx.stash[f"autoencoder.{name}"]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Layout, TensorSpec, build
 from ds_compress.codecs.mixins import Follows, Observes, SecondPacket
-from ds_compress.errors import CompressionError
+from ds_compress.errors import CompressionError, in_one_line
 
 ALIGNMENT = 16
 """Of the tensors in a packet, in bytes."""
@@ -131,8 +131,7 @@ class Run:
         except CompressionError as error:
             self._trial.fail(f"refuses, in {name}, what it does not declare to refuse ({error})", spec)
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            self._trial.fail(f"{name} raised {reason}", spec)
+            self._trial.fail(f"{name} raised {in_one_line(error)}", spec)
 
     def _expect(self, held: object, what: str, spec: TensorSpec) -> None:
         self._trial.expect(held, what, spec)

@@ -19,9 +19,8 @@ from ds_compress.errors import CompressionError
 from ds_compress.kernels.numerics import is_finite
 from ds_compress.registry import Width
 
-ITERATIONS = (
-    16  # of C V -> V; in flat spectra, the slowest, the error is then within 0.1 % of the smallest possible
-)
+ITERATIONS = 16
+"""Of C V -> V; in flat spectra, the slowest, the error is then within 0.1 % of the smallest possible."""
 
 
 @register("lowrank")
@@ -72,8 +71,7 @@ class LowRank(Codec, Remembers, DecodesByProduct):
         p = torch.linalg.qr(_near_one(p)).Q
         q_next = (p.T.to(m.dtype) @ m).float().T
 
-        # Only the directions of Q's columns matter. Of equal length, the weak ones are not lost beside the
-        # strong.
+        # only the directions of Q's columns matter; of equal length, the weak are not lost beside the strong
         largest = q_next.abs().amax(dim=0)
         ctx.memory[key] = torch.where(finite & (largest > 0), q_next / largest, q).contiguous()
         return p.to(dtype), torch.where(finite, q_next, torch.nan).to(dtype)
@@ -222,7 +220,5 @@ def principal_subspace(moment: Tensor, start: Tensor) -> Tensor:
     v = start
     for _ in range(ITERATIONS):
         v, r = torch.linalg.qr(moment @ v)
-        v = v * torch.where(
-            r.diagonal() < 0, -1.0, 1.0
-        )  # Gram-Schmidt's sign, which no library is free to choose
+        v = v * torch.where(r.diagonal() < 0, -1.0, 1.0)  # Gram-Schmidt's sign: libraries choose freely
     return v

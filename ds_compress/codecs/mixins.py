@@ -88,7 +88,7 @@ class Selects(ABC):
 class Follows(ABC):
     """A codec for backward that may depend on the forward codec of its boundary."""
 
-    note: str = ""  # what a user should know of how this setting was resolved, said once at start-up
+    note: str = ""  # what became of this setting, where a user should know; said once at start-up
 
     @abstractmethod
     def paired(self, forward: Codec) -> Codec:

@@ -177,10 +177,9 @@ class Column(Sparse):
         return TensorSpec((rows, select.kept_of(channels, self.options.density)), spec.dtype, spec.device)
 
     def layout(self, spec: TensorSpec) -> Layout:
-        channels, kept = self._matrix(spec)[1], self._values_spec(spec).shape[1]
-        return self._coder(channels, kept).layout(channels, kept) + self.values.layout(
-            self._values_spec(spec)
-        )
+        channels, values = self._matrix(spec)[1], self._values_spec(spec)
+        kept = values.shape[1]
+        return self._coder(channels, kept).layout(channels, kept) + self.values.layout(values)
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         spec = TensorSpec.of(x)

@@ -150,22 +150,20 @@ class TopK(Sparse, Follows):
         return coding.CODERS[name]
 
     def _indices_layout(self, spec: TensorSpec) -> Layout:
-        return (
-            () if self.options.indices == "reuse" else self._coder(spec).layout(spec.numel, self.kept(spec))
-        )
+        if self.options.indices == "reuse":
+            return ()
+        return self._coder(spec).layout(spec.numel, self.kept(spec))
 
     def _reused(self, spec: TensorSpec, ctx: Context) -> Selection:
+        place = f"topk.indices: 'reuse' at boundary {ctx.boundary}, {ctx.direction}"
         if ctx.selection is None:
             raise CompressionError(
-                f"topk.indices: 'reuse' at boundary {ctx.boundary}, {ctx.direction}: no selection is "
-                "kept for this "
-                "message; allowed backward only, after a forward message whose codec selects entries"
+                f"{place}: no selection is kept for this message; "
+                "allowed backward only, after a forward message whose codec selects entries"
             )
         if ctx.selection.count != self.kept(spec):
             raise CompressionError(
-                f"topk.indices: 'reuse' at boundary {ctx.boundary}, {ctx.direction}: the forward "
-                "message kept "
-                f"{ctx.selection.count} entries, expected {self.kept(spec)} of shape {spec.shape}; "
-                "use the same density and rows in both directions"
+                f"{place}: the forward message kept {ctx.selection.count} entries, expected "
+                f"{self.kept(spec)} of shape {spec.shape}; use the same density and rows in both directions"
             )
         return ctx.selection

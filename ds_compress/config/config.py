@@ -243,14 +243,15 @@ class Config:
     def _choice(self, boundary: int | None, direction: str) -> tuple[Codec, Feedback]:
         """Codec and feedback asked for, each from the boundary's own settings where it has them."""
         chosen, path = {}, {}
-        layers = [(getattr(self.block, direction), f"{KEY}.{direction}")]
+        general = getattr(self.block, direction)
+        given = [(general, f"{KEY}.{direction}")]
         override = self.block.boundaries.get(str(boundary))
         own = getattr(override, direction) if override else None
         if own is not None:
-            layers.append((own, f"{KEY}.boundaries.{boundary}.{direction}"))
-        for settings, where in layers:
+            given.append((own, f"{KEY}.boundaries.{boundary}.{direction}"))
+        for settings, where in given:
             for key in ("codec", "feedback"):
-                if key in settings.model_fields_set or settings is layers[0][0]:
+                if key in settings.model_fields_set or settings is general:
                     chosen[key], path[key] = getattr(settings, key), f"{where}.{key}"
         codec = CODECS.build(chosen["codec"], path["codec"])
         return codec, FEEDBACKS.build(chosen["feedback"], path["feedback"])

@@ -135,11 +135,9 @@ class AQSGDCodec(FeedbackCodec, Remembers, Observes, Offloads, SecondPacket):
         return self.codec.encode(x, ctx) + (x.new_ones(samples, dtype=torch.uint8),)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
-        return (
-            self.decode_training(parts, spec, ctx)
-            if ctx.training
-            else self.codec.decode(parts[:-1], spec, ctx)
-        )
+        if ctx.training:
+            return self.decode_training(parts, spec, ctx)
+        return self.codec.decode(parts[:-1], spec, ctx)
 
     def encode_training(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         spec = TensorSpec.of(x)
@@ -251,8 +249,8 @@ class AQSGDCodec(FeedbackCodec, Remembers, Observes, Offloads, SecondPacket):
         known = torch.tensor(seen, dtype=torch.bool, device=old.device).view(-1, *[1] * (old.dim() - 1))
         new = torch.where(known, old + self._by_sample(change).to(old.dtype), old)
         finite = is_finite(new)
-        # A first visit must not be remembered at all: the number of buffers is the host's business, and so
-        # this waits
+        # A first visit must not be remembered at all: how many buffers there are is for the host to know, so
+        # it waits for the device.
         if all(seen) or finite:
             self._write(keys, torch.where(finite, new, old), ctx)
         return new

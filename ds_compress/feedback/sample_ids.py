@@ -59,11 +59,9 @@ class SampleIds:
         number = self.column or 0  # 0 are the inputs themselves
         column = batch[number] if number < len(batch) else None
         if not isinstance(column, Tensor) or column.dim() != 1 or column.dtype.is_floating_point:
-            came = (
-                f"{column.dtype} {list(column.shape)}"
-                if isinstance(column, Tensor)
-                else f"{len(batch)} columns"
-            )
+            came = f"{len(batch)} columns"
+            if isinstance(column, Tensor):
+                came = f"{column.dtype} {list(column.shape)}"
             raise CompressionError(
                 f"aqsgd.ids.column: {self.column} of the data should hold integers [samples]; "
                 f"the data loader returned {came}"

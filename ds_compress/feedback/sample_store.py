@@ -1,5 +1,4 @@
-"""Where the buffers of single samples live: on the device, in host memory, or in a file mapped into
-memory."""
+"""Where the buffers of single samples live: on the device, in host memory, or in mapped files."""
 
 import os
 import tempfile
@@ -38,12 +37,10 @@ class Rows:
 
     def read(self, rows: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
         """`rows`, at least one, as [rows, ...] of `dtype` on `device`."""
-        pinned = self.offload == "cpu" and device.type == "cuda"
-        out = (
-            torch.empty((len(rows), *rows[0].shape), dtype=self.dtype, device="cpu", pin_memory=True)
-            if pinned
-            else None
-        )
+        out = None
+        if self.offload == "cpu" and device.type == "cuda":
+            shape = len(rows), *rows[0].shape
+            out = torch.empty(shape, dtype=self.dtype, device="cpu", pin_memory=True)
         return torch.stack(list(rows), out=out).to(device, non_blocking=True).to(dtype)
 
     def write(self, memory: MutableMapping[str, Tensor], keys: Sequence[str], values: Tensor) -> None:

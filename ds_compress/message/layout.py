@@ -9,7 +9,7 @@ from torch import Tensor
 from ds_compress.codec import Codec, TensorSpec
 from ds_compress.codecs.mixins import SecondPacket
 from ds_compress.config import KEY, Block
-from ds_compress.errors import CompressionError
+from ds_compress.errors import CompressionError, shown
 from ds_compress.message.packet import HEADER_SIZE, PacketLayout
 
 HEADERS_CHECKED = 4
@@ -95,7 +95,7 @@ def why_exempt(
         elif index >= len(specs) - raw_tail:
             reasons.append("it is a mask")
         elif block.tensors != "large":
-            reasons.append("" if position in block.tensors else f'"tensors" is {block.tensors}')
+            reasons.append("" if position in block.tensors else f'"tensors" is {shown(block.tensors)}')
         elif spec.numel < block.min_numel:
             reasons.append(f"{spec.numel} values are fewer than min_numel")
         elif lone:
@@ -107,7 +107,7 @@ def why_exempt(
         position += is_float
     if block.tensors != "large" and all(reasons):
         raise CompressionError(
-            f"{KEY}.tensors: {block.tensors}: a message of {place} has {position} float tensors, so none "
-            'is compressed; allowed: positions below that, or "large"'
+            f"{KEY}.tensors: {shown(block.tensors)}: a message of {place} has {position} float tensors, so "
+            'none is compressed; allowed: positions below that, or "large"'
         )
     return reasons

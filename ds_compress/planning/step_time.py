@@ -46,7 +46,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe as the planner sees it."""
+    """A recipe as the replay sees it."""
 
     forward: Traffic
     backward: Traffic

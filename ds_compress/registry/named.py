@@ -115,7 +115,8 @@ class Registry(Generic[Kind]):
             CompressionError: unknown name, unknown option or a value that is not allowed.
         """
         if isinstance(choice, str):
-            return self.find(choice, path)()
+            cls = self.find(choice, path)
+            return cls(validate(cls.Options, {}, path))
         if not isinstance(choice, dict):
             raise CompressionError(
                 f"{path}: {shown(choice)} is neither a name nor an object with a name; known: {self._known()}"
@@ -123,9 +124,8 @@ class Registry(Generic[Kind]):
         if "name" not in choice:
             raise CompressionError(f"{path}.name: missing; known: {self._known()}")
         cls = self.find(choice["name"], f"{path}.name")
-        return cls(
-            validate(cls.Options, {key: value for key, value in choice.items() if key != "name"}, path)
-        )
+        options = {key: value for key, value in choice.items() if key != "name"}
+        return cls(validate(cls.Options, options, path))
 
     def _known(self) -> str:
         return ", ".join(self.names())

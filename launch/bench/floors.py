@@ -101,11 +101,8 @@ def main() -> int:
 
 def by_size(rounds: int) -> tuple[Table, int]:
     """Round trips as fractions of a copy of the same size; how many fall off beyond the caches."""
-    table, missed = (
-        Table("codec", *(f"{size} MiB" for size in SIZES), "", title="fp32, as fractions of copy"),
-        0,
-    )
-    columns = []
+    table = Table("codec", *(f"{size} MiB" for size in SIZES), "", title="fp32, as fractions of copy")
+    columns, missed = [], 0
     for size in SIZES:
         x = benchmark_tensor((size, 256, 1024), torch.float32, torch.device("cpu"))
         seconds = measure(x, rounds, SIZED)

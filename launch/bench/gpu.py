@@ -103,17 +103,14 @@ def sparse(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def dense(parts: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
     values, indices = parts
-    return (
-        torch.zeros(x.numel(), dtype=x.dtype, device=x.device).scatter_(0, indices.long(), values).view_as(x)
-    )
+    flat = torch.zeros(x.numel(), dtype=x.dtype, device=x.device)
+    return flat.scatter_(0, indices.long(), values).view_as(x)
 
 
 def measure(x: Tensor, rounds: int) -> list[dict[str, Any]]:
     """A row for the copy and for each method."""
-    clock, scratch = (
-        clock_for(x.device),
-        torch.empty(CACHE if x.is_cuda else 1, dtype=torch.uint8, device=x.device),
-    )
+    clock = clock_for(x.device)
+    scratch = torch.empty(CACHE if x.is_cuda else 1, dtype=torch.uint8, device=x.device)
     out = torch.empty_like(x)
     copy = seconds(lambda: out.copy_(x), rounds, clock, scratch)
     rows: list[dict[str, Any]] = [

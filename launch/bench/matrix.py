@@ -1,5 +1,4 @@
-"""The tests of the pipeline engine over releases of DeepSpeed and torch, each pair in an environment of its
-own.
+"""The tests of the pipeline engine over releases of DeepSpeed and torch, an environment for each pair.
 
     python launch/bench/matrix.py --deepspeed 0.19.3 newest --torch 2.13.0 --folder .matrix
 
@@ -80,15 +79,13 @@ def main() -> None:
     for torch in args.torch:
         for deepspeed in args.deepspeed:
             try:
-                python = install(
-                    args.folder.absolute() / f"deepspeed-{deepspeed}-torch-{torch}", deepspeed, torch
-                )
+                folder = args.folder.absolute() / f"deepspeed-{deepspeed}-torch-{torch}"
+                python = install(folder, deepspeed, torch)
                 row = [*versions(python), unusable(python) or run(python, args.tests)]
             except subprocess.CalledProcessError as error:
                 row = [deepspeed, torch, f"could not be installed: {error}"]
-            tested = not row[-1].startswith(
-                "`import"
-            )  # a pair that does not go together says nothing about us
+            # a pair that does not go together says nothing about us
+            tested = not row[-1].startswith("`import")
             bad = bad or (tested and ("passed" not in row[-1] or "failed" in row[-1] or "error" in row[-1]))
             print(f"| {' | '.join(row)} |", flush=True)
     sys.exit(bad)

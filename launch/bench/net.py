@@ -1,8 +1,8 @@
-"""Two hosts and a slow link: the same training with DeepSpeed alone and with recipes. `make bench-net`; needs
-root.
+"""Two hosts and a slow link, the same training with DeepSpeed alone and with recipes: `make bench-net`.
 
-    python launch/bench/net.py [--recipes none quantize4 ...] [--slowdowns 2.5 5] [--steps 8] [--out
-    runs/bench-net]
+Needs root.
+
+    python launch/bench/net.py [--recipes none quantize4 ...] [--slowdowns 2.5 5] [--steps 8] [--out FOLDER]
 
 Two stages, one core each, in two network namespaces (two_hosts.sh). The links are the machine's own and those
 on which DeepSpeed alone takes so many times its step on the machine's own. OUT/rows.json holds one row per

@@ -79,7 +79,7 @@ def ours(x: Tensor) -> list[Method]:
                 f"{codec.name}({options})",
                 lambda x, codec=codec, ctx=sender: codec.encode(x, ctx),
                 lambda parts, codec=codec, ctx=receiver: codec.decode(parts, spec, ctx),
-                lambda parts: sum(part.nbytes for part in parts),
+                sum_bytes,
                 ours=True,
             )
         )
