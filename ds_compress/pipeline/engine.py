@@ -143,7 +143,7 @@ class CompressedEngine(CheckpointedEngine):
             return self._own_link or "blocking"
         if self.dynamic_shape:
             return "eager, activations in DeepSpeed's order because of dynamic_shape"
-        return "eager" if self._lookahead.early else "eager, but every message in the order of the schedule"
+        return "eager" if self._lookahead.left else "eager, but every message in the order of the schedule"
 
     def _loss_scale(self):
         """What gradients are multiplied by at present: the same on all stages, as all skip the same steps."""
@@ -182,21 +182,19 @@ class CompressedEngine(CheckpointedEngine):
         shapes_known = not self.dynamic_shape and not self.first_output_send
         if self._is_eager and shapes_known and self._lookahead.leaves_early(schedule.ForwardPass, buffer_id):
             self._INSTRUCTION_MAP[schedule.SendActivation](self, buffer_id)
-            self._lookahead.gone[Instruction.SEND_ACTIVATION, buffer_id] = True
 
     def _backward_pass(self, buffer_id, *args, **kwargs):
         self._stock[schedule.BackwardPass](self, buffer_id, *args, **kwargs)
         if self._is_eager and self._lookahead.leaves_early(schedule.BackwardPass, buffer_id):
             self._INSTRUCTION_MAP[schedule.SendGrad](self, buffer_id)
-            self._lookahead.gone[Instruction.SEND_GRAD, buffer_id] = True
 
     def _send_activations(self, buffer_id, *args, **kwargs):
-        if not self._lookahead.gone.pop((Instruction.SEND_ACTIVATION, buffer_id), False):
+        if self._lookahead.at[0] not in self._lookahead.left:
             run = partial(self._stock[schedule.SendActivation], self, buffer_id, *args, **kwargs)
             self._send(Instruction.SEND_ACTIVATION, buffer_id, run)
 
     def _send_grads(self, buffer_id, *args, **kwargs):
-        if not self._lookahead.gone.pop((Instruction.SEND_GRAD, buffer_id), False):
+        if self._lookahead.at[0] not in self._lookahead.left:
             run = partial(self._stock[schedule.SendGrad], self, buffer_id, *args, **kwargs)
             self._send(Instruction.SEND_GRAD, buffer_id, run)
 

@@ -12,6 +12,7 @@ another order than they compute: what does not fit that picture leaves in its ow
 """
 
 import contextlib
+import itertools
 import operator
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -42,12 +43,13 @@ class _Step(list[Any]):
     """The instructions of a step; whoever takes them one by one moves `of` along."""
 
     of: "Lookahead"
-    end: int  # place behind the last one in the schedule
+    places: range  # of the first one and those behind it in the schedule
 
     def __iter__(self) -> Iterator[Any]:
-        # What is left of the range tells the place, without a call of ours for each instruction
-        self.of.end, self.of.left_in_step = self.end, iter(range(len(self) + 1))
-        taken = map(operator.itemgetter(1), zip(self.of.left_in_step, super().__iter__()))
+        # Noted by C alone, without a call of ours for each instruction; those that somebody puts behind the
+        # last one are nowhere
+        noted = map(self.of.at.append, itertools.chain(self.places, itertools.repeat(NOWHERE)))
+        taken = map(operator.itemgetter(1), zip(noted, super().__iter__()))
         return self._tracked(taken) if self.of.tracking else taken
 
     def _tracked(self, instructions: Iterator[Any]) -> Iterator[Any]:
@@ -71,19 +73,20 @@ class Lookahead:
             for name in ("__iter__", "__next__")
         )
         self.tracking = tracking
-        self.end, self.left_in_step = NOWHERE, iter(range(0))
-        self.gone: dict[tuple[Any, int], bool] = {}
-        """Send instructions to come, with their buffers: whether their message has left early."""
+        self.at = deque([NOWHERE], maxlen=1)
+        """The place of the instruction in progress; NOWHERE outside of one."""
 
-        self.early = 0  # messages that left early
+        self.left: set[int] = set()
+        """Places of the send instructions whose message has left early."""
+
         self._ordered = type(pipe_schedule) in ORDERED
         self._flat: list[Any] = []
         self._steps = []
         for instructions in pipe_schedule.steps() if self.plain else ():
             step = _Step(instructions)
             self._steps.append(step)
+            step.of, step.places = self, range(len(self._flat), len(self._flat) + len(instructions))
             self._flat += instructions
-            step.of, step.end = self, len(self._flat)
         self.counts = Counter(map(type, self._flat))
         self._sends = {kind: deque(_places(self._flat, kind)) for kind in MADE_BY}  # that may not have left
         self._early = _early(self._flat)
@@ -93,15 +96,9 @@ class Lookahead:
         return iter(self._steps)
 
     @property
-    def place(self) -> int:
-        """That of the instruction in progress; NOWHERE outside of one."""
-        left = operator.length_hint(self.left_in_step)
-        return self.end - left if left else NOWHERE
-
-    @property
     def current(self) -> Any:
         """The instruction in progress; None outside of one."""
-        place = self.place
+        place = self.at[0]
         return None if place == NOWHERE else self._flat[place]
 
     def receives_ahead(self, device: torch.device) -> bool:
@@ -109,10 +106,9 @@ class Lookahead:
         return self.plain and (self._ordered or not receives_hold_device(device))
 
     def leaves_early(self, made_by: type, buffer_id: int) -> bool:
-        """Whether the message that `made_by`, in progress, has just put into `buffer_id` may leave now; the
-        caller then sends it and notes it as `gone`."""
-        left = operator.length_hint(self.left_in_step)  # `place`, without a call
-        place = self.end - left if left else NOWHERE
+        """Whether the message that `made_by`, in progress, has just put into `buffer_id` may leave now; if so
+        it counts as gone."""
+        place = self.at[0]
         send = self._early.get(place, NOWHERE)
         if send == NOWHERE:
             return False
@@ -120,12 +116,11 @@ class Lookahead:
         if made.kwargs.get("buffer_id") != buffer_id or type(made) is not made_by:
             return False
         waiting = self._sends[type(self._flat[send])]
-        while waiting[0] < place:  # left in its own place
+        while waiting and waiting[0] < place:  # left in its own place
             waiting.popleft()
-        if waiting[0] != send:
+        if not waiting or waiting[0] != send:
             return False
-        waiting.popleft()
-        self.early += 1
+        self.left.add(waiting.popleft())
         return True
 
 

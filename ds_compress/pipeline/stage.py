@@ -149,6 +149,10 @@ class Stage:
         for boundary in self.boundaries:
             boundary.begin_step(begun.loss_scale)
             boundary.sample_ids.clear()
+        self._set_raw_tail(begun)
+
+    def _set_raw_tail(self, begun: Begun) -> None:
+        for boundary in self.boundaries:
             boundary.forward.raw_tail = begun.raw_tail
 
     def outside(self, begun: Begun) -> None:
@@ -156,6 +160,7 @@ class Stage:
         sample for example. Those of one step and kind are counted on, as within a schedule."""
         if (begun.step, begun.training) != (self.step, self.training):
             self._begin(begun)
+        self._set_raw_tail(begun)  # a program may have said meanwhile that there is a mask
 
     def in_lane(self, boundary: Boundary, work: Callable[[], Made]) -> Made:
         """Do `work`, on what `boundary` remembers, where its codecs work, and before anything that follows;

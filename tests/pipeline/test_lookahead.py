@@ -18,21 +18,18 @@ from tests.support.foreign import LateSchedule, OnceOnly, Reference, ShuffledSch
 def left_early(schedule):
     """The places, counted per kind, of sends whose message left early when the schedule is done."""
     lookahead, early = Lookahead(schedule), {SendActivation: [], SendGrad: []}
-    made = {ForwardPass: SendActivation, BackwardPass: SendGrad}
     numbers = dict.fromkeys(early, 0)
     for step in lookahead.steps():
         for instruction in step:
             kind = type(instruction)
             assert lookahead.current is instruction
-            if kind in made and lookahead.leaves_early(kind, instruction.buffer_id):
-                lookahead.gone[made[kind], instruction.buffer_id] = True
+            if kind in (ForwardPass, BackwardPass):
+                lookahead.leaves_early(kind, instruction.buffer_id)
             if kind in early:
-                early[kind] += (
-                    [numbers[kind]] if lookahead.gone.pop((kind, instruction.buffer_id), False) else []
-                )
+                early[kind] += [numbers[kind]] if lookahead.at[0] in lookahead.left else []
                 numbers[kind] += 1
         assert lookahead.current is None
-    assert lookahead.early == sum(map(len, early.values()))
+    assert len(lookahead.left) == sum(map(len, early.values()))
     return early[SendActivation], early[SendGrad]
 
 
@@ -102,5 +99,51 @@ def test_one_instruction_object_may_stand_in_many_places():
 
 def test_schedules_that_are_iterated_their_own_way_are_left_alone():
     lookahead = Lookahead(OnceOnly(3, 2, 0))
-    assert not lookahead.plain and not lookahead.early
+    assert not lookahead.plain and not lookahead.left
     assert list(lookahead.steps()) == []
+
+
+def followed(change):
+    """Of a step and the one behind it, each instruction with what is said to be in progress when it is done;
+    `change(step, number)` comes after each, and before the first one, number -1."""
+
+    class Two(TrainSchedule):
+        def steps(self):
+            yield [LoadMicroBatch(0), LoadMicroBatch(1), ForwardPass(0)]
+            yield [SendActivation(0)]
+
+    lookahead, seen = Lookahead(Two(1, 2, 0)), []
+    for step in lookahead.steps():
+        change(step, -1)
+        for number, instruction in enumerate(step):
+            seen.append((instruction, lookahead.current))
+            change(step, number)
+    return seen
+
+
+@pytest.mark.parametrize("number", [-1, 0, 1, 2])
+def test_a_step_may_grow(number):
+    def change(step, after):
+        if after == number and len(step) == 3:
+            step.extend([LoadMicroBatch(7), LoadMicroBatch(8), LoadMicroBatch(9)])
+
+    seen = followed(change)
+    assert len(seen) == 7
+    assert all(current is (None if made.buffer_id > 2 else made) for made, current in seen)
+
+
+def test_a_step_may_be_looked_into_on_the_way():
+    seen = followed(lambda step, number: next(iter(step)))
+    assert all(current is made for made, current in seen)
+
+
+def test_what_is_made_twice_leaves_once():
+    class Last(TrainSchedule):
+        def steps(self):
+            yield [ForwardPass(0), SendActivation(0)]
+
+    lookahead = Lookahead(Last(1, 2, 0))
+    for step in lookahead.steps():
+        for _ in step:
+            assert [lookahead.leaves_early(ForwardPass, 0) for _ in range(2)] == [True, False]
+            break
