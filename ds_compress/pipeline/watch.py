@@ -103,9 +103,10 @@ class Watch:
         if failure:
             raise failure
 
-    def tell(self, line: str) -> None:
-        """Send `line` to all, from any thread."""
+    def tell(self, compose: Callable[[], str]) -> None:
+        """Send the line that `compose` gives to all, from any thread; one composed later arrives later."""
         with self._lock:
+            line = compose()
             for peer in self.peers:
                 peer.say(line)
 

@@ -139,7 +139,7 @@ class Watchdog:
             self._store.set(FAILURE_KEY, self._failure)
 
     def _tell(self) -> None:
-        self._watch.tell(f"failed {self._failure}" if self._failure else f"at {self._progress}")
+        self._watch.tell(lambda: f"failed {self._failure}" if self._failure else f"at {self._progress}")
 
     def _run(self) -> None:
         try:
