@@ -72,9 +72,8 @@ def test_imports_run_against_the_data(path):
     here = top(path)
     for name in imports(path):
         first, *rest = name.split(".")
-        if (
-            first == "ds_compress" and rest and here != "autoload"
-        ):  # autoload attaches the engine when one is built
+        # autoload attaches the engine when one is built
+        if first == "ds_compress" and rest and here != "autoload":
             assert RANK[rest[0]] <= RANK[here], f"{here} imports {name}"
         assert here in ONLY_IN.get(first, {here}), (
             f"only {sorted(ONLY_IN[first])} may import {first}, not {here}"

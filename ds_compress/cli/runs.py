@@ -67,6 +67,8 @@ def read_run(path: Path) -> Run:
     Raises:
         CompressionError: there is no run, more than one, or none that holds a training loss.
     """
+    if not path.exists():
+        raise CompressionError(f"report: {path} is not there")
     files = sorted(path.rglob("*.wandb")) if path.is_dir() else [path] if path.suffix == ".wandb" else []
     folders = sorted({file.parent for file in path.rglob(_file(LOSS))}) if path.is_dir() else []
     found = [*folders, *files]

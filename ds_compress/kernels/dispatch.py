@@ -50,8 +50,7 @@ def fused(device: torch.device) -> ModuleType | None:
     try:
         from ds_compress.kernels import triton
 
-        # compiles and launches: a Triton that is too old for our kernels, or finds no C compiler, fails only
-        # here
+        # compiles and launches: a Triton too old for our kernels, or without a C compiler, fails only here
         triton.quantize(torch.zeros(1, 8, dtype=torch.float32, device=device), Grid(bits=8))
     except Exception as error:
         if is_out_of_memory(error):  # with room it would serve

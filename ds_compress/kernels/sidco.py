@@ -15,9 +15,8 @@ from torch import Tensor
 from ds_compress.kernels.dispatch import kernels
 
 STAGES = 3
-FIRST_STAGE = (
-    0.25  # fraction that the first stage passes on; near the target, half of the way to it on a log scale
-)
+FIRST_STAGE = 0.25
+"""Fraction that the first stage passes on; near the target, half of the way to it on a log scale."""
 
 
 def bracket(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,8 +42,7 @@ def bracket(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         search.consider(location + _exponential(mean, log_ratio))
         search.consider(location + _pareto(mean, variance, log_ratio))
         location = location + _exponential(mean, (log_ratio / 2).clamp(min=math.log(FIRST_STAGE)))
-    # the exceedances of the best estimate tell how far to move it to have a little less and a little more
-    # than k
+    # what exceeds the best estimate tells how far to move it, to have a little less and a little more than k
     mean = (size - search.best).clamp_(min=0).sum(1, keepdim=True) / search.achieved
     for aim in (0.95, 1.05):
         search.consider(search.best + _exponential(mean, (aim * k / search.achieved).log()))

@@ -16,7 +16,7 @@ from ds_compress.codec import Codec, MessageId, TensorSpec, check_accepted
 from ds_compress.codecs.memory import Remembers
 from ds_compress.codecs.mixins import Learns, Observes, Offloads, SecondPacket, layers
 from ds_compress.config import DIRECTIONS, BoundaryCodecs, Config
-from ds_compress.errors import CompressionError
+from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.kernels.memory import is_out_of_memory
 from ds_compress.message.layout import Encoded, MessageLayout, why_exempt
 from ds_compress.message.packet import Header, PacketLayout
@@ -178,11 +178,10 @@ class Channel:
         for errors that say it themselves."""
         if isinstance(error, CompressionError) or is_out_of_memory(error):
             return
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
         number = f"step {message_id.step}, micro-batch {message_id.micro_batch}"
         raise CompressionError(
             f"packet for {self.place}, {number}: {codec} cannot decode it "
-            f'({reason}); was it damaged on its way? "link": {{"checksum": true}} tells'
+            f'({in_one_line(error)}); was it damaged on its way? "link": {{"checksum": true}} tells'
         ) from error
 
     def _observe(self, tensors: Sequence[Tensor], message: MessageLayout, message_id: MessageId) -> None:

@@ -42,9 +42,8 @@ def _mixin(base: type) -> type[CompressedEngine]:
     """The mixin for engines of class `base`."""
     if not hasattr(base, "_queue_p2p"):
         return CompressedEngine
-    from ds_compress.pipeline.dualpipev import (
-        CompressedDualPipeV,  # older releases have no DualPipeV to import
-    )
+    # older releases have no DualPipeV to import
+    from ds_compress.pipeline.dualpipev import CompressedDualPipeV
 
     return CompressedDualPipeV
 
@@ -114,7 +113,6 @@ def attach(engine: Any, module: Any, block: object) -> None:
         else:
             config.leave_uncompressed("a pipeline of one stage sends no messages; use two or more")
         # Triton sums the magnitudes of 1-bit grids in another order than torch: mirrored state would drift
-        # apart
         kernels = dispatch.kernels(engine.device).__name__.rpartition(".")[2]
         agreed = {
             "version": __version__,

@@ -80,9 +80,12 @@ class Registry(Generic[Kind]):
     def _mistake(self, name: object, cls: type[Named]) -> str:
         """Why `cls` cannot be known as `name`, or an empty string."""
         if not isinstance(name, str) or not name:
-            return "a name is a string"
+            return "a name is a string with something in it"
         if not isinstance(cls, type) or not issubclass(cls, self._base):
             return f"{shown(cls)} does not derive from {self._base.__name__}"
+        missing = sorted(getattr(cls, "__abstractmethods__", ()))
+        if missing:
+            return f"{cls.__qualname__} does not define {', '.join(missing)}"
         if not issubclass(cls.Options, Options):
             return f"{cls.__qualname__}.Options does not derive from CodecOptions, so unknown keys would pass"
         if "name" in cls.Options.model_fields:

@@ -52,8 +52,7 @@ class StreamLane(Lane):
         with self._streams.stream(self._stream):
             made = work()
         if gives:
-            # and what the lane allocated needs no such care: it allocates nothing before it has waited for
-            # `compute`
+            # what the lane allocated needs no such care: it allocates nothing before it waited for `compute`
             compute.wait_stream(self._stream)
         return made
 

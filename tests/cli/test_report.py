@@ -94,6 +94,8 @@ def test_refusals(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     allowed = "allowed: a folder of DeepSpeed's csv_monitor, or an offline W&B run"
     assert f"holds 0 runs; {allowed}" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere is not there" in capsys.readouterr().err
     write_run(tmp_path / "a" / "csv", 1)
     write_run(tmp_path / "b" / "csv", 1)
     with pytest.raises(CompressionError, match="holds 2 runs: .*; name one"):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_compress import CompressionError
+from ds_compress import Codec, CompressionError, register
 from ds_compress.registry import Named, Options, Registry
 
 
@@ -20,3 +20,15 @@ def test_an_option_that_must_be_given(choice):
     with pytest.raises(CompressionError, match=r"^ds_compress\.thing\.bits: missing$"):
         things.build(choice, "ds_compress.thing")
     assert things.build({"name": "picky", "bits": 4}, "").options.bits == 4
+
+
+def test_what_lacks_a_part_of_the_contract_is_not_registered():
+    """It once was, and ended in a TypeError of Python's own when a config named it."""
+    with pytest.raises(CompressionError, match=r"^codec 'half': .*Half does not define decode, layout$"):
+
+        @register("half")
+        class Half(Codec):
+            """Encodes alone."""
+
+            def encode(self, x, ctx):
+                return (x,)
