@@ -70,6 +70,9 @@ def add_parser(subparsers: Any) -> None:
         help="ds_config.json files (default: some codecs, in both directions, sent eagerly)",
     )
     parser.add_argument(
+        "--depth", type=integer(1, 32), default=1, help="link.depth of the codecs that --recipe replaces"
+    )
+    parser.add_argument(
         "--device", type=device, default="cpu", help="where the codecs are measured: cpu, cuda"
     )
     parser.add_argument(
@@ -120,7 +123,8 @@ def plans(args: argparse.Namespace, spec: TensorSpec) -> dict[str, Plan]:
         if len(blocks) < len(args.recipe):
             raise CompressionError("--recipe: files of one name came; give each a name of its own")
     else:
-        blocks = {name: dict.fromkeys(DIRECTIONS, choice) for name, choice in RECIPES.items()}
+        deeper = {"link": {"depth": args.depth}}
+        blocks = {name: dict.fromkeys(DIRECTIONS, choice) | deeper for name, choice in RECIPES.items()}
     raw = Traffic(spec.nbytes)
     found = {STOCK: Plan(raw, raw, eager=False)}
     for name, block in blocks.items():
@@ -129,7 +133,8 @@ def plans(args: argparse.Namespace, spec: TensorSpec) -> dict[str, Plan]:
             traffic = {direction: _traffic(config, direction, spec, args) for direction in DIRECTIONS}
         except CompressionError as error:
             raise CompressionError(f"recipe {name}: {error}") from None
-        found[name] = Plan(**traffic, eager=config.block.link.mode == "eager")
+        link = config.block.link
+        found[name] = Plan(**traffic, eager=link.mode == "eager", depth=link.depth)
     return found
 
 

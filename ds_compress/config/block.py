@@ -53,6 +53,13 @@ class Link(Options):
     """blocking: DeepSpeed's own order of sends and receives; eager: sent when computed, received ahead.
     DualPipeV posts its receives ahead by itself and has one order for both."""
 
+    depth: int = Field(default=1, ge=1, le=32)
+    """How far stages run ahead of the gradients they wait for: stage s of S has depth * (S - 1 - s) + 1
+    forward passes done before its first backward pass, where there are as many micro-batches. 1 is
+    DeepSpeed's own schedule; more hides longer round trips, with equal losses, and keeps the activations of
+    more micro-batches in memory. Over 1 it needs the eager link; a schedule that is not DeepSpeed's own,
+    DualPipeV's among them, stays as it is."""
+
     timeout_s: float = Field(default=1800.0, ge=1, le=7 * 24 * 3600)
     """Seconds that a neighbour may take to send or to take a message (on a GPU NCCL counts them), or that a
     rank may be silent while others need it, DeepSpeed's collectives included, before every rank stops with

@@ -107,6 +107,10 @@ class CompressedDualPipeV(CompressedEngine):
                     "follows from the "
                     "data is known; allowed: any codec but 'lossless', any feedback but 'aqsgd'"
                 )
+        depth = config.block.link.depth
+        if depth > 1:
+            note = f"{KEY}.link.depth: {depth} has no effect: DualPipeV has a schedule of its own"
+            config.notes[note] = None
         boundaries = 2 * stages - 2
         config.check_boundaries(boundaries)
         return boundaries

@@ -24,6 +24,8 @@ from ds_compress.pipeline.lookahead import Lookahead
 from ds_compress.pipeline.mirrors import MirrorCheck
 from ds_compress.pipeline.stage import Begun, Instruction, Stage, as_list
 from ds_compress.pipeline.wiring import wire
+from ds_compress.planning.schedule import DepthSchedule, depth_in_words, is_deepspeeds
+from ds_compress.transport.staging import receives_hold_device
 
 RECEIVED = {
     Instruction.RECV_ACTIVATION: schedule.RecvActivation,
@@ -98,6 +100,7 @@ class CompressedEngine(CheckpointedEngine):
         self._tracking = Tracking(self.module) if lossy and config.block.tensors == "large" else None
 
     def _exec_schedule(self, pipe_schedule):
+        pipe_schedule = self._deepened(pipe_schedule)
         training = torch.is_grad_enabled() and self.module.training
         stage, monitor = self._compression, self._compression_monitor
         if training:
@@ -107,17 +110,30 @@ class CompressedEngine(CheckpointedEngine):
             with stage.running(self._begun(), counts):
                 self._announce(training)
                 super()._exec_schedule(pipe_schedule)
-            monitor.link = self._link()
+            monitor.link = self._link(pipe_schedule)
         if training:
             for boundary in stage.boundaries:
                 stage.in_lane(boundary, partial(boundary.end_step, self._replica_mean))
             self._compression_mirrors.after(self.global_steps)
             monitor.end_step(stage.ends, self.global_steps, self.global_samples, self.monitor)
 
+    def _deepened(self, pipe_schedule):
+        """The schedule to run in the place of one that is DeepSpeed's own."""
+        depth = self._compression.config.block.link.depth
+        if depth == 1 or not is_deepspeeds(pipe_schedule):
+            return pipe_schedule
+        if self.dynamic_shape and receives_hold_device(self.device):
+            # A shape message waits until the next stage asks for it, and that stage's device may wait until
+            # this one asks for a gradient (tests/transport/test_posting.py)
+            return pipe_schedule
+        place = pipe_schedule.micro_batches, pipe_schedule.stages, pipe_schedule.stage_id
+        return DepthSchedule(*place, depth)
+
     @contextlib.contextmanager
     def _looking_ahead(self, pipe_schedule, training):
         """Follow the schedule's instructions inside; gives how many messages are to be received ahead."""
-        lookahead = self._lookahead = Lookahead(pipe_schedule, self._tracked if self._tracked() else None)
+        tracked, depth = self._tracked if self._tracked() else None, self._compression.config.block.link.depth
+        lookahead = self._lookahead = Lookahead(pipe_schedule, tracked, depth)
         if lookahead.plain:
             pipe_schedule.steps = lookahead.steps
         try:
@@ -137,13 +153,15 @@ class CompressedEngine(CheckpointedEngine):
         """Those that this rank sends activations over."""
         return [self._compression.after] if self._compression.after else []
 
-    def _link(self):
+    def _link(self, pipe_schedule):
         """What the start-up line calls the link, by what it did in the schedule in progress."""
         if self._own_link or not self._is_eager:
             return self._own_link or "blocking"
+        depth = depth_in_words(self._compression.config.block.link.depth, pipe_schedule)
         if self.dynamic_shape:
-            return "eager, activations in DeepSpeed's order because of dynamic_shape"
-        return "eager" if self._lookahead.left else "eager, but every message in the order of the schedule"
+            return f"eager{depth}, activations in DeepSpeed's order because of dynamic_shape"
+        order = "" if self._lookahead.left else ", but every message in the order of the schedule"
+        return f"eager{depth}{order}"
 
     def _loss_scale(self):
         """What gradients are multiplied by at present: the same on all stages, as all skip the same steps."""

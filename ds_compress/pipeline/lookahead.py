@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from deepspeed.runtime.pipe import schedule
 
-from ds_compress.transport.p2p import IN_FLIGHT
+from ds_compress.planning.schedule import DepthSchedule
+from ds_compress.transport.p2p import in_flight
 from ds_compress.transport.staging import receives_hold_device
 
 MADE_BY = {schedule.SendActivation: schedule.ForwardPass, schedule.SendGrad: schedule.BackwardPass}
@@ -31,7 +32,7 @@ KNOWN = {
     for found in vars(schedule).values()
     if isinstance(found, type) and issubclass(found, schedule.PipeInstruction)
 }
-ORDERED = (schedule.TrainSchedule, schedule.InferenceSchedule)
+ORDERED = (schedule.TrainSchedule, DepthSchedule, schedule.InferenceSchedule)
 """In the order of these no posted receive needs what its own rank launches later
 (tests/transport/test_posting.py)."""
 
@@ -62,11 +63,17 @@ class _Step(list[Any]):
 class Lookahead:
     """The plan of one schedule, and how far it has come."""
 
-    def __init__(self, pipe_schedule: Any = None, tracking: Callable[[], Tracked | None] | None = None):
+    def __init__(
+        self,
+        pipe_schedule: Any = None,
+        tracking: Callable[[], Tracked | None] | None = None,
+        depth: int = 1,
+    ):
         """
         Args:
             pipe_schedule: None, or one that is iterated in a way of its own, is not looked into.
             tracking: gives a context for an instruction that may compute what is sent.
+            depth: of the links.
         """
         self.plain = isinstance(pipe_schedule, schedule.PipeSchedule) and all(
             getattr(type(pipe_schedule), name) is getattr(schedule.PipeSchedule, name)
@@ -89,7 +96,7 @@ class Lookahead:
             self._flat += instructions
         self.counts = Counter(map(type, self._flat))
         self._sends = {kind: deque(_places(self._flat, kind)) for kind in MADE_BY}  # that may not have left
-        self._early = _early(self._flat)
+        self._early = _early(self._flat, in_flight(depth))
 
     def steps(self) -> Iterator[list[Any]]:
         """The schedule's steps, followed while they are done."""
@@ -133,9 +140,9 @@ def _places(flat: list[Any], kind: type) -> list[int]:
     return [place for place, instruction in enumerate(flat) if type(instruction) is kind]
 
 
-def _early(flat: list[Any]) -> dict[int, int]:
+def _early(flat: list[Any], most: int) -> dict[int, int]:
     """By place of the instruction that makes a message, the place of the send instruction that it may
-    forestall."""
+    forestall; `most`: messages under way before a sender waits."""
     early = {}
     for kind, made_by in MADE_BY.items():
         places = _places(flat, kind)
@@ -144,9 +151,9 @@ def _early(flat: list[Any]) -> dict[int, int]:
             for before in range(place - 1, -1, -1):
                 touches = flat[before].kwargs.get("buffer_id") == buffer_id
                 if touches and type(flat[before]) is made_by:
-                    # The sender waits until message n - IN_FLIGHT was taken before it makes message n. Where
+                    # The sender waits until message n - `most` was taken before it makes message n. Where
                     # the schedule sends that one before, DeepSpeed's own order has waited for it too
-                    if number < IN_FLIGHT or places[number - IN_FLIGHT] < before:
+                    if number < most or places[number - most] < before:
                         early[before] = place
                     break
                 if touches or type(flat[before]) not in KNOWN:

@@ -1,5 +1,7 @@
 """The links of a stage: which rank each channel goes to, over which process group."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ds_compress.config import DIRECTIONS
@@ -23,24 +25,25 @@ def wire(stage: Stage, engine: Any) -> None:
     break.
     """
     config = stage.config
-    seconds, eager = config.block.link.timeout_s, config.block.link.mode == "eager"
+    seconds, depth = config.block.link.timeout_s, config.block.link.depth
+    eager = config.block.link.mode == "eager"
     rests = [f"{direction} rest" for direction in DIRECTIONS if config.has_rest(direction)]
     pipelines = engine.grid._topo.get_axis_comm_lists("pipe")
     groups = channel_groups(pipelines, engine.global_rank, [*DIRECTIONS, *rests], seconds) if eager else {}
     stage.groups = list(groups.values())
 
-    def link(kind: type[Any], channel: Channel, neighbour: int, use: str = "") -> Any:
+    def link(kind: Callable[..., Any], channel: Channel, neighbour: int, use: str = "") -> Any:
         group = groups.get((channel.boundary.number, f"{channel.direction}{use}"))
         timeout = PeerTimeout(channel.place, seconds)
         return kind(engine.grid.stage_to_global(neighbour), engine.device, group, timeout)
 
     def send(instruction: Instruction, channel: Channel, neighbour: int, lane: Lane) -> None:
-        kind = EagerSender if eager else Sender
+        kind: Callable[..., Any] = partial(EagerSender, depth=depth) if eager else Sender
         ends = link(kind, channel, neighbour), link(kind, channel, neighbour, " rest")
         stage.connect_sender(instruction, channel, *ends, lane)
 
     def receive(instruction: Instruction, channel: Channel, neighbour: int, lane: Lane) -> None:
-        kind = EagerReceiver if eager else Receiver
+        kind: Callable[..., Any] = partial(EagerReceiver, depth=depth) if eager else Receiver
         ends = link(kind, channel, neighbour), link(kind, channel, neighbour, " rest")
         stage.connect_receiver(instruction, channel, *ends, lane)
 

@@ -1,1 +1,1 @@
-"""How long a step takes, without running it."""
+"""In which order a stage works, and how long a step takes, without running it."""

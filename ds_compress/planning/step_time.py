@@ -1,5 +1,5 @@
-"""How long a training step takes: a replay of DeepSpeed's own 1F1B schedule with given compute times, codecs
-and link.
+"""How long a training step takes: a replay of DeepSpeed's 1F1B schedule, or of a deeper one, with given
+compute times, codecs and link.
 
 Every boundary has a link of its own, equally fast in both directions at once. Encoding and decoding take the
 stage's own time, as they do on a CPU. Times are seconds, sizes bytes.
@@ -51,6 +51,7 @@ class Plan:
     forward: Traffic
     backward: Traffic
     eager: bool
+    depth: int = 1  # more needs an eager link
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,9 @@ class _Replay:
         self.events = 0
         # Here, because a command that only plans should not wait for deepspeed before it can refuse its
         # arguments
-        from ds_compress.transport.p2p import IN_FLIGHT, POSTED_AHEAD
+        from ds_compress.transport.p2p import in_flight, posted_ahead
 
-        self.in_flight, self.posted_ahead = IN_FLIGHT, POSTED_AHEAD
+        self.in_flight, self.posted_ahead = in_flight(plan.depth), posted_ahead(plan.depth)
 
     def run(self) -> float:
         ends = [0.0] * self.workload.stages
@@ -115,7 +116,7 @@ class _Replay:
 
     def _stage(self, stage: int, ends: list[float]) -> Iterator[None]:
         now = 0.0
-        for action, direction in _instructions(stage, self.workload):
+        for action, direction in _instructions(stage, self.workload, self.plan.depth):
             forward = direction == "forward"
             if action == "compute":
                 now += getattr(self.workload, direction)[stage]
@@ -167,7 +168,7 @@ class _Replay:
         """When the receiver has memory ready for packet `number`, None while that is not known."""
         if self.plan.eager and number < self.posted_ahead:
             return 0.0
-        asks = number - 1 if self.plan.eager else number
+        asks = number - self.posted_ahead + 1 if self.plan.eager else number
         return self.wanted[channel][asks] if asks < len(self.wanted[channel]) else None
 
     def _traffic(self, channel: Channel) -> Traffic:
@@ -178,10 +179,12 @@ class _Replay:
         self.events += 1
 
 
-def _instructions(stage: int, workload: Workload) -> Iterator[tuple[str, str]]:
-    """What a stage does in one step, in DeepSpeed's order: (compute, send or receive; forward or
+def _instructions(stage: int, workload: Workload, depth: int) -> Iterator[tuple[str, str]]:
+    """What a stage does in one step, in the order of the schedule: (compute, send or receive; forward or
     backward)."""
     from deepspeed.runtime.pipe import schedule
+
+    from ds_compress.planning.schedule import DepthSchedule
 
     actions = {
         schedule.ForwardPass: ("compute", "forward"),
@@ -191,5 +194,5 @@ def _instructions(stage: int, workload: Workload) -> Iterator[tuple[str, str]]:
         schedule.RecvActivation: ("receive", "forward"),
         schedule.RecvGrad: ("receive", "backward"),
     }
-    for commands in schedule.TrainSchedule(workload.micro_batches, workload.stages, stage):
+    for commands in DepthSchedule(workload.micro_batches, workload.stages, stage, depth).steps():
         yield from (actions[type(command)] for command in commands if type(command) in actions)

@@ -28,15 +28,23 @@ from ds_compress.errors import CompressionError
 from ds_compress.kernels.memory import is_out_of_memory
 from ds_compress.transport.staging import Staged, receives_hold_device, transport_for
 
-IN_FLIGHT = 4
-"""Packets of an eager channel under way before its sender waits for the oldest. DeepSpeed's own order has
-sent packet n - 1, and waited until it was taken, before it computes packet n: waiting for packet n - 4 at
-that point cannot lock a schedule that runs in that order. 1F1B has at most 2 under way after its warm-up;
-evaluation would have any number."""
 
-POSTED_AHEAD = 2
-"""Receives an eager channel keeps posted: one packet can be in use while the next arrives. The neighbour
-cannot have made the one after that, as in 1F1B it waits for an answer to the first."""
+def in_flight(depth: int) -> int:
+    """Packets of an eager channel under way before its sender waits for the oldest; evaluation would have any
+    number.
+
+    Waiting for packet n - in_flight before packet n is made cannot lock a schedule of `depth` that asks for
+    its packets one by one (tests/transport/test_posting.py); depth + 1 would do, which is also what it has
+    under way after its warm-up. In a schedule of another order no message leaves early that would wait
+    earlier than in its own place (`Lookahead`).
+    """
+    return depth + 3
+
+
+def posted_ahead(depth: int) -> int:
+    """Receives an eager channel keeps posted: one packet can be in use while the next `depth` arrive. The
+    neighbour cannot have made one after those, as it waits for an answer to the first."""
+    return depth + 1
 
 
 @dataclass(frozen=True)
@@ -150,13 +158,21 @@ class Receiver:
 class EagerSender(Sender):
     """Sends without waiting; a packet's memory is used again when it has left."""
 
-    def __init__(self, peer: int, device: torch.device, group=None, patience: PeerTimeout = PeerTimeout()):
+    def __init__(
+        self,
+        peer: int,
+        device: torch.device,
+        group=None,
+        patience: PeerTimeout = PeerTimeout(),
+        depth: int = 1,
+    ):
         super().__init__(peer, device, group, patience)
+        self._most = in_flight(depth)
         self._in_flight: deque[tuple[Tensor, Work | Staged]] = deque()
 
     def memory(self, nbytes: int) -> Tensor:
         # Counted, not polled: gloo's is_completed() stays False until someone waits
-        while len(self._in_flight) >= IN_FLIGHT:
+        while len(self._in_flight) >= self._most:
             self._release()
         free = self._free
         return free.pop() if free and free[-1].numel() == nbytes else super().memory(nbytes)
@@ -179,12 +195,20 @@ class EagerReceiver(Receiver):
 
     A receive that holds the device until its packet comes must not need what this rank has yet to launch:
     whatever waits for the device on the way there would wait forever. So there the first ones are posted when
-    the first packet is asked for. In the order of 1F1B all that the neighbour needs for the packet after the
-    one asked for is launched by then: it is never more than the warm-up of one stage ahead.
+    the first packet is asked for. In 1F1B of `depth` all that the neighbour needs for the `depth` packets
+    after the one asked for is launched by then: so much, and no more, the warm-ups of the two differ.
     """
 
-    def __init__(self, peer: int, device: torch.device, group=None, patience: PeerTimeout = PeerTimeout()):
+    def __init__(
+        self,
+        peer: int,
+        device: torch.device,
+        group=None,
+        patience: PeerTimeout = PeerTimeout(),
+        depth: int = 1,
+    ):
         super().__init__(peer, device, group, patience)
+        self._ahead = posted_ahead(depth)
         self._posted: deque[tuple[Tensor, Work | Staged]] = deque()
         self._memory: list[Tensor] = []
         self._in_use: Tensor | None = None
@@ -200,7 +224,7 @@ class EagerReceiver(Receiver):
             )
         if not self._memory or self._memory[0].numel() != nbytes:
             self._memory = [
-                torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(POSTED_AHEAD)
+                torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(self._ahead)
             ]
         self._in_use = None
         self._to_post = count

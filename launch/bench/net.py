@@ -78,7 +78,8 @@ class Bench:
         traffic = {
             d: Traffic(sizes[d], *codec_seconds(getattr(codecs, d), self.spec, "cpu")) for d in DIRECTIONS
         }
-        return Plan(**traffic, eager=config.block.link.mode == "eager")
+        link = config.block.link
+        return Plan(**traffic, eager=link.mode == "eager", depth=link.depth)
 
     def add(self, recipe: str, mbit: float | None, run: dict[str, Any], workload: Workload) -> None:
         """A row for `run`; those of DeepSpeed alone come first on every link."""

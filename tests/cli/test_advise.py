@@ -57,6 +57,15 @@ def test_a_slow_codec_is_seen_through(capsys):
     assert "Compression will not pay: none with an eager link" in out
 
 
+def test_depth_pays_where_round_trips_are_waited_for(capsys):
+    far = ["--gbps", "100", "--latency-ms", "60", "--micro-batches", "32", *FAST_CODECS, "--json"]
+    steps = [
+        next(row["step_s"] for row in json.loads(advise(capsys, *far, "--depth", depth)[1])[1:])
+        for depth in ("1", "2", "3")
+    ]
+    assert steps[0] > 1.2 * steps[1] > 1.2 * steps[2]
+
+
 def test_a_recipe_from_its_file(capsys, tmp_path):
     block = {"forward": {"codec": "none"}, "link": {"mode": "blocking"}}
     (tmp_path / "mine.json").write_text(json.dumps({"ds_compress": block}))

@@ -209,6 +209,14 @@ BAD = [
     ({"link": "eager"}, "ds_compress.link: 'eager'", "object"),
     ({"link": {"mode": "eagre"}}, "ds_compress.link.mode: 'eagre' is not allowed", "did you mean 'eager'"),
     ({"link": {"modes": "eager"}}, "ds_compress.link.modes: unknown key", "did you mean 'mode'"),
+    ({"link": {"depth": 0}}, "ds_compress.link.depth: 0", "equal to 1"),
+    ({"link": {"depth": 33}}, "ds_compress.link.depth: 33", "equal to 32"),
+    ({"link": {"depth": 1.5}}, "ds_compress.link.depth: 1.5", "integer"),
+    (
+        {"link": {"depth": 2, "mode": "blocking"}},
+        "ds_compress.link.depth: 2 is not allowed with mode 'blocking'",
+        "use mode 'eager'",
+    ),
     ({"link": {"timeout_s": 0}}, "ds_compress.link.timeout_s: 0", "equal to 1"),
     ({"link": {"checksum": 1}}, "ds_compress.link.checksum: 1", "valid boolean"),
     (

@@ -9,6 +9,7 @@ import torch
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
 import ds_compress  # noqa: F401  (hooks the engine)
+from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, ds_config, layers, loss_fn, weights
@@ -202,3 +203,12 @@ def test_the_monitor_knows_both_boundaries(tmp_path):
         for number in (0, 1)
         for direction in ("forward", "backward")
     }
+
+
+def test_it_keeps_its_schedule_at_any_depth_and_says_so():
+    from ds_compress.pipeline.dualpipev import CompressedDualPipeV
+
+    block = Config({"link": {"depth": 2}})
+    assert CompressedDualPipeV._check(block, 3) == 4
+    (note,) = block.notes
+    assert note == "ds_compress.link.depth: 2 has no effect: DualPipeV has a schedule of its own"

@@ -43,10 +43,10 @@ ALL = [
 ]
 
 
-def check(fault, at, mode):
+def check(fault, at, mode, depth=1):
     if not FAULTS[fault].possible:
         pytest.skip("two hosts cannot be made here")
-    endings = run(fault, at, mode)
+    endings = run(fault, at, mode, depth)
     living = [ending for rank, ending in enumerate(endings) if rank != at or not FAULTS[fault].silent]
     assert all(ending.seconds <= TIMEOUT + GRACE for ending in living), living
     assert all(ending.code == 1 for ending in living), living
@@ -64,6 +64,16 @@ def test_living_ranks_stop(fault, at, mode):
 @pytest.mark.parametrize("fault, at, mode", [case for case in ALL if case not in FAST])
 def test_living_ranks_stop_everywhere(fault, at, mode):
     check(fault, at, mode)
+
+
+def test_living_ranks_stop_at_depth_3():
+    check("stop", 1, "eager", depth=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault, at", sorted({(fault, at) for fault, at, _ in ALL}))
+def test_living_ranks_stop_everywhere_at_depth_3(fault, at):
+    check(fault, at, "eager", depth=3)
 
 
 @pytest.mark.parametrize("at", [0, 2])

@@ -12,12 +12,13 @@ from deepspeed.runtime.pipe.schedule import (
 )
 
 from ds_compress.pipeline.lookahead import Lookahead
+from ds_compress.planning.schedule import DepthSchedule
 from tests.support.foreign import LateSchedule, OnceOnly, Reference, ShuffledSchedule, TwiceSchedule
 
 
-def left_early(schedule):
+def left_early(schedule, depth=1):
     """The places, counted per kind, of sends whose message left early when the schedule is done."""
-    lookahead, early = Lookahead(schedule), {SendActivation: [], SendGrad: []}
+    lookahead, early = Lookahead(schedule, None, depth), {SendActivation: [], SendGrad: []}
     numbers = dict.fromkeys(early, 0)
     for step in lookahead.steps():
         for instruction in step:
@@ -42,6 +43,9 @@ def test_all_messages_of_1f1b_leave_early(stages, micro_batches):
         gradients = everything if stage > 0 else []
         assert left_early(TrainSchedule(micro_batches, stages, stage)) == (activations, gradients)
         assert left_early(InferenceSchedule(micro_batches, stages, stage)) == (activations, [])
+        for depth in (2, 3):
+            deep = DepthSchedule(micro_batches, stages, stage, depth)
+            assert left_early(deep, depth) == (activations, gradients)
 
 
 def test_a_message_waits_while_another_one_is_to_be_sent_first():

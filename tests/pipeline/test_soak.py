@@ -14,6 +14,7 @@ AQSGD = {"codec": {"name": "quantize", "bits": 4}, "feedback": "aqsgd"}
 BLOCKS = {
     "ef21": {"forward": EF21, "backward": EF21},
     "aqsgd": {"forward": AQSGD, "backward": EF21},
+    "ef21, depth 3": {"forward": EF21, "backward": EF21, "link": {"depth": 3}},
 }
 
 

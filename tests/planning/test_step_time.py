@@ -74,3 +74,25 @@ def test_the_codec_is_named_where_it_limits():
     prediction = predict(uniform(2, 8), Plan(message, message, eager=True), Network(1e6))
     assert prediction.limit == "codec"
     assert prediction.free_link > prediction.compute
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_a_deeper_schedule_waits_for_a_round_trip_less_often(depth):
+    """Two stages, a forward pass of 1 and a backward pass of 2. An activation is there after 3.5, its
+    gradient comes 3 + 3.5 later, and 2 + 1 more until the next activation that waited for it: 13 for each
+    depth + 1 micro-batches, or else the 3 that each takes to compute."""
+    plan = Plan(FREE, FREE, eager=True, depth=depth)
+
+    def step(micro_batches):
+        return predict(uniform(2, micro_batches), plan, Network(latency=3.5)).step
+
+    assert step(60) - step(36) == pytest.approx(24 * max(3.0, 13 / (depth + 1)), rel=0.03)
+
+
+@pytest.mark.parametrize("stages, micro_batches", [(2, 1), (2, 8), (4, 8), (6, 5)])
+def test_on_a_free_link_depth_changes_nothing(stages, micro_batches):
+    steps = {
+        predict(uniform(stages, micro_batches), Plan(FREE, FREE, True, depth), Network()).step
+        for depth in (1, 2, 5)
+    }
+    assert len(steps) == 1

@@ -71,10 +71,10 @@ class Ending:
     chained: bool  # whether one of them came with the traceback of another
 
 
-def run(name: str, at: int, mode: str) -> list[Ending]:
+def run(name: str, at: int, mode: str, depth: int = 1) -> list[Ending]:
     """Let fault `name` happen on rank `at` of a pipeline with link `mode`; how all ranks ended."""
     fault = (FAULTS | HARMLESS)[name]
-    block = {**BLOCK, "link": {**BLOCK["link"], "mode": mode}}
+    block = {**BLOCK, "link": {**BLOCK["link"], "mode": mode, "depth": depth}}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         hosts = stack.enter_context(two_hosts()) if fault.hosts else None
         moment = Path(folder, "moment")

@@ -1,56 +1,163 @@
-"""Receives posted ahead on a GPU hold it until their packet comes: that must need nothing that is launched
-later."""
+"""At any depth, stage count and micro-batch count no schedule waits for itself: not with the limits of the
+links, and not on a device that a posted receive, or a send, holds until its packet has come or been taken, so
+that it must need nothing that is launched later."""
+
+from collections import Counter
 
 import pytest
-from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, RecvActivation, RecvGrad, TrainSchedule
+from deepspeed.runtime.pipe.schedule import (
+    BackwardPass,
+    ForwardPass,
+    InferenceSchedule,
+    RecvActivation,
+    RecvGrad,
+    SendActivation,
+    SendGrad,
+    TrainSchedule,
+)
+from hypothesis import given
+from hypothesis import strategies as st
 
-KINDS = (ForwardPass, BackwardPass, RecvActivation, RecvGrad)
-SENT_BY = {
-    RecvActivation: (-1, ForwardPass),
-    RecvGrad: (1, BackwardPass),
-}  # stages away, and what makes the packet
+from ds_compress.planning.schedule import DepthSchedule
+from ds_compress.transport.p2p import in_flight, posted_ahead
 
-
-def program(micro_batches, stages, stage):
-    """What a stage does in DeepSpeed's order: (kind, micro-batch)."""
-    counts, done = dict.fromkeys(KINDS, 0), []
-    for step in TrainSchedule(micro_batches, stages, stage).steps():
-        for kind in (type(instruction) for instruction in step):
-            if kind in KINDS:
-                done.append((kind, counts[kind]))
-                counts[kind] += 1
-    return done
-
-
-def possible(programs, frozen, launched):
-    """All (stage, kind, micro-batch) that can happen if stage `frozen` launches only its first
-    instructions."""
-    position, done, moved = [0] * len(programs), set(), True
-    while moved:
-        moved = False
-        for stage, instructions in enumerate(programs):
-            for kind, number in instructions[position[stage] : launched if stage == frozen else None]:
-                away, made_by = SENT_BY.get(kind, (0, None))
-                if away and (stage + away, made_by, number) not in done:
-                    break
-                done.add((stage, kind, number))
-                position[stage] += 1
-                moved = True
-    return done
+SENT_TO = {SendActivation: (1, RecvActivation), SendGrad: (-1, RecvGrad)}
+"""How many stages away a message is asked for, and by what."""
+MADE_BY = {SendActivation: ForwardPass, SendGrad: BackwardPass}
+COMING = {asked: (-away, send) for send, (away, asked) in SENT_TO.items()}
+PIPELINES = st.integers(2, 6), st.integers(1, 20), st.integers(1, 5)  # stages, micro-batches, depth
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4, 6])
-@pytest.mark.parametrize("micro_batches", [1, 2, 5, 9])
-def test_the_packet_after_the_one_asked_for_needs_nothing_more_of_this_rank(stages, micro_batches):
-    programs = [program(micro_batches, stages, stage) for stage in range(stages)]
-    for stage, instructions in enumerate(programs):
-        for launched, (kind, number) in enumerate(instructions):
-            if kind in SENT_BY and number + 1 < micro_batches:
-                away, made_by = SENT_BY[kind]
-                assert (stage + away, made_by, number + 1) in possible(programs, stage, launched)
+class Pipeline:
+    """The programs of all stages, (kind, micro-batch) each, and what the links let happen of them."""
+
+    def __init__(self, schedules, depth=1, announced=True, waits=()):
+        """
+        Args:
+            schedules: stage by stage.
+            depth: of the links.
+            announced: whether receives are posted ahead, as from the second batch on.
+            waits: sends that stay in their place and wait until they are asked for; all others leave when
+                they are computed.
+        """
+        self.stages = len(schedules)
+        self.most, self.ahead = in_flight(depth), posted_ahead(depth) if announced else 1
+        self.waits = waits
+        self.programs = [self._program(stage, schedule) for stage, schedule in enumerate(schedules)]
+        self.length = sum(map(len, self.programs))
+
+    def _program(self, stage, schedule):
+        counts, program = Counter(), []
+        early = {made_by: send for send, made_by in MADE_BY.items() if send not in self.waits}
+        for kind in (type(instruction) for step in schedule.steps() for instruction in step):
+            number, counts[kind] = counts[kind], counts[kind] + 1
+            if kind in MADE_BY.values() or kind in COMING or kind in self.waits:
+                program.append((kind, number))
+            if kind in early and 0 <= stage + SENT_TO[early[kind]][0] < self.stages:
+                program.append((early[kind], number))
+        return program
+
+    def taken(self, stage, send, number, begun):
+        """Whether the receive of this message is posted: with the one that is asked for, or with the
+        first."""
+        away, asked = SENT_TO[send]
+        first = number if send in self.waits else max(0, number - self.ahead + 1)
+        return (stage + away, asked, first) in begun
+
+    def lets(self, stage, kind, number, begun):
+        """Whether what is begun is done too."""
+        if kind in COMING:
+            away, send = COMING[kind]
+            return (stage + away, send, number) in begun
+        if kind in self.waits:
+            return self.taken(stage, kind, number, begun)
+        if kind in SENT_TO and number + 1 >= self.most:  # the memory of the next message
+            return self.taken(stage, kind, number + 1 - self.most, begun)
+        return True
+
+    def begun(self, frozen=None, launched=0):
+        """(stage, kind, micro-batch) of all that begins if stage `frozen` launches its first instructions
+        only."""
+        position, begun, before = [0] * self.stages, set(), None
+        while before != (position, len(begun)):
+            before = list(position), len(begun)
+            for stage, program in enumerate(self.programs):
+                for event in program[position[stage] : launched if stage == frozen else None]:
+                    begun.add((stage, *event))
+                    if not self.lets(stage, *event, begun):
+                        break
+                    position[stage] += 1
+        return begun
+
+    def moments(self, kinds):
+        """(stage, kind, micro-batch, all that begins when nothing after it is launched there)."""
+        for stage, program in enumerate(self.programs):
+            for launched, (kind, number) in enumerate(program):
+                if kind in kinds:
+                    yield stage, kind, number, self.begun(stage, launched + 1)
+
+    def locks(self):
+        return len(self.begun()) < self.length
+
+    def messages_that_need_more(self, micro_batches):
+        """Of those sent, that are not taken, and of those with a receive posted, that do not come, unless
+        their own rank launches more."""
+        for stage, kind, number, begun in self.moments(SENT_TO):
+            if not self.taken(stage, kind, number, begun):
+                yield stage, kind, number
+        for stage, kind, number, begun in self.moments(COMING):
+            away, send = COMING[kind]
+            last = number if send in self.waits else min(number + self.ahead, micro_batches) - 1
+            if (stage + away, send, last) not in begun:
+                yield stage, kind, number
 
 
-def test_the_first_gradient_needs_the_warm_up():
+def pipeline(stages, micro_batches, depth, schedule=DepthSchedule, **options):
+    own = (depth,) if schedule is DepthSchedule else ()
+    return Pipeline(
+        [schedule(micro_batches, stages, stage, *own) for stage in range(stages)], depth, **options
+    )
+
+
+@given(*PIPELINES, st.booleans())
+def test_no_schedule_waits_for_itself(stages, micro_batches, depth, announced):
+    assert not pipeline(stages, micro_batches, depth, announced=announced).locks()
+    assert not pipeline(stages, micro_batches, depth, InferenceSchedule, announced=announced).locks()
+
+
+@given(*PIPELINES, st.booleans())
+def test_on_a_device_no_message_under_way_needs_anything_more_of_its_rank(
+    stages, micro_batches, depth, announced
+):
+    found = pipeline(stages, micro_batches, depth, announced=announced)
+    assert not list(found.messages_that_need_more(micro_batches))
+
+
+@given(*PIPELINES)
+def test_the_links_of_a_depth_carry_deepspeeds_order_too(stages, micro_batches, depth):
+    for schedule in (TrainSchedule, InferenceSchedule):
+        assert not pipeline(stages, micro_batches, depth, schedule).locks()
+
+
+@given(*PIPELINES)
+def test_shape_messages_that_wait_lock_nothing(stages, micro_batches, depth):
+    assert not pipeline(stages, micro_batches, depth, announced=False, waits=(SendActivation,)).locks()
+
+
+def test_why_dynamic_shape_stays_at_depth_1_where_sends_hold_the_device():
+    """Stage 1 has sent a gradient; stage 0 asks for it when a shape message is taken, which stage 1 does
+    later."""
+    dynamic = {"announced": False, "waits": (SendActivation,)}
+    assert not list(pipeline(3, 8, 1, **dynamic).messages_that_need_more(8))
+    assert (1, SendGrad, 0) in pipeline(3, 8, 2, **dynamic).messages_that_need_more(8)
+
+
+def test_why_the_blocking_link_stays_at_depth_1():
+    assert not pipeline(2, 4, 1, announced=False, waits=tuple(SENT_TO)).locks()
+    assert pipeline(2, 4, 2, announced=False, waits=tuple(SENT_TO)).locks()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_first_gradient_needs_the_warm_up(depth):
     """Why none is posted at the start of a step."""
-    programs = [program(4, 2, stage) for stage in range(2)]
-    assert (1, BackwardPass, 0) not in possible(programs, 0, 0)
+    assert (1, SendGrad, 0) not in pipeline(2, 4, depth).begun(frozen=0, launched=0)

@@ -29,8 +29,8 @@ def storm(block):
     return losses
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-def test_storms_are_seen_and_pass(name):
-    for losses in run_ranks(3, storm, BLOCKS[name]):
+@pytest.mark.parametrize("name, depth", [(name, 1) for name in BLOCKS] + [("ef21", 3)])
+def test_storms_are_seen_and_pass(name, depth):
+    for losses in run_ranks(3, storm, {**BLOCKS[name], "link": {"depth": depth}}):
         finite = [(math.isfinite(trained), math.isfinite(evaluated)) for trained, evaluated in losses]
         assert finite == [(True, True), (False, False), (False, False), (True, True)], losses

@@ -28,10 +28,16 @@ RECIPES = {
     "pca": {"forward": {"codec": "pca"}, "backward": {"codec": "pca"}, "warmup_steps": 2},
     "lossless": {"forward": {"codec": "lossless"}, "backward": {"codec": "lossless"}},
     "blocking": {**TOPK, "link": {"mode": "blocking"}},
+    "depth 3": {**TOPK, "link": {"depth": 3}},
 }
 
 
-STAGED = ("topk, reuse, ef", "lossless", "blocking")  # over host memory too, which the codec does not touch
+STAGED = (
+    "topk, reuse, ef",
+    "lossless",
+    "blocking",
+    "depth 3",
+)  # over host memory too, which the codec does not touch
 
 
 def train(folder, stages, block, **device_options):

@@ -125,6 +125,14 @@ KINDS = {
         config={"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}},
     ),
     "own-map": Kind("a subclass with an instruction map of its own", engine_class=OwnEngine),
+    "depth": Kind('`"link": {"depth": 2}`', block={"link": {"depth": 2}}),
+    "depth-data-parallel": Kind(
+        '`"link": {"depth": 3}`, PP 2 x DP 2, ZeRO-1, bf16',
+        ranks=4,
+        config={"replicas": 2, "bf16": {"enabled": True}, **ZERO_1},
+        simulated=None,
+        block={"link": {"depth": 3}},
+    ),
     "dualpipev": Kind(
         "DualPipeV, 2 ranks with 4 stages", module={"module_class": DualPipeVModule}, simulated=None
     ),

@@ -17,7 +17,7 @@ from tests.support.simulated import evaluate, even_cuts, simulated, train_step
 STEPS = 4
 BLOCKS = {
     "blocking": {"link": {"mode": "blocking"}},
-    "eager": {"link": {"mode": "eager"}},
+    "eager": {},  # the default, with the link of the kind
     "topk": {
         "forward": {"codec": {"name": "topk", "density": 0.2}},
         "backward": {"codec": {"name": "topk", "indices": "reuse"}},
@@ -84,11 +84,11 @@ def _record(engine: Any, digest: Any) -> None:
             end.link.send = recording(end.link.send)
 
 
-def train_all(kind: Kind) -> dict[str, dict[str, Any]]:
+def train_all(kind: Kind, blocks: dict[str, dict[str, Any]] = BLOCKS) -> dict[str, dict[str, Any]]:
     """One engine after the other in the same processes: stock, then with each block."""
     with contextlib.redirect_stdout(io.StringIO()):
         stock = {"stock": train(kind, None)} if kind.stock else {}
-        return stock | {name: train(kind, block) for name, block in BLOCKS.items()}
+        return stock | {name: train(kind, block) for name, block in blocks.items()}
 
 
 def train_simulated(kind: Kind, block: dict[str, Any]) -> tuple[list[float], list[float]]:

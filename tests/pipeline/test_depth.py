@@ -1,0 +1,132 @@
+"""`link.depth`: more micro-batches under way, and not one number that differs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import nn
+
+import ds_compress  # noqa: F401  (hooks the engine)
+from ds_compress.config import Config
+from tests.support.dist import run_ranks
+from tests.support.kinds.catalogue import KINDS
+from tests.support.kinds.training import BLOCKS, train_all
+from tests.support.pipeline import MICRO_BATCH, Block, batches, build, ds_config
+
+MICRO_BATCHES = 9  # enough for 1F1B at depth 3 and two stages
+COUNTS = {"gradient_accumulation_steps": MICRO_BATCHES, "train_batch_size": MICRO_BATCH * MICRO_BATCHES}
+FAST = ("tensor", "mixed-dynamic", "tied", "zero-1", "bf16")
+COUNTED = ("reset", "depth", "depth-data-parallel")  # its shapes change every 4; run by test_kinds
+
+
+def alike(codec, feedback="none", **others):
+    """A block with the same codec and feedback in both directions."""
+    return {
+        direction: {"codec": codec, "feedback": feedback} for direction in ("forward", "backward")
+    } | others
+
+
+def at_depths(recipes, *depths):
+    return {
+        f"{name} {depth}": {**block, "link": {"depth": depth}}
+        for name, block in recipes.items()
+        for depth in depths
+    }
+
+
+NONE = at_depths({"none": {}}, 1, 2, 3)
+LOSSY = at_depths({name: BLOCKS[name] for name in ("topk", "quantize")}, 1, 2)
+WITH_STATE = at_depths(
+    {
+        "ef": alike({"name": "topk", "density": 0.2}, "ef"),
+        "ef21": alike({"name": "quantize", "bits": 2}, {"name": "ef21", "scope": "micro_batch"}),
+        "stochastic": alike({"name": "quantize", "bits": 2, "rounding": "stochastic"}),
+        "aqsgd": {"forward": {"codec": "quantize", "feedback": {"name": "aqsgd", "ids": "hash"}}},
+        "lowrank": alike({"name": "lowrank", "rank": 4}),
+        "pca": alike({"name": "pca", "rank": 8}, warmup_steps=1),
+        "autoencoder": alike({"name": "autoencoder", "width": 16}),
+        "lossless": alike("lossless"),
+    },
+    1,
+    3,
+)
+
+
+def different(mine, other):
+    same = all(
+        torch.equal(torch.as_tensor(mine["weights"][key]), torch.as_tensor(value))
+        for key, value in other["weights"].items()
+    )
+    return [key for key in ("losses", "evaluated") if mine[key] != other[key]] + ["weights"] * (not same)
+
+
+def check(name, blocks, **changes):
+    kind = replace(KINDS[name], **changes)
+    if not kind.possible():
+        pytest.skip("DeepSpeed itself cannot do this here")
+    if name not in COUNTED:
+        replicas = kind.config.get("replicas", 1)
+        counts = {**COUNTS, "train_batch_size": COUNTS["train_batch_size"] * replicas}
+        kind = replace(kind, config={**kind.config, **counts})
+    for runs in run_ranks(kind.world_size, train_all, kind, blocks):
+        for block in blocks:
+            recipe, _ = block.split()
+            reference = runs["stock" if kind.stock and recipe == "none" else f"{recipe} 1"]
+            assert not different(runs[block], reference), block
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_none_equals_stock(name):
+    check(name, NONE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in FAST])
+def test_none_equals_stock_in_every_kind(name):
+    check(name, NONE)
+
+
+def test_codecs_with_a_loss_give_the_same_too():
+    check("tensor", LOSSY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "tensor"])
+def test_codecs_with_a_loss_give_the_same_in_every_kind(name):
+    check(name, LOSSY)
+
+
+def test_state_of_codecs_and_feedbacks_does_not_depend_on_the_depth():
+    """It follows the messages of one direction, and these keep their order."""
+    check("tensor", WITH_STATE)
+
+
+class Dropped(Block):
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.1, self.training)
+
+
+def test_dropout_draws_the_same_numbers():
+    check("tensor", NONE, specs=lambda: [LayerSpec(Dropped)] * 6)
+
+
+def forwards_ahead(depth):
+    """Forward passes of each stage before its first backward pass, and its buffers."""
+    engine, events = build(3, ds_config({"link": {"depth": depth}}, **COUNTS)), []
+    engine.module.register_forward_hook(lambda *_: events.append("forward"))
+    for name, parameter in engine.module.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.register_hook(lambda grad: events.append("backward"))
+    engine.train_batch(batches())
+    return events.index("backward"), engine.num_pipe_buffers
+
+
+@pytest.mark.parametrize("depth, expected", [(1, [3, 2, 1]), (2, [5, 3, 1]), (3, [7, 4, 1])])
+def test_stages_really_run_ahead(depth, expected):
+    found = run_ranks(3, forwards_ahead, depth)
+    assert found == [(ahead, max(2, ahead)) for ahead in expected]
+
+
+def test_all_ranks_have_to_agree():
+    assert Config({"link": {"depth": 2}}).settings["link"]["depth"] == 2
