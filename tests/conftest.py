@@ -7,9 +7,18 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from ds_compress.kernels import native
+
 # no verdict hangs on how busy the machine is
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled():
+    """Tests meet C++ from the first message on, kept where the user keeps it; ranks that are forked have it
+    too."""
+    native.wait()
 
 
 @pytest.fixture(autouse=True)

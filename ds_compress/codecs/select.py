@@ -6,6 +6,7 @@ nan and infinity count as the largest magnitude: a selection from non-finite inp
 """
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -17,17 +18,20 @@ from ds_compress.kernels.keys import INFINITY, keys
 from ds_compress.kernels.selection import Selection
 
 
+@lru_cache(maxsize=1024)  # a message has the shape of the one before
 def kept_of(length: int, density: float) -> int:
     """How many of `length` entries `density` keeps: at least one; the 1e-9 absorbs the rounding of the
     product."""
     return min(length, max(1, math.ceil(density * length - 1e-9)))
 
 
+@lru_cache(maxsize=1024)
 def kept_in_blocks(length: int, density: float, block: int) -> int:
     """How many of `length` entries `blockwise` keeps."""
     return length // block * kept_of(block, density) + kept_of(length % block, density)
 
 
+@lru_cache(maxsize=1024)
 def rows_of(shape: tuple[int, ...], row: str) -> tuple[int, int]:
     """(rows, entries per row): a row is one sample (dim 0 counts them) or the whole tensor."""
     numel = torch.Size(shape).numel()

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 
-from ds_compress.kernels import cpu, reference
+from ds_compress.kernels import cpu, native, reference
 from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.memory import is_out_of_memory
 
@@ -26,6 +26,12 @@ _override: ModuleType | None = None
 def kernels(device: torch.device) -> ModuleType:
     """The backend that serves tensors on `device`."""
     return _override or (cpu if device.type == "cpu" else fused(device) or reference)
+
+
+def prepare() -> None:
+    """Messages will come: what has to be made first for the CPU is started, unless they are a GPU's."""
+    if not torch.cuda.is_initialized():
+        native.prepare()
 
 
 @contextmanager

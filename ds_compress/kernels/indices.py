@@ -4,6 +4,7 @@ All coders work on `count` of `numel` entries, distinct and ascending. Their siz
 numbers.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -96,6 +97,7 @@ class Rice:
     """
 
     @staticmethod
+    @lru_cache(maxsize=1024)
     def _parameter(numel: int, count: int) -> int:
         return min(range(numel.bit_length() + 1), key=lambda r: Rice._nbytes(r, numel, count))
 
@@ -146,6 +148,7 @@ class Rice:
 CODERS: dict[str, Any] = {"bitmask": Bitmask, "int16": Int16, "int32": Int32, "rice": Rice}
 
 
+@lru_cache(maxsize=1024)  # a message has the shape of the one before
 def nbytes(name: str, numel: int, count: int) -> int:
     """Bytes that coder `name` takes for `count` of `numel` indices."""
     return sum(
@@ -153,6 +156,7 @@ def nbytes(name: str, numel: int, count: int) -> int:
     )
 
 
+@lru_cache(maxsize=1024)
 def smallest(names: tuple[str, ...], numel: int, count: int) -> str:
     """The coder among `names` that takes the fewest bytes; the first of them where several do."""
     return min(names, key=lambda name: nbytes(name, numel, count))

@@ -35,6 +35,7 @@ from torchao.quantization.quant_primitives import (
 
 from ds_compress.cli.bench import benchmark_tensor, contexts
 from ds_compress.codec import TensorSpec, build
+from ds_compress.kernels import native
 
 SHAPE = (4, 1024, 1024)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -207,6 +208,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    native.wait()
     rows = [row for name in DTYPES for row in measure(name, args.rounds)]
     versions = {package: importlib.metadata.version(package) for package in PACKAGES}
     print(f"{cpu_name()}; {', '.join(f'{package} {version}' for package, version in versions.items())}")

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from ds_compress import config  # noqa: F401  (registers the codecs)
 from ds_compress.kernels import cpu, native, reference
 from ds_compress.kernels.affine import Grid
+from ds_compress.kernels.cpu.groups import BLOCK
 from tests.support.same_bits import assert_same_bits, values
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-
-ROWS = native.LONG // 32  # enough for the smallest group size
 
 
 @settings(max_examples=300, deadline=None, database=None)
@@ -91,7 +90,7 @@ def test_other_settings_equal_the_reference(bits, size, symmetric, scale_dtype, 
 
 def test_uncompiled_blocks_equal_the_reference(monkeypatch):
     monkeypatch.setattr(native, "serves", lambda *_: False)
-    x = values(3 * ROWS, 128, torch.bfloat16, 5)
+    x = values(3 * BLOCK // 128 - 1, 128, torch.bfloat16, 5)
     for grid in (Grid(4), Grid(4, hadamard=True)):
         parts = cpu.quantize(x, grid)
         assert_same_bits(parts, reference.quantize(x, grid))

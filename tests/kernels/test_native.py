@@ -2,7 +2,6 @@
 
 import logging
 import shutil
-from functools import cache
 
 import pytest
 import torch
@@ -10,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress import config  # noqa: F401  (registers the codecs)
-from ds_compress.codec import Context, TensorSpec, build
+from ds_compress.codec import Context, TensorSpec
+from ds_compress.codec import build as build_codec
 from ds_compress.kernels import cpu, native, reference
 from ds_compress.kernels.affine import Grid
+from ds_compress.kernels.native import build, cache, loader
 from tests.support.native import SOURCES, TARGETS, built, compiled_for, runs_here
 from tests.support.same_bits import assert_same_bits, values
 
@@ -72,7 +73,7 @@ CODECS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_packets_are_the_same_on_every_processor(target, choice, dtype, monkeypatch):
     """Of all codecs that a compiled source serves; odd lengths, ties, subnormal numbers, inf and nan."""
-    codec = build(choice)
+    codec = build_codec(choice)
     wild = values(61, 355, dtype, 3)
     tied = torch.randn(1, 20_011, generator=torch.Generator().manual_seed(0)).mul(4).round().to(dtype)
     bad = values(3, 129, dtype, 5, special=float("nan"))
@@ -100,9 +101,8 @@ FAILURES = {
 @pytest.mark.parametrize("compiler, said", FAILURES.values(), ids=FAILURES)
 def test_without_a_compiler_the_reference_runs_and_says_so_once(compiler, said, monkeypatch, caplog):
     forget_what_was_compiled(monkeypatch)
-    monkeypatch.setattr(native, "_compiler", native._compiler.__wrapped__)
     if said == "waiting":
-        monkeypatch.setattr(native, "COMPILE_SECONDS", 1)
+        monkeypatch.setattr(build, "COMPILE_SECONDS", 1)
     monkeypatch.setenv("CXX", compiler)
     assert_the_reference_serves(caplog)
     assert said in caplog.text
@@ -115,20 +115,24 @@ def test_without_a_folder_to_write_to_the_reference_runs_and_says_so_once(monkey
         raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
 
     forget_what_was_compiled(monkeypatch)
-    monkeypatch.setattr(native.tempfile, "TemporaryDirectory", refuse)
+    monkeypatch.setattr(cache, "folders", list)
+    monkeypatch.setattr(loader.tempfile, "TemporaryDirectory", refuse)
     assert_the_reference_serves(caplog)
     assert "No usable temporary directory" in caplog.text
 
 
 def forget_what_was_compiled(monkeypatch):
-    for name in ("library", "_compiled"):
-        monkeypatch.setattr(native, name, cache(getattr(native, name).__wrapped__))
+    monkeypatch.setattr(loader, "loaded", {})
+    monkeypatch.setattr(loader, "_builds", {})
+    monkeypatch.setattr(native, "library", loader.loaded.get)
+    monkeypatch.setattr(build, "compiler", build.compiler.__wrapped__)
 
 
 def assert_the_reference_serves(caplog):
     x = values(native.LONG // 32, 32, torch.float32, 0)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
+            native.wait("quantize")
             parts = cpu.quantize(x, Grid(4))
             assert_same_bits(parts, reference.quantize(x, Grid(4)))
     assert len(caplog.records) == 1 and "uncompiled" in caplog.text

@@ -26,7 +26,8 @@ def sanitized(*arguments):
     environment = {
         **os.environ,
         "LD_PRELOAD": runtime(),
-        "ASAN_OPTIONS": "detect_leaks=0",  # Python keeps what it has until it ends
+        # Python keeps what it has until it ends; a report names libraries, not lines
+        "ASAN_OPTIONS": "detect_leaks=0:symbolize=0",
         "CXX": "g++",
         "OMP_NUM_THREADS": "1",
     }

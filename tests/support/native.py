@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ds_compress.kernels import native
+from ds_compress.kernels.native import build
 
 SOURCES = ("quantize", "selection", "float8")
 
@@ -46,7 +47,7 @@ def runs_here(target: str) -> bool:
 def built(source: str, target: str) -> Path:
     """`source`, compiled for `target` without a warning."""
     file = Path(_folder().name, f"{source}.{target}.so")
-    words = native.command(compiler_for(target), source, file, target)
+    words = build.command(compiler_for(target), source, file, target)
     done = subprocess.run([*words, "-Wall", "-Wextra", "-Werror"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return file

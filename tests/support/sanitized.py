@@ -14,6 +14,7 @@ from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.codecs.mixins import EncodesWithError
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import native
+from ds_compress.kernels.native import build as compiling
 from tests.message.test_fuzz import fuzz
 
 SANITIZERS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
@@ -71,8 +72,9 @@ def overflow() -> None:
 
 
 if __name__ == "__main__":
-    native.FLAGS = (*native.FLAGS, *SANITIZERS)
+    compiling.FLAGS = (*compiling.FLAGS, *SANITIZERS)
     native.LONG = 0
+    assert native.wait()
     torch.manual_seed(0)
     if "overflow" in sys.argv:
         overflow()

@@ -19,10 +19,12 @@ BLOCK = 1 << 18  # values that the reference takes at a time: what it makes of t
 def quantize(groups: Tensor, grid: Grid, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
     """See `reference.quantize`."""
     n, size = groups.shape
-    if generator is not None or n * size < native.LONG:
+    if generator is not None:
         return reference.quantize(groups, grid, generator)
     # the order of a sum is left to torch
     if grid.is_mean or size > compiled.LARGEST_GROUP or not native.serves("quantize", n * size):
+        if n * size <= BLOCK:
+            return reference.quantize(groups, grid)
         blocks = [reference.quantize(block, grid) for (block,) in _blocks(groups)]
         return tuple(map(torch.cat, zip(*blocks)))
     return compiled.quantize(groups if groups.dtype in compiled.FLOATS else groups.float(), grid)
@@ -41,11 +43,11 @@ def quantize_with_error(
 def dequantize(parts: Sequence[Tensor], grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
     """See `reference.dequantize`."""
     n, size = parts[0].shape[0], parts[0].shape[1] * 8 // grid.bits
-    if n * size < native.LONG:
-        return reference.dequantize(parts, grid, dtype)
     made = dtype if dtype in compiled.FLOATS else torch.float32
     if size <= compiled.LARGEST_GROUP and native.serves("quantize", n * size):
         return compiled.dequantize(parts, grid, made).to(dtype)
+    if n * size <= BLOCK:
+        return reference.dequantize(parts, grid, dtype)
     values = torch.empty(n, size, dtype=made, device="cpu")
     for block, *its_parts in _blocks(values, *parts):
         block.copy_(reference.dequantize(its_parts, grid))

@@ -1,0 +1,85 @@
+"""An installed package compiles nothing: its wheel brings libraries for every kind of processor."""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from ds_compress.kernels.native import prebuilt
+from ds_compress.kernels.native.loader import SOURCES
+from tests.support.compiled import COMPILER, ROOT, environment
+
+LIBRARIES = {f"{source}.{target}.so" for source in SOURCES for target in prebuilt.targets()}
+
+USES = """
+import json
+import torch
+from ds_compress.kernels import native, reference, cpu
+from ds_compress.kernels.affine import Grid
+x = torch.randn(256, 128)
+parts = cpu.quantize(x, Grid(4))
+assert all(map(torch.equal, parts, reference.quantize(x, Grid(4))))
+print(json.dumps([native.library("quantize")._name, native.wait()]))
+"""
+
+
+def wheel(folder, **variables):
+    """The wheel of a copy of the source tree, made offline, and what is in it."""
+    tree = folder / "tree"
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    shutil.copytree(ROOT / "ds_compress", tree / "ds_compress", ignore=ignored)
+    for name in ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index"]
+    done = subprocess.run(
+        [*command, "--wheel-dir", str(folder), str(tree)],
+        env={**os.environ, **variables},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = folder.glob("*.whl")
+    return file, zipfile.ZipFile(file).namelist()
+
+
+@pytest.mark.skipif(COMPILER is None or not LIBRARIES, reason="no C++ compiler, or not for this machine")
+def test_an_installed_package_compiles_nothing(tmp_path):
+    file, names = wheel(tmp_path)
+    assert {Path(name).name for name in names if name.endswith(".so")} == LIBRARIES
+    assert "-py3-none-" in file.name and file.stem.endswith(platform.machine())
+    site = tmp_path / "site"
+    zipfile.ZipFile(file).extractall(site)
+    environ = {**environment(tmp_path), "PYTHONPATH": str(site)}
+    done = subprocess.run([sys.executable, "-c", USES], env=environ, cwd=site, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded, all_there = json.loads(done.stdout)
+    assert all_there and Path(loaded).parent == site / "ds_compress/kernels/native/prebuilt"
+    assert not (tmp_path / "compiles").exists() and not (tmp_path / "cache").exists()
+
+
+def test_without_a_compiler_the_package_installs_all_the_same(tmp_path):
+    file, names = wheel(tmp_path, CXX="false")
+    assert file.name.endswith("-py3-none-any.whl") and not [name for name in names if name.endswith(".so")]
+    assert {f"ds_compress/kernels/native/{source}.cpp" for source in SOURCES} <= {*names}
+
+
+def test_the_best_library_that_the_processor_can_run_is_taken(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(prebuilt, "__file__", str(tmp_path / "prebuilt.py"))
+    monkeypatch.setattr(prebuilt.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(prebuilt.ctypes, "CDLL", lambda path: asked.append(Path(path).name) or path)
+    (tmp_path / "prebuilt").mkdir()
+    assert prebuilt.load("quantize") is None
+    for target in prebuilt.targets():
+        (tmp_path / "prebuilt" / prebuilt.name("quantize", target)).touch()
+    kinds = prebuilt.targets()
+    for has in (kinds["x86-64-v4"], kinds["x86-64-v3"], kinds["x86-64-v3"] - {"fma"}):
+        prebuilt.load("quantize", lambda has=has: has)
+    assert asked == [f"quantize.{target}.so" for target in ("x86-64-v4", "x86-64-v3", "x86-64")]
