@@ -95,7 +95,7 @@ def after_an_interruption():
     with contextlib.suppress(ValueError, CompressionError):
         engine.train_batch(data)
     del engine
-    collect()
+    gc.collect()
     return build(STAGES, ds_config({}), layers(STAGES)).train_batch(batches()).item()
 
 
