@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import ds_compress
-from ds_compress.codec import Context, TensorSpec, build
+from ds_compress import build
+from ds_compress.codec import Context, TensorSpec
 
 OURS = str(Path(ds_compress.__file__).parent)
 
