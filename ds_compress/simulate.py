@@ -144,6 +144,7 @@ def simulate(model: nn.Module, ds_config: dict[str, Any], cuts: Sequence[int]) -
         raise CompressionError(f"simulate: cuts {list(cuts)} must ascend and lie in 1..{len(layers) - 1}")
     if not config.block.enabled:
         return model
+    config.prepare()
 
     micro_batches = ds_config.get("gradient_accumulation_steps", 1)
     tracking = _tracking(config, len(cuts), model)

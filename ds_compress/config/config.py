@@ -19,6 +19,7 @@ from ds_compress.config.block import DIRECTIONS, KEY, Block
 from ds_compress.errors import REQUIRE, CompressionError, is_required, shown
 from ds_compress.feedback import FEEDBACKS, Feedback
 from ds_compress.feedback.sample_ids import SampleIds
+from ds_compress.kernels.dispatch import prepare
 from ds_compress.registry import validate
 from ds_compress.registry.plugins import load_installed
 
@@ -177,13 +178,16 @@ class Config:
         self._steps_per_epoch = steps_per_epoch
 
     def prepare(self) -> None:
-        """Make what feedbacks need on this machine; every rank calls it before training.
+        """Make what feedbacks and codecs need on this machine; every rank calls it before training.
 
         Raises:
             CompressionError: it cannot be made; names the JSON path of the option.
         """
-        for number in self.numbers:
-            for direction, feedback in self.codecs(number).feedbacks.items():
+        used = {number: self.codecs(number) for number in self.numbers}
+        if any(codec.name != "none" for each in used.values() for codec in (each.forward, each.backward)):
+            prepare()
+        for number, codecs in used.items():
+            for direction, feedback in codecs.feedbacks.items():
                 try:
                     feedback.prepare()
                 except CompressionError as error:

@@ -17,7 +17,6 @@ from ds_compress.codecs.memory import Remembers
 from ds_compress.codecs.mixins import Learns, Observes, Offloads, SecondPacket, layers
 from ds_compress.config import DIRECTIONS, BoundaryCodecs, Config
 from ds_compress.errors import CompressionError, in_one_line
-from ds_compress.kernels.dispatch import prepare
 from ds_compress.kernels.memory import is_out_of_memory
 from ds_compress.message.layout import Encoded, MessageLayout, why_exempt
 from ds_compress.message.packet import Header, PacketLayout
@@ -240,8 +239,6 @@ class Boundary(BoundaryState):
     def __init__(self, number: int, config: Config, replica: int = 0):
         super().__init__(number, config, replica)
         codecs: BoundaryCodecs = config.codecs(number)
-        if any(codec.name != "none" for codec in (codecs.forward, codecs.backward)):
-            prepare()
         self.forward = Channel(self, "forward", codecs.forward)
         self.backward = Channel(self, "backward", codecs.backward)
 

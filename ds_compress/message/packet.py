@@ -101,11 +101,10 @@ class PacketLayout:
     def __init__(self, parts: Layout, settings: object):
         """`settings`: whatever else both sides must agree on; it enters the fingerprint by its `repr`."""
         self.parts = parts
-        self.offsets: list[int] = []
+        # of each part: dtype, shape, strides, and how many entries of the dtype stand before it
         self._places = list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]]()
         end = HEADER_SIZE
         for shape, dtype in parts:
-            self.offsets.append(end)
             strides = torch.empty(shape, dtype=dtype, device="meta").stride()
             self._places.append((dtype, shape, strides, end // dtype.itemsize))
             end += -(-torch.Size(shape).numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT

@@ -101,13 +101,13 @@ class CompressedEngine(CheckpointedEngine):
 
     def _exec_schedule(self, pipe_schedule):
         pipe_schedule = self._deepened(pipe_schedule)
-        training = torch.is_grad_enabled() and self.module.training
-        stage, monitor = self._compression, self._compression_monitor
+        begun, stage, monitor = self._begun(), self._compression, self._compression_monitor
+        training = begun.training
         if training:
             self._recount_warmup(stage.config)
             monitor.begin_step(stage.ends, self.global_steps + 1, self.micro_batches, self.monitor.enabled)
         with self._looking_ahead(pipe_schedule, training) as counts:
-            with stage.running(self._begun(), counts):
+            with stage.running(begun, counts):
                 self._announce(training)
                 super()._exec_schedule(pipe_schedule)
             monitor.link = self._link(pipe_schedule)

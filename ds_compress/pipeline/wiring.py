@@ -1,7 +1,5 @@
 """The links of a stage: which rank each channel goes to, over which process group."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from ds_compress.config import DIRECTIONS
@@ -32,18 +30,18 @@ def wire(stage: Stage, engine: Any) -> None:
     groups = channel_groups(pipelines, engine.global_rank, [*DIRECTIONS, *rests], seconds) if eager else {}
     stage.groups = list(groups.values())
 
-    def link(kind: Callable[..., Any], channel: Channel, neighbour: int, use: str = "") -> Any:
+    def link(kind: type[Any], channel: Channel, neighbour: int, use: str = "") -> Any:
         group = groups.get((channel.boundary.number, f"{channel.direction}{use}"))
         timeout = PeerTimeout(channel.place, seconds)
-        return kind(engine.grid.stage_to_global(neighbour), engine.device, group, timeout)
+        return kind(engine.grid.stage_to_global(neighbour), engine.device, group, timeout, depth)
 
     def send(instruction: Instruction, channel: Channel, neighbour: int, lane: Lane) -> None:
-        kind: Callable[..., Any] = partial(EagerSender, depth=depth) if eager else Sender
+        kind = EagerSender if eager else Sender
         ends = link(kind, channel, neighbour), link(kind, channel, neighbour, " rest")
         stage.connect_sender(instruction, channel, *ends, lane)
 
     def receive(instruction: Instruction, channel: Channel, neighbour: int, lane: Lane) -> None:
-        kind: Callable[..., Any] = partial(EagerReceiver, depth=depth) if eager else Receiver
+        kind = EagerReceiver if eager else Receiver
         ends = link(kind, channel, neighbour), link(kind, channel, neighbour, " rest")
         stage.connect_receiver(instruction, channel, *ends, lane)
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -92,17 +92,30 @@ class PeerTimeout:
         raise CompressionError(f"{self.place}: rank {peer} is gone: {reason}") from None
 
 
-class Sender:
+@dataclass(eq=False)
+class End:
+    """An end of a channel on one rank."""
+
+    peer: int
+    """Global rank of the other end."""
+
+    device: torch.device
+    group: Any = None
+    """Process group of the channel; None for the default one."""
+
+    patience: PeerTimeout = PeerTimeout()
+    depth: int = 1
+    """Of the schedule, which an eager end keeps up with."""
+
+    def __post_init__(self) -> None:
+        self._transport = transport_for(self.device)
+
+
+class Sender(End):
     """The sending end of a channel, blocking."""
 
-    def __init__(self, peer: int, device: torch.device, group=None, patience: PeerTimeout = PeerTimeout()):
-        """`peer`: global rank of the other end; `group`: process group of the channel, None for the default
-        one."""
-        self.peer = peer
-        self.patience = patience
-        self.device = device
-        self.group = group
-        self._transport = transport_for(device)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._free: list[Tensor] = []
 
     def memory(self, nbytes: int) -> Tensor:
@@ -127,15 +140,11 @@ class Sender:
             self.patience.blame(error, self.peer)
 
 
-class Receiver:
+class Receiver(End):
     """The receiving end of a channel, blocking."""
 
-    def __init__(self, peer: int, device: torch.device, group=None, patience: PeerTimeout = PeerTimeout()):
-        self.peer = peer
-        self.patience = patience
-        self.device = device
-        self.group = group
-        self._transport = transport_for(device)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._packet: Tensor | None = None
 
     def expect(self, nbytes: int, count: int) -> None:
@@ -158,16 +167,9 @@ class Receiver:
 class EagerSender(Sender):
     """Sends without waiting; a packet's memory is used again when it has left."""
 
-    def __init__(
-        self,
-        peer: int,
-        device: torch.device,
-        group=None,
-        patience: PeerTimeout = PeerTimeout(),
-        depth: int = 1,
-    ):
-        super().__init__(peer, device, group, patience)
-        self._most = in_flight(depth)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._most = in_flight(self.depth)
         self._in_flight: deque[tuple[Tensor, Work | Staged]] = deque()
 
     def memory(self, nbytes: int) -> Tensor:
@@ -199,21 +201,14 @@ class EagerReceiver(Receiver):
     after the one asked for is launched by then: so much, and no more, the warm-ups of the two differ.
     """
 
-    def __init__(
-        self,
-        peer: int,
-        device: torch.device,
-        group=None,
-        patience: PeerTimeout = PeerTimeout(),
-        depth: int = 1,
-    ):
-        super().__init__(peer, device, group, patience)
-        self._ahead = posted_ahead(depth)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._ahead = posted_ahead(self.depth)
         self._posted: deque[tuple[Tensor, Work | Staged]] = deque()
         self._memory: list[Tensor] = []
         self._in_use: Tensor | None = None
         self._to_post = 0
-        self._at_once = not receives_hold_device(device)
+        self._at_once = not receives_hold_device(self.device)
 
     def expect(self, nbytes: int, count: int) -> None:
         missing = len(self._posted) + self._to_post

@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import torch
 
-from ds_compress.codec import CODECS
+from ds_compress.cli.check import message_sizes
+from ds_compress.codec import CODECS, TensorSpec
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 
@@ -47,6 +49,19 @@ def test_codecs_are_built_once(monkeypatch):
     for _ in range(3):
         config.settings, config.has_rest("forward"), config.codecs(0).settings, config.prepare()
     assert len(built) == before == 3 * 2
+
+
+@pytest.mark.parametrize("codec, times", [("none", 0), ("quantize", 1)])
+def test_compilers_start_for_training_alone(codec, times, monkeypatch):
+    """`ds-compress check`, which makes boundaries to know their messages, started compilers and killed them
+    when it ended."""
+    started = []
+    monkeypatch.setattr("ds_compress.config.config.prepare", lambda: started.append(codec))
+    config = Config({"forward": {"codec": codec}})
+    message_sizes(config, 3, TensorSpec((4, 1024), torch.float32))
+    assert not started
+    config.prepare()
+    assert len(started) == times
 
 
 def test_reuse_takes_the_density_of_forward():
