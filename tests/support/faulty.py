@@ -138,7 +138,8 @@ def main():
     for _ in range(FAULTY_STEP + 2):
         engine.train_batch(data)
     if args.fault == "early":
-        happens()()
+        if here:
+            happens()()
         return
     print("trained to the end", flush=True)
     torch.distributed.barrier()
