@@ -17,6 +17,7 @@ from ds_compress.kernels import native
 logging.basicConfig(format="%(message)s")
 if {read_only}:
     tempfile._candidate_tempdir_list = lambda: ["/sys/ds_compress"]
+    tempfile.tempdir = None  # found already where dill is installed, which torch imports
 native.wait("quantize")
 codec = build({{"name": "quantize", "bits": 4}})
 for seed in range(3):
