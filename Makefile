@@ -26,7 +26,7 @@ demo: $(INSTALLED) ## train a 2-stage pipeline, uncompressed and compressed; wri
 	$(BIN)/python launch/demo.py
 
 test: $(INSTALLED) ## the whole CPU test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 
 test-slow: $(INSTALLED) ## the tests that take minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
