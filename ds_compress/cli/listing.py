@@ -11,7 +11,9 @@ from typing import Any
 
 from ds_compress.cli.arguments import add_import
 from ds_compress.cli.console import terminal_width
+from ds_compress.cli.recipes import list_recipes
 from ds_compress.cli.reference import reference
+from ds_compress.errors import CompressionError
 
 TITLES = {
     "codecs": "Codecs",
@@ -26,11 +28,17 @@ def add_parser(subparsers: Any) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="JSON instead of text")
     form.add_argument("--markdown", action="store_true", help="docs/options.md")
+    parser.add_argument("--recipes", action="store_true", help="the recipes instead, and what they send")
     add_import(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.recipes:
+        if args.markdown:
+            raise CompressionError("--markdown: not allowed with --recipes; allowed: --json")
+        list_recipes(args.json)
+        return 0
     found = reference()
     if args.json:
         print(json.dumps(found, indent=2))

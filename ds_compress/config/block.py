@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
+from ds_compress.config import recipes
 from ds_compress.registry import Options, Steps
 
 KEY = "ds_compress"
@@ -89,6 +90,10 @@ class Block(Options):
     """false: nothing of DeepSpeed is changed, as if the key were absent; "required": an engine that cannot
     compress, such as one without a pipeline, is an error rather than a warning. The environment variable
     DS_COMPRESS_REQUIRE=1 says the same for every engine."""
+    recipe: str | None = Field(default=None, json_schema_extra=recipes.as_schema)
+    """Name of settings that come with the package, as `ds-compress list --recipes` shows them; every other
+    key changes them. A codec or a feedback that is given replaces that of the recipe, with all its
+    options."""
     forward: Direction = Direction()
     """Activations, from stage b to b+1."""
     backward: Direction = Direction()

@@ -16,6 +16,7 @@ from ds_compress.codecs.mixins import (
     layers,
 )
 from ds_compress.config.block import DIRECTIONS, KEY, Block
+from ds_compress.config.recipes import with_recipe
 from ds_compress.errors import REQUIRE, CompressionError, is_required, shown
 from ds_compress.feedback import FEEDBACKS, Feedback
 from ds_compress.feedback.sample_ids import SampleIds
@@ -63,7 +64,7 @@ class Config:
                 f'{KEY}: {shown(block)} is not an object; write "{KEY}": {{...}} with the options'
             )
         load_installed()
-        self.block = validate(Block, block, KEY)
+        self.block = validate(Block, with_recipe(block, KEY), KEY)
         self.warmup_steps = self.block.warmup_steps
         if self.block.warmup_steps and self.block.warmup_epochs:
             epochs = self.block.warmup_epochs
@@ -234,8 +235,8 @@ class Config:
     @property
     def settings(self) -> dict[str, Any]:
         """Everything that both ends of a link must agree on, as JSON types, defaults and codec options
-        included."""
-        plain = self.block.model_dump(mode="json", exclude={"forward", "backward", "boundaries"})
+        included; not the name of the recipe that some of it may come from."""
+        plain = self.block.model_dump(mode="json", exclude={"recipe", "forward", "backward", "boundaries"})
         codecs = {number: self.codecs(int(number)).settings for number in self.block.boundaries}
         return {**self.codecs(None).settings, "boundaries": codecs, **plain}
 

@@ -27,7 +27,10 @@ def announcement(config: Config, channels: Channels, link: str, tensors: Callabl
             parts.append(f"{part} [{found}]" if found else part)
         boundaries.append(f"boundary {number}: {', '.join(parts)}")
     warmup = f", after {config.warmup_steps} warm-up steps" if config.warmup_steps else ""
-    return f"ds_compress {__version__} active, link {link}{warmup}; per message: {'; '.join(boundaries)}"
+    recipe = f"recipe {config.block.recipe}, " if config.block.recipe else ""
+    return (
+        f"ds_compress {__version__} active, {recipe}link {link}{warmup}; per message: {'; '.join(boundaries)}"
+    )
 
 
 def size_notes(config: Config, channels: Channels) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_compress.config import recipes
 from ds_compress.kernels.native import prebuilt
 from ds_compress.kernels.native.loader import SOURCES
 from tests.support.compiled import COMPILER, ROOT, environment
@@ -53,6 +54,9 @@ def wheel(folder, **variables):
 def test_an_installed_package_compiles_nothing(tmp_path):
     file, names = wheel(tmp_path)
     assert {Path(name).name for name in names if name.endswith(".so")} == LIBRARIES
+    assert {name for name in names if name.startswith("ds_compress/recipes/")} == {
+        f"ds_compress/recipes/{name}.json" for name in recipes.names()
+    }
     assert "-py3-none-" in file.name and file.stem.endswith(platform.machine())
     site = tmp_path / "site"
     zipfile.ZipFile(file).extractall(site)

@@ -1,0 +1,67 @@
+"""Recipes: settings with a name, so that a block can be one key.
+
+A recipe is a ds_config.json of `ds_compress/recipes` (`ds_configs` in a source tree), runnable as it is; only
+its "ds_compress" block counts here.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ds_compress.errors import CompressionError, did_you_mean, shown
+
+FOLDER = Path(__file__).parents[1] / "recipes"
+WHOLE = ("codec", "feedback")
+"""Keys whose value replaces that of the recipe as a whole: options of one codec mean nothing to another."""
+WARMUPS = ("warmup_steps", "warmup_epochs")
+
+
+def names() -> list[str]:
+    """Of all recipes, sorted."""
+    return sorted(file.stem for file in FOLDER.glob("*.json"))
+
+
+def as_schema(field: dict[str, Any]) -> None:
+    """Put the names into the JSON schema of a field that is one of them or null."""
+    field["anyOf"] = [{"enum": names()}, {"type": "null"}]
+
+
+def recipe(name: object, key: str) -> dict[str, Any]:
+    """The block that `name` stands for, which a ds_config.json has at `key`.
+
+    Raises:
+        CompressionError: there is no such recipe.
+    """
+    known = names()
+    if not isinstance(name, str) or name not in known:
+        near = did_you_mean(name, known)
+        raise CompressionError(
+            f"{key}.recipe: {shown(name)} is not a recipe{near}; known: {', '.join(known)}"
+        )
+    block: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))[key]
+    return block
+
+
+def with_recipe(block: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """`block`, the value of `key`, with all that its recipe says where it says nothing itself.
+
+    Raises:
+        CompressionError: it names a recipe that does not exist.
+    """
+    if block.get("recipe") is None:
+        return dict(block)
+    settings = recipe(block["recipe"], key)
+    if any(key in block for key in WARMUPS):  # one of them, however long, replaces the other
+        settings = {key: value for key, value in settings.items() if key not in WARMUPS}
+    return _changed(settings, block)
+
+
+def _changed(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    changed = dict(settings)
+    for key, value in changes.items():
+        before = changed.get(key)
+        if isinstance(before, dict) and isinstance(value, dict) and key not in WHOLE:
+            value = _changed(before, value)
+        changed[key] = value
+    return changed

@@ -1,0 +1,136 @@
+"""`"recipe": NAME`: the settings of a file of ds_configs, each changed by the key that says otherwise."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_compress.cli import main
+from ds_compress.config import DIRECTIONS, KEY, Config, recipes
+from ds_compress.errors import CompressionError
+from ds_compress.monitor.lines import announcement
+from tests.support.scripts import ROOT
+
+NAMES = recipes.names()
+
+
+def settings(block):
+    return Config(block).settings
+
+
+def test_every_file_is_a_recipe():
+    assert [file.stem for file in sorted((ROOT / "ds_configs").glob("*.json"))] == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_stands_for_the_block_of_its_file(name):
+    written = json.loads((ROOT / "ds_configs" / f"{name}.json").read_text())[KEY]
+    named = Config({"recipe": name})
+    assert named.settings == settings(written)
+    assert named.warmup_steps == Config(written).warmup_steps
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ends_agree_whether_a_setting_has_a_name(name):
+    """One machine may have the name, another the settings: they compare equal at start-up."""
+    assert "recipe" not in settings({"recipe": name})
+
+
+def test_a_codec_is_replaced_with_all_its_options():
+    block = {"recipe": "quant4_8", "forward": {"codec": {"name": "quantize", "bits": 8}}}
+    assert (
+        settings(block)["forward"]
+        == settings({"forward": {"codec": {"name": "quantize", "bits": 8}}})["forward"]
+    )
+    assert settings(block)["backward"] == settings({"recipe": "quant4_8"})["backward"]
+
+
+def test_a_codec_alone_leaves_the_feedback():
+    block = {"recipe": "quant4_loco", "backward": {"codec": {"name": "quantize", "bits": 3}}}
+    chosen = Config(block).codecs(None)
+    assert chosen.feedbacks["backward"].name == "loco"
+    assert chosen.backward.settings["bits"] == 3
+    block["backward"]["feedback"] = "none"
+    assert Config(block).codecs(None).feedbacks["backward"].name == "none"
+
+
+def test_single_keys_and_boundaries_change_it():
+    block = {
+        "recipe": "quant4_8",
+        "seed": 5,
+        "link": {"depth": 2},
+        "boundaries": {"1": {"forward": {"codec": "none"}}},
+    }
+    config = Config(block)
+    assert (config.block.seed, config.block.link.depth, config.block.link.mode) == (5, 2, "eager")
+    assert config.codecs(1).forward.name == "none"
+    assert config.codecs(0).settings == Config({"recipe": "quant4_8"}).codecs(0).settings
+
+
+@pytest.mark.parametrize("own", [{"warmup_steps": 3}, {"warmup_steps": 0}, {"warmup_epochs": 1}])
+def test_a_warmup_of_ones_own_replaces_the_other(own):
+    """Of the two there may be one; a recipe must not bring the other into the block."""
+    block = {"recipe": "pca64", **own}
+    if own == {"warmup_steps": 0}:  # pca itself needs one
+        with pytest.raises(CompressionError, match="warmup_steps: 0 is not allowed with codec 'pca'"):
+            Config(block)
+    else:
+        checked = Config(block).block
+        assert {key: getattr(checked, key) for key in own} == own
+
+
+@pytest.mark.parametrize(
+    "wrong", ["quant4_9", "", 5, ["topk10"], {}, True, "../recipes/topk10", "topk10.json"]
+)
+def test_no_such_recipe(wrong):
+    with pytest.raises(
+        CompressionError, match=r"^ds_compress.recipe: .* is not a recipe.*; known: .*topk10"
+    ) as e:
+        Config({"recipe": wrong})
+    assert "\n" not in str(e.value)
+
+
+def test_the_nearest_name_is_proposed():
+    with pytest.raises(CompressionError, match=r"'topk_10' is not a recipe \(did you mean 'topk10'\?\)"):
+        Config({"recipe": "topk_10"})
+
+
+def test_null_is_no_recipe():
+    assert settings({"recipe": None, "seed": 3}) == settings({"seed": 3})
+
+
+@given(name=st.sampled_from(NAMES), seed=st.integers(0, 100), codec=st.sampled_from(["bf16", "fp8", "none"]))
+def test_files_are_never_changed(name, seed, codec):
+    before = settings({"recipe": name})
+    own = {"forward": {"codec": codec, "feedback": "none"}, "backward": {"codec": codec, "feedback": "none"}}
+    changed = settings({"recipe": name, "seed": seed, **own})
+    assert changed["seed"] == seed
+    assert all(changed[direction]["name"] == codec for direction in DIRECTIONS)
+    assert settings({"recipe": name}) == before
+
+
+def test_the_list(capsys):
+    assert main(["list", "--recipes"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in NAMES)
+    assert main(["list", "--recipes", "--json"]) == 0
+    rows = {row["recipe"]: row for row in json.loads(capsys.readouterr().out)}
+    assert list(rows) == NAMES
+    assert rows["none"]["ratio"] == pytest.approx(1, abs=1e-4)
+    assert rows["quant4_8"]["bits_forward"] == pytest.approx(4.25, abs=0.01)
+    assert rows["quant4_8"]["bits_backward"] == pytest.approx(8.25, abs=0.01)
+    assert all(settings(row["block"]) == settings({"recipe": name}) for name, row in rows.items())
+
+
+def test_the_list_is_no_page_of_the_docs(capsys):
+    assert main(["list", "--recipes", "--markdown"]) == 2
+    assert "--markdown: not allowed with --recipes" in capsys.readouterr().err
+
+
+def test_the_first_line_names_it():
+    sizes = {"message_raw_bytes": 100.0, "message_wire_bytes": 50.0}
+    channels = [dict.fromkeys(DIRECTIONS, sizes)]
+    line = announcement(Config({"recipe": "bf16"}), channels, "eager", lambda place: "")
+    assert "active, recipe bf16, link eager" in line
+    assert "active, link eager" in announcement(Config({}), channels, "eager", lambda place: "")
