@@ -83,6 +83,23 @@ class Monitor(Options):
     """Write the counters every so many steps; 0: never."""
 
 
+class Guard(Options):
+    every: Steps = 200
+    """Every so many steps, and once 25 steps after the warm-up, the last micro-batch passes the pipeline
+    twice more without training: with compression and without. 0: never. Not where activations have a
+    feedback, which evaluation leaves out, nor under DualPipeV."""
+
+    loss: float = Field(default=0.05, gt=0, le=1e9)
+    """Share of the uncompressed loss that compression may add before the guard acts."""
+
+    error: float = Field(default=0.5, gt=0, le=1e9)
+    """Relative error of a message, in a step that the monitor measures, beyond which there is a warning, once
+    for each boundary and direction."""
+
+    action: Literal["warn", "stop"] = "warn"
+    """What happens when compression adds more to the loss: one warning, or the end of all ranks."""
+
+
 class Block(Options):
     """The block as the user wrote it, with defaults filled in."""
 
@@ -121,6 +138,8 @@ class Block(Options):
     differs both start from zero, and a line says so. 0: never."""
     checkpoint: Checkpoint = Checkpoint()
     """What `save_checkpoint` keeps of the feedbacks."""
+    guard: Guard = Guard()
+    """Says when compression hurts."""
     monitor: Monitor = Monitor()
     """What is written where DeepSpeed's monitor writes: W&B, TensorBoard, CSV."""
     seed: int = Field(default=1234, ge=0, lt=2**63)

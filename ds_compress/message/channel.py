@@ -69,7 +69,7 @@ class Channel:
         """The layout of a message of tensors like `tensors`."""
         config, training = self.boundary.config, message_id.training
         # both sides find the same
-        compressed = training or config.block.eval == "compressed"
+        compressed = training or config.eval == "compressed"
         compressed = compressed and message_id.step >= config.warmup_steps
         kind = compressed, training, self.raw_tail, self.boundary.carrying
         layout = self._latest.get(kind)

@@ -43,6 +43,21 @@ def size_notes(config: Config, channels: Channels) -> list[str]:
     return list(filter(None, notes))
 
 
+def error_notes(config: Config, channels: Channels) -> dict[tuple[int, str], str]:
+    """What there is to say of messages that lost more than the guard allows, by boundary and direction."""
+    notes = {}
+    for number, directions in enumerate(channels):
+        for name, values in directions.items():
+            error, most = values["relative_error"], config.block.guard.error
+            if error > most:
+                notes[number, name] = (
+                    f"boundary {number}, {name}: {getattr(config.codecs(number), name)} has a relative error "
+                    f"of {error:.2f} (ds_compress.guard.error: {most:g}), more of a message than training "
+                    "may bear to lose; use more bits or a higher density, or another codec"
+                )
+    return notes
+
+
 def summary(channels: Channels, step: int, waited: list[float], seconds: float) -> str:
     """What training has sent until `step`, and what it spared.
 

@@ -33,6 +33,8 @@ PIPELINE = {
     "step_ms": "the step as the first stage sees it",
     "uncompressed_step_ms": "estimate of the step with every message sent as it is",
 }
+LOSS_COST = "loss_cost"
+"""Label of the loss of one micro-batch with compression minus that without, every `guard.every` steps."""
 
 DASHBOARD = {
     "Bytes": ("wire_bytes", "raw_bytes", "ratio", "link_busy"),

@@ -90,6 +90,7 @@ class Monitor:
         self._began: Any = None  # mark of the measured step
         self._failure = ""  # of this rank, in one line
         self._said = self._off = False
+        self._warned: set[tuple[int, str]] = set()  # of errors: boundary, direction
         self._gathered: Channels = []
         self._written: Channels = []
         self._measured = 0  # steps
@@ -147,6 +148,7 @@ class Monitor:
                 self._gathered, self._steps, self._ended = channels, step, time.perf_counter()
                 if all(status is Status.MEASURED for status in statuses):
                     self._write(channels, step_ms, samples, sinks)
+                    self._warn(channels)
             if self._failure:
                 self._say()
 
@@ -187,6 +189,13 @@ class Monitor:
         complete(channels, self._written, self._table.stamps, step_ms)
         self._written = channels
         sinks.write_events(self._events(channels, step_ms, samples))
+
+    def _warn(self, channels: Channels) -> None:
+        """Of errors beyond what the guard allows, once for each channel."""
+        for place, note in lines.error_notes(self.config, channels).items():
+            if place not in self._warned:
+                logger.warning(note)
+            self._warned.add(place)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

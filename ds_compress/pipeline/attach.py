@@ -22,6 +22,7 @@ from ds_compress.kernels import dispatch
 from ds_compress.monitor.monitor import Monitor
 from ds_compress.pipeline import lifetime
 from ds_compress.pipeline.engine import CompressedEngine, steps_per_epoch
+from ds_compress.pipeline.guard import Guard, GuardedEngine
 from ds_compress.pipeline.handshake import Notes, agree
 from ds_compress.pipeline.intercept import PointToPoint
 from ds_compress.pipeline.mirrors import MirrorCheck
@@ -53,7 +54,9 @@ def _compressed_class(mixin: type[CompressedEngine], base: Any) -> type:
     entries = {instruction: getattr(mixin, name) for instruction, name in mixin._AROUND.items()}
     stock = base._INSTRUCTION_MAP
     members = {"_INSTRUCTION_MAP": ChainMap(entries, stock), "_stock": stock}
-    return type(f"Compressed{base.__name__}", (WatchedEngine, mixin, base), members)
+    # DualPipeV evaluates by a schedule that is not DeepSpeed's own
+    guarded = () if mixin._own_link else (GuardedEngine,)
+    return type(f"Compressed{base.__name__}", (WatchedEngine, *guarded, mixin, base), members)
 
 
 def check_release(base: Any, module: Any) -> None:
@@ -137,6 +140,7 @@ def attach(engine: Any, module: Any, block: object) -> None:
         _get_default_store(), dist.get_rank(), dist.get_world_size(), config.block.link.timeout_s
     )
     lifetime.free_with(engine, engine._compression.groups, watchdog.close)
+    engine._guard = Guard(config, engine.global_rank)
     every = config.block.mirror_check if config.mirrors else 0
     engine._compression_mirrors = MirrorCheck(
         every, engine._compression, engine._sides(), engine.grid, engine.device

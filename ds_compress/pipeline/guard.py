@@ -1,0 +1,166 @@
+"""The guard: what compression costs at present, in the loss of one micro-batch with it and without.
+
+After a training step the last micro-batch of that step passes the pipeline twice more, in evaluation, by
+DeepSpeed's own schedule for it. Nothing that training goes on from is touched.
+"""
+
+import contextlib
+import logging
+import math
+import random
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from deepspeed import comm as dist
+from torch import Tensor
+
+from ds_compress.codec import TensorSpec
+from ds_compress.config import Config
+from ds_compress.errors import CompressionError
+from ds_compress.monitor.metrics import LOSS_COST, label
+
+FIRST = 25
+"""Steps after the warm-up until the first look: a setting that hurts does so early."""
+
+_LEFT_BY_EVALUATION = ("total_loss", "total_additional_losses", "fwd_outputs", "loss", "_compute_loss")
+"""What a schedule writes on an engine that programs read after a training step."""
+
+Mode = Literal["compressed", "uncompressed"]
+
+logger = logging.getLogger("ds_compress")
+
+
+class Guard:
+    """When to look, the micro-batch to look at, and the verdict; on every rank."""
+
+    def __init__(self, config: Config, rank: int):
+        self.batch: Any = None  # that the step in progress loaded last, where it will be needed
+        self.due = False  # whether there is a look after the step in progress
+        self.replays = False  # whether `batch` is what is loaded
+        self._config = config
+        self._options = config.block.guard
+        self._rank = rank
+        self._said = False
+        self._on = self._options.every > 0 and _loses(config)
+
+    def begin(self, step: int) -> None:
+        """Before the training step with number `step`, counted from 1."""
+        compressed = step - self._config.warmup_steps
+        every = self._options.every
+        self.due = self._on and compressed > 0 and (compressed == FIRST or compressed % every == 0)
+        self.batch = None
+
+    def look(self, engine: Any) -> None:
+        """After a training step; every rank calls it.
+
+        Raises:
+            CompressionError: compression costs more than is allowed, and "action" is "stop".
+        """
+        self.due = False
+        loads = engine.is_first_stage() or engine.is_last_stage()
+        known = torch.tensor(float(self.batch is not None or not loads), device=engine.device)
+        dist.all_reduce(known, op=dist.ReduceOp.MIN)
+        if not known.item():
+            self._on = False
+            if self._rank == 0:
+                logger.info("ds_compress: the guard is off: this program loads its micro-batches by itself")
+            return
+        losses = torch.stack([self._loss(engine, "compressed"), self._loss(engine, "uncompressed")])
+        self.batch = None
+        sums = torch.cat([losses, torch.tensor([float(engine.is_last_stage())], device=engine.device)])
+        dist.all_reduce(sums)
+        compressed, plain = (sums[:2] / sums[2]).tolist()
+        if not math.isfinite(plain):  # or no number at all
+            return
+        if self._rank == 0 and engine.monitor.enabled:
+            engine.monitor.write_events([(label(LOSS_COST), compressed - plain, engine.global_samples)])
+        self._judge(engine.global_steps, compressed, plain)
+
+    def _loss(self, engine: Any, mode: Mode) -> Tensor:
+        """[], fp32: of the micro-batch, on the last stage; 0 on the others, nan where it is none."""
+        with _aside(engine, self._config, mode):
+            self.replays = True
+            try:
+                engine._exec_schedule(engine._inference_schedule(1))
+            finally:
+                self.replays = False
+            if not engine.is_last_stage():
+                return torch.zeros((), dtype=torch.float32, device=engine.device)
+            loss = engine.fwd_outputs[0] if engine.fwd_outputs else None
+            if not torch.is_tensor(loss) or loss.numel() != 1:
+                return torch.full((), math.nan, dtype=torch.float32, device=engine.device)
+            return loss.detach().float().reshape(())
+
+    def _judge(self, step: int, compressed: float, plain: float) -> None:
+        cost = compressed - plain
+        if cost <= self._options.loss * abs(plain):
+            return
+        share = f"{cost / abs(plain):+.0%}" if plain else "all of it"
+        codecs = dict.fromkeys(str(self._config.codecs(number).forward) for number in self._config.numbers)
+        line = (
+            f"ds_compress: guard: after step {step} compression adds {cost:.4g} to a loss of {plain:.4g} "
+            f"({share}; ds_compress.guard.loss allows {self._options.loss:+.0%}); forward "
+            f"{', '.join(codecs)}: use more bits or a higher density, or another codec"
+        )
+        if self._options.action == "stop":
+            raise CompressionError(line)
+        if self._rank == 0 and not self._said:
+            logger.warning(line)
+        self._said = True
+
+
+class GuardedEngine:
+    """The part of the engine's mixin that the guard is fed by."""
+
+    _guard: Guard
+
+    def train_batch(self, *args, **kwargs):
+        self._guard.begin(self.global_steps + 1)
+        loss = super().train_batch(*args, **kwargs)
+        if self._guard.due:
+            self._guard.look(self)
+        return loss
+
+    def _next_batch(self):
+        if self._guard.replays:
+            return self._guard.batch
+        batch = super()._next_batch()
+        if self._guard.due:
+            self._guard.batch = batch
+        return batch
+
+
+def _loses(config: Config) -> bool:
+    """Whether evaluation shows what compression does to activations, and that is anything."""
+    message = TensorSpec((2, 64, 64), torch.float32)
+    used = [config.codecs(number) for number in config.numbers]
+    plain = all(codecs.feedbacks["forward"].name == "none" for codecs in used)
+    return plain and any(codecs.forward.error_bound(message) > 0 for codecs in used)
+
+
+@contextlib.contextmanager
+def _aside(engine: Any, config: Config, mode: Mode) -> Iterator[None]:
+    """Evaluate inside with compression or without, and leave the engine as it was."""
+    module = engine.module
+    modes = [(part, part.training) for part in module.modules()]
+    held = {name: getattr(engine, name) for name in _LEFT_BY_EVALUATION if hasattr(engine, name)}
+    passes = module.micro_offset  # DeepSpeed seeds the layers of a pass by its number, if it is told to
+    devices = [engine.device] if engine.device.type == "cuda" else []
+    python, numpy = random.getstate(), np.random.get_state()
+    config.eval, before = mode, config.eval
+    try:
+        with torch.random.fork_rng(devices), torch.no_grad():
+            module.eval()
+            engine._compute_loss, engine.total_loss, engine.total_additional_losses = True, None, None
+            yield
+    finally:
+        config.eval = before
+        random.setstate(python)
+        np.random.set_state(numpy)
+        module.micro_offset = passes
+        for part, training in modes:
+            part.training = training
+        for name, value in held.items():
+            setattr(engine, name, value)
