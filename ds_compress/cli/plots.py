@@ -6,6 +6,7 @@ from collections.abc import Callable
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
+from ds_compress.cli.headline import SMOOTHED, baseline, difference, headline
 from ds_compress.cli.runs import LOSS, Run
 from ds_compress.config import DIRECTIONS
 from ds_compress.monitor.metrics import stage_ms
@@ -35,6 +36,27 @@ def _logarithmic_x(axes) -> None:
     axes.xaxis.set_major_formatter(LogFormatter())
     axes.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
     axes.tick_params(axis="x", which="both", length=3.5, pad=3.5)  # labels of both kinds at one height
+
+
+def first_page(runs: list[Run]) -> Figure | None:
+    """A line for each run, over how much its loss differs from that of the run that compressed nothing."""
+    base = baseline(runs)
+    if base is None:
+        return None
+    lines = [headline(run, base) for run in runs]
+    figure = Figure(figsize=(SIZE[0], SIZE[1] + 0.3 * len(lines)), layout="constrained")
+    axes = figure.add_subplot(xlabel="samples", ylabel=f"loss minus that of {base.name}")
+    axes.set_title("\n".join(lines), loc="left", fontsize="medium")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.axhline(0, color="black", linewidth=0.8)
+    for number, run in enumerate(runs):
+        points = difference(run, base)
+        if run is not base and points:
+            axes.plot(*zip(*points), label=run.name, color=f"C{number}")
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend()
+    return figure
 
 
 def loss_against_steps(runs: list[Run]) -> Figure | None:
@@ -149,6 +171,10 @@ def pareto(runs: list[Run]) -> Figure | None:
 
 
 PLOTS: dict[str, tuple[Callable[[list[Run]], Figure | None], str]] = {
+    "first_page": (
+        first_page,
+        f"Loss minus that of the run that compressed nothing, means of {SMOOTHED} steps.",
+    ),
     "loss_steps": (loss_against_steps, "Training loss against samples seen."),
     "loss_bytes": (loss_against_bytes, "The same loss against the bytes that crossed all stage boundaries."),
     "error": (

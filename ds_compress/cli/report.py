@@ -8,7 +8,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ds_compress.cli.runs import FINAL, LOSS, Run, read_run
+from ds_compress.cli.headline import baseline, bytes_ratio, headline
+from ds_compress.cli.runs import FINAL, LOSS, Run, read_runs
 from ds_compress.errors import CompressionError
 
 STYLE = """
@@ -27,7 +28,7 @@ def add_parser(subparsers: Any) -> None:
         nargs="+",
         type=Path,
         metavar="RUN",
-        help="a folder of DeepSpeed's csv_monitor, or an offline W&B run",
+        help="a folder of DeepSpeed's csv_monitor, an offline W&B run, or any folder above such",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("report"), help="folder to write to (default: report)"
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         from ds_compress.cli.plots import PLOTS
     except ImportError as error:
         raise CompressionError(f"report: {error}; install matplotlib, or ds_compress[report]") from None
-    runs = _distinct([read_run(path) for path in args.runs])
+    runs = _distinct([run for path in args.runs for run in read_runs(path)])
     args.out.mkdir(parents=True, exist_ok=True)
     figures = []
     for name, (plot, caption) in PLOTS.items():
@@ -51,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
             figures.append((file, caption))
     page = args.out / "report.html"
     page.write_text(_page(runs, figures), encoding="utf-8")
+    print("\n".join(headlines(runs)))
     print(f"wrote {page} and {len(figures)} PNG files beside it")
     return 0
 
@@ -58,17 +60,21 @@ def run(args: argparse.Namespace) -> int:
 def summarize(run: Run) -> dict[str, float]:
     """Final loss (mean of the last values), bytes on the wire, ratio and median step of a run; nan where
     unknown."""
-    raw, wire = (
-        series[-1][1] if series else math.nan for series in map(run.total, ("raw_bytes", "wire_bytes"))
-    )
+    sent = run.total("wire_bytes")
     return {
         "steps": len(run.series[LOSS]),
         "final loss": run.final_loss,
-        "MB sent": wire / 1e6,
-        "ratio": raw / wire,
+        "MB sent": sent[-1][1] / 1e6 if sent else math.nan,
+        "ratio": bytes_ratio(run),
         "ms per step": run.median("step_ms"),
         "ms per step if uncompressed (estimate)": run.median("uncompressed_step_ms"),
     }
+
+
+def headlines(runs: list[Run]) -> list[str]:
+    """A line for each run, against the first of them that compressed nothing."""
+    base = baseline(runs)
+    return [headline(run, base) for run in runs]
 
 
 def _distinct(runs: list[Run]) -> list[Run]:
@@ -89,6 +95,7 @@ def _page(runs: list[Run], figures: list[tuple[Path, str]]) -> str:
         f"{''.join(f'<td>{_number(value)}</td>' for value in row.values())}</tr>\n"
         for name, row in rows.items()
     )
+    lines = "".join(f"<li>{html.escape(line)}</li>\n" for line in headlines(runs))
     images = "".join(
         f'<figure><img alt="{html.escape(caption)}" src="data:image/png;base64,'
         f'{base64.b64encode(file.read_bytes()).decode()}"><figcaption>{html.escape(caption)}</figcaption></figure>\n'
@@ -102,7 +109,8 @@ def _page(runs: list[Run], figures: list[tuple[Path, str]]) -> str:
     )
     return (
         '<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>ds_compress report</title>\n'
-        f"<style>{STYLE}</style>\n<h1>ds_compress report</h1>\n<table><tr>{head}</tr>\n{body}</table>\n"
+        f"<style>{STYLE}</style>\n<h1>ds_compress report</h1>\n<ul>{lines}</ul>\n"
+        f"<table><tr>{head}</tr>\n{body}</table>\n"
         f"<p>The loss is the mean of the last {FINAL} values. Bytes are those of one pipeline replica.</p>\n"
         f"{images}{settings}</html>\n"
     )

@@ -13,10 +13,13 @@ from typing import Any
 
 from ds_compress.config import DIRECTIONS
 from ds_compress.errors import CompressionError
-from ds_compress.monitor.metrics import CHANNEL, PIPELINE, label
+from ds_compress.monitor.metrics import CHANNEL, LOSS_COST, PIPELINE, label
 
 LOSS = "Train/Samples/train_loss"
 FINAL = 5  # losses whose mean is the final loss
+COMMON = r"csv|files|wandb|(offline-)?run-\d+_\d+-\w+"
+"""Names of folders that monitors give to all runs, as a pattern."""
+
 Series = list[tuple[int, float]]
 
 
@@ -60,39 +63,55 @@ class Run:
         return statistics.fmean(loss for _, loss in self.series[LOSS][-FINAL:])
 
 
-def read_run(path: Path) -> Run:
-    """The run at `path`: a folder of DeepSpeed's CSV monitor or one above it, a .wandb file, or a folder with
-    one.
+def read_runs(path: Path) -> list[Run]:
+    """The runs at `path`: folders of DeepSpeed's CSV monitor, or .wandb files, wherever they are below it.
+
+    What both monitors wrote of one run is one run: its losses are the same.
 
     Raises:
-        CompressionError: there is no run, more than one, or none that holds a training loss.
+        CompressionError: there is no run, or one that holds no training loss.
     """
     if not path.exists():
         raise CompressionError(f"report: {path} is not there")
     files = sorted(path.rglob("*.wandb")) if path.is_dir() else [path] if path.suffix == ".wandb" else []
     folders = sorted({file.parent for file in path.rglob(_file(LOSS))}) if path.is_dir() else []
-    found = [*folders, *files]
-    if len(found) != 1:
-        several = f": {', '.join(map(str, found))}; name one" if found else ""
+    if not folders and not files:
         raise CompressionError(
-            f"report: {path} holds {len(found)} runs{several}; allowed: a folder of DeepSpeed's "
-            "csv_monitor, or an offline W&B run"
+            f"report: {path} holds no run; allowed: a folder of DeepSpeed's csv_monitor, an offline W&B run, "
+            "or a folder with such folders"
         )
-    series, config = _read_wandb(files[0]) if files else (_read_csv(folders[0]), {})
-    if not series.get(LOSS):
-        raise CompressionError(f"report: {found[0]} holds no {LOSS}: the run wrote no step")
-    return Run(_name(path), {name: sorted(dict(points).items()) for name, points in series.items()}, config)
+    alone = len(folders) + len(files) == 1
+    runs: list[Run] = []
+    for place in (*folders, *files):
+        series, config = _read_wandb(place) if place in files else (_read_csv(place), {})
+        if not series.get(LOSS):
+            raise CompressionError(f"report: {place} holds no {LOSS}: the run wrote no step")
+        series = {name: sorted(dict(points).items()) for name, points in series.items()}
+        same = next((run for run in runs if _is_same(run.series[LOSS], series[LOSS])), None)
+        if same and place in files:
+            same.config = config
+        else:
+            runs.append(Run(_name(path, path if alone else place), series, config))
+    return runs
 
 
-def _name(path: Path) -> str:
-    """The part of a path that tells runs apart: not the folder that every run calls csv."""
-    parts = [part for part in path.resolve().with_suffix("").parts if part not in ("csv", "files")]
-    return parts[-1]
+def _is_same(one: Series, other: Series) -> bool:
+    return len(one) == len(other) and all(
+        a[0] == b[0] and math.isclose(a[1], b[1], rel_tol=1e-6) for a, b in zip(one, other)
+    )
+
+
+def _name(path: Path, place: Path) -> str:
+    """What tells the run at `place` from others below `path`, or the last part of both: not the folders that
+    every run has."""
+    parts = [part for part in place.resolve().with_suffix("").parts if not re.fullmatch(COMMON, part)]
+    above = [part for part in path.resolve().with_suffix("").parts if not re.fullmatch(COMMON, part)]
+    return "/".join(parts[len(above) :]) or parts[-1]
 
 
 def _read_csv(folder: Path) -> dict[str, Series]:
     """A file per label; DeepSpeed has replaced / by _, so only labels of a known form can be told."""
-    known = {name: _file(name) for name in (LOSS, *map(label, PIPELINE))}
+    known = {name: _file(name) for name in (LOSS, *map(label, (*PIPELINE, LOSS_COST)))}
     for file in folder.glob("Train_Compression_boundary_*.csv"):
         match = re.fullmatch(r"Train_Compression_boundary_(\d+)_(forward|backward)_(\w+)\.csv", file.name)
         if match and match[3] in CHANNEL:

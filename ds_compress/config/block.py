@@ -90,14 +90,15 @@ class Guard(Options):
     feedback, which evaluation leaves out, nor under DualPipeV."""
 
     loss: float = Field(default=0.05, gt=0, le=1e9)
-    """Share of the uncompressed loss that compression may add before the guard acts."""
+    """Share of the uncompressed loss that compression may change it by. More: it hurts; less: the model has
+    come to need it, and evaluating it without compression would hurt."""
 
     error: float = Field(default=0.5, gt=0, le=1e9)
-    """Relative error of a message, in a step that the monitor measures, beyond which there is a warning, once
-    for each boundary and direction."""
+    """Relative error of a message, in a step that is looked at or that the monitor measures, beyond which
+    there is a warning, once for each boundary and direction."""
 
     action: Literal["warn", "stop"] = "warn"
-    """What happens when compression adds more to the loss: one warning, or the end of all ranks."""
+    """What happens when compression changes the loss by more: one warning, or the end of all ranks."""
 
 
 class Block(Options):

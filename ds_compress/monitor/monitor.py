@@ -86,7 +86,8 @@ class Monitor:
         self._meters: list[tuple[End, SendingMeter | ReceivingMeter]] = []
         self._clock = clock_for(device)
         self._table = Table(boundaries, ranks, device)
-        self._due = False  # whether the step in progress is to be written
+        self._due = False  # whether the step in progress is to be summed up over the stages
+        self._writes = False  # and written
         self._began: Any = None  # mark of the measured step
         self._failure = ""  # of this rank, in one line
         self._said = self._off = False
@@ -98,17 +99,22 @@ class Monitor:
         self._started = self._ended = 0.0  # of training, seconds
         self._waited: list[float] = []  # share of a written step
 
-    def begin_step(self, ends: Sequence[End], step: int, micro_batches: int, watched: bool) -> None:
+    def begin_step(
+        self, ends: Sequence[End], step: int, micro_batches: int, watched: bool, judged: bool = False
+    ) -> None:
         """Before the training step with number `step`, counted from 1.
 
         Args:
             watched: whether DeepSpeed's monitor has a sink.
+            judged: whether the guard wants to know the errors of this step.
         """
         self._started = self._started or time.perf_counter()
         every = self.config.block.monitor.every
-        self._due = every > 0 and step % every == 0 and not self._off
+        counted = every > 0 and step % every == 0
+        self._due = (counted or judged) and not self._off
+        self._writes = counted and watched
         self._take_meters()  # of a step that was interrupted
-        if not self._due or not watched:
+        if not self._due or not (watched or judged):
             return
         with self._guarded():
             compared = self._measured % micro_batches
@@ -147,8 +153,9 @@ class Monitor:
                     self._announce(channels, sinks)
                 self._gathered, self._steps, self._ended = channels, step, time.perf_counter()
                 if all(status is Status.MEASURED for status in statuses):
-                    self._write(channels, step_ms, samples, sinks)
                     self._warn(channels)
+                    if self._writes:
+                        self._write(channels, step_ms, samples, sinks)
             if self._failure:
                 self._say()
 

@@ -20,6 +20,7 @@ from ds_compress.checkpoint.mixin import CheckpointedEngine
 from ds_compress.message.carrying import Tracking
 from ds_compress.message.channel import Boundary
 from ds_compress.monitor.monitor import Monitor
+from ds_compress.pipeline.guard import Guard
 from ds_compress.pipeline.lookahead import Lookahead
 from ds_compress.pipeline.mirrors import MirrorCheck
 from ds_compress.pipeline.stage import Begun, Instruction, Stage, as_list
@@ -58,6 +59,7 @@ class CompressedEngine(CheckpointedEngine):
     _compression_monitor: Monitor
     _is_eager = False  # whether messages may leave when they are computed
     _compression_mirrors: MirrorCheck
+    _guard: Guard
     _own_link: ClassVar[str | None] = None  # where link.mode has no say: the name of what has
     _lookahead: Lookahead  # of the schedule in progress, or of none
     _tracking: Tracking | None = None  # as long as some message may have to know which of its tensors carry
@@ -105,7 +107,8 @@ class CompressedEngine(CheckpointedEngine):
         training = begun.training
         if training:
             self._recount_warmup(stage.config)
-            monitor.begin_step(stage.ends, self.global_steps + 1, self.micro_batches, self.monitor.enabled)
+            step, watched = self.global_steps + 1, self.monitor.enabled
+            monitor.begin_step(stage.ends, step, self.micro_batches, watched, self._guard.judges(step))
         with self._looking_ahead(pipe_schedule, training) as counts:
             with stage.running(begun, counts):
                 self._announce(training)

@@ -16,7 +16,7 @@ import torch
 from deepspeed import comm as dist
 from torch import Tensor
 
-from ds_compress.codec import TensorSpec
+from ds_compress.codec import Codec, TensorSpec
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.monitor.metrics import LOSS_COST, label
@@ -43,14 +43,22 @@ class Guard:
         self._options = config.block.guard
         self._rank = rank
         self._said = False
-        self._on = self._options.every > 0 and _loses(config)
+        used = [config.codecs(number) for number in config.numbers]
+        self._loses = any(_loses(codec) for each in used for codec in (each.forward, each.backward))
+        # evaluation shows what compression does to activations, if it is anything
+        plain = all(each.feedbacks["forward"].name == "none" for each in used)
+        self._on = plain and any(_loses(each.forward) for each in used)
 
     def begin(self, step: int) -> None:
         """Before the training step with number `step`, counted from 1."""
-        compressed = step - self._config.warmup_steps
-        every = self._options.every
-        self.due = self._on and compressed > 0 and (compressed == FIRST or compressed % every == 0)
+        self.due = self._on and self.judges(step)
         self.batch = None
+
+    def judges(self, step: int) -> bool:
+        """Whether the guard looks at that step."""
+        compressed, every = step - self._config.warmup_steps, self._options.every
+        first_or_next = compressed == FIRST or (every > 0 and compressed % every == 0)
+        return self._loses and every > 0 and compressed > 0 and first_or_next
 
     def look(self, engine: Any) -> None:
         """After a training step; every rank calls it.
@@ -94,14 +102,15 @@ class Guard:
             return loss.detach().float().reshape(())
 
     def _judge(self, step: int, compressed: float, plain: float) -> None:
-        cost = compressed - plain
-        if cost <= self._options.loss * abs(plain):
+        cost, most = compressed - plain, self._options.loss * abs(plain)
+        if -most <= cost <= most:
             return
-        share = f"{cost / abs(plain):+.0%}" if plain else "all of it"
         codecs = dict.fromkeys(str(self._config.codecs(number).forward) for number in self._config.numbers)
+        meaning = "the model has come to need it" if cost < 0 else "it hurts"
+        share = f"{cost / abs(plain):+.0%}" if plain else "all of it"
         line = (
-            f"ds_compress: guard: after step {step} compression adds {cost:.4g} to a loss of {plain:.4g} "
-            f"({share}; ds_compress.guard.loss allows {self._options.loss:+.0%}); forward "
+            f"ds_compress: guard: after step {step} a loss of {plain:.4g} is {compressed:.4g} with "
+            f"compression ({share}; ds_compress.guard.loss: {self._options.loss:.0%}): {meaning}; forward "
             f"{', '.join(codecs)}: use more bits or a higher density, or another codec"
         )
         if self._options.action == "stop":
@@ -132,12 +141,8 @@ class GuardedEngine:
         return batch
 
 
-def _loses(config: Config) -> bool:
-    """Whether evaluation shows what compression does to activations, and that is anything."""
-    message = TensorSpec((2, 64, 64), torch.float32)
-    used = [config.codecs(number) for number in config.numbers]
-    plain = all(codecs.feedbacks["forward"].name == "none" for codecs in used)
-    return plain and any(codecs.forward.error_bound(message) > 0 for codecs in used)
+def _loses(codec: Codec) -> bool:
+    return codec.error_bound(TensorSpec((2, 64, 64), torch.float32)) > 0
 
 
 @contextlib.contextmanager

@@ -1,21 +1,26 @@
 """`ds-compress report`: what it reads, what it draws, and that a browser shows it."""
 
 import csv
+import html
 import html.parser
+import json
 import shutil
 import struct
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from ds_compress.cli import main
-from ds_compress.cli.report import summarize
-from ds_compress.cli.runs import LOSS, read_run
+from ds_compress.cli.headline import difference, headline
+from ds_compress.cli.report import headlines, summarize
+from ds_compress.cli.runs import LOSS, read_runs
 from ds_compress.config import DIRECTIONS
 from ds_compress.errors import CompressionError
 from ds_compress.monitor.metrics import label
+from tests.support.one_run import read_run
 
-PLOTS = {"loss_steps.png", "loss_bytes.png", "error.png", "step_time.png", "pareto.png"}
+PLOTS = {"first_page.png", "loss_steps.png", "loss_bytes.png", "error.png", "step_time.png", "pareto.png"}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -50,7 +55,7 @@ def runs(tmp_path):
 
 def test_report_of_three_runs(tmp_path, capsys):
     assert main(["report", *runs(tmp_path), "--out", str(tmp_path / "out")]) == 0
-    assert f"wrote {tmp_path}/out/report.html and 5 PNG files" in capsys.readouterr().out
+    assert f"wrote {tmp_path}/out/report.html and 6 PNG files" in capsys.readouterr().out
     written = {file.name for file in (tmp_path / "out").iterdir()}
     assert written == PLOTS | {"report.html"}
 
@@ -63,7 +68,7 @@ def test_report_of_three_runs(tmp_path, capsys):
     text = (tmp_path / "out" / "report.html").read_text()
     Page().feed(text)
     images = [attributes["src"] for tag, attributes in seen if tag == "img"]
-    assert len(images) == 5 and all(src.startswith("data:image/png;base64,") for src in images)
+    assert len(images) == 6 and all(src.startswith("data:image/png;base64,") for src in images)
     assert not any(tag in ("script", "link", "iframe") for tag, _ in seen)  # nothing is fetched
     assert "&lt;quantize&gt;" in text and "<quantize>" not in text
 
@@ -92,19 +97,76 @@ def test_stock_runs_have_a_loss_but_no_bytes(tmp_path):
 
 def test_refusals(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
-    allowed = "allowed: a folder of DeepSpeed's csv_monitor, or an offline W&B run"
-    assert f"holds 0 runs; {allowed}" in capsys.readouterr().err
+    allowed = (
+        "allowed: a folder of DeepSpeed's csv_monitor, an offline W&B run, or a folder with such folders"
+    )
+    assert f"holds no run; {allowed}" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "nowhere")]) == 2
     assert "nowhere is not there" in capsys.readouterr().err
     write_run(tmp_path / "a" / "csv", 1)
-    write_run(tmp_path / "b" / "csv", 1)
-    with pytest.raises(CompressionError, match="holds 2 runs: .*; name one"):
-        read_run(tmp_path)
     assert main(["report", str(tmp_path / "a"), str(tmp_path / "a" / "csv")]) == 2
     assert "2 runs are named 'a'" in capsys.readouterr().err
     (tmp_path / "x.wandb").write_bytes(b"not a run")
     with pytest.raises(CompressionError, match="not a file of W&B"):
         read_run(tmp_path / "x.wandb")
+
+
+def test_a_folder_of_runs(tmp_path):
+    runs(tmp_path / "runs" / "demo")
+    write_run(tmp_path / "runs" / "later" / "topk" / "csv", 100, loss=1.3)
+    names = [run.name for run in read_runs(tmp_path / "runs")]
+    assert sorted(names) == ["demo/<quantize>", "demo/none", "demo/topk", "later/topk"]
+    assert [run.name for run in read_runs(tmp_path / "runs" / "later")] == ["later"]
+
+
+def test_one_run_that_two_monitors_wrote(tmp_path):
+    """It is one run, with the name of its folder and the settings that W&B has."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    write_run(tmp_path / "mine" / "csv", 100)
+    records = [Record()]
+    setting = records[0].run.config.update.add()
+    setting.key, setting.value_json = "ds_compress", '{"seed": 7}'
+    for samples, loss in read_run(tmp_path / "mine").series[LOSS]:
+        records.append(Record())
+        records[-1].history.step.num = samples
+        item = records[-1].history.item.add()
+        item.nested_key.append(LOSS)
+        item.value_json = json.dumps(loss)
+    folder = tmp_path / "mine" / "wandb" / "offline-run-20261122_000000-abc123"
+    folder.mkdir(parents=True)
+    wandb_log(folder / "run-abc123.wandb", [record.SerializeToString() for record in records])
+    write_run(tmp_path / "other" / "csv", 100, loss=3.0)
+    found = {run.name: run.config for run in read_runs(tmp_path)}
+    assert found == {"mine": {"ds_compress": {"seed": 7}}, "other": {}}
+
+
+def test_headlines(tmp_path, capsys):
+    """The bytes, the price and the gain of each run against the one that compressed nothing."""
+    found = [read_run(path) for path in map(Path, runs(tmp_path))]
+    by_name = dict(zip([run.name for run in found], headlines(found)))
+    assert by_name["topk"] == "topk: 10x fewer bytes, +0.200 loss, 1.00x steps/s against none"
+    assert by_name["<quantize>"] == "<quantize>: 4x fewer bytes, +0.010 loss, 1.00x steps/s against none"
+    assert by_name["none"].startswith("none: messages as they are, loss 1.0")
+    assert headlines(found[1:2])[0].startswith("topk: 10x fewer bytes, loss 1.2")
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    assert by_name["topk"] in capsys.readouterr().out
+    assert html.escape(by_name["topk"]) in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_headline_has_what_the_guard_measured(tmp_path):
+    write_run(tmp_path / "topk" / "csv", 100)
+    write_csv(tmp_path / "topk" / "csv", label("loss_cost"), [(32, 0.5), (640, 0.25)])
+    assert headline(read_run(tmp_path / "topk"), None).endswith(
+        "the guard last measured +0.250 loss by compression"
+    )
+
+
+def test_differences_are_those_of_smoothed_losses(tmp_path):
+    found = [read_run(path) for path in map(Path, runs(tmp_path))]
+    points = difference(found[1], found[0])
+    assert [samples for samples, _ in points] == [32 * step for step in range(10, 21)]
+    assert all(value == pytest.approx(0.2) for _, value in points)
 
 
 def wandb_log(path, records):

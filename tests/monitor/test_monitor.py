@@ -7,13 +7,14 @@ import pytest
 import torch
 
 import ds_compress  # noqa: F401  (hooks the engine)
-from ds_compress.cli.runs import LOSS, read_run
+from ds_compress.cli.runs import LOSS
 from ds_compress.config import DIRECTIONS
 from ds_compress.message.clock import HostClock
 from ds_compress.message.meters import SendingMeter
 from ds_compress.monitor import monitor
 from ds_compress.monitor.metrics import CHANNEL, PIPELINE, label
 from tests.support.dist import run_ranks
+from tests.support.one_run import read_run
 from tests.support.pipeline import MICRO_BATCH, MICRO_BATCHES, batches, build, ds_config, weights
 
 STEPS = 4

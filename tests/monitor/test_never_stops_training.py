@@ -12,13 +12,13 @@ import torch
 from deepspeed.monitor.monitor import MonitorMaster
 
 import ds_compress  # noqa: F401  (hooks the engine)
-from ds_compress.cli.runs import read_run
 from ds_compress.message import meters
 from ds_compress.message.clock import HostClock
 from ds_compress.monitor import monitor
 from ds_compress.monitor.metrics import CHANNEL, PREFIX, label
 from tests.support.dist import run_ranks
 from tests.support.kinds.catalogue import KINDS
+from tests.support.one_run import read_run
 from tests.support.pipeline import MICRO_BATCH, MICRO_BATCHES, batches, build, ds_config, weights
 
 STEPS = 6

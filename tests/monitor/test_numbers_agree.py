@@ -8,11 +8,11 @@ import torch
 
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.cli import main
-from ds_compress.cli.runs import read_run
 from ds_compress.config import DIRECTIONS
 from ds_compress.monitor.metrics import label
 from launch.demo import summarize
 from tests.support.dist import run_ranks
+from tests.support.one_run import read_run
 from tests.support.pipeline import MICRO_BATCH, MICRO_BATCHES, WIDTH, batches, build, ds_config
 
 STEPS = 4

@@ -39,16 +39,16 @@ class Lines(logging.Handler):
         self.said.append((record.levelname, record.getMessage()))
 
     def of_the_guard(self):
-        return [(level, line) for level, line in self.said if "guard" in line]
+        return [(level, line) for level, line in self.said if line.startswith("ds_compress: ")]
 
 
-def trained(stages, config, steps=3, specs=None, evaluate=False, engine_of=None):
+def trained(stages, config, steps=3, specs=None, evaluate=False, engine_of=None, watched=True):
     """Losses of training, what the guard measured and said, and what is left on the engine."""
     log, events = Lines(), []
     engine = build(stages, config, specs)
     if engine_of:
         engine_of(engine)
-    engine.monitor = SimpleNamespace(enabled=True, write_events=events.extend, tb_monitor=None)
+    engine.monitor = SimpleNamespace(enabled=watched, write_events=events.extend, tb_monitor=None)
     data = batches(engine.grid.get_data_parallel_id())
     losses, error, evaluated = [], "", {}
     try:
@@ -66,6 +66,8 @@ def trained(stages, config, steps=3, specs=None, evaluate=False, engine_of=None)
         "cost": [value for name, value, _ in events if name == "Train/Compression/loss_cost"],
         "said": log.of_the_guard(),
         "error": error,
+        "warned": [line for level, line in log.said if "relative error" in line],
+        "written": len(events),
         "evaluated": evaluated,
         "total": getattr(engine, "total_loss", None),
         "random": torch.get_rng_state().sum().item(),
@@ -154,7 +156,7 @@ def test_what_hurts_is_said_once_by_one_rank():
     ranks = run_ranks(2, trained, 2, ds_config(block(NOISE, every=1)))
     ((level, line),), nothing = (rank["said"] for rank in ranks)
     assert level == "WARNING" and nothing == []
-    assert "after step 1 compression adds" in line and "ds_compress.guard.loss allows" in line
+    assert "after step 1 a loss of" in line and "ds_compress.guard.loss: 5%): it hurts" in line
     assert "quantize(bits=1)" in line
     assert len(ranks[0]["losses"]) == 3
 
@@ -169,7 +171,18 @@ def test_stopping_stops_every_rank_with_one_line():
     config = ds_config(block(NOISE, every=2, action="stop"), replicas=2)
     ranks = run_ranks(4, trained, 2, config)
     (line,) = {rank["error"] for rank in ranks}
-    assert "guard: after step 2 compression adds" in line
+    assert "guard: after step 2 a loss of" in line
+
+
+def test_errors_are_looked_at_where_nothing_is_written():
+    """Who has no monitor hears of a message that is lost, too: once for each channel."""
+    config = ds_config(block(FINE, COARSE, every=2))
+    first, other = run_ranks(2, trained, 2, config, 4, None, False, None, False)
+    assert first["written"] == 0 and other["warned"] == []
+    assert len(first["warned"]) == 1
+    assert first["warned"][0].startswith(
+        "boundary 0, backward: topk(density=0.02) has a relative error of 0."
+    )
 
 
 def own_loading(engine):
@@ -215,9 +228,9 @@ def test_when_it_looks():
     "settings",
     [
         {},
-        {"backward": COARSE},
         {"forward": {"codec": "lossless"}},
         {"forward": COARSE, "guard": {"every": 0}},
+        {"backward": COARSE},
         {"forward": {**FINE, "feedback": "ef"}},
         {"forward": {**FINE, "feedback": {"name": "aqsgd"}}},
         {"forward": COARSE, "boundaries": {"1": {"forward": {"codec": "bf16", "feedback": "ef21"}}}},
@@ -225,6 +238,12 @@ def test_when_it_looks():
 )
 def test_where_there_is_nothing_to_look_at(settings):
     assert due(settings) == []
+
+
+def test_errors_are_looked_at_wherever_something_is_lost():
+    guard = Guard(Config({"backward": {**COARSE, "feedback": "ef"}}), 0)
+    assert [step for step in range(1, 450) if guard.judges(step)] == [FIRST, 200, 400]
+    assert not any(map(Guard(Config({"forward": {"codec": "lossless"}}), 0).judges, range(1, 450)))
 
 
 def test_errors_of_messages():

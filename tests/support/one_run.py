@@ -1,0 +1,11 @@
+"""A run read back from what monitors wrote."""
+
+from pathlib import Path
+
+from ds_compress.cli.runs import Run, read_runs
+
+
+def read_run(path: Path) -> Run:
+    """The only run at `path`."""
+    (run,) = read_runs(path)
+    return run
