@@ -22,7 +22,7 @@ TESTS = (
     "tests/pipeline/test_kinds.py",
     "tests/test_bugs.py",
     "tests/pipeline/test_engine.py",
-    "tests/test_simulate.py",
+    "tests/simulate",
     "tests/pipeline/test_dualpipev.py",
     "tests/test_autoload.py",
 )

@@ -8,7 +8,7 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from ds_compress.simulate import simulate
+from ds_compress.simulate import announce, simulate
 from tests.support.pipeline import MICRO_BATCHES, batches, layers, loss_fn
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -19,13 +19,15 @@ def even_cuts(count: int, stages: int) -> list[int]:
     return [count * stage // stages for stage in range(1, stages)]
 
 
-def simulated(specs: Sequence[LayerSpec], config: dict[str, Any], cuts: Sequence[int]) -> nn.Module:
+def simulated(
+    specs: Sequence[LayerSpec], config: dict[str, Any], cuts: Sequence[int], **options: Any
+) -> nn.Module:
     """The layers with the weights that a pipeline gives them; DeepSpeed seeds layer i with base seed + i."""
     built = []
     for index, spec in enumerate(specs):
         torch.manual_seed(1234 + index)
         built.append(spec.build())
-    return simulate(nn.Sequential(*built), config, cuts)
+    return simulate(nn.Sequential(*built), config, cuts, **options)
 
 
 def train_step(
@@ -61,7 +63,8 @@ def train_simulated(stages: int, config: dict[str, Any], steps: int = 4) -> list
 
 def _mean_loss(model: nn.Module, data: Iterator, loss_fn: Loss, micro_batches: int) -> float:
     total = torch.tensor(0.0)
-    for x, target, *_ in itertools.islice(data, micro_batches):
+    for x, target, *others in itertools.islice(data, micro_batches):
+        announce(model, (x, target, *others))
         loss = loss_fn(model(x), target)
         if model.training:
             (loss / micro_batches).backward()

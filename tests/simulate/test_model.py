@@ -55,10 +55,34 @@ def test_evaluation_and_training_do_not_meet():
     assert plain[4]._trained == interleaved[4]._trained == 1
 
 
-@pytest.mark.parametrize("cuts", [[0], [8], [4, 4], [5, 3]])
+@pytest.mark.parametrize("cuts", [[0], [8], [4, 4], [5, 3], ["a"], [2.5], [True], 4, None, ["a", 3]], ids=str)
 def test_cuts_must_lie_between_layers(cuts):
-    with pytest.raises(CompressionError, match="must ascend and lie in 1..7"):
+    """What is no integer was a TypeError."""
+    with pytest.raises(CompressionError, match="must ascend and lie in 1..7, as integers"):
         simulate(nn.Sequential(*(nn.Identity() for _ in range(8))), {}, cuts)
+
+
+@pytest.mark.parametrize("steps", ["auto", "4", 0, 2.0, True], ids=str)
+def test_the_number_of_micro_batches_must_be_known(steps):
+    """ "auto" was a TypeError in the first training pass."""
+    with pytest.raises(
+        CompressionError, match=f"gradient_accumulation_steps '?{steps}'?; allowed: an integer"
+    ):
+        simulate(nn.Sequential(nn.Identity(), nn.Identity()), {"gradient_accumulation_steps": steps}, [1])
+
+
+@pytest.mark.parametrize("given", [{}, {"gradient_accumulation_steps": "auto"}], ids=str)
+def test_the_number_of_micro_batches_follows_from_the_batch_sizes(given):
+    """As in DeepSpeed; without it a step was one micro-batch long, and the warm-up too short."""
+    config = ds_config({**BLOCKS["warmup"], "min_numel": 0})
+    expected = train_simulated(2, config)
+    del config["gradient_accumulation_steps"]
+    assert train_simulated(2, config | given) == expected
+
+
+def test_a_config_is_a_dict():
+    with pytest.raises(CompressionError, match=r"ds_config 'ds_config.json'; allowed: the config as a dict"):
+        simulate(nn.Sequential(nn.Identity(), nn.Identity()), "ds_config.json", [1])
 
 
 def test_index_reuse_is_the_gradient_of_the_sparsified_forward():

@@ -1,0 +1,10 @@
+"""The channels of a pipeline inside one process: for one GPU, a notebook, or to compare with a pipeline.
+
+Each boundary becomes a step between two layers that packs what crosses it, and what its gradient sends back,
+with the objects that the pipeline engine uses: the losses are those of the real pipeline.
+"""
+
+from ds_compress.simulate.model import simulate
+from ds_compress.simulate.watching import Traffic, announce, evaluating, traffic
+
+__all__ = ["Traffic", "announce", "evaluating", "simulate", "traffic"]

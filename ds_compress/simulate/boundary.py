@@ -1,0 +1,157 @@
+"""Both sides of a boundary as a layer of a model."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from ds_compress.codec import MessageId
+from ds_compress.config import DIRECTIONS, Config
+from ds_compress.errors import CompressionError
+from ds_compress.message.carrying import Tracking
+from ds_compress.message.channel import Boundary, Channel
+
+
+class SimulatedBoundary(nn.Module):
+    """Both sides of one boundary as a layer: its input comes out as the next stage would receive it.
+
+    A forward pass in training mode with gradients on is one micro-batch, and every `micro_batches` of them
+    are one step; all other passes are evaluation. Do not put it inside an activation checkpoint: recomputing
+    would send again.
+    """
+
+    def __init__(self, number: int, config: Config, micro_batches: int, tracking: Tracking | None):
+        """`tracking`: of the whole model, where the boundary may have to know which tensors carry."""
+        super().__init__()
+        self.config = config
+        self.upstream = Boundary(number, config)
+        self.downstream = Boundary(number, config)
+        self.micro_batches = micro_batches
+        self.errors = {direction: MeanError() for direction in DIRECTIONS}
+        self._tracking = tracking
+        self._trained = 0  # micro-batches so far
+        self._evaluated = 0
+        self._answered = 0  # messages of the step that came back
+        self._step_open = False
+
+    def forward(self, tensors: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        sent = (tensors,) if isinstance(tensors, Tensor) else tensors
+        message_id = self._next_id()
+        if self._tracking is None:
+            outputs = _Cross.apply(self, message_id, *sent)
+        else:
+            carrying = self._tracking.of(sent, self.upstream.carrying)
+            self.upstream.carrying = self.downstream.carrying = carrying
+            with self._tracking.paused():
+                outputs = _Cross.apply(self, message_id, *sent)
+            self._tracking.add_float(outputs, carrying)
+        if message_id.training:
+            self.upstream.sample_ids.pop(message_id.micro_batch, None)  # the next pass has others
+        return outputs[0] if isinstance(tensors, Tensor) else outputs
+
+    @property
+    def sending(self) -> tuple[Channel, Channel]:
+        """The channels that send, forward and backward."""
+        return self.upstream.forward, self.downstream.backward
+
+    def announce(self, ids: Tensor) -> None:
+        """The next training pass is about the samples `ids`."""
+        if self.training and torch.is_grad_enabled():
+            self.upstream.sample_ids[self._trained % self.micro_batches] = ids
+            self.upstream.prefetch(ids)
+
+    def _next_id(self) -> MessageId:
+        step = self._trained // self.micro_batches
+        if not (self.training and torch.is_grad_enabled()):
+            self._evaluated += 1
+            number = (self._evaluated - 1) % self.micro_batches
+            return self.upstream.forward.message_id(step, number, training=False)
+        message_id = self.upstream.forward.message_id(step, self._trained % self.micro_batches)
+        if self.config.sample_ids is not None and message_id.micro_batch not in self.upstream.sample_ids:
+            raise CompressionError(
+                f"simulate: boundary {self.upstream.number}: nobody said which samples this training pass is "
+                "about; call announce(model, batch) before it"
+            )
+        if message_id.micro_batch == 0:
+            self._end_step()  # of a step without backward passes
+            for side in (self.upstream, self.downstream):
+                side.begin_step()
+            self._answered, self._step_open = 0, True
+        self._trained += 1
+        return message_id
+
+    def answered(self) -> None:
+        """The gradient of a message has crossed; with that of the last one the step ends, as in a
+        pipeline."""
+        self._answered += 1
+        if self._answered == self.micro_batches:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        if self._step_open:
+            self._step_open = False
+            for side in (self.upstream, self.downstream):
+                side.end_step(average=lambda tensor: tensor)
+
+    def transfer(
+        self, source: Channel, target: Channel, tensors: Sequence[Tensor], message_id: MessageId
+    ) -> list[Tensor]:
+        """`tensors` as they arrive."""
+        packet, rest, message = source.encode(tensors, message_id)
+        arrived = target.decode(packet, target.message(tensors, message_id), message_id, lambda nbytes: rest)
+        if message_id.training:
+            pairs = [(x, y) for x, y, codec in zip(tensors, arrived, message.codecs) if codec is not None]
+            self.errors[source.direction].add(pairs)
+        return arrived
+
+
+class MeanError:
+    """||x - y|| / ||x|| over the compressed tensors of a message, averaged over messages."""
+
+    def __init__(self) -> None:
+        self._messages = 0
+        self._total: Tensor | float = 0.0  # where the messages are: nobody waits for a device
+
+    def add(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Take note of a message: what was sent, and what arrived."""
+        if not pairs:
+            return
+        with torch.no_grad():
+            sent = _norm([x for x, _ in pairs])
+            lost = _norm([x - y for x, y in pairs])
+            self._total = self._total + torch.where(lost > 0, lost / sent, lost)
+        self._messages += 1
+
+    @property
+    def value(self) -> float:
+        """nan before the first compressed message, and where one was not finite."""
+        return float(self._total) / self._messages if self._messages else math.nan
+
+
+def _norm(tensors: Sequence[Tensor]) -> Tensor:
+    norms = [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64) for tensor in tensors]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+class _Cross(torch.autograd.Function):
+    """Forward: a packet from upstream to downstream; backward: a packet back."""
+
+    @staticmethod
+    def forward(ctx, boundary: SimulatedBoundary, message_id: MessageId, *tensors: Tensor):
+        ctx.boundary, ctx.message_id = boundary, message_id
+        ctx.floats = [tensor.dtype.is_floating_point for tensor in tensors]
+        upstream, downstream = boundary.upstream.forward, boundary.downstream.forward
+        outputs = boundary.transfer(upstream, downstream, tensors, message_id)
+        ctx.mark_non_differentiable(*(t for t, is_float in zip(outputs, ctx.floats) if not is_float))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor):
+        sent = [gradient for gradient, is_float in zip(gradients, ctx.floats) if is_float]
+        source, target = ctx.boundary.downstream.backward, ctx.boundary.upstream.backward
+        message_id = replace(ctx.message_id, direction="backward")
+        arrived = iter(ctx.boundary.transfer(source, target, sent, message_id))
+        ctx.boundary.answered()
+        return None, None, *(next(arrived) if is_float else None for is_float in ctx.floats)

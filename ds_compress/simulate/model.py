@@ -1,0 +1,129 @@
+"""A model with simulated boundaries between its layers."""
+
+import itertools
+import operator
+from collections.abc import Sequence, Sized
+from typing import Any
+
+from torch import nn
+
+from ds_compress.config import DIRECTIONS, KEY, Config
+from ds_compress.errors import CompressionError, shown
+from ds_compress.feedback.sample_ids import SampleIds
+from ds_compress.message.carrying import Tracking
+from ds_compress.simulate.boundary import SimulatedBoundary
+
+
+def simulate(
+    model: nn.Module, ds_config: dict[str, Any], cuts: Sequence[int], steps_per_epoch: int | None = None
+) -> nn.Module:
+    """Put simulated boundaries between the layers of `model`.
+
+    Args:
+        model: an `nn.Sequential`, or a `PipelineModule` that was built with one stage.
+        ds_config: the whole config: its "ds_compress" block counts, and how many micro-batches a step has:
+            "gradient_accumulation_steps", or what follows from the batch sizes; 1 where neither is given.
+        cuts: index of the first layer after each boundary, ascending: [4, 8] makes three stages.
+        steps_per_epoch: optimizer steps in one pass over the data; "warmup_epochs" needs it.
+
+    Returns:
+        A new `nn.Sequential` that shares the layers of `model`; a `PipelineModule` is changed in place and
+        returned.
+
+    Raises:
+        CompressionError: a bad block, a cut that is not between two layers, a number of micro-batches that
+            nobody knows, or a model of another kind.
+    """
+    if not isinstance(ds_config, dict):
+        raise CompressionError(f"simulate: ds_config {shown(ds_config)}; allowed: the config as a dict")
+    config = Config(ds_config.get(KEY, {}))
+    layers: Any = list(model) if isinstance(model, nn.Sequential) else getattr(model, "forward_funcs", None)
+    if layers is None:
+        raise CompressionError(
+            f"simulate: {type(model).__name__} has no list of layers; allowed: nn.Sequential, PipelineModule"
+        )
+    cuts = _between(cuts, len(layers))
+    config.check_boundaries(len(cuts))
+    config.count_epochs(steps_per_epoch)
+    micro_batches = _micro_batches(ds_config)
+    if not config.block.enabled:
+        return model
+    config.prepare()
+
+    tracking = _tracking(config, len(cuts), model)
+    boundaries = [SimulatedBoundary(number, config, micro_batches, tracking) for number in range(len(cuts))]
+    for number, cut in reversed(list(enumerate(cuts))):
+        layers.insert(cut, boundaries[number])
+        if not isinstance(model, nn.Sequential):
+            model.add_module(f"boundary_{number}", boundaries[number])
+    simulated = nn.Sequential(*layers) if isinstance(model, nn.Sequential) else model
+    if tracking is not None:
+        _follow(simulated, boundaries, tracking)
+    if boundaries and config.sample_ids:
+        _follow_samples(simulated, boundaries, config.sample_ids)
+    return simulated
+
+
+def _between(cuts: Sequence[int], layers: int) -> list[int]:
+    """`cuts`, if they lie between so many layers."""
+    try:
+        found = [operator.index(cut) for cut in cuts if not isinstance(cut, bool)]
+    except TypeError:
+        found = []
+    given = len(cuts) if isinstance(cuts, Sized) else 1
+    if len(found) != given or found != sorted(set(found)) or not all(0 < cut < layers for cut in found):
+        raise CompressionError(
+            f"simulate: cuts {shown(cuts)} must ascend and lie in 1..{layers - 1}, as integers"
+        )
+    return found
+
+
+def _micro_batches(ds_config: dict[str, Any]) -> int:
+    """Of a step, in one process: given, or worked out as DeepSpeed does."""
+    keys = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+    batch, micro, steps = (ds_config.get(key) for key in keys)
+    if steps in (None, "auto") and type(batch) is type(micro) is int and micro > 0 and batch % micro == 0:
+        steps = batch // micro
+    steps = 1 if steps is None else steps
+    if type(steps) is not int or steps < 1:
+        raise CompressionError(
+            f'simulate: {keys[2]} {shown(steps)}; allowed: an integer from 1 ("auto" only together with '
+            f"{keys[0]} and {keys[1]}, a multiple of it)"
+        )
+    return steps
+
+
+def _tracking(config: Config, boundaries: int, model: nn.Module) -> Tracking | None:
+    """What finds out which tensors carry, if a codec with a loss may meet several of them in a message."""
+    codecs = [
+        getattr(config.codecs(number), direction) for number in range(boundaries) for direction in DIRECTIONS
+    ]
+    lossy = any(codec.name != "none" for codec in codecs)
+    return Tracking(model) if lossy and config.block.tensors == "large" else None
+
+
+def _follow(model: nn.Module, boundaries: list[SimulatedBoundary], tracking: Tracking) -> None:
+    """Track what carries in passes through `model` until every boundary knows."""
+
+    def begin(*_: Any) -> None:
+        if any(boundary.upstream.carrying is None for boundary in boundaries):
+            tracking.__enter__()
+            running.append(True)
+
+    def end(*_: Any) -> None:
+        if running:
+            running.pop()
+            tracking.__exit__(None, None, None)
+
+    running: list[bool] = []
+    model.register_forward_pre_hook(begin)
+    model.register_forward_hook(end, always_call=True)
+
+
+def _follow_samples(model: nn.Module, boundaries: list[SimulatedBoundary], source: SampleIds) -> None:
+    """Take the ids of the samples from what goes into `model`, unless they are in another column of the data
+    (`announce`), and hand them from boundary to boundary."""
+    if source.column is None:
+        model.register_forward_pre_hook(lambda module, inputs: boundaries[0].announce(source.of(inputs)))
+    for earlier, later in itertools.pairwise(boundaries):
+        later.upstream.sample_ids = earlier.downstream.sample_ids

@@ -1,0 +1,88 @@
+"""What can be asked of a model with simulated boundaries, and said to it, from outside."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from ds_compress.errors import CompressionError, shown
+from ds_compress.simulate.boundary import SimulatedBoundary
+
+Evaluation = Literal["compressed", "uncompressed"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One direction of one boundary since the start, evaluation included as far as bytes go."""
+
+    boundary: int
+    direction: str
+    messages: int
+    raw_bytes: int  # of the tensors
+    wire_bytes: int  # of the packets, headers, sample ids and first visits included
+    relative_error: float
+    """Mean over the messages of training that were compressed of ||x - y|| / ||x||, y being what arrived; nan
+    without such messages, and when one was not finite."""
+
+
+def traffic(model: nn.Module) -> list[Traffic]:
+    """What has crossed the boundaries that `simulate` put into `model`, forward and backward of each."""
+    return [
+        Traffic(
+            boundary.upstream.number,
+            channel.direction,
+            channel.sent.messages,
+            channel.sent.raw_bytes,
+            channel.sent.wire_bytes,
+            boundary.errors[channel.direction].value,
+        )
+        for boundary in _boundaries(model)
+        for channel in boundary.sending
+    ]
+
+
+@contextmanager
+def evaluating(model: nn.Module, messages: Evaluation) -> Iterator[None]:
+    """Evaluation mode inside, with messages compressed or not, whatever "eval" in the config says.
+
+    Nothing of the training state changes: one state can be evaluated both ways, and trained on.
+
+    Raises:
+        CompressionError: `messages` is neither of the two.
+    """
+    if messages not in get_args(Evaluation):
+        raise CompressionError(
+            f"evaluating: messages {shown(messages)}; allowed: {', '.join(map(repr, get_args(Evaluation)))}"
+        )
+    boundaries, modes = _boundaries(model), [(module, module.training) for module in model.modules()]
+    before = [boundary.config.eval for boundary in boundaries]
+    for boundary in boundaries:
+        boundary.config.eval = messages
+    model.eval()
+    try:
+        yield
+    finally:
+        for boundary, eval_before in zip(boundaries, before):
+            boundary.config.eval = eval_before
+        for module, mode in modes:
+            module.training = mode
+
+
+def announce(model: nn.Module, batch: Sequence[Any]) -> None:
+    """Say which samples the next training pass of `model` is about; needed with `"ids": {"column": ...}`.
+
+    Args:
+        batch: what the data loader returned, (inputs, labels, ..., indices), as a pipeline would be given it.
+
+    Raises:
+        CompressionError: it has no such column, or not one of integers.
+    """
+    for boundary in _boundaries(model)[:1]:
+        if boundary.config.sample_ids is not None:
+            boundary.announce(boundary.config.sample_ids.of(batch))
+
+
+def _boundaries(model: nn.Module) -> list[SimulatedBoundary]:
+    return [module for module in model.modules() if isinstance(module, SimulatedBoundary)]
