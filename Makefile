@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 PEERS := .venv-peers
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench bench-floors bench-peers bench-gpu bench-net pipelines faults matrix docs clean
+.PHONY: help demo test test-slow lint bench bench-floors bench-peers bench-gpu bench-net reproduce pipelines faults matrix docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,12 @@ bench-gpu: $(PEERS)/.installed ## on a GPU, against its memory and other librari
 
 bench-net: $(INSTALLED) ## two hosts with a slow link between them, on this machine; needs root
 	$(BIN)/python launch/bench/net.py
+
+PRESET ?= cpu
+JOBS ?= 1
+reproduce: $(INSTALLED) ## the experiments of arXiv 2401.07788: PRESET=cpu|paper DATA=folder, also JOBS= and ARGS=
+	$(BIN)/python -m pip install --quiet -e '.[reproduce]'
+	OMP_NUM_THREADS=1 $(BIN)/python launch/reproduce.py --preset $(PRESET) $(if $(DATA),--data $(DATA)) --jobs $(JOBS) $(ARGS)
 
 pipelines: $(INSTALLED) ## every kind of pipeline, as the table of docs/pipelines.md
 	$(BIN)/python -m tests.support.kinds

@@ -47,6 +47,18 @@ def derive_config(recipe: dict, steps: int, folder: Path) -> dict:
     }
 
 
+def deepspeed_launcher(ranks: int) -> tuple[list[str], dict[str, str]]:
+    """What comes before a script and its arguments to run it on so many ranks here; its environment."""
+    env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    if torch.cuda.device_count() < ranks:
+        env.setdefault("DS_ACCELERATOR", "cpu")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    program = str(Path(sys.executable).with_name("deepspeed"))
+    return [program, "--num_gpus", str(ranks), "--master_port", str(port)], env
+
+
 def launch(config: Path, steps: int, folder: Path) -> None:
     """Train through the deepspeed launcher: its output goes to `folder`/train.log, progress and what matters
     to the screen.
@@ -54,19 +66,10 @@ def launch(config: Path, steps: int, folder: Path) -> None:
     Raises:
         SystemExit: the launcher failed.
     """
-    env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    if torch.cuda.device_count() < STAGES:
-        env.setdefault("DS_ACCELERATOR", "cpu")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    launcher, env = deepspeed_launcher(STAGES)
     log = folder / "train.log"
     command = [
-        str(Path(sys.executable).with_name("deepspeed")),
-        "--num_gpus",
-        str(STAGES),
-        "--master_port",
-        str(port),
+        *launcher,
         str(ROOT / "launch" / "train_lm.py"),
         "--stages",
         str(STAGES),

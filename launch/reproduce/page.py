@@ -1,0 +1,121 @@
+"""The page of evidence, docs/evidence.md, and its pictures: from rows alone."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from launch.reproduce.grid import read_rows
+from launch.reproduce.orderings import SERIOUS, Costs, Settings, Verdict, judged
+from launch.reproduce.plots import pareto_plot
+from launch.reproduce.presets import PRESETS
+from launch.reproduce.run import Row
+from launch.reproduce.tables import METRICS, Setting, front, grouped, markdown, matrix, table
+
+WITHIN = {"vision": 1.0, "language": 1.0}  # points of accuracy, percent of perplexity
+SEEDS = 3  # that a row which carries a claim has at least
+HEAD = """# Evidence
+
+Made by `python launch/reproduce.py --data FOLDER --page docs/evidence.md` from the rows in `results/`. A row
+holds the block, the sizes, the seed, the processor and the releases that made it;
+`python launch/reproduce.py --data FOLDER --only TASK/SETTING --seed N` makes it again.
+
+- Four stages, three boundaries, fp32, in `simulate`, whose losses are those of a real pipeline bit for bit.
+- On and off: the state that training ended in, the last and not the best one, evaluated with messages
+  compressed (without feedback) and as they are.
+- Bits for each value and bytes are what was sent in training: warm-up, first visits of AQ-SGD and headers
+  included.
+- Gradients are clipped at 1.0 in the language task, DeepSpeed's default, and not in the vision task, as in
+  the paper.
+- ± is half of what lies between the largest and the smallest seed. A row of one seed carries no claim.
+"""
+
+
+def write_page(results: Path, page: Path) -> None:
+    """Write `page`, with a picture beside it in images/, from all rows in `results`."""
+    rows = [row for preset in PRESETS for row in read_rows(results / f"{preset}.jsonl")]
+    if not rows:
+        raise SystemExit(f"reproduce: no rows in {results}; run a grid first")
+    parts = [HEAD]
+    for preset in dict.fromkeys(row["preset"] for row in rows):
+        settings = grouped(rows, preset)
+        tasks = [task for task in METRICS if (task, "none") in settings]
+        parts.append(
+            f"## Preset `{preset}`\n\n{surroundings(row for row in rows if row['preset'] == preset)}\n"
+        )
+        parts += [_task(settings, task, preset, page) for task in tasks]
+        parts.append(f"### The orderings of the paper\n\n{_orderings(settings, judged(settings), tasks)}\n")
+    launched = read_rows(results / "launched.jsonl")
+    if launched:
+        parts.append(f"## Real pipelines\n\n{_launched(launched)}\n")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text("\n".join(parts))
+
+
+def surroundings(rows: Iterable[Row]) -> str:
+    """What computed `rows`, each machine and set of releases once."""
+    places = [
+        f"{row['processor']}; " + ", ".join(f"{n} {v}" for n, v in row["versions"].items()) for row in rows
+    ]
+    return "\n".join(f"- {places.count(place)} rows on {place}" for place in dict.fromkeys(places))
+
+
+def _task(settings: Settings, task: str, preset: str, page: Path) -> str:
+    own = [setting for (of, _), setting in settings.items() if of == task]
+    image = page.parent / "images" / f"evidence_{preset}_{task}.png"
+    pareto_plot(own, image)
+    parts = [f"### {task}, {len(own)} settings", table(own)]
+    for evaluated in ("on", "off"):
+        found = matrix(settings, task, evaluated)
+        if found:
+            parts.append(f"Min-max quantization, {METRICS[task]} {evaluated}:\n\n{found}")
+    parts += [f"![quality against bytes](images/{image.name})", _recipes(settings, task, own)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _recipes(settings: Settings, task: str, own: list[Setting]) -> str:
+    """Which settings are worth their bytes: no other has fewer and costs less, the better of on and off."""
+    costs = Costs(settings, task)
+
+    def cost(setting: Setting) -> float:
+        return min(costs.of(setting.name, evaluated) for evaluated in ("on", "off"))
+
+    rows = []
+    for setting in front(own, lambda each: -cost(each)):
+        verdict = "within the spread" if cost(setting) <= costs.spread else ""
+        if not verdict and cost(setting) <= WITHIN[task]:
+            verdict = "within 1 %" if task == "language" else "within 1 point"
+        seeds = len(setting.rows)
+        claim = verdict if seeds >= SEEDS else f"{verdict} ({seeds} seed, no claim)".strip()
+        rows.append((f"`{setting.name}`", f"{setting.ratio:.1f}", f"{cost(setting):.2f}", claim))
+    header = [
+        "not beaten in bytes and quality at once",
+        "times fewer bytes",
+        "costs",
+        "against no compression",
+    ]
+    unit = "points of accuracy" if task == "vision" else "percent of perplexity"
+    seeds = len(settings[task, "none"].rows)
+    baseline = (
+        f"Without compression {costs.baseline:.2f}, {costs.spread:.2f} {unit} between the best and the worst "
+        f"of {seeds} seeds. Costs are {unit}, the better of on and off."
+    )
+    return f"{baseline}\n\n{markdown(header, rows)}"
+
+
+def _orderings(settings: Settings, verdicts: list[Verdict], tasks: list[str]) -> str:
+    text = (
+        "Costs against the mean of the uncompressed runs: points of accuracy (vision) or percent of "
+        f"perplexity (language); serious is more than {SERIOUS:.0f}.\n\n"
+    )
+    rows = [(f"{v.number}. {v.claim}", v.task, v.word, v.numbers) for v in verdicts if v.task in tasks]
+    return text + markdown(["ordering", "task", "here", "costs"], rows).replace("---:", "---")
+
+
+def _launched(rows: list[Row]) -> str:
+    lines = [
+        (f"{row['task']}/{row['setting']}", row["seed"], row["stages"], row["steps"],
+         "equal" if row["losses_equal"] else f"differ from step {row['first_difference']}",
+         "equal" if row["bytes_equal"] else "differ")
+        for row in rows
+    ]  # fmt: skip
+    header = ["run", "seed", "ranks", "steps", "losses against `simulate`", "bytes"]
+    return f"{surroundings(rows)}\n\n{markdown(header, lines)}"

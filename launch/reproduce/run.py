@@ -1,0 +1,158 @@
+"""One run: train a task under a setting, then evaluate the state it ends in with compression on and off."""
+
+import dataclasses
+import functools
+import math
+import os
+import platform
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ds_compress.simulate import Traffic, announce, evaluating, simulate, traffic
+from launch.reproduce.language import Language
+from launch.reproduce.presets import PRESETS
+from launch.reproduce.settings import SETTINGS, Block
+from launch.reproduce.task import STAGES, Batch, Task
+from launch.reproduce.vision import Vision
+
+TASKS: dict[str, Any] = {"vision": Vision, "language": Language}
+PACKAGES = ("torch", "ds_compress", "deepspeed", "transformers")
+ON_AND_OFF = {"on": "compressed", "off": "uncompressed"}
+BITS = 32  # of a value that is not compressed: both tasks train in fp32
+
+Row = dict[str, Any]
+
+
+class Run(NamedTuple):
+    """What makes a row: everything in it follows from these."""
+
+    preset: str
+    task: str
+    setting: str
+    seed: int
+
+    @property
+    def block(self) -> Block:
+        return SETTINGS[self.task][self.setting]
+
+    @property
+    def identity(self) -> Row:
+        """The columns by which a row is known to be of this run, what the names stand for included."""
+        size = dataclasses.asdict(getattr(PRESETS[self.preset], self.task))
+        return {**self._asdict(), "block": self.block, "size": size}
+
+
+@functools.lru_cache(maxsize=2)
+def task_of(preset: str, name: str, data: Path, cache: Path) -> Task:
+    """The task with its data, read once by a process."""
+    return TASKS[name](getattr(PRESETS[preset], name), data, cache)
+
+
+def execute(run: Run, task: Task, device: torch.device) -> Row:
+    """The row of `run`.
+
+    Perplexities that are no finite number are null. A run ends where its loss is none any more, and says so
+    in "diverged".
+    """
+    started = time.perf_counter()
+    config = {"ds_compress": run.block}
+    model = nn.Sequential(*task.stages(run.seed)).to(device)
+    model = simulate(model, config, range(1, STAGES), task.steps_per_epoch)
+    losses = train(model, task, run.seed, device)
+    sent = traffic(model)  # before evaluation sends anything
+    measured = {}
+    for name, messages in ON_AND_OFF.items():
+        with torch.no_grad(), evaluating(model, messages):
+            measured |= {f"{what}_{name}": value for what, value in task.evaluate(model, device).items()}
+    last = losses[-task.steps_per_epoch :]
+    return {
+        **run.identity,
+        "steps": len(losses),
+        **in_numbers(sent),
+        **{what: value if math.isfinite(value) else None for what, value in measured.items()},
+        "train_loss": sum(last) / len(last) if math.isfinite(last[-1]) else None,
+        "diverged": not math.isfinite(last[-1]),
+        "seconds": round(time.perf_counter() - started, 1),
+        **surroundings(device),
+    }
+
+
+def train(model: nn.Module, task: Task, seed: int, device: torch.device) -> list[float]:
+    """The loss of every step, up to the first that is not finite."""
+    optimizer = task.optimizer(model.parameters())
+    schedule = task.schedule(optimizer)
+    losses = []
+    model.train()
+    for number in range(task.epochs):
+        for batch in task.epoch(seed, number):
+            losses.append(step(model, task, batch, device))
+            if not math.isfinite(losses[-1]):
+                return losses
+            clip(model, task.gradient_clipping)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def step(model: nn.Module, task: Task, batch: Batch, device: torch.device) -> float:
+    """Loss and gradients of one batch."""
+    announce(model, batch)
+    inputs, labels, _ = (tensor.to(device) for tensor in batch)
+    loss = task.loss(model(inputs), labels)
+    loss.backward()
+    return loss.item()
+
+
+def clip(model: nn.Module, largest: float) -> None:
+    """Scale gradients whose norm is over `largest`, stage by stage as DeepSpeed does."""
+    if not largest:
+        return
+    by_stage = ([p.grad for p in stage.parameters() if p.grad is not None] for stage in model)
+    stages = [grads for grads in by_stage if grads]  # boundaries have none
+    squares = [torch.stack([g.norm(2.0) for g in grads]).pow(2.0).sum() for grads in stages]
+    norm = functools.reduce(torch.add, squares).pow(0.5)
+    coefficient = torch.clamp(largest / (norm + 1e-6), max=1.0)
+    for grads in stages:
+        for grad in grads:
+            grad.mul_(coefficient)
+
+
+def in_numbers(sent: list[Traffic]) -> Row:
+    """What crossed all boundaries in training: bytes, bits for each value, errors."""
+    row: Row = {}
+    for direction in ("forward", "backward"):
+        own = [each for each in sent if each.direction == direction]
+        raw, wire = sum(each.raw_bytes for each in own), sum(each.wire_bytes for each in own)
+        error = sum(each.relative_error for each in own) / len(own)
+        row[f"bits_{direction}"] = round(BITS * wire / raw, 4)
+        row[f"error_{direction}"] = round(error, 5) if math.isfinite(error) else None
+    row["raw_bytes"], row["wire_bytes"] = sum(s.raw_bytes for s in sent), sum(s.wire_bytes for s in sent)
+    return row
+
+
+def surroundings(device: torch.device) -> Row:
+    """Where a run was: the processor, and the releases of what computed it."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+    versions = {"python": platform.python_version()} | {package: version(package) for package in PACKAGES}
+    return {"processor": name, "versions": versions}
+
+
+def processor() -> str:
+    """As Linux calls it, else as Python does."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()}, 1 of {os.cpu_count()} cores"
+
+
+def version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"

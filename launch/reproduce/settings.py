@@ -1,0 +1,132 @@
+"""Every setting of the tables by its name, as the "ds_compress" block that makes it; the most telling first.
+
+A new setting is a new line. The numbers in a name are forward/backward: bits, or percent kept.
+"""
+
+from typing import Any
+
+Block = dict[str, Any]
+
+IDS = {"column": 2}  # of the batches of both tasks
+DENSITIES = (50, 30, 20, 10, 5, 2)
+
+
+def block(
+    forward: Any, backward: Any = None, feedback: Any = "none", back: Any = None, **others: Any
+) -> Block:
+    """`feedback` of the forward direction; `back`: of the other one, the same where nothing is said."""
+    backward, back = backward or forward, back or feedback
+    return {
+        "forward": {"codec": forward, "feedback": feedback},
+        "backward": {"codec": backward, "feedback": back},
+        **others,
+    }
+
+
+def minmax(bits: int) -> Block:
+    return {"name": "minmax", "bits": bits}
+
+
+def group(bits: int, **options: Any) -> Block:
+    return {"name": "quantize", "bits": bits, "group_size": 128, **options}
+
+
+def topk(percent: float, **options: Any) -> Block:
+    return {"name": "topk", "density": percent / 100, **options}
+
+
+def aqsgd(forward: Any, backward: Any, **others: Any) -> Block:
+    """Gradients go without feedback, as in the paper on AQ-SGD."""
+    return block(forward, backward, {"name": "aqsgd", "ids": IDS}, "none", **others)
+
+
+REUSE = {"name": "topk", "indices": "reuse"}
+SMALL = {"values": {"name": "quantize", "bits": 4, "group_size": 128}, "indices": "rice"}
+TAH = {
+    "name": "quantize",
+    "bits": 4,
+    "group_size": 32,
+    "hadamard": True,
+    "mixed": {"share": 0.8, "low_bits": 3},
+}
+
+NONE: dict[str, Block] = {"none": {}}
+
+PAPER: dict[str, Block] = {
+    "minmax4/8": block(minmax(4), minmax(8)),
+    "minmax8/4": block(minmax(8), minmax(4)),
+    "topk10": block(topk(10)),
+    "topk10-reuse": block(topk(10), REUSE),
+    "topk30": block(topk(30)),
+    "topk30-reuse": block(topk(30), REUSE),
+    "topk10-ef": block(topk(10), feedback="ef"),
+    "topk10-ef21": block(topk(10), feedback="ef21"),
+    "topk10-efmixed": block(topk(10), feedback="ef_mixed"),
+    "topk30-aqsgd": aqsgd(topk(30), topk(30)),
+    "topk10-aqsgd": aqsgd(topk(10), topk(10)),
+    "minmax4/4": block(minmax(4)),
+    "minmax2/8": block(minmax(2), minmax(8)),
+    "minmax8/2": block(minmax(8), minmax(2)),
+    "minmax8/8": block(minmax(8)),
+    **{f"topk{p}": block(topk(p)) for p in DENSITIES},
+    **{f"topk{p}-reuse": block(topk(p), REUSE) for p in DENSITIES},
+    **{f"topk{p}-ef": block(topk(p), feedback="ef") for p in (30, 10)},
+    **{f"topk{p}-ef21": block(topk(p), feedback="ef21") for p in (30, 10)},
+    **{f"topk{p}-efmixed": block(topk(p), feedback="ef_mixed") for p in (30, 10)},
+    **{f"topk10-{n}-warmup": block(topk(10), feedback=f, warmup_epochs=1)
+       for n, f in (("ef", "ef"), ("ef21", "ef21"), ("efmixed", "ef_mixed"))},
+    "topk10-warmup": block(topk(10), warmup_epochs=1),
+    **{f"topk{p}-aqsgd": aqsgd(topk(p), topk(p)) for p in (50, 30, 20, 10)},
+    **{f"minmax{f}/{b}": block(minmax(f), minmax(b)) for f in (8, 6, 4, 2) for b in (8, 6, 4, 2)},
+}  # fmt: skip
+
+BEYOND: dict[str, Block] = {
+    "group4/4": block(group(4)),
+    "group4/4-hadamard": block(group(4, hadamard=True)),
+    "group4/8": block(group(4), group(8)),
+    "group3/3": block(group(3)),
+    "group3/3-hadamard": block(group(3, hadamard=True)),
+    "group2/4": block(group(2), group(4)),
+    "group2/4-hadamard": block(group(2, hadamard=True), group(4, hadamard=True)),
+    "group4/2": block(group(4), group(2)),
+    "group2/2": block(group(2)),
+    "group2/2-aqsgd": aqsgd(group(2), group(2)),
+    "group2/4-aqsgd": aqsgd(group(2), group(4)),
+    "group2/4-hadamard-aqsgd": aqsgd(group(2, hadamard=True), group(4, hadamard=True)),
+    "group4/4-aqsgd": aqsgd(group(4), group(4)),
+    "group4/4-loco": block(group(4), group(4), "none", "loco"),
+    "group4/2-loco": block(group(4), group(2), "none", "loco"),
+    "group4/4-stochastic": block(group(4, rounding="stochastic")),
+    "tah": block(TAH, group(8)),
+    "topk20-4bit": block(topk(20, **SMALL)),
+    "topk10-4bit-reuse": block(topk(10, **SMALL), {**REUSE, "values": SMALL["values"]}),
+    "topk10-4bit-aqsgd": aqsgd(topk(10, **SMALL), group(4)),
+    "bf16": block("bf16"),
+    "fp8": block("fp8"),
+    "fp8-groups": block({"name": "fp8", "group_size": 128}),
+    "acsgd4/8": block({"name": "acsgd", "bits": 4}, {"name": "acsgd", "bits": 8}),
+    "randomk50": block({"name": "randomk", "density": 0.5}),
+    "randomk10": block({"name": "randomk", "density": 0.1}),
+    "lossless": block("lossless"),
+    "lowrank8": block({"name": "lowrank", "rank": 8}),
+    "lowrank8-loco": block({"name": "lowrank", "rank": 8}, None, "none", "loco"),
+}
+
+ROWS_OF_CHANNELS: dict[str, Block] = {
+    # what takes the last dimension of a message for its channels, which it is in a transformer alone
+    "column25": block({"name": "column", "density": 0.25}),
+    "column10": block({"name": "column", "density": 0.1}),
+    "pca32": block({"name": "pca", "rank": 32}, warmup_epochs=1),
+    "pca16": block({"name": "pca", "rank": 16}, warmup_epochs=1),
+    "autoencoder32": block({"name": "autoencoder", "width": 32}),
+    "autoencoder16": block({"name": "autoencoder", "width": 16}),
+}
+
+LAUNCHED = ("none", "minmax4/8", "topk10-reuse", "topk10-ef-warmup", "topk30-aqsgd", "autoencoder16")
+"""Those repeated as real pipelines where nobody names others."""
+
+SETTINGS: dict[str, dict[str, Block]] = {
+    "vision": NONE | PAPER | BEYOND,
+    "language": NONE | PAPER | BEYOND | ROWS_OF_CHANNELS,
+}
+"""By task and name."""

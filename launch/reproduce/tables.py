@@ -1,0 +1,122 @@
+"""Rows put together: means and spreads over seeds, and tables in Markdown."""
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from launch.reproduce.run import BITS, Row
+from launch.reproduce.settings import SETTINGS
+
+METRICS = {"vision": "accuracy", "language": "perplexity"}
+UNITS = {"accuracy": "accuracy, %", "perplexity": "perplexity a token"}
+
+
+class Measured(NamedTuple):
+    """A number over seeds. `worst` is None where every run has one, else how many have none."""
+
+    mean: float
+    spread: float  # half of what lies between the smallest and the largest
+    seeds: int
+    failed: int  # runs that have no finite number
+
+    def __str__(self) -> str:
+        if not self.seeds:
+            return "diverged"
+        spread = f" ± {self.spread:.2f}" if self.seeds > 1 else ""
+        return f"{self.mean:.2f}{spread}" + (f" ({self.failed} diverged)" if self.failed else "")
+
+
+class Setting(NamedTuple):
+    """All rows of a setting."""
+
+    task: str
+    name: str
+    rows: list[Row]
+
+    def over_seeds(self, column: str) -> Measured:
+        values = [row[column] for row in self.rows if row.get(column) is not None]
+        failed = len(self.rows) - len(values)
+        if not values:
+            return Measured(float("nan"), 0.0, 0, failed)
+        return Measured(statistics.fmean(values), (max(values) - min(values)) / 2, len(values), failed)
+
+    def metric(self, evaluated: str) -> Measured:
+        """`evaluated`: "on" or "off"."""
+        return self.over_seeds(f"{METRICS[self.task]}_{evaluated}")
+
+    @property
+    def bits(self) -> float:
+        """Of a value, both directions together."""
+        return BITS * sum(row["wire_bytes"] for row in self.rows) / sum(row["raw_bytes"] for row in self.rows)
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes than fp32."""
+        return BITS / self.bits
+
+
+def grouped(rows: Iterable[Row], preset: str) -> dict[tuple[str, str], Setting]:
+    """The settings of a preset that have rows, by task and name, in the order of `SETTINGS`."""
+    found: dict[tuple[str, str], Setting] = {}
+    own = [row for row in rows if row["preset"] == preset]
+    for task, settings in SETTINGS.items():
+        for name in settings:
+            mine = [row for row in own if (row["task"], row["setting"]) == (task, name)]
+            if mine:
+                found[task, name] = Setting(task, name, sorted(mine, key=lambda row: row["seed"]))
+    return found
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table whose first column is text and whose others are numbers."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def table(settings: Iterable[Setting]) -> str:
+    """All settings of one task."""
+    settings = list(settings)
+    unit = UNITS[METRICS[settings[0].task]]
+    header = ["setting", "seeds", "bits forward", "bits backward", "times fewer bytes"]
+    header += [f"{unit}, on", "off", "error forward", "error backward"]
+    return markdown(header, map(_line, settings))
+
+
+def _line(setting: Setting) -> list[object]:
+    errors = [setting.over_seeds(f"error_{direction}") for direction in ("forward", "backward")]
+    return [
+        f"`{setting.name}`",
+        len(setting.rows),
+        *(f"{setting.over_seeds(f'bits_{direction}').mean:.2f}" for direction in ("forward", "backward")),
+        f"{setting.ratio:.1f}",
+        setting.metric("on"),
+        setting.metric("off"),
+        *(f"{error.mean:.3f}" if error.seeds else "" for error in errors),
+    ]
+
+
+def matrix(settings: dict[tuple[str, str], Setting], task: str, evaluated: str) -> str:
+    """Bits forward by bits backward of the paper's quantizer; empty where there is none of it."""
+    bits = (2, 4, 6, 8)
+
+    def cell(forward: int, backward: int) -> str:
+        found = settings.get((task, f"minmax{forward}/{backward}"))
+        return str(found.metric(evaluated)) if found else ""
+
+    rows = [[f"{forward} forward", *(cell(forward, backward) for backward in bits)] for forward in bits]
+    if not any(text for row in rows for text in row[1:]):
+        return ""
+    return markdown(["", *(f"{backward} backward" for backward in bits)], rows)
+
+
+Chooser = Callable[[Setting], float]
+
+
+def front(settings: Iterable[Setting], quality: Chooser) -> list[Setting]:
+    """Those that no other one beats in both bytes and quality (larger is better), fewest bytes first."""
+    best, found = float("-inf"), []
+    for setting in sorted(settings, key=lambda each: (each.bits, -quality(each))):
+        if quality(setting) > best:
+            best = quality(setting)
+            found.append(setting)
+    return found

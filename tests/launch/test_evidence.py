@@ -1,0 +1,121 @@
+"""The page of evidence from given rows: what is judged, what carries a claim, what is drawn."""
+
+import itertools
+import json
+
+import pytest
+
+from launch.reproduce.command import main
+from launch.reproduce.orderings import judged
+from launch.reproduce.run import Run
+from launch.reproduce.tables import front, grouped
+
+RAW = 32_000
+PAPER = {
+    # on, off, bits: as arXiv 2401.07788 says it is
+    "none": (90.0, 90.0, 32),
+    "minmax4/8": (89.8, 88.0, 6),
+    "minmax8/4": (89.0, 89.0, 6),
+    "minmax2/8": (88.0, 60.0, 5),
+    "minmax8/2": (70.0, 70.0, 5),
+    "minmax4/4": (88.9, 88.0, 4),
+    "topk20": (89.7, 70.0, 8),
+    "topk10": (88.5, 40.0, 5),
+    "topk5": (84.0, 20.0, 3),
+    "topk10-reuse": (88.4, 40.0, 4),
+    "topk10-ef": (87.0, 86.5, 5),
+    "topk10-ef21": (88.0, 87.5, 5),
+    "topk10-efmixed": (87.5, 87.0, 5),
+    "topk30-aqsgd": (60.0, 89.0, 12),
+    "topk20-aqsgd": (60.0, 86.0, 9),
+    "topk10-aqsgd": (50.0, 84.0, 6),
+}
+
+
+def rows(values, task="vision", seeds=(0, 1, 2)):
+    """Rows of a quality each; seeds lie 0.2 apart."""
+    metric = "accuracy" if task == "vision" else "perplexity"
+    return [
+        {
+            **Run("smoke", task, name, seed).identity,
+            "raw_bytes": RAW,
+            "wire_bytes": RAW * bits // 32,
+            "bits_forward": bits,
+            "bits_backward": bits,
+            f"{metric}_on": None if on is None else on + 0.2 * (seed - 1),
+            f"{metric}_off": None if off is None else off + 0.2 * (seed - 1),
+            "error_forward": 0.1,
+            "error_backward": None,
+            "processor": "abacus",
+            "versions": {"torch": "9"},
+        }
+        for (name, (on, off, bits)), seed in itertools.product(values.items(), seeds)
+    ]
+
+
+def verdicts(values, task="vision"):
+    settings = grouped(rows(values, task), "smoke")
+    return {verdict.number: verdict for verdict in judged(settings) if verdict.task == task}
+
+
+def test_the_papers_own_results_hold():
+    found = verdicts(PAPER)
+    assert {number: verdict.word for number, verdict in found.items()} == dict.fromkeys(range(1, 8), "held")
+    assert "`minmax8/4` 1.00 on, 1.00 off" in found[1].numbers
+
+
+@pytest.mark.parametrize(
+    "number, changed",
+    [
+        (1, {"minmax8/2": (89.0, 89.0, 5)}),
+        (2, {"minmax4/8": (89.8, 89.8, 6), "minmax2/8": (88.0, 88.0, 5), "minmax4/4": (88.9, 88.9, 4)}),
+        (3, {"topk5": (88.5, 20.0, 3)}),
+        (3, {"topk10": (87.7, 20.0, 5)}),
+        (4, {"topk10-reuse": (88.4, 87.0, 4)}),
+        (5, {"topk10-ef": (89.5, 89.0, 5)}),
+        (6, {"topk10-ef21": (88.0, 50.0, 5)}),
+        (7, {"topk10-aqsgd": (50.0, 90.0, 6)}),
+    ],
+    ids=str,
+)
+def test_each_ordering_can_fail(number, changed):
+    found = verdicts(PAPER | changed)
+    assert [n for n, verdict in found.items() if not verdict.held] == [number]
+
+
+def test_orderings_of_the_language_task():
+    values = {"none": (10.0, 10.0, 32), "topk50-reuse": (10.1, 10.1, 16), "topk30-reuse": (10.4, 10.4, 10)}
+    values |= {"topk20-reuse": (11.0, 11.0, 8), "topk20": (None, None, 8)}
+    assert verdicts(values, "language")[8].word == "held", "one that diverged costs more than any"
+    assert verdicts(values | {"topk20": (11.0, 11.0, 8)}, "language")[8].word == "not held"
+    missing = verdicts(values, "language")[1]
+    assert missing.word == "no rows yet" and "no rows of ('language', 'minmax8/4')" in missing.numbers
+
+
+def test_the_front_is_what_nothing_beats():
+    settings = grouped(rows(PAPER), "smoke").values()
+    names = [each.name for each in front(settings, lambda each: each.metric("on").mean)]
+    assert names == ["topk5", "minmax4/4", "minmax4/8", "none"]
+
+
+def test_page(tmp_path):
+    made = rows(PAPER) + rows({"none": (10.0, 10.0, 32)}, "language", seeds=(0,))
+    made += rows({"topk10": (None, None, 4)}, "language", seeds=(0,))
+    (tmp_path / "smoke.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    page = tmp_path / "docs" / "evidence.md"
+    main(["--results", str(tmp_path), "--only", "vision/none", "--preset", "smoke", "--page", str(page)])
+    text = page.read_text()
+    assert f"- {len(made)} rows on abacus; torch 9" in text
+    assert "| `topk10-ef` | 3 | 5.00 | 5.00 | 6.4 | 87.00 ± 0.20 | 86.50 ± 0.20 | 0.100 |  |" in text
+    assert "| `topk10` | 1 | 4.00 | 4.00 | 8.0 | diverged | diverged |" in text
+    assert "| `minmax4/8` | 5.3 | 0.20 | within the spread |" in text
+    assert "| 4 forward |  | 88.90 ± 0.20 |  | 89.80 ± 0.20 |" in text
+    for task in ("vision", "language"):
+        assert (page.parent / "images" / f"evidence_smoke_{task}.png").stat().st_size > 10_000
+
+
+def test_no_rows_no_page(tmp_path):
+    from launch.reproduce.page import write_page
+
+    with pytest.raises(SystemExit, match=r"no rows in .*; run a grid first"):
+        write_page(tmp_path, tmp_path / "evidence.md")

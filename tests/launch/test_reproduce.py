@@ -1,0 +1,185 @@
+"""The grid of the paper's experiments, at the size of the preset `smoke`, on data made here."""
+
+import io
+import json
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from launch.reproduce.command import main
+from launch.reproduce.grid import missing, read_rows
+from launch.reproduce.language import Language, as_layers
+from launch.reproduce.launched import compared
+from launch.reproduce.presets import PRESETS
+from launch.reproduce.run import Run, clip
+from launch.reproduce.settings import SETTINGS
+
+NAMES = ["vision/none", "vision/topk10-aqsgd", "language/none", "language/topk10-ef-warmup"]
+PASSING = ("seconds",)  # columns that differ from run to run
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Images whose class is their colour, and text."""
+    folder = tmp_path_factory.mktemp("data")
+    drawing = np.random.default_rng(0)
+    (folder / "cifar10").mkdir()
+    for split, count in (("train", 32), ("test", 16)):
+        labels = drawing.integers(10, size=count)
+        images = [drawing.integers(25 * label, 25 * label + 25, (32, 32, 3), np.uint8) for label in labels]
+        files = [{"bytes": png(image), "path": None} for image in images]
+        table = pyarrow.table({"img": files, "label": labels})
+        pyarrow.parquet.write_table(table, folder / "cifar10" / f"{split}.parquet")
+    (folder / "wikitext2").mkdir()
+    for split, repeats in (("train", 200), ("valid", 10)):
+        (folder / "wikitext2" / f"{split}.txt").write_text(
+            "the quick brown fox jumps over the lazy dog . " * repeats
+        )
+    return folder
+
+
+def png(image):
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "PNG")
+    return file.getvalue()
+
+
+def grid(data, results, *arguments):
+    """Run it; its rows without what passes, by name and seed."""
+    main(["--preset", "smoke", "--data", str(data), "--results", str(results), *arguments])
+    return rows_of(results)
+
+
+def rows_of(results):
+    return {
+        (f"{row['task']}/{row['setting']}", row["seed"]): {k: v for k, v in row.items() if k not in PASSING}
+        for row in read_rows(results / "smoke.jsonl")
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """The results of an uninterrupted grid."""
+    results = tmp_path_factory.mktemp("whole")
+    grid(data, results, "--seeds", "0", "1", "--only", *NAMES)
+    return results
+
+
+def test_rows_say_what_was_measured(whole):
+    rows = rows_of(whole)
+    assert set(rows) == {(name, seed) for name in NAMES for seed in (0, 1)}
+    for (name, seed), row in rows.items():
+        metric = "accuracy" if name.startswith("vision") else "perplexity"
+        assert {f"{metric}_on", f"{metric}_off", "steps", "raw_bytes", "wire_bytes", "processor"} <= set(row)
+        assert row["steps"] == 8 and row["seed"] == seed and not row["diverged"]
+        assert row["block"] == SETTINGS[row["task"]][row["setting"]]
+        assert row["versions"]["torch"] == torch.__version__
+        if name.endswith("none"):
+            assert row[f"{metric}_on"] == row[f"{metric}_off"]
+            assert 32 <= row["bits_forward"] < 32.6 and row["error_forward"] in (0, None)
+    losses = {row["train_loss"] for row in rows.values()}
+    assert len(losses) == len(rows), "every setting and seed trains otherwise"
+
+
+def test_bits_count_warmup_and_first_visits(whole):
+    """Half of the two epochs went uncompressed; 10 % are kept as 32-bit values, with 1 bit for each place."""
+    rows = rows_of(whole)
+    kept = 0.1 * 32 + 1
+    assert rows["language/topk10-ef-warmup", 0]["bits_forward"] == pytest.approx((32 + kept) / 2, rel=0.1)
+    visits = rows["vision/topk10-aqsgd", 0]
+    assert visits["bits_forward"] == pytest.approx(32 / 2 + kept, rel=0.1), "codes beside the dense rows"
+    assert visits["bits_backward"] == pytest.approx(kept, rel=0.2)
+
+
+def test_an_interrupted_grid_goes_on_to_the_same_rows(whole, data, tmp_path):
+    """Its file ends in the middle of a row; the rest is done by two processes."""
+    lines = (whole / "smoke.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "smoke.jsonl").write_text("".join(lines[:5]) + lines[5][:40])
+    runs = [Run("smoke", *name.split("/", 1), seed) for name in NAMES for seed in (0, 1)]
+    assert len(missing(runs, read_rows(tmp_path / "smoke.jsonl"))) == 3
+    rows = grid(data, tmp_path, "--seeds", "0", "1", "--jobs", "2", "--only", *NAMES)
+    assert rows == rows_of(whole)
+    assert (tmp_path / "smoke.jsonl").read_text().startswith("".join(lines[:5])), "what was there stays"
+
+
+def test_one_row_from_its_seed(whole, data, tmp_path, capsys):
+    arguments = ("--only", "vision/topk10-aqsgd", "--seed", "1")
+    rows = grid(data, tmp_path, *arguments)
+    assert rows == {(arguments[1], 1): rows_of(whole)[arguments[1], 1]}
+    capsys.readouterr()
+    assert grid(data, tmp_path, *arguments) == rows
+    assert capsys.readouterr().out.startswith("1 runs, 1 of them have their rows")
+
+
+def test_a_setting_that_has_changed_is_run_anew(whole, monkeypatch):
+    run = Run("smoke", "vision", "topk10-aqsgd", 0)
+    rows = read_rows(whole / "smoke.jsonl")
+    assert missing([run], rows) == []
+    monkeypatch.setitem(SETTINGS["vision"], "topk10-aqsgd", {"forward": {"codec": "bf16"}})
+    assert missing([run], rows) == [run]
+
+
+@pytest.mark.parametrize("name", ["vision/none", "language/none"])
+def test_absent_data_is_one_line(name, tmp_path, data):
+    for arguments in (["--data", str(tmp_path)], []):
+        with pytest.raises(SystemExit, match=r"^reproduce: .*--data[^\n]*$"):
+            main(["--preset", "smoke", "--results", str(tmp_path), "--only", name, *arguments])
+    with pytest.raises(SystemExit, match=r"^reproduce: .*the preset needs [^\n]*$"):
+        main(["--preset", "cpu", "--data", str(data), "--results", str(tmp_path), "--only", name])
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
+def test_a_run_that_fails_stops_no_other(data, tmp_path, monkeypatch, capsys):
+    """Its codec refuses the messages of this task."""
+    monkeypatch.setitem(
+        SETTINGS["vision"], "none", {"forward": {"codec": "pca"}, "backward": {"codec": "pca"}}
+    )
+    with pytest.raises(SystemExit, match="reproduce: 1 of 2 runs failed"):
+        grid(data, tmp_path, "--only", "vision/none", "language/none", "--seed", "0")
+    assert set(rows_of(tmp_path)) == {("language/none", 0)}
+    assert (
+        "vision/none seed 0: failed: CompressionError: ds_compress.warmup_steps: 0" in capsys.readouterr().out
+    )
+
+
+def test_a_name_that_is_no_setting(capsys):
+    with pytest.raises(SystemExit):
+        main(["--only", "vision/topk11"])
+    assert "--only: 'vision/topk11' is not a setting; known: vision/none, " in capsys.readouterr().err
+
+
+def test_the_layers_of_a_gpt_compute_what_it_computes(data, tmp_path):
+    task = Language(PRESETS["smoke"].language, data, tmp_path)
+    gpt, ids = task._pretrained().eval(), torch.randint(256, (2, 32))
+    with torch.no_grad():
+        expected = gpt(ids).logits
+        assert torch.equal(nn.Sequential(*as_layers(gpt))(ids), expected)
+        assert torch.equal(nn.Sequential(*task.stages(0)).eval()(ids), expected)
+    assert len(task.stages(0)) == 4
+
+
+def test_gradients_are_clipped_to_a_norm():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    norm = torch.cat([g.flatten() for g in expected]).norm()
+    for largest in (float(norm) / 2, float(norm) * 2, 0.0):
+        before = [p.grad.clone() for p in model.parameters()]
+        clip(model, largest)
+        share = min(1.0, largest / norm) if largest else 1.0
+        for p, g in zip(model.parameters(), before):
+            torch.testing.assert_close(p.grad, g * share)
+            p.grad.copy_(g)
+
+
+@pytest.mark.parametrize("name", ["language/topk10-ef-warmup", "vision/topk10-aqsgd"])
+def test_a_real_pipeline_has_the_same_losses_and_bytes(name, data, tmp_path):
+    """Through the deepspeed launcher; the language task clips its gradients."""
+    row = compared(Run("smoke", *name.split("/", 1), 0), data, tmp_path)
+    assert row["losses_equal"] and row["bytes_equal"], json.dumps(row)
+    assert row["steps"] == 8 and row["first_difference"] is None
