@@ -24,7 +24,7 @@ holds the block, the sizes, the seed, the processor and the releases that made i
 - Bits for each value and bytes are what was sent in training: warm-up, first visits of AQ-SGD and headers
   included.
 - Gradients are clipped at 1.0 in the language task, DeepSpeed's default, and not in the vision task, as in
-  the paper.
+  the paper. As in DeepSpeed's pipelines in fp32 the norm is that of the first stage's gradients.
 - ± is half of what lies between the largest and the smallest seed. A row of one seed carries no claim.
 """
 

@@ -61,8 +61,8 @@ def execute(run: Run, task: Task, device: torch.device) -> Row:
     """
     started = time.perf_counter()
     config = {"ds_compress": run.block}
-    model = nn.Sequential(*task.stages(run.seed)).to(device)
-    model = simulate(model, config, range(1, STAGES), task.steps_per_epoch)
+    stages = nn.Sequential(*task.stages(run.seed)).to(device)
+    model = simulate(stages, config, range(1, STAGES), task.steps_per_epoch)
     losses = train(model, task, run.seed, device)
     sent = traffic(model)  # before evaluation sends anything
     measured = {}
@@ -82,7 +82,7 @@ def execute(run: Run, task: Task, device: torch.device) -> Row:
     }
 
 
-def train(model: nn.Module, task: Task, seed: int, device: torch.device) -> list[float]:
+def train(model: nn.Sequential, task: Task, seed: int, device: torch.device) -> list[float]:
     """The loss of every step, up to the first that is not finite."""
     optimizer = task.optimizer(model.parameters())
     schedule = task.schedule(optimizer)
@@ -109,18 +109,18 @@ def step(model: nn.Module, task: Task, batch: Batch, device: torch.device) -> fl
     return loss.item()
 
 
-def clip(model: nn.Module, largest: float) -> None:
-    """Scale gradients whose norm is over `largest`, stage by stage as DeepSpeed does."""
+def clip(model: nn.Sequential, largest: float) -> None:
+    """Scale all gradients as a pipeline of DeepSpeed does in fp32 (0.19.8), where the norm of the first stage's
+    gradients is over `largest`: `clip_grad_norm_` counts parameters of model-parallel rank 0 alone, and takes
+    stages for such ranks."""
     if not largest:
         return
-    by_stage = ([p.grad for p in stage.parameters() if p.grad is not None] for stage in model)
-    stages = [grads for grads in by_stage if grads]  # boundaries have none
-    squares = [torch.stack([g.norm(2.0) for g in grads]).pow(2.0).sum() for grads in stages]
-    norm = functools.reduce(torch.add, squares).pow(0.5)
+    first = [p.grad for p in model[0].parameters() if p.grad is not None]
+    norm = torch.stack([grad.norm(2.0) for grad in first]).pow(2.0).sum().pow(0.5)
     coefficient = torch.clamp(largest / (norm + 1e-6), max=1.0)
-    for grads in stages:
-        for grad in grads:
-            grad.mul_(coefficient)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(coefficient)
 
 
 def in_numbers(sent: list[Traffic]) -> Row:
