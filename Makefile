@@ -60,7 +60,6 @@ bench-net: $(INSTALLED) ## two hosts with a slow link between them, on this mach
 PRESET ?= cpu
 JOBS ?= 1
 reproduce: $(INSTALLED) ## the experiments of arXiv 2401.07788: PRESET=cpu|paper DATA=folder, also JOBS= and ARGS=
-	$(BIN)/python -m pip install --quiet -e '.[reproduce]'
 	OMP_NUM_THREADS=1 $(BIN)/python launch/reproduce.py --preset $(PRESET) $(if $(DATA),--data $(DATA)) --jobs $(JOBS) $(ARGS)
 
 pipelines: $(INSTALLED) ## every kind of pipeline, as the table of docs/pipelines.md

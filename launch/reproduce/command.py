@@ -30,7 +30,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="also train as pipelines of four ranks and compare: --only, or a few, with the first seed",
     )
-    parser.add_argument("--page", type=Path, help="write the page of evidence there, from all rows")
+    parser.add_argument("--page", type=Path, help="tables of all rows (default: evidence.md in --results)")
     args = parser.parse_args(arguments)
     known = [f"{task}/{setting}" for task, settings in SETTINGS.items() for setting in settings]
     for name in args.only or ():
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.launched:
         chosen = [run for run in runs if run.seed == args.seeds[0] and (args.only or run.setting in LAUNCHED)]
         compare(chosen, args.data, args.results)
-    if args.page:
-        write_page(args.results, args.page)
+    if read_rows(file):
+        write_page(args.results, args.page or args.results / "evidence.md")
     if failed:
         raise SystemExit(f"reproduce: {failed} of {len(left)} runs failed")

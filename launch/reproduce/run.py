@@ -110,9 +110,9 @@ def step(model: nn.Module, task: Task, batch: Batch, device: torch.device) -> fl
 
 
 def clip(model: nn.Sequential, largest: float) -> None:
-    """Scale all gradients as a pipeline of DeepSpeed does in fp32 (0.19.8), where the norm of the first stage's
-    gradients is over `largest`: `clip_grad_norm_` counts parameters of model-parallel rank 0 alone, and takes
-    stages for such ranks."""
+    """Scale all gradients as a pipeline of DeepSpeed (0.19.8, fp32) does: where the norm of the first stage's
+    gradients is over `largest`. Its `clip_grad_norm_` counts parameters of model-parallel rank 0 alone, and
+    takes stages for such ranks."""
     if not largest:
         return
     first = [p.grad for p in model[0].parameters() if p.grad is not None]

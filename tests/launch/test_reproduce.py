@@ -82,6 +82,7 @@ def test_rows_say_what_was_measured(whole):
         if name.endswith("none"):
             assert row[f"{metric}_on"] == row[f"{metric}_off"]
             assert 32 <= row["bits_forward"] < 32.6 and row["error_forward"] in (0, None)
+    assert "### vision, 2 settings" in (whole / "evidence.md").read_text()
     losses = {row["train_loss"] for row in rows.values()}
     assert len(losses) == len(rows), "every setting and seed trains otherwise"
 
