@@ -8,6 +8,8 @@ from launch.reproduce.run import BITS, Row
 from launch.reproduce.settings import SETTINGS
 
 METRICS = {"vision": "accuracy", "language": "perplexity"}
+EXTRA = {"vision": {}, "language": {"generated_perplexity": "generated text"}}
+"""Further measures that have columns, and what these are called."""
 UNITS = {"accuracy": "accuracy, %", "perplexity": "perplexity a token"}
 
 
@@ -79,6 +81,7 @@ def table(settings: Iterable[Setting]) -> str:
     unit = UNITS[METRICS[settings[0].task]]
     header = ["setting", "seeds", "bits forward", "bits backward", "times fewer bytes"]
     header += [f"{unit}, on", "off", "error forward", "error backward"]
+    header += [f"{name}, {way}" for name in EXTRA[settings[0].task].values() for way in ("on", "off")]
     return markdown(header, map(_line, settings))
 
 
@@ -92,6 +95,7 @@ def _line(setting: Setting) -> list[object]:
         setting.metric("on"),
         setting.metric("off"),
         *(f"{error.mean:.3f}" if error.seeds else "" for error in errors),
+        *(setting.over_seeds(f"{measure}_{way}") for measure in EXTRA[setting.task] for way in ("on", "off")),
     ]
 
 

@@ -101,6 +101,7 @@ def test_the_front_is_what_nothing_beats():
 def test_page(tmp_path):
     made = rows(PAPER) + rows({"none": (10.0, 10.0, 32)}, "language", seeds=(0,))
     made += rows({"topk10": (None, None, 4)}, "language", seeds=(0,))
+    made[-2] |= {"generated_perplexity_on": 3.0, "generated_perplexity_off": 4.0}
     (tmp_path / "smoke.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
     page = tmp_path / "docs" / "evidence.md"
     main(["--results", str(tmp_path), "--only", "vision/none", "--preset", "smoke", "--page", str(page)])
@@ -108,6 +109,7 @@ def test_page(tmp_path):
     assert f"- {len(made)} rows on abacus; torch 9" in text
     assert "| `topk10-ef` | 3 | 5.00 | 5.00 | 6.4 | 87.00 ± 0.20 | 86.50 ± 0.20 | 0.100 |  |" in text
     assert "| `topk10` | 1 | 4.00 | 4.00 | 8.0 | diverged | diverged |" in text
+    assert "| `none` | 1 | 32.00 | 32.00 | 1.0 | 9.80 | 9.80 | 0.100 |  | 3.00 | 4.00 |" in text
     assert "| `minmax4/8` | 5.3 | 0.20 | within the spread |" in text
     assert "| 4 forward |  | 88.90 ± 0.20 |  | 89.80 ± 0.20 |" in text
     for task in ("vision", "language"):
