@@ -27,7 +27,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -127,6 +127,37 @@ class Context(MessageId):
         return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
+@dataclass(frozen=True)
+class Stability:
+    """What a feedback can count on: how much of a message is lost at worst, or on average where it is random
+    what is lost."""
+
+    constant: float
+    """The root of the expected ||x - C(x)||^2 / ||x||^2, of any x. Below 1 the codec is a contraction: what
+    error feedback keeps stays below constant / (1 - constant) times the largest message."""
+
+    unbiased: bool = False
+    """Whether the mean of what many messages of one x decode to approaches x."""
+
+    norm: Literal["l2", "max"] = "l2"
+    """Of the constant; max: the largest magnitude, of the rotated values where the codec rotates."""
+
+    @property
+    def kind(self) -> str:
+        """ "contraction", else "unbiased", else "neither"."""
+        return "contraction" if self.constant < 1 else "unbiased" if self.unbiased else "neither"
+
+    def __str__(self) -> str:
+        norm = " of the largest magnitude" if self.norm == "max" else ""
+        lost = "an unknown part" if math.isinf(self.constant) else f"{self.constant:.3g}{norm}"
+        also = ", unbiased" if self.unbiased and self.kind != "unbiased" else ""
+        return f"{self.kind}{also}: loses at most {lost}"
+
+
+TYPICAL = TensorSpec((8, 64, 768), torch.float32)
+"""A message, where no other is at hand."""
+
+
 CodecOptions = Options
 
 
@@ -167,6 +198,12 @@ class Codec(Named, ABC):
     def gaussian_error_bound(self, spec: TensorSpec) -> float:
         """The same for `x` of independent normal values, for codecs that a few outliers can make useless."""
         return self.error_bound(spec)
+
+    def stability(self, spec: TensorSpec) -> Stability:
+        """What a feedback can count on for tensors of `spec`; overridden where more is known than the
+        `error_bound` of one message, of which one of 1 or more says nothing of many."""
+        error = self.error_bound(spec)
+        return Stability(error if error < 1 else math.inf, self.unbiased)
 
     @property
     def unbiased(self) -> bool:

@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
+from ds_compress.codec import Codec, CodecOptions, Context, Layout, Stability, TensorSpec, register
 from ds_compress.codecs import bounds
 from ds_compress.codecs.groups import group_shape, join, split
 from ds_compress.kernels.bits import pack, packed_size, unpack
@@ -49,6 +49,10 @@ class ACSGD(Codec):
     def error_bound(self, spec: TensorSpec) -> float:
         # a step at most, and no more than the value itself, as 0 is on the grid
         return min(1.0, math.sqrt(group_shape(spec, "channel")[1]) / 2 ** (self.options.bits - 1))
+
+    def stability(self, spec: TensorSpec) -> Stability:
+        # 1 bit has no level above 0: what is positive is never sent
+        return Stability(2.0 ** (1 - self.options.bits), norm="max")
 
     def gaussian_error_bound(self, spec: TensorSpec) -> float:
         half, reach = 2 ** (self.options.bits - 1), bounds.largest_normal(group_shape(spec, "channel")[1])

@@ -26,6 +26,9 @@ GroupSize = Annotated[
 (AQ-SGD)."""
 
 
+Fill = Literal["last", "zeros", "mean"]
+
+
 def group_shape(spec: TensorSpec, group_size: int | str) -> tuple[int, int]:
     """(groups, values per group), the latter a multiple of 8; no groups for a tensor without elements."""
     if not spec.numel:
@@ -39,9 +42,13 @@ def group_shape(spec: TensorSpec, group_size: int | str) -> tuple[int, int]:
     return -(-spec.numel // size), size
 
 
-def split(x: Tensor, group_size: int | str) -> Tensor:
-    """`x` as [groups, values per group]. What is missing at the end repeats the last value, so no range
-    grows."""
+def split(x: Tensor, group_size: int | str, axis: int = -1, fill: Fill = "last") -> Tensor:
+    """`x` as [groups, values per group], with dimension `axis` in the place of the last.
+
+    What is missing at the end repeats the last value, so that no range grows; or is zero, so that no sum
+    does; or the mean magnitude of the group, so that this stays.
+    """
+    x = _moved(x, axis, -1)
     if isinstance(group_size, int) and x.numel() and x.numel() % group_size == 0:  # nothing is missing
         return x.reshape(-1, group_size)
     shape = group_shape(TensorSpec.of(x), group_size)
@@ -50,16 +57,25 @@ def split(x: Tensor, group_size: int | str) -> Tensor:
     rows = x.reshape(-1, shape[0]).t() if group_size == "channel" else x.reshape(1, -1)
     missing = shape[0] * shape[1] // rows.shape[0] - rows.shape[1]
     if missing:
-        rows = torch.cat([rows, rows[:, -1:].expand(-1, missing)], dim=1)
+        more = rows[:, -1:]
+        if fill == "zeros":
+            more = torch.zeros_like(more)
+        elif fill == "mean":
+            own = rows[:, missing - shape[1] :]  # what the last group has
+            more = own.abs().mean(1, keepdim=True, dtype=torch.float32).to(rows.dtype)
+        rows = torch.cat([rows, more.expand(-1, missing)], dim=1)
     return rows.reshape(shape)
 
 
-def join(groups: Tensor, spec: TensorSpec, group_size: int | str) -> Tensor:
+def join(groups: Tensor, spec: TensorSpec, group_size: int | str, axis: int = -1) -> Tensor:
     """The tensor of `spec` that `split` cut into `groups`, [groups, values per group] of fp32 or of its
     dtype.
 
     A value that its grid lifted just beyond the range of fp16 becomes the largest fp16; nan stays.
     """
+    if axis != -1:
+        moved = join(groups, moved_spec(spec, axis), group_size)
+        return _moved(moved, -1, axis).contiguous()
     if spec.dtype == torch.float16:
         largest = torch.finfo(torch.float16).max
         groups = groups.clamp(-largest, largest)
@@ -70,6 +86,19 @@ def join(groups: Tensor, spec: TensorSpec, group_size: int | str) -> Tensor:
             return groups.view(spec.shape)  # nothing was missing
         values = groups.reshape(-1)[: spec.numel]
     return values.reshape(spec.shape).to(spec.dtype).contiguous()
+
+
+def moved_spec(spec: TensorSpec, axis: int) -> TensorSpec:
+    """That of a tensor of `spec` with dimension `axis` in the place of the last."""
+    if axis == -1:
+        return spec
+    shape = [*spec.shape]
+    shape.append(shape.pop(axis))
+    return TensorSpec(tuple(shape), spec.dtype, spec.device)
+
+
+def _moved(x: Tensor, source: int, target: int) -> Tensor:
+    return x if source == target else x.movedim(source, target)
 
 
 def _round_up(n: int, multiple: int) -> int:

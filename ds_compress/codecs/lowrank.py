@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
+from ds_compress.codec import Codec, CodecOptions, Context, Layout, Stability, TensorSpec, register
 from ds_compress.codecs import bounds
 from ds_compress.codecs.memory import Remembers, expect, number
 from ds_compress.codecs.mixins import BothDirections, DecodesByProduct, Observes
@@ -86,6 +86,11 @@ class LowRank(Codec, Remembers, DecodesByProduct):
         if rank is None:
             return bounds.rounding(WIRE_DTYPES[self.options.dtype], spec.dtype)
         return 1 + self._rounding(rank)
+
+    def stability(self, spec: TensorSpec) -> Stability:
+        """As of normal values: a message may miss the basis, but what it left turns the next one
+        (PowerSGD)."""
+        return Stability(self.gaussian_error_bound(spec))
 
     def gaussian_error_bound(self, spec: TensorSpec) -> float:
         rank = self._factor_rank(spec.shape)
@@ -169,6 +174,9 @@ class PCA(Codec, Remembers, Observes, BothDirections, DecodesByProduct):
         _, h = matrix_shape(spec.shape)
         rounding = torch.finfo(WIRE_DTYPES[self.options.dtype]).eps
         return rounding + (0 if self.options.rank >= h else 1)
+
+    def stability(self, spec: TensorSpec) -> Stability:
+        return Stability(min(1.0, self.error_bound(spec)))  # a projection: it loses the same part every time
 
     def gaussian_error_bound(self, spec: TensorSpec) -> float:
         _, h = matrix_shape(spec.shape)

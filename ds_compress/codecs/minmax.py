@@ -4,7 +4,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
+from ds_compress.codec import Codec, CodecOptions, Context, Layout, Stability, TensorSpec, register
 from ds_compress.codecs import bounds
 from ds_compress.codecs.groups import group_shape, join, split
 from ds_compress.kernels.bits import pack, packed_size, unpack
@@ -43,6 +43,9 @@ class MinMax(Codec):
 
     def error_bound(self, spec: TensorSpec) -> float:
         return bounds.grid(spec.numel, 2**self.options.bits - 1)
+
+    def stability(self, spec: TensorSpec) -> Stability:
+        return Stability(1 / (2**self.options.bits - 1), norm="max")
 
     def gaussian_error_bound(self, spec: TensorSpec) -> float:
         reach = bounds.largest_normal(max(spec.numel, 1))

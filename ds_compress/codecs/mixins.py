@@ -99,6 +99,13 @@ class Follows(ABC):
             CompressionError: the two cannot work together.
         """
 
+    def sent(self, spec: TensorSpec, ctx: Context) -> Tensor | None:
+        """Bool, of `spec`'s shape: the entries that the message just encoded can carry; None for all.
+
+        What a message cannot carry is no loss of it: error feedback would keep it for ever.
+        """
+        return None
+
     @abstractmethod
     def forward_partner(self) -> Codec | None:
         """A forward codec whose message must come first where this one cannot stand alone; None where it

@@ -5,6 +5,7 @@ them, then their values through a second codec. What is kept follows from the in
 still kept.
 """
 
+import math
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, build, register
+from ds_compress.codec import Codec, CodecOptions, Context, Layout, Stability, TensorSpec, build, register
 from ds_compress.codecs import bounds, select
 from ds_compress.codecs.mixins import BothDirections, SecondPacket, Selects
 from ds_compress.codecs.reshape import as_message
@@ -146,6 +147,13 @@ class RandomK(Sparse):
 
     def gaussian_error_bound(self, spec: TensorSpec) -> float:
         return self._blind_gaussian_error_bound(spec)
+
+    def stability(self, spec: TensorSpec) -> Stability:
+        longest = math.ceil(spec.numel / max(self.kept(spec), 1)) or 1  # entries of which one is kept
+        values = self.values.stability(self._values_spec(spec)).constant
+        if self.options.unbiased:
+            return Stability(math.sqrt(longest * (1 + values**2) - 1), unbiased=True)
+        return Stability(bounds.largest_part(1 / longest, values))
 
     @property
     def unbiased(self) -> bool:

@@ -2,10 +2,11 @@
 
 from typing import Literal
 
+import torch
 from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
-from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
+from ds_compress.codec import Codec, CodecOptions, Context, Layout, Stability, TensorSpec, register
 from ds_compress.codecs import select
 from ds_compress.codecs.mixins import Follows, Selects, layers
 from ds_compress.codecs.sparse import Sparse, SparseOptions, gather
@@ -128,6 +129,19 @@ class TopK(Sparse, Follows):
         if self.options.indices == "reuse":
             return self._blind_gaussian_error_bound(spec)
         return super().gaussian_error_bound(spec)
+
+    def stability(self, spec: TensorSpec) -> Stability:
+        if self.options.indices == "reuse":  # of the entries that it sends, see `sent`
+            values = self.values.stability(self._values_spec(spec))
+            gain = 1.0 if self.gain(spec) is None else self.options.density**-1
+            return Stability(gain * (1 + values.constant) - 1, self._unbiased)
+        return Stability(super().error_bound(spec))  # a sample finds the largest, but for chance
+
+    def sent(self, spec: TensorSpec, ctx: Context) -> Tensor | None:
+        if self.options.indices != "reuse":
+            return None
+        kept = torch.ones(self.kept(spec), dtype=torch.float32, device=spec.device)
+        return self._reused(spec, ctx).scatter(kept).view(spec.shape) > 0
 
     @property
     def unbiased(self) -> bool:

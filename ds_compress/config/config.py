@@ -113,6 +113,7 @@ class Config:
                     f"allowed: {', '.join(feedback.directions)}"
                 )
         with _errors_at(f"{path}.forward.feedback"):
+            forward_feedback.check_growth(forward)
             forward = forward_feedback.around(forward)
         if isinstance(backward, Follows):
             with _errors_at(f"{path}.backward.codec"):
@@ -128,6 +129,7 @@ class Config:
         if isinstance(backward, Follows) and backward.note:
             self.notes[f"{path}.backward.codec: {backward.note}"] = None
         with _errors_at(f"{path}.backward.feedback"):
+            backward_feedback.check_growth(backward)
             backward = backward_feedback.around(backward)
         return BoundaryCodecs(forward, backward, {"forward": forward_feedback, "backward": backward_feedback})
 

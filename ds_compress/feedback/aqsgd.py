@@ -19,7 +19,7 @@ import torch
 from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, Layout, TensorSpec
+from ds_compress.codec import Codec, Context, Layout, Stability, TensorSpec
 from ds_compress.codecs.memory import Remembers, expect
 from ds_compress.codecs.mixins import Observes, Offloads, SecondPacket
 from ds_compress.errors import CompressionError
@@ -96,6 +96,10 @@ class AQSGD(Feedback):
         options = self.options
         column = None if options.ids == "hash" else options.ids.column
         return SampleIds(column, options.scope == "micro_batch", options.batch_dim)
+
+    def growth(self, stability: Stability) -> float:
+        # what a projection never sends stays as it is
+        return stability.constant if stability.constant > 1 else 0.0
 
     def around(self, codec: Codec) -> Codec:
         return AQSGDCodec(self, codec)

@@ -10,13 +10,14 @@ finite is decided on the device, and where both sides keep state, from the decod
 alike.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, Layout, TensorSpec
+from ds_compress.codec import TYPICAL, Codec, Context, Layout, Stability, TensorSpec
 from ds_compress.codecs.mixins import OnlyReceiverDecodes, SecondPacket, Wraps
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.sample_ids import SampleIds
@@ -33,6 +34,27 @@ class Feedback(Named, ABC):
     def sample_ids(self) -> SampleIds | None:
         """Those it needs with every training message."""
         return None
+
+    def growth(self, stability: Stability) -> float:
+        """How many times as large as it was, at most, what is kept is after a message of zeros; from 1 up it
+        may grow for ever. 0: nothing that could."""
+        return 0.0
+
+    def check_growth(self, codec: Codec) -> None:
+        """
+        Raises:
+            CompressionError: what is kept beside `codec` may grow for ever; nothing is known of codecs that
+                declare no `error_bound`.
+        """
+        stability = codec.stability(TYPICAL)
+        if 1 <= self.growth(stability) < math.inf:
+            raise CompressionError(
+                f"{self} cannot follow codec {codec}, which is no contraction ({stability}): what it "
+                f"keeps could grow for ever; allowed: 'none', or a codec that is a contraction{self.damped}"
+            )
+
+    damped: ClassVar[str] = ""
+    """What else is allowed where it could grow."""
 
     @abstractmethod
     def around(self, codec: Codec) -> Codec:
@@ -108,6 +130,9 @@ class FeedbackCodec(Codec, Wraps):
 
     def refuses(self, spec: TensorSpec) -> str:
         return self.codec.refuses(spec)
+
+    def stability(self, spec: TensorSpec) -> Stability:
+        return self.codec.stability(spec)
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         return self.encode_training(x, ctx) if ctx.training else self.codec.encode(x, ctx)

@@ -2,10 +2,12 @@
 
 from typing import Literal
 
+import torch
+from pydantic import Field
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, TensorSpec
-from ds_compress.codecs.mixins import EncodesWithError
+from ds_compress.codec import Codec, Context, Stability, TensorSpec
+from ds_compress.codecs.mixins import EncodesWithError, Follows
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.state import KeepsState, State, StateOptions
 from ds_compress.kernels.numerics import is_finite, narrow
@@ -18,14 +20,24 @@ class ErrorFeedbackOptions(StateOptions):
 
 @FEEDBACKS.register("ef")
 class ErrorFeedback(Feedback):
-    """Error feedback: m = C(x + e), then e = x + e - m; the sender keeps e.
+    """Error feedback: m = C(x + e), then e = decay (x + e - m); the sender keeps e.
 
     Seide et al., Interspeech 2014; Karimireddy et al., arXiv 1901.09847; at stage boundaries Rudakov et al.,
     arXiv 2401.07788, whose one buffer per boundary and direction is `scope: "boundary"`. The sum of the
-    messages is the sum of the inputs but for the residual. e stays zero during warm-up.
+    messages is the sum of the inputs but for the residual. e stays zero during warm-up. Where
+    `indices: "reuse"` leaves entries out, they are not counted as lost.
     """
 
-    Options = ErrorFeedbackOptions
+    class Options(ErrorFeedbackOptions):
+        decay: float = Field(1.0, gt=0, le=1)
+        """Part of the residual that goes into the next one. Below 1 the sums no longer agree, but it stays
+        below decay / (1 - decay) times the largest message beside any codec that makes nothing larger; 0.5 to
+        0.9 for randomk, whose plain residual grows to 1 / density times the message."""
+
+    damped = ", or a decay below 1"
+
+    def growth(self, stability: Stability) -> float:
+        return self.options.decay * stability.constant
 
     def around(self, codec: Codec) -> Codec:
         return ErrorFeedbackCodec(self, codec)
@@ -37,12 +49,16 @@ class ErrorFeedbackCodec(FeedbackCodec, KeepsState):
     def __init__(self, feedback: Feedback, codec: Codec):
         super().__init__(feedback, codec)
         self.state = State(feedback.name, "sender", feedback.options, feedback.options.dtype)
+        self._follows = codec if isinstance(codec, Follows) else None
 
     def encode_training(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         spec = TensorSpec.of(x)
         old = self.residual(ctx, spec)
         finite = is_finite(x)
         parts, error = encode_with_error(self.codec, x, old, finite * ctx.loss_scale, ctx)
+        sent = self._follows.sent(spec, ctx) if self._follows is not None else None
+        if sent is not None:  # what is not sent keeps its residual
+            error = torch.where(sent, error, old * ctx.loss_scale)
         new = self.updated(old, error if ctx.loss_scale == 1 else error / ctx.loss_scale)
         self.state.save(ctx, spec, new, keep=~(finite & is_finite(new)))
         return parts
@@ -53,7 +69,8 @@ class ErrorFeedbackCodec(FeedbackCodec, KeepsState):
 
     def updated(self, residual: Tensor, error: Tensor) -> Tensor:
         """The next residual, from the one that was added and from what the message then lost."""
-        return error
+        decay = self.feedback.options.decay
+        return error if decay == 1 else decay * error
 
 
 def encode_with_error(

@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, TensorSpec
+from ds_compress.codec import Codec, Context, Stability, TensorSpec
 from ds_compress.codecs.mixins import Observes
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.state import KeepsState, State, StateOptions
@@ -24,6 +24,10 @@ class EF21(Feedback):
     class Options(StateOptions):
         dtype: Literal["fp32", "bf16"] = "fp32"
         """How A is kept."""
+
+    def growth(self, stability: Stability) -> float:
+        # what a projection never sends stays as it is
+        return stability.constant if stability.constant > 1 else 0.0
 
     def around(self, codec: Codec) -> Codec:
         return EF21Codec(self, codec)

@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, TensorSpec
+from ds_compress.codec import Codec, Context, Stability, TensorSpec
 from ds_compress.feedback.base import FEEDBACKS, Feedback
 from ds_compress.feedback.ef import ErrorFeedbackCodec
 from ds_compress.feedback.state import StateOptions
@@ -31,6 +31,9 @@ class LoCo(Feedback):
 
         dtype: Literal["fp32", "bf16", "int8"] = "int8"
         """How the residual is kept; int8 has a scale for each 128 values."""
+
+    def growth(self, stability: Stability) -> float:
+        return self.options.beta + (1 - self.options.beta) * stability.constant
 
     def around(self, codec: Codec) -> Codec:
         return LoCoCodec(self, codec)

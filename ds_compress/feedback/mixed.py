@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, Layout, TensorSpec
+from ds_compress.codec import Codec, Context, Layout, Stability, TensorSpec
 from ds_compress.codecs.mixins import Follows, Selects
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
@@ -30,6 +30,9 @@ class MixedErrorFeedback(Feedback):
     class Options(ErrorFeedbackOptions):
         split: float = Field(0.5, gt=0, lt=1)
         """Part of the density that goes to the input; the rest goes to the residual."""
+
+    def growth(self, stability: Stability) -> float:
+        return stability.constant
 
     def around(self, codec: Codec) -> Codec:
         if isinstance(codec, Follows) and codec.forward_partner() is not None:

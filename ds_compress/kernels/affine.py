@@ -29,7 +29,14 @@ class Grid:
     """Of step and offset: float32 or bfloat16."""
 
     hadamard: bool = False
-    """For the Walsh-Hadamard rotation of a group, whose size is then a power of two."""
+    """For the rotation of a group (`kernels.hadamard`), whose size is then a power of two."""
+
+    key: int = 0
+    """Of the rotation's signs."""
+
+    gaussian: bool = False
+    """Not uniform, but for normal values (`kernels.gaussian`): symmetric, 1 to 4 bits, of groups whose size
+    is a power of two."""
 
     @cached_property
     def top(self) -> int:
@@ -41,7 +48,7 @@ class Grid:
     def is_mean(self) -> bool:
         """Whether the step follows from the mean magnitude, unless dithered codes have to be unbiased: it is
         that of least squared error when a value becomes -m or m (1-bit SGD, XNOR-Net)."""
-        return self.symmetric and self.bits == 1
+        return self.symmetric and self.bits == 1 and not self.gaussian
 
 
 def minmax_scales(low: Tensor, high: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:

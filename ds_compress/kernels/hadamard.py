@@ -1,20 +1,58 @@
-"""The Walsh-Hadamard rotation, which spreads an outlier over its whole group."""
+"""The Walsh-Hadamard rotation with random signs, which spreads an outlier, or a mean, over its group."""
+
+import hashlib
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
 
 
-def rotate(groups: Tensor) -> Tensor:
-    """Rotate each row of `groups`, fp32 [n, G] with G a power of two; the rotation is its own inverse.
+@cache
+def key_of(seed: int) -> int:
+    """The 31 bits from which both sides and every kernel draw the signs of `seed`."""
+    return int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=4).digest(), "little") >> 1
 
-    The transform is orthonormal, in natural order: row i of its matrix is (-1)^popcount(i & j) / sqrt(G).
-    Butterflies, nearest values first, rather than a product with that matrix, fix the order of summation:
-    every kernel on every device gives the same bits.
+
+def rotate(groups: Tensor, key: int) -> Tensor:
+    """Rotate each row of `groups`, fp32 [n, G] with G a power of two.
+
+    Values are multiplied by `diagonal`, then transformed: row i of the Walsh-Hadamard matrix, in natural
+    order, is (-1)^popcount(i & j). Without the signs a mean would end up in one coefficient. Butterflies,
+    nearest values first, rather than a product with that matrix, fix the order of summation: every kernel on
+    every device gives the same bits.
     """
+    return _butterflies(groups * diagonal(groups.shape[1], key, groups.device))
+
+
+def rotate_back(groups: Tensor, key: int) -> Tensor:
+    """The inverse of `rotate`."""
+    return _butterflies(groups) * diagonal(groups.shape[1], key, groups.device)
+
+
+def diagonal(size: int, key: int, device: torch.device) -> Tensor:
+    """fp32 [size]: the square root of 1 / size, with the sign of each value; the same for all groups."""
+    return _on_cpu(size, key) if device.type == "cpu" else _drawn(size, key, device)
+
+
+@lru_cache(64)
+def _on_cpu(size: int, key: int) -> Tensor:
+    return _drawn(size, key, torch.device("cpu"))
+
+
+def _drawn(size: int, key: int, device: torch.device) -> Tensor:
+    """By a hash of each place: Wellons' lowbias32, in 32 bits."""
+    bits = torch.arange(size, dtype=torch.int64, device=device) + key
+    bits = (bits ^ bits >> 16) * 0x7FEB352D & 0xFFFFFFFF
+    bits = (bits ^ bits >> 15) * 0x846CA68B & 0xFFFFFFFF
+    bits = (bits ^ bits >> 16) & 1
+    return (1 - 2 * bits).float() * size**-0.5
+
+
+def _butterflies(groups: Tensor) -> Tensor:
     n, size = groups.shape
     distance = 1
     while distance < size:
         first, second = groups.reshape(n, size // (2 * distance), 2, distance).unbind(2)
         groups = torch.stack([first + second, first - second], dim=2).view(n, size)
         distance *= 2
-    return groups * size**-0.5
+    return groups

@@ -27,7 +27,7 @@ from ds_compress.codec import Layout, MessageId
 from ds_compress.errors import CompressionError
 
 MAGIC = b"DSCP"
-VERSION = 1
+VERSION = 2
 ALIGNMENT = 16
 _HEADER = struct.Struct("<4sBBHII8sII")
 HEADER_SIZE = _HEADER.size

@@ -25,6 +25,11 @@ ANY_INPUT = [
         for bits in (1, 3)
         for scheme in ("asymmetric", "symmetric")
     ),
+    *(
+        {"name": "quantize", "bits": bits, "grid": "gaussian", "group_size": 16, "hadamard": hadamard}
+        for bits in (1, 2, 3, 4)
+        for hadamard in (False, True)
+    ),
     {"name": "quantize", "bits": 4, "group_size": 8, "mixed": {"share": 0.5, "low_bits": 1}},
     *({"name": name, "bits": bits} for name in ("minmax", "acsgd") for bits in (1, 2, 4, 8)),
     *({"name": "fp8", "format": format, "group_size": 8} for format in ("e4m3", "e5m2")),

@@ -11,7 +11,7 @@ from ds_compress import config  # noqa: F401  (registers the codecs)
 from ds_compress.kernels import cpu, native, reference
 from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.cpu.groups import BLOCK
-from tests.support.same_bits import assert_same_bits, values
+from tests.support.same_bits import any_grid, assert_same_bits, values
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ comp
     scale_dtype=st.sampled_from([torch.bfloat16, torch.float32]),
 )
 def test_equals_the_reference(bits, size, symmetric, dtype, hadamard, n, special, seed, scale_dtype):
-    grid = Grid(bits, symmetric, scale_dtype, hadamard and not size & (size - 1))
+    grid = any_grid(bits, symmetric, scale_dtype, hadamard, size, seed)
     x = values(n, size, dtype, seed, special)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "LONG", 0)
@@ -56,7 +56,7 @@ def test_error_feedback_in_one_pass_equals_the_reference(
     bits, size, symmetric, dtype, hadamard, n, special, seed, factor
 ):
     """Sums beyond the range included: the residual is then as large as the largest float."""
-    grid = Grid(bits, symmetric, torch.bfloat16, hadamard and not size & (size - 1))
+    grid = any_grid(bits, symmetric, torch.bfloat16, hadamard, size, seed)
     x = values(n, size, dtype, seed, special)
     residual = values(n, size, torch.float32, seed + 1).clamp(-1e36, 1e36)
     residual[0, 0], x[0, 0] = torch.finfo(torch.float32).max / 1024, torch.finfo(dtype).max
@@ -91,7 +91,7 @@ def test_other_settings_equal_the_reference(bits, size, symmetric, scale_dtype, 
 def test_uncompiled_blocks_equal_the_reference(monkeypatch):
     monkeypatch.setattr(native, "serves", lambda *_: False)
     x = values(3 * BLOCK // 128 - 1, 128, torch.bfloat16, 5)
-    for grid in (Grid(4), Grid(4, hadamard=True)):
+    for grid in (Grid(4), Grid(4, hadamard=True), Grid(2, True, hadamard=True, gaussian=True)):
         parts = cpu.quantize(x, grid)
         assert_same_bits(parts, reference.quantize(x, grid))
         for dtype in (torch.bfloat16, torch.float32):

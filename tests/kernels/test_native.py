@@ -15,7 +15,7 @@ from ds_compress.kernels import cpu, native, reference
 from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.native import build, cache, loader
 from tests.support.native import SOURCES, TARGETS, built, compiled_for, runs_here
-from tests.support.same_bits import assert_same_bits, values
+from tests.support.same_bits import any_grid, assert_same_bits, values
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 
@@ -43,7 +43,7 @@ def test_every_source_compiles_without_a_warning(source, target):
 def test_quantization_has_the_same_bits_on_every_processor(
     target, bits, size, symmetric, dtype, hadamard, n, special, seed, scale_dtype
 ):
-    grid = Grid(bits, symmetric, scale_dtype, hadamard and not size & (size - 1))
+    grid = any_grid(bits, symmetric, scale_dtype, hadamard, size, seed)
     x = values(n, size, dtype, seed, special)
     residual = values(n, size, torch.float32, seed + 1).clamp(-1e36, 1e36)
     expected = reference.quantize(x, grid)
@@ -65,6 +65,7 @@ CODECS = [
     {"name": "fp8"},
     {"name": "fp8", "format": "e5m2", "group_size": 24},
     {"name": "quantize"},
+    {"name": "quantize", "bits": 2, "hadamard": True},
 ]
 
 

@@ -47,6 +47,10 @@ def every_setting():
         grid = Grid(bits, False, scale_dtype, hadamard=bits == 4)
         groups.dequantize(groups.quantize(x, grid), grid, dtype)
         groups.quantize_with_error(x, x.float(), torch.ones(()), replace(grid, symmetric=bits == 3))
+        if bits <= 4:
+            normal = replace(grid, symmetric=True, hadamard=bits > 1, gaussian=True)
+            groups.dequantize(groups.quantize(x, normal), normal, dtype)
+            groups.quantize_with_error(x, x.float(), torch.ones(()), normal)
     x = torch.zeros(64, 24, dtype=torch.float16)
     for bits, generator in ((1, None), (4, torch.Generator())):
         grid = Grid(bits, symmetric=True)

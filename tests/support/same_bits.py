@@ -3,7 +3,18 @@
 import torch
 from torch import Tensor
 
+from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.keys import as_integers
+
+
+def any_grid(
+    bits: int, symmetric: bool, scale_dtype: torch.dtype, hadamard: bool, size: int, seed: int
+) -> Grid:
+    """A grid for groups of `size`, rotated only where they can be; that for normal values in every third case
+    that allows it."""
+    whole = not size & (size - 1)
+    gaussian = whole and bits <= 4 and seed % 3 == 0
+    return Grid(bits, symmetric or gaussian, scale_dtype, hadamard and whole, seed, gaussian)
 
 
 def values(n: int, size: int, dtype: torch.dtype, seed: int, special: float | None = None) -> Tensor:

@@ -15,7 +15,7 @@ import ds_compress.codecs  # noqa: F401  (registers)
 from ds_compress.kernels import dispatch, reference
 from ds_compress.kernels import triton as fused
 from ds_compress.kernels.affine import Grid
-from tests.support.same_bits import assert_same_bits, values
+from tests.support.same_bits import any_grid, assert_same_bits, values
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -98,11 +98,12 @@ def test_quantize_equals_the_reference(bits, size, n, symmetric, stochastic, sca
     symmetric=st.booleans(),
     dtype=DTYPES,
     scale_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 2**31 - 1),
 )
 @settings(max_examples=EXAMPLES, deadline=None)
-def test_the_rotation_equals_the_reference(bits, size, symmetric, dtype, scale_dtype):
+def test_the_rotation_equals_the_reference(bits, size, symmetric, dtype, scale_dtype, seed):
     groups = torch.randn(9, size).to(dtype)
-    grid = Grid(2 if symmetric and bits == 1 else bits, symmetric, scale_dtype, hadamard=True)
+    grid = any_grid(2 if symmetric and bits == 1 else bits, symmetric, scale_dtype, True, size, seed)
     expected = reference.quantize(groups, grid)
     assert_same_bits(launched(fused.quantize, groups, grid), expected)
     decoded = launched(dequantize, *expected, grid)
@@ -125,7 +126,7 @@ def test_error_feedback_in_one_pass_equals_the_reference(
     bits, size, n, hadamard, symmetric, dtype, special, factor, seed
 ):
     bits = 2 if symmetric and bits == 1 else bits
-    grid = Grid(bits, symmetric, torch.float32, hadamard and not size & (size - 1))
+    grid = any_grid(bits, symmetric, torch.float32, hadamard, size, seed)
     groups, residual = values(n, size, dtype, seed, special), values(n, size, torch.float32, seed + 1)
     # the interpreter gets the subnormal numbers of bfloat16 wrong
     groups = torch.where(groups.abs() < torch.finfo(dtype).tiny, 0, groups)
@@ -151,6 +152,19 @@ def test_mean_magnitude_is_within_its_bound():
     expected, step_expected = reference.quantize(groups, grid)
     assert torch.equal(packed, expected)
     assert ((step - step_expected).abs() <= 2 * 7 * 2**-24 * step_expected).all()
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [8, 16, 128, 4096])
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_normal_values_have_the_same_bits(bits, size, hadamard):
+    """With every kind of group, not only with what is random."""
+    grid = Grid(bits, True, torch.bfloat16, hadamard, 2**31 - 1, gaussian=True)
+    groups = values(20, size, torch.float32, bits)
+    groups[groups.abs().amax(1) < 1e-36] = 0  # the interpreter gets the subnormal numbers of bfloat16 wrong
+    expected = reference.quantize(groups, grid)
+    assert_same_bits(launched(fused.quantize, groups, grid), expected)
+    assert_same_bits([launched(dequantize, *expected, grid)], [reference.dequantize(expected, grid)])
 
 
 @pytest.mark.parametrize("special", SPECIAL)

@@ -1,4 +1,4 @@
-// The Walsh-Hadamard rotation of kernels/hadamard.py: butterflies, nearest values first.
+// The rotation of kernels/hadamard.py: signs, and butterflies, nearest values first.
 
 #pragma once
 
@@ -40,10 +40,10 @@ inline void join_lanes(float* values, int64_t count) {
     }
 }
 
-// Rotates `values` [size], behind which there is room for LANES more; SIZE is the size, or 0 where it is known at run
-// time only. `scale` is the square root of 1 / size. The rotation is its own inverse.
+// The unscaled transform of `values` [size], behind which there is room for LANES more; SIZE is the size, or 0 where it
+// is known at run time only.
 template <int SIZE>
-inline void rotate(float* values, int64_t size, float scale) {
+inline void butterflies(float* values, int64_t size) {
     const int64_t count = SIZE ? SIZE : size, near = count < LANES ? count : LANES;
     for (int64_t start = 0; start < count; start += near) join_lanes(values + start, near);
     for (int64_t distance = near; distance < count; distance *= 2)
@@ -53,5 +53,19 @@ inline void rotate(float* values, int64_t size, float scale) {
                 values[i] = first + second;
                 values[i + distance] = first - second;
             }
-    for (int64_t i = 0; i < count; ++i) values[i] *= scale;
+}
+
+// `diagonal` [size]: the signs, times the square root of 1 / size.
+template <int SIZE>
+inline void rotate(float* values, int64_t size, const float* diagonal) {
+    const int64_t count = SIZE ? SIZE : size;
+    for (int64_t i = 0; i < count; ++i) values[i] *= diagonal[i];
+    butterflies<SIZE>(values, size);
+}
+
+template <int SIZE>
+inline void rotate_back(float* values, int64_t size, const float* diagonal) {
+    const int64_t count = SIZE ? SIZE : size;
+    butterflies<SIZE>(values, size);
+    for (int64_t i = 0; i < count; ++i) values[i] *= diagonal[i];
 }

@@ -4,6 +4,7 @@
 
 #include "bits.h"
 #include "floats.h"
+#include "gaussian.h"
 #include "hadamard.h"
 
 namespace {
@@ -11,11 +12,18 @@ namespace {
 constexpr int MAX_GROUP = 4096;
 
 struct Format {
-    int64_t bits, symmetric, hadamard, wide_scale;  // wide_scale: fp32 rather than bf16
-    float scale;                                    // of the rotation: the square root of 1 / group size
+    int64_t bits, symmetric, wide_scale;  // wide_scale: fp32 rather than bf16
+    const float* diagonal;                // of the rotation, or null
+    const Levels* levels;                 // of the grid for normal values, or null where it is uniform
 
     int top() const { return (1 << bits) - (symmetric && bits > 1 ? 2 : 1); }
 };
+
+Format format(int64_t bits, int64_t symmetric, int64_t wide_scale, int64_t unrotated, const float* diagonal,
+              int64_t uniform, const float* levels) {
+    return {bits, symmetric, wide_scale, unrotated ? nullptr : diagonal,
+            uniform ? nullptr : reinterpret_cast<const Levels*>(levels)};
+}
 
 struct Grid {
     float step, offset;
@@ -39,8 +47,9 @@ template <int SIZE>
 struct Group {
     int64_t size;
     alignas(64) float values[SIZE ? SIZE : MAX_GROUP + LANES];
+    alignas(64) float squares[SIZE ? SIZE : MAX_GROUP + LANES], products[SIZE ? SIZE : MAX_GROUP + LANES];
     alignas(64) float total[SIZE ? SIZE : MAX_GROUP];  // what the values are rounded from, where the error is wanted
-    alignas(64) uint8_t codes[SIZE ? SIZE : MAX_GROUP];
+    alignas(64) uint8_t codes[SIZE ? SIZE : MAX_GROUP + LANES];
 
     int64_t count() const { return SIZE ? SIZE : size; }
 
@@ -67,8 +76,8 @@ struct Group {
     // What the receiver lacks of the sum.
     template <class In>
     void store_error(const Format& format, Grid grid, const In*, float* error) {
-        from_codes(grid);
-        if (format.hadamard) rotate<SIZE>(values, size, format.scale);
+        from_codes(format, grid);
+        if (format.diagonal) rotate_back<SIZE>(values, size, format.diagonal);
         for (int64_t i = 0; i < count(); ++i) {
             In sent;
             store(values[i], sent);
@@ -81,7 +90,26 @@ struct Group {
         for (int64_t i = 0; i < count(); ++i) store(values[i], y[i]);
     }
 
-    Grid grid(const Format& format) const {
+    // For normal values: their codes, too.
+    Grid gaussian(const Format& format) {
+        const Levels& levels = *format.levels;
+        float scale;
+        switch (format.bits) {
+            case 1: scale = gaussian_codes<SIZE, 1>(values, size, levels, codes, squares, products); break;
+            case 2: scale = gaussian_codes<SIZE, 2>(values, size, levels, codes, squares, products); break;
+            case 3: scale = gaussian_codes<SIZE, 4>(values, size, levels, codes, squares, products); break;
+            default: scale = gaussian_codes<SIZE, 8>(values, size, levels, codes, squares, products);
+        }
+        if (!format.wide_scale) {
+            uint16_t rounded;
+            store(scale, rounded);
+            scale = to_float(rounded);
+        }
+        return {scale, 0};
+    }
+
+    Grid grid(const Format& format) {
+        if (format.levels) return gaussian(format);
         if (format.symmetric) {
             uint32_t reach = 0;  // of nan: above that of infinity
             for (int64_t i = 0; i < count(); ++i) {
@@ -116,7 +144,15 @@ struct Group {
         }
     }
 
-    void from_codes(Grid grid) {
+    void from_codes(const Format& format, Grid grid) {
+        if (format.levels) {
+            switch (format.bits) {
+                case 1: return gaussian_values<SIZE, 1>(codes, size, *format.levels, grid.step, values);
+                case 2: return gaussian_values<SIZE, 2>(codes, size, *format.levels, grid.step, values);
+                case 3: return gaussian_values<SIZE, 4>(codes, size, *format.levels, grid.step, values);
+                default: return gaussian_values<SIZE, 8>(codes, size, *format.levels, grid.step, values);
+            }
+        }
         for (int64_t i = 0; i < count(); ++i) values[i] = static_cast<float>(codes[i]) * grid.step + grid.offset;
     }
 };
@@ -151,11 +187,11 @@ void quantize(const In* x, Feedback feedback, int64_t n, int64_t size, Format fo
             group.size = size;
             if (feedback.residual) group.load_sum(x + place, feedback.residual + place, feedback.factor);
             else group.load(x + place);
-            if (format.hadamard) rotate<SIZE>(group.values, size, format.scale);
+            if (format.diagonal) rotate<SIZE>(group.values, size, format.diagonal);
             grids[i] = group.grid(format);
         }
         for (int i = 0; i < count; ++i, packed += size * format.bits / 8) {
-            groups[i].to_codes(grids[i], format.top());
+            if (!format.levels) groups[i].to_codes(grids[i], format.top());
             pack<SIZE>(groups[i].codes, size, format.bits, packed);
             store_scale(grids[i].step, steps, start + i, format.wide_scale);
             if (!format.symmetric) store_scale(grids[i].offset, offsets, start + i, format.wide_scale);
@@ -173,8 +209,8 @@ void dequantize(const uint8_t* packed, const void* steps, const void* offsets, i
         const float step = load_scale(steps, i, format.wide_scale);
         const float offset = format.symmetric ? step * (-format.top() / 2.0f) : load_scale(offsets, i, format.wide_scale);
         unpack<SIZE>(packed, size, format.bits, group.codes);
-        group.from_codes({step, offset});
-        if (format.hadamard) rotate<SIZE>(group.values, size, format.scale);
+        group.from_codes(format, {step, offset});
+        if (format.diagonal) rotate_back<SIZE>(group.values, size, format.diagonal);
         if (bf16) group.store_to(static_cast<uint16_t*>(y) + i * size);
         else group.store_to(static_cast<float*>(y) + i * size);
     }
@@ -198,25 +234,29 @@ void quantize_any(const void* x, int64_t bf16, Feedback feedback, int64_t n, int
 
 extern "C" {
 
-// What the arguments may be is declared in quantize.py. `offsets` is not touched where the grid is symmetric.
+// What the arguments may be is declared in quantize.py. `offsets` is not touched where the grid is symmetric, `diagonal`
+// where groups are not rotated, `levels` where the grid is uniform.
 
 void quantize_groups(const void* x, int64_t bf16, int64_t n, int64_t size, int64_t bits, int64_t symmetric,
-                     int64_t hadamard, int64_t wide_scale, float scale, uint8_t* packed, void* steps, void* offsets) {
-    quantize_any(x, bf16, {}, n, size, {bits, symmetric, hadamard, wide_scale, scale}, packed, steps, offsets);
-}
-
-void quantize_groups_with_error(const void* x, int64_t bf16, const float* residual, float factor, float* error,
-                                int64_t n, int64_t size, int64_t bits, int64_t symmetric, int64_t hadamard,
-                                int64_t wide_scale, float scale, uint8_t* packed, void* steps, void* offsets) {
-    quantize_any(x, bf16, {residual, factor, error}, n, size, {bits, symmetric, hadamard, wide_scale, scale}, packed,
+                     int64_t wide_scale, int64_t unrotated, const float* diagonal, int64_t uniform, const float* levels,
+                     uint8_t* packed, void* steps, void* offsets) {
+    quantize_any(x, bf16, {}, n, size, format(bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels), packed,
                  steps, offsets);
 }
 
+void quantize_groups_with_error(const void* x, int64_t bf16, const float* residual, float factor, float* error,
+                                int64_t n, int64_t size, int64_t bits, int64_t symmetric, int64_t wide_scale,
+                                int64_t unrotated, const float* diagonal, int64_t uniform, const float* levels,
+                                uint8_t* packed, void* steps, void* offsets) {
+    quantize_any(x, bf16, {residual, factor, error}, n, size,
+                 format(bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels), packed, steps, offsets);
+}
+
 void dequantize_groups(void* y, int64_t bf16, int64_t n, int64_t size, int64_t bits, int64_t symmetric,
-                       int64_t hadamard, int64_t wide_scale, float scale, const uint8_t* packed, const void* steps,
-                       const void* offsets) {
-    const Format format{bits, symmetric, hadamard, wide_scale, scale};
-    FOR_SIZE(dequantize, packed, steps, offsets, n, size, format, y, bf16 != 0)
+                       int64_t wide_scale, int64_t unrotated, const float* diagonal, int64_t uniform,
+                       const float* levels, const uint8_t* packed, const void* steps, const void* offsets) {
+    const Format form = format(bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
+    FOR_SIZE(dequantize, packed, steps, offsets, n, size, form, y, bf16 != 0)
 }
 
 }  // extern "C"

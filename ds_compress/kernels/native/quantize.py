@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_compress.kernels import gaussian
 from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.bits import packed_size
+from ds_compress.kernels.hadamard import diagonal
 from ds_compress.kernels.native.function import FLAG, SIZE, Buffer, Function
 
 LARGEST_GROUP = 4096
@@ -30,9 +32,11 @@ _FORMAT: dict[str, Any] = {
     "size": range(8, LARGEST_GROUP + 1, 8),
     "bits": range(1, 9),
     "symmetric": FLAG,
-    "hadamard": FLAG,
     "wide_scale": FLAG,
-    "scale": float,
+    "unrotated": FLAG,
+    "diagonal": Buffer((torch.float32,), ("size",), unless="unrotated"),
+    "uniform": FLAG,
+    "levels": Buffer((torch.float32,), (2, 8), unless="uniform"),
 }
 _PARTS: dict[str, Any] = {
     "packed": Buffer((torch.uint8,), ("n", "size", "bits"), per=8),
@@ -59,7 +63,7 @@ def quantize(
         values=values.detach().contiguous(),
         bf16=values.dtype == torch.bfloat16,
         **feedback,
-        **_format(n, size, grid.bits, grid.symmetric, grid.hadamard, grid.scale_dtype),
+        **_format(n, size, grid),
         packed=packed,
         steps=steps,
         offsets=offsets,
@@ -85,7 +89,7 @@ def dequantize(parts: Sequence[Tensor], grid: Grid, dtype: torch.dtype) -> Tenso
     _dequantize(
         values=values,
         bf16=dtype == torch.bfloat16,
-        **_format(n, size, grid.bits, grid.symmetric, grid.hadamard, grid.scale_dtype),
+        **_format(n, size, grid),
         packed=packed.contiguous(),
         steps=steps.contiguous(),
         offsets=offsets[0].contiguous() if offsets else None,
@@ -93,19 +97,27 @@ def dequantize(parts: Sequence[Tensor], grid: Grid, dtype: torch.dtype) -> Tenso
     return values
 
 
-@lru_cache  # a message has the shape of the one before; a grid is spelt out, as its hash is made in Python
-def _format(
-    n: int, size: int, bits: int, symmetric: bool, hadamard: bool, scale_dtype: torch.dtype
-) -> dict[str, float]:
+@lru_cache  # a message has the shape of the one before
+def _format(n: int, size: int, grid: Grid) -> dict[str, Any]:
     """The arguments that say what is to be done to [n, size]."""
-    if hadamard and size & (size - 1):
+    if (grid.hadamard or grid.gaussian) and size & (size - 1):
         raise ValueError(f"a rotation of {size} values came, expected a power of two")
     return {
         "n": n,
         "size": size,
-        "bits": bits,
-        "symmetric": symmetric,
-        "hadamard": hadamard,
-        "wide_scale": scale_dtype == torch.float32,
-        "scale": size**-0.5,
+        "bits": grid.bits,
+        "symmetric": grid.symmetric,
+        "wide_scale": grid.scale_dtype == torch.float32,
+        "unrotated": not grid.hadamard,
+        "diagonal": diagonal(size, grid.key, torch.device("cpu")) if grid.hadamard else None,
+        "uniform": not grid.gaussian,
+        "levels": _levels(grid.bits) if grid.gaussian else None,
     }
+
+
+def _levels(bits: int) -> Tensor:
+    """fp32 [2, 8]: levels, and squared boundaries between them, each filled up with zeros."""
+    rows = [
+        [*row, *[0.0] * (8 - len(row))] for row in (gaussian.levels(bits), gaussian.squared_boundaries(bits))
+    ]
+    return torch.tensor(rows, dtype=torch.float32, device="cpu")

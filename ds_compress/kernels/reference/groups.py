@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ds_compress.kernels import gaussian
 from ds_compress.kernels.affine import Grid, from_codes, minmax_scales, symmetric_scale, to_codes
 from ds_compress.kernels.bits import pack, unpack
-from ds_compress.kernels.hadamard import rotate
+from ds_compress.kernels.hadamard import rotate, rotate_back
 from ds_compress.kernels.numerics import narrow
 
 
@@ -15,13 +16,18 @@ def quantize(groups: Tensor, grid: Grid, generator: torch.Generator | None = Non
     """Quantize every row of `groups` on a grid of its own.
 
     Args:
-        groups: [n, G] of any float dtype, G a multiple of 8, and a power of two for `grid.hadamard`.
-        generator: on the device of `groups`, to round stochastically; None rounds to nearest.
+        groups: [n, G] of any float dtype, G a multiple of 8, and a power of two for `grid.hadamard` and
+            `grid.gaussian`.
+        generator: on the device of `groups`, to round stochastically, on a uniform grid; None rounds to
+        nearest.
 
     Returns:
         packed uint8 [n, G * bits / 8]; step [n], and unless the grid is symmetric offset [n].
     """
-    groups = rotate(groups.float()) if grid.hadamard else groups.float()
+    groups = rotate(groups.float(), grid.key) if grid.hadamard else groups.float()
+    if grid.gaussian:
+        codes, scale = gaussian.to_codes(groups, grid)
+        return pack(codes, grid.bits), scale
     scales: tuple[Tensor, ...]
     if grid.symmetric:
         magnitude = groups.abs()
@@ -53,5 +59,6 @@ def quantize_with_error(
 def dequantize(parts: Sequence[Tensor], grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values, [n, G] of `dtype`, of what `quantize` returned."""
     packed, *scales = parts
-    groups = from_codes(unpack(packed, grid.bits), scales, grid)
-    return (rotate(groups) if grid.hadamard else groups).to(dtype)
+    codes = unpack(packed, grid.bits)
+    groups = gaussian.from_codes(codes, scales[0], grid) if grid.gaussian else from_codes(codes, scales, grid)
+    return (rotate_back(groups, grid.key) if grid.hadamard else groups).to(dtype)

@@ -7,16 +7,19 @@ summed in another order: it differs by less than 2 log2(G) 2^-24 times itself.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ds_compress.kernels import reference
+from ds_compress.kernels import gaussian, reference
 from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.bits import packed_size
-from ds_compress.kernels.triton.tiles import load_piece, places, rotate, store_piece
+from ds_compress.kernels.triton.gaussian import gaussian_codes, gaussian_values
+from ds_compress.kernels.triton.scales import at_least, fp32, limits, reach, rounded
+from ds_compress.kernels.triton.tiles import load_piece, places, rotate, rotate_back, store_piece
 
 MAX_GROUP = 4096
 """Larger groups do not fit in the registers of one program; the reference serves them."""
@@ -70,6 +73,7 @@ def _launch(
             scales[0],
             None if grid.symmetric else scales[1],
             n,
+            grid.key,
             MEAN=grid.is_mean and dither is None,
             LARGEST=torch.finfo(groups.dtype).max,
             enable_fp_fusion=False,
@@ -88,21 +92,28 @@ def dequantize(parts: Sequence[Tensor], grid: Grid, dtype: torch.dtype = torch.f
     programs, shape = _shape(n, size, grid)
     with torch.cuda.device_of(packed):
         _dequantize[programs](
-            packed, step, offset[0] if offset else None, values, n, enable_fp_fusion=False, **shape
+            packed, step, offset[0] if offset else None, values, n, grid.key, enable_fp_fusion=False, **shape
         )
     return values
 
 
-def _shape(n: int, size: int, grid: Grid) -> tuple[tuple[int], dict[str, int | bool]]:
+def _shape(n: int, size: int, grid: Grid) -> tuple[tuple[int], dict[str, Any]]:
     """How many programs are launched, and what the kernels are compiled for."""
     tiles = 8 // (grid.bits & -grid.bits)  # the narrowest plane holds 8 / tiles bits of each code
     columns = triton.next_power_of_2(size // tiles)
     rows = max(1, VALUES // (columns * tiles))
-    shape = {"ROWS": rows, "TILES": tiles, "WIDTH": size // tiles, "COLUMNS": columns}
-    return (triton.cdiv(n, rows),), {**shape, "BITS": grid.bits, "TOP": grid.top, "HADAMARD": grid.hadamard}
+    shape: dict[str, Any] = {"ROWS": rows, "TILES": tiles, "WIDTH": size // tiles, "COLUMNS": columns}
+    tables: dict[str, Any] = {"LEVELS": None, "BOUNDARIES": None}
+    if grid.gaussian:
+        tables = {
+            "LEVELS": gaussian.levels(grid.bits),
+            "BOUNDARIES": gaussian.squared_boundaries(grid.bits),
+        }
+    shape |= {"BITS": grid.bits, "TOP": grid.top, "HADAMARD": grid.hadamard, **tables}
+    return (triton.cdiv(n, rows),), shape
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "key"])
 def _quantize(
     groups,
     dither,
@@ -113,6 +124,7 @@ def _quantize(
     step,
     offset,
     n,
+    key,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -121,6 +133,8 @@ def _quantize(
     TOP: tl.constexpr,
     MEAN: tl.constexpr,
     HADAMARD: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BOUNDARIES: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
     """A tile of a group is WIDTH values, in COLUMNS columns.
@@ -142,48 +156,54 @@ def _quantize(
             within = tl.minimum(tl.maximum(total, -LARGEST), LARGEST)
             sums = sums + (total,)
             # see `narrow` in kernels/numerics.py
-            values = values + (_rounded(within + (loaded[t] - loaded[t]), groups),)
+            values = values + (rounded(within + (loaded[t] - loaded[t]), groups),)
     if HADAMARD:
-        values = rotate(values, ROWS, TILES, COLUMNS)
-    if offset is None:
-        grid_step = _at_least(tl.div_rn(2 * _reach(values, exists, TILES, WIDTH, MEAN), _fp32(TOP)), step)
+        values = rotate(values, key, ROWS, TILES, COLUMNS)
+    if LEVELS is not None:
+        codes, grid_step = gaussian_codes(values, LEVELS, BOUNDARIES, ROWS, TILES, COLUMNS)
+        grid_step = rounded(grid_step, step)
+        start = grid_step
+    elif offset is None:
+        grid_step = at_least(tl.div_rn(2 * reach(values, exists, TILES, WIDTH, MEAN), fp32(TOP)), step)
         start = grid_step * (-TOP / 2)
     else:
-        low, high = _range(values, exists, TILES)
+        low, high = limits(values, exists, TILES)
         low, high = low + 0.0, high + 0.0  # of zeros, +0
-        start = -_at_least(-low, step)
-        grid_step = _at_least(tl.div_rn(high - start, _fp32(TOP)), step)
+        start = -at_least(-low, step)
+        grid_step = at_least(tl.div_rn(high - start, fp32(TOP)), step)
         tl.store(offset + row, start.to(offset.dtype.element_ty), mask=row < n)
     tl.store(step + row, grid_step.to(step.dtype.element_ty), mask=row < n)
 
-    divisor = tl.where(grid_step > 0, grid_step, 1.0)[:, None]
-    codes = ()
-    for t in tl.static_range(TILES):
-        position = tl.div_rn(values[t] - start[:, None], divisor)
-        if dither is None:
-            code = position + 0.5
-        else:
-            code = tl.floor(position)
-            draw = tl.load(dither + at + t * WIDTH, mask=exists, other=0)
-            code += (draw < position - code).to(tl.float32)
-        codes = codes + (tl.minimum(tl.maximum(code, 0.0), _fp32(TOP)).to(tl.int32),)
+    if LEVELS is None:
+        divisor = tl.where(grid_step > 0, grid_step, 1.0)[:, None]
+        codes = ()
+        for t in tl.static_range(TILES):
+            position = tl.div_rn(values[t] - start[:, None], divisor)
+            if dither is None:
+                code = position + 0.5
+            else:
+                code = tl.floor(position)
+                draw = tl.load(dither + at + t * WIDTH, mask=exists, other=0)
+                code += (draw < position - code).to(tl.float32)
+            codes = codes + (tl.minimum(tl.maximum(code, 0.0), fp32(TOP)).to(tl.int32),)
     packed += row[:, None] * (TILES * WIDTH * BITS // 8) + place
     for i in tl.static_range(4):
         if BITS & (8 >> i):
             store_piece(packed, codes, exists, BITS, 8 >> i, TILES, WIDTH)
     if error is not None:
-        sent = _decoded(codes, grid_step, start, ROWS, TILES, COLUMNS, HADAMARD)
+        sent = _decoded(codes, grid_step, start, key, ROWS, TILES, COLUMNS, HADAMARD, LEVELS)
         for t in tl.static_range(TILES):
-            tl.store(error + at + t * WIDTH, sums[t] - _rounded(sent[t], groups), mask=exists)
+            tl.store(error + at + t * WIDTH, sums[t] - rounded(sent[t], groups), mask=exists)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "key"])
 def _dequantize(
     packed,
     step,
     offset,
     values,
     n,
+    key,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -191,6 +211,8 @@ def _dequantize(
     BITS: tl.constexpr,
     TOP: tl.constexpr,
     HADAMARD: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BOUNDARIES: tl.constexpr,
 ):
     row, place, exists = places(n, ROWS, WIDTH, COLUMNS)
     packed += row[:, None] * (TILES * WIDTH * BITS // 8) + place
@@ -205,7 +227,7 @@ def _dequantize(
         start = grid_step * (-TOP / 2)
     else:
         start = tl.load(offset + row, mask=row < n, other=0).to(tl.float32)
-    decoded = _decoded(codes, grid_step, start, ROWS, TILES, COLUMNS, HADAMARD)
+    decoded = _decoded(codes, grid_step, start, key, ROWS, TILES, COLUMNS, HADAMARD, LEVELS)
     at = row[:, None] * (TILES * WIDTH) + place
     for t in tl.static_range(TILES):
         tl.store(values + at + t * WIDTH, decoded[t].to(values.dtype.element_ty), mask=exists)
@@ -216,71 +238,20 @@ def _decoded(
     codes,
     grid_step,
     start,
+    key,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
     COLUMNS: tl.constexpr,
     HADAMARD: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):
     """The values of codes on a grid, fp32."""
-    decoded = ()
-    for t in tl.static_range(TILES):
-        decoded = decoded + (codes[t].to(tl.float32) * grid_step[:, None] + start[:, None],)
-    if HADAMARD:
-        decoded = rotate(decoded, ROWS, TILES, COLUMNS)
-    return decoded
-
-
-@triton.jit
-def _rounded(x, like):
-    """`x`, fp32, rounded to nearest, ties to even, where `like` points at bfloat16."""
-    if like.dtype.element_ty == tl.bfloat16:
-        bits = x.to(tl.int32, bitcast=True)
-        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
-        x = tl.where(x == x, rounded, x)
-    return x
-
-
-@triton.jit
-def _fp32(x: tl.constexpr):
-    return tl.full([1], x, tl.float32)
-
-
-@triton.jit
-def _range(values, exists, TILES: tl.constexpr):
-    """The smallest and the largest value of each row; nan if it holds one, which tl.min and tl.max pass
-    over."""
-    low = tl.where(exists, values[0], float("inf"))
-    high = tl.where(exists, values[0], float("-inf"))
-    unordered = values[0] != values[0]
-    for t in tl.static_range(1, TILES):
-        low = tl.minimum(low, tl.where(exists, values[t], float("inf")))
-        high = tl.maximum(high, tl.where(exists, values[t], float("-inf")))
-        unordered |= values[t] != values[t]
-    nan = tl.max(unordered.to(tl.int32), 1) > 0
-    return tl.where(nan, float("nan"), tl.min(low, 1)), tl.where(nan, float("nan"), tl.max(high, 1))
-
-
-@triton.jit
-def _reach(values, exists, TILES: tl.constexpr, WIDTH: tl.constexpr, MEAN: tl.constexpr):
-    """The largest, or the mean, magnitude of each row."""
-    magnitudes = ()
-    for t in tl.static_range(TILES):
-        magnitudes = magnitudes + (tl.where(exists, tl.abs(values[t]), 0.0),)
-    if MEAN:
-        total = magnitudes[0]
-        for t in tl.static_range(1, TILES):
-            total += magnitudes[t]
-        return tl.div_rn(tl.sum(total, 1), _fp32(TILES * WIDTH))
+    if LEVELS is not None:
+        decoded = gaussian_values(codes, grid_step, LEVELS, TILES)
     else:
-        _, high = _range(magnitudes, exists, TILES)
-        return high
-
-
-@triton.jit
-def _at_least(x, scale):
-    """`x`, fp32, or where `scale` points at bfloat16 the smallest one that is not below it (see `affine`)."""
-    if scale.dtype.element_ty == tl.bfloat16:
-        bits = x.to(tl.int32, bitcast=True)
-        rounded = (tl.where(bits < 0, bits, bits + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
-        x = tl.where(x == x, rounded, x)
-    return x
+        decoded = ()
+        for t in tl.static_range(TILES):
+            decoded = decoded + (codes[t].to(tl.float32) * grid_step[:, None] + start[:, None],)
+    if HADAMARD:
+        decoded = rotate_back(decoded, key, ROWS, TILES, COLUMNS)
+    return decoded

@@ -54,18 +54,55 @@ def load_piece(
 
 
 @triton.jit
-def rotate(values, ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr):
-    """The orthonormal Walsh-Hadamard transform of each row: butterflies within tiles, then between them."""
+def rotate(values, key, ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr):
+    """See `kernels.hadamard`: signs, then butterflies within tiles, then between them."""
+    return _transformed(_signed(values, key, TILES, COLUMNS), ROWS, TILES, COLUMNS)
+
+
+@triton.jit
+def rotate_back(values, key, ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr):
+    """The inverse of `rotate`."""
+    return _signed(_transformed(values, ROWS, TILES, COLUMNS), key, TILES, COLUMNS)
+
+
+@triton.jit
+def tree_sum(values, ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sum of each row, [ROWS]: halves are added until one value is left, see `kernels.gaussian`."""
+    for i in tl.static_range(3):
+        if (TILES >> (i + 1)) > 0:
+            folded = ()
+            for t in tl.static_range(TILES >> (i + 1)):
+                folded = folded + (values[t] + values[t + (TILES >> (i + 1))],)
+            values = folded
+    tile = values[0]
+    for i in tl.static_range(12):
+        if (2 << i) <= COLUMNS:
+            tile = tl.sum(tl.reshape(tile, [ROWS, 2, COLUMNS >> (i + 1)]), 1)
+    return tl.reshape(tile, [ROWS])
+
+
+@triton.jit
+def _signed(values, key, TILES: tl.constexpr, COLUMNS: tl.constexpr):
+    """Times the diagonal of the rotation."""
+    signed = ()
+    for t in tl.static_range(TILES):
+        bits = (tl.arange(0, COLUMNS) + (t * COLUMNS + key)).to(tl.uint32)
+        bits = (bits ^ (bits >> 16)) * 0x7FEB352D
+        bits = (bits ^ (bits >> 15)) * 0x846CA68B
+        sign = 1.0 - 2.0 * ((bits ^ (bits >> 16)) & 1).to(tl.float32)
+        signed = signed + (values[t] * (sign * (TILES * COLUMNS) ** -0.5)[None, :],)
+    return signed
+
+
+@triton.jit
+def _transformed(values, ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr):
     inside = ()
     for t in tl.static_range(TILES):
         inside = inside + (_butterflies(values[t], ROWS, COLUMNS),)
     for i in tl.static_range(3):
         if (1 << i) < TILES:
             inside = _between(inside, 1 << i, TILES)
-    scaled = ()
-    for t in tl.static_range(TILES):
-        scaled = scaled + (inside[t] * (TILES * COLUMNS) ** -0.5,)
-    return scaled
+    return inside
 
 
 @triton.jit
