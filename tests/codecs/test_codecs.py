@@ -22,6 +22,7 @@ OPTIONS = {
         {"group_size": 8, "mixed": {"share": 0.5}, "hadamard": True, "scheme": "symmetric"},
     ],
     "acsgd": [{"bits": 1}],
+    "entropy": [{"bits": bits} for bits in (0.1, 6, 2.6180339887)],
     "fp8": [{"group_size": "channel", "format": "e5m2"}],
     "topk": [
         {"rows": "tensor", "indices": "bitmask", "values": "bf16"},

@@ -66,6 +66,7 @@ CODECS = [
     {"name": "fp8", "format": "e5m2", "group_size": 24},
     {"name": "quantize"},
     {"name": "quantize", "bits": 2, "hadamard": True},
+    *({"name": "entropy", "bits": bits} for bits in (2.5, 6)),
 ]
 
 

@@ -10,17 +10,18 @@ import pytest
 import torch
 
 from ds_compress.kernels.affine import Grid
+from ds_compress.kernels.entropy import frame_of
 
 triton = pytest.importorskip("triton")
 
-from ds_compress.kernels.triton import band, bitstring, groups, held, selection  # noqa: E402
+from ds_compress.kernels.triton import band, bitstring, entropy, groups, held, selection  # noqa: E402
 from tests.support.triton_aot import ARCHITECTURES, compile_launch, recorded  # noqa: E402
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
 def run_kernels(**environment):
-    files = [str(SUPPORT / name) for name in ("triton_kernels.py", "triton_topk.py")]
+    files = [str(SUPPORT / name) for name in ("triton_kernels.py", "triton_topk.py", "triton_entropy.py")]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=SUPPORT.parents[1], env={**os.environ, **environment}
@@ -64,6 +65,9 @@ def every_setting():
         for entries in (torch.arange(10), bits):
             held.gather(torch.zeros(1000, dtype=dtype), entries, 10)
         held.scatter(torch.zeros(10, dtype=dtype), bits, 1000)
+    for n in (100, 100_000):
+        frame = frame_of(n, 2.5)
+        entropy.decode_entropy(entropy.encode_entropy(torch.zeros(n), frame), frame, torch.float32)
     bitstring.list_bits(bits, 1000, 10)
     bitstring.pack_bits(bitstring.unpack_bits(bits, 1000))
 
@@ -72,7 +76,7 @@ def every_setting():
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_kernel_compiles(architecture, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    with recorded(monkeypatch, groups, band, selection, held, bitstring) as launches:
+    with recorded(monkeypatch, groups, band, selection, held, bitstring, entropy) as launches:
         every_setting()
     names = {kernel.fn.__name__ for kernel, _, _ in launches}
     assert names == {
@@ -93,6 +97,8 @@ def test_every_kernel_compiles(architecture, monkeypatch, tmp_path):
         "_expand",
         "_look",
         "_gather",
+        "_encode",
+        "_decode",
     }
     for kernel, args, named in launches:
         compiled = compile_launch(kernel, args, named, architecture)

@@ -4,6 +4,7 @@
 its memory from it, and any access beside a tensor ends the process with a report.
 """
 
+import contextlib
 import ctypes
 import itertools
 import sys
@@ -14,6 +15,7 @@ from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.codecs.mixins import EncodesWithError
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import native
+from ds_compress.kernels.entropy import frame_of
 from ds_compress.kernels.native import build as compiling
 from tests.message.test_fuzz import fuzz
 
@@ -34,6 +36,7 @@ CODECS = [
     ),
     *({"name": "topk", "indices": coder, "density": 0.3} for coder in ("bitmask", "int16", "int32", "rice")),
     *({"name": "topk", "select": select} for select in ("threshold", "sidco", "block")),
+    *({"name": "entropy", "bits": bits} for bits in (0.1, 1, 2.5, 6)),
 ]
 
 
@@ -57,8 +60,29 @@ def messages() -> int:
         try:
             codec.decode(tuple(map(noise, parts)), TensorSpec.of(x), Context())
         except (CompressionError, IndexError, RuntimeError) as error:  # an index that is none of the tensor's
-            assert "index" in str(error).lower() or "repeat" in str(error), error
+            assert any(word in str(error).lower() for word in ("index", "repeat", "damaged code")), error
         count += 1
+    return count
+
+
+def damaged_codes() -> int:
+    """Entropy codes of all lanes and several blocks, with some words replaced; how many."""
+    count = 0
+    for bits, dtype, tail in itertools.product((1, 2.5, 6), (torch.float32, torch.bfloat16), (0.0, 1.0)):
+        x = (torch.randn(70_011) * torch.exp2(8 * tail * torch.randn(70_011))).to(dtype)
+        codec, spec = build({"name": "entropy", "bits": bits}), TensorSpec.of(x)
+        (code,) = codec.encode(x, Context())
+        codec.decode((code,), spec, Context())
+        head = frame_of(spec.numel, bits).head
+        for span in (head, head + 8, head + 300, len(code)):  # states; step; table; anything
+            for _ in range(8):
+                damaged = code.clone()
+                damaged[torch.randint(max(0, span - 300), span, (3,))] = torch.randint(
+                    -(2**15), 2**15, (3,)
+                ).short()
+                with contextlib.suppress(CompressionError):
+                    codec.decode((damaged,), spec, Context())
+                count += 1
     return count
 
 
@@ -79,4 +103,7 @@ if __name__ == "__main__":
     if "overflow" in sys.argv:
         overflow()
     refused, decoded = fuzz(1000, seed=0)
-    print(f"{messages()} messages, {refused} mutated packets refused, {decoded} decoded", flush=True)
+    print(
+        f"{messages() + damaged_codes()} messages, {refused} mutated packets refused, {decoded} decoded",
+        flush=True,
+    )

@@ -1,7 +1,8 @@
 """The Triton kernels of quantization against their specification.
 
-`test_triton` runs this file and triton_topk.py, under TRITON_INTERPRET=1 where there is no GPU: the variable
-has to be set before triton is first imported, and the rest of the suite must not run interpreted.
+`test_triton` runs this file, triton_topk.py and triton_entropy.py, under TRITON_INTERPRET=1 where there is no
+GPU: the variable has to be set before triton is first imported, and the rest of the suite must not run
+interpreted.
 """
 
 import os

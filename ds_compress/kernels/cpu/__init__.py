@@ -1,6 +1,7 @@
 """The CPU: numpy, and C++ (`ds_compress.kernels.native`) for long tensors, where a compiler is found."""
 
 from ds_compress.kernels.cpu.bitstring import list_bits, pack_bits, set_bits, unpack_bits
+from ds_compress.kernels.cpu.entropy import decode_entropy, encode_entropy
 from ds_compress.kernels.cpu.float8 import decode_float8, encode_float8
 from ds_compress.kernels.cpu.groups import dequantize, quantize, quantize_with_error
 from ds_compress.kernels.cpu.selection import banded, exact, sampled_band
@@ -13,8 +14,10 @@ __all__ = [
     "banded",
     "choose",
     "count_true",
+    "decode_entropy",
     "decode_float8",
     "dequantize",
+    "encode_entropy",
     "encode_float8",
     "exact",
     "gather",

@@ -5,6 +5,7 @@ two.
 """
 
 from ds_compress.kernels.reference.bitstring import list_bits, pack_bits, set_bits, unpack_bits
+from ds_compress.kernels.reference.entropy import decode_entropy, encode_entropy
 from ds_compress.kernels.reference.float8 import decode_float8, encode_float8
 from ds_compress.kernels.reference.groups import dequantize, quantize, quantize_with_error
 from ds_compress.kernels.reference.held import gather, received, scatter
@@ -15,8 +16,10 @@ __all__ = [
     "banded",
     "choose",
     "count_true",
+    "decode_entropy",
     "decode_float8",
     "dequantize",
+    "encode_entropy",
     "encode_float8",
     "exact",
     "gather",

@@ -6,6 +6,7 @@ Under TRITON_INTERPRET=1, set before triton is imported, they serve CPU tensors 
 
 from ds_compress.kernels.reference import choose, count_true, decode_float8, encode_float8
 from ds_compress.kernels.triton.bitstring import list_bits, pack_bits, set_bits, unpack_bits
+from ds_compress.kernels.triton.entropy import decode_entropy, encode_entropy
 from ds_compress.kernels.triton.groups import dequantize, quantize, quantize_with_error
 from ds_compress.kernels.triton.held import gather, received, scatter
 from ds_compress.kernels.triton.selection import banded, exact, sampled_band
@@ -14,8 +15,10 @@ __all__ = [
     "banded",
     "choose",
     "count_true",
+    "decode_entropy",
     "decode_float8",
     "dequantize",
+    "encode_entropy",
     "encode_float8",
     "exact",
     "gather",

@@ -1,0 +1,192 @@
+"""One step for a whole tensor and an entropy coder: the format, whose every number is an integer.
+
+Quantization. A message is scaled by the power of two that brings its largest magnitude into [1, 2). A
+magnitude is then known by its key, the octave and the 8 leading binary digits behind the point: 24 octaves
+of 256 keys, key 0 standing for all that is smaller. Step j is 4 * 2^(-j / 64), and a key becomes q where
+(q - 7/16) * step <= magnitude < (q + 9/16) * step, a dead zone a little wider than a step. So what a step
+makes of a message, how many of each q, follows from the histogram of its keys, to the last one.
+
+Symbols. q = -below .. above, and one that says that q is beyond. Such a value travels by its key and sign.
+
+Coding. rANS (Duda, arXiv 1311.2540; interleaved as by Giesen, arXiv 1402.3392): states of 32 bits, 16 bits
+at a time, frequencies that add up to 4096. Values are cut into blocks, and those of a block dealt to its
+lanes in turn, one state each; the lanes of a block move in step and share one run of words, so they are a
+vector register on a CPU and a warp on a GPU. Where the decoder ends each lane is at state 2^16.
+
+Size. The search takes a step whose code fits, see `reference.rate`; the coarsest makes all values 0 and
+costs nothing, so something always fits and the size is constant. It is one row of 16-bit words:
+
+    states    2 words for each lane of each block: where the decoder starts
+    sizes     2 words for each block: its words below
+    head      exponent (biased as in a float; 255: not finite, nothing follows), j, below | above << 8, shift
+    table     frequencies of -below .. -1, 1 .. above and "beyond"; 0 has what is missing to 4096
+    words     block after block, as the decoder reads them
+    ...       zeros
+    beyond    key | sign << 15 of each value that is, the first one last
+
+q is decoded to a magnitude of (|q| - shift / 1024) * step: the mean of the values that became such a q.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+OCTAVES, PER_OCTAVE = 24, 256
+KEYS = OCTAVES * PER_OCTAVE
+LOWEST = 127 - OCTAVES + 1
+"""The biased exponent of key 0, in a float as it is decoded."""
+
+FINER = 64  # steps per octave
+STEPS = OCTAVES * FINER + 1
+_DEAD = 7  # sixteenths of a step: so much less than q steps becomes q
+LEVELS = (0, 1, 3, 7, 15, 31, 63, 127)
+"""What `below` and `above` may be."""
+SYMBOLS = 2 * LEVELS[-1] + 2
+"""At most."""
+
+LARGEST_NUMEL = 1 << 28
+"""Values whose sums, in units of 2^-32 of the largest exponent, fit in 64 bits."""
+
+SCALE_BITS = 12
+TOTAL = 1 << SCALE_BITS
+START = 1 << 16
+COST_BITS = 16  # behind the point of what a symbol costs
+SURE = math.ceil(math.log2(17 / 16) * 2**COST_BITS)
+"""What rounding in a state, which is at least 16 times the frequency, can add to the cost of a symbol."""
+
+SHIFT_BITS, SHIFTS = 10, (-576, 448)  # 9/16 and 7/16 of a step
+HIGHEST = 255 / 128
+"""No magnitude is decoded to more, in units of the largest exponent: the end of the range of bfloat16, and
+within that of other formats."""
+
+NOT_FINITE = 255
+HEAD = 4
+
+_LANES, _LONGEST = 32, 1 << 16
+_SHARE = 128  # words for each lane, of which its state takes two
+_BLOCK = 8192  # words of a block
+_TINY = 64
+
+
+@dataclass(frozen=True)
+class Frame:
+    """How the values of a tensor lie in its words; follows from the two numbers."""
+
+    numel: int
+    words: int
+
+    @cached_property
+    def lanes(self) -> int:
+        """Of a block: a power of two."""
+        return min(_LANES, 1 << max(1, self.words // _SHARE).bit_length() - 1)
+
+    @cached_property
+    def length(self) -> int:
+        """Values of a block, a multiple of `lanes`; the last one may have fewer."""
+        wanted = max(1, self.words // _BLOCK, -(-self.numel // _LONGEST))
+        return -(-self.numel // (wanted * self.lanes)) * self.lanes
+
+    @cached_property
+    def blocks(self) -> int:
+        return -(-self.numel // self.length)
+
+    @property
+    def steps(self) -> int:
+        """Values of a lane."""
+        return self.length // self.lanes
+
+    @property
+    def head(self) -> int:
+        """Where the head begins."""
+        return 2 * self.blocks * (self.lanes + 1)
+
+    @property
+    def room(self) -> int:
+        """Words behind the head."""
+        return self.words - self.head - HEAD
+
+
+@lru_cache(maxsize=1024)
+def frame_of(numel: int, bits: float) -> Frame:
+    """The frame of `numel` values, more than 0, of `bits` bits each, at least 0.1; a few have 2 bytes each
+    and 32 for all."""
+    return Frame(numel, max(min(numel, _TINY) + 16, int(numel * bits / 16)))
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What follows from the format alone, on one device."""
+
+    first: Tensor
+    """int32 [FINER, 128]: the first key that becomes q = 1 .. 128 with step j < FINER; it is PER_OCTAVE less
+    for each FINER more."""
+
+    step: Tensor
+    """fp32 [STEPS]: step j."""
+
+    units: Tensor
+    """int64 [STEPS]: the same in units of 2^-32, rounded down."""
+
+    cost: Tensor
+    """int32 [TOTAL + 1]: what a symbol of each frequency costs, in 2^-COST_BITS bits, rounded up."""
+
+    weight: Tensor
+    """int64 [KEYS]: the middle of each key, in units of 2^-32."""
+
+    levels: Tensor
+    """int64: LEVELS."""
+
+
+@lru_cache
+def tables(device: torch.device) -> Tables:
+    """Made from integers alone, so that no library of any machine has a say."""
+    ratios = [_root_of_two(FINER - b) for b in range(FINER)]  # 2^(1 - b / FINER) * 2^64, [b]
+    first = [[_key((q << 4) - _DEAD, ratio) for q in range(1, 129)] for ratio in ratios]
+    near = torch.tensor(
+        [(ratio >> 40) + (ratio >> 39 & 1) for ratio in ratios], dtype=torch.float32, device="cpu"
+    )
+    octaves = torch.arange(STEPS, dtype=torch.int64, device="cpu")
+    power = ((127 + 1 - 24 - octaves // FINER) << 23).to(torch.int32).view(torch.float32)
+    keys = torch.arange(KEYS, dtype=torch.int64, device="cpu")
+    step = near[octaves % FINER] * power
+    made = (
+        torch.tensor(first, dtype=torch.int32, device="cpu"),
+        step,
+        (step.double() * 2.0**32).long(),
+        torch.tensor([_cost(f) for f in range(TOTAL + 1)], dtype=torch.int32, device="cpu"),
+        (2 * PER_OCTAVE + 1 + 2 * (keys % PER_OCTAVE)) << (keys // PER_OCTAVE),
+        torch.tensor(LEVELS, dtype=torch.int64, device="cpu"),
+    )
+    return Tables(*(table.to(device) for table in made))
+
+
+def _root_of_two(sixty_fourths: int) -> int:
+    """floor(2^(sixty_fourths / 64) * 2^64): six square roots, each rounded down."""
+    number = 1 << (sixty_fourths + 64 * 64)
+    for _ in range(6):
+        number = math.isqrt(number)
+    return number
+
+
+def _key(sixteenths: int, ratio: int) -> int:
+    """The first key that is not below sixteenths / 16 * 2 * ratio / 2^64, rounded up."""
+    value = sixteenths * ratio  # in units of 2^-67
+    octave = value.bit_length() - 1
+    leading = -(-value * PER_OCTAVE >> octave)
+    return (octave - 67 + OCTAVES - 1) * PER_OCTAVE + leading - PER_OCTAVE
+
+
+def _cost(frequency: int) -> int:
+    """log2(TOTAL / frequency), digit by digit, by squaring what is left of the frequency; 0 for 0."""
+    if not frequency:
+        return 0
+    whole = frequency.bit_length() - 1
+    rest, digits = frequency << (64 - whole), whole
+    for _ in range(COST_BITS):
+        rest = rest * rest >> 64
+        digits = 2 * digits + (rest >> 65)
+        rest >>= rest >> 65
+    return (SCALE_BITS << COST_BITS) - digits

@@ -1,0 +1,159 @@
+"""Codec entropy: a constant size whatever comes, and damage that is noticed."""
+
+import random
+
+import pytest
+import torch
+
+from ds_compress.codec import Context, TensorSpec, build
+from ds_compress.errors import CompressionError
+from ds_compress.kernels import reference
+from ds_compress.kernels.entropy import LARGEST_NUMEL, STEPS, frame_of
+from ds_compress.kernels.reference import rate
+from tests.support.measure import relative_error, roundtrip
+
+GENERATOR = torch.Generator()
+HOSTILE = {
+    "normal": lambda n: torch.randn(n, generator=GENERATOR),
+    "sorted": lambda n: torch.randn(n, generator=GENERATOR).sort().values,
+    "after a ReLU": lambda n: torch.randn(n, generator=GENERATOR).relu(),
+    "every magnitude there is": lambda n: torch.exp2(torch.rand(n, generator=GENERATOR) * 250 - 125),
+    "heavy tails": lambda n: torch.empty(n).cauchy_(generator=GENERATOR),
+    "two values": lambda n: torch.randint(0, 2, (n,), generator=GENERATOR) * 2.0 - 1,
+    "few values": lambda n: torch.randint(-3, 4, (n,), generator=GENERATOR).bfloat16(),
+    "uniform": lambda n: torch.rand(n, generator=GENERATOR) - 0.5,
+    "every key": lambda n: (torch.arange(n) * 977 % 6144 + 26624 << 15).int().view(torch.float32),
+    "alternating": lambda n: torch.tensor([1.0, -1e-3, 0.5, 0.03]).repeat(n // 4 + 1)[:n],
+    "one outlier": lambda n: torch.randn(n, generator=GENERATOR).index_fill_(0, torch.tensor([n // 2]), 1e30),
+    "subnormal": lambda n: torch.randn(n, generator=GENERATOR) * 2.0**-140,
+    "random bits": lambda n: (
+        torch.randint(-(2**31), 2**31, (n,), generator=GENERATOR).int().view(torch.float32)
+    ),
+    "constant": lambda n: torch.full((n,), 0.3),
+}
+
+
+def test_ten_thousand_messages_keep_their_size_and_arrive():
+    """Each by a decoder that refuses a code with a word too many; and none is worse than zeros."""
+    rng = random.Random(0)
+    GENERATOR.manual_seed(0)
+    names = [*HOSTILE]
+    for number in range(10_000):
+        n = rng.choice([rng.randint(1, 100), rng.randint(100, 1500), rng.randint(1500, 4000)])
+        codec = build({"name": "entropy", "bits": rng.uniform(0.1, 6)})
+        x = HOSTILE[names[number % len(names)]](n)
+        (code,) = codec.encode(x, Context())
+        declared = max(min(n, 64) + 16, int(n * codec.options.bits / 16))
+        assert code.shape == (declared,) == codec.layout(TensorSpec.of(x))[0][0]
+        y = codec.decode((code,), TensorSpec.of(x), Context())
+        if x.isfinite().all():
+            error = (x.double() - y.double()).norm()
+            assert error <= x.double().norm() * (1 + 1e-6) + 2.0**-149 * n**0.5, names[number % len(names)]
+        else:
+            assert not y.isfinite().any()
+
+
+def test_the_worst_message_costs_nothing_with_the_coarsest_step():
+    """What no finer step fits: all values become 0, which takes one word of a table."""
+    for bits in (0.1, 1, 6):
+        for n in (1, 63, 64, 1000, 100_000, 2**24, LARGEST_NUMEL):
+            frame = frame_of(n, bits)
+            assert frame.room >= 1 and (n > 64 or frame.room >= n + 8)
+    n = 4096
+    frame = frame_of(n, 0.1)
+    histogram = torch.zeros(2, 6144, dtype=torch.int64)
+    histogram[:, -1] = n // 2  # each of the largest magnitude, of either sign: 1 bit per value, or none
+    plan = rate.search(histogram, frame, sure=True)
+    assert plan.words == 1 and plan.reach.tolist() == [0, 0] and plan.escapes == 0
+    assert not roundtrip(
+        {"name": "entropy", "bits": 0.1}, torch.ones(n).index_fill_(0, torch.arange(0, n, 2), -1)
+    ).any()
+
+
+def test_a_code_that_comes_out_too_long_is_made_anew():
+    """By a step whose code is sure to fit; rare, as the words that states hold pay for what rounding adds."""
+    again, codec = 0, build({"name": "entropy", "bits": 1})
+    for seed in range(60):
+        x = torch.randn(300, generator=torch.Generator().manual_seed(seed))
+        frame = frame_of(300, 1)
+        (code,) = codec.encode(x, Context())
+        keys = reference.entropy._keys(
+            x.view(torch.int32), (x.abs().amax().view(torch.int32) >> 23).clamp(min=1)
+        )
+        histogram = torch.bincount(keys, minlength=2 * 6144).view(2, 6144)
+        first, second = (rate.search(histogram, frame, sure).step.item() for sure in (False, True))
+        assert code[frame.head + 1] in (first, second) and second <= first
+        again += code[frame.head + 1].item() != first
+        assert relative_error({"name": "entropy", "bits": 1}, x) < 1
+    assert 0 < again < 20
+
+
+@pytest.mark.parametrize("bits", [0.1, 1, 2.5, 6])
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (2, 3, 4, 5, 6), (1, 1, 1023), (64, 300)], ids=str)
+def test_damaged_codes_are_refused(shape, bits):
+    """Whatever bit is flipped: the code is refused, or it decodes to a tensor; most are refused."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    codec, rng, refused = build({"name": "entropy", "bits": bits}), random.Random(0), 0
+    (code,) = codec.encode(x, Context())
+    for _ in range(40):
+        damaged = code.clone()
+        for _ in range(rng.randint(1, 3)):
+            damaged[rng.randrange(len(code))] ^= rng.choice([1 << rng.randrange(15), -1, 255])
+        try:
+            assert codec.decode((damaged,), TensorSpec.of(x), Context()).shape == x.shape
+        except CompressionError as error:
+            assert str(error) == "entropy: a damaged code came, no message is coded like that"
+            refused += 1
+    assert refused >= (25 if x.numel() > 1000 and bits >= 1 else 0)
+
+
+def test_scale_down_to_the_smallest_normal():
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    x = x * 2.0 ** -x.abs().amax().log2().floor()
+    choice = {"name": "entropy", "bits": 2.5}
+    plain = roundtrip(choice, x)
+    for power in (-126, -125, -60, 60, 126, 127):
+        assert torch.equal(roundtrip(choice, x * 2.0**power), plain * 2.0**power), power
+        assert roundtrip(choice, x * 2.0**power).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_largest_number_arrives_finite(dtype):
+    for bits in (0.5, 2.5, 6):
+        for n in (1, 2, 700, 5000):
+            x = torch.full((n,), torch.finfo(dtype).max, dtype=dtype)
+            x[::3] *= -0.7
+            assert roundtrip({"name": "entropy", "bits": bits}, x).isfinite().all()
+
+
+def test_a_finer_step_with_more_bits():
+    x = torch.randn(20_000, generator=torch.Generator().manual_seed(0))
+    errors = [
+        relative_error({"name": "entropy", "bits": bits}, x) for bits in (0.25, 0.5, 1, 1.5, 2, 3, 4, 5, 6)
+    ]
+    assert errors == sorted(errors, reverse=True) and errors[-1] < 0.025
+    constant = relative_error({"name": "entropy"}, torch.full((5000,), -0.3))
+    assert constant < 2**-9  # a key's width
+    assert frame_of(5000, 6).words * 16 == 30_000 and STEPS == 1537
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"bits": 0.05}, "codec.bits: 0.05 is not allowed: should be greater than or equal to 0.1"),
+        ({"bits": 6.5}, "codec.bits: 6.5 is not allowed: should be less than or equal to 6"),
+        ({"bits": "2"}, "codec.bits: '2' is not allowed: should be a valid number"),
+    ],
+)
+def test_refusals(options, reason):
+    with pytest.raises(CompressionError) as error:
+        build({"name": "entropy", **options})
+    assert str(error.value) == reason
+
+
+def test_a_tensor_too_large_for_its_sums_is_refused():
+    codec = build("entropy")
+    assert codec.refuses(TensorSpec((LARGEST_NUMEL + 1,), torch.float32)) == (
+        "it has 268,435,457 values, allowed: 268,435,456"
+    )
+    assert not codec.refuses(TensorSpec((LARGEST_NUMEL,), torch.float32))

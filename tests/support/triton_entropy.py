@@ -1,0 +1,54 @@
+"""The Triton kernels of entropy coding against their specification; run by `test_triton`, see
+triton_kernels.py."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_compress.kernels import reference
+from ds_compress.kernels import triton as fused
+from ds_compress.kernels.entropy import frame_of
+from tests.support.same_bits import assert_same_bits
+from tests.support.triton_kernels import EXAMPLES, SPECIAL, launched
+
+
+@given(
+    n=st.integers(1, 600),
+    bits=st.floats(0.1, 6),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    spread=st.integers(0, 6),
+    seed=st.integers(0, 99),
+    special=st.sampled_from((None, None, *SPECIAL)),
+)
+@settings(max_examples=EXAMPLES // 2, deadline=None)
+def test_equals_the_reference(n, bits, dtype, spread, seed, special):
+    generator = torch.Generator().manual_seed(seed)
+    x = (torch.randn(n, generator=generator) * torch.exp2(spread * torch.randn(n, generator=generator))).to(
+        dtype
+    )
+    if special is not None:
+        x[seed % n] = special
+    frame = frame_of(n, bits)
+    code = reference.encode_entropy(x, frame)
+    assert torch.equal(launched(fused.encode_entropy, x, frame), code)
+    for words in (code, code ^ (torch.arange(frame.words) == seed % frame.words).short()):
+        ours = launched(fused.decode_entropy, words, frame, torch.float32)
+        assert_same_bits(ours, reference.decode_entropy(words, frame, torch.float32))
+
+
+@pytest.mark.parametrize("n, bits", [(3000, 6), (8200, 6)])
+def test_several_lanes_and_blocks(n, bits):
+    """The second has blocks of its own where a block is made smaller."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ds_compress.kernels.entropy._BLOCK", 1000)
+        patch.setattr("ds_compress.kernels.entropy._SHARE", 32)
+        frame_of.cache_clear()
+        x, frame = torch.randn(n, generator=torch.Generator().manual_seed(n)), frame_of(n, bits)
+        assert frame.lanes == 32 and frame.blocks == frame.words // 1000
+        code = reference.encode_entropy(x, frame)
+        assert torch.equal(launched(fused.encode_entropy, x, frame), code)
+        ours = launched(fused.decode_entropy, code, frame, torch.bfloat16)
+        assert ours[1].item() and ours[0].isfinite().all()
+        assert torch.equal(ours[0].float(), reference.decode_entropy(code, frame, torch.bfloat16)[0].float())
+    frame_of.cache_clear()
