@@ -67,7 +67,7 @@ class Stage:
         self._unplaced: deque[Tensor] = deque()  # ids of batches in unknown buffers
         self.in_schedule = False
         self.wants_samples = config.sample_ids is not None and before is None
-        self.groups: list[Any] = []  # process groups of its channels alone
+        self.groups: list[Any] = []  # process groups of its channels
         self.step = 0
         self.training = False
 

@@ -19,19 +19,17 @@ from ds_compress.transport.streams import Lane, lane_for
 def wire(stage: Stage, engine: Any) -> None:
     """Connect the channels of `stage` with the neighbours that `engine` has; every rank of the job calls it.
 
-    An eager link has a group for each use of each boundary, so that no order between channels is left to
-    break.
+    On an eager link no order between the channels of a rank is left to break: see `channel_groups`.
     """
     config = stage.config
     seconds, depth = config.block.link.timeout_s, config.block.link.depth
     eager = config.block.link.mode == "eager"
     rests = [f"{direction} rest" for direction in DIRECTIONS if config.has_rest(direction)]
-    pipelines = engine.grid._topo.get_axis_comm_lists("pipe")
-    groups = channel_groups(pipelines, engine.global_rank, [*DIRECTIONS, *rests], seconds) if eager else {}
+    groups = channel_groups(engine.num_stages - 1, [*DIRECTIONS, *rests], seconds) if eager else {}
     stage.groups = list(groups.values())
 
     def link(kind: type[Any], channel: Channel, neighbour: int, use: str = "") -> Any:
-        group = groups.get((channel.boundary.number, f"{channel.direction}{use}"))
+        group = groups.get((channel.boundary.number % 2, f"{channel.direction}{use}"))
         timeout = PeerTimeout(channel.place, seconds)
         return kind(engine.grid.stage_to_global(neighbour), engine.device, group, timeout, depth)
 

@@ -4,13 +4,12 @@ A channel end holds one `Sender` or `Receiver`. In both modes packets of a chann
 were sent.
 
 blocking: DeepSpeed's own order and process group; every byte is waited for.
-eager:    sends return at once and receives are posted ahead, both on a process group that belongs to this
-          channel alone. A group has one sender and one receiver: no order between channels is left to break.
+eager:    sends return at once and receives are posted ahead, both on a process group in which this rank has
+          no other channel: no order between channels is left to break.
 
 It calls torch.distributed itself: `isend` of deepspeed.comm blocks in older releases and knows no time-outs.
 """
 
-import itertools
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -101,7 +100,7 @@ class End:
 
     device: torch.device
     group: Any = None
-    """Process group of the channel; None for the default one."""
+    """Process group, see `channel_groups`; None for the default one."""
 
     patience: PeerTimeout = PeerTimeout()
     depth: int = 1
@@ -248,23 +247,21 @@ class EagerReceiver(Receiver):
 
 
 def channel_groups(
-    pipelines: list[list[int]],
-    rank: int,
-    uses: Sequence[str] = ("forward", "backward"),
-    seconds: float = 1800.0,
-) -> dict[tuple[int, str], object]:
-    """A process group for each of the `uses` of each boundary that `rank` has a side of, by (boundary, use).
+    boundaries: int, uses: Sequence[str] = ("forward", "backward"), seconds: float = 1800.0
+) -> dict[tuple[int, str], Any]:
+    """Process groups, all of every rank, by (boundary % 2, use): each of the `uses` has one for the even and
+    one for the odd boundaries.
+
+    A stage has one boundary of each kind, and a use has one way, so a rank has at most one channel in a group:
+    nothing there waits for another channel's packets, though NCCL may do all work of a group in its order. To
+    make a group takes every rank; this many calls do for any number of stages and replicas.
 
     Args:
-        pipelines: global ranks of each pipeline replica, stage by stage. Every rank of the job passes the
-            same, as every rank has to take part in making every group.
+        boundaries: of the pipeline. Every rank of the job passes the same.
         seconds: after which NCCL gives up a transfer.
     """
-    own = {}
-    for ranks in pipelines:
-        for boundary, ends in enumerate(itertools.pairwise(ranks)):
-            for use in uses:
-                group = dist.new_group(list(ends), timeout=timedelta(seconds=seconds))
-                if rank in ends:
-                    own[boundary, use] = group
-    return own
+    return {
+        (parity, use): dist.new_group(timeout=timedelta(seconds=seconds))
+        for use in uses
+        for parity in range(min(boundaries, 2))
+    }

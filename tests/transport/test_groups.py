@@ -1,0 +1,112 @@
+"""Process groups of the channels: few, and with one channel of a rank in each."""
+
+import multiprocessing
+from collections import Counter
+
+import pytest
+import torch
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from torch import distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import ds_compress  # noqa: F401  (hooks the engine)
+from ds_compress.config import Config
+from ds_compress.message.channel import Boundary
+from ds_compress.pipeline.intercept import PointToPoint
+from ds_compress.pipeline.stage import Stage
+from ds_compress.pipeline.wiring import wire
+from tests.support.dist import run_ranks
+from tests.support.pipeline import batches, build, ds_config
+
+LOSSLESS = {direction: {"codec": "lossless"} for direction in ("forward", "backward")}  # a rest both ways
+
+
+class Engine:
+    """What `wire` asks of an engine: stage `stage_id` in replica 5 of `replicas`."""
+
+    def __init__(self, stages, replicas, stage_id):
+        self.num_stages, self.stage_id, self.device = stages, stage_id, torch.device("cpu")
+        self.prev_stage, self.next_stage = stage_id - 1, stage_id + 1
+        self.grid, self._topo = self, PipeDataParallelTopology(stages, replicas)
+        self.global_rank = self.stage_to_global(stage_id)
+
+    def stage_to_global(self, stage_id):
+        return self._topo.get_rank(pipe=stage_id, data=5)
+
+
+def wired(stages, replicas, stage_id, block, queue):
+    """Calls that take all ranks, and (group, boundary, direction, use) of each end of the stage."""
+    engine, calls = Engine(stages, replicas, stage_id), Counter()
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=engine.global_rank, world_size=stages * replicas
+    )
+
+    def counted(name):
+        function = getattr(dist, name)
+
+        def call(*args, **kwargs):
+            calls[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("new_group", "split_group", "barrier", "all_reduce", "all_gather", "broadcast"):
+        setattr(dist, name, counted(name))
+    config = Config(block)
+    before = Boundary(stage_id - 1, config, 5) if stage_id else None
+    after = Boundary(stage_id, config, 5) if stage_id < stages - 1 else None
+    stage = Stage(config, PointToPoint(None), before, after)
+    wire(stage, engine)
+    number = {id(group): index for index, group in enumerate(stage.groups)}
+    ends = [
+        (number[id(link.group)], end.channel.boundary.number, end.channel.direction, use)
+        for end in stage.ends
+        for use, link in (("packets", end.link), ("rest", end.second))
+        if link.group is not None
+    ]
+    queue.put((sum(calls.values()), ends))
+
+
+def on_stage(*args):
+    """`wired` in a process of its own, which a fake world needs."""
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    process = context.Process(target=wired, args=(*args, queue))
+    process.start()
+    found = queue.get()
+    process.join()
+    return found
+
+
+@pytest.mark.parametrize("block, most", [({}, 4), (LOSSLESS, 8)], ids=["none", "lossless"])
+def test_start_up_takes_as_many_calls_for_any_job(block, most):
+    """It was (stages - 1) x replicas x 2 on every rank."""
+    assert on_stage(16, 64, 7, block)[0] == on_stage(4, 8, 2, block)[0] == most
+
+
+@pytest.mark.parametrize("block", [{}, LOSSLESS], ids=["none", "lossless"])
+def test_no_rank_has_two_channels_in_a_group_and_both_ends_are_in_the_same(block):
+    """So NCCL, which does the work of a group in order, lets no channel wait for another."""
+    group_of = {}
+    for stage in range(5):
+        calls, ends = on_stage(5, 8, stage, block)
+        shared = Counter(group for group, *_ in ends)
+        assert set(shared.values()) == {1}, (stage, ends)
+        for group, *channel in ends:
+            assert group_of.setdefault(tuple(channel), group) == group
+
+
+def trained(stages, link):
+    replicas = dist.get_world_size() // stages
+    engine = build(stages, ds_config({"link": link} if link else None, replicas=replicas))
+    data = batches(engine.grid.get_data_parallel_id())
+    losses = [engine.train_batch(data).item() for _ in range(3)]
+    return losses, len(engine._compression.groups) if link else 0
+
+
+@pytest.mark.parametrize("ranks, stages, groups", [(2, 2, 2), (4, 4, 4), (4, 2, 2)], ids=["PP2", "PP4", "PP2xDP2"])
+def test_real_pipelines_train_as_stock_does(ranks, stages, groups):
+    for (stock, _), (eager, made) in zip(
+        run_ranks(ranks, trained, stages, None), run_ranks(ranks, trained, stages, {"mode": "eager"})
+    ):
+        assert eager == stock and made == groups
