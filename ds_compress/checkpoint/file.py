@@ -64,6 +64,8 @@ class Metadata(BaseModel):
     """Optimizer steps done."""
     settings: dict[str, dict[str, Any]]
     """Of the codecs of each side in the file."""
+    schedule: tuple[int, int, int] = (1, 0, 0)
+    """Depth, stages and micro-batches of the steps before."""
     name: str
     """Of the file itself: that of another rank must not take its place."""
     id: str

@@ -10,6 +10,9 @@ the stages. Its state is restored, on both sides, when both find theirs with equ
 loaded step and what both sides share is equal, compared by hash. Otherwise both start from zero, and rank 0
 says which and why. Replica r reads what replica r wrote; `load_module_only` restores nothing.
 
+With depth "auto" training goes on at the depth it had, where all ranks find it and stages and micro-batches
+are as many.
+
 With `"state": "delta"` a file may hold changes to the checkpoint before. The first one of a run is complete,
 and so is the next after `FULL_EVERY` of the others, and any one when a rank cannot read what it would build
 on.
@@ -27,7 +30,17 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ds_compress.checkpoint.file import FULL_EVERY, Damaged, StateFile, pack, write
-from ds_compress.checkpoint.search import ABSENT, MOST_SIDES, RESTORED, Found, Rank, Side, Verdict, load
+from ds_compress.checkpoint.search import (
+    ABSENT,
+    MOST_SIDES,
+    RESTORED,
+    Found,
+    Rank,
+    Side,
+    Verdict,
+    load,
+    saved_depth,
+)
 from ds_compress.errors import CompressionError
 from ds_compress.version import __version__
 
@@ -98,7 +111,15 @@ class CheckpointedEngine:
         settings = {side.key: side.settings for side in sides}
         failure = ""
         try:
-            write(path, entries, version=__version__, step=self.global_steps, settings=settings, **metadata)
+            write(
+                path,
+                entries,
+                version=__version__,
+                step=self.global_steps,
+                settings=settings,
+                schedule=(self._ahead.now, self.num_stages, self.micro_batches),
+                **metadata,
+            )
         except (OSError, SafetensorError) as error:
             failure = f"{path} cannot be written: {error}"
         self._all_saved(failure, tag)
@@ -138,6 +159,17 @@ class CheckpointedEngine:
         self._chain = chain.then(tag)
         return packed
 
+    def _load_depth(self, root, tag, rank, restore):
+        """Go on at the depth that was found before, until it is found anew: links or memory may be others
+        now."""
+        place = self.global_steps, self.num_stages, self.micro_batches
+        depth = saved_depth(root, tag, rank, *place) if restore else 0
+        ends = torch.tensor([depth, -depth], dtype=torch.int64, device=self.device)
+        dist.all_reduce(ends, op=dist.ReduceOp.MIN)
+        least, most = ends[0].item(), -ends[1].item()
+        self._ahead.set(self._compression, least if least == most and least > 0 else 1)
+        self._ahead.measure_again()
+
     def _load_channels(self, root, tag, restore):
         rank, sides = self._rank_in_job(), self._sides()
         found = [
@@ -156,6 +188,8 @@ class CheckpointedEngine:
             self._compression.in_lane(
                 side.boundary, functools.partial(side.boundary.restore, memories, self.device)
             )
+        if self._ahead.auto:
+            self._load_depth(root, tag, rank, restore)
         report = verdict.report(Path(root, tag))
         if restore and report and dist.get_rank() == 0:
             log.warning(report)

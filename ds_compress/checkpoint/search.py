@@ -106,6 +106,17 @@ def load(root: Path, tag: str, rank: Rank, side: Side, step: int) -> Found:
     return result
 
 
+def saved_depth(root: Path, tag: str, rank: Rank, step: int, stages: int, micro_batches: int) -> int:
+    """Depth of the schedule that checkpoint `tag` was trained with; 0 where this rank cannot say, or the
+    pipeline was another one."""
+    try:
+        metadata = StateFile(root, tag, rank.path(Path()).name).metadata
+    except Damaged:  # `load` says so
+        return 0
+    depth, *pipeline = metadata.schedule
+    return depth if metadata.step == step and pipeline == [stages, micro_batches] else 0
+
+
 class Verdict:
     """What all ranks found, known to all: a status for each layer and replica.
 

@@ -54,12 +54,19 @@ class Link(Options):
     """blocking: DeepSpeed's own order of sends and receives; eager: sent when computed, received ahead.
     DualPipeV posts its receives ahead by itself and has one order for both."""
 
-    depth: int = Field(default=1, ge=1, le=32)
+    depth: Annotated[int, Field(ge=1, le=32)] | Literal["auto"] = 1
     """How far stages run ahead of the gradients they wait for: stage s of S has depth * (S - 1 - s) + 1
     forward passes done before its first backward pass, where there are as many micro-batches. 1 is
     DeepSpeed's own schedule; more hides longer round trips, with equal losses, and keeps the activations of
-    more micro-batches in memory. Over 1 it needs the eager link; a schedule that is not DeepSpeed's own,
-    DualPipeV's among them, stays as it is."""
+    more micro-batches in memory. "auto": the smallest that is nearly the fastest within `memory_gb`, as
+    predicted from what the first steps of training measure; 1 where the link is fast. Over 1 it needs the
+    eager link; a schedule that is not DeepSpeed's own, DualPipeV's among them, stays as it is."""
+
+    memory_gb: float | None = Field(default=None, gt=0, le=1e6)
+    """GB (10^9 bytes) that activations, and packets of the links, under way on a stage may take at most, by
+    choice of depth "auto"; null: what a GPU has free after the first steps less a tenth of all it has, on a
+    CPU an equal part for each rank of half of what its host has free. What a micro-batch takes is measured in
+    the first steps: give a number where later ones are larger."""
 
     timeout_s: float = Field(default=1800.0, ge=1, le=7 * 24 * 3600)
     """Seconds that a neighbour may take to send or to take a message (on a GPU NCCL counts them), or that a

@@ -73,9 +73,9 @@ class Config:
                 f"{KEY}.warmup_epochs: {epochs} came together with warmup_steps; use one of them"
             )
         link = self.block.link
-        if link.depth > 1 and link.mode == "blocking":
+        if link.depth != 1 and link.mode == "blocking":
             raise CompressionError(
-                f"{KEY}.link.depth: {link.depth} is not allowed with mode 'blocking': a stage would send a "
+                f"{KEY}.link.depth: {link.depth!r} is not allowed with mode 'blocking': a stage would send a "
                 "gradient before its neighbour asks for it, and both would wait for ever; use mode 'eager'"
             )
         self._steps_per_epoch: int | None = None

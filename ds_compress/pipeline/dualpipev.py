@@ -108,7 +108,7 @@ class CompressedDualPipeV(CompressedEngine):
                     "data is known; allowed: any codec but 'lossless', any feedback but 'aqsgd'"
                 )
         depth = config.block.link.depth
-        if depth > 1:
+        if depth != 1:
             note = f"{KEY}.link.depth: {depth} has no effect: DualPipeV has a schedule of its own"
             config.notes[note] = None
         boundaries = 2 * stages - 2

@@ -20,13 +20,12 @@ from ds_compress.checkpoint.mixin import CheckpointedEngine
 from ds_compress.message.carrying import Tracking
 from ds_compress.message.channel import Boundary
 from ds_compress.monitor.monitor import Monitor
+from ds_compress.pipeline.depth import Ahead
 from ds_compress.pipeline.guard import Guard
 from ds_compress.pipeline.lookahead import Lookahead
 from ds_compress.pipeline.mirrors import MirrorCheck
 from ds_compress.pipeline.stage import Begun, Instruction, Stage, as_list
 from ds_compress.pipeline.wiring import wire
-from ds_compress.planning.schedule import DepthSchedule, depth_in_words, is_deepspeeds
-from ds_compress.transport.staging import receives_hold_device
 
 RECEIVED = {
     Instruction.RECV_ACTIVATION: schedule.RecvActivation,
@@ -57,6 +56,7 @@ class CompressedEngine(CheckpointedEngine):
 
     _compression: Stage
     _compression_monitor: Monitor
+    _ahead: Ahead
     _is_eager = False  # whether messages may leave when they are computed
     _compression_mirrors: MirrorCheck
     _guard: Guard
@@ -102,7 +102,7 @@ class CompressedEngine(CheckpointedEngine):
         self._tracking = Tracking(self.module) if lossy and config.block.tensors == "large" else None
 
     def _exec_schedule(self, pipe_schedule):
-        pipe_schedule = self._deepened(pipe_schedule)
+        asked, pipe_schedule = pipe_schedule, self._ahead.schedule(self, pipe_schedule)
         begun, stage, monitor = self._begun(), self._compression, self._compression_monitor
         training = begun.training
         if training:
@@ -110,7 +110,8 @@ class CompressedEngine(CheckpointedEngine):
             step, watched = self.global_steps + 1, self.monitor.enabled
             monitor.begin_step(stage.ends, step, self.micro_batches, watched, self._guard.judges(step))
         with self._looking_ahead(pipe_schedule, training) as counts:
-            with stage.running(begun, counts):
+            measured = self._ahead.batch(self, stage, asked) if training else contextlib.nullcontext()
+            with measured, stage.running(begun, counts):
                 self._announce(training)
                 super()._exec_schedule(pipe_schedule)
             monitor.link = self._link(pipe_schedule)
@@ -120,23 +121,11 @@ class CompressedEngine(CheckpointedEngine):
             self._compression_mirrors.after(self.global_steps)
             monitor.end_step(stage.ends, self.global_steps, self.global_samples, self.monitor)
 
-    def _deepened(self, pipe_schedule):
-        """The schedule to run in the place of one that is DeepSpeed's own."""
-        depth = self._compression.config.block.link.depth
-        if depth == 1 or not is_deepspeeds(pipe_schedule):
-            return pipe_schedule
-        if self.dynamic_shape and receives_hold_device(self.device):
-            # A shape message waits until the next stage asks for it, and that stage's device may wait until
-            # this one asks for a gradient (tests/transport/test_posting.py)
-            return pipe_schedule
-        place = pipe_schedule.micro_batches, pipe_schedule.stages, pipe_schedule.stage_id
-        return DepthSchedule(*place, depth)
-
     @contextlib.contextmanager
     def _looking_ahead(self, pipe_schedule, training):
         """Follow the schedule's instructions inside; gives how many messages are to be received ahead."""
-        tracked, depth = self._tracked if self._tracked() else None, self._compression.config.block.link.depth
-        lookahead = self._lookahead = Lookahead(pipe_schedule, tracked, depth)
+        tracked = self._tracked if self._tracked() else None
+        lookahead = self._lookahead = Lookahead(pipe_schedule, tracked, self._ahead.now)
         if lookahead.plain:
             pipe_schedule.steps = lookahead.steps
         try:
@@ -160,7 +149,7 @@ class CompressedEngine(CheckpointedEngine):
         """What the start-up line calls the link, by what it did in the schedule in progress."""
         if self._own_link or not self._is_eager:
             return self._own_link or "blocking"
-        depth = depth_in_words(self._compression.config.block.link.depth, pipe_schedule)
+        depth = self._ahead.in_words(pipe_schedule)
         if self.dynamic_shape:
             return f"eager{depth}, activations in DeepSpeed's order because of dynamic_shape"
         order = "" if self._lookahead.left else ", but every message in the order of the schedule"
@@ -198,14 +187,16 @@ class CompressedEngine(CheckpointedEngine):
         return batch
 
     def _forward_pass(self, buffer_id, *args, **kwargs):
-        self._stock[schedule.ForwardPass](self, buffer_id, *args, **kwargs)
+        with self._ahead.timed("forward", buffer_id):
+            self._stock[schedule.ForwardPass](self, buffer_id, *args, **kwargs)
         # Not before the shapes are known: DeepSpeed's shape message goes first, in its own order
         shapes_known = not self.dynamic_shape and not self.first_output_send
         if self._is_eager and shapes_known and self._lookahead.leaves_early(schedule.ForwardPass, buffer_id):
             self._INSTRUCTION_MAP[schedule.SendActivation](self, buffer_id)
 
     def _backward_pass(self, buffer_id, *args, **kwargs):
-        self._stock[schedule.BackwardPass](self, buffer_id, *args, **kwargs)
+        with self._ahead.timed("backward", buffer_id):
+            self._stock[schedule.BackwardPass](self, buffer_id, *args, **kwargs)
         if self._is_eager and self._lookahead.leaves_early(schedule.BackwardPass, buffer_id):
             self._INSTRUCTION_MAP[schedule.SendGrad](self, buffer_id)
 

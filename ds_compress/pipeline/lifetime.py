@@ -1,8 +1,8 @@
 """What an engine holds beside memory goes with it: the process groups of its channels, its watchdog.
 
 Engines go when Python collects them, on each rank at a time of its own. A group of gloo is freed there and
-then. To free one of NCCL takes all of its ranks: it waits until they build their next engine and agree that its
-engine has gone everywhere.
+then. To free one of NCCL takes all of its ranks: it waits until they build their next engine and agree that
+its engine has gone everywhere.
 """
 
 import contextlib

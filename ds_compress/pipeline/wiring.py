@@ -22,7 +22,7 @@ def wire(stage: Stage, engine: Any) -> None:
     On an eager link no order between the channels of a rank is left to break: see `channel_groups`.
     """
     config = stage.config
-    seconds, depth = config.block.link.timeout_s, config.block.link.depth
+    seconds, depth = config.block.link.timeout_s, engine._ahead.now
     eager = config.block.link.mode == "eager"
     rests = [f"{direction} rest" for direction in DIRECTIONS if config.has_rest(direction)]
     groups = channel_groups(engine.num_stages - 1, [*DIRECTIONS, *rests], seconds) if eager else {}

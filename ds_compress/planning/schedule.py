@@ -23,6 +23,11 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.schedule import TrainSchedule
 
 
+def under_way(depth: int, micro_batches: int, stages: int, stage: int) -> int:
+    """Micro-batches that a stage holds the activations of, at most."""
+    return min(depth * (stages - 1 - stage) + 1, micro_batches)
+
+
 def is_deepspeeds(pipe_schedule: Any) -> bool:
     """Whether it is DeepSpeed's own order of training, no subclass, and nothing put in its place."""
     kind = type(pipe_schedule)
@@ -80,7 +85,7 @@ class DepthSchedule(TrainSchedule):
 
     def num_pipe_buffers(self) -> int:
         """As many as micro-batches are under way; at least two, as in DeepSpeed."""
-        return max(2, min(self._warmup + 1, self.micro_batches))
+        return max(2, under_way(self.depth, self.micro_batches, self.stages, self.stage_id))
 
     def _step_to_micro_batch(self, step_id: int) -> tuple[int, bool]:
         number, is_backward = divmod(step_id - self.stage_id, 2)

@@ -8,6 +8,7 @@ stage's own time, as they do on a CPU. Times are seconds, sizes bytes.
 from collections import defaultdict
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 Channel = tuple[int, str]  # boundary, direction
 FINISHED = object()
@@ -44,12 +45,15 @@ class Network:
     latency: float = 0.0  # seconds one way
 
 
+Networks = Network | tuple[Network, ...]
+
+
 @dataclass(frozen=True)
 class Plan:
-    """A recipe as the replay sees it."""
+    """A recipe as the replay sees it. Traffic: of all boundaries, or of one after the other."""
 
-    forward: Traffic
-    backward: Traffic
+    forward: Traffic | tuple[Traffic, ...]
+    backward: Traffic | tuple[Traffic, ...]
     eager: bool
     depth: int = 1  # more needs an eager link
 
@@ -71,17 +75,36 @@ class Prediction:
         return worst if exposed[worst] > 0.05 * self.step else "compute"
 
 
-def predict(workload: Workload, plan: Plan, network: Network) -> Prediction:
-    """Step time of `workload` when its messages are those of `plan`, over `network` at every boundary."""
-    free = replace(plan, forward=Traffic(plan.forward.nbytes), backward=Traffic(plan.backward.nbytes))
-    step = _Replay(workload, plan, network).run()
-    busiest = max(plan.forward.nbytes, plan.backward.nbytes)
+def step_seconds(workload: Workload, plan: Plan, network: Networks) -> float:
+    """Step time of `workload` when its messages are those of `plan`, over `network`: one for every boundary,
+    or one after the other."""
+    return _Replay(workload, plan, network).run()
+
+
+def predict(workload: Workload, plan: Plan, network: Networks) -> Prediction:
+    """Step time like `step_seconds`, and what it consists of."""
+    boundaries = range(workload.stages - 1)
+    forward, backward = (
+        tuple(Traffic(_at(getattr(plan, direction), b).nbytes) for b in boundaries)
+        for direction in ("forward", "backward")
+    )
+    free = replace(plan, forward=forward, backward=backward)
+    step = step_seconds(workload, plan, network)
+    transmits = [
+        max(_at(plan.forward, b).nbytes, _at(plan.backward, b).nbytes) / _at(network, b).bandwidth
+        for b in boundaries
+    ]
     return Prediction(
         step=step,
-        free_link=_Replay(workload, plan, Network()).run(),
-        compute=_Replay(workload, free, Network()).run(),
-        link_busy=workload.micro_batches * busiest / network.bandwidth / step if workload.stages > 1 else 0.0,
+        free_link=step_seconds(workload, plan, Network()),
+        compute=step_seconds(workload, free, Network()),
+        link_busy=workload.micro_batches * max(transmits, default=0.0) / step,
     )
+
+
+def _at(values: Any, boundary: int) -> Any:
+    """The one of `boundary`, where boundaries differ."""
+    return values[boundary] if isinstance(values, tuple) else values
 
 
 class _Replay:
@@ -91,7 +114,7 @@ class _Replay:
     Messages of a channel are counted: entry n of each list below is about its message n.
     """
 
-    def __init__(self, workload: Workload, plan: Plan, network: Network):
+    def __init__(self, workload: Workload, plan: Plan, network: Networks):
         self.workload = workload
         self.plan = plan
         self.network = network
@@ -152,7 +175,8 @@ class _Replay:
     def _deliver(self, channel: Channel, number: int) -> bool:
         """Let the packets of `channel` up to `number` arrive, as far as both sides are known to be ready."""
         arrived = self.arrived[channel]
-        latency = self.network.latency
+        network = _at(self.network, channel[0])
+        latency = network.latency
         while len(arrived) <= number:
             n = len(arrived)
             ready = self._posted(channel, n)
@@ -160,7 +184,7 @@ class _Replay:
                 return False
             free = arrived[-1] - latency if arrived else 0.0
             start = max(self.offered[channel][n], ready + latency, free)
-            transfer = self._traffic(channel).nbytes / self.network.bandwidth
+            transfer = self._traffic(channel).nbytes / network.bandwidth
             self._record(self.arrived, channel, start + latency + transfer)
         return True
 
@@ -172,7 +196,7 @@ class _Replay:
         return self.wanted[channel][asks] if asks < len(self.wanted[channel]) else None
 
     def _traffic(self, channel: Channel) -> Traffic:
-        return getattr(self.plan, channel[1])
+        return _at(getattr(self.plan, channel[1]), channel[0])
 
     def _record(self, times: dict[Channel, list[float]], channel: Channel, time: float) -> None:
         times[channel].append(time)

@@ -65,9 +65,16 @@ def _one_line(model: type[BaseModel], value: object, error: ValidationError, pat
     found = sorted(error.errors(include_url=False), key=lambda problem: problem["type"] == "missing")
     problems = [(_keys(value, problem), problem) for problem in found]
     first = problems[0][0]
-    # a value that may be of several kinds has a problem for each of them: the one deepest inside is meant
+    # a value that may be of several kinds has a problem for each of them: the one deepest inside is meant,
+    # and with a word the one that knows words
     same = [(keys, problem) for keys, problem in problems if keys[: len(first)] == first]
-    keys, problem = max(same, key=lambda found: len(found[0]))
+    keys, problem = max(
+        same,
+        key=lambda found: (
+            len(found[0]),
+            found[1]["type"] == "literal_error" and isinstance(found[1]["input"], str),
+        ),
+    )
     others = len({keys for keys, _ in problems if keys[: len(first)] != first})
     rest = f" (and {others} more)" if others else ""
     inner = problem.get("ctx", {}).get("error")
@@ -106,8 +113,9 @@ def _reason(
     if problem["type"] == "literal_error":
         allowed = problem["ctx"]["expected"].replace(" or ", ", ")
         names = [word.strip("'") for word in allowed.split(", ")]
-        an_object = ", or an object" if "model_type" in kinds else ""
-        return f"{came} is not allowed{_instead(problem['input'], names)}; allowed: {allowed}{an_object}"
+        others = (("model_type", "an object"), ("int_parsing", "an integer"))
+        also = "".join(f", or {name}" for kind, name in others if kind in kinds)
+        return f"{came} is not allowed{_instead(problem['input'], names)}; allowed: {allowed}{also}"
     if problem["type"] in ("model_type", "dict_type"):
         return f"{came} is not allowed: should be an object"
     if problem["type"] == "value_error":  # raised by a validator of ours, in our own words

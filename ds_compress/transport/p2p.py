@@ -109,6 +109,10 @@ class End:
     def __post_init__(self) -> None:
         self._transport = transport_for(self.device)
 
+    def keep_up_with(self, depth: int) -> None:
+        """Serve a schedule of `depth` from the next batch on."""
+        self.depth = depth
+
 
 class Sender(End):
     """The sending end of a channel, blocking."""
@@ -168,12 +172,11 @@ class EagerSender(Sender):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._most = in_flight(self.depth)
         self._in_flight: deque[tuple[Tensor, Work | Staged]] = deque()
 
     def memory(self, nbytes: int) -> Tensor:
         # Counted, not polled: gloo's is_completed() stays False until someone waits
-        while len(self._in_flight) >= self._most:
+        while len(self._in_flight) >= in_flight(self.depth):
             self._release()
         free = self._free
         return free.pop() if free and free[-1].numel() == nbytes else super().memory(nbytes)
@@ -202,7 +205,6 @@ class EagerReceiver(Receiver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._ahead = posted_ahead(self.depth)
         self._posted: deque[tuple[Tensor, Work | Staged]] = deque()
         self._memory: list[Tensor] = []
         self._in_use: Tensor | None = None
@@ -216,10 +218,9 @@ class EagerReceiver(Receiver):
                 f"link: {missing} packets from rank {self.peer} that were expected never came: the batch "
                 "before this one was interrupted; restart all ranks"
             )
-        if not self._memory or self._memory[0].numel() != nbytes:
-            self._memory = [
-                torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(self._ahead)
-            ]
+        ahead = posted_ahead(self.depth)
+        if len(self._memory) != ahead or self._memory[0].numel() != nbytes:
+            self._memory = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(ahead)]
         self._in_use = None
         self._to_post = count
         if self._at_once:
@@ -252,9 +253,9 @@ def channel_groups(
     """Process groups, all of every rank, by (boundary % 2, use): each of the `uses` has one for the even and
     one for the odd boundaries.
 
-    A stage has one boundary of each kind, and a use has one way, so a rank has at most one channel in a group:
-    nothing there waits for another channel's packets, though NCCL may do all work of a group in its order. To
-    make a group takes every rank; this many calls do for any number of stages and replicas.
+    A stage has one boundary of each kind, and a use has one way, so a rank has at most one channel in a
+    group: nothing there waits for another channel's packets, though NCCL may do all work of a group in its
+    order. To make a group takes every rank; this many calls do for any number of stages and replicas.
 
     Args:
         boundaries: of the pipeline. Every rank of the job passes the same.

@@ -217,6 +217,14 @@ BAD = [
         "ds_compress.link.depth: 2 is not allowed with mode 'blocking'",
         "use mode 'eager'",
     ),
+    ({"link": {"depth": "auot"}}, "ds_compress.link.depth: 'auot' is not allowed", "did you mean 'auto'"),
+    ({"link": {"depth": True}}, "ds_compress.link.depth: True is not allowed", "integer"),
+    (
+        {"link": {"depth": "auto", "mode": "blocking"}},
+        "ds_compress.link.depth: 'auto' is not allowed with mode 'blocking'",
+        "use mode 'eager'",
+    ),
+    ({"link": {"memory_gb": 0}}, "ds_compress.link.memory_gb: 0", "greater than 0"),
     ({"link": {"timeout_s": 0}}, "ds_compress.link.timeout_s: 0", "equal to 1"),
     ({"link": {"checksum": 1}}, "ds_compress.link.checksum: 1", "valid boolean"),
     (

@@ -37,9 +37,7 @@ class Engine:
 def wired(stages, replicas, stage_id, block, queue):
     """Calls that take all ranks, and (group, boundary, direction, use) of each end of the stage."""
     engine, calls = Engine(stages, replicas, stage_id), Counter()
-    dist.init_process_group(
-        "fake", store=FakeStore(), rank=engine.global_rank, world_size=stages * replicas
-    )
+    dist.init_process_group("fake", store=FakeStore(), rank=engine.global_rank, world_size=stages * replicas)
 
     def counted(name):
         function = getattr(dist, name)
@@ -89,7 +87,7 @@ def test_no_rank_has_two_channels_in_a_group_and_both_ends_are_in_the_same(block
     """So NCCL, which does the work of a group in order, lets no channel wait for another."""
     group_of = {}
     for stage in range(5):
-        calls, ends = on_stage(5, 8, stage, block)
+        _, ends = on_stage(5, 8, stage, block)
         shared = Counter(group for group, *_ in ends)
         assert set(shared.values()) == {1}, (stage, ends)
         for group, *channel in ends:
@@ -104,7 +102,9 @@ def trained(stages, link):
     return losses, len(engine._compression.groups) if link else 0
 
 
-@pytest.mark.parametrize("ranks, stages, groups", [(2, 2, 2), (4, 4, 4), (4, 2, 2)], ids=["PP2", "PP4", "PP2xDP2"])
+@pytest.mark.parametrize(
+    "ranks, stages, groups", [(2, 2, 2), (4, 4, 4), (4, 2, 2)], ids=["PP2", "PP4", "PP2xDP2"]
+)
 def test_real_pipelines_train_as_stock_does(ranks, stages, groups):
     for (stock, _), (eager, made) in zip(
         run_ranks(ranks, trained, stages, None), run_ranks(ranks, trained, stages, {"mode": "eager"})

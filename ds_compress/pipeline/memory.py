@@ -1,0 +1,77 @@
+"""How much memory this process has in use, and how much more it could take: of a GPU, or of the host."""
+
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+GPU_MARGIN = 0.1
+"""Share of a GPU's memory that is left free: its allocator cannot use every gap."""
+HOST_MARGIN = 0.5
+"""Share of the host's free memory that is left to others: data loaders, the file cache."""
+
+
+class _Mallinfo2(ctypes.Structure):
+    """Of glibc's malloc.h."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
+
+
+@functools.cache
+def _mallinfo() -> Callable[[], _Mallinfo2] | None:
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if function is not None:
+        function.restype = _Mallinfo2
+    return function
+
+
+def in_use(device: torch.device) -> int | None:
+    """Bytes that this process has allocated on `device`; None where its allocator does not say."""
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).memory_allocated(device))
+    mallinfo = _mallinfo()
+    if mallinfo is None:
+        return None
+    found = mallinfo()
+    return int(found.uordblks + found.hblkhd)
+
+
+def spare(device: torch.device) -> float:
+    """Bytes that could be taken beside the most that was in use so far, on a GPU; on the CPU, by all
+    processes of the host together beside what is in use now."""
+    if device.type == "cpu":
+        return (1 - HOST_MARGIN) * _host_available()
+    module = torch.get_device_module(device)
+    free, total = module.mem_get_info(device)
+    unused = module.memory_reserved(device) - module.max_memory_allocated(device)
+    return max(0.0, free + max(0, unused) - GPU_MARGIN * total)
+
+
+def _host_available() -> float:
+    """Of the machine, or of the container this process runs in, whichever has less."""
+    available = float("inf")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024.0
+    group = Path("/sys/fs/cgroup")
+    limit, current = group / "memory.max", group / "memory.current"
+    if limit.exists() and limit.read_text().strip() != "max":
+        available = min(available, int(limit.read_text()) - int(current.read_text()))
+    return max(0.0, available)
