@@ -8,6 +8,7 @@ the bandwidth from the slowest link between neighbouring ranks.
 import argparse
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -17,25 +18,35 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from ds_compress.cli.advice import MAX_ERROR, STOCK, Candidate, best, rank, verdict
 from ds_compress.cli.arguments import DTYPES, add_import, add_message, device, integer, number, numbers
-from ds_compress.cli.bench import benchmark_tensor, measure
+from ds_compress.cli.bench import benchmark_tensor, measure, size_and_error
 from ds_compress.cli.check import UNCOMPRESSED, message_sizes, read_block
 from ds_compress.cli.console import show
 from ds_compress.codec import Codec, TensorSpec
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.errors import CompressionError
-from ds_compress.planning.step_time import Network, Plan, Traffic, Workload, predict
+from ds_compress.planning.depth import MOST, Room
+from ds_compress.planning.step_time import Network, Traffic, Workload
 
-WORTH = 0.05  # a recipe that gains less is not called worth it
-STOCK = "DeepSpeed"
 RECIPES: dict[str, dict[str, Any]] = {
     "none": {},
     "bf16": {"codec": "bf16"},
     **{f"quantize {bits}": {"codec": {"name": "quantize", "bits": bits}} for bits in (8, 6, 4, 2)},
+    **{
+        f"quantize {bits} hadamard": {"codec": {"name": "quantize", "bits": bits, "hadamard": True}}
+        for bits in (4, 3, 2)
+    },
     "topk 0.1": {"codec": {"name": "topk", "density": 0.1}},
 }
 MEASURED_BYTES = 4 << 20
 MEASURED_MESSAGES = 8
+ERROR_NUMEL = 1 << 20  # most values of the message that errors are measured on
+
+
+def depth(text: str) -> int | str:
+    """The type of `--depth`."""
+    return text if text == "auto" else integer(1, MOST)(text)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -70,7 +81,25 @@ def add_parser(subparsers: Any) -> None:
         help="ds_config.json files (default: some codecs, in both directions, sent eagerly)",
     )
     parser.add_argument(
-        "--depth", type=integer(1, 32), default=1, help="link.depth of the codecs that --recipe replaces"
+        "--depth",
+        type=depth,
+        default="auto",
+        help="link.depth of the codecs that --recipe replaces (default: auto, the one that pays)",
+    )
+    parser.add_argument(
+        "--held-mb",
+        type=number(0, 1e9),
+        help="MB a stage holds of a micro-batch between its passes (default: its input, as with activation "
+        "checkpointing)",
+    )
+    parser.add_argument(
+        "--memory-gb", type=number(1e-9, 1e6), help="GB that depth may take on a stage (default: no limit)"
+    )
+    parser.add_argument(
+        "--max-error",
+        type=number(0, 1e9),
+        default=MAX_ERROR,
+        help=f"relative error of a message up to which a recipe is proposed (default: {MAX_ERROR})",
     )
     parser.add_argument(
         "--device", type=device, default="cpu", help="where the codecs are measured: cpu, cuda"
@@ -93,88 +122,67 @@ def run(args: argparse.Namespace) -> int:
     network = Network(bandwidth=gbps * 1e9 / 8, latency=args.latency_ms / 1e3)
     spec = TensorSpec(args.shape, DTYPES[args.dtype])
     with contextlib.redirect_stdout(sys.stderr):  # deepspeed logs to stdout when it is imported
-        rows = rank_plans(workload, network, plans(args, spec))
+        rows = rank(workload, network, candidates(args, spec))
+    chosen = best(rows, args.max_error)
+    block = chosen["block"] if chosen else rows[0]["block"]
     if args.json:
-        print(json.dumps(rows, indent=2))
+        name = chosen["recipe"] if chosen else None
+        print(json.dumps({"rows": rows, "best": name, "block": block}, indent=2))
         return 0
     message = f"{list(args.shape)} {args.dtype}"
     title = f"{args.stages} stages, {args.micro_batches} micro-batches, {message}, {gbps:.3g} Gbit/s"
     table = [
         {
             "recipe": row["recipe"],
-            "link": row["link"],
+            "link": f"{row['link']}, depth {row['depth']}",
+            "error": f"{max(row['error_forward'], row['error_backward']):.3f}",
             "ratio": f"{2 * spec.nbytes / sum(row['wire_bytes']):.2f}",
             "step, ms": f"{1e3 * row['step_s']:.1f}",
             "speed-up": f"{row['speedup']:.2f}",
             "limited by": row["limit"],
             "link busy": f"{100 * row['link_busy']:.0f} %",
+            "held, MB": f"{row['memory_bytes'] / 1e6:,.0f}",
         }
         for row in rows
     ]
     show(title, table)
-    print(verdict(rows))
+    print(verdict(rows, chosen, args.max_error))
+    if chosen:
+        print(f'"{KEY}": {json.dumps(block)}')
     return 0
 
 
-def plans(args: argparse.Namespace, spec: TensorSpec) -> dict[str, Plan]:
-    """A plan for every recipe, DeepSpeed's own first."""
+def candidates(args: argparse.Namespace, spec: TensorSpec) -> list[Candidate]:
+    """One for every recipe, DeepSpeed's own first."""
     if args.recipe:
-        blocks = {path.stem: read_block(path) for path in args.recipe}
+        blocks: dict[str, Any] = {path.stem: read_block(path) for path in args.recipe}
         if len(blocks) < len(args.recipe):
             raise CompressionError("--recipe: files of one name came; give each a name of its own")
     else:
         deeper = {"link": {"depth": args.depth}}
         blocks = {name: dict.fromkeys(DIRECTIONS, choice) | deeper for name, choice in RECIPES.items()}
     raw = Traffic(spec.nbytes)
-    found = {STOCK: Plan(raw, raw, eager=False)}
+    found = [Candidate(STOCK, {"enabled": False}, raw, raw, eager=False)]
     for name, block in blocks.items():
         try:
             config = Config(block)
-            traffic = {direction: _traffic(config, direction, spec, args) for direction in DIRECTIONS}
+            messages = [_message(config, direction, spec, args) for direction in DIRECTIONS]
         except CompressionError as error:
             raise CompressionError(f"recipe {name}: {error}") from None
+        (forward, backward), errors = zip(*messages)
         link = config.block.link
-        found[name] = Plan(**traffic, eager=link.mode == "eager", depth=link.depth)
+        rooms = _rooms(args, spec, link.memory_gb)
+        found.append(
+            Candidate(name, block, forward, backward, link.mode == "eager", link.depth, errors, rooms)
+        )
     return found
 
 
-def rank_plans(workload: Workload, network: Network, choices: dict[str, Plan]) -> list[dict[str, Any]]:
-    """One row per plan: DeepSpeed's own, which must be the first, and then the fastest first."""
-    rows: list[dict[str, Any]] = []
-    for name, plan in choices.items():
-        prediction = predict(workload, plan, network)
-        rows.append(
-            {
-                "recipe": name,
-                "link": "eager" if plan.eager else "blocking",
-                "step_s": prediction.step,
-                "speedup": rows[0]["step_s"] / prediction.step if rows else 1.0,
-                "speedup_limit": prediction.step / prediction.compute,
-                "limit": prediction.limit,
-                "link_busy": prediction.link_busy,
-                "wire_bytes": [plan.forward.nbytes, plan.backward.nbytes],
-            }
-        )
-    return rows[:1] + sorted(rows[1:], key=lambda row: row["step_s"])
-
-
-def verdict(rows: list[dict[str, Any]]) -> str:
-    """What to use, or that nothing pays, in one or two sentences."""
-    stock, best = rows[0], rows[1]
-    ceiling = f"a link without any cost would make it {stock['speedup_limit']:.2f} times as fast"
-    if best["speedup"] < 1 + WORTH:
-        best_speed = f"{best['recipe']}, the best, makes a step {best['speedup']:.2f} times as fast"
-        return f"Nothing will pay: {best_speed}; {ceiling}."
-    plain = next((row for row in rows[1:] if sum(row["wire_bytes"]) >= sum(stock["wire_bytes"])), None)
-    if plain and plain["step_s"] < (1 + WORTH) * best["step_s"]:
-        other = "" if plain is best else f", {best['recipe']} {best['speedup']:.2f} times"
-        return (
-            f"Compression will not pay: {plain['recipe']} with an {plain['link']} link makes a step "
-            f"{plain['speedup']:.2f} times as fast{other}; {ceiling}."
-        )
-    return (
-        f"Best: {best['recipe']}, {best['link']} link: a step {best['speedup']:.2f} times as fast; {ceiling}."
-    )
+def _rooms(args: argparse.Namespace, spec: TensorSpec, memory_gb: float | None) -> tuple[Room, ...]:
+    """`memory_gb`: what the block of a recipe allows."""
+    held = args.held_mb * 1e6 if args.held_mb is not None else spec.nbytes
+    limits = [gigabytes * 1e9 for gigabytes in (args.memory_gb, memory_gb) if gigabytes is not None]
+    return (Room(held, limit=min(limits, default=float("inf"))),) * args.stages
 
 
 def _workload(args: argparse.Namespace) -> Workload:
@@ -195,8 +203,10 @@ def _per_stage(option: str, milliseconds: list[float], stages: int) -> tuple[flo
     return tuple(ms / 1e3 for ms in milliseconds * (stages // len(milliseconds)))
 
 
-def _traffic(config: Config, direction: str, spec: TensorSpec, args: argparse.Namespace) -> Traffic:
-    """The messages of `direction`, at every boundary.
+def _message(
+    config: Config, direction: str, spec: TensorSpec, args: argparse.Namespace
+) -> tuple[Traffic, float]:
+    """The messages of `direction`, at every boundary, and their relative error.
 
     Raises:
         CompressionError: those of different boundaries differ.
@@ -209,12 +219,27 @@ def _traffic(config: Config, direction: str, spec: TensorSpec, args: argparse.Na
             "with the same at all of them; leave it out"
         )
     if row["codec"] in UNCOMPRESSED:
-        return Traffic(row["wire_bytes"])
+        return Traffic(row["wire_bytes"]), 0.0
+    codec = getattr(config.codecs(0), direction)
     if args.codec_gbps:
-        seconds = spec.nbytes / (args.codec_gbps * 1e9)
-        return Traffic(row["wire_bytes"], seconds, seconds)
-    encode, decode = codec_seconds(getattr(config.codecs(0), direction), spec, str(args.device))
-    return Traffic(row["wire_bytes"], encode, decode)
+        encode = decode = spec.nbytes / (args.codec_gbps * 1e9)
+    else:
+        encode, decode = codec_seconds(codec, spec, str(args.device))
+    return Traffic(row["wire_bytes"], encode, decode), _error(codec, spec, args.device)
+
+
+def _error(codec: Codec, spec: TensorSpec, where: torch.device) -> float:
+    """Of a message like the benchmark's: ||x - C(x)|| / ||x||; known after the first time."""
+    key = str(codec.settings), spec
+    if key not in _errors:
+        *sizes, width = spec.shape
+        rows = max(1, min(math.prod(sizes), ERROR_NUMEL // width))
+        x = benchmark_tensor((rows, width), spec.dtype, torch.device(where))
+        _errors[key] = size_and_error(codec, x)[1]
+    return _errors[key]
+
+
+_errors: dict[tuple[str, TensorSpec], float] = {}
 
 
 def codec_seconds(codec: Codec, spec: TensorSpec, device: str) -> tuple[float, float]:
