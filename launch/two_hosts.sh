@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
-# Two hosts on one machine: two network namespaces joined by a veth pair, with a deepspeed launcher in each.
+# Two hosts on one machine: two network namespaces joined by a wire, with a deepspeed launcher in each.
 #
 #   RATE=200mbit launch/two_hosts.sh launch/train_lm.py --stages 2 --deepspeed_config ds_configs/none.json
 #
 # The arguments go to the deepspeed launcher of both hosts, after its own --hostfile, --node_rank and so on. Needs root.
 #
 #   RATE      of the link, each direction, as tc writes it: 1gbit, 200mbit; unset: as fast as the machine
-#   CORES     core of host A and core of host B (default "0 1"): one rank with one core on each host
+#   RTT_MS    there and back, in milliseconds (default 0: a veth pair; else a tun device on each host, and bench/far.py
+#             between them: not every kernel has netem)
+#   SLOTS     ranks on each host (default 1)
+#   CORES     core of host A and core of host B (default "0 1"): the ranks of a host share one
 #   COUNTERS  file that gets the bytes that left host A and host B, TCP and IP headers included, in two lines
 #   DEEPSPEED the launcher (default deepspeed)
 set -euo pipefail
@@ -33,6 +36,7 @@ cleanup() {
         # Only what runs inside our own namespaces
         ip netns pids $host 2>/dev/null | xargs -r kill -9 2>/dev/null || true
     done
+    [[ -n ${relay:-} ]] && kill -9 $relay 2>/dev/null || true
     wait 2>/dev/null || true
     for host in $a $b; do
         ip netns del $host 2>/dev/null || true
@@ -44,7 +48,17 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 
 ip netns add $a && ip netns add $b || fail "this kernel or container does not allow network namespaces"
-ip -n $a link add wire type veth peer name wire netns $b || fail "this kernel has no veth devices"
+if [[ ${RTT_MS:-0} == 0 ]]; then
+    ip -n $a link add wire type veth peer name wire netns $b || fail "this kernel has no veth devices"
+else
+    [[ -c /dev/net/tun ]] || fail "this kernel has no tun devices: /dev/net/tun is missing"
+    python3 "$(dirname "$0")/bench/far.py" $a $b wire "$RTT_MS" &
+    relay=$!
+    until ip -n $b link show wire >/dev/null 2>&1; do
+        kill -0 $relay 2>/dev/null || fail "bench/far.py has ended"
+        sleep 0.1
+    done
+fi
 address() { [[ $1 == "$a" ]] && echo 10.77.0.1 || echo 10.77.0.2; }
 for host in $a $b; do
     ip -n $host address add "$(address $host)/30" dev wire
@@ -58,16 +72,22 @@ for host in $a $b; do
     fi
 done
 
-printf 'hostA slots=1\nhostB slots=1\n' >"$folder/hosts"
+printf 'hostA slots=%s\nhostB slots=%s\n' "${SLOTS:-1}" "${SLOTS:-1}" >"$folder/hosts"
 export GLOO_SOCKET_IFNAME=wire OMP_NUM_THREADS=1 DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}
 start() { # namespace core rank
     ip netns exec $1 taskset -c "$2" "${DEEPSPEED:-deepspeed}" --hostfile "$folder/hosts" --no_ssh --node_rank "$3" \
         --master_addr 10.77.0.1 --master_port 29500 "${@:4}" &
 }
+hosts=()
 start $a "$core_a" 0 "$@"
+hosts+=($!)
 start $b "$core_b" 1 "$@"
-wait -n || fail "a host failed"
-wait -n || fail "a host failed"
+hosts+=($!)
+# By their numbers: the wire between them never ends
+wait -n "${hosts[@]}" || fail "a host failed"
+for host in "${hosts[@]}"; do
+    wait "$host" || fail "a host failed"
+done
 
 if [[ -n ${COUNTERS:-} ]]; then
     for host in $a $b; do

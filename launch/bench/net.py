@@ -2,12 +2,17 @@
 
 Needs root.
 
-    python launch/bench/net.py [--recipes none quantize4 ...] [--slowdowns 2.5 5] [--steps 8] [--out FOLDER]
+    python launch/bench/net.py [--recipes none quantize4 ...] [--slowdowns 2.5 5] [--depths 1 2 3 auto]
+                               [--latencies 0 20 80] [--stages 2 | 4] [--steps 8] [--out FOLDER]
 
-Two stages, one core each, in two network namespaces (two_hosts.sh). The links are the machine's own and those
-on which DeepSpeed alone takes so many times its step on the machine's own. OUT/rows.json holds one row per
-link and recipe, plot.png the same as bars:
+Two stages, one core each, in two network namespaces (two_hosts.sh), or four, two of them on each host: then
+their passes are spent asleep for the most part (asleep.py), as there are not cores enough. The links are the
+machine's own and those on which DeepSpeed alone takes so many times its step on the machine's own.
+OUT/rows.json holds one row per link, recipe and depth, plot.png the same as bars:
 
+    latency_ms                  of the link, there and back; 0: whatever the machine has
+    depth                       link.depth; depth_ran: the same, or what "auto" has chosen
+    share_of_free_link          step of DeepSpeed alone on the unshaped link / step_s
     step_s                      median over the steps, the first ones left out
     step_over_stock_unshaped    step_s / that of DeepSpeed alone on the unshaped link
     step_over_stock_same_link   step_s / that of DeepSpeed alone on the same link
@@ -20,8 +25,10 @@ link and recipe, plot.png the same as bars:
 import argparse
 import json
 import os
+import re
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from launch.bench.net_report import plot, show
 from launch.bench.net_runs import (
     HIDDEN,
+    HOSTS,
     LAUNCH,
     MICRO_BATCHES,
     RECIPES,
@@ -44,6 +52,8 @@ from launch.bench.net_runs import (
     STOCK,
     WARM_UP,
     Runs,
+    Wire,
+    settings,
     stage_times,
 )
 
@@ -62,47 +72,69 @@ class Bench:
 
     def profile(self) -> Workload:
         """What the stages of DeepSpeed alone compute, from a run with timers around its instructions."""
-        stages = stage_times(self.runs.train(STOCK, None, "stage_times.py")["log"])
+        stages = stage_times(self.runs.train(STOCK, Wire(), script="stage_times.py")["log"])
         # The step of the other stage waits for this one's last backward pass
         per_step = min(stage["step_ms"] for stage in stages) / 1e3
         forward, backward = (tuple(stage[f"{d}_ms"] / 1e3 for stage in stages) for d in DIRECTIONS)
         return Workload(forward, backward, MICRO_BATCHES, per_step)
 
-    def plan(self, recipe: str) -> Plan:
+    def plan(self, recipe: str, depth: int = 1) -> Plan:
         raw = Traffic(self.spec.nbytes)
         if recipe == STOCK:
             return Plan(raw, raw, eager=False)
-        config = Config(RECIPES[recipe])
+        config = Config(settings(recipe, depth))
         sizes = {row["direction"]: row["wire_bytes"] for row in message_sizes(config, 2, self.spec)}
         codecs = config.codecs(0)
         traffic = {
             d: Traffic(sizes[d], *codec_seconds(getattr(codecs, d), self.spec, "cpu")) for d in DIRECTIONS
         }
-        link = config.block.link
-        return Plan(**traffic, eager=link.mode == "eager", depth=link.depth)
+        return Plan(**traffic, eager=config.block.link.mode == "eager", depth=depth)
 
-    def add(self, recipe: str, mbit: float | None, run: dict[str, Any], workload: Workload) -> None:
+    def add(
+        self, recipe: str, wire: Wire, run: dict[str, Any], workload: Workload, depth: int | str = 1
+    ) -> None:
         """A row for `run`; those of DeepSpeed alone come first on every link."""
         if not self.rows:
             self.losses = run["losses"]
         unshaped = self.rows[0]["step_s"] if self.rows else run["step_s"]
-        same = next((row["step_s"] for row in self.rows if row["link"] == link_name(mbit)), run["step_s"])
-        predicted = predict(workload, self.plan(recipe), network(mbit)).step
+        here = wire.name, wire.rtt_ms
+        same = next(
+            (row["step_s"] for row in self.rows if (row["link"], row["latency_ms"]) == here), run["step_s"]
+        )
+        ran = depth if isinstance(depth, int) else chosen_depth(run["log"])
+        predicted = predict(workload, self.plan(recipe, ran), self.networks(wire)).step
         row = {
-            "link": link_name(mbit),
+            "link": wire.name,
+            "latency_ms": wire.rtt_ms,
+            "stages": self.runs.stages,
             "recipe": recipe,
+            "depth": depth,
+            "depth_ran": ran,
             "step_s": run["step_s"],
             "step_over_stock_unshaped": run["step_s"] / unshaped,
+            "share_of_free_link": unshaped / run["step_s"],
             "step_over_stock_same_link": run["step_s"] / same,
             "wire_bytes": round(sum(run["sent"])),
-            "link_busy": 8 * max(run["sent"]) / (mbit * 1e6) / run["step_s"] if mbit else None,
+            "link_busy": 8 * max(run["sent"]) / (wire.mbit * 1e6) / run["step_s"] if wire.mbit else None,
             "predicted_step_s": predicted,
             "losses_equal_stock": run["losses"] == self.losses,
         }
         self.rows.append(row)
         print(
-            f"{row['link']:>12} {recipe:<14} {row['step_s']:.3f} s, predicted {predicted:.3f} s", flush=True
+            f"{row['link']:>12} {wire.rtt_ms:3g} ms {recipe:<14} depth {depth!s:<4} {row['step_s']:.3f} s, "
+            f"predicted {predicted:.3f} s",
+            flush=True,
         )
+
+    def recipes(
+        self, wire: Wire, recipes: Sequence[str], depths: Sequence[int | str], workload: Workload
+    ) -> None:
+        """Rows of all recipes on a link, which are written at once."""
+        for recipe in recipes:
+            is_blocking = RECIPES[recipe].get("link", {}).get("mode") == "blocking"
+            for depth in [1] if is_blocking else depths:
+                self.add(recipe, wire, self.runs.train(recipe, wire, depth), workload, depth)
+        (self.runs.out / "rows.json").write_text(json.dumps(self.rows, indent=2) + "\n")
 
     def slow_link(self, slowdown: float, workload: Workload) -> tuple[float, dict[str, Any]]:
         """Mbit/s of the link on which DeepSpeed alone takes `slowdown` times its unshaped step, and that
@@ -112,12 +144,12 @@ class Bench:
         low, high = 0.1, 1e6
         while high / low > 1.001:
             middle = (low * high) ** 0.5
-            slower = predict(workload, plan, network(middle)).step > target
+            slower = predict(workload, plan, self.networks(Wire(middle))).step > target
             low, high = (middle, high) if slower else (low, middle)
         mbit = high
         for _ in range(3):
             mbit = float(f"{mbit:.3g}")
-            run = self.runs.train(STOCK, mbit)
+            run = self.runs.train(STOCK, Wire(mbit))
             if abs(run["step_s"] / target - 1) < 0.03:
                 break
             # What the link adds to a step is proportional to the time of a bit
@@ -125,16 +157,25 @@ class Bench:
             mbit *= max(added, 0.01 * target) / (target - self.rows[0]["step_s"])
         else:
             mbit = float(f"{mbit:.3g}")
-            run = self.runs.train(STOCK, mbit)
+            run = self.runs.train(STOCK, Wire(mbit))
         return mbit, run
 
+    def networks(self, wire: Wire) -> tuple[Network, ...]:
+        """Of all boundaries: the one in the middle is between the hosts."""
+        bandwidth = wire.mbit * 1e6 / 8 * PAYLOAD if wire.mbit else float("inf")
+        between = Network(bandwidth, wire.rtt_ms / 2e3)
+        middle = self.runs.stages // HOSTS - 1
+        return tuple(between if b == middle else Network() for b in range(self.runs.stages - 1))
 
-def network(mbit: float | None) -> Network:
-    return Network(mbit * 1e6 / 8 * PAYLOAD) if mbit else Network()
+
+def chosen_depth(log: list[str]) -> int:
+    """What a run with depth "auto" says that it has chosen."""
+    return next(int(found[1]) for line in log if (found := re.search(r"link depth (\d+)", line)))
 
 
-def link_name(mbit: float | None) -> str:
-    return f"{mbit:g} Mbit/s" if mbit else "unshaped"
+def depth(word: str) -> int | str:
+    """The type of `--depths`."""
+    return word if word == "auto" else int(word)
 
 
 def main() -> None:
@@ -161,7 +202,26 @@ def main() -> None:
         "--steps", type=int, default=8, help=f"in each run, the first {WARM_UP} left out (default: 8)"
     )
     parser.add_argument(
-        "--micro-batch", type=int, default=24, help="samples (default: 24, messages of 3 MiB)"
+        "--depths",
+        nargs="+",
+        type=depth,
+        default=[1],
+        metavar="DEPTH",
+        help="of the links of recipes that are not blocking: numbers, or auto (default: 1)",
+    )
+    parser.add_argument(
+        "--latencies",
+        nargs="+",
+        type=float,
+        default=[0.0],
+        metavar="MS",
+        help="there and back, each with each slow link (default: 0, none added)",
+    )
+    parser.add_argument("--stages", type=int, choices=(HOSTS, 2 * HOSTS), default=HOSTS)
+    parser.add_argument(
+        "--micro-batch",
+        type=int,
+        help="samples (default: 24, messages of 3 MiB; 4 with four stages, 512 KiB)",
     )
     parser.add_argument(
         "--out", type=Path, default=LAUNCH.parent / "runs" / "bench-net", help="default: runs/bench-net"
@@ -177,18 +237,18 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that run() can clean up
     torch.set_num_threads(1)
     out = args.out.resolve()
-    runs = Runs(out, args.steps, args.micro_batch)
+    micro_batch = args.micro_batch or (24 if args.stages == HOSTS else 4)
+    runs = Runs(out, args.steps, micro_batch, args.stages)
     bench = Bench(runs)
     workload = bench.profile()
-    bench.add(STOCK, None, runs.train(STOCK, None), workload)
-    for slowdown in [None, *args.slowdowns]:
-        mbit = None
-        if slowdown:
-            mbit, stock = bench.slow_link(slowdown, workload)
-            bench.add(STOCK, mbit, stock, workload)
-        for recipe in args.recipes:
-            bench.add(recipe, mbit, runs.train(recipe, mbit), workload)
-        (out / "rows.json").write_text(json.dumps(bench.rows, indent=2) + "\n")
+    bench.add(STOCK, Wire(), runs.train(STOCK, Wire()), workload)
+    bench.recipes(Wire(), args.recipes, [1], workload)
+    for slowdown in args.slowdowns:
+        mbit, stock = bench.slow_link(slowdown, workload)
+        for latency in args.latencies:
+            wire = Wire(mbit, latency)
+            bench.add(STOCK, wire, runs.train(STOCK, wire) if latency else stock, workload)
+            bench.recipes(wire, args.recipes, args.depths, workload)
     show(bench.rows)
     plot(bench.rows, out / "plot.png")
     print(f"wrote {out / 'rows.json'} and plot.png")

@@ -15,23 +15,29 @@ from matplotlib import pyplot
 def show(rows: list[dict[str, Any]]) -> None:
     table = Table(
         "link",
+        "ms",
         "recipe",
+        "depth",
         "step, s",
         "/ unshaped",
         "/ stock here",
+        "of free link",
         "MB a step",
         "link busy",
         "predicted, s",
         "off by",
-        title="2 stages, 8 micro-batches, one core a rank",
+        title=f"{rows[0]['stages']} stages, 8 micro-batches",
     )
     for row in rows:
         table.add_row(
             row["link"],
+            f"{row['latency_ms']:g}",
             row["recipe"],
+            str(row["depth"]) if row["depth"] == row["depth_ran"] else f"{row['depth']}: {row['depth_ran']}",
             f"{row['step_s']:.3f}",
             f"{row['step_over_stock_unshaped']:.3f}",
             f"{row['step_over_stock_same_link']:.3f}",
+            f"{row['share_of_free_link']:.3f}",
             f"{row['wire_bytes'] / 1e6:.2f}",
             f"{100 * row['link_busy']:.0f} %" if row["link_busy"] else "",
             f"{row['predicted_step_s']:.3f}",
@@ -41,18 +47,18 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
-    links = list(dict.fromkeys(row["link"] for row in rows))
+    links = list(dict.fromkeys((row["link"], row["latency_ms"]) for row in rows))
     figure, axes = pyplot.subplots(
         1, len(links), figsize=(4 * len(links), 4), squeeze=False, layout="constrained"
     )
     for axis, link in zip(axes[0], links):
-        here = [row for row in rows if row["link"] == link]
-        names = [row["recipe"] for row in here]
+        here = [row for row in rows if (row["link"], row["latency_ms"]) == link]
+        names = [row["recipe"] if row["depth"] == 1 else f"{row['recipe']}, {row['depth']}" for row in here]
         axis.bar(names, [row["step_over_stock_unshaped"] for row in here], label="measured")
         predicted = [row["predicted_step_s"] / rows[0]["step_s"] for row in here]
         axis.plot(names, predicted, "k_", markersize=12, label="predicted")
         axis.axhline(1, color="grey", linewidth=0.8)
-        axis.set_title(link)
+        axis.set_title(link[0] if not link[1] else f"{link[0]}, {link[1]:g} ms")
         axis.tick_params(axis="x", rotation=60)
     axes[0][0].set_ylabel("step / DeepSpeed alone, unshaped")
     axes[0][0].legend()

@@ -9,6 +9,7 @@ import signal
 import statistics
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ LAUNCH = Path(__file__).resolve().parents[1]
 STOCK = "stock"
 MICRO_BATCHES = 8
 SEQ, HIDDEN = 128, 256
+HOSTS = 2
+PASS_MS = 40  # of a forward pass of stages that are asleep
 ATTEMPTS = 3  # to make a run whose processes end in order
-WARM_UP = 2  # steps; the first one is never sent ahead
+WARM_UP = 3  # steps: the first one is never sent ahead, and in the next two depth "auto" is found
 RECIPES: dict[str, dict[str, Any]] = {
     "none-blocking": {"link": {"mode": "blocking"}},
     "none": {},
@@ -37,18 +40,40 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-class Runs:
-    """Trainings of so many steps, with their files in `out`."""
+@dataclass(frozen=True)
+class Wire:
+    """The link between the hosts."""
 
-    def __init__(self, out: Path, steps: int, micro_batch: int):
+    mbit: float | None = None  # each direction; None: as fast as the machine
+    rtt_ms: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.mbit:g} Mbit/s" if self.mbit else "unshaped"
+
+
+def settings(recipe: str, depth: int | str) -> dict[str, Any]:
+    """The block of a recipe at a depth."""
+    block = RECIPES[recipe]
+    return {**block, "link": {**block.get("link", {}), "depth": depth}}
+
+
+class Runs:
+    """Trainings of so many steps, with their files in `out`; stages beyond one a host are asleep for most of
+    their passes."""
+
+    def __init__(self, out: Path, steps: int, micro_batch: int, stages: int):
         self.out = out
         self.steps = steps
         self.micro_batch = micro_batch
+        self.stages = stages
 
-    def train(self, recipe: str, mbit: float | None, script: str = "train_lm.py") -> dict[str, Any]:
-        """Step time, losses, bytes a step that left each host, and the output of one run; `mbit`: of the
-        link."""
-        folder = self.out / f"{recipe}-{f'{mbit:g}mbit' if mbit else 'unshaped'}"
+    def train(
+        self, recipe: str, wire: Wire, depth: int | str = 1, script: str = "train_lm.py"
+    ) -> dict[str, Any]:
+        """Step time, losses, bytes a step that left each host, and the output of one run."""
+        place = f"{wire.name.replace(' ', '').replace('/s', '').lower()}-{wire.rtt_ms:g}ms"
+        folder = self.out / f"{recipe}-depth-{depth}-{place}"
         shutil.rmtree(folder, ignore_errors=True)  # the CSV monitor appends to what it finds
         folder.mkdir(parents=True)
         config = {
@@ -59,16 +84,19 @@ class Runs:
             "csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "csv"},
         }
         if recipe != STOCK:
-            config["ds_compress"] = RECIPES[recipe]
+            config["ds_compress"] = settings(recipe, depth)
         (folder / "ds_config.json").write_text(json.dumps(config, indent=2))
-        words = [LAUNCH / "two_hosts.sh", LAUNCH / script]
+        words: list[Any] = [LAUNCH / "two_hosts.sh"]
+        if self.stages > HOSTS:
+            words.append(LAUNCH / "bench" / "asleep.py")
+        words.append(LAUNCH / script)
         if script != "train_lm.py":
             words.append(LAUNCH / "train_lm.py")
         words += [
             "--stages",
-            2,
+            self.stages,
             "--layers",
-            2,
+            self.stages,
             "--hidden",
             HIDDEN,
             "--seq",
@@ -79,7 +107,7 @@ class Runs:
             folder / "ds_config.json",
         ]
         for attempt in range(ATTEMPTS):
-            log, succeeded = run(list(map(str, words)), folder, mbit)
+            log, succeeded = run(list(map(str, words)), folder, wire, self.stages // HOSTS)
             if succeeded:
                 break
             # gloo may abort a process that has done all its work, when a thread of it frees a tensor after
@@ -98,13 +126,16 @@ class Runs:
         }
 
 
-def run(words: list[str], folder: Path, mbit: float | None) -> tuple[list[str], bool]:
-    """The output, by lines, of `words` on two hosts, and whether they succeeded."""
+def run(words: list[str], folder: Path, wire: Wire, slots: int) -> tuple[list[str], bool]:
+    """The output, by lines, of `words` on two hosts with so many ranks each, and whether they succeeded."""
     environment = {
         **os.environ,
         "DEEPSPEED": str(Path(sys.executable).with_name("deepspeed")),
         "COUNTERS": str(folder / "counters"),
-        "RATE": f"{mbit}mbit" if mbit else "",
+        "RATE": f"{wire.mbit}mbit" if wire.mbit else "",
+        "RTT_MS": f"{wire.rtt_ms:g}",
+        "SLOTS": str(slots),
+        "PASS_MS": str(PASS_MS),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(LAUNCH.parent), os.environ.get("PYTHONPATH")])),
     }
     log = folder / "log"
