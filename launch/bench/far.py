@@ -2,10 +2,11 @@
 
     python launch/bench/far.py HOST_A HOST_B DEVICE RTT_MS
 
-Makes a tun device of that name in each namespace and carries IP packets between them, each RTT_MS / 2 late, in
-their order, until it is ended. How fast they go in is the business of tc on the devices. Needs root.
+Makes a tun device of that name in each namespace and carries IP packets between them, each RTT_MS / 2 late,
+in their order, until it is ended. How fast they go in is the business of tc on the devices. Needs root.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -52,10 +53,8 @@ def carry(devices: tuple[int, int], seconds: float) -> None:
         now = time.monotonic()
         for device, packets in under_way.items():
             while packets and packets[0][0] <= now:
-                try:
+                with contextlib.suppress(OSError):  # the device is down: nobody is there, as on any wire
                     os.write(device, packets.popleft()[1])
-                except OSError:  # the device is down: nobody is there, as on any wire
-                    pass
 
 
 def main() -> None:
