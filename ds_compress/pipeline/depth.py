@@ -51,10 +51,12 @@ class Ahead:
         place = pipe_schedule.micro_batches, pipe_schedule.stages, pipe_schedule.stage_id
         return DepthSchedule(*place, self.now)
 
-    def in_words(self, pipe_schedule: Any) -> str:
+    def in_words(self, engine: Any, pipe_schedule: Any) -> str:
         """What the start-up line adds to the name of the link, by the schedule that it runs."""
         if not self.auto:
             return depth_in_words(self.now, pipe_schedule)
+        if engine.dynamic_shape:
+            return f", depth auto, {self.now} because of dynamic_shape"
         if is_deepspeeds(pipe_schedule) or isinstance(pipe_schedule, DepthSchedule):
             return f", depth auto, {self.now} until it is measured"
         return ", depth auto without effect on this schedule"

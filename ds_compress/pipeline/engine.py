@@ -149,8 +149,8 @@ class CompressedEngine(CheckpointedEngine):
         """What the start-up line calls the link, by what it did in the schedule in progress."""
         if self._own_link or not self._is_eager:
             return self._own_link or "blocking"
-        depth = self._ahead.in_words(pipe_schedule)
-        if self.dynamic_shape:
+        depth = self._ahead.in_words(self, pipe_schedule)
+        if self.dynamic_shape and not self._compression.shape_links:
             return f"eager{depth}, activations in DeepSpeed's order because of dynamic_shape"
         order = "" if self._lookahead.left else ", but every message in the order of the schedule"
         return f"eager{depth}{order}"
@@ -189,8 +189,10 @@ class CompressedEngine(CheckpointedEngine):
     def _forward_pass(self, buffer_id, *args, **kwargs):
         with self._ahead.timed("forward", buffer_id):
             self._stock[schedule.ForwardPass](self, buffer_id, *args, **kwargs)
-        # Not before the shapes are known: DeepSpeed's shape message goes first, in its own order
-        shapes_known = not self.dynamic_shape and not self.first_output_send
+        # A shape message that goes DeepSpeed's way goes first, in its own order
+        shapes_known = bool(self._compression.shape_links) or not (
+            self.dynamic_shape or self.first_output_send
+        )
         if self._is_eager and shapes_known and self._lookahead.leaves_early(schedule.ForwardPass, buffer_id):
             self._INSTRUCTION_MAP[schedule.SendActivation](self, buffer_id)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.errors import CompressionError
+from ds_compress.transport.p2p import Receiver, Sender
 
 MARK = 0x44534350
 """Last number of a shape message that says which tensors carry; any other: it does not say."""
@@ -31,7 +32,7 @@ class ShapeMessage:
     def __init__(self, module: Any, carrying: tuple[bool, ...] | None = None, written: int = 0):
         """
         Args:
-            module: `deepspeed.runtime.pipe.p2p`.
+            module: `deepspeed.runtime.pipe.p2p`, or what sends and receives in its place.
             carrying: what the sender says of each float tensor; None where it cannot.
             written: how many numbers DeepSpeed writes.
         """
@@ -58,6 +59,29 @@ class ShapeMessage:
     def received(self, floats: int) -> tuple[bool, ...] | None:
         """What the sender said of that many float tensors."""
         return tuple(bool(self._bits >> place & 1) for place in range(floats)) if self._says else None
+
+
+class ShapeLinks:
+    """Links for shape messages of their own: DeepSpeed's keep a stage standing until the next one asks for
+    them."""
+
+    def __init__(self, sender: Sender | None, receiver: Receiver | None):
+        """To the next stage, from the stage before; None where there is none."""
+        self._sender = sender
+        self._receiver = receiver
+
+    def send(self, tensor: Tensor, *where: Any) -> None:
+        assert self._sender is not None
+        self._sender.send(self._sender.memory(tensor.nbytes).copy_(tensor.view(torch.uint8)))
+
+    def recv(self, tensor: Tensor, *where: Any) -> None:
+        assert self._receiver is not None
+        tensor.view(torch.uint8).copy_(self._receiver.receive(tensor.nbytes))
+
+    def drain(self) -> None:
+        """Return when everything sent has left this process."""
+        if self._sender is not None:
+            self._sender.drain()
 
 
 class PointToPoint:

@@ -15,7 +15,7 @@ from ds_compress.codec import MessageId
 from ds_compress.config import Config
 from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.endpoint import ReceivingEnd, SendingEnd
-from ds_compress.pipeline.intercept import PointToPoint, ShapeMessage
+from ds_compress.pipeline.intercept import PointToPoint, ShapeLinks, ShapeMessage
 from ds_compress.transport.p2p import Receiver, Sender
 from ds_compress.transport.streams import Lane, Made
 
@@ -68,6 +68,7 @@ class Stage:
         self.in_schedule = False
         self.wants_samples = config.sample_ids is not None and before is None
         self.groups: list[Any] = []  # process groups of its channels
+        self.shape_links: ShapeLinks | None = None  # None: shape messages go DeepSpeed's way
         self.step = 0
         self.training = False
 
@@ -132,6 +133,8 @@ class Stage:
             yield
             for end in self._sending.values():
                 end.lane.run(end.drain)
+            if self.shape_links is not None:
+                self.shape_links.drain()
             for lane in self._lanes.values():
                 lane.join()
         finally:
@@ -251,7 +254,7 @@ class Stage:
         return self._p2p.aside(message)
 
     def shape_message(self, carrying: tuple[bool, ...] | None = None, written: int = 0) -> ShapeMessage:
-        return ShapeMessage(self._p2p.module, carrying, written)
+        return ShapeMessage(self.shape_links or self._p2p.module, carrying, written)
 
     def _next_id(self, instruction: Instruction, end: SendingEnd | ReceivingEnd, buffer_id: int) -> MessageId:
         number, end.messages = end.messages, end.messages + 1

@@ -4,6 +4,7 @@ from typing import Any
 
 from ds_compress.config import DIRECTIONS
 from ds_compress.message.channel import Channel
+from ds_compress.pipeline.intercept import ShapeLinks
 from ds_compress.pipeline.stage import Instruction, Stage
 from ds_compress.transport.p2p import (
     EagerReceiver,
@@ -13,7 +14,10 @@ from ds_compress.transport.p2p import (
     Sender,
     channel_groups,
 )
+from ds_compress.transport.staging import receives_hold_device
 from ds_compress.transport.streams import Lane, lane_for
+
+SHAPES = " shapes"
 
 
 def wire(stage: Stage, engine: Any) -> None:
@@ -25,7 +29,9 @@ def wire(stage: Stage, engine: Any) -> None:
     seconds, depth = config.block.link.timeout_s, engine._ahead.now
     eager = config.block.link.mode == "eager"
     rests = [f"{direction} rest" for direction in DIRECTIONS if config.has_rest(direction)]
-    groups = channel_groups(engine.num_stages - 1, [*DIRECTIONS, *rests], seconds) if eager else {}
+    # NCCL's receive of a shape would hold the device
+    shapes = [f"forward{SHAPES}"] if engine.dynamic_shape and not receives_hold_device(engine.device) else []
+    groups = channel_groups(engine.num_stages - 1, [*DIRECTIONS, *rests, *shapes], seconds) if eager else {}
     stage.groups = list(groups.values())
 
     def link(kind: type[Any], channel: Channel, neighbour: int, use: str = "") -> Any:
@@ -43,6 +49,12 @@ def wire(stage: Stage, engine: Any) -> None:
         ends = link(kind, channel, neighbour), link(kind, channel, neighbour, " rest")
         stage.connect_receiver(instruction, channel, *ends, lane)
 
+    if eager and shapes:
+        after, before = stage.after, stage.before
+        stage.shape_links = ShapeLinks(
+            link(EagerSender, after.forward, engine.next_stage, SHAPES) if after else None,
+            link(EagerReceiver, before.forward, engine.prev_stage, SHAPES) if before else None,
+        )
     if stage.before:
         lane = lane_for(engine.device) if eager else Lane()
         receive(Instruction.RECV_ACTIVATION, stage.before.forward, engine.prev_stage, lane)

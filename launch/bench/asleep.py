@@ -6,6 +6,7 @@ Stages that do not compute can be more than there are cores. A forward pass take
 twice that, or as long as its computing takes.
 """
 
+import functools
 import os
 import runpy
 import sys
@@ -19,6 +20,7 @@ SECONDS = float(os.environ["PASS_MS"]) / 1e3
 
 
 def lasting(seconds, function):
+    @functools.wraps(function)  # ds_compress looks at the signature
     def run(*args, **kwargs):
         end = time.perf_counter() + seconds
         result = function(*args, **kwargs)

@@ -21,16 +21,18 @@ def said(program, block):
     (Program(), {}, "link eager;"),
     (Program(), {"link": {"mode": "blocking"}}, "link blocking;"),
     (Program(before_batch=lambda engine, step: engine.reset_activation_shape()), {}, "link eager;"),
-    (Program(module={"dynamic_shape": True}), {}, "order because of dynamic_shape;"),
+    (Program(module={"dynamic_shape": True}), {}, "link eager;"),
     (Program(with_schedule(foreign.TwiceSchedule)), {}, "but every message in the order of the schedule;"),
     (Program(with_schedule(foreign.OnceOnly)), {}, "but every message in the order of the schedule;"),
     (Program(), {"link": {"depth": 2}}, "link eager, depth 2;"),
     (Program(), {"link": {"depth": 9}}, "link eager, depth 3 of 9 for want of micro-batches;"),
-    (Program(module={"dynamic_shape": True}), {"link": {"depth": 2}}, "link eager, depth 2, activations in"),
+    (Program(module={"dynamic_shape": True}), {"link": {"depth": 2}}, "link eager, depth 2;"),
+    (Program(module={"dynamic_shape": True}), {"link": {"depth": "auto"}}, "auto, 1 because of dynamic_shape"),
     (Program(with_schedule(foreign.TwiceSchedule)), {"link": {"depth": 2}},
      "link eager, depth 2 without effect on this schedule, but every message in the order of the schedule;"),
 ], ids=["eager", "blocking", "reset", "dynamic", "twice", "own iteration",
-        "deep", "short of micro-batches", "deep and dynamic", "deep and twice"])  # fmt: skip
+        "deep", "short of micro-batches", "deep and dynamic", "auto and dynamic",
+        "deep and twice"])  # fmt: skip
 def test_the_line(program, block, expected):
     lines, others = run_ranks(2, said, program, block)
     assert len(lines) == 1 and others == []
