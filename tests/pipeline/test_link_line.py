@@ -27,7 +27,7 @@ def said(program, block):
     (Program(), {"link": {"depth": 2}}, "link eager, depth 2;"),
     (Program(), {"link": {"depth": 9}}, "link eager, depth 3 of 9 for want of micro-batches;"),
     (Program(module={"dynamic_shape": True}), {"link": {"depth": 2}}, "link eager, depth 2;"),
-    (Program(module={"dynamic_shape": True}), {"link": {"depth": "auto"}}, "auto, 1 because of dynamic_shape"),
+    (Program(module={"dynamic_shape": True}), {"link": {"depth": "auto"}}, "auto, 1 because of dynamic"),
     (Program(with_schedule(foreign.TwiceSchedule)), {"link": {"depth": 2}},
      "link eager, depth 2 without effect on this schedule, but every message in the order of the schedule;"),
 ], ids=["eager", "blocking", "reset", "dynamic", "twice", "own iteration",
