@@ -5,6 +5,7 @@ activations of depth * (S - 1 - s) + 1 of them, and its links a packet more at e
 depth.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -67,7 +68,8 @@ def choose_depth(workload: Workload, plan: Plan, network: Networks, rooms: Seque
         taken = tuple(room.taken(depth, micro_batches, stages, s) for s, room in enumerate(rooms))
         memory[depth] = taken
         steps[depth] = step_seconds(workload, replace(plan, depth=depth), network)
-        if steps[depth] <= (1 + WORTH) * free:
+        # Nothing is left to hide, or the link is full
+        if steps[depth] <= (1 + WORTH) * free or steps[depth] >= (1 - WORTH) * steps.get(depth - 4, math.inf):
             break
     fit = [
         depth
