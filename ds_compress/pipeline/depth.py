@@ -169,7 +169,7 @@ def decide(
 def said(choice: Choice | None, rows: Sequence[Row]) -> str:
     """The line on what was chosen."""
     if choice is None:
-        return "ds_compress: link depth 1: what a micro-batch holds in memory cannot be measured here"
+        return "ds_compress: link depth 1 chosen: what a micro-batch holds in memory cannot be measured here"
     slowest = min(row[side] for row in rows for side in ("from before", "from after") if row[side])
     latency = 1e3 * max(row["latency"] for row in rows)
     memory = max(choice.memory) / 1e6

@@ -69,7 +69,8 @@ class Measurement:
         self._used = [in_use(self._engine.device)]
         try:
             yield
-            self._rests.append((self._passes["backward"][-1][1], self._clock.mark()))
+            if "backward" in self._passes:
+                self._rests.append((self._passes["backward"][-1][1], self._clock.mark()))
             for end in ends:
                 self._note(end, *before[id(end)])
         finally:
@@ -117,8 +118,10 @@ class Measurement:
         found["host"] = float(zlib.crc32(_host().encode()))
         for name, marks in self._passes.items():
             found[name] = statistics.median(self._clock.ms(*pair) for pair in marks) / 1e3
-        found["rest"] = statistics.median(self._clock.ms(*pair) for pair in self._rests) / 1e3
-        found["held"] = max(self._held, default=float("nan"))
+        if self._rests:
+            found["rest"] = statistics.median(self._clock.ms(*pair) for pair in self._rests) / 1e3
+        # A program may have put instructions of its own in the place of those that tell of passes
+        found["held"] = max(self._held) if self._held and self._rests else float("nan")
         found["spare"] = spare(self._engine.device)
         for direction, size in self._bytes.items():
             found[f"bytes {direction}"] = size

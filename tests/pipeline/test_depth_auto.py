@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.pipe.schedule import BackwardPass
 from torch import distributed as dist
 from torch import nn
 
@@ -151,6 +152,20 @@ def test_neighbours_try_their_link():
     first, second = run_ranks(2, tried, 0.05)
     assert 0.05 <= first.latency < 10 and second.latency == math.inf
     assert all(0 < found.incoming <= PACKET_BYTES / 0.05 * 1.01 for found in (first, second))
+
+
+def own_passes():
+    """The depth of a program that replaces the instruction for backward passes, on a far link."""
+    measuring.probe = lambda sender, receiver, first: FAR
+    engine, data = build(2, ds_config({"link": AUTO}, **counts(9))), batches()
+    stock = type(engine)._stock[BackwardPass]
+    type(engine)._INSTRUCTION_MAP[BackwardPass] = lambda self, buffer_id: stock(self, buffer_id)
+    losses = [engine.train_batch(data).item() for _ in range(5)]
+    return losses[-1] < losses[0], engine._ahead.now
+
+
+def test_a_program_with_passes_of_its_own_stays_at_depth_1():
+    assert run_ranks(2, own_passes) == [(True, 1)] * 2
 
 
 def rows(stages=3, **changes):
