@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ds_compress.planning.schedule import under_way
 from ds_compress.planning.step_time import Network, Networks, Plan, Workload, step_seconds
+from ds_compress.planning.under_way import under_way
 
 MOST = 32
 WORTH = 0.01

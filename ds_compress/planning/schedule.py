@@ -22,10 +22,7 @@ from typing import Any
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.schedule import TrainSchedule
 
-
-def under_way(depth: int, micro_batches: int, stages: int, stage: int) -> int:
-    """Micro-batches that a stage holds the activations of, at most."""
-    return min(depth * (stages - 1 - stage) + 1, micro_batches)
+from ds_compress.planning.under_way import under_way
 
 
 def is_deepspeeds(pipe_schedule: Any) -> bool:

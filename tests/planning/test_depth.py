@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_compress.planning.depth import WORTH, Room, choose_depth
-from ds_compress.planning.schedule import DepthSchedule, under_way
+from ds_compress.planning.schedule import DepthSchedule
 from ds_compress.planning.step_time import Network, Plan, Traffic, Workload, step_seconds
+from ds_compress.planning.under_way import under_way
 
 SIZE = Traffic(1_000_000)
 PLAN = Plan(SIZE, SIZE, eager=True)
