@@ -28,7 +28,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
+
+from ds_compress.monitor.progress import Progress
 
 ROOT = Path(__file__).resolve().parent.parent
 WINDOW = 5  # steps
@@ -78,35 +79,33 @@ def launch(config: Path, steps: int, folder: Path) -> None:
         "--deepspeed_config",
         str(config),
     ]
-    env["TQDM_DISABLE"] = "1"  # the bar here shows more
+    env["TQDM_DISABLE"] = "1"  # what is shown here says more
     with (
         open(log, "w") as output,
-        tqdm(total=steps, unit="step", desc=folder.name) as bar,
         subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT) as process,
     ):
-        follow(process, log, folder / "csv", bar)
+        progress = Progress(folder.name, steps)
+        follow(process, log, folder / "csv", progress)
+        progress.close()
     if process.returncode:
         tail = "\n".join(log.read_text().splitlines()[-40:])
         sys.exit(f"{tail}\ndemo: {shlex.join(command)} exited with {process.returncode}; all output: {log}")
 
 
-def follow(process: subprocess.Popen, log: Path, folder: Path, bar: tqdm) -> None:
-    """Until `process` ends, show what the CSV files in `folder` say in `bar`, and what matters of `log` above
-    it."""
+def follow(process: subprocess.Popen, log: Path, folder: Path, progress: Progress) -> None:
+    """Until `process` ends, show how far it is by the CSV files in `folder`, and what matters of `log`."""
     with open(log) as lines:
         ended = False
         while not ended:
             ended = process.poll() is not None
             for line in lines:
                 if line.startswith(("ds_compress", "trained")):
-                    bar.write(line.rstrip())
-            steps, values = progress(folder)
-            bar.set_postfix(values, refresh=False)
-            bar.update(steps - bar.n)
+                    progress.say(line.rstrip())
+            progress.update(*so_far(folder))
             time.sleep(0 if ended else POLL_S)
 
 
-def progress(folder: Path) -> tuple[int, dict[str, str]]:
+def so_far(folder: Path) -> tuple[int, dict[str, str]]:
     """Steps done, and their loss, ratio and bytes saved so far, as far as they have been written."""
     loss = folder / "Train_Samples_train_loss.csv"
     losses = read_series(loss) if loss.exists() else []
@@ -117,7 +116,10 @@ def progress(folder: Path) -> tuple[int, dict[str, str]]:
     )
     raw, wire = (sum(series[-1][1] for series in files if series) for files in kinds)
     if raw and wire:
-        values |= {"ratio": f"{raw / wire:.2f}x", "saved": f"{(raw - wire) / 1e9:.3f} GB"}
+        values |= {
+            "ratio": f"{raw / wire:.2f}x",
+            "saved": f"{round((raw - wire) / 1e9, 3) + 0.0:.3f} GB",
+        }  # no -0.000
     return len(losses), values
 
 

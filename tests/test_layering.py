@@ -37,6 +37,7 @@ ROOMS = [
     "monitor",
     "checkpoint",
     "pipeline",
+    "hf",
     "autoload",
     "__init__",
     "cli",
@@ -45,7 +46,11 @@ ROOMS = [
 RANK = {name: rank for rank, name in enumerate(ROOMS)}
 ONLY_IN = {
     # planning: replays DeepSpeed's schedule
-    "deepspeed": {"pipeline", "checkpoint", "planning"},
+    "deepspeed": {"pipeline", "checkpoint", "planning", "hf"},
+    "transformers": {"hf"},
+    "peft": {"hf"},
+    "accelerate": {"hf"},
+    "datasets": {"hf"},
     "triton": {"kernels"},
     "wandb": {"monitor", "cli"},
 }

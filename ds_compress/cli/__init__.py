@@ -3,13 +3,13 @@
 import os
 import sys
 
-from ds_compress.cli import advise, bench, check, listing, report, schema
+from ds_compress.cli import advise, bench, check, listing, merge, report, schema
 from ds_compress.cli.arguments import Parser
 from ds_compress.errors import CompressionError
 from ds_compress.registry import plugins
 from ds_compress.version import __version__
 
-COMMANDS = (listing, check, bench, advise, report, schema)
+COMMANDS = (listing, check, bench, advise, report, merge, schema)
 
 
 def main(argv: list[str] | None = None) -> int:

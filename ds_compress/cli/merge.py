@@ -1,0 +1,26 @@
+"""ds-compress merge: what ds_compress.hf.finetune trained, as an ordinary Transformers checkpoint."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ds_compress.cli.console import importing_deepspeed
+from ds_compress.errors import CompressionError
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("merge", help="write a fine-tuned model as a Transformers checkpoint")
+    parser.add_argument("out", type=Path, metavar="OUT", help='"out" of the run\'s train.json')
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="an empty folder, or none yet")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    with importing_deepspeed():
+        try:
+            from ds_compress.hf.merge import merge
+        except ImportError as error:
+            raise CompressionError(f'ds-compress merge: {error}; pip install "ds_compress[hf]"') from None
+    merge(args.out, args.to)
+    print(f"wrote {args.to}")
+    return 0

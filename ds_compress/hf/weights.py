@@ -1,0 +1,87 @@
+"""Weights of a part, read from the safetensors files of a checkpoint: its own and no others.
+
+Names and shapes on disk are not always those of the model (fused or split matrices, experts one by one).
+Transformers converts them while it loads, and it is its loader that loads here.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging as transformers_logging
+
+from ds_compress.errors import CompressionError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+def files(checkpoint: Path) -> list[Path]:
+    """The safetensors files of a checkpoint.
+
+    Raises:
+        CompressionError: it has none, or one that its index names is missing.
+    """
+    index = checkpoint / INDEX
+    if index.exists():
+        found = sorted({checkpoint / name for name in json.loads(index.read_text())["weight_map"].values()})
+    else:
+        found = [checkpoint / SINGLE]
+    for file in found:
+        if not file.exists():
+            raise CompressionError(
+                f"{checkpoint}: {file.name} is missing; should be the folder of a Transformers model with "
+                f"{SINGLE} or {INDEX} (model.save_pretrained, or: hf download NAME --local-dir FOLDER)"
+            )
+    return found
+
+
+@contextlib.contextmanager
+def slices(checkpoint: Path) -> Iterator[dict[str, Any]]:
+    """Every tensor of a checkpoint by its name on disk, none of them read yet."""
+    with contextlib.ExitStack() as stack:
+        found = {}
+        for file in files(checkpoint):
+            opened = stack.enter_context(safe_open(file, framework="pt"))
+            found.update({name: opened.get_slice(name) for name in opened.keys()})  # noqa: SIM118
+        yield found
+
+
+def load(model: PreTrainedModel, checkpoint: Path, device: torch.device) -> None:
+    """Fill the parameters of a hollow `model`, on the meta device, in their own dtype.
+
+    Raises:
+        CompressionError: the checkpoint lacks some of them, or has them in another shape.
+    """
+    settings = LoadStateDictConfig(
+        device_map={"": device},
+        weight_mapping=get_model_conversion_mapping(model),  # type: ignore[arg-type]
+    )
+    with slices(checkpoint) as stored, _quiet():
+        info, _ = convert_and_load_state_dict_in_model(model, stored, settings)
+    wrong = {name for name, *_ in info.mismatched_keys} | info.conversion_errors.keys()
+    absent = {name for name, parameter in model.named_parameters() if parameter.is_meta} - wrong
+    for names, why in ((wrong, "has them in another shape"), (absent, "does not have them")):
+        if names:
+            shown = ", ".join(sorted(names)[:4])
+            raise CompressionError(f"{checkpoint}: {len(names)} parameters, {shown}: the checkpoint {why}")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without a progress bar for every part."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,156 @@
+"""Documents become sequences: nothing twice, nothing learned that should not be, in an order of its own."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_compress.errors import CompressionError
+from ds_compress.hf.data import IDS, LABELS, POSITIONS, Sequences, pack
+from ds_compress.hf.documents import Document, split, tokenized
+from ds_compress.hf.loss import IGNORED
+from ds_compress.hf.settings import read
+from tests.support.finetuning import prepare, tokenizer
+
+
+@given(st.lists(st.integers(0, 20), max_size=12), st.integers(2, 9))
+def test_packing_keeps_every_token_and_its_document(sizes, length):
+    documents, first = [], 100
+    for size in sizes:
+        ids = list(range(first, first + size))
+        documents.append(Document(ids, ids))
+        first += 1000
+    packed = pack(documents, length)
+    assert packed.dtype == np.int32
+    assert packed.shape[1:] == (3, length)
+    assert len(packed) <= sum(sizes) // length
+    for ids, labels, positions in packed:
+        for place in range(length):
+            begins = place == 0 or ids[place] != ids[place - 1] + 1
+            assert positions[place] == (0 if begins else positions[place - 1] + 1)
+            if place:
+                assert labels[place] == (IGNORED if begins else ids[place])
+
+
+def test_sequences_in_which_nothing_is_learned_are_dropped():
+    asked, answered = Document([1] * 8, [IGNORED] * 8), Document([2] * 8, [2] * 8)
+    packed = pack([asked, answered, asked], 8)
+    assert packed[:, IDS].tolist() == [[2] * 8]
+    assert packed[0, LABELS].tolist() == [IGNORED] + [2] * 7
+    assert packed[0, POSITIONS].tolist() == list(range(8))
+
+
+def words(document):
+    known = tokenizer()
+    learned = [token for token, label in zip(document.ids, document.labels) if label != IGNORED]
+    return known.decode(document.ids), known.decode(learned)
+
+
+def one(record):
+    (document,) = tokenized([record], tokenizer(), "data.train")
+    assert len(document.ids) == len(document.labels)
+    assert all(label in (IGNORED, token) for token, label in zip(*document))
+    return words(document)
+
+
+def test_text_is_learned_whole_and_completions_alone():
+    assert one({"text": "the cat"}) == ("the cat </s>", "the cat </s>")
+    assert one({"prompt": "the cat", "completion": "sees"}) == ("the cat sees </s>", "sees </s>")
+
+
+def test_of_a_conversation_what_the_assistant_says_is_learned():
+    said = [("user", "the cat"), ("assistant", "sees"), ("user", "the dog"), ("assistant", "hears a bird")]
+    record = {"messages": [{"role": role, "content": content} for role, content in said]}
+    whole, learned = one(record)
+    assert whole == (
+        "<user> the cat </s> <assistant> sees </s> <user> the dog </s> <assistant> hears a bird </s>"
+    )
+    assert learned == "sees </s> hears a bird </s>"
+
+
+def test_a_template_that_rewrites_what_came_before_is_refused():
+    known = tokenizer()
+    known.chat_template = "{% for m in messages %}{% if loop.last %}{{ m['content'] }}{% endif %}{% endfor %}"
+    record = {"messages": [{"role": "user", "content": "a cat"}, {"role": "assistant", "content": "sees"}]}
+    with pytest.raises(CompressionError, match="record 0: message 1: the chat template"):
+        list(tokenized([record], known, "data.train"))
+
+
+def test_a_record_of_no_known_kind_is_refused():
+    with pytest.raises(CompressionError, match=r"^here: record 0 has \['body'\]; should have text, prompt"):
+        list(tokenized([{"body": "the cat"}], tokenizer(), "here"))
+
+
+def test_text_files_are_cut_where_it_is_said():
+    text = "a b\nc\n \n\nd\n"
+    assert split(text, "file") == [text]
+    assert split(text, "line") == ["a b", "c", "d"]
+    assert split(text, "paragraph") == ["a b\nc", "d\n"]
+
+
+@pytest.fixture
+def sequences(tmp_path):
+    return Sequences(read(prepare(tmp_path)), tokenizer())
+
+
+def test_every_sequence_comes_once_an_epoch_whoever_asks(sequences):
+    count = len(sequences.train)
+    taken = {replica: sequences.batches(2, replica, 2, start=0) for replica in (0, 1)}
+    rows = []
+    for _ in range(count // 4):
+        for source in taken.values():
+            (ids, _), _ = next(source)
+            rows += [tuple(row.tolist()) for row in ids]
+    own = [tuple(row) for row in sequences.train[:, IDS].tolist()]
+    assert sorted(rows) == sorted(set(rows) & set(own)) or len(set(own)) < len(own)
+    assert len(rows) == count - count % 4
+
+
+def test_a_resumed_run_gets_the_batches_that_are_due(sequences):
+    whole = sequences.batches(3, 0, 1, start=0)
+    for _ in range(2 * len(sequences.train) // 3):
+        last = next(whole)
+    due = next(whole)
+    again = next(sequences.batches(3, 0, 1, start=2 * len(sequences.train) // 3))
+    assert all((ours == theirs).all() for ours, theirs in zip((*due[0], due[1]), (*again[0], again[1])))
+    assert not (last[1] == due[1]).all()
+
+
+def test_held_out_sequences_are_not_trained_on(sequences):
+    assert len(sequences.eval) == max(1, round(0.05 * (len(sequences.eval) + len(sequences.train))))
+    (ids, _), _ = sequences.held_out(2, 0, 1)[0]
+    assert ids.tolist() == sequences.eval[:2, IDS].tolist()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_files_of_records_are_read(tmp_path, kind):
+    import datasets
+
+    rows = [{"text": "the cat sees a dog ."}] * 40
+    file = tmp_path / f"rows.{kind}"
+    if kind == "jsonl":
+        file.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        datasets.Dataset.from_list(rows).to_parquet(str(file))
+    settings = read(prepare(tmp_path, data={"train": str(file)}))
+    assert len(Sequences(settings, tokenizer()).train) == 7  # 40 documents of 7 tokens, one of 8 held out
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("missing.jsonl", None, "missing.jsonl' cannot be read: "),
+        ("damaged.jsonl", "{", "damaged.jsonl' cannot be read: "),
+        ("short.txt", "the cat", "data: too little text: no train sequence of 32 tokens; give more text"),
+    ],
+)
+def test_data_that_cannot_be_used_are_refused(tmp_path, name, text, expected):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    settings = read(prepare(tmp_path, data={"train": str(tmp_path / name)}))
+    with pytest.raises(CompressionError) as error:
+        Sequences(settings, tokenizer())
+    assert expected in str(error.value).replace(str(tmp_path)[:60], "")[-400:]
+    assert "\n" not in str(error.value)

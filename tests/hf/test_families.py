@@ -1,0 +1,74 @@
+"""Every family that the documentation names computes in parts what it computes whole, in one process: the
+parts are the same wherever a pipeline is cut (test_stages.py cuts some)."""
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+
+from ds_compress.hf.loss import causal_lm_loss
+from ds_compress.hf.model import layer_specs
+from tests.support.transformers_models import FAMILIES, LAYERS, batch, outcome, save, whole
+
+
+def lora():
+    """Not shared: peft writes into it what it found."""
+    return LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.0)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request, tmp_path_factory):
+    return save(request.param, tmp_path_factory.mktemp("model"))
+
+
+def built(checkpoint, lora=None, positions=False):
+    """All parts of a model; where its embedding is tied, one weight serves twice, as in a pipeline."""
+    specs, _ = layer_specs(checkpoint, 2, lora, None, positions, seed=0)
+    parts = [spec.build().eval() for spec in specs[: LAYERS + 3]]
+    if parts[-1].tied_head and lora is None:
+        parts[-1].set_head(parts[0].weight)
+    return parts
+
+
+def run(parts, x):
+    for part in parts:
+        x = part(x)
+    return x
+
+
+def parameters(parts):
+    return {name: p for part in parts for name, p in part.model.named_parameters()}
+
+
+def assert_equal(parts, model, ids, labels):
+    expected = outcome(model, ids, labels)
+    logits = run(parts, ids)
+    loss = causal_lm_loss(logits, labels)
+    loss.backward()
+    torch.testing.assert_close(logits, expected.pop("logits"), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(loss, expected.pop("loss"), rtol=1e-5, atol=0)
+    ours = {name: p.grad for name, p in parameters(parts).items() if p.grad is not None}
+    scale = max(gradient.norm() for gradient in expected.values())
+    for name, gradient in expected.items():
+        assert (ours[name] - gradient).norm() <= 1e-5 * (gradient.norm() + 1e-3 * scale), name
+
+
+def test_logits_loss_and_gradients_are_those_of_the_whole(checkpoint):
+    assert_equal(built(checkpoint), whole(checkpoint), *batch())
+
+
+def test_adapters_learn_what_they_learn_in_the_whole(checkpoint):
+    parts = built(checkpoint, lora())
+    model = inject_adapter_in_model(lora(), whole(checkpoint).requires_grad_(False))
+    trained = {name: p for name, p in parameters(parts).items() if p.requires_grad}
+    assert trained.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
+    model.load_state_dict({name: p.detach() for name, p in trained.items()}, strict=False)
+    assert_equal(parts, model, *batch())
+
+
+def test_a_part_reads_nothing_but_its_own_weights(checkpoint):
+    parts = built(checkpoint, lora())
+    sizes = [sum(p.numel() for n, p in part.model.named_parameters() if "lora_" not in n) for part in parts]
+    model = whole(checkpoint)
+    own = {id(p): p.numel() for p in model.parameters()}
+    tied = sizes[0] if parts[-1].tied_head else 0  # frozen, so both ends keep their own
+    assert sum(sizes) == sum(own.values()) + tied

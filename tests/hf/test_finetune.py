@@ -1,0 +1,126 @@
+"""Fine-tuning as a user does it: through each launcher, killed in the middle, and merged in the end."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from ds_compress.cli import main
+from tests.support import finetuning
+from tests.support.finetuning import copy_of, finetune, losses, prepare
+from tests.support.ports import reserved_port
+
+PERPLEXITY = """
+import math, sys
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from ds_compress.hf.data import Sequences
+from ds_compress.hf.loss import causal_lm_loss
+from ds_compress.hf.settings import read
+from pathlib import Path
+
+data = Sequences(read(Path(sys.argv[1])), AutoTokenizer.from_pretrained(sys.argv[2]))
+model = AutoModelForCausalLM.from_pretrained(sys.argv[2]).eval()
+found = []
+for (ids, positions), labels in data.held_out(2, 0, 1):
+    with torch.no_grad():
+        logits = model(ids, position_ids=positions, use_cache=False).logits
+    found.append(causal_lm_loss(logits, labels).item())
+print(math.exp(sum(found) / len(found)))
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """train.json of a finished run, and what the run said."""
+    path = prepare(tmp_path_factory.mktemp("run"), prompt="the cat")
+    return path, finetune("torchrun", path).stderr
+
+
+def perplexities(said):
+    return [float(re.search(rf"perplexity {when}: ([0-9.]+)", said).group(1)) for when in ("before", "after")]
+
+
+def test_perplexity_falls_and_progress_is_told(run):
+    path, said = run
+    before, after = perplexities(said)
+    assert after < 0.95 * before
+    lines = [line for line in said.splitlines() if line.startswith("training:")]
+    assert len(lines) == 6
+    assert re.fullmatch(
+        r"training: 6/6 steps, 0:00 left loss=\d\.\d{4} tokens/s=\d+ ratio=3\.\d\dx", lines[-1]
+    )
+    assert re.search(r"sample: 'the cat( \S+){24}'", said)
+    assert sorted(losses(path.parent / "out")) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "accelerate"])
+def test_every_launcher_trains_the_same(run, tmp_path, launcher):
+    path, said = run
+    copy = copy_of(path, tmp_path / "copy")
+    assert perplexities(finetune(launcher, copy).stderr) == perplexities(said)
+    assert losses(copy.parent / "out") == losses(path.parent / "out")
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_as_if_nothing_had_been(run, tmp_path):
+    path, _ = run
+    killed = copy_of(path, tmp_path / "killed")
+    settings = json.loads(killed.read_text()) | {"steps": 60}
+    killed.write_text(json.dumps(settings))
+    out = killed.parent / "out"
+    with reserved_port() as port:
+        process = subprocess.Popen(
+            finetuning.command("torchrun", port, [str(killed)]),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        while not (out / "latest").exists() or len(losses(out)) < 4:
+            assert process.poll() is None
+            time.sleep(0.02)
+        for each in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+            each.kill()
+        process.wait()
+    done = max(losses(out))
+    assert done < 60
+    killed.write_text(json.dumps(settings | {"steps": done + 3}))
+    said = finetune("torchrun", killed).stderr
+    assert re.search(r"goes on from step [1-9]", said)
+    whole = copy_of(killed, tmp_path / "whole")
+    finetune("torchrun", whole)
+    assert losses(out) == losses(whole.parent / "out")
+
+
+def test_the_merged_model_has_the_same_perplexity(run, tmp_path, capsys):
+    path, said = run
+    merged = tmp_path / "merged"
+    assert main(["merge", str(path.parent / "out"), "--to", str(merged)]) == 0
+    command = [sys.executable, "-c", PERPLEXITY, str(path), str(merged)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert float(done.stdout) == pytest.approx(perplexities(said)[1], rel=1e-5)
+
+    adapted = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(path.parent / "model"), str(merged / "adapter")
+    )
+    plain = AutoModelForCausalLM.from_pretrained(merged)
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(adapted(ids).logits, plain(ids).logits, rtol=1e-5, atol=1e-5)
+    assert main(["merge", str(path.parent / "out"), "--to", str(merged)]) == 2
+    assert capsys.readouterr().err.endswith(f"--to {merged}: the folder is not empty\n")
+
+
+def test_what_is_refused_is_refused_in_one_line(run, tmp_path):
+    path = copy_of(run[0], tmp_path / "copy")
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps(settings | {"stages": 3}))
+    done = finetune("torchrun", path, check=False)
+    assert done.returncode
+    assert "stages: 3 is not allowed: the model has 2 layers, and each stage needs one" in done.stderr
+    assert "Traceback" not in done.stderr.split("torch/distributed")[0]

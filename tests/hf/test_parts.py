@@ -1,0 +1,134 @@
+"""How layers are shared out, where their weights are read, and where adapters go."""
+
+import contextlib
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import LoraConfig
+
+from ds_compress.errors import CompressionError
+from ds_compress.hf import lora, weights
+from ds_compress.hf.model import layer_specs
+from ds_compress.hf.stages import layers_per_stage
+from tests.support.transformers_models import save
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=8), st.data())
+def test_the_costliest_stage_costs_as_little_as_it_can(costs, data):
+    stages = data.draw(st.integers(1, len(costs)))
+    counts = layers_per_stage(costs, stages)
+    assert len(counts) == stages
+    assert min(counts) >= 1
+    assert sum(counts) == len(costs)
+    assert worst(costs, counts) == min(worst(costs, other) for other in cuts(len(costs), stages))
+
+
+def worst(costs: Sequence[int], counts: Sequence[int]) -> int:
+    ends = [sum(counts[: place + 1]) for place in range(len(counts))]
+    return max(sum(costs[end - count : end]) for end, count in zip(ends, counts))
+
+
+def cuts(layers: int, stages: int):
+    if stages == 1:
+        yield [layers]
+        return
+    for count in range(1, layers - stages + 2):
+        for rest in cuts(layers - count, stages - 1):
+            yield [count, *rest]
+
+
+@pytest.mark.parametrize(
+    ("stages", "expected"),
+    [
+        (5, "stages: 5 is not allowed: the model has 4 layers, and each stage needs one"),
+        (0, "stages: 0 is not allowed"),
+        ([2, 1], "stages: [2, 1] is not allowed: should be the layers of each stage, 1 at least, 4 together"),
+        ([4, 0], "stages: [4, 0] is not allowed"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(stages, expected):
+    with pytest.raises(CompressionError) as error:
+        layers_per_stage([1.0] * 4, stages)
+    assert str(error.value).startswith(expected)
+
+
+def test_given_stages_are_kept(tmp_path):
+    save("Llama", tmp_path)
+    _, bounds = layer_specs(tmp_path, [1, 3], None, None, False, 0)
+    assert bounds == [0, 3, 7]
+
+
+def test_sharded_checkpoints_are_read(tmp_path):
+    save("Llama", tmp_path, max_shard_size="20KB")
+    assert len(weights.files(tmp_path)) > 2
+    specs, _ = layer_specs(tmp_path, 2, None, None, False, 0)
+    assert not any(parameter.is_meta for parameter in specs[3].build().parameters())
+    weights.files(tmp_path)[1].unlink()
+    with pytest.raises(CompressionError, match="model-00002-of-.* is missing; should be the folder of a"):
+        weights.files(tmp_path)
+
+
+class Slice:
+    """A tensor on disk that tells when it is read."""
+
+    def __init__(self, name, stored, read):
+        self._name, self._stored, self._read = name, stored, read
+
+    def __getitem__(self, index):
+        self._read.append(self._name)
+        return self._stored[index]
+
+    def __getattr__(self, name):
+        return getattr(self._stored, name)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
+def test_a_layer_reads_its_own_tensors_and_no_others(tmp_path, monkeypatch, family):
+    save(family, tmp_path)
+    slices, read = weights.slices, []
+
+    @contextlib.contextmanager
+    def watched(checkpoint):
+        with slices(checkpoint) as stored:
+            yield {name: Slice(name, each, read) for name, each in stored.items()}
+
+    monkeypatch.setattr(weights, "slices", watched)
+    specs, _ = layer_specs(tmp_path, 2, None, None, False, 0)
+    specs[3].build()
+    assert read
+    assert all(name.startswith("model.layers.1.") for name in read)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(CompressionError, match="model.safetensors is missing"):
+        layer_specs(tmp_path, 2, None, None, False, 0)
+
+
+def test_weights_that_are_not_there_are_named(tmp_path):
+    save("Llama", tmp_path / "one")
+    save("Qwen2", tmp_path / "two")
+    (tmp_path / "one" / "config.json").write_text((tmp_path / "two" / "config.json").read_text())
+    specs, _ = layer_specs(tmp_path / "one", 2, None, None, False, 0)
+    with pytest.raises(
+        CompressionError, match=r"3 parameters, .*k_proj.bias, .*: the checkpoint does not have"
+    ):
+        specs[2].build()
+
+
+def test_adapters_that_fit_nothing_are_refused(tmp_path):
+    save("Llama", tmp_path)
+    specs, _ = layer_specs(tmp_path, 2, LoraConfig(target_modules=["query"]), None, False, 0)
+    with pytest.raises(CompressionError, match="target_modules: layer 0: .*; it has: down_proj, gate_proj"):
+        specs[2].build()
+    with pytest.raises(CompressionError, match="lora.modules_to_save: .*lm_head.* is not allowed"):
+        lora.check(LoraConfig(modules_to_save=["lm_head"]))
+
+
+def test_the_head_of_a_tied_model_is_not_adapted(tmp_path):
+    save("Qwen2, tied", tmp_path)
+    targets = LoraConfig(target_modules=["q_proj", "lm_head"])
+    specs, _ = layer_specs(tmp_path, 2, targets, None, False, 0)
+    with pytest.raises(CompressionError, match="'lm_head' is not allowed: its weight is the embedding's too"):
+        specs[-1].build()

@@ -1,0 +1,126 @@
+"""Real pipelines of one, two and four stages train Transformers models as one process does."""
+
+from functools import partial
+
+import deepspeed
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+
+from ds_compress.hf import pipeline_module
+from tests.support.dist import run_ranks
+from tests.support.pipeline import ds_config
+from tests.support.transformers_models import FAMILIES, batch, outcome, save, whole
+
+MICRO_BATCHES = 2
+FEW = ("GPT-2", "Qwen2, tied", "OPT", "Mixtral")
+LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, "lora_dropout": 0.0}
+
+
+class Recording(torch.optim.SGD):
+    """Keeps the gradients of the step."""
+
+    def step(self, *args, **kwargs):
+        self.gradients = [p.grad.clone() for group in self.param_groups for p in group["params"]]
+        return super().step(*args, **kwargs)
+
+
+def one_step(folders, stages, lora, runs=None, **options):
+    """Loss, gradients and adapters of this rank, by checkpoint; runs on every rank."""
+    return [
+        _one_step(folder, stages, lora, runs and runs / str(number), **options)
+        for number, folder in enumerate(folders)
+    ]
+
+
+def _one_step(folder, stages, lora, run, **options):
+    module = pipeline_module(folder, stages, LoraConfig(**LORA) if lora else None, **options).eval()
+    named = {name.split("model.", 1)[1]: p for name, p in module.named_parameters() if p.requires_grad}
+    config = ds_config(train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=MICRO_BATCHES)
+    config["train_batch_size"] = 2 * MICRO_BATCHES
+    del config["optimizer"]
+    optimizer = Recording(named.values(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    values = {name: p.detach().clone() for name, p in named.items()}
+    engine.module.train(False)
+    batches = [batch(number) for number in range(MICRO_BATCHES)]
+    loss = engine.train_batch(iter(batches)).item()
+    again = engine.eval_batch(iter(batches), num_micro_batches=MICRO_BATCHES).item()
+    if run:
+        engine.save_checkpoint(str(run), exclude_frozen_parameters=lora)
+    gradients = dict(zip(named, optimizer.gradients))
+    return loss, again, gradients, values if lora else {}
+
+
+def expected_step(folder, adapters):
+    model = whole(folder)
+    if adapters:
+        model = inject_adapter_in_model(LoraConfig(**LORA), model.requires_grad_(False))
+        model.load_state_dict(adapters, strict=False)
+    results = [outcome(model, *batch(number)) for number in range(MICRO_BATCHES)]
+    gradients = {
+        name: sum(result[name] for result in results) / MICRO_BATCHES
+        for name in results[0]
+        if name not in ("logits", "loss")
+    }
+    for name, parameter in model.named_parameters():
+        if name in gradients:
+            parameter.data -= 0.1 * gradients[name]
+    loss, again = (
+        sum(r["loss"].item() for r in rs) / MICRO_BATCHES
+        for rs in (results, [outcome(model, *batch(n)) for n in range(MICRO_BATCHES)])
+    )
+    return loss, again, gradients
+
+
+def check(folders, stages, lora, **options):
+    ranks = run_ranks(stages, partial(one_step, **options), folders, stages, lora)
+    for folder, *found in zip(folders, *ranks):
+        adapters = {name: value for _, _, _, values in found for name, value in values.items()}
+        loss, again, gradients = expected_step(folder, adapters)
+        scale = max(gradient.norm() for gradient in gradients.values())
+        seen = set()
+        for ours, ours_again, of_rank, _ in found:
+            assert ours == pytest.approx(loss, rel=1e-5), folder
+            assert ours_again == pytest.approx(again, rel=1e-5), folder
+            for name, gradient in of_rank.items():
+                seen.add(name)
+                difference = (gradient - gradients[name]).norm()
+                assert difference <= 1e-5 * (gradients[name].norm() + 1e-3 * scale), (folder, name)
+        assert seen == gradients.keys()
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory):
+    return [save(family, tmp_path_factory.mktemp("model")) for family in FEW]
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_a_step_is_that_of_one_process(few, stages, lora):
+    check(few, stages, lora)
+
+
+def test_activations_computed_again_change_nothing(few):
+    check(few[:2], 2, False, activation_checkpoint_interval=1)
+    check(few[:2], 2, True, activation_checkpoint_interval=2)
+
+
+def test_adapters_are_in_fp32_over_weights_in_bf16(few):
+    ranks = run_ranks(2, partial(one_step, dtype=torch.bfloat16), few[1:2], 2, True)
+    adapters = {name: value for ((_, _, _, values),) in ranks for name, value in values.items()}
+    assert {value.dtype for value in adapters.values()} == {torch.float32}
+    loss, again, gradients = expected_step(few[1], adapters)
+    for ours, ours_again, of_rank, _ in (found[0] for found in ranks):
+        assert ours == pytest.approx(loss, rel=0.01)
+        assert ours_again == pytest.approx(again, rel=0.01)
+        assert {gradient.dtype for gradient in of_rank.values()} == {torch.float32}
+        for name, gradient in of_rank.items():
+            assert torch.cosine_similarity(gradient.flatten(), gradients[name].flatten(), dim=0) > 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_a_step_of_every_family_is_that_of_one_process(tmp_path, stages, lora):
+    check([save(family, tmp_path / str(n)) for n, family in enumerate(FAMILIES)], stages, lora)

@@ -1,0 +1,87 @@
+"""A model that does not compute in parts what it computes whole is refused in one line, before it is read."""
+
+import pytest
+import torch
+import transformers
+from transformers import LlamaForCausalLM
+
+from ds_compress.errors import CompressionError
+from ds_compress.hf.small import small
+from ds_compress.hf.verify import check
+from tests.support.transformers_models import FAMILIES, config
+
+TOGETHER = {"OPT", "BLOOM", "Falcon", "GPT-OSS"}
+"""Families whose tokens attend to all before them, whatever their positions."""
+
+
+def refused(given, positions=False):
+    with pytest.raises(CompressionError) as error:
+        check(given, positions)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_difference_is_named(monkeypatch):
+    """A model that adds to its logits what only its first part knows."""
+    forward = LlamaForCausalLM.forward
+
+    def peeking(self, input_ids=None, inputs_embeds=None, **kwargs):
+        seen = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        output = forward(self, input_ids=input_ids, inputs_embeds=inputs_embeds, **kwargs)
+        output.logits = output.logits + seen.mean()
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", peeking)
+    assert "its logits in parts are not those of the whole: relative difference " in refused(config("Llama"))
+
+
+def test_lost_gradients_are_named(monkeypatch):
+    """A model that cuts the way back of what enters its last part."""
+    forward = LlamaForCausalLM.forward
+
+    def cutting(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        if kwargs.get("inputs_embeds") is not None:
+            output.logits = output.logits.detach() + 0 * self.lm_head(torch.zeros(1, 1, 32)).sum()
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", cutting)
+    assert "belong to no part" in refused(config("Llama"))
+
+
+def test_a_model_without_such_layers_is_refused():
+    given = transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=96, state_size=4)
+    assert refused(given).startswith("MambaConfig: this model cannot be cut into stages: ")
+
+
+@pytest.mark.parametrize("key", ["layerdrop", "output_router_logits"])
+def test_what_a_pipeline_cannot_do_is_refused(key):
+    given = config("OPT" if key == "layerdrop" else "Mixtral")
+    setattr(given, key, 0.5 if key == "layerdrop" else True)
+    assert f'"{key}" is not supported in a pipeline: switch it off' in refused(given)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_documents_are_kept_apart_or_it_is_refused(family):
+    if family in TOGETHER:
+        assert 'choose "packing": "joined"' in refused(config(family), positions=True)
+    else:
+        check(config(family), positions=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_checked_has_every_kind_of_layer_and_little_else(family):
+    given = config(family)
+    made = small(given)
+    assert made.num_hidden_layers == 3 if not hasattr(given, "layer_types") else made.num_hidden_layers >= 2
+    assert set(getattr(made, "layer_types", None) or ()) == set(getattr(given, "layer_types", None) or ())
+
+
+def test_a_large_config_is_checked_in_small():
+    given = transformers.LlamaConfig(
+        hidden_size=8192, num_attention_heads=64, num_key_value_heads=8, num_hidden_layers=80
+    )
+    made = small(given)
+    assert (made.hidden_size, made.num_attention_heads, made.num_key_value_heads) == (512, 4, 2)
+    assert made.num_hidden_layers == 3
+    check(given, False)

@@ -1,0 +1,124 @@
+"""A model, a tokenizer, text and train.json, as someone has them who fine-tunes; and the three launchers."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from tests.support.ports import reserved_port
+
+WORDS = ["the", "a", "cat", "dog", "bird", "sees", "hears", "likes", "old", "young", "red", "green", "house"]
+WORDS += ["tree", "river", "and", "or", "not"]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} </s> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+BLOCK = {"forward": {"codec": {"name": "quantize", "bits": 8}}, "backward": {"codec": "bf16"}, "min_numel": 1}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each word."""
+    known = ["<unk>", "</s>", "<user>", "<assistant>", ".", *WORDS]
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(known)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="</s>", unk_token="<unk>", chat_template=TEMPLATE
+    )
+
+
+def text(paragraphs: int) -> str:
+    """Sentences in which a word says much about the next one."""
+    draw = random.Random(5)
+    follows = {word: draw.sample(WORDS, 3) for word in WORDS}
+
+    def sentence() -> str:
+        words = [draw.choice(WORDS)]
+        while len(words) < 12:
+            words.append(draw.choice(follows[words[-1]]))
+        return " ".join([*words, "."])
+
+    return "\n\n".join(" ".join(sentence() for _ in range(3)) for _ in range(paragraphs))
+
+
+def prepare(folder: Path, **changes: Any) -> Path:
+    """train.json beside all that it names, in `folder`; `changes` to its keys."""
+    torch.manual_seed(5)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    tokens = {"pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 1}
+    config = transformers.LlamaConfig(**shape, **heads, **tokens)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
+    (folder / "text.txt").write_text(text(120))
+    settings = {
+        "model": str(folder / "model"),
+        "out": str(folder / "out"),
+        "data": {"train": str(folder / "text.txt")},
+        "lora": {"r": 8, "dropout": 0.1},
+        "sequence_length": 32,
+        "stages": 2,
+        "steps": 6,
+        "save_every": 2,
+        "ds_config": {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "Adam", "params": {"lr": 0.02, "torch_adam": True}},
+            "gradient_clipping": 0.0,
+            "steps_per_print": 100000,
+            "ds_compress": {**BLOCK, "eval": "uncompressed"},
+        },
+        **changes,
+    }
+    path = folder / "train.json"
+    path.write_text(json.dumps(settings, indent=2))
+    return path
+
+
+def command(launcher: str, port: int, arguments: list[str]) -> list[str]:
+    """Two ranks of the program, by one of the launchers."""
+    program = "ds_compress.hf.finetune"
+    where = Path(sys.executable).parent
+    if launcher == "deepspeed":
+        start = [f"{where}/deepspeed", "--num_gpus", "2", "--master_port", str(port), "--module"]
+        return [sys.executable, *start, program, *arguments]
+    if launcher == "torchrun":
+        start = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port), "-m"]
+        return [sys.executable, "-m", *start, program, *arguments]
+    start = ["--use_deepspeed", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+    start += ["--dynamo_backend", "no", "--main_process_port", str(port), "-m"]
+    return [sys.executable, "-m", "accelerate.commands.launch", *start, program, *arguments]
+
+
+def finetune(launcher: str, path: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """What the launcher wrote and returned."""
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with reserved_port() as port:
+        done = subprocess.run(
+            command(launcher, port, [str(path)]), capture_output=True, text=True, env=environment, timeout=900
+        )
+    assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+def losses(out: Path) -> dict[int, float]:
+    """The loss of every step, the last one where a step was run twice."""
+    rows = [json.loads(line) for line in (out / "losses.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows}
+
+
+def copy_of(path: Path, folder: Path) -> Path:
+    """The same run in another folder, which it has all to itself."""
+    folder.mkdir()
+    settings = json.loads(path.read_text()) | {"out": str(folder / "out")}
+    shutil.copyfile(path, folder / path.name)
+    (folder / path.name).write_text(json.dumps(settings))
+    return folder / path.name
