@@ -48,7 +48,8 @@ def split(x: Tensor, group_size: int | str, axis: int = -1, fill: Fill = "last")
     What is missing at the end repeats the last value, so that no range grows; or is zero, so that no sum
     does; or the mean magnitude of the group, so that this stays.
     """
-    x = _moved(x, axis, -1)
+    if axis != -1:
+        x = x.movedim(axis, -1)
     if isinstance(group_size, int) and x.numel() and x.numel() % group_size == 0:  # nothing is missing
         return x.reshape(-1, group_size)
     shape = group_shape(TensorSpec.of(x), group_size)
@@ -75,7 +76,7 @@ def join(groups: Tensor, spec: TensorSpec, group_size: int | str, axis: int = -1
     """
     if axis != -1:
         moved = join(groups, moved_spec(spec, axis), group_size)
-        return _moved(moved, -1, axis).contiguous()
+        return moved.movedim(-1, axis).contiguous()
     if spec.dtype == torch.float16:
         largest = torch.finfo(torch.float16).max
         groups = groups.clamp(-largest, largest)
@@ -95,10 +96,6 @@ def moved_spec(spec: TensorSpec, axis: int) -> TensorSpec:
     shape = [*spec.shape]
     shape.append(shape.pop(axis))
     return TensorSpec(tuple(shape), spec.dtype, spec.device)
-
-
-def _moved(x: Tensor, source: int, target: int) -> Tensor:
-    return x if source == target else x.movedim(source, target)
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -125,8 +126,8 @@ class Quantize(Codec, EncodesWithError):
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         options = self.options
         generator = ctx.generator(x.device) if options.rounding == "stochastic" else None
-        groups, backend = self._split(x), kernels(x.device)
-        grid = self._grid(options.bits, ctx)
+        groups, backend = split(x, options.group_size, options.axis, self._fill), kernels(x.device)
+        grid = self._grid(options.bits, ctx.seed)
         if options.mixed is None:
             return backend.quantize(groups, grid, generator)
         tile_map, high, low = separate(groups, options.mixed.counts(len(groups))[0])
@@ -134,7 +135,7 @@ class Quantize(Codec, EncodesWithError):
         return (
             tile_map,
             *high_parts,
-            *backend.quantize(low, self._grid(options.mixed.low_bits, ctx), generator),
+            *backend.quantize(low, self._grid(options.mixed.low_bits, ctx.seed), generator),
         )
 
     def encode_with_error(
@@ -144,18 +145,21 @@ class Quantize(Codec, EncodesWithError):
         if (
             options.mixed
             or options.rounding == "stochastic"
+            or self._fill == "mean"  # that of a sum is not the sum of those of its terms
             or x.dtype not in (torch.float32, torch.bfloat16)
         ):
             return None
-        groups, residual = self._split(x), self._split(residual)
-        grid = self._grid(options.bits, ctx)
+        groups, residual = (
+            split(part, options.group_size, options.axis, self._fill) for part in (x, residual)
+        )
+        grid = self._grid(options.bits, ctx.seed)
         parts, error = kernels(x.device).quantize_with_error(groups, residual, factor, grid)
         spec = TensorSpec(x.shape, torch.float32, x.device)
         return parts, join(error, spec, options.group_size, options.axis)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         options, backend = self.options, kernels(parts[0].device)
-        grid = self._grid(options.bits, ctx)
+        grid = self._grid(options.bits, ctx.seed)
         # what `join` does to fp16 is done in fp32
         wide = spec.dtype if spec.dtype == torch.bfloat16 else torch.float32
         if options.mixed is None:
@@ -164,7 +168,7 @@ class Quantize(Codec, EncodesWithError):
             tile_map, parts = parts[0], parts[1:]
             half = len(parts) // 2
             high = backend.dequantize(parts[:half], grid, wide)
-            low = backend.dequantize(parts[half:], self._grid(options.mixed.low_bits, ctx), wide)
+            low = backend.dequantize(parts[half:], self._grid(options.mixed.low_bits, ctx.seed), wide)
             groups = reunite(tile_map, high, low)
         return join(groups, spec, options.group_size, options.axis)
 
@@ -189,7 +193,7 @@ class Quantize(Codec, EncodesWithError):
         if self._gaussian or (self._symmetric and self.options.bits == 1 and not stochastic):
             return Stability(self.error_bound(spec))
         # each value is half a step off, or a step; rounding the scales makes that up to 2 % larger
-        steps = min(self._grid_of(bits, 0).top for bits in self._widths)
+        steps = min(self._grid(bits).top for bits in self._widths)
         return Stability((2 if stochastic else 1) * 1.02 / steps, self.unbiased, "max")
 
     @property
@@ -214,7 +218,7 @@ class Quantize(Codec, EncodesWithError):
         stochastic = self.options.rounding == "stochastic"
         if bits == 1 and self._symmetric and not stochastic:
             return math.sqrt(1 - 0.999 / size)  # every value becomes the mean magnitude, with its sign
-        steps = self._grid_of(bits, 0).top
+        steps = self._grid(bits).top
         # two values make up the range of a grid from minimum to maximum, one that of a symmetric grid
         nearest = 1.02 * bounds.grid(2 * size if self._symmetric else size, steps)
         if stochastic:
@@ -227,22 +231,24 @@ class Quantize(Codec, EncodesWithError):
         stochastic = self.options.rounding == "stochastic"
         mean_magnitude = bits == 1 and self._symmetric and not stochastic
         reach = math.sqrt(2 / math.pi) if mean_magnitude else bounds.largest_normal(size)
-        return 1.02 * bounds.normal_on_grid(-reach, reach, self._grid_of(bits, 0).top, stochastic)
+        return 1.02 * bounds.normal_on_grid(-reach, reach, self._grid(bits).top, stochastic)
 
     def _layout(self, groups: int, size: int, bits: int) -> Layout:
         scale = ((groups,), _SCALE_DTYPES[self.options.scale_dtype])
         scales = 1 if self._symmetric else 2
         return ((groups, packed_size(size, bits)), torch.uint8), *[scale] * scales
 
-    def _split(self, x: Tensor) -> Tensor:
-        return split(x, self.options.group_size, self.options.axis, self._fill)
+    @functools.cached_property
+    def _grid(self) -> Callable[..., Grid]:
+        """Of codes so many bits wide, under the seed of a block: kept, as each message asks for it."""
+        scale_dtype, hadamard = _SCALE_DTYPES[self.options.scale_dtype], self.options.hadamard
 
-    def _grid(self, bits: int, ctx: Context) -> Grid:
-        return self._grid_of(bits, key_of(ctx.seed) if self.options.hadamard else 0)
+        @functools.lru_cache
+        def grid(bits: int, seed: int = 0) -> Grid:
+            key = key_of(seed) if hadamard else 0
+            return Grid(bits, self._symmetric, scale_dtype, hadamard, key, self._gaussian)
 
-    def _grid_of(self, bits: int, key: int) -> Grid:
-        scale_dtype = _SCALE_DTYPES[self.options.scale_dtype]
-        return _grid(bits, self._symmetric, scale_dtype, self.options.hadamard, key, self._gaussian)
+        return grid
 
     @functools.cached_property
     def _gaussian(self) -> bool:
@@ -261,7 +267,4 @@ class Quantize(Codec, EncodesWithError):
         """What fills up the last group."""
         if self.options.hadamard or self._gaussian:
             return "zeros"
-        return "mean" if self._grid_of(self.options.bits, 0).is_mean else "last"
-
-
-_grid = functools.lru_cache(Grid)
+        return "mean" if self._grid(self.options.bits).is_mean else "last"

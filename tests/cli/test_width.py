@@ -41,7 +41,7 @@ def test_check(width, printed):
 def test_advise(width, printed):
     arguments = ["advise", *SIZES, *WORKLOAD, "--recipe", "DS_CONFIG"]
     out = printed(width, *arguments)
-    for row in json.loads(printed(width, *arguments, "--json")):
+    for row in json.loads(printed(width, *arguments, "--json"))["rows"]:
         assert row["recipe"] in out and row["link"] in out and f"{1e3 * row['step_s']:.1f}" in out
     assert "…" not in out and "limited by" in out
 

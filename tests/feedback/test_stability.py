@@ -206,7 +206,8 @@ def test_every_codec_says_what_it_is(feedback):
             codec = build({"name": name, **options})
             declared = codec.stability(TYPICAL)
             assert declared.kind in ("contraction", "unbiased", "neither")
-            assert declared.constant < math.inf or name == "autoencoder"
+            # of a code that is learned, or that ends as zeros at worst, no constant is known
+            assert declared.constant < math.inf or name in ("autoencoder", "entropy")
             if isinstance(codec, Follows) and codec.forward_partner() is not None:
                 continue
             refused = 1 <= FEEDBACKS.build(feedback, "feedback").growth(declared) < math.inf

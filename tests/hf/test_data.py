@@ -146,11 +146,12 @@ def test_files_of_records_are_read(tmp_path, kind):
         ("short.txt", "the cat", "data: too little text: no train sequence of 32 tokens; give more text"),
     ],
 )
-def test_data_that_cannot_be_used_are_refused(tmp_path, name, text, expected):
+def test_data_that_cannot_be_used_are_refused(tmp_path, monkeypatch, name, text, expected):
+    monkeypatch.chdir(tmp_path)  # an error quotes a long path in part
     if text is not None:
         (tmp_path / name).write_text(text)
-    settings = read(prepare(tmp_path, data={"train": str(tmp_path / name)}))
+    settings = read(prepare(tmp_path, data={"train": name}))
     with pytest.raises(CompressionError) as error:
         Sequences(settings, tokenizer())
-    assert expected in str(error.value).replace(str(tmp_path)[:60], "")[-400:]
+    assert expected in str(error.value)
     assert "\n" not in str(error.value)
