@@ -151,7 +151,9 @@ def _one_by_one(make: Any) -> Any:
                 made = make()
             except CompressionError as error:
                 failure = error
-        failed = torch.tensor(int(failure is not None), device=get_accelerator().current_device_name())
+        failed = torch.tensor(
+            int(failure is not None), dtype=torch.int64, device=get_accelerator().current_device_name()
+        )
         dist.all_reduce(failed)
         if failed:
             raise failure or CompressionError("another rank could not read the data")

@@ -24,10 +24,12 @@ def continued(engine: Any, tokenizer: Any, prompt: str, shape: tuple[int, int], 
     engine.module.loss_fn = _likeliest
     try:
         for _ in range(min(TOKENS, shape[1] - len(ids))):
-            row = torch.tensor(ids + [0] * (shape[1] - len(ids))).repeat(shape[0], 1)
-            where = torch.arange(shape[1]).repeat(shape[0], 1)
+            row = torch.tensor(ids + [0] * (shape[1] - len(ids)), dtype=torch.int64, device="cpu").repeat(
+                shape[0], 1
+            )
+            where = torch.arange(shape[1], dtype=torch.int64, device="cpu").repeat(shape[0], 1)
             inputs = (row, where) if positions else row
-            batch = inputs, torch.full((shape[0],), len(ids) - 1)
+            batch = inputs, torch.full((shape[0],), len(ids) - 1, dtype=torch.int64, device="cpu")
             ids.append(int(engine.eval_batch(iter([batch]), num_micro_batches=1)))
     finally:
         engine.module.loss_fn = loss_fn

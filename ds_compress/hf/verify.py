@@ -70,8 +70,12 @@ def _checked(config: PretrainedConfig, positions: bool) -> Anatomy:
         for name, _ in list(part.model.named_parameters()):
             _assign(part.model, name, copies[name])
         part.eval()
-    ids = torch.randint(config.vocab_size, (2, sum(LENGTHS)))
-    where = torch.cat([torch.arange(length) for length in LENGTHS]).repeat(2, 1) if positions else None
+    ids = torch.randint(config.vocab_size, (2, sum(LENGTHS)), dtype=torch.int64, device="cpu")
+    where = (
+        torch.cat([torch.arange(length, dtype=torch.int64, device="cpu") for length in LENGTHS]).repeat(2, 1)
+        if positions
+        else None
+    )
     if where is not None:
         _isolated(whole, ids, where)
     expected = whole(ids, use_cache=False, **({} if where is None else {"position_ids": where})).logits
@@ -140,7 +144,9 @@ def _anatomy(model: PreTrainedModel) -> Anatomy:
     ]
     hooks.append(each[-1].register_forward_hook(ended))
     with torch.no_grad():
-        model(torch.randint(model.config.vocab_size, (1, 8)), use_cache=False)
+        model(
+            torch.randint(model.config.vocab_size, (1, 8), dtype=torch.int64, device="cpu"), use_cache=False
+        )
     for hook in hooks:
         hook.remove()
     if ran.count(layers) != 1 or ran.count("") != 1:

@@ -68,7 +68,8 @@ class Guard:
         """
         self.due = False
         loads = engine.is_first_stage() or engine.is_last_stage()
-        known = torch.tensor(float(self.batch is not None or not loads), device=engine.device)
+        ready = float(self.batch is not None or not loads)
+        known = torch.tensor(ready, dtype=torch.float32, device=engine.device)
         dist.all_reduce(known, op=dist.ReduceOp.MIN)
         if not known.item():
             self._on = False
@@ -77,7 +78,8 @@ class Guard:
             return
         losses = torch.stack([self._loss(engine, "compressed"), self._loss(engine, "uncompressed")])
         self.batch = None
-        sums = torch.cat([losses, torch.tensor([float(engine.is_last_stage())], device=engine.device)])
+        last = [float(engine.is_last_stage())]
+        sums = torch.cat([losses, torch.tensor(last, dtype=torch.float32, device=engine.device)])
         dist.all_reduce(sums)
         compressed, plain = (sums[:2] / sums[2]).tolist()
         if not math.isfinite(plain):  # or no number at all

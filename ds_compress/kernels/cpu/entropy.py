@@ -22,4 +22,4 @@ def decode_entropy(words: Tensor, frame: Frame, dtype: torch.dtype) -> tuple[Ten
     values, valid = compiled.decode(words, frame, dtype if dtype in compiled.FLOATS else torch.float32)
     if not valid:
         values = values.fill_(torch.nan)
-    return values.to(dtype), torch.tensor(valid, device="cpu")
+    return values.to(dtype), torch.tensor(valid, dtype=torch.bool, device="cpu")

@@ -86,7 +86,7 @@ def plan(counts: Tensor, step: Tensor, frame: Frame, made: Tables, sure: bool) -
     few = from_q[:, made.levels] <= 2 * (made.levels + 1)
     level = (~few).long().cumprod(1).sum(1).clamp(max=len(made.levels) - 1)
     reach = made.levels[level]
-    inside = torch.arange(127, device=first.device) < reach.unsqueeze(1)
+    inside = torch.arange(127, dtype=torch.int64, device=first.device) < reach.unsqueeze(1)
     each = (from_q[:, :-1] - from_q[:, 1:]) * inside
     escapes = from_q.gather(1, reach.unsqueeze(1)).sum()
     share = TOTAL - 1 - (each > 0).sum() - (escapes > 0).long()
@@ -109,7 +109,7 @@ def shift_of(histogram: Tensor, chosen: Plan) -> Tensor:
     beyond = chosen.first.gather(0, chosen.reach)  # [2]: the first key that is
     first = chosen.first[0]
     from_q = counts[:, chosen.first]
-    inside = torch.arange(127, device=first.device) < chosen.reach.unsqueeze(1)
+    inside = torch.arange(127, dtype=torch.int64, device=first.device) < chosen.reach.unsqueeze(1)
     # as many times as q has steps: the sum over q of how many are q or more, and not beyond
     steps = ((from_q[:, :-1] - counts.gather(1, beyond.unsqueeze(1))) * inside).sum()
     weights = (sums[:, first] - sums.gather(1, beyond.unsqueeze(1)).squeeze(1)).sum()
