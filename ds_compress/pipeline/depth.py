@@ -8,11 +8,10 @@ checkpoint was loaded. No depth changes a number that is computed, so what is me
 training.
 """
 
-import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ class Ahead:
         self._batches = 0
         self._micro_batches = 0  # of the batches that were counted
         self._measurement: Measurement | None = None
-        self._measures = False  # in the batch in progress
+        self.measuring: Measurement | None = None  # what times the passes of the batch in progress
 
     @property
     def auto(self) -> bool:
@@ -75,21 +74,15 @@ class Ahead:
             yield
             return
         self._measurement = self._measurement or Measurement(engine, stage)
-        self._measures = True
+        self.measuring = self._measurement
         try:
             with self._measurement.batch():
                 yield
         finally:
-            self._measures = False
+            self.measuring = None
         if self._batches == MEASURED[-1]:
             row, self._measurement = self._measurement.row(), None
             self._choose(engine, stage, gather(row, engine.device))
-
-    def timed(self, name: str, buffer_id: int) -> AbstractContextManager[None]:
-        """Round a `forward` or `backward` pass."""
-        if self._measurement is not None and self._measures:
-            return self._measurement.timed(name, buffer_id)
-        return contextlib.nullcontext()
 
     def measure_again(self) -> None:
         """Find the depth anew in the next batches; until then it stays as it is."""

@@ -37,6 +37,8 @@ _TENSORS = {
 }
 """Of an engine, those that a receive instruction fills."""
 
+_UNTIMED = contextlib.nullcontext()
+
 
 def steps_per_epoch(engine: Any) -> int | None:
     """Training steps in one pass over the data that DeepSpeed was given; None if it was given none of a known
@@ -187,7 +189,8 @@ class CompressedEngine(CheckpointedEngine):
         return batch
 
     def _forward_pass(self, buffer_id, *args, **kwargs):
-        with self._ahead.timed("forward", buffer_id):
+        measuring = self._ahead.measuring
+        with measuring.timed("forward", buffer_id) if measuring else _UNTIMED:
             self._stock[schedule.ForwardPass](self, buffer_id, *args, **kwargs)
         # A shape message that goes DeepSpeed's way goes first, in its own order
         shapes_known = bool(self._compression.shape_links) or not (
@@ -197,7 +200,8 @@ class CompressedEngine(CheckpointedEngine):
             self._INSTRUCTION_MAP[schedule.SendActivation](self, buffer_id)
 
     def _backward_pass(self, buffer_id, *args, **kwargs):
-        with self._ahead.timed("backward", buffer_id):
+        measuring = self._ahead.measuring
+        with measuring.timed("backward", buffer_id) if measuring else _UNTIMED:
             self._stock[schedule.BackwardPass](self, buffer_id, *args, **kwargs)
         if self._is_eager and self._lookahead.leaves_early(schedule.BackwardPass, buffer_id):
             self._INSTRUCTION_MAP[schedule.SendGrad](self, buffer_id)

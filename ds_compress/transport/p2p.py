@@ -173,10 +173,15 @@ class EagerSender(Sender):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._in_flight: deque[tuple[Tensor, Work | Staged]] = deque()
+        self.keep_up_with(self.depth)
+
+    def keep_up_with(self, depth: int) -> None:
+        super().keep_up_with(depth)
+        self._most = in_flight(depth)
 
     def memory(self, nbytes: int) -> Tensor:
         # Counted, not polled: gloo's is_completed() stays False until someone waits
-        while len(self._in_flight) >= in_flight(self.depth):
+        while len(self._in_flight) >= self._most:
             self._release()
         free = self._free
         return free.pop() if free and free[-1].numel() == nbytes else super().memory(nbytes)

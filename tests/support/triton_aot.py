@@ -11,6 +11,7 @@ ARCHITECTURES = (80, 90)
 _DTYPES = {
     torch.bool: "i1",
     torch.uint8: "u8",
+    torch.int8: "i8",
     torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
