@@ -2,6 +2,7 @@
 
 import multiprocessing
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.config import Config
+from ds_compress.config.block import Link
 from ds_compress.message.channel import Boundary
+from ds_compress.pipeline.depth import Ahead
 from ds_compress.pipeline.intercept import PointToPoint
 from ds_compress.pipeline.stage import Stage
 from ds_compress.pipeline.wiring import wire
@@ -29,12 +32,13 @@ class Engine:
         self.prev_stage, self.next_stage = stage_id - 1, stage_id + 1
         self.grid, self._topo = self, PipeDataParallelTopology(stages, replicas)
         self.global_rank = self.stage_to_global(stage_id)
+        self.dynamic_shape, self._ahead = False, Ahead(Link())
 
     def stage_to_global(self, stage_id):
         return self._topo.get_rank(pipe=stage_id, data=5)
 
 
-def wired(stages, replicas, stage_id, block, queue):
+def wired(stages, replicas, stage_id, block):
     """Calls that take all ranks, and (group, boundary, direction, use) of each end of the stage."""
     engine, calls = Engine(stages, replicas, stage_id), Counter()
     dist.init_process_group("fake", store=FakeStore(), rank=engine.global_rank, world_size=stages * replicas)
@@ -62,18 +66,13 @@ def wired(stages, replicas, stage_id, block, queue):
         for use, link in (("packets", end.link), ("rest", end.second))
         if link.group is not None
     ]
-    queue.put((sum(calls.values()), ends))
+    return sum(calls.values()), ends
 
 
 def on_stage(*args):
-    """`wired` in a process of its own, which a fake world needs."""
-    context = multiprocessing.get_context("fork")
-    queue = context.SimpleQueue()
-    process = context.Process(target=wired, args=(*args, queue))
-    process.start()
-    found = queue.get()
-    process.join()
-    return found
+    """`wired` in a process of its own, which a fake world needs; what it raises is raised here."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as processes:
+        return processes.submit(wired, *args).result()
 
 
 @pytest.mark.parametrize("block, most", [({}, 4), (LOSSLESS, 8)], ids=["none", "lossless"])
