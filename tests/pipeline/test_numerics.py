@@ -59,7 +59,7 @@ def test_products_on_like_processors_mirror():
     [
         (settings_of(PCA), "pca + ef21"),
         (settings_of(PCA, "aqsgd"), "pca + aqsgd"),
-        (settings_of(PCA, "ef"), ""),
+        (settings_of(LOWRANK, "ef"), ""),
         (settings_of(PCA, "none"), ""),
         (settings_of(TOPK), ""),
         ({**settings_of(TOPK), "boundaries": {"3": {"backward": {"codec": LOWRANK}}}}, "lowrank + ef21"),
