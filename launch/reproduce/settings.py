@@ -31,6 +31,10 @@ def group(bits: int, **options: Any) -> Block:
     return {"name": "quantize", "bits": bits, "group_size": 128, **options}
 
 
+def entropy(bits: float) -> Block:
+    return {"name": "entropy", "bits": bits}
+
+
 def topk(percent: float, **options: Any) -> Block:
     return {"name": "topk", "density": percent / 100, **options}
 
@@ -89,6 +93,13 @@ BEYOND: dict[str, Block] = {
     "group2/4": block(group(2), group(4)),
     "group2/4-hadamard": block(group(2, hadamard=True), group(4, hadamard=True)),
     "group4/2": block(group(4), group(2)),
+    "entropy2.5/2.5": block(entropy(2.5)),
+    "entropy2/2": block(entropy(2)),
+    "entropy2/3": block(entropy(2), entropy(3)),
+    "entropy3/3": block(entropy(3)),
+    "entropy1.5/2-aqsgd": aqsgd(entropy(1.5), entropy(2)),
+    "group2/2-hadamard": block(group(2, hadamard=True)),
+    "group2/2-hadamard-aqsgd": aqsgd(group(2, hadamard=True), group(2, hadamard=True)),
     "group2/2": block(group(2)),
     "group2/2-aqsgd": aqsgd(group(2), group(2)),
     "group2/4-aqsgd": aqsgd(group(2), group(4)),
