@@ -8,40 +8,33 @@ the bandwidth from the slowest link between neighbouring ranks.
 import argparse
 import contextlib
 import json
-import math
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
-from ds_compress.cli.advice import MAX_ERROR, STOCK, Candidate, best, rank, verdict
+from ds_compress.cli.advice import verdict
 from ds_compress.cli.arguments import DTYPES, add_import, add_message, device, integer, number, numbers
-from ds_compress.cli.bench import benchmark_tensor, measure, size_and_error
 from ds_compress.cli.check import UNCOMPRESSED, message_sizes, read_block
 from ds_compress.cli.console import show
-from ds_compress.codec import Codec, TensorSpec
+from ds_compress.cli.measured import codec_seconds, size_and_loss
+from ds_compress.codec import TensorSpec
+from ds_compress.codecs.mixins import SecondPacket
 from ds_compress.config import DIRECTIONS, KEY, Config
+from ds_compress.config.quality import DEFAULT, LIMITS, Limits
 from ds_compress.errors import CompressionError
+from ds_compress.planning import choice, offers
+from ds_compress.planning.choice import STOCK, Candidate, Message, Setting
 from ds_compress.planning.depth import MOST, Room
 from ds_compress.planning.step_time import Network, Traffic, Workload
 
-RECIPES: dict[str, dict[str, Any]] = {
-    "none": {},
-    "bf16": {"codec": "bf16"},
-    **{f"quantize {bits}": {"codec": {"name": "quantize", "bits": bits}} for bits in (8, 6, 4, 2)},
-    **{
-        f"quantize {bits} hadamard": {"codec": {"name": "quantize", "bits": bits, "hadamard": True}}
-        for bits in (4, 3, 2)
-    },
-    "topk 0.1": {"codec": {"name": "topk", "density": 0.1}},
-}
 MEASURED_BYTES = 4 << 20
 MEASURED_MESSAGES = 8
-ERROR_NUMEL = 1 << 20  # most values of the message that errors are measured on
 
 
 def depth(text: str) -> int | str:
@@ -96,10 +89,15 @@ def add_parser(subparsers: Any) -> None:
         "--memory-gb", type=number(1e-9, 1e6), help="GB that depth may take on a stage (default: no limit)"
     )
     parser.add_argument(
+        "--quality",
+        choices=LIMITS,
+        default=DEFAULT,
+        help=f"class of errors up to which a recipe is proposed (default: {DEFAULT})",
+    )
+    parser.add_argument(
         "--max-error",
         type=number(0, 1e9),
-        default=MAX_ERROR,
-        help=f"relative error of a message up to which a recipe is proposed (default: {MAX_ERROR})",
+        help="relative error of a message up to which a recipe is proposed, in the place of a class",
     )
     parser.add_argument(
         "--device", type=device, default="cpu", help="where the codecs are measured: cpu, cuda"
@@ -121,9 +119,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     network = Network(bandwidth=gbps * 1e9 / 8, latency=args.latency_ms / 1e3)
     spec = TensorSpec(args.shape, DTYPES[args.dtype])
+    limits = LIMITS[args.quality] if args.max_error is None else Limits(args.max_error, args.max_error)
     with contextlib.redirect_stdout(sys.stderr):  # deepspeed logs to stdout when it is imported
-        rows = rank(workload, network, candidates(args, spec))
-    chosen = best(rows, args.max_error)
+        rows = choice.rank(workload, network, candidates(args, spec, network, limits))
+    chosen = choice.best(rows, limits)
     block = chosen["block"] if chosen else rows[0]["block"]
     if args.json:
         name = chosen["recipe"] if chosen else None
@@ -135,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
         {
             "recipe": row["recipe"],
             "link": f"{row['link']}, depth {row['depth']}",
-            "error": f"{max(row['error_forward'], row['error_backward']):.3f}",
+            "error": f"{row['error_forward']:.3f} / {row['error_backward']:.3f}",
             "ratio": f"{2 * spec.nbytes / sum(row['wire_bytes']):.2f}",
             "step, ms": f"{1e3 * row['step_s']:.1f}",
             "speed-up": f"{row['speedup']:.2f}",
@@ -146,39 +145,57 @@ def run(args: argparse.Namespace) -> int:
         for row in rows
     ]
     show(title, table)
-    print(verdict(rows, chosen, args.max_error))
+    asked = f"--quality {args.quality}" if args.max_error is None else "--max-error"
+    print(verdict(rows, chosen, limits, asked))
     if chosen:
         print(f'"{KEY}": {json.dumps(block)}')
     return 0
 
 
-def candidates(args: argparse.Namespace, spec: TensorSpec) -> list[Candidate]:
+def candidates(
+    args: argparse.Namespace, spec: TensorSpec, network: Network, limits: Limits
+) -> list[Candidate]:
     """One for every recipe, DeepSpeed's own first."""
+    raw = (Traffic(spec.nbytes),) * (args.stages - 1)
+    stock = Candidate(STOCK, {"enabled": False}, raw, raw, eager=False)
     if args.recipe:
-        blocks: dict[str, Any] = {path.stem: read_block(path) for path in args.recipe}
-        if len(blocks) < len(args.recipe):
-            raise CompressionError("--recipe: files of one name came; give each a name of its own")
-    else:
-        deeper = {"link": {"depth": args.depth}}
-        blocks = {name: dict.fromkeys(DIRECTIONS, choice) | deeper for name, choice in RECIPES.items()}
-    raw = Traffic(spec.nbytes)
-    found = [Candidate(STOCK, {"enabled": False}, raw, raw, eager=False)]
+        return [stock, *_of_files(args, spec)]
+    settings = []
+    for offer in offers.offered():
+        config = Config(offer.block)
+        if not any(getattr(config.codecs(None), direction).refuses(spec) for direction in DIRECTIONS):
+            settings.append(
+                Setting(offer, *(_message(config, direction, spec, args) for direction in DIRECTIONS))
+            )
+    link = {"eager": True, "depth": args.depth, "rooms": _rooms(args, spec)}
+    boundaries = args.stages - 1
+    return [stock, *choice.candidates([settings] * boundaries, [network] * boundaries, limits, **link)]
+
+
+def _of_files(args: argparse.Namespace, spec: TensorSpec) -> Iterator[Candidate]:
+    blocks: dict[str, Any] = {path.stem: read_block(path) for path in args.recipe}
+    if len(blocks) < len(args.recipe):
+        raise CompressionError("--recipe: files of one name came; give each a name of its own")
     for name, block in blocks.items():
         try:
             config = Config(block)
-            messages = [_message(config, direction, spec, args) for direction in DIRECTIONS]
+            forward, backward = (_message(config, direction, spec, args) for direction in DIRECTIONS)
         except CompressionError as error:
             raise CompressionError(f"recipe {name}: {error}") from None
-        (forward, backward), errors = zip(*messages)
-        link = config.block.link
-        rooms = _rooms(args, spec, link.memory_gb)
-        found.append(
-            Candidate(name, block, forward, backward, link.mode == "eager", link.depth, errors, rooms)
+        link, count = config.block.link, args.stages - 1
+        yield Candidate(
+            name,
+            block,
+            (forward.traffic,) * count,
+            (backward.traffic,) * count,
+            link.mode == "eager",
+            link.depth,
+            (forward.error, backward.error),
+            _rooms(args, spec, link.memory_gb),
         )
-    return found
 
 
-def _rooms(args: argparse.Namespace, spec: TensorSpec, memory_gb: float | None) -> tuple[Room, ...]:
+def _rooms(args: argparse.Namespace, spec: TensorSpec, memory_gb: float | None = None) -> tuple[Room, ...]:
     """`memory_gb`: what the block of a recipe allows."""
     held = args.held_mb * 1e6 if args.held_mb is not None else spec.nbytes
     limits = [gigabytes * 1e9 for gigabytes in (args.memory_gb, memory_gb) if gigabytes is not None]
@@ -203,10 +220,8 @@ def _per_stage(option: str, milliseconds: list[float], stages: int) -> tuple[flo
     return tuple(ms / 1e3 for ms in milliseconds * (stages // len(milliseconds)))
 
 
-def _message(
-    config: Config, direction: str, spec: TensorSpec, args: argparse.Namespace
-) -> tuple[Traffic, float]:
-    """The messages of `direction`, at every boundary, and their relative error.
+def _message(config: Config, direction: str, spec: TensorSpec, args: argparse.Namespace) -> Message:
+    """The messages of `direction`, at every boundary.
 
     Raises:
         CompressionError: those of different boundaries differ.
@@ -219,39 +234,16 @@ def _message(
             "with the same at all of them; leave it out"
         )
     if row["codec"] in UNCOMPRESSED:
-        return Traffic(row["wire_bytes"]), 0.0
+        return Message(Traffic(row["wire_bytes"]), 0.0)
     codec = getattr(config.codecs(0), direction)
     if args.codec_gbps:
         encode = decode = spec.nbytes / (args.codec_gbps * 1e9)
     else:
         encode, decode = codec_seconds(codec, spec, str(args.device))
-    return Traffic(row["wire_bytes"], encode, decode), _error(codec, spec, args.device)
-
-
-def _error(codec: Codec, spec: TensorSpec, where: torch.device) -> float:
-    """Of a message like the benchmark's: ||x - C(x)|| / ||x||; known after the first time."""
-    key = str(codec.settings), spec
-    if key not in _errors:
-        *sizes, width = spec.shape
-        rows = max(1, min(math.prod(sizes), ERROR_NUMEL // width))
-        x = benchmark_tensor((rows, width), spec.dtype, torch.device(where))
-        _errors[key] = size_and_error(codec, x)[1]
-    return _errors[key]
-
-
-_errors: dict[tuple[str, TensorSpec], float] = {}
-
-
-def codec_seconds(codec: Codec, spec: TensorSpec, device: str) -> tuple[float, float]:
-    """Seconds to encode and to decode a tensor of `spec`, measured here; known after the first time."""
-    key = str(codec.settings), spec, device
-    if key not in _speeds:
-        row = measure(codec, benchmark_tensor(spec.shape, spec.dtype, torch.device(device)))
-        _speeds[key] = tuple(spec.nbytes / (row[f"{work}_gbps"] * 1e9) for work in ("encode", "decode"))
-    return _speeds[key]
-
-
-_speeds: dict[tuple[str, TensorSpec, str], tuple[float, float]] = {}
+    bits, error = size_and_loss(codec, spec, args.device)
+    # What such a message takes at most says little where its size follows from the data
+    nbytes = int(bits * spec.numel / 8) if isinstance(codec, SecondPacket) else row["wire_bytes"]
+    return Message(Traffic(nbytes, encode, decode), error)
 
 
 def _measured_gbps() -> float:

@@ -93,13 +93,15 @@ def _parsed(word: str) -> object:
         raise CompressionError(f"--codec: {shown(word)} is not JSON: {error}") from None
 
 
-def benchmark_tensor(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def benchmark_tensor(
+    size: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> Tensor:
     """Gaussian, with some channels of the last dimension scaled by 20.
 
     Raises:
         CompressionError: there is not enough memory.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     try:
         x = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
     except RuntimeError as error:
@@ -119,10 +121,12 @@ def measure(codec: Codec, x: Tensor) -> dict[str, Any]:
     parts = codec.encode(x, sender)
     out = torch.empty_like(x)
     seconds = {
-        "encode": _median_seconds(lambda: codec.encode(x, sender), x.device),
-        "decode": _median_seconds(lambda: codec.decode(parts, spec, receiver), x.device),
-        "roundtrip": _median_seconds(lambda: codec.decode(codec.encode(x, sender), spec, receiver), x.device),
-        "copy": _median_seconds(lambda: out.copy_(x), x.device),
+        "encode": seconds_per_call(lambda: codec.encode(x, sender), x.device),
+        "decode": seconds_per_call(lambda: codec.decode(parts, spec, receiver), x.device),
+        "roundtrip": seconds_per_call(
+            lambda: codec.decode(codec.encode(x, sender), spec, receiver), x.device
+        ),
+        "copy": seconds_per_call(lambda: out.copy_(x), x.device),
     }
     gbps = {f"{name}_gbps": spec.nbytes / value / 1e9 for name, value in seconds.items()}
     return {
@@ -138,18 +142,19 @@ def measure(codec: Codec, x: Tensor) -> dict[str, Any]:
     }
 
 
-def size_and_error(codec: Codec, x: Tensor) -> tuple[float, float]:
-    """Bits per value of the payload of `x`, and ||x - C(x)|| / ||x||."""
-    sender, receiver = contexts(codec, x)
+def size_and_error(codec: Codec, x: Tensor, before: Tensor | None = None) -> tuple[float, float]:
+    """Bits per value of the payload of `x`, and ||x - C(x)|| / ||x||; `before`: see `contexts`."""
+    sender, receiver = contexts(codec, x, before)
     parts = codec.encode(x, sender)
     decoded = codec.decode(parts, TensorSpec.of(x), receiver).double()
     error = (decoded - x.double()).norm() / x.double().norm()
     return 8 * sum(part.nbytes for part in parts) / x.numel(), error.item()
 
 
-def contexts(codec: Codec, x: Tensor) -> tuple[Context, Context]:
+def contexts(codec: Codec, x: Tensor, before: Tensor | None = None) -> tuple[Context, Context]:
     """Contexts of sender and receiver as in the midst of training: what a codec takes over from an earlier
-    message, a selection or the buffers of the same samples, is there."""
+    message, a selection or the buffers of the same samples, is there. `before`: the forward message that a
+    backward codec follows, of x's shape and dtype; x itself if not given."""
     ids = codec.feedback.sample_ids if isinstance(codec, FeedbackCodec) else None
     count = ids.count([TensorSpec.of(x)]) if ids else 0
     samples = torch.arange(count, dtype=torch.int64, device="cpu") if ids else None
@@ -159,12 +164,12 @@ def contexts(codec: Codec, x: Tensor) -> tuple[Context, Context]:
         codec.observe(x, receiver)
     forward = codec.forward_partner() if isinstance(codec, Follows) else None
     if forward is not None:
-        forward.decode(forward.encode(x, sender), TensorSpec.of(x), receiver)
+        forward.decode(forward.encode(x if before is None else before, sender), TensorSpec.of(x), receiver)
         sender.direction = receiver.direction = "backward"
     return sender, receiver
 
 
-def _median_seconds(function: Callable[[], object], device: torch.device) -> float:
+def seconds_per_call(function: Callable[[], object], device: torch.device) -> float:
     """Seconds per call, median of several batches after one unmeasured call."""
     once = _seconds(function, 1, device)
     calls = max(1, int(REPEAT_SECONDS / max(once, 1e-6)))

@@ -34,8 +34,8 @@ from typing import Any
 
 import torch
 
-from ds_compress.cli.advise import codec_seconds
 from ds_compress.cli.check import message_sizes
+from ds_compress.cli.measured import codec_seconds
 from ds_compress.codec import TensorSpec
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.planning.step_time import Network, Plan, Traffic, Workload, predict

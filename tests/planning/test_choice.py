@@ -1,0 +1,171 @@
+"""The choice over a grid of situations: never above its limits, never slower than DeepSpeed, nearly the
+best."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from ds_compress.cli.bench import benchmark_tensor, size_and_error
+from ds_compress.config import DIRECTIONS, Config, recipes
+from ds_compress.config.quality import LIMITS, Limits
+from ds_compress.planning.choice import (
+    STOCK,
+    Candidate,
+    Message,
+    Setting,
+    best,
+    block,
+    candidates,
+    rank,
+    within,
+)
+from ds_compress.planning.depth import Room
+from ds_compress.planning.offers import Offer, offered
+from ds_compress.planning.step_time import Network, Traffic, Workload
+
+SHAPE = (512, 256)
+SCALE = 64  # messages are so many times as large as the tensor that their errors are measured on
+RAW = 4 * SCALE * math.prod(SHAPE)
+STAGES, MICRO_BATCHES = 3, 4
+LINKS = [1e7, 1e8, 1e9, 1e10, 1e11]  # bits per second
+COMPUTE = [0.002, 0.05, 1.0]  # seconds of a forward pass
+MESSAGES = ["gaussian", "heavy-tailed"]
+LATENCIES = [0.0, 0.04]
+SITUATIONS = list(itertools.product(LINKS, COMPUTE, MESSAGES, LATENCIES))
+CODEC = 2e9  # bytes of input per second
+
+
+def message(kind):
+    if kind == "gaussian":
+        return torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+    return benchmark_tensor(SHAPE, torch.float32, torch.device("cpu")) ** 3
+
+
+@pytest.fixture(scope="module")
+def offers():
+    """Settings with sizes and errors of real codecs, by kind of message."""
+    found = {}
+    for kind in MESSAGES:
+        x, before = message(kind), message(kind).roll(1, dims=-1)
+        found[kind] = []
+        for offer in offered():
+            config, made = Config(offer.block), []
+            for direction in DIRECTIONS:
+                codec = getattr(config.codecs(None), direction)
+                bits, error = size_and_error(codec, x, before)
+                seconds = 0.0 if codec.name == "none" else RAW / CODEC
+                made.append(Message(Traffic(int(bits * RAW / 32), seconds, seconds), error))
+            found[kind].append(Setting(offer, *made))
+    return found
+
+
+def ranked(settings, limits, networks, forward, **link):
+    raw = (Traffic(RAW),) * (STAGES - 1)
+    stock = Candidate(STOCK, {"enabled": False}, raw, raw, eager=False)
+    workload = Workload((forward,) * STAGES, (2 * forward,) * STAGES, MICRO_BATCHES)
+    options = {"eager": True, "depth": "auto", "rooms": (Room(RAW),) * STAGES} | link
+    found = candidates(settings, networks, limits, **options)
+    return rank(workload, networks, [stock, *(own for own in found if limits.allow(*own.errors))])
+
+
+def test_the_grid_has_sixty_situations():
+    assert len(SITUATIONS) == 60
+
+
+@pytest.mark.parametrize("quality", LIMITS)
+def test_no_pick_is_above_its_limits_or_slower_than_deepspeed(offers, quality):
+    limits, picked, speedups = LIMITS[quality], set(), []
+    for bits, forward, kind, latency in SITUATIONS:
+        networks = (Network(bits / 8, latency),) * (STAGES - 1)
+        rows = ranked([offers[kind]] * (STAGES - 1), limits, networks, forward)
+        chosen = best(rows, limits)
+        fixed = min(row["step_s"] for row in rows if within(row, limits))
+        if chosen is None:  # DeepSpeed itself
+            assert rows[0]["step_s"] <= 1.06 * fixed
+            continue
+        assert chosen["error_forward"] <= limits.forward and chosen["error_backward"] <= limits.backward
+        assert chosen["step_s"] <= 1.02 * rows[0]["step_s"]
+        assert chosen["step_s"] <= 1.05 * fixed
+        Config(chosen["block"])
+        picked.add(chosen["recipe"])
+        speedups.append(chosen["speedup"])
+    assert {"none"} < picked and max(speedups) > (10 if limits.forward else 1.5)
+
+
+def test_nothing_pays_on_a_link_without_cost(offers):
+    for kind in MESSAGES:
+        free = (Network(),) * (STAGES - 1)
+        rows = ranked([offers[kind]] * (STAGES - 1), LIMITS["aggressive"], free, 0.05)
+        assert best(rows, LIMITS["aggressive"]) is None
+        assert rows[1]["error_forward"] == 0, "a codec was predicted to make a free link faster"
+
+
+def test_each_boundary_gets_what_its_link_needs(offers):
+    """The first link is slow, the other one free: only messages of the first are worth a codec."""
+    networks = (Network(1e6), Network(1e13))
+    limits = LIMITS["aggressive"]
+    rows = ranked([offers["gaussian"]] * 2, limits, networks, 0.05)
+    chosen = best(rows, limits)
+    first, second = (Config(chosen["block"]).codecs(number).settings for number in (0, 1))
+    assert "none" in {second[direction]["name"] for direction in DIRECTIONS}
+    assert all(first[direction]["name"] != "none" for direction in DIRECTIONS)
+
+
+def test_each_boundary_has_errors_of_its_own(offers):
+    """What is mild for the Gaussian messages of boundary 0 loses the heavy tails of boundary 1, or the other
+    way round; nothing that is allowed at one alone is used at both."""
+    networks = (Network(1e6),) * 2
+    for limits in LIMITS.values():
+        rows = ranked([offers["gaussian"], offers["heavy-tailed"]], limits, networks, 0.01)
+        chosen = best(rows, limits)
+        assert within(chosen, limits)
+        sizes = [row["step_s"] for row in rows if within(row, limits) and ":" not in row["recipe"]]
+        assert chosen["step_s"] <= 1.02 * min(sizes)
+
+
+def test_an_unknown_error_is_above_every_limit():
+    offer = Offer("odd", {direction: {"codec": "bf16"} for direction in DIRECTIONS}, True)
+    odd = Setting(offer, Message(Traffic(1), 0.0), Message(Traffic(1), math.inf))
+    none = Offer("none", {direction: {"codec": "none"} for direction in DIRECTIONS}, True)
+    known = Setting(none, *(Message(Traffic(RAW), 0.0),) * 2)
+    networks = (Network(1e6),) * (STAGES - 1)
+    rows = ranked([[known, odd]] * (STAGES - 1), Limits(1e9, 1e9), networks, 0.01)
+    assert best(rows, Limits(1e9, 1e9))["recipe"] == "odd / none"
+
+
+def setting(name, feedback=None):
+    directions = {d: {"codec": name} | ({"feedback": feedback} if feedback else {}) for d in DIRECTIONS}
+    return Setting(Offer(name, directions, True), *(Message(Traffic(1), 0.0),) * 2)
+
+
+def test_a_block_says_most_once():
+    found = block([setting("bf16"), setting("fp16", "ef"), setting("fp16", "ef"), setting("none")])
+    assert found["forward"] == {"codec": "fp16", "feedback": "ef"}
+    config = Config(found)
+    names = [config.codecs(number).forward.name for number in range(4)]
+    feedbacks = [config.codecs(number).feedbacks["backward"].name for number in range(4)]
+    assert names == ["bf16", "fp16", "fp16", "none"] and feedbacks == ["none", "ef", "ef", "none"]
+
+
+def test_the_blocking_link_has_depth_1(offers):
+    networks = (Network(1e8),) * (STAGES - 1)
+    settings = [offers["gaussian"]] * (STAGES - 1)
+    rows = ranked(settings, LIMITS["safe"], networks, 0.05, eager=False, depth=1)
+    assert {row["link"] for row in rows} == {"blocking"} and {row["depth"] for row in rows} == {1}
+
+
+def test_all_recipes_are_offered_once():
+    names = [offer.name for offer in offered()]
+    assert set(recipes.names()) < set(names) and len(set(names)) == len(names)
+
+
+def test_what_is_offered_works_on_its_own_or_not_at_all():
+    """Each direction of what may be mixed goes with any other one."""
+    split = [offer for offer in offered() if offer.splits]
+    assert len(split) > 15
+    for offer in split:
+        for direction in DIRECTIONS:
+            Config({direction: offer.block[direction]})
+    assert not {"pca64", "autoencoder64", "topk10", "topk10_ef21"} & {offer.name for offer in split}
