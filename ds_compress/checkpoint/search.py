@@ -117,6 +117,15 @@ def saved_depth(root: Path, tag: str, rank: Rank, step: int, stages: int, micro_
     return depth if metadata.step == step and pipeline == [stages, micro_batches] else 0
 
 
+def saved_course(root: Path, tag: str, rank: Rank, step: int) -> dict[str, Any]:
+    """What settings had come to be at checkpoint `tag`; empty where this rank cannot say."""
+    try:
+        metadata = StateFile(root, tag, rank.path(Path()).name).metadata
+    except Damaged:  # `load` says so
+        return {}
+    return metadata.course if metadata.step == step else {}
+
+
 class Verdict:
     """What all ranks found, known to all: a status for each layer and replica.
 

@@ -1,6 +1,6 @@
 """The block as it is meant: the codecs of every boundary, and the checks of options that belong together."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from ds_compress.codecs.mixins import (
     layers,
 )
 from ds_compress.config.block import DIRECTIONS, KEY, Block
-from ds_compress.config.recipes import with_recipe
+from ds_compress.config.recipes import with_changes, with_recipe
 from ds_compress.errors import REQUIRE, CompressionError, is_required, shown
 from ds_compress.feedback import FEEDBACKS, Feedback
 from ds_compress.feedback.sample_ids import SampleIds
@@ -78,6 +78,7 @@ class Config:
                 f"{KEY}.link.depth: {link.depth!r} is not allowed with mode 'blocking': a stage would send a "
                 "gradient before its neighbour asks for it, and both would wait for ever; use mode 'eager'"
             )
+        self._written = self.block  # before anything was adopted
         self._steps_per_epoch: int | None = None
         self.notes: dict[str, None] = {}  # lines for the user, in order, each once
         self._codecs: dict[int | None, BoundaryCodecs] = {}
@@ -91,6 +92,24 @@ class Config:
         if boundary not in self._codecs:
             self._codecs[boundary] = self._built(boundary)
         return self._codecs[boundary]
+
+    def changed(self, boundaries: Mapping[str, Any]) -> "Config":
+        """The block as it was written, but with `boundaries`, as its key of that name has them, in addition.
+
+        Raises:
+            CompressionError: it would be a bad block.
+        """
+        block = self._written.model_dump(exclude_unset=True)
+        return Config(with_changes(block, {"boundaries": boundaries}))
+
+    def adopt(self, other: "Config") -> bool:
+        """Have the codecs of `other`, which `changed` made, from now on; those with equal settings stay the
+        objects that they are. Returns whether any does not."""
+        numbers = {*self.numbers, *other.numbers, *self._codecs}
+        changed = [n for n in numbers if self.codecs(n).settings != other.codecs(n).settings]
+        self._codecs.update({number: other.codecs(number) for number in changed})
+        self.block, self.numbers, self.sample_ids = other.block, other.numbers, other.sample_ids
+        return bool(changed)
 
     def _built(self, boundary: int | None) -> BoundaryCodecs:
         forward, forward_feedback = self._choice(boundary, "forward")

@@ -21,6 +21,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.kernels import dispatch
 from ds_compress.monitor.monitor import Monitor
 from ds_compress.pipeline import lifetime
+from ds_compress.pipeline.adoption import Adoption
 from ds_compress.pipeline.depth import Ahead
 from ds_compress.pipeline.engine import CompressedEngine, steps_per_epoch
 from ds_compress.pipeline.guard import Guard, GuardedEngine
@@ -143,6 +144,7 @@ def attach(engine: Any, module: Any, block: object) -> None:
     )
     lifetime.free_with(engine, engine._compression.groups, watchdog.close)
     engine._guard = Guard(config, engine.global_rank)
+    engine._adoption = Adoption(config, boundaries)
     every = config.block.mirror_check if config.mirrors else 0
     engine._compression_mirrors = MirrorCheck(
         every, engine._compression, engine._sides(), engine.grid, engine.device

@@ -20,6 +20,7 @@ from ds_compress.checkpoint.mixin import CheckpointedEngine
 from ds_compress.message.carrying import Tracking
 from ds_compress.message.channel import Boundary
 from ds_compress.monitor.monitor import Monitor
+from ds_compress.pipeline.adoption import Adoption
 from ds_compress.pipeline.depth import Ahead
 from ds_compress.pipeline.guard import Guard
 from ds_compress.pipeline.lookahead import Lookahead
@@ -62,6 +63,7 @@ class CompressedEngine(CheckpointedEngine):
     _is_eager = False  # whether messages may leave when they are computed
     _compression_mirrors: MirrorCheck
     _guard: Guard
+    _adoption: Adoption
     _own_link: ClassVar[str | None] = None  # where link.mode has no say: the name of what has
     _lookahead: Lookahead  # of the schedule in progress, or of none
     _tracking: Tracking | None = None  # as long as some message may have to know which of its tensors carry

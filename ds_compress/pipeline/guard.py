@@ -43,7 +43,12 @@ class Guard:
         self._options = config.block.guard
         self._rank = rank
         self._said = False
-        used = [config.codecs(number) for number in config.numbers]
+        self._loads_itself = False  # the program: there is nothing to look at
+        self.follow()
+
+    def follow(self) -> None:
+        """Go by the codecs that the config has by now."""
+        used = [self._config.codecs(number) for number in self._config.numbers]
         self._loses = any(_loses(codec) for each in used for codec in (each.forward, each.backward))
         # evaluation shows what compression does to activations, if it is anything
         plain = all(each.feedbacks["forward"].name == "none" for each in used)
@@ -51,7 +56,7 @@ class Guard:
 
     def begin(self, step: int) -> None:
         """Before the training step with number `step`, counted from 1."""
-        self.due = self._on and self.judges(step)
+        self.due = self._on and not self._loads_itself and self.judges(step)
         self.batch = None
 
     def judges(self, step: int) -> bool:
@@ -72,7 +77,7 @@ class Guard:
         known = torch.tensor(ready, dtype=torch.float32, device=engine.device)
         dist.all_reduce(known, op=dist.ReduceOp.MIN)
         if not known.item():
-            self._on = False
+            self._loads_itself = True
             if self._rank == 0:
                 logger.info("ds_compress: the guard is off: this program loads its micro-batches by itself")
             return
