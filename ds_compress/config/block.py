@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from ds_compress.config import recipes
+from ds_compress.config.quality import Quality
 from ds_compress.registry import Options, Steps
 
 KEY = "ds_compress"
@@ -118,7 +119,11 @@ class Block(Options):
     recipe: str | None = Field(default=None, json_schema_extra=recipes.as_schema)
     """Name of settings that come with the package, as `ds-compress list --recipes` shows them; every other
     key changes them. A codec or a feedback that is given replaces that of the recipe, with all its
-    options."""
+    options. "auto": the first three steps, or the last two of a longer warm-up, are measured uncompressed;
+    then codecs and depth are chosen for each boundary."""
+    quality: Quality | None = None
+    """Of recipe "auto": the largest errors that messages may have, as `ds-compress list --recipes` shows
+    them; "safe" if not given. lossless: every bit arrives."""
     forward: Direction = Direction()
     """Activations, from stage b to b+1."""
     backward: Direction = Direction()

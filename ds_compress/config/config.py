@@ -16,6 +16,8 @@ from ds_compress.codecs.mixins import (
     layers,
 )
 from ds_compress.config.block import DIRECTIONS, KEY, Block
+from ds_compress.config.checks import check
+from ds_compress.config.quality import Quality
 from ds_compress.config.recipes import with_changes, with_recipe
 from ds_compress.errors import REQUIRE, CompressionError, is_required, shown
 from ds_compress.feedback import FEEDBACKS, Feedback
@@ -65,19 +67,9 @@ class Config:
             )
         load_installed()
         self.block = validate(Block, with_recipe(block, KEY), KEY)
+        check(self.block)
         self.warmup_steps = self.block.warmup_steps
         self.eval = self.block.eval  # `simulate` evaluates one state both ways
-        if self.block.warmup_steps and self.block.warmup_epochs:
-            epochs = self.block.warmup_epochs
-            raise CompressionError(
-                f"{KEY}.warmup_epochs: {epochs} came together with warmup_steps; use one of them"
-            )
-        link = self.block.link
-        if link.depth != 1 and link.mode == "blocking":
-            raise CompressionError(
-                f"{KEY}.link.depth: {link.depth!r} is not allowed with mode 'blocking': a stage would send a "
-                "gradient before its neighbour asks for it, and both would wait for ever; use mode 'eager'"
-            )
         self._written = self.block  # before anything was adopted
         self._steps_per_epoch: int | None = None
         self.notes: dict[str, None] = {}  # lines for the user, in order, each once
@@ -93,14 +85,23 @@ class Config:
             self._codecs[boundary] = self._built(boundary)
         return self._codecs[boundary]
 
+    @property
+    def quality(self) -> Quality | None:
+        """The class of errors within which settings choose themselves; None where they do not."""
+        return self._written.quality
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """The block without the name of a recipe, but with all that it says."""
+        return self._written.model_dump(exclude_unset=True, exclude={"recipe", "quality"})
+
     def changed(self, boundaries: Mapping[str, Any]) -> "Config":
         """The block as it was written, but with `boundaries`, as its key of that name has them, in addition.
 
         Raises:
             CompressionError: it would be a bad block.
         """
-        block = self._written.model_dump(exclude_unset=True)
-        return Config(with_changes(block, {"boundaries": boundaries}))
+        return Config(with_changes(self.written, {"boundaries": boundaries}))
 
     def adopt(self, other: "Config") -> bool:
         """Have the codecs of `other`, which `changed` made, from now on; those with equal settings stay the
@@ -207,7 +208,8 @@ class Config:
             CompressionError: it cannot be made; names the JSON path of the option.
         """
         used = {number: self.codecs(number) for number in self.numbers}
-        if any(codec.name != "none" for each in used.values() for codec in (each.forward, each.backward)):
+        codecs_used = (codec for each in used.values() for codec in (each.forward, each.backward))
+        if self.quality or any(codec.name != "none" for codec in codecs_used):
             prepare()
         for number, codecs in used.items():
             for direction, feedback in codecs.feedbacks.items():

@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ds_compress.config.quality import DEFAULT
 from ds_compress.errors import CompressionError, did_you_mean, shown
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 WHOLE = ("codec", "feedback")
 """Keys whose value replaces that of the recipe as a whole: options of one codec mean nothing to another."""
 WARMUPS = ("warmup_steps", "warmup_epochs")
+AUTO = "auto"
+"""In the place of a recipe's name: settings are chosen when the first steps have been measured."""
 
 
 def names() -> list[str]:
@@ -24,7 +27,7 @@ def names() -> list[str]:
 
 def as_schema(field: dict[str, Any]) -> None:
     """Put the names into the JSON schema of a field that is one of them or null."""
-    field["anyOf"] = [{"enum": names()}, {"type": "null"}]
+    field["anyOf"] = [{"enum": [AUTO, *names()]}, {"type": "null"}]
 
 
 def recipe(name: object, key: str) -> dict[str, Any]:
@@ -33,7 +36,9 @@ def recipe(name: object, key: str) -> dict[str, Any]:
     Raises:
         CompressionError: there is no such recipe.
     """
-    known = names()
+    if name == AUTO:
+        return {"quality": DEFAULT, "link": {"depth": "auto"}}
+    known = [AUTO, *names()]
     if not isinstance(name, str) or name not in known:
         near = did_you_mean(name, known)
         raise CompressionError(

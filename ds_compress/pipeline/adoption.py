@@ -16,7 +16,7 @@ from ds_compress.config.recipes import with_changes
 from ds_compress.errors import CompressionError
 from ds_compress.pipeline.wiring import wire_rests
 
-WRITTEN = (*DIRECTIONS, "boundaries")
+WRITTEN = (*DIRECTIONS, "boundaries", "quality")
 """Keys of the block that have to be the same for a checkpoint's settings to go on."""
 
 

@@ -22,6 +22,7 @@ from ds_compress.kernels import dispatch
 from ds_compress.monitor.monitor import Monitor
 from ds_compress.pipeline import lifetime
 from ds_compress.pipeline.adoption import Adoption
+from ds_compress.pipeline.auto import Auto
 from ds_compress.pipeline.depth import Ahead
 from ds_compress.pipeline.engine import CompressedEngine, steps_per_epoch
 from ds_compress.pipeline.guard import Guard, GuardedEngine
@@ -137,7 +138,7 @@ def attach(engine: Any, module: Any, block: object) -> None:
         module.p2p = PointToPoint(module.p2p)
     engine.__class__ = _compressed_class(mixin, base)
     lifetime.free_unused(engine.device)
-    engine._ahead = Ahead(config.block.link)
+    engine._ahead = Auto(config) if config.quality else Ahead(config.block.link)
     engine._connect(config, module.p2p)
     watchdog = engine._watchdog = Watchdog(
         _get_default_store(), dist.get_rank(), dist.get_world_size(), config.block.link.timeout_s

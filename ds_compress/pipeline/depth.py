@@ -8,20 +8,19 @@ checkpoint was loaded. No depth changes a number that is computed, so what is me
 training.
 """
 
-import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from ds_compress.config.block import Link
 from ds_compress.pipeline.measuring import Measurement, Row, gather
+from ds_compress.pipeline.situation import situation, slowest_link
 from ds_compress.pipeline.stage import Stage
-from ds_compress.planning.depth import Choice, Room, choose_depth
+from ds_compress.planning.depth import Choice, choose_depth
 from ds_compress.planning.schedule import DepthSchedule, depth_in_words, is_deepspeeds
-from ds_compress.planning.step_time import Network, Plan, Traffic, Workload
+from ds_compress.planning.step_time import Plan
 from ds_compress.transport.staging import receives_hold_device
 
 MEASURED = (2, 3)
@@ -35,6 +34,7 @@ class Ahead:
         self.now = 1 if link.depth == "auto" else link.depth
         self._link = link
         self._batches = 0
+        self._last = 0  # of the batches to measure
         self._micro_batches = 0  # of the batches that were counted
         self._measurement: Measurement | None = None
         self.measuring: Measurement | None = None  # what times the passes of the batch in progress
@@ -63,26 +63,31 @@ class Ahead:
     @contextmanager
     def batch(self, engine: Any, stage: Stage, pipe_schedule: Any) -> Iterator[None]:
         """Round a batch of training that DeepSpeed wants `pipe_schedule` for; on all ranks alike."""
-        if not self.auto or engine.dynamic_shape or not _is_ours(engine, pipe_schedule):
+        if not self._measures(engine, pipe_schedule):
             yield
             return
         if engine.micro_batches != self._micro_batches:
             self.measure_again()
             self._micro_batches = engine.micro_batches
+        if not self._batches:
+            self._last = self._last_measured(engine)
         self._batches += 1
-        if self._batches not in MEASURED:
+        if self._batches not in (self._last - 1, self._last):
             yield
             return
         self._measurement = self._measurement or Measurement(engine, stage)
         self.measuring = self._measurement
         try:
-            with self._measurement.batch():
+            with self._measurement.batch(), self._watching(stage):
                 yield
         finally:
             self.measuring = None
-        if self._batches == MEASURED[-1]:
-            row, self._measurement = self._measurement.row(), None
-            self._choose(engine, stage, gather(row, engine.device))
+
+    def after(self, engine: Any, stage: Stage) -> None:
+        """When a batch of training is over; on all ranks alike."""
+        if self._measurement is not None and self._batches == self._last:
+            measurement, self._measurement = self._measurement, None
+            self._choose(engine, stage, measurement.row())
 
     def measure_again(self) -> None:
         """Find the depth anew in the next batches; until then it stays as it is."""
@@ -95,7 +100,20 @@ class Ahead:
             end.link.keep_up_with(depth)
             end.second.keep_up_with(depth)
 
-    def _choose(self, engine: Any, stage: Stage, rows: Sequence[Row]) -> None:
+    def _measures(self, engine: Any, pipe_schedule: Any) -> bool:
+        """Whether there is something to find."""
+        return self.auto and not engine.dynamic_shape and _is_ours(engine, pipe_schedule)
+
+    def _last_measured(self, engine: Any) -> int:
+        """Number of the batch, counted from the one that begins; that before it is measured too."""
+        return MEASURED[-1]
+
+    def _watching(self, stage: Stage) -> AbstractContextManager[None]:
+        """Round a batch that is measured."""
+        return nullcontext()
+
+    def _choose(self, engine: Any, stage: Stage, row: Row) -> None:
+        rows = gather(row, engine.device)
         choice = decide(rows, engine.micro_batches, self.now, self._link.memory_gb, engine.device)
         self.set(stage, choice.depth if choice else 1)
         if engine.global_rank == 0:
@@ -114,63 +132,23 @@ def decide(
     rows: Sequence[Row], micro_batches: int, depth: int, memory_gb: float | None, device: torch.device
 ) -> Choice | None:
     """The depth for what all ranks have measured at `depth`; None where nobody knows what it would take."""
-    stages = int(max(row["stage"] for row in rows)) + 1
-    hosts = Counter(row["host"] for row in rows)
-    of = [[row for row in rows if row["stage"] == stage] for stage in range(stages)]  # replicas
-
-    def worst(stage: int, column: str) -> float:
-        return max(row[column] for row in of[stage])
-
-    def traffic(direction: str, sends: int, receives: int) -> Traffic:
-        return Traffic(
-            int(worst(sends, f"bytes {direction}")),
-            worst(sends, f"encode {direction}"),
-            worst(receives, f"decode {direction}"),
-        )
-
-    if any(math.isnan(row["held"]) for row in rows):
+    found = situation(rows, micro_batches, depth, memory_gb, device)
+    if found.rooms is None:
         return None
-    boundaries = range(stages - 1)
-    forward = tuple(traffic("forward", b, b + 1) for b in boundaries)
-    backward = tuple(traffic("backward", b + 1, b) for b in boundaries)
-    incoming = [
-        [row["from after"] for row in of[b]] + [row["from before"] for row in of[b + 1]] for b in boundaries
-    ]
-    network = tuple(Network(min(rates), worst(b, "latency")) for b, rates in zip(boundaries, incoming))
-    rooms = []
-    for stage in range(stages):
-        held = max(0.0, worst(stage, "held"))
-        touched = [b for b in (stage - 1, stage) if b in boundaries]
-        packets = sum(forward[b].nbytes + backward[b].nbytes for b in touched)
-        room = Room(held, packets)
-        if memory_gb is not None:
-            limit = memory_gb * 1e9
-        elif device.type == "cpu":
-            limit = min(row["spare"] / hosts[row["host"]] for row in of[stage])
-        else:
-            limit = room.taken(depth, micro_batches, stages, stage) + min(row["spare"] for row in of[stage])
-        rooms.append(Room(held, packets, limit))
-    workload = Workload(
-        tuple(worst(stage, "forward") for stage in range(stages)),
-        tuple(worst(stage, "backward") for stage in range(stages)),
-        micro_batches,
-        min(worst(stage, "rest") for stage in range(stages)),
-    )
-    return choose_depth(workload, Plan(forward, backward, eager=True), network, rooms)
+    plan = Plan(found.forward, found.backward, eager=True)
+    return choose_depth(found.workload, plan, found.networks, found.rooms)
 
 
 def said(choice: Choice | None, rows: Sequence[Row]) -> str:
     """The line on what was chosen."""
     if choice is None:
         return "ds_compress: link depth 1 chosen: what a micro-batch holds in memory cannot be measured here"
-    slowest = min(row[side] for row in rows for side in ("from before", "from after") if row[side])
-    latency = 1e3 * max(row["latency"] for row in rows)
     memory = max(choice.memory) / 1e6
     step = f"step {choice.step_at_1:.3g} s"
     if choice.depth > 1:
         step += f" -> {choice.step:.3g} s as predicted ({choice.gain:.2f} times as fast)"
     capped = "; deeper would be faster, and needs more memory (link.memory_gb)" if choice.capped else ""
     return (
-        f"ds_compress: link depth {choice.depth} chosen: {step}; slowest link {8e-6 * slowest:,.3g} Mbit/s, "
-        f"{latency:.3g} ms one way; {memory:,.3g} MB for what is under way on a stage{capped}"
+        f"ds_compress: link depth {choice.depth} chosen: {step}; {slowest_link(rows)}; "
+        f"{memory:,.3g} MB for what is under way on a stage{capped}"
     )

@@ -103,7 +103,8 @@ class CompressedEngine(CheckpointedEngine):
         lossy = any(
             channel.codec.name != "none" for b in self._compression.boundaries for channel in b.channels
         )
-        self._tracking = Tracking(self.module) if lossy and config.block.tensors == "large" else None
+        changes = lossy or config.quality is not None
+        self._tracking = Tracking(self.module) if changes and config.block.tensors == "large" else None
 
     def _exec_schedule(self, pipe_schedule):
         asked, pipe_schedule = pipe_schedule, self._ahead.schedule(self, pipe_schedule)
@@ -124,6 +125,7 @@ class CompressedEngine(CheckpointedEngine):
                 stage.in_lane(boundary, partial(boundary.end_step, self._replica_mean))
             self._compression_mirrors.after(self.global_steps)
             monitor.end_step(stage.ends, self.global_steps, self.global_samples, self.monitor)
+            self._ahead.after(self, stage)
 
     @contextlib.contextmanager
     def _looking_ahead(self, pipe_schedule, training):

@@ -150,8 +150,8 @@ def _host() -> str:
 
 
 def gather(row: Row, device: torch.device) -> list[Row]:
-    """The rows of all ranks, on every rank."""
-    mine = torch.tensor([row[name] for name in COLUMNS], dtype=torch.float64, device=device)
+    """The rows of all ranks, which have the same columns in the same order, on every rank."""
+    mine = torch.tensor(list(row.values()), dtype=torch.float64, device=device)
     everywhere = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everywhere, mine)
-    return [dict(zip(COLUMNS, each.tolist())) for each in everywhere]
+    return [dict(zip(row, each.tolist())) for each in everywhere]

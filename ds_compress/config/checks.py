@@ -1,0 +1,42 @@
+"""Options of the block that belong together."""
+
+from ds_compress.config.block import DIRECTIONS, KEY, Block
+from ds_compress.config.quality import LIMITS
+from ds_compress.config.recipes import AUTO
+from ds_compress.errors import CompressionError, shown
+
+
+def check(block: Block) -> None:
+    """
+    Raises:
+        CompressionError: options contradict each other; one line with the JSON path.
+    """
+    if block.warmup_steps and block.warmup_epochs:
+        raise CompressionError(
+            f"{KEY}.warmup_epochs: {block.warmup_epochs} came together with warmup_steps; use one of them"
+        )
+    _check_auto(block)
+    link = block.link
+    if link.depth != 1 and link.mode == "blocking":
+        raise CompressionError(
+            f"{KEY}.link.depth: {link.depth!r} is not allowed with mode 'blocking': a stage would send a "
+            "gradient before its neighbour asks for it, and both would wait for ever; use mode 'eager'"
+        )
+
+
+def _check_auto(block: Block) -> None:
+    """Refuse what contradicts settings that choose themselves, or an option that means nothing without."""
+    auto = block.recipe == AUTO
+    if auto != (block.quality is not None):
+        which = "'auto'" if auto else "no recipe 'auto'"
+        raise CompressionError(
+            f"{KEY}.quality: {shown(block.quality)} is not allowed with {which}; "
+            f"allowed: a class with recipe 'auto' alone: {', '.join(LIMITS)}"
+        )
+    for key in (*DIRECTIONS, "boundaries"):
+        if auto and key in block.model_fields_set:
+            raise CompressionError(
+                f"{KEY}.{key}: is not allowed with recipe 'auto', which chooses it; leave it out"
+            )
+    if auto and block.link.mode == "blocking":
+        raise CompressionError(f"{KEY}.link.mode: 'blocking' is not allowed with recipe 'auto'; use 'eager'")

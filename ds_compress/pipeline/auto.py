@@ -1,0 +1,140 @@
+"""`"recipe": "auto"`: settings that choose themselves, from what the first steps of training measure.
+
+Two steps at the end of the warm-up, or the second and the third where there is none, are measured as for
+depth "auto"; in the last of them each end of a boundary copies the messages of a micro-batch, and tries out
+on them what is offered (trial.py). One collective makes all of it known to all ranks, and each works out the
+same choice from it (planning/choice.py): the cheapest predicted step whose messages lose no more than the
+class of quality allows. It holds from the next step on, and goes on with a checkpoint.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from itertools import pairwise
+from typing import Any
+
+from ds_compress.config import DIRECTIONS, Config
+from ds_compress.config.quality import LIMITS
+from ds_compress.kernels import native
+from ds_compress.message.clock import clock_for
+from ds_compress.pipeline.chosen import in_words
+from ds_compress.pipeline.depth import Ahead
+from ds_compress.pipeline.measuring import Row, gather
+from ds_compress.pipeline.situation import Situation, by_stage, situation
+from ds_compress.pipeline.stage import Stage
+from ds_compress.pipeline.trial import Messages, column, copying, settings, tried
+from ds_compress.planning.choice import STOCK, Candidate, Message, Setting, best, candidates, rank
+from ds_compress.planning.offers import Offer, offered
+from ds_compress.planning.schedule import is_deepspeeds
+from ds_compress.planning.step_time import Traffic
+
+UNCOMPRESSED = "none"
+"""The recipe that is taken where no other one pays."""
+
+
+class Auto(Ahead):
+    """The depth of an engine, and until it is chosen the settings of its boundaries."""
+
+    def __init__(self, config: Config):
+        super().__init__(config.block.link)
+        self._config = config
+        assert config.quality is not None
+        self._quality = config.quality
+        # what needs other keys than those of the directions cannot begin while training runs
+        self._offers = [offer for offer in offered() if offer.block.keys() == set(DIRECTIONS)]
+        self._messages: Messages = {}
+        self._given_up = False
+
+    def _open(self, engine: Any) -> bool:
+        """Whether there is still something to choose; what was chosen is in every checkpoint since."""
+        return not self._given_up and not engine._adoption.adopted
+
+    def _measures(self, engine: Any, pipe_schedule: Any) -> bool:
+        if not self._open(engine):
+            return super()._measures(engine, pipe_schedule)
+        if is_deepspeeds(pipe_schedule):
+            return True
+        self._give_up(engine, f"the time of a step of {type(pipe_schedule).__name__} cannot be predicted")
+        return False
+
+    def _give_up(self, engine: Any, why: str) -> None:
+        self._given_up = True
+        if engine.global_rank == 0:
+            print(f"ds_compress: recipe auto: messages stay as they are: {why}", flush=True)
+
+    def _last_measured(self, engine: Any) -> int:
+        usual = super()._last_measured(engine)
+        if not self._open(engine):
+            return usual
+        return max(usual, self._config.warmup_steps - engine.global_steps)
+
+    def _watching(self, stage: Stage) -> AbstractContextManager[None]:
+        return copying(stage, self._messages)
+
+    def _choose(self, engine: Any, stage: Stage, row: Row) -> None:
+        if not self._open(engine):
+            self._messages = {}
+            super()._choose(engine, stage, row)
+            return
+        if engine.device.type == "cpu":
+            native.wait()  # how fast they are before they are compiled says nothing
+        clock = clock_for(engine.device)
+        row |= tried(stage, self._offers, self._messages, clock, engine.global_steps)
+        self._messages = {}
+        rows = gather(row, engine.device)
+        found = situation(rows, engine.micro_batches, self.now, self._link.memory_gb, engine.device)
+        ranked = self._ranked(found, self._settings(rows), engine.dynamic_shape)
+        limits = LIMITS[self._quality]
+        chosen = best(ranked, limits) or next((r for r in ranked if r["recipe"] == UNCOMPRESSED), None)
+        if chosen is None:
+            self._give_up(engine, "no activation and its gradient were seen")
+            return
+        engine._adoption.adopt(engine, _everywhere(chosen["block"], len(found.networks)))
+        self.set(stage, chosen["depth"])
+        if engine.global_rank == 0:
+            print(in_words(ranked, chosen, rows, self._config, engine.global_steps), flush=True)
+
+    def _settings(self, rows: Sequence[Row]) -> list[list[Setting]]:
+        """By boundary, what is offered, as measured at both of its ends; of all that measured the worst."""
+        of = by_stage(rows)
+        return [[_setting(offer, before, after) for offer in self._offers] for before, after in pairwise(of)]
+
+    def _ranked(
+        self, found: Situation, settings: list[list[Setting]], dynamic_shape: bool
+    ) -> list[dict[str, Any]]:
+        """Rows of all candidates within the limits, DeepSpeed's own first."""
+        limits = LIMITS[self._quality]
+        deepens = found.rooms is not None and not dynamic_shape
+        depth = self._link.depth if deepens or not self.auto else 1
+        link = {"eager": True, "depth": depth, "rooms": found.rooms or ()}
+        forward = tuple(Traffic(each.nbytes) for each in found.forward)
+        backward = tuple(Traffic(each.nbytes) for each in found.backward)
+        made = candidates(settings, found.networks, limits, **link)
+        allowed = [candidate for candidate in made if limits.allow(*candidate.errors)]
+        stock = Candidate(STOCK, {}, forward, backward, eager=False)
+        return rank(found.workload, found.networks, [stock, *allowed])
+
+
+def _setting(offer: Offer, before: Sequence[Row], after: Sequence[Row]) -> Setting:
+    """Of a boundary, from the rows of the stages before and after it."""
+
+    def worst(direction: str, what: str) -> float:
+        upstream = [row[column("after", offer, direction, what)] for row in before]
+        return max(upstream + [row[column("before", offer, direction, what)] for row in after])
+
+    messages = (
+        Message(Traffic(int(bytes_), encode, decode), error)
+        for bytes_, encode, decode, error in (
+            (worst(direction, what) for what in ("bytes", "encode", "decode", "error"))
+            for direction in DIRECTIONS
+        )
+    )
+    return Setting(offer, *messages)
+
+
+def _everywhere(block: dict[str, Any], boundaries: int) -> dict[str, Any]:
+    """`block` as "boundaries" says it, for each of them."""
+    own = block.get("boundaries", {})
+    return {
+        str(number): settings(Offer("", {**block, **own.get(str(number), {})}, False))
+        for number in range(boundaries)
+    }
