@@ -122,8 +122,8 @@ class Block(Options):
     options. "auto": the first three steps, or the last two of a longer warm-up, are measured uncompressed;
     then codecs and depth are chosen for each boundary."""
     quality: Quality | None = None
-    """Of recipe "auto": the largest errors that messages may have, as `ds-compress list --recipes` shows
-    them; "safe" if not given. lossless: every bit arrives."""
+    """Of recipe "auto": the largest relative errors that messages may have, by direction; "safe" if not
+    given. lossless: every bit arrives. docs/auto.md says what each class has cost."""
     forward: Direction = Direction()
     """Activations, from stage b to b+1."""
     backward: Direction = Direction()

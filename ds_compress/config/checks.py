@@ -28,7 +28,7 @@ def _check_auto(block: Block) -> None:
     """Refuse what contradicts settings that choose themselves, or an option that means nothing without."""
     auto = block.recipe == AUTO
     if auto != (block.quality is not None):
-        which = "'auto'" if auto else "no recipe 'auto'"
+        which = "recipe 'auto'" if auto else "no recipe 'auto'"
         raise CompressionError(
             f"{KEY}.quality: {shown(block.quality)} is not allowed with {which}; "
             f"allowed: a class with recipe 'auto' alone: {', '.join(LIMITS)}"

@@ -14,7 +14,7 @@ BAD = [
     ("topk", "ds_compress: 'topk'", "is not an object"),
     (True, "ds_compress: True", "is not an object"),
     ({"foward": {}}, "ds_compress.foward: unknown key", "did you mean 'forward'"),
-    ({"codec": "topk"}, "ds_compress.codec: unknown key", "allowed: enabled, recipe, forward, backward"),
+    ({"codec": "topk"}, "ds_compress.codec: unknown key", "allowed: enabled, recipe, quality, forward"),
     ({"enabled": "yes"}, "ds_compress.enabled: 'yes'", 'allowed: true, false, "required"'),
     ({"enabled": 1}, "ds_compress.enabled: 1", 'allowed: true, false, "required"'),
     ({"forward": "topk"}, "ds_compress.forward: 'topk'", "object"),
