@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from ds_compress.cli.advice import MAX_ERROR, STOCK, Candidate, best, rank, verdict
+from ds_compress.cli.advice import MAX_ERROR, STOCK, Candidate, best, error, rank, verdict
 from ds_compress.cli.arguments import DTYPES, add_import, add_message, device, integer, number, numbers
 from ds_compress.cli.bench import benchmark_tensor, measure, size_and_error
 from ds_compress.cli.check import UNCOMPRESSED, message_sizes, read_block
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
         {
             "recipe": row["recipe"],
             "link": f"{row['link']}, depth {row['depth']}",
-            "error": f"{max(row['error_forward'], row['error_backward']):.3f}",
+            "error": f"{error(row):.3f}",
             "ratio": f"{2 * spec.nbytes / sum(row['wire_bytes']):.2f}",
             "step, ms": f"{1e3 * row['step_s']:.1f}",
             "speed-up": f"{row['speedup']:.2f}",
@@ -167,8 +167,8 @@ def candidates(args: argparse.Namespace, spec: TensorSpec) -> list[Candidate]:
         try:
             config = Config(block)
             messages = [_message(config, direction, spec, args) for direction in DIRECTIONS]
-        except CompressionError as error:
-            raise CompressionError(f"recipe {name}: {error}") from None
+        except CompressionError as refused:
+            raise CompressionError(f"recipe {name}: {refused}") from None
         (forward, backward), errors = zip(*messages)
         link = config.block.link
         rooms = _rooms(args, spec, link.memory_gb)

@@ -66,7 +66,7 @@ class Config:
         load_installed()
         self.block = validate(Block, with_recipe(block, KEY), KEY)
         self.warmup_steps = self.block.warmup_steps
-        self.eval = self.block.eval  # `simulate` evaluates one state both ways
+        self.eval = self.block.eval  # `simulate` and the guard evaluate one state both ways
         if self.block.warmup_steps and self.block.warmup_epochs:
             epochs = self.block.warmup_epochs
             raise CompressionError(
