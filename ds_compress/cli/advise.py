@@ -180,8 +180,8 @@ def _of_files(args: argparse.Namespace, spec: TensorSpec) -> Iterator[Candidate]
         try:
             config = Config(block)
             forward, backward = (_message(config, direction, spec, args) for direction in DIRECTIONS)
-        except CompressionError as error:
-            raise CompressionError(f"recipe {name}: {error}") from None
+        except CompressionError as refused:
+            raise CompressionError(f"recipe {name}: {refused}") from None
         link, count = config.block.link, args.stages - 1
         yield Candidate(
             name,

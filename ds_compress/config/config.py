@@ -69,7 +69,7 @@ class Config:
         self.block = validate(Block, with_recipe(block, KEY), KEY)
         check(self.block)
         self.warmup_steps = self.block.warmup_steps
-        self.eval = self.block.eval  # `simulate` evaluates one state both ways
+        self.eval = self.block.eval  # `simulate` and the guard evaluate one state both ways
         self._written = self.block  # before anything was adopted
         self._steps_per_epoch: int | None = None
         self.notes: dict[str, None] = {}  # lines for the user, in order, each once

@@ -26,7 +26,7 @@ LIMITS: dict[Quality, Limits] = {
 }
 """The errors of settings that were measured, rounded to 0.01, by what became of a small ResNet and a small GPT
 under them, as against an accuracy of 53.8 to 54.6 % over seeds, and a perplexity, without: within safe at most
-1 % of perplexity more; within balanced 0.5 points of accuracy, or 4 % of perplexity where evaluation compresses
+1 % of perplexity more; within balanced 0.8 points of accuracy, or 4 % of perplexity where evaluation compresses
 too, and none where it does not; within aggressive 1.5 points. docs/auto.md has the rows; `make reproduce` makes
 them."""
 

@@ -57,8 +57,8 @@ def with_recipe(block: Mapping[str, Any], key: str) -> dict[str, Any]:
     if block.get("recipe") is None:
         return dict(block)
     settings = recipe(block["recipe"], key)
-    if any(key in block for key in WARMUPS):  # one of them, however long, replaces the other
-        settings = {key: value for key, value in settings.items() if key not in WARMUPS}
+    if any(warmup in block for warmup in WARMUPS):  # one of them, however long, replaces the other
+        settings = {name: value for name, value in settings.items() if name not in WARMUPS}
     return with_changes(settings, block)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # codecs keep theirs, and every message looks something up by it
 class Grid:
     """What the grids of all groups of a tensor share; where each lies follows from its group."""
 

@@ -62,8 +62,9 @@ class Guard:
     def judges(self, step: int) -> bool:
         """Whether the guard looks at that step."""
         compressed, every = step - self._config.warmup_steps, self._options.every
-        first_or_next = compressed == FIRST or (every > 0 and compressed % every == 0)
-        return self._loses and every > 0 and compressed > 0 and first_or_next
+        if not self._loses or every == 0 or compressed <= 0:
+            return False
+        return compressed == FIRST or compressed % every == 0
 
     def look(self, engine: Any) -> None:
         """After a training step; every rank calls it.

@@ -29,6 +29,7 @@ class Room:
     """For both together."""
 
     def taken(self, depth: int, micro_batches: int, stages: int, stage: int) -> float:
+        """Bytes, at a depth, by `stage` of so many."""
         return under_way(depth, micro_batches, stages, stage) * self.held + (depth - 1) * self.packets
 
 

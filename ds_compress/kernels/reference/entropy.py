@@ -129,9 +129,8 @@ def _words(
     symbols = _symbol_of(chosen)[keys]
     coded = coder.encode(symbols, frequencies, frame)
 
-    words = torch.zeros(
-        frame.words + 1, dtype=torch.int64, device=keys.device
-    )  # the last: for what has no place
+    # the last: for what has no place
+    words = torch.zeros(frame.words + 1, dtype=torch.int64, device=keys.device)
     states = coded.states.flatten()
     sizes = coded.written.sum((1, 2))
     for number, start in ((states, 0), (sizes, 2 * len(states))):

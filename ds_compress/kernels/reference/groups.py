@@ -19,7 +19,7 @@ def quantize(groups: Tensor, grid: Grid, generator: torch.Generator | None = Non
         groups: [n, G] of any float dtype, G a multiple of 8, and a power of two for `grid.hadamard` and
             `grid.gaussian`.
         generator: on the device of `groups`, to round stochastically, on a uniform grid; None rounds to
-        nearest.
+            nearest.
 
     Returns:
         packed uint8 [n, G * bits / 8]; step [n], and unless the grid is symmetric offset [n].

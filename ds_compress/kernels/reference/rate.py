@@ -60,7 +60,6 @@ def search(histogram: Tensor, frame: Frame, sure: bool) -> Plan:
 
     Args:
         histogram: int64 [2, KEYS], of the keys of positive and of negative values.
-
         sure: in whatever order the values are; else a code may come out some words longer than planned.
     """
     made = tables(histogram.device)
