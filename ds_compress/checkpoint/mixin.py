@@ -124,7 +124,8 @@ class CheckpointedEngine:
                 step=self.global_steps,
                 settings=settings,
                 schedule=(self._ahead.now, self.num_stages, self.micro_batches),
-                course=self._adoption.state(),
+                course={**self._adoption.state(), "policy": self._rungs.state()},
+                noted=self._rungs.noted(),
                 **metadata,
             )
         except (OSError, SafetensorError) as error:
@@ -179,13 +180,17 @@ class CheckpointedEngine:
 
     def _load_course(self, root, tag, rank):
         """Have the settings that training had come to, where all ranks find the same."""
-        course = saved_course(root, tag, rank, self.global_steps)
+        course, noted = saved_course(root, tag, rank, self.global_steps)
         digest = hashlib.blake2b(json.dumps(course, sort_keys=True).encode(), digest_size=7).digest()
         number = int.from_bytes(digest, "little")
         ends = torch.tensor([number, -number], dtype=torch.int64, device=self.device)
         dist.all_reduce(ends, op=dist.ReduceOp.MIN)
         alike = ends[0].item() == -ends[1].item()
         resumed = self._adoption.resume(self, course if alike else {})
+        if resumed:
+            self._rungs.resume(course["policy"], noted)
+        else:
+            self._rungs.start(self)
         if not resumed and course.get("adopted") and dist.get_rank() == 0:
             log.warning(
                 "ds_compress: %s: settings that changed during training start again from the block: it, or "

@@ -24,6 +24,25 @@ def check(block: Block) -> None:
         )
 
 
+def check_policy(name: str, block: Block) -> None:
+    """
+    Raises:
+        CompressionError: something else would change the settings that the policy `name` changes.
+    """
+    if name == "constant":
+        return
+    if block.guard.action == "loosen":
+        raise CompressionError(
+            f"{KEY}.guard.action: 'loosen' is not allowed: policy {name!r} would take back what it does; use "
+            "'warn'"
+        )
+    if block.recipe == AUTO:
+        raise CompressionError(
+            f"{KEY}.policy: {name!r} is not allowed with recipe 'auto', which chooses the settings; use "
+            "'constant'"
+        )
+
+
 def _check_auto(block: Block) -> None:
     """Refuse what contradicts settings that choose themselves, or an option that means nothing without."""
     auto = block.recipe == AUTO

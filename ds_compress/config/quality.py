@@ -24,10 +24,9 @@ LIMITS: dict[Quality, Limits] = {
     "balanced": Limits(0.15, 0.18),
     "aggressive": Limits(0.19, 0.19),
 }
-"""The errors of settings that were measured, rounded to 0.01, by what became of a small ResNet and a small GPT
-under them, as against an accuracy of 53.8 to 54.6 % over seeds, and a perplexity, without: within safe at most
-1 % of perplexity more; within balanced 0.8 points of accuracy, or 4 % of perplexity where evaluation compresses
-too, and none where it does not; within aggressive 1.5 points. docs/auto.md has the rows; `make reproduce` makes
-them."""
+"""The errors of settings that were measured, rounded to 0.01, by what became of a small ResNet (accuracy
+without: 53.8 to 54.6 % over seeds) and of a small GPT under them. Within safe: at most 1 % of perplexity;
+within balanced: 0.8 points of accuracy, 4 % of perplexity where evaluation compresses too, none where it does
+not; within aggressive: 1.5 points of accuracy. docs/auto.md has the rows; `make reproduce` makes them."""
 
 DEFAULT: Quality = "safe"

@@ -208,6 +208,12 @@ class Channel:
         views = iter(layout.views(packet))
         return [own + tuple(next(views) for _ in rest) for own, rest in zip(parts, rests)]
 
+    def trial(self, codec: Codec) -> "Channel":
+        """This channel as it would be with `codec`: what it encodes is not counted, and leaves no trace."""
+        channel = self.listener()
+        channel.codec, channel.sent, channel._layouts, channel._latest = codec, Counters(), {}, {}
+        return channel
+
     def listener(self) -> "Channel":
         """This channel as the other side has it before the next message: what it decodes leaves no trace
         here."""
@@ -234,8 +240,7 @@ class Boundary(BoundaryState):
         return self.forward, self.backward
 
     def adopt(self) -> None:
-        """Use the codecs that the config has by now; what they cannot go on with is dropped, so that they
-        begin anew. Between two steps, on both sides alike."""
+        """Use the codecs that the config has by now, between two steps, on both sides alike."""
         codecs = self.config.codecs(self.number)
         for channel in self.channels:
             codec: Codec = getattr(codecs, channel.direction)

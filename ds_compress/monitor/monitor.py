@@ -167,6 +167,17 @@ class Monitor:
             if self._failure:
                 self._say()
 
+    def errors(self) -> dict[tuple[int, str], float]:
+        """Relative errors of the step that was summed up last, by boundary and direction, known to all stages
+        of the pipeline; empty where that was not measured."""
+        if self._off or any(status is not Status.MEASURED for status in self._table.statuses):
+            return {}
+        return {
+            (number, direction): values["relative_error"]
+            for number, directions in enumerate(self._table.channels)
+            for direction, values in directions.items()
+        }
+
     def _collect(self, ends: Sequence[End]) -> float:
         """Fill the table with what this stage knows; returns how long the step took, in milliseconds."""
         meters, step_ms = self._take_meters(), 0.0

@@ -16,7 +16,7 @@ from ds_compress.config.recipes import with_changes
 from ds_compress.errors import CompressionError
 from ds_compress.pipeline.wiring import wire_rests
 
-WRITTEN = (*DIRECTIONS, "boundaries", "quality")
+WRITTEN = (*DIRECTIONS, "boundaries", "policy", "quality")
 """Keys of the block that have to be the same for a checkpoint's settings to go on."""
 
 
@@ -69,7 +69,7 @@ class Adoption:
             raise CompressionError(
                 f"{KEY}: settings cannot change while a step runs; adopt between two steps"
             )
-        other = config.changed(adopted)
+        other = config.changed({"boundaries": adopted})
         engine._check(other, engine.num_stages)
         _check_warmup(config, other, engine.global_steps)
         other.prepare()

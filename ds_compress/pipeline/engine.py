@@ -25,6 +25,7 @@ from ds_compress.pipeline.depth import Ahead
 from ds_compress.pipeline.guard import Guard
 from ds_compress.pipeline.lookahead import Lookahead
 from ds_compress.pipeline.mirrors import MirrorCheck
+from ds_compress.pipeline.policy import Rungs
 from ds_compress.pipeline.stage import Begun, Instruction, Stage, as_list
 from ds_compress.pipeline.wiring import wire
 
@@ -64,6 +65,7 @@ class CompressedEngine(CheckpointedEngine):
     _compression_mirrors: MirrorCheck
     _guard: Guard
     _adoption: Adoption
+    _rungs: Rungs
     _own_link: ClassVar[str | None] = None  # where link.mode has no say: the name of what has
     _lookahead: Lookahead  # of the schedule in progress, or of none
     _tracking: Tracking | None = None  # as long as some message may have to know which of its tensors carry
@@ -100,11 +102,14 @@ class CompressedEngine(CheckpointedEngine):
 
     def _track(self, config):
         """Find out what carries, if a codec with a loss may meet several float tensors in a message."""
-        lossy = any(
-            channel.codec.name != "none" for b in self._compression.boundaries for channel in b.channels
+        lossy = (
+            config.changes
+            or config.quality is not None
+            or any(
+                channel.codec.name != "none" for b in self._compression.boundaries for channel in b.channels
+            )
         )
-        changes = lossy or config.quality is not None
-        self._tracking = Tracking(self.module) if changes and config.block.tensors == "large" else None
+        self._tracking = Tracking(self.module) if lossy and config.block.tensors == "large" else None
 
     def _exec_schedule(self, pipe_schedule):
         asked, pipe_schedule = pipe_schedule, self._ahead.schedule(self, pipe_schedule)
@@ -112,6 +117,7 @@ class CompressedEngine(CheckpointedEngine):
         training = begun.training
         if training:
             self._recount_warmup(stage.config)
+            self._rungs.begin(self)
             step, watched = self.global_steps + 1, self.monitor.enabled
             monitor.begin_step(stage.ends, step, self.micro_batches, watched, self._guard.judges(step))
         with self._looking_ahead(pipe_schedule, training) as counts:
@@ -126,6 +132,7 @@ class CompressedEngine(CheckpointedEngine):
             self._compression_mirrors.after(self.global_steps)
             monitor.end_step(stage.ends, self.global_steps, self.global_samples, self.monitor)
             self._ahead.after(self, stage)
+            self._rungs.after(self)
 
     @contextlib.contextmanager
     def _looking_ahead(self, pipe_schedule, training):

@@ -97,7 +97,7 @@ def _trial(boundary: Boundary, offer: Offer, pair: Any, clock: HostClock, step: 
     leave the others waiting for its row."""
     try:
         with torch.random.fork_rng([]), torch.no_grad():
-            config = boundary.config.changed({str(boundary.number): settings(offer)})
+            config = boundary.config.changed({"boundaries": {str(boundary.number): settings(offer)}})
             ends = _aside(boundary, config), _aside(boundary, config)
             found: dict[str, list[Row]] = {direction: [] for direction in DIRECTIONS}
             for repeat in range(REPEATS):

@@ -5,11 +5,13 @@ import json
 
 import jsonschema
 import pytest
+import torch
 
 from ds_compress.cli import main
 from ds_compress.config import KEY, Config
 from ds_compress.config.quality import DEFAULT, LIMITS
 from ds_compress.errors import CompressionError
+from ds_compress.simulate import simulate
 
 AUTO = {"recipe": "auto"}
 
@@ -42,7 +44,7 @@ def test_ranks_that_differ_are_found():
 
 def test_what_is_adopted_is_the_block_without_the_name():
     config = Config({**AUTO, "seed": 3})
-    other = config.changed({"0": {"forward": {"codec": "bf16"}}})
+    other = config.changed({"boundaries": {"0": {"forward": {"codec": "bf16"}}}})
     assert other.codecs(0).forward.name == "bf16" and other.block.seed == 3
     assert config.adopt(other) and config.quality == DEFAULT
     assert config.changed({}).codecs(0).forward.name == "none"
@@ -58,6 +60,10 @@ def test_what_is_adopted_is_the_block_without_the_name():
         ({**AUTO, "forward": {"codec": "bf16"}}, "ds_compress.forward: is not allowed with recipe 'auto'"),
         ({**AUTO, "boundaries": {"0": {}}}, "ds_compress.boundaries: is not allowed with recipe 'auto'"),
         ({**AUTO, "link": {"mode": "blocking"}}, "ds_compress.link.mode: 'blocking' is not allowed with"),
+        (
+            {**AUTO, "policy": "accordion"},
+            "ds_compress.policy: 'accordion' is not allowed with recipe 'auto'",
+        ),
         ({"recipe": "autos"}, "ds_compress.recipe: 'autos' is not a recipe (did you mean 'auto'?)"),
     ],
 )
@@ -65,6 +71,11 @@ def test_contradictions(block, message):
     with pytest.raises(CompressionError) as caught:
         Config(block)
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_it_is_not_simulated():
+    with pytest.raises(CompressionError, match=r"^ds_compress.recipe: 'auto' is not simulated.*block"):
+        simulate(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), {KEY: AUTO}, cuts=[1])
 
 
 def test_the_schema_knows_it(capsys):

@@ -97,7 +97,7 @@ def trained_simulated(config, course, evaluates):
     for step in range(STEPS):
         for direction, settings in course.get(step, {}).get("0", {}).items():
             adopted[direction] = {**adopted.get(direction, {}), **settings}
-        boundary.config.adopt(boundary.config.changed({"0": adopted}))
+        boundary.config.adopt(boundary.config.changed({"boundaries": {"0": adopted}}))
         boundary.upstream.adopt()
         boundary.downstream.adopt()
         if evaluates:
