@@ -71,8 +71,8 @@ class Config:
             self.codecs(number)
         self.sample_ids = self._sample_ids()
         self.policy = POLICIES.build(self.block.policy, f"{KEY}.policy")
-        check_ladders(self)
         check_policy(self.policy.name, self.block)
+        check_ladders(self)
 
     def codecs(self, boundary: int | None) -> BoundaryCodecs:
         """The codecs of `boundary`, the same objects at every call; None: one without settings of its own."""

@@ -102,13 +102,8 @@ class CompressedEngine(CheckpointedEngine):
 
     def _track(self, config):
         """Find out what carries, if a codec with a loss may meet several float tensors in a message."""
-        lossy = (
-            config.changes
-            or config.quality is not None
-            or any(
-                channel.codec.name != "none" for b in self._compression.boundaries for channel in b.channels
-            )
-        )
+        used = {channel.codec.name for b in self._compression.boundaries for channel in b.channels}
+        lossy = config.changes or config.quality is not None or used - {"none"}
         self._tracking = Tracking(self.module) if lossy and config.block.tensors == "large" else None
 
     def _exec_schedule(self, pipe_schedule):
