@@ -3,7 +3,8 @@
 import difflib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 REQUIRE = "DS_COMPRESS_REQUIRE"
 """Environment variable: 1 makes an engine that would train uncompressed an error."""
@@ -46,3 +47,12 @@ def shown_key(key: object) -> str:
 def is_required() -> bool:
     """Whether `REQUIRE` is set, to anything but 0."""
     return os.environ.get(REQUIRE, "0") not in ("", "0")
+
+
+@contextmanager
+def errors_at(path: str) -> Iterator[None]:
+    """Begin the line of a CompressionError with `path`."""
+    try:
+        yield
+    except CompressionError as error:
+        raise CompressionError(f"{path}: {error}") from None

@@ -66,6 +66,10 @@ class Metadata(BaseModel):
     """Of the codecs of each side in the file."""
     schedule: tuple[int, int, int] = (1, 0, 0)
     """Depth, stages and micro-batches of the steps before."""
+    course: dict[str, Any] = {}
+    """What settings have come to be since training began; the same in the files of all ranks."""
+    noted: dict[str, list[float]] = {}
+    """What a policy will decide from, as far as this rank has noted it."""
     name: str
     """Of the file itself: that of another rank must not take its place."""
     id: str

@@ -10,6 +10,9 @@ the stages. Its state is restored, on both sides, when both find theirs with equ
 loaded step and what both sides share is equal, compared by hash. Otherwise both start from zero, and rank 0
 says which and why. Replica r reads what replica r wrote; `load_module_only` restores nothing.
 
+Settings that have changed since training began (`course`) go on as they were, where all ranks find the same
+and the block and the boundaries are those of that run.
+
 With depth "auto" training goes on at the depth it had, where all ranks find it and stages and micro-batches
 are as many.
 
@@ -19,6 +22,8 @@ on.
 """
 
 import functools
+import hashlib
+import json
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -39,6 +44,7 @@ from ds_compress.checkpoint.search import (
     Side,
     Verdict,
     load,
+    saved_course,
     saved_depth,
 )
 from ds_compress.errors import CompressionError
@@ -118,6 +124,8 @@ class CheckpointedEngine:
                 step=self.global_steps,
                 settings=settings,
                 schedule=(self._ahead.now, self.num_stages, self.micro_batches),
+                course={**self._adoption.state(), "policy": self._rungs.state()},
+                noted=self._rungs.noted(),
                 **metadata,
             )
         except (OSError, SafetensorError) as error:
@@ -170,8 +178,30 @@ class CheckpointedEngine:
         self._ahead.set(self._compression, least if least == most and least > 0 else 1)
         self._ahead.measure_again()
 
+    def _load_course(self, root, tag, rank):
+        """Have the settings that training had come to, where all ranks find the same."""
+        course, noted = saved_course(root, tag, rank, self.global_steps)
+        digest = hashlib.blake2b(json.dumps(course, sort_keys=True).encode(), digest_size=7).digest()
+        number = int.from_bytes(digest, "little")
+        ends = torch.tensor([number, -number], dtype=torch.int64, device=self.device)
+        dist.all_reduce(ends, op=dist.ReduceOp.MIN)
+        alike = ends[0].item() == -ends[1].item()
+        resumed = self._adoption.resume(self, course if alike else {})
+        if resumed:
+            self._rungs.resume(course["policy"], noted)
+        else:
+            self._rungs.start(self)
+        if not resumed and course.get("adopted") and dist.get_rank() == 0:
+            log.warning(
+                "ds_compress: %s: settings that changed during training start again from the block: it, or "
+                "the number of stages, is another than that run had, or a file cannot be read",
+                Path(root, tag),
+            )
+
     def _load_channels(self, root, tag, restore):
         rank, sides = self._rank_in_job(), self._sides()
+        if restore:
+            self._load_course(root, tag, rank)
         found = [
             load(root, tag, rank, side, self.global_steps) if restore else Found(ABSENT) for side in sides
         ]

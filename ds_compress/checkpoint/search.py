@@ -117,6 +117,18 @@ def saved_depth(root: Path, tag: str, rank: Rank, step: int, stages: int, micro_
     return depth if metadata.step == step and pipeline == [stages, micro_batches] else 0
 
 
+def saved_course(
+    root: Path, tag: str, rank: Rank, step: int
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """What settings had come to be at checkpoint `tag`, and what this rank had noted since the last decision;
+    empty where it cannot say."""
+    try:
+        metadata = StateFile(root, tag, rank.path(Path()).name).metadata
+    except Damaged:  # `load` says so
+        return {}, {}
+    return (metadata.course, metadata.noted) if metadata.step == step else ({}, {})
+
+
 class Verdict:
     """What all ranks found, known to all: a status for each layer and replica.
 

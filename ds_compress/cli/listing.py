@@ -1,4 +1,4 @@
-"""ds-compress list: codecs, feedbacks and the keys of the block, each option with what it means.
+"""ds-compress list: codecs, feedbacks, policies and the keys of the block, each option with what it means.
 
 docs/options.md is made by `ds-compress list --markdown`.
 """
@@ -18,13 +18,14 @@ from ds_compress.errors import CompressionError
 TITLES = {
     "codecs": "Codecs",
     "feedbacks": "Feedbacks",
+    "policies": "Policies",
     "block": 'Keys of the "ds_compress" block',
 }
 Entries = list[dict[str, Any]]
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("list", help="codecs, feedbacks and keys of the block with their options")
+    parser = subparsers.add_parser("list", help="codecs, feedbacks, policies and keys of the block")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="JSON instead of text")
     form.add_argument("--markdown", action="store_true", help="docs/options.md")
@@ -88,7 +89,7 @@ def markdown(found: dict[str, Entries]) -> Iterator[str]:
     yield "# Options"
     yield ""
     yield "Made by `ds-compress list --markdown > docs/options.md`; `ds-compress schema` is for editors."
-    yield "A codec or feedback is its name, or an object with its name and options:"
+    yield "A codec, feedback or policy is its name, or an object with its name and options:"
     yield '`"codec": {"name": "quantize", "bits": 4}`. An option with a dot is inside an object:'
     yield '`"link": {"mode": "eager"}`.'
     for kind, entries in found.items():

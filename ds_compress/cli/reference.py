@@ -1,4 +1,4 @@
-"""Every codec, feedback and key of the block with its options, as pydantic knows them.
+"""Every codec, feedback, policy and key of the block with its options, as pydantic knows them.
 
 The source of `ds-compress list`, of `schema` and of docs/options.md.
 """
@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from ds_compress.codec import CODECS
 from ds_compress.config import KEY, Block
+from ds_compress.config.policies import POLICIES
 from ds_compress.feedback import FEEDBACKS
 from ds_compress.registry import Registry
 
@@ -23,10 +24,11 @@ _LIMITS = {
 
 
 def reference() -> dict[str, list[dict[str, Any]]]:
-    """Codecs and feedbacks with their options by name, and the block's keys, each with "name", "default",
-    "allowed" and "description"."""
+    """Codecs, feedbacks and policies with their options by name, and the block's keys, each with "name",
+    "default", "allowed" and "description"."""
     block = [{"name": name, **option} for name, option in options(Block).items()]
-    return {"codecs": describe(CODECS), "feedbacks": describe(FEEDBACKS), "block": block}
+    named: dict[str, Registry[Any]] = {"codecs": CODECS, "feedbacks": FEEDBACKS, "policies": POLICIES}
+    return {**{kind: describe(registry) for kind, registry in named.items()}, "block": block}
 
 
 def describe(registry: Registry[Any]) -> list[dict[str, Any]]:
@@ -79,7 +81,7 @@ def _allowed(schema: dict[str, Any], root: dict[str, Any]) -> str:
 def schema() -> dict[str, Any]:
     """JSON Schema of the block: a codec is a name, or one of the objects with its name and options."""
     definitions: dict[str, Any] = {}
-    for registry in (CODECS, FEEDBACKS):
+    for registry in (CODECS, FEEDBACKS, POLICIES):
         objects = [_object(registry.find(name, "")) for name in registry.names()]
         definitions[registry.kind] = {"oneOf": [{"enum": registry.names()}, *objects]}
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": KEY}

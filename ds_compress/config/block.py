@@ -104,8 +104,11 @@ class Guard(Options):
     """Relative error of a message, in a step that is looked at or that the monitor measures, beyond which
     there is a warning, once for each boundary and direction."""
 
-    action: Literal["warn", "stop"] = "warn"
-    """What happens when compression changes the loss by more: one warning, or the end of all ranks."""
+    action: Literal["warn", "loosen", "stop"] = "warn"
+    """What happens when compression changes the loss by more: one warning, or the end of all ranks. loosen:
+    where the loss is larger all activations, and where the error of messages is a boundary's own direction,
+    have twice the bits, the density or the rank from the next step on, and lastly none; one line says so. Not
+    together with a policy."""
 
 
 class Block(Options):
@@ -131,6 +134,8 @@ class Block(Options):
     """Optimizer steps at the start of training in which every message crosses uncompressed."""
     warmup_epochs: int = Field(default=0, ge=0, le=10**6)
     """The same in passes over the `training_data` given to `deepspeed.initialize`, instead of steps."""
+    policy: Any = Field(default="constant", json_schema_extra={"registry": "policy"})
+    """Which settings hold at which step: name of a policy, or an object with its name and options."""
     eval: Literal["compressed", "uncompressed"] = "compressed"
     """Whether messages of eval_batch are compressed (without feedback); after the warm-up."""
     min_numel: int = Field(default=4096, ge=0, le=2**40)

@@ -1,7 +1,6 @@
 """The block as it is meant: the codecs of every boundary, and the checks of options that belong together."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +15,10 @@ from ds_compress.codecs.mixins import (
     layers,
 )
 from ds_compress.config.block import DIRECTIONS, KEY, Block
-from ds_compress.config.recipes import with_recipe
-from ds_compress.errors import REQUIRE, CompressionError, is_required, shown
+from ds_compress.config.policies import POLICIES
+from ds_compress.config.policies.ladder import check as check_ladders
+from ds_compress.config.recipes import with_changes, with_recipe
+from ds_compress.errors import REQUIRE, CompressionError, errors_at, is_required, shown
 from ds_compress.feedback import FEEDBACKS, Feedback
 from ds_compress.feedback.sample_ids import SampleIds
 from ds_compress.kernels.dispatch import prepare
@@ -39,15 +40,6 @@ class BoundaryCodecs:
     @property
     def settings(self) -> dict[str, Any]:
         return {direction: getattr(self, direction).settings for direction in DIRECTIONS}
-
-
-@contextmanager
-def _errors_at(path: str) -> Iterator[None]:
-    """Begin the line of a CompressionError with `path`."""
-    try:
-        yield
-    except CompressionError as error:
-        raise CompressionError(f"{path}: {error}") from None
 
 
 class Config:
@@ -78,6 +70,7 @@ class Config:
                 f"{KEY}.link.depth: {link.depth!r} is not allowed with mode 'blocking': a stage would send a "
                 "gradient before its neighbour asks for it, and both would wait for ever; use mode 'eager'"
             )
+        self._written = self.block  # before anything was adopted
         self._steps_per_epoch: int | None = None
         self.notes: dict[str, None] = {}  # lines for the user, in order, each once
         self._codecs: dict[int | None, BoundaryCodecs] = {}
@@ -85,12 +78,43 @@ class Config:
         for number in self.numbers:
             self.codecs(number)
         self.sample_ids = self._sample_ids()
+        self.policy = POLICIES.build(self.block.policy, f"{KEY}.policy")
+        check_ladders(self)
+        if self.changes and self.block.guard.action == "loosen":
+            raise CompressionError(
+                f"{KEY}.guard.action: 'loosen' is not allowed: policy {self.policy.name!r} would take back "
+                "what it does; use 'warn'"
+            )
 
     def codecs(self, boundary: int | None) -> BoundaryCodecs:
         """The codecs of `boundary`, the same objects at every call; None: one without settings of its own."""
         if boundary not in self._codecs:
             self._codecs[boundary] = self._built(boundary)
         return self._codecs[boundary]
+
+    @property
+    def changes(self) -> bool:
+        """Whether settings may become others between steps."""
+        return self.policy.name != "constant"
+
+    def changed(self, changes: Mapping[str, Any]) -> "Config":
+        """The block as it was written, but with `changes` to its keys, and without a policy.
+
+        Raises:
+            CompressionError: it would be a bad block.
+        """
+        block = self._written.model_dump(exclude_unset=True)
+        return Config(with_changes(block, {**changes, "policy": "constant"}))
+
+    def adopt(self, other: "Config") -> bool:
+        """Have the codecs of `other`, which `changed` made, from now on; those with equal settings stay the
+        objects that they are. Returns whether any does not."""
+        numbers = {*self.numbers, *other.numbers, *self._codecs}
+        changed = [n for n in numbers if self.codecs(n).settings != other.codecs(n).settings]
+        self._codecs.update({number: other.codecs(number) for number in changed})
+        self.block = self.block.model_copy(update={"boundaries": other.block.boundaries})
+        self.numbers, self.sample_ids = other.numbers, other.sample_ids
+        return bool(changed)
 
     def _built(self, boundary: int | None) -> BoundaryCodecs:
         forward, forward_feedback = self._choice(boundary, "forward")
@@ -112,11 +136,11 @@ class Config:
                     f"{path}.{direction}.feedback: {feedback.name!r} is not for this direction; "
                     f"allowed: {', '.join(feedback.directions)}"
                 )
-        with _errors_at(f"{path}.forward.feedback"):
+        with errors_at(f"{path}.forward.feedback"):
             forward_feedback.check_growth(forward)
             forward = forward_feedback.around(forward)
         if isinstance(backward, Follows):
-            with _errors_at(f"{path}.backward.codec"):
+            with errors_at(f"{path}.backward.codec"):
                 backward = backward.paired(forward)
         for codec, direction in ((forward, "forward"), (backward, "backward")):
             observers = layers(codec, Observes)  # type: ignore[type-abstract]
@@ -128,7 +152,7 @@ class Config:
                 )
         if isinstance(backward, Follows) and backward.note:
             self.notes[f"{path}.backward.codec: {backward.note}"] = None
-        with _errors_at(f"{path}.backward.feedback"):
+        with errors_at(f"{path}.backward.feedback"):
             backward_feedback.check_growth(backward)
             backward = backward_feedback.around(backward)
         return BoundaryCodecs(forward, backward, {"forward": forward_feedback, "backward": backward_feedback})
@@ -241,7 +265,7 @@ class Config:
         included; not the name of the recipe that some of it may come from."""
         plain = self.block.model_dump(mode="json", exclude={"recipe", "forward", "backward", "boundaries"})
         codecs = {number: self.codecs(int(number)).settings for number in self.block.boundaries}
-        return {**self.codecs(None).settings, "boundaries": codecs, **plain}
+        return {**self.codecs(None).settings, "boundaries": codecs, **plain, "policy": self.policy.settings}
 
     def _sample_ids(self) -> SampleIds | None:
         """How samples are known to the feedbacks of all boundaries, None where none needs to know."""
@@ -255,8 +279,13 @@ class Config:
         return next(iter(wanted), None)
 
     def _choice(self, boundary: int | None, direction: str) -> tuple[Codec, Feedback]:
-        """Codec and feedback asked for, each from the boundary's own settings where it has them."""
-        chosen, path = {}, {}
+        chosen = self.chosen(boundary, direction)
+        return CODECS.build(*chosen["codec"]), FEEDBACKS.build(*chosen["feedback"])
+
+    def chosen(self, boundary: int | None, direction: str) -> dict[str, tuple[Any, str]]:
+        """ "codec" and "feedback" asked for, as the block has them, and where: each from the boundary's own
+        settings where it has them."""
+        chosen = {}
         general = getattr(self.block, direction)
         given = [(general, f"{KEY}.{direction}")]
         override = self.block.boundaries.get(str(boundary))
@@ -266,6 +295,5 @@ class Config:
         for settings, where in given:
             for key in ("codec", "feedback"):
                 if key in settings.model_fields_set or settings is general:
-                    chosen[key], path[key] = getattr(settings, key), f"{where}.{key}"
-        codec = CODECS.build(chosen["codec"], path["codec"])
-        return codec, FEEDBACKS.build(chosen["feedback"], path["feedback"])
+                    chosen[key] = getattr(settings, key), f"{where}.{key}"
+        return chosen

@@ -54,14 +54,16 @@ def with_recipe(block: Mapping[str, Any], key: str) -> dict[str, Any]:
     settings = recipe(block["recipe"], key)
     if any(warmup in block for warmup in WARMUPS):  # one of them, however long, replaces the other
         settings = {name: value for name, value in settings.items() if name not in WARMUPS}
-    return _changed(settings, block)
+    return with_changes(settings, block)
 
 
-def _changed(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def with_changes(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings` with every key of `changes`; in objects inside key by key, but codecs and feedbacks as a
+    whole."""
     changed = dict(settings)
     for key, value in changes.items():
         before = changed.get(key)
         if isinstance(before, dict) and isinstance(value, dict) and key not in WHOLE:
-            value = _changed(before, value)
+            value = with_changes(before, value)
         changed[key] = value
     return changed

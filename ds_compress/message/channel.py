@@ -7,7 +7,6 @@ The same objects serve the pipeline engine and `simulate`.
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,30 +17,12 @@ from ds_compress.codecs.mixins import Learns, Observes, Offloads, SecondPacket, 
 from ds_compress.config import DIRECTIONS, BoundaryCodecs, Config
 from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.kernels.memory import is_out_of_memory
-from ds_compress.message.layout import Encoded, MessageLayout, why_exempt
+from ds_compress.message.layout import Counters, Encoded, MessageLayout, why_exempt
 from ds_compress.message.packet import Header, PacketLayout
 from ds_compress.message.state import BoundaryState
 
 Kind = tuple[bool, bool, int, tuple[bool, ...] | None]
 """What a layout depends on beside specs: compressed? in training? masks at the end; which tensors carry."""
-
-
-@dataclass
-class Counters:
-    """Running totals of what a channel sent."""
-
-    messages: int = 0
-    raw_bytes: int = 0  # of the tensors
-    wire_bytes: int = 0  # of the packets, headers included
-    latest: MessageLayout | None = None  # of the message that was sent last
-
-    def add(self, encoded: Encoded) -> None:
-        self.messages += 1
-        self.raw_bytes += encoded.layout.raw_bytes
-        self.wire_bytes += encoded.packet.numel()
-        if encoded.rest is not None:
-            self.wire_bytes += encoded.rest.numel()
-        self.latest = encoded.layout
 
 
 class Channel:
@@ -60,6 +41,12 @@ class Channel:
     def place(self) -> str:
         """What errors call it."""
         return f"boundary {self.boundary.number}, {self.direction}"
+
+    def adopt(self, codec: Codec) -> None:
+        """Use `codec` from the next message on; the counters go on."""
+        self.codec = codec
+        self._layouts.clear()
+        self._latest.clear()
 
     def message_id(self, step: int, micro_batch: int, training: bool = True) -> MessageId:
         """That of a message of this channel; `step`: optimizer steps done before it."""
@@ -221,6 +208,12 @@ class Channel:
         views = iter(layout.views(packet))
         return [own + tuple(next(views) for _ in rest) for own, rest in zip(parts, rests)]
 
+    def trial(self, codec: Codec) -> "Channel":
+        """This channel as it would be with `codec`: what it encodes is not counted, and leaves no trace."""
+        channel = self.listener()
+        channel.codec, channel.sent, channel._layouts, channel._latest = codec, Counters(), {}, {}
+        return channel
+
     def listener(self) -> "Channel":
         """This channel as the other side has it before the next message: what it decodes leaves no trace
         here."""
@@ -245,6 +238,18 @@ class Boundary(BoundaryState):
     @property
     def channels(self) -> tuple[Channel, Channel]:
         return self.forward, self.backward
+
+    def adopt(self) -> None:
+        """Use the codecs that the config has by now, between two steps, on both sides alike."""
+        codecs = self.config.codecs(self.number)
+        for channel in self.channels:
+            codec: Codec = getattr(codecs, channel.direction)
+            if codec is not channel.codec:
+                self.drop(channel.direction, channel.codec, codec)
+                channel.adopt(codec)
+                for layer in layers(codec, Offloads):
+                    for memory in self.memory.values():
+                        layer.restored(memory)
 
     def check(self, memories: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Look at what a checkpoint has, by tensor position, before it is restored.

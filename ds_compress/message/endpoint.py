@@ -1,6 +1,6 @@
 """One end of a channel on one rank, with all that a message passes there."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -39,9 +39,14 @@ class SendingEnd(Endpoint[Sender]):
     meter: SendingMeter | None = None
     """In a step that is measured."""
 
+    watch: Callable[[Channel, Sequence[Tensor], MessageId], None] | None = None
+    """Sees each message before it is encoded, where settings depend on messages; it waits for no device."""
+
     def transmit(self, tensors: Sequence[Tensor], message_id: MessageId) -> None:
         """Encode a message and hand it to the link."""
         link, meter = self.link, self.meter
+        if self.watch is not None:
+            self.watch(self.channel, tensors, message_id)
         if meter is None:
             packet, rest, _ = self.channel.encode(tensors, message_id, link.memory)
             link.send(packet)

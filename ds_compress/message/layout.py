@@ -1,6 +1,7 @@
 """What a message looks like, known from its tensors' shapes and dtypes alone."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -67,6 +68,24 @@ class Encoded(NamedTuple):
     packet: Tensor
     rest: Tensor | None  # a second packet that has to follow
     layout: MessageLayout
+
+
+@dataclass
+class Counters:
+    """Running totals of what a channel sent."""
+
+    messages: int = 0
+    raw_bytes: int = 0  # of the tensors
+    wire_bytes: int = 0  # of the packets, headers included
+    latest: MessageLayout | None = None  # of the message that was sent last
+
+    def add(self, encoded: Encoded) -> None:
+        self.messages += 1
+        self.raw_bytes += encoded.layout.raw_bytes
+        self.wire_bytes += encoded.packet.numel()
+        if encoded.rest is not None:
+            self.wire_bytes += encoded.rest.numel()
+        self.latest = encoded.layout
 
 
 def why_exempt(

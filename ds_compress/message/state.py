@@ -1,11 +1,14 @@
 """What a side of a boundary keeps from message to message, and the contexts that codecs get of it."""
 
 import copy
+from typing import Any
 
 from torch import Tensor
 
-from ds_compress.codec import Context, MessageId
-from ds_compress.config import Config
+from ds_compress.codec import Codec, Context, MessageId
+from ds_compress.codecs.memory import Remembers
+from ds_compress.codecs.mixins import Wraps, layers
+from ds_compress.config import DIRECTIONS, Config
 
 
 class BoundaryState:
@@ -55,6 +58,24 @@ class BoundaryState:
             memory=memory,
         )
 
+    def drop(self, direction: str, old: Codec, new: Codec) -> None:
+        """Forget what `old` has left in `direction` that `new` cannot go on with.
+
+        A feedback goes on where its settings stay: what it keeps is about messages, whatever the codec inside
+        makes of them. A codec goes on where its own do.
+        """
+        other = next(name for name in DIRECTIONS if name != direction)
+        feedback = _feedback(old) == _feedback(new)
+        codec = _inner(old).settings == _inner(new).settings or not isinstance(_inner(old), Remembers)
+
+        def stays(key: str) -> bool:
+            if key.startswith(tuple(f"{name}/" for name in DIRECTIONS)):
+                return feedback or key.startswith(f"{other}/")
+            return codec or other in key.split(".")
+
+        for position, memory in self.memory.items():
+            self.memory[position] = {key: value for key, value in memory.items() if stays(key)}
+
     def copied(self) -> "BoundaryState":
         """The same for now: what happens to the copy leaves no trace here."""
         other = copy.copy(self)
@@ -62,3 +83,13 @@ class BoundaryState:
         other.sample_ids = dict(self.sample_ids)
         other._stashes = {key: dict(stash) for key, stash in self._stashes.items()}
         return other
+
+
+def _inner(codec: Codec) -> Codec:
+    """`codec` without a feedback round it."""
+    return list(layers(codec, Codec))[-1]  # type: ignore[type-abstract]
+
+
+def _feedback(codec: Codec) -> Any:
+    """Settings of the feedback round `codec`; None where there is none."""
+    return codec.settings["feedback"] if isinstance(codec, Wraps) else None

@@ -92,12 +92,18 @@ class Monitor:
         self._failure = ""  # of this rank, in one line
         self._said = self._off = False
         self._warned: set[tuple[int, str]] = set()  # of errors: boundary, direction
+        self._sizes_unsaid = True  # of the codecs in force
         self._gathered: Channels = []
         self._written: Channels = []
         self._measured = 0  # steps
         self._steps = 0
         self._started = self._ended = 0.0  # of training, seconds
         self._waited: list[float] = []  # share of a written step
+
+    def follow(self) -> None:
+        """The config has other codecs from now on: what there is to say of them is said anew."""
+        self._warned.clear()
+        self._sizes_unsaid = True
 
     def begin_step(
         self, ends: Sequence[End], step: int, micro_batches: int, watched: bool, judged: bool = False
@@ -151,6 +157,8 @@ class Monitor:
                 channels = self._table.channels
                 if first:
                     self._announce(channels, sinks)
+                if self._sizes_unsaid:
+                    self._say_sizes(channels)
                 self._gathered, self._steps, self._ended = channels, step, time.perf_counter()
                 if all(status is Status.MEASURED for status in statuses):
                     self._warn(channels)
@@ -158,6 +166,17 @@ class Monitor:
                         self._write(channels, step_ms, samples, sinks)
             if self._failure:
                 self._say()
+
+    def errors(self) -> dict[tuple[int, str], float]:
+        """Relative errors of the step that was summed up last, by boundary and direction, known to all stages
+        of the pipeline; empty where that was not measured."""
+        if self._off or any(status is not Status.MEASURED for status in self._table.statuses):
+            return {}
+        return {
+            (number, direction): values["relative_error"]
+            for number, directions in enumerate(self._table.channels)
+            for direction, values in directions.items()
+        }
 
     def _collect(self, ends: Sequence[End]) -> float:
         """Fill the table with what this stage knows; returns how long the step took, in milliseconds."""
@@ -185,12 +204,15 @@ class Monitor:
         return meters
 
     def _announce(self, channels: Channels, sinks: Any) -> None:
-        record_settings(self.config.settings)
         print(lines.announcement(self.config, channels, self.link, self._notes.read), flush=True)
-        for note in lines.size_notes(self.config, channels):
-            logger.warning(note)
         if sinks.tb_monitor is not None:
             add_tensorboard_layout(sinks.tb_monitor.summary_writer, self.boundaries)
+
+    def _say_sizes(self, channels: Channels) -> None:
+        self._sizes_unsaid = False
+        record_settings(self.config.settings)
+        for note in lines.size_notes(self.config, channels):
+            logger.warning(note)
 
     def _write(self, channels: Channels, step_ms: float, samples: int, sinks: Any) -> None:
         complete(channels, self._written, self._table.stamps, step_ms)

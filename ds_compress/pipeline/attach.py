@@ -21,6 +21,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.kernels import dispatch
 from ds_compress.monitor.monitor import Monitor
 from ds_compress.pipeline import lifetime
+from ds_compress.pipeline.adoption import Adoption
 from ds_compress.pipeline.depth import Ahead
 from ds_compress.pipeline.engine import CompressedEngine, steps_per_epoch
 from ds_compress.pipeline.guard import Guard, GuardedEngine
@@ -28,6 +29,7 @@ from ds_compress.pipeline.handshake import Notes, agree
 from ds_compress.pipeline.intercept import PointToPoint
 from ds_compress.pipeline.mirrors import MirrorCheck
 from ds_compress.pipeline.numerics import relied_on
+from ds_compress.pipeline.policy import Rungs
 from ds_compress.pipeline.watchdog import Watchdog, WatchedEngine
 from ds_compress.transport import staging
 from ds_compress.version import __version__
@@ -142,7 +144,8 @@ def attach(engine: Any, module: Any, block: object) -> None:
         _get_default_store(), dist.get_rank(), dist.get_world_size(), config.block.link.timeout_s
     )
     lifetime.free_with(engine, engine._compression.groups, watchdog.close)
-    engine._guard = Guard(config, engine.global_rank)
+    engine._guard = Guard(config, engine.global_rank, boundaries)
+    engine._adoption = Adoption(config, boundaries)
     every = config.block.mirror_check if config.mirrors else 0
     engine._compression_mirrors = MirrorCheck(
         every, engine._compression, engine._sides(), engine.grid, engine.device
@@ -160,4 +163,6 @@ def attach(engine: Any, module: Any, block: object) -> None:
         ),
         reports=engine.global_rank == 0,
     )
+    engine._rungs = Rungs(config, engine._adoption, boundaries, engine.device)
+    engine._rungs.start(engine)
     weakref.finalize(engine, monitor.close)  # when the engine goes, at the latest when Python ends

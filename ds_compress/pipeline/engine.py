@@ -20,10 +20,12 @@ from ds_compress.checkpoint.mixin import CheckpointedEngine
 from ds_compress.message.carrying import Tracking
 from ds_compress.message.channel import Boundary
 from ds_compress.monitor.monitor import Monitor
+from ds_compress.pipeline.adoption import Adoption
 from ds_compress.pipeline.depth import Ahead
 from ds_compress.pipeline.guard import Guard
 from ds_compress.pipeline.lookahead import Lookahead
 from ds_compress.pipeline.mirrors import MirrorCheck
+from ds_compress.pipeline.policy import Rungs
 from ds_compress.pipeline.stage import Begun, Instruction, Stage, as_list
 from ds_compress.pipeline.wiring import wire
 
@@ -62,6 +64,8 @@ class CompressedEngine(CheckpointedEngine):
     _is_eager = False  # whether messages may leave when they are computed
     _compression_mirrors: MirrorCheck
     _guard: Guard
+    _adoption: Adoption
+    _rungs: Rungs
     _own_link: ClassVar[str | None] = None  # where link.mode has no say: the name of what has
     _lookahead: Lookahead  # of the schedule in progress, or of none
     _tracking: Tracking | None = None  # as long as some message may have to know which of its tensors carry
@@ -98,7 +102,7 @@ class CompressedEngine(CheckpointedEngine):
 
     def _track(self, config):
         """Find out what carries, if a codec with a loss may meet several float tensors in a message."""
-        lossy = any(
+        lossy = config.changes or any(
             channel.codec.name != "none" for b in self._compression.boundaries for channel in b.channels
         )
         self._tracking = Tracking(self.module) if lossy and config.block.tensors == "large" else None
@@ -109,6 +113,7 @@ class CompressedEngine(CheckpointedEngine):
         training = begun.training
         if training:
             self._recount_warmup(stage.config)
+            self._rungs.begin(self)
             step, watched = self.global_steps + 1, self.monitor.enabled
             monitor.begin_step(stage.ends, step, self.micro_batches, watched, self._guard.judges(step))
         with self._looking_ahead(pipe_schedule, training) as counts:
@@ -122,6 +127,7 @@ class CompressedEngine(CheckpointedEngine):
                 stage.in_lane(boundary, partial(boundary.end_step, self._replica_mean))
             self._compression_mirrors.after(self.global_steps)
             monitor.end_step(stage.ends, self.global_steps, self.global_samples, self.monitor)
+            self._rungs.after(self)
 
     @contextlib.contextmanager
     def _looking_ahead(self, pipe_schedule, training):

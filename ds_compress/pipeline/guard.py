@@ -8,7 +8,7 @@ import contextlib
 import logging
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -16,10 +16,11 @@ import torch
 from deepspeed import comm as dist
 from torch import Tensor
 
-from ds_compress.codec import Codec, TensorSpec
-from ds_compress.config import Config
+from ds_compress.config import DIRECTIONS, Config
+from ds_compress.config.policies import Place
 from ds_compress.errors import CompressionError
 from ds_compress.monitor.metrics import LOSS_COST, label
+from ds_compress.pipeline.loosening import loosened, loses
 
 FIRST = 25
 """Steps after the warm-up until the first look: a setting that hurts does so early."""
@@ -35,24 +36,36 @@ logger = logging.getLogger("ds_compress")
 class Guard:
     """When to look, the micro-batch to look at, and the verdict; on every rank."""
 
-    def __init__(self, config: Config, rank: int):
+    def __init__(self, config: Config, rank: int, boundaries: int = 0):
+        """`boundaries`: how many the pipeline has."""
         self.batch: Any = None  # that the step in progress loaded last, where it will be needed
         self.due = False  # whether there is a look after the step in progress
         self.replays = False  # whether `batch` is what is loaded
         self._config = config
         self._options = config.block.guard
         self._rank = rank
+        self._boundaries = boundaries
         self._said = False
-        used = [config.codecs(number) for number in config.numbers]
-        self._loses = any(_loses(codec) for each in used for codec in (each.forward, each.backward))
+        self._loads_itself = False  # the program: there is nothing to look at
+        self.follow()
+
+    def follow(self) -> None:
+        """Go by the codecs that the config has by now."""
+        used = [self._config.codecs(number) for number in self._config.numbers]
+        self._loses = any(loses(codec) for each in used for codec in (each.forward, each.backward))
         # evaluation shows what compression does to activations, if it is anything
         plain = all(each.feedbacks["forward"].name == "none" for each in used)
-        self._on = plain and any(_loses(each.forward) for each in used)
+        self._on = plain and any(loses(each.forward) for each in used)
 
     def begin(self, step: int) -> None:
         """Before the training step with number `step`, counted from 1."""
-        self.due = self._on and self.judges(step)
+        self.due = self._on and not self._loads_itself and self.judges(step)
         self.batch = None
+
+    @property
+    def acts(self) -> bool:
+        """Whether it changes settings."""
+        return self._options.action == "loosen"
 
     def judges(self, step: int) -> bool:
         """Whether the guard looks at that step."""
@@ -73,7 +86,7 @@ class Guard:
         known = torch.tensor(ready, dtype=torch.float32, device=engine.device)
         dist.all_reduce(known, op=dist.ReduceOp.MIN)
         if not known.item():
-            self._on = False
+            self._loads_itself = True
             if self._rank == 0:
                 logger.info("ds_compress: the guard is off: this program loads its micro-batches by itself")
             return
@@ -87,7 +100,7 @@ class Guard:
             return
         if self._rank == 0 and engine.monitor.enabled:
             engine.monitor.write_events([(label(LOSS_COST), compressed - plain, engine.global_samples)])
-        self._judge(engine.global_steps, compressed, plain)
+        self._judge(engine, compressed, plain)
 
     def _loss(self, engine: Any, mode: Mode) -> Tensor:
         """[], fp32: of the micro-batch, on the last stage; 0 on the others, nan where it is none."""
@@ -104,23 +117,54 @@ class Guard:
                 return torch.full((), math.nan, dtype=torch.float32, device=engine.device)
             return loss.detach().float().reshape(())
 
-    def _judge(self, step: int, compressed: float, plain: float) -> None:
+    def _judge(self, engine: Any, compressed: float, plain: float) -> None:
         cost, most = compressed - plain, self._options.loss * abs(plain)
         if -most <= cost <= most:
             return
         codecs = dict.fromkeys(str(self._config.codecs(number).forward) for number in self._config.numbers)
         meaning = "the model has come to need it" if cost < 0 else "it hurts"
+        advice = ": use more bits or a higher density, or another codec"
+        advice = advice if self._options.action != "loosen" or cost < 0 else ""
         share = f"{cost / abs(plain):+.0%}" if plain else "all of it"
         line = (
-            f"ds_compress: guard: after step {step} a loss of {plain:.4g} is {compressed:.4g} with "
-            f"compression ({share}; ds_compress.guard.loss: {self._options.loss:.0%}): {meaning}; forward "
-            f"{', '.join(codecs)}: use more bits or a higher density, or another codec"
+            f"ds_compress: guard: after step {engine.global_steps} a loss of {plain:.4g} is {compressed:.4g} "
+            f"with compression ({share}; ds_compress.guard.loss: {self._options.loss:.0%}): {meaning}; "
+            f"forward {', '.join(codecs)}{advice}"
         )
         if self._options.action == "stop":
             raise CompressionError(line)
-        if self._rank == 0 and not self._said:
+        if self._options.action == "loosen" and cost > 0:
+            self._loosen(engine, [(number, "forward") for number in range(self._boundaries)], line)
+        elif self._rank == 0 and not self._said:
             logger.warning(line)
-        self._said = True
+            self._said = True
+
+    def look_at_errors(self, engine: Any) -> None:
+        """After a training step that it judges; every rank calls it. Where messages lost more than is allowed
+        in any replica, milder settings follow."""
+        known = engine._compression_monitor.errors()
+        places = [(number, direction) for number in range(self._boundaries) for direction in DIRECTIONS]
+        errors = [known.get(place, 0.0) for place in places]  # a message that is not finite has none
+        most = torch.tensor(errors, dtype=torch.float64, device=engine.device).nan_to_num(0.0)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        over = {place: error for place, error in zip(places, most.tolist()) if error > self._options.error}
+        if over:
+            found = ", ".join(f"{error:.2f} at boundary {n}, {d}" for (n, d), error in over.items())
+            limit = f"ds_compress.guard.error: {self._options.error:g}"
+            line = f"ds_compress: guard: after step {engine.global_steps} messages have relative errors of "
+            self._loosen(engine, list(over), f"{line}{found} ({limit})")
+
+    def _loosen(self, engine: Any, places: Sequence[Place], line: str) -> None:
+        adoption = engine._adoption
+        changes = loosened(self._config, adoption.adopted, places)
+        adoption.adopt(engine, changes)
+        now = ", ".join(
+            f"boundary {number} {direction} {getattr(self._config.codecs(int(number)), direction)}"
+            for number, directions in changes.items()
+            for direction in directions
+        )
+        if self._rank == 0:
+            logger.warning(f"{line}; milder from the next step on: {now}")
 
 
 class GuardedEngine:
@@ -131,6 +175,8 @@ class GuardedEngine:
     def train_batch(self, *args, **kwargs):
         self._guard.begin(self.global_steps + 1)
         loss = super().train_batch(*args, **kwargs)
+        if self._guard.acts and self._guard.judges(self.global_steps):
+            self._guard.look_at_errors(self)
         if self._guard.due:
             self._guard.look(self)
         return loss
@@ -142,10 +188,6 @@ class GuardedEngine:
         if self._guard.due:
             self._guard.batch = batch
         return batch
-
-
-def _loses(codec: Codec) -> bool:
-    return codec.error_bound(TensorSpec((2, 64, 64), torch.float32)) > 0
 
 
 @contextlib.contextmanager

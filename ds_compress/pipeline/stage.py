@@ -68,6 +68,7 @@ class Stage:
         self.in_schedule = False
         self.wants_samples = config.sample_ids is not None and before is None
         self.groups: list[Any] = []  # process groups of its channels
+        self.rests: set[str] = set()  # directions whose second packets have a group of their own
         self.shape_links: ShapeLinks | None = None  # None: shape messages go DeepSpeed's way
         self.step = 0
         self.training = False
@@ -172,6 +173,14 @@ class Stage:
         made = lane.run(work)
         lane.join()
         return made
+
+    def adopt(self) -> None:
+        """Follow the codecs of `config`, which are others than in the step before."""
+        for boundary in self.boundaries:
+            self.in_lane(boundary, boundary.adopt)
+        for end in self.ends:
+            end.link.renew()
+        self.wants_samples = self.config.sample_ids is not None and self.before is None
 
     def load(self, batch: Sequence[Any], buffer_id: int | None) -> None:
         """Take note of the samples in what the data loader returned; called where `wants_samples`.

@@ -32,9 +32,6 @@ RENAMED = {
 }
 """What keys and values were called in 0.1; said where the new name is allowed and the old one is not."""
 
-GONE = {"policy": "it had no effect and is gone"}
-"""Keys of 0.1 without a successor."""
-
 
 class Options(BaseModel):
     """Base of every options model: unknown keys, values of the wrong type, inf and nan are refused."""
@@ -127,8 +124,6 @@ def _instead(word: object, known: list[str]) -> str:
     """What `word` is called now, or the nearest of the names that are known."""
     if not isinstance(word, str):
         return did_you_mean(word, known)
-    if word in GONE:
-        return f", {GONE[word]}"
     return f", now {RENAMED[word]!r}" if RENAMED.get(word) in known else did_you_mean(word, known)
 
 

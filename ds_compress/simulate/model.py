@@ -42,6 +42,11 @@ def simulate(
         raise CompressionError(
             f"simulate: {type(model).__name__} has no list of layers; allowed: nn.Sequential, PipelineModule"
         )
+    if config.changes:
+        raise CompressionError(
+            f"{KEY}.policy: {config.policy.name!r} is not simulated, as it decides from what a pipeline "
+            "measures; allowed: 'constant'"
+        )
     cuts = _between(cuts, len(layers))
     config.check_boundaries(len(cuts))
     config.count_epochs(steps_per_epoch)

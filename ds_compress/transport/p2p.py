@@ -114,6 +114,9 @@ class End:
         """Serve a schedule of `depth` from the next batch on."""
         self.depth = depth
 
+    def renew(self) -> None:
+        """Packets from now on are laid out otherwise; called while none is under way."""
+
 
 class Sender(End):
     """The sending end of a channel, blocking."""
@@ -133,6 +136,9 @@ class Sender(End):
         """Send `packet`, which came from `memory`."""
         self.patience.wait(self._isend(packet), self.peer, self.device)
         self._free.append(packet)
+
+    def renew(self) -> None:
+        self._free.clear()  # of the same size or not, its gaps are no zeros
 
     def drain(self) -> None:
         """Return when everything sent has left this process."""

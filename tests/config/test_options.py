@@ -5,11 +5,12 @@ from pydantic import BaseModel
 
 from ds_compress.codec import CODECS
 from ds_compress.config import Block
+from ds_compress.config.policies import POLICIES
 from ds_compress.feedback import FEEDBACKS
 
 MODELS = {"block": Block} | {
     f"{registry.kind} {name}": registry.find(name, "").Options
-    for registry in (CODECS, FEEDBACKS)
+    for registry in (CODECS, FEEDBACKS, POLICIES)
     for name in registry.names()
 }
 
@@ -48,7 +49,7 @@ def test_every_option_is_described(name):
         assert field.description.strip().endswith("."), option
 
 
-@pytest.mark.parametrize("registry", [CODECS, FEEDBACKS], ids=lambda registry: registry.kind)
+@pytest.mark.parametrize("registry", [CODECS, FEEDBACKS, POLICIES], ids=lambda registry: registry.kind)
 def test_everything_that_has_a_name_is_summed_up(registry):
     for name in registry.names():
         assert registry.find(name, "").summary().endswith("."), name

@@ -42,10 +42,6 @@ OLD = [
         {"forward": {"feedback": {"name": "aqsgd", "offload": {"device": "disk"}}}},
         "ds_compress.forward.feedback.offload.device: 'disk' is not allowed, now 'nvme'; allowed: 'none', ",
     ),
-    (
-        {"policy": {"name": "constant"}},
-        "ds_compress.policy: unknown key, it had no effect and is gone; allowed: enabled, ",
-    ),
 ]
 
 

@@ -1,0 +1,7 @@
+"""Which settings of the codecs hold at which step: one policy per file."""
+
+from ds_compress.config.policies import accordion, budget, ramp  # noqa: F401  (registers them)
+from ds_compress.config.policies.base import POLICIES, Constant, Now, Place, Policy, Signal
+from ds_compress.config.policies.ladder import ladders
+
+__all__ = ["POLICIES", "Constant", "Now", "Place", "Policy", "Signal", "ladders"]

@@ -1,0 +1,95 @@
+"""The ladders of a policy as codecs: what each rung is at each boundary, checked before training."""
+
+import itertools
+from typing import Any
+
+from ds_compress.codec import CODECS, Codec
+from ds_compress.codecs.mixins import BothDirections, Learns, Observes
+from ds_compress.config.block import DIRECTIONS, KEY
+from ds_compress.config.policies.base import LadderOptions, in_words
+from ds_compress.errors import CompressionError, did_you_mean
+
+Ladder = tuple[dict[str, Any], ...]
+"""The codec of each rung, as JSON describes it."""
+
+
+def ladders(config: Any, boundary: int | None) -> dict[str, Ladder]:
+    """By direction, for those where the policy of `config`, a `Config`, has a ladder for the codec of the
+    boundary; one with a codec of its own that lacks the options has none."""
+    options = config.policy.options
+    found = {}
+    for direction in DIRECTIONS if isinstance(options, LadderOptions) else ():
+        rungs, chosen = options.rungs(direction), _described(config, boundary, direction)
+        known = CODECS.find(chosen["name"], "").Options.model_fields
+        if rungs and rungs[0].keys() <= known.keys():
+            found[direction] = tuple({**chosen, **rung} for rung in rungs)
+    return found
+
+
+def check(config: Any) -> None:
+    """Look at every rung of every boundary.
+
+    Raises:
+        CompressionError: no codec has the options, a value is not allowed, or one cannot be in force while
+            training runs.
+    """
+    options, path = config.policy.options, f"{KEY}.policy"
+    if not isinstance(options, LadderOptions):
+        return
+    every = {number: ladders(config, number) for number in config.numbers}
+    if not options.forward and not options.backward:
+        raise CompressionError(
+            f"{path}.forward: missing, and so is backward; give one of them the values of an option of its "
+            'codec, mild to strong: {"bits": [8, 4]}'
+        )
+    for direction in DIRECTIONS:
+        rungs = options.rungs(direction)
+        if rungs and not any(direction in found for found in every.values()):
+            _refuse_options(config, direction, rungs[0], f"{path}.{direction}")
+        for codec in itertools.chain.from_iterable(found.get(direction, ()) for found in every.values()):
+            _check_alone(CODECS.build(codec, f"{path}.{direction}"), f"{path}.{direction}")
+    for pair in itertools.product(*(range(max(1, len(options.rungs(d)))) for d in DIRECTIONS)):
+        _check_together(config, every, dict(zip(DIRECTIONS, pair)), path)
+
+
+def _described(config: Any, boundary: int | None, direction: str) -> dict[str, Any]:
+    """The codec as the block describes it, as an object."""
+    choice = config.chosen(boundary, direction)["codec"][0]
+    return {"name": choice} if isinstance(choice, str) else choice
+
+
+def _refuse_options(config: Any, direction: str, rung: dict[str, Any], path: str) -> None:
+    name = _described(config, None, direction)["name"]
+    known = sorted(CODECS.find(name, "").Options.model_fields)
+    option = next(option for option in rung if option not in known)
+    raise CompressionError(
+        f"{path}.{option}: codec {name!r} of {KEY}.{direction} has no such option"
+        f"{did_you_mean(option, known)}; allowed: {', '.join(known) or 'none, so no ladder'}"
+    )
+
+
+def _check_alone(codec: Codec, path: str) -> None:
+    """Refuse codecs whose learned state another setting throws away."""
+    learns = isinstance(codec, (BothDirections, Learns, Observes))
+    if learns:
+        raise CompressionError(
+            f"{path}: codec {codec.name!r} learns, and would begin anew at every change; allowed: codecs "
+            "without weights or a basis of their own"
+        )
+
+
+def _check_together(
+    config: Any, every: dict[int | None, dict[str, Ladder]], at: dict[str, int], path: str
+) -> None:
+    """Refuse rungs that the codec of the other direction, or the feedback, cannot go along with."""
+
+    def override(found: dict[str, Ladder]) -> dict[str, Any]:
+        return {d: {"codec": ladder[at[d]]} for d, ladder in found.items()}
+
+    numbered = {str(number): override(found) for number, found in every.items() if number is not None}
+    try:
+        config.changed({**override(every[None]), "boundaries": numbered})
+    except CompressionError as error:
+        rungs = {d: config.policy.options.rungs(d) for d in DIRECTIONS}
+        words = "; ".join(f"{d} {in_words(rungs[d][at[d]])}" for d in DIRECTIONS if rungs[d])
+        raise CompressionError(f"{path}: at {words}: {error}") from None

@@ -1,0 +1,58 @@
+"""The next milder settings: twice the bits, the density or the rank; where that cannot be, none."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ds_compress.codec import TYPICAL, Codec
+from ds_compress.config import DIRECTIONS, Config
+from ds_compress.config.policies import Place
+from ds_compress.config.recipes import with_changes
+from ds_compress.errors import CompressionError
+
+MOST = {"bits": 8, "density": 0.5, "rank": 2**16}
+"""Options that say how strong a codec is, and where there is nothing milder of its kind."""
+
+NONE = {"codec": "none", "feedback": "none"}
+
+
+def loses(codec: Codec) -> bool:
+    """Whether anything that `codec` sends arrives otherwise."""
+    return codec.error_bound(TYPICAL) > 0
+
+
+def loosened(config: Config, adopted: dict[str, Any], places: Iterable[Place]) -> dict[str, Any]:
+    """Settings, as "boundaries" of a block, that are milder at those of `places` that lose anything.
+
+    Args:
+        adopted: what holds beside the block as it was written.
+    """
+    found: dict[str, Any] = {}
+    for number, direction in places:
+        if loses(getattr(config.codecs(number), direction)):
+            milder = _milder(config, with_changes(adopted, found), number, direction)
+            found = with_changes(found, {str(number): milder})
+    return found
+
+
+def _milder(config: Config, adopted: dict[str, Any], number: int, direction: str) -> dict[str, Any]:
+    """What the boundary changes: the first that is no bad block."""
+    choice = config.chosen(number, direction)["codec"][0]
+    codec = {"name": choice} if isinstance(choice, str) else choice
+    options = getattr(config.codecs(number), direction).options
+    tries = [
+        {direction: {"codec": {**codec, name: value}}}
+        for name, most in MOST.items()
+        for value in _values(getattr(options, name, most), most)
+    ]
+    for changes in [*tries, {direction: NONE}]:
+        try:
+            config.changed({"boundaries": with_changes(adopted, {str(number): changes})})
+        except CompressionError:
+            continue
+        return changes
+    return dict.fromkeys(DIRECTIONS, NONE)  # the codec of the other direction cannot be without this one
+
+
+def _values(present: float, most: float) -> list[float]:
+    """Milder ones, the nearest first."""
+    return [value for value in dict.fromkeys((2 * present, most)) if present < value <= most]

@@ -1,0 +1,179 @@
+"""Policies decide what a hand computes, from numbers alone; ladders that cannot be are refused."""
+
+import json
+import math
+
+import pytest
+
+from ds_compress.config import Config
+from ds_compress.config.policies import POLICIES, Now, Signal, ladders
+from ds_compress.errors import CompressionError
+
+FORWARD, BACKWARD = (0, "forward"), (0, "backward")
+LADDER = {"bits": [8, 4]}
+
+
+def policy(name, **options):
+    return POLICIES.build({"name": name, "forward": LADDER, **options}, "policy")
+
+
+def ramp(options, steps, height=3, samples=False):
+    made = policy("ramp", **options)
+    now = [Now(0, n, {}, {FORWARD: height}) if samples else Now(n, 0, {}, {FORWARD: height}) for n in steps]
+    return [made.decide(each, {})[FORWARD] for each in now]
+
+
+def test_ramp_goes_from_mild_to_strong_at_equal_distances():
+    assert ramp({"start": 10, "end": 20}, [0, 10, 14, 15, 19, 20, 500]) == [0, 0, 0, 1, 1, 2, 2]
+    assert ramp({"end": 1}, [0, 1, 2], height=2) == [0, 1, 1]
+    assert ramp({"end": 64, "unit": "samples"}, [0, 31, 32, 63, 64], samples=True) == [0, 0, 1, 1, 2]
+    assert ramp({"start": 3, "end": 6}, [-5, 0], height=16) == [0, 0]  # in the warm-up
+
+
+def trace(made, places, intervals, state=None):
+    """The rungs after each interval of (norm by boundary, learning rate)."""
+    state = {} if state is None else state
+    rungs, found = dict.fromkeys(places, 0), []
+    for norms, lr in intervals:
+        signals = {place: Signal(norms[place[0]]) for place in places}
+        rungs = made.decide(Now(0, 0, rungs, dict.fromkeys(places, 2), lr, signals), state)
+        found.append([rungs[place] for place in places])
+        state = json.loads(json.dumps(state))  # as a checkpoint has it
+    return found
+
+
+def test_accordion_reproduces_a_trace_computed_by_hand():
+    """Both directions of a boundary go by its gradients; 1 is strong.
+
+    interval      1     2     3     4     5     6     7     8     9
+    boundary 0   8.0   5.0   2.5   2.0   2.0   3.0   3.0   inf   2.9
+    change        -   .375   .50   .20   0     .50   0      -    .03   of 3.0, the last that was finite
+    boundary 1   1.0   1.0   1.0   0.6   0.6   0.6   0.6   0.6   0.2
+    change        -    0     0     .40   0     0     0     0     .67
+    lr           .1    .1    .1    .1    .05   .05   .04   .04   .04   halved before the fifth
+    """
+    first = [8.0, 5.0, 2.5, 2.0, 2.0, 3.0, 3.0, math.nan, 2.9]
+    second = [1.0, 1.0, 1.0, 0.6, 0.6, 0.6, 0.6, 0.6, 0.2]
+    lr = [0.1, 0.1, 0.1, 0.1, 0.05, 0.05, 0.04, 0.04, 0.04]
+    intervals = [({0: a, 1: b}, each) for a, b, each in zip(first, second, lr)]
+    places = [FORWARD, BACKWARD, (1, "forward")]
+    expected = [
+        [0, 0, 0],
+        [1, 1, 1],
+        [0, 0, 1],
+        [1, 1, 1],
+        [0, 0, 0],
+        [0, 0, 1],
+        [1, 1, 1],
+        [0, 0, 1],
+        [1, 1, 0],
+    ]
+    assert trace(policy("accordion"), places, intervals) == expected
+
+
+def test_accordion_with_learning_rates_that_fall_all_the_time():
+    cosine = [0.5 * (1 + math.cos(math.pi * step / 10)) for step in range(10)]
+    found = trace(policy("accordion"), [FORWARD], [({0: 1.0}, lr) for lr in cosine])
+    assert [rungs[0] for rungs in found] == [0, 1, 1, 1, 1, 1, 1, 1, 0, 0]  # .206 -> .095 -> .024
+    zero = trace(policy("accordion"), [FORWARD], [({0: norm}, 1.0) for norm in (0.0, 0.0, 1.0, 1.0)])
+    assert zero == [[0], [1], [0], [1]]
+
+
+def under(errors, present, sizes=(8, 6, 4, 2), **options):
+    made = POLICIES.build({"name": "budget", "error": 0.1, **options}, "policy")
+    signals = {FORWARD: Signal(math.nan, tuple(errors), tuple(sizes))}
+    return made.decide(Now(0, 0, {FORWARD: present}, {FORWARD: 4}, 0.0, signals), {})[FORWARD]
+
+
+def test_budget_takes_the_fewest_bytes_under_its_limit():
+    assert under([0.01, 0.02, 0.05, 0.2], 0) == 2
+    assert under([0.01, 0.02, 0.095, 0.2], 0) == 1  # .09 is asked of those that are not in force
+    assert under([0.01, 0.02, 0.095, 0.2], 2) == 2
+    assert under([0.01, 0.02, 0.105, 0.2], 2) == 1
+    assert under([0.01, 0.02, 0.095, 0.2], 0, hysteresis=0) == 2
+    assert under([0.01, 0.02, 0.03, 0.05], 1) == 3
+    assert under([0.3, 0.25, 0.4, 0.5], 3) == 1  # the smallest error, where none is small enough
+    assert under([0.01, math.nan, 0.03, 0.05], 1) == 1
+    assert under([0.01, 0.02, 0.05, 0.05], 0, sizes=(8, 6, 4, 4)) == 2
+
+
+def within(limit, present, signals, **options):
+    made = POLICIES.build({"name": "budget", "step_bytes": limit, **options}, "policy")
+    now = Now(0, 0, present, dict.fromkeys(present, 3), 0.0, signals)
+    found = made.decide(now, {})
+    return [found[place] for place in (FORWARD, BACKWARD)]
+
+
+def test_budget_takes_the_least_error_within_its_bytes():
+    """Forward loses .1 for 4 bytes, then .4 for 2; backward .02 for 4, then .03 for 2."""
+    signals = {
+        FORWARD: Signal(math.nan, (0.0, 0.1, 0.5), (8, 4, 2)),
+        BACKWARD: Signal(math.nan, (0.0, 0.02, 0.05), (8, 4, 2)),
+    }
+    mild = {FORWARD: 0, BACKWARD: 0}
+    expected = {16: [0, 0], 15: [0, 1], 12: [0, 1], 11: [0, 2], 10: [0, 2], 9: [1, 2], 6: [1, 2], 5: [2, 2]}
+    assert {limit: within(limit, mild, signals) for limit in expected} == expected
+    assert within(12, {FORWARD: 1, BACKWARD: 0}, signals) == [0, 1]  # .1 -> .02
+    close = {**signals, FORWARD: Signal(math.nan, (0.0, 0.021, 0.5), (8, 4, 2))}
+    assert within(12, {FORWARD: 1, BACKWARD: 0}, close) == [1, 0]  # .021 -> .02 is not worth it
+    assert within(12, {FORWARD: 1, BACKWARD: 0}, close, hysteresis=0) == [0, 1]
+
+
+QUANTIZE = {"codec": {"name": "quantize", "bits": 6}, "feedback": "ef"}
+TOPK = {"codec": {"name": "topk", "density": 0.1}}
+BLOCK = {"forward": QUANTIZE, "backward": TOPK}
+END = {"name": "ramp", "end": 5}
+BAD = [
+    ("acordion", "ds_compress.policy: 'acordion' is not registered (did you mean 'accordion'?)"),
+    ({**END, "name": "rmp"}, "ds_compress.policy.name: 'rmp' is not registered (did you mean 'ramp'?)"),
+    (5, "ds_compress.policy: 5 is neither a name nor an object"),
+    (END, "ds_compress.policy.forward: missing, and so is backward"),
+    ({"name": "ramp", "forward": LADDER}, "ds_compress.policy.end: missing"),
+    ({**END, "start": 5, "forward": LADDER}, "ds_compress.policy.end: 5 is not allowed; allowed: more than"),
+    ({**END, "forward": {"density": [1, 2]}}, "ds_compress.policy.forward.density: codec 'quantize' of"),
+    ({**END, "forward": {"bit": [8, 4]}}, "ds_compress.policy.forward.bit: codec 'quantize' of ds_compress."
+     "forward has no such option (did you mean 'bits'?)"),
+    ({**END, "forward": {"bits": [9, 4]}}, "ds_compress.policy.forward.bits: 9 is not allowed"),
+    ({**END, "forward": {"bits": ["8", 4]}}, "ds_compress.policy.forward.bits: '8' is not allowed"),
+    ({**END, "forward": {"bits": 4}}, "ds_compress.policy.forward.bits: 4 is not allowed: should be a"),
+    ({**END, "forward": {"bits": [4]}}, "ds_compress.policy.forward: {'bits': [4]} is not allowed"),
+    ({**END, "forward": {"bits": [4, 2], "group_size": [8]}}, "ds_compress.policy.forward: {"),
+    ({"name": "accordion", "forward": {"bits": [8, 4, 2]}}, "ds_compress.policy.forward: {'bits': [8, 4"),
+    ({"name": "accordion", "forward": {"bits": [8, 1]}}, "ds_compress.policy: at forward bits 1: ds_"
+     "compress.forward.feedback: ef cannot follow"),
+    ({"name": "budget", "forward": LADDER}, "ds_compress.policy: None is not allowed for 'step_bytes'"),
+    ({"name": "budget", "forward": LADDER, "error": 0.1, "step_bytes": 9}, "ds_compress.policy.step_bytes:"),
+    ({"name": "constant", "every": 3}, "ds_compress.policy.every: unknown key"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy, line", BAD, ids=[line for _, line in BAD])
+def test_what_cannot_be_is_refused(policy, line):
+    with pytest.raises(CompressionError) as caught:
+        Config({**BLOCK, "policy": policy})
+    assert str(caught.value).startswith(line)
+
+
+@pytest.mark.parametrize("codec", [{"name": "pca", "rank": 4}, {"name": "autoencoder", "width": 8}])
+def test_what_learns_has_no_ladder(codec):
+    option = "rank" if "rank" in codec else "width"
+    both = {"forward": {"codec": codec}, "backward": {"codec": codec}, "warmup_steps": 2}
+    with pytest.raises(CompressionError, match=f"policy.forward: codec '{codec['name']}' learns"):
+        Config({**both, "policy": {**END, "forward": {option: [4, 2]}}})
+
+
+def test_ladders_are_of_the_codec_that_a_boundary_has():
+    own = {
+        "1": {"forward": {"codec": {"name": "quantize", "bits": 5, "group_size": 64}}},
+        "2": {"forward": TOPK},
+    }
+    reuse = {"codec": {"name": "topk", "indices": "reuse"}}
+    config = Config({**BLOCK, "boundaries": own, "policy": {**END, "forward": LADDER}, "backward": reuse})
+    assert [codec["bits"] for codec in ladders(config, 0)["forward"]] == [8, 4]
+    assert [codec.get("group_size") for codec in ladders(config, 1)["forward"]] == [64, 64]
+    assert ladders(config, 2) == {}
+
+
+def test_a_ladder_that_only_a_boundary_of_its_own_settings_has():
+    config = Config({"boundaries": {"1": {"forward": QUANTIZE}}, "policy": {**END, "forward": LADDER}})
+    assert ladders(config, 0) == {} and len(ladders(config, 1)["forward"]) == 2

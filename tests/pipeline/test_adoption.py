@@ -1,0 +1,293 @@
+"""Settings that change between two steps: on all ranks, on both sides, and as if they had always been so."""
+
+import logging
+
+import pytest
+import torch
+
+import ds_compress  # noqa: F401  (hooks the engine)
+from ds_compress.errors import CompressionError
+from ds_compress.simulate.boundary import SimulatedBoundary
+from tests.support.dist import run_ranks
+from tests.support.pipeline import batches, build, ds_config, layers, weights
+from tests.support.simulated import evaluate, even_cuts, simulated, train_step
+
+STEPS = 6
+TOPK = {"codec": {"name": "topk", "density": 0.25}}
+QUANTIZE = {"codec": {"name": "quantize", "bits": 6, "group_size": 32}}
+NONE = {"codec": "none", "feedback": "none"}
+
+
+def bits(number, **feedback):
+    return {"codec": {"name": "quantize", "bits": number, "group_size": 32}, **feedback}
+
+
+EF = {"feedback": "ef"}
+STARTS = {
+    "from nothing": {},
+    "codecs": {"forward": QUANTIZE, "backward": TOPK},
+    "feedback": {"forward": bits(8, feedback="ef21"), "backward": {**QUANTIZE, **EF}},
+    "learned": {"forward": {"codec": {"name": "lowrank", "rank": 2}}, "backward": TOPK},
+}
+COURSES = {
+    "from nothing": {
+        1: {"0": {"forward": QUANTIZE}},
+        3: {"0": {"backward": TOPK}},
+        5: {"0": {"forward": NONE}},
+    },
+    "codecs": {
+        2: {"0": {"forward": bits(2), "backward": {"codec": {"name": "topk", "density": 0.5}}}},
+        3: {"0": {"forward": TOPK}},
+        4: {"0": {"backward": {"codec": {"name": "topk", "indices": "reuse"}}}},
+        5: {"0": {"forward": {"codec": {"name": "topk", "density": 0.1}}}},
+    },
+    "feedback": {
+        2: {"0": {"forward": bits(3), "backward": bits(3)}},
+        4: {"0": {"forward": bits(3, feedback="none"), "backward": {**TOPK, **EF}}},
+    },
+    "learned": {
+        2: {"0": {"forward": {"codec": {"name": "lowrank", "rank": 4}}}},
+        4: {"0": {"forward": {"codec": "lossless"}, "backward": bits(4, feedback="ef")}},
+    },
+}
+"""By steps done, what is adopted then."""
+
+
+def block(name, **changes):
+    return {**STARTS[name], "min_numel": 0, "guard": {"every": 0}, **changes}
+
+
+def trained(config, course, stages=2, folder=None, start=0, evaluates=False, **module):
+    """Losses from step `start`, which is loaded, on; bytes sent by step; what is remembered at the end."""
+    engine = build(stages, config, **module)
+    data = batches(engine.grid.get_data_parallel_id())
+    if start:
+        engine.load_checkpoint(str(folder))
+        for _ in range(start * engine.micro_batches):
+            next(data)
+    losses, sent = [], []
+    for step in range(start, STEPS):
+        if step in course:
+            engine._adoption.adopt(engine, course[step])
+        if evaluates:
+            losses.append(engine.eval_batch(batches()).item())
+        before = sum(channel.sent.wire_bytes for channel in engine._compression.sending)
+        losses.append(engine.train_batch(data).item())
+        sent.append(sum(channel.sent.wire_bytes for channel in engine._compression.sending) - before)
+        if folder and not start:
+            engine.save_checkpoint(str(folder), tag=f"step{step + 1}", save_latest=step == 3)
+    return {"losses": losses, "sent": sent, "memory": remembered(engine), "weights": weights(engine)}
+
+
+def remembered(engine):
+    return {
+        f"{boundary.number}/{position}/{key}": value.clone()
+        for boundary in engine._compression.boundaries
+        for position, memory in boundary.memory.items()
+        for key, value in memory.items()
+    }
+
+
+def trained_simulated(config, course, evaluates):
+    specs = layers()
+    model = simulated(specs, config, even_cuts(len(specs), 2))
+    (boundary,) = (layer for layer in model if isinstance(layer, SimulatedBoundary))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    data, losses, adopted = batches(), [], {}
+    for step in range(STEPS):
+        for direction, settings in course.get(step, {}).get("0", {}).items():
+            adopted[direction] = {**adopted.get(direction, {}), **settings}
+        boundary.config.adopt(boundary.config.changed({"boundaries": {"0": adopted}}))
+        boundary.upstream.adopt()
+        boundary.downstream.adopt()
+        if evaluates:
+            losses.append(evaluate(model, batches()))
+        losses.append(train_step(model, optimizer, data))
+    return losses
+
+
+@pytest.mark.parametrize("name, link", [
+    *((name, {}) for name in COURSES),
+    *((name, {"mode": "blocking"}) for name in ("codecs", "learned")),
+    ("codecs", {"depth": 3}),
+])  # fmt: skip
+def test_a_pipeline_changes_as_its_simulation_does(name, link):
+    """With evaluation before every step, which meets the new settings first."""
+    config = ds_config(block(name, link=link))
+    first, second = run_ranks(2, trained, config, COURSES[name], 2, None, 0, True)
+    assert first["losses"] == second["losses"]
+    assert first["losses"] == trained_simulated(ds_config(block(name)), COURSES[name], True)
+
+
+def dynamic(config, course):
+    return trained(config, course, dynamic_shape=True)
+
+
+def test_dynamic_shape():
+    ranks = run_ranks(2, dynamic, ds_config(block("codecs")), COURSES["codecs"])
+    assert ranks[0]["losses"] == trained_simulated(ds_config(block("codecs")), COURSES["codecs"], False)
+
+
+def test_every_boundary_and_replica():
+    """Only boundary 1 of 3 stages; packets have the sizes that the same settings have from the start."""
+    course = {3: {"1": {"forward": bits(2), "backward": bits(5)}}}
+    config = ds_config(block("codecs"), replicas=2)
+    ranks = run_ranks(6, trained, config, course, 3)
+    blocking = run_ranks(
+        6, trained, ds_config(block("codecs", link={"mode": "blocking"}), replicas=2), course, 3
+    )
+    after = ds_config(block("codecs", boundaries=course[3]), replicas=2)
+    constant = run_ranks(6, trained, after, {}, 3)
+    for one, other, always in zip(ranks, blocking, constant):
+        assert one["losses"] == other["losses"] == ranks[0]["losses"]
+        assert one["sent"][3:] == always["sent"][3:]
+    assert [rank["sent"][0] == rank["sent"][-1] for rank in ranks] == [True] * 2 + [False] * 4
+
+
+def stock(steps):
+    engine, data = build(2, ds_config()), batches()
+    return [engine.train_batch(data).item() for _ in range(steps)], weights(engine)
+
+
+def test_none_is_bit_equal_to_stock_whatever_it_is_called():
+    course = {step: {"0": {"forward": NONE, "backward": {"codec": "lossless"}}} for step in (1, 3)}
+    ranks = run_ranks(2, trained, ds_config(block("from nothing")), course)
+    for rank, (losses, expected) in zip(ranks, run_ranks(2, stock, STEPS)):
+        assert rank["losses"] == losses
+        for key, value in expected.items():
+            assert torch.equal(torch.as_tensor(rank["weights"][key]), torch.as_tensor(value))
+
+
+@pytest.mark.parametrize("name", COURSES)
+def test_resuming_goes_on_with_what_was_adopted(name, tmp_path):
+    """From after the last but one change, whose block a resumed run does not have."""
+    config = ds_config(block(name))
+    whole = run_ranks(2, trained, config, COURSES[name], 2, tmp_path)
+    resumed = run_ranks(2, trained, config, COURSES[name], 2, tmp_path, 4)
+    for ours, theirs in zip(resumed, whole):
+        assert ours["losses"] == theirs["losses"][4:] and ours["sent"] == theirs["sent"][4:]
+        assert ours["memory"].keys() == theirs["memory"].keys()
+        assert all(torch.equal(value, theirs["memory"][key]) for key, value in ours["memory"].items())
+
+
+def resumed_with_another_block(folder):
+    said = []
+    logging.getLogger("ds_compress").addFilter(lambda record: said.append(record.getMessage()) or True)
+    engine = build(2, ds_config(block("codecs", forward=bits(7))))
+    engine.load_checkpoint(str(folder))
+    return str(engine._compression.config.codecs(0).forward), [line for line in said if "start again" in line]
+
+
+def test_another_block_begins_as_it_says(tmp_path):
+    run_ranks(2, trained, ds_config(block("codecs")), COURSES["codecs"], 2, tmp_path)
+    (codec, said), (_, silent) = run_ranks(2, resumed_with_another_block, tmp_path)
+    assert "bits=7" in codec and not silent
+    assert len(said) == 1 and "settings that changed during training start again from the block" in said[0]
+
+
+def forgets(folder):
+    """A checkpoint of before the change takes the change back."""
+    engine, data = build(2, ds_config(block("codecs"))), batches()
+    engine.train_batch(data)
+    engine.save_checkpoint(str(folder))
+    engine._adoption.adopt(engine, {"0": {"forward": bits(2)}})
+    engine.train_batch(data)
+    changed = str(engine._compression.config.codecs(0).forward)
+    engine.load_checkpoint(str(folder))
+    engine.train_batch(data)
+    return changed, str(engine._compression.config.codecs(0).forward)
+
+
+def test_loading_what_was_before_a_change_takes_it_back(tmp_path):
+    for changed, back in run_ranks(2, forgets, tmp_path):
+        assert "bits=2" in changed and "bits=6" in back
+
+
+def kept(course):
+    """Keys of what rank 0 remembers of before an adoption, after it."""
+    start = block("feedback") | {"backward": {"codec": {"name": "lowrank", "rank": 2}, **EF}}
+    engine, data = build(2, ds_config(start)), batches()
+    engine.train_batch(data)
+    before = remembered(engine)
+    engine._adoption.adopt(engine, {"0": course})
+    after = remembered(engine)
+    assert all(torch.equal(value, before[key]) for key, value in after.items())
+    engine.train_batch(data)
+    return sorted(before.keys() - after.keys())
+
+
+LOWRANK = "0/0/lowrank.0.backward.32x2"
+RANK = {"codec": {"name": "lowrank", "rank": 3}}
+
+
+@pytest.mark.parametrize("course, up, down", [
+    ({"forward": bits(8)}, [], []),
+    ({"forward": bits(2)}, [], []),
+    ({"forward": bits(2, feedback={"name": "ef21", "dtype": "bf16"})}, ["0/0/forward/mirror/ef21"], None),
+    ({"forward": bits(2, feedback="ef")}, ["0/0/forward/mirror/ef21"], None),
+    ({"backward": RANK}, [], [LOWRANK]),
+    ({"backward": {**RANK, "feedback": "none"}}, [], ["0/0/backward/sender/ef", LOWRANK]),
+    ({"backward": {**NONE, **EF}}, [], [LOWRANK]),
+])  # fmt: skip
+def test_what_goes_on_and_what_begins_anew(course, up, down):
+    assert run_ranks(2, kept, course) == [up, up if down is None else down]
+
+
+def refusals():
+    engine, data = build(2, ds_config(block("codecs"))), batches()
+    engine.train_batch(data)
+    found = []
+    for boundaries in (
+        {"0": {"forward": {"codec": {"name": "quantize", "bits": 9}}}},
+        {"1": {"forward": "none"}},
+        {"1": {"forward": QUANTIZE}},
+        {"0": {"backward": {"codec": {"name": "quantize", "bits": 1}, "feedback": "ef21"}}},
+    ):
+        with pytest.raises(CompressionError) as error:
+            engine._adoption.adopt(engine, boundaries)
+        found.append(str(error.value))
+    engine._compression.in_schedule = True
+    with pytest.raises(CompressionError) as error:
+        engine._adoption.adopt(engine, {})
+    engine._compression.in_schedule = False
+    losses = [engine.train_batch(data).item() for _ in range(2)]
+    return [*found, str(error.value)], losses
+
+
+def test_what_cannot_be_is_refused_and_changes_nothing():
+    (lines, losses), _ = run_ranks(2, refusals)
+    starts = (
+        "ds_compress.boundaries.0.forward.codec.bits: 9 is not allowed",
+        "ds_compress.boundaries.1.forward: 'none' is not allowed",
+        "ds_compress.boundaries.1: there is no such boundary",
+        "ds_compress.boundaries.0.backward.feedback: ef21",
+        "ds_compress: settings cannot change while a step runs",
+    )
+    for line, start in zip(lines, starts, strict=True):
+        assert line.startswith(start), line
+    assert losses == run_ranks(2, trained, ds_config(block("codecs")), {})[0]["losses"][1:3]
+
+
+LARGER = {"codec": {"name": "topk", "density": 1.0, "values": "raw", "indices": "int32"}}
+
+
+def follows():
+    """What the parts that look at codecs say before and after something is adopted."""
+    said = []
+    logging.getLogger("ds_compress").addFilter(lambda record: said.append(record.getMessage()) or True)
+    engine, data = (
+        build(2, ds_config({"min_numel": 0, "guard": {"every": 2}, "monitor": {"every": 1}})),
+        batches(),
+    )
+    found = []
+    for settings in ({}, {"0": {"forward": {**QUANTIZE, "feedback": "ef21"}, "backward": LARGER}}):
+        engine._adoption.adopt(engine, settings)
+        engine.train_batch(data)
+        found.append((engine._guard.judges(2), engine._compression_mirrors.every))
+    return found, [line for line in said if "makes messages larger" in line]
+
+
+def test_guard_mirrors_and_monitor_follow():
+    (found, said), _ = run_ranks(2, follows)
+    assert found == [(False, 0), (True, 100)]
+    assert len(said) == 1 and said[0].startswith("ds_compress.boundaries.0.backward.codec: topk(")
