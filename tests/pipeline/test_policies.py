@@ -20,7 +20,7 @@ QUANTIZE = {"codec": {"name": "quantize", "bits": 6, "group_size": 32}}
 BITS = {"bits": [8, 4, 2]}
 TWO = {"bits": [8, 2]}
 POLICIES = {
-    "ramp": {"name": "ramp", "start": 2, "end": 7, "forward": BITS, "backward": {"bits": [8, 3, 2]}},
+    "ramp": {"name": "ramp", "end": 7, "forward": BITS, "backward": {"bits": [8, 3, 2]}},
     "accordion": {"name": "accordion", "every": 2, "threshold": 0.1, "forward": TWO, "backward": TWO},
     "budget": {"name": "budget", "every": 3, "error": 0.2, "forward": BITS, "backward": BITS},
     "bytes": {"name": "budget", "every": 2, "step_bytes": 8000, "forward": BITS, "backward": BITS},
@@ -139,7 +139,7 @@ def test_steps_where_nothing_can_change_cost_no_collective(name, due):
 def test_a_ramp_has_the_bytes_of_its_rungs_and_starts_where_it_is(tmp_path):
     config = ds_config(block(POLICIES["ramp"]))
     first, _ = run_ranks(2, trained, config, 2, tmp_path)
-    assert [rungs[0, "forward"] for rungs in first["rungs"]] == [0, 0, 0, 0, 0, 1, 1, 2, 2]
+    assert [rungs[0, "forward"] for rungs in first["rungs"]] == [0, 0, 0, 0, 1, 1, 1, 2, 2]
     for rung, bits in enumerate((8, 4, 2)):
         codec = {"codec": {"name": "quantize", "bits": bits, "group_size": 32}}
         constant, _ = run_ranks(
