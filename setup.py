@@ -2,12 +2,14 @@
 setup.cfg. Where there is no compiler the package is installed all the same, and plain torch serves."""
 
 import importlib.util
+import re
 import tempfile
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 NATIVE = Path("ds_compress", "kernels", "native")
 
@@ -60,4 +62,22 @@ class WheelWithLibraries(bdist_wheel):
         return tag if self.root_is_pure else ("py3", "none", tag[2])
 
 
-setup(cmdclass={"build_py": BuildWithLibraries, "bdist_wheel": WheelWithLibraries})
+class WholeTree(sdist):
+    """With the link that setuptools passes over, as it has seen the folder behind it already."""
+
+    def make_release_tree(self, base_dir, files):
+        super().make_release_tree(base_dir, files)
+        Path(base_dir, "ds_configs").symlink_to("ds_compress/recipes")
+
+
+def described(readme):
+    """`readme` as a package index shows it, where links to files of the tree lead nowhere: their words alone,
+    and no pictures."""
+    relative = r"\]\((?!https?:)[^)]*\)"
+    return re.sub(rf"\[([^]]*){relative}", r"\1", re.sub(rf"!\[[^]]*{relative}\n*", "", readme))
+
+
+setup(
+    long_description=described(Path(__file__).with_name("README.md").read_text()),
+    cmdclass={"build_py": BuildWithLibraries, "bdist_wheel": WheelWithLibraries, "sdist": WholeTree},
+)

@@ -1,21 +1,23 @@
 """The command `ds-compress`, also `python -m ds_compress`: one module per subcommand."""
 
+import argparse
 import os
 import sys
 
-from ds_compress.cli import advise, bench, check, listing, merge, report, schema
+from ds_compress.cli import advise, bench, check, doctor, listing, merge, report, schema, stage_times
 from ds_compress.cli.arguments import Parser
 from ds_compress.errors import CompressionError
 from ds_compress.registry import plugins
 from ds_compress.version import __version__
 
-COMMANDS = (listing, check, bench, advise, report, merge, schema)
+COMMANDS = (listing, check, bench, advise, report, merge, schema, doctor, stage_times)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand; returns the exit code, 2 for input that is refused, in one line."""
     parser = Parser(prog="ds-compress", description="Compressed pipeline messages for DeepSpeed.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher puts it there
     subparsers = parser.add_subparsers(dest="command", required=True)
     for command in COMMANDS:
         command.add_parser(subparsers)

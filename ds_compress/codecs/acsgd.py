@@ -32,19 +32,26 @@ class ACSGD(Codec):
         return ((channels, packed_size(size, self.options.bits)), torch.uint8), ((channels,), torch.float32)
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
-        values = split(x, "channel").float()
-        scale = values.abs().amax(1)
+        channels = group_shape(TensorSpec.of(x), "channel")[0]
+        # computed in the order in which it lies: codes are moved then, not floats
+        values = x.reshape(-1, max(1, channels)).float()
+        scale = values.abs().amax(0) if channels else values.new_empty(0)
         scale = torch.where(scale.isfinite(), scale, torch.nan)  # inf times a code can look finite in fp16
         divisor = torch.where(scale > 0, scale * (1 + 1e-6), 1)
         half = 2 ** (self.options.bits - 1)
-        codes = values.div(divisor[:, None]).mul_(half).round_().clamp_(-half, half - 1).add_(half)
-        return pack(codes.to(torch.uint8), self.options.bits), scale
+        if channels:
+            values = values.div(divisor).mul_(half).round_().clamp_(-half, half - 1).add_(half)
+        codes = split(values.to(torch.uint8).view(x.shape), "channel")
+        return pack(codes, self.options.bits), scale
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         packed, scale = parts
         half = 2 ** (self.options.bits - 1)
-        codes = unpack(packed, self.options.bits).float().sub_(half)
-        return join(codes.div_(half).mul_(scale[:, None]), spec, "channel")
+        as_codes = TensorSpec(spec.shape, torch.uint8, spec.device)
+        values = join(unpack(packed, self.options.bits), as_codes, "channel").float().sub_(half).div_(half)
+        if spec.numel:
+            values.view(-1, len(scale)).mul_(scale)
+        return values.to(spec.dtype)
 
     def error_bound(self, spec: TensorSpec) -> float:
         # a step at most, and no more than the value itself, as 0 is on the grid

@@ -55,7 +55,8 @@ def split(x: Tensor, group_size: int | str, axis: int = -1, fill: Fill = "last")
     shape = group_shape(TensorSpec.of(x), group_size)
     if not x.numel():
         return x.new_empty(shape)
-    rows = x.reshape(-1, shape[0]).t() if group_size == "channel" else x.reshape(1, -1)
+    # torch turns matrices in blocks, and what has more dimensions value by value
+    rows = x.reshape(-1, shape[0]).t().contiguous() if group_size == "channel" else x.reshape(1, -1)
     missing = shape[0] * shape[1] // rows.shape[0] - rows.shape[1]
     if missing:
         more = rows[:, -1:]
@@ -81,7 +82,7 @@ def join(groups: Tensor, spec: TensorSpec, group_size: int | str, axis: int = -1
         largest = torch.finfo(torch.float16).max
         groups = groups.clamp(-largest, largest)
     if group_size == "channel" and spec.numel:
-        values = groups[:, : spec.numel // groups.shape[0]].t()
+        values = groups[:, : spec.numel // groups.shape[0]].contiguous().t().contiguous()
     else:
         if groups.dtype == spec.dtype and groups.numel() == spec.numel and groups.is_contiguous():
             return groups.view(spec.shape)  # nothing was missing

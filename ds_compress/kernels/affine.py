@@ -14,6 +14,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+SMALLEST_STEP = 2.0**-126
+"""Above 0: the smallest normal number."""
+
 
 @dataclass(frozen=True, eq=False)  # codecs keep theirs, and every message looks something up by it
 class Grid:
@@ -55,12 +58,19 @@ def minmax_scales(low: Tensor, high: Tensor, grid: Grid) -> tuple[Tensor, Tensor
     """Step and offset, [n] of the scale dtype, of grids from `low` to `high`, fp32 [n]."""
     low, high = low + 0.0, high + 0.0  # which of two zeros a reduction meets first depends on the processor
     offset = _at_most(low, grid.scale_dtype)
-    return _at_least((high - offset.float()) / grid.top, grid.scale_dtype), offset
+    return _step((high - offset.float()) / grid.top, grid), offset
 
 
 def symmetric_scale(reach: Tensor, grid: Grid) -> Tensor:
     """Step, [n] of the scale dtype, of grids from -reach to reach, fp32 [n]."""
-    return _at_least(2 * reach / grid.top, grid.scale_dtype)
+    return _step(2 * reach / grid.top, grid)
+
+
+def _step(least: Tensor, grid: Grid) -> Tensor:
+    """The smallest step, [n] of the scale dtype, that is not below `least`, fp32 [n], and whose inverse is
+    finite; 0 stays 0."""
+    step = _at_least(least, grid.scale_dtype)
+    return torch.where(step > 0, step.clamp(min=SMALLEST_STEP), step)
 
 
 def offset_of(scales: Sequence[Tensor], grid: Grid) -> Tensor:
@@ -77,8 +87,10 @@ def to_codes(
     the expected value equal to the input.
     """
     step, offset = scales[0].float(), offset_of(scales, grid).float()
-    divisor = torch.where(step > 0, step, 1)  # all values of a group of step 0 equal its offset: code 0
-    position = (groups - offset[:, None]).div_(divisor[:, None])
+    # all values of a group of step 0 equal its offset: code 0; one division for a group instead of one for
+    # each value, which is most of what a GPU would have to do
+    inverse = torch.where(step > 0, 1 / step, 1)
+    position = (groups - offset[:, None]).mul_(inverse[:, None])
     if generator is None:
         codes = position.add_(0.5)
     else:

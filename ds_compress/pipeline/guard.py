@@ -36,7 +36,7 @@ logger = logging.getLogger("ds_compress")
 class Guard:
     """When to look, the micro-batch to look at, and the verdict; on every rank."""
 
-    def __init__(self, config: Config, rank: int, boundaries: int = 0):
+    def __init__(self, config: Config, rank: int, boundaries: int):
         """`boundaries`: how many the pipeline has."""
         self.batch: Any = None  # that the step in progress loaded last, where it will be needed
         self.due = False  # whether there is a look after the step in progress
@@ -51,7 +51,7 @@ class Guard:
 
     def follow(self) -> None:
         """Go by the codecs that the config has by now."""
-        used = [self._config.codecs(number) for number in self._config.numbers]
+        used = [self._config.codecs(number) for number in range(self._boundaries)]
         self._loses = any(loses(codec) for each in used for codec in (each.forward, each.backward))
         # evaluation shows what compression does to activations, if it is anything
         plain = all(each.feedbacks["forward"].name == "none" for each in used)
@@ -121,7 +121,7 @@ class Guard:
         cost, most = compressed - plain, self._options.loss * abs(plain)
         if -most <= cost <= most:
             return
-        codecs = dict.fromkeys(str(self._config.codecs(number).forward) for number in self._config.numbers)
+        codecs = dict.fromkeys(str(self._config.codecs(number).forward) for number in range(self._boundaries))
         meaning = "the model has come to need it" if cost < 0 else "it hurts"
         advice = ": use more bits or a higher density, or another codec"
         advice = advice if self._options.action != "loosen" or cost < 0 else ""

@@ -86,9 +86,10 @@ class Rungs:
 
     def _decide(self, engine: Any) -> bool:
         """Whether anything becomes another."""
-        lr, signals = max(map(float, engine.get_lr()), default=0.0), None
+        lr, signals = 0.0, None
         if self._policy.measures:
-            lr, signals = self._signals.gather(lr, self._heights, engine.micro_batches)
+            largest = max(map(float, engine.get_lr()), default=0.0)
+            lr, signals = self._signals.gather(largest, self._heights, engine.micro_batches)
         step, samples = self._compressed(engine), engine.global_samples
         now = Now(step, samples, self.rungs, self._heights, lr, signals)
         return self._stand(engine, self._policy.decide(now, self._state))

@@ -52,6 +52,8 @@ class PeerTimeout:
 
     place: str = "link"
     seconds: float = 1800.0
+    setting: str = "ds_compress.link.timeout_s"
+    """What `seconds` are called where they are given."""
 
     def wait(self, work: Work | Staged, peer: int, device: torch.device) -> None:
         """Wait for a transfer from or to the rank `peer`.
@@ -85,8 +87,7 @@ class PeerTimeout:
         reason = re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]
         if "timed out" in reason.lower():
             raise CompressionError(
-                f"{self.place}: rank {peer} did not answer within {self.seconds:g} s "
-                "(ds_compress.link.timeout_s)"
+                f"{self.place}: rank {peer} did not answer within {self.seconds:g} s ({self.setting})"
             ) from None
         raise CompressionError(f"{self.place}: rank {peer} is gone: {reason}") from None
 

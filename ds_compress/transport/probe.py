@@ -34,7 +34,7 @@ def probe(sender: Sender, receiver: Receiver, first: bool) -> Measured:
     device, depth = sender.device, sender.depth
     for end in (sender, receiver):  # a packet must not wait until the one before has been looked at
         end.keep_up_with(PACKETS)
-    trips = [_ping(sender, receiver, first) for _ in range(PINGS)]
+    trips = [trip(sender, receiver, first, PING_BYTES, PING_BYTES) for _ in range(PINGS)]
     arrivals: list[float] = []
     for sends in (first, not first):
         if sends:
@@ -50,11 +50,13 @@ def probe(sender: Sender, receiver: Receiver, first: bool) -> Measured:
     return Measured((PACKETS - 1) * PACKET_BYTES / seconds, min(trips) / 2)
 
 
-def _ping(sender: Sender, receiver: Receiver, first: bool) -> float:
-    """Seconds there and back, as the first side sees it; endless on the other, which may have come late."""
+def trip(sender: Sender, receiver: Receiver, first: bool, there: int, back: int) -> float:
+    """Seconds that a packet of `there` bytes and the answer of `back` bytes take, as the first side sees it;
+    endless on the other, which may have come late."""
+    size, answer = (there, back) if first else (back, there)
     steps: list[Callable[[], object]] = [
-        lambda: sender.send(sender.memory(PING_BYTES)),
-        lambda: _arrival(receiver, PING_BYTES, sender.device),
+        lambda: sender.send(sender.memory(size)),
+        lambda: _arrival(receiver, answer, sender.device),
     ]
     started = time.perf_counter()
     for step in steps if first else reversed(steps):

@@ -35,7 +35,7 @@ for instruction, passes in ((schedule.ForwardPass, 1), (schedule.BackwardPass, 2
     stock[instruction] = lasting(passes * SECONDS, stock[instruction])
 
 # The launcher puts --local_rank before the name of the script to run
-script = next(index for index, word in enumerate(sys.argv[1:], 1) if word.endswith(".py"))
+script = next(index for index, word in enumerate(sys.argv[1:], 1) if not word.startswith("-"))
 sys.argv = [sys.argv[script], *sys.argv[1:script], *sys.argv[script + 1 :]]
 sys.path.insert(0, str(Path(sys.argv[0]).parent))
 runpy.run_path(sys.argv[0], run_name="__main__")

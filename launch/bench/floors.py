@@ -24,6 +24,7 @@ from torch import Tensor
 from ds_compress.cli.bench import benchmark_tensor, contexts
 from ds_compress.codec import TensorSpec, build
 from ds_compress.kernels import native
+from ds_compress.kernels.native import prebuilt
 
 SHAPE = (4, 1024, 1024)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -71,9 +72,8 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     native.wait()
-    table = Table(
-        "codec", "dtype", "encode ms", "decode ms", "ratio", "to", "floor", "", title=f"{list(SHAPE)}"
-    )
+    title = f"{list(SHAPE)}, {prebuilt.instructions()}"
+    table = Table("codec", "dtype", "encode ms", "decode ms", "ratio", "to", "floor", "", title=title)
     missed = 0
     for column, (name, dtype) in enumerate(DTYPES.items()):
         x = benchmark_tensor(SHAPE, dtype, torch.device("cpu"))

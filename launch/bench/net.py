@@ -49,6 +49,7 @@ from launch.bench.net_runs import (
     MICRO_BATCHES,
     RECIPES,
     SEQ,
+    STAGE_TIMES,
     STOCK,
     WARM_UP,
     Runs,
@@ -72,7 +73,7 @@ class Bench:
 
     def profile(self) -> Workload:
         """What the stages of DeepSpeed alone compute, from a run with timers around its instructions."""
-        stages = stage_times(self.runs.train(STOCK, Wire(), script="stage_times.py")["log"])
+        stages = stage_times(self.runs.train(STOCK, Wire(), through=STAGE_TIMES)["log"])
         # The step of the other stage waits for this one's last backward pass
         per_step = min(stage["step_ms"] for stage in stages) / 1e3
         forward, backward = (tuple(stage[f"{d}_ms"] / 1e3 for stage in stages) for d in DIRECTIONS)

@@ -9,6 +9,7 @@ import signal
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ STOCK = "stock"
 MICRO_BATCHES = 8
 SEQ, HIDDEN = 128, 256
 HOSTS = 2
+STAGE_TIMES = (str(Path(sys.executable).with_name("ds-compress")), "stage-times")
 PASS_MS = 40  # of a forward pass of stages that are asleep
 ATTEMPTS = 3  # to make a run whose processes end in order
 WARM_UP = 3  # steps: the first one is never sent ahead, and in the next two depth "auto" is found
@@ -69,9 +71,10 @@ class Runs:
         self.stages = stages
 
     def train(
-        self, recipe: str, wire: Wire, depth: int | str = 1, script: str = "train_lm.py"
+        self, recipe: str, wire: Wire, depth: int | str = 1, through: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Step time, losses, bytes a step that left each host, and the output of one run."""
+        """Step time, losses, bytes a step that left each host, and the output of one run, by a program that
+        takes the training script and its arguments."""
         place = f"{wire.name.replace(' ', '').replace('/s', '').lower()}-{wire.rtt_ms:g}ms"
         folder = self.out / f"{recipe}-depth-{depth}-{place}"
         shutil.rmtree(folder, ignore_errors=True)  # the CSV monitor appends to what it finds
@@ -89,10 +92,9 @@ class Runs:
         words: list[Any] = [LAUNCH / "two_hosts.sh"]
         if self.stages > HOSTS:
             words.append(LAUNCH / "bench" / "asleep.py")
-        words.append(LAUNCH / script)
-        if script != "train_lm.py":
-            words.append(LAUNCH / "train_lm.py")
         words += [
+            *through,
+            LAUNCH / "train_lm.py",
             "--stages",
             self.stages,
             "--layers",
@@ -151,8 +153,8 @@ def run(words: list[str], folder: Path, wire: Wire, slots: int) -> tuple[list[st
 
 
 def stage_times(log: list[str]) -> list[dict[str, float]]:
-    """What stage_times.py says on each stage. DeepSpeed's launcher turns buffers off: Python then writes the
-    end of a line by itself, so the words of two stages can share a line."""
+    """What `ds-compress stage-times` says on each stage. DeepSpeed's launcher turns buffers off: Python then
+    writes the end of a line by itself, so the words of two stages can share a line."""
     found = (json.loads(words) for line in log for words in re.findall(r"stage_times (\{.*?\})", line))
     return sorted(found, key=lambda stage: stage["stage"])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_compress.kernels.native import build, cache
+from ds_compress.kernels.native import build, cache, prebuilt
 from tests.support.compiled import COMPILER, ROOT, compiles, environment, messages, waiting
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -141,6 +141,14 @@ def test_a_file_that_is_not_whole_and_ours_is_never_loaded_but_made_again(spoil,
     assert messages(tmp_path) == expected and compiles(tmp_path) == 2
     assert messages(tmp_path) == expected and compiles(tmp_path) == 2
     assert file.is_file() and not file.is_symlink() and file.stat().st_mode & 0o777 == 0o600
+
+
+def test_what_an_older_processor_runs_is_kept_beside(tmp_path, monkeypatch):
+    expected = messages(tmp_path)
+    target = min(prebuilt.targets(), key=lambda target: len(prebuilt.targets()[target]))
+    monkeypatch.setenv(prebuilt.CPU, target)
+    assert messages(tmp_path) == expected and compiles(tmp_path) == 2
+    assert messages(tmp_path) == expected and compiles(tmp_path) == 2
 
 
 def test_old_builds_go_when_there_is_a_new_one(tmp_path):

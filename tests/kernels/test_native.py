@@ -58,6 +58,29 @@ def test_quantization_has_the_same_bits_on_every_processor(
             assert_same_bits((*parts, error), (*theirs, its_error))
 
 
+@pytest.mark.parametrize("target", filter(runs_here, TARGETS))
+def test_messages_beyond_the_caches_have_the_same_bits(target):
+    """What they decode to goes past the caches, if it is aligned."""
+    grid = Grid(bits=4)
+    x = values(40_000, 128, torch.float32, 0)
+    parts = reference.quantize(x, grid)
+    with compiled_for(target):
+        for out in (torch.float32, torch.bfloat16):
+            assert_same_bits([cpu.dequantize(parts, grid, out)], [reference.dequantize(parts, grid, out)])
+
+
+def test_groups_of_subnormal_numbers_have_steps_with_an_inverse():
+    """Codes are made by a product with 1 / step, which is infinite for the smallest numbers."""
+    x = torch.linspace(-1, 1, 256).mul(3e-39).view(2, 128)
+    zeros = torch.zeros(1, 128)
+    wide = Grid(8, scale_dtype=torch.float32)
+    for grid in (Grid(4), Grid(4, symmetric=True), Grid(1, symmetric=True), wide):
+        parts = reference.quantize(x, grid)
+        assert (reference.dequantize(parts, grid) - x).abs().max() <= 2.0**-126
+        assert_same_bits(cpu.quantize(x, grid), parts)
+        assert not reference.dequantize(reference.quantize(zeros, grid), grid).any()
+
+
 CODECS = [
     *({"name": "topk", "indices": indices} for indices in ("bitmask", "int16", "int32", "rice")),
     *({"name": "topk", "select": select, "rows": "tensor"} for select in ("threshold", "sidco", "block")),

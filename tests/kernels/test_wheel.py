@@ -87,3 +87,21 @@ def test_the_best_library_that_the_processor_can_run_is_taken(tmp_path, monkeypa
     for has in (kinds["x86-64-v4"], kinds["x86-64-v3"], kinds["x86-64-v3"] - {"fma"}):
         prebuilt.load("quantize", lambda has=has: has)
     assert asked == [f"quantize.{target}.so" for target in ("x86-64-v4", "x86-64-v3", "x86-64")]
+
+
+def test_an_older_processor_can_be_asked_for(tmp_path, monkeypatch):
+    """To measure on one machine what another kind of machine would take."""
+    asked = []
+    monkeypatch.setattr(prebuilt, "__file__", str(tmp_path / "prebuilt.py"))
+    monkeypatch.setattr(prebuilt.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(prebuilt.ctypes, "CDLL", lambda path: asked.append(Path(path).name) or path)
+    (tmp_path / "prebuilt").mkdir()
+    kinds = prebuilt.targets()
+    for target in kinds:
+        (tmp_path / "prebuilt" / prebuilt.name("quantize", target)).touch()
+    assert prebuilt.instructions(lambda: kinds["x86-64-v4"]) == "x86-64-v4"
+    monkeypatch.setenv(prebuilt.CPU, "x86-64-v3")
+    assert prebuilt.instructions(lambda: kinds["x86-64-v4"]) == "x86-64-v3"
+    prebuilt.load("quantize", lambda: kinds["x86-64-v4"])
+    assert asked == ["quantize.x86-64-v3.so"]
+    assert prebuilt.load("quantize", lambda: kinds["x86-64"]) is None  # it would be killed

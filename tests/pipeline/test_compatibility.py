@@ -84,6 +84,7 @@ PROGRAMS = {
     ),
     "sent in another order": Program(with_schedule(foreign.ShuffledSchedule)),
     "a schedule iterated its own way": Program(with_schedule(foreign.OnceOnly), stages=3),
+    "micro-batches are loaded first": Program(with_schedule(foreign.LoadsFirst), stages=3),
     "passes by hand": Program(after_batch=sample),
     "shapes reset before every batch": Program(before_batch=reset, stages=3),
     "masks and tables, shapes reset": Program(

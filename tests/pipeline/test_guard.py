@@ -209,7 +209,7 @@ def test_a_program_that_loads_by_itself_is_left_alone():
 
 
 def due(settings, steps=2000):
-    guard = Guard(Config({"min_numel": 0, **settings}), 0)
+    guard = Guard(Config({"min_numel": 0, **settings}), 0, 2)
     found = []
     for step in range(1, steps + 1):
         guard.begin(step)
@@ -241,9 +241,9 @@ def test_where_there_is_nothing_to_look_at(settings):
 
 
 def test_errors_are_looked_at_wherever_something_is_lost():
-    guard = Guard(Config({"backward": {**COARSE, "feedback": "ef"}}), 0)
+    guard = Guard(Config({"backward": {**COARSE, "feedback": "ef"}}), 0, 2)
     assert [step for step in range(1, 450) if guard.judges(step)] == [FIRST, 200, 400]
-    assert not any(map(Guard(Config({"forward": {"codec": "lossless"}}), 0).judges, range(1, 450)))
+    assert not any(map(Guard(Config({"forward": {"codec": "lossless"}}), 0, 2).judges, range(1, 450)))
 
 
 def test_errors_of_messages():

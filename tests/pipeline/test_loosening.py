@@ -88,8 +88,9 @@ def test_over_its_limit_the_next_milder_setting_follows_and_resumes(link, tmp_pa
     for ours, theirs in zip(resumed, whole):
         assert ours["losses"] == theirs["losses"][2:]
         assert ours["codecs"] == theirs["codecs"][2:] == whole[0]["codecs"][2:]
-    forward = [codecs[0] for codecs in whole[0]["codecs"]]
-    assert forward[0] == "quantize(bits=2)" and forward[1] == "quantize(bits=4)"
+    assert whole[0]["codecs"][0] == ["quantize(bits=4)", "topk(density=0.1) + ef"]  # 2 bits, then 4 by loss
+    assert whole[0]["codecs"][1] == ["quantize(bits=4)", "topk(density=0.2) + ef"]
+    assert whole[0]["codecs"][-1] == ["quantize(bits=4)", "topk(density=0.4) + ef"]
     said = whole[0]["said"]
     assert "with compression" in said[0] or "with compression" in said[1]
     assert any("milder from the next step on: boundary 0 forward quantize(bits=2)" in line for line in said)

@@ -113,6 +113,14 @@ class ShuffledSchedule(ReversedSchedule):
     order = (1, 0)
 
 
+class LoadsFirst(schedule.TrainSchedule):
+    """A micro-batch is loaded before anything is sent or received."""
+
+    def steps(self):
+        for commands in super().steps():
+            yield sorted(commands, key=lambda command: not isinstance(command, LoadMicroBatch))
+
+
 class OnceOnly(schedule.TrainSchedule):
     """Iterated in a way of its own."""
 

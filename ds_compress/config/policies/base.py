@@ -59,7 +59,7 @@ class Now:
     """How many rungs there are."""
 
     lr: float = 0.0
-    """Largest learning rate of the optimizer."""
+    """Largest learning rate of the optimizer, where the policy asks for signals."""
 
     signals: Mapping[Place, Signal] | None = None
     """Where the policy asks for them."""

@@ -4,26 +4,40 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 // One piece: WIDTH bits of every code, from bit SHIFT on. Returns the place of the next one.
 template <int SIZE, int WIDTH, int SHIFT>
-inline uint8_t* pack_piece(const uint8_t* codes, int64_t size, uint8_t* packed) {
+inline uint8_t* pack_piece(const int32_t* __restrict codes, int64_t size, uint8_t* __restrict packed) {
     constexpr int planes = 8 / WIDTH;
     const int64_t run = (SIZE ? SIZE : size) / planes;
     for (int64_t j = 0; j < run; ++j) {
-        uint8_t byte = 0;
+        int32_t byte = 0;
         for (int i = 0; i < planes; ++i) byte |= (codes[i * run + j] >> SHIFT & ((1 << WIDTH) - 1)) << (WIDTH * i);
-        packed[j] = byte;
+        packed[j] = static_cast<uint8_t>(byte);
     }
     return packed + run;
 }
 
+// Eight bytes at a time, as far as they go.
 template <int SIZE, int WIDTH, int SHIFT>
-inline const uint8_t* unpack_piece(const uint8_t* packed, int64_t size, uint8_t* codes) {
+inline const uint8_t* unpack_piece(const uint8_t* __restrict packed, int64_t size, uint8_t* __restrict codes) {
     constexpr int planes = 8 / WIDTH;
+    constexpr uint64_t low = ((1u << WIDTH) - 1) * uint64_t{0x0101010101010101};
     const int64_t run = (SIZE ? SIZE : size) / planes;
-    for (int i = 0; i < planes; ++i)
-        for (int64_t j = 0; j < run; ++j) {
+    int64_t j = 0;
+    for (; j + 8 <= run; j += 8) {
+        uint64_t bytes;
+        std::memcpy(&bytes, packed + j, 8);
+        for (int i = 0; i < planes; ++i) {
+            uint64_t part = (bytes >> (WIDTH * i) & low) << SHIFT, before;
+            std::memcpy(&before, codes + i * run + j, 8);
+            if (SHIFT) part |= before;
+            std::memcpy(codes + i * run + j, &part, 8);
+        }
+    }
+    for (; j < run; ++j)
+        for (int i = 0; i < planes; ++i) {
             const uint8_t part = (packed[j] >> (WIDTH * i) & ((1 << WIDTH) - 1)) << SHIFT;
             codes[i * run + j] = SHIFT ? codes[i * run + j] | part : part;
         }
@@ -31,7 +45,7 @@ inline const uint8_t* unpack_piece(const uint8_t* packed, int64_t size, uint8_t*
 }
 
 template <int SIZE>
-inline void pack(const uint8_t* codes, int64_t size, int64_t bits, uint8_t* packed) {
+inline void pack(const int32_t* codes, int64_t size, int64_t bits, uint8_t* packed) {
     switch (bits) {
         case 1: pack_piece<SIZE, 1, 0>(codes, size, packed); break;
         case 2: pack_piece<SIZE, 2, 0>(codes, size, packed); break;

@@ -59,14 +59,14 @@ def command(compiler: str, source: str, file: Path, target: str = "native") -> l
     return [*shlex.split(compiler), *FLAGS, f"-march={target}", "-o", str(file), str(path)]
 
 
-def identity(compiler: str) -> list[str]:
+def identity(compiler: str, target: str = "native") -> list[str]:
     """What tells this compiler and what it is told from another one."""
     words = shlex.split(compiler)
     try:
         version = run([*words, "--version"])[1].partition("\n")[0]
     except (OSError, Interrupted):  # a script that knows no such word, or one that hangs
         version = ""
-    return [*words, os.path.realpath(shutil.which(words[0]) or words[0]), version, *FLAGS]
+    return [*words, os.path.realpath(shutil.which(words[0]) or words[0]), version, *FLAGS, target]
 
 
 def files(source: str) -> list[Path]:

@@ -2,51 +2,59 @@
 
 #pragma once
 
-#include <cstdint>
-#include <cstring>
+#include "vectors.h"
 
-// Floats that a vector register of the target holds: the compiler cuts wider vectors up, value by value.
-#if defined(__AVX512F__)
-constexpr int LANES = 16;
-#elif defined(__AVX2__)
-constexpr int LANES = 8;
-#else
-constexpr int LANES = 4;
-#endif
-
-typedef float Floats __attribute__((vector_size(4 * LANES)));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-
-// The butterflies between the first `count` of LANES values, from those DISTANCE apart on. No vector enters or leaves a
-// function: how one does depends on the target.
+// The butterflies between the first `count` of LANES values, from those DISTANCE apart on.
 template <int DISTANCE = 1>
-inline void join_lanes(float* values, int64_t count) {
+inline Floats join_lanes(Floats x, int64_t count) {
     if constexpr (DISTANCE < LANES) {
-        if (DISTANCE >= count) return;
-        Floats x, other;
-        Ints sign;
-        std::memcpy(&x, values, sizeof x);
-        for (int j = 0; j < LANES; ++j) sign[j] = j & DISTANCE ? INT32_MIN : 0;
-#ifdef __clang__
-        for (int j = 0; j < LANES; ++j) other[j] = x[j ^ DISTANCE];
-#else
-        Ints lanes;
-        for (int j = 0; j < LANES; ++j) lanes[j] = j ^ DISTANCE;
-        other = __builtin_shuffle(x, lanes);
-#endif
-        x = other + (Floats)((Ints)x ^ sign);
-        std::memcpy(values, &x, sizeof x);
-        join_lanes<2 * DISTANCE>(values, count);
+        if (DISTANCE >= count) return x;
+        Floats signs;
+        for (int j = 0; j < LANES; ++j) signs[j] = j & DISTANCE ? -1 : 1;
+        return join_lanes<2 * DISTANCE>(signed_sum(x, signs, swapped<DISTANCE>(x)), count);
     }
+    return x;
 }
 
-// The unscaled transform of `values` [size], behind which there is room for LANES more; SIZE is the size, or 0 where it
-// is known at run time only.
+// All those between COUNT vectors in a row; the compiler keeps them in registers.
+template <int COUNT>
+inline void join_vectors(float* values, const float* factors, int64_t near) {
+    Floats x[COUNT];
+    for (int i = 0; i < COUNT; ++i) {
+        x[i] = load(values + i * LANES);
+        if (factors) x[i] *= load(factors + i * LANES);
+        x[i] = join_lanes(x[i], near);
+    }
+    for (int distance = 1; distance < COUNT; distance *= 2)
+        for (int i = 0; i < COUNT; ++i)
+            if (!(i & distance)) {
+                const Floats first = x[i], second = x[i + distance];
+                x[i] = first + second;
+                x[i + distance] = first - second;
+            }
+    for (int i = 0; i < COUNT; ++i) keep(x[i], values + i * LANES);
+}
+
+// The unscaled transform of `values` [size], behind which there is room for LANES more, first multiplied by `factors`
+// [size], unless that is null; SIZE is the size, or 0 where it is known at run time only.
 template <int SIZE>
-inline void butterflies(float* values, int64_t size) {
+inline void butterflies(float* values, int64_t size, const float* factors = nullptr) {
+    constexpr int ROW = SIZE && SIZE < 8 * LANES ? (SIZE + LANES - 1) / LANES : 8;
     const int64_t count = SIZE ? SIZE : size, near = count < LANES ? count : LANES;
-    for (int64_t start = 0; start < count; start += near) join_lanes(values + start, near);
-    for (int64_t distance = near; distance < count; distance *= 2)
+    int64_t distance = near;
+    if (factors && near < LANES) {  // there are no more of them than values
+        for (int64_t i = 0; i < count; ++i) values[i] *= factors[i];
+        factors = nullptr;
+    }
+    if (count >= ROW * LANES) {
+        distance = ROW * LANES;
+        for (int64_t start = 0; start < count; start += distance)
+            join_vectors<ROW>(values + start, factors ? factors + start : factors, LANES);
+    } else {
+        for (int64_t start = 0; start < count; start += near)
+            join_vectors<1>(values + start, factors ? factors + start : factors, near);
+    }
+    for (; distance < count; distance *= 2)
         for (int64_t start = 0; start < count; start += 2 * distance)
             for (int64_t i = start; i < start + distance; ++i) {
                 const float first = values[i], second = values[i + distance];
@@ -58,9 +66,7 @@ inline void butterflies(float* values, int64_t size) {
 // `diagonal` [size]: the signs, times the square root of 1 / size.
 template <int SIZE>
 inline void rotate(float* values, int64_t size, const float* diagonal) {
-    const int64_t count = SIZE ? SIZE : size;
-    for (int64_t i = 0; i < count; ++i) values[i] *= diagonal[i];
-    butterflies<SIZE>(values, size);
+    butterflies<SIZE>(values, size, diagonal);
 }
 
 template <int SIZE>

@@ -93,24 +93,25 @@ def _made(source: str) -> ctypes.CDLL | None:
     compiler = build.compiler()
     if compiler is None:
         return None
-    name = f"{cache.key(build.identity(compiler), build.files(source))}-{source}.so"
+    target = prebuilt.asked() or "native"
+    name = f"{cache.key(build.identity(compiler, target), build.files(source))}-{source}.so"
     for folder in cache.folders():
         try:
-            return _load(folder / name) or _load_or_compile(folder / name, compiler, source)
+            return _load(folder / name) or _load_or_compile(folder / name, compiler, source, target)
         except OSError as error:  # no room, read-only, or nothing there may be run
             logger.info("compiled code is not kept in %s: %s", folder, error)
     with tempfile.TemporaryDirectory() as place:
-        return ctypes.CDLL(str(build.compile_source(compiler, source, Path(place))))
+        return ctypes.CDLL(str(build.compile_source(compiler, source, Path(place), target)))
 
 
-def _load_or_compile(file: Path, compiler: str, source: str) -> ctypes.CDLL:
+def _load_or_compile(file: Path, compiler: str, source: str, target: str) -> ctypes.CDLL:
     with cache.turn(file, build.ending) as alone:
         library = _load(file)  # as another process may have made it
         if library is None:
             cache.sweep(file, alone)
             place = cache.workplace(file)
             try:
-                cache.keep(build.compile_source(compiler, source, place), file)
+                cache.keep(build.compile_source(compiler, source, place, target), file)
             finally:
                 shutil.rmtree(place, ignore_errors=True)
             library = _load(file)

@@ -6,6 +6,7 @@
 #include "floats.h"
 #include "gaussian.h"
 #include "hadamard.h"
+#include "limits.h"
 
 namespace {
 
@@ -26,7 +27,7 @@ Format format(int64_t bits, int64_t symmetric, int64_t wide_scale, int64_t unrot
 }
 
 struct Grid {
-    float step, offset;
+    float step, offset, inverse;
 };
 
 // The smallest float of the scale's format that is not below x; nan stays nan.
@@ -36,20 +37,15 @@ float at_least(float x, bool wide) {
     return as_float((bits >> 31 ? bits : bits + 0xFFFF) & 0xFFFF0000);
 }
 
-// Its own inverse.
-int32_t ordered(uint32_t bits) {
-    const int32_t all = static_cast<int32_t>(bits);
-    return all ^ (all >> 31 & static_cast<int32_t>(MAGNITUDE));
-}
-
 // SIZE is that of the group, or 0 where it is known at run time only.
 template <int SIZE>
 struct Group {
     int64_t size;
     alignas(64) float values[SIZE ? SIZE : MAX_GROUP + LANES];
-    alignas(64) float squares[SIZE ? SIZE : MAX_GROUP + LANES], products[SIZE ? SIZE : MAX_GROUP + LANES];
+    alignas(64) float products[SIZE ? SIZE : MAX_GROUP + LANES];
     alignas(64) float total[SIZE ? SIZE : MAX_GROUP];  // what the values are rounded from, where the error is wanted
-    alignas(64) uint8_t codes[SIZE ? SIZE : MAX_GROUP + LANES];
+    alignas(64) int32_t codes[SIZE ? SIZE : MAX_GROUP + LANES];  // to be packed
+    alignas(64) uint8_t bytes[SIZE ? SIZE : MAX_GROUP + LANES];  // unpacked codes
 
     int64_t count() const { return SIZE ? SIZE : size; }
 
@@ -90,58 +86,73 @@ struct Group {
         for (int64_t i = 0; i < count(); ++i) store(values[i], y[i]);
     }
 
+    // The values are not wanted in the caches, which cannot hold them all; whole vectors.
+    template <class Out>
+    void stream_to(Out* y) const {
+        alignas(64) Out rounded[SIZE ? SIZE : MAX_GROUP];
+        store_to(rounded);
+        constexpr int each = sizeof(float) / sizeof(Out) * LANES;
+        for (int64_t i = 0; i < count(); i += each)
+            stream(::load(reinterpret_cast<const float*>(rounded + i)), reinterpret_cast<float*>(y + i));
+    }
+
     // For normal values: their codes, too.
     Grid gaussian(const Format& format) {
         const Levels& levels = *format.levels;
         float scale;
         switch (format.bits) {
-            case 1: scale = gaussian_codes<SIZE, 1>(values, size, levels, codes, squares, products); break;
-            case 2: scale = gaussian_codes<SIZE, 2>(values, size, levels, codes, squares, products); break;
-            case 3: scale = gaussian_codes<SIZE, 4>(values, size, levels, codes, squares, products); break;
-            default: scale = gaussian_codes<SIZE, 8>(values, size, levels, codes, squares, products);
+            case 1: scale = gaussian_codes<SIZE, 1>(values, size, levels, codes, products); break;
+            case 2: scale = gaussian_codes<SIZE, 2>(values, size, levels, codes, products); break;
+            case 3: scale = gaussian_codes<SIZE, 4>(values, size, levels, codes, products); break;
+            default: scale = gaussian_codes<SIZE, 8>(values, size, levels, codes, products);
         }
         if (!format.wide_scale) {
             uint16_t rounded;
             store(scale, rounded);
             scale = to_float(rounded);
         }
-        return {scale, 0};
+        return {scale, 0, 0};
     }
 
     Grid grid(const Format& format) {
         if (format.levels) return gaussian(format);
         if (format.symmetric) {
-            uint32_t reach = 0;  // of nan: above that of infinity
-            for (int64_t i = 0; i < count(); ++i) {
-                const uint32_t bits = as_bits(values[i]) & MAGNITUDE;
-                reach = bits > reach ? bits : reach;
-            }
-            const float step = at_least(2 * as_float(reach) / format.top(), format.wide_scale);
-            return {step, step * (-format.top() / 2.0f)};
+            const float reach = as_float(largest_magnitude<SIZE>(values, size));
+            return inverted(at_least(2 * reach / format.top(), format.wide_scale), -format.top() / 2.0f);
         }
-        // Integers that order as the floats do, nan beyond the infinities: the compiler reduces those in vectors.
-        int32_t low = INT32_MAX, high = INT32_MIN;
-        for (int64_t i = 0; i < count(); ++i) {
-            const int32_t key = ordered(as_bits(values[i]));
-            low = key < low ? key : low;
-            high = key > high ? key : high;
-        }
-        if (low < ordered(INFINITE | ~MAGNITUDE) || high > ordered(INFINITE)) {
-            const float nan = as_float(MAGNITUDE);
-            return {nan, nan};
-        }
-        const float least = as_float(ordered(low)) + 0.0f, most = as_float(ordered(high)) + 0.0f;  // of zeros, +0
+        float least, most;
+        limits<SIZE>(values, size, least, most);
         const float offset = -at_least(-least, format.wide_scale);
-        return {at_least((most - offset) / format.top(), format.wide_scale), offset};
+        Grid grid = inverted(at_least((most - offset) / format.top(), format.wide_scale), 0);
+        grid.offset = offset;
+        return grid;
+    }
+
+    // A step's inverse is finite, and of no step 1: see `_step` in kernels/affine.py.
+    static Grid inverted(float step, float offsets) {
+        step = step > 0 && step < 0x1p-126f ? 0x1p-126f : step;
+        return {step, step * offsets, step > 0 ? 1 / step : 1};
     }
 
     void to_codes(Grid grid, int top) {
-        const float divisor = grid.step > 0 ? grid.step : 1, most = top;
-        for (int64_t i = 0; i < count(); ++i) {
-            float position = (values[i] - grid.offset) / divisor + 0.5f;
-            position = position > 0 ? position : 0;  // nan too
-            codes[i] = static_cast<uint8_t>(static_cast<int32_t>(position < most ? position : most));
+        const float most = top;
+        int64_t i = 0;
+        for (; i + LANES <= count(); i += LANES) {
+            Floats position = (::load(values + i) - grid.offset) * grid.inverse + 0.5f;
+            position = position > 0.0f ? position : Floats{};  // nan too
+            position = position < most ? position : Floats{} + most;
+            keep(__builtin_convertvector(position, Ints), codes + i);
         }
+        for (; i < count(); ++i) {
+            float position = (values[i] - grid.offset) * grid.inverse + 0.5f;
+            position = position > 0 ? position : 0;
+            codes[i] = static_cast<int32_t>(position < most ? position : most);
+        }
+    }
+
+    void from_bytes(const Format& format, Grid grid) {
+        for (int64_t i = 0; i < count(); ++i) codes[i] = bytes[i];
+        from_codes(format, grid);
     }
 
     void from_codes(const Format& format, Grid grid) {
@@ -200,20 +211,26 @@ void quantize(const In* x, Feedback feedback, int64_t n, int64_t size, Format fo
     }
 }
 
-template <int SIZE>
+// Values that are more than caches hold go past them: bytes.
+constexpr int64_t STREAMED = 8 << 20;
+
+template <int SIZE, class Out>
 void dequantize(const uint8_t* packed, const void* steps, const void* offsets, int64_t n, int64_t size, Format format,
-                void* y, bool bf16) {
+                Out* y) {
     Group<SIZE> group;
     group.size = size;
+    const bool whole = reinterpret_cast<uintptr_t>(y) % 64 == 0 && size * sizeof(Out) % (4 * LANES) == 0;
+    const bool streams = whole && n * size * static_cast<int64_t>(sizeof(Out)) > STREAMED;
     for (int64_t i = 0; i < n; ++i, packed += size * format.bits / 8) {
         const float step = load_scale(steps, i, format.wide_scale);
         const float offset = format.symmetric ? step * (-format.top() / 2.0f) : load_scale(offsets, i, format.wide_scale);
-        unpack<SIZE>(packed, size, format.bits, group.codes);
-        group.from_codes(format, {step, offset});
+        unpack<SIZE>(packed, size, format.bits, group.bytes);
+        group.from_bytes(format, {step, offset, 0});
         if (format.diagonal) rotate_back<SIZE>(group.values, size, format.diagonal);
-        if (bf16) group.store_to(static_cast<uint16_t*>(y) + i * size);
-        else group.store_to(static_cast<float*>(y) + i * size);
+        if (streams) group.stream_to(y + i * size);
+        else group.store_to(y + i * size);
     }
+    if (streams) streamed();
 }
 
 #define FOR_SIZE(FUNCTION, ...)                          \
@@ -256,7 +273,8 @@ void dequantize_groups(void* y, int64_t bf16, int64_t n, int64_t size, int64_t b
                        int64_t wide_scale, int64_t unrotated, const float* diagonal, int64_t uniform,
                        const float* levels, const uint8_t* packed, const void* steps, const void* offsets) {
     const Format form = format(bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
-    FOR_SIZE(dequantize, packed, steps, offsets, n, size, form, y, bf16 != 0)
+    if (bf16) FOR_SIZE(dequantize, packed, steps, offsets, n, size, form, static_cast<uint16_t*>(y))
+    else FOR_SIZE(dequantize, packed, steps, offsets, n, size, form, static_cast<float*>(y))
 }
 
 }  // extern "C"

@@ -36,7 +36,7 @@ _FORMAT: dict[str, Any] = {
     "unrotated": FLAG,
     "diagonal": Buffer((torch.float32,), ("size",), unless="unrotated"),
     "uniform": FLAG,
-    "levels": Buffer((torch.float32,), (2, 8), unless="uniform"),
+    "levels": Buffer((torch.float32,), (2, 16), unless="uniform"),
 }
 _PARTS: dict[str, Any] = {
     "packed": Buffer((torch.uint8,), ("n", "size", "bits"), per=8),
@@ -116,8 +116,8 @@ def _format(n: int, size: int, grid: Grid) -> dict[str, Any]:
 
 
 def _levels(bits: int) -> Tensor:
-    """fp32 [2, 8]: levels, and squared boundaries between them, each filled up with zeros."""
-    rows = [
-        [*row, *[0.0] * (8 - len(row))] for row in (gaussian.levels(bits), gaussian.squared_boundaries(bits))
-    ]
+    """fp32 [2, 16]: levels above 0, again and again, and squared boundaries between them, filled up with
+    zeros."""
+    levels, boundaries = gaussian.levels(bits), gaussian.squared_boundaries(bits)
+    rows = [[*levels] * (16 // len(levels)), [*boundaries, *[0.0] * (16 - len(boundaries))]]
     return torch.tensor(rows, dtype=torch.float32, device="cpu")

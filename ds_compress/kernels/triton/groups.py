@@ -18,7 +18,7 @@ from ds_compress.kernels import gaussian, reference
 from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.bits import packed_size
 from ds_compress.kernels.triton.gaussian import gaussian_codes, gaussian_values
-from ds_compress.kernels.triton.scales import at_least, fp32, limits, reach, rounded
+from ds_compress.kernels.triton.scales import at_least, fp32, limits, reach, rounded, step_from
 from ds_compress.kernels.triton.tiles import load_piece, places, rotate, rotate_back, store_piece
 
 MAX_GROUP = 4096
@@ -164,21 +164,21 @@ def _quantize(
         grid_step = rounded(grid_step, step)
         start = grid_step
     elif offset is None:
-        grid_step = at_least(tl.div_rn(2 * reach(values, exists, TILES, WIDTH, MEAN), fp32(TOP)), step)
+        grid_step = step_from(tl.div_rn(2 * reach(values, exists, TILES, WIDTH, MEAN), fp32(TOP)), step)
         start = grid_step * (-TOP / 2)
     else:
         low, high = limits(values, exists, TILES)
         low, high = low + 0.0, high + 0.0  # of zeros, +0
         start = -at_least(-low, step)
-        grid_step = at_least(tl.div_rn(high - start, fp32(TOP)), step)
+        grid_step = step_from(tl.div_rn(high - start, fp32(TOP)), step)
         tl.store(offset + row, start.to(offset.dtype.element_ty), mask=row < n)
     tl.store(step + row, grid_step.to(step.dtype.element_ty), mask=row < n)
 
     if LEVELS is None:
-        divisor = tl.where(grid_step > 0, grid_step, 1.0)[:, None]
+        inverse = tl.div_rn(fp32(1), tl.where(grid_step > 0, grid_step, 1.0))[:, None]
         codes = ()
         for t in tl.static_range(TILES):
-            position = tl.div_rn(values[t] - start[:, None], divisor)
+            position = (values[t] - start[:, None]) * inverse
             if dither is None:
                 code = position + 0.5
             else:

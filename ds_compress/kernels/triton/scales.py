@@ -58,3 +58,10 @@ def at_least(x, scale):
         upper = (tl.where(bits < 0, bits, bits + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
         x = tl.where(x == x, upper, x)
     return x
+
+
+@triton.jit
+def step_from(least, scale):
+    """The smallest step that is not below `least`, in the format that `scale` points at (see `affine`)."""
+    step = at_least(least, scale)
+    return tl.where((step > 0) & (step < 1.1754943508222875e-38), 1.1754943508222875e-38, step)

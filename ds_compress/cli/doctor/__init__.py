@@ -1,0 +1,78 @@
+"""ds-compress doctor: this machine, or those of a hostfile, before a run."""
+
+import argparse
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ds_compress.cli.arguments import number
+from ds_compress.cli.console import show
+from ds_compress.cli.doctor.cluster import Meeting, Report
+from ds_compress.cli.doctor.findings import Finding, findings, named
+from ds_compress.cli.doctor.hosts import examine
+from ds_compress.cli.doctor.machine import facts
+from ds_compress.errors import CompressionError
+
+MARKS = {"good": "good", "look": "LOOK", "bad": "BAD "}
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("doctor", help="this machine, or all of a hostfile, before a run")
+    parser.add_argument(
+        "--hostfile",
+        type=Path,
+        metavar="FILE",
+        help="of deepspeed: starts a doctor on each of its machines; without it: this machine, or under a "
+        "launcher the machines of all its ranks",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=number(1, 1e6),
+        default=120.0,
+        metavar="SECONDS",
+        help="to wait for another machine (default: 120)",
+    )
+    parser.add_argument("--json", action="store_true", help="JSON instead of text")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0: nothing is bad; 1: something has to be mended."""
+    report: Report | None
+    if args.hostfile:
+        if "RANK" in os.environ:
+            raise CompressionError("--hostfile: not under a launcher, which has started this process")
+        report = examine(args.hostfile, args.timeout)
+    elif "RANK" in os.environ:
+        report = Meeting(args.timeout).report()
+    else:
+        report = {"hosts": [facts()], "links": [], "clocks": []}
+    if report is None:
+        return 0
+    found = findings(report)
+    if args.json:
+        print(json.dumps({**report, "findings": [dataclasses.asdict(each) for each in found]}), flush=True)
+    else:
+        tell(report, found)
+    return int(any(each.level == "bad" for each in found))
+
+
+def tell(report: Report, found: list[Finding]) -> None:
+    """For people."""
+    hosts = report["hosts"]
+    rows = [
+        {
+            "machine": name,
+            "device": host["device"],
+            "compiler": host["compiler"] or "none",
+            "interfaces": ", ".join(
+                f"{each['name']} {' '.join(each['addresses'][:1])}".strip() for each in host["interfaces"]
+            ),
+        }
+        for host, name in zip(hosts, named(hosts))
+    ]
+    show(f"{len(hosts)} machine{'s' * (len(hosts) > 1)}", rows)
+    for each in found:
+        print(f"{MARKS[each.level]}  {each.said}{f' -> {each.do}' if each.do else ''}")

@@ -1,0 +1,204 @@
+"""One process of each machine, started by a launcher: they meet at rank 0, tell it what they are, and try
+their links one after the other."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from ds_compress.cli.doctor.machine import LOOPBACK, Facts, facts
+from ds_compress.errors import CompressionError, in_one_line
+from ds_compress.transport.p2p import PeerTimeout, Receiver, Sender, channel_groups
+from ds_compress.transport.probe import PING_BYTES, PINGS, trip
+
+BULK_BYTES = 8 << 20
+"""Of a packet whose time on the way tells what a link carries."""
+
+BULKS = 3
+"""Such packets each way, of which the fastest counts."""
+
+CLOCK_QUESTIONS = 8
+
+Report = dict[str, Any]
+"""`hosts`: the facts of each rank; `links`: of rank b and b + 1; `clocks`: of each rank against rank 0."""
+
+
+class Meeting:
+    """All ranks, at a store of rank 0."""
+
+    def __init__(self, seconds: float):
+        """
+        Args:
+            seconds: how long to wait for any of the others, each time.
+
+        Raises:
+            CompressionError: rank 0 cannot be reached.
+        """
+        self.seconds = seconds
+        try:
+            self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            self.address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        except (KeyError, ValueError) as error:
+            raise CompressionError(
+                f"ds-compress doctor: the launcher set no usable {error}; start it through deepspeed or "
+                "torchrun, or without RANK in the environment"
+            ) from None
+        theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self.patience = timedelta(seconds=seconds)
+        with self._failing(
+            f"cannot meet the others at {self.address}:{port}; does a firewall stand between?"
+        ):
+            store = dist.TCPStore(
+                self.address,
+                port,
+                is_master=self.rank == 0 and not theirs,
+                timeout=self.patience,
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        self.store = dist.PrefixStore("ds_compress doctor", store)
+
+    def report(self) -> Report | None:
+        """What was found, on rank 0; None on the others.
+
+        Raises:
+            CompressionError: a rank did not come, or was lost.
+        """
+        mine = facts(self.address)
+        hosts = self.gather("facts", mine)
+        # gloo waits for half an hour for those that it has told a wrong address
+        if self.agree(not any(lost(host, hosts) for host in hosts)):
+            links, clocks = self.measure()
+        else:
+            links, clocks = [], []
+        everywhere = [link for found in self.gather("links", links) for link in found]
+        return {"hosts": hosts, "links": everywhere, "clocks": clocks} if self.rank == 0 else None
+
+    def gather(self, what: str, mine: Any) -> list[Any]:
+        """What all ranks have, on rank 0; an empty list on the others."""
+        with self._failing("lost rank 0"):
+            self.store.set(f"{what} {self.rank}", json.dumps(mine))
+        if self.rank:
+            return []
+        missing = [rank for rank in range(self.world) if not self._came(f"{what} {rank}", self.seconds)]
+        if missing:
+            names = ", ".join(map(str, missing))
+            self.store.set("go on", "")
+            time.sleep(1.0)  # the store ends with this process: let the others read that
+            raise CompressionError(
+                f"ds-compress doctor: of {self.world} ranks {names} did not answer within "
+                f"{self.seconds:g} s: see what the launcher says of that machine"
+            )
+        return [json.loads(self.store.get(f"{what} {rank}")) for rank in range(self.world)]
+
+    def agree(self, value: bool) -> bool:
+        """Rank 0's value, on every rank."""
+        if self.rank == 0:
+            self.store.set("go on", str(value))
+            return value
+        said = self._came("go on", (1 + self.world) * self.seconds) and self.store.get("go on")
+        if not said:
+            raise CompressionError(f"ds-compress doctor: rank {self.rank} is not told to go on by rank 0")
+        return said == b"True"
+
+    def _came(self, key: str, seconds: float) -> bool:
+        """Whether someone sets `key` within that time."""
+        end = time.monotonic() + seconds
+        with self._failing("lost rank 0"):
+            while not self.store.check([key]):
+                if time.monotonic() > end:
+                    return False
+                time.sleep(0.05)
+        return True
+
+    @contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        """Say what failed where torch.distributed fails."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise CompressionError(
+                f"ds-compress doctor: rank {self.rank} {what} ({in_one_line(error)})"
+            ) from None
+
+    def measure(self) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
+        """The link to the rank after this one, and the clocks, on rank 0."""
+        gpu = torch.cuda.is_available()
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
+        with self._failing("could not connect to its neighbours"):
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if gpu else "gloo",
+                store=dist.PrefixStore("group", self.store),
+                rank=self.rank,
+                world_size=self.world,
+                timeout=self.patience,
+            )
+            try:
+                return self.links(device), self.clocks()
+            finally:
+                dist.destroy_process_group()
+
+    def clocks(self) -> list[dict[str, float]]:
+        """How far the clock of each rank is ahead of rank 0's, in ms, and how sure that is; on rank 0."""
+        found = []
+        told = torch.zeros(1, dtype=torch.float64, device="cpu")
+        for other in range(1, self.world):
+            trips = []
+            for _ in range(CLOCK_QUESTIONS):
+                if self.rank == 0:
+                    asked = time.time()
+                    dist.send(told, other)
+                    dist.recv(told, other)
+                    answered = time.time()
+                    trips.append((answered - asked, told.item() - (asked + answered) / 2))
+                elif self.rank == other:
+                    dist.recv(told, 0)
+                    dist.send(told.fill_(time.time()), 0)
+            if trips:
+                trip, ahead = min(trips)
+                found.append({"rank": other, "ahead_ms": 1e3 * ahead, "within_ms": 1e3 * trip / 2})
+        return found
+
+    def links(self, device: torch.device) -> list[dict[str, Any]]:
+        """That to the rank after this one, where there is one. Neighbours try theirs pair after pair,
+        so that none slows another down."""
+        found = []
+        boundaries = self.world - 1
+        groups = channel_groups(boundaries, seconds=self.seconds)
+        for number in range(boundaries):
+            if self.rank in (number, number + 1):
+                first = self.rank == number
+                uses = ("forward", "backward") if first else ("backward", "forward")
+                peer = number + 1 if first else number
+                place = f"ds-compress doctor: link of ranks {number} and {number + 1}"
+                patience = PeerTimeout(place, self.seconds, "--timeout")
+                out, back = (groups[number % 2, use] for use in uses)
+                sender, receiver = Sender(peer, device, out, patience), Receiver(peer, device, back, patience)
+                link = tried(sender, receiver, first)
+                found += [{"ranks": [number, number + 1], **link}] if first else []
+            dist.barrier()
+        return found
+
+
+def tried(sender: Sender, receiver: Receiver, first: bool) -> dict[str, float]:
+    """What a link carries, as its first side sees it: Gbit/s both ways, and ms there and back."""
+
+    def least(there: int, back: int, times: int) -> float:
+        return min(trip(sender, receiver, first, there, back) for _ in range(times))
+
+    ping = least(PING_BYTES, PING_BYTES, 1 + PINGS)  # the first one opens the connections
+    there, back = least(BULK_BYTES, PING_BYTES, BULKS), least(PING_BYTES, BULK_BYTES, BULKS)
+    forward, backward = (8e-9 * BULK_BYTES / max(each - ping, 1e-9) for each in (there, back))
+    return {"gbps_forward": forward, "gbps_backward": backward, "rtt_ms": 1e3 * ping}
+
+
+def lost(host: Facts, hosts: list[Facts]) -> bool:
+    """Whether gloo would tell other machines an address at which they do not find this one."""
+    usable = [each["name"] for each in host["interfaces"] if each["name"] != LOOPBACK]
+    return any(each["way"] != LOOPBACK for each in hosts) and host["gloo_interface"] not in usable

@@ -1,0 +1,161 @@
+"""What a report of the machines means: a verdict a line, and what to do."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ds_compress.cli.doctor.cluster import Report, lost
+from ds_compress.cli.doctor.machine import AUTOLOAD, LOOPBACK, Facts
+
+MUST_BE_ALIKE = ("ds_compress", "torch", "deepspeed")
+"""Of other libraries a difference is worth a look."""
+
+CLOCK_MS = 1000.0
+"""Clocks that differ by more than that put the lines of two logs into a wrong order."""
+
+UNEVEN = 2.0
+"""Ratio of the two directions of a link, and of what an interface promises to what comes, worth a look."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    level: Literal["good", "look", "bad"]
+    said: str
+    do: str = ""
+
+
+def findings(report: Report) -> list[Finding]:
+    """All of them; `bad` is what stops or spoils a training."""
+    hosts = report["hosts"]
+    names = named(hosts)
+    found = [*_versions(hosts, names), *_switched_on(hosts, names), *_kernels(hosts, names)]
+    if len(hosts) > 1:
+        found += [*_interfaces(hosts, names), *_clocks(report, names), *_links(report, names)]
+    return found
+
+
+def named(hosts: list[Facts]) -> list[str]:
+    """A name for each rank: that of its machine, with the rank where two are called alike."""
+    names = [host["host"] for host in hosts]
+    return [name if names.count(name) == 1 else f"{name} (rank {rank})" for rank, name in enumerate(names)]
+
+
+def _by(values: list[Any], names: list[str]) -> dict[Any, list[str]]:
+    """Names of the machines, by what they have."""
+    found = defaultdict(list)
+    for value, name in zip(values, names):
+        found[value].append(name)
+    return found
+
+
+def _differences(groups: dict[Any, list[str]]) -> str:
+    return "; ".join(f"{value or 'none'} on {', '.join(names)}" for value, names in groups.items())
+
+
+def _versions(hosts: list[Facts], names: list[str]) -> Iterator[Finding]:
+    alike = []
+    for library in hosts[0]["versions"]:
+        groups = _by([host["versions"].get(library) for host in hosts], names)
+        needed = library in MUST_BE_ALIKE
+        if len(groups) > 1:
+            yield Finding(
+                "bad" if needed else "look",
+                f"{library} differs: {_differences(groups)}",
+                "install the same version everywhere",
+            )
+        elif None not in groups:
+            alike.append(f"{library} {next(iter(groups))}")
+        elif needed:
+            yield Finding("bad", f"{library} is not installed", f"pip install {library}")
+    yield Finding("good", ", ".join(alike) + (" everywhere" if len(hosts) > 1 else ""))
+
+
+def _switched_on(hosts: list[Facts], names: list[str]) -> Iterator[Finding]:
+    off = _by([host["switched_on"] for host in hosts], names).get(False, [])
+    if off:
+        yield Finding(
+            "bad",
+            f"torch does not load ds_compress by itself on {', '.join(off)}: the key would be ignored",
+            f"unset {AUTOLOAD}, or install ds_compress with pip, or import ds_compress in the script",
+        )
+
+
+def _kernels(hosts: list[Facts], names: list[str]) -> Iterator[Finding]:
+    for kernels, where in _by([host["kernels"] for host in hosts], names).items():
+        on = ", ".join(where)
+        if kernels is None:
+            yield Finding(
+                "look",
+                f"no C++ kernels on {on}: plain torch compresses there on the CPU, several times slower",
+                "install g++ (apt install g++), or a wheel that was built where there is one",
+            )
+        else:
+            yield Finding("good", f"C++ kernels {kernels} on {on}")
+
+
+def _interfaces(hosts: list[Facts], names: list[str]) -> Iterator[Finding]:
+    for host, name in zip(hosts, names):
+        taken, way, why = host["gloo_interface"], host["way"], host["gloo_because"]
+        others = [each["name"] for each in host["interfaces"] if each["name"] != LOOPBACK]
+        right = way if way in others else next(iter(others), "NAME")
+        do = f"on {name} set GLOO_SOCKET_IFNAME={right} (GPUs: NCCL_SOCKET_IFNAME={right}), in .deepspeed_env"
+        if lost(host, hosts):
+            said = f"{name} would not be found: gloo takes {taken}, as {why}"
+            yield Finding("bad", f"{said}; interfaces: {', '.join(others) or 'none'}", do)
+        elif way in (taken, LOOPBACK):
+            yield Finding("good", f"{name} talks over {taken}")
+        else:
+            yield Finding("look", f"{name} reaches rank 0 over {way}, but gloo takes {taken}, as {why}", do)
+
+
+def _clocks(report: Report, names: list[str]) -> Iterator[Finding]:
+    clocks = report["clocks"]
+    for clock in clocks:
+        if abs(clock["ahead_ms"]) - clock["within_ms"] > CLOCK_MS:
+            direction = "ahead of" if clock["ahead_ms"] > 0 else "behind"
+            yield Finding(
+                "look",
+                f"the clock of {names[clock['rank']]} is {abs(clock['ahead_ms']) / 1e3:.1f} s {direction} "
+                f"that of {names[0]}",
+                "let both follow a time server (timedatectl set-ntp true)",
+            )
+    if clocks:
+        most = max(abs(clock["ahead_ms"]) for clock in clocks)
+        if most <= CLOCK_MS:
+            yield Finding("good", f"clocks differ by at most {most:.1f} ms")
+
+
+def _links(report: Report, names: list[str]) -> Iterator[Finding]:
+    hosts = report["hosts"]
+    for link in report["links"]:
+        before, after = link["ranks"]
+        pair = f"{names[before]} - {names[after]}"
+        there, back = link["gbps_forward"], link["gbps_backward"]
+        slow, fast = sorted((there, back))
+        said = f"{pair}: {there:.3g} Gbit/s there, {back:.3g} back, {link['rtt_ms']:.2f} ms round trip"
+        promised = min((_promised(hosts[rank]) for rank in (before, after)), default=0.0)
+        if fast > UNEVEN * slow:
+            yield Finding("look", f"{said}: one direction is {fast / slow:.1f} times the other", _LOOK)
+        elif promised > UNEVEN * slow and slow < 10:  # faster links take more than one connection to fill
+            yield Finding("look", f"{said}: the interface promises {promised:.3g}", _LOOK)
+        else:
+            yield Finding("good", said)
+    if report["links"]:
+        slowest = min(report["links"], key=lambda link: min(link["gbps_forward"], link["gbps_backward"]))
+        gbps = min(slowest["gbps_forward"], slowest["gbps_backward"])
+        yield Finding(
+            "good",
+            f"the slowest link gives {gbps:.3g} Gbit/s",
+            f"ds-compress advise ... --gbps {gbps:.3g} --latency-ms {slowest['rtt_ms'] / 2:.2g}",
+        )
+    elif len(hosts) > 1:
+        yield Finding("bad", "no link was tried, as gloo would not find the machines", "mend that first")
+
+
+_LOOK = "look for other traffic, a bad cable, or a limit of the provider"
+
+
+def _promised(host: Facts) -> float:
+    """Gbit/s of the interface over which a machine talks; 0 where it does not say."""
+    return next((each["mbit"] / 1e3 for each in host["interfaces"] if each["name"] == host["way"]), 0.0)

@@ -1,0 +1,144 @@
+"""What one machine says of itself: versions, what compiles and what was compiled, interfaces."""
+
+import ipaddress
+import os
+import platform
+import shlex
+import socket
+from contextlib import closing, suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from ds_compress.errors import CompressionError
+from ds_compress.kernels import native
+from ds_compress.kernels.native import build, prebuilt
+from ds_compress.version import __version__
+
+LIBRARIES = ("torch", "deepspeed", "transformers")
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+IP = (socket.AF_INET, socket.AF_INET6)
+LOOPBACK = "lo"
+
+Facts = dict[str, Any]
+
+
+def facts(meeting_point: str | None = None) -> Facts:
+    """Of this machine, as JSON; `meeting_point` is the address of rank 0, where there is one."""
+    interface, why = gloo_interface()
+    return {
+        "host": socket.gethostname(),
+        "versions": versions(),
+        "switched_on": switched_on(),
+        "device": device(),
+        "compiler": compiler(),
+        "kernels": kernels(),
+        "interfaces": interfaces(),
+        "gloo_interface": interface,
+        "gloo_because": why,
+        "way": way_to(meeting_point) if meeting_point else None,
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """None for what is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "ds_compress": __version__}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    found["torch"] = torch.__version__  # "+cpu" and the like are not in the metadata of every build
+    return found
+
+
+def switched_on() -> bool:
+    """Whether torch loads ds_compress by itself."""
+    points = metadata.entry_points(group="torch.backends")
+    return os.environ.get(AUTOLOAD, "1") == "1" and "ds_compress" in points.names
+
+
+def device() -> str:
+    """What trains here."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    return f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}"
+
+
+def compiler() -> str | None:
+    """The first line of what the C++ compiler says of itself."""
+    words = build.compiler()
+    if words is None:
+        return None
+    with suppress(OSError, ValueError, build.Interrupted):
+        status, said = build.run([*shlex.split(words), "--version"])
+        return said.partition("\n")[0] if status == 0 else None
+    return None
+
+
+def kernels() -> str | None:
+    """Where the C++ kernels of this machine come from; None where plain torch serves instead. Compiles what
+    is missing."""
+    if not native.wait():
+        return None
+    place = Path(getattr(native.library("quantize"), "_name", ""))
+    if place.parent.name == prebuilt.FOLDER:
+        return f"prebuilt for {place.name.split('.')[1]}"
+    return "compiled on this machine"
+
+
+def interfaces() -> list[dict[str, Any]]:
+    """Those that are up: name, addresses, Mbit/s (0: it does not say) and bytes of a packet."""
+    states = psutil.net_if_stats()
+    return [
+        {
+            "name": name,
+            "addresses": [each.address.partition("%")[0] for each in given if each.family in IP],
+            "mbit": states[name].speed,
+            "mtu": states[name].mtu,
+        }
+        for name, given in psutil.net_if_addrs().items()
+        if name in states and states[name].isup
+    ]
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface that has `address`."""
+    if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return LOOPBACK
+    return next((each["name"] for each in interfaces() if address in each["addresses"]), None)
+
+
+def gloo_interface() -> tuple[str | None, str]:
+    """The interface that gloo takes, and why: the one it is told, else the one whose address is that of this
+    machine's name."""
+    told = os.environ.get("GLOO_SOCKET_IFNAME")
+    if told:
+        return told, "GLOO_SOCKET_IFNAME"
+    name = socket.gethostname()
+    with suppress(OSError):
+        for family, kind, *_, where in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
+            with closing(socket.socket(family, kind)) as trial, suppress(OSError):
+                trial.bind(where)
+                return interface_of(str(where[0])), f"the name {name} is {where[0]}"
+    return LOOPBACK, f"the name {name} is no address of this machine"
+
+
+def way_to(address: str) -> str | None:
+    """The interface over which this machine reaches `address`.
+
+    Raises:
+        CompressionError: there is no way.
+    """
+    try:
+        family, kind, *_, where = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with closing(socket.socket(family, kind)) as trial:
+            trial.connect(where)  # sends nothing: the system only looks for the way
+            return interface_of(trial.getsockname()[0])
+    except OSError as error:
+        raise CompressionError(
+            f"ds-compress doctor: no way from {socket.gethostname()} to rank 0 at {address}: {error}"
+        ) from None

@@ -1,0 +1,229 @@
+"""ds-compress doctor: what a machine says of itself, and what is made of what several say."""
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ds_compress.cli import main
+from ds_compress.cli.doctor import machine
+from ds_compress.cli.doctor.findings import findings
+from ds_compress.version import __version__
+from tests.support.ports import reserved_port
+
+VERSIONS = {"python": "3.11.7", "ds_compress": "1", "torch": "2", "deepspeed": "0.19.8", "transformers": "5"}
+LO = {"name": "lo", "addresses": ["127.0.0.1"], "mbit": 0, "mtu": 65536}
+ETH = {"name": "eth0", "addresses": ["10.0.0.1"], "mbit": 1000, "mtu": 1500}
+IB = {"name": "ib0", "addresses": ["10.1.0.1"], "mbit": 100_000, "mtu": 1500}
+HOST = {
+    "versions": VERSIONS,
+    "switched_on": True,
+    "device": "2 cores, x86_64",
+    "compiler": "g++ 12",
+    "kernels": "compiled on this machine",
+    "interfaces": [LO, ETH],
+    "gloo_interface": "eth0",
+    "gloo_because": "the name a is 10.0.0.1",
+    "way": "eth0",
+}
+
+
+def report(**changes):
+    """Two machines with which all is well but for `changes` to the second."""
+    hosts = [{**copy.deepcopy(HOST), "host": name} for name in "ab"]
+    link = {"ranks": [0, 1], "gbps_forward": 0.9, "gbps_backward": 0.9, "rtt_ms": 0.3}
+    clock = {"rank": 1, "ahead_ms": 0.2, "within_ms": 0.15}
+    link |= {key: changes.pop(key) for key in link.keys() & changes.keys()}
+    clock |= {key: changes.pop(key) for key in clock.keys() & changes.keys()}
+    hosts[1] |= changes
+    return {"hosts": hosts, "links": [link], "clocks": [clock]}
+
+
+def told(**changes):
+    """Findings that are not good."""
+    return [each for each in findings(report(**changes)) if each.level != "good"]
+
+
+def test_nothing_is_found_where_all_is_well():
+    assert told() == []
+    assert [each.said for each in findings(report())] == [
+        "python 3.11.7, ds_compress 1, torch 2, deepspeed 0.19.8, transformers 5 everywhere",
+        "C++ kernels compiled on this machine on a, b",
+        "a talks over eth0",
+        "b talks over eth0",
+        "clocks differ by at most 0.2 ms",
+        "a - b: 0.9 Gbit/s there, 0.9 back, 0.30 ms round trip",
+        "the slowest link gives 0.9 Gbit/s",
+    ]
+    assert findings(report())[-1].do == "ds-compress advise ... --gbps 0.9 --latency-ms 0.15"
+
+
+NAMED_LO = {"gloo_interface": "lo", "gloo_because": "the name b is 127.0.1.1"}
+
+
+@pytest.mark.parametrize(
+    "changes, level, said, do",
+    [
+        (
+            {"versions": {**VERSIONS, "torch": "3"}},
+            "bad",
+            "torch differs: 2 on a; 3 on b",
+            "the same version",
+        ),
+        ({"versions": {**VERSIONS, "python": "3.12"}}, "look", "python differs: 3.11.7 on a; 3.12 on b", ""),
+        (
+            {"versions": {**VERSIONS, "transformers": None}},
+            "look",
+            "transformers differs: 5 on a; none on",
+            "",
+        ),
+        ({"switched_on": False}, "bad", "does not load ds_compress by itself on b", machine.AUTOLOAD),
+        ({"kernels": None}, "look", "no C++ kernels on b", "apt install g++"),
+        (NAMED_LO, "bad", "b would not be found: gloo takes lo, as the name b", "GLOO_SOCKET_IFNAME=eth0"),
+        (
+            {"gloo_interface": "eht0", "gloo_because": "GLOO_SOCKET_IFNAME"},
+            "bad",
+            "gloo takes eht0, as GLOO_SOCKET_IFNAME; interfaces: eth0",
+            "on b set GLOO_SOCKET_IFNAME=eth0",
+        ),
+        (
+            {"interfaces": [LO, ETH, IB], "way": "ib0"},
+            "look",
+            "b reaches rank 0 over ib0, but gloo takes eth0",
+            "GLOO_SOCKET_IFNAME=ib0",
+        ),
+        ({"ahead_ms": 5000.0}, "look", "the clock of b is 5.0 s ahead of that of a", "time server"),
+        ({"ahead_ms": -5000.0}, "look", "the clock of b is 5.0 s behind that of a", "time server"),
+        ({"gbps_backward": 0.2}, "look", "0.2 back, 0.30 ms round trip: one direction is 4.5 times", "cable"),
+        (
+            {"gbps_forward": 0.1, "gbps_backward": 0.1},
+            "look",
+            "a - b: 0.1 Gbit/s there, 0.1 back, 0.30 ms round trip: the interface promises 1",
+            "cable",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_wrong_is_one_line_with_what_to_do(changes, level, said, do):
+    (found,) = told(**changes)
+    assert found.level == level and said in found.said and do in found.do
+    assert "\n" not in found.said + found.do
+
+
+def test_a_clock_that_may_be_right_is_not_blamed():
+    assert told(ahead_ms=5000.0, within_ms=4500.0) == []
+
+
+def test_what_all_lack():
+    everywhere = report()
+    for host in everywhere["hosts"]:
+        host["versions"] = {**VERSIONS, "deepspeed": None, "transformers": None}
+    (found,) = [each for each in findings(everywhere) if each.level != "good"]
+    assert (found.level, found.said) == ("bad", "deepspeed is not installed")
+
+
+def test_ranks_of_one_machine_need_no_interface():
+    alone = report()
+    for host in alone["hosts"]:
+        host |= {"host": "a", "way": "lo", "gloo_interface": "lo"}
+    assert [each for each in findings(alone) if each.level != "good"] == []
+    assert "a (rank 1) talks over lo" in [each.said for each in findings(alone)]
+
+
+def test_this_machine(capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (host,) = found["hosts"]
+    assert host["versions"]["torch"] == torch.__version__ and host["versions"]["ds_compress"] == __version__
+    assert "lo" in [each["name"] for each in host["interfaces"]]
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "1 machine" and [line for line in lines if line.startswith("good  python 3.")]
+
+
+def test_a_machine_without_compiler_or_entry_point(monkeypatch):
+    monkeypatch.setattr(machine.native, "wait", lambda: False)
+    monkeypatch.setattr(machine.build, "compiler", lambda: None)
+    monkeypatch.setenv(machine.AUTOLOAD, "0")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    found = machine.facts()
+    assert found["compiler"] is None and found["kernels"] is None and not found["switched_on"]
+    assert (found["gloo_interface"], found["gloo_because"]) == ("eth7", "GLOO_SOCKET_IFNAME")
+    assert [each.level for each in findings({"hosts": [{**found, "way": None}]})] == ["good", "bad", "look"]
+
+
+@pytest.mark.parametrize(
+    "address, interface", [("127.0.0.1", "lo"), ("127.0.1.1", "lo"), ("::1", "lo"), ("192.0.2.77", None)]
+)
+def test_the_interface_of_an_address(address, interface):
+    assert machine.interface_of(address) == interface
+
+
+def ranks(count, world, *more, **changes):
+    """The first `count` of `world` ranks, as a launcher starts them; what each returned and said."""
+    with reserved_port() as port:
+        places = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **changes}
+        command = [sys.executable, "-m", "ds_compress", "--local_rank=0", "doctor", *more]
+        processes = [
+            subprocess.Popen(
+                command,
+                env={**os.environ, **places, "RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(count)
+        ]
+        return [(*process.communicate(), process.returncode) for process in processes]
+
+
+def test_under_a_launcher_rank_0_tells():
+    (out, _, code), *others = ranks(3, 3, "--json")
+    assert code == 0 and [(out, code) for out, _, code in others] == [("", 0)] * 2
+    found = json.loads(out)
+    assert [link["ranks"] for link in found["links"]] == [[0, 1], [1, 2]]
+    assert all(0 < link[f"gbps_{way}"] < 1e4 for link in found["links"] for way in ("forward", "backward"))
+    assert [clock["rank"] for clock in found["clocks"]] == [1, 2]
+
+
+def test_a_rank_that_does_not_come_is_named():
+    """On a busy machine rank 1 may come as late as that."""
+    (out, said, code), *_ = ranks(2, 3, "--timeout", "5")
+    assert code == 2 and out == "" and said.count("\n") == 1, said
+    assert re.match(r"ds-compress doctor: of 3 ranks (1, )?2 did not answer within 5 s", said)
+
+
+def test_rank_0_that_cannot_be_reached_is_named():
+    with reserved_port() as port:
+        environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        done = subprocess.run(
+            [sys.executable, "-m", "ds_compress", "doctor", "--timeout", "2"],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 2 and done.stdout == ""
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith(f"ds-compress doctor: rank 1 cannot meet the others at 127.0.0.1:{port}; ")
+
+
+@pytest.mark.parametrize("name, value", [("WORLD_SIZE", ""), ("MASTER_PORT", "x")])
+def test_half_a_launcher(monkeypatch, capsys, name, value):
+    for key, good in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "1",
+        name: value,
+    }.items():
+        monkeypatch.setenv(key, good)
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().err.startswith("ds-compress doctor: the launcher set no usable ")
+    assert main(["doctor", "--hostfile", "hostfile"]) == 2
+    assert "--hostfile: not under a launcher" in capsys.readouterr().err

@@ -1,0 +1,73 @@
+"""ds-compress stage-times: a training script as it is, and what its stages take."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.pipeline import MICRO_BATCHES, ds_config
+from tests.support.ports import reserved_port
+from tests.support.scripts import ROOT
+
+ENDS = f"""
+import runpy, sys
+assert sys.argv[1].startswith("--local_rank=")
+runpy.run_path({str(ROOT / "tests/support/launched.py")!r}, run_name="__main__")
+sys.exit(0)
+"""
+
+
+def run(*words):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize("block", [None, {"forward": {"codec": "bf16"}}], ids=["stock", "compressed"])
+def test_every_stage_says_what_it_takes(block, tmp_path):
+    """Also where the script ends with sys.exit, as many do."""
+    (tmp_path / "train.py").write_text(ENDS)
+    (tmp_path / "ds_config.json").write_text(json.dumps(ds_config(block)))
+    with reserved_port() as port:
+        start = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port)]
+        program = ["--module", "ds_compress", "stage-times", str(tmp_path / "train.py")]
+        done = run(*start, *program, "--configs", str(tmp_path / "ds_config.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = sorted(re.findall(r"stage_times (\{.*?\})", done.stdout))
+    assert [json.loads(each)["stage"] for each in found] == [0, 1]
+    for each in map(json.loads, found):
+        assert list(each) == ["stage", "forward_ms", "backward_ms", "step_ms"]
+        assert all(each[name] > 0 for name in ("forward_ms", "backward_ms", "step_ms"))
+    assert MICRO_BATCHES > 1 and done.stdout.count("trained, loss") == 2
+
+
+def script(folder, text):
+    (folder / "train.py").write_text(text)
+    return run("-m", "ds_compress", "stage-times", str(folder / "train.py"), "--lr", "1", "stage-times")
+
+
+def test_the_script_sees_its_own_arguments_and_folder(tmp_path):
+    (tmp_path / "beside.py").write_text("word = 'found'")
+    done = script(tmp_path, "import beside, sys; print(sys.argv[1:], beside.word, __name__); sys.exit(3)")
+    assert done.stdout.endswith("['--lr', '1', 'stage-times'] found __main__\n") and done.returncode == 3
+
+
+def test_its_errors_are_its_own(tmp_path):
+    """OSError and our own errors, which of a command are one line, are told as Python tells them."""
+    done = script(tmp_path, "open('no_such_file')")
+    assert done.returncode == 1 and 'train.py", line 1' in done.stderr
+    assert done.stderr.endswith("FileNotFoundError: [Errno 2] No such file or directory: 'no_such_file'\n")
+
+
+def test_a_script_that_trains_no_pipeline(tmp_path):
+    done = script(tmp_path, "")
+    assert done.returncode == 2 and "stage_times {" not in done.stdout
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ds-compress stage-times: ") and "trained no pipeline in this process" in last
+
+
+def test_a_script_that_is_not_there():
+    done = run("-m", "ds_compress", "stage-times", "no_such.py")
+    assert done.returncode == 2 and done.stderr == "ds-compress stage-times: no_such.py: no such script\n"

@@ -1,0 +1,42 @@
+"""docs/integrations.md: what readers are to paste is accepted, and the tests it names are there."""
+
+import json
+import re
+import sys
+
+import pytest
+
+from ds_compress.config import Config
+from tests.pipeline.test_compatibility import PROGRAMS
+from tests.support.scripts import ROOT
+
+PAGE = (ROOT / "docs" / "integrations.md").read_text()
+
+
+def code(language):
+    (found,) = re.findall(rf"```{language}\n(.*?)```", PAGE, re.S)
+    return found
+
+
+def test_the_json_is_a_block():
+    (block,) = json.loads(f"{{{code('json')}}}").values()
+    assert Config(block).codecs(0).forward.options.bits == 4
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
+def test_the_toml_is_the_same_block():
+    import tomllib
+
+    assert tomllib.loads(code("toml")) == json.loads(f"{{{code('json')}}}")
+
+
+def test_what_is_passed_on_without_a_table_switches_everything_off():
+    (default,) = re.findall(r"config\.get\('ds_compress', (.*)\)", code("diff"))
+    assert json.loads(default.replace("'", '"').replace("False", "false")) == {"enabled": False}
+    assert Config({"enabled": False}).block.enabled is False
+
+
+def test_tests_that_are_named_are_there():
+    rows = [line.split("|")[-2].strip() for line in PAGE.splitlines() if line.startswith("| ")][1:]
+    named = {name for row in rows for name in row.split("; ")}
+    assert len(named) == 8 and named <= PROGRAMS.keys()

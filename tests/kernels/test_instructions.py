@@ -1,0 +1,56 @@
+"""What the kernels for GPUs cost, by the instructions they are compiled to: no GPU is needed to count those.
+
+A kernel that only moves memory is limited by it as long as few instructions stand between a load and a store;
+version 0.1 divided every value by its step, and a division is about ten of them.
+"""
+
+import contextlib
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from ds_compress.kernels.affine import Grid  # noqa: E402
+from ds_compress.kernels.triton import groups  # noqa: E402
+from tests.support.triton_aot import compile_launch, recorded  # noqa: E402
+
+DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+WARPS = 4  # of a program, where nothing else is said
+
+pytestmark = pytest.mark.skipif(not DISASSEMBLER.exists(), reason="this Triton came without nvdisasm")
+
+# at most, for a value: encoding and decoding groups of 128 in fp32, for sm_90
+LIMITS = {
+    "8 bits": (Grid(8), 21, 11),
+    "4 bits": (Grid(4), 18, 11),
+    "2 bits": (Grid(2), 19, 9),
+    "4 bits, rotated": (Grid(4, hadamard=True), 49, 41),
+}
+
+
+def instructions(launch, folder):
+    """For a value of a launch, on the way that values take which are no special case."""
+    kernel, args, named = launch
+    file = folder / "kernel.cubin"
+    file.write_bytes(compile_launch(kernel, args, named, 90).asm["cubin"])
+    text = subprocess.run([DISASSEMBLER, "-c", file], capture_output=True, text=True, check=True).stdout
+    lines = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*)$", text, re.M)
+    until_the_end = next(i for i, line in enumerate(lines, 1) if line.startswith("EXIT"))
+    threads = 32 * named.get("num_warps", WARPS)
+    return until_the_end * threads / (named["ROWS"] * named["TILES"] * named["WIDTH"])
+
+
+@pytest.mark.parametrize("grid, most_to_encode, most_to_decode", LIMITS.values(), ids=LIMITS)
+def test_few_instructions_stand_between_a_load_and_a_store(
+    grid, most_to_encode, most_to_decode, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(torch.cuda, "device_of", lambda _: contextlib.nullcontext())
+    with recorded(monkeypatch, groups) as launches:
+        parts = groups.quantize(torch.zeros(4096, 128), grid)
+        groups.dequantize(parts, grid)
+    encode, decode = (instructions(launch, tmp_path) for launch in launches)
+    assert 1 < encode <= most_to_encode and 1 < decode <= most_to_decode
