@@ -44,8 +44,8 @@ def recipe(name: object, key: str) -> dict[str, Any]:
         raise CompressionError(
             f"{key}.recipe: {shown(name)} is not a recipe{near}; known: {', '.join(known)}"
         )
-    block: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))[key]
-    return block
+    # a class of quality is another name for one of the others
+    return with_recipe(json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))[key], key)
 
 
 def with_recipe(block: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -101,7 +101,8 @@ def lie():
 @pytest.mark.parametrize("name", ["accordion", "budget", "bytes"])
 def test_signals_that_differ_cannot_make_the_ends_disagree(name):
     """3 stages, 2 replicas; a packet of another size or fingerprint than expected would end the run."""
-    config = ds_config(block({**POLICIES[name], "every": 1}), replicas=2)
+    changes = {"every": 1} | ({"threshold": 0.6} if name == "accordion" else {})
+    config = ds_config(block({**POLICIES[name], **changes}), replicas=2)
     ranks = run_ranks(6, trained, config, 3, None, 0, False, lie)
     assert all(rank["losses"] == ranks[0]["losses"] for rank in ranks)
     assert all(rank["rungs"] == ranks[0]["rungs"] for rank in ranks)
@@ -177,7 +178,9 @@ def scaled(power):
     """Norms noted at a loss scale."""
     fp16_on_cpu()
     config = ds_config(
-        block({**POLICIES["accordion"], "every": 100}), fp16={"enabled": True, "loss_scale": float(2**power)}
+        block({**POLICIES["accordion"], "every": 100}),
+        fp16={"enabled": True, "loss_scale": float(2**power)},
+        zero_optimization={"stage": 1},  # without it DeepSpeed 0.19.8 does not scale the loss
     )
     engine = build(2, config)
     engine.train_batch(batches(dtype=torch.float16))
