@@ -1,10 +1,12 @@
 """What there is to choose from: the recipes by name, and more codecs; most may be mixed."""
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
 from ds_compress.codecs.mixins import BothDirections
 from ds_compress.config import DIRECTIONS, KEY, Config, recipes
+from ds_compress.config.quality import LIMITS
 
 CODECS: dict[str, Any] = {
     "fp8 e4m3": "fp8",
@@ -27,12 +29,17 @@ class Offer:
 
 
 def offered() -> list[Offer]:
-    """All of them; no two have a name in common."""
+    """All of them; no two have a name or a block in common."""
     plain = [
         Offer(name, {direction: {"codec": codec} for direction in DIRECTIONS}, True)
         for name, codec in CODECS.items()
     ]
-    return [*map(_named, recipes.names()), *plain]
+    # recipes named after a class of quality come last: most have another name too
+    named = map(_named, sorted(recipes.names(), key=lambda name: name in LIMITS))
+    found: dict[str, Offer] = {}
+    for offer in [*plain, *named]:
+        found.setdefault(json.dumps(offer.block, sort_keys=True), offer)
+    return [*found.values()]
 
 
 def _named(name: str) -> Offer:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ds_compress.cli import main
 from ds_compress.config import DIRECTIONS, KEY, Config, recipes
+from ds_compress.config.quality import LIMITS
 from ds_compress.errors import CompressionError
 from ds_compress.monitor.lines import announcement
 from tests.support.scripts import ROOT
@@ -134,3 +135,10 @@ def test_the_first_line_names_it():
     line = announcement(Config({"recipe": "bf16"}), channels, "eager", lambda place: "")
     assert "active, recipe bf16, link eager" in line
     assert "active, link eager" in announcement(Config({}), channels, "eager", lambda place: "")
+
+
+def test_classes_of_quality_have_recipes_too():
+    """Most are another name for one that says what it does."""
+    assert settings({"recipe": "safe"}) == settings({"recipe": "quant4"})
+    assert settings({"recipe": "balanced"}) == settings({"recipe": "quant3"})
+    assert {*LIMITS} <= {*NAMES} and "recipe" not in recipes.recipe("safe", KEY)
