@@ -71,13 +71,13 @@ def add_parser(subparsers: Any) -> None:
         type=Path,
         nargs="+",
         metavar="DS_CONFIG",
-        help="ds_config.json files (default: some codecs, in both directions, sent eagerly)",
+        help="ds_config.json files (default: all recipes, more codecs, and mixtures of them, sent eagerly)",
     )
     parser.add_argument(
         "--depth",
         type=depth,
         default="auto",
-        help="link.depth of the codecs that --recipe replaces (default: auto, the one that pays)",
+        help="link.depth of what is offered where --recipe is not given (default: auto, the one that pays)",
     )
     parser.add_argument(
         "--held-mb",

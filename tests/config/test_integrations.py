@@ -33,7 +33,6 @@ def test_the_toml_is_the_same_block():
 def test_what_is_passed_on_without_a_table_switches_everything_off():
     (default,) = re.findall(r"config\.get\('ds_compress', (.*)\)", code("diff"))
     assert json.loads(default.replace("'", '"').replace("False", "false")) == {"enabled": False}
-    assert Config({"enabled": False}).block.enabled is False
 
 
 def test_tests_that_are_named_are_there():

@@ -160,15 +160,15 @@ def test_warmup_comes_first():
 
 
 def no_ladder_here():
-    only_far = {"forward": {"codec": "bf16"}, "boundaries": {"7": {"forward": QUANTIZE}}}
+    replaced = {"forward": QUANTIZE, "boundaries": {"0": {"forward": {"codec": "bf16"}}}}
     with pytest.raises(CompressionError) as error:
-        build(2, ds_config({**only_far, "policy": {"name": "ramp", "end": 5, "forward": BITS}}))
+        build(2, ds_config({**replaced, "policy": {"name": "ramp", "end": 5, "forward": BITS}}))
     return str(error.value)
 
 
 def test_a_policy_is_never_ignored_in_silence():
     for line in run_ranks(2, no_ladder_here):
-        assert "ds_compress.boundaries.7" in line
+        assert line.startswith("ds_compress.policy: no boundary of this pipeline has a codec")
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     with pytest.raises(CompressionError, match="ds_compress.policy: 'ramp' is not simulated"):
         simulate(model, ds_config(block(POLICIES["ramp"])), [1])

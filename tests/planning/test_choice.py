@@ -2,13 +2,14 @@
 best."""
 
 import itertools
+import json
 import math
 
 import pytest
 import torch
 
 from ds_compress.cli.bench import benchmark_tensor, size_and_error
-from ds_compress.config import DIRECTIONS, Config, recipes
+from ds_compress.config import DIRECTIONS, KEY, Config, recipes
 from ds_compress.config.quality import LIMITS, Limits
 from ds_compress.planning.choice import (
     STOCK,
@@ -68,10 +69,6 @@ def ranked(settings, limits, networks, forward, **link):
     options = {"eager": True, "depth": "auto", "rooms": (Room(RAW),) * STAGES} | link
     found = candidates(settings, networks, limits, **options)
     return rank(workload, networks, [stock, *(own for own in found if limits.allow(*own.errors))])
-
-
-def test_the_grid_has_sixty_situations():
-    assert len(SITUATIONS) == 60
 
 
 @pytest.mark.parametrize("quality", LIMITS)
@@ -149,16 +146,11 @@ def test_a_block_says_most_once():
     assert names == ["bf16", "fp16", "fp16", "none"] and feedbacks == ["none", "ef", "ef", "none"]
 
 
-def test_the_blocking_link_has_depth_1(offers):
-    networks = (Network(1e8),) * (STAGES - 1)
-    settings = [offers["gaussian"]] * (STAGES - 1)
-    rows = ranked(settings, LIMITS["safe"], networks, 0.05, eager=False, depth=1)
-    assert {row["link"] for row in rows} == {"blocking"} and {row["depth"] for row in rows} == {1}
-
-
 def test_all_recipes_are_offered_once():
-    names = [offer.name for offer in offered()]
-    assert set(recipes.names()) < set(names) and len(set(names)) == len(names)
+    """Under one name: those of classes of quality stand for others."""
+    names, blocks = zip(*((offer.name, json.dumps(offer.block, sort_keys=True)) for offer in offered()))
+    assert len({*names}) == len({*blocks}) == len(names)
+    assert {json.dumps(recipes.recipe(name, KEY), sort_keys=True) for name in recipes.names()} < {*blocks}
 
 
 def test_what_is_offered_works_on_its_own_or_not_at_all():

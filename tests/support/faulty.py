@@ -1,4 +1,4 @@
-"""One rank of a training run in which something goes wrong; tests/faults.py starts it as its own process."""
+"""One rank of a training run in which something goes wrong; faults.py beside it starts it as a process."""
 
 import argparse
 import json

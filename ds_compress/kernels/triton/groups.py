@@ -164,10 +164,12 @@ def _quantize(
         grid_step = rounded(grid_step, step)
         start = grid_step
     elif offset is None:
-        grid_step = step_from(tl.div_rn(2 * reach(values, exists, TILES, WIDTH, MEAN), fp32(TOP)), step)
+        grid_step = step_from(
+            tl.div_rn(2 * reach(values, exists, TILES, WIDTH, MEAN, WIDTH == COLUMNS), fp32(TOP)), step
+        )
         start = grid_step * (-TOP / 2)
     else:
-        low, high = limits(values, exists, TILES)
+        low, high = limits(values, exists, TILES, WIDTH == COLUMNS)
         low, high = low + 0.0, high + 0.0  # of zeros, +0
         start = -at_least(-low, step)
         grid_step = step_from(tl.div_rn(high - start, fp32(TOP)), step)
