@@ -176,22 +176,23 @@ class CheckpointedEngine:
         dist.all_reduce(ends, op=dist.ReduceOp.MIN)
         least, most = ends[0].item(), -ends[1].item()
         self._ahead.set(self._compression, least if least == most and least > 0 else 1)
-        self._ahead.measure_again()
 
     def _load_course(self, root, tag, rank):
         """Have the settings that training had come to, where all ranks find the same."""
         course, noted = saved_course(root, tag, rank, self.global_steps)
         digest = hashlib.blake2b(json.dumps(course, sort_keys=True).encode(), digest_size=7).digest()
         number = int.from_bytes(digest, "little")
-        ends = torch.tensor([number, -number], dtype=torch.int64, device=self.device)
+        had = bool(course.get("adopted"))
+        ends = torch.tensor([number, -number, -had], dtype=torch.int64, device=self.device)
         dist.all_reduce(ends, op=dist.ReduceOp.MIN)
-        alike = ends[0].item() == -ends[1].item()
+        least, most, lost = ends.tolist()
+        alike = least == -most
         resumed = self._adoption.resume(self, course if alike else {})
         if resumed:
             self._rungs.resume(course["policy"], noted)
         else:
             self._rungs.start(self)
-        if not resumed and course.get("adopted") and dist.get_rank() == 0:
+        if not resumed and lost and dist.get_rank() == 0:
             log.warning(
                 "ds_compress: %s: settings that changed during training start again from the block: it, or "
                 "the number of stages, is another than that run had, or a file cannot be read",
@@ -220,6 +221,7 @@ class CheckpointedEngine:
             )
         if self._ahead.auto:
             self._load_depth(root, tag, rank, restore)
+        self._ahead.measure_again()
         report = verdict.report(Path(root, tag))
         if restore and report and dist.get_rank() == 0:
             log.warning(report)

@@ -121,12 +121,19 @@ def saved_course(
     root: Path, tag: str, rank: Rank, step: int
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
     """What settings had come to be at checkpoint `tag`, and what this rank had noted since the last decision;
-    empty where it cannot say."""
-    try:
-        metadata = StateFile(root, tag, rank.path(Path()).name).metadata
-    except Damaged:  # `load` says so
-        return {}, {}
-    return (metadata.course, metadata.noted) if metadata.step == step else ({}, {})
+    empty where nobody can say. A rank without a file, as new replicas are, reads the first in those of
+    others."""
+    own = rank.path(Path()).name
+    others = sorted(path.name for path in Path(root, tag).glob("ds_compress_pp*.safetensors"))
+    for name in dict.fromkeys([own, *others]):
+        try:
+            metadata = StateFile(root, tag, name).metadata
+        except Damaged:  # `load` says so
+            continue
+        if metadata.step != step:
+            break
+        return metadata.course, metadata.noted if name == own else {}
+    return {}, {}
 
 
 class Verdict:

@@ -1,7 +1,6 @@
 """The block as it is meant: the codecs of every boundary, and the checks of options that belong together."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import ds_compress.codecs  # noqa: F401  (registers them)
@@ -15,6 +14,7 @@ from ds_compress.codecs.mixins import (
     layers,
 )
 from ds_compress.config.block import DIRECTIONS, KEY, Block
+from ds_compress.config.boundary import BoundaryCodecs
 from ds_compress.config.checks import check, check_policy
 from ds_compress.config.policies import POLICIES
 from ds_compress.config.policies.ladder import check as check_ladders
@@ -29,19 +29,6 @@ from ds_compress.registry.plugins import load_installed
 
 HEADERS = 128
 """Bytes that the headers of a message and the places between its parts take, at most."""
-
-
-@dataclass(frozen=True)
-class BoundaryCodecs:
-    """The codecs of one boundary, with their feedbacks round them, and the feedbacks alone."""
-
-    forward: Codec
-    backward: Codec
-    feedbacks: dict[str, Feedback]  # by direction
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {direction: getattr(self, direction).settings for direction in DIRECTIONS}
 
 
 class Config:
@@ -108,7 +95,7 @@ class Config:
         objects that they are. Returns whether any does not."""
         numbers = {*self.numbers, *other.numbers, *self._codecs}
         changed = [n for n in numbers if self.codecs(n).settings != other.codecs(n).settings]
-        self._codecs.update({number: other.codecs(number) for number in changed})
+        self._codecs.update({n: self.codecs(n).replaced_by(other.codecs(n)) for n in changed})
         self.block = self.block.model_copy(update={"boundaries": other.block.boundaries})
         self.numbers, self.sample_ids = other.numbers, other.sample_ids
         return bool(changed)

@@ -8,7 +8,7 @@ class of quality allows. It holds from the next step on, and goes on with a chec
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -21,11 +21,14 @@ from ds_compress.pipeline.depth import Ahead
 from ds_compress.pipeline.measuring import Row, gather
 from ds_compress.pipeline.situation import Situation, by_stage, situation
 from ds_compress.pipeline.stage import Stage
-from ds_compress.pipeline.trial import Messages, column, copying, settings, tried
+from ds_compress.pipeline.trial import Messages, column, copying, settings, tell, tried
 from ds_compress.planning.choice import STOCK, Candidate, Message, Setting, best, candidates, rank
 from ds_compress.planning.offers import Offer, offered
 from ds_compress.planning.schedule import is_deepspeeds
 from ds_compress.planning.step_time import Traffic
+
+TRIES = 10
+"""How often at most: a gradient that overflowed, or is zero, tells nothing of others."""
 
 UNCOMPRESSED = "none"
 """The recipe that is taken where no other one pays."""
@@ -43,6 +46,7 @@ class Auto(Ahead):
         self._offers = [offer for offer in offered() if offer.block.keys() == set(DIRECTIONS)]
         self._messages: Messages = {}
         self._given_up = False
+        self._tries = 1
 
     def _open(self, engine: Any) -> bool:
         """Whether there is still something to choose; what was chosen is in every checkpoint since."""
@@ -67,20 +71,25 @@ class Auto(Ahead):
             return usual
         return max(usual, self._config.warmup_steps - engine.global_steps)
 
-    def _watching(self, stage: Stage) -> AbstractContextManager[None]:
-        return copying(stage, self._messages)
+    def _watching(self, engine: Any, stage: Stage) -> AbstractContextManager[None]:
+        copies = self._open(engine) and self._batches == self._last
+        return copying(stage, self._messages) if copies else nullcontext()
 
     def _choose(self, engine: Any, stage: Stage, row: Row) -> None:
         if not self._open(engine):
-            self._messages = {}
             super()._choose(engine, stage, row)
             return
         if engine.device.type == "cpu":
             native.wait()  # how fast they are before they are compiled says nothing
         clock = clock_for(engine.device)
         row |= tried(stage, self._offers, self._messages, clock, engine.global_steps)
+        row["tells"] = float(tell(self._messages))
         self._messages = {}
         rows = gather(row, engine.device)
+        if not all(row["tells"] for row in rows) and self._tries < TRIES:
+            self._tries += 1
+            self.measure_again()
+            return
         found = situation(rows, engine.micro_batches, self.now, self._link.memory_gb, engine.device)
         ranked = self._ranked(found, self._settings(rows), engine.dynamic_shape)
         limits = LIMITS[self._quality]

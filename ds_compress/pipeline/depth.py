@@ -78,7 +78,8 @@ class Ahead:
         self._measurement = self._measurement or Measurement(engine, stage)
         self.measuring = self._measurement
         try:
-            with self._measurement.batch(), self._watching(stage):
+            # what is watched in the last one may take memory
+            with self._measurement.batch(self._batches < self._last), self._watching(engine, stage):
                 yield
         finally:
             self.measuring = None
@@ -108,7 +109,7 @@ class Ahead:
         """Number of the batch, counted from the one that begins; that before it is measured too."""
         return MEASURED[-1]
 
-    def _watching(self, stage: Stage) -> AbstractContextManager[None]:
+    def _watching(self, engine: Any, stage: Stage) -> AbstractContextManager[None]:
         """Round a batch that is measured."""
         return nullcontext()
 

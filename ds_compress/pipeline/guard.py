@@ -202,7 +202,9 @@ def _aside(engine: Any, config: Config, mode: Mode) -> Iterator[None]:
     config.eval, before = mode, config.eval
     try:
         with torch.random.fork_rng(devices), torch.no_grad():
-            module.eval()
+            # not by `train()`: modules may do more in it, such as merging adapters, than flags can take back
+            for part, _ in modes:
+                part.training = False
             engine._compute_loss, engine.total_loss, engine.total_additional_losses = True, None, None
             yield
     finally:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ds_compress.codec import TYPICAL, Codec
+from ds_compress.codecs.mixins import BothDirections, Learns, Observes, layers
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.config.policies import Place
 from ds_compress.config.recipes import with_changes
@@ -38,11 +39,14 @@ def _milder(config: Config, adopted: dict[str, Any], number: int, direction: str
     """What the boundary changes: the first that is no bad block."""
     choice = config.chosen(number, direction)["codec"][0]
     codec = {"name": choice} if isinstance(choice, str) else choice
-    options = getattr(config.codecs(number), direction).options
+    present = getattr(config.codecs(number), direction)
+    # what is learned, or shared with the other direction, fits its options alone
+    fixed = any(any(layers(present, kind)) for kind in (BothDirections, Learns, Observes))
     tries: list[dict[str, Any]] = [
         {direction: {"codec": {**codec, name: value}}}
         for name, most in MOST.items()
-        for value in _values(getattr(options, name, most), most)
+        for value in _values(getattr(present.options, name, most), most)
+        if not fixed
     ]
     for changes in [*tries, {direction: NONE}]:
         try:

@@ -56,8 +56,8 @@ class Measurement:
         self._used: list[int | None] | None = None
 
     @contextmanager
-    def batch(self) -> Iterator[None]:
-        """Round a batch of training."""
+    def batch(self, memory: bool = True) -> Iterator[None]:
+        """Round a batch of training; `memory`: whether what a micro-batch holds is noted too."""
         ends = self._stage.ends
         own = [end for end in ends if end.meter is None]
         for end in own:
@@ -66,7 +66,7 @@ class Measurement:
             else:
                 end.meter = ReceivingMeter(self._clock)
         before = {id(end): (end.channel.sent.messages, end.channel.sent.wire_bytes) for end in ends}
-        self._used = [in_use(self._engine.device)]
+        self._used = [in_use(self._engine.device)] if memory else None
         try:
             yield
             if "backward" in self._passes:

@@ -61,7 +61,8 @@ class Rungs:
         if not self._policy.errors:
             return
         if self._policy.due(self._compressed(engine) + 1):
-            self._signals.try_rungs(engine._compression, self._trials, engine.micro_batches - 1)
+            trials = {place: self._trials(place) for place in self._ladders}
+            self._signals.try_rungs(engine._compression, trials, engine.micro_batches - 1)
         else:  # of a step that was interrupted
             self._signals.stop(engine._compression)
 

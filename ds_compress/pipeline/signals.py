@@ -19,8 +19,10 @@ from ds_compress.message.endpoint import SendingEnd
 from ds_compress.message.meters import error_and_cosine, largest, norms
 from ds_compress.pipeline.stage import Stage
 
-Trials = Callable[[Place], Sequence[Codec]]
-"""Gives the codecs, by rung, that a message of a place is tried with."""
+Watch = Callable[[Channel, Sequence[Tensor], MessageId], None]
+
+Trials = Mapping[Place, Sequence[Codec]]
+"""The codecs, by rung, that a message of a place is tried with."""
 
 
 class Signals:
@@ -33,6 +35,7 @@ class Signals:
         self._device = device
         self._norms: dict[int, Tensor] = {}  # by boundary: sum of finite norms, and how many they are
         self._losses: dict[Place, list[tuple[Tensor, int]]] = {}  # by rung: three norms, bytes
+        self._note: Watch | None = None  # of the norms
 
     def note_norms(self, stage: Stage) -> None:
         """From now on, note the norms of gradient messages of training after the warm-up."""
@@ -41,16 +44,17 @@ class Signals:
             if not message_id.training or message_id.step < stage.config.warmup_steps:
                 return
             floats = [tensor for tensor in tensors if tensor.dtype.is_floating_point]
-            found = torch.stack([torch.linalg.vector_norm(tensor.detach().float()) for tensor in floats])
+            found = torch.stack(
+                [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32) for tensor in floats]
+            )
             norm = torch.linalg.vector_norm(found).double() / channel.boundary.loss_scale
             finite = norm.isfinite()
             noted = torch.stack([torch.where(finite, norm, 0.0), finite.double()])
             before = self._norms.get(message_id.boundary)
             self._norms[message_id.boundary] = noted if before is None else before + noted
 
-        for end in stage.ends:
-            if isinstance(end, SendingEnd) and end.channel.direction == "backward":
-                end.watch = watch
+        self._note = watch
+        self.stop(stage)
 
     def try_rungs(self, stage: Stage, trials: Trials, micro_batch: int) -> None:
         """Until `stop`, try the rungs on the messages of a micro-batch."""
@@ -58,13 +62,16 @@ class Signals:
 
         def watch(channel: Channel, tensors: Sequence[Tensor], message_id: MessageId) -> None:
             place = message_id.boundary, message_id.direction
+            if self._note and place[1] == "backward":
+                self._note(channel, tensors, message_id)
             if not message_id.training or message_id.micro_batch != micro_batch:
                 return
             scale = largest(tensors)
-            for codec in trials(place):
+            for codec in trials.get(place, ()):
                 trial = channel.trial(codec)
                 receiver = trial.listener()  # as the other side has it before the message
                 packet, rest, message = trial.encode(tensors, message_id)
+                message.headers_left = 0  # looking at one would wait for the device
                 decoded = receiver.decode(packet, message, message_id, functools.partial(_given, rest))
                 nbytes = packet.numel() + (rest.numel() if rest is not None else 0)
                 self._losses.setdefault(place, []).append((norms(tensors, decoded, scale), nbytes))
@@ -73,11 +80,11 @@ class Signals:
             if isinstance(end, SendingEnd):
                 end.watch = watch
 
-    @staticmethod
-    def stop(stage: Stage) -> None:
+    def stop(self, stage: Stage) -> None:
+        """Try nothing more."""
         for end in stage.ends:
             if isinstance(end, SendingEnd):
-                end.watch = None
+                end.watch = self._note if end.channel.direction == "backward" else None
 
     def state(self) -> dict[str, list[float]]:
         """For a checkpoint: what this rank has noted since the last decision. It waits for the device."""

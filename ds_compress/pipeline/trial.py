@@ -64,6 +64,16 @@ def _copy(channel: Channel, found: Messages, tensors: Sequence[Tensor], message_
         found[channel.boundary.number, channel.direction] = copies
 
 
+def tell(messages: Messages) -> bool:
+    """Whether none of them is zero or not finite."""
+    for tensors in messages.values():
+        sizes = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in tensors if x.is_floating_point()]
+        size = torch.stack(sizes).sum().item() if sizes else 0.0
+        if not 0 < size < math.inf:
+            return False
+    return True
+
+
 def column(side: str, offer: Offer, direction: str, what: str) -> str:
     """Of what `tried` finds; `what`: bytes, encode, decode, error."""
     return f"{side}: {offer.name}, {direction} {what}"

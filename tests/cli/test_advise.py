@@ -81,7 +81,8 @@ def test_every_class_keeps_its_limits(capsys, quality):
     best = next(row for row in found["rows"] if row["recipe"] == found["best"])
     assert LIMITS[quality].allow(best["error_forward"], best["error_backward"])
     names = {row["recipe"] for row in found["rows"]}
-    assert names >= {*recipes.names(), "entropy 2", "topk 0.3", "quantize 2 hadamard", "quantize 4 gaussian"}
+    classes = {"safe", "balanced", "aggressive"}  # which are others' names
+    assert names >= {*recipes.names()} - classes | {"entropy 2", "topk 0.3", "quantize 4 gaussian"}
 
 
 def test_a_gradient_at_the_places_of_its_activation_loses_nearly_all(capsys):

@@ -33,7 +33,7 @@ def test_classes_are_in_order():
     limits = list(LIMITS.values())
     assert limits[0].forward == limits[0].backward == 0
     for mild, strong in itertools.pairwise(limits):
-        assert mild.forward < strong.forward and mild.backward < strong.backward < 1
+        assert mild.forward < strong.forward < 1 and mild.backward <= strong.backward < 1
 
 
 def test_ranks_that_differ_are_found():

@@ -98,3 +98,13 @@ def test_reuse_without_a_selection_is_said_once_with_its_path():
     ]
     assert config.codecs(1).backward.settings["indices"] == "auto"
     assert config.codecs(0).backward.settings["indices"] == "reuse"
+
+
+def test_a_direction_that_does_not_change_keeps_its_codec():
+    """With all that it keeps: a new one would have copied the samples of aqsgd."""
+    config = Config({"forward": {"codec": "fp8", "feedback": "aqsgd"}, "backward": {"codec": "bf16"}})
+    forward, backward = config.codecs(0).forward, config.codecs(0).backward
+    assert config.adopt(config.changed({"boundaries": {"0": {"backward": {"codec": "fp16"}}}}))
+    assert config.codecs(0).forward is forward and config.codecs(0).backward.name == "fp16"
+    assert config.adopt(config.changed({"boundaries": {"0": {"forward": {"codec": "bf16"}}}}))
+    assert config.codecs(0).forward is not forward and backward.name == "bf16"

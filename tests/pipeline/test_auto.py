@@ -7,6 +7,7 @@ import json
 import math
 
 import pytest
+import torch
 
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.config.quality import LIMITS
@@ -93,6 +94,31 @@ def test_it_trains_as_stock_until_the_choice_and_then_as_the_block_that_it_print
     assert first["losses"] == run_ranks(2, trained, ds_config(found))[0]["losses"]
     stock = run_ranks(2, trained_stock)[0]
     assert first["losses"][:CHOSEN] == stock[:CHOSEN] and first["losses"][CHOSEN:] != stock[CHOSEN:]
+
+
+def overflowed(config):
+    """One rank's messages tell nothing the first time."""
+    stock, asked = auto.tell, []
+
+    def tell(messages):
+        asked.append(messages)
+        return stock(messages) and len(asked) > 1
+
+    auto.tell = tell
+    return trained(config)
+
+
+def test_messages_that_tell_nothing_are_looked_at_again():
+    """A gradient that overflowed once had left everything uncompressed for good."""
+    whole = [torch.ones(3), torch.ones(3, dtype=torch.int64)]
+    assert auto.tell({(0, "forward"): whole, (0, "backward"): whole})
+    for value in (0.0, math.inf, math.nan):
+        assert not auto.tell({(0, "forward"): whole, (0, "backward"): [torch.full((3,), value)]})
+    first, second = run_ranks(2, overflowed, ds_config(block()))
+    assert first["adopted"] == second["adopted"] and "none" not in names(first)[0]
+    stock = run_ranks(2, trained_stock)[0]
+    later = 2 * CHOSEN
+    assert first["losses"][:later] == stock[:later] and first["losses"][later:] != stock[later:]
 
 
 def trained_stock():

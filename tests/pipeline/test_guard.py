@@ -11,7 +11,7 @@ from torch import nn
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.monitor import lines
-from ds_compress.pipeline.guard import FIRST, Guard
+from ds_compress.pipeline.guard import FIRST, Guard, _aside
 from tests.support.dist import run_ranks
 from tests.support.pipeline import Block, batches, build, ds_config, weights
 
@@ -258,3 +258,21 @@ def test_errors_of_messages():
     )
     nan = [{"forward": {"relative_error": float("nan")}, "backward": {"relative_error": 0.5}}]
     assert not lines.error_notes(config, nan)
+
+
+class Merges(nn.Linear):
+    """As adapters do that are merged for evaluation, and taken out again for training."""
+
+    def train(self, mode=True):
+        raise AssertionError("it would change the weights")
+
+
+def test_a_look_evaluates_without_what_modules_do_for_evaluation():
+    """A checkpoint saved right after a look had the adapters in the weights, and beside them."""
+    module = nn.Sequential(nn.Dropout(), Merges(2, 2))
+    module.micro_offset = 0
+    module[0].training = False
+    engine, config = SimpleNamespace(module=module, device=torch.device("cpu")), Config({})
+    with _aside(engine, config, "uncompressed"):
+        assert not any(part.training for part in module.modules()) and config.eval == "uncompressed"
+    assert [part.training for part in module.modules()] == [True, False, True] and config.eval == "compressed"

@@ -81,6 +81,16 @@ def test_resuming_goes_on_exactly_and_evaluation_does_not_disturb(name, link, tm
     assert whole[0]["said"][0].startswith(f"ds_compress: policy {POLICIES[name]['name']}: from step ")
 
 
+def test_a_rank_without_a_file_has_the_settings_of_the_others(tmp_path):
+    """As new replicas have none; what its side keeps starts from zero, and is said."""
+    whole = run_ranks(2, trained, ds_config(block(POLICIES["ramp"])), 2, tmp_path)
+    (file,) = (tmp_path / "step5").glob("ds_compress_pp00*.safetensors")
+    file.unlink()
+    resumed = run_ranks(2, trained, ds_config(block(POLICIES["ramp"])), 2, tmp_path, 5)
+    for ours, theirs in zip(resumed, whole):
+        assert ours["rungs"] == theirs["rungs"][5:] and ours["sent"] == theirs["sent"][5:]
+
+
 def lie():
     """Every rank measures other numbers than it should, and than all others."""
     generator = torch.Generator().manual_seed(dist.get_rank())
