@@ -114,6 +114,10 @@ class Context(MessageId):
     def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
         """A generator seeded from the fields above: equal on both sides, new for every message, nothing to
         save."""
+        return torch.Generator(device).manual_seed(self.key() >> 1)
+
+    def key(self, *uses: str) -> int:
+        """64 bits from the fields above, others for other `uses`: what random bits are drawn from."""
         place = (
             self.seed,
             self.boundary,
@@ -122,9 +126,9 @@ class Context(MessageId):
             self.micro_batch,
             self.position,
             self.replica,
+            *uses,
         )
-        digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
-        return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+        return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,17 @@ def is_required() -> bool:
 
 
 @contextmanager
+def failures_at(place: str) -> Iterator[None]:
+    """Say in one line, as a CompressionError, where something failed that is not ours."""
+    try:
+        yield
+    except CompressionError:
+        raise
+    except Exception as error:
+        raise CompressionError(f"{place}: {in_one_line(error)}") from error
+
+
+@contextmanager
 def errors_at(path: str) -> Iterator[None]:
     """Begin the line of a CompressionError with `path`."""
     try:

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from ds_compress.feedback.state import GROUP, grouped, int8_codes, int8_decode
+from ds_compress.feedback.state import int8_decode
+from ds_compress.kernels.reference.feedback import GROUP, grouped, int8_codes
 
 
 def delta_encode(value: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:

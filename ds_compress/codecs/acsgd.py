@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, Stability, TensorSpec, register
 from ds_compress.codecs import bounds
-from ds_compress.codecs.groups import group_shape, join, split
-from ds_compress.kernels.bits import pack, packed_size, unpack
+from ds_compress.codecs.groups import group_shape
+from ds_compress.kernels.bits import packed_size
+from ds_compress.kernels.dispatch import kernels
 
 
 @register("acsgd")
@@ -32,26 +33,20 @@ class ACSGD(Codec):
         return ((channels, packed_size(size, self.options.bits)), torch.uint8), ((channels,), torch.float32)
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
-        channels = group_shape(TensorSpec.of(x), "channel")[0]
-        # computed in the order in which it lies: codes are moved then, not floats
-        values = x.reshape(-1, max(1, channels)).float()
-        scale = values.abs().amax(0) if channels else values.new_empty(0)
-        scale = torch.where(scale.isfinite(), scale, torch.nan)  # inf times a code can look finite in fp16
-        divisor = torch.where(scale > 0, scale * (1 + 1e-6), 1)
-        half = 2 ** (self.options.bits - 1)
-        if channels:
-            values = values.div(divisor).mul_(half).round_().clamp_(-half, half - 1).add_(half)
-        codes = split(values.to(torch.uint8).view(x.shape), "channel")
-        return pack(codes, self.options.bits), scale
+        channels, size = group_shape(TensorSpec.of(x), "channel")
+        if not channels:
+            return tuple(
+                torch.empty(shape, dtype=dtype, device=x.device)
+                for shape, dtype in self.layout(TensorSpec.of(x))
+            )
+        return kernels(x.device).encode_channels(x.reshape(-1, channels), self.options.bits, size)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         packed, scale = parts
-        half = 2 ** (self.options.bits - 1)
-        as_codes = TensorSpec(spec.shape, torch.uint8, spec.device)
-        values = join(unpack(packed, self.options.bits), as_codes, "channel").float().sub_(half).div_(half)
-        if spec.numel:
-            values.view(-1, len(scale)).mul_(scale)
-        return values.to(spec.dtype)
+        if not spec.numel:
+            return torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
+        rows, backend = spec.numel // len(scale), kernels(packed.device)
+        return backend.decode_channels(packed, scale, self.options.bits, rows, spec.dtype).view(spec.shape)
 
     def error_bound(self, spec: TensorSpec) -> float:
         # a step at most, and no more than the value itself, as 0 is on the grid

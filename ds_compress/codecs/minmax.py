@@ -7,7 +7,8 @@ from torch import Tensor
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, Stability, TensorSpec, register
 from ds_compress.codecs import bounds
 from ds_compress.codecs.groups import group_shape, join, split
-from ds_compress.kernels.bits import pack, packed_size, unpack
+from ds_compress.kernels.bits import packed_size
+from ds_compress.kernels.dispatch import kernels
 
 
 @register("minmax")
@@ -29,17 +30,15 @@ class MinMax(Codec):
         return ((groups, packed_size(size, self.options.bits)), torch.uint8), ((groups, 2), torch.float32)
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
-        values = split(x, "tensor").float()
-        low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
-        width = torch.where(high > low, high - low, 1)  # a constant tensor is all code 0
-        codes = values.sub(low).mul_(2**self.options.bits - 1).div_(width).round_()
-        return pack(codes.to(torch.uint8), self.options.bits), torch.cat([low, high], dim=1)
+        return kernels(x.device).encode_range(split(x, "tensor"), self.options.bits)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
-        packed, (low, high) = parts[0], parts[1].split(1, dim=1)
-        codes = unpack(packed, self.options.bits).float()
-        values = codes.mul_(high - low).div_(2**self.options.bits - 1).add_(low)
-        return join(values, spec, "tensor")
+        packed, limits = parts
+        # what `join` does to fp16 is done in fp32
+        wide = spec.dtype if spec.dtype == torch.bfloat16 else torch.float32
+        return join(
+            kernels(packed.device).decode_range(packed, limits, self.options.bits, wide), spec, "tensor"
+        )
 
     def error_bound(self, spec: TensorSpec) -> float:
         return bounds.grid(spec.numel, 2**self.options.bits - 1)

@@ -125,17 +125,18 @@ class Quantize(Codec, EncodesWithError):
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         options = self.options
-        generator = ctx.generator(x.device) if options.rounding == "stochastic" else None
+        drawn = options.rounding == "stochastic"
+        dither = ctx.key("dither") if drawn else None
         groups, backend = split(x, options.group_size, options.axis, self._fill), kernels(x.device)
         grid = self._grid(options.bits, ctx.seed)
         if options.mixed is None:
-            return backend.quantize(groups, grid, generator)
+            return backend.quantize(groups, grid, dither)
         tile_map, high, low = separate(groups, options.mixed.counts(len(groups))[0])
-        high_parts = backend.quantize(high, grid, generator)
+        low_dither = ctx.key("dither", "low_bits") if drawn else None
         return (
             tile_map,
-            *high_parts,
-            *backend.quantize(low, self._grid(options.mixed.low_bits, ctx.seed), generator),
+            *backend.quantize(high, grid, dither),
+            *backend.quantize(low, self._grid(options.mixed.low_bits, ctx.seed), low_dither),
         )
 
     def encode_with_error(

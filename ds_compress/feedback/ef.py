@@ -10,7 +10,8 @@ from ds_compress.codec import Codec, Context, Stability, TensorSpec
 from ds_compress.codecs.mixins import EncodesWithError, Follows
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.state import KeepsState, State, StateOptions
-from ds_compress.kernels.numerics import is_finite, narrow
+from ds_compress.kernels.dispatch import kernels
+from ds_compress.kernels.numerics import narrow
 
 
 class ErrorFeedbackOptions(StateOptions):
@@ -54,13 +55,13 @@ class ErrorFeedbackCodec(FeedbackCodec, KeepsState):
     def encode_training(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         spec = TensorSpec.of(x)
         old = self.residual(ctx, spec)
-        finite = is_finite(x)
+        finite = kernels(x.device).finite(x)
         parts, error = encode_with_error(self.codec, x, old, finite * ctx.loss_scale, ctx)
         sent = self._follows.sent(spec, ctx) if self._follows is not None else None
         if sent is not None:  # what is not sent keeps its residual
             error = torch.where(sent, error, old * ctx.loss_scale)
         new = self.updated(old, error if ctx.loss_scale == 1 else error / ctx.loss_scale)
-        self.state.save(ctx, spec, new, keep=~(finite & is_finite(new)))
+        self.state.save(ctx, spec, new, keep=~(finite & kernels(x.device).finite(new)))
         return parts
 
     def residual(self, ctx: Context, spec: TensorSpec) -> Tensor:

@@ -8,7 +8,8 @@ from ds_compress.codec import Codec, Context, Stability, TensorSpec
 from ds_compress.codecs.mixins import Observes
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.state import KeepsState, State, StateOptions
-from ds_compress.kernels.numerics import is_finite, narrow, wide
+from ds_compress.kernels.dispatch import kernels
+from ds_compress.kernels.numerics import is_finite, wide
 
 
 @FEEDBACKS.register("ef21")
@@ -44,8 +45,8 @@ class EF21Codec(FeedbackCodec, KeepsState, Observes):
     def encode_training(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         spec = TensorSpec.of(x)
         state = self.state.load(ctx, spec)
-        change = x.to(wide(x.dtype)) - state * ctx.loss_scale
-        parts, sent = encode_and_decode(self.codec, narrow(change, x), ctx)
+        change = kernels(x.device).changed(x, state, ctx.loss_scale)
+        parts, sent = encode_and_decode(self.codec, change, ctx)
         self._advance(state, sent, spec, ctx)
         return parts
 
@@ -56,13 +57,11 @@ class EF21Codec(FeedbackCodec, KeepsState, Observes):
 
     def observe(self, x: Tensor, ctx: Context) -> None:
         spec = TensorSpec.of(x)
-        self._save(x.to(wide(x.dtype)) / ctx.loss_scale, spec, ctx)
+        new = x.to(wide(x.dtype)) / ctx.loss_scale
+        self.state.save(ctx, spec, new, keep=~is_finite(new))
 
     def _advance(self, state: Tensor, change: Tensor, spec: TensorSpec, ctx: Context) -> Tensor:
         """The new state; not finite, and not kept, where the message was not."""
-        new = state + change.to(state.dtype) / ctx.loss_scale
-        self._save(new, spec, ctx)
+        new, finite = kernels(change.device).advanced(state, change, ctx.loss_scale)
+        self.state.save(ctx, spec, new, keep=~finite)
         return new
-
-    def _save(self, new: Tensor, spec: TensorSpec, ctx: Context) -> None:
-        self.state.save(ctx, spec, new, keep=~is_finite(new))

@@ -10,6 +10,7 @@ from ds_compress.codec import Codec, Context, Stability, TensorSpec
 from ds_compress.feedback.base import FEEDBACKS, Feedback
 from ds_compress.feedback.ef import ErrorFeedbackCodec
 from ds_compress.feedback.state import StateOptions
+from ds_compress.kernels.dispatch import kernels
 from ds_compress.registry import Steps
 
 
@@ -50,5 +51,4 @@ class LoCoCodec(ErrorFeedbackCodec):
         return torch.zeros_like(residual) if due and first else residual
 
     def updated(self, residual: Tensor, error: Tensor) -> Tensor:
-        beta = self.feedback.options.beta
-        return beta * residual + (1 - beta) * error
+        return kernels(error.device).blended(residual, error, self.feedback.options.beta)

@@ -20,10 +20,8 @@ from ds_compress.codec import Context, TensorSpec
 from ds_compress.codecs.memory import Remembers, expect
 from ds_compress.kernels.dispatch import kernels
 from ds_compress.kernels.numerics import wide
+from ds_compress.kernels.reference.feedback import GROUP
 from ds_compress.registry import Options
-
-GROUP = 128
-"""Values that share a scale in an int8 store."""
 
 Role = Literal["sender", "mirror"]
 log = logging.getLogger("ds_compress")
@@ -62,7 +60,7 @@ class State:
         """Make `value` the buffer where `keep` (bool, one element on the device) is false, else leave the old
         one."""
         if self.dtype == "int8":
-            new: tuple[Tensor, ...] = int8_encode(torch.where(keep, 0.0, value))
+            new: tuple[Tensor, ...] = int8_encode(value)
         else:
             new = (value.to(torch.bfloat16 if self.dtype == "bf16" else wide(spec.dtype)),)
         for key, entry, old in zip(self._keys(ctx, spec), new, self._stored(ctx, spec)):
@@ -139,25 +137,10 @@ def residuals(memory: Mapping[str, Tensor], direction: str) -> Iterator[Tensor]:
 
 
 def int8_encode(value: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 codes of value's shape, and one fp32 scale for each group of values in their order; finite
-    input."""
-    groups = grouped(value)
-    scales = groups.abs().amax(1) / 127 if groups.numel() else groups.new_zeros(0)
-    return int8_codes(groups, scales, value.shape), scales
-
-
-def grouped(value: Tensor) -> Tensor:
-    """fp32 [groups, GROUP]: the values in their order, then zeros."""
-    flat = value.float().flatten()
-    return torch.nn.functional.pad(flat, (0, -flat.numel() % GROUP)).view(-1, GROUP)
-
-
-def int8_codes(groups: Tensor, scales: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """`groups` in steps of `scales`, one for each group, as int8 of `shape`."""
-    codes = torch.where(scales[:, None] > 0, groups / scales[:, None], 0.0).round().clamp(-127, 127)
-    return codes.to(torch.int8).flatten()[: torch.Size(shape).numel()].view(shape)
+    """int8 codes of value's shape, and one fp32 scale for each group of values in their order."""
+    return kernels(value.device).encode_int8(value)
 
 
 def int8_decode(codes: Tensor, scales: Tensor) -> Tensor:
     """fp32 values of what `int8_encode` gave."""
-    return (grouped(codes) * scales[:, None]).flatten()[: codes.numel()].view(codes.shape)
+    return kernels(codes.device).decode_int8(codes, scales)

@@ -14,6 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ds_compress.kernels.dither import draws
+
 SMALLEST_STEP = 2.0**-126
 """Above 0: the smallest normal number."""
 
@@ -78,27 +80,24 @@ def offset_of(scales: Sequence[Tensor], grid: Grid) -> Tensor:
     return scales[0].float() * (-grid.top / 2) if grid.symmetric else scales[1]
 
 
-def to_codes(
-    groups: Tensor, scales: Sequence[Tensor], grid: Grid, generator: torch.Generator | None
-) -> Tensor:
+def to_codes(groups: Tensor, scales: Sequence[Tensor], grid: Grid, dither: int | None) -> Tensor:
     """The codes, uint8 [n, G], of `groups`, fp32 [n, G], on grids whose scales are `scales`, [n] each.
 
-    Rounds to the nearest code, or with a generator to one of the two neighbours with probabilities that make
-    the expected value equal to the input.
+    Rounds to the nearest code, or by the draws of `dither` to one of the two neighbours with probabilities
+    that make the expected value equal to the input.
     """
     step, offset = scales[0].float(), offset_of(scales, grid).float()
     # all values of a group of step 0 equal its offset: code 0; one division for a group instead of one for
     # each value, which is most of what a GPU would have to do
     inverse = torch.where(step > 0, 1 / step, 1)
     position = (groups - offset[:, None]).mul_(inverse[:, None])
-    if generator is None:
-        codes = position.add_(0.5)
-    else:
-        # the dither meets the fraction alone: added to the position it could round past the neighbour
-        codes = position.floor()
-        draw = torch.rand(codes.shape, generator=generator, dtype=torch.float32, device=codes.device)
-        codes += draw < position.sub_(codes)
-    return codes.clamp_(0, grid.top).to(torch.uint8)  # the cast cuts the fraction off
+    if dither is None:
+        return position.add_(0.5).clamp_(0, grid.top).to(torch.uint8)  # the cast cuts the fraction off
+    # in 16 bits behind the point, which a draw as long carries over as often as they say
+    position = torch.where(position > 0, position, 0).clamp_(max=grid.top)
+    fixed = position.mul_(65536).add_(0.5).to(torch.int32)
+    n, size = groups.shape
+    return (fixed + draws((n, size), dither, groups.device) >> 16).to(torch.uint8)
 
 
 def from_codes(codes: Tensor, scales: Sequence[Tensor], grid: Grid) -> Tensor:

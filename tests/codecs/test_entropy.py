@@ -33,12 +33,13 @@ HOSTILE = {
 }
 
 
-def test_ten_thousand_messages_keep_their_size_and_arrive():
+@pytest.mark.parametrize("messages", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_thousands_of_messages_keep_their_size_and_arrive(messages):
     """Each by a decoder that refuses a code with a word too many; and none is worse than zeros."""
     rng = random.Random(0)
     GENERATOR.manual_seed(0)
     names = [*HOSTILE]
-    for number in range(10_000):
+    for number in range(messages):
         n = rng.choice([rng.randint(1, 100), rng.randint(100, 1500), rng.randint(1500, 4000)])
         codec = build({"name": "entropy", "bits": rng.uniform(0.1, 6)})
         x = HOSTILE[names[number % len(names)]](n)

@@ -27,14 +27,16 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ comp
     special=st.sampled_from([None, float("inf"), -float("inf"), float("nan")]),
     seed=st.integers(0, 1000),
     scale_dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    dither=st.none() | st.integers(0, 2**64 - 1),
 )
-def test_equals_the_reference(bits, size, symmetric, dtype, hadamard, n, special, seed, scale_dtype):
+def test_equals_the_reference(bits, size, symmetric, dtype, hadamard, n, special, seed, scale_dtype, dither):
     grid = any_grid(bits, symmetric, scale_dtype, hadamard, size, seed)
+    dither = None if grid.gaussian else dither
     x = values(n, size, dtype, seed, special)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "LONG", 0)
-        parts = cpu.quantize(x, grid)
-        assert_same_bits(parts, reference.quantize(x, grid))
+        parts = cpu.quantize(x, grid, dither)
+        assert_same_bits(parts, reference.quantize(x, grid, dither))
         for wide in (torch.bfloat16, torch.float32):
             decoded = cpu.dequantize(parts, grid, wide)
             assert_same_bits([decoded], [reference.dequantize(parts, grid, wide)])

@@ -93,7 +93,7 @@ def test_every_function_is_asked_for_by_some_codec():
     backend, asked = recording()
     with dispatch.using(backend):
         for number, (choice, _) in enumerate(SETTINGS):
-            if choice["name"] in ("quantize", "topk", "fp8", "randomk", "entropy"):
+            if choice["name"] in ("quantize", "topk", "fp8", "acsgd", "minmax", "randomk", "entropy"):
                 list(messages(codecs_of(number), SHAPES[1], torch.float32))
     assert set(asked) == set(reference.__all__)
 

@@ -39,9 +39,10 @@ def test_every_source_compiles_without_a_warning(source, target):
     special=st.sampled_from([None, float("inf"), -float("inf"), float("nan")]),
     seed=st.integers(0, 1000),
     scale_dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    dither=st.integers(0, 2**64 - 1),
 )
 def test_quantization_has_the_same_bits_on_every_processor(
-    target, bits, size, symmetric, dtype, hadamard, n, special, seed, scale_dtype
+    target, bits, size, symmetric, dtype, hadamard, n, special, seed, scale_dtype, dither
 ):
     grid = any_grid(bits, symmetric, scale_dtype, hadamard, size, seed)
     x = values(n, size, dtype, seed, special)
@@ -49,6 +50,8 @@ def test_quantization_has_the_same_bits_on_every_processor(
     expected = reference.quantize(x, grid)
     with compiled_for(target):
         assert_same_bits(cpu.quantize(x, grid), expected)
+        if not grid.gaussian:
+            assert_same_bits(cpu.quantize(x, grid, dither), reference.quantize(x, grid, dither))
         for out in (torch.float32, torch.bfloat16):
             decoded = cpu.dequantize(expected, grid, out)
             assert_same_bits([decoded], [reference.dequantize(expected, grid, out)])
@@ -86,9 +89,11 @@ CODECS = [
     *({"name": "topk", "select": select, "rows": "tensor"} for select in ("threshold", "sidco", "block")),
     {"name": "topk", "density": 1.0},
     {"name": "fp8"},
+    *({"name": name, "bits": bits} for name in ("acsgd", "minmax") for bits in (3, 4, 8)),
     {"name": "fp8", "format": "e5m2", "group_size": 24},
     {"name": "quantize"},
     {"name": "quantize", "bits": 2, "hadamard": True},
+    {"name": "quantize", "rounding": "stochastic", "mixed": {"low_bits": 3}},
     *({"name": "entropy", "bits": bits} for bits in (2.5, 6)),
 ]
 

@@ -16,8 +16,8 @@ def bits_per_value(choice, x):
     return 8 * sum(part.nbytes for part in build(choice).encode(x, Context())) / x.numel()
 
 
-def relative_error(choice, x):
-    return ((roundtrip(choice, x).double() - x.double()).norm() / x.double().norm()).item()
+def relative_error(choice, x, **context):
+    return ((roundtrip(choice, x, **context).double() - x.double()).norm() / x.double().norm()).item()
 
 
 def residual_stream():

@@ -29,6 +29,8 @@ CODECS = [
         for size, hadamard in ((8, True), (24, False), (64, True), (128, False), (4096, True))
         for scheme in ("asymmetric", "symmetric")
     ),
+    *({"name": "quantize", "rounding": "stochastic", "group_size": size} for size in (8, 24, 4096)),
+    *({"name": name, "bits": bits} for name in ("acsgd", "minmax") for bits in range(1, 9)),
     *(
         {"name": "fp8", "format": name, "group_size": size}
         for name in ("e4m3", "e5m2")

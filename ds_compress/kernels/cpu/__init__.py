@@ -2,24 +2,34 @@
 
 from ds_compress.kernels.cpu.bitstring import list_bits, pack_bits, set_bits, unpack_bits
 from ds_compress.kernels.cpu.entropy import decode_entropy, encode_entropy
+from ds_compress.kernels.cpu.feedback import advanced, blended, changed, decode_int8, encode_int8, finite
+from ds_compress.kernels.cpu.fixed import decode_channels, decode_range, encode_channels, encode_range
 from ds_compress.kernels.cpu.float8 import decode_float8, encode_float8
 from ds_compress.kernels.cpu.groups import dequantize, quantize, quantize_with_error
+from ds_compress.kernels.cpu.held import gather, received, scatter
 from ds_compress.kernels.cpu.selection import banded, exact, sampled_band
 from ds_compress.kernels.cpu.steps import choose, count_true
-from ds_compress.kernels.reference import gather, scatter
-
-received = list_bits
 
 __all__ = [
+    "advanced",
     "banded",
+    "blended",
+    "changed",
     "choose",
     "count_true",
+    "decode_channels",
     "decode_entropy",
     "decode_float8",
+    "decode_int8",
+    "decode_range",
     "dequantize",
+    "encode_channels",
     "encode_entropy",
     "encode_float8",
+    "encode_int8",
+    "encode_range",
     "exact",
+    "finite",
     "gather",
     "list_bits",
     "pack_bits",

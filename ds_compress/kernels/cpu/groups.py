@@ -16,18 +16,16 @@ from ds_compress.kernels.native import quantize as compiled
 BLOCK = 1 << 18  # values that the reference takes at a time: what it makes of them stays in the cache
 
 
-def quantize(groups: Tensor, grid: Grid, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
+def quantize(groups: Tensor, grid: Grid, dither: int | None = None) -> tuple[Tensor, ...]:
     """See `reference.quantize`."""
     n, size = groups.shape
-    if generator is not None:
-        return reference.quantize(groups, grid, generator)
-    # the order of a sum is left to torch
-    if grid.is_mean or size > compiled.LARGEST_GROUP or not native.serves("quantize", n * size):
-        if n * size <= BLOCK:
-            return reference.quantize(groups, grid)
+    is_mean = grid.is_mean and dither is None  # the order of a sum is left to torch
+    if is_mean or size > compiled.LARGEST_GROUP or not native.serves("quantize", n * size):
+        if n * size <= BLOCK or dither is not None:
+            return reference.quantize(groups, grid, dither)
         blocks = [reference.quantize(block, grid) for (block,) in _blocks(groups)]
         return tuple(map(torch.cat, zip(*blocks)))
-    return compiled.quantize(groups if groups.dtype in compiled.FLOATS else groups.float(), grid)
+    return compiled.quantize(groups if groups.dtype in compiled.FLOATS else groups.float(), grid, dither)
 
 
 def quantize_with_error(

@@ -1,14 +1,9 @@
 """8-bit floats by float8.cpp."""
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from ds_compress.kernels.native.function import SIZE, Buffer, Function
-
-FLOATS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-"""The dtypes that `encode` takes and `decode` makes, by their name in float8.cpp."""
+from ds_compress.kernels.native.function import FLOATS, SIZE, Buffer, Function
 
 _FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
@@ -30,16 +25,16 @@ _encode = {
     for wide in FLOATS
 }
 _decode = {
-    wide: Function(
+    (dtype, wide): Function(
         "float8",
-        f"decode_{name}",
+        f"decode_{name}_{FLOATS[wide]}",
         codes=_CODES,
         scales=_SCALES,
-        table=Buffer((torch.float32,), (256,)),
         **_SHAPE,
         values=Buffer((wide,), ("groups", "size")),
     )
-    for wide, name in FLOATS.items()
+    for dtype, name in _FORMATS.items()
+    for wide in FLOATS
 }
 
 
@@ -64,18 +59,7 @@ def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype, out: torch.dtype) 
     """The values, fp32 or bf16 [groups, size], of `codes`, which are of `dtype`."""
     groups, size = codes.shape
     values = torch.empty(codes.shape, dtype=out, device="cpu")
-    _decode[out](
-        codes=codes.contiguous(),
-        scales=scales.contiguous(),
-        table=_table(dtype),
-        groups=groups,
-        size=size,
-        values=values,
+    _decode[dtype, out](
+        codes=codes.contiguous(), scales=scales.contiguous(), groups=groups, size=size, values=values
     )
     return values
-
-
-@cache
-def _table(dtype: torch.dtype) -> Tensor:
-    """fp32 [256]: what the codes of an 8-bit float stand for."""
-    return torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float()

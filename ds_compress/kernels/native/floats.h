@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-constexpr uint32_t MAGNITUDE = 0x7FFFFFFF, INFINITE = 0x7F800000;
+constexpr int32_t MAGNITUDE = 0x7FFFFFFF, INFINITE = 0x7F800000;
 
 inline float as_float(uint32_t bits) {
     float value;

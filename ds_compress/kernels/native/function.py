@@ -12,6 +12,11 @@ from ds_compress.kernels import native
 SIZE = range(1 << 62)
 NUMBER = range(-(1 << 63), 1 << 63)
 FLAG = range(2)
+WORD = range(-(1 << 31), 1 << 31)
+FLOATS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+"""The floats that C++ takes and makes, by their name in it."""
+INTEGERS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
+"""Floats of so many bits as torch has them for C++, where they are unsigned."""
 
 
 @dataclass(frozen=True)
@@ -83,5 +88,6 @@ class Function:
             raise type(error)(f"{self.source}.{self.name}: {name}: {error}") from None
         entry = getattr(native.library(self.source), self.name)
         if entry.argtypes is None:
-            entry.argtypes, entry.restype = self._types, ctypes.c_int64
+            # in this order: another thread that sees the first calls with both
+            entry.restype, entry.argtypes = ctypes.c_int64, self._types
         return entry(*words)

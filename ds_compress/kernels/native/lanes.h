@@ -2,11 +2,7 @@
 
 #pragma once
 
-#include <cstdint>
-
-#if defined(__AVX512F__) || defined(__AVX2__)
-#include <immintrin.h>
-#endif
+#include "vectors.h"
 
 constexpr int MOST_LANES = 32;
 
@@ -16,8 +12,6 @@ constexpr int MOST_LANES = 32;
 // MOST_LANES of them can be read.
 
 #if defined(__AVX512F__)
-
-constexpr __mmask16 ALL = 0xFFFF;  // without a mask g++ 12 warns of its own headers
 
 inline uint16_t* push(const uint32_t* words, const uint32_t* wanted, uint16_t* out) {
     for (int i = MOST_LANES - 16; i >= 0; i -= 16) {

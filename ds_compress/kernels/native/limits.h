@@ -45,6 +45,6 @@ inline void limits(const float* values, int64_t size, float& least, float& most)
     const float total = folded(sum, [](Floats x, Floats y) { return x + y; })[0];
     // Infinities, and sums beyond what a float holds, look like nan at first
     const bool unordered = total - total != 0 && holds_nan(values, count);
-    least = unordered ? as_float(MAGNITUDE) : folded(low, smaller)[0] + 0.0f;  // of zeros, +0
-    most = unordered ? as_float(MAGNITUDE) : folded(high, larger)[0] + 0.0f;
+    least = unordered ? as_float(MAGNITUDE) : folded(low, smaller<Floats>)[0] + 0.0f;  // of zeros, +0
+    most = unordered ? as_float(MAGNITUDE) : folded(high, larger<Floats>)[0] + 0.0f;
 }

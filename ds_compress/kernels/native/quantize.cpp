@@ -3,6 +3,7 @@
 // A group is read once, and everything else happens in the first-level cache.
 
 #include "bits.h"
+#include "dither.h"
 #include "floats.h"
 #include "gaussian.h"
 #include "hadamard.h"
@@ -134,20 +135,31 @@ struct Group {
         return {step, step * offsets, step > 0 ? 1 / step : 1};
     }
 
+    // Of the values from place i on, within the grid; nan is 0. Behind the last value there is room.
+    Floats positions(int64_t i, Grid grid, int top, float more = 0) const {
+        const Floats position = (::load(values + i) - grid.offset) * grid.inverse + more;
+        const Floats most = Floats{} + static_cast<float>(top);
+        const Floats positive = position > 0.0f ? position : Floats{};
+        return positive < most ? positive : most;
+    }
+
     void to_codes(Grid grid, int top) {
-        const float most = top;
-        int64_t i = 0;
-        for (; i + LANES <= count(); i += LANES) {
-            Floats position = (::load(values + i) - grid.offset) * grid.inverse + 0.5f;
-            position = position > 0.0f ? position : Floats{};  // nan too
-            position = position < most ? position : Floats{} + most;
-            keep(__builtin_convertvector(position, Ints), codes + i);
-        }
-        for (; i < count(); ++i) {
-            float position = (values[i] - grid.offset) * grid.inverse + 0.5f;
-            position = position > 0 ? position : 0;
-            codes[i] = static_cast<int32_t>(position < most ? position : most);
-        }
+        for (int64_t i = 0; i < count(); i += LANES)
+            keep(__builtin_convertvector(positions(i, grid, top, 0.5f), Ints), codes + i);
+    }
+
+    // Rounds up or down as a fraction of 16 bits and its draw have a carry, or not.
+    void dither_codes(Grid grid, int top, Dither dither, uint32_t number) {
+        const auto round = [&](int64_t i, Words draws) {
+            const Ints fixed = __builtin_convertvector(positions(i, grid, top) * 65536.0f + 0.5f, Ints);
+            keep((fixed + (Ints)draws) >> 16, codes + i);
+        };
+        for (int64_t i = 0; i < count(); i += 64)
+            for (int64_t j = i; j < i + 32 && j < count(); j += LANES) {
+                const Words words = dither.words(number + i / 2 + j % 32);
+                round(j, words & 0xFFFF);
+                if (j + 32 < count()) round(j + 32, words >> 16);
+            }
     }
 
     void from_bytes(const Format& format, Grid grid) {
@@ -185,8 +197,8 @@ struct Feedback {
 };
 
 template <int SIZE, class In>
-void quantize(const In* x, Feedback feedback, int64_t n, int64_t size, Format format, uint8_t* packed, void* steps,
-              void* offsets) {
+void quantize(const In* x, Feedback feedback, Dither dither, int64_t n, int64_t size, Format format, uint8_t* packed,
+              void* steps, void* offsets) {
     constexpr int BATCH = SIZE ? 8 : 1;  // so that the ranges of some groups are found while others wait for theirs
     Group<SIZE> groups[BATCH];
     Grid grids[BATCH];
@@ -202,7 +214,8 @@ void quantize(const In* x, Feedback feedback, int64_t n, int64_t size, Format fo
             grids[i] = group.grid(format);
         }
         for (int i = 0; i < count; ++i, packed += size * format.bits / 8) {
-            if (!format.levels) groups[i].to_codes(grids[i], format.top());
+            if (dither.on) groups[i].dither_codes(grids[i], format.top(), dither, (start + i) * Dither::words_of(size));
+            else if (!format.levels) groups[i].to_codes(grids[i], format.top());
             pack<SIZE>(groups[i].codes, size, format.bits, packed);
             store_scale(grids[i].step, steps, start + i, format.wide_scale);
             if (!format.symmetric) store_scale(grids[i].offset, offsets, start + i, format.wide_scale);
@@ -210,9 +223,6 @@ void quantize(const In* x, Feedback feedback, int64_t n, int64_t size, Format fo
         }
     }
 }
-
-// Values that are more than caches hold go past them: bytes.
-constexpr int64_t STREAMED = 8 << 20;
 
 template <int SIZE, class Out>
 void dequantize(const uint8_t* packed, const void* steps, const void* offsets, int64_t n, int64_t size, Format format,
@@ -241,10 +251,12 @@ void dequantize(const uint8_t* packed, const void* steps, const void* offsets, i
         default: return FUNCTION<0>(__VA_ARGS__);        \
     }
 
-void quantize_any(const void* x, int64_t bf16, Feedback feedback, int64_t n, int64_t size, Format format,
+void quantize_any(const void* x, int64_t bf16, Feedback feedback, Dither dither, int64_t n, int64_t size, Format format,
                   uint8_t* packed, void* steps, void* offsets) {
-    if (bf16) FOR_SIZE(quantize, static_cast<const uint16_t*>(x), feedback, n, size, format, packed, steps, offsets)
-    else FOR_SIZE(quantize, static_cast<const float*>(x), feedback, n, size, format, packed, steps, offsets)
+    const uint16_t* halves = static_cast<const uint16_t*>(x);
+    const float* floats = static_cast<const float*>(x);
+    if (bf16) FOR_SIZE(quantize, halves, feedback, dither, n, size, format, packed, steps, offsets)
+    else FOR_SIZE(quantize, floats, feedback, dither, n, size, format, packed, steps, offsets)
 }
 
 }  // namespace
@@ -254,10 +266,11 @@ extern "C" {
 // What the arguments may be is declared in quantize.py. `offsets` is not touched where the grid is symmetric, `diagonal`
 // where groups are not rotated, `levels` where the grid is uniform.
 
-void quantize_groups(const void* x, int64_t bf16, int64_t n, int64_t size, int64_t bits, int64_t symmetric,
+void quantize_groups(const void* x, int64_t bf16, int64_t dithered, int64_t first, int64_t second, int64_t n, int64_t size, int64_t bits, int64_t symmetric,
                      int64_t wide_scale, int64_t unrotated, const float* diagonal, int64_t uniform, const float* levels,
                      uint8_t* packed, void* steps, void* offsets) {
-    quantize_any(x, bf16, {}, n, size, format(bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels), packed,
+    const Dither dither = {dithered != 0, static_cast<uint32_t>(first), static_cast<uint32_t>(second)};
+    quantize_any(x, bf16, {}, dither, n, size, format(bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels), packed,
                  steps, offsets);
 }
 
@@ -265,7 +278,7 @@ void quantize_groups_with_error(const void* x, int64_t bf16, const float* residu
                                 int64_t n, int64_t size, int64_t bits, int64_t symmetric, int64_t wide_scale,
                                 int64_t unrotated, const float* diagonal, int64_t uniform, const float* levels,
                                 uint8_t* packed, void* steps, void* offsets) {
-    quantize_any(x, bf16, {residual, factor, error}, n, size,
+    quantize_any(x, bf16, {residual, factor, error}, {}, n, size,
                  format(bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels), packed, steps, offsets);
 }
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from ds_compress.kernels import gaussian
 from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.bits import packed_size
+from ds_compress.kernels.dither import halves
 from ds_compress.kernels.hadamard import diagonal
-from ds_compress.kernels.native.function import FLAG, SIZE, Buffer, Function
+from ds_compress.kernels.native.function import FLAG, SIZE, WORD, Buffer, Function
 
 LARGEST_GROUP = 4096
 """Values of a group that a pass can hold."""
@@ -43,7 +44,9 @@ _PARTS: dict[str, Any] = {
     "steps": Buffer(_SCALES, ("n",), by="wide_scale"),
     "offsets": Buffer(_SCALES, ("n",), by="wide_scale", unless="symmetric"),
 }
-_quantize = Function("quantize", "quantize_groups", **_VALUES, **_FORMAT, **_PARTS)
+_DITHER: dict[str, Any] = {"dithered": FLAG, "first": WORD, "second": WORD}
+_NO_DRAWS: dict[str, Any] = {"dithered": False, "first": 0, "second": 0}
+_quantize = Function("quantize", "quantize_groups", **_VALUES, **_DITHER, **_FORMAT, **_PARTS)
 _quantize_with_error = Function(
     "quantize", "quantize_groups_with_error", **_VALUES, **_FEEDBACK, **_FORMAT, **_PARTS
 )
@@ -51,10 +54,15 @@ _dequantize = Function("quantize", "dequantize_groups", **_VALUES, **_FORMAT, **
 
 
 def quantize(
-    values: Tensor, grid: Grid, function: Function = _quantize, **feedback: Any
+    values: Tensor,
+    grid: Grid,
+    dither: int | None = None,
+    function: Function = _quantize,
+    feedback: dict[str, Any] | None = None,
 ) -> tuple[Tensor, ...]:
-    """See `reference.quantize`; of `values`, fp32 or bf16 [n, G]. `feedback`: what `function` takes
-    besides."""
+    """See `reference.quantize`; of `values`, fp32 or bf16 [n, G]. `feedback`: what `function` takes in the
+    place of the draws."""
+    more = feedback or (_NO_DRAWS if dither is None else _draws(dither))
     n, size = values.shape
     packed = torch.empty(n, packed_size(size, grid.bits), dtype=torch.uint8, device="cpu")
     steps = torch.empty(n, dtype=grid.scale_dtype, device="cpu")
@@ -62,7 +70,7 @@ def quantize(
     function(
         values=values.detach().contiguous(),
         bf16=values.dtype == torch.bfloat16,
-        **feedback,
+        **more,
         **_format(n, size, grid),
         packed=packed,
         steps=steps,
@@ -76,9 +84,8 @@ def quantize_with_error(
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """See `reference.quantize_with_error`."""
     error = torch.empty(values.shape, dtype=torch.float32, device="cpu")
-    residual = residual.detach().contiguous()
-    parts = quantize(values, grid, _quantize_with_error, residual=residual, factor=factor.item(), error=error)
-    return parts, error
+    feedback = {"residual": residual.detach().contiguous(), "factor": factor.item(), "error": error}
+    return quantize(values, grid, None, _quantize_with_error, feedback), error
 
 
 def dequantize(parts: Sequence[Tensor], grid: Grid, dtype: torch.dtype) -> Tensor:
@@ -95,6 +102,11 @@ def dequantize(parts: Sequence[Tensor], grid: Grid, dtype: torch.dtype) -> Tenso
         offsets=offsets[0].contiguous() if offsets else None,
     )
     return values
+
+
+def _draws(dither: int) -> dict[str, Any]:
+    first, second = halves(dither)
+    return {"dithered": True, "first": first, "second": second}
 
 
 @lru_cache  # a message has the shape of the one before

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels.memory import scratch
-from ds_compress.kernels.native.function import FLAG, NUMBER, SIZE, Buffer, Function
-
-_BITS = {16: torch.int16, 32: torch.int32, 64: torch.int64}  # as torch has them; unsigned in C++
+from ds_compress.kernels.native.function import INTEGERS, NUMBER, SIZE, Buffer, Function
 
 _ROWS = Buffer((torch.int64,), ("rows",))
 _set_bits = Function(
@@ -40,7 +38,7 @@ _reaching = {
         keys=Buffer((dtype,), ("rows", "d")),
         counts=_ROWS,
     )
-    for bits, dtype in _BITS.items()
+    for bits, dtype in INTEGERS.items()
 }
 _pick = {
     dtype: Function(
@@ -54,10 +52,9 @@ _pick = {
         lows=_ROWS,
         highs=_ROWS,
         k=SIZE,
-        spread=FLAG,
         out=Buffer((torch.int64,), ("rows", "k")),
     )
-    for bits, dtype in _BITS.items()
+    for bits, dtype in INTEGERS.items()
 }
 
 
@@ -114,9 +111,9 @@ class Candidates:
         )
         return cls(found[:total], keys[:total], counts)
 
-    def pick(self, low: Tensor, high: Tensor, k: int, spread: bool) -> Tensor | None:
+    def pick(self, low: Tensor, high: Tensor, k: int) -> Tensor | None:
         """Flat indices of those that reach `high` [rows] and as many between `low` and it as make k for each
-        row: the first ones, or evenly spaced ones. None if some row has fewer than k or more than k that
+        row, evenly spaced. None if some row has fewer than k or more than k that
         reach `high`."""
         rows = len(self.counts)
         chosen = torch.empty(rows * k, dtype=torch.int64, device="cpu")
@@ -129,7 +126,6 @@ class Candidates:
             lows=low.long().contiguous(),
             highs=high.long().contiguous(),
             k=k,
-            spread=spread,
             out=chosen,
         )
         return chosen if found else None

@@ -19,6 +19,11 @@ constexpr int LANES = 4;
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+
+#if defined(__AVX512F__)
+constexpr __mmask16 ALL = 0xFFFF;  // without a mask g++ 12 warns of its own headers
+#endif
 
 inline Floats load(const float* values) {
     Floats x;
@@ -26,14 +31,76 @@ inline Floats load(const float* values) {
     return x;
 }
 
+// bf16, the upper halves of floats.
+inline Floats load(const uint16_t* values) {
+#if defined(__AVX512F__)
+    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values));
+    return (Floats)_mm512_maskz_slli_epi32(ALL, _mm512_maskz_cvtepu16_epi32(ALL, halves), 16);
+#elif defined(__AVX2__)
+    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
+    return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16);
+#else
+    Ints x;
+    for (int j = 0; j < LANES; ++j) x[j] = static_cast<int32_t>(static_cast<uint32_t>(values[j]) << 16);
+    return (Floats)x;
+#endif
+}
+
+inline Ints load(const uint8_t* values) {
+    Ints x;
+#if defined(__AVX512F__)
+    x = (Ints)_mm512_maskz_cvtepu8_epi32(ALL, _mm_loadu_si128(reinterpret_cast<const __m128i*>(values)));
+#elif defined(__AVX2__)
+    x = (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(values)));
+#else
+    for (int j = 0; j < LANES; ++j) x[j] = values[j];
+#endif
+    return x;
+}
+
 inline void keep(Floats x, float* values) { std::memcpy(values, &x, sizeof x); }
 
 inline void keep(Ints x, int32_t* values) { std::memcpy(values, &x, sizeof x); }
 
+// As bf16: rounds to nearest, ties to even.
+inline void keep(Floats x, uint16_t* values) {
+    const Words bits = (Words)x, upper = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    const Words rounded = x != x ? Words{} + 0x7FC0 : upper;
+#if defined(__AVX512F__)
+    const __m256i halves = _mm512_maskz_cvtepi32_epi16(ALL, (__m512i)rounded);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(values), halves);
+#elif defined(__AVX2__)
+    const __m256i halves = _mm256_packus_epi32((__m256i)rounded, (__m256i)rounded);
+    const __m256i in_order = _mm256_permute4x64_epi64(halves, 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(values), _mm256_castsi256_si128(in_order));
+#else
+    for (int j = 0; j < LANES; ++j) values[j] = static_cast<uint16_t>(rounded[j]);
+#endif
+}
+
+// Four vectors of numbers from 0 to 255.
+inline void keep(const Ints (&x)[4], uint8_t* values) {
+#if defined(__AVX512F__)
+    for (int i = 0; i < 4; ++i) {
+        const __m128i bytes = _mm512_maskz_cvtepi32_epi8(ALL, (__m512i)x[i]);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(values + i * LANES), bytes);
+    }
+#elif defined(__AVX2__)
+    const __m256i first = _mm256_packus_epi32((__m256i)x[0], (__m256i)x[1]);
+    const __m256i second = _mm256_packus_epi32((__m256i)x[2], (__m256i)x[3]);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packing joins halves of registers
+    const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(first, second), order);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(values), bytes);
+#else
+    for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < LANES; ++j) values[i * LANES + j] = static_cast<uint8_t>(x[i][j]);
+#endif
+}
+
 // Every lane's neighbour, so many lanes away.
-template <int DISTANCE>
-inline Floats swapped(Floats x) {
-    Floats other;
+template <int DISTANCE, class Vector>
+inline Vector swapped(Vector x) {
+    Vector other;
 #ifdef __clang__
     for (int j = 0; j < LANES; ++j) other[j] = x[j ^ DISTANCE];
 #else
@@ -56,14 +123,24 @@ inline Floats signed_sum(Floats x, Floats signs, Floats other) {
 }
 
 // What is left of a vector when each half is joined with the other, until one lane is left.
-template <int DISTANCE = LANES / 2, class F>
-inline Floats folded(Floats x, F join) {
+template <int DISTANCE = LANES / 2, class Vector, class F>
+inline Vector folded(Vector x, F join) {
     if constexpr (DISTANCE == 0) return x;
     else return folded<DISTANCE / 2>(join(x, swapped<DISTANCE>(x)), join);
 }
 
-inline Floats smaller(Floats x, Floats y) { return x < y ? x : y; }
-inline Floats larger(Floats x, Floats y) { return x > y ? x : y; }
+template <class Vector>
+inline Vector smaller(Vector x, Vector y) {
+    return x < y ? x : y;
+}
+
+template <class Vector>
+inline Vector larger(Vector x, Vector y) {
+    return x > y ? x : y;
+}
+
+// Values that are more than caches hold go past them: bytes.
+constexpr int64_t STREAMED = 8 << 20;
 
 // Past the caches; `values` begins at a multiple of a vector.
 inline void stream(Floats x, float* values) {

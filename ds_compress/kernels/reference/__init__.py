@@ -6,6 +6,15 @@ two.
 
 from ds_compress.kernels.reference.bitstring import list_bits, pack_bits, set_bits, unpack_bits
 from ds_compress.kernels.reference.entropy import decode_entropy, encode_entropy
+from ds_compress.kernels.reference.feedback import (
+    advanced,
+    blended,
+    changed,
+    decode_int8,
+    encode_int8,
+    finite,
+)
+from ds_compress.kernels.reference.fixed import decode_channels, decode_range, encode_channels, encode_range
 from ds_compress.kernels.reference.float8 import decode_float8, encode_float8
 from ds_compress.kernels.reference.groups import dequantize, quantize, quantize_with_error
 from ds_compress.kernels.reference.held import gather, received, scatter
@@ -13,15 +22,25 @@ from ds_compress.kernels.reference.selection import banded, exact, sampled_band
 from ds_compress.kernels.reference.steps import choose, count_true
 
 __all__ = [
+    "advanced",
     "banded",
+    "blended",
+    "changed",
     "choose",
     "count_true",
+    "decode_channels",
     "decode_entropy",
     "decode_float8",
+    "decode_int8",
+    "decode_range",
     "dequantize",
+    "encode_channels",
     "encode_entropy",
     "encode_float8",
+    "encode_int8",
+    "encode_range",
     "exact",
+    "finite",
     "gather",
     "list_bits",
     "pack_bits",

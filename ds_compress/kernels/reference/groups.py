@@ -12,14 +12,14 @@ from ds_compress.kernels.hadamard import rotate, rotate_back
 from ds_compress.kernels.numerics import narrow
 
 
-def quantize(groups: Tensor, grid: Grid, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
+def quantize(groups: Tensor, grid: Grid, dither: int | None = None) -> tuple[Tensor, ...]:
     """Quantize every row of `groups` on a grid of its own.
 
     Args:
         groups: [n, G] of any float dtype, G a multiple of 8, and a power of two for `grid.hadamard` and
             `grid.gaussian`.
-        generator: on the device of `groups`, to round stochastically, on a uniform grid; None rounds to
-            nearest.
+        dither: 64 bits from which the draws of stochastic rounding follow, on a uniform grid; None rounds
+            to nearest.
 
     Returns:
         packed uint8 [n, G * bits / 8]; step [n], and unless the grid is symmetric offset [n].
@@ -31,11 +31,11 @@ def quantize(groups: Tensor, grid: Grid, generator: torch.Generator | None = Non
     scales: tuple[Tensor, ...]
     if grid.symmetric:
         magnitude = groups.abs()
-        mean = grid.is_mean and generator is None
+        mean = grid.is_mean and dither is None
         scales = (symmetric_scale(magnitude.mean(1) if mean else magnitude.amax(1), grid),)
     else:
         scales = minmax_scales(groups.amin(1), groups.amax(1), grid)
-    return pack(to_codes(groups, scales, grid, generator), grid.bits), *scales
+    return pack(to_codes(groups, scales, grid, dither), grid.bits), *scales
 
 
 def quantize_with_error(

@@ -4,7 +4,22 @@ they are used.
 Under TRITON_INTERPRET=1, set before triton is imported, they serve CPU tensors too.
 """
 
-from ds_compress.kernels.reference import choose, count_true, decode_float8, encode_float8
+from ds_compress.kernels.reference import (
+    advanced,
+    blended,
+    changed,
+    choose,
+    count_true,
+    decode_channels,
+    decode_float8,
+    decode_int8,
+    decode_range,
+    encode_channels,
+    encode_float8,
+    encode_int8,
+    encode_range,
+    finite,
+)
 from ds_compress.kernels.triton.bitstring import list_bits, pack_bits, set_bits, unpack_bits
 from ds_compress.kernels.triton.entropy import decode_entropy, encode_entropy
 from ds_compress.kernels.triton.groups import dequantize, quantize, quantize_with_error
@@ -12,15 +27,25 @@ from ds_compress.kernels.triton.held import gather, received, scatter
 from ds_compress.kernels.triton.selection import banded, exact, sampled_band
 
 __all__ = [
+    "advanced",
     "banded",
+    "blended",
+    "changed",
     "choose",
     "count_true",
+    "decode_channels",
     "decode_entropy",
     "decode_float8",
+    "decode_int8",
+    "decode_range",
     "dequantize",
+    "encode_channels",
     "encode_entropy",
     "encode_float8",
+    "encode_int8",
+    "encode_range",
     "exact",
+    "finite",
     "gather",
     "list_bits",
     "pack_bits",

@@ -17,6 +17,8 @@ from torch import Tensor
 from ds_compress.kernels import gaussian, reference
 from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.bits import packed_size
+from ds_compress.kernels.dither import halves
+from ds_compress.kernels.triton.dither import draws
 from ds_compress.kernels.triton.gaussian import gaussian_codes, gaussian_values
 from ds_compress.kernels.triton.scales import at_least, fp32, limits, reach, rounded, step_from
 from ds_compress.kernels.triton.tiles import load_piece, places, rotate, rotate_back, store_piece
@@ -27,14 +29,11 @@ MAX_GROUP = 4096
 VALUES = 4096  # of one program, where groups are that small
 
 
-def quantize(groups: Tensor, grid: Grid, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
+def quantize(groups: Tensor, grid: Grid, dither: int | None = None) -> tuple[Tensor, ...]:
     """See `reference.quantize`."""
     n, size = groups.shape
     if not n or size > MAX_GROUP:
-        return reference.quantize(groups, grid, generator)
-    dither = None
-    if generator is not None:
-        dither = torch.rand(groups.shape, generator=generator, dtype=torch.float32, device=groups.device)
+        return reference.quantize(groups, grid, dither)
     return _launch(groups, dither, None, None, None, grid)
 
 
@@ -51,7 +50,7 @@ def quantize_with_error(
 
 def _launch(
     groups: Tensor,
-    dither: Tensor | None,
+    dither: int | None,
     residual: Tensor | None,
     factor: Tensor | None,
     error: Tensor | None,
@@ -65,7 +64,7 @@ def _launch(
     with torch.cuda.device_of(groups):
         _quantize[programs](
             groups,
-            dither,
+            *halves(dither or 0),
             residual,
             factor,
             error,
@@ -75,6 +74,7 @@ def _launch(
             n,
             grid.key,
             MEAN=grid.is_mean and dither is None,
+            DITHERED=dither is not None,
             LARGEST=torch.finfo(groups.dtype).max,
             enable_fp_fusion=False,
             **shape,
@@ -113,10 +113,11 @@ def _shape(n: int, size: int, grid: Grid) -> tuple[tuple[int], dict[str, Any]]:
     return (triton.cdiv(n, rows),), shape
 
 
-@triton.jit(do_not_specialize=["n", "key"])
+@triton.jit(do_not_specialize=["n", "key", "first", "second"])
 def _quantize(
     groups,
-    dither,
+    first,
+    second,
     residual,
     factor,
     error,
@@ -132,6 +133,7 @@ def _quantize(
     BITS: tl.constexpr,
     TOP: tl.constexpr,
     MEAN: tl.constexpr,
+    DITHERED: tl.constexpr,
     HADAMARD: tl.constexpr,
     LEVELS: tl.constexpr,
     BOUNDARIES: tl.constexpr,
@@ -139,8 +141,8 @@ def _quantize(
 ):
     """A tile of a group is WIDTH values, in COLUMNS columns.
 
-    `offset` is None for a symmetric grid, `dither` to round to nearest, the three of error feedback without
-    it.
+    `offset` is None for a symmetric grid, the three of error feedback without it; `first` and `second` are
+    the halves of the dither's key.
     """
     row, place, exists = places(n, ROWS, WIDTH, COLUMNS)
     at = row[:, None] * (TILES * WIDTH) + place
@@ -181,13 +183,12 @@ def _quantize(
         codes = ()
         for t in tl.static_range(TILES):
             position = (values[t] - start[:, None]) * inverse
-            if dither is None:
-                code = position + 0.5
+            if DITHERED:
+                within = tl.minimum(tl.where(position > 0, position, 0.0), fp32(TOP))
+                draw = draws(row[:, None], place + t * WIDTH, first, second, TILES * WIDTH)
+                codes = codes + (((within * 65536.0 + 0.5).to(tl.int32) + draw) >> 16,)
             else:
-                code = tl.floor(position)
-                draw = tl.load(dither + at + t * WIDTH, mask=exists, other=0)
-                code += (draw < position - code).to(tl.float32)
-            codes = codes + (tl.minimum(tl.maximum(code, 0.0), fp32(TOP)).to(tl.int32),)
+                codes = codes + (tl.minimum(tl.maximum(position + 0.5, 0.0), fp32(TOP)).to(tl.int32),)
     packed += row[:, None] * (TILES * WIDTH * BITS // 8) + place
     for i in tl.static_range(4):
         if BITS & (8 >> i):

@@ -1,0 +1,53 @@
+"""What feedbacks do to a state and to a message: `reference` in C++ (native/feedback.cpp)."""
+
+import torch
+from torch import Tensor
+
+from ds_compress.kernels import native, reference
+from ds_compress.kernels.native import feedback as compiled
+
+
+def changed(x: Tensor, state: Tensor, factor: float) -> Tensor:
+    """See `reference.changed`."""
+    if _serves(state, x):
+        return compiled.changed(x, state, factor)
+    return reference.changed(x, state, factor)
+
+
+def advanced(state: Tensor, change: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
+    """See `reference.advanced`."""
+    if _serves(state, change):
+        return compiled.advanced(state, change, divisor)
+    return reference.advanced(state, change, divisor)
+
+
+def finite(x: Tensor) -> Tensor:
+    """See `reference.finite`."""
+    known = x.dtype in compiled.FLOATS and native.serves("feedback", x.numel())
+    return compiled.finite(x) if known else reference.finite(x)
+
+
+def blended(first: Tensor, second: Tensor, share: float) -> Tensor:
+    """See `reference.blended`."""
+    if _serves(first, second):
+        return compiled.blended(first, second, share)
+    return reference.blended(first, second, share)
+
+
+def encode_int8(value: Tensor) -> tuple[Tensor, Tensor]:
+    """See `reference.encode_int8`."""
+    if _serves(value, value):
+        return compiled.encode_int8(value)
+    return reference.encode_int8(value)
+
+
+def decode_int8(codes: Tensor, scales: Tensor) -> Tensor:
+    """See `reference.decode_int8`."""
+    if native.serves("feedback", codes.numel()):
+        return compiled.decode_int8(codes, scales)
+    return reference.decode_int8(codes, scales)
+
+
+def _serves(state: Tensor, message: Tensor) -> bool:
+    known = state.dtype == torch.float32 and message.dtype in compiled.FLOATS
+    return known and state.shape == message.shape and native.serves("feedback", state.numel())

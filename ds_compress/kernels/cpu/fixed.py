@@ -1,0 +1,40 @@
+"""Fixed-point codes: `reference` in C++ (native/fixed.cpp)."""
+
+import torch
+from torch import Tensor
+
+from ds_compress.kernels import native, reference
+from ds_compress.kernels.native import fixed as compiled
+
+FEW = 8
+"""Channels from which on a step of C++, which takes a row at a time, is worth it."""
+
+
+def encode_channels(x: Tensor, bits: int, size: int) -> tuple[Tensor, Tensor]:
+    """See `reference.encode_channels`."""
+    if x.shape[1] >= FEW and native.serves("fixed", x.numel()):
+        return compiled.encode_channels(x if x.dtype in compiled.FLOATS else x.float(), bits, size)
+    return reference.encode_channels(x, bits, size)
+
+
+def decode_channels(packed: Tensor, scale: Tensor, bits: int, rows: int, dtype: torch.dtype) -> Tensor:
+    """See `reference.decode_channels`."""
+    if len(scale) >= FEW and native.serves("fixed", rows * len(scale)):
+        made = dtype if dtype in compiled.FLOATS else torch.float32
+        return compiled.decode_channels(packed, scale, bits, rows, made).to(dtype)
+    return reference.decode_channels(packed, scale, bits, rows, dtype)
+
+
+def encode_range(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """See `reference.encode_range`."""
+    if len(x) and native.serves("fixed", x.numel()):
+        return compiled.encode_range(x if x.dtype in compiled.FLOATS else x.float(), bits)
+    return reference.encode_range(x, bits)
+
+
+def decode_range(packed: Tensor, limits: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """See `reference.decode_range`."""
+    if len(packed) and native.serves("fixed", packed.numel() * 8 // bits):
+        made = dtype if dtype in compiled.FLOATS else torch.float32
+        return compiled.decode_range(packed, limits, bits, made).to(dtype)
+    return reference.decode_range(packed, limits, bits, dtype)

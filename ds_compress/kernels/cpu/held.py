@@ -1,0 +1,30 @@
+"""Entries that both sides know: `reference` in C++ (native/held.cpp) where bits hold many of them."""
+
+import torch
+from torch import Tensor
+
+from ds_compress.kernels import native, reference
+from ds_compress.kernels.cpu.bitstring import list_bits
+from ds_compress.kernels.cpu.feedback import finite
+from ds_compress.kernels.native import held as compiled
+
+
+def received(packed: Tensor, numel: int, count: int) -> Tensor:
+    """See `reference.received`."""
+    if native.serves("held", numel):
+        return packed.clone()
+    return list_bits(packed, numel, count)
+
+
+def gather(x: Tensor, held: Tensor, count: int) -> Tensor:
+    """See `reference.gather`."""
+    if held.dtype == torch.uint8 and native.serves("held", x.numel()):
+        return torch.where(finite(x), compiled.gather(x, held, count), torch.nan)
+    return reference.gather(x, held, count)
+
+
+def scatter(values: Tensor, held: Tensor, numel: int) -> Tensor:
+    """See `reference.scatter`; of damaged bits, which hold another number of entries, all that fit."""
+    if held.dtype == torch.uint8 and native.serves("held", numel):
+        return compiled.scatter(values, held, numel)
+    return reference.scatter(values, held, numel)

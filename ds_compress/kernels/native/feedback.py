@@ -1,0 +1,90 @@
+"""Passes of feedbacks by feedback.cpp; states are fp32."""
+
+import torch
+from torch import Tensor
+
+from ds_compress.kernels.native.function import FLOATS, SIZE, Buffer, Function
+from ds_compress.kernels.reference.feedback import GROUP
+
+_STATE = Buffer((torch.float32,), ("n",))
+_CODES = Buffer((torch.int8,), ("n",))
+_SCALES = Buffer((torch.float32,), ("n",), per=GROUP)
+
+_changed = {
+    dtype: Function(
+        "feedback",
+        f"changed_{name}",
+        x=Buffer((dtype,), ("n",)),
+        state=_STATE,
+        factor=float,
+        n=SIZE,
+        y=Buffer((dtype,), ("n",)),
+    )
+    for dtype, name in FLOATS.items()
+}
+_advanced = {
+    dtype: Function(
+        "feedback",
+        f"advanced_{name}",
+        state=_STATE,
+        change=Buffer((dtype,), ("n",)),
+        divisor=float,
+        n=SIZE,
+        made=_STATE,
+    )
+    for dtype, name in FLOATS.items()
+}
+_finite = {
+    dtype: Function("feedback", f"finite_{name}", x=Buffer((dtype,), ("n",)), n=SIZE)
+    for dtype, name in FLOATS.items()
+}
+_blended = Function(
+    "feedback", "blended", first=_STATE, second=_STATE, share=float, rest=float, n=SIZE, made=_STATE
+)
+_encode_int8 = Function("feedback", "encode_int8", values=_STATE, n=SIZE, codes=_CODES, scales=_SCALES)
+_decode_int8 = Function("feedback", "decode_int8", codes=_CODES, scales=_SCALES, n=SIZE, values=_STATE)
+
+
+def changed(x: Tensor, state: Tensor, factor: float) -> Tensor:
+    """See `reference.changed`; of `x`, fp32 or bf16."""
+    y = torch.empty(x.shape, dtype=x.dtype, device="cpu")
+    x, state = x.detach().contiguous(), state.detach().contiguous()
+    _changed[x.dtype](x=x, state=state, factor=factor, n=x.numel(), y=y)
+    return y
+
+
+def advanced(state: Tensor, change: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
+    """See `reference.advanced`; `change` is fp32 or bf16."""
+    new = torch.empty(state.shape, dtype=torch.float32, device="cpu")
+    state, change = state.detach().contiguous(), change.detach().contiguous()
+    finite = _advanced[change.dtype](state=state, change=change, divisor=divisor, n=new.numel(), made=new)
+    return new, torch.tensor(bool(finite), dtype=torch.bool, device="cpu")
+
+
+def finite(x: Tensor) -> Tensor:
+    """See `reference.finite`; of fp32 or bf16."""
+    found = _finite[x.dtype](x=x.detach().contiguous(), n=x.numel())
+    return torch.tensor(bool(found), dtype=torch.bool, device="cpu")
+
+
+def blended(first: Tensor, second: Tensor, share: float) -> Tensor:
+    """See `reference.blended`; of fp32."""
+    made = torch.empty(first.shape, dtype=torch.float32, device="cpu")
+    first, second = first.detach().contiguous(), second.detach().contiguous()
+    _blended(first=first, second=second, share=share, rest=1 - share, n=made.numel(), made=made)
+    return made
+
+
+def encode_int8(value: Tensor) -> tuple[Tensor, Tensor]:
+    """See `reference.encode_int8`; of fp32."""
+    codes = torch.empty(value.shape, dtype=torch.int8, device="cpu")
+    scales = torch.empty(-(-value.numel() // GROUP), dtype=torch.float32, device="cpu")
+    _encode_int8(values=value.detach().contiguous(), n=value.numel(), codes=codes, scales=scales)
+    return codes, scales
+
+
+def decode_int8(codes: Tensor, scales: Tensor) -> Tensor:
+    """See `reference.decode_int8`."""
+    values = torch.empty(codes.shape, dtype=torch.float32, device="cpu")
+    _decode_int8(codes=codes.contiguous(), scales=scales.contiguous(), n=codes.numel(), values=values)
+    return values

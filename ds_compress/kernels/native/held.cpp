@@ -1,0 +1,61 @@
+// Entries that a bit string holds: read out of a tensor, and put back.
+
+#include "masks.h"
+
+namespace {
+
+// The first `count` entries of x [n] that are held; x[0] where there are no more.
+template <class Entry>
+void gather(const Entry* x, int64_t n, const uint8_t* packed, int64_t count, Entry* out) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < n; i += WORD) {
+        const uint64_t word = word_at(packed, i, n);
+        if (found + __builtin_popcountll(word) > count) {
+            for_each(word, [&](int j) {
+                if (found < count) out[found++] = x[i + j];
+            });
+            return;
+        }
+        for_each(word, [&](int j) { out[found++] = x[i + j]; });
+    }
+    for (; found < count; ++found) out[found] = x[0];
+}
+
+// `values` [count] at the entries of y [n] that are held, in their order, and zeros; those that find no place are left
+// out.
+template <class Entry>
+void scatter(const Entry* values, int64_t count, const uint8_t* packed, int64_t n, Entry* y) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < n; i += WORD) {
+        const uint64_t word = word_at(packed, i, n);
+        const int64_t width = n - i < WORD ? n - i : WORD;
+        std::memset(y + i, 0, width * sizeof(Entry));
+        if (found + __builtin_popcountll(word) > count) {
+            for_each(word, [&](int j) {
+                if (found < count) y[i + j] = values[found++];
+            });
+        } else {
+            for_each(word, [&](int j) { y[i + j] = values[found++]; });
+        }
+    }
+}
+
+}  // namespace
+
+#define HELD(BITS)                                                                                                   \
+    void gather##BITS(const uint##BITS##_t* x, int64_t n, const uint8_t* packed, int64_t count,                      \
+                      uint##BITS##_t* out) {                                                                         \
+        gather(x, n, packed, count, out);                                                                            \
+    }                                                                                                                \
+    void scatter##BITS(const uint##BITS##_t* values, int64_t count, const uint8_t* packed, int64_t n,                \
+                       uint##BITS##_t* y) {                                                                          \
+        scatter(values, count, packed, n, y);                                                                        \
+    }
+
+extern "C" {
+
+HELD(16)
+HELD(32)
+HELD(64)
+
+}  // extern "C"

@@ -1,0 +1,116 @@
+// Sets of 64 entries, a bit for each.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "vectors.h"
+
+constexpr int64_t WORD = 64;
+
+// Bit j is set where hit[j] is 1; every hit is 0 or 1.
+inline uint64_t pack(const uint8_t* hit) {
+    uint64_t word = 0;
+    for (int64_t byte = 0; byte < 8; ++byte) {
+        uint64_t eight;
+        std::memcpy(&eight, hit + 8 * byte, 8);
+        // the product moves bit 0 of byte j to bit 56 + j, and nothing else up there
+        word |= (eight * 0x0102040810204080ULL >> 56) << (8 * byte);
+    }
+    return word;
+}
+
+// Those of the first `width` of 64 entries for which `holds`.
+template <class Entry, class F>
+inline uint64_t which(const Entry* x, int64_t width, F holds) {
+    uint8_t hit[WORD] = {};
+    if (width >= WORD) {
+        for (int64_t j = 0; j < WORD; ++j) hit[j] = holds(x[j]);
+    } else {
+        for (int64_t j = 0; j < width; ++j) hit[j] = holds(x[j]);
+    }
+    return pack(hit);
+}
+
+// The magnitudes, floats as integers, that reach `least`, which is not negative.
+template <class Bits>
+inline uint64_t reaching(const Bits* x, int64_t width, Bits least) {
+    constexpr Bits magnitude = static_cast<Bits>(~Bits(0)) >> 1;
+    return which(x, width, [&](Bits bits) { return static_cast<Bits>(bits & magnitude) >= least; });
+}
+
+#if defined(__AVX512BW__)
+
+template <>
+inline uint64_t reaching(const uint32_t* x, int64_t width, uint32_t least) {
+    if (width < WORD) return which(x, width, [&](uint32_t bits) { return (bits & 0x7FFFFFFF) >= least; });
+    uint64_t word = 0;
+    for (int i = 0; i < WORD; i += 16) {
+        const __m512i key = _mm512_maskz_and_epi32(ALL, _mm512_loadu_si512(x + i), _mm512_set1_epi32(0x7FFFFFFF));
+        const uint64_t found = _mm512_cmpge_epu32_mask(key, _mm512_set1_epi32(static_cast<int32_t>(least)));
+        word |= found << i;
+    }
+    return word;
+}
+
+template <>
+inline uint64_t reaching(const uint16_t* x, int64_t width, uint16_t least) {
+    if (width < WORD) return which(x, width, [&](uint16_t bits) { return (bits & 0x7FFF) >= least; });
+    uint64_t word = 0;
+    for (int i = 0; i < WORD; i += 32) {
+        const __m512i key = _mm512_and_si512(_mm512_loadu_si512(x + i), _mm512_set1_epi16(0x7FFF));
+        const uint64_t found = _mm512_cmpge_epu16_mask(key, _mm512_set1_epi16(static_cast<int16_t>(least)));
+        word |= found << i;
+    }
+    return word;
+}
+
+#elif defined(__AVX2__)
+
+template <>
+inline uint64_t reaching(const uint32_t* x, int64_t width, uint32_t least) {
+    if (width < WORD) return which(x, width, [&](uint32_t bits) { return (bits & 0x7FFFFFFF) >= least; });
+    const __m256i bound = _mm256_set1_epi32(static_cast<int32_t>(least));
+    uint64_t below = 0;
+    for (int i = 0; i < WORD; i += 8) {
+        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i));
+        const __m256i key = _mm256_and_si256(bits, _mm256_set1_epi32(0x7FFFFFFF));
+        const __m256i less = _mm256_cmpgt_epi32(bound, key);
+        below |= static_cast<uint64_t>(_mm256_movemask_ps(_mm256_castsi256_ps(less))) << i;
+    }
+    return ~below;
+}
+
+template <>
+inline uint64_t reaching(const uint16_t* x, int64_t width, uint16_t least) {
+    if (width < WORD) return which(x, width, [&](uint16_t bits) { return (bits & 0x7FFF) >= least; });
+    const __m256i bound = _mm256_set1_epi16(static_cast<int16_t>(least));
+    const auto less = [&](const uint16_t* place) {
+        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(place));
+        return _mm256_cmpgt_epi16(bound, _mm256_and_si256(bits, _mm256_set1_epi16(0x7FFF)));
+    };
+    uint64_t below = 0;
+    for (int i = 0; i < WORD; i += 32) {
+        // packing joins halves of registers
+        const __m256i both = _mm256_permute4x64_epi64(_mm256_packs_epi16(less(x + i), less(x + i + 16)), 0xD8);
+        below |= static_cast<uint64_t>(static_cast<uint32_t>(_mm256_movemask_epi8(both))) << i;
+    }
+    return ~below;
+}
+
+#endif
+
+// The entries that are set, in order, each as an argument of `visit`.
+template <class F>
+inline void for_each(uint64_t word, F visit) {
+    for (; word; word &= word - 1) visit(__builtin_ctzll(word));
+}
+
+// Word number `i` / 64 of a bit string of n bits, of which no other one is set.
+inline uint64_t word_at(const uint8_t* packed, int64_t i, int64_t n) {
+    uint64_t word = 0;
+    const int64_t width = n - i < WORD ? n - i : WORD;
+    std::memcpy(&word, packed + i / 8, (width + 7) / 8);
+    return width < WORD ? word & ((1ULL << width) - 1) : word;
+}

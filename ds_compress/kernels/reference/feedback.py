@@ -1,0 +1,55 @@
+"""What feedbacks do to a state and to a message."""
+
+import torch
+from torch import Tensor
+
+from ds_compress.kernels.numerics import is_finite, narrow
+
+GROUP = 128
+"""Values that share a scale in an int8 store."""
+
+
+def changed(x: Tensor, state: Tensor, factor: float) -> Tensor:
+    """x - factor * state, in x's dtype: within its range, and nan where `x` is not finite."""
+    return narrow(x.to(state.dtype) - state * factor, x)
+
+
+def advanced(state: Tensor, change: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
+    """state + change / divisor, and whether all of that is finite: a bool of one element."""
+    new = state + change.to(state.dtype) / divisor
+    return new, is_finite(new)
+
+
+def finite(x: Tensor) -> Tensor:
+    """Whether all of `x` is: a bool of one element."""
+    return is_finite(x)
+
+
+def blended(first: Tensor, second: Tensor, share: float) -> Tensor:
+    """share * first + (1 - share) * second, of one dtype."""
+    return share * first + (1 - share) * second
+
+
+def encode_int8(value: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 codes of value's shape, and one fp32 scale for each group of values in their order; of a group
+    that is not finite, any codes."""
+    groups = grouped(value)
+    scales = groups.abs().amax(1) / 127 if groups.numel() else groups.new_zeros(0)
+    return int8_codes(groups, scales, value.shape), scales
+
+
+def decode_int8(codes: Tensor, scales: Tensor) -> Tensor:
+    """fp32 values of what `encode_int8` gave."""
+    return (grouped(codes) * scales[:, None]).flatten()[: codes.numel()].view(codes.shape)
+
+
+def int8_codes(groups: Tensor, scales: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """`groups` in steps of `scales`, one for each group, as int8 of `shape`."""
+    codes = torch.where(scales[:, None] > 0, groups / scales[:, None], 0.0).round().clamp(-127, 127)
+    return codes.to(torch.int8).flatten()[: torch.Size(shape).numel()].view(shape)
+
+
+def grouped(value: Tensor) -> Tensor:
+    """fp32 [groups, GROUP]: the values in their order, then zeros."""
+    flat = value.float().flatten()
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % GROUP)).view(-1, GROUP)
