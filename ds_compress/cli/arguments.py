@@ -88,10 +88,13 @@ def add_import(parser: Any) -> None:
     )
 
 
-def add_message(parser: Any) -> None:
+def add_message(parser: Any, shape_required: bool = True) -> None:
     """`--stages`, and `--shape` and `--dtype` of what they send."""
     parser.add_argument("--stages", type=integer(1, 2**16), required=True, help="pipeline stages")
     parser.add_argument(
-        "--shape", type=shape, required=True, help="of the tensor between two stages: 4,1024,768"
+        "--shape",
+        type=shape,
+        required=shape_required,
+        help="of the tensor between two stages: 4,1024,768",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of that tensor")

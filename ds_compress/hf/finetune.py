@@ -23,15 +23,16 @@ from deepspeed.accelerator import get_accelerator
 from transformers import AutoTokenizer
 
 from ds_compress.errors import CompressionError, in_one_line
-from ds_compress.hf.data import Sequences
-from ds_compress.hf.model import pipeline_module
+from ds_compress.hf.data import IDS, Sequences
+from ds_compress.hf.fits import check_length, check_tokens
+from ds_compress.hf.model import config_of, pipeline_module
 from ds_compress.hf.sample import continued
 from ds_compress.hf.settings import NAME, Settings, read
 from ds_compress.monitor.progress import Progress
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 LATEST = "latest"
-"""File that DeepSpeed writes once a checkpoint is complete."""
+"""File that names the last complete checkpoint, for DeepSpeed to load."""
 
 
 class Run:
@@ -40,12 +41,16 @@ class Run:
     def __init__(self, settings: Settings):
         self.settings = settings
         self.out = Path(settings.out)
+        config = config_of(Path(settings.model))
+        check_length(config, settings.sequence_length)
         tokenizer = settings.tokenizer or settings.model
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(tokenizer)
         except (OSError, ValueError) as error:
             raise CompressionError(f"{NAME}.tokenizer: {tokenizer}: {in_one_line(error)}") from None
         self.data = _one_by_one(lambda: Sequences(settings, self.tokenizer))
+        for sequences in (self.data.train, self.data.eval):
+            check_tokens(config, sequences[:, IDS], tokenizer)
         module = pipeline_module(
             settings.model,
             settings.stages,
@@ -116,11 +121,15 @@ class Run:
                 print(json.dumps({"step": step, "loss": loss}), file=file)
 
     def _save(self) -> None:
-        self.engine.save_checkpoint(
-            str(self.out),
-            tag=f"step{self.engine.global_steps}",
-            exclude_frozen_parameters=self.settings.lora is not None,
-        )
+        """DeepSpeed's own `save_latest` names a checkpoint once rank 0 has written its part, others maybe not
+        yet; here all have, and who reads it meets the old name or the new one."""
+        tag = f"step{self.engine.global_steps}"
+        frozen = self.settings.lora is not None
+        self.engine.save_checkpoint(str(self.out), tag, save_latest=False, exclude_frozen_parameters=frozen)
+        if self.first:
+            new = self.out / f"{LATEST}.new"
+            new.write_text(tag)
+            new.replace(self.out / LATEST)
 
     def say(self, line: str) -> None:
         if self.first:

@@ -24,7 +24,7 @@ from ds_compress.hf.skeleton import replace
 from ds_compress.hf.weights import INDEX
 
 LATEST = "latest"
-"""File that DeepSpeed writes once a checkpoint is complete."""
+"""File that names the last complete checkpoint."""
 ADAPTER = "adapter"
 """Folder of the adapters, beside the merged weights."""
 FORMAT = {"format": "pt"}

@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 from peft import LoraConfig
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.hf import lora as adapters
@@ -81,6 +81,19 @@ def _as_they_are(module: torch.nn.Module, logits: torch.Tensor) -> torch.Tensor:
     return logits
 
 
+def config_of(folder: Path) -> PretrainedConfig:
+    """The config of a checkpoint.
+
+    Raises:
+        CompressionError: no such checkpoint.
+    """
+    weights.files(folder)
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise CompressionError(f"{folder}: {in_one_line(error)}") from None
+
+
 def layer_specs(
     folder: Path,
     stages: int | Sequence[int],
@@ -94,11 +107,7 @@ def layer_specs(
 
     The embedding stays with the first layer of the model, what makes logits with the last one.
     """
-    weights.files(folder)
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise CompressionError(f"{folder}: {in_one_line(error)}") from None
+    config: Any = config_of(folder)
     if lora:
         adapters.check(lora)
     anatomy = check(config, positions)

@@ -153,10 +153,12 @@ def _anatomy(model: PreTrainedModel) -> Anatomy:
         raise CompressionError("its layers do not run once each")
     first, end = ran.index(layers), ran.index("")
     before, between, after = ran[:first], ran[first + 1 : end], ran[end + 1 :]
-    embedding = next(path for path, module in hanging.items() if module is model.get_input_embeddings())
+    embedding = next((path for path, module in hanging.items() if module is model.get_input_embeddings()), "")
     twice = [path for path in hanging if (path in before) + (path in between) + (path in after) > 1]
     if between or twice:
         raise CompressionError(f"{(between + twice)[0]} runs among its layers, not only before or after them")
+    if not embedding:
+        raise CompressionError("its embedding of tokens is inside another module, not beside the layers")
     if embedding not in before:
         raise CompressionError(f"its embedding {embedding} does not run before its layers")
     unique = tuple(dict.fromkeys(path for path in before if path != embedding))

@@ -21,11 +21,12 @@ from ds_compress.pipeline.depth import Ahead
 from ds_compress.pipeline.measuring import Row, gather
 from ds_compress.pipeline.situation import Situation, by_stage, situation
 from ds_compress.pipeline.stage import Stage
-from ds_compress.pipeline.trial import Messages, column, copying, settings, tell, tried
-from ds_compress.planning.choice import STOCK, Candidate, Message, Setting, best, candidates, rank
-from ds_compress.planning.offers import Offer, offered
+from ds_compress.pipeline.trial import column, copying, tried
+from ds_compress.planning.choice import STOCK, Candidate, Setting, best, candidates, rank
+from ds_compress.planning.offers import Offer, startable
 from ds_compress.planning.schedule import is_deepspeeds
 from ds_compress.planning.step_time import Traffic
+from ds_compress.planning.trial import UNKNOWN, Messages, setting, settings, tell
 
 TRIES = 10
 """How often at most: a gradient that overflowed, or is zero, tells nothing of others."""
@@ -42,8 +43,7 @@ class Auto(Ahead):
         self._config = config
         assert config.quality is not None
         self._quality = config.quality
-        # what needs other keys than those of the directions cannot begin while training runs
-        self._offers = [offer for offer in offered() if offer.block.keys() == set(DIRECTIONS)]
+        self._offers = startable()
         self._messages: Messages = {}
         self._given_up = False
         self._tries = 1
@@ -130,14 +130,7 @@ def _setting(offer: Offer, before: Sequence[Row], after: Sequence[Row]) -> Setti
         upstream = [row[column("after", offer, direction, what)] for row in before]
         return max(upstream + [row[column("before", offer, direction, what)] for row in after])
 
-    messages = (
-        Message(Traffic(int(bytes_), encode, decode), error)
-        for bytes_, encode, decode, error in (
-            (worst(direction, what) for what in ("bytes", "encode", "decode", "error"))
-            for direction in DIRECTIONS
-        )
-    )
-    return Setting(offer, *messages)
+    return setting(offer, {key: {what: worst(key, what) for what in UNKNOWN} for key in DIRECTIONS})
 
 
 def _everywhere(block: dict[str, Any], boundaries: int) -> dict[str, Any]:

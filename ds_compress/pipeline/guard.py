@@ -19,6 +19,7 @@ from torch import Tensor
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.config.policies import Place
 from ds_compress.errors import CompressionError
+from ds_compress.monitor.limits import NOTHING, Judged
 from ds_compress.monitor.metrics import LOSS_COST, label
 from ds_compress.pipeline.loosening import loosened, loses
 
@@ -64,8 +65,8 @@ class Guard:
 
     @property
     def acts(self) -> bool:
-        """Whether it changes settings."""
-        return self._options.action == "loosen"
+        """Whether it does more than to warn."""
+        return self._options.action != "warn"
 
     def judges(self, step: int) -> bool:
         """Whether the guard looks at that step."""
@@ -139,20 +140,38 @@ class Guard:
             logger.warning(line)
             self._said = True
 
-    def look_at_errors(self, engine: Any) -> None:
-        """After a training step that it judges; every rank calls it. Where messages lost more than is allowed
-        in any replica, milder settings follow."""
-        known = engine._compression_monitor.errors()
+    def look_at_limits(self, engine: Any) -> None:
+        """After a training step that it judges; every rank calls it. Where messages are beyond a limit in any
+        replica, milder settings follow, or the end.
+
+        Raises:
+            CompressionError: "action" is "stop".
+        """
+        known = engine._compression_monitor.judged()
         places = [(number, direction) for number in range(self._boundaries) for direction in DIRECTIONS]
-        errors = [known.get(place, 0.0) for place in places]  # a message that is not finite has none
-        most = torch.tensor(errors, dtype=torch.float64, device=engine.device).nan_to_num(0.0)
+        rows = [known.get(place, NOTHING) for place in places]
+        most = torch.tensor(rows, dtype=torch.float64, device=engine.device)
+        # of a message that is not finite, or that its sender cannot decode, nothing is known
+        most = torch.where(most.isnan(), most.new_tensor(NOTHING), most)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        over = {place: error for place, error in zip(places, most.tolist()) if error > self._options.error}
-        if over:
-            found = ", ".join(f"{error:.2f} at boundary {n}, {d}" for (n, d), error in over.items())
-            limit = f"ds_compress.guard.error: {self._options.error:g}"
-            line = f"ds_compress: guard: after step {engine.global_steps} messages have relative errors of "
-            self._loosen(engine, list(over), f"{line}{found} ({limit})")
+        over: dict[Place, str] = {}
+        for place, row in zip(places, most.tolist()):
+            excess = Judged(*row).exceeded(self._options)
+            words = [each.words for each in excess if self._acts_at(each.limit)]
+            if words:
+                over[place] = f"boundary {place[0]}, {place[1]}: {', '.join(words)}"
+        if not over:
+            return
+        line = f"ds_compress: guard: after step {engine.global_steps} {'; '.join(over.values())}"
+        if self._options.action == "stop":
+            raise CompressionError(line)
+        self._loosen(engine, list(over), line)
+
+    def _acts_at(self, limit: str) -> bool:
+        """Not to end a run at a limit that nobody has set, and not to loosen where that mends nothing."""
+        if self._options.action == "stop":
+            return limit in self._options.model_fields_set
+        return limit != "nonfinite"
 
     def _loosen(self, engine: Any, places: Sequence[Place], line: str) -> None:
         adoption = engine._adoption
@@ -176,7 +195,7 @@ class GuardedEngine:
         self._guard.begin(self.global_steps + 1)
         loss = super().train_batch(*args, **kwargs)
         if self._guard.acts and self._guard.judges(self.global_steps):
-            self._guard.look_at_errors(self)
+            self._guard.look_at_limits(self)
         if self._guard.due:
             self._guard.look(self)
         return loss

@@ -42,6 +42,12 @@ def offered() -> list[Offer]:
     return [*found.values()]
 
 
+def startable() -> list[Offer]:
+    """Those that can begin at any step: what needs other keys than those of the directions, such as a
+    warm-up to learn from, cannot."""
+    return [offer for offer in offered() if offer.block.keys() == set(DIRECTIONS)]
+
+
 def _named(name: str) -> Offer:
     block = recipes.recipe(name, KEY)
     codecs = Config(block).codecs(None)

@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 import time
 
 import psutil
@@ -14,27 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from ds_compress.cli import main
 from tests.support import finetuning
-from tests.support.finetuning import copy_of, finetune, losses, prepare
+from tests.support.finetuning import copy_of, finetune, losses, perplexities, perplexity, prepare
 from tests.support.ports import reserved_port
-
-PERPLEXITY = """
-import math, sys
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from ds_compress.hf.data import Sequences
-from ds_compress.hf.loss import causal_lm_loss
-from ds_compress.hf.settings import read
-from pathlib import Path
-
-data = Sequences(read(Path(sys.argv[1])), AutoTokenizer.from_pretrained(sys.argv[2]))
-model = AutoModelForCausalLM.from_pretrained(sys.argv[2]).eval()
-found = []
-for (ids, positions), labels in data.held_out(2, 0, 1):
-    with torch.no_grad():
-        logits = model(ids, position_ids=positions, use_cache=False).logits
-    found.append(causal_lm_loss(logits, labels).item())
-print(math.exp(sum(found) / len(found)))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +22,6 @@ def run(tmp_path_factory):
     """train.json of a finished run, and what the run said."""
     path = prepare(tmp_path_factory.mktemp("run"), prompt="the cat")
     return path, finetune("torchrun", path).stderr
-
-
-def perplexities(said):
-    return [float(re.search(rf"perplexity {when}: ([0-9.]+)", said).group(1)) for when in ("before", "after")]
 
 
 def test_perplexity_falls_and_progress_is_told(run):
@@ -102,9 +78,7 @@ def test_the_merged_model_has_the_same_perplexity(run, tmp_path, capsys):
     path, said = run
     merged = tmp_path / "merged"
     assert main(["merge", str(path.parent / "out"), "--to", str(merged)]) == 0
-    command = [sys.executable, "-c", PERPLEXITY, str(path), str(merged)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert float(done.stdout) == pytest.approx(perplexities(said)[1], rel=1e-5)
+    assert perplexity(path, merged) == pytest.approx(perplexities(said)[1], rel=1e-5)
 
     adapted = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(path.parent / "model"), str(merged / "adapter")

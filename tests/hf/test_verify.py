@@ -54,6 +54,14 @@ def test_a_model_without_such_layers_is_refused():
     assert refused(given).startswith("MambaConfig: this model cannot be cut into stages: ")
 
 
+def test_an_embedding_that_is_not_found_is_said():
+    """It was once refused as `its parts do not run alone: StopIteration:`."""
+    given = transformers.BertConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=96
+    )
+    assert refused(given).endswith("its embedding of tokens is inside another module, not beside the layers")
+
+
 @pytest.mark.parametrize("key", ["layerdrop", "output_router_logits"])
 def test_what_a_pipeline_cannot_do_is_refused(key):
     given = config("OPT" if key == "layerdrop" else "Mixtral")

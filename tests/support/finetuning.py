@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,33 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant> {% endif %}"
 )
 BLOCK = {"forward": {"codec": {"name": "quantize", "bits": 8}}, "backward": {"codec": "bf16"}, "min_numel": 1}
+
+
+PERPLEXITY = """
+import math, sys
+from pathlib import Path
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from ds_compress.hf.data import Sequences
+from ds_compress.hf.settings import read
+
+settings = read(Path(sys.argv[1]))
+data = Sequences(settings, AutoTokenizer.from_pretrained(settings.tokenizer or settings.model))
+model = AutoModelForCausalLM.from_pretrained(sys.argv[2])
+if sys.argv[3:]:
+    from peft import PeftModel
+    model = PeftModel.from_pretrained(model, sys.argv[3])
+model.eval()
+found = []
+for (ids, positions), labels in data.held_out(settings.ds_config["train_micro_batch_size_per_gpu"], 0, 1):
+    with torch.no_grad():
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    wanted = labels[:, 1:].reshape(-1)
+    logits = logits[:, :-1].reshape(len(wanted), -1).float()
+    found.append(torch.nn.functional.cross_entropy(logits, wanted, ignore_index=-100).item())
+print(math.exp(sum(found) / len(found)))
+"""
+"""Arguments: train.json, a model, and an adapter if there is one."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -98,15 +126,36 @@ def command(launcher: str, port: int, arguments: list[str]) -> list[str]:
     return [sys.executable, "-m", "accelerate.commands.launch", *start, program, *arguments]
 
 
+def environment() -> dict[str, str]:
+    """In which a run needs neither GPU nor network."""
+    return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
 def finetune(launcher: str, path: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
     """What the launcher wrote and returned."""
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with reserved_port() as port:
         done = subprocess.run(
-            command(launcher, port, [str(path)]), capture_output=True, text=True, env=environment, timeout=900
+            command(launcher, port, [str(path)]),
+            capture_output=True,
+            text=True,
+            env=environment(),
+            timeout=900,
         )
     assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done
+
+
+def perplexities(said: str) -> list[float]:
+    """Before and after, as a run says them."""
+    return [float(re.search(rf"perplexity {when}: ([0-9.]+)", said).group(1)) for when in ("before", "after")]
+
+
+def perplexity(path: Path, model: Path, adapter: Path | None = None) -> float:
+    """Of the sequences that a run with this train.json holds out, by Transformers, and peft where there is an
+    adapter, in a process of its own."""
+    words = [sys.executable, "-c", PERPLEXITY, str(path), str(model), *([str(adapter)] if adapter else [])]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment())
+    return float(done.stdout)
 
 
 def losses(out: Path) -> dict[int, float]:

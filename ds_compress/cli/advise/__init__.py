@@ -1,0 +1,149 @@
+"""ds-compress advise: which recipe would pay on this link, and whether any would.
+
+Replays DeepSpeed's schedule (`ds_compress.planning.step_time`) with the real sizes of the packets and codec
+speeds measured here. Compute times and messages are given, or measured on a model in this process: `--model`
+takes a Transformers checkpoint, `--probe` layers of your own. `--measure`, under a launcher with one rank per
+stage, takes the bandwidth from the slowest link between neighbouring ranks.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ds_compress.cli.advise.given import Given
+from ds_compress.cli.advise.link import measured_gbps
+from ds_compress.cli.advise.rehearsed import Rehearsal
+from ds_compress.cli.advise.script import WANTED
+from ds_compress.cli.advise.words import in_table, measured_here, verdict
+from ds_compress.cli.arguments import add_import, add_message, device, integer, number, numbers
+from ds_compress.cli.console import show
+from ds_compress.config import KEY
+from ds_compress.config.quality import DEFAULT, LIMITS, Limits
+from ds_compress.errors import CompressionError
+from ds_compress.planning import choice
+from ds_compress.planning.depth import MOST
+from ds_compress.planning.step_time import Network
+
+
+def depth(text: str) -> int | str:
+    """The type of `--depth`."""
+    return text if text == "auto" else integer(1, MOST)(text)
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("advise", help="predict the step time of recipes on a link")
+    add_message(parser, shape_required=False)
+    parser.set_defaults(dtype=None)
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument(
+        "--model",
+        metavar="CHECKPOINT",
+        help="measure compute times and errors on a causal language model that Transformers saved: a folder, "
+        "a name in the cache of this machine, or hf://ORG/MODEL, which is downloaded; --shape 4,1024 says "
+        "sequences and tokens, --dtype that of the weights (default: as stored)",
+    )
+    model.add_argument(
+        "--probe",
+        metavar="FILE.py:FUNCTION",
+        help=f"the same on layers of your own: the function returns {WANTED}, as for PipelineModule",
+    )
+    parser.add_argument(
+        "--micro-batches", type=integer(1, 10_000), required=True, help="gradient_accumulation_steps"
+    )
+    parser.add_argument(
+        "--forward-ms",
+        type=numbers(1e-6, 1e9),
+        help="of a micro-batch on one stage; one number for all stages, or one a stage: 16,16,18 (default: "
+        "measured, with --model or --probe)",
+    )
+    parser.add_argument(
+        "--backward-ms", type=numbers(0, 1e9), help="likewise (default: twice the forward time)"
+    )
+    parser.add_argument(
+        "--step-ms", type=number(0, 1e9), default=0.0, help="the rest of a step: optimizer, sum of the losses"
+    )
+    link = parser.add_mutually_exclusive_group(required=True)
+    link.add_argument(
+        "--gbps", type=number(1e-6, 1e6), help="bandwidth between stages, Gbit/s in each direction"
+    )
+    link.add_argument("--measure", action="store_true", help="measure it between the ranks of this launch")
+    parser.add_argument("--latency-ms", type=number(0, 1e9), default=0.0, help="one way")
+    parser.add_argument(
+        "--recipe",
+        type=Path,
+        nargs="+",
+        metavar="DS_CONFIG",
+        help="ds_config.json files (default: all recipes, more codecs, and mixtures of them, sent eagerly)",
+    )
+    parser.add_argument(
+        "--depth",
+        type=depth,
+        default="auto",
+        help="link.depth of what is offered where --recipe is not given (default: auto, the one that pays)",
+    )
+    parser.add_argument(
+        "--held-mb",
+        type=number(0, 1e9),
+        help="MB a stage holds of a micro-batch between its passes (default: its input, as with activation "
+        "checkpointing; with --model or --probe: measured)",
+    )
+    parser.add_argument(
+        "--memory-gb", type=number(1e-9, 1e6), help="GB that depth may take on a stage (default: no limit)"
+    )
+    parser.add_argument(
+        "--quality",
+        choices=LIMITS,
+        default=DEFAULT,
+        help=f"class of errors up to which a recipe is proposed (default: {DEFAULT})",
+    )
+    parser.add_argument(
+        "--max-error",
+        type=number(0, 1e9),
+        help="relative error of a message up to which a recipe is proposed, in the place of a class",
+    )
+    parser.add_argument(
+        "--device", type=device, default="cpu", help="where codecs, and passes, are measured: cpu, cuda"
+    )
+    parser.add_argument(
+        "--codec-gbps",
+        type=number(1e-6, 1e6),
+        help="do not measure the codecs: all encode and decode so many GB/s of input",
+    )
+    parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+    add_import(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.stages < 2:
+        raise CompressionError(f"--stages: {args.stages} is not allowed: should be 2 or more")
+    asked_of = Rehearsal(args) if args.model or args.probe else Given(args)
+    gbps = measured_gbps() if args.measure else args.gbps
+    if args.measure and int(os.environ["RANK"]) > 0:
+        return 0
+    network = Network(bandwidth=gbps * 1e9 / 8, latency=args.latency_ms / 1e3)
+    limits = LIMITS[args.quality] if args.max_error is None else Limits(args.max_error, args.max_error)
+    with contextlib.redirect_stdout(sys.stderr):  # what deepspeed, and layers, may print
+        workload, candidates, message, measured = asked_of.grounds(network, limits)
+        rows = choice.rank(workload, (network,) * (args.stages - 1), candidates)
+    chosen = choice.best(rows, limits)
+    block = chosen["block"] if chosen else rows[0]["block"]
+    if args.json:
+        name = chosen["recipe"] if chosen else None
+        more = {"measured": measured} if measured else {}
+        print(json.dumps({"rows": rows, "best": name, "block": block, **more}, indent=2))
+        return 0
+    if measured:
+        show(*measured_here(measured))
+    title = f"{args.stages} stages, {args.micro_batches} micro-batches, {message}, {gbps:.3g} Gbit/s"
+    show(title, list(map(partial(in_table, rows[0]), rows)))
+    asked = f"--quality {args.quality}" if args.max_error is None else "--max-error"
+    print(verdict(rows, chosen, limits, asked))
+    if chosen:
+        print(f'"{KEY}": {json.dumps(block)}')
+    return 0

@@ -1,0 +1,79 @@
+"""A checkpoint for a rehearsal in one process: where it is, its layers, micro-batches of random tokens."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from torch import Tensor
+
+from ds_compress.errors import CompressionError, in_one_line
+from ds_compress.hf.loss import causal_lm_loss
+from ds_compress.hf.model import config_of, layer_specs
+
+HUB = "hf://"
+"""In front of a name: what is not here is downloaded."""
+
+FILES = ["*.json", "*.safetensors"]
+
+
+class Checkpoint:
+    """A causal language model that Transformers saved."""
+
+    loss_fn = staticmethod(causal_lm_loss)
+
+    def __init__(self, name: str):
+        """
+        Args:
+            name: a folder; a name on the hub whose files are in the cache of this machine; or that with
+                "hf://" before it.
+
+        Raises:
+            CompressionError: there is none.
+        """
+        self.folder = _folder(name)
+        self._config = config_of(self.folder)
+
+    @property
+    def width(self) -> int:
+        """Of the hidden states between its layers."""
+        return int(self._config.get_text_config().hidden_size)
+
+    def layers(self, stages: int, dtype: torch.dtype | None) -> tuple[list[Any], list[int]]:
+        """As `pipeline_module` has them, and where its stages begin and end."""
+        return layer_specs(self.folder, stages, None, dtype, positions=False, seed=0)
+
+    def batches(self, sequences: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Endless micro-batches of ids and labels, [sequences, length] int64: tokens drawn at random, the
+        same in every run."""
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        size = sequences, length
+        while True:
+            ids = torch.randint(
+                self._config.get_text_config().vocab_size,
+                size,
+                generator=generator,
+                dtype=torch.int64,
+                device="cpu",
+            )
+            yield ids, ids
+
+
+def _folder(name: str) -> Path:
+    if Path(name).is_dir():
+        return Path(name)
+    on_hub = name.removeprefix(HUB)
+    try:
+        found = snapshot_download(on_hub, allow_patterns=FILES, local_files_only=on_hub == name)
+    except (HFValidationError, LocalEntryNotFoundError) as error:
+        if on_hub != name:
+            raise CompressionError(in_one_line(error)) from None
+        raise CompressionError(
+            "no such folder, and no model of that name in the cache of this machine; should be the folder "
+            f"of a Transformers model (model.save_pretrained), or a name to download: {HUB}ORG/MODEL"
+        ) from None
+    except (HfHubHTTPError, OSError) as error:
+        raise CompressionError(in_one_line(error)) from None
+    return Path(found)

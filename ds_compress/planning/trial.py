@@ -1,0 +1,135 @@
+"""A setting tried out aside on messages of a model: what it would take and lose.
+
+The messages that crossed a boundary uncompressed in one micro-batch, activation and gradient, pass the
+channels of two ends of their own, there and back. Nothing of it reaches the boundary that they are from.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_compress.codec import Codec, TensorSpec
+from ds_compress.config import DIRECTIONS, Config
+from ds_compress.message.channel import Boundary
+from ds_compress.message.clock import HostClock
+from ds_compress.message.meters import error_and_cosine, largest, norms
+from ds_compress.planning.choice import Message, Setting
+from ds_compress.planning.offers import Offer
+from ds_compress.planning.step_time import Traffic
+
+REPEATS = 3
+LEAST = 2.0**-24
+"""Error of a message that happened to arrive whole from a codec that may lose something."""
+
+Messages = dict[tuple[int, str], list[Tensor]]
+"""Tensors by boundary and direction."""
+
+Tried = dict[str, float]
+"""Of a direction: bytes, seconds to encode and to decode, relative error."""
+
+UNKNOWN: Tried = {"bytes": 0.0, "encode": 0.0, "decode": 0.0, "error": math.inf}
+"""Of a setting that cannot be used, or was not tried."""
+
+
+def tell(messages: Messages) -> bool:
+    """Whether none of them is zero or not finite."""
+    for tensors in messages.values():
+        sizes = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in tensors if x.is_floating_point()]
+        size = torch.stack(sizes).sum().item() if sizes else 0.0
+        if not 0 < size < math.inf:
+            return False
+    return True
+
+
+def settings(offer: Offer) -> dict[str, Any]:
+    """The offer as "boundaries" of a block has it for one of them, with nothing left to what others say."""
+    return {direction: {"feedback": "none", **offer.block[direction]} for direction in DIRECTIONS}
+
+
+def setting(offer: Offer, found: Mapping[str, Mapping[str, float]]) -> Setting:
+    """What was found of `offer`, by direction, as the choice takes it."""
+    messages = (
+        Message(Traffic(int(own["bytes"]), own["encode"], own["decode"]), own["error"])
+        for own in (found[direction] for direction in DIRECTIONS)
+    )
+    return Setting(offer, *messages)
+
+
+def try_out(
+    boundary: Boundary, offer: Offer, pair: Sequence[list[Tensor]], clock: HostClock, step: int = 0
+) -> dict[str, Tried]:
+    """What `offer` makes of messages of `boundary`, by direction; `UNKNOWN` where it cannot be used, for
+    whatever reason: a rank that raised would leave the others waiting for its row.
+
+    Args:
+        boundary: with the config in force, which stays as it is.
+        pair: tensors of the forward message, and of the backward message that answers it.
+        clock: of the device they are on.
+        step: optimizer steps done, those of the warm-up included.
+    """
+    try:
+        with torch.random.fork_rng([]), torch.no_grad():
+            config = boundary.config.changed({"boundaries": {str(boundary.number): settings(offer)}})
+            ends = _aside(boundary, config), _aside(boundary, config)
+            found: dict[str, list[Tried]] = {direction: [] for direction in DIRECTIONS}
+            for repeat in range(REPEATS):
+                for direction, tensors in zip(DIRECTIONS, pair):
+                    crossing = ends if direction == "forward" else ends[::-1]
+                    found[direction].append(_cross(crossing, direction, tensors, clock, step, repeat))
+    except Exception:
+        return dict.fromkeys(DIRECTIONS, UNKNOWN)
+    return {direction: _joint(made) for direction, made in found.items()}
+
+
+def _aside(boundary: Boundary, config: Config) -> Boundary:
+    other = Boundary(boundary.number, config, boundary.replica)
+    other.carrying = boundary.carrying
+    other.begin_step(boundary.loss_scale)
+    for own, their in zip(other.channels, boundary.channels):
+        own.raw_tail = their.raw_tail
+    return other
+
+
+def _cross(
+    ends: Sequence[Boundary],
+    direction: str,
+    tensors: list[Tensor],
+    clock: HostClock,
+    step: int,
+    micro_batch: int,
+) -> Tried:
+    sender, receiver = (getattr(end, direction) for end in ends)
+    message_id = sender.message_id(max(step, sender.boundary.config.warmup_steps), micro_batch)
+    start = clock.mark()
+    packet, rest, message = sender.encode(tensors, message_id)
+    middle = clock.mark()
+    decoded = receiver.decode(packet, message, message_id, lambda nbytes: rest)
+    end = clock.mark()
+    pairs = [each for each, codec in zip(zip(tensors, decoded), message.codecs) if codec is not None]
+    return {
+        "bytes": float(packet.numel() + (rest.numel() if rest is not None else 0)),
+        "encode": clock.ms(start, middle) / 1e3,
+        "decode": clock.ms(middle, end) / 1e3,
+        "error": _error(sender.codec, pairs),
+    }
+
+
+def _error(codec: Codec, pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """Of the tensors that are compressed: masks beside them, which are not, may be much larger."""
+    bound = max((codec.error_bound(TensorSpec.of(x)) for x, _ in pairs), default=0.0)
+    if bound == 0:
+        return 0.0
+    sent, decoded = zip(*pairs)
+    sizes = norms(sent, decoded, largest(sent)).tolist()
+    error, _ = error_and_cosine(*sizes)
+    if math.isnan(error) or sizes[0] == 0:  # what arrives of zeros says nothing of other messages
+        return math.inf
+    return max(error, LEAST)
+
+
+def _joint(made: Sequence[Tried]) -> Tried:
+    best = {what: min(row[what] for row in made) for what in ("encode", "decode")}
+    return {**made[0], **best, "error": max(row["error"] for row in made)}

@@ -1,0 +1,167 @@
+"""From a checkpoint that `save_pretrained` wrote to a merged model, as a user goes: trained whole, then with
+LoRA on other text, through every launcher, one rank killed and later all; read by Transformers and peft.
+
+`DS_COMPRESS_DATA=FOLDER pytest -m slow tests/hf/test_real_run.py` does it with real text."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from tests.support.finetuning import (
+    command,
+    copy_of,
+    environment,
+    finetune,
+    losses,
+    perplexities,
+    perplexity,
+)
+from tests.support.material import material
+from tests.support.ports import reserved_port
+
+pytestmark = pytest.mark.slow
+
+LENGTH, STEPS, SAVE_EVERY = 64, 36, 5
+COMPRESSED = {
+    "forward": {"codec": {"name": "quantize", "bits": 4, "hadamard": True}},
+    "backward": {"codec": {"name": "quantize", "bits": 8}},
+    "eval": "uncompressed",
+}
+DS_CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.0,
+    "steps_per_print": 100000,
+    "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "torch_adam": True}},
+    "ds_compress": COMPRESSED,
+}
+
+
+def merge(out: Path, to: Path) -> Path:
+    words = [sys.executable, "-m", "ds_compress", "merge", str(out), "--to", str(to)]
+    subprocess.run(words, check=True, env=environment())
+    return to
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """train.json of a training of all parameters, texts beside it; what the run said; the merged model."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    found = material()
+    for name in ("first", "second", "held_out"):
+        (folder / f"{name}.txt").write_text(getattr(found, name))
+    torch.manual_seed(7)
+    end = found.tokenizer.eos_token_id
+    config = GPT2Config(
+        vocab_size=len(found.tokenizer),
+        n_positions=LENGTH,
+        n_embd=found.width,
+        n_layer=4,
+        n_head=4,
+        bos_token_id=end,
+        eos_token_id=end,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "random")
+    found.tokenizer.save_pretrained(folder / "random")
+    settings = {
+        "model": str(folder / "random"),
+        "out": str(folder / "out"),
+        "data": {"train": str(folder / "first.txt"), "eval": str(folder / "held_out.txt")},
+        "sequence_length": LENGTH,
+        "steps": 4 * STEPS,
+        "ds_config": DS_CONFIG,
+        "eval_sequences": 32,
+    }
+    path = folder / "train.json"
+    path.write_text(json.dumps(settings))
+    said = finetune("torchrun", path).stderr
+    return path, said, merge(folder / "out", folder / "merged")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(pretrained, tmp_path_factory):
+    """train.json of a LoRA run on other text, and what the run said."""
+    before, _, merged = pretrained
+    folder = tmp_path_factory.mktemp("adapted")
+    settings = json.loads(before.read_text()) | {
+        "model": str(merged),
+        "out": str(folder / "out"),
+        "data": {"train": str(before.parent / "second.txt"), "eval": str(before.parent / "held_out.txt")},
+        "lora": {"r": 8, "dropout": 0.05},
+        "steps": STEPS,
+        "save_every": SAVE_EVERY,
+    }
+    path = folder / "train.json"
+    path.write_text(json.dumps(settings))
+    return path, finetune("torchrun", path).stderr
+
+
+def killed(launcher: str, path: Path, after: int, victim: int | None) -> list[int]:
+    """The steps that were written down when a run was killed, once it had done `after` of them and all of its
+    processes, or rank `victim` alone, were gone at once; the others then have to end by themselves."""
+    out = path.parent / "out"
+    with reserved_port() as port, (path.parent / "log").open("w") as log:
+        process = psutil.Popen(
+            command(launcher, port, [str(path)]), stdout=log, stderr=log, env=environment()
+        )
+        while not (out / "losses.jsonl").exists() or max(losses(out), default=0) < after:
+            assert process.poll() is None, Path(log.name).read_text()[-3000:]
+            time.sleep(0.01)
+        started = [*process.children(recursive=True), process]
+        for each in started:
+            if victim is None or _rank(each) == victim:
+                each.kill()
+        assert process.wait(timeout=120) != 0
+        _, left = psutil.wait_procs(started, timeout=60)
+        assert not left
+    return sorted(losses(out))
+
+
+def _rank(process: psutil.Process) -> int | None:
+    """Of a training process; None of a launcher."""
+    rank = process.environ().get("RANK")
+    return None if rank is None else int(rank)
+
+
+def test_perplexity_falls_when_all_parameters_are_trained(pretrained):
+    path, said, merged = pretrained
+    before, after = perplexities(said)
+    assert after < 0.6 * before
+    assert perplexity(path, merged) == pytest.approx(after, rel=1e-5, abs=1e-4)
+
+
+def test_perplexity_falls_from_there_when_adapters_are(pretrained, uninterrupted):
+    before, after = perplexities(uninterrupted[1])
+    assert before == pytest.approx(perplexities(pretrained[1])[1], rel=1e-5, abs=1e-4)
+    assert after < 0.99 * before
+
+
+@pytest.mark.parametrize(("launcher", "victim"), [("deepspeed", 0), ("torchrun", 1), ("accelerate", 0)])
+def test_killed_and_started_again_it_is_as_if_nothing_had_been(uninterrupted, tmp_path, launcher, victim):
+    """Killed twice, one rank and then all, it has the losses of the run that nobody killed, to the bit, those
+    of steps that it did twice included; and what it learned is read alike by all."""
+    path = copy_of(uninterrupted[0], tmp_path / "killed")
+    out = path.parent / "out"
+    expected = losses(uninterrupted[0].parent / "out")
+    done = killed(launcher, path, STEPS // 3, victim)
+    assert done[-1] < STEPS
+    done = killed(launcher, path, max(2 * STEPS // 3, done[-1] + 1), None)
+    assert done[-1] < STEPS
+    said = finetune(launcher, path).stderr
+    assert "goes on from step" in said
+    assert losses(out) == expected
+    rows = [json.loads(line) for line in (out / "losses.jsonl").read_text().splitlines()]
+    assert all(row["loss"] == expected[row["step"]] for row in rows)
+    after = perplexities(said)[1]
+    assert after == perplexities(uninterrupted[1])[1]
+    merged = merge(out, tmp_path / "merged")
+    model = Path(json.loads(path.read_text())["model"])
+    assert perplexity(path, merged) == pytest.approx(after, rel=1e-5, abs=1e-4)
+    assert perplexity(path, model, merged / "adapter") == pytest.approx(after, rel=1e-5, abs=1e-4)

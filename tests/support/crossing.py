@@ -1,0 +1,43 @@
+"""What crosses between layers, and what codecs make of it, found without what `advise` measures them with."""
+
+import pytest
+
+from ds_compress.config import DIRECTIONS
+from ds_compress.planning.offers import startable
+from ds_compress.planning.trial import REPEATS
+from tests.support.measure import relative_error
+
+SEED = 1234
+
+
+def crossing(layers, cuts, x, loss):
+    """What crosses whole layers at `cuts` and comes back, found without any of what is tested."""
+    forward = []
+    for number, layer in enumerate(layers):
+        if number in cuts:
+            x.retain_grad()
+            forward.append(x)
+        x = layer(x)
+    loss(x).backward()
+    return [(x.detach(), x.grad) for x in forward]
+
+
+def agree(measured, cut_by_cut):
+    """Assert that settings without state or partner have the errors of their codecs on the same tensors."""
+    offers = {
+        offer.name: offer.block
+        for offer in startable()
+        if offer.name.startswith(("quantize", "entropy", "fp8", "bf16"))
+    }
+    assert len(offers) > 10
+    for message in measured["messages"]:
+        place = {"boundary": message["boundary"], "direction": message["direction"]}
+        direction = place["direction"]
+        x = cut_by_cut[message["boundary"]][DIRECTIONS.index(direction)]
+        assert message["tensors"] == [{"shape": list(x.shape), "dtype": str(x.dtype).split(".")[1]}]
+        assert message["bytes"] == x.nbytes
+        for name, block in offers.items():
+            codec = block[direction]["codec"]  # rotations are others for each micro-batch
+            errors = [relative_error(codec, x, seed=SEED, micro_batch=n, **place) for n in range(REPEATS)]
+            error = max(errors)
+            assert message["settings"][name]["error"] == pytest.approx(error, rel=1e-4)
