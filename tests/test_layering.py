@@ -48,6 +48,7 @@ ONLY_IN = {
     # planning: replays DeepSpeed's schedule
     "deepspeed": {"pipeline", "checkpoint", "planning", "hf"},
     "transformers": {"hf"},
+    "huggingface_hub": {"hf"},
     "peft": {"hf"},
     "accelerate": {"hf"},
     "datasets": {"hf"},

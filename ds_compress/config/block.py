@@ -103,13 +103,24 @@ class Guard(Options):
 
     error: float = Field(default=0.5, gt=0, le=1e9)
     """Relative error of a message, in a step that is looked at or that the monitor measures, beyond which
-    there is a warning, once for each boundary and direction."""
+    there is a warning, once for each boundary and direction; so with the next three."""
+
+    cosine: float = Field(default=0.5, ge=-1, le=1)
+    """Cosine between a message and what arrives; less is too little."""
+
+    residual: float = Field(default=100.0, gt=0, le=1e9)
+    """What error feedback holds back for a message, as a multiple of that message's norm, in two measured
+    steps after each other. A TopK that keeps up may come to half of one over its density."""
+
+    nonfinite: float = Field(default=0.0, ge=0, le=1)
+    """Share of a step's messages that hold inf or nan, in two measured steps after each other."""
 
     action: Literal["warn", "loosen", "stop"] = "warn"
-    """What happens when compression changes the loss by more: one warning, or the end of all ranks. loosen:
-    where the loss is larger all activations, and where the error of messages is a boundary's own direction,
-    have twice the bits, the density or the rank from the next step on, and lastly none; one line says so. Not
-    together with a policy."""
+    """What happens where compression changes the loss by more, or a message is beyond a limit: one warning,
+    or the end of all ranks, of the limits beside `loss` at those alone that the block says. loosen: where
+    the loss is larger all activations, and where an error, a cosine or a residual is beyond its limit that
+    boundary's direction, have twice the bits, the density or the rank from the next step on, and lastly none;
+    one line says so. Not together with a policy."""
 
 
 class Block(Options):

@@ -57,15 +57,24 @@ class SendingMeter(_Meter):
     error hardly differs between the messages of a step, and comparing all of them would cost too much.
     """
 
-    COLUMNS = ("step_messages", "nonfinite_share", "relative_error", "cosine", "encode_ms", "send_ms")
+    COLUMNS = (
+        "step_messages",
+        "nonfinite_share",
+        "message_norm",
+        "relative_error",
+        "cosine",
+        "encode_ms",
+        "send_ms",
+    )
 
     def __init__(self, clock: HostClock, compared: int):
         """`compared`: micro-batch of the message that is compared."""
         super().__init__(clock)
         self._compared = compared
         self._largest: list[Tensor] = []  # of each message
-        self._norms: Tensor | None = None  # of the message that is compared
-        self._tensors: Sequence[Tensor] = ()  # of the message between encode and send
+        self._norms: Tensor | None = None  # of the message that is compared, divided by its scale
+        self._scale: Tensor | None = None
+        self._tensors: Sequence[Tensor] = ()  # those that count, of the message between encode and send
         self._decode: Callable[[Tensor], list[Tensor]] | None = None
 
     def encode(self, channel, tensors, message_id, memory):
@@ -81,10 +90,16 @@ class SendingMeter(_Meter):
 
         with self._timed("encode"):
             encoded = channel.encode(tensors, message_id, timed_memory)
-        self._tensors = tensors
+        _, rest, message = encoded
+        counts = _counting(message.exempt)
+        self._tensors = [tensors[place] for place in counts]
         if listener is not None:
-            _, rest, message = encoded
-            self._decode = lambda packet: listener.decode(packet, message, message_id, lambda nbytes: rest)
+
+            def decode(packet: Tensor) -> list[Tensor]:
+                decoded = listener.decode(packet, message, message_id, lambda nbytes: rest)
+                return [decoded[place] for place in counts]
+
+            self._decode = decode
         return encoded
 
     def send(self, sender, packet):
@@ -93,7 +108,8 @@ class SendingMeter(_Meter):
         with self._measuring():
             self._largest.append(largest(self._tensors))
             if self._decode is not None:
-                self._norms = norms(self._tensors, self._decode(packet), self._largest[-1])
+                self._scale = self._largest[-1]
+                self._norms = norms(self._tensors, self._decode(packet), self._scale)
         self._tensors, self._decode = (), None
 
     def drain(self, sender):
@@ -105,18 +121,21 @@ class SendingMeter(_Meter):
 
         step_messages: how many were sent.
         nonfinite_share: of messages that hold inf or nan.
-        relative_error, cosine: of the message that was compared; nan when something in it is not finite, or
-        when only the receiver can decode it.
+        message_norm, relative_error, cosine: of the message that was compared; nan when something in it is
+        not finite, or when only the receiver can decode it.
         encode_ms: until packets are complete. send_ms: that the stage stood still for packets to leave, when
         sending, at the end of the step, or for the memory of an earlier one.
         """
         finite = torch.stack(self._largest).isfinite().double().mean().item() if self._largest else 1.0
-        error, cosine = (
-            error_and_cosine(*self._norms.tolist()) if self._norms is not None else (math.nan, math.nan)
-        )
+        error = cosine = norm = math.nan
+        if self._norms is not None and self._scale is not None:
+            found = self._norms.tolist()
+            error, cosine = error_and_cosine(*found)
+            norm = found[0] * (self._scale.item() or 1.0)
         return {
             "step_messages": len(self._times.get("send", ())),
             "nonfinite_share": 1 - finite,
+            "message_norm": norm,
             "relative_error": error,
             "cosine": cosine,
             "encode_ms": self._total_ms("encode") - self._total_ms("memory"),
@@ -149,6 +168,12 @@ class ReceivingMeter(_Meter):
         """When each packet was there, in milliseconds after `origin`; later than it came when nobody
         waited."""
         return [self._clock.ms(origin, end) for _, end in self._times.get("wait", ())]
+
+
+def _counting(exempt: Sequence[str]) -> list[int]:
+    """Places of the tensors that say how a message fares: those that a codec is for, as a mask beside them
+    may hold -inf, or numbers in whose light all others are nothing; all, where it is for none."""
+    return [place for place, why in enumerate(exempt) if not why] or [*range(len(exempt))]
 
 
 def largest(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,8 +1,9 @@
 """What the monitor says in words: a line when training begins, warnings of sizes, a line at the end."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ds_compress.config import Config
+from ds_compress.monitor.limits import Excess
 from ds_compress.monitor.metrics import Channels, ratio
 from ds_compress.version import __version__
 
@@ -43,19 +44,12 @@ def size_notes(config: Config, channels: Channels) -> list[str]:
     return list(filter(None, notes))
 
 
-def error_notes(config: Config, channels: Channels) -> dict[tuple[int, str], str]:
-    """What there is to say of messages that lost more than the guard allows, by boundary and direction."""
-    notes = {}
-    for number, directions in enumerate(channels):
-        for name, values in directions.items():
-            error, most = values["relative_error"], config.block.guard.error
-            if error > most:
-                notes[number, name] = (
-                    f"boundary {number}, {name}: {getattr(config.codecs(number), name)} has a relative error "
-                    f"of {error:.2f} (ds_compress.guard.error: {most:g}), more of a message than training "
-                    "may bear to lose; use more bits or a higher density, or another codec"
-                )
-    return notes
+def excess_note(config: Config, boundary: int, direction: str, excess: Sequence[Excess]) -> str:
+    """What there is to say of a channel that is beyond limits of the guard."""
+    codec = getattr(config.codecs(boundary), direction)
+    found = ", ".join(each.words for each in excess)
+    advice = dict.fromkeys(each.advice for each in excess)
+    return f"boundary {boundary}, {direction}: {codec} has {found}: {'; '.join(advice)}"
 
 
 def summary(channels: Channels, step: int, waited: list[float], seconds: float) -> str:

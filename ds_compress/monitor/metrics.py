@@ -21,6 +21,7 @@ CHANNEL = {
     "relative_error": "||x - C(x)|| / ||x|| of one message of the step",
     "cosine": "between x and C(x) of one message of the step",
     "residual_norm": "norm of what error feedback holds back at the sender",
+    "residual_share": "what error feedback holds back for a message, as a multiple of the message's norm",
     "nonfinite_share": "share of the step's messages that hold inf or nan",
     "encode_ms": "the sender compresses, per step",
     "send_ms": "the sender stands still for packets to leave, per step",
@@ -38,7 +39,7 @@ LOSS_COST = "loss_cost"
 
 DASHBOARD = {
     "Bytes": ("wire_bytes", "raw_bytes", "ratio", "link_busy"),
-    "Error": ("relative_error", "cosine", "residual_norm", "nonfinite_share"),
+    "Error": ("relative_error", "cosine", "residual_norm", "residual_share", "nonfinite_share"),
     "Time": (
         "step_ms",
         "uncompressed_step_ms",

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ds_compress.config import Config
 from ds_compress.errors import in_one_line
-from ds_compress.feedback.state import residuals
 from ds_compress.message.channel import Channel
 from ds_compress.message.clock import clock_for
 from ds_compress.message.endpoint import ReceivingEnd, SendingEnd
 from ds_compress.message.meters import ReceivingMeter, SendingMeter
 from ds_compress.monitor import lines
+from ds_compress.monitor.limits import Judged
 from ds_compress.monitor.metrics import (
     CHANNEL,
     COUNTERS,
@@ -27,6 +27,7 @@ from ds_compress.monitor.metrics import (
     stage_ms,
     uncompressed_step_ms,
 )
+from ds_compress.monitor.residual import residual_values
 from ds_compress.monitor.sinks import add_tensorboard_layout, record_settings
 from ds_compress.monitor.table import Status, Table
 
@@ -91,9 +92,10 @@ class Monitor:
         self._began: Any = None  # mark of the measured step
         self._failure = ""  # of this rank, in one line
         self._said = self._off = False
-        self._warned: set[tuple[int, str]] = set()  # of errors: boundary, direction
+        self._warned: set[tuple[int, str, str]] = set()  # of: boundary, direction, limit
         self._sizes_unsaid = True  # of the codecs in force
         self._gathered: Channels = []
+        self._last: tuple[Channels, Channels] = [], []  # measured last, and before
         self._written: Channels = []
         self._measured = 0  # steps
         self._steps = 0
@@ -110,9 +112,7 @@ class Monitor:
     ) -> None:
         """Before the training step with number `step`, counted from 1.
 
-        Args:
-            watched: whether DeepSpeed's monitor has a sink.
-            judged: whether the guard wants to know the errors of this step.
+        `watched`: whether DeepSpeed's monitor has a sink; `judged`: whether the guard looks at this step.
         """
         self._started = self._started or time.perf_counter()
         every = self.config.block.monitor.every
@@ -148,6 +148,8 @@ class Monitor:
         step_ms = self._collect(ends)
         self._table.add_up(self._total)
         statuses = self._table.statuses
+        if self._is_measured:
+            self._last = self._table.channels, self._last[0]
         if Status.FAILED in statuses:
             self._off = True
             if statuses.index(Status.FAILED) == self._rank:
@@ -160,21 +162,27 @@ class Monitor:
                 if self._sizes_unsaid:
                     self._say_sizes(channels)
                 self._gathered, self._steps, self._ended = channels, step, time.perf_counter()
-                if all(status is Status.MEASURED for status in statuses):
-                    self._warn(channels)
+                if self._is_measured:
+                    self._warn()
                     if self._writes:
                         self._write(channels, step_ms, samples, sinks)
             if self._failure:
                 self._say()
 
-    def errors(self) -> dict[tuple[int, str], float]:
-        """Relative errors of the step that was summed up last, by boundary and direction, known to all stages
-        of the pipeline; empty where that was not measured."""
-        if self._off or any(status is not Status.MEASURED for status in self._table.statuses):
+    @property
+    def _is_measured(self) -> bool:
+        """Whether the step that was summed up last was measured, on all stages."""
+        return all(status is Status.MEASURED for status in self._table.statuses)
+
+    def judged(self) -> dict[tuple[int, str], Judged]:
+        """What the guard has limits for, of the step that was summed up last, by boundary and direction,
+        known to all stages of the pipeline; empty where that was not measured."""
+        if self._off or not self._is_measured:
             return {}
+        now, before = self._last
         return {
-            (number, direction): values["relative_error"]
-            for number, directions in enumerate(self._table.channels)
+            (number, direction): Judged.of(values, before[number][direction] if before else {})
+            for number, directions in enumerate(now)
             for direction, values in directions.items()
         }
 
@@ -189,9 +197,10 @@ class Monitor:
                 self._table.fill(channel, self._counters(channel))
             for end, meter in meters:
                 self._failure = self._failure or meter.failure
-                self._table.fill(end.channel, meter.values())
+                values = meter.values()
                 if end.sends:
-                    self._table.fill(end.channel, {"residual_norm": _residual_norm(end.channel)})
+                    values |= residual_values(end.channel, values["message_norm"])
+                self._table.fill(end.channel, values)
                 self._table.stamp(end.channel, int(not end.sends), meter.stamps(self._began))
         measured = Status.MEASURED if meters else Status.COUNTED
         self._table.set_status(self._rank, Status.FAILED if self._failure else measured)
@@ -219,12 +228,14 @@ class Monitor:
         self._written = channels
         sinks.write_events(self._events(channels, step_ms, samples))
 
-    def _warn(self, channels: Channels) -> None:
-        """Of errors beyond what the guard allows, once for each channel."""
-        for place, note in lines.error_notes(self.config, channels).items():
-            if place not in self._warned:
-                logger.warning(note)
-            self._warned.add(place)
+    def _warn(self) -> None:
+        """Of what is beyond the guard's limits, once for each of them and channel."""
+        for place, judged in self.judged().items():
+            found = judged.exceeded(self.config.block.guard)
+            excess = [each for each in found if (*place, each.limit) not in self._warned]
+            if excess:
+                logger.warning(lines.excess_note(self.config, *place, excess))
+                self._warned.update((*place, each.limit) for each in excess)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -287,13 +298,3 @@ class Monitor:
             (label("uncompressed_step_ms"), uncompressed_step_ms(step_ms, channels, self.ranks), samples)
         )
         return events
-
-
-def _residual_norm(channel: Channel) -> float:
-    """Norm of all that error feedback holds back at the sender of `channel`, 0 without feedback."""
-    held = [
-        torch.linalg.vector_norm(residual.float())
-        for memory in channel.boundary.memory.values()
-        for residual in residuals(memory, channel.direction)
-    ]
-    return torch.linalg.vector_norm(torch.stack(held)).item() if held else 0.0

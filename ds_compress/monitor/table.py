@@ -15,7 +15,13 @@ from ds_compress.message.channel import Channel
 from ds_compress.message.meters import ReceivingMeter, SendingMeter
 from ds_compress.monitor.metrics import COUNTERS, SIDES, Channels
 
-COLUMNS = (*COUNTERS, *SendingMeter.COLUMNS, "residual_norm", *ReceivingMeter.COLUMNS)
+COLUMNS = (
+    *COUNTERS,
+    *SendingMeter.COLUMNS,
+    "residual_norm",
+    "residual_share",
+    *ReceivingMeter.COLUMNS,
+)
 STAMPS = 64
 """Packets of a channel, the first of a step, of which times are exchanged."""
 

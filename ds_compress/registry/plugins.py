@@ -19,6 +19,7 @@ from collections.abc import Callable
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import ModuleType
 from typing import cast
 
 from ds_compress.errors import CompressionError
@@ -45,16 +46,18 @@ def load(place: str) -> None:
         CompressionError: it cannot be imported; one line that names it.
     """
     if place.endswith(".py"):
-        _run(lambda: _load_file(Path(place).resolve()), f"--import {place}")
+        _run(lambda: module_at(Path(place).resolve()), f"--import {place}")
         return
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     _run(lambda: importlib.import_module(place), f"--import {place}")
 
 
-def _load_file(path: Path) -> None:
-    if any(getattr(module, "__file__", None) == str(path) for module in [*sys.modules.values()]):
-        return
+def module_at(path: Path) -> ModuleType:
+    """The file at an absolute path as a module, imported once; whatever it raises is raised here."""
+    for module in [*sys.modules.values()]:
+        if getattr(module, "__file__", None) == str(path):
+            return module
     name = f"ds_compress_import_{path.stem}"
     loader = SourceFileLoader(name, str(path))
     spec = cast(ModuleSpec, importlib.util.spec_from_file_location(name, path, loader=loader))
@@ -64,6 +67,7 @@ def _load_file(path: Path) -> None:
     except BaseException:
         del sys.modules[name]
         raise
+    return module
 
 
 def _run(load: Callable[[], object], what: str) -> None:

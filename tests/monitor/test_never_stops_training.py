@@ -171,7 +171,7 @@ BREAKS = {
     "comparison": lambda: on_rank(1, meters, "norms"),
     "largest": lambda: on_rank(0, meters, "largest"),
     "clock": lambda: on_rank(1, HostClock, "mark"),
-    "norm of a residual": lambda: on_rank(0, monitor, "_residual_norm"),
+    "norm of a residual": lambda: on_rank(0, monitor, "residual_values"),
     "estimate": lambda: on_rank(0, monitor, "uncompressed_step_ms"),
     "making a meter": lambda: on_rank(1, monitor, "SendingMeter"),
 }

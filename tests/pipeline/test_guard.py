@@ -10,7 +10,6 @@ from torch import nn
 
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
-from ds_compress.monitor import lines
 from ds_compress.pipeline.guard import FIRST, Guard, _aside
 from tests.support.dist import run_ranks
 from tests.support.pipeline import Block, batches, build, ds_config, weights
@@ -246,18 +245,11 @@ def test_errors_are_looked_at_wherever_something_is_lost():
     assert not any(map(Guard(Config({"forward": {"codec": "lossless"}}), 0, 2).judges, range(1, 450)))
 
 
-def test_errors_of_messages():
-    config = Config({"forward": COARSE, "backward": FINE})
-    found = lines.error_notes(
-        config, [{"forward": {"relative_error": 0.93}, "backward": {"relative_error": 0.01}}]
-    )
-    assert list(found) == [(0, "forward")]
-    assert (
-        "topk(density=0.02) has a relative error of 0.93 (ds_compress.guard.error: 0.5)"
-        in found[0, "forward"]
-    )
-    nan = [{"forward": {"relative_error": float("nan")}, "backward": {"relative_error": 0.5}}]
-    assert not lines.error_notes(config, nan)
+def test_errors_stop_every_rank_with_one_line():
+    config = ds_config(block(FINE, COARSE, every=2, action="stop", error=0.5), replicas=2)
+    ranks = run_ranks(4, trained, 2, config)
+    (line,) = {rank["error"] for rank in ranks}
+    assert line.startswith("ds_compress: guard: after step 2 boundary 0, backward: a relative error of 0.")
 
 
 class Merges(nn.Linear):

@@ -149,3 +149,19 @@ def test_simulate_agrees():
     # DeepSpeed runs the backward pass once for each float tensor of a tuple: gradients are added in another
     # order
     assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def judged_after(block, steps):
+    """What the guard judges of the last step, on a rank that reports."""
+    engine = build(2, ds_config({**block, "guard": {"every": 1}}), Causal.layers(4))
+    examples = data()
+    for _ in range(steps):
+        engine.train_batch(examples)
+    return engine._compression_monitor.judged()
+
+
+def test_the_guard_looks_at_what_is_compressed():
+    """In the light of a mask's finfo.min every message once was perfect; one with -inf was never finite."""
+    judged, _ = run_ranks(2, judged_after, block_of({"name": "topk", "density": 0.1}), 2)
+    assert set(judged) == {(0, "forward"), (0, "backward")}
+    assert all(0.01 < each.error < 1 for each in judged.values()), judged

@@ -9,17 +9,19 @@ import io
 import itertools
 
 import pytest
+import torch
 
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.message.meters import error_and_cosine, largest, norms
 from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, build, ds_config
 
-STEPS, LAST, DROP = 300, 30, 150
+STEPS, DROP = 530, 490  # long enough to converge before the learning rate drops
 DISTINCT = 40  # micro-batches
 MILD, STRONG = 8, 2
 LIMIT, EVERY = 0.1, 20
 BITS = [8, 7, 6, 5, 4, 3, 2]
+ADAM = {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True, "adam_w_mode": False}}
 
 
 def quantize(bits):
@@ -38,24 +40,28 @@ def block(forward, backward, policy="constant"):
     }
 
 
+def examples():
+    return [(x, torch.sin(x)) for x, _ in itertools.islice(batches(), DISTINCT)]
+
+
 def trained(block, stages, steps):
-    """Loss of the weights over all data without compression, mean loss of the last steps, bytes that this
-    rank sent, and by channel the error of a message of every step."""
+    """Loss of the weights over all data without compression, bytes that this rank sent, and by channel the
+    error of a message of every step."""
     with contextlib.redirect_stdout(io.StringIO()):
-        engine = build(stages, ds_config(block))
-        data = itertools.cycle(itertools.islice(batches(), DISTINCT))
-        losses, errors, ends = [], {}, [end for end in engine._compression.ends if end.sends]
+        engine = build(stages, ds_config(block, optimizer=ADAM))
+        data = itertools.cycle(examples())
+        errors, ends = {}, [end for end in engine._compression.ends if end.sends]
         for step in range(steps):
             if step == DROP:
                 for group in engine.optimizer.param_groups:
                     group["lr"] *= 0.2
             for end in ends if stages > 2 else ():
                 compare(end, errors.setdefault(end.channel.place, []))
-            losses.append(engine.train_batch(data).item())
+            engine.train_batch(data)
         sent = sum(end.channel.sent.wire_bytes for end in ends)
-        again, passes = itertools.islice(batches(), DISTINCT), DISTINCT // engine.micro_batches
+        again, passes = iter(examples()), DISTINCT // engine.micro_batches
         plain = sum(engine.eval_batch(again).item() for _ in range(passes)) / passes
-    return {"loss": plain, "last": sum(losses[-LAST:]) / LAST, "sent": sent, "errors": errors}
+    return {"loss": plain, "sent": sent, "errors": errors}
 
 
 def compare(end, errors):
@@ -78,7 +84,7 @@ def compare(end, errors):
 def test_accordion_halves_the_bytes_at_half_the_gap():
     """Half the gap in loss between mild and strong, at half the bytes of mild or less."""
     ladder = {"bits": [MILD, STRONG]}
-    accordion = {"name": "accordion", "every": 10, "threshold": 0.5, "forward": ladder, "backward": ladder}
+    accordion = {"name": "accordion", "every": 25, "threshold": 0.5, "forward": ladder, "backward": ladder}
     blocks = {
         "mild": block(MILD, MILD),
         "strong": block(STRONG, STRONG),
@@ -87,8 +93,7 @@ def test_accordion_halves_the_bytes_at_half_the_gap():
     found = {name: run_ranks(2, trained, each, 2, STEPS) for name, each in blocks.items()}
     loss = {name: ranks[0]["loss"] for name, ranks in found.items()}
     sent = {name: sum(rank["sent"] for rank in ranks) for name, ranks in found.items()}
-    print("\nlast steps", {name: ranks[0]["last"] for name, ranks in found.items()})
-    print(f"loss {loss}\nbytes {sent}, {sent['mild'] / sent['accordion']:.2f} times fewer than mild")
+    print(f"\nloss {loss}\nbytes {sent}, {sent['mild'] / sent['accordion']:.2f} times fewer than mild")
     assert loss["mild"] < loss["strong"]
     assert loss["accordion"] <= (loss["mild"] + loss["strong"]) / 2
     assert 2 * sent["accordion"] <= sent["mild"]
@@ -99,7 +104,7 @@ def test_budget_keeps_its_limit_with_fewer_bytes_than_a_constant_setting():
     """On 2 boundaries, in both directions, in every step after the first interval."""
     ladder = {"bits": BITS}
     budget = {"name": "budget", "every": EVERY, "error": LIMIT, "forward": ladder, "backward": ladder}
-    steps = DROP
+    steps = 300
 
     def run(each):
         ranks = run_ranks(3, trained, each, 3, steps)

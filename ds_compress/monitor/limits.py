@@ -1,0 +1,70 @@
+"""What was measured of a channel against the limits of the guard."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ds_compress.config.block import Guard
+
+LOST = "use more bits or a higher density, or another codec"
+GROWS = "error feedback cannot keep up; use a milder codec, or a decay of the feedback"
+BREAKS = "look for what overflows before this boundary: compression neither makes nor mends it"
+
+
+class Excess(NamedTuple):
+    """A limit that a channel is over."""
+
+    limit: str  # option of the guard
+    words: str  # what was found, and the limit
+    advice: str
+
+
+class Judged(NamedTuple):
+    """What the guard has limits for; larger is worse."""
+
+    error: float
+    away: float  # the cosine with its sign turned
+    residual: float
+    nonfinite: float
+
+    @classmethod
+    def of(cls, values: Mapping[str, float], before: Mapping[str, float]) -> "Judged":
+        """
+        Args:
+            values: of a channel, by name as in `metrics.CHANNEL`.
+            before: of the step that was measured before, empty where there was none. fp16 training overflows
+                now and then, and skips that step; one small gradient is no growth of a residual.
+        """
+        lasting = [min(values[name], before.get(name, 0.0)) for name in ("residual_share", "nonfinite_share")]
+        # with feedback something arrives where nothing was to be sent
+        is_nothing = values["message_norm"] == 0
+        error, cosine = (math.nan if is_nothing else values[name] for name in ("relative_error", "cosine"))
+        return cls(error, -cosine, *lasting)
+
+    def exceeded(self, guard: Guard) -> list[Excess]:
+        """The limits that it is over; nan, where nothing can be known, is over none."""
+        found = (
+            (self.error > guard.error, "error", f"a relative error of {self.error:.2f}", LOST),
+            (-self.away < guard.cosine, "cosine", f"a cosine of {-self.away:.2f}", LOST),
+            (
+                self.residual > guard.residual,
+                "residual",
+                f"a residual of {self.residual:.3g} messages",
+                GROWS,
+            ),
+            (
+                self.nonfinite > guard.nonfinite,
+                "nonfinite",
+                f"inf or nan in {self.nonfinite:.0%} of all",
+                BREAKS,
+            ),
+        )
+        return [
+            Excess(name, f"{words} (ds_compress.guard.{name}: {getattr(guard, name):g})", advice)
+            for over, name, words, advice in found
+            if over
+        ]
+
+
+NOTHING = Judged(0.0, -1.0, 0.0, 0.0)
+"""Of a message that arrives as it was."""
