@@ -16,9 +16,12 @@ OUT/rows.json holds one row per link, recipe and depth, plot.png the same as bar
     step_s                      median over the steps, the first ones left out
     step_over_stock_unshaped    step_s / that of DeepSpeed alone on the unshaped link
     step_over_stock_same_link   step_s / that of DeepSpeed alone on the same link
-    wire_bytes                  per step, both directions, TCP and IP headers included
+    wire_bytes                  per step, both directions, TCP and IP headers included; of "auto" with the
+                                first three steps, which are uncompressed
     link_busy                   share of the step in which the busier direction of a shaped link transmits
-    predicted_step_s            what `ds-compress advise` says, from the times of DeepSpeed alone
+    chosen                      what `"recipe": "auto"` has chosen
+    predicted_step_s            what `ds-compress advise` says, from the times of DeepSpeed alone; of "auto"
+                                what it said when it chose
     losses_equal_stock          whether all losses are bit-equal to those of DeepSpeed alone
 """
 
@@ -34,8 +37,8 @@ from typing import Any
 
 import torch
 
+from ds_compress.cli.advise.codecs import codec_seconds
 from ds_compress.cli.check import message_sizes
-from ds_compress.cli.measured import codec_seconds
 from ds_compress.codec import TensorSpec
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.planning.step_time import Network, Plan, Traffic, Workload, predict
@@ -54,11 +57,13 @@ from launch.bench.net_runs import (
     WARM_UP,
     Runs,
     Wire,
+    of_depths,
     settings,
     stage_times,
 )
 
 PAYLOAD = 1448 / 1514  # of an Ethernet frame that holds TCP over IP
+CHOSEN = " <- chosen"
 BUSY = 0.5  # load average above which the numbers mean little
 
 
@@ -103,12 +108,15 @@ class Bench:
             (row["step_s"] for row in self.rows if (row["link"], row["latency_ms"]) == here), run["step_s"]
         )
         ran = depth if isinstance(depth, int) else chosen_depth(run["log"])
-        predicted = predict(workload, self.plan(recipe, ran), self.networks(wire)).step
+        chosen, predicted = chosen_setting(run["log"])
+        if predicted is None:
+            predicted = predict(workload, self.plan(recipe, ran), self.networks(wire)).step
         row = {
             "link": wire.name,
             "latency_ms": wire.rtt_ms,
             "stages": self.runs.stages,
             "recipe": recipe,
+            "chosen": chosen,
             "depth": depth,
             "depth_ran": ran,
             "step_s": run["step_s"],
@@ -132,8 +140,7 @@ class Bench:
     ) -> None:
         """Rows of all recipes on a link, which are written at once."""
         for recipe in recipes:
-            is_blocking = RECIPES[recipe].get("link", {}).get("mode") == "blocking"
-            for depth in [1] if is_blocking else depths:
+            for depth in of_depths(recipe, depths):
                 self.add(recipe, wire, self.runs.train(recipe, wire, depth), workload, depth)
         (self.runs.out / "rows.json").write_text(json.dumps(self.rows, indent=2) + "\n")
 
@@ -171,7 +178,17 @@ class Bench:
 
 def chosen_depth(log: list[str]) -> int:
     """What a run with depth "auto" says that it has chosen."""
-    return next(int(found[1]) for line in log if (found := re.search(r"link depth (\d+)", line)))
+    return next((int(found[1]) for line in log if (found := re.search(r"link depth (\d+)", line))), 1)
+
+
+def chosen_setting(log: list[str]) -> tuple[str | None, float | None]:
+    """The settings that `"recipe": "auto"` says that it has chosen, and the seconds of a step that it expects
+    from them; none of a run that chose nothing."""
+    row = next((line for line in log if line.endswith(CHOSEN)), None)
+    if row is None:
+        return None, None
+    milliseconds, _, _, _, _, name = row.removesuffix(CHOSEN).split(maxsplit=5)
+    return name, float(milliseconds) / 1e3
 
 
 def depth(word: str) -> int | str:

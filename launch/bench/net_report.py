@@ -32,7 +32,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         table.add_row(
             row["link"],
             f"{row['latency_ms']:g}",
-            row["recipe"],
+            f"{row['recipe']}: {row['chosen']}" if row["chosen"] else row["recipe"],
             str(row["depth"]) if row["depth"] == row["depth_ran"] else f"{row['depth']}: {row['depth_ran']}",
             f"{row['step_s']:.3f}",
             f"{row['step_over_stock_unshaped']:.3f}",

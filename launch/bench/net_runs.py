@@ -39,6 +39,8 @@ RECIPES: dict[str, dict[str, Any]] = {
         "forward": {"codec": {"name": "topk", "density": 0.1}},
         "backward": {"codec": {"name": "topk", "density": 0.1, "indices": "reuse"}},
     },
+    **{quality: {"recipe": quality} for quality in ("safe", "balanced")},
+    **{f"auto-{quality}": {"recipe": "auto", "quality": quality} for quality in ("safe", "balanced")},
 }
 
 
@@ -52,6 +54,14 @@ class Wire:
     @property
     def name(self) -> str:
         return f"{self.mbit:g} Mbit/s" if self.mbit else "unshaped"
+
+
+def of_depths(recipe: str, depths: Sequence[int | str]) -> Sequence[int | str]:
+    """Those of `depths` that a recipe can have: one where it knows no other, or chooses."""
+    block = RECIPES[recipe]
+    if block.get("recipe") == "auto":
+        return ["auto"]
+    return [1] if block.get("link", {}).get("mode") == "blocking" else depths
 
 
 def settings(recipe: str, depth: int | str) -> dict[str, Any]:
@@ -120,8 +130,10 @@ class Runs:
                 )
             shutil.rmtree(folder / "csv")
         sent = [int(line) / self.steps for line in (folder / "counters").read_text().split()]
+        steps = [ms / 1e3 for ms in read(folder / "csv" / "Train_Samples_step_ms.csv")]
         return {
-            "step_s": statistics.median(read(folder / "csv" / "Train_Samples_step_ms.csv")[WARM_UP:]) / 1e3,
+            "step_s": statistics.median(steps[WARM_UP:]),
+            "steps_s": steps,
             "losses": read(folder / "csv" / "Train_Samples_train_loss.csv"),
             "sent": sent,
             "log": log,

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ds_compress.errors import in_one_line
+from launch.reproduce.pipeline import executed
 from launch.reproduce.run import Row, Run, execute, task_of
 
 DEVICE = torch.device("cpu")  # of this process
@@ -74,7 +75,10 @@ def _done(runs: list[Run], data: Path, cache: Path, jobs: int) -> Iterator[tuple
 
 def _row(run: Run, data: Path, cache: Path) -> Row | str:
     try:
-        return execute(run, task_of(run.preset, run.task, data, cache), DEVICE)
+        task = task_of(run.preset, run.task, data, cache)
+        if "policy" in run.block:
+            return executed(run, task, data, cache.parent, DEVICE)
+        return execute(run, task, DEVICE)
     except Exception as error:
         return in_one_line(error)
 

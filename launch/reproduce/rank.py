@@ -5,6 +5,7 @@ import itertools
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -13,14 +14,17 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.pipe import PipelineModule
 
+from ds_compress.config import DIRECTIONS
 from launch.reproduce.run import Run, task_of
+from launch.reproduce.settings import Block
 from launch.reproduce.task import STAGES, Task
 
 
-def ds_config(run: Run, task: Task, steps: int, out: Path) -> dict:
-    """One micro-batch a step, no ZeRO, bytes written after the last step."""
+def ds_config(block: Block, task: Task, steps: int, out: Path) -> dict:
+    """One micro-batch a step, no ZeRO, bytes written after the last step; no message of the guard's among
+    those of training."""
     batch = len(next(task.epoch(0, 0))[0])
-    block = {**run.block, "monitor": {"every": steps}}
+    block = {**block, "monitor": {"every": steps}, "guard": {"every": 0}}
     if "warmup_epochs" in block:  # DeepSpeed is given batches, and does not know how long an epoch is
         block["warmup_steps"] = block.pop("warmup_epochs") * task.steps_per_epoch
     return {
@@ -33,9 +37,22 @@ def ds_config(run: Run, task: Task, steps: int, out: Path) -> dict:
     }
 
 
+def leave(engine: Any, out: Path) -> None:
+    """This rank's weights, by their names in the whole model, what it sent, and the settings adopted."""
+    torch.save(engine.module.state_dict(), out / f"rank-{engine.global_rank}.pt")
+    sent = {direction: {"raw": 0, "wire": 0} for direction in DIRECTIONS}
+    for end in engine._compression.ends:
+        own = sent[end.channel.direction]
+        own["raw"] += end.channel.sent.raw_bytes
+        own["wire"] += end.channel.sent.wire_bytes
+    found = {"sent": sent, "adopted": engine._adoption.adopted}
+    (out / f"rank-{engine.global_rank}.json").write_text(json.dumps(found))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", nargs=4, required=True)
+    parser.add_argument("--block", type=json.loads, required=True, help="of the run")
     parser.add_argument("--steps", type=int, required=True)
     for path in ("--data", "--results", "--out"):
         parser.add_argument(path, type=Path, required=True)
@@ -53,7 +70,7 @@ def main() -> None:
         model=module,
         optimizer=optimizer,
         lr_scheduler=task.schedule(optimizer),
-        config=ds_config(run, task, args.steps, args.out),
+        config=ds_config(args.block, task, args.steps, args.out),
     )
     epochs = (task.epoch(run.seed, number) for number in itertools.count())
     data = itertools.chain.from_iterable(epochs)
@@ -61,6 +78,7 @@ def main() -> None:
     if engine.global_rank == 0:
         found = {"losses": losses, "samples": engine.global_samples}
         (args.out / "losses.json").write_text(json.dumps(found))
+    leave(engine, args.out)
     dist.barrier()
     dist.destroy_process_group()
 

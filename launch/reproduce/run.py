@@ -65,21 +65,31 @@ def execute(run: Run, task: Task, device: torch.device) -> Row:
     model = simulate(stages, config, range(1, STAGES), task.steps_per_epoch)
     losses = train(model, task, run.seed, device)
     sent = traffic(model)  # before evaluation sends anything
-    measured = {}
-    for name, messages in ON_AND_OFF.items():
-        with torch.no_grad(), evaluating(model, messages):
-            measured |= {f"{what}_{name}": value for what, value in task.evaluate(model, device).items()}
-    last = losses[-task.steps_per_epoch :]
     return {
         **run.identity,
-        "steps": len(losses),
+        **outcome(losses, task),
         **in_numbers(sent),
-        **{what: value if math.isfinite(value) else None for what, value in measured.items()},
-        "train_loss": sum(last) / len(last) if math.isfinite(last[-1]) else None,
-        "diverged": not math.isfinite(last[-1]),
+        **evaluated(model, task, device),
         "seconds": round(time.perf_counter() - started, 1),
         **surroundings(device),
     }
+
+
+def evaluated(model: nn.Module, task: Task, device: torch.device) -> Row:
+    """What the task measures, with compression on and off; null where it is no finite number."""
+    measured: Row = {}
+    for name, messages in ON_AND_OFF.items():
+        with torch.no_grad(), evaluating(model, messages):
+            measured |= {f"{what}_{name}": value for what, value in task.evaluate(model, device).items()}
+    return {what: value if math.isfinite(value) else None for what, value in measured.items()}
+
+
+def outcome(losses: list[float], task: Task) -> Row:
+    """Of training: steps, the mean loss of the last epoch, and whether it ended in no finite loss."""
+    last = losses[-task.steps_per_epoch :]
+    diverged = not math.isfinite(last[-1])
+    mean = None if diverged else sum(last) / len(last)
+    return {"steps": len(losses), "train_loss": mean, "diverged": diverged}
 
 
 def train(model: nn.Sequential, task: Task, seed: int, device: torch.device) -> list[float]:

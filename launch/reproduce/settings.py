@@ -93,10 +93,11 @@ BEYOND: dict[str, Block] = {
     "group2/4": block(group(2), group(4)),
     "group2/4-hadamard": block(group(2, hadamard=True), group(4, hadamard=True)),
     "group4/2": block(group(4), group(2)),
-    "entropy2.5/2.5": block(entropy(2.5)),
-    "entropy2/2": block(entropy(2)),
-    "entropy2/3": block(entropy(2), entropy(3)),
-    "entropy3/3": block(entropy(3)),
+    **{f"entropy{f:g}/{b:g}": block(entropy(f), entropy(b))
+       for f, b in ((2.5, 2.5), (2, 2), (2, 3), (3, 3), (3, 1), (2.5, 1.5), (1.5, 2.5), (1, 3), (3, 4),
+                    (4, 3))},
+    **{f"entropy{bits:g}/{bits:g}-loco": block(entropy(bits), None, "none", "loco") for bits in (2, 2.5)},
+    "group2/2-hadamard-loco": block(group(2, hadamard=True), None, "none", "loco"),
     "entropy1.5/2-aqsgd": aqsgd(entropy(1.5), entropy(2)),
     "group2/2-hadamard": block(group(2, hadamard=True)),
     "group2/2-hadamard-aqsgd": aqsgd(group(2, hadamard=True), group(2, hadamard=True)),
@@ -121,6 +122,23 @@ BEYOND: dict[str, Block] = {
     "lossless": block("lossless"),
     "lowrank8": block({"name": "lowrank", "rank": 8}),
     "lowrank8-loco": block({"name": "lowrank", "rank": 8}, None, "none", "loco"),
+}  # fmt: skip
+
+EVERY = 50  # steps between two decisions of a policy
+
+
+def policy(name: str, bits: list[int], **options: Any) -> Block:
+    """Rotated groups of the first of `bits`, which a policy changes in both directions."""
+    ladders = {direction: {"bits": bits} for direction in ("forward", "backward")}
+    policy = {"name": name, "every": EVERY, **ladders, **options}
+    return block(group(bits[0], hadamard=True), policy=policy)
+
+
+CHANGING: dict[str, Block] = {
+    # trained as pipelines of four ranks, as `simulate` measures nothing
+    "group4-2-accordion": policy("accordion", [4, 2]),
+    "group-budget0.1": policy("budget", [8, 6, 5, 4, 3, 2], error=0.1),
+    "group-budget0.2": policy("budget", [8, 6, 5, 4, 3, 2], error=0.2),
 }
 
 ROWS_OF_CHANNELS: dict[str, Block] = {
@@ -137,7 +155,7 @@ LAUNCHED = ("none", "minmax4/8", "topk10-reuse", "topk10-ef-warmup", "topk30-aqs
 """Those repeated as real pipelines where nobody names others."""
 
 SETTINGS: dict[str, dict[str, Block]] = {
-    "vision": NONE | PAPER | BEYOND,
-    "language": NONE | PAPER | BEYOND | ROWS_OF_CHANNELS,
+    "vision": NONE | PAPER | BEYOND | CHANGING,
+    "language": NONE | PAPER | BEYOND | CHANGING | ROWS_OF_CHANNELS,
 }
 """By task and name."""

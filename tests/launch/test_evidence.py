@@ -5,7 +5,10 @@ import json
 
 import pytest
 
-from launch.reproduce.command import main
+from ds_compress.config import DIRECTIONS, KEY, Config, recipes
+from ds_compress.config.evidence import EVIDENCE
+from launch.reproduce.command import ROOT, main
+from launch.reproduce.grid import read_rows
 from launch.reproduce.orderings import judged
 from launch.reproduce.run import Run
 from launch.reproduce.tables import front, grouped
@@ -121,3 +124,29 @@ def test_no_rows_no_page(tmp_path):
 
     with pytest.raises(SystemExit, match=r"no rows in .*; run a grid first"):
         write_page(tmp_path, tmp_path / "evidence.md")
+
+
+def test_what_recipes_cost_is_what_the_rows_say():
+    """`ds-compress list --recipes` and the README repeat them."""
+    rows = read_rows(ROOT / "results" / "cpu.jsonl")
+    readme = (ROOT / "README.md").read_text()
+    for name, evidence in EVIDENCE.items():
+        both = [
+            [row for row in rows if (row["task"], row["setting"]) == (task, evidence.row)]
+            for task in ("vision", "language")
+        ]
+        assert min(map(len, both)) == evidence.seeds >= 3
+        for own, metric, said, digits in zip(both, ("accuracy", "perplexity"), evidence[2:], (1, 3)):
+            means = [sum(row[f"{metric}_{way}"] for row in own) / len(own) for way in ("on", "off")]
+            assert [round(mean, digits) for mean in means] == [*said], name
+            text = " / ".join(f"{value:.{digits}f}" for value in said)
+            assert f"| {text if name != 'none' else text.split(' / ')[0]} |" in readme
+        ours, theirs = (
+            Config(block).codecs(None) for block in (recipes.recipe(name, KEY), both[0][0]["block"])
+        )
+        for direction in DIRECTIONS:
+            pairs = zip(
+                getattr(ours, direction).settings.items(), getattr(theirs, direction).settings.items()
+            )
+            # an option that is not given is what follows from the others
+            assert all(own == other for own, other in pairs if None not in (own[1], other[1])), name

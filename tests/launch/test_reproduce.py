@@ -15,8 +15,9 @@ from launch.reproduce.command import main
 from launch.reproduce.grid import missing, read_rows
 from launch.reproduce.language import Language, as_layers
 from launch.reproduce.launched import compared
+from launch.reproduce.pipeline import executed
 from launch.reproduce.presets import PRESETS
-from launch.reproduce.run import Run, clip
+from launch.reproduce.run import Run, clip, task_of
 from launch.reproduce.settings import SETTINGS
 
 NAMES = ["vision/none", "vision/topk10-aqsgd", "language/none", "language/topk10-ef-warmup"]
@@ -184,3 +185,25 @@ def test_a_real_pipeline_has_the_same_losses_and_bytes(name, data, tmp_path):
     row = compared(Run("smoke", *name.split("/", 1), 0), data, tmp_path)
     assert row["losses_equal"] and row["bytes_equal"], json.dumps(row)
     assert row["steps"] == 8 and row["first_difference"] is None
+
+
+@pytest.mark.parametrize("name", ["language/topk10-ef-warmup", "vision/topk10-aqsgd"])
+def test_a_row_from_a_pipeline_is_that_from_simulate(name, whole, data, tmp_path):
+    """But for the errors, which are not measured there."""
+    run = Run("smoke", *name.split("/", 1), 0)
+    task = task_of("smoke", run.task, data, whole / "cache")
+    row = executed(run, task, data, whole, torch.device("cpu"))
+    expected = rows_of(whole)[name, 0] | {"error_forward": None, "error_backward": None}
+    assert {k: v for k, v in row.items() if k not in PASSING} == expected
+
+
+def test_a_policy_trains_as_a_pipeline(data, tmp_path, monkeypatch):
+    """4 bits in the first two of eight steps, then 2: the smallest budget that there is."""
+    ladders = {direction: {"bits": [4, 2]} for direction in ("forward", "backward")}
+    policy = {"name": "budget", "every": 2, "step_bytes": 1, **ladders}
+    block = SETTINGS["language"]["group4/4-hadamard"]
+    monkeypatch.setitem(SETTINGS["language"], "group4/4-hadamard", {**block, "policy": policy})
+    grid(data, tmp_path, "--only", "language/group4/4-hadamard", "--seed", "0")
+    [row] = read_rows(tmp_path / "smoke.jsonl")
+    assert row["steps"] == 8 and row["perplexity_on"] != row["perplexity_off"]
+    assert 2.5 < row["bits_forward"] < 3.2 and 2.5 < row["bits_backward"] < 3.2

@@ -1,0 +1,163 @@
+"""Fine-tuning a Transformers model with LoRA over a slow link between two hosts, with DeepSpeed alone and
+with recipes. Needs root.
+
+    python launch/bench/net_finetune.py [--rates 100 1000] [--recipes balanced safe auto] [--steps 24]
+                                        [--out FOLDER]
+
+Two hosts are two network namespaces (two_hosts.sh) with one core and one stage each, `deepspeed --module
+ds_compress.hf.finetune` on both. The model is a Llama of random weights with two layers, hidden size 512 and
+little more, in fp32, so that a core computes as many tokens a second as a link of 100 Mbit/s carries
+uncompressed; sequences have 512 tokens, a step has 16 micro-batches of one. OUT/rows.json and a table on
+standard output have, for each link and recipe,
+
+    tokens_per_second    of the fastest step but the first ones: other programs on the machine slow down some
+    median               the same, in the middle of these steps
+    over_stock           tokens_per_second over that of DeepSpeed alone on this link
+    bytes_per_token      both directions of all steps, TCP and IP headers included, and two evaluations of a
+                         sequence; with "auto" also the steps before it has chosen, which are uncompressed
+    loss                 of the last step
+    load                 processes that wanted a core, on average over the last minute of the run
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from launch.bench.net_runs import LAUNCH, STOCK, WARM_UP, Wire, run
+
+LENGTH, MICRO_BATCHES = 512, 16
+WORDS = 1000
+MOST_STEPS = 25  # of which every one has a line in the log
+SPEED = re.compile(r"training: (\d+)/\d+ steps,[^\n]*? tokens/s=(\d+)")
+
+
+def model(folder: Path) -> None:
+    """A checkpoint and its tokenizer, which knows the words of `text`."""
+    known = Tokenizer(models.WordLevel({f"w{number}": number for number in range(WORDS)}, unk_token="w0"))
+    known.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=known, unk_token="w0").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        vocab_size=1024,
+        max_position_embeddings=LENGTH,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+def text(words: int) -> str:
+    """In which each word is followed by one of four."""
+    draw = random.Random(0)
+    follows = [[draw.randrange(WORDS) for _ in range(4)] for _ in range(WORDS)]
+    found = [0]
+    while len(found) < words:
+        found.append(draw.choice(follows[found[-1]]))
+    return " ".join(f"w{number}" for number in found)
+
+
+def settings(out: Path, folder: Path, recipe: str, steps: int) -> dict[str, Any]:
+    """train.json of a run in `folder`."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 1000000,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    }
+    if recipe != STOCK:
+        config["ds_compress"] = {"recipe": recipe}
+    return {
+        "model": str(out / "model"),
+        "out": str(folder / "run"),
+        "data": {"train": str(out / "text.txt"), "documents": "file", "packing": "joined"},
+        "lora": {"r": 8, "target_modules": ["q_proj", "v_proj"]},
+        "sequence_length": LENGTH,
+        "steps": steps,
+        "eval_sequences": 1,
+        "ds_config": config,
+    }
+
+
+def train(out: Path, recipe: str, mbit: float, steps: int) -> dict[str, Any]:
+    """A row, of one run; its log stays in `out`."""
+    folder = out / f"{recipe}-{mbit:g}mbit"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    file = folder / "train.json"
+    file.write_text(json.dumps(settings(out, folder, recipe, steps)))
+    words = [str(LAUNCH / "two_hosts.sh"), "--module", "ds_compress.hf.finetune", str(file)]
+    log, succeeded = run(words, folder, Wire(mbit), 1)
+    speeds = {int(step): int(speed) for step, speed in SPEED.findall("\n".join(log))}
+    if not succeeded or sorted(speeds) != list(range(1, steps + 1)):
+        sys.exit("\n".join([*log[-20:], f"net_finetune: {words[0]} failed; all output: {folder / 'log'}"]))
+    sent = sum(int(line) for line in (folder / "counters").read_text().split())
+    last = json.loads((folder / "run" / "losses.jsonl").read_text().splitlines()[-1])
+    steady = [speeds[step] for step in speeds if step > WARM_UP]
+    return {
+        "mbit": mbit,
+        "recipe": recipe,
+        "tokens_per_second": max(steady),
+        "median": statistics.median(steady),
+        "bytes_per_token": sent / (steps * MICRO_BATCHES * LENGTH),
+        "loss": last["loss"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rates", nargs="+", type=float, default=[100, 1000], help="of the link, Mbit/s (default: 100 1000)"
+    )
+    parser.add_argument(
+        "--recipes", nargs="+", default=["balanced", "safe", "auto"], help="default: balanced safe auto"
+    )
+    parser.add_argument("--steps", type=int, default=24, help="of each run, 6 to 25 (default: 24)")
+    parser.add_argument(
+        "--out", type=Path, default=LAUNCH.parent / "runs" / "bench-finetune", help="default: %(default)s"
+    )
+    args = parser.parse_args()
+    if not 6 <= args.steps <= MOST_STEPS:
+        parser.error(f"--steps: {args.steps} is not allowed: should be 6 to {MOST_STEPS}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that run() can clean up
+    out = args.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    model(out / "model")
+    (out / "text.txt").write_text(text(100_000))
+    rows: list[dict[str, Any]] = []
+    print("| Mbit/s | recipe | tokens/s | median | / DeepSpeed alone | bytes a token | last loss | load |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    for mbit in args.rates:
+        stock = 0.0
+        for recipe in (STOCK, *args.recipes):
+            row = train(out, recipe, mbit, args.steps)
+            stock = stock or row["tokens_per_second"]
+            row["over_stock"] = row["tokens_per_second"] / stock
+            row["load"] = os.getloadavg()[0]
+            rows.append(row)
+            cells = f"{mbit:g} | {recipe} | {row['tokens_per_second']} | {row['median']:.0f} | "
+            cells += f"{row['over_stock']:.2f} | {row['bytes_per_token']:.0f} | {row['loss']:.3f} | "
+            print(f"| {cells}{row['load']:.1f} |", flush=True)
+            (out / "rows.json").write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
