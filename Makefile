@@ -8,6 +8,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PEERS := .venv-peers
+# Tests at a time: ranks of a test wait for each other for a good part of it
+WORKERS := $(shell $(PYTHON) -c "import os; print(min(4, (3 * os.cpu_count() + 1) // 2))")
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow lint bench bench-floors bench-peers bench-gpu bench-net reproduce pipelines faults matrix docs clean
@@ -26,7 +28,7 @@ demo: $(INSTALLED) ## train a 2-stage pipeline, uncompressed and compressed; wri
 	$(BIN)/python launch/demo.py
 
 test: $(INSTALLED) ## the whole CPU test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test-slow: $(INSTALLED) ## the tests that take minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
