@@ -18,18 +18,22 @@ import math
 import os
 import shlex
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from ds_compress.monitor.progress import Progress
+from launch.ports import reserved_port
 
 ROOT = Path(__file__).resolve().parent.parent
 WINDOW = 5  # steps
@@ -48,16 +52,18 @@ def derive_config(recipe: dict, steps: int, folder: Path) -> dict:
     }
 
 
-def deepspeed_launcher(ranks: int) -> tuple[list[str], dict[str, str]]:
-    """What comes before a script and its arguments to run it on so many ranks here; its environment."""
+@contextmanager
+def deepspeed_launcher(ranks: int) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """What comes before a script and its arguments to run it on so many ranks here; its environment.
+
+    The port they meet on is theirs until the end of the context.
+    """
     env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     if torch.cuda.device_count() < ranks:
         env.setdefault("DS_ACCELERATOR", "cpu")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     program = str(Path(sys.executable).with_name("deepspeed"))
-    return [program, "--num_gpus", str(ranks), "--master_port", str(port)], env
+    with reserved_port() as port:
+        yield [program, "--num_gpus", str(ranks), "--master_port", str(port)], env
 
 
 def launch(config: Path, steps: int, folder: Path) -> None:
@@ -67,26 +73,23 @@ def launch(config: Path, steps: int, folder: Path) -> None:
     Raises:
         SystemExit: the launcher failed.
     """
-    launcher, env = deepspeed_launcher(STAGES)
     log = folder / "train.log"
-    command = [
-        *launcher,
-        str(ROOT / "launch" / "train_lm.py"),
-        "--stages",
-        str(STAGES),
-        "--steps",
-        str(steps),
-        "--deepspeed_config",
-        str(config),
-    ]
-    env["TQDM_DISABLE"] = "1"  # what is shown here says more
-    with (
-        open(log, "w") as output,
-        subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT) as process,
-    ):
-        progress = Progress(folder.name, steps)
-        follow(process, log, folder / "csv", progress)
-        progress.close()
+    with open(log, "w") as output, deepspeed_launcher(STAGES) as (launcher, env):
+        command = [
+            *launcher,
+            str(ROOT / "launch" / "train_lm.py"),
+            "--stages",
+            str(STAGES),
+            "--steps",
+            str(steps),
+            "--deepspeed_config",
+            str(config),
+        ]
+        env["TQDM_DISABLE"] = "1"  # what is shown here says more
+        with subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT) as process:
+            progress = Progress(folder.name, steps)
+            follow(process, log, folder / "csv", progress)
+            progress.close()
     if process.returncode:
         tail = "\n".join(log.read_text().splitlines()[-40:])
         sys.exit(f"{tail}\ndemo: {shlex.join(command)} exited with {process.returncode}; all output: {log}")

@@ -71,25 +71,25 @@ def pipeline(run: Run, data: Path, results: Path, steps: int) -> Piped:
     folder.mkdir(parents=True, exist_ok=True)
     for old in (*folder.glob("csv/*"), *folder.glob("*.json"), *folder.glob("*.pt")):
         old.unlink()  # DeepSpeed's monitor appends
-    launcher, env = deepspeed_launcher(STAGES)
-    env["DS_ACCELERATOR"] = "cpu"  # where arithmetic is the same to the last bit
     script = Path(__file__).with_name("rank.py")
     run_of = [run.preset, run.task, run.setting, str(run.seed)]
-    command = [*launcher, str(script), "--run", *run_of, "--block", json.dumps(run.block)]
-    command += [
-        "--steps",
-        str(steps),
-        "--data",
-        str(data.resolve()),
-        "--results",
-        str(results.resolve()),
-        "--out",
-        str(folder.resolve()),
-    ]
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    (folder / "train.log").write_text(done.stdout)
+    places = {"--data": data.resolve(), "--results": results.resolve(), "--out": folder.resolve()}
+    arguments = ["--run", *run_of, "--block", json.dumps(run.block), "--steps", str(steps)]
+    arguments += [str(part) for place in places.items() for part in place]
+    with deepspeed_launcher(STAGES) as (launcher, env):
+        env["DS_ACCELERATOR"] = "cpu"  # where arithmetic is the same to the last bit
+        done = subprocess.run(
+            [*launcher, str(script), *arguments],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    log = folder / "train.log"
+    log.write_text(done.stdout)
     if done.returncode:
-        raise RuntimeError(f"the launcher exited with {done.returncode}; all output: {folder}/train.log")
+        tail = "\n".join(done.stdout.splitlines()[-40:])
+        raise RuntimeError(f"{tail}\nthe launcher exited with {done.returncode}; all output: {log}")
     found = json.loads((folder / "losses.json").read_text())
     raw, wire = (total_bytes(folder / "csv", kind, found["samples"]) for kind in ("raw", "wire"))
     return Piped(found["losses"], (raw, wire), folder)

@@ -14,7 +14,7 @@ from ds_compress.cli import main
 from ds_compress.cli.doctor import machine
 from ds_compress.cli.doctor.findings import findings
 from ds_compress.version import __version__
-from tests.support.ports import reserved_port
+from launch.ports import reserved_port
 
 VERSIONS = {"python": "3.11.7", "ds_compress": "1", "torch": "2", "deepspeed": "0.19.8", "transformers": "5"}
 LO = {"name": "lo", "addresses": ["127.0.0.1"], "mbit": 0, "mtu": 65536}

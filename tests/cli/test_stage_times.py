@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from launch.ports import reserved_port
 from tests.support.pipeline import MICRO_BATCHES, ds_config
-from tests.support.ports import reserved_port
 from tests.support.scripts import ROOT
 
 ENDS = f"""

@@ -12,9 +12,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from ds_compress.cli import main
+from launch.ports import reserved_port
 from tests.support import finetuning
 from tests.support.finetuning import copy_of, finetune, losses, perplexities, perplexity, prepare
-from tests.support.ports import reserved_port
 
 
 @pytest.fixture(scope="module")

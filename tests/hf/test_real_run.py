@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
+from launch.ports import reserved_port
 from tests.support.finetuning import (
     command,
     copy_of,
@@ -24,7 +25,6 @@ from tests.support.finetuning import (
     perplexity,
 )
 from tests.support.material import material
-from tests.support.ports import reserved_port
 
 pytestmark = pytest.mark.slow
 

@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import socket
 
 import pytest
 import torch
@@ -43,6 +44,14 @@ def run_folder(tmp_path):
             label = f"Train/Compression/boundary_{boundary}/{direction}/{kind}_bytes"
             write_csv(tmp_path, label, [(s * SAMPLES, s * size) for s in (4, 8, 12)])
     return tmp_path
+
+
+def test_the_port_of_a_launch_stays_its_own(demo):
+    """The launcher takes seconds to come to rank 0, and once another process had the port by then."""
+    with demo.deepspeed_launcher(2) as (launcher, _), socket.socket() as other:
+        port = int(launcher[launcher.index("--master_port") + 1])
+        with pytest.raises(OSError):
+            other.bind(("127.0.0.1", port))
 
 
 def test_summary_row(demo, run_folder):

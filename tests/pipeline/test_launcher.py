@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from launch.ports import reserved_port
 from tests.support.pipeline import ds_config
-from tests.support.ports import reserved_port
 from tests.support.scripts import ROOT
 
 SCRIPT = ROOT / "tests" / "support" / "launched.py"

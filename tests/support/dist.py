@@ -11,7 +11,7 @@ from typing import Any
 import deepspeed
 import torch
 
-from tests.support.ports import reserved_port
+from launch.ports import reserved_port
 
 # Point-to-point messages do not use it, and building it needs a C++ compiler
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -15,8 +15,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.ports import reserved_port
 from tests.support.hosts import ADDRESSES, WIRE, Hosts, reason_for_none, two_hosts
-from tests.support.ports import reserved_port
 
 TIMEOUT = 3.0  # seconds, "link": {"timeout_s": ...} of the faulty runs
 LATE = 10.0  # seconds over the time-out after which the table says that a rank was late

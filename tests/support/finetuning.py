@@ -15,7 +15,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from tests.support.ports import reserved_port
+from launch.ports import reserved_port
 
 WORDS = ["the", "a", "cat", "dog", "bird", "sees", "hears", "likes", "old", "young", "red", "green", "house"]
 WORDS += ["tree", "river", "and", "or", "not"]

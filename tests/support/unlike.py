@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.ports import reserved_port
+from launch.ports import reserved_port
 
 OLDER = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}
 """What makes torch and MKL compute as on a processor without vector instructions."""

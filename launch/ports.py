@@ -1,4 +1,4 @@
-"""A port on which the ranks of a test meet."""
+"""A port on which ranks started here meet."""
 
 import socket
 from collections.abc import Iterator
