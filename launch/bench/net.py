@@ -3,12 +3,13 @@
 Needs root.
 
     python launch/bench/net.py [--recipes none quantize4 ...] [--slowdowns 2.5 5] [--depths 1 2 3 auto]
-                               [--latencies 0 20 80] [--stages 2 | 4] [--steps 8] [--out FOLDER]
+                               [--latencies 0 20 80] [--stages 2 | 4] [--steps 8] [--rounds 1] [--out FOLDER]
 
 Two stages, one core each, in two network namespaces (two_hosts.sh), or four, two of them on each host: then
 their passes are spent asleep for the most part (asleep.py), as there are not cores enough. The links are the
 machine's own and those on which DeepSpeed alone takes so many times its step on the machine's own.
-OUT/rows.json holds one row per link, recipe and depth, plot.png the same as bars:
+On each link every setting trains once in each of the rounds, in turn; OUT/rows.json holds one row per link,
+recipe and depth, the round with the median step, plot.png the same as bars:
 
     latency_ms                  of the link, there and back; 0: whatever the machine has
     depth                       link.depth; depth_ran: the same, or what "auto" has chosen
@@ -70,8 +71,9 @@ BUSY = 0.5  # load average above which the numbers mean little
 class Bench:
     """A row for each of the runs, and what `ds-compress advise` says to it."""
 
-    def __init__(self, runs: Runs):
+    def __init__(self, runs: Runs, rounds: int):
         self.runs = runs
+        self.rounds = rounds
         self.spec = TensorSpec((runs.micro_batch, SEQ, HIDDEN), torch.float32)
         self.rows: list[dict[str, Any]] = []
         self.losses: list[float] = []
@@ -135,18 +137,19 @@ class Bench:
             flush=True,
         )
 
-    def recipes(
+    def link(
         self, wire: Wire, recipes: Sequence[str], depths: Sequence[int | str], workload: Workload
     ) -> None:
-        """Rows of all recipes on a link, which are written at once."""
-        for recipe in recipes:
-            for depth in of_depths(recipe, depths):
-                self.add(recipe, wire, self.runs.train(recipe, wire, depth), workload, depth)
+        """Rows of DeepSpeed alone and all recipes on a link, which are written at once."""
+        settings = [(STOCK, 1), *((recipe, at) for recipe in recipes for at in of_depths(recipe, depths))]
+        rounds = [[self.runs.train(recipe, wire, at) for recipe, at in settings] for _ in range(self.rounds)]
+        for (recipe, at), runs in zip(settings, zip(*rounds, strict=True), strict=True):
+            in_order = sorted(runs, key=lambda run: run["step_s"])
+            self.add(recipe, wire, in_order[len(runs) // 2], workload, at)
         (self.runs.out / "rows.json").write_text(json.dumps(self.rows, indent=2) + "\n")
 
-    def slow_link(self, slowdown: float, workload: Workload) -> tuple[float, dict[str, Any]]:
-        """Mbit/s of the link on which DeepSpeed alone takes `slowdown` times its unshaped step, and that
-        run."""
+    def slow_link(self, slowdown: float, workload: Workload) -> float:
+        """Mbit/s of the link on which DeepSpeed alone takes `slowdown` times its unshaped step."""
         target = slowdown * self.rows[0]["step_s"]
         plan = self.plan(STOCK)
         low, high = 0.1, 1e6
@@ -159,14 +162,11 @@ class Bench:
             mbit = float(f"{mbit:.3g}")
             run = self.runs.train(STOCK, Wire(mbit))
             if abs(run["step_s"] / target - 1) < 0.03:
-                break
+                return mbit
             # What the link adds to a step is proportional to the time of a bit
             added = run["step_s"] - self.rows[0]["step_s"]
             mbit *= max(added, 0.01 * target) / (target - self.rows[0]["step_s"])
-        else:
-            mbit = float(f"{mbit:.3g}")
-            run = self.runs.train(STOCK, Wire(mbit))
-        return mbit, run
+        return float(f"{mbit:.3g}")
 
     def networks(self, wire: Wire) -> tuple[Network, ...]:
         """Of all boundaries: the one in the middle is between the hosts."""
@@ -235,6 +235,7 @@ def main() -> None:
         metavar="MS",
         help="there and back, each with each slow link (default: 0, none added)",
     )
+    parser.add_argument("--rounds", type=int, default=1, help="of each link (default: 1)")
     parser.add_argument("--stages", type=int, choices=(HOSTS, 2 * HOSTS), default=HOSTS)
     parser.add_argument(
         "--micro-batch",
@@ -257,16 +258,13 @@ def main() -> None:
     out = args.out.resolve()
     micro_batch = args.micro_batch or (24 if args.stages == HOSTS else 4)
     runs = Runs(out, args.steps, micro_batch, args.stages)
-    bench = Bench(runs)
+    bench = Bench(runs, args.rounds)
     workload = bench.profile()
-    bench.add(STOCK, Wire(), runs.train(STOCK, Wire()), workload)
-    bench.recipes(Wire(), args.recipes, [1], workload)
+    bench.link(Wire(), args.recipes, [1], workload)
     for slowdown in args.slowdowns:
-        mbit, stock = bench.slow_link(slowdown, workload)
+        mbit = bench.slow_link(slowdown, workload)
         for latency in args.latencies:
-            wire = Wire(mbit, latency)
-            bench.add(STOCK, wire, runs.train(STOCK, wire) if latency else stock, workload)
-            bench.recipes(wire, args.recipes, args.depths, workload)
+            bench.link(Wire(mbit, latency), args.recipes, args.depths, workload)
     show(bench.rows)
     plot(bench.rows, out / "plot.png")
     print(f"wrote {out / 'rows.json'} and plot.png")
