@@ -96,7 +96,8 @@ BEYOND: dict[str, Block] = {
     **{f"entropy{f:g}/{b:g}": block(entropy(f), entropy(b))
        for f, b in ((2.5, 2.5), (2, 2), (2, 3), (3, 3), (3, 1), (2.5, 1.5), (1.5, 2.5), (1, 3), (3, 4),
                     (4, 3))},
-    **{f"entropy{bits:g}/{bits:g}-loco": block(entropy(bits), None, "none", "loco") for bits in (2, 2.5)},
+    **{f"entropy{f:g}/{b:g}-loco": block(entropy(f), entropy(b), "none", "loco")
+       for f, b in ((2, 2), (2.5, 2.5), (3, 2), (2.5, 1.5), (3, 1))},
     "group2/2-hadamard-loco": block(group(2, hadamard=True), None, "none", "loco"),
     "entropy1.5/2-aqsgd": aqsgd(entropy(1.5), entropy(2)),
     "group2/2-hadamard": block(group(2, hadamard=True)),
