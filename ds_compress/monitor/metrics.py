@@ -39,6 +39,8 @@ PIPELINE = {
 }
 LOSS_COST = "loss_cost"
 """Label of the loss of one micro-batch with compression minus that without, every `guard.every` steps."""
+EVAL_LOSS = {way: f"eval_loss_{way}" for way in ("compressed", "uncompressed")}
+"""Labels of the losses of one state evaluated both ways."""
 
 DASHBOARD = {
     "Bytes": ("wire_bytes", "raw_bytes", "ratio", "link_busy", "hit_rate", "buffer_bytes"),
