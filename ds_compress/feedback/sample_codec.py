@@ -83,8 +83,8 @@ class SampleCodec(FeedbackCodec, Remembers, Observes, Offloads, SecondPacket):
         if unseen and self.first.all_at_once(spec, self._rows_spec(spec), len(unseen)):
             payload, new = self.first.encode(by_sample, ctx)
             self._begin(new, keys, ctx)
-            parts, rest = self.first.share_out(payload, spec)
-            return (*parts, x.new_zeros(len(keys), dtype=torch.uint8), *rest)
+            held, left = self.first.share_out(payload, spec)
+            return (*held, x.new_zeros(len(keys), dtype=torch.uint8), *left)
         rest: tuple[Tensor, ...] = ()
         start = None
         if unseen and not self.first.are_changes:

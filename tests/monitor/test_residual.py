@@ -30,7 +30,7 @@ def test_residuals_of_two_micro_batches_and_two_tensors():
     found = residual_values(channel("backward", memory), 2.0)
     assert found["residual_norm"] == 13
     assert found["residual_share"] == pytest.approx(13 / math.sqrt(2) / 2)
-    assert found["buffer_bytes"] == 4 * (2 + 2 + 2 + 1 + 1), "what both sides hold is kept too"
+    assert found["buffer_bytes"] == 4 * (2 + 2 + 1 + 1 + 1), "what both sides hold is kept too"
 
 
 def test_a_loss_scale_makes_no_share_smaller():
