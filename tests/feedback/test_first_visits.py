@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_compress.cli.check import message_sizes
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
@@ -126,6 +127,17 @@ def test_six_epochs_at_two_bits_take_no_more_than_two_and_a_half():
     assert channel.sent.latest.describe(channel.codec) == f"at most {sizes[0]:,} bytes"
     dense = {"forward": {"codec": TWO, "feedback": {"name": "aqsgd", "first": "none"}}}
     assert 8 * sum(wire_bytes(dense, epochs)[0]) / len(sizes) / (8 * 64 * 128) > 7
+
+
+def test_check_tells_the_largest_message_too():
+    """It said 2 bits, and 34 crossed."""
+    spec = TensorSpec((8, 64, 128), torch.float32)
+    for first, bits in (({}, 4.27), ({"first": "none"}, 34.14)):
+        forward = {"codec": TWO, "feedback": {"name": "aqsgd", **first}}
+        aqsgd, plain = message_sizes(Config({"forward": forward, "backward": {"codec": "bf16"}}), 2, spec)
+        assert round(aqsgd["bits_per_value"], 2) == 2.14
+        assert round(8 * aqsgd["wire_bytes_at_most"] / spec.numel, 2) == bits
+        assert plain["wire_bytes_at_most"] == plain["wire_bytes"]
 
 
 @pytest.mark.parametrize("codec", ["none", "bf16", FOUR, {**TWO, "bits": 8}, {"name": "entropy", "bits": 6}])
