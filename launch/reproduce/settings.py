@@ -39,11 +39,12 @@ def topk(percent: float, **options: Any) -> Block:
     return {"name": "topk", "density": percent / 100, **options}
 
 
-def aqsgd(forward: Any, backward: Any, **others: Any) -> Block:
-    """Gradients go without feedback, as in the paper on AQ-SGD."""
-    return block(forward, backward, {"name": "aqsgd", "ids": IDS}, "none", **others)
+def aqsgd(forward: Any, backward: Any, first: Any = "none", back: Any = "none") -> Block:
+    """First visits dense and gradients without feedback, as in the paper on AQ-SGD, where nothing is said."""
+    return block(forward, backward, {"name": "aqsgd", "ids": IDS, "first": first}, back)
 
 
+FIRST = group(4, hadamard=True)
 REUSE = {"name": "topk", "indices": "reuse"}
 SMALL = {"values": {"name": "quantize", "bits": 4, "group_size": 128}, "indices": "rice"}
 TAH = {
@@ -107,6 +108,11 @@ BEYOND: dict[str, Block] = {
     "group2/4-aqsgd": aqsgd(group(2), group(4)),
     "group2/4-hadamard-aqsgd": aqsgd(group(2, hadamard=True), group(4, hadamard=True)),
     "group4/4-aqsgd": aqsgd(group(4), group(4)),
+    # first visits at 4 bits, which is the default
+    "group2/2-hadamard-aqsgd4": aqsgd(group(2, hadamard=True), group(2, hadamard=True), FIRST),
+    "group2/4-hadamard-aqsgd4": aqsgd(group(2, hadamard=True), group(4, hadamard=True), FIRST),
+    "group2/2-hadamard-aqsgd4-loco": aqsgd(group(2, hadamard=True), group(2, hadamard=True), FIRST, "loco"),
+    "topk10-aqsgd4": aqsgd(topk(10), topk(10), FIRST),
     "group4/4-loco": block(group(4), group(4), "none", "loco"),
     "group4/2-loco": block(group(4), group(2), "none", "loco"),
     "group4/4-stochastic": block(group(4, rounding="stochastic")),
