@@ -19,6 +19,9 @@ from ds_compress.kernels.dispatch import kernels
 from ds_compress.kernels.entropy import LARGEST_NUMEL, Frame, frame_of
 from ds_compress.registry.options import Steps
 
+LEAST = 2**12
+"""Values of a message that is worth several tables."""
+
 WIDEST = 2**14
 """Values of a row that a basis is fitted to: its second moment takes 2 GiB then."""
 
@@ -30,7 +33,11 @@ class Entropy(Codec):
     The size is constant, the error is what varies. `ds_compress.kernels.entropy` draws the packet.
     """
 
-    examples = ({"bits": 4}, {"bits": 3.3}, {"bits": 2.5}, {"bits": 1}, {"bits": 2, "rotate": "learned"})
+    examples = (
+        *({"bits": bits} for bits in (4, 3.3, 2.5, 1)),
+        {"bits": 2, "rotate": "learned"},
+        {"bits": 2, "contexts": "rows"},
+    )
 
     class Options(CodecOptions):
         bits: float = Field(2.5, ge=0.1, le=6)
@@ -46,8 +53,18 @@ class Entropy(Codec):
         """With "rotate": every so many steps turn the basis to the eigenvectors of what arrived in them, of
         16 messages. 0: it stays that of the warm-up."""
 
+        contexts: Literal["none", "rows", "columns"] = "none"
+        """Four tables, by the largest magnitude of each run of 64 values (rows: for gradients), or of each
+        column, which is what the last dimension counts or, of maps, all but the first (columns: for
+        activations). Which has which is sent along, in the same packet. Tensors of few values have one."""
+
         @model_validator(mode="after")
         def _refreshes_a_basis(self) -> "Entropy.Options":
+            if self.contexts != "none" and self.rotate != "none":
+                raise CompressionError(
+                    f"contexts: {self.contexts!r} is not allowed where a basis gives them; allowed: 'none', "
+                    'or "rotate": "none"'
+                )
             if self.refresh_steps and self.rotate == "none":
                 raise CompressionError(
                     f"refresh_steps: {self.refresh_steps} is not allowed without a basis; allowed: 0, or "
@@ -57,7 +74,8 @@ class Entropy(Codec):
 
     @classmethod
     def of(cls, options: Any) -> "Entropy":
-        return (Rotated if options.rotate == "learned" else cls)(options)
+        kind = Sorted if options.contexts != "none" else Rotated if options.rotate != "none" else cls
+        return kind(options)
 
     def layout(self, spec: TensorSpec) -> Layout:
         words = frame_of(spec.numel, self.options.bits).words if spec.numel else 0
@@ -95,6 +113,92 @@ class Entropy(Codec):
         if spec.numel > LARGEST_NUMEL:
             return f"it has {spec.numel:,} values, allowed: {LARGEST_NUMEL:,}"
         return ""
+
+
+RUN = 64
+CLASSES, CLASS_BITS = 4, 2
+_PER_WORD = 16 // CLASS_BITS
+
+
+class Sorted(Entropy):
+    """With `"contexts"`: units of values, runs or columns, by falling magnitude in four contexts of as many.
+
+    Behind the code are the classes of the units, 8 to a word. Values behind the last whole run are in the
+    last context.
+    """
+
+    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+        spec = TensorSpec.of(x)
+        units, size = self._units(spec)
+        if not units:
+            return super().encode(x, ctx)
+        x = x.detach()
+        values, rest = self._matrix(x, spec), x.reshape(-1)[units * size :]
+        low, high = torch.aminmax(values, dim=1)  # exact, in whatever order they are compared
+        rank = torch.maximum(high, -low).argsort(descending=True, stable=True)
+        number = torch.arange(units, dtype=torch.int64, device=x.device)
+        classes = torch.empty_like(rank).scatter_(0, rank, number * CLASSES // units)
+        values = values.index_select(0, classes.argsort(stable=True)).view(-1)
+        values = torch.cat([values, rest]) if rest.numel() else values
+        return (torch.cat([kernels(x.device).encode_entropy(values, self._frame(spec)), _packed(classes)]),)
+
+    def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
+        units, size = self._units(spec)
+        if not units:
+            return super().decode(parts, spec, ctx)
+        frame = self._frame(spec)
+        values = self._decoded(parts[0][: frame.words], frame, spec.dtype)
+        # whatever classes came: an order of the units
+        order = _unpacked(parts[0][frame.words :], units).argsort(stable=True)
+        out = torch.empty_like(values)
+        out[units * size :] = values[units * size :]
+        found = (
+            out[: units * size]
+            .view(units, size)
+            .index_copy_(0, order, values[: units * size].view(units, size))
+        )
+        if self.options.contexts == "columns":
+            out = found.T.contiguous()
+        return out.view(spec.shape)
+
+    def _units(self, spec: TensorSpec) -> tuple[int, int]:
+        """How many there are and values of each; none where the classes would take a share of the words."""
+        if self.options.contexts == "rows":
+            units, size = spec.numel // RUN, RUN
+        else:
+            shape = (
+                spec.shape if len(spec.shape) < 4 else (spec.shape[0], spec.numel // max(1, spec.shape[0]))
+            )
+            size, units = matrix_shape(shape)
+        few = spec.numel < LEAST or size < RUN // 2 or units < CLASSES
+        return (0, 0) if few else (units, size)
+
+    def _matrix(self, x: Tensor, spec: TensorSpec) -> Tensor:
+        """[units, size]."""
+        units, size = self._units(spec)
+        if self.options.contexts == "rows":
+            return x.reshape(-1)[: units * size].view(units, size)
+        return x.reshape(size, units).T
+
+    def _frame(self, spec: TensorSpec) -> Frame:
+        units, size = self._units(spec)
+        cuts = tuple(-(-units * number // CLASSES) * size for number in range(1, CLASSES))
+        return frame_of(spec.numel, self.options.bits, cuts, taken=-(-units // _PER_WORD))
+
+
+def _packed(classes: Tensor) -> Tensor:
+    """int16, `_PER_WORD` of `classes` each."""
+    filled = torch.nn.functional.pad(classes, (0, -len(classes) % _PER_WORD)).view(-1, _PER_WORD)
+    return (filled << _shifts(classes.device)).sum(1).to(torch.int16)
+
+
+def _unpacked(words: Tensor, units: int) -> Tensor:
+    """int32 [units]."""
+    return (words.int().unsqueeze(1) >> _shifts(words.device) & CLASSES - 1).view(-1)[:units]
+
+
+def _shifts(device: torch.device) -> Tensor:
+    return torch.arange(0, 16, CLASS_BITS, dtype=torch.int32, device=device)
 
 
 class Rotated(Entropy, Remembers, Observes, DecodesByProduct):

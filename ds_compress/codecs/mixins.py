@@ -1,7 +1,7 @@
 """What few codecs need beyond `layout`, `encode` and `decode`: base classes to add beside `Codec`.
 
     Remembers             leaves entries in the memory (codecs/memory.py)               lowrank, feedbacks
-    Observes              looks at the messages of the warm-up                          pca, entropy that rotates
+    Observes              looks at the messages of the warm-up                          pca, entropy
     Learns                trains weights of its own, once per step                      autoencoder
     Offloads              keeps entries of the memory elsewhere than on the device      feedback aqsgd
     Selects               keeps some entries, which the gradient can follow             topk, randomk, column
@@ -9,7 +9,7 @@
     SecondPacket          has a payload whose size follows from the data                lossless
     BothDirections        must be the codec of both directions                          pca, autoencoder
     OnlyReceiverDecodes   decodes by state that the sender does not have                autoencoder
-    DecodesByProduct      decodes to other last bits on other processors                lowrank, pca, ...
+    DecodesByProduct      decodes to other last bits on other processors                lowrank, pca
     EncodesWithError      encodes and tells what is lost in one pass over the memory    quantize
 
 Whoever needs one of them asks with `isinstance`, or with `layers` where a feedback may be wrapped round the

@@ -139,10 +139,10 @@ class Frame:
 
 
 @lru_cache(maxsize=1024)
-def frame_of(numel: int, bits: float, cuts: tuple[int, ...] = ()) -> Frame:
+def frame_of(numel: int, bits: float, cuts: tuple[int, ...] = (), taken: int = 0) -> Frame:
     """The frame of `numel` values, more than 0, of `bits` bits each, at least 0.1; a few have 2 bytes each
-    and 32 for all. `cuts`: see `Frame`; each is less than `numel`."""
-    return Frame(numel, max(min(numel, _TINY) + 16, int(numel * bits / 16)), cuts)
+    and 32 for all. `cuts`: see `Frame`; each is less than `numel`. `taken`: so many words less."""
+    return Frame(numel, max(min(numel, _TINY) + 16, int(numel * bits / 16)) - taken, cuts)
 
 
 @dataclass(frozen=True)
