@@ -132,13 +132,19 @@ class Sorted(Entropy):
         units, size = self._units(spec)
         if not units:
             return super().encode(x, ctx)
-        x = x.detach()
-        values, rest = self._matrix(x, spec), x.reshape(-1)[units * size :]
-        low, high = torch.aminmax(values, dim=1)  # exact, in whatever order they are compared
-        rank = torch.maximum(high, -low).argsort(descending=True, stable=True)
+        flat = x.detach().reshape(-1)
+        values, rest = flat[: units * size], flat[units * size :]
+        if self.options.contexts == "rows":
+            values = values.view(units, size)
+            largest = values.abs().amax(1)  # exact, in whatever order they are compared
+        else:
+            largest = values.view(size, units).abs().amax(0)
+            values = values.view(size, units).T.contiguous()
+        # sign, exponent and 7 digits are enough to rank them by
+        rank = (largest.float().view(torch.int32) >> 16).short().argsort(descending=True, stable=True)
         number = torch.arange(units, dtype=torch.int64, device=x.device)
         classes = torch.empty_like(rank).scatter_(0, rank, number * CLASSES // units)
-        values = values.index_select(0, classes.argsort(stable=True)).view(-1)
+        values = values.index_select(0, _order(classes)).view(-1)
         values = torch.cat([values, rest]) if rest.numel() else values
         return (torch.cat([kernels(x.device).encode_entropy(values, self._frame(spec)), _packed(classes)]),)
 
@@ -149,17 +155,13 @@ class Sorted(Entropy):
         frame = self._frame(spec)
         values = self._decoded(parts[0][: frame.words], frame, spec.dtype)
         # whatever classes came: an order of the units
-        order = _unpacked(parts[0][frame.words :], units).argsort(stable=True)
-        out = torch.empty_like(values)
-        out[units * size :] = values[units * size :]
-        found = (
-            out[: units * size]
-            .view(units, size)
-            .index_copy_(0, order, values[: units * size].view(units, size))
-        )
+        order = _order(_unpacked(parts[0][frame.words :], units))
+        number = torch.arange(units, dtype=torch.int64, device=order.device)
+        places = torch.empty_like(order).scatter_(0, order, number)
+        whole, rest = values[: units * size].view(units, size).index_select(0, places), values[units * size :]
         if self.options.contexts == "columns":
-            out = found.T.contiguous()
-        return out.view(spec.shape)
+            whole = whole.T.contiguous()
+        return (torch.cat([whole.view(-1), rest]) if rest.numel() else whole).view(spec.shape)
 
     def _units(self, spec: TensorSpec) -> tuple[int, int]:
         """How many there are and values of each; none where the classes would take a share of the words."""
@@ -173,17 +175,15 @@ class Sorted(Entropy):
         few = spec.numel < LEAST or size < RUN // 2 or units < CLASSES
         return (0, 0) if few else (units, size)
 
-    def _matrix(self, x: Tensor, spec: TensorSpec) -> Tensor:
-        """[units, size]."""
-        units, size = self._units(spec)
-        if self.options.contexts == "rows":
-            return x.reshape(-1)[: units * size].view(units, size)
-        return x.reshape(size, units).T
-
     def _frame(self, spec: TensorSpec) -> Frame:
         units, size = self._units(spec)
         cuts = tuple(-(-units * number // CLASSES) * size for number in range(1, CLASSES))
         return frame_of(spec.numel, self.options.bits, cuts, taken=-(-units // _PER_WORD))
+
+
+def _order(classes: Tensor) -> Tensor:
+    """int64 [units]: those of class 0 first, and so on."""
+    return classes.to(torch.uint8).argsort(stable=True)
 
 
 def _packed(classes: Tensor) -> Tensor:
