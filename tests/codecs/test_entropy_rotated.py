@@ -11,6 +11,7 @@ from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from tests.support import captured
+from tests.support.feedback import Pair
 from tests.support.matrices import any_shape, relative_error, send, with_spectrum
 from tests.support.measure import relative_error as error_of
 
@@ -170,7 +171,8 @@ def test_the_basis_follows_messages_that_drift():
         sender, receiver = observed(codec, drifting(0))
         found[refresh] = []
         for step in range(1, 60):
-            sender.step = receiver.step = step
+            for side in (sender, receiver):
+                side.step, side.stash = step, {}
             x = drifting(step)
             found[refresh].append(relative_error(send(codec, x, sender, receiver), x))
             assert sender.memory.keys() == receiver.memory.keys()
@@ -185,10 +187,11 @@ def test_evaluation_turns_nothing():
     codec = build({"name": "entropy", "rotate": "learned", "refresh_steps": 2})
     sender, receiver = observed(codec, drifting(0))
     for step in (1, 2):
-        sender.step = receiver.step = step
+        for side in (sender, receiver):
+            side.step, side.stash = step, {}
         send(codec, drifting(step), sender, receiver)
     for side in (sender, receiver):
-        side.training, side.step = False, 9
+        side.training, side.step, side.stash = False, 9, {}
     before = dict(sender.memory)
     send(codec, drifting(9), sender, receiver)
     assert before.keys() == sender.memory.keys()
@@ -199,10 +202,23 @@ def test_a_message_of_nan_turns_nothing():
     codec = build({"name": "entropy", "rotate": "learned", "refresh_steps": 1})
     sender, receiver = observed(codec, drifting(0))
     for step, value in ((1, torch.nan), (2, 1.0)):
-        sender.step = receiver.step = step
+        for side in (sender, receiver):
+            side.step, side.stash = step, {}
         arrived = send(codec, drifting(step) * value, sender, receiver)
         assert bool(arrived.isfinite().all()) == (value == 1)
     assert sender.memory["entropy.0.forward.32.basis"].isfinite().all()
+
+
+def test_a_feedback_that_decodes_what_it_sent_gathers_it_once():
+    """Error feedback asks its codec on both sides: the sender had every message twice, and another basis in
+    the last bits."""
+    pair = Pair({"name": "entropy", "rotate": "learned", "refresh_steps": 2}, {"name": "ef"})
+    pair.observe(drifting(0))
+    for step in range(1, 6):
+        pair(drifting(step), step=step)
+    keys = {f"entropy.0.forward.{name}" for name in ("32.basis", "since_4.32.moment")}
+    assert keys == {*pair.receiver} and keys < {*pair.sender}
+    assert all(torch.equal(pair.sender[key], pair.receiver[key]) for key in keys)
 
 
 def test_refresh_needs_a_basis():
