@@ -264,20 +264,12 @@ class Rotated(Entropy, Remembers, Observes, DecodesByProduct):
         return basis.basis(key, h, h, ctx)
 
     def _gathers(self, ctx: Context) -> bool:
-        """Whether the basis will be turned by this message too; once, also where a feedback decodes what it
-        has encoded."""
+        """Whether the basis will be turned by this message too."""
         steps = self.options.refresh_steps
-        if not steps or not ctx.training or ctx.micro_batch or self._mark(ctx) in ctx.stash:
-            return False
-        return ctx.step % max(1, steps // 16) == 0
-
-    def _mark(self, ctx: Context) -> str:
-        """In the stash: this message has been gathered."""
-        return f"{self.name}.{ctx.direction}.gathered"
+        return steps > 0 and ctx.training and ctx.micro_batch == 0 and ctx.step % max(1, steps // 16) == 0
 
     def _gather(self, coefficients: Tensor, ctx: Context) -> None:
         """`coefficients`: [h, n], as they arrive."""
-        ctx.stash[self._mark(ctx)] = True
         basis.gather(coefficients.T, self._key(len(coefficients), ctx, self._period(ctx)), ctx)
 
     def error_bound(self, spec: TensorSpec) -> float:

@@ -171,8 +171,7 @@ def test_the_basis_follows_messages_that_drift():
         sender, receiver = observed(codec, drifting(0))
         found[refresh] = []
         for step in range(1, 60):
-            for side in (sender, receiver):
-                side.step, side.stash = step, {}
+            sender.step = receiver.step = step
             x = drifting(step)
             found[refresh].append(relative_error(send(codec, x, sender, receiver), x))
             assert sender.memory.keys() == receiver.memory.keys()
@@ -187,11 +186,10 @@ def test_evaluation_turns_nothing():
     codec = build({"name": "entropy", "rotate": "learned", "refresh_steps": 2})
     sender, receiver = observed(codec, drifting(0))
     for step in (1, 2):
-        for side in (sender, receiver):
-            side.step, side.stash = step, {}
+        sender.step = receiver.step = step
         send(codec, drifting(step), sender, receiver)
     for side in (sender, receiver):
-        side.training, side.step, side.stash = False, 9, {}
+        side.training, side.step = False, 9
     before = dict(sender.memory)
     send(codec, drifting(9), sender, receiver)
     assert before.keys() == sender.memory.keys()
@@ -202,16 +200,14 @@ def test_a_message_of_nan_turns_nothing():
     codec = build({"name": "entropy", "rotate": "learned", "refresh_steps": 1})
     sender, receiver = observed(codec, drifting(0))
     for step, value in ((1, torch.nan), (2, 1.0)):
-        for side in (sender, receiver):
-            side.step, side.stash = step, {}
+        sender.step = receiver.step = step
         arrived = send(codec, drifting(step) * value, sender, receiver)
         assert bool(arrived.isfinite().all()) == (value == 1)
     assert sender.memory["entropy.0.forward.32.basis"].isfinite().all()
 
 
 def test_a_feedback_that_decodes_what_it_sent_gathers_it_once():
-    """Error feedback asks its codec on both sides: the sender had every message twice, and another basis in
-    the last bits."""
+    """The sender would have every message twice, and another basis than the receiver in the last bits."""
     pair = Pair({"name": "entropy", "rotate": "learned", "refresh_steps": 2}, {"name": "ef"})
     pair.observe(drifting(0))
     for step in range(1, 6):
