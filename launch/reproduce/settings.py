@@ -31,8 +31,13 @@ def group(bits: int, **options: Any) -> Block:
     return {"name": "quantize", "bits": bits, "group_size": 128, **options}
 
 
-def entropy(bits: float) -> Block:
-    return {"name": "entropy", "bits": bits}
+def entropy(bits: float, **options: Any) -> Block:
+    return {"name": "entropy", "bits": bits, **options}
+
+
+def contexts(forward: float, backward: float, **others: Any) -> Block:
+    """Entropy coding with tables for columns forward and for rows back."""
+    return block(entropy(forward, contexts="columns"), entropy(backward, contexts="rows"), **others)
 
 
 def topk(percent: float, **options: Any) -> Block:
@@ -99,6 +104,13 @@ BEYOND: dict[str, Block] = {
                     (4, 3))},
     **{f"entropy{f:g}/{b:g}-loco": block(entropy(f), entropy(b), "none", "loco")
        for f, b in ((2, 2), (2.5, 2.5), (3, 2), (2.5, 1.5), (3, 1))},
+    **{f"entropy{f:g}/{b:g}-contexts": contexts(f, b)
+       for f, b in ((2, 2), (2.5, 1.5), (2.5, 2.5), (1.5, 1.5), (2, 3), (3, 2))},
+    **{f"entropy{f:g}/{b:g}-contexts-loco": contexts(f, b, back="loco") for f, b in ((2, 2), (2.5, 1.5))},
+    **{f"entropy{f:g}/{b:g}-learned": block(entropy(f, rotate="learned", refresh_steps=100),
+                                            entropy(b, contexts="rows"), "none", "loco", warmup_steps=10)
+       for f, b in ((2, 2), (2.5, 1.5))},
+    "entropy1.5/2-aqsgd4-loco": aqsgd(entropy(1.5), entropy(2, contexts="rows"), FIRST, "loco"),
     "group2/2-hadamard-loco": block(group(2, hadamard=True), None, "none", "loco"),
     "entropy1.5/2-aqsgd": aqsgd(entropy(1.5), entropy(2)),
     "group2/2-hadamard": block(group(2, hadamard=True)),
