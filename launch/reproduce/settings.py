@@ -31,8 +31,8 @@ def group(bits: int, **options: Any) -> Block:
     return {"name": "quantize", "bits": bits, "group_size": 128, **options}
 
 
-def entropy(bits: float) -> Block:
-    return {"name": "entropy", "bits": bits}
+def entropy(bits: float, **options: Any) -> Block:
+    return {"name": "entropy", "bits": bits, **options}
 
 
 def topk(percent: float, **options: Any) -> Block:
@@ -97,6 +97,8 @@ BEYOND: dict[str, Block] = {
        for f, b in ((2.5, 2.5), (2, 2), (2, 3), (3, 3), (3, 1), (2.5, 1.5), (1.5, 2.5), (1, 3), (3, 4),
                     (4, 3))},
     **{f"entropy{bits:g}/{bits:g}-loco": block(entropy(bits), None, "none", "loco") for bits in (2, 2.5)},
+    **{f"entropy{bits:g}/{bits:g}-contexts":
+       block(entropy(bits, contexts="columns"), entropy(bits, contexts="rows")) for bits in (2, 2.5)},
     "group2/2-hadamard-loco": block(group(2, hadamard=True), None, "none", "loco"),
     "entropy1.5/2-aqsgd": aqsgd(entropy(1.5), entropy(2)),
     "group2/2-hadamard": block(group(2, hadamard=True)),
@@ -147,6 +149,12 @@ ROWS_OF_CHANNELS: dict[str, Block] = {
     "column10": block({"name": "column", "density": 0.1}),
     "pca32": block({"name": "pca", "rank": 32}, warmup_epochs=1),
     "pca16": block({"name": "pca", "rank": 16}, warmup_epochs=1),
+    **{
+        f"entropy{bits:g}/{bits:g}-learned": block(
+            entropy(bits, rotate="learned"), entropy(bits, contexts="rows"), warmup_steps=10
+        )
+        for bits in (2, 2.5)
+    },
     "autoencoder32": block({"name": "autoencoder", "width": 32}),
     "autoencoder16": block({"name": "autoencoder", "width": 16}),
 }
