@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, Stability, TensorSpec, build, register
 from ds_compress.codecs import bounds, select
-from ds_compress.codecs.mixins import BothDirections, SecondPacket, Selects
+from ds_compress.codecs.mixins import BothDirections, Observes, SecondPacket, Selects
 from ds_compress.codecs.reshape import as_message
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import indices as coding
@@ -38,7 +38,7 @@ class SparseOptions(CodecOptions):
     @classmethod
     def _values_are_a_plain_codec(cls, choice: object) -> object:
         inner = _values_codec(choice)
-        if isinstance(inner, (Selects, BothDirections, SecondPacket)):
+        if isinstance(inner, (Selects, BothDirections, SecondPacket, Observes)):
             raise CompressionError(f"values: {inner.name!r} cannot carry the kept values; use e.g. 'bf16'")
         return choice
 

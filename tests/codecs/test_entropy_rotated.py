@@ -12,7 +12,7 @@ from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from tests.support import captured
 from tests.support.feedback import Pair
-from tests.support.matrices import any_shape, relative_error, send, with_spectrum
+from tests.support.matrices import any_shape, observed, relative_error, send, with_spectrum
 from tests.support.measure import relative_error as error_of
 
 FOUR_BITS = {"name": "quantize", "bits": 4, "hadamard": True}
@@ -20,14 +20,6 @@ FOUR_BITS = {"name": "quantize", "bits": 4, "hadamard": True}
 
 def rotated(bits):
     return build({"name": "entropy", "bits": bits, "rotate": "learned"})
-
-
-def observed(codec, *tensors, **context):
-    sides = Context(**context), Context(**context)
-    for x in tensors:
-        for side in sides:
-            codec.observe(x, side)
-    return sides
 
 
 def errors(bits):

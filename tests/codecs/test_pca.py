@@ -8,21 +8,22 @@ from hypothesis import strategies as st
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.codecs.basis import principal_subspace
 from ds_compress.errors import CompressionError
-from tests.support.matrices import DTYPES, TOLERANCE, any_shape, of_rank, relative_error, send, with_spectrum
+from tests.support.matrices import (
+    DTYPES,
+    TOLERANCE,
+    any_shape,
+    observed,
+    of_rank,
+    relative_error,
+    send,
+    with_spectrum,
+)
 
 
 def offset(rank, n, h, seed=0):
     """Rows in a subspace of `rank` dimensions, one of them their mean."""
     generator = torch.Generator().manual_seed(100 + seed)
     return of_rank(rank - 1, n, h, seed) + 3 * torch.randn(h, generator=generator)
-
-
-def observed(codec, *tensors, **context):
-    sides = Context(**context), Context(**context)
-    for x in tensors:
-        for side in sides:
-            codec.observe(x, side)
-    return sides
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp32"])

@@ -270,6 +270,7 @@ def test_reuse_with_nothing_to_reuse_sends_indices_and_says_so():
         ({"density": 1.5}, "codec.density: 1.5 is not allowed"),
         ({"values": "bf61"}, "did you mean 'bf16'"),
         ({"values": "topk"}, "'topk' cannot carry the kept values"),
+        ({"values": {"name": "entropy", "rotate": "learned"}}, "'entropy' cannot carry the kept values"),
         ({"indices": "int23"}, "did you mean 'int32'"),
         ({"block_size": 64}, "64 goes with select 'block', not with 'exact'"),
     ],

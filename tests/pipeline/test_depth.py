@@ -45,6 +45,7 @@ WITH_STATE = at_depths(
         "aqsgd": {"forward": {"codec": "quantize", "feedback": {"name": "aqsgd", "ids": "hash"}}},
         "lowrank": alike({"name": "lowrank", "rank": 4}),
         "pca": alike({"name": "pca", "rank": 8}, warmup_steps=1),
+        "entropy": alike({"name": "entropy", "rotate": "learned", "refresh_steps": 1}, warmup_steps=1),
         "autoencoder": alike({"name": "autoencoder", "width": 16}),
         "lossless": alike("lossless"),
     },

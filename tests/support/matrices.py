@@ -3,7 +3,7 @@
 import torch
 from hypothesis import strategies as st
 
-from ds_compress.codec import TensorSpec
+from ds_compress.codec import Context, TensorSpec
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 TOLERANCE = {"bf16": 2e-2, "fp32": 1e-5}
@@ -16,6 +16,15 @@ def any_shape(draw, longest=9):
     dtype = draw(st.sampled_from(DTYPES))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     return torch.randn([*shape, 2], generator=generator).to(dtype)[..., 0]
+
+
+def observed(codec, *tensors, **context):
+    """Contexts of both sides after a warm-up of `tensors`."""
+    sides = Context(**context), Context(**context)
+    for x in tensors:
+        for side in sides:
+            codec.observe(x, side)
+    return sides
 
 
 def send(codec, x, sender, receiver):

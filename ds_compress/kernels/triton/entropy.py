@@ -54,7 +54,7 @@ def rans_decode(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.rans.rans_decode`."""
     symbol_of, size_of, offset_of = slots(frequencies)
-    symbols = torch.empty(frame.numel, dtype=torch.int16, device=words.device)
+    symbols = torch.zeros(frame.numel, dtype=torch.int16, device=words.device)
     ends, left = torch.empty_like(states), torch.empty_like(places)
     with torch.cuda.device_of(words):
         _decode[(frame.blocks,)](
