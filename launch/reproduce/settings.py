@@ -40,6 +40,13 @@ def contexts(forward: float, backward: float, **others: Any) -> Block:
     return block(entropy(forward, contexts="columns"), entropy(backward, contexts="rows"), **others)
 
 
+def learned(forward: float, backward: float, **others: Any) -> Block:
+    """Entropy coding in an eigenbasis forward, and with tables for rows back. The rows of a step are many
+    times as many as a basis has directions, so the warm-up is short."""
+    basis = entropy(forward, rotate="learned", refresh_steps=50)
+    return block(basis, entropy(backward, contexts="rows"), warmup_steps=1, **others)
+
+
 def topk(percent: float, **options: Any) -> Block:
     return {"name": "topk", "density": percent / 100, **options}
 
@@ -107,9 +114,8 @@ BEYOND: dict[str, Block] = {
     **{f"entropy{f:g}/{b:g}-contexts": contexts(f, b)
        for f, b in ((2, 2), (2.5, 1.5), (2.5, 2.5), (1.5, 1.5), (2, 3), (3, 2))},
     **{f"entropy{f:g}/{b:g}-contexts-loco": contexts(f, b, back="loco") for f, b in ((2, 2), (2.5, 1.5))},
-    **{f"entropy{f:g}/{b:g}-learned": block(entropy(f, rotate="learned", refresh_steps=100),
-                                            entropy(b, contexts="rows"), "none", "loco", warmup_steps=10)
-       for f, b in ((2, 2), (2.5, 1.5))},
+    **{f"entropy{f:g}/{b:g}-learned": learned(f, b) for f, b in ((2, 2), (1.75, 1.75), (1.5, 2), (2.5, 2.5))},
+    "entropy1.75/1.75-learned-loco": learned(1.75, 1.75, back="loco"),
     "entropy1.5/2-aqsgd4-loco": aqsgd(entropy(1.5), entropy(2, contexts="rows"), FIRST, "loco"),
     "group2/2-hadamard-loco": block(group(2, hadamard=True), None, "none", "loco"),
     "entropy1.5/2-aqsgd": aqsgd(entropy(1.5), entropy(2)),
