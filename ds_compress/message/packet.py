@@ -144,10 +144,7 @@ class PacketLayout:
         Raises:
             CompressionError: a part has another shape or dtype than its layout promised.
         """
-        views = self.views(packet)
-        if len(parts) != len(views):
-            raise CompressionError(f"packet: {len(parts)} payload tensors came, the layout has {len(views)}")
-        fill(views, parts)
+        fill(self.views(packet), parts)
         seal(packet, header)
 
 
@@ -155,9 +152,12 @@ def fill(views: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
     """Copy payload tensors to their places, one for each of `views`.
 
     Raises:
-        CompressionError: a part has another shape or dtype than its layout promised.
+        CompressionError: parts are missing or too many, or one has another shape or dtype than its layout
+            promised.
     """
-    for view, part in zip(views, parts, strict=True):
+    if len(parts) != len(views):
+        raise CompressionError(f"packet: {len(parts)} payload tensors came, the layout has {len(views)}")
+    for view, part in zip(views, parts):
         if part.shape != view.shape or part.dtype != view.dtype:
             raise CompressionError(
                 f"packet: payload of {tuple(part.shape)} {part.dtype} came, "
