@@ -25,7 +25,7 @@ import functools
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -89,6 +89,10 @@ class Context(MessageId):
 
     sample_ids: Tensor | None = None
     """int64, on the CPU: which samples a forward training message holds, where a feedback asks for it."""
+
+    known: Sequence[bool] = ()
+    """Set at the sender by a feedback that tells samples apart: which samples of the message that it just
+    encoded it still has from an earlier one."""
 
     stash: MutableMapping[str, Any] = field(default_factory=dict)
     """What the forward message of a micro-batch leaves, on both sides, for the backward message of the same

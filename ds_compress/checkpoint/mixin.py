@@ -58,7 +58,7 @@ def state_of(sides: Iterable[Side]) -> dict[str, Tensor]:
     return {
         f"{side.key}/{position}/{name}": value
         for side in sides
-        for position, memory in side.boundary.memory.items()
+        for position, memory in side.boundary.saved().items()
         for name, value in memory.items()
     }
 

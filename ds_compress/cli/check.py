@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(rows, indent=2))
         return 0
     state = "" if config.block.enabled else ' ("enabled": false, compression is off)'
+    varies = any(row["wire_bytes_at_most"] > row["wire_bytes"] for row in rows)
     title = f"{args.ds_config}: {args.stages} stages, message {list(args.shape)} {args.dtype}{state}"
     table = [
         {
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
             "codec": row["codec"],
             "raw bytes": f"{row['raw_bytes']:,}",
             "wire bytes": f"{row['wire_bytes']:,}",
+            **({"at most": f"{row['wire_bytes_at_most']:,}"} if varies else {}),
             "ratio": f"{row['ratio']:.2f}",
             "bits/value": f"{row['bits_per_value']:.3f}",
         }
@@ -80,7 +82,8 @@ def read_block(path: Path) -> object:
 def message_sizes(config: Config, stages: int, spec: TensorSpec) -> list[dict[str, Any]]:
     """One row per boundary and direction for messages of one tensor of `spec`, after the warm-up.
 
-    Where the size follows from the data (lossless), wire_bytes is what a message takes at most.
+    Where the size follows from the data (lossless), wire_bytes is what a message takes at most; with aqsgd,
+    what one takes whose samples have all come before, and wire_bytes_at_most what one of first visits does.
 
     Raises:
         CompressionError: settings for a boundary that does not exist.
@@ -100,6 +103,7 @@ def message_sizes(config: Config, stages: int, spec: TensorSpec) -> list[dict[st
                     "codec": str(channel.codec if message.codecs[0] else UNCOMPRESSED[1]),
                     "raw_bytes": message.raw_bytes,
                     "wire_bytes": wire_bytes,
+                    "wire_bytes_at_most": message.most_bytes(channel.codec),
                     "ratio": message.raw_bytes / wire_bytes,
                     "bits_per_value": 8 * wire_bytes / spec.numel,
                 }

@@ -61,6 +61,9 @@ def text(found: dict[str, Entries], width: int) -> Iterator[str]:
                 yield from _wrapped(f"{entry['name']}: {entry['summary']}", width, "  ", "    ")
             for name, option in options.items():
                 yield from _option_text(name, option, width, "    ")
+            for setting in entry.get("stability", ()):
+                of = " ".join(filter(None, ["stability", _words(setting["options"])]))
+                yield from _wrapped(f"{of}: {setting['says']}", width, "    ", "        ")
 
 
 def _option_text(name: str, option: dict[str, Any], width: int, indent: str) -> Iterator[str]:
@@ -71,6 +74,11 @@ def _option_text(name: str, option: dict[str, Any], width: int, indent: str) -> 
 
 def _default(option: dict[str, Any]) -> str:
     return json.dumps(option["default"]) if "default" in option else "(must be given)"
+
+
+def _words(options: dict[str, Any]) -> str:
+    """Options as they stand between the braces of JSON."""
+    return json.dumps(options)[1:-1]
 
 
 def _wrapped(line: str, width: int, first: str, others: str) -> list[str]:
@@ -92,6 +100,10 @@ def markdown(found: dict[str, Entries]) -> Iterator[str]:
     yield "A codec, feedback or policy is its name, or an object with its name and options:"
     yield '`"codec": {"name": "quantize", "bits": 4}`. An option with a dot is inside an object:'
     yield '`"link": {"mode": "eager"}`.'
+    yield ""
+    yield "Stability of a codec is what a feedback can count on: the root of the largest share of a message's"
+    yield "energy that is lost, or the largest error over the largest magnitude. Below 1, a contraction, what"
+    yield "error feedback keeps stays bounded; pairs for which it could grow for ever are refused."
     for kind, entries in found.items():
         yield from ("", f"## {TITLES[kind]}")
         if kind == "block":
@@ -103,6 +115,11 @@ def markdown(found: dict[str, Entries]) -> Iterator[str]:
             if entry["options"]:
                 yield ""
                 yield from _table(entry["options"])
+            if "stability" in entry:
+                yield from ("", "Stability:", "")
+            for setting in entry.get("stability", ()):
+                of = f"`{_words(setting['options'])}`" if setting["options"] else "defaults"
+                yield f"- {of}: {setting['says']}"
 
 
 def _table(options: dict[str, dict[str, Any]]) -> Iterator[str]:

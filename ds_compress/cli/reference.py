@@ -8,7 +8,8 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ds_compress.codec import CODECS
+from ds_compress.codec import CODECS, TYPICAL
+from ds_compress.codecs.contract import settings_of
 from ds_compress.config import KEY, Block
 from ds_compress.config.policies import POLICIES
 from ds_compress.feedback import FEEDBACKS
@@ -25,10 +26,23 @@ _LIMITS = {
 
 def reference() -> dict[str, list[dict[str, Any]]]:
     """Codecs, feedbacks and policies with their options by name, and the block's keys, each with "name",
-    "default", "allowed" and "description"."""
+    "default", "allowed" and "description"; codecs with their `stability` too."""
     block = [{"name": name, **option} for name, option in options(Block).items()]
     named: dict[str, Registry[Any]] = {"codecs": CODECS, "feedbacks": FEEDBACKS, "policies": POLICIES}
-    return {**{kind: describe(registry) for kind, registry in named.items()}, "block": block}
+    found = {kind: describe(registry) for kind, registry in named.items()}
+    codecs = [{**entry, "stability": stability(entry["name"])} for entry in found["codecs"]]
+    return {**found, "codecs": codecs, "block": block}
+
+
+def stability(codec: str) -> list[dict[str, Any]]:
+    """What a feedback can count on, once for each promise, with the options of `codec` that make it:
+    "options", "kind", "says"."""
+    found: dict[str, dict[str, Any]] = {}
+    for setting in settings_of(codec):
+        own = CODECS.build(setting, codec).stability(TYPICAL)
+        options = {key: value for key, value in setting.items() if key != "name"}
+        found.setdefault(str(own), {"options": options, "kind": own.kind, "says": str(own)})
+    return list(found.values())
 
 
 def describe(registry: Registry[Any]) -> list[dict[str, Any]]:

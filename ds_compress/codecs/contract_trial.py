@@ -70,13 +70,14 @@ class Run:
     def exchange(self, activation: Tensor, gradient: Tensor, **place: Any) -> tuple[Tensor, Tensor]:
         """Send `activation` forward and `gradient` of the same micro-batch back; what arrives.
 
-        A warm-up message of the same shape has crossed before.
+        Warm-up messages of the same shapes have crossed before.
         """
         forward, backward = self._trial.codecs
-        warmup = normal(TensorSpec.of(activation), seed=5)
         for memory in self._memories:
-            if isinstance(forward, Observes):
-                forward.observe(warmup, Context(**place, memory=memory))
+            for codec, x, direction in ((forward, activation, "forward"), (backward, gradient, "backward")):
+                if isinstance(codec, Observes):
+                    warmup = normal(TensorSpec.of(x), seed=5)
+                    codec.observe(warmup, Context(**{**place, "direction": direction}, memory=memory))
         stashes: tuple[dict[str, Any], dict[str, Any]] = {}, {}
         left, right = zip(stashes, self._memories)
         return (

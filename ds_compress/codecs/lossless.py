@@ -36,8 +36,8 @@ class Lossless(Codec, SecondPacket):
             )
         return (((length,), torch.uint8),)
 
-    def rest_bytes(self, spec: TensorSpec) -> int:
-        return spec.nbytes
+    def planned_rest(self, spec: TensorSpec) -> Layout:
+        return (((spec.nbytes,), torch.uint8),)
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         places = x.detach().cpu().contiguous().view(-1, 1).view(torch.uint8)

@@ -11,16 +11,12 @@ import torch
 from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, Stability, TensorSpec, register
-from ds_compress.codecs import bounds
+from ds_compress.codecs import basis, bounds
 from ds_compress.codecs.memory import Remembers, expect, number
 from ds_compress.codecs.mixins import BothDirections, DecodesByProduct, Observes
 from ds_compress.codecs.reshape import WIRE_DTYPES, arithmetic_dtype, as_message, boundary_noise, matrix_shape
-from ds_compress.errors import CompressionError
 from ds_compress.kernels.numerics import is_finite
 from ds_compress.registry import Width
-
-ITERATIONS = 16
-"""Of C V -> V; in flat spectra, the slowest, the error is then within 0.1 % of the smallest possible."""
 
 
 @register("lowrank")
@@ -121,16 +117,11 @@ class PCA(Codec, Remembers, Observes, BothDirections, DecodesByProduct):
     """The coefficients of each row in a basis fitted to the activations of the warm-up steps, the same
     backward.
 
-    The feature-space low-rank map of arXiv 2405.18146 at a stage boundary: both sides accumulate the second
-    moment of the rows that cross uncompressed, and derive the basis B (h x r) from it when the first
-    compressed message comes. Projecting the gradient is the derivative of projecting the activation. The mean
-    is not taken out, so the map is linear and has no part that a smaller input would not shrink; it costs
-    about one of the r directions. An activation far from those of the warm-up loses what lies outside the
-    basis.
-
-    The basis is the result of subspace iteration from a start both sides know, a smooth function of the
-    moments: where two kinds of processor sum in another order, the bases differ by rounding and no sign or
-    order can flip.
+    The feature-space low-rank map of arXiv 2405.18146 at a stage boundary: both sides derive the basis B
+    (h x r) from the rows that cross uncompressed, see codecs/basis.py. Projecting the gradient is the
+    derivative of projecting the activation. The mean is not taken out, so the map is linear and has no part
+    that a smaller input would not shrink; it costs about one of the r directions. An activation far from
+    those of the warm-up loses what lies outside the basis.
     """
 
     needs_warmup = True
@@ -147,14 +138,8 @@ class PCA(Codec, Remembers, Observes, BothDirections, DecodesByProduct):
         return (((n, min(self.options.rank, h)), WIRE_DTYPES[self.options.dtype]),)
 
     def observe(self, x: Tensor, ctx: Context) -> None:
-        n, h = matrix_shape(x.shape)
-        key = self._key(h, ctx)
-        if ctx.direction != "forward" or not x.numel() or f"{key}.basis" in ctx.memory:
-            return
-        m = x.detach().reshape(n, h).double()
-        new = m.T @ m
-        old = ctx.memory.get(f"{key}.moment", torch.zeros_like(new))
-        ctx.memory[f"{key}.moment"] = old + torch.where(is_finite(new), new, 0.0)
+        if ctx.direction == "forward":
+            basis.observe(x, self._key(matrix_shape(x.shape)[1], ctx), ctx)
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         n, h = matrix_shape(x.shape)
@@ -184,49 +169,12 @@ class PCA(Codec, Remembers, Observes, BothDirections, DecodesByProduct):
         return bounds.random_part(min(self.options.rank, h) / max(h, 1), rounding)
 
     def check_memory(self, memory: Mapping[str, Tensor]) -> None:
-        for key, value in memory.items():
-            if key.startswith("pca."):
-                h = number(key.split(".")[-2])
-                if key.endswith(".moment"):
-                    expect(key, value, torch.float64, shape=(h, h))
-                else:
-                    expect(key, value, torch.float32, shape=(h, min(self.options.rank, h)))
+        basis.check(memory, "pca", self.options.rank)
 
     @staticmethod
     def _key(h: int, ctx: Context) -> str:
         return f"pca.{ctx.position}.{h}"
 
     def _basis(self, h: int, ctx: Context) -> Tensor:
-        """Basis of the rows observed: h x r, orthonormal columns, fp32."""
-        key = self._key(h, ctx)
-        if f"{key}.basis" not in ctx.memory:
-            if f"{key}.moment" not in ctx.memory:
-                raise CompressionError(
-                    f"codec 'pca' at boundary {ctx.boundary}: no forward message of {h} columns was "
-                    "observed before the first compressed one; it needs warmup_steps >= 1"
-                )
-            moment = ctx.memory.pop(f"{key}.moment")
-            start = boundary_noise((h, min(self.options.rank, h)), ctx).to(moment)
-            ctx.memory[f"{key}.basis"] = principal_subspace(moment, start).float().contiguous()
-        return ctx.memory[f"{key}.basis"]
-
-
-def principal_subspace(moment: Tensor, start: Tensor) -> Tensor:
-    """Orthonormal basis (h x r) of the r leading eigenvectors of `moment`, by subspace iteration.
-
-    Args:
-        moment: h x h float64, sum over the rows x of x^T x.
-        start: h x r float64.
-    """
-    # The moment has rounding noise of 1e-16 of its size where it should have zeros. The ridge lifts all
-    # eigenvalues above it and changes no eigenvector, so that a basis wider than the data is decided by
-    # `start`, not by noise.
-    size = moment.diagonal().sum()
-    moment = torch.where(size > 0, moment / size, 0.0)
-    ridge = torch.full_like(size, 1e-10, dtype=torch.float32)
-    moment.diagonal().add_(torch.where(size > 0, ridge, 1.0))
-    v = start
-    for _ in range(ITERATIONS):
-        v, r = torch.linalg.qr(moment @ v)
-        v = v * torch.where(r.diagonal() < 0, -1.0, 1.0)  # Gram-Schmidt's sign: libraries choose freely
-    return v
+        """Of the rows observed: h x r, orthonormal columns, fp32."""
+        return basis.basis(self._key(h, ctx), h, min(self.options.rank, h), ctx)

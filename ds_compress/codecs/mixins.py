@@ -1,7 +1,7 @@
 """What few codecs need beyond `layout`, `encode` and `decode`: base classes to add beside `Codec`.
 
     Remembers             leaves entries in the memory (codecs/memory.py)               lowrank, feedbacks
-    Observes              looks at the messages of the warm-up                          pca
+    Observes              looks at the messages of the warm-up                          pca, entropy
     Learns                trains weights of its own, once per step                      autoencoder
     Offloads              keeps entries of the memory elsewhere than on the device      feedback aqsgd
     Selects               keeps some entries, which the gradient can follow             topk, randomk, column
@@ -18,7 +18,7 @@ codec.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import ClassVar, TypeVar, cast
 
 from torch import Tensor
@@ -63,6 +63,10 @@ class Learns(ABC):
 
 class Offloads(ABC):
     """Keeps entries of the memory where it wants them: in host memory, in files."""
+
+    def saved(self, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What a checkpoint has to hold beside the entries of `memory`; `restored` takes it away again."""
+        return {}
 
     @abstractmethod
     def restored(self, memory: MutableMapping[str, Tensor]) -> None:
@@ -124,10 +128,13 @@ class SecondPacket(ABC):
     def rest(self, parts: tuple[Tensor, ...], spec: TensorSpec) -> Layout:
         """What follows in a second packet, as those `parts` say that `layout` describes; () for nothing."""
 
-    def rest_bytes(self, spec: TensorSpec) -> int:
-        """Size of `rest` to plan with: what a message needs at most, once first visits and the like are
-        over."""
-        return 0
+    def planned_rest(self, spec: TensorSpec) -> Layout:
+        """`rest` to plan with: the largest of a message, once first visits and the like are over."""
+        return ()
+
+    def largest_rest(self, spec: TensorSpec) -> Layout:
+        """The largest `rest` of a message, first visits and the like included."""
+        return self.planned_rest(spec)
 
 
 class BothDirections:

@@ -152,8 +152,11 @@ class Block(Options):
     """The same in passes over the `training_data` given to `deepspeed.initialize`, instead of steps."""
     policy: Any = Field(default="constant", json_schema_extra={"registry": "policy"})
     """Which settings hold at which step: name of a policy, or an object with its name and options."""
-    eval: Literal["compressed", "uncompressed"] = "compressed"
-    """Whether messages of eval_batch are compressed (without feedback); after the warm-up."""
+    eval: Literal["compressed", "uncompressed", "both"] | None = None
+    """Whether messages of eval_batch are compressed (without feedback); after the warm-up. null: where
+    activations have a feedback that sends changes (aqsgd, ef21), which have no meaning without it,
+    uncompressed, else compressed. both: each batch is evaluated in both ways, one line and two values of the
+    monitor say so; eval_batch returns what it does with null."""
     min_numel: int = Field(default=4096, ge=0, le=2**40)
     """Tensors with fewer elements cross as they are."""
     tensors: Any = Field(default="large", json_schema_extra={"anyOf": [{"const": "large"}, _POSITIONS]})

@@ -1,7 +1,7 @@
 """The block as it is meant: the codecs of every boundary, and the checks of options that belong together."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import ds_compress.codecs  # noqa: F401  (registers them)
 from ds_compress.codec import CODECS, Codec
@@ -48,7 +48,6 @@ class Config:
         self.block = validate(Block, with_recipe(block, KEY), KEY)
         check(self.block)
         self.warmup_steps = self.block.warmup_steps
-        self.eval = self.block.eval  # `simulate` and the guard evaluate one state both ways
         self._written = self.block  # before anything was adopted
         self._steps_per_epoch: int | None = None
         self.notes: dict[str, None] = {}  # lines for the user, in order, each once
@@ -57,6 +56,7 @@ class Config:
         for number in self.numbers:
             self.codecs(number)
         self.sample_ids = self._sample_ids()
+        self.eval = self._evaluation()  # `simulate` and the guard evaluate one state both ways
         self.policy = POLICIES.build(self.block.policy, f"{KEY}.policy")
         check_policy(self.policy.name, self.block)
         check_ladders(self)
@@ -251,6 +251,13 @@ class Config:
         plain = self.block.model_dump(mode="json", exclude={"recipe", "forward", "backward", "boundaries"})
         codecs = {number: self.codecs(int(number)).settings for number in self.block.boundaries}
         return {**self.codecs(None).settings, "boundaries": codecs, **plain, "policy": self.policy.settings}
+
+    def _evaluation(self) -> Literal["compressed", "uncompressed"]:
+        """How messages of eval_batch cross, of which the result counts."""
+        if self.block.eval in ("compressed", "uncompressed"):
+            return self.block.eval
+        changes = any(self.codecs(number).feedbacks["forward"].mirrors for number in self.numbers)
+        return "uncompressed" if changes else "compressed"
 
     def _sample_ids(self) -> SampleIds | None:
         """How samples are known to the feedbacks of all boundaries, None where none needs to know."""

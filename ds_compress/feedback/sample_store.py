@@ -4,13 +4,16 @@ import os
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from ds_compress.codecs.memory import expect
+from ds_compress.errors import CompressionError
 
 FILE_BYTES = 1 << 26
 """Of a file, unless a row alone is larger. All of it is reserved, and maps are few: Linux allows 65,530 in a
@@ -24,14 +27,36 @@ class Rows:
 
     Rows are replaced, never written to: whoever holds a copy of the memory keeps what was there. A place in
     the file is used again when the last holder of its row is gone.
+
+    Where they may not take any number of bytes, rows stand in the memory in the order of their last visits,
+    and the first of them go. Messages alone decide that order, so both sides drop the same ones.
     """
 
-    def __init__(self, offload: Literal["none", "cpu", "nvme"], dtype: torch.dtype, folder: str | None):
-        """`offload`: where rows are kept, as in `aqsgd.Offload`; `folder`: of the files of "nvme", None for
-        the system's temporary folder."""
+    BYTES = "forward/mirror/host/aqsgd.bytes"
+    """Entry of the memory, int64 [1]: what all rows take; only where that has a limit."""
+    ORDER = "forward/mirror/host/aqsgd.order"
+    """Entry of checkpoints, whose own order is that of names: int64 [rows], places of the rows in that order,
+    the one visited longest ago first; only where there is a limit."""
+
+    def __init__(
+        self,
+        offload: Literal["none", "cpu", "nvme"],
+        dtype: torch.dtype,
+        folder: str | None,
+        most: int | None = None,
+    ):
+        """
+        Args:
+            offload: where rows are kept, as in `aqsgd.Offload`.
+            folder: of the files of "nvme", None for the system's temporary folder.
+            most: bytes that the rows of a memory may take, None for any number.
+        """
         self.offload = offload
         self.dtype = dtype
         self.folder = folder
+        self.most = most
+        # "host" tells checkpoints not to bring the rows to the device
+        self.prefix = f"forward/mirror/{'device' if offload == 'none' else 'host'}/aqsgd/"
         self._free: dict[int, deque[Tensor]] = {}
         self._reader = ThreadPoolExecutor(1, "ds_compress_rows") if offload == "nvme" else None
 
@@ -49,15 +74,62 @@ class Rows:
         Raises:
             OSError: there is no room for another file; in words for the user.
         """
-        pinned = values.is_cuda
+        pinned, grown = values.is_cuda, 0
         values = values.to(device=None if self.offload == "none" else "cpu", dtype=self.dtype)
         for key, value in dict(zip(keys, values)).items():
+            if self.most is not None and key in memory:
+                grown -= memory.pop(key).nbytes  # what comes new into a dict comes last
             memory[key] = self._new(value, pinned).copy_(value)
+            grown += memory[key].nbytes
+        if self.most is not None:
+            self._drop(memory, grown, self.most)
 
-    def adopt(self, memory: MutableMapping[str, Tensor], keys: Sequence[str]) -> None:
-        """Bring rows that were read from a checkpoint to where rows live."""
+    def keys(self, memory: Mapping[str, Tensor]) -> list[str]:
+        """Of the rows, in the order of `memory`."""
+        return [key for key in memory if key.startswith(self.prefix)]
+
+    def _drop(self, memory: MutableMapping[str, Tensor], grown: int, most: int) -> None:
+        """Forget the rows that were visited longest ago, until all take `most` bytes, now that they take
+        `grown` more."""
+        if self.BYTES in memory:
+            total = int(memory[self.BYTES]) + grown
+        else:
+            total = sum(memory[key].nbytes for key in self.keys(memory))
+        while total > most:
+            total -= memory.pop(next(key for key in memory if key.startswith(self.prefix))).nbytes
+        memory[self.BYTES] = torch.tensor([total], dtype=torch.int64, device="cpu")
+
+    def saved(self, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What a checkpoint holds beside the entries of `memory`."""
+        if self.most is None:
+            return {}
+        keys = self.keys(memory)
+        places = {key: place for place, key in enumerate(sorted(keys))}
+        order = torch.tensor([places[key] for key in keys], dtype=torch.int64, device="cpu")
+        return {self.ORDER: order}
+
+    def adopt(self, memory: MutableMapping[str, Tensor]) -> None:
+        """Bring rows that were read from a checkpoint to where rows live, in their order."""
+        memory.pop(self.BYTES, None)  # counted anew
+        order = memory.pop(self.ORDER, None)
+        keys = self.keys(memory)
+        if order is not None:
+            names = sorted(keys)
+            keys = [names[place] for place in order.tolist()]
         for key in keys:
             self.write(memory, [key], memory[key][None])
+
+    def check(self, memory: Mapping[str, Tensor]) -> None:
+        """Look at rows just read from a checkpoint; see `Remembers.check_memory`."""
+        keys = self.keys(memory)
+        for key in keys:
+            expect(key, memory[key], self.dtype)
+        if self.BYTES in memory:
+            expect(self.BYTES, memory[self.BYTES], torch.int64, shape=(1,))
+        if self.ORDER in memory:
+            expect(self.ORDER, memory[self.ORDER], torch.int64, shape=(len(keys),))
+            if sorted(memory[self.ORDER].tolist()) != list(range(len(keys))):
+                raise CompressionError(f"entry {self.ORDER!r} is no order of {len(keys)} rows")
 
     def prefetch(self, rows: Sequence[Tensor]) -> None:
         """Have the operating system read rows from disk while the stage computes; returns at once."""
@@ -98,6 +170,17 @@ def check(folder: str | None) -> None:
             os.makedirs(folder, exist_ok=True)
     with _reserved(folder, FILE_BYTES):
         pass
+
+
+@contextmanager
+def named(place: str) -> Iterator[None]:
+    """Turn what the store cannot do at `place` into our error."""
+    try:
+        yield
+    except OSError as error:
+        raise CompressionError(
+            f'{place}: {error}; make room there, or name another folder in "offload": {{"nvme_path": ...}}'
+        ) from error
 
 
 @contextmanager

@@ -28,6 +28,8 @@ LATEST = "latest"
 ADAPTER = "adapter"
 """Folder of the adapters, beside the merged weights."""
 FORMAT = {"format": "pt"}
+PART = "part-{}"
+"""File of a shard until all are written."""
 
 
 def merge(run: Path, to: Path) -> None:
@@ -44,16 +46,20 @@ def merge(run: Path, to: Path) -> None:
     lora = settings.lora.config(settings.model) if settings.lora else None
     specs, _ = layer_specs(model, 1, lora, None, False, settings.seed)
     adapters: dict[str, Tensor] = {}
-    places: dict[str, str] = {}
+    shards: list[list[str]] = []  # names of their tensors
     size = 0
-    for number, part in _parts(specs, checkpoint, settings.lora is not None):
+    for part in _parts(specs, checkpoint, settings.lora is not None):
         adapters |= adapter_of(part)
         tensors = plain(part)
-        name = f"model-{number + 1:05}-of-{len(specs):05}.safetensors"
         if tensors:
-            save_file(tensors, to / name, metadata=FORMAT)
-        places |= dict.fromkeys(tensors, name)
+            save_file(tensors, to / PART.format(len(shards)), metadata=FORMAT)
+            shards.append(list(tensors))
         size += sum(tensor.nbytes for tensor in tensors.values())
+    places: dict[str, str] = {}
+    for number, names in enumerate(shards):  # only now is it known how many there are
+        shard = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
+        (to / PART.format(number)).rename(to / shard)
+        places |= dict.fromkeys(names, shard)
     index = {"metadata": {"total_size": size}, "weight_map": places}
     (to / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     for folder in (model, Path(settings.tokenizer or settings.model)):
@@ -77,7 +83,7 @@ def latest(run: Path) -> Path:
         raise CompressionError(f"{run}: no complete checkpoint: {LATEST} is missing") from None
 
 
-def _parts(specs: list[LayerSpec], checkpoint: Path, frozen: bool) -> Iterator[tuple[int, LoadedPart]]:
+def _parts(specs: list[LayerSpec], checkpoint: Path, frozen: bool) -> Iterator[LoadedPart]:
     """Every part as it was trained; the embedding of a tied model comes once, its head then has none."""
     for number, spec in enumerate(specs):
         if isinstance(spec, TiedLayerSpec) and number > 0:
@@ -88,7 +94,7 @@ def _parts(specs: list[LayerSpec], checkpoint: Path, frozen: bool) -> Iterator[t
             raise CompressionError(f"{checkpoint}: layer {number} of the pipeline is missing")
         trained = torch.load(stored[0], map_location="cpu", weights_only=True)
         part.load_state_dict(trained, strict=not frozen)
-        yield number, part
+        yield part
 
 
 def adapter_of(part: LoadedPart) -> dict[str, Tensor]:

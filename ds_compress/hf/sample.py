@@ -21,7 +21,7 @@ def continued(engine: Any, tokenizer: Any, prompt: str, shape: tuple[int, int], 
     """
     ids = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])[: shape[1] // 2] or [0]
     loss_fn: Callable[..., Tensor] = engine.module.loss_fn
-    engine.module.loss_fn = _likeliest
+    engine.module.loss_fn, engine.gives_losses = _likeliest, False
     try:
         for _ in range(min(TOKENS, shape[1] - len(ids))):
             row = torch.tensor(ids + [0] * (shape[1] - len(ids)), dtype=torch.int64, device="cpu").repeat(
@@ -32,7 +32,7 @@ def continued(engine: Any, tokenizer: Any, prompt: str, shape: tuple[int, int], 
             batch = inputs, torch.full((shape[0],), len(ids) - 1, dtype=torch.int64, device="cpu")
             ids.append(int(engine.eval_batch(iter([batch]), num_micro_batches=1)))
     finally:
-        engine.module.loss_fn = loss_fn
+        engine.module.loss_fn, engine.gives_losses = loss_fn, True
     return str(tokenizer.decode(ids))
 
 

@@ -13,13 +13,19 @@ at a time, frequencies that add up to 4096. Values are cut into blocks, and thos
 lanes in turn, one state each; the lanes of a block move in step and share one run of words, so they are a
 vector register on a CPU and a warp on a GPU. Where the decoder ends each lane is at state 2^16.
 
+Contexts. Values that lie one behind the other may be cut into contexts, where it is known beforehand that
+those of one are larger than those of another: each has a table of its own, and all have the same step. They
+begin at multiples of the lanes, so that values coded at once have the same table.
+
 Size. The search takes a step whose code fits, see `reference.rate`; the coarsest makes all values 0 and
 costs nothing, so something always fits and the size is constant. It is one row of 16-bit words:
 
     states    2 words for each lane of each block: where the decoder starts
     sizes     2 words for each block: its words below
-    head      exponent (biased as in a float; 255: not finite, nothing follows), j, below | above << 8, shift
-    table     frequencies of -below .. -1, 1 .. above and "beyond"; 0 has what is missing to 4096
+    head      exponent (biased as in a float; 255: not finite, nothing follows), j
+    reach     of each context: below | above << 8, shift
+    tables    of each context: frequencies of -below .. -1, 1 .. above and "beyond"; 0 has what is missing to
+              4096
     words     block after block, as the decoder reads them
     ...       zeros
     beyond    key | sign << 15 of each value that is, the first one last
@@ -63,11 +69,15 @@ HIGHEST = 255 / 128
 within that of other formats."""
 
 NOT_FINITE = 255
-HEAD = 4
+HEAD, REACHES = 2, 2
+"""Words of the head, and of what each context has behind it."""
+
+MOST_CONTEXTS = 16
 
 _LANES, _LONGEST = 32, 1 << 16
 _SHARE = 128  # words for each lane, of which its state takes two
 _BLOCK = 8192  # words of a block
+_CONTEXT = 256  # words for each context, of which its table takes some
 _TINY = 64
 
 
@@ -77,6 +87,9 @@ class Frame:
 
     numel: int
     words: int
+    cuts: tuple[int, ...] = ()
+    """Values that contexts should begin with, beside the first one: those that matter most come first. Where
+    the words are few, the last ones are left out."""
 
     @cached_property
     def lanes(self) -> int:
@@ -98,22 +111,38 @@ class Frame:
         """Values of a lane."""
         return self.length // self.lanes
 
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Of each context: the value behind its last one; a multiple of `lanes`, but for the last one."""
+        most = min(MOST_CONTEXTS, max(1, self.words // _CONTEXT))
+        begins = {cut // self.lanes * self.lanes for cut in self.cuts[: most - 1]}
+        return (*sorted(begins - {0}), self.numel)
+
+    @property
+    def contexts(self) -> int:
+        return len(self.ends)
+
     @property
     def head(self) -> int:
         """Where the head begins."""
         return 2 * self.blocks * (self.lanes + 1)
 
     @property
+    def tables(self) -> int:
+        """Where the tables begin."""
+        return self.head + HEAD + REACHES * self.contexts
+
+    @property
     def room(self) -> int:
-        """Words behind the head."""
-        return self.words - self.head - HEAD
+        """Words from there on."""
+        return self.words - self.tables
 
 
 @lru_cache(maxsize=1024)
-def frame_of(numel: int, bits: float) -> Frame:
+def frame_of(numel: int, bits: float, cuts: tuple[int, ...] = (), taken: int = 0) -> Frame:
     """The frame of `numel` values, more than 0, of `bits` bits each, at least 0.1; a few have 2 bytes each
-    and 32 for all."""
-    return Frame(numel, max(min(numel, _TINY) + 16, int(numel * bits / 16)))
+    and 32 for all. `cuts`: see `Frame`; each is less than `numel`. `taken`: so many words less."""
+    return Frame(numel, max(min(numel, _TINY) + 16, int(numel * bits / 16)) - taken, cuts)
 
 
 @dataclass(frozen=True)

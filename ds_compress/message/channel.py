@@ -15,9 +15,8 @@ from ds_compress.codec import Codec, MessageId, TensorSpec, check_accepted
 from ds_compress.codecs.memory import Remembers
 from ds_compress.codecs.mixins import EncodesInto, Learns, Observes, Offloads, SecondPacket, layers
 from ds_compress.config import DIRECTIONS, BoundaryCodecs, Config
-from ds_compress.errors import CompressionError, in_one_line
-from ds_compress.kernels.memory import is_out_of_memory
-from ds_compress.message.layout import Counters, Encoded, MessageLayout, why_exempt
+from ds_compress.errors import CompressionError
+from ds_compress.message.layout import Counters, Encoded, MessageLayout, explain, why_exempt
 from ds_compress.message.packet import Header, PacketLayout, fill, seal
 from ds_compress.message.state import BoundaryState
 
@@ -97,7 +96,7 @@ class Channel:
         message = self.message(tensors, message_id)
         layout = message.packet
         packet = memory(layout.nbytes) if memory else layout.allocate(message.device)
-        views, rest = layout.views(packet), list[Tensor]()
+        views, rest, known = layout.views(packet), list[Tensor](), list[bool]()
         with torch.no_grad():
             if not message.compressed and message_id.training:
                 self._observe(tensors, message, message_id)
@@ -113,11 +112,12 @@ class Channel:
                     own, count = codec.encode(tensor, ctx), place.stop - place.start
                     fill(views[place], own[:count])
                     rest += own[count:]
+                known += ctx.known
             if message.ids:
                 fill(views[-1:], (self.boundary.sample_ids[message_id.micro_batch],))
             seal(packet, self._header(layout, message_id))
             encoded = Encoded(packet, self._rest_packet(rest, message_id) if rest else None, message)
-        self.sent.add(encoded)
+        self.sent.add(encoded, known)
         return encoded
 
     def decode(
@@ -156,20 +156,9 @@ class Channel:
                 try:
                     arrived.append(codec.decode(own, spec, self.boundary.context(message_id, position)))
                 except Exception as error:
-                    self._explain(error, codec, message_id)
+                    explain(error, codec, self.place, message_id)
                     raise
         return arrived
-
-    def _explain(self, error: Exception, codec: Codec, message_id: MessageId) -> None:
-        """Raise what says where decoding went wrong: an index beyond the tensor, a broken frame, ...; nothing
-        for errors that say it themselves."""
-        if isinstance(error, CompressionError) or is_out_of_memory(error):
-            return
-        number = f"step {message_id.step}, micro-batch {message_id.micro_batch}"
-        raise CompressionError(
-            f"packet for {self.place}, {number}: {codec} cannot decode it "
-            f'({in_one_line(error)}); was it damaged on its way? "link": {{"checksum": true}} tells'
-        ) from error
 
     def _observe(self, tensors: Sequence[Tensor], message: MessageLayout, message_id: MessageId) -> None:
         """Let a codec that will take over after the warm-up see what crosses uncompressed until then."""
@@ -269,6 +258,15 @@ class Boundary(BoundaryState):
             self.memory[position] = {
                 key: value for key, value in memory.items() if not key.startswith(f"{direction}/mirror/")
             }
+
+    def saved(self) -> dict[int, dict[str, Tensor]]:
+        """What a checkpoint has to hold, by tensor position."""
+        found = {position: dict(memory) for position, memory in self.memory.items()}
+        for memory in found.values():
+            for channel in self.channels:
+                for layer in layers(channel.codec, Offloads):
+                    memory |= layer.saved(memory)
+        return found
 
     def restore(self, memories: dict[int, dict[str, Tensor]], device: torch.device) -> None:
         """Make `memories`, by tensor position, all that is remembered."""

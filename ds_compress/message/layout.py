@@ -1,18 +1,19 @@
 """What a message looks like, known from its tensors' shapes and dtypes alone."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Codec, TensorSpec
+from ds_compress.codec import Codec, Layout, MessageId, TensorSpec
 from ds_compress.codecs.mixins import SecondPacket
 from ds_compress.config import KEY, Block
-from ds_compress.errors import CompressionError, shown
-from ds_compress.message.packet import HEADER_SIZE, PacketLayout
+from ds_compress.errors import CompressionError, in_one_line, shown
+from ds_compress.kernels.memory import is_out_of_memory
+from ds_compress.message.packet import PacketLayout
 
 HEADERS_CHECKED = 4
 """On devices other than the CPU only so many packets of a layout have their header read: it costs a host
@@ -52,13 +53,28 @@ class MessageLayout:
 
     def compressed_bytes(self, codec: Codec) -> int:
         """Bytes that such a message takes on the wire with `codec`, a second packet included."""
+        return self._bytes(codec, lambda each, spec: each.planned_rest(spec))
+
+    def most_bytes(self, codec: Codec) -> int:
+        """The same of the largest such message, of first visits for instance."""
+        return self._bytes(codec, lambda each, spec: each.largest_rest(spec))
+
+    def _bytes(self, codec: Codec, rest_of: Callable[[SecondPacket, TensorSpec], Layout]) -> int:
         compressed = MessageLayout(self.specs, codec, self.exempt, self.ids)
         takers = [spec for taker, spec in zip(compressed.codecs, self.specs) if taker]
-        rest = sum(map(codec.rest_bytes, takers)) if isinstance(codec, SecondPacket) else 0
-        return compressed.packet.nbytes + (HEADER_SIZE + rest if rest else 0)
+        if not isinstance(codec, SecondPacket):
+            return compressed.packet.nbytes
+        rest = tuple(part for spec in takers for part in rest_of(codec, spec))
+        return compressed.packet.nbytes + (PacketLayout(rest, "rest").nbytes if rest else 0)
 
-    def describe(self) -> str:
-        """What becomes of each tensor, after the warm-up; empty for a lone one."""
+    def describe(self, codec: Codec) -> str:
+        """What becomes of each tensor, after the warm-up, with `codec`, and what the largest message takes;
+        empty for a lone one, and where all are as large."""
+        most = self.most_bytes(codec)
+        larger = f"at most {most:,} bytes" if most > self.compressed_bytes(codec) else ""
+        return "; ".join(filter(None, (self._fates(), larger)))
+
+    def _fates(self) -> str:
         if len(self.specs) == 1:
             return ""
         fates = (f"as it is, {reason}" if reason else "compressed" for reason in self.exempt)
@@ -81,10 +97,20 @@ class Counters:
     messages: int = 0
     raw_bytes: int = 0  # of the tensors
     wire_bytes: int = 0  # of the packets, headers included
+    samples: int = 0  # where a feedback tells them apart
+    returned: int = 0  # of those, that had come before
     latest: MessageLayout | None = None  # of the message that was sent last
 
-    def add(self, encoded: Encoded) -> None:
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """All that only grows, in the order above."""
+        return self.messages, self.raw_bytes, self.wire_bytes, self.samples, self.returned
+
+    def add(self, encoded: Encoded, known: Sequence[bool] = ()) -> None:
+        """`known`: see `Context.known`."""
         self.messages += 1
+        self.samples += len(known)
+        self.returned += sum(known)
         self.raw_bytes += encoded.layout.raw_bytes
         self.wire_bytes += encoded.packet.numel()
         if encoded.rest is not None:
@@ -134,3 +160,15 @@ def why_exempt(
             'none is compressed; allowed: positions below that, or "large"'
         )
     return reasons
+
+
+def explain(error: Exception, codec: Codec, place: str, message_id: MessageId) -> None:
+    """Raise what says where decoding went wrong: an index beyond the tensor, a broken frame, ...; nothing for
+    errors that say it themselves."""
+    if isinstance(error, CompressionError) or is_out_of_memory(error):
+        return
+    number = f"step {message_id.step}, micro-batch {message_id.micro_batch}"
+    raise CompressionError(
+        f"packet for {place}, {number}: {codec} cannot decode it "
+        f'({in_one_line(error)}); was it damaged on its way? "link": {{"checksum": true}} tells'
+    ) from error

@@ -11,7 +11,8 @@ from torch import Tensor
 from ds_compress.config import DIRECTIONS
 
 PREFIX = "Train/Compression"
-COUNTERS = ("messages", "raw_bytes", "wire_bytes", "message_raw_bytes", "message_wire_bytes")
+TOTALS = ("messages", "raw_bytes", "wire_bytes", "samples", "returned")
+COUNTERS = (*TOTALS, "message_raw_bytes", "message_wire_bytes")
 SIDES = 2  # of a channel: where it sends, where it receives
 
 CHANNEL = {
@@ -20,6 +21,8 @@ CHANNEL = {
     "ratio": "raw over wire bytes, of the messages since the last value",
     "relative_error": "||x - C(x)|| / ||x|| of one message of the step",
     "cosine": "between x and C(x) of one message of the step",
+    "hit_rate": "share of the samples since the last value that had come before, where aqsgd looks for them",
+    "buffer_bytes": "what the sender keeps for a feedback",
     "residual_norm": "norm of what error feedback holds back at the sender",
     "residual_share": "what error feedback holds back for a message, as a multiple of the message's norm",
     "nonfinite_share": "share of the step's messages that hold inf or nan",
@@ -36,9 +39,11 @@ PIPELINE = {
 }
 LOSS_COST = "loss_cost"
 """Label of the loss of one micro-batch with compression minus that without, every `guard.every` steps."""
+EVAL_LOSS = {way: f"eval_loss_{way}" for way in ("compressed", "uncompressed")}
+"""Labels of the losses of one state evaluated both ways."""
 
 DASHBOARD = {
-    "Bytes": ("wire_bytes", "raw_bytes", "ratio", "link_busy"),
+    "Bytes": ("wire_bytes", "raw_bytes", "ratio", "link_busy", "hit_rate", "buffer_bytes"),
     "Error": ("relative_error", "cosine", "residual_norm", "residual_share", "nonfinite_share"),
     "Time": (
         "step_ms",
@@ -91,8 +96,9 @@ def complete(channels: Channels, before: Channels, stamps: Tensor, step_ms: floa
         packet = {}
         for direction, values in directions.items():
             last = before[number][direction] if before else dict.fromkeys(COUNTERS, 0.0)
-            messages, raw, wire = (values[key] - last[key] for key in COUNTERS[:3])
+            messages, raw, wire, samples, returned = (values[key] - last[key] for key in TOTALS)
             values["ratio"] = ratio(raw, wire)
+            values["hit_rate"] = returned / samples if samples else 0.0
             packet[direction] = wire / max(messages, 1)
         for direction, ms in transfer_ms(sent, arrived, packet).items():
             values = directions[direction]

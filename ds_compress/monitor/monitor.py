@@ -275,13 +275,13 @@ class Monitor:
     def _counters(channel: Channel) -> dict[str, float]:
         sent, latest = channel.sent, channel.sent.latest
         sizes = (latest.raw_bytes, latest.compressed_bytes(channel.codec)) if latest else (0, 0)
-        return dict(zip(COUNTERS, (sent.messages, sent.raw_bytes, sent.wire_bytes, *sizes)))
+        return dict(zip(COUNTERS, (*sent.totals, *sizes)))
 
     def _leave_notes(self, ends: Sequence[End]) -> None:
         """What becomes of the tensors of each message that this rank sends."""
         with self._guarded():
-            latest = {end.channel.place: end.channel.sent.latest for end in ends if end.sends}
-            self._notes.leave({place: layout.describe() for place, layout in latest.items() if layout})
+            sent = [(end.channel, end.channel.sent.latest) for end in ends if end.sends]
+            self._notes.leave({c.place: layout.describe(c.codec) for c, layout in sent if layout})
 
     def _events(self, channels: Channels, step_ms: float, samples: int) -> Events:
         """All values of a measured step."""

@@ -20,6 +20,7 @@ COLUMNS = (
     *SendingMeter.COLUMNS,
     "residual_norm",
     "residual_share",
+    "buffer_bytes",
     *ReceivingMeter.COLUMNS,
 )
 STAMPS = 64

@@ -22,6 +22,7 @@ from ds_compress.message.channel import Boundary
 from ds_compress.monitor.monitor import Monitor
 from ds_compress.pipeline.adoption import Adoption
 from ds_compress.pipeline.depth import Ahead
+from ds_compress.pipeline.evaluation import EvaluatedEngine
 from ds_compress.pipeline.guard import Guard
 from ds_compress.pipeline.lookahead import Lookahead
 from ds_compress.pipeline.mirrors import MirrorCheck
@@ -51,7 +52,7 @@ def steps_per_epoch(engine: Any) -> int | None:
         return None
 
 
-class CompressedEngine(CheckpointedEngine):
+class CompressedEngine(EvaluatedEngine, CheckpointedEngine):
     """Runs DeepSpeed's pipeline with every stage message in one packet.
 
     Mixed in before the engine's own class, so `isinstance(engine, PipelineEngine)` and every override keep

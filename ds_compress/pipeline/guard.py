@@ -105,7 +105,7 @@ class Guard:
 
     def _loss(self, engine: Any, mode: Mode) -> Tensor:
         """[], fp32: of the micro-batch, on the last stage; 0 on the others, nan where it is none."""
-        with _aside(engine, self._config, mode):
+        with aside(engine, self._config, mode):
             self.replays = True
             try:
                 engine._exec_schedule(engine._inference_schedule(1))
@@ -210,7 +210,7 @@ class GuardedEngine:
 
 
 @contextlib.contextmanager
-def _aside(engine: Any, config: Config, mode: Mode) -> Iterator[None]:
+def aside(engine: Any, config: Config, mode: Mode) -> Iterator[None]:
     """Evaluate inside with compression or without, and leave the engine as it was."""
     module = engine.module
     modes = [(part, part.training) for part in module.modules()]

@@ -17,6 +17,11 @@ class Named:
     name: str
 
     @classmethod
+    def of(cls, options: Any) -> Any:
+        """What a registry builds: an instance of this class, or of the subclass that serves such options."""
+        return cls(options)
+
+    @classmethod
     def summary(cls) -> str:
         """First paragraph of the class's docstring, in one line; empty if there is none."""
         return " ".join(_docstring(cls).split("\n\n")[0].split())
@@ -119,7 +124,7 @@ class Registry(Generic[Kind]):
         """
         if isinstance(choice, str):
             cls = self.find(choice, path)
-            return cls(validate(cls.Options, {}, path))
+            return cls.of(validate(cls.Options, {}, path))
         if not isinstance(choice, dict):
             raise CompressionError(
                 f"{path}: {shown(choice)} is neither a name nor an object with a name; known: {self._known()}"
@@ -128,7 +133,7 @@ class Registry(Generic[Kind]):
             raise CompressionError(f"{path}.name: missing; known: {self._known()}")
         cls = self.find(choice["name"], f"{path}.name")
         options = {key: value for key, value in choice.items() if key != "name"}
-        return cls(validate(cls.Options, options, path))
+        return cls.of(validate(cls.Options, options, path))
 
     def _known(self) -> str:
         return ", ".join(self.names())

@@ -31,19 +31,25 @@ def group(bits: int, **options: Any) -> Block:
     return {"name": "quantize", "bits": bits, "group_size": 128, **options}
 
 
-def entropy(bits: float) -> Block:
-    return {"name": "entropy", "bits": bits}
+def entropy(bits: float, **options: Any) -> Block:
+    return {"name": "entropy", "bits": bits, **options}
+
+
+def contexts(forward: float, backward: float, **others: Any) -> Block:
+    """Entropy coding with tables for columns forward and for rows back."""
+    return block(entropy(forward, contexts="columns"), entropy(backward, contexts="rows"), **others)
 
 
 def topk(percent: float, **options: Any) -> Block:
     return {"name": "topk", "density": percent / 100, **options}
 
 
-def aqsgd(forward: Any, backward: Any, **others: Any) -> Block:
-    """Gradients go without feedback, as in the paper on AQ-SGD."""
-    return block(forward, backward, {"name": "aqsgd", "ids": IDS}, "none", **others)
+def aqsgd(forward: Any, backward: Any, first: Any = "none", back: Any = "none") -> Block:
+    """First visits dense and gradients without feedback, as in the paper on AQ-SGD, where nothing is said."""
+    return block(forward, backward, {"name": "aqsgd", "ids": IDS, "first": first}, back)
 
 
+FIRST = group(4, hadamard=True)
 REUSE = {"name": "topk", "indices": "reuse"}
 SMALL = {"values": {"name": "quantize", "bits": 4, "group_size": 128}, "indices": "rice"}
 TAH = {
@@ -96,7 +102,15 @@ BEYOND: dict[str, Block] = {
     **{f"entropy{f:g}/{b:g}": block(entropy(f), entropy(b))
        for f, b in ((2.5, 2.5), (2, 2), (2, 3), (3, 3), (3, 1), (2.5, 1.5), (1.5, 2.5), (1, 3), (3, 4),
                     (4, 3))},
-    **{f"entropy{bits:g}/{bits:g}-loco": block(entropy(bits), None, "none", "loco") for bits in (2, 2.5)},
+    **{f"entropy{f:g}/{b:g}-loco": block(entropy(f), entropy(b), "none", "loco")
+       for f, b in ((2, 2), (2.5, 2.5), (3, 2), (2.5, 1.5), (3, 1))},
+    **{f"entropy{f:g}/{b:g}-contexts": contexts(f, b)
+       for f, b in ((2, 2), (2.5, 1.5), (2.5, 2.5), (1.5, 1.5), (2, 3), (3, 2))},
+    **{f"entropy{f:g}/{b:g}-contexts-loco": contexts(f, b, back="loco") for f, b in ((2, 2), (2.5, 1.5))},
+    **{f"entropy{f:g}/{b:g}-learned": block(entropy(f, rotate="learned", refresh_steps=100),
+                                            entropy(b, contexts="rows"), "none", "loco", warmup_steps=10)
+       for f, b in ((2, 2), (2.5, 1.5))},
+    "entropy1.5/2-aqsgd4-loco": aqsgd(entropy(1.5), entropy(2, contexts="rows"), FIRST, "loco"),
     "group2/2-hadamard-loco": block(group(2, hadamard=True), None, "none", "loco"),
     "entropy1.5/2-aqsgd": aqsgd(entropy(1.5), entropy(2)),
     "group2/2-hadamard": block(group(2, hadamard=True)),
@@ -106,6 +120,11 @@ BEYOND: dict[str, Block] = {
     "group2/4-aqsgd": aqsgd(group(2), group(4)),
     "group2/4-hadamard-aqsgd": aqsgd(group(2, hadamard=True), group(4, hadamard=True)),
     "group4/4-aqsgd": aqsgd(group(4), group(4)),
+    # first visits at 4 bits, which is the default
+    "group2/2-hadamard-aqsgd4": aqsgd(group(2, hadamard=True), group(2, hadamard=True), FIRST),
+    "group2/4-hadamard-aqsgd4": aqsgd(group(2, hadamard=True), group(4, hadamard=True), FIRST),
+    "group2/2-hadamard-aqsgd4-loco": aqsgd(group(2, hadamard=True), group(2, hadamard=True), FIRST, "loco"),
+    "topk10-aqsgd4": aqsgd(topk(10), topk(10), FIRST),
     "group4/4-loco": block(group(4), group(4), "none", "loco"),
     "group4/2-loco": block(group(4), group(2), "none", "loco"),
     "group4/4-stochastic": block(group(4, rounding="stochastic")),

@@ -27,6 +27,10 @@ FEEDBACKS = {
     "ef_mixed": (TOPK, {"name": "ef_mixed", "dtype": "bf16"}),
     "loco": (QUANTIZE, "loco"),
     "aqsgd": (TOPK, "aqsgd"),
+    "aqsgd in little memory": (
+        {"name": "quantize", "bits": 2, "hadamard": True},
+        {"name": "aqsgd", "max_gb": 15.5 * 2 * 8 * 32 / 1e9},
+    ),
     "aqsgd on disk": (QUANTIZE, {"name": "aqsgd", "offload": {"device": "nvme"}, "scope": "micro_batch"}),
 }
 VISITED_AGAIN = 6  # micro-batches of an epoch
@@ -95,6 +99,7 @@ def assert_same(ours, theirs):
         ("ef_mixed", 1),
         ("loco", 1),
         ("aqsgd", 2),
+        ("aqsgd in little memory", 1),
         ("aqsgd on disk", 1),
     ],
 )

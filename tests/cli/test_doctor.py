@@ -30,6 +30,7 @@ HOST = {
     "gloo_interface": "eth0",
     "gloo_because": "the name a is 10.0.0.1",
     "way": "eth0",
+    "window_bytes": 4 << 20,
 }
 
 
@@ -106,6 +107,12 @@ NAMED_LO = {"gloo_interface": "lo", "gloo_because": "the name b is 127.0.1.1"}
             "a - b: 0.1 Gbit/s there, 0.1 back, 0.30 ms round trip: the interface promises 1",
             "cable",
         ),
+        (
+            {"rtt_ms": 80.0, "gbps_forward": 0.3, "gbps_backward": 0.3},
+            "look",
+            "80.00 ms round trip: buffers for 4 MiB under way allow 0.419 Gbit/s at that distance",
+            'tcp_wmem="4096 65536 16777216" net.ipv4.tcp_rmem="4096 131072 33554432"',
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -113,6 +120,15 @@ def test_what_is_wrong_is_one_line_with_what_to_do(changes, level, said, do):
     (found,) = told(**changes)
     assert found.level == level and said in found.said and do in found.do
     assert "\n" not in found.said + found.do
+
+
+def test_a_connection_has_as_much_under_way_as_its_buffers_hold(tmp_path, monkeypatch):
+    """A link between continents stayed at a third of its speed, and nothing told why."""
+    monkeypatch.setattr(machine, "BUFFERS", tmp_path)
+    assert machine.window() is None
+    (tmp_path / "tcp_wmem").write_text("4096\t16384\t4194304\n")
+    (tmp_path / "tcp_rmem").write_text("4096\t131072\t6291456\n")
+    assert machine.window() == 6291456 // 2
 
 
 def test_a_clock_that_may_be_right_is_not_blamed():

@@ -43,6 +43,18 @@ def test_every_option_is_in_the_docs(pytestconfig):
     assert all(f"| `{key}` |" in written for key in Block.model_fields)
 
 
+def test_the_stability_of_a_codec_is_listed(capsys):
+    """A pair of codec and feedback was refused, and nothing told beforehand which codecs can be followed."""
+    assert main(["list", "--json"]) == 0
+    codecs = {entry["name"]: entry["stability"] for entry in json.loads(capsys.readouterr().out)["codecs"]}
+    assert codecs.keys() == set(CODECS.names())
+    assert {kind["kind"] for kind in codecs["topk"]} == {"contraction"}
+    assert {kind["kind"] for kind in codecs["entropy"]} == {"neither"}
+    assert len({kind["says"] for kind in codecs["quantize"]}) == len(codecs["quantize"]) > 3
+    assert main(["list"]) == 0
+    assert 'stability "bits": 8: contraction: loses at most 0.004 of the largest' in capsys.readouterr().out
+
+
 def test_schema_is_printed(capsys):
     assert main(["schema"]) == 0
     assert json.loads(capsys.readouterr().out) == schema()

@@ -62,10 +62,10 @@ def test_the_worst_message_costs_nothing_with_the_coarsest_step():
             assert frame.room >= 1 and (n > 64 or frame.room >= n + 8)
     n = 4096
     frame = frame_of(n, 0.1)
-    histogram = torch.zeros(2, 6144, dtype=torch.int64)
-    histogram[:, -1] = n // 2  # each of the largest magnitude, of either sign: 1 bit per value, or none
+    histogram = torch.zeros(1, 2, 6144, dtype=torch.int64)
+    histogram[:, :, -1] = n // 2  # each of the largest magnitude, of either sign: 1 bit per value, or none
     plan = rate.search(histogram, frame, sure=True)
-    assert plan.words == 1 and plan.reach.tolist() == [0, 0] and plan.escapes == 0
+    assert plan.words == 1 and plan.reach.tolist() == [[0, 0]] and plan.escapes == 0
     assert not roundtrip(
         {"name": "entropy", "bits": 0.1}, torch.ones(n).index_fill_(0, torch.arange(0, n, 2), -1)
     ).any()
@@ -81,7 +81,7 @@ def test_a_code_that_comes_out_too_long_is_made_anew():
         keys = reference.entropy._keys(
             x.view(torch.int32), (x.abs().amax().view(torch.int32) >> 23).clamp(min=1)
         )
-        histogram = torch.bincount(keys, minlength=2 * 6144).view(2, 6144)
+        histogram = torch.bincount(keys, minlength=2 * 6144).view(1, 2, 6144)
         first, second = (rate.search(histogram, frame, sure).step.item() for sure in (False, True))
         assert code[frame.head + 1] in (first, second) and second <= first
         again += code[frame.head + 1].item() != first

@@ -48,7 +48,7 @@ def test_codecs_are_built_once(monkeypatch):
     before = len(built)
     for _ in range(3):
         config.settings, config.has_rest("forward"), config.codecs(0).settings, config.prepare()
-    assert len(built) == before == 3 * 2
+    assert len(built) == before == 3 * 3, "forward, backward, first visits"
 
 
 @pytest.mark.parametrize("codec, times", [("none", 0), ("quantize", 1)])

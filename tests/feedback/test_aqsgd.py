@@ -91,6 +91,8 @@ def assert_sides_equal(ranks, count):
         (2, "aqsgd", {}),
         (4, {"name": "aqsgd", "ids": "hash", "offload": {"device": "cpu"}}, {"link": {"mode": "blocking"}}),
         (4, {"name": "aqsgd", "offload": {"device": "nvme"}}, {"warmup_steps": 3}),
+        (4, {"name": "aqsgd", "first": "none"}, {}),
+        (2, {"name": "aqsgd", "max_gb": 100 * 2 * WIDTH / 1e9}, {}),
     ],
 )
 def test_pipeline_equals_simulate(stages, feedback, changes):
@@ -105,16 +107,18 @@ def aligned(nbytes):
     return -(-nbytes // 16) * 16
 
 
-def test_bytes_memory_and_ids_in_four_stages():
-    """Static packets after the first epoch, before them dense rows too; a bf16 row of each sample on each
-    side."""
+@pytest.mark.parametrize("first", ["4 bits", "dense"])
+def test_bytes_memory_and_ids_in_four_stages(first):
+    """Static packets after the first epoch; before them a second one, of dense rows, or of what the first
+    one cannot hold of 4 bits for each value; a bf16 row of each sample on each side."""
     samples, epochs = 256, 3
-    ranks = run_ranks(4, run, 4, config("aqsgd"), samples, epochs)
+    options = {"name": "aqsgd"} | ({"first": "none"} if first == "dense" else {})
+    ranks = run_ranks(4, run, 4, config(options), samples, epochs)
     values = MICRO_BATCH * WIDTH
-    packet = (
-        32 + values * 2 // 8 + aligned(2 * values // 32) + aligned(MICRO_BATCH) + aligned(8 * MICRO_BATCH)
-    )
-    dense = 32 + 4 * values
+    codes, scales = values * 2 // 8, 2 * values // 32
+    packet = 32 + aligned(codes) + aligned(scales) + aligned(MICRO_BATCH) + aligned(8 * MICRO_BATCH)
+    four_bits = values * 4 // 8 + 2 * 2 * values // 128
+    dense = 32 + (4 * values if first == "dense" else aligned(four_bits - codes - scales))
     messages = samples // MICRO_BATCH
     for stage in range(3):
         first, *later = ranks[stage]["bytes"]
@@ -122,8 +126,8 @@ def test_bytes_memory_and_ids_in_four_stages():
         assert later == [first + n * messages * packet for n in range(1, epochs)]
     for stage, sides in enumerate([1, 2, 2, 1]):
         assert ranks[stage]["memory"] == sides * samples * WIDTH * 2
-    by_column = run_ranks(4, run, 4, config({"name": "aqsgd", "ids": {"column": 2}}), samples, epochs)
-    on_disk = run_ranks(4, run, 4, config({"name": "aqsgd", "offload": {"device": "nvme"}}), samples, epochs)
+    by_column = run_ranks(4, run, 4, config({**options, "ids": {"column": 2}}), samples, epochs)
+    on_disk = run_ranks(4, run, 4, config({**options, "offload": {"device": "nvme"}}), samples, epochs)
     assert ranks[0]["losses"] == by_column[0]["losses"] == on_disk[0]["losses"]
 
 
@@ -143,10 +147,17 @@ def test_watching_changes_nothing(tmp_path):
     watched = run_ranks(2, run, 2, watched, 128, 3, True)
     assert watched[0]["losses"] == plain[0]["losses"]
     assert [rank["digests"] for rank in watched] == [rank["digests"] for rank in plain]
-    errors = next(tmp_path.rglob("*boundary_0_forward_relative_error.csv")).read_text().splitlines()[1:]
-    errors = [float(line.split(",")[1]) for line in errors]
-    assert errors[:4] == [0] * 4, "the second packet of the first epoch is measured too"
+
+    def written(name):
+        lines = next(tmp_path.rglob(f"*boundary_0_forward_{name}.csv")).read_text().splitlines()[1:]
+        return [float(line.split(",")[1]) for line in lines]
+
+    errors = written("relative_error")
+    assert all(0 < error < 0.15 for error in errors[:4]), "the second packet of the first epoch counts"
     assert all(0 < error < 1 for error in errors[4:])
+    assert written("hit_rate") == [0] * 4 + [1] * 8
+    rows = [min(step, 4) * MICRO_BATCHES * MICRO_BATCH for step in range(1, 13)]
+    assert written("buffer_bytes") == [row * WIDTH * 2 for row in rows]
 
 
 @pytest.mark.parametrize("samples, warmup", [(512, 4), pytest.param(1792, 2, marks=pytest.mark.slow)])

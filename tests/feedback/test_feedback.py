@@ -162,7 +162,9 @@ def test_any_shape_and_dtype(feedback, codec, shape, dtype):
             )  # a bf16 difference of two values around 3
 
 
-@pytest.mark.parametrize("feedback", ["ef", "ef21", "ef_mixed", "loco", "aqsgd"])
+@pytest.mark.parametrize(
+    "feedback", ["ef", "ef21", "ef_mixed", "loco", {"name": "aqsgd", "first": "bf16"}], ids=str
+)
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_scale(feedback, size):
     """Messages times a number give messages times that number, up to rounding, wherever fp32 reaches."""

@@ -8,7 +8,7 @@ from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from tests.support.feedback import INPUTS, AQPair, ids, topk
 
-AQ = {"name": "aqsgd", "dtype": "fp32"}
+AQ = {"name": "aqsgd", "dtype": "fp32", "first": "none"}
 
 
 def test_aqsgd_golden():
@@ -37,7 +37,7 @@ def test_aqsgd_keeps_samples_apart():
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_aqsgd_stores_are_alike(device, dtype, tmp_path):
     offload = {"device": device, **({"nvme_path": str(tmp_path)} if device == "nvme" else {})}
-    options = {"name": "aqsgd", "offload": offload, "dtype": dtype}
+    options = {**AQ, "offload": offload, "dtype": dtype}
     pair, plain = AQPair(topk(0.25), options), AQPair(topk(0.25), {**AQ, "dtype": dtype})
     torch.manual_seed(0)
     for _ in range(4):

@@ -42,6 +42,9 @@ def test_a_merged_model_computes_what_the_pipeline_did(trained, number, tmp_path
     folders, runs, after = trained
     merge(runs / str(number), tmp_path / "merged")
     assert names(tmp_path / "merged") == names(folders[number])
+    written = sorted(file.name for file in (tmp_path / "merged").glob("*") if "-of-" in file.name)
+    # a layer without weights once left a gap in the numbers, as if a file were missing
+    assert written == [f"model-{n + 1:05}-of-{len(written):05}.safetensors" for n in range(len(written))]
     model = whole(tmp_path / "merged")
     losses = [outcome(model, *batch(number))["loss"].item() for number in range(MICRO_BATCHES)]
     assert sum(losses) / MICRO_BATCHES == pytest.approx(after[number], rel=1e-5)

@@ -1,9 +1,11 @@
 """What is wrong with train.json is said with its JSON path, what came and what is allowed."""
 
 import json
+import re
 
 import pytest
 
+from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.hf.settings import read
 
@@ -49,3 +51,14 @@ def test_files_that_are_not_json_are_refused(tmp_path):
         read(tmp_path / "train.json")
     with pytest.raises(CompressionError, match="none.json: No such file or directory"):
         read(tmp_path / "none.json")
+
+
+def test_the_lines_of_the_readme(tmp_path, pytestconfig):
+    """From a checkpoint to a merged model in at most 12 lines that are understood."""
+    section = (pytestconfig.rootpath / "README.md").read_text().split("### Transformers checkpoints")[1]
+    lines = re.search(r"```bash\n(.*?)\n```", section, re.DOTALL)[1]
+    assert len(lines.splitlines()) <= 12
+    (tmp_path / "train.json").write_text(re.search(r"<<'JSON'\n(.*?)\nJSON\n", lines, re.DOTALL)[1])
+    settings = read(tmp_path / "train.json")
+    assert settings.stages == 2 and settings.lora
+    Config(settings.ds_config["ds_compress"])

@@ -8,7 +8,7 @@ import resource
 import pytest
 import torch
 
-from ds_compress.codec import CODECS, MessageId, TensorSpec, names
+from ds_compress.codec import CODECS, MessageId, TensorSpec, build, names
 from ds_compress.codecs.mixins import BothDirections, Observes
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
@@ -30,9 +30,9 @@ def messages():
     """For every codec: both sides of a boundary, a forward packet, the tensors it was made of, and what
     follows it."""
     for name, options in settings():
-        codec, found = {"codec": {"name": name, **options}}, CODECS.find(name, "")
-        block = {"min_numel": 0, "forward": codec, "warmup_steps": int(issubclass(found, Observes))}
-        if issubclass(found, BothDirections):
+        codec, found = {"codec": {"name": name, **options}}, build({"name": name, **options})
+        block = {"min_numel": 0, "forward": codec, "warmup_steps": int(isinstance(found, Observes))}
+        if isinstance(found, BothDirections):
             block["backward"] = codec
         try:
             config = Config(block)

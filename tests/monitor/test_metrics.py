@@ -8,6 +8,7 @@ import pytest
 from ds_compress.monitor.metrics import (
     CHANNEL,
     DASHBOARD,
+    EVAL_LOSS,
     LOSS_COST,
     PIPELINE,
     labels,
@@ -54,7 +55,7 @@ def test_dashboards_show_every_quantity_once():
 def test_the_page_on_monitoring_explains_every_label():
     page = Path(__file__).parents[2] / "docs" / "monitoring.md"
     explained = re.findall(r"^\| `(\w+)` \|", page.read_text(), re.MULTILINE)
-    assert explained == [*CHANNEL, *PIPELINE, LOSS_COST]
+    assert explained == [*CHANNEL, *PIPELINE, LOSS_COST, *EVAL_LOSS.values()]
 
 
 def test_wandb_workspace_holds_the_labels_that_are_written():

@@ -30,6 +30,7 @@ def test_residuals_of_two_micro_batches_and_two_tensors():
     found = residual_values(channel("backward", memory), 2.0)
     assert found["residual_norm"] == 13
     assert found["residual_share"] == pytest.approx(13 / math.sqrt(2) / 2)
+    assert found["buffer_bytes"] == 4 * (2 + 2 + 1 + 1 + 1), "what both sides hold is kept too"
 
 
 def test_a_loss_scale_makes_no_share_smaller():
@@ -39,7 +40,11 @@ def test_a_loss_scale_makes_no_share_smaller():
 
 
 def test_where_there_is_nothing_to_compare():
-    assert residual_values(channel("backward", {0: {}}), 1.0) == {"residual_norm": 0, "residual_share": 0}
+    assert residual_values(channel("backward", {0: {}}), 1.0) == {
+        "residual_norm": 0,
+        "residual_share": 0,
+        "buffer_bytes": 0,
+    }
     memory = {0: {"backward/sender/ef": torch.ones(1)}}
     for norm in (0.0, math.nan):
         assert math.isnan(residual_values(channel("backward", memory), norm)["residual_share"])

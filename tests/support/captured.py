@@ -12,10 +12,23 @@ from torch.nn import functional as F
 WIDTH, CONTEXT, BATCH = 64, 64, 16
 
 
-@cache
-def transformer() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+Messages = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+"""Forward and backward, by cut."""
+
+
+def transformer() -> Messages:
     """Hidden states and their gradients between the blocks of a model of bytes, trained on source code of the
     standard library."""
+    return _transformer()[1]
+
+
+def transformer_before() -> Messages:
+    """The same, some steps earlier."""
+    return _transformer()[0]
+
+
+@cache
+def _transformer() -> tuple[Messages, Messages]:
     text = "".join(map(inspect.getsource, (json, textwrap, inspect))).encode()
     data = torch.tensor(list(text), dtype=torch.int64)
     generator = torch.Generator().manual_seed(0)
@@ -44,7 +57,7 @@ def transformer() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
 
 
 @cache
-def cnn() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def cnn() -> Messages:
     """Maps after a ReLU, and their gradients, between the groups of a residual network for digits."""
     from sklearn.datasets import load_digits
 
@@ -75,13 +88,14 @@ def cnn() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         return F.cross_entropy(head(x.mean((2, 3))), labels[picked])
 
     parameters = [each for part in (stem, groups, joins, head) for each in part.parameters()]
-    forward, backward = _messages(loss, parameters, steps=60, rate=2e-3)
+    forward, backward = _messages(loss, parameters, steps=60, rate=2e-3)[1]
     return forward[:3], backward[:3]
 
 
 def _messages(loss, parameters, steps, rate):
-    optimizer = torch.optim.Adam(parameters, lr=rate)
-    for _ in range(steps + 1):
+    """Of step `steps`, and of that 20 earlier."""
+    optimizer, found = torch.optim.Adam(parameters, lr=rate), []
+    for step in range(steps + 1):
         cuts: list[Tensor] = []
         optimizer.zero_grad()
         value = loss(cuts)
@@ -89,4 +103,6 @@ def _messages(loss, parameters, steps, rate):
             cut.retain_grad()
         value.backward()
         optimizer.step()
-    return tuple(cut.detach() for cut in cuts), tuple(cut.grad for cut in cuts)
+        if step in (steps - 20, steps):
+            found.append((tuple(cut.detach() for cut in cuts), tuple(cut.grad for cut in cuts)))
+    return found

@@ -1,6 +1,8 @@
 """The Triton kernels of entropy coding against their specification; run by `test_triton`, see
 triton_kernels.py."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 from ds_compress.kernels import reference
 from ds_compress.kernels import triton as fused
-from ds_compress.kernels.entropy import frame_of
+from ds_compress.kernels.entropy import Frame, frame_of
 from tests.support.same_bits import assert_same_bits
 from tests.support.triton_kernels import EXAMPLES, SPECIAL, launched
 
@@ -18,18 +20,20 @@ from tests.support.triton_kernels import EXAMPLES, SPECIAL, launched
     bits=st.floats(0.1, 6),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     spread=st.integers(0, 6),
+    cuts=st.lists(st.floats(0, 0.99), max_size=3),
     seed=st.integers(0, 99),
     special=st.sampled_from((None, None, *SPECIAL)),
 )
 @settings(max_examples=EXAMPLES // 2, deadline=None)
-def test_equals_the_reference(n, bits, dtype, spread, seed, special):
+@patch("ds_compress.kernels.entropy._CONTEXT", 24)
+def test_equals_the_reference(n, bits, dtype, spread, cuts, seed, special):
     generator = torch.Generator().manual_seed(seed)
     x = (torch.randn(n, generator=generator) * torch.exp2(spread * torch.randn(n, generator=generator))).to(
         dtype
     )
     if special is not None:
         x[seed % n] = special
-    frame = frame_of(n, bits)
+    frame = Frame(n, frame_of(n, bits).words, tuple(int(cut * n) for cut in cuts))
     code = reference.encode_entropy(x, frame)
     assert torch.equal(launched(fused.encode_entropy, x, frame), code)
     for words in (code, code ^ (torch.arange(frame.words) == seed % frame.words).short()):
@@ -40,12 +44,13 @@ def test_equals_the_reference(n, bits, dtype, spread, seed, special):
 @pytest.mark.parametrize("n, bits", [(3000, 6), (8200, 6)])
 def test_several_lanes_and_blocks(n, bits):
     """The second has blocks of its own where a block is made smaller."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ds_compress.kernels.entropy._BLOCK", 1000)
-        patch.setattr("ds_compress.kernels.entropy._SHARE", 32)
+    with pytest.MonkeyPatch.context() as smaller:
+        smaller.setattr("ds_compress.kernels.entropy._BLOCK", 1000)
+        smaller.setattr("ds_compress.kernels.entropy._SHARE", 32)
         frame_of.cache_clear()
-        x, frame = torch.randn(n, generator=torch.Generator().manual_seed(n)), frame_of(n, bits)
-        assert frame.lanes == 32 and frame.blocks == frame.words // 1000
+        x = torch.randn(n, generator=torch.Generator().manual_seed(n))
+        frame = frame_of(n, bits, (n // 2, n // 3))
+        assert frame.contexts == 3 and frame.lanes == 32 and frame.blocks == frame.words // 1000
         code = reference.encode_entropy(x, frame)
         assert torch.equal(launched(fused.encode_entropy, x, frame), code)
         ours = launched(fused.decode_entropy, code, frame, torch.bfloat16)

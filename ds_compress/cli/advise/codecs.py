@@ -13,23 +13,36 @@ from ds_compress.feedback import FeedbackCodec
 
 ERROR_NUMEL = 1 << 20  # most values of the message that sizes and errors are measured on
 FITTED_WIDTH = 1024
-"""Widest row for a codec that fits a basis to its messages: that takes the cube of it. What a value costs to
-encode does not depend on the width."""
+"""Widest row for a codec that fits a basis to its messages: that takes the cube of it."""
 
 
 def codec_seconds(codec: Codec, spec: TensorSpec, device: str) -> tuple[float, float]:
-    """Seconds to encode and to decode a tensor of `spec`, measured here; known after the first time."""
+    """Seconds to encode and to decode a tensor of `spec`, measured here; known after the first time.
+
+    What a value costs in a product with a basis is a constant and a share of the width of the row: of rows
+    too wide to be fitted, the rest of the line through two narrower ones.
+    """
     key = str(codec.settings), spec, device
     if key not in _speeds:
-        spec = _fitted(codec, spec)
-        x = benchmark_tensor(spec.shape, spec.dtype, torch.device(device))
-        sender, receiver = contexts_of(codec, x)
-        parts, own = codec.encode(x, sender), TensorSpec.of(x)
-        _speeds[key] = (
-            seconds_per_call(lambda: codec.encode(x, sender), x.device),
-            seconds_per_call(lambda: codec.decode(parts, own, receiver), x.device),
-        )
+        fitted = _fitted(codec, spec)
+        encode, decode = _measured(codec, fitted, device)
+        if fitted != spec:
+            half = _measured(codec, _with_rows_of(FITTED_WIDTH // 2, spec), device)
+            beyond = (spec.shape[-1] - FITTED_WIDTH) / (FITTED_WIDTH // 2)
+            encode += max(0.0, encode - half[0]) * beyond
+            decode += max(0.0, decode - half[1]) * beyond
+        _speeds[key] = encode, decode
     return _speeds[key]
+
+
+def _measured(codec: Codec, spec: TensorSpec, device: str) -> tuple[float, float]:
+    x = benchmark_tensor(spec.shape, spec.dtype, torch.device(device))
+    sender, receiver = contexts_of(codec, x)
+    parts, own = codec.encode(x, sender), TensorSpec.of(x)
+    return (
+        seconds_per_call(lambda: codec.encode(x, sender), x.device),
+        seconds_per_call(lambda: codec.decode(parts, own, receiver), x.device),
+    )
 
 
 def size_and_loss(codec: Codec, spec: TensorSpec, device: torch.device) -> tuple[float, float]:
@@ -52,7 +65,11 @@ def _fitted(codec: Codec, spec: TensorSpec) -> TensorSpec:
     width = spec.shape[-1]
     if not fits or width <= FITTED_WIDTH:
         return spec
-    return replace(spec, shape=(spec.numel // FITTED_WIDTH, FITTED_WIDTH))
+    return _with_rows_of(FITTED_WIDTH, spec)
+
+
+def _with_rows_of(width: int, spec: TensorSpec) -> TensorSpec:
+    return replace(spec, shape=(spec.numel // width, width))
 
 
 _speeds: dict[tuple[str, TensorSpec, str], tuple[float, float]] = {}

@@ -1,5 +1,6 @@
 """What a report of the machines means: a verdict a line, and what to do."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,10 @@ CLOCK_MS = 1000.0
 
 UNEVEN = 2.0
 """Ratio of the two directions of a link, and of what an interface promises to what comes, worth a look."""
+
+
+NEARLY = 2.0
+"""Times faster than a link is, and TCP's buffers would not let it be."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,12 @@ def _links(report: Report, names: list[str]) -> Iterator[Finding]:
         slow, fast = sorted((there, back))
         said = f"{pair}: {there:.3g} Gbit/s there, {back:.3g} back, {link['rtt_ms']:.2f} ms round trip"
         promised = min((_promised(hosts[rank]) for rank in (before, after)), default=0.0)
-        if fast > UNEVEN * slow:
+        window = min((hosts[rank]["window_bytes"] or math.inf for rank in (before, after)), default=math.inf)
+        most = 8e-6 * window / max(link["rtt_ms"], 1e-3)  # Gbit/s
+        if fast * NEARLY > most:
+            held = f"buffers for {window / 2**20:.3g} MiB under way allow {most:.3g} Gbit/s at that distance"
+            yield Finding("look", f"{said}: {held}", _WINDOW.format(int(4 * window), int(8 * window)))
+        elif fast > UNEVEN * slow:
             yield Finding("look", f"{said}: one direction is {fast / slow:.1f} times the other", _LOOK)
         elif promised > UNEVEN * slow and slow < 10:  # faster links take more than one connection to fill
             yield Finding("look", f"{said}: the interface promises {promised:.3g}", _LOOK)
@@ -153,6 +163,7 @@ def _links(report: Report, names: list[str]) -> Iterator[Finding]:
         yield Finding("bad", "no link was tried, as gloo would not find the machines", "mend that first")
 
 
+_WINDOW = 'on both: sysctl -w net.ipv4.tcp_wmem="4096 65536 {}" net.ipv4.tcp_rmem="4096 131072 {}"'
 _LOOK = "look for other traffic, a bad cable, or a limit of the provider"
 
 

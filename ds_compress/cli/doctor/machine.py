@@ -22,6 +22,7 @@ LIBRARIES = ("torch", "deepspeed", "transformers")
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 IP = (socket.AF_INET, socket.AF_INET6)
 LOOPBACK = "lo"
+BUFFERS = Path("/proc/sys/net/ipv4")
 
 Facts = dict[str, Any]
 
@@ -40,6 +41,7 @@ def facts(meeting_point: str | None = None) -> Facts:
         "gloo_interface": interface,
         "gloo_because": why,
         "way": way_to(meeting_point) if meeting_point else None,
+        "window_bytes": window(),
     }
 
 
@@ -103,6 +105,17 @@ def interfaces() -> list[dict[str, Any]]:
         for name, given in psutil.net_if_addrs().items()
         if name in states and states[name].isup
     ]
+
+
+def window() -> int | None:
+    """Bytes that a TCP connection of this machine can have under way: what the system lets its buffers grow
+    to, half of it where it receives, which is what it offers (tcp(7), tcp_adv_win_scale); None: it does not
+    say."""
+    try:
+        most = [int((BUFFERS / name).read_text().split()[2]) for name in ("tcp_wmem", "tcp_rmem")]
+    except (OSError, IndexError, ValueError):
+        return None
+    return min(most[0], most[1] // 2)
 
 
 def interface_of(address: str) -> str | None:

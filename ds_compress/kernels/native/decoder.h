@@ -48,70 +48,104 @@ float middle(uint16_t escape) {
     return escape >> 15 ? -within : within;
 }
 
+// What the values of a context are decoded by.
+template <class Out>
+struct Values {
+    Out of[SYMBOLS];
+    int64_t beyond = 0;
+};
+
+// Fills in what the values of a context are decoded by: `table` has its frequencies, which add up to less than TOTAL.
+template <class Out>
+void make_tables(const uint16_t* table, int64_t above, int64_t below, int64_t shift, float step, float scale,
+                 Decoder& decoder, Values<Out>& values) {
+    const int64_t beyond = above + below + 1;
+    int64_t rest = TOTAL;
+    for (int64_t i = 0; i < beyond; ++i) rest -= table[i];
+    uint32_t place = 0;
+    for (int64_t i = 0; i <= beyond; ++i) {
+        const uint32_t frequency = i == below ? static_cast<uint32_t>(rest) : table[i - (i > below)];
+        for (uint32_t offset = 0; offset < frequency; ++offset)
+            decoder.slots[place + offset] = (frequency - 1) << 20 | offset << 8 | static_cast<uint32_t>(i);
+        place += frequency;
+        const int64_t q = i - below, distance = (q < 0 ? -q : q) * (1 << SHIFT_BITS) - shift;
+        const float exact = static_cast<float>(distance) / (1 << SHIFT_BITS) * step;
+        const float size = exact < HIGHEST ? exact : HIGHEST;
+        store((q == 0 ? 0 : q < 0 ? -size : size) * scale, values.of[i]);
+    }
+    values.beyond = beyond;
+}
+
 // Whether `words` can have been encoded; then y [numel] is what they stand for.
 template <class Out>
 bool decode(const uint16_t* words, Frame frame, const float* steps, Out* y) {
     const uint16_t* head = words + frame.head();
     const int64_t exponent = static_cast<int16_t>(head[0]), step = static_cast<int16_t>(head[1]);
-    const int64_t shift = static_cast<int16_t>(head[3]), above = static_cast<int16_t>(head[2]) >> 8, below = head[2] & 255;
     if (exponent == NOT_FINITE) {
         for (int64_t i = 0; i < frame.numel; ++i) store(as_float(0x7FC00000), y[i]);
         return true;
     }
-    if (exponent < 1 || exponent > NOT_FINITE || step < 0 || step >= STEPS || shift < SHIFT_LEAST || shift > SHIFT_MOST)
-        return false;
-    if (above < 0 || above > REACH || below > REACH) return false;
+    if (exponent < 1 || exponent > NOT_FINITE || step < 0 || step >= STEPS) return false;
 
     const float scale = as_float(static_cast<uint32_t>(exponent) << 23);
-    const int64_t beyond = above + below + 1, table = frame.head() + HEAD;
-    int64_t rest = TOTAL;
-    if (table + beyond > frame.words) return false;
-    for (int64_t i = 0; i < beyond; ++i) rest -= words[table + i];
-    if (rest <= 0) return false;
-    static thread_local Decoder decoder;
-    Out values[SYMBOLS];
-    uint32_t place = 0;
-    for (int64_t i = 0; i <= beyond; ++i) {
-        const uint32_t frequency = i == below ? rest : words[table + i - (i > below)];
-        for (uint32_t offset = 0; offset < frequency; ++offset)
-            decoder.slots[place + offset] = (frequency - 1) << 20 | offset << 8 | static_cast<uint32_t>(i);
-        place += frequency;
-        const int64_t q = i - below, distance = (q < 0 ? -q : q) * (1 << SHIFT_BITS) - shift;
-        const float exact = static_cast<float>(distance) / (1 << SHIFT_BITS) * steps[step];
-        const float size = exact < HIGHEST ? exact : HIGHEST;
-        store((q == 0 ? 0 : q < 0 ? -size : size) * scale, values[i]);
+    int64_t above[MOST_CONTEXTS], below[MOST_CONTEXTS], shift[MOST_CONTEXTS], table[MOST_CONTEXTS];
+    int64_t begin = frame.tables();
+    for (int64_t context = 0; context < frame.contexts; ++context) {
+        const uint16_t* its = head + HEAD + REACHES * context;
+        above[context] = static_cast<int16_t>(its[0]) >> 8, below[context] = its[0] & 255;
+        shift[context] = static_cast<int16_t>(its[1]), table[context] = begin;
+        if (shift[context] < SHIFT_LEAST || shift[context] > SHIFT_MOST) return false;
+        if (above[context] < 0 || above[context] > REACH || below[context] > REACH) return false;
+        const int64_t beyond = above[context] + below[context] + 1;
+        if (begin + beyond > frame.words) return false;
+        int64_t rest = TOTAL;
+        for (int64_t i = 0; i < beyond; ++i) rest -= words[begin + i];
+        if (rest <= 0) return false;
+        begin += beyond;
     }
 
-    int64_t begin = table + beyond, end = begin;
+    int64_t end = begin;
     for (int64_t block = 0; block < frame.blocks; ++block) {
         const int32_t size = static_cast<int32_t>(load_word(words, frame.sizes() + 2 * block));
         if (size < 0) return false;
         end += size;
+        if (end > frame.words) return false;
     }
-    if (end > frame.words) return false;
+    static thread_local Decoder decoder;
+    Values<Out> values;
     decoder.last = frame.words - 1;
-    int64_t escape = frame.words;
+    int64_t escape = frame.words, context = -1, until = 0;
     for (int64_t block = 0; block < frame.blocks; ++block) {
         uint32_t state[MOST_LANES];
         uint8_t symbols[MOST_LANES];
         for (int64_t i = 0; i < frame.lanes; ++i) state[i] = load_word(words, 2 * (block * frame.lanes + i));
-        const int64_t count = frame.count(block), size = load_word(words, frame.sizes() + 2 * block);
-        Out* out = y + block * frame.length;
-        int64_t word = begin;
-        for (int64_t i = 0; i < count; i += frame.lanes) {
-            const int64_t lanes = count - i < frame.lanes ? count - i : frame.lanes;
-            const bool near = word + MOST_LANES > frame.words;
-            if (lanes == MOST_LANES && !near) word = decode_step<MOST_LANES>(decoder, words, word, lanes, state, symbols);
-            else word = decode_step<0>(decoder, words, word, lanes, state, symbols);
-            bool escaped = false;
-            for (int64_t j = 0; j < lanes; ++j) escaped |= symbols[j] == beyond;
-            for (int64_t j = 0; j < lanes; ++j) out[i + j] = values[symbols[j]];
-            for (int64_t j = 0; escaped && j < lanes; ++j) {
-                if (symbols[j] != beyond) continue;
-                if (--escape < end) return false;
-                const int64_t key = words[escape] & 0x7FFF;
-                if (key < 1 || key >= KEYS) return false;
-                store(middle(words[escape]) * scale, out[i + j]);
+        const int64_t size = load_word(words, frame.sizes() + 2 * block);
+        int64_t word = begin, i = block * frame.length;
+        const int64_t behind = i + frame.count(block);
+        while (i < behind) {
+            if (i == until) {
+                ++context, until = frame.ends[context];
+                make_tables(words + table[context], above[context], below[context], shift[context], steps[step], scale,
+                            decoder, values);
+            }
+            const int64_t stop = until < behind ? until : behind;
+            while (i < stop) {
+                const int64_t lanes = stop - i < frame.lanes ? stop - i : frame.lanes;
+                const bool near = word + MOST_LANES > frame.words;
+                if (lanes == MOST_LANES && !near)
+                    word = decode_step<MOST_LANES>(decoder, words, word, lanes, state, symbols);
+                else word = decode_step<0>(decoder, words, word, lanes, state, symbols);
+                bool escaped = false;
+                for (int64_t j = 0; j < lanes; ++j) escaped |= symbols[j] == values.beyond;
+                for (int64_t j = 0; j < lanes; ++j) y[i + j] = values.of[symbols[j]];
+                for (int64_t j = 0; escaped && j < lanes; ++j) {
+                    if (symbols[j] != values.beyond) continue;
+                    if (--escape < end) return false;
+                    const int64_t key = words[escape] & 0x7FFF;
+                    if (key < 1 || key >= KEYS) return false;
+                    store(middle(words[escape]) * scale, y[i + j]);
+                }
+                i += lanes;
             }
         }
         if (word != begin + size) return false;

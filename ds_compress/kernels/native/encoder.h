@@ -81,10 +81,10 @@ uint16_t* encode_step(const uint32_t* table, const uint16_t* keys, int64_t lanes
     return out;
 }
 
+// The values of a block that are in one context.
 template <int LANES>
-uint16_t* encode_block(const uint32_t* table, const uint16_t* keys, int64_t count, int64_t lanes, uint32_t* state,
-                       uint16_t* out) {
-    for (int64_t i = 0; i < lanes; ++i) state[i] = START;
+uint16_t* encode_run(const uint32_t* table, const uint16_t* keys, int64_t count, int64_t lanes, uint32_t* state,
+                     uint16_t* out) {
     const int64_t rest = count % lanes;
     int64_t place = count - rest;
     if (rest) out = encode_step<0>(table, keys + place, rest, state, out);
@@ -95,8 +95,8 @@ uint16_t* encode_block(const uint32_t* table, const uint16_t* keys, int64_t coun
     return out;
 }
 
-// Writes the values that are beyond, the first one last, in front of `place`.
-void write_escapes(const uint16_t* keys, const Plan& plan, int64_t n, uint16_t* place) {
+// Writes the values that are beyond, the first one last, in front of `place`; returns where the last one is.
+uint16_t* write_escapes(const uint16_t* keys, const Plan& plan, int64_t n, uint16_t* place) {
     const uint16_t above = static_cast<uint16_t>(plan.first[plan.above]);
     const uint16_t below = static_cast<uint16_t>(plan.first[plan.below] + KEYS);
     constexpr int64_t RUN = 32;  // most of them have none
@@ -110,36 +110,53 @@ void write_escapes(const uint16_t* keys, const Plan& plan, int64_t n, uint16_t* 
             *--place = static_cast<uint16_t>(keys[i] - side * KEYS + (side << 15));
         }
     }
+    return place;
 }
 
-// Whether the code of `plan` has found room. `scratch`: uint16 [length]; a value writes one word at most.
-bool encode(const uint16_t* keys, uint32_t exponent, int64_t shift, const Plan& plan, Frame frame, uint32_t* table,
-            uint16_t* scratch, uint16_t* words) {
+// What the encoder needs of each key, [2 * KEYS].
+void spread(const Plan& plan, uint32_t* table) {
     const Coder coder(plan);
-    const uint32_t beyond = coder.entry[plan.beyond()];
     for (int64_t side = 0; side < 2; ++side) {
         const int64_t reach = side ? plan.below : plan.above;
         int64_t key = 0;
         for (int64_t q = 0; q <= reach; ++q)
             for (; key < plan.first[q]; ++key) table[side * KEYS + key] = coder.entry[plan.below + (side ? -q : q)];
-        for (; key < KEYS; ++key) table[side * KEYS + key] = beyond;
+        for (; key < KEYS; ++key) table[side * KEYS + key] = coder.entry[plan.beyond()];
     }
+}
+
+// Whether the code of `plans` has found room. `table`: [2 * KEYS]; `scratch`: uint16 [length]; a value writes one word
+// at most.
+bool encode(const uint16_t* keys, uint32_t exponent, const int64_t* shifts, const Plan* plans, Frame frame,
+            uint32_t* table, uint16_t* scratch, uint16_t* words) {
     uint16_t* head = words + frame.head();
-    head[0] = static_cast<uint16_t>(exponent), head[1] = static_cast<uint16_t>(plan.step);
-    head[2] = static_cast<uint16_t>(plan.above << 8 | plan.below), head[3] = static_cast<uint16_t>(shift);
-    uint16_t* out = head + HEAD;
-    for (int64_t i = 0; i <= plan.beyond(); ++i)
-        if (i != plan.below) *out++ = static_cast<uint16_t>(plan.frequency[i]);
-    uint16_t* last = words + frame.words - plan.escapes;
-    if (last < out) return false;
-    if (plan.escapes) write_escapes(keys, plan, frame.numel, words + frame.words);
-    for (int64_t block = 0; block < frame.blocks; ++block) {
+    head[0] = static_cast<uint16_t>(exponent), head[1] = static_cast<uint16_t>(plans[0].step);
+    uint16_t *out = words + frame.tables(), *last = words + frame.words;
+    for (int64_t context = 0; context < frame.contexts; ++context) {
+        const Plan& plan = plans[context];
+        head[HEAD + REACHES * context] = static_cast<uint16_t>(plan.above << 8 | plan.below);
+        head[HEAD + REACHES * context + 1] = static_cast<uint16_t>(shifts[context]);
+        if (last - out < plan.beyond() + plan.escapes) return false;
+        for (int64_t i = 0; i <= plan.beyond(); ++i)
+            if (i != plan.below) *out++ = static_cast<uint16_t>(plan.frequency[i]);
+        const int64_t begin = frame.begin(context);
+        if (plan.escapes) last = write_escapes(keys + begin, plan, frame.ends[context] - begin, last);
+    }
+    int64_t spreaded = -1;  // the context that `table` is of
+    for (int64_t block = 0, context = 0; block < frame.blocks; ++block) {
         uint32_t state[MOST_LANES];
-        const int64_t count = frame.count(block);
-        const uint16_t* its = keys + block * frame.length;
-        uint16_t *end = scratch + count, *begin;
-        if (frame.lanes == MOST_LANES) begin = encode_block<MOST_LANES>(table, its, count, frame.lanes, state, end);
-        else begin = encode_block<0>(table, its, count, frame.lanes, state, end);
+        for (int64_t i = 0; i < frame.lanes; ++i) state[i] = START;
+        const int64_t first = block * frame.length, behind = first + frame.count(block);
+        uint16_t *end = scratch + (behind - first), *begin = end;
+        while (frame.ends[context] < behind) ++context;
+        for (int64_t its = context; its >= 0 && frame.ends[its] > first; --its) {
+            const int64_t from = frame.begin(its) > first ? frame.begin(its) : first;
+            const int64_t count = (frame.ends[its] < behind ? frame.ends[its] : behind) - from;
+            if (its != spreaded) spread(plans[its], table);
+            spreaded = its;
+            if (frame.lanes == MOST_LANES) begin = encode_run<MOST_LANES>(table, keys + from, count, frame.lanes, state, begin);
+            else begin = encode_run<0>(table, keys + from, count, frame.lanes, state, begin);
+        }
         if (end - begin > last - out) return false;
         store_word(words, frame.sizes() + 2 * block, end - begin);
         for (; begin < end; ++begin, ++out) *out = *begin;
@@ -152,6 +169,7 @@ void clear(uint16_t* words, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) words[i] = 0;
 }
 
+// space: COPIES of a histogram, where the table of a context is later; then counts and histogram of each context.
 template <class In>
 void encode_tensor(const In* x, Frame frame, Tables tables, uint16_t* keys, uint32_t* space, uint16_t* scratch,
                    uint16_t* words) {
@@ -161,24 +179,29 @@ void encode_tensor(const In* x, Frame frame, Tables tables, uint16_t* keys, uint
         words[frame.head()] = NOT_FINITE;
         return;
     }
-    for (int64_t i = 0; i < 2 * KEYS * COPIES; ++i) space[i] = 0;
-    find_keys(x, frame.numel, exponent, keys, space);
-    static thread_local uint32_t histogram[2][KEYS];
-    static thread_local Counts counts;
-    for (int64_t side = 0; side < 2; ++side) {
-        counts[side][KEYS] = 0;
-        for (int64_t key = KEYS - 1; key >= 0; --key) {
-            uint32_t total = 0;
-            for (int64_t copy = 0; copy < COPIES; ++copy) total += space[2 * KEYS * copy + side * KEYS + key];
-            histogram[side][key] = total;
-            counts[side][key] = counts[side][key + 1] + total;
+    Counts* counts = reinterpret_cast<Counts*>(space + 2 * KEYS * COPIES);
+    Histogram* histograms = reinterpret_cast<Histogram*>(counts + frame.contexts);
+    for (int64_t context = 0; context < frame.contexts; ++context) {
+        const int64_t begin = frame.begin(context);
+        for (int64_t i = 0; i < 2 * KEYS * COPIES; ++i) space[i] = 0;
+        find_keys(x + begin, frame.ends[context] - begin, exponent, keys + begin, space);
+        for (int64_t side = 0; side < 2; ++side) {
+            counts[context][side][KEYS] = 0;
+            for (int64_t key = KEYS - 1; key >= 0; --key) {
+                uint32_t total = 0;
+                for (int64_t copy = 0; copy < COPIES; ++copy) total += space[2 * KEYS * copy + side * KEYS + key];
+                histograms[context][side][key] = total;
+                counts[context][side][key] = counts[context][side][key + 1] + total;
+            }
         }
     }
     for (int sure = 0; sure < 2; ++sure) {  // where the first code comes out too long, the second one cannot
-        Plan plan;
-        search(counts, frame.numel, frame.room(), tables, sure, plan);
-        const int64_t shift = shift_of(histogram, counts, plan, tables);
-        if (encode(keys, exponent, shift, plan, frame, space, scratch, words)) return;
+        Plan plans[MOST_CONTEXTS];
+        int64_t shifts[MOST_CONTEXTS];
+        search(counts, frame, tables, sure, plans);
+        for (int64_t context = 0; context < frame.contexts; ++context)
+            shifts[context] = shift_of(histograms[context], counts[context], plans[context], tables);
+        if (encode(keys, exponent, shifts, plans, frame, space, scratch, words)) return;
         clear(words, 0, frame.words);
     }
 }

@@ -10,7 +10,7 @@ constexpr int SCALE_BITS = 12, COST_BITS = 16, SHIFT_BITS = 10, KEY_SHIFT = 15;
 constexpr int64_t TOTAL = 1 << SCALE_BITS, SURE = 5732, SHIFT_LEAST = -576, SHIFT_MOST = 448;
 constexpr uint32_t START = 1 << 16;
 constexpr float HIGHEST = 255.0f / 128;
-constexpr int64_t NOT_FINITE = 255, HEAD = 4;
+constexpr int64_t NOT_FINITE = 255, HEAD = 2, REACHES = 2, MOST_CONTEXTS = 16;
 
 struct Tables {
     const int32_t* first;  // [FINER, REACH + 1]
@@ -18,13 +18,16 @@ struct Tables {
     const int32_t* cost;   // [TOTAL + 1]
 };
 
-// Where the parts of a code are; lanes is 1 to MOST_LANES.
+// Where the parts of a code are; lanes is 1 to MOST_LANES, contexts 1 to MOST_CONTEXTS.
 struct Frame {
-    int64_t numel, words, lanes, length, blocks;
+    int64_t numel, words, lanes, length, blocks, contexts;
+    const int64_t* ends;  // [contexts]
 
     int64_t sizes() const { return 2 * blocks * lanes; }
     int64_t head() const { return 2 * blocks * (lanes + 1); }
-    int64_t room() const { return words - head() - HEAD; }
+    int64_t tables() const { return head() + HEAD + REACHES * contexts; }
+    int64_t room() const { return words - tables(); }
+    int64_t begin(int64_t context) const { return context ? ends[context - 1] : 0; }
     int64_t count(int64_t block) const {
         const int64_t left = numel - block * length;
         return left < length ? left : length;

@@ -1,11 +1,21 @@
 """Entropy coding by entropy.cpp."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_compress.kernels.entropy import FINER, KEYS, LEVELS, STEPS, TOTAL, Frame, tables
+from ds_compress.kernels.entropy import (
+    FINER,
+    KEYS,
+    LEVELS,
+    MOST_CONTEXTS,
+    STEPS,
+    TOTAL,
+    Frame,
+    tables,
+)
 from ds_compress.kernels.memory import scratch
 from ds_compress.kernels.native.function import FLAG, SIZE, Buffer, Function
 
@@ -13,6 +23,8 @@ FLOATS = (torch.float32, torch.bfloat16)
 """The dtypes that `encode` takes and `decode` makes."""
 
 _COPIES = 4  # of the histogram
+_SPACE = 2 * KEYS * _COPIES
+_COUNTS = 4 * KEYS + 2  # of each context
 
 _FRAME: dict[str, Any] = {
     "numel": range(1, 1 << 32),
@@ -20,6 +32,8 @@ _FRAME: dict[str, Any] = {
     "lanes": range(1, 33),
     "length": SIZE,
     "blocks": SIZE,
+    "contexts": range(1, MOST_CONTEXTS + 1),
+    "ends": Buffer((torch.int64,), ("contexts",)),
 }
 _CODE = Buffer((torch.int16,), ("size",))
 
@@ -33,7 +47,7 @@ _encode = Function(
     units=Buffer((torch.int64,), (STEPS,)),
     cost=Buffer((torch.int32,), (TOTAL + 1,)),
     keys=Buffer((torch.int16,), ("numel",)),
-    space=Buffer((torch.int32,), (2 * KEYS * _COPIES,)),
+    space=Buffer((torch.int32,), (_SPACE + MOST_CONTEXTS * _COUNTS,)),
     scratch=Buffer((torch.int16,), ("length",)),
     code=_CODE,
 )
@@ -60,7 +74,7 @@ def encode(values: Tensor, frame: Frame) -> Tensor:
         units=made.units,
         cost=made.cost,
         keys=scratch("entropy.keys", (frame.numel,), torch.int16),
-        space=scratch("entropy.space", (2 * KEYS * _COPIES,), torch.int32),
+        space=scratch("entropy.space", (_SPACE + MOST_CONTEXTS * _COUNTS,), torch.int32),
         scratch=scratch("entropy.words", (frame.length,), torch.int16),
         code=code,
     )
@@ -80,11 +94,14 @@ def decode(code: Tensor, frame: Frame, dtype: torch.dtype) -> tuple[Tensor, bool
     return values, bool(valid)
 
 
-def _numbers(frame: Frame) -> dict[str, int]:
+@lru_cache(maxsize=1024)
+def _numbers(frame: Frame) -> dict[str, Any]:
     return {
         "numel": frame.numel,
         "size": frame.words,
         "lanes": frame.lanes,
         "length": frame.length,
         "blocks": frame.blocks,
+        "contexts": frame.contexts,
+        "ends": torch.tensor(frame.ends, dtype=torch.int64, device="cpu"),
     }

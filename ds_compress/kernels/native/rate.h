@@ -6,9 +6,9 @@
 
 #include "entropy.h"
 
-// Frequencies by symbol: q + below for q = -below .. above, then that of what is beyond.
+// Of a context. Frequencies by symbol: q + below for q = -below .. above, then that of what is beyond.
 struct Plan {
-    int64_t step, above, below, escapes, words;
+    int64_t step, above, below, escapes, cost;
     int32_t first[REACH + 1];  // the first key of q = 1 .. 128
     uint32_t frequency[SYMBOLS];
 
@@ -17,6 +17,7 @@ struct Plan {
 
 // How many values have a key, or a higher one; of positive and of negative values.
 typedef uint32_t Counts[2][KEYS + 1];
+typedef uint32_t Histogram[2][KEYS];
 
 inline uint32_t share_of(int64_t count, int64_t share, int64_t n) {
     const int64_t found = (count * share + n / 2) / n;
@@ -57,21 +58,33 @@ inline void make_plan(const Counts& counts, int64_t step, int64_t n, const Table
     plan.frequency[plan.below] = static_cast<uint32_t>(rest);
     const int64_t cost = tables.cost[rest];
     total += zeros * (cost + (sure && cost ? SURE : 0));
-    plan.words = plan.beyond() + escapes + (total >> (COST_BITS + 4));
+    plan.cost = total;
 }
 
-inline void search(const Counts& counts, int64_t n, int64_t room, const Tables& tables, bool sure, Plan& plan) {
+// Plans of all contexts with a step, and the words that tables, escapes and code take.
+inline int64_t make_plans(const Counts* counts, int64_t step, const Frame& frame, const Tables& tables, bool sure,
+                          Plan* plans) {
+    int64_t words = 0, total = 0;
+    for (int64_t context = 0; context < frame.contexts; ++context) {
+        Plan& plan = plans[context];
+        make_plan(counts[context], step, frame.ends[context] - frame.begin(context), tables, sure, plan);
+        words += plan.beyond() + plan.escapes;
+        total += plan.cost;
+    }
+    return words + (total >> (COST_BITS + 4));
+}
+
+inline void search(const Counts* counts, const Frame& frame, const Tables& tables, bool sure, Plan* plans) {
     int64_t low = 0, high = STEPS;
     while (high - low > 1) {
         const int64_t middle = (low + high) / 2;
-        make_plan(counts, middle, n, tables, sure, plan);
-        (plan.words <= room ? low : high) = middle;
+        (make_plans(counts, middle, frame, tables, sure, plans) <= frame.room() ? low : high) = middle;
     }
-    make_plan(counts, low, n, tables, sure, plan);
+    make_plans(counts, low, frame, tables, sure, plans);
 }
 
 // What the magnitudes lie below their q on average, in units of 2^-SHIFT_BITS steps.
-inline int64_t shift_of(const uint32_t (&histogram)[2][KEYS], const Counts& counts, const Plan& plan,
+inline int64_t shift_of(const Histogram& histogram, const Counts& counts, const Plan& plan,
                         const Tables& tables) {
     const int64_t step = tables.units[plan.step];
     int64_t steps = 0, weights = 0, count = 0;

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ds_compress.kernels.entropy import SCALE_BITS, START, Frame
 from ds_compress.kernels.reference.entropy import Coder, decode_entropy_by, encode_entropy_by
-from ds_compress.kernels.reference.rans import Coded, slots
+from ds_compress.kernels.reference.rans import Coded, contexts_of, slots
 
 
 def encode_entropy(x: Tensor, frame: Frame) -> Tensor:
@@ -30,11 +30,11 @@ def rans_encode(symbols: Tensor, frequencies: Tensor, frame: Frame) -> Coded:
     states = torch.empty(frame.blocks, frame.lanes, dtype=torch.int64, device=symbols.device)
     words = torch.empty(shape, dtype=torch.int32, device=symbols.device)
     written = torch.empty(shape, dtype=torch.int8, device=symbols.device)
-    starts = frequencies.cumsum(0) - frequencies
+    starts = frequencies.cumsum(1) - frequencies
     with torch.cuda.device_of(symbols):
         _encode[(frame.blocks,)](
             symbols,
-            frequencies,
+            frequencies.contiguous(),
             starts,
             states,
             words,
@@ -54,7 +54,7 @@ def rans_decode(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.rans.rans_decode`."""
     symbol_of, size_of, offset_of = slots(frequencies)
-    symbols = torch.empty(frame.numel, dtype=torch.uint8, device=words.device)
+    symbols = torch.empty(frame.numel, dtype=torch.int16, device=words.device)
     ends, left = torch.empty_like(states), torch.empty_like(places)
     with torch.cuda.device_of(words):
         _decode[(frame.blocks,)](
@@ -64,6 +64,7 @@ def rans_decode(
             symbol_of,
             size_of,
             offset_of,
+            contexts_of(frame, words.device),
             symbols,
             left,
             ends,
@@ -119,6 +120,7 @@ def _decode(
     symbol_of,
     size_of,
     offset_of,
+    contexts,
     symbols,
     left,
     ends,
@@ -135,8 +137,8 @@ def _decode(
     for step in range(steps):
         value = (block * steps + step) * LANES + lane
         exists = value < numel
-        slot = state & ((1 << SCALE_BITS) - 1)
-        tl.store(symbols + value, tl.load(symbol_of + slot).to(tl.uint8), mask=exists)
+        slot = (state & ((1 << SCALE_BITS) - 1)) + (tl.load(contexts + block * steps + step) << SCALE_BITS)
+        tl.store(symbols + value, tl.load(symbol_of + slot).to(tl.int16), mask=exists)
         fed = tl.load(size_of + slot) * (state >> SCALE_BITS) + tl.load(offset_of + slot)
         state = tl.where(exists, fed, state)
         empty = exists & (state < START)

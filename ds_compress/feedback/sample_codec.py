@@ -1,0 +1,255 @@
+"""A codec round which samples have buffers: messages are changes to them, as in AQ-SGD.
+
+    packet                                        a second packet, only when the message has unseen samples
+      payload of C(x - m)                           see ds_compress.feedback.first_visits
+      uint8 [samples]: 1 where it is a change to m
+      int64 [samples]: ids, see ds_compress.feedback.sample_ids
+
+Sender and receiver hold m for every sample: samples x elements x 2 bytes (bf16) on each side of each
+boundary, or `max_gb`.
+"""
+
+import logging
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_compress.codec import Codec, Context, Layout, TensorSpec
+from ds_compress.codecs.memory import Remembers
+from ds_compress.codecs.mixins import Observes, Offloads, SecondPacket
+from ds_compress.errors import CompressionError
+from ds_compress.feedback import sample_store
+from ds_compress.feedback.base import Feedback, FeedbackCodec, encode_and_decode
+from ds_compress.feedback.first_visits import FirstVisits, first_codec, to_bytes
+from ds_compress.feedback.sample_ids import SampleIds
+from ds_compress.kernels.numerics import is_finite, narrow, wide
+
+log = logging.getLogger("ds_compress")
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+STRANGE = 1000
+"""Messages from the first one on, without a sample that came before, that ask for a word."""
+
+
+class SampleCodec(FeedbackCodec, Remembers, Observes, Offloads, SecondPacket):
+    """Both sides hold the buffers and apply the same decoded changes to them."""
+
+    def __init__(self, feedback: Feedback, codec: Codec, sample_ids: SampleIds):
+        super().__init__(feedback, codec)
+        options = feedback.options
+        self.sample_ids = sample_ids
+        self.first = FirstVisits(codec, first_codec(options.first))
+        self._said = False
+        self._strange: dict[tuple[int, int], int] = {}  # messages without a sample that came before
+        most = None if options.max_gb is None else int(options.max_gb * 1e9)
+        self.rows = sample_store.Rows(
+            options.offload.device, DTYPES[options.dtype], options.offload.nvme_path, most
+        )
+
+    def layout(self, spec: TensorSpec) -> Layout:
+        samples = self.sample_ids.count([spec])
+        return self.codec.layout(spec) + (((samples,), torch.uint8),)
+
+    def rest(self, parts: tuple[Tensor, ...], spec: TensorSpec) -> Layout:
+        return self.first.rest(spec, self._rows_spec(spec), parts[-1].tolist().count(0))
+
+    def largest_rest(self, spec: TensorSpec) -> Layout:
+        rows = self._rows_spec(spec)
+        return self.first.rest(spec, rows, rows.shape[0])
+
+    def refuses(self, spec: TensorSpec) -> str:
+        return self.codec.refuses(spec) or self.first.refuses(self._rows_spec(spec))
+
+    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+        if ctx.training:
+            return self.encode_training(x, ctx)
+        samples = self.sample_ids.count([TensorSpec.of(x)])
+        return self.codec.encode(x, ctx) + (x.new_ones(samples, dtype=torch.uint8),)
+
+    def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
+        if ctx.training:
+            return self.decode_training(parts, spec, ctx)
+        return self.codec.decode(parts[:-1], spec, ctx)
+
+    def encode_training(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+        spec = TensorSpec.of(x)
+        keys = self._keys(spec, ctx)
+        seen = [key in ctx.memory and ctx.memory[key].shape == self._row_shape(spec) for key in keys]
+        self._look(keys, seen, spec, ctx)
+        by_sample = self._by_sample(x)
+        unseen = [i for i, known in enumerate(seen) if not known]
+        if unseen and self.first.all_at_once(spec, self._rows_spec(spec), len(unseen)):
+            payload, new = self.first.encode(by_sample, ctx)
+            self._begin(new, keys, ctx)
+            held, left = self.first.share_out(payload, spec)
+            return (*held, x.new_zeros(len(keys), dtype=torch.uint8), *left)
+        rest: tuple[Tensor, ...] = ()
+        start = None
+        if unseen and not self.first.are_changes:
+            start = by_sample[unseen]
+            rest = (start,)
+            if not self.first.dense:
+                payload, start = self.first.encode(start, ctx)
+                rest = (payload,)
+        old = self._buffers(keys, seen, start, spec, ctx)
+        change = by_sample.to(old.dtype) - old
+        parts, sent = encode_and_decode(self.codec, narrow(self._by_message(change), x), ctx)
+        self._advance(old, sent, keys, seen, ctx)
+        return (*parts, torch.tensor(seen, dtype=torch.uint8, device=x.device), *rest)
+
+    def decode_training(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
+        keys = self._keys(spec, ctx)
+        split = len(self.layout(spec)) - 1
+        parts, flags, rest = parts[:split], parts[split], parts[split + 1 :]
+        seen = [flag == 1 for flag in flags.tolist()]
+        missing = [key for key, known in zip(keys, seen) if known and key not in ctx.memory]
+        if missing:
+            raise CompressionError(
+                f"aqsgd: boundary {ctx.boundary}: the sender has a buffer {missing[0]!r} and this "
+                "side has none; load both from one checkpoint, or neither"
+            )
+        unseen, rows = seen.count(False), self._rows_spec(spec)
+        if unseen and unseen == len(seen) and self.first.all_at_once(spec, rows, unseen):
+            new = self.first.decode(to_bytes((*parts, *rest), spec.device), rows, ctx)
+            self._begin(new, keys, ctx)
+            return self._by_message(new)
+        start = rest[0] if rest else None
+        if start is not None and not self.first.dense:
+            unseen_rows = TensorSpec((unseen, *rows.shape[1:]), spec.dtype, spec.device)
+            start = self.first.decode(start, unseen_rows, ctx)
+        old = self._buffers(keys, seen, start, spec, ctx)
+        change = self.codec.decode(parts, spec, ctx)
+        return self._by_message(self._advance(old, change, keys, seen, ctx)).to(spec.dtype)
+
+    def observe(self, x: Tensor, ctx: Context) -> None:
+        if is_finite(x):
+            self._write(self._keys(TensorSpec.of(x), ctx), self._by_sample(x), ctx)
+
+    def check_memory(self, memory: Mapping[str, Tensor]) -> None:
+        self.rows.check(memory)
+
+    def saved(self, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self.rows.saved(memory)
+
+    def restored(self, memory: MutableMapping[str, Tensor]) -> None:
+        with sample_store.named("aqsgd, loading a checkpoint"):
+            self.rows.adopt(memory)
+
+    def prefetch(self, ids: Tensor, memory: MutableMapping[str, Tensor]) -> None:
+        keys = (self.rows.prefix + _name(number) for number in ids.tolist())
+        self.rows.prefetch([memory[key] for key in keys if key in memory])
+
+    def _look(self, keys: Sequence[str], seen: Sequence[bool], spec: TensorSpec, ctx: Context) -> None:
+        """Take note of which samples are known again, and say what a user should do something about."""
+        ctx.known = seen
+        if not self._said and any(key in ctx.memory and not known for key, known in zip(keys, seen)):
+            self._said = True
+            log.warning(
+                "aqsgd: boundary %d: samples come in another shape, now %s; each starts from a first visit, "
+                "here and later",
+                ctx.boundary,
+                list(self._row_shape(spec)),
+            )
+        place = ctx.boundary, ctx.position
+        count = self._strange.get(place, 0)
+        if any(seen) or count >= STRANGE:
+            self._strange[place] = STRANGE
+            return
+        self._strange[place] = count + 1
+        if count + 1 == STRANGE and ctx.replica == 0:
+            log.warning(strangers(self.feedback.options, ctx.boundary))
+
+    def _keys(self, spec: TensorSpec, ctx: Context) -> list[str]:
+        samples = self.sample_ids.count([spec])
+        if ctx.sample_ids is None or ctx.sample_ids.numel() != samples:
+            came = "none" if ctx.sample_ids is None else ctx.sample_ids.numel()
+            raise CompressionError(
+                f"aqsgd: boundary {ctx.boundary}: {came} sample ids came with a message of shape "
+                f"{list(spec.shape)}, expected {samples}; see batch_dim, and switch off pipe_partitioned"
+            )
+        keep = self.feedback.options.on_new_shape == "keep"
+        shape = "/" + "x".join(map(str, self._row_shape(spec))) if keep else ""
+        return [f"{self.rows.prefix}{_name(number)}{shape}" for number in ctx.sample_ids.tolist()]
+
+    def _row_shape(self, spec: TensorSpec) -> tuple[int, ...]:
+        if self.feedback.options.scope == "micro_batch":
+            return spec.shape
+        dim = self.feedback.options.batch_dim
+        return spec.shape[:dim] + spec.shape[dim + 1 :]
+
+    def _by_sample(self, x: Tensor) -> Tensor:
+        """`x` as [samples, ...]."""
+        if self.feedback.options.scope == "micro_batch":
+            return x[None]
+        return x.movedim(self.feedback.options.batch_dim, 0)
+
+    def _by_message(self, rows: Tensor) -> Tensor:
+        """The inverse of `_by_sample`."""
+        if self.feedback.options.scope == "micro_batch":
+            return rows[0]
+        return rows.movedim(0, self.feedback.options.batch_dim)
+
+    def _rows_spec(self, spec: TensorSpec) -> TensorSpec:
+        """`spec` as [samples, ...]."""
+        samples = self.sample_ids.count([spec])
+        return TensorSpec((samples, *self._row_shape(spec)), spec.dtype, spec.device)
+
+    def _buffers(
+        self, keys: Sequence[str], seen: Sequence[bool], start: Tensor | None, spec: TensorSpec, ctx: Context
+    ) -> Tensor:
+        """[samples, ...] what the message is a change to: buffers of the seen samples, rows of `start` of the
+        others, or zeros."""
+        dtype = wide(spec.dtype)
+        known = [i for i, is_known in enumerate(seen) if is_known]
+        make = torch.zeros if start is None and len(known) < len(keys) else torch.empty
+        old = make(self._rows_spec(spec).shape, dtype=dtype, device=spec.device)
+        if known:
+            old[known] = self.rows.read([ctx.memory[keys[i]] for i in known], dtype, spec.device)
+        if start is not None and len(known) < len(keys):
+            old[[i for i, is_known in enumerate(seen) if not is_known]] = start.to(dtype)
+        return old
+
+    def _advance(
+        self, old: Tensor, change: Tensor, keys: Sequence[str], seen: Sequence[bool], ctx: Context
+    ) -> Tensor:
+        """The new buffers, [samples, ...]; not finite, and not kept, where the message was not."""
+        new = old + self._by_sample(change).to(old.dtype)
+        if self.first.dense and not self.first.are_changes:  # what C makes of no change may be one
+            known = torch.tensor(seen, dtype=torch.bool, device=old.device)
+            new = torch.where(known.view(-1, *[1] * (old.dim() - 1)), new, old)
+        finite = is_finite(new)
+        # A first visit must not be remembered at all: how many buffers there are is for the host to know, so
+        # it waits for the device.
+        if all(seen) or finite:
+            self._write(keys, torch.where(finite, new, old), ctx)
+        return new
+
+    def _begin(self, new: Tensor, keys: Sequence[str], ctx: Context) -> None:
+        """Buffers of samples that crossed by themselves; none where the message was not finite."""
+        if is_finite(new):
+            self._write(keys, new, ctx)
+
+    def _write(self, keys: Sequence[str], values: Tensor, ctx: Context) -> None:
+        with sample_store.named(f"aqsgd: boundary {ctx.boundary}"):
+            self.rows.write(ctx.memory, keys, values)
+
+
+def strangers(options: Any, boundary: int) -> str:
+    """What to say where no sample has come before."""
+    advice = "an epoch may be longer than that, else look at `ids`"
+    if options.ids == "hash":
+        advice = (
+            'an epoch may be longer; else inputs are augmented, and "ids": {"column": 2} finds them again'
+        )
+    if options.max_gb is not None:
+        advice += f", or raise max_gb, which is {options.max_gb:g}"
+    return (
+        f"aqsgd: boundary {boundary}: in {STRANGE} messages no sample came a second time, so buffers are of "
+        f"no use: {advice} (docs/aqsgd.md)"
+    )
+
+
+def _name(sample_id: int) -> str:
+    return f"{sample_id & 2**64 - 1:016x}"
