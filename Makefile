@@ -12,7 +12,7 @@ PEERS := .venv-peers
 WORKERS := $(shell $(PYTHON) -c "import os; print(min(4, (3 * os.cpu_count() + 1) // 2))")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench bench-floors bench-peers bench-gpu bench-net reproduce pipelines faults matrix docs clean
+.PHONY: help demo test test-slow lint bench bench-floors bench-small bench-peers bench-gpu bench-net reproduce pipelines faults matrix docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ bench: $(INSTALLED) ## speed and error of every codec on this machine
 
 bench-floors: $(INSTALLED) ## the least speed of codecs on one core, judged
 	OMP_NUM_THREADS=1 $(BIN)/python launch/bench/floors.py
+
+bench-small: $(INSTALLED) ## what a small message costs through the channel, and what a feedback adds to a large one
+	OMP_NUM_THREADS=1 $(BIN)/python launch/bench/small.py
 
 $(PEERS)/.installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(PEERS)

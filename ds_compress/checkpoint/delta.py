@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.feedback.state import int8_decode
-from ds_compress.kernels.reference.feedback import GROUP, grouped, int8_codes
+from ds_compress.kernels.reference.feedback import GROUP, grouped, int8_codes, int8_scales
 
 
 def delta_encode(value: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
@@ -17,9 +17,8 @@ def delta_encode(value: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
     change to 0 instead: its scale comes with a minus sign.
     """
     new, old = grouped(value), grouped(base)
-    largest = new.abs().amax(1)
-    near = (new - old).abs().amax(1) <= largest
-    steps = largest / 127
+    near = (new - old).abs().amax(1) <= new.abs().amax(1)
+    steps = int8_scales(new)
     change = new - torch.where(near[:, None], old, 0.0)
     return int8_codes(change, steps, value.shape), torch.where(near, steps, -steps)
 

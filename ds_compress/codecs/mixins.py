@@ -10,7 +10,8 @@
     BothDirections        must be the codec of both directions                          pca, autoencoder
     OnlyReceiverDecodes   decodes by state that the sender does not have                autoencoder
     DecodesByProduct      decodes to other last bits on other processors                lowrank, pca
-    EncodesWithError      encodes and tells what is lost in one pass over the memory    quantize
+    EncodesInto           encodes into the packet, without a copy                       quantize
+    FusesFeedback         has passes over the memory that do a feedback's steps too     quantize
 
 Whoever needs one of them asks with `isinstance`, or with `layers` where a feedback may be wrapped round the
 codec.
@@ -151,17 +152,41 @@ class DecodesByProduct:
     """
 
 
-class EncodesWithError(ABC):
-    """Has a pass over the memory that does what error feedback takes several for, with the same result."""
+class EncodesInto(ABC):
+    """Writes what it makes where it is to be: new memory and a copy cost as much as few values do."""
 
     @abstractmethod
-    def encode_with_error(
-        self, x: Tensor, residual: Tensor, factor: Tensor, ctx: Context
-    ) -> tuple[tuple[Tensor, ...], Tensor] | None:
-        """`encode` of x + factor * residual, and what of that sum the receiver will not get; None where there
-        is no such pass for this message.
+    def encode_into(self, x: Tensor, ctx: Context, out: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+        """`encode` into `out`, contiguous memory as `layout` describes it, which is returned; None for new
+        memory."""
 
-        Args:
-            residual: finite, of x's shape and dtype `wide(x.dtype)`, which is also that of the error.
-            factor: fp32, one element, on x's device.
-        """
+
+class FusesFeedback(ABC):
+    """Has passes over the memory that do what a feedback takes several for, with the same result.
+
+    `state`: of x's shape, as it is kept: one tensor, or int8 codes and their scales; finite. All return None
+    where there is no such pass for this message: it depends on options, shape and dtypes alone. What they
+    call finite is a bool of one element, on the device; loss scales are those of `ctx`.
+    """
+
+    @abstractmethod
+    def encode_with_residual(
+        self, x: Tensor, state: tuple[Tensor, ...], share: float, rest: float, ctx: Context
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor] | None:
+        """`encode` of x + scale * state, or of x alone where that is not finite; the next state, share *
+        state + rest * lost / scale, where `lost` is what of the sum the receiver will not get; and whether
+        `x` and the next state are finite."""
+
+    @abstractmethod
+    def encode_change(
+        self, x: Tensor, state: Tensor, ctx: Context
+    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor] | None:
+        """`encode` of x - scale * state; the next state, state + sent / scale, where `sent` is what the
+        receiver will get; and whether that state is finite."""
+
+    @abstractmethod
+    def decode_change(
+        self, parts: tuple[Tensor, ...], state: Tensor, spec: TensorSpec, ctx: Context
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Scale * next state as `spec` has it, what `encode_change` gave `parts` for; that state; and whether
+        it is finite."""

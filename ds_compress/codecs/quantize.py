@@ -13,18 +13,19 @@ from ds_compress.codec import Codec, CodecOptions, Context, Layout, Stability, T
 from ds_compress.codecs import bounds
 from ds_compress.codecs.groups import Fill, GroupSize, group_shape, join, moved_spec, split
 from ds_compress.codecs.mixed import Mixed, map_size, reunite, separate
-from ds_compress.codecs.mixins import EncodesWithError
+from ds_compress.codecs.mixins import EncodesInto, FusesFeedback
 from ds_compress.kernels import gaussian
 from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.bits import packed_size
 from ds_compress.kernels.dispatch import kernels
 from ds_compress.kernels.hadamard import key_of
+from ds_compress.kernels.memory import delivered
 
 _SCALE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @register("quantize")
-class Quantize(Codec, EncodesWithError):
+class Quantize(Codec, EncodesInto, FusesFeedback):
     """Quantization to 1-8 bits, with one scale for each group of values."""
 
     examples = (
@@ -124,39 +125,66 @@ class Quantize(Codec, EncodesWithError):
         )
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
-        options = self.options
+        return self.encode_into(x, ctx, None)
+
+    def encode_into(self, x: Tensor, ctx: Context, out: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+        options, backend = self.options, kernels(x.device)
         drawn = options.rounding == "stochastic"
         dither = ctx.key("dither") if drawn else None
-        groups, backend = split(x, options.group_size, options.axis, self._fill), kernels(x.device)
+        groups = split(x, options.group_size, options.axis, self._fill)
         grid = self._grid(options.bits, ctx.seed)
         if options.mixed is None:
-            return backend.quantize(groups, grid, dither)
+            return backend.quantize(groups, grid, dither, out)
         tile_map, high, low = separate(groups, options.mixed.counts(len(groups))[0])
+        low_grid = self._grid(options.mixed.low_bits, ctx.seed)
         low_dither = ctx.key("dither", "low_bits") if drawn else None
-        return (
-            tile_map,
-            *backend.quantize(high, grid, dither),
-            *backend.quantize(low, self._grid(options.mixed.low_bits, ctx.seed), low_dither),
-        )
+        parts = tile_map, *backend.quantize(high, grid, dither), *backend.quantize(low, low_grid, low_dither)
+        return delivered(parts, out)
 
-    def encode_with_error(
-        self, x: Tensor, residual: Tensor, factor: Tensor, ctx: Context
-    ) -> tuple[tuple[Tensor, ...], Tensor] | None:
+    def encode_with_residual(
+        self, x: Tensor, state: tuple[Tensor, ...], share: float, rest: float, ctx: Context
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor] | None:
         options = self.options
-        if (
-            options.mixed
-            or options.rounding == "stochastic"
-            or self._fill == "mean"  # that of a sum is not the sum of those of its terms
-            or x.dtype not in (torch.float32, torch.bfloat16)
-        ):
+        size, coded = options.group_size, len(state) == 2
+        in_order = options.axis == -1 and isinstance(size, int) and x.numel() % size == 0
+        if not self._fuses(x.dtype) or (coded and not in_order):  # codes share scales in the order of values
             return None
-        groups, residual = (
-            split(part, options.group_size, options.axis, self._fill) for part in (x, residual)
+        groups, held, grid = self._split(x), self._split(state[0]), self._grid(options.bits, ctx.seed)
+        parts, new, finite = kernels(x.device).quantize_with_residual(
+            groups, (held, *state[1:]), ctx.loss_scale, share, rest, grid
         )
-        grid = self._grid(options.bits, ctx.seed)
-        parts, error = kernels(x.device).quantize_with_error(groups, residual, factor, grid)
-        spec = TensorSpec(x.shape, torch.float32, x.device)
-        return parts, join(error, spec, options.group_size, options.axis)
+        return parts, (self._joined(new[0], x.shape), *new[1:]), finite
+
+    def encode_change(
+        self, x: Tensor, state: Tensor, ctx: Context
+    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor] | None:
+        if not self._fuses(x.dtype):
+            return None
+        groups, held, grid = self._split(x), self._split(state), self._grid(self.options.bits, ctx.seed)
+        parts, new, finite = kernels(x.device).quantize_change(groups, held, ctx.loss_scale, grid)
+        return parts, self._joined(new, x.shape), finite
+
+    def decode_change(
+        self, parts: tuple[Tensor, ...], state: Tensor, spec: TensorSpec, ctx: Context
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        if not self._fuses(spec.dtype):
+            return None
+        held, grid = self._split(state), self._grid(self.options.bits, ctx.seed)
+        backend = kernels(state.device)
+        values, new, finite = backend.dequantize_change(parts, held, ctx.loss_scale, grid, spec.dtype)
+        return self._joined(values, spec.shape), self._joined(new, spec.shape), finite
+
+    def _fuses(self, dtype: torch.dtype) -> bool:
+        plain = self.options.mixed is None and self.options.rounding == "nearest"
+        # the mean of a sum is not the sum of those of its terms
+        return plain and dtype in (torch.float32, torch.bfloat16) and self._fill != "mean"
+
+    def _split(self, x: Tensor) -> Tensor:
+        return split(x, self.options.group_size, self.options.axis, self._fill)
+
+    def _joined(self, groups: Tensor, shape: tuple[int, ...]) -> Tensor:
+        spec = TensorSpec(shape, groups.dtype, groups.device)
+        return join(groups, spec, self.options.group_size, self.options.axis)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         options, backend = self.options, kernels(parts[0].device)

@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Stability, TensorSpec
-from ds_compress.codecs.mixins import EncodesWithError, Follows
+from ds_compress.codecs.mixins import Follows, FusesFeedback
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.state import KeepsState, State, StateOptions
 from ds_compress.kernels.dispatch import kernels
@@ -51,37 +51,42 @@ class ErrorFeedbackCodec(FeedbackCodec, KeepsState):
         super().__init__(feedback, codec)
         self.state = State(feedback.name, "sender", feedback.options, feedback.options.dtype)
         self._follows = codec if isinstance(codec, Follows) else None
+        # what such a pass calls lost includes what a codec that follows another one could not carry
+        self._fused = codec if isinstance(codec, FusesFeedback) and self._follows is None else None
 
     def encode_training(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         spec = TensorSpec.of(x)
-        old = self.residual(ctx, spec)
-        finite = kernels(x.device).finite(x)
-        parts, error = encode_with_error(self.codec, x, old, finite * ctx.loss_scale, ctx)
-        sent = self._follows.sent(spec, ctx) if self._follows is not None else None
-        if sent is not None:  # what is not sent keeps its residual
-            error = torch.where(sent, error, old * ctx.loss_scale)
-        new = self.updated(old, error if ctx.loss_scale == 1 else error / ctx.loss_scale)
-        self.state.save(ctx, spec, new, keep=~(finite & kernels(x.device).finite(new)))
+        old, found = self.residual(ctx, spec), None
+        if self._fused is not None:
+            found = self._fused.encode_with_residual(x, old, *self.shares, ctx)
+        parts, new, finite = found or self._in_steps(x, old, spec, ctx)
+        self.state.replace(ctx, spec, new, finite)
         return parts
 
-    def residual(self, ctx: Context, spec: TensorSpec) -> Tensor:
-        """What is added to a message of `spec`."""
-        return self.state.load(ctx, spec)
+    def residual(self, ctx: Context, spec: TensorSpec) -> tuple[Tensor, ...]:
+        """What is added to a message of `spec`, as it is stored."""
+        return self.state.stored(ctx, spec)
 
-    def updated(self, residual: Tensor, error: Tensor) -> Tensor:
-        """The next residual, from the one that was added and from what the message then lost."""
-        decay = self.feedback.options.decay
-        return error if decay == 1 else decay * error
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Of the residual that was added and of what the message then lost, in the next residual."""
+        return 0.0, self.feedback.options.decay
 
-
-def encode_with_error(
-    codec: Codec, x: Tensor, residual: Tensor, factor: Tensor, ctx: Context
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """What `codec` encodes x + factor * residual to, and what of that sum the receiver will not get; see
-    `EncodesWithError`, which does it in one pass where it can."""
-    found = codec.encode_with_error(x, residual, factor, ctx) if isinstance(codec, EncodesWithError) else None
-    if found is not None:
-        return found
-    total = x.to(residual.dtype) + residual * factor
-    parts, sent = encode_and_decode(codec, narrow(total, x), ctx)
-    return parts, total - sent
+    def _in_steps(
+        self, x: Tensor, stored: tuple[Tensor, ...], spec: TensorSpec, ctx: Context
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+        """See `FusesFeedback.encode_with_residual`."""
+        residual, finite = self.state.values(stored, spec), kernels(x.device).finite(x)
+        total = x.to(residual.dtype) + residual * (finite.float() * ctx.loss_scale)
+        parts, sent = encode_and_decode(self.codec, narrow(total, x), ctx)
+        error = total - sent
+        carried = self._follows.sent(spec, ctx) if self._follows is not None else None
+        if carried is not None:  # what is not sent keeps its residual
+            error = torch.where(carried, error, residual * ctx.loss_scale)
+        error = error if ctx.loss_scale == 1 else error / ctx.loss_scale
+        share, rest = self.shares
+        if share:
+            new = kernels(x.device).blended(residual, error, share)
+        else:
+            new = error if rest == 1 else rest * error
+        return parts, self.state.kept(new, spec), finite & kernels(x.device).finite(new)

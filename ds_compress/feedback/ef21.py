@@ -5,7 +5,7 @@ from typing import Literal
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Stability, TensorSpec
-from ds_compress.codecs.mixins import Observes
+from ds_compress.codecs.mixins import FusesFeedback, Observes
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.state import KeepsState, State, StateOptions
 from ds_compress.kernels.dispatch import kernels
@@ -35,33 +35,38 @@ class EF21(Feedback):
 
 
 class EF21Codec(FeedbackCodec, KeepsState, Observes):
-    """Both sides hold A in units that the loss scale does not change, and add the same decoded message to
-    it."""
+    """Both sides hold A in units that the loss scale does not change, and add the same decoded message to it;
+    a state that is not finite, as the message was not, is not kept."""
 
     def __init__(self, feedback: Feedback, codec: Codec):
         super().__init__(feedback, codec)
         self.state = State(feedback.name, "mirror", feedback.options, feedback.options.dtype)
+        self._fused = codec if isinstance(codec, FusesFeedback) else None
 
     def encode_training(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         spec = TensorSpec.of(x)
         state = self.state.load(ctx, spec)
-        change = kernels(x.device).changed(x, state, ctx.loss_scale)
-        parts, sent = encode_and_decode(self.codec, change, ctx)
-        self._advance(state, sent, spec, ctx)
+        found = self._fused.encode_change(x, state, ctx) if self._fused is not None else None
+        if found is None:
+            change = kernels(x.device).changed(x, state, ctx.loss_scale)
+            parts, sent = encode_and_decode(self.codec, change, ctx)
+            found = parts, *kernels(x.device).advanced(state, sent, ctx.loss_scale)
+        parts, new, finite = found
+        self.state.save(ctx, spec, new, finite)
         return parts
 
     def decode_training(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         state = self.state.load(ctx, spec)
-        change = self.codec.decode(parts, spec, ctx)
-        return (self._advance(state, change, spec, ctx) * ctx.loss_scale).to(spec.dtype)
+        found = self._fused.decode_change(parts, state, spec, ctx) if self._fused is not None else None
+        if found is None:
+            change = self.codec.decode(parts, spec, ctx)
+            new, finite = kernels(change.device).advanced(state, change, ctx.loss_scale)
+            found = (new * ctx.loss_scale).to(spec.dtype), new, finite
+        arrived, new, finite = found
+        self.state.save(ctx, spec, new, finite)
+        return arrived
 
     def observe(self, x: Tensor, ctx: Context) -> None:
         spec = TensorSpec.of(x)
         new = x.to(wide(x.dtype)) / ctx.loss_scale
-        self.state.save(ctx, spec, new, keep=~is_finite(new))
-
-    def _advance(self, state: Tensor, change: Tensor, spec: TensorSpec, ctx: Context) -> Tensor:
-        """The new state; not finite, and not kept, where the message was not."""
-        new, finite = kernels(change.device).advanced(state, change, ctx.loss_scale)
-        self.state.save(ctx, spec, new, keep=~finite)
-        return new
+        self.state.save(ctx, spec, new, is_finite(new))

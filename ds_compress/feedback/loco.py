@@ -2,7 +2,6 @@
 
 from typing import Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -10,7 +9,6 @@ from ds_compress.codec import Codec, Context, Stability, TensorSpec
 from ds_compress.feedback.base import FEEDBACKS, Feedback
 from ds_compress.feedback.ef import ErrorFeedbackCodec
 from ds_compress.feedback.state import StateOptions
-from ds_compress.kernels.dispatch import kernels
 from ds_compress.registry import Steps
 
 
@@ -43,12 +41,13 @@ class LoCo(Feedback):
 class LoCoCodec(ErrorFeedbackCodec):
     """EF with another update, and a reset that every rank finds in the step number."""
 
-    def residual(self, ctx: Context, spec: TensorSpec) -> Tensor:
-        residual = super().residual(ctx, spec)
+    def residual(self, ctx: Context, spec: TensorSpec) -> tuple[Tensor, ...]:
         options = self.feedback.options
         due = options.reset_every and ctx.step % options.reset_every == 0
         first = ctx.micro_batch == 0 or options.scope == "micro_batch"
-        return torch.zeros_like(residual) if due and first else residual
+        return self.state.zeros(spec) if due and first else super().residual(ctx, spec)
 
-    def updated(self, residual: Tensor, error: Tensor) -> Tensor:
-        return kernels(error.device).blended(residual, error, self.feedback.options.beta)
+    @property
+    def shares(self) -> tuple[float, float]:
+        beta = self.feedback.options.beta
+        return beta, 1 - beta

@@ -74,7 +74,7 @@ class MixedErrorFeedbackCodec(FeedbackCodec, KeepsState):
         second, resent = encode_and_decode(self.shares[1], narrow(residual, x), contexts[1])
         _merge_selections(ctx, contexts)
         new = (x.to(old.dtype) + residual - _sum(sent, resent)) / ctx.loss_scale
-        self.state.save(ctx, spec, new, keep=~(finite & is_finite(new)))
+        self.state.save(ctx, spec, new, finite & is_finite(new))
         return first + second
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:

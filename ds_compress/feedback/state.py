@@ -50,21 +50,28 @@ class State:
 
     def load(self, ctx: Context, spec: TensorSpec) -> Tensor:
         """The buffer for messages of `spec`: zeros until something was saved."""
-        stored = self._stored(ctx, spec)
-        if self.dtype == "int8":
-            codes, scales = stored
-            return int8_decode(codes, scales).to(wide(spec.dtype))
-        return stored[0].to(wide(spec.dtype))
+        return self.values(self.stored(ctx, spec), spec)
 
-    def save(self, ctx: Context, spec: TensorSpec, value: Tensor, keep: Tensor) -> None:
-        """Make `value` the buffer where `keep` (bool, one element on the device) is false, else leave the old
-        one."""
+    def save(self, ctx: Context, spec: TensorSpec, value: Tensor, finite: Tensor) -> None:
+        """Make `value` the buffer where `finite` (bool, one element on the device) is true, else leave the
+        old one."""
+        self.replace(ctx, spec, self.kept(value, spec), finite)
+
+    def replace(self, ctx: Context, spec: TensorSpec, kept: tuple[Tensor, ...], finite: Tensor) -> None:
+        """The same of what `kept` made of a value."""
+        choose = kernels(finite.device).choose
+        for key, entry, old in zip(self._keys(ctx, spec), kept, self.stored(ctx, spec)):
+            ctx.memory[key] = choose(finite, entry, old)
+
+    def values(self, stored: tuple[Tensor, ...], spec: TensorSpec) -> Tensor:
+        """What `stored` holds."""
+        return (int8_decode(*stored) if len(stored) == 2 else stored[0]).to(wide(spec.dtype))
+
+    def kept(self, value: Tensor, spec: TensorSpec) -> tuple[Tensor, ...]:
+        """`value` as it is stored."""
         if self.dtype == "int8":
-            new: tuple[Tensor, ...] = int8_encode(value)
-        else:
-            new = (value.to(torch.bfloat16 if self.dtype == "bf16" else wide(spec.dtype)),)
-        for key, entry, old in zip(self._keys(ctx, spec), new, self._stored(ctx, spec)):
-            ctx.memory[key] = kernels(keep.device).choose(keep, old, entry)
+            return int8_encode(value)
+        return (value.to(torch.bfloat16 if self.dtype == "bf16" else wide(spec.dtype)),)
 
     def check(self, memory: Mapping[str, Tensor]) -> None:
         """Look at the entries of one direction, just read from a checkpoint; see `Remembers.check_memory`."""
@@ -89,11 +96,12 @@ class State:
             key += "/" + "x".join(map(str, spec.shape))
         return [f"{key}.codes", f"{key}.scales"] if self.dtype == "int8" else [key]
 
-    def _stored(self, ctx: Context, spec: TensorSpec) -> list[Tensor]:
+    def stored(self, ctx: Context, spec: TensorSpec) -> tuple[Tensor, ...]:
+        """The buffer as it is kept: one tensor, or int8 codes and their scales."""
         keys = self._keys(ctx, spec)
         found = [ctx.memory[key] for key in keys if key in ctx.memory]
         if found and found[0].shape == spec.shape:
-            return [entry.to(spec.device) for entry in found]
+            return tuple(entry.to(spec.device) for entry in found)
         if found and not self._said:
             self._said = True
             log.warning(
@@ -106,17 +114,18 @@ class State:
                 list(spec.shape),
                 list(found[0].shape),
             )
-        return self._zeros(spec)
+        return self.zeros(spec)
 
-    def _zeros(self, spec: TensorSpec) -> list[Tensor]:
+    def zeros(self, spec: TensorSpec) -> tuple[Tensor, ...]:
+        """What is kept before anything was saved."""
         if self.dtype == "int8":
             groups = -(-spec.numel // GROUP)
-            return [
+            return (
                 torch.zeros(spec.shape, dtype=torch.int8, device=spec.device),
                 torch.zeros(groups, dtype=torch.float32, device=spec.device),
-            ]
+            )
         dtype = torch.bfloat16 if self.dtype == "bf16" else wide(spec.dtype)
-        return [torch.zeros(spec.shape, dtype=dtype, device=spec.device)]
+        return (torch.zeros(spec.shape, dtype=dtype, device=spec.device),)
 
 
 class KeepsState(Remembers):

@@ -53,3 +53,8 @@ def scratch(role: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if role not in buffers or buffers[role].numel() < nbytes:
         buffers[role] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     return buffers[role][:nbytes].view(dtype).view(shape)
+
+
+def delivered(parts: tuple[Tensor, ...], out: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+    """`parts`, in the memory `out` where there is some."""
+    return parts if out is None else tuple(place.copy_(part) for place, part in zip(out, parts, strict=True))

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, MessageId, TensorSpec, check_accepted
 from ds_compress.codecs.memory import Remembers
-from ds_compress.codecs.mixins import Learns, Observes, Offloads, SecondPacket, layers
+from ds_compress.codecs.mixins import EncodesInto, Learns, Observes, Offloads, SecondPacket, layers
 from ds_compress.config import DIRECTIONS, BoundaryCodecs, Config
 from ds_compress.errors import CompressionError
 from ds_compress.message.layout import Counters, Encoded, MessageLayout, explain, why_exempt
-from ds_compress.message.packet import Header, PacketLayout
+from ds_compress.message.packet import Header, PacketLayout, fill, seal
 from ds_compress.message.state import BoundaryState
 
 Kind = tuple[bool, bool, int, tuple[bool, ...] | None]
@@ -96,26 +96,26 @@ class Channel:
         message = self.message(tensors, message_id)
         layout = message.packet
         packet = memory(layout.nbytes) if memory else layout.allocate(message.device)
-        parts: list[Tensor] = []
-        rest: list[Tensor] = []
-        known: list[bool] = []
+        views, rest, known = layout.views(packet), list[Tensor](), list[bool]()
         with torch.no_grad():
             if not message.compressed and message_id.training:
                 self._observe(tensors, message, message_id)
-            for tensor, codec, split, position in zip(
-                tensors, message.codecs, message.splits, message.positions
-            ):
+            for tensor, (codec, place, position) in zip(tensors, message.ways):
                 if codec is None:
-                    parts.append(tensor)
+                    fill(views[place], (tensor,))
+                    continue
+                ctx = self.boundary.context(message_id, position)
+                tensor = tensor.detach() if tensor.requires_grad else tensor
+                if isinstance(codec, EncodesInto):
+                    codec.encode_into(tensor, ctx, views[place])
                 else:
-                    ctx = self.boundary.context(message_id, position)
-                    own = codec.encode(tensor.detach(), ctx)
-                    parts += own[:split]
-                    rest += own[split:]
-                    known += ctx.known
+                    own, count = codec.encode(tensor, ctx), place.stop - place.start
+                    fill(views[place], own[:count])
+                    rest += own[count:]
+                known += ctx.known
             if message.ids:
-                parts.append(self.boundary.sample_ids[message_id.micro_batch])
-            layout.write(packet, self._header(layout, message_id), tuple(parts))
+                fill(views[-1:], (self.boundary.sample_ids[message_id.micro_batch],))
+            seal(packet, self._header(layout, message_id))
             encoded = Encoded(packet, self._rest_packet(rest, message_id) if rest else None, message)
         self.sent.add(encoded, known)
         return encoded
@@ -139,10 +139,8 @@ class Channel:
         if packet.device.type == "cpu" or message.headers_left > 0 or header.sealed:
             message.headers_left -= 1
             header.check(packet)
-        views, parts, start = message.packet.views(packet), [], 0
-        for split in message.splits:
-            parts.append(views[start : start + split])
-            start += split
+        views = message.packet.views(packet)
+        parts = [views[place] for place in message.places]
         if message.ids:
             self.boundary.sample_ids[message_id.micro_batch] = views[-1].cpu().clone()
         if message.has_rest:

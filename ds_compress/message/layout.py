@@ -1,5 +1,6 @@
 """What a message looks like, known from its tensors' shapes and dtypes alone."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -34,7 +35,9 @@ class MessageLayout:
         self.exempt = exempt
         self.codecs = [None if reason else codec for reason in exempt]
         layouts = [c.layout(s) if c else ((s.shape, s.dtype),) for c, s in zip(self.codecs, specs)]
-        self.splits = [len(layout) for layout in layouts]
+        ends = [0, *itertools.accumulate(map(len, layouts))]
+        self.places = [slice(start, end) for start, end in itertools.pairwise(ends)]
+        """Of each tensor: which payload tensors of the packet are its own."""
         identity = [(s.shape, s.dtype, c.settings if c else None) for c, s in zip(self.codecs, specs)]
         self.ids = ids
         id_layout = (((ids,), torch.int64),) if ids else ()
@@ -43,6 +46,7 @@ class MessageLayout:
         floats = [spec.dtype.is_floating_point for spec in specs]
         self.positions = [sum(floats[:index]) for index in range(len(specs))]
         """Of each tensor among those that are float, so that a gradient finds its activation."""
+        self.ways = [*zip(self.codecs, self.places, self.positions)]
         self.raw_bytes = sum(spec.nbytes for spec in specs)
         self.device = specs[0].device
         self.headers_left = HEADERS_CHECKED

@@ -18,6 +18,7 @@ All numbers are little-endian. The alignment lets the receiver use the body in p
 import hashlib
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,7 +81,12 @@ class Header(MessageId):
             CompressionError: naming the first field that differs, what came and what was expected.
         """
         expected = self.pack(_checksum(packet) if self.sealed else 0)
-        data = packet[:HEADER_SIZE].cpu().numpy().tobytes()
+        # a slice costs several times what the header does
+        data = (
+            packet.numpy()[:HEADER_SIZE].tobytes()
+            if packet.is_cpu
+            else packet[:HEADER_SIZE].cpu().numpy().tobytes()
+        )
         if data == expected:
             return
         came, wanted = Header.unpack(data), Header.unpack(expected)
@@ -124,7 +130,7 @@ class PacketLayout:
         """
         if packet.numel() != self.nbytes:
             raise CompressionError(f"packet: {packet.numel()} bytes came, expected {self.nbytes}")
-        views, wide = [], dict[torch.dtype, Tensor]()
+        views, wide = [], {torch.uint8: packet}
         for dtype, shape, strides, start in self._places:  # each operation costs what a thousand values cost
             whole = wide.get(dtype)
             if whole is None:
@@ -138,21 +144,38 @@ class PacketLayout:
         Raises:
             CompressionError: a part has another shape or dtype than its layout promised.
         """
-        views = self.views(packet)
-        if len(parts) != len(views):
-            raise CompressionError(f"packet: {len(parts)} payload tensors came, the layout has {len(views)}")
-        for view, part in zip(views, parts):
-            if part.shape != view.shape or part.dtype != view.dtype:
-                raise CompressionError(
-                    f"packet: payload of {tuple(part.shape)} {part.dtype} came, "
-                    f"the layout says {tuple(view.shape)} {view.dtype}"
-                )
-            view.copy_(part)
-        checksum = _checksum(packet) if header.sealed else 0
-        start = torch.frombuffer(bytearray(header.pack(checksum)), dtype=torch.uint8)
-        if packet.is_cuda:  # from pageable memory the host would wait for the copy
-            start = start.pin_memory()
-        packet[:HEADER_SIZE].copy_(start, non_blocking=True)
+        fill(self.views(packet), parts)
+        seal(packet, header)
+
+
+def fill(views: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    """Copy payload tensors to their places, one for each of `views`.
+
+    Raises:
+        CompressionError: parts are missing or too many, or one has another shape or dtype than its layout
+            promised.
+    """
+    if len(parts) != len(views):
+        raise CompressionError(f"packet: {len(parts)} payload tensors came, the layout has {len(views)}")
+    for view, part in zip(views, parts):
+        if part.shape != view.shape or part.dtype != view.dtype:
+            raise CompressionError(
+                f"packet: payload of {tuple(part.shape)} {part.dtype} came, "
+                f"the layout says {tuple(view.shape)} {view.dtype}"
+            )
+        view.copy_(part)
+
+
+def seal(packet: Tensor, header: Header) -> None:
+    """Write the header in front of a packet whose body is complete."""
+    data = header.pack(_checksum(packet) if header.sealed else 0)
+    if packet.is_cpu:
+        packet.numpy().data[:HEADER_SIZE] = data
+        return
+    start = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    if packet.is_cuda:  # from pageable memory the host would wait for the copy
+        start = start.pin_memory()
+    packet[:HEADER_SIZE].copy_(start, non_blocking=True)
 
 
 def _checksum(packet: Tensor) -> int:

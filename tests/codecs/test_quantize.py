@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.codec import Context, TensorSpec, build
+from ds_compress.codecs.quantize import Quantize
 from ds_compress.errors import CompressionError
-from ds_compress.feedback.base import encode_and_decode
-from ds_compress.feedback.ef import encode_with_error
 from ds_compress.kernels.hadamard import diagonal, key_of
-from ds_compress.kernels.numerics import narrow, wide
 from tests.support.measure import bits_per_value, relative_error, residual_stream, roundtrip
+from tests.support.same_bits import assert_same_bits
 
 
 @pytest.fixture(scope="module")
@@ -226,39 +225,12 @@ def test_refusals(options, reason):
     assert str(error.value) == reason
 
 
-def in_steps(codec, x, residual, factor):
-    """The passes that EF would take one by one: add the residual, encode, decode, subtract."""
-    total = x.to(residual.dtype) + residual * factor
-    parts, sent = encode_and_decode(codec, narrow(total, x), Context())
-    return parts, total - sent
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"bits": 4},
-        {"bits": 8, "scheme": "symmetric"},
-        {"bits": 1, "scheme": "symmetric"},
-        {"bits": 3, "hadamard": True},
-        {"group_size": "tensor"},
-        {"group_size": "channel"},
-        {"axis": 0, "group_size": 32},
-        {"bits": 2, "grid": "gaussian"},
-        {"rounding": "stochastic"},
-        {"scale_dtype": "fp32"},
-        {"group_size": 32, "mixed": {"share": 0.5, "low_bits": 2}},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("shape", [(3, 50, 37), (70, 1000)])
-def test_error_feedback_in_one_pass_changes_nothing(options, dtype, shape):
-    codec = build({"name": "quantize", **options})
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(shape, generator=generator).to(dtype)
-    residual = torch.randn(shape, generator=generator).to(wide(dtype))
-    for factor in (0.0, 1.0, 64.0):
-        parts, error = encode_with_error(codec, x, residual, torch.tensor(factor), Context())
-        expected, expected_error = in_steps(codec, x, residual, factor)
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(parts, expected, strict=True))
-        assert error.dtype == residual.dtype and torch.equal(error, expected_error)
+@pytest.mark.parametrize("options", [*Quantize.examples, {"rounding": "stochastic"}, {"axis": 0}], ids=str)
+@pytest.mark.parametrize("shape", [(3, 7), (40, 128)])
+def test_what_goes_into_memory_that_is_there_is_what_new_memory_gets(options, shape):
+    codec, ctx = build({"name": "quantize", **options}), Context()
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    parts = codec.encode(x, ctx)
+    memory = tuple(torch.full_like(part, 77) for part in parts)
+    codec.encode_into(x, ctx, memory)
+    assert_same_bits(memory, parts)

@@ -42,34 +42,6 @@ def test_equals_the_reference(bits, size, symmetric, dtype, hadamard, n, special
             assert_same_bits([decoded], [reference.dequantize(parts, grid, wide)])
 
 
-@settings(max_examples=200, deadline=None, database=None)
-@given(
-    bits=st.integers(1, 8),
-    size=st.sampled_from([8, 24, 64, 128, 256]),
-    symmetric=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    hadamard=st.booleans(),
-    n=st.integers(1, 300),
-    special=st.sampled_from([None, float("inf"), float("nan")]),
-    seed=st.integers(0, 1000),
-    factor=st.sampled_from([0.0, 1.0, 1024.0]),
-)
-def test_error_feedback_in_one_pass_equals_the_reference(
-    bits, size, symmetric, dtype, hadamard, n, special, seed, factor
-):
-    """Sums beyond the range included: the residual is then as large as the largest float."""
-    grid = any_grid(bits, symmetric, torch.bfloat16, hadamard, size, seed)
-    x = values(n, size, dtype, seed, special)
-    residual = values(n, size, torch.float32, seed + 1).clamp(-1e36, 1e36)
-    residual[0, 0], x[0, 0] = torch.finfo(torch.float32).max / 1024, torch.finfo(dtype).max
-    arguments = x, residual, torch.tensor(factor), grid
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "LONG", 0)
-        parts, error = cpu.quantize_with_error(*arguments)
-    expected, expected_error = reference.quantize_with_error(*arguments)
-    assert_same_bits((*parts, error), (*expected, expected_error))
-
-
 @pytest.mark.parametrize(
     "bits, size, symmetric, scale_dtype, dtype, hadamard",
     [

@@ -46,7 +46,6 @@ def test_quantization_has_the_same_bits_on_every_processor(
 ):
     grid = any_grid(bits, symmetric, scale_dtype, hadamard, size, seed)
     x = values(n, size, dtype, seed, special)
-    residual = values(n, size, torch.float32, seed + 1).clamp(-1e36, 1e36)
     expected = reference.quantize(x, grid)
     with compiled_for(target):
         assert_same_bits(cpu.quantize(x, grid), expected)
@@ -55,10 +54,6 @@ def test_quantization_has_the_same_bits_on_every_processor(
         for out in (torch.float32, torch.bfloat16):
             decoded = cpu.dequantize(expected, grid, out)
             assert_same_bits([decoded], [reference.dequantize(expected, grid, out)])
-        if dtype != torch.float16:
-            parts, error = cpu.quantize_with_error(x, residual, torch.tensor(3.0), grid)
-            theirs, its_error = reference.quantize_with_error(x, residual, torch.tensor(3.0), grid)
-            assert_same_bits((*parts, error), (*theirs, its_error))
 
 
 @pytest.mark.parametrize("target", filter(runs_here, TARGETS))

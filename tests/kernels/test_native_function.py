@@ -10,12 +10,12 @@ import torch
 
 from ds_compress.kernels import native
 from ds_compress.kernels.affine import Grid
-from ds_compress.kernels.native import float8, quantize, selection
+from ds_compress.kernels.native import feedback, float8, quantize, selection, stateful
 from ds_compress.kernels.native.function import FLAG, Buffer, Function
 
 FUNCTIONS = {
     function.name: function
-    for module in (quantize, float8, selection)
+    for module in (quantize, stateful, feedback, float8, selection)
     for held in vars(module).values()
     for function in (held.values() if isinstance(held, dict) else [held])
     if isinstance(function, Function)
@@ -27,7 +27,7 @@ def sound(function):
     given = {}
     for name, kind in function.arguments.items():
         if isinstance(kind, range):
-            given[name] = 0 if kind == FLAG else 24 if 24 in kind else kind[-1]
+            given[name] = 0 if kind == FLAG else 264 if 264 in kind else kind[-1]
         elif kind is float:
             given[name] = 1.0
     for name, kind in function.arguments.items():
@@ -71,6 +71,42 @@ def test_what_is_not_as_declared_never_reaches_c(name, monkeypatch):
         function(**sound(function))
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_is_known_is_checked_once_and_the_rest_at_every_call(name, monkeypatch):
+    """A call whose integers had been seen before could have let its buffers through."""
+    entered = []
+    monkeypatch.setattr(native, "library", lambda source: entered.append(source) or {}["entered"])
+    function = FUNCTIONS[name]
+    good = sound(function)
+    integers = {key: good[key] for key, kind in function.arguments.items() if isinstance(kind, range)}
+    for argument in integers:
+        for value, error in wrong(argument, function.arguments[argument], good[argument]):
+            with pytest.raises(error, match=f"{function.source}.{name}: {argument}: .* came"):
+                function.given(**{**integers, argument: value})
+    call = function.given(**integers)
+    others = {key: good[key] for key in function.arguments if key not in integers}
+    for argument in others:
+        kind = function.arguments[argument]
+        for value, error in (
+            wrong(argument, kind, good[argument]) if isinstance(kind, Buffer) else [("1", TypeError)]
+        ):
+            with pytest.raises(error, match=f"{function.source}.{name}: {argument}: .* came"):
+                call(*{**others, argument: value}.values())
+    with pytest.raises(TypeError, match=f"{name}: {len(others) - 1} arguments came"):
+        call(*[*others.values()][1:])
+    assert not entered
+    with pytest.raises(KeyError, match="entered"):
+        call(*others.values())
+
+
+def test_a_call_needs_to_know_what_sizes_follow_from():
+    function = FUNCTIONS["dequantize_groups"]
+    with pytest.raises(TypeError, match="dequantize_groups: .* came, expected at least .*'size'"):
+        function.given(n=3)
+    with pytest.raises(TypeError, match="dequantize_groups: .*'depth'.* came"):
+        function.given(**sound(function), depth=3)
+
+
 def test_an_offset_may_be_left_out_of_a_symmetric_grid_only():
     function = FUNCTIONS["dequantize_groups"]
     function(**{**sound(function), "symmetric": 1, "offsets": None})
@@ -80,6 +116,7 @@ def test_an_offset_may_be_left_out_of_a_symmetric_grid_only():
 
 C_TYPES = {
     "uint8_t*": {torch.uint8},
+    "int8_t*": {torch.int8},
     "uint16_t*": {torch.bfloat16, torch.int16},
     "uint32_t*": {torch.int32},
     "uint64_t*": {torch.int64},
@@ -113,9 +150,12 @@ def test_wrappers_refuse_what_would_be_written_past_a_buffer():
     with pytest.raises(ValueError, match="size: 20 came"):
         quantize.quantize(torch.zeros(2, 20), Grid(4))
     with pytest.raises(TypeError, match="residual: torch.float64"):
-        quantize.quantize_with_error(values, values.double(), torch.ones(()), Grid(4))
-    with pytest.raises(ValueError, match="residual: 24 entries came, expected 384"):
-        quantize.quantize_with_error(values, values[:1], torch.ones(()), Grid(4))
+        stateful.quantize_with_residual(values, [values.double()], 1.0, 0.0, 1.0, Grid(4))
+    with pytest.raises(ValueError, match="old: 24 entries came, expected 384"):
+        stateful.quantize_change(values, values[:1], 1.0, Grid(4))
+    with pytest.raises(ValueError, match="scales: 2 entries came, expected 3"):
+        codes = values.to(torch.int8), torch.zeros(2)
+        stateful.quantize_with_residual(values, codes, 1.0, 0.0, 1.0, Grid(4))
     with pytest.raises(ValueError, match="steps: 7 entries came, expected 16"):
         quantize.dequantize(
             (torch.zeros(16, 12, dtype=torch.uint8), *torch.zeros(2, 7).bfloat16()), Grid(4), torch.float32

@@ -85,6 +85,19 @@ def test_both_packets_come_back_and_are_counted():
         receiver.forward.decode(packet, message, message_id)
 
 
+def test_a_codec_that_breaks_its_word_is_named_before_anything_is_sent(monkeypatch):
+    sender, _ = boundaries("fp16")
+    codec = sender.forward.codec
+    whole = codec.encode
+    for broken, said in (
+        (lambda x, ctx: whole(x, ctx)[:1], "1 payload tensors came, the layout has 2"),
+        (lambda x, ctx: (whole(x, ctx)[0].float(), whole(x, ctx)[1]), "payload of .* torch.float32 came"),
+    ):
+        monkeypatch.setattr(codec, "encode", broken)
+        with pytest.raises(CompressionError, match=said):
+            sender.forward.encode([torch.randn(4, 64)], sender.forward.message_id(0, 0))
+
+
 def test_a_message_header_and_context_share_their_fields():
     boundary, _ = boundaries("bf16", seed=9)
     message_id = boundary.backward.message_id(5, 3, training=False)

@@ -11,11 +11,12 @@ import sys
 import torch
 
 from ds_compress.codec import Context, TensorSpec, build
-from ds_compress.codecs.mixins import EncodesWithError
+from ds_compress.codecs.mixins import FusesFeedback
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import cpu, native
 from ds_compress.kernels.entropy import frame_of
 from ds_compress.kernels.native import build as compiling
+from ds_compress.kernels.reference.feedback import GROUP
 from tests.message.test_fuzz import fuzz
 
 SANITIZERS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
@@ -56,8 +57,12 @@ def messages() -> int:
         parts = codec.encode(x, Context())
         codec.decode(parts, TensorSpec.of(x), Context())
         residual = torch.zeros_like(x, dtype=torch.promote_types(dtype, torch.float32))
-        if isinstance(codec, EncodesWithError):
-            codec.encode_with_error(x, residual, torch.ones(()), Context())
+        if isinstance(codec, FusesFeedback):
+            coded = torch.zeros_like(x, dtype=torch.int8), torch.zeros(-(-x.numel() // GROUP))
+            for state in ((residual,), coded):
+                codec.encode_with_residual(x, state, 0.5, 0.5, Context())
+            codec.encode_change(x, residual, Context())
+            codec.decode_change(parts, residual, TensorSpec.of(x), Context())
         try:
             codec.decode(tuple(map(noise, parts)), TensorSpec.of(x), Context())
         except (CompressionError, IndexError, RuntimeError) as error:  # an index that is none of the tensor's

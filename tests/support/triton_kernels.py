@@ -16,6 +16,8 @@ import ds_compress.codecs  # noqa: F401  (registers)
 from ds_compress.kernels import dispatch, reference
 from ds_compress.kernels import triton as fused
 from ds_compress.kernels.affine import Grid
+from ds_compress.kernels.reference.groups import quantize_with_error
+from ds_compress.kernels.triton import groups as groups_in_triton
 from tests.support.same_bits import any_grid, assert_same_bits, values
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -125,9 +127,11 @@ def test_error_feedback_in_one_pass_equals_the_reference(
     groups = torch.where(groups.abs() < torch.finfo(dtype).tiny, 0, groups)
     residual = residual.clamp(-1e36, 1e36)
     residual[0, 0], groups[0, 0] = torch.finfo(torch.float32).max / 1024, torch.finfo(dtype).max
-    expected, expected_error = reference.quantize_with_error(groups, residual, torch.tensor(factor), grid)
+    expected, expected_error = quantize_with_error(groups, residual, torch.tensor(factor), grid)
     parts = launched(
-        lambda *args: (lambda parts, error: (*parts, error))(*fused.quantize_with_error(*args, grid)),
+        lambda *args: (lambda parts, error: (*parts, error))(
+            *groups_in_triton.quantize_with_error(*args, grid)
+        ),
         groups,
         residual,
         torch.tensor(factor),
@@ -136,6 +140,31 @@ def test_error_feedback_in_one_pass_equals_the_reference(
     for ours, theirs in zip(parts, (*expected, expected_error), strict=True):
         torch.testing.assert_close(ours[finite], theirs[finite], rtol=0, atol=0, equal_nan=True)
     assert not parts[-1][~finite].isfinite().all() or finite.all()
+
+
+# the interpreter cuts off instead of rounding to bfloat16
+@pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_messages_that_follow_a_state_equal_the_reference(dtype, scale):
+    grid = Grid(4, hadamard=True, scale_dtype=torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    groups, state = (torch.randn(20, 128, generator=generator).to(dtype) for _ in range(2))
+    for kept in ((state.float(),), (state.bfloat16(),), reference.encode_int8(state.float())):
+        parts, new, finite = fused.quantize_with_residual(
+            groups.to(DEVICE), tuple(part.to(DEVICE) for part in kept), scale, 0.75, 0.25, grid
+        )
+        expected = reference.quantize_with_residual(groups, kept, scale, 0.75, 0.25, grid)
+        assert_same_bits(
+            map(torch.Tensor.cpu, (*parts, *new, finite)), (*expected[0], *expected[1], expected[2])
+        )
+    state = state.float()
+    parts, new, finite = fused.quantize_change(groups.to(DEVICE), state.to(DEVICE), scale, grid)
+    expected = reference.quantize_change(groups, state, scale, grid)
+    assert_same_bits(map(torch.Tensor.cpu, (*parts, new, finite)), (*expected[0], *expected[1:]))
+    back = fused.dequantize_change(parts, state.to(DEVICE), scale, grid, dtype)
+    assert_same_bits(
+        map(torch.Tensor.cpu, back), reference.dequantize_change(expected[0], state, scale, grid, dtype)
+    )
 
 
 def test_mean_magnitude_is_within_its_bound():

@@ -5,9 +5,10 @@ from ds_compress.kernels.cpu.entropy import decode_entropy, encode_entropy
 from ds_compress.kernels.cpu.feedback import advanced, blended, changed, decode_int8, encode_int8, finite
 from ds_compress.kernels.cpu.fixed import decode_channels, decode_range, encode_channels, encode_range
 from ds_compress.kernels.cpu.float8 import decode_float8, encode_float8
-from ds_compress.kernels.cpu.groups import dequantize, quantize, quantize_with_error
+from ds_compress.kernels.cpu.groups import dequantize, quantize
 from ds_compress.kernels.cpu.held import gather, received, scatter
 from ds_compress.kernels.cpu.selection import banded, exact, sampled_band
+from ds_compress.kernels.cpu.stateful import dequantize_change, quantize_change, quantize_with_residual
 from ds_compress.kernels.cpu.steps import choose, count_true
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "decode_int8",
     "decode_range",
     "dequantize",
+    "dequantize_change",
     "encode_channels",
     "encode_entropy",
     "encode_float8",
@@ -34,7 +36,8 @@ __all__ = [
     "list_bits",
     "pack_bits",
     "quantize",
-    "quantize_with_error",
+    "quantize_change",
+    "quantize_with_residual",
     "received",
     "sampled_band",
     "scatter",

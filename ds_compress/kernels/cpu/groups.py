@@ -11,31 +11,24 @@ from torch import Tensor
 
 from ds_compress.kernels import native, reference
 from ds_compress.kernels.affine import Grid
+from ds_compress.kernels.memory import delivered
 from ds_compress.kernels.native import quantize as compiled
 
 BLOCK = 1 << 18  # values that the reference takes at a time: what it makes of them stays in the cache
 
 
-def quantize(groups: Tensor, grid: Grid, dither: int | None = None) -> tuple[Tensor, ...]:
+def quantize(
+    groups: Tensor, grid: Grid, dither: int | None = None, out: tuple[Tensor, ...] | None = None
+) -> tuple[Tensor, ...]:
     """See `reference.quantize`."""
     n, size = groups.shape
     is_mean = grid.is_mean and dither is None  # the order of a sum is left to torch
     if is_mean or size > compiled.LARGEST_GROUP or not native.serves("quantize", n * size):
         if n * size <= BLOCK or dither is not None:
-            return reference.quantize(groups, grid, dither)
+            return reference.quantize(groups, grid, dither, out)
         blocks = [reference.quantize(block, grid) for (block,) in _blocks(groups)]
-        return tuple(map(torch.cat, zip(*blocks)))
-    return compiled.quantize(groups if groups.dtype in compiled.FLOATS else groups.float(), grid, dither)
-
-
-def quantize_with_error(
-    groups: Tensor, residual: Tensor, factor: Tensor, grid: Grid
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """See `reference.quantize_with_error`."""
-    n, size = groups.shape
-    if grid.is_mean or size > compiled.LARGEST_GROUP or not native.serves("quantize", n * size):
-        return reference.quantize_with_error(groups, residual, factor, grid)
-    return compiled.quantize_with_error(groups, residual, factor, grid)
+        return delivered(tuple(map(torch.cat, zip(*blocks))), out)
+    return compiled.quantize(groups if groups.dtype in compiled.FLOATS else groups.float(), grid, dither, out)
 
 
 def dequantize(parts: Sequence[Tensor], grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -43,7 +36,8 @@ def dequantize(parts: Sequence[Tensor], grid: Grid, dtype: torch.dtype = torch.f
     n, size = parts[0].shape[0], parts[0].shape[1] * 8 // grid.bits
     made = dtype if dtype in compiled.FLOATS else torch.float32
     if size <= compiled.LARGEST_GROUP and native.serves("quantize", n * size):
-        return compiled.dequantize(parts, grid, made).to(dtype)
+        values = compiled.dequantize(parts, grid, made)
+        return values if made is dtype else values.to(dtype)
     if n * size <= BLOCK:
         return reference.dequantize(parts, grid, dtype)
     values = torch.empty(n, size, dtype=made, device="cpu")

@@ -1,37 +1,13 @@
 // What feedbacks do to a state and a message, in one pass each, as kernels/reference/feedback.py specifies it.
 
 #include "floats.h"
-#include "limits.h"
+#include "int8.h"
 #include "vectors.h"
 
 namespace {
 
-constexpr int64_t GROUP = 128;  // values that share a scale in an int8 store
-
 // Whether none of some bits of floats is that of inf or nan, of which `most` are the largest magnitudes.
 bool finite(Ints most) { return folded(most, larger<Ints>)[0] < INFINITE; }
-
-// Vectors of [n] values, the last one filled up with zeros: work(place, how many of its lanes exist).
-template <class F>
-void in_vectors(int64_t n, F work) {
-    for (int64_t i = 0; i < n; i += LANES) work(i, n - i < LANES ? n - i : LANES);
-}
-
-template <class In>
-Floats some(const In* x, int64_t count) {
-    if (count == LANES) return load(x);
-    In last[LANES] = {};
-    std::memcpy(last, x, count * sizeof(In));
-    return load(last);
-}
-
-template <class Out>
-void keep_some(Floats x, Out* y, int64_t count) {
-    if (count == LANES) return keep(x, y);
-    Out last[LANES];
-    keep(x, last);
-    std::memcpy(y, last, count * sizeof(Out));
-}
 
 template <class Float>
 void changed(const Float* x, const float* state, float factor, int64_t n, Float* y) {
@@ -66,23 +42,6 @@ int64_t all_finite(const In* x, int64_t n) {
     return finite(larger(larger(most[0], most[1]), larger(most[2], most[3])));
 }
 
-// The codes of one group, as bytes; returns the scale.
-float encode_group(const float* values, uint8_t* codes) {
-    constexpr float coarse = 0x1.8p23f;  // floats of its size are integers
-    const float scale = as_float(largest_magnitude<GROUP>(values, GROUP)) / 127;
-    const float step = scale > 0 ? scale : as_float(INFINITE);
-    for (int64_t i = 0; i < GROUP; i += 4 * LANES) {
-        Ints made[4];
-        for (int j = 0; j < 4; ++j) {
-            const Floats place = load(values + i + j * LANES) / step;
-            const Floats within = larger(smaller(place, Floats{} + 127.0f), Floats{} - 127.0f);
-            made[j] = ((Ints)(within + coarse) - static_cast<int32_t>(as_bits(coarse))) & 255;
-        }
-        keep(made, codes + i);
-    }
-    return scale;
-}
-
 }  // namespace
 
 extern "C" {
@@ -113,23 +72,10 @@ void blended(const float* first, const float* second, float share, float rest, i
     });
 }
 
-void encode_int8(const float* values, int64_t n, int8_t* codes, float* scales) {
-    for (int64_t start = 0; start < n; start += GROUP) {
-        float padded[GROUP] = {};
-        uint8_t made[GROUP];
-        const int64_t size = n - start < GROUP ? n - start : GROUP;
-        if (size < GROUP) std::memcpy(padded, values + start, size * sizeof(float));
-        *scales++ = encode_group(size < GROUP ? padded : values + start, made);
-        std::memcpy(codes + start, made, size);
-    }
-}
+void encode_int8(const float* values, int64_t n, int8_t* codes, float* scales) { to_int8(values, n, codes, scales); }
 
-void decode_int8(const int8_t* __restrict codes, const float* __restrict scales, int64_t n, float* __restrict values) {
-    for (int64_t start = 0; start < n; start += GROUP) {
-        const int64_t end = n - start < GROUP ? n : start + GROUP;
-        const float scale = *scales++;
-        for (int64_t i = start; i < end; ++i) values[i] = codes[i] * scale;
-    }
+void decode_int8(const int8_t* codes, const float* scales, int64_t n, float* values) {
+    from_int8(codes, scales, n, values);
 }
 
 }  // extern "C"

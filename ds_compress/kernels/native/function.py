@@ -1,8 +1,9 @@
 """C functions, and what each may be given: a mistake is an error here that would be a damaged heap there."""
 
 import ctypes
+import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -36,18 +37,32 @@ class Buffer:
     """The argument that is true where there may be None in its place."""
 
 
+Kind = Buffer | range | type[float]
+
+
 class Function:
     """A C function of a source, which takes addresses, int64_t and float and returns int64_t or nothing."""
 
-    def __init__(self, source: str, name: str, /, **arguments: Buffer | range | type[float]):
+    def __init__(self, source: str, name: str, /, **arguments: Kind):
         """`arguments`: in C's order; of integers the range that is allowed."""
         self.source, self.name, self.arguments = source, name, arguments
         kinds = {range: ctypes.c_int64, Buffer: ctypes.c_void_p, type: ctypes.c_float}
-        self._integers = tuple((name, kind) for name, kind in arguments.items() if isinstance(kind, range))
-        self._words = tuple(
-            (name, kind if isinstance(kind, Buffer) else None) for name, kind in arguments.items()
+        self.types = [kinds[type(kind)] for kind in arguments.values()]
+        self._integers = [name for name, kind in arguments.items() if isinstance(kind, range)]
+        self._others = [name for name, kind in arguments.items() if not isinstance(kind, range)]
+        # typed: 1.0 is no integer, though it equals one
+        self._with_integers = functools.lru_cache(typed=True)(
+            lambda *integers: self.given(**dict(zip(self._integers, integers)))
         )
-        self._types = [kinds[type(kind)] for kind in arguments.values()]
+
+    def given(self, **known: Any) -> "Call":
+        """This function with the arguments `known`, which are checked now and not again. What sizes and
+        dtypes of buffers follow from has to be among them.
+
+        Raises:
+            TypeError, ValueError: see `__call__`.
+        """
+        return Call(self, known)
 
     def __call__(self, **arguments: Any) -> int:
         """
@@ -57,37 +72,107 @@ class Function:
         """
         if arguments.keys() != self.arguments.keys():
             raise TypeError(f"{self.name}: arguments {[*arguments]} came, expected {[*self.arguments]}")
-        name, words = "", list[Any]()
-        try:  # in one function, as every message comes by several times
-            for name, allowed in self._integers:
-                if not isinstance(arguments[name], int):
-                    raise TypeError(f"{arguments[name]!r} came, expected an integer")
-                if arguments[name] not in allowed:
-                    raise ValueError(f"{arguments[name]} came, expected an integer in {allowed}")
-            for name, buffer in self._words:
-                value = arguments[name]
-                if buffer is None or (value is None and buffer.unless and arguments[buffer.unless]):
-                    words.append(value)
-                    continue
-                if not isinstance(value, Tensor):
-                    raise TypeError(f"{type(value).__name__} came, expected a tensor")
-                dtype = buffer.dtypes[arguments[buffer.by] if buffer.by else 0]
-                if value.dtype != dtype or value.device.type != "cpu":
-                    raise TypeError(f"{value.dtype} on {value.device} came, expected {dtype} on the CPU")
-                if not value.is_contiguous():
-                    raise ValueError(
-                        f"shape {[*value.shape]} with strides {value.stride()} came, expected contiguous"
-                    )
-                numel = 1
-                for dim in buffer.dims:
-                    numel *= arguments[dim] if isinstance(dim, str) else dim
-                if value.numel() < -(-numel // buffer.per):
-                    raise ValueError(f"{value.numel()} entries came, expected {-(-numel // buffer.per)}")
-                words.append(value.data_ptr())
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{self.source}.{self.name}: {name}: {error}") from None
-        entry = getattr(native.library(self.source), self.name)
+        call = self._with_integers(*[arguments[name] for name in self._integers])
+        return call(*[arguments[name] for name in self._others])
+
+
+class Call:
+    """A function some of whose arguments are known and have been checked: so that a message, which has the
+    shape of the one before, has only its own memory checked."""
+
+    def __init__(self, function: Function, known: dict[str, Any]):
+        self._source, self._name, self._types = function.source, function.name, function.types
+        self._known = known  # with the tensors, whose memory must stay
+        self._kinds = [*function.arguments.items()]
+        needed = {name for kind in function.arguments.values() for name in _needs(kind)}
+        if not needed <= known.keys() <= function.arguments.keys():
+            expected = f"at least {sorted(needed)}, and others of {[*function.arguments]}"
+            raise TypeError(f"{function.name}: {[*known]} came, expected {expected}")
+        self._words: list[Any] = [None] * len(self._kinds)
+        self._left: list[tuple[int, torch.dtype | None, int, bool]] = []
+        places = sorted(range(len(self._kinds)), key=lambda place: isinstance(self._kinds[place][1], Buffer))
+        for place in places:  # integers first, which sizes follow from
+            name, kind = self._kinds[place]
+            asked: tuple[int, torch.dtype | None, int, bool] = place, None, 0, False
+            if isinstance(kind, Buffer):
+                asked = place, self._dtype(kind), self._least(kind), bool(kind.unless and known[kind.unless])
+            if name in known:
+                self._words[place] = self._word(known[name], *asked)
+            else:
+                self._left.append(asked)
+        self._left.sort(key=lambda asked: asked[0])
+
+    def __call__(self, *values: Any) -> int:
+        """Call it with the other arguments, in C's order.
+
+        Raises:
+            TypeError, ValueError: see `Function`.
+        """
+        left, words = self._left, self._words.copy()
+        if len(values) != len(left):
+            expected = [self._kinds[asked[0]][0] for asked in left]
+            raise TypeError(f"{self._name}: {len(values)} arguments came, expected {expected}")
+        for value, asked in zip(values, left):
+            place, dtype, least, _ = asked
+            if (  # in one expression, as every message comes by several times
+                isinstance(value, Tensor)
+                and value.dtype is dtype
+                and value.is_cpu
+                and value.is_contiguous()
+                and value.numel() >= least
+            ):
+                words[place] = value.data_ptr()
+            else:
+                words[place] = self._word(value, *asked)
+        entry = getattr(native.library(self._source), self._name)
         if entry.argtypes is None:
             # in this order: another thread that sees the first calls with both
             entry.restype, entry.argtypes = ctypes.c_int64, self._types
         return entry(*words)
+
+    def _word(self, value: Any, place: int, dtype: torch.dtype | None, least: int, optional: bool) -> Any:
+        """What C gets for `value`."""
+        name, kind = self._kinds[place]
+        if isinstance(kind, range):
+            if not isinstance(value, int):
+                self._refuse(TypeError, name, f"{value!r} came, expected an integer")
+            if value not in kind:
+                self._refuse(ValueError, name, f"{value} came, expected an integer in {kind}")
+            return value
+        if not isinstance(kind, Buffer):
+            if not isinstance(value, (int, float)):
+                self._refuse(TypeError, name, f"{type(value).__name__} came, expected a number")
+            return value
+        if value is None and optional:
+            return None
+        if not isinstance(value, Tensor):
+            self._refuse(TypeError, name, f"{type(value).__name__} came, expected a tensor")
+        if value.dtype != dtype or value.device.type != "cpu":
+            self._refuse(
+                TypeError, name, f"{value.dtype} on {value.device} came, expected {dtype} on the CPU"
+            )
+        if not value.is_contiguous():
+            came = f"shape {[*value.shape]} with strides {value.stride()} came"
+            self._refuse(ValueError, name, f"{came}, expected contiguous")
+        if value.numel() < least:
+            self._refuse(ValueError, name, f"{value.numel()} entries came, expected {least}")
+        return value.data_ptr()
+
+    def _refuse(self, error: type[Exception], argument: str, reason: str) -> NoReturn:
+        raise error(f"{self._source}.{self._name}: {argument}: {reason}")
+
+    def _dtype(self, buffer: Buffer) -> torch.dtype:
+        return buffer.dtypes[self._known[buffer.by] if buffer.by else 0]
+
+    def _least(self, buffer: Buffer) -> int:
+        numel = 1
+        for dim in buffer.dims:
+            numel *= self._known[dim] if isinstance(dim, str) else dim
+        return -(-numel // buffer.per)
+
+
+def _needs(kind: Kind) -> set[str]:
+    """The integers that tell the size and dtype of an argument, and whether it may be left out."""
+    if not isinstance(kind, Buffer):
+        return set()
+    return {name for name in (*kind.dims, kind.by, kind.unless) if isinstance(name, str)}

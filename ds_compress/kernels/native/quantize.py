@@ -22,13 +22,8 @@ FLOATS = (torch.float32, torch.bfloat16)
 
 _SCALES = (torch.bfloat16, torch.float32)
 
-_VALUES: dict[str, Any] = {"values": Buffer(FLOATS, ("n", "size"), by="bf16"), "bf16": FLAG}
-_FEEDBACK: dict[str, Any] = {
-    "residual": Buffer((torch.float32,), ("n", "size")),
-    "factor": float,
-    "error": Buffer((torch.float32,), ("n", "size")),
-}
-_FORMAT: dict[str, Any] = {
+VALUES: dict[str, Any] = {"values": Buffer(FLOATS, ("n", "size"), by="bf16"), "bf16": FLAG}
+FORMAT: dict[str, Any] = {
     "n": SIZE,
     "size": range(8, LARGEST_GROUP + 1, 8),
     "bits": range(1, 9),
@@ -39,82 +34,81 @@ _FORMAT: dict[str, Any] = {
     "uniform": FLAG,
     "levels": Buffer((torch.float32,), (2, 16), unless="uniform"),
 }
-_PARTS: dict[str, Any] = {
+PARTS: dict[str, Any] = {
     "packed": Buffer((torch.uint8,), ("n", "size", "bits"), per=8),
     "steps": Buffer(_SCALES, ("n",), by="wide_scale"),
     "offsets": Buffer(_SCALES, ("n",), by="wide_scale", unless="symmetric"),
 }
 _DITHER: dict[str, Any] = {"dithered": FLAG, "first": WORD, "second": WORD}
-_NO_DRAWS: dict[str, Any] = {"dithered": False, "first": 0, "second": 0}
-_quantize = Function("quantize", "quantize_groups", **_VALUES, **_DITHER, **_FORMAT, **_PARTS)
-_quantize_with_error = Function(
-    "quantize", "quantize_groups_with_error", **_VALUES, **_FEEDBACK, **_FORMAT, **_PARTS
-)
-_dequantize = Function("quantize", "dequantize_groups", **_VALUES, **_FORMAT, **_PARTS)
+_quantize = Function("quantize", "quantize_groups", **VALUES, **_DITHER, **FORMAT, **PARTS)
+_dequantize = Function("quantize", "dequantize_groups", **VALUES, **FORMAT, **PARTS)
+
+
+class Plan:
+    """What a grid makes of [n, size] values of one dtype, fp32 or bf16: all that C++ is told but the memory
+    of a message."""
+
+    def __init__(self, n: int, size: int, grid: Grid, dtype: torch.dtype):
+        """
+        Raises:
+            ValueError: there are no such groups.
+        """
+        fixed = known(n, size, grid, dtype)
+        self.shape = n, size
+        self.nearest = _quantize.given(**fixed, dithered=False, first=0, second=0)
+        self.dithered = _quantize.given(**fixed, dithered=True)
+        self.back = _dequantize.given(**fixed)
+
+
+_plan = lru_cache(Plan)  # a message has the shape of the one before
 
 
 def quantize(
-    values: Tensor,
-    grid: Grid,
-    dither: int | None = None,
-    function: Function = _quantize,
-    feedback: dict[str, Any] | None = None,
+    values: Tensor, grid: Grid, dither: int | None = None, out: tuple[Tensor, ...] | None = None
 ) -> tuple[Tensor, ...]:
-    """See `reference.quantize`; of `values`, fp32 or bf16 [n, G]. `feedback`: what `function` takes in the
-    place of the draws."""
-    more = feedback or (_NO_DRAWS if dither is None else _draws(dither))
+    """See `reference.quantize`; of `values`, fp32 or bf16 [n, G]."""
     n, size = values.shape
-    packed = torch.empty(n, packed_size(size, grid.bits), dtype=torch.uint8, device="cpu")
-    steps = torch.empty(n, dtype=grid.scale_dtype, device="cpu")
-    offsets = None if grid.symmetric else torch.empty(n, dtype=grid.scale_dtype, device="cpu")
-    function(
-        values=values.detach().contiguous(),
-        bf16=values.dtype == torch.bfloat16,
-        **more,
-        **_format(n, size, grid),
-        packed=packed,
-        steps=steps,
-        offsets=offsets,
-    )
-    return (packed, steps) if offsets is None else (packed, steps, offsets)
-
-
-def quantize_with_error(
-    values: Tensor, residual: Tensor, factor: Tensor, grid: Grid
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """See `reference.quantize_with_error`."""
-    error = torch.empty(values.shape, dtype=torch.float32, device="cpu")
-    feedback = {"residual": residual.detach().contiguous(), "factor": factor.item(), "error": error}
-    return quantize(values, grid, None, _quantize_with_error, feedback), error
+    plan, values = _plan(n, size, grid, values.dtype), values.contiguous()
+    parts = parts_of(values, grid) if out is None else out
+    if dither is None:
+        plan.nearest(values, *parts)
+    else:
+        plan.dithered(values, *halves(dither), *parts)
+    return parts
 
 
 def dequantize(parts: Sequence[Tensor], grid: Grid, dtype: torch.dtype) -> Tensor:
     """See `reference.dequantize`; `dtype` is fp32 or bf16."""
-    packed, steps, *offsets = parts
-    n, size = packed.shape[0], packed.shape[1] * 8 // grid.bits
-    values = torch.empty(n, size, dtype=dtype, device="cpu")
-    _dequantize(
-        values=values,
-        bf16=dtype == torch.bfloat16,
-        **_format(n, size, grid),
-        packed=packed.contiguous(),
-        steps=steps.contiguous(),
-        offsets=offsets[0].contiguous() if offsets else None,
-    )
+    n, width = parts[0].shape
+    plan = _plan(n, width * 8 // grid.bits, grid, dtype)
+    values = torch.empty(plan.shape, dtype=dtype, device="cpu")
+    plan.back(values, *map(Tensor.contiguous, parts))
     return values
 
 
-def _draws(dither: int) -> dict[str, Any]:
-    first, second = halves(dither)
-    return {"dithered": True, "first": first, "second": second}
+def parts_of(values: Tensor, grid: Grid) -> tuple[Tensor, ...]:
+    """Memory for what is made of `values` [n, G]: packed codes, steps, offsets unless the grid is
+    symmetric."""
+    n, size = values.shape
+    packed = torch.empty(n, packed_size(size, grid.bits), dtype=torch.uint8, device="cpu")
+    steps = torch.empty(n, dtype=grid.scale_dtype, device="cpu")
+    if grid.symmetric:
+        return packed, steps
+    return packed, steps, torch.empty(n, dtype=grid.scale_dtype, device="cpu")
 
 
-@lru_cache  # a message has the shape of the one before
-def _format(n: int, size: int, grid: Grid) -> dict[str, Any]:
-    """The arguments that say what is to be done to [n, size]."""
+def known(n: int, size: int, grid: Grid, dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments that say what is to be done to [n, size] values of `dtype`.
+
+    Raises:
+        ValueError: there is no such rotation.
+    """
     if (grid.hadamard or grid.gaussian) and size & (size - 1):
         raise ValueError(f"a rotation of {size} values came, expected a power of two")
+    missing = {"offsets": None} if grid.symmetric else {}
     return {
+        **missing,
+        "bf16": dtype == torch.bfloat16,
         "n": n,
         "size": size,
         "bits": grid.bits,

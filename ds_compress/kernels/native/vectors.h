@@ -160,3 +160,38 @@ inline void streamed() {
     _mm_sfence();
 #endif
 }
+
+// Vectors of [n] values, the last one filled up with zeros: work(place, how many of its lanes exist). SIZE is n, or 0
+// where it is known at run time only.
+template <int SIZE = 0, class F>
+inline void in_vectors(int64_t n, F work) {
+    if constexpr (SIZE != 0 && SIZE % LANES == 0) {
+        for (int64_t i = 0; i < SIZE; i += LANES) work(i, LANES);
+    } else {
+        for (int64_t i = 0; i < n; i += LANES) work(i, n - i < LANES ? n - i : LANES);
+    }
+}
+
+template <class In>
+inline Floats some(const In* x, int64_t count) {
+    if (count == LANES) return load(x);
+    In last[LANES] = {};
+    std::memcpy(last, x, count * sizeof(In));
+    return load(last);
+}
+
+template <class Out>
+inline void keep_some(Floats x, Out* y, int64_t count) {
+    if (count == LANES) return keep(x, y);
+    Out last[LANES];
+    keep(x, last);
+    std::memcpy(y, last, count * sizeof(Out));
+}
+
+// x with zeros behind its first `count` lanes.
+inline Floats first_of(Floats x, int64_t count) {
+    if (count == LANES) return x;
+    float lanes[LANES];
+    keep(x, lanes);
+    return some(lanes, count);
+}

@@ -16,9 +16,10 @@ from ds_compress.kernels.reference.feedback import (
 )
 from ds_compress.kernels.reference.fixed import decode_channels, decode_range, encode_channels, encode_range
 from ds_compress.kernels.reference.float8 import decode_float8, encode_float8
-from ds_compress.kernels.reference.groups import dequantize, quantize, quantize_with_error
+from ds_compress.kernels.reference.groups import dequantize, quantize
 from ds_compress.kernels.reference.held import gather, received, scatter
 from ds_compress.kernels.reference.selection import banded, exact, sampled_band
+from ds_compress.kernels.reference.stateful import dequantize_change, quantize_change, quantize_with_residual
 from ds_compress.kernels.reference.steps import choose, count_true
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "decode_int8",
     "decode_range",
     "dequantize",
+    "dequantize_change",
     "encode_channels",
     "encode_entropy",
     "encode_float8",
@@ -45,7 +47,8 @@ __all__ = [
     "list_bits",
     "pack_bits",
     "quantize",
-    "quantize_with_error",
+    "quantize_change",
+    "quantize_with_residual",
     "received",
     "sampled_band",
     "scatter",

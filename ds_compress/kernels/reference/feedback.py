@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ds_compress.kernels.affine import SMALLEST_STEP
 from ds_compress.kernels.numerics import is_finite, narrow
 
 GROUP = 128
@@ -34,7 +35,7 @@ def encode_int8(value: Tensor) -> tuple[Tensor, Tensor]:
     """int8 codes of value's shape, and one fp32 scale for each group of values in their order; of a group
     that is not finite, any codes."""
     groups = grouped(value)
-    scales = groups.abs().amax(1) / 127 if groups.numel() else groups.new_zeros(0)
+    scales = int8_scales(groups)
     return int8_codes(groups, scales, value.shape), scales
 
 
@@ -43,9 +44,17 @@ def decode_int8(codes: Tensor, scales: Tensor) -> Tensor:
     return (grouped(codes) * scales[:, None]).flatten()[: codes.numel()].view(codes.shape)
 
 
+def int8_scales(groups: Tensor) -> Tensor:
+    """fp32 [groups]: the steps in which the largest of each is 127; of a finite inverse, or 0."""
+    scales = groups.abs().amax(1) / 127 if groups.numel() else groups.new_zeros(0)
+    return torch.where(scales > 0, scales.clamp(min=SMALLEST_STEP), scales)
+
+
 def int8_codes(groups: Tensor, scales: Tensor, shape: tuple[int, ...]) -> Tensor:
     """`groups` in steps of `scales`, one for each group, as int8 of `shape`."""
-    codes = torch.where(scales[:, None] > 0, groups / scales[:, None], 0.0).round().clamp(-127, 127)
+    # one division for a group instead of one for each value
+    inverse = torch.where(scales > 0, 1 / scales, 0)
+    codes = (groups * inverse[:, None]).round().clamp(-127, 127)
     return codes.to(torch.int8).flatten()[: torch.Size(shape).numel()].view(shape)
 
 

@@ -9,10 +9,13 @@ from ds_compress.kernels import gaussian
 from ds_compress.kernels.affine import Grid, from_codes, minmax_scales, symmetric_scale, to_codes
 from ds_compress.kernels.bits import pack, unpack
 from ds_compress.kernels.hadamard import rotate, rotate_back
+from ds_compress.kernels.memory import delivered
 from ds_compress.kernels.numerics import narrow
 
 
-def quantize(groups: Tensor, grid: Grid, dither: int | None = None) -> tuple[Tensor, ...]:
+def quantize(
+    groups: Tensor, grid: Grid, dither: int | None = None, out: tuple[Tensor, ...] | None = None
+) -> tuple[Tensor, ...]:
     """Quantize every row of `groups` on a grid of its own.
 
     Args:
@@ -20,6 +23,7 @@ def quantize(groups: Tensor, grid: Grid, dither: int | None = None) -> tuple[Ten
             `grid.gaussian`.
         dither: 64 bits from which the draws of stochastic rounding follow, on a uniform grid; None rounds
             to nearest.
+        out: contiguous memory for what is returned; new where it is None.
 
     Returns:
         packed uint8 [n, G * bits / 8]; step [n], and unless the grid is symmetric offset [n].
@@ -27,7 +31,7 @@ def quantize(groups: Tensor, grid: Grid, dither: int | None = None) -> tuple[Ten
     groups = rotate(groups.float(), grid.key) if grid.hadamard else groups.float()
     if grid.gaussian:
         codes, scale = gaussian.to_codes(groups, grid)
-        return pack(codes, grid.bits), scale
+        return delivered((pack(codes, grid.bits), scale), out)
     scales: tuple[Tensor, ...]
     if grid.symmetric:
         magnitude = groups.abs()
@@ -35,7 +39,7 @@ def quantize(groups: Tensor, grid: Grid, dither: int | None = None) -> tuple[Ten
         scales = (symmetric_scale(magnitude.mean(1) if mean else magnitude.amax(1), grid),)
     else:
         scales = minmax_scales(groups.amin(1), groups.amax(1), grid)
-    return pack(to_codes(groups, scales, grid, dither), grid.bits), *scales
+    return delivered((pack(to_codes(groups, scales, grid, dither), grid.bits), *scales), out)
 
 
 def quantize_with_error(

@@ -22,9 +22,10 @@ from ds_compress.kernels.reference import (
 )
 from ds_compress.kernels.triton.bitstring import list_bits, pack_bits, set_bits, unpack_bits
 from ds_compress.kernels.triton.entropy import decode_entropy, encode_entropy
-from ds_compress.kernels.triton.groups import dequantize, quantize, quantize_with_error
+from ds_compress.kernels.triton.groups import dequantize, quantize
 from ds_compress.kernels.triton.held import gather, received, scatter
 from ds_compress.kernels.triton.selection import banded, exact, sampled_band
+from ds_compress.kernels.triton.stateful import dequantize_change, quantize_change, quantize_with_residual
 
 __all__ = [
     "advanced",
@@ -39,6 +40,7 @@ __all__ = [
     "decode_int8",
     "decode_range",
     "dequantize",
+    "dequantize_change",
     "encode_channels",
     "encode_entropy",
     "encode_float8",
@@ -50,7 +52,8 @@ __all__ = [
     "list_bits",
     "pack_bits",
     "quantize",
-    "quantize_with_error",
+    "quantize_change",
+    "quantize_with_residual",
     "received",
     "sampled_band",
     "scatter",

@@ -18,6 +18,7 @@ from ds_compress.kernels import gaussian, reference
 from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.bits import packed_size
 from ds_compress.kernels.dither import halves
+from ds_compress.kernels.reference.groups import quantize_with_error as quantize_in_steps
 from ds_compress.kernels.triton.dither import draws
 from ds_compress.kernels.triton.gaussian import gaussian_codes, gaussian_values
 from ds_compress.kernels.triton.scales import at_least, fp32, limits, reach, rounded, step_from
@@ -29,21 +30,23 @@ MAX_GROUP = 4096
 VALUES = 4096  # of one program, where groups are that small
 
 
-def quantize(groups: Tensor, grid: Grid, dither: int | None = None) -> tuple[Tensor, ...]:
+def quantize(
+    groups: Tensor, grid: Grid, dither: int | None = None, out: tuple[Tensor, ...] | None = None
+) -> tuple[Tensor, ...]:
     """See `reference.quantize`."""
     n, size = groups.shape
     if not n or size > MAX_GROUP:
-        return reference.quantize(groups, grid, dither)
-    return _launch(groups, dither, None, None, None, grid)
+        return reference.quantize(groups, grid, dither, out)
+    return _launch(groups, dither, None, None, None, grid, out)
 
 
 def quantize_with_error(
     groups: Tensor, residual: Tensor, factor: Tensor, grid: Grid
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """See `reference.quantize_with_error`."""
+    """See `quantize_with_error` of `reference.groups`."""
     n, size = groups.shape
     if not n or size > MAX_GROUP:
-        return reference.quantize_with_error(groups, residual, factor, grid)
+        return quantize_in_steps(groups, residual, factor, grid)
     error = torch.empty(groups.shape, dtype=torch.float32, device=groups.device)
     return _launch(groups, None, residual.contiguous(), factor, error, grid), error
 
@@ -55,11 +58,13 @@ def _launch(
     factor: Tensor | None,
     error: Tensor | None,
     grid: Grid,
+    out: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, ...]:
     groups = groups.detach().contiguous()
     n, size = groups.shape
-    packed = groups.new_empty(n, packed_size(size, grid.bits), dtype=torch.uint8)
-    scales = [groups.new_empty(n, dtype=grid.scale_dtype) for _ in range(2 - grid.symmetric)]
+    if out is None:
+        packed = groups.new_empty(n, packed_size(size, grid.bits), dtype=torch.uint8)
+        out = packed, *(groups.new_empty(n, dtype=grid.scale_dtype) for _ in range(2 - grid.symmetric))
     programs, shape = _shape(n, size, grid)
     with torch.cuda.device_of(groups):
         _quantize[programs](
@@ -68,9 +73,9 @@ def _launch(
             residual,
             factor,
             error,
-            packed,
-            scales[0],
-            None if grid.symmetric else scales[1],
+            out[0],
+            out[1],
+            None if grid.symmetric else out[2],
             n,
             grid.key,
             MEAN=grid.is_mean and dither is None,
@@ -79,7 +84,7 @@ def _launch(
             enable_fp_fusion=False,
             **shape,
         )
-    return packed, *scales
+    return out
 
 
 def dequantize(parts: Sequence[Tensor], grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,0 +1,74 @@
+"""Messages that follow a state in C++, on every processor, against plain torch: bit for bit."""
+
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_compress.kernels import cpu, reference
+from tests.support.native import TARGETS, compiled_for, runs_here
+from tests.support.same_bits import any_grid, assert_same_bits, values
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+
+
+def flat(*results):
+    """All tensors of what a pass returns."""
+    return [part for result in results for part in (result if isinstance(result, tuple) else (result,))]
+
+
+@pytest.mark.parametrize("target", filter(runs_here, TARGETS))
+@settings(max_examples=200, deadline=None, database=None)
+@given(
+    bits=st.integers(1, 8),
+    size=st.sampled_from([8, 24, 32, 64, 128, 256]),
+    symmetric=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    hadamard=st.booleans(),
+    n=st.integers(1, 60),
+    special=st.sampled_from([None, float("inf"), -float("inf"), float("nan")]),
+    scale=st.sampled_from([1.0, 3.0, 1024.0, 2.0**-126]),
+    shares=st.sampled_from([(0.0, 1.0), (0.0, 0.7), (0.8, 0.2)]),
+    store=st.sampled_from(["fp32", "bf16", "int8"]),
+    seed=st.integers(0, 1000),
+)
+def test_equal_to_torch(
+    target, bits, size, symmetric, dtype, hadamard, n, special, scale, shares, store, seed
+):
+    """Sums beyond the range included: a state is then as large as the largest float."""
+    grid = any_grid(bits, symmetric, torch.bfloat16, hadamard, size, seed)
+    x = values(n, size, dtype, seed, special)
+    state = values(n, size, torch.float32, seed + 1).clamp(-1e34, 1e34)
+    state[0, 0], x[0, 0] = torch.finfo(torch.float32).max / 1024, torch.finfo(dtype).max
+    stores = {
+        "fp32": lambda: (state,),
+        "bf16": lambda: (state.bfloat16(),),
+        "int8": lambda: reference.encode_int8(state),
+    }
+    kept = stores[store]()
+    with compiled_for(target):
+        parts, new, finite = cpu.quantize_with_residual(x, kept, scale, *shares, grid)
+        theirs, its_new, its_finite = reference.quantize_with_residual(x, kept, scale, *shares, grid)
+        assert_same_bits(flat(parts, finite), flat(theirs, its_finite))
+        if finite or store != "int8":  # the codes of what is not finite are anything, and nobody keeps them
+            assert_same_bits(new, its_new)
+        changes = [backend.quantize_change(x, state, scale, grid) for backend in (cpu, reference)]
+        assert_same_bits(*(flat(*change) for change in changes))
+        back = [
+            backend.dequantize_change(changes[1][0], state, scale, grid, dtype)
+            for backend in (cpu, reference)
+        ]
+        assert_same_bits(*back)
+
+
+def test_both_sides_come_to_the_same_state():
+    grid = any_grid(4, False, torch.bfloat16, True, 128, 1)
+    x, state = values(70, 128, torch.float32, 3).clamp(-10, 10), torch.zeros(70, 128)
+    for _ in range(20):
+        parts, mine, finite = cpu.quantize_change(x, state, 2.0, grid)
+        arrived, its, _ = cpu.dequantize_change(parts, state, 2.0, grid, torch.float32)
+        assert finite and torch.equal(mine, its) and torch.equal(arrived, its * 2)
+        state = mine
+    assert (arrived - x).norm() < 1e-4 * x.norm()  # A follows a message that stays
