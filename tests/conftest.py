@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from ds_compress.kernels import native
+from tests.support import shared
 
 # no verdict hangs on how busy the machine is
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -15,9 +16,10 @@ settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compiled():
+def compiled(tmp_path_factory):
     """Tests meet C++ from the first message on, kept where the user keeps it; ranks that are forked have it
     too."""
+    shared.begin(tmp_path_factory.getbasetemp())
     native.wait()
 
 

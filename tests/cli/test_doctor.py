@@ -5,7 +5,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from ds_compress.cli.doctor import machine
 from ds_compress.cli.doctor.findings import findings
 from ds_compress.version import __version__
 from launch.ports import reserved_port
+from tests.support.warm import interpreter
 
 VERSIONS = {"python": "3.11.7", "ds_compress": "1", "torch": "2", "deepspeed": "0.19.8", "transformers": "5"}
 LO = {"name": "lo", "addresses": ["127.0.0.1"], "mbit": 0, "mtu": 65536}
@@ -185,7 +185,8 @@ def ranks(count, world, *more, **changes):
     """The first `count` of `world` ranks, as a launcher starts them; what each returned and said."""
     with reserved_port() as port:
         places = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **changes}
-        command = [sys.executable, "-m", "ds_compress", "--local_rank=0", "doctor", *more]
+        python = interpreter()
+        command = [python, "-m", "ds_compress", "--local_rank=0", "doctor", *more]
         processes = [
             subprocess.Popen(
                 command,
@@ -219,7 +220,7 @@ def test_rank_0_that_cannot_be_reached_is_named():
     with reserved_port() as port:
         environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         done = subprocess.run(
-            [sys.executable, "-m", "ds_compress", "doctor", "--timeout", "2"],
+            [interpreter(), "-m", "ds_compress", "doctor", "--timeout", "2"],
             env={**os.environ, **environment},
             capture_output=True,
             text=True,

@@ -10,14 +10,17 @@ import pytest
 from tests.support.hosts import ADDRESSES, WIRE, reason_for_none, two_hosts
 from tests.support.logins import logins
 from tests.support.scripts import ROOT
+from tests.support.warm import interpreter
 
 HOSTFILE = "worker-1 slots=8\n# the other one\n\nworker-2 slots=8\n"
 TWO_HOSTS = pytest.mark.skipif(bool(reason_for_none()), reason=reason_for_none())
 
 
-def doctor(folder, environment, hostfile=HOSTFILE, *more):
+def doctor(folder, environment, hostfile=HOSTFILE, *more, python=None):
+    """`python`: where hosts are others than this one, what starts there; the interpreter."""
     (folder / "hostfile").write_text(hostfile)
-    command = [sys.executable, "-m", "ds_compress", "doctor", "--hostfile", "hostfile", *more]
+    python = python or interpreter()
+    command = [python, "-m", "ds_compress", "doctor", "--hostfile", "hostfile", *more]
     environment = {**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=600)
 
@@ -33,7 +36,7 @@ def test_two_hosts_are_measured(tmp_path):
     with two_hosts() as hosts:
         hosts.shape(0, "rate 100mbit burst 128kb latency 100ms")
         environment = logins(tmp_path / "bin", {"worker-1": hosts.on(0), "worker-2": hosts.on(1)})
-        done = doctor(tmp_path, environment, HOSTFILE, "--json")
+        done = doctor(tmp_path, environment, HOSTFILE, "--json", python=sys.executable)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     for host, address in zip(report["hosts"], ADDRESSES, strict=True):

@@ -4,13 +4,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 
 import pytest
 
 from launch.ports import reserved_port
 from tests.support.pipeline import MICRO_BATCHES, ds_config
 from tests.support.scripts import ROOT
+from tests.support.warm import TRAINING, interpreter
 
 ENDS = f"""
 import runpy, sys
@@ -20,9 +20,10 @@ sys.exit(0)
 """
 
 
-def run(*words):
+def run(*words, python=None):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment)
+    command = [python or interpreter(), *words]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 @pytest.mark.parametrize("block", [None, {"forward": {"codec": "bf16"}}], ids=["stock", "compressed"])
@@ -33,7 +34,8 @@ def test_every_stage_says_what_it_takes(block, tmp_path):
     with reserved_port() as port:
         start = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port)]
         program = ["--module", "ds_compress", "stage-times", str(tmp_path / "train.py")]
-        done = run(*start, *program, "--configs", str(tmp_path / "ds_config.json"))
+        configs = ["--configs", str(tmp_path / "ds_config.json")]
+        done = run(*start, *program, *configs, python=interpreter(TRAINING))
     assert done.returncode == 0, done.stdout + done.stderr
     found = sorted(re.findall(r"stage_times (\{.*?\})", done.stdout))
     assert [json.loads(each)["stage"] for each in found] == [0, 1]

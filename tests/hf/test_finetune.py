@@ -15,13 +15,21 @@ from ds_compress.cli import main
 from launch.ports import reserved_port
 from tests.support import finetuning
 from tests.support.finetuning import copy_of, finetune, losses, perplexities, perplexity, prepare
+from tests.support.shared import once
+from tests.support.warm import TRAINING, interpreter
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """train.json of a finished run, and what the run said."""
-    path = prepare(tmp_path_factory.mktemp("run"), prompt="the cat")
-    return path, finetune("torchrun", path).stderr
+def run():
+    """train.json of a finished run, and what the run said. It is the interpreter's own, with every import to
+    make; others are compared with it."""
+
+    def finished(folder):
+        path = prepare(folder, prompt="the cat")
+        (folder / "said").write_text(finetune("torchrun", path).stderr)
+
+    folder = once("finetuned", finished)
+    return folder / "train.json", (folder / "said").read_text()
 
 
 def test_perplexity_falls_and_progress_is_told(run):
@@ -41,7 +49,7 @@ def test_perplexity_falls_and_progress_is_told(run):
 def test_every_launcher_trains_the_same(run, tmp_path, launcher):
     path, said = run
     copy = copy_of(path, tmp_path / "copy")
-    assert perplexities(finetune(launcher, copy).stderr) == perplexities(said)
+    assert perplexities(finetune(launcher, copy, python=interpreter(TRAINING)).stderr) == perplexities(said)
     assert losses(copy.parent / "out") == losses(path.parent / "out")
 
 
@@ -94,7 +102,7 @@ def test_what_is_refused_is_refused_in_one_line(run, tmp_path):
     path = copy_of(run[0], tmp_path / "copy")
     settings = json.loads(path.read_text())
     path.write_text(json.dumps(settings | {"stages": 3}))
-    done = finetune("torchrun", path, check=False)
+    done = finetune("torchrun", path, check=False, python=interpreter(TRAINING))
     assert done.returncode
     assert "stages: 3 is not allowed: the model has 2 layers, and each stage needs one" in done.stderr
     assert "Traceback" not in done.stderr.split("torch/distributed")[0]

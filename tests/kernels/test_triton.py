@@ -20,9 +20,12 @@ from tests.support.triton_aot import ARCHITECTURES, compile_launch, recorded  # 
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
-def run_kernels(**environment):
-    files = [str(SUPPORT / name) for name in ("triton_kernels.py", "triton_topk.py", "triton_entropy.py")]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+EACH_FILE = pytest.mark.parametrize("name", ["triton_kernels", "triton_topk", "triton_entropy"])
+
+
+def run_kernels(name, **environment):
+    file = str(SUPPORT / f"{name}.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=SUPPORT.parents[1], env={**os.environ, **environment}
     )
@@ -31,18 +34,27 @@ def run_kernels(**environment):
 
 
 @pytest.mark.timeout(0)  # it computes all the time, and waits for nothing
-def test_equal_to_the_reference_under_the_interpreter():
-    run_kernels(TRITON_INTERPRET="1")
+@pytest.mark.parametrize("examples", [16, pytest.param(80, marks=pytest.mark.slow)])
+@EACH_FILE
+def test_equal_to_the_reference_under_the_interpreter(name, examples):
+    """Every test of the files, with so many examples where hypothesis draws them."""
+    run_kernels(name, TRITON_INTERPRET="1", EXAMPLES=str(examples))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_equal_to_the_reference_on_a_gpu():
-    run_kernels(TRITON_INTERPRET="0")
+@EACH_FILE
+def test_equal_to_the_reference_on_a_gpu(name):
+    run_kernels(name, TRITON_INTERPRET="0", EXAMPLES="300")
 
 
-def every_setting():
-    """Calls that between them launch every kernel and take every branch of it."""
-    for bits in range(1, 9):
+WIDTHS = (1, 4, 5)
+"""Of one plane and of two, in two tiles and in eight, rotated and not, in bf16 and fp32. What takes the
+compiler longest, 3 bits rotated across eight tiles, is left to the slow tests, and to the interpreter."""
+
+
+def every_setting(widths):
+    """Calls that between them launch every kernel and take every branch of it; `widths`: in bits."""
+    for bits in widths:
         scale_dtype, dtype = (torch.bfloat16, torch.bfloat16) if bits % 2 else (torch.float32, torch.float32)
         x = torch.zeros(64, 128, dtype=dtype)
         grid = Grid(bits, False, scale_dtype, hadamard=bits == 4)
@@ -74,12 +86,17 @@ def every_setting():
 
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize(
-    "architecture", [*ARCHITECTURES[:-1], pytest.param(ARCHITECTURES[-1], marks=pytest.mark.slow)]
+    "architecture, widths",
+    [
+        (ARCHITECTURES[0], WIDTHS),
+        *(pytest.param(each, range(1, 9), marks=pytest.mark.slow) for each in ARCHITECTURES),
+    ],
+    ids=str,
 )
-def test_every_kernel_compiles(architecture, monkeypatch, tmp_path):
+def test_every_kernel_compiles(architecture, widths, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with recorded(monkeypatch, groups, band, selection, held, bitstring, entropy) as launches:
-        every_setting()
+        every_setting(widths)
     names = {kernel.fn.__name__ for kernel, _, _ in launches}
     assert names == {
         "_quantize",

@@ -14,7 +14,7 @@ import pytest
 from ds_compress.config import recipes
 from ds_compress.kernels.native import prebuilt
 from ds_compress.kernels.native.loader import SOURCES
-from tests.support.compiled import COMPILER, ROOT, environment
+from tests.support.compiled import COMPILER, ROOT, compiles, environment
 
 LIBRARIES = {f"{source}.{target}.so" for source in SOURCES for target in prebuilt.targets()}
 
@@ -52,7 +52,11 @@ def wheel(folder, **variables):
 
 @pytest.mark.skipif(COMPILER is None or not LIBRARIES, reason="no C++ compiler, or not for this machine")
 def test_an_installed_package_compiles_nothing(tmp_path):
-    file, names = wheel(tmp_path)
+    """The compiler that makes the wheel is another than the one of the installed package, and soon done."""
+    builder = tmp_path / "builder"
+    builder.mkdir()
+    file, names = wheel(tmp_path, **environment(builder))
+    assert compiles(builder) == len(LIBRARIES)
     assert {Path(name).name for name in names if name.endswith(".so")} == LIBRARIES
     assert {name for name in names if name.startswith("ds_compress/recipes/")} == {
         f"ds_compress/recipes/{name}.json" for name in recipes.names()

@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 
 import numpy as np
 import pyarrow
@@ -19,15 +20,20 @@ from launch.reproduce.pipeline import executed
 from launch.reproduce.presets import PRESETS
 from launch.reproduce.run import Run, clip, task_of
 from launch.reproduce.settings import SETTINGS
+from tests.support.shared import once
+from tests.support.warm import TRAINING, interpreter
 
 NAMES = ["vision/none", "vision/topk10-aqsgd", "language/none", "language/topk10-ef-warmup"]
 PASSING = ("seconds",)  # columns that differ from run to run
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
+def data():
     """Images whose class is their colour, and text."""
-    folder = tmp_path_factory.mktemp("data")
+    return once("data", draw)
+
+
+def draw(folder):
     drawing = np.random.default_rng(0)
     (folder / "cifar10").mkdir()
     for split, count in (("train", 32), ("test", 16)):
@@ -41,7 +47,6 @@ def data(tmp_path_factory):
         (folder / "wikitext2" / f"{split}.txt").write_text(
             "the quick brown fox jumps over the lazy dog . " * repeats
         )
-    return folder
 
 
 def png(image):
@@ -64,11 +69,15 @@ def rows_of(results):
 
 
 @pytest.fixture(scope="module")
-def whole(data, tmp_path_factory):
+def whole(data):
     """The results of an uninterrupted grid."""
-    results = tmp_path_factory.mktemp("whole")
-    grid(data, results, "--seeds", "0", "1", "--only", *NAMES)
-    return results
+    return once("whole", lambda results: grid(data, results, "--seeds", "0", "1", "--only", *NAMES))
+
+
+@pytest.fixture
+def warm(monkeypatch):
+    """The launcher is that of an interpreter which need not import DeepSpeed: six times for a pipeline."""
+    monkeypatch.setattr(sys, "executable", interpreter(TRAINING))
 
 
 def test_rows_say_what_was_measured(whole):
@@ -179,7 +188,7 @@ def test_gradients_are_clipped_by_the_norm_of_the_first_stage():
 
 
 @pytest.mark.parametrize("name", ["language/topk10-ef-warmup", "vision/topk10-aqsgd"])
-def test_a_real_pipeline_has_the_same_losses_and_bytes(name, data, tmp_path):
+def test_a_real_pipeline_has_the_same_losses_and_bytes(name, data, tmp_path, warm):
     """Through the deepspeed launcher; the language task clips its gradients, which no norm of the whole model
     explained."""
     row = compared(Run("smoke", *name.split("/", 1), 0), data, tmp_path)
@@ -188,7 +197,7 @@ def test_a_real_pipeline_has_the_same_losses_and_bytes(name, data, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["language/topk10-ef-warmup", "vision/topk10-aqsgd"])
-def test_a_row_from_a_pipeline_is_that_from_simulate(name, whole, data, tmp_path):
+def test_a_row_from_a_pipeline_is_that_from_simulate(name, whole, data, tmp_path, warm):
     """But for the errors, which are not measured there."""
     run = Run("smoke", *name.split("/", 1), 0)
     task = task_of("smoke", run.task, data, whole / "cache")
@@ -197,7 +206,7 @@ def test_a_row_from_a_pipeline_is_that_from_simulate(name, whole, data, tmp_path
     assert {k: v for k, v in row.items() if k not in PASSING} == expected
 
 
-def test_a_policy_trains_as_a_pipeline(data, tmp_path, monkeypatch):
+def test_a_policy_trains_as_a_pipeline(data, tmp_path, monkeypatch, warm):
     """4 bits in the first two of eight steps, then 2: the smallest budget that there is."""
     ladders = {direction: {"bits": [4, 2]} for direction in ("forward", "backward")}
     policy = {"name": "budget", "every": 2, "step_bytes": 1, **ladders}

@@ -11,12 +11,14 @@ import pytest
 from launch.ports import reserved_port
 from tests.support.pipeline import ds_config
 from tests.support.scripts import ROOT
+from tests.support.warm import TRAINING, interpreter
 
 SCRIPT = ROOT / "tests" / "support" / "launched.py"
 
 
-def launch(folder: Path, *configs):
-    """Exit code and output of two ranks; each config is one rank's, one alone is that of both."""
+def launch(folder: Path, *configs, python=None):
+    """Exit code and output of two ranks; each config is one rank's, one alone is that of both. One test has
+    the interpreter itself, as a user has; the others need not import DeepSpeed four times each."""
     files = []
     for number, config in enumerate(configs):
         files.append(folder / f"ds_config{number}.json")
@@ -24,7 +26,7 @@ def launch(folder: Path, *configs):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     with reserved_port() as port:
         command = [
-            sys.executable,
+            python or interpreter(TRAINING),
             "-m",
             "deepspeed.launcher.runner",
             "--num_gpus",
@@ -61,7 +63,7 @@ def test_with_the_block_messages_are_compressed(tmp_path):
         "backward": {"codec": "bf16"},
         "min_numel": 0,
     }
-    code, output = launch(tmp_path, ds_config(block))
+    code, output = launch(tmp_path, ds_config(block), python=sys.executable)
     assert code == 0, output
     for rank in range(2):
         assert f"rank {rank} engine ds_compress.pipeline.attach.CompressedPipelineEngine" in output

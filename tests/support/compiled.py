@@ -4,19 +4,21 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from tests.support.warm import interpreter
 
 ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which("g++")
 
-# Asked for its version it says it; asked to compile it takes note, does what it is told, and compiles
+# Asked for its version it says it; asked to compile it takes note, does what it is told, and compiles. It
+# does not optimize: that takes most of a compiler's time, and tests run what it makes for milliseconds
 SCRIPT = """#!/bin/sh
 case "$*" in *--version*) exec {compiler} --version;; esac
 echo compile >> $STATE/compiles
 eval "$BEFORE"
-exec {compiler} "$@"
+exec {compiler} "$@" -O0
 """
 
 WAITS = """
@@ -77,7 +79,7 @@ def environment(state: Path, before: str = "") -> dict[str, str]:
 
 def waiting(state: Path, before: str = "") -> subprocess.Popen[str]:
     """A process, of a session of its own, that waits for a library and says whether it has come."""
-    command = [sys.executable, "-c", WAITS]
+    command = [interpreter(), "-c", WAITS]
     environ = environment(state, before)
     return subprocess.Popen(
         command, env=environ, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -93,7 +95,7 @@ def messages(
 ) -> dict[str, Any]:
     """What a process encodes and decodes with the library, and before it is there; and what it says."""
     told = {"slow_first": slow_first, "again_seconds": again_seconds, "turn_seconds": turn_seconds}
-    command = [sys.executable, "-c", MESSAGES, json.dumps(told)]
+    command = [interpreter(), "-c", MESSAGES, json.dumps(told)]
     environ = environment(state, before)
     done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -10,6 +10,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch._dynamo  # by the first optimizer: here once, and not in each rank
 
 from launch.ports import reserved_port
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from launch.ports import reserved_port
 from tests.support.hosts import ADDRESSES, WIRE, Hosts, reason_for_none, two_hosts
+from tests.support.warm import TRAINING, interpreter
 
 TIMEOUT = 3.0  # seconds, "link": {"timeout_s": ...} of the faulty runs
 LATE = 10.0  # seconds over the time-out after which the table says that a rank was late
@@ -79,7 +80,9 @@ def run(name: str, at: int, mode: str, depth: int = 1) -> list[Ending]:
         hosts = stack.enter_context(two_hosts()) if fault.hosts else None
         moment = Path(folder, "moment")
         logs = [Path(folder, f"rank{rank}") for rank in range(fault.ranks)]
-        words = [sys.executable, "-m", "tests.support.faulty", "--fault", name, "--at", str(at)]
+        # a fork of another process would not be on the host of the program that asks for it
+        python = sys.executable if hosts else interpreter(TRAINING)
+        words = [python, "-m", "tests.support.faulty", "--fault", name, "--at", str(at)]
         words += ["--stages", str(fault.stages), "--block", json.dumps(block), "--moment", str(moment)]
         # rank 0 is where all meet
         address, port = (

@@ -111,19 +111,19 @@ def prepare(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def command(launcher: str, port: int, arguments: list[str]) -> list[str]:
-    """Two ranks of the program, by one of the launchers."""
+def command(launcher: str, port: int, arguments: list[str], python: str = sys.executable) -> list[str]:
+    """Two ranks of the program, by one of the launchers, in processes of that interpreter."""
     program = "ds_compress.hf.finetune"
     where = Path(sys.executable).parent
     if launcher == "deepspeed":
         start = [f"{where}/deepspeed", "--num_gpus", "2", "--master_port", str(port), "--module"]
-        return [sys.executable, *start, program, *arguments]
+        return [python, *start, program, *arguments]
     if launcher == "torchrun":
         start = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port), "-m"]
-        return [sys.executable, "-m", *start, program, *arguments]
+        return [python, "-m", *start, program, *arguments]
     start = ["--use_deepspeed", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
     start += ["--dynamo_backend", "no", "--main_process_port", str(port), "-m"]
-    return [sys.executable, "-m", "accelerate.commands.launch", *start, program, *arguments]
+    return [python, "-m", "accelerate.commands.launch", *start, program, *arguments]
 
 
 def environment() -> dict[str, str]:
@@ -131,11 +131,13 @@ def environment() -> dict[str, str]:
     return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def finetune(launcher: str, path: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+def finetune(
+    launcher: str, path: Path, check: bool = True, python: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
     """What the launcher wrote and returned."""
     with reserved_port() as port:
         done = subprocess.run(
-            command(launcher, port, [str(path)]),
+            command(launcher, port, [str(path)], python),
             capture_output=True,
             text=True,
             env=environment(),

@@ -4,7 +4,6 @@ import ctypes
 import platform
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -14,6 +13,7 @@ import pytest
 
 from ds_compress.kernels import native
 from ds_compress.kernels.native import build
+from tests.support.shared import once
 
 SOURCES = ("quantize", "stateful", "selection", "exact", "held", "float8", "fixed", "entropy", "feedback")
 
@@ -46,16 +46,14 @@ def runs_here(target: str) -> bool:
 @cache
 def built(source: str, target: str) -> Path:
     """`source`, compiled for `target` without a warning."""
-    file = Path(_folder().name, f"{source}.{target}.so")
-    words = build.command(compiler_for(target), source, file, target)
-    done = subprocess.run([*words, "-Wall", "-Wextra", "-Werror"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return file
+    compiler = compiler_for(target)
 
+    def compile_into(folder: Path) -> None:
+        words = build.command(compiler, source, folder / "made.so", target)
+        done = subprocess.run([*words, "-Wall", "-Wextra", "-Werror"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
-@cache
-def _folder() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory()
+    return once(f"{source}.{target}", compile_into) / "made.so"
 
 
 @contextmanager

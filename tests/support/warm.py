@@ -1,0 +1,210 @@
+"""Processes of Python in which torch and DeepSpeed are imported already.
+
+Importing both takes seconds of a processor, and a test of a launcher starts five processes that do. A server
+has done it once for each worker of pytest: `interpreter` gives the path of a program that is called as Python
+is (`-m MODULE`, `-c CODE` or a script) and has the server fork itself. The child gets the arguments, the
+environment, the folder and the standard files of that program, finds it as `sys.executable`, so that what it
+starts is warm too, and ends as an interpreter ends; the program lives as long, passes signals on to it and
+ends as it did. What a test says of imports, or of variables that are read by one, it has to try with
+`sys.executable`.
+
+python tests/support/warm.py FOLDER MODULE ...      the server; started by `interpreter`
+"""
+
+import contextlib
+import gc
+import importlib
+import io
+import marshal
+import os
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+MODULES = ("torch", "deepspeed")
+
+TRAINING = "torch._dynamo"
+"""Imported by the first optimizer; takes as long as the others together, and Triton, which comes with it,
+writes of leaks when the process ends."""
+
+SOCKET = "socket"
+PROGRAM = """#!{python} -IS
+import marshal, os, signal, socket, sys
+
+with socket.socket(socket.AF_UNIX) as link:
+    link.connect({address!r})
+    request = marshal.dumps((sys.argv[1:], dict(os.environ), os.getcwd()))
+    socket.send_fds(link, [len(request).to_bytes(4, "little")], [0, 1, 2])
+    link.sendall(request)
+    answer = link.recv(4)
+    if answer:
+        pid = int.from_bytes(answer, "little")
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, lambda number, frame: os.kill(pid, number))
+        answer = link.recv(4)
+if not answer:
+    sys.exit("the server of warm processes has ended: " + open({log!r}).read())
+code = os.waitstatus_to_exitcode(int.from_bytes(answer, "little"))
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+"""Stands in for the interpreter. It imports next to nothing: starting it is what a process costs."""
+
+SERVERS: list[subprocess.Popen[bytes]] = []
+
+
+@cache
+def interpreter(*more: str) -> str:
+    """A program that stands in for `sys.executable`, with MODULES and `more` imported; `deepspeed` is beside
+    it, as it is in an environment."""
+    folder = Path(tempfile.mkdtemp(prefix="warm-"))
+    program, log = folder / "python", folder / "log"
+    text = PROGRAM.format(python=sys.executable, address=str(folder / SOCKET), log=str(log))
+    launcher = Path(sys.executable).with_name("deepspeed").read_text().partition("\n")[2]
+    for path, content in ((program, text), (folder / "deepspeed", f"#!{program}\n{launcher}")):
+        path.write_text(content)
+        path.chmod(0o755)
+    with log.open("w") as said:
+        server = subprocess.Popen(
+            [sys.executable, __file__, str(folder), *MODULES, *more],
+            stdin=subprocess.PIPE,  # it ends when this process does
+            stdout=said,
+            stderr=said,
+        )
+    while not (folder / SOCKET).exists():
+        assert server.poll() is None, log.read_text()
+        time.sleep(0.01)
+    SERVERS.append(server)
+    return str(program)
+
+
+def serve(folder: Path, modules: list[str]) -> tuple[list[str], dict[str, str], str]:
+    """Fork this process for all who ask; comes back in the children alone, with the arguments, environment
+    and folder that each is to have."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / f".{SOCKET}"))
+    listener.listen(64)
+    os.rename(folder / f".{SOCKET}", folder / SOCKET)  # whoever sees it can ask
+    for module in modules:
+        importlib.import_module(module)
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the threads that an import has started"
+    gc.collect()
+    gc.freeze()  # the first collection in each child would copy all of that memory
+    ended, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    asking: dict[int, socket.socket] = {}
+    with selectors.DefaultSelector() as selector:
+        for each in (sys.stdin, listener, ended):
+            selector.register(each, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is sys.stdin:  # the one who started this has ended
+                    _kill(*asking)
+                    shutil.rmtree(folder, ignore_errors=True)
+                    os._exit(0)
+                elif key.fileobj is listener:
+                    link = listener.accept()[0]
+                    request, files = _received(link)
+                    pid = os.fork()
+                    if pid == 0:
+                        signal.set_wakeup_fd(-1)
+                        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                        for each in (listener, link, *asking.values()):
+                            each.close()
+                        os.close(ended)
+                        os.close(wake)
+                        _become(files)
+                        return request
+                    for file in files:
+                        os.close(file)
+                    asking[pid] = link
+                    selector.register(link, selectors.EVENT_READ, pid)
+                    _tell(link, pid)
+                elif key.fileobj == ended:
+                    os.read(ended, 1 << 16)
+                    for pid, status in _reaped():
+                        link = asking.pop(pid)
+                        with contextlib.suppress(KeyError):
+                            selector.unregister(link)
+                        _tell(link, status)
+                        link.close()
+                else:  # the program that asked was killed
+                    selector.unregister(key.fileobj)
+                    _kill(key.data)
+
+
+def _received(link: socket.socket) -> tuple[tuple[list[str], dict[str, str], str], list[int]]:
+    """What is asked for, and the standard files of the one who asks."""
+    size, files, *_ = socket.recv_fds(link, 4, 3)
+    request = b""
+    while len(request) < int.from_bytes(size, "little"):
+        request += link.recv(1 << 20)
+    return marshal.loads(request), files
+
+
+def _become(files: list[int]) -> None:
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+
+
+def _tell(link: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # it was killed
+        link.sendall(number.to_bytes(4, "little"))
+
+
+def _kill(*pids: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _reaped() -> Iterator[tuple[int, int]]:
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+            yield ended
+
+
+def interpret(words: list[str]) -> None:
+    """What the interpreter does with its arguments."""
+    if words[0] == "-u":
+        sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0, closefd=False), write_through=True)
+        words = words[1:]
+    own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    what, *rest = words
+    if what == "-m":
+        name, *rest = rest
+        sys.argv, sys.path[:] = ["-m", *rest], [os.getcwd(), *own, *FOUND]
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    elif what == "-c":
+        code, *rest = rest
+        sys.argv, sys.path[:] = ["-c", *rest], ["", *own, *FOUND]
+        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv, sys.path[:] = words, [str(Path(what).resolve().parent), *own, *FOUND]
+        runpy.run_path(what, run_name="__main__")
+
+
+if __name__ == "__main__":
+    named = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    FOUND = sys.path[1 + len(named) :]  # what the interpreter finds by itself
+    del sys.path[0]  # the folder of this file, whose modules are nobody's but of tests
+    words, variables, folder = serve(Path(sys.argv[1]), sys.argv[2:])
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(folder)
+    sys.executable = str(Path(sys.argv[1], "python"))
+    interpret(words)
