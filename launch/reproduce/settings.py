@@ -115,7 +115,8 @@ BEYOND: dict[str, Block] = {
        for f, b in ((2, 2), (2.5, 1.5), (2.5, 2.5), (1.5, 1.5), (2, 3), (3, 2))},
     **{f"entropy{f:g}/{b:g}-contexts-loco": contexts(f, b, back="loco") for f, b in ((2, 2), (2.5, 1.5))},
     **{f"entropy{f:g}/{b:g}-learned": learned(f, b) for f, b in ((2, 2), (1.75, 1.75), (1.5, 2), (2.5, 2.5))},
-    "entropy1.75/1.75-learned-loco": learned(1.75, 1.75, back="loco"),
+    **{f"entropy{f:g}/{b:g}-learned-loco": learned(f, b, back="loco")
+       for f, b in ((1.75, 1.75), (1.5, 1.5), (1.25, 1.75), (1, 1))},
     "entropy1.5/2-aqsgd4-loco": aqsgd(entropy(1.5), entropy(2, contexts="rows"), FIRST, "loco"),
     "group2/2-hadamard-loco": block(group(2, hadamard=True), None, "none", "loco"),
     "entropy1.5/2-aqsgd": aqsgd(entropy(1.5), entropy(2)),
