@@ -26,8 +26,8 @@ holds the block, the sizes, the seed, the processor and the releases that made i
 - Gradients are clipped at 1.0 in the language task, DeepSpeed's default, and not in the vision task, as in
   the paper. As in DeepSpeed's pipelines in fp32 the norm is that of the first stage's gradients.
 - Generated text: its perplexity to the model before fine-tuning, drawn after prompts of held-out text.
-- `auto` has no row: what it chooses depends on the link, and over that of one machine it leaves messages as
-  they are. [speed.md](speed.md) has its losses over a slow link, time to a loss included.
+- What `auto` chooses depends on the link: over that of one machine, which its rows have, it leaves messages
+  as they are. [speed.md](speed.md) has its losses over a slow link, time to a loss included.
 - ± is half of what lies between the largest and the smallest seed. A row of one seed carries no claim.
 """
 

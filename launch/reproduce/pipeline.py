@@ -41,7 +41,8 @@ def executed(run: Run, task: Task, data: Path, results: Path, device: torch.devi
     weights = [torch.load(found.folder / f"rank-{rank}.pt") for rank in range(STAGES)]
     stages.load_state_dict({name: tensor for own in weights for name, tensor in own.items()})
     trained = {"policy": "constant", "boundaries": ranks[0]["adopted"], "warmup_steps": 0, "warmup_epochs": 0}
-    block = {**run.block, **trained}
+    chosen = {key: value for key, value in run.block.items() if key not in ("recipe", "quality")}
+    block = {**chosen, **trained}
     model = simulate(stages.to(device), {"ds_compress": block}, range(1, STAGES), task.steps_per_epoch)
     numbers: Row = {}
     for direction in DIRECTIONS:
