@@ -5,51 +5,57 @@ the groups, [n, G], whose dtype is float32 or bfloat16.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.numerics import is_finite
+from ds_compress.kernels.reference import groups as plain
 from ds_compress.kernels.reference.feedback import advanced, changed, decode_int8, encode_int8
-from ds_compress.kernels.reference.groups import dequantize, quantize, quantize_with_error
 
 
-def quantize_with_residual(
-    groups: Tensor, residual: Sequence[Tensor], scale: float, share: float, rest: float, grid: Grid
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-    """`quantize` of groups + scale * residual in the dtype of `groups`, and the residual of the next message:
-    share * residual + rest * lost / scale, where that sum loses `lost`.
+class Following:
+    """The same steps whoever quantizes."""
 
-    Args:
-        residual: finite. Left out where `groups` are not finite.
+    def __init__(self, by: Any):
+        """`by`: has the `quantize`, `dequantize` and `quantize_with_error` of reference/groups.py."""
+        self._by = by
 
-    Returns:
-        what `quantize` returns; the next residual, kept as `residual` is; whether `groups` and the next
-        residual are finite, a bool of one element.
-    """
-    held, finite = values_of(residual), is_finite(groups)
-    parts, lost = quantize_with_error(groups, held, finite.float() * scale, grid)
-    new = renewed(held, lost, scale, share, rest)
-    return parts, kept_as(residual, new), finite & is_finite(new)
+    def quantize_with_residual(
+        self, groups: Tensor, residual: Sequence[Tensor], scale: float, share: float, rest: float, grid: Grid
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+        """`quantize` of groups + scale * residual in the dtype of `groups`, and the residual of the next message:
+        share * residual + rest * lost / scale, where that sum loses `lost`.
 
+        Args:
+            residual: finite. Left out where `groups` are not finite.
 
-def quantize_change(
-    groups: Tensor, state: Tensor, scale: float, grid: Grid
-) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """`quantize` of groups - scale * state in the dtype of `groups`, and the state of the next message, fp32:
-    that to which `dequantize_change` comes; whether it is finite, a bool of one element."""
-    parts = quantize(changed(groups, state, scale), grid)
-    return parts, *advanced(state, dequantize(parts, grid, groups.dtype), scale)
+        Returns:
+            what `quantize` returns; the next residual, kept as `residual` is; whether `groups` and the next
+            residual are finite, a bool of one element.
+        """
+        held, finite = values_of(residual), is_finite(groups)
+        parts, lost = self._by.quantize_with_error(groups, held, finite.float() * scale, grid)
+        new = renewed(held, lost, scale, share, rest)
+        return parts, kept_as(residual, new), finite & is_finite(new)
 
+    def quantize_change(
+        self, groups: Tensor, state: Tensor, scale: float, grid: Grid
+    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+        """`quantize` of groups - scale * state in the dtype of `groups`, and the state of the next message, fp32:
+        that to which `dequantize_change` comes; whether it is finite, a bool of one element."""
+        parts = self._by.quantize(changed(groups, state, scale), grid)
+        return parts, *advanced(state, self._by.dequantize(parts, grid, groups.dtype), scale)
 
-def dequantize_change(
-    parts: Sequence[Tensor], state: Tensor, scale: float, grid: Grid, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The values, [n, G] of `dtype`, whose change `quantize_change` gave as `parts`: scale times the state of
-    the next message, which is fp32; that state; and whether it is finite, a bool of one element."""
-    new, finite = advanced(state, dequantize(parts, grid, dtype), scale)
-    return (new * scale).to(dtype), new, finite
+    def dequantize_change(
+        self, parts: Sequence[Tensor], state: Tensor, scale: float, grid: Grid, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The values, [n, G] of `dtype`, whose change `quantize_change` gave as `parts`: scale times the state of
+        the next message, which is fp32; that state; and whether it is finite, a bool of one element."""
+        new, finite = advanced(state, self._by.dequantize(parts, grid, dtype), scale)
+        return (new * scale).to(dtype), new, finite
 
 
 def values_of(state: Sequence[Tensor]) -> Tensor:
@@ -68,3 +74,9 @@ def renewed(residual: Tensor, lost: Tensor, scale: float, share: float, rest: fl
     lost = lost if scale == 1 else lost / scale
     lost = lost if rest == 1 else rest * lost
     return share * residual + lost if share else lost
+
+
+_following = Following(plain)
+quantize_with_residual = _following.quantize_with_residual
+quantize_change = _following.quantize_change
+dequantize_change = _following.dequantize_change
