@@ -160,4 +160,4 @@ def test_what_is_offered_works_on_its_own_or_not_at_all():
     for offer in split:
         for direction in DIRECTIONS:
             Config({direction: offer.block[direction]})
-    assert not {"pca64", "autoencoder64", "topk10", "topk10_ef21"} & {offer.name for offer in split}
+    assert not {"entropy_learned", "topk10"} & {offer.name for offer in split}
