@@ -1,6 +1,7 @@
-"""How large the two experiments are: `paper` as published, `cpu` for small machines, `smoke` for tests."""
+"""How large the two experiments are: `paper` as published, `cpu` for small machines, `revisits` the same with
+samples that come back more often, `smoke` for tests."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -48,27 +49,31 @@ class Preset:
     language: LanguageSize
 
 
-PRESETS = {
-    "cpu": Preset(
-        VisionSize(10_000, 5_000, 16, 1, stem_stride=2, epochs=8, cosine_epochs=8, batch=128, lr=0.01),
-        LanguageSize(
-            layers=4,
-            hidden=128,
-            heads=4,
-            seq=128,
-            tokenizer=None,
-            weights=None,
-            pretrain_steps=2500,
-            pretrain_batch=16,
-            pretrain_lr=1e-3,
-            blocks=400,
-            test_blocks=192,
-            epochs=4,
-            batch=8,
-            lr=3e-4,
-            dropout=0.0,
-        ),
+CPU = Preset(
+    VisionSize(10_000, 5_000, 16, 1, stem_stride=2, epochs=8, cosine_epochs=8, batch=128, lr=0.01),
+    LanguageSize(
+        layers=4,
+        hidden=128,
+        heads=4,
+        seq=128,
+        tokenizer=None,
+        weights=None,
+        pretrain_steps=2500,
+        pretrain_batch=16,
+        pretrain_lr=1e-3,
+        blocks=400,
+        test_blocks=192,
+        epochs=4,
+        batch=8,
+        lr=3e-4,
+        dropout=0.0,
     ),
+)
+
+PRESETS = {
+    "cpu": CPU,
+    # how often a sample comes back is what AQ-SGD lives on
+    "revisits": replace(CPU, language=replace(CPU.language, epochs=6)),
     "paper": Preset(
         VisionSize(50_000, 10_000, 64, 2, stem_stride=1, epochs=100, cosine_epochs=200, batch=128, lr=0.01),
         LanguageSize(

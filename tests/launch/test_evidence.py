@@ -10,6 +10,7 @@ from ds_compress.config.evidence import EVIDENCE
 from launch.reproduce.command import ROOT, main
 from launch.reproduce.grid import read_rows
 from launch.reproduce.orderings import judged
+from launch.reproduce.page import write_page
 from launch.reproduce.run import Run
 from launch.reproduce.tables import front, grouped
 
@@ -119,9 +120,15 @@ def test_page(tmp_path):
         assert (page.parent / "images" / f"evidence_smoke_{task}.png").stat().st_size > 10_000
 
 
-def test_no_rows_no_page(tmp_path):
-    from launch.reproduce.page import write_page
+def test_a_page_of_few_settings_has_no_list_of_orderings_without_rows(tmp_path):
+    values = {"none": (10.0, 10.0, 32), "group4/4": (10.1, 10.1, 4)}
+    (tmp_path / "smoke.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(values, "language")))
+    write_page(tmp_path, tmp_path / "evidence.md")
+    text = (tmp_path / "evidence.md").read_text()
+    assert "| `group4/4` | 3 |" in text and "ordering" not in text
 
+
+def test_no_rows_no_page(tmp_path):
     with pytest.raises(SystemExit, match=r"no rows in .*; run a grid first"):
         write_page(tmp_path, tmp_path / "evidence.md")
 
