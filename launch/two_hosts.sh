@@ -59,6 +59,14 @@ else
         sleep 0.1
     done
 fi
+# What a link passes at once after a pause: 4 ms of it, so that a message that is small for the link takes its time too
+burst() {
+    awk -v rate="$1" 'BEGIN {
+        unit = rate ~ /gbit$/ ? 1e9 : rate ~ /mbit$/ ? 1e6 : rate ~ /kbit$/ ? 1e3 : 1
+        bytes = rate * unit / 8 * 0.004
+        printf "%d", (bytes < 16384 ? 16384 : bytes > 131072 ? 131072 : bytes)
+    }'
+}
 address() { [[ $1 == "$a" ]] && echo 10.77.0.1 || echo 10.77.0.2; }
 for host in $a $b; do
     ip -n $host address add "$(address $host)/30" dev wire
@@ -67,7 +75,7 @@ for host in $a $b; do
     # The default differs from machine to machine; a kernel without cubic keeps its own
     ip netns exec $host sysctl -qw net.ipv4.tcp_congestion_control=cubic || true
     if [[ -n ${RATE:-} ]]; then
-        ip netns exec $host tc qdisc add dev wire root tbf rate "$RATE" burst 128kb latency 100ms ||
+        ip netns exec $host tc qdisc add dev wire root tbf rate "$RATE" burst "$(burst "$RATE")" latency 100ms ||
             fail "tc cannot shape the link to RATE=$RATE: is sch_tbf in this kernel, and is the rate written as 200mbit?"
     fi
 done
