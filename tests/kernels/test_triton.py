@@ -1,6 +1,7 @@
 """The Triton kernels: run here, by the interpreter or on a GPU, and compiled for GPUs that are not here."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -101,6 +102,7 @@ def test_every_kernel_compiles(architecture, widths, monkeypatch, tmp_path):
     assert names == {
         "_quantize",
         "_dequantize",
+        "_sample",
         "_order_statistics",
         "_candidates",
         "_histogram",
@@ -122,5 +124,13 @@ def test_every_kernel_compiles(architecture, widths, monkeypatch, tmp_path):
     for kernel, args, named in launches:
         compiled = compile_launch(kernel, args, named, architecture)
         assert compiled.asm["cubin"]
-        if kernel.fn.__name__ == "_quantize":  # else codes and scales are not the reference's
-            assert "div.full" not in compiled.asm["ptx"] and "fma.rn" not in compiled.asm["ptx"]
+        if kernel.fn.__name__ in ("_quantize", "_dequantize"):  # else results are not the reference's
+            assert "div.full" not in compiled.asm["ptx"]
+            assert not rounded_once(compiled.asm["ptx"])
+
+
+def rounded_once(ptx):
+    """The lines of products that are added to something in one step, but for those with 1 or -1."""
+    signs = set(re.findall(r"selp\.f32\s+(%r\d+), 0f(?:BF800000, 0f3F800000|3F800000, 0fBF800000),", ptx))
+    added = re.findall(r"fma\.rn\S*\s+[^,]+, ([^,]+), ([^,]+), [^;]+;", ptx)
+    return [factors for factors in added if not signs & set(factors)]
