@@ -128,8 +128,8 @@ def loads_of(x):
 @pytest.mark.parametrize("k, misled", [(1, []), (320, [1, 2]), (1279, [])])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_how_often_exact_reads_the_tensor(dtype, k, misled):
-    """Twice, and for the sample, which two programs read for each byte of a key. Rows that the band misses
-    are read again: for each byte of a key, and to count."""
+    """Twice, and for the sample, which is read for each byte of two keys. Rows that the band misses are read
+    again: for each byte of a key, and to count."""
     with small_blocks(sample=64):
         x = long_rows(dtype, k)
         expected = np.full(x.shape, 2)
@@ -148,9 +148,7 @@ def test_how_often_others_read_the_tensor(dtype):
         with loads_of(x) as loads:
             fused.banded(x, reference.sampled_band(x, 30), 30)
         assert (loads == 2).all()
-        with loads_of(
-            x
-        ) as loads:  # the row is its own sample, which one program reads for each byte of a key
+        with loads_of(x) as loads:  # the row is its own sample, which is read for each byte of a key
             held, _ = fused.exact(x, 30)
         assert (loads == 2 + dtype.itemsize).all()
         with loads_of(x) as loads:

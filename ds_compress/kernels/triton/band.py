@@ -1,6 +1,7 @@
 """The k-th largest key of each row of a long tensor, which is read once for it.
 
-    _order_statistics   a sample of the row gives two keys, a band in which the k-th largest almost surely is
+    _sample             a histogram of a sample of the row, byte by byte, highest first: once for each byte
+    _order_statistics   gives two keys of it, a band in which the k-th largest almost surely is
     _candidates         the read: per block counts what is above the band, and copies what is inside, some
                         percent of the row, to a scratch buffer as large as the tensor, where those of a row
                         stand side by side
@@ -22,6 +23,9 @@ from ds_compress.kernels.triton.keys import key_of
 SPAN = 4096
 """Entries that a program looks at at a time, for histograms."""
 
+SAMPLED = 1024
+"""Entries of a sample that a program looks at at a time: they are far apart, and it waits for memory."""
+
 PROGRAMS = 128  # for the histogram of one row, at most
 TILES = 8  # blocks that a program tallies: each program reads the histograms of its row
 CHUNK = 256  # candidates of a block that are looked at at a time: a block seldom has more
@@ -32,21 +36,29 @@ def order_statistics(bits: Tensor, infinity: int, stride: int, ranks: tuple[int,
     the first rank among them, 1 for the largest; and the smallest one above that of the last rank."""
     rows, d = bits.shape
     length = triton.cdiv(d, stride)
+    span = min(SAMPLED, _span(length))
+    programs = min(PROGRAMS, triton.cdiv(length, span))
+    each = rows * len(ranks)
+    histograms = torch.zeros(bits.itemsize * each * 256, dtype=torch.int32, device=bits.device)
     bounds = torch.empty(2, rows, dtype=torch.int32, device=bits.device)
-    _order_statistics[(rows * len(ranks),)](
-        bits,
-        bounds,
-        rows,
-        d,
-        stride,
-        length,
-        ranks[0],
-        ranks[-1],
-        RANKS=len(ranks),
-        ROUNDS=bits.itemsize,
-        INFINITY=infinity,
-        SPAN=_span(length),
-    )
+    number = {"RANKS": len(ranks), "ROUNDS": bits.itemsize}
+    for i in range(bits.itemsize):
+        _sample[(each * programs,)](
+            bits,
+            histograms,
+            each,
+            d,
+            stride,
+            length,
+            programs,
+            ranks[0],
+            ranks[-1],
+            ROUND=i,
+            INFINITY=infinity,
+            SPAN=span,
+            **number,
+        )
+    _order_statistics[(each,)](histograms, bounds, rows, ranks[0], ranks[-1], **number)
     return bounds
 
 
@@ -95,35 +107,46 @@ def _span(length: int) -> int:
     return min(SPAN, max(256, triton.next_power_of_2(length)))
 
 
-@triton.jit(do_not_specialize=["rows", "d", "stride", "length", "first", "last"])
-def _order_statistics(
+@triton.jit(do_not_specialize=["each", "d", "stride", "length", "programs", "first", "last"])
+def _sample(
     bits,
-    bounds,
-    rows,
+    histograms,
+    each,
     d,
     stride,
     length,
+    programs,
     first,
     last,
     RANKS: tl.constexpr,
+    ROUND: tl.constexpr,
     ROUNDS: tl.constexpr,
     INFINITY: tl.constexpr,
     SPAN: tl.constexpr,
 ):
+    """Add to histograms[ROUND, number] that of one byte of the sampled keys that begin as the one of a rank
+    of a row does; `each`: ranks of all rows."""
+    number, part = tl.program_id(0) // programs, tl.program_id(0) % programs
+    row = (number // RANKS).to(tl.int64)
+    prefix, _ = _walk(histograms, number, each, tl.where(number % RANKS == 0, first, last), ROUND)
+    counts = tl.zeros([256], tl.int32)
+    for start in range(part * SPAN, length, programs * SPAN):
+        place = start + tl.arange(0, SPAN)
+        value = tl.load(bits + row * d + place.to(tl.int64) * stride, mask=place < length, other=0)
+        counts += _bytes(key_of(value, INFINITY), place < length, prefix, ROUND, ROUNDS)
+    tl.atomic_add(
+        histograms + (ROUND * each + number) * 256 + tl.arange(0, 256), counts, mask=counts > 0, sem="relaxed"
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "first", "last"])
+def _order_statistics(histograms, bounds, rows, first, last, RANKS: tl.constexpr, ROUNDS: tl.constexpr):
     """One program for each rank of a row; with one rank both bounds are round its key."""
-    row = (tl.program_id(0) // RANKS).to(tl.int64)
-    number = tl.program_id(0) % RANKS
-    prefix = tl.zeros([], tl.int32)
-    rank = tl.where(number == 0, first, last)
-    for i in tl.static_range(ROUNDS):
-        counts = tl.zeros([256], tl.int32)
-        for start in range(0, length, SPAN):
-            place = start + tl.arange(0, SPAN)
-            value = tl.load(bits + row * d + place.to(tl.int64) * stride, mask=place < length, other=0)
-            counts += _bytes(key_of(value, INFINITY), place < length, prefix, i, ROUNDS)
-        prefix, rank = _descend(counts, prefix, rank)
-    tl.store(bounds + row, prefix, mask=number == 0)
-    tl.store(bounds + rows + row, prefix + 1, mask=number == RANKS - 1)
+    number = tl.program_id(0)
+    row, place = number // RANKS, number % RANKS
+    key, _ = _walk(histograms, number, rows * RANKS, tl.where(place == 0, first, last), ROUNDS)
+    tl.store(bounds + row, key, mask=place == 0)
+    tl.store(bounds + rows + row, key + 1, mask=place == RANKS - 1)
 
 
 @triton.jit(do_not_specialize=["rows", "d", "blocks"])
