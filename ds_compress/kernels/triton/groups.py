@@ -196,10 +196,12 @@ def _quantize(
     tl.store(step + row, grid_step.to(step.dtype.element_ty), mask=row < n)
 
     if LEVELS is None:
-        inverse = tl.div_rn(fp32(1), tl.where(grid_step > 0, grid_step, 1.0))[:, None]
+        inverse = tl.div_rn(fp32(1), tl.where(grid_step > 0, grid_step, 1.0))
+        # of a range beyond that of fp32 the step is infinite: 0 for every finite value, never inf times 0
+        first_value = tl.where(inverse > 0, start, 0.0)
         codes = ()
         for t in tl.static_range(TILES):
-            position = (values[t] - start[:, None]) * inverse
+            position = (values[t] - first_value[:, None]) * inverse[:, None]
             if DITHERED:
                 within = tl.minimum(tl.where(position > 0, position, 0.0), fp32(TOP))
                 draw = draws(row[:, None], place + t * WIDTH, first, second, TILES * WIDTH)
