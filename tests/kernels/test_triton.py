@@ -15,7 +15,7 @@ from ds_compress.kernels.entropy import frame_of
 
 triton = pytest.importorskip("triton")
 
-from ds_compress.kernels.triton import band, bitstring, entropy, groups, held, selection  # noqa: E402
+from ds_compress.kernels.triton import band, bitstring, entropy, groups, held, ranks, selection  # noqa: E402
 from tests.support.triton_aot import ARCHITECTURES, compile_launch, recorded  # noqa: E402
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -96,14 +96,15 @@ def every_setting(widths):
 )
 def test_every_kernel_compiles(architecture, widths, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    with recorded(monkeypatch, groups, band, selection, held, bitstring, entropy) as launches:
+    with recorded(monkeypatch, groups, ranks, band, selection, held, bitstring, entropy) as launches:
         every_setting(widths)
     names = {kernel.fn.__name__ for kernel, _, _ in launches}
     assert names == {
         "_quantize",
         "_dequantize",
-        "_sample",
-        "_order_statistics",
+        "_alone",
+        "_together",
+        "_bounds",
         "_candidates",
         "_histogram",
         "_tally",
