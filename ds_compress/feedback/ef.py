@@ -11,7 +11,7 @@ from ds_compress.codecs.mixins import Follows, FusesFeedback
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.state import KeepsState, State, StateOptions
 from ds_compress.kernels.dispatch import kernels
-from ds_compress.kernels.numerics import narrow
+from ds_compress.kernels.numerics import as_divisor, narrow
 
 
 class ErrorFeedbackOptions(StateOptions):
@@ -83,7 +83,7 @@ class ErrorFeedbackCodec(FeedbackCodec, KeepsState):
         carried = self._follows.sent(spec, ctx) if self._follows is not None else None
         if carried is not None:  # what is not sent keeps its residual
             error = torch.where(carried, error, residual * ctx.loss_scale)
-        error = error if ctx.loss_scale == 1 else error / ctx.loss_scale
+        error = error if ctx.loss_scale == 1 else error / as_divisor(ctx.loss_scale, error)
         share, rest = self.shares
         if share:
             new = kernels(x.device).blended(residual, error, share)

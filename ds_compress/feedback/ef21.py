@@ -9,7 +9,7 @@ from ds_compress.codecs.mixins import FusesFeedback, Observes
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.state import KeepsState, State, StateOptions
 from ds_compress.kernels.dispatch import kernels
-from ds_compress.kernels.numerics import is_finite, wide
+from ds_compress.kernels.numerics import as_divisor, is_finite, wide
 
 
 @FEEDBACKS.register("ef21")
@@ -68,5 +68,6 @@ class EF21Codec(FeedbackCodec, KeepsState, Observes):
 
     def observe(self, x: Tensor, ctx: Context) -> None:
         spec = TensorSpec.of(x)
-        new = x.to(wide(x.dtype)) / ctx.loss_scale
+        new = x.to(wide(x.dtype))
+        new = new / as_divisor(ctx.loss_scale, new)
         self.state.save(ctx, spec, new, is_finite(new))

@@ -12,7 +12,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.ef import ErrorFeedbackOptions
 from ds_compress.feedback.state import KeepsState, State
-from ds_compress.kernels.numerics import is_finite, narrow, wide
+from ds_compress.kernels.numerics import as_divisor, is_finite, narrow, wide
 from ds_compress.kernels.selection import Selection
 
 
@@ -73,7 +73,7 @@ class MixedErrorFeedbackCodec(FeedbackCodec, KeepsState):
         first, sent = encode_and_decode(self.shares[0], x, contexts[0])
         second, resent = encode_and_decode(self.shares[1], narrow(residual, x), contexts[1])
         _merge_selections(ctx, contexts)
-        new = (x.to(old.dtype) + residual - _sum(sent, resent)) / ctx.loss_scale
+        new = (x.to(old.dtype) + residual - _sum(sent, resent)) / as_divisor(ctx.loss_scale, old)
         self.state.save(ctx, spec, new, finite & is_finite(new))
         return first + second
 

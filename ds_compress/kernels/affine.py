@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels.dither import draws
+from ds_compress.kernels.numerics import as_divisor
 
 SMALLEST_STEP = 2.0**-126
 """Above 0: the smallest normal number."""
@@ -60,12 +61,12 @@ def minmax_scales(low: Tensor, high: Tensor, grid: Grid) -> tuple[Tensor, Tensor
     """Step and offset, [n] of the scale dtype, of grids from `low` to `high`, fp32 [n]."""
     low, high = low + 0.0, high + 0.0  # which of two zeros a reduction meets first depends on the processor
     offset = _at_most(low, grid.scale_dtype)
-    return _step((high - offset.float()) / grid.top, grid), offset
+    return _step((high - offset.float()) / as_divisor(grid.top, high), grid), offset
 
 
 def symmetric_scale(reach: Tensor, grid: Grid) -> Tensor:
     """Step, [n] of the scale dtype, of grids from -reach to reach, fp32 [n]."""
-    return _step(2 * reach / grid.top, grid)
+    return _step(2 * reach / as_divisor(grid.top, reach), grid)
 
 
 def _step(least: Tensor, grid: Grid) -> Tensor:

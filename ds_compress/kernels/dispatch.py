@@ -14,8 +14,8 @@ from types import ModuleType
 import torch
 
 from ds_compress.kernels import cpu, native, reference
-from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.memory import is_out_of_memory
+from ds_compress.kernels.trial import check
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def fused(device: torch.device) -> ModuleType | None:
         from ds_compress.kernels import triton
 
         # compiles and launches: a Triton too old for our kernels, or without a C compiler, fails only here
-        triton.quantize(torch.zeros(1, 8, dtype=torch.float32, device=device), Grid(bits=8))
+        check(triton, device)
     except Exception as error:
         if is_out_of_memory(error):  # with room it would serve
             raise

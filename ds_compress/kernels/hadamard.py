@@ -31,12 +31,14 @@ def rotate_back(groups: Tensor, key: int) -> Tensor:
 
 def diagonal(size: int, key: int, device: torch.device) -> Tensor:
     """fp32 [size]: the square root of 1 / size, with the sign of each value; the same for all groups."""
-    return _on_cpu(size, key) if device.type == "cpu" else _drawn(size, key, device)
+    # one for each stream: another would not wait for what draws it
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _kept(size, key, device, stream)
 
 
 @lru_cache(64)
-def _on_cpu(size: int, key: int) -> Tensor:
-    return _drawn(size, key, torch.device("cpu"))
+def _kept(size: int, key: int, device: torch.device, stream: int) -> Tensor:
+    return _drawn(size, key, device)
 
 
 def _drawn(size: int, key: int, device: torch.device) -> Tensor:

@@ -1,5 +1,7 @@
 """Small pieces of arithmetic that codecs, feedbacks and kernels share."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -26,3 +28,14 @@ def is_finite(matrix: Tensor) -> Tensor:
     if not matrix.numel():
         return torch.ones((), dtype=torch.bool, device=matrix.device)
     return torch.stack(torch.aminmax(matrix)).isfinite().all()
+
+
+def as_divisor(number: float, x: Tensor) -> Tensor | float:
+    """What to divide `x`, of a float dtype, by for x / number, rounded once on every device.
+
+    On a GPU torch multiplies by the inverse of a number, which gives other last bits where that inverse is no
+    float; it does divide by a tensor.
+    """
+    if x.is_cpu or math.frexp(number)[0] == 0.5:
+        return number
+    return torch.full((), number, dtype=x.dtype, device=x.device)

@@ -1,6 +1,7 @@
 """The Triton kernels: run here, by the interpreter or on a GPU, and compiled for GPUs that are not here."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +15,7 @@ from ds_compress.kernels.entropy import frame_of
 
 triton = pytest.importorskip("triton")
 
-from ds_compress.kernels.triton import band, bitstring, entropy, groups, held, selection  # noqa: E402
+from ds_compress.kernels.triton import band, bitstring, entropy, groups, held, ranks, selection  # noqa: E402
 from tests.support.triton_aot import ARCHITECTURES, compile_launch, recorded  # noqa: E402
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -95,13 +96,15 @@ def every_setting(widths):
 )
 def test_every_kernel_compiles(architecture, widths, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    with recorded(monkeypatch, groups, band, selection, held, bitstring, entropy) as launches:
+    with recorded(monkeypatch, groups, ranks, band, selection, held, bitstring, entropy) as launches:
         every_setting(widths)
     names = {kernel.fn.__name__ for kernel, _, _ in launches}
     assert names == {
         "_quantize",
         "_dequantize",
-        "_order_statistics",
+        "_alone",
+        "_together",
+        "_bounds",
         "_candidates",
         "_histogram",
         "_tally",
@@ -122,5 +125,13 @@ def test_every_kernel_compiles(architecture, widths, monkeypatch, tmp_path):
     for kernel, args, named in launches:
         compiled = compile_launch(kernel, args, named, architecture)
         assert compiled.asm["cubin"]
-        if kernel.fn.__name__ == "_quantize":  # else codes and scales are not the reference's
-            assert "div.full" not in compiled.asm["ptx"] and "fma.rn" not in compiled.asm["ptx"]
+        if kernel.fn.__name__ in ("_quantize", "_dequantize"):  # else results are not the reference's
+            assert "div.full" not in compiled.asm["ptx"]
+            assert not rounded_once(compiled.asm["ptx"])
+
+
+def rounded_once(ptx):
+    """The lines of products that are added to something in one step, but for those with 1 or -1."""
+    signs = set(re.findall(r"selp\.f32\s+(%r\d+), 0f(?:BF800000, 0f3F800000|3F800000, 0fBF800000),", ptx))
+    added = re.findall(r"fma\.rn\S*\s+[^,]+, ([^,]+), ([^,]+), [^;]+;", ptx)
+    return [factors for factors in added if not signs & set(factors)]

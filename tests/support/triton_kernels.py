@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ds_compress.codecs  # noqa: F401  (registers)
-from ds_compress.kernels import dispatch, reference
+from ds_compress.kernels import dispatch, reference, trial
 from ds_compress.kernels import triton as fused
 from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.reference.groups import quantize_with_error
@@ -207,6 +207,19 @@ def test_groups_that_are_not_contiguous_or_too_large():
     assert_same_bits(launched(fused.quantize, groups, Grid(4)), reference.quantize(groups, Grid(4)))
     groups = torch.randn(2, 2 * fused.groups.MAX_GROUP)
     assert_same_bits(fused.quantize(groups, Grid(4)), reference.quantize(groups, Grid(4)))
+
+
+def test_codes_and_scales_are_written_where_the_packet_has_them():
+    groups, grid = values(50, 128, torch.float32, 0), Grid(4, hadamard=True, scale_dtype=torch.float32)
+    expected = reference.quantize(groups, grid)
+    out = tuple(torch.empty_like(part, device=DEVICE) for part in expected)
+    parts = fused.quantize(groups.to(DEVICE), grid, None, out)
+    assert all(part is place for part, place in zip(parts, out, strict=True))
+    assert_same_bits(map(torch.Tensor.cpu, out), expected)
+
+
+def test_every_family_passes_its_trial():
+    trial.check(fused, DEVICE)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the GPU needs no override")

@@ -18,7 +18,7 @@ from ds_compress.kernels.keys import INFINITY, as_integers, keys
 from ds_compress.kernels.reference.bitstring import positions
 from ds_compress.kernels.reference.steps import kth_largest
 from ds_compress.kernels.selection import Selection
-from ds_compress.kernels.triton import band, selection
+from ds_compress.kernels.triton import band, ranks, selection
 from ds_compress.kernels.triton import bitstring as bits
 from tests.support.triton_kernels import DEVICE, DTYPES, EXAMPLES, INTERPRETED, SPECIAL, launched
 
@@ -31,7 +31,10 @@ def small_blocks(sample=sampling.SAMPLE):
             (bits, "BLOCK", 64),
             (bits, "TILES", 2),
             (selection, "BLOCK", 64),
-            (band, "SPAN", 32),
+            (ranks, "SPAN", 32),
+            (ranks, "SAMPLED", 32),
+            (ranks, "PROGRAMS", 2),
+            (ranks, "ENOUGH", 3),
             (band, "CHUNK", 16),
             (band, "PROGRAMS", 2),
             (band, "TILES", 2),
@@ -79,8 +82,8 @@ def test_selection_equals_the_reference(rows, d, share, sample, dtype, seed, kin
     size, k = keys(x), min(d, max(1, round(share * d)))
     with small_blocks(sample):
         assert_selects(fused.exact, x, k, expected=reference.exact(x, k)[0])
-        stride, *ranks = sampling.plan(d, k)
-        for ours, rank in zip(launched(fused.sampled_band, x, k), ranks, strict=True):
+        stride, *places = sampling.plan(d, k)
+        for ours, rank in zip(launched(fused.sampled_band, x, k), places, strict=True):
             assert torch.equal(ours, kth_largest(size[:, ::stride], rank))
         high, low = (kth_largest(size, place) for place in (max(1, k - 20), min(d, k + 20)))
         bounds = (low, high, high + 1, INFINITY[dtype])
@@ -128,8 +131,8 @@ def loads_of(x):
 @pytest.mark.parametrize("k, misled", [(1, []), (320, [1, 2]), (1279, [])])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_how_often_exact_reads_the_tensor(dtype, k, misled):
-    """Twice, and for the sample, which two programs read for each byte of a key. Rows that the band misses
-    are read again: for each byte of a key, and to count."""
+    """Twice, and for the sample, which is read for each byte of two keys. Rows that the band misses are read
+    again: for each byte of a key, and to count."""
     with small_blocks(sample=64):
         x = long_rows(dtype, k)
         expected = np.full(x.shape, 2)
@@ -148,9 +151,7 @@ def test_how_often_others_read_the_tensor(dtype):
         with loads_of(x) as loads:
             fused.banded(x, reference.sampled_band(x, 30), 30)
         assert (loads == 2).all()
-        with loads_of(
-            x
-        ) as loads:  # the row is its own sample, which one program reads for each byte of a key
+        with loads_of(x) as loads:  # the row is its own sample, which is read for each byte of a key
             held, _ = fused.exact(x, 30)
         assert (loads == 2 + dtype.itemsize).all()
         with loads_of(x) as loads:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels.affine import SMALLEST_STEP
-from ds_compress.kernels.numerics import is_finite, narrow
+from ds_compress.kernels.numerics import as_divisor, is_finite, narrow
 
 GROUP = 128
 """Values that share a scale in an int8 store."""
@@ -17,7 +17,7 @@ def changed(x: Tensor, state: Tensor, factor: float) -> Tensor:
 
 def advanced(state: Tensor, change: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
     """state + change / divisor, and whether all of that is finite: a bool of one element."""
-    new = state + change.to(state.dtype) / divisor
+    new = state + change.to(state.dtype) / as_divisor(divisor, state)
     return new, is_finite(new)
 
 
@@ -46,7 +46,7 @@ def decode_int8(codes: Tensor, scales: Tensor) -> Tensor:
 
 def int8_scales(groups: Tensor) -> Tensor:
     """fp32 [groups]: the steps in which the largest of each is 127; of a finite inverse, or 0."""
-    scales = groups.abs().amax(1) / 127 if groups.numel() else groups.new_zeros(0)
+    scales = groups.abs().amax(1) / as_divisor(127, groups) if groups.numel() else groups.new_zeros(0)
     return torch.where(scales > 0, scales.clamp(min=SMALLEST_STEP), scales)
 
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels.bits import pack, unpack
+from ds_compress.kernels.numerics import as_divisor
 
 
 def encode_channels(x: Tensor, bits: int, size: int) -> tuple[Tensor, Tensor]:
@@ -47,4 +48,5 @@ def encode_range(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def decode_range(packed: Tensor, limits: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """The values, [1, size] of `dtype`, of what `encode_range` returned."""
     low, high = limits.split(1, dim=1)
-    return unpack(packed, bits).float().mul_(high - low).div_(2**bits - 1).add_(low).to(dtype)
+    values = unpack(packed, bits).float().mul_(high - low)
+    return values.div_(as_divisor(2**bits - 1, values)).add_(low).to(dtype)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels.affine import Grid
-from ds_compress.kernels.numerics import is_finite
+from ds_compress.kernels.numerics import as_divisor, is_finite
 from ds_compress.kernels.reference import groups as plain
 from ds_compress.kernels.reference.feedback import advanced, changed, decode_int8, encode_int8
 
@@ -26,8 +26,8 @@ class Following:
     def quantize_with_residual(
         self, groups: Tensor, residual: Sequence[Tensor], scale: float, share: float, rest: float, grid: Grid
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-        """`quantize` of groups + scale * residual in the dtype of `groups`, and the residual of the next message:
-        share * residual + rest * lost / scale, where that sum loses `lost`.
+        """`quantize` of groups + scale * residual in the dtype of `groups`, and the residual of the next
+        message: share * residual + rest * lost / scale, where that sum loses `lost`.
 
         Args:
             residual: finite. Left out where `groups` are not finite.
@@ -44,16 +44,17 @@ class Following:
     def quantize_change(
         self, groups: Tensor, state: Tensor, scale: float, grid: Grid
     ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-        """`quantize` of groups - scale * state in the dtype of `groups`, and the state of the next message, fp32:
-        that to which `dequantize_change` comes; whether it is finite, a bool of one element."""
+        """`quantize` of groups - scale * state in the dtype of `groups`, and the state of the next message,
+        fp32: that to which `dequantize_change` comes; whether it is finite, a bool of one element."""
         parts = self._by.quantize(changed(groups, state, scale), grid)
         return parts, *advanced(state, self._by.dequantize(parts, grid, groups.dtype), scale)
 
     def dequantize_change(
         self, parts: Sequence[Tensor], state: Tensor, scale: float, grid: Grid, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The values, [n, G] of `dtype`, whose change `quantize_change` gave as `parts`: scale times the state of
-        the next message, which is fp32; that state; and whether it is finite, a bool of one element."""
+        """The values, [n, G] of `dtype`, whose change `quantize_change` gave as `parts`: scale times the
+        state of the next message, which is fp32; that state; and whether it is finite, a bool of one
+        element."""
         new, finite = advanced(state, self._by.dequantize(parts, grid, dtype), scale)
         return (new * scale).to(dtype), new, finite
 
@@ -71,7 +72,7 @@ def kept_as(state: Sequence[Tensor], values: Tensor) -> tuple[Tensor, ...]:
 def renewed(residual: Tensor, lost: Tensor, scale: float, share: float, rest: float) -> Tensor:
     """share * residual + rest * lost / scale; a share of 0 leaves the first out, a scale or a rest of 1
     nothing to do."""
-    lost = lost if scale == 1 else lost / scale
+    lost = lost if scale == 1 else lost / as_divisor(scale, lost)
     lost = lost if rest == 1 else rest * lost
     return share * residual + lost if share else lost
 

@@ -1,6 +1,6 @@
 """The k-th largest key of each row of a long tensor, which is read once for it.
 
-    _order_statistics   a sample of the row gives two keys, a band in which the k-th largest almost surely is
+    ranks.py            a sample of the row gives two keys, a band in which the k-th largest almost surely is
     _candidates         the read: per block counts what is above the band, and copies what is inside, some
                         percent of the row, to a scratch buffer as large as the tensor, where those of a row
                         stand side by side
@@ -18,43 +18,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ds_compress.kernels.triton.keys import key_of
-
-SPAN = 4096
-"""Entries that a program looks at at a time, for histograms."""
+from ds_compress.kernels.triton.ranks import byte_histogram, span_of, walk
 
 PROGRAMS = 128  # for the histogram of one row, at most
 TILES = 8  # blocks that a program tallies: each program reads the histograms of its row
 CHUNK = 256  # candidates of a block that are looked at at a time: a block seldom has more
 
 
-def order_statistics(bits: Tensor, infinity: int, stride: int, ranks: tuple[int, ...]) -> Tensor:
-    """Two bounds, int32 [2, rows], from every `stride`-th entry of each row of `bits` [rows, d]: the key of
-    the first rank among them, 1 for the largest; and the smallest one above that of the last rank."""
-    rows, d = bits.shape
-    length = triton.cdiv(d, stride)
-    bounds = torch.empty(2, rows, dtype=torch.int32, device=bits.device)
-    _order_statistics[(rows * len(ranks),)](
-        bits,
-        bounds,
-        rows,
-        d,
-        stride,
-        length,
-        ranks[0],
-        ranks[-1],
-        RANKS=len(ranks),
-        ROUNDS=bits.itemsize,
-        INFINITY=infinity,
-        SPAN=_span(length),
-    )
-    return bounds
-
-
 def narrow(bits: Tensor, bounds: Tensor, infinity: int, k: int, block: int) -> tuple[Tensor, Tensor]:
     """From the bounds of a band to those of the k-th largest key alone, int32 [2, rows], and how many entries
     of each block of a row reach them, int32 [2, rows, blocks]."""
     rows, d = bits.shape
-    blocks, span = triton.cdiv(d, block), _span(d)
+    blocks, span = triton.cdiv(d, block), span_of(d)
     programs = min(PROGRAMS, triton.cdiv(d, span))
     found = torch.empty_like(bits)
     layout = torch.empty(3, rows, blocks, dtype=torch.int32, device=bits.device)
@@ -89,41 +64,6 @@ def narrow(bits: Tensor, bounds: Tensor, infinity: int, k: int, block: int) -> t
         **numbers,
     )
     return cut, counts
-
-
-def _span(length: int) -> int:
-    return min(SPAN, max(256, triton.next_power_of_2(length)))
-
-
-@triton.jit(do_not_specialize=["rows", "d", "stride", "length", "first", "last"])
-def _order_statistics(
-    bits,
-    bounds,
-    rows,
-    d,
-    stride,
-    length,
-    first,
-    last,
-    RANKS: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    INFINITY: tl.constexpr,
-    SPAN: tl.constexpr,
-):
-    """One program for each rank of a row; with one rank both bounds are round its key."""
-    row = (tl.program_id(0) // RANKS).to(tl.int64)
-    number = tl.program_id(0) % RANKS
-    prefix = tl.zeros([], tl.int32)
-    rank = tl.where(number == 0, first, last)
-    for i in tl.static_range(ROUNDS):
-        counts = tl.zeros([256], tl.int32)
-        for start in range(0, length, SPAN):
-            place = start + tl.arange(0, SPAN)
-            value = tl.load(bits + row * d + place.to(tl.int64) * stride, mask=place < length, other=0)
-            counts += _bytes(key_of(value, INFINITY), place < length, prefix, i, ROUNDS)
-        prefix, rank = _descend(counts, prefix, rank)
-    tl.store(bounds + row, prefix, mask=number == 0)
-    tl.store(bounds + rows + row, prefix + 1, mask=number == RANKS - 1)
 
 
 @triton.jit(do_not_specialize=["rows", "d", "blocks"])
@@ -175,12 +115,12 @@ def _histogram(
     source, length = bits + row * d, d
     if bracketed:
         source, length = found + row * d, tl.load(totals + rows + row)
-    prefix, rank = _walk(histograms, row, rows, rank, ROUND)
+    prefix, rank = walk(histograms, row, rows, rank, ROUND)
     counts = tl.zeros([256], tl.int32)
     for start in range(number * SPAN, length, programs * SPAN):
         place = start + tl.arange(0, SPAN)
         key = key_of(tl.load(source + place, mask=place < length, other=0), INFINITY)
-        counts += _bytes(key, place < length, prefix, ROUND, ROUNDS)
+        counts += byte_histogram(key, place < length, prefix, ROUND, ROUNDS)
     tl.atomic_add(
         histograms + (ROUND * rows + row) * 256 + tl.arange(0, 256), counts, mask=counts > 0, sem="relaxed"
     )
@@ -210,7 +150,7 @@ def _tally(
     them."""
     row, first = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs * TILES
     bracketed, rank = _bracketed(totals, row, rows, k)
-    key, rank = _walk(histograms, row, rows, rank, ROUNDS)
+    key, rank = walk(histograms, row, rows, rank, ROUNDS)
     for block in range(first, tl.minimum(first + TILES, blocks)):
         place = row * blocks + block
         source, above, start = bits + row * d, tl.zeros([], tl.int32), block * BLOCK
@@ -241,34 +181,3 @@ def _bracketed(totals, row, rows, k):
     above, inside = tl.load(totals + row), tl.load(totals + rows + row)
     bracketed = (above < k) & (above + inside >= k)
     return bracketed, tl.where(bracketed, k - above, k)
-
-
-@triton.jit
-def _walk(histograms, row, rows, rank, ROUNDS: tl.constexpr):
-    """The first ROUNDS bytes of the key of `rank` among the candidates, and its rank among those that begin
-    so."""
-    prefix = tl.zeros([], tl.int32)
-    for i in tl.static_range(ROUNDS):
-        counts = tl.load(histograms + (i * rows + row) * 256 + tl.arange(0, 256))
-        prefix, rank = _descend(counts, prefix, rank)
-    return prefix, rank
-
-
-@triton.jit
-def _descend(counts, prefix, rank):
-    """`prefix` and the next byte of the key of `rank`, whose histogram is `counts`; and its rank among those
-    keys."""
-    byte = tl.arange(0, 256)
-    reaching = tl.cumsum(counts, 0, reverse=True)
-    found = tl.sum((reaching >= rank).to(tl.int32), 0) - 1
-    return prefix * 256 + found, rank - tl.sum(tl.where(byte > found, counts, 0), 0)
-
-
-@triton.jit
-def _bytes(key, exists, prefix, ROUND: tl.constexpr, ROUNDS: tl.constexpr):
-    """int32 [256]: the histogram of byte ROUND, counted from the highest, of the keys that begin with
-    `prefix`."""
-    shift: tl.constexpr = 8 * (ROUNDS - 1 - ROUND)
-    if ROUND > 0:
-        exists &= (key >> (shift + 8)) == prefix
-    return tl.histogram((key >> shift) & 255, 256, mask=exists)

@@ -16,9 +16,10 @@ def gaussian_codes(
     COLUMNS: tl.constexpr,
 ):
     """The codes, int32, and the scale of each row, fp32 [ROWS], before it is rounded."""
-    largest = tl.max(values[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    largest = values[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF
     for t in tl.static_range(1, TILES):
-        largest = tl.maximum(largest, tl.max(values[t].to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1))
+        largest = tl.maximum(largest, values[t].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    largest = tl.max(largest, 1)
     exponent = tl.minimum(tl.maximum((largest >> 23) - 127, -126), 126)
     down = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
     up = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
@@ -50,7 +51,7 @@ def gaussian_values(codes, scale, LEVELS: tl.constexpr, TILES: tl.constexpr):
     decoded = ()
     for t in tl.static_range(TILES):
         below = codes[t] < len(LEVELS)
-        place = tl.where(below, len(LEVELS) - 1 - codes[t], codes[t] - len(LEVELS))
+        place = tl.where(below, ~codes[t], codes[t]) & (len(LEVELS) - 1)  # they are as many as a power of two
         value = tl.zeros(codes[t].shape, tl.float32) + (scale * LEVELS[0])[:, None]
         for j in tl.static_range(1, len(LEVELS)):
             value = tl.where(place >= j, (scale * LEVELS[j])[:, None], value)

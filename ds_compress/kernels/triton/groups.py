@@ -18,6 +18,7 @@ from ds_compress.kernels import gaussian, reference
 from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.bits import packed_size
 from ds_compress.kernels.dither import halves
+from ds_compress.kernels.hadamard import diagonal
 from ds_compress.kernels.reference.groups import quantize_with_error as quantize_in_steps
 from ds_compress.kernels.triton.dither import draws
 from ds_compress.kernels.triton.gaussian import gaussian_codes, gaussian_values
@@ -28,6 +29,9 @@ MAX_GROUP = 4096
 """Larger groups do not fit in the registers of one program; the reference serves them."""
 
 VALUES = 4096  # of one program, where groups are that small
+
+TILE_BYTES = 64
+"""Of a tile of a group, at least, as it is read: two sectors of memory, by four threads 16 bytes each."""
 
 
 def quantize(
@@ -65,7 +69,7 @@ def _launch(
     if out is None:
         packed = groups.new_empty(n, packed_size(size, grid.bits), dtype=torch.uint8)
         out = packed, *(groups.new_empty(n, dtype=grid.scale_dtype) for _ in range(2 - grid.symmetric))
-    programs, shape = _shape(n, size, grid)
+    programs, shape = _shape(n, size, grid, groups.itemsize)
     with torch.cuda.device_of(groups):
         _quantize[programs](
             groups,
@@ -76,8 +80,8 @@ def _launch(
             out[0],
             out[1],
             None if grid.symmetric else out[2],
+            diagonal(size, grid.key, groups.device) if grid.hadamard else None,
             n,
-            grid.key,
             MEAN=grid.is_mean and dither is None,
             DITHERED=dither is not None,
             LARGEST=torch.finfo(groups.dtype).max,
@@ -94,17 +98,26 @@ def dequantize(parts: Sequence[Tensor], grid: Grid, dtype: torch.dtype = torch.f
         return reference.dequantize(parts, grid, dtype)
     packed, step, *offset = (part.contiguous() for part in parts)
     values = torch.empty(n, size, dtype=dtype, device=packed.device)
-    programs, shape = _shape(n, size, grid)
+    programs, shape = _shape(n, size, grid, values.itemsize)
     with torch.cuda.device_of(packed):
         _dequantize[programs](
-            packed, step, offset[0] if offset else None, values, n, grid.key, enable_fp_fusion=False, **shape
+            packed,
+            step,
+            offset[0] if offset else None,
+            values,
+            diagonal(size, grid.key, packed.device) if grid.hadamard else None,
+            n,
+            enable_fp_fusion=False,
+            **shape,
         )
     return values
 
 
-def _shape(n: int, size: int, grid: Grid) -> tuple[tuple[int], dict[str, Any]]:
-    """How many programs are launched, and what the kernels are compiled for."""
+def _shape(n: int, size: int, grid: Grid, itemsize: int) -> tuple[tuple[int], dict[str, Any]]:
+    """How many programs are launched, and what the kernels are compiled for; `itemsize`: of the values."""
     tiles = 8 // (grid.bits & -grid.bits)  # the narrowest plane holds 8 / tiles bits of each code
+    while tiles < 8 and size * itemsize % (2 * tiles * TILE_BYTES) == 0:
+        tiles *= 2
     columns = triton.next_power_of_2(size // tiles)
     rows = max(1, VALUES // (columns * tiles))
     shape: dict[str, Any] = {"ROWS": rows, "TILES": tiles, "WIDTH": size // tiles, "COLUMNS": columns}
@@ -114,11 +127,11 @@ def _shape(n: int, size: int, grid: Grid) -> tuple[tuple[int], dict[str, Any]]:
             "LEVELS": gaussian.levels(grid.bits),
             "BOUNDARIES": gaussian.squared_boundaries(grid.bits),
         }
-    shape |= {"BITS": grid.bits, "TOP": grid.top, "HADAMARD": grid.hadamard, **tables}
+    shape |= {"BITS": grid.bits, "TOP": grid.top, **tables}
     return (triton.cdiv(n, rows),), shape
 
 
-@triton.jit(do_not_specialize=["n", "key", "first", "second"])
+@triton.jit(do_not_specialize=["n", "first", "second"])
 def _quantize(
     groups,
     first,
@@ -129,8 +142,8 @@ def _quantize(
     packed,
     step,
     offset,
+    diagonal,
     n,
-    key,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -139,15 +152,14 @@ def _quantize(
     TOP: tl.constexpr,
     MEAN: tl.constexpr,
     DITHERED: tl.constexpr,
-    HADAMARD: tl.constexpr,
     LEVELS: tl.constexpr,
     BOUNDARIES: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
     """A tile of a group is WIDTH values, in COLUMNS columns.
 
-    `offset` is None for a symmetric grid, the three of error feedback without it; `first` and `second` are
-    the halves of the dither's key.
+    `offset` is None for a symmetric grid, the three of error feedback without it, `diagonal` without a
+    rotation; `first` and `second` are the halves of the dither's key.
     """
     row, place, exists = places(n, ROWS, WIDTH, COLUMNS)
     at = row[:, None] * (TILES * WIDTH) + place
@@ -164,8 +176,8 @@ def _quantize(
             sums = sums + (total,)
             # see `narrow` in kernels/numerics.py
             values = values + (rounded(within + (loaded[t] - loaded[t]), groups),)
-    if HADAMARD:
-        values = rotate(values, key, ROWS, TILES, COLUMNS)
+    if diagonal is not None:
+        values = rotate(values, diagonal, ROWS, TILES, COLUMNS)
     if LEVELS is not None:
         codes, grid_step = gaussian_codes(values, LEVELS, BOUNDARIES, ROWS, TILES, COLUMNS)
         grid_step = rounded(grid_step, step)
@@ -184,41 +196,46 @@ def _quantize(
     tl.store(step + row, grid_step.to(step.dtype.element_ty), mask=row < n)
 
     if LEVELS is None:
-        inverse = tl.div_rn(fp32(1), tl.where(grid_step > 0, grid_step, 1.0))[:, None]
+        inverse = tl.div_rn(fp32(1), tl.where(grid_step > 0, grid_step, 1.0))
+        # of a range beyond that of fp32 the step is infinite: 0 for every finite value, never inf times 0
+        first_value = tl.where(inverse > 0, start, 0.0)
         codes = ()
         for t in tl.static_range(TILES):
-            position = (values[t] - start[:, None]) * inverse
+            position = (values[t] - first_value[:, None]) * inverse[:, None]
             if DITHERED:
                 within = tl.minimum(tl.where(position > 0, position, 0.0), fp32(TOP))
                 draw = draws(row[:, None], place + t * WIDTH, first, second, TILES * WIDTH)
                 codes = codes + (((within * 65536.0 + 0.5).to(tl.int32) + draw) >> 16,)
-            else:
+            elif MEAN:
                 codes = codes + (tl.minimum(tl.maximum(position + 0.5, 0.0), fp32(TOP)).to(tl.int32),)
+            else:
+                # nothing to cut off: the grid covers the group, so a position is within 0 .. TOP but for its
+                # rounding, which is less than what is left to TOP + 1
+                codes = codes + ((position + 0.5).to(tl.int32),)
     packed += row[:, None] * (TILES * WIDTH * BITS // 8) + place
     for i in tl.static_range(4):
         if BITS & (8 >> i):
             store_piece(packed, codes, exists, BITS, 8 >> i, TILES, WIDTH)
     if error is not None:
-        sent = _decoded(codes, grid_step, start, key, ROWS, TILES, COLUMNS, HADAMARD, LEVELS)
+        sent = _decoded(codes, grid_step, start, diagonal, ROWS, TILES, COLUMNS, LEVELS)
         for t in tl.static_range(TILES):
             tl.store(error + at + t * WIDTH, sums[t] - rounded(sent[t], groups), mask=exists)
 
 
-@triton.jit(do_not_specialize=["n", "key"])
+@triton.jit(do_not_specialize=["n"])
 def _dequantize(
     packed,
     step,
     offset,
     values,
+    diagonal,
     n,
-    key,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     BITS: tl.constexpr,
     TOP: tl.constexpr,
-    HADAMARD: tl.constexpr,
     LEVELS: tl.constexpr,
     BOUNDARIES: tl.constexpr,
 ):
@@ -235,7 +252,7 @@ def _dequantize(
         start = grid_step * (-TOP / 2)
     else:
         start = tl.load(offset + row, mask=row < n, other=0).to(tl.float32)
-    decoded = _decoded(codes, grid_step, start, key, ROWS, TILES, COLUMNS, HADAMARD, LEVELS)
+    decoded = _decoded(codes, grid_step, start, diagonal, ROWS, TILES, COLUMNS, LEVELS)
     at = row[:, None] * (TILES * WIDTH) + place
     for t in tl.static_range(TILES):
         tl.store(values + at + t * WIDTH, decoded[t].to(values.dtype.element_ty), mask=exists)
@@ -246,11 +263,10 @@ def _decoded(
     codes,
     grid_step,
     start,
-    key,
+    diagonal,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
     COLUMNS: tl.constexpr,
-    HADAMARD: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
     """The values of codes on a grid, fp32."""
@@ -260,6 +276,6 @@ def _decoded(
         decoded = ()
         for t in tl.static_range(TILES):
             decoded = decoded + (codes[t].to(tl.float32) * grid_step[:, None] + start[:, None],)
-    if HADAMARD:
-        decoded = rotate_back(decoded, key, ROWS, TILES, COLUMNS)
+    if diagonal is not None:
+        decoded = rotate_back(decoded, diagonal, ROWS, TILES, COLUMNS)
     return decoded

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_compress.kernels import reference, sampling
 from ds_compress.kernels.keys import INFINITY, as_integers
-from ds_compress.kernels.triton import band
+from ds_compress.kernels.triton import band, ranks
 from ds_compress.kernels.triton.keys import key_of
 
 BLOCK = 4096
@@ -36,10 +36,10 @@ def exact(x: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
     stride, high, low = sampling.plan(d, k)
     with torch.cuda.device_of(x):
         if stride == 1:  # a short row is its own sample
-            bounds = band.order_statistics(bits, infinity, 1, (k,))
+            bounds = ranks.order_statistics(bits, infinity, 1, (k,))
             counts = _reaching(bits, bounds, infinity, block)
         else:
-            bounds = band.order_statistics(bits, infinity, stride, (low, high))
+            bounds = ranks.order_statistics(bits, infinity, stride, (low, high))
             # the sample says nothing of keys beyond its largest and its smallest
             if low == triton.cdiv(d, stride):
                 bounds[0].zero_()
@@ -73,7 +73,7 @@ def sampled_band(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return reference.sampled_band(x, k)
     stride, high, low = sampling.plan(x.shape[1], k)
     with torch.cuda.device_of(x):
-        at_least, above = band.order_statistics(as_integers(x), INFINITY[x.dtype], stride, (low, high))
+        at_least, above = ranks.order_statistics(as_integers(x), INFINITY[x.dtype], stride, (low, high))
     return above.unsqueeze(1) - 1, at_least.unsqueeze(1)
 
 

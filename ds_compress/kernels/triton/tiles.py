@@ -6,7 +6,9 @@ So no value moves to another thread. A group is cut into T tiles as wide as the 
     planes of the 4-bit piece                  |    plane 0      |    plane 1      |
     planes of the 2-bit piece                  |plane 0 |plane 1 |plane 2 |plane 3 |
 
-A tile is WIDTH values of each of ROWS groups, in COLUMNS columns, the next power of two.
+A tile is WIDTH values of each of ROWS groups, in COLUMNS columns, the next power of two. More tiles than
+packing needs, narrower ones, are less work: what a group needs once is done by the threads that share it, and
+a butterfly between tiles is one addition, where one between threads takes a shuffle too.
 """
 
 import triton
@@ -18,7 +20,12 @@ def places(n, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """The program's rows, the columns of a tile, and [ROWS, COLUMNS] whether there is such a value."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
-    return row, column, (row < n)[:, None] & (column < WIDTH)
+    exists = (row < n)[:, None]
+    if WIDTH < COLUMNS:
+        exists &= column < WIDTH
+    else:
+        exists = tl.broadcast_to(exists, [ROWS, COLUMNS])
+    return row, column, exists
 
 
 @triton.jit
@@ -29,10 +36,16 @@ def store_piece(
     chunks: tl.constexpr = PIECE * TILES // 8
     shift: tl.constexpr = BITS // (2 * PIECE) * (2 * PIECE)  # bits in the wider pieces
     for chunk in tl.static_range(chunks):
-        byte = (codes[chunk] >> shift) & ((1 << PIECE) - 1)
+        byte = _piece(codes[chunk], shift, BITS, PIECE)
         for plane in tl.static_range(1, 8 // PIECE):
-            byte |= ((codes[plane * chunks + chunk] >> shift) & ((1 << PIECE) - 1)) << (PIECE * plane)
+            byte += _piece(codes[plane * chunks + chunk], shift, BITS, PIECE) << (PIECE * plane)
         tl.store(packed + shift * (TILES * WIDTH // 8) + chunk * WIDTH, byte.to(tl.uint8), mask=exists)
+
+
+@triton.jit
+def _piece(code, shift: tl.constexpr, BITS: tl.constexpr, PIECE: tl.constexpr):
+    """PIECE bits of a code, which has no more than BITS."""
+    return code if BITS == PIECE else (code >> shift) & ((1 << PIECE) - 1)
 
 
 @triton.jit
@@ -54,15 +67,15 @@ def load_piece(
 
 
 @triton.jit
-def rotate(values, key, ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr):
+def rotate(values, diagonal, ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr):
     """See `kernels.hadamard`: signs, then butterflies within tiles, then between them."""
-    return _transformed(_signed(values, key, TILES, COLUMNS), ROWS, TILES, COLUMNS)
+    return _transformed(_signed(values, diagonal, TILES, COLUMNS), ROWS, TILES, COLUMNS)
 
 
 @triton.jit
-def rotate_back(values, key, ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr):
+def rotate_back(values, diagonal, ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr):
     """The inverse of `rotate`."""
-    return _signed(_transformed(values, ROWS, TILES, COLUMNS), key, TILES, COLUMNS)
+    return _signed(_transformed(values, ROWS, TILES, COLUMNS), diagonal, TILES, COLUMNS)
 
 
 @triton.jit
@@ -77,20 +90,16 @@ def tree_sum(values, ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.conste
     tile = values[0]
     for i in tl.static_range(12):
         if (2 << i) <= COLUMNS:
-            tile = tl.sum(tl.reshape(tile, [ROWS, 2, COLUMNS >> (i + 1)]), 1)
-    return tl.reshape(tile, [ROWS])
+            tile += _across(tile, COLUMNS >> (i + 1), ROWS, COLUMNS)
+    return tl.max(tile, 1)  # all columns hold the same sum
 
 
 @triton.jit
-def _signed(values, key, TILES: tl.constexpr, COLUMNS: tl.constexpr):
+def _signed(values, diagonal, TILES: tl.constexpr, COLUMNS: tl.constexpr):
     """Times the diagonal of the rotation."""
     signed = ()
     for t in tl.static_range(TILES):
-        bits = (tl.arange(0, COLUMNS) + (t * COLUMNS + key)).to(tl.uint32)
-        bits = (bits ^ (bits >> 16)) * 0x7FEB352D
-        bits = (bits ^ (bits >> 15)) * 0x846CA68B
-        sign = 1.0 - 2.0 * ((bits ^ (bits >> 16)) & 1).to(tl.float32)
-        signed = signed + (values[t] * (sign * (TILES * COLUMNS) ** -0.5)[None, :],)
+        signed = signed + (values[t] * tl.load(diagonal + t * COLUMNS + tl.arange(0, COLUMNS))[None, :],)
     return signed
 
 
@@ -119,11 +128,22 @@ def _between(values, DISTANCE: tl.constexpr, TILES: tl.constexpr):
 @triton.jit
 def _butterflies(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The unscaled transform of each row of a tile; COLUMNS is a power of two up to MAX_GROUP."""
-    second = tl.arange(0, 2)[None, None, :, None] == 1
+    column = tl.arange(0, COLUMNS)[None, :]
     for i in tl.static_range(12):
         if (1 << i) < COLUMNS:
-            pairs = tl.reshape(tile, [ROWS, COLUMNS >> (i + 1), 2, 1 << i])
-            total = tl.sum(pairs, 2, keep_dims=True)
-            difference = tl.sum(tl.where(second, -pairs, pairs), 2, keep_dims=True)
-            tile = tl.reshape(tl.where(second, difference, total), [ROWS, COLUMNS])
+            # rounded once, as a sum or a difference is: times 1 or -1 is exact
+            sign = tl.where((column & (1 << i)) != 0, -1.0, 1.0)
+            tile = tl.fma(tile, sign, _across(tile, 1 << i, ROWS, COLUMNS))
     return tile
+
+
+@triton.jit
+def _across(tile, DISTANCE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The values of `tile`, fp32, whose column differs in the bit DISTANCE.
+
+    As what a pair of integers adds up to without the own one: the compiler knows that (a + b) - a is b, and
+    what is left of this is one shuffle, or nothing where a thread holds both.
+    """
+    own = tl.reshape(tile.to(tl.int32, bitcast=True), [ROWS, COLUMNS // (2 * DISTANCE), 2, DISTANCE])
+    other = tl.sum(own, 2, keep_dims=True) - own
+    return tl.reshape(other, [ROWS, COLUMNS]).to(tl.float32, bitcast=True)
