@@ -85,13 +85,18 @@ def test_both_packets_come_back_and_are_counted():
         receiver.forward.decode(packet, message, message_id)
 
 
-def test_a_codec_that_breaks_its_word_is_named_before_anything_is_sent(monkeypatch):
+@pytest.mark.parametrize("takes_memory", [True, False])
+def test_a_codec_that_breaks_its_word_is_named_before_anything_is_sent(takes_memory, monkeypatch):
     sender, _ = boundaries("fp16")
     codec = sender.forward.codec
     whole = codec.encode
+    monkeypatch.setattr(type(codec), "takes_memory", takes_memory)
     for broken, said in (
-        (lambda x, ctx: whole(x, ctx)[:1], "1 payload tensors came, the layout has 2"),
-        (lambda x, ctx: (whole(x, ctx)[0].float(), whole(x, ctx)[1]), "payload of .* torch.float32 came"),
+        (lambda x, ctx, out=None: whole(x, ctx)[:1], "1 payload tensors came, the layout has 2"),
+        (
+            lambda x, ctx, out=None: (whole(x, ctx)[0].float(), whole(x, ctx)[1]),
+            "payload of .* torch.float32 came",
+        ),
     ):
         monkeypatch.setattr(codec, "encode", broken)
         with pytest.raises(CompressionError, match=said):
