@@ -147,7 +147,8 @@ class FeedbackCodec(Codec, Wraps):
 
     @abstractmethod
     def encode_training(self, x: Tensor, ctx: Context, out: Parts | None) -> Parts:
-        """`encode` of a training message, which may read and replace entries of `ctx.memory`."""
+        """`encode` of a training message, which may read and replace entries of `ctx.memory`. `out`: see
+        `Codec.takes_memory`."""
 
     def decode_training(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         """`decode` of a training message; overridden where the receiver has state too."""

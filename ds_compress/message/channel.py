@@ -16,6 +16,7 @@ from ds_compress.codecs.memory import Remembers
 from ds_compress.codecs.mixins import Learns, Observes, Offloads, SecondPacket, layers
 from ds_compress.config import DIRECTIONS, BoundaryCodecs, Config
 from ds_compress.errors import CompressionError
+from ds_compress.kernels.memory import keep_freed
 from ds_compress.message.layout import Counters, Encoded, MessageLayout, explain, why_exempt
 from ds_compress.message.packet import Header, PacketLayout, seal
 from ds_compress.message.state import BoundaryState
@@ -79,6 +80,8 @@ class Channel:
                 check_accepted(self.codec, spec, self.place)
         source = self.boundary.config.sample_ids
         ids = source.count(specs) if source and training and self.direction == "forward" else 0
+        if specs[0].device.type == "cpu":  # whatever is made of it is at most in fp32
+            keep_freed(max(spec.numel for spec in specs) * torch.float32.itemsize)
         sealed = self.boundary.config.block.link.checksum
         return MessageLayout(specs, self.codec if compressed else None, exempt, ids, sealed)
 

@@ -62,6 +62,16 @@ def test_other_shapes_dtypes_and_kinds_get_their_own_layout():
     assert [each.packet.nbytes for each in others[3:]] == [32 + 2 * 512, 32 + 512 + 1024]
 
 
+def test_the_process_keeps_the_memory_that_messages_of_a_kind_take(monkeypatch):
+    kept = []
+    monkeypatch.setattr("ds_compress.message.channel.keep_freed", kept.append)
+    channel = boundaries("fp16")[0].forward
+    for _ in range(2):
+        channel.message([torch.zeros(4, 64, dtype=torch.bfloat16), torch.arange(7)], MessageId(2))
+        channel.message([torch.zeros(4, 64, device="meta")], MessageId(2))
+    assert kept == [1024]
+
+
 def test_what_carries_changes_the_layout():
     boundary, _ = boundaries("bf16")
     x, now = torch.randn(4, 64), MessageId(2)
