@@ -57,8 +57,11 @@ class MessageLayout:
         self.positions = [sum(floats[:index]) for index in range(len(specs))]
         """Of each tensor among those that are float, so that a gradient finds its activation."""
         used = [None if type(codec) is Identity else codec for codec in self.codecs]
-        self.ways = [*zip(used, self.places, self.positions, specs)]
-        """Of each tensor: what encodes and decodes it, None where it crosses as it is, and the above."""
+        # an exempt tensor has no stash; if it is not float, its position is that of the next one that is
+        stashes = [position if codec else -1 for codec, position in zip(self.codecs, self.positions)]
+        self.ways = [*zip(used, self.places, stashes, specs)]
+        """Of each tensor: what encodes and decodes it, None where it crosses as it is; place; position, or -1
+        where nothing is left for it; spec."""
         self.raw_bytes = sum(spec.nbytes for spec in specs)
         self.device = specs[0].device
         self.headers_left = HEADERS_CHECKED

@@ -62,6 +62,17 @@ def test_other_shapes_dtypes_and_kinds_get_their_own_layout():
     assert [each.packet.nbytes for each in others[3:]] == [32 + 2 * 512, 32 + 512 + 1024]
 
 
+def test_what_forward_left_goes_though_the_answer_crosses_as_it_is():
+    boundary, _ = boundaries({"name": "topk", "density": 0.5}, backward={"codec": "none"})
+    x, number = torch.randn(4, 64), torch.arange(7)
+    boundary.forward.encode([number, x], boundary.forward.message_id(0, 0))
+    assert boundary._stashes[0, 0]
+    boundary.backward.encode([number, x], boundary.backward.message_id(0, 0, training=False))
+    assert boundary._stashes[0, 0]
+    boundary.backward.encode([number, x], boundary.backward.message_id(0, 0))
+    assert not boundary._stashes
+
+
 def test_the_process_keeps_the_memory_that_messages_of_a_kind_take(monkeypatch):
     kept = []
     monkeypatch.setattr("ds_compress.message.channel.keep_freed", kept.append)
