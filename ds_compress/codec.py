@@ -23,7 +23,9 @@ Training, `simulate`, `ds-compress list`, `check` and `bench` find it by name, a
 
 import functools
 import hashlib
+import inspect
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +38,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.registry import Named, Options, Registry
 
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+Parts = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,15 @@ class Codec(Named, ABC):
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)
     """Option sets that the tests and `ds-compress bench` walk."""
 
+    takes_memory: ClassVar[bool] = False
+    """Whether `encode` has a third argument, `out: Parts | None = None`: contiguous memory as
+    `layout` describes it, for what it makes. New memory and a copy cost as much as few values do. What it
+    makes elsewhere all the same is copied by `encode_into`."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.takes_memory = "out" in inspect.signature(cls.encode).parameters
+
     @abstractmethod
     def layout(self, spec: TensorSpec) -> Layout:
         """(shape, dtype) of each payload tensor for an input of `spec`, without seeing data."""
@@ -194,6 +206,7 @@ class Codec(Named, ABC):
         """The tensor of `spec`'s shape, dtype and device that `parts` stand for.
 
         `parts` are views of a packet whose memory is used again: what must stay (in `ctx.stash`) is copied.
+        What is returned may be one of them; any other memory it has is the caller's from then on.
         """
 
     def error_bound(self, spec: TensorSpec) -> float:
@@ -233,6 +246,43 @@ def build(choice: object, path: str = "codec") -> Codec:
     """The codec that a JSON value (a name, or an object of `"name"` and options) describes; see
     `Registry.build`."""
     return CODECS.build(choice, path)
+
+
+def encode_into(codec: Codec, x: Tensor, ctx: Context, out: Parts | None) -> Parts:
+    """What `codec` encodes `x` to, with the parts of its `layout` in `out`; None for wherever it makes them.
+
+    Raises:
+        CompressionError: a part has another shape or dtype than its layout promised.
+    """
+    if out is None:
+        return codec.encode(x, ctx)
+    memory = (out,) if codec.takes_memory else ()
+    parts = codec.encode(x, ctx, *memory)
+    if not all(map(operator.is_, parts, out)) or len(parts) < len(out):
+        count = len(out)
+        fill(out, parts[:count])
+        parts = out + parts[count:]
+    return parts
+
+
+def fill(places: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    """Copy payload tensors to `places`, those that are not there yet.
+
+    Raises:
+        CompressionError: parts are missing or too many, or one has another shape or dtype than its layout
+            promised.
+    """
+    if len(parts) != len(places):
+        raise CompressionError(f"packet: {len(parts)} payload tensors came, the layout has {len(places)}")
+    for place, part in zip(places, parts):
+        if part is place:
+            continue
+        if part.shape != place.shape or part.dtype != place.dtype:
+            raise CompressionError(
+                f"packet: payload of {tuple(part.shape)} {part.dtype} came, "
+                f"the layout says {tuple(place.shape)} {place.dtype}"
+            )
+        place.copy_(part)
 
 
 def check_accepted(codec: Codec, spec: TensorSpec, place: str) -> None:

@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_compress.codec import Codec, CodecOptions, Context, Layout, Stability, TensorSpec, register
+from ds_compress.codec import Codec, CodecOptions, Context, Layout, Parts, Stability, TensorSpec, register
 from ds_compress.codecs import bounds
 from ds_compress.codecs.groups import group_shape
 from ds_compress.kernels.bits import packed_size
@@ -32,14 +32,14 @@ class ACSGD(Codec):
         channels, size = group_shape(spec, "channel")
         return ((channels, packed_size(size, self.options.bits)), torch.uint8), ((channels,), torch.float32)
 
-    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+    def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
         channels, size = group_shape(TensorSpec.of(x), "channel")
         if not channels:
             return tuple(
                 torch.empty(shape, dtype=dtype, device=x.device)
                 for shape, dtype in self.layout(TensorSpec.of(x))
             )
-        return kernels(x.device).encode_channels(x.reshape(-1, channels), self.options.bits, size)
+        return kernels(x.device).encode_channels(x.reshape(-1, channels), self.options.bits, size, out)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         packed, scale = parts

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, Layout, TensorSpec, register
+from ds_compress.codec import Codec, Context, Layout, Parts, TensorSpec, register
 from ds_compress.codecs import bounds
 
 
@@ -34,8 +34,8 @@ class Cast(Codec):
     def layout(self, spec: TensorSpec) -> Layout:
         return ((spec.shape, self.wire_dtype),)
 
-    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
-        return (x.to(self.wire_dtype),)
+    def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
+        return (out[0].copy_(x) if out else x.to(self.wire_dtype),)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         return parts[0].to(spec.dtype)
@@ -62,14 +62,15 @@ class Float16(Codec):
     def layout(self, spec: TensorSpec) -> Layout:
         return ((spec.shape, torch.float16), ((), torch.float32))
 
-    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+    def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
         x = x.float()
         largest = x.abs().amax() if x.numel() else x.new_ones(())
         _, exponent = torch.frexp(largest)
         # 2^127 is the largest power of two in fp32; inf, nan and 0 have no exponent worth using
         shift = (15 - exponent).clamp(max=127)
         scale = torch.where(largest.isfinite() & (largest > 0), torch.exp2(shift.float()), 1.0)
-        return (x * scale).half(), scale
+        scaled = x * scale
+        return out[0].copy_(scaled) if out else scaled.half(), scale
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         values, scale = parts

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
+from ds_compress.codec import Codec, CodecOptions, Context, Layout, Parts, TensorSpec, register
 from ds_compress.codecs.groups import GroupSize, group_shape, join, split
 from ds_compress.kernels.dispatch import kernels
 
@@ -33,8 +33,8 @@ class Float8(Codec):
         groups, size = group_shape(spec, self.options.group_size)
         return ((groups, size), torch.uint8), ((groups,), torch.float32)
 
-    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
-        return kernels(x.device).encode_float8(split(x, self.options.group_size), self._dtype)
+    def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
+        return kernels(x.device).encode_float8(split(x, self.options.group_size), self._dtype, out)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         codes, scales = parts

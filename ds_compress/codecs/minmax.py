@@ -4,7 +4,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_compress.codec import Codec, CodecOptions, Context, Layout, Stability, TensorSpec, register
+from ds_compress.codec import Codec, CodecOptions, Context, Layout, Parts, Stability, TensorSpec, register
 from ds_compress.codecs import bounds
 from ds_compress.codecs.groups import group_shape, join, split
 from ds_compress.kernels.bits import packed_size
@@ -29,8 +29,8 @@ class MinMax(Codec):
         groups, size = group_shape(spec, "tensor")
         return ((groups, packed_size(size, self.options.bits)), torch.uint8), ((groups, 2), torch.float32)
 
-    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
-        return kernels(x.device).encode_range(split(x, "tensor"), self.options.bits)
+    def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
+        return kernels(x.device).encode_range(split(x, "tensor"), self.options.bits, out)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         packed, limits = parts

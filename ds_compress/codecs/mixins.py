@@ -10,7 +10,6 @@
     BothDirections        must be the codec of both directions                          pca, autoencoder
     OnlyReceiverDecodes   decodes by state that the sender does not have                autoencoder
     DecodesByProduct      decodes to other last bits on other processors                lowrank, pca
-    EncodesInto           encodes into the packet, without a copy                       quantize
     FusesFeedback         has passes over the memory that do a feedback's steps too     quantize
 
 Whoever needs one of them asks with `isinstance`, or with `layers` where a feedback may be wrapped round the
@@ -23,7 +22,7 @@ from typing import ClassVar, TypeVar, cast
 
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, Layout, TensorSpec
+from ds_compress.codec import Codec, Context, Layout, Parts, TensorSpec
 
 Kind = TypeVar("Kind")
 
@@ -152,17 +151,10 @@ class DecodesByProduct:
     """
 
 
-class EncodesInto(ABC):
-    """Writes what it makes where it is to be: new memory and a copy cost as much as few values do."""
-
-    @abstractmethod
-    def encode_into(self, x: Tensor, ctx: Context, out: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
-        """`encode` into `out`, contiguous memory as `layout` describes it, which is returned; None for new
-        memory."""
-
-
 class FusesFeedback(ABC):
     """Has passes over the memory that do what a feedback takes several for, with the same result.
+
+    `out`: see `Codec.takes_memory`.
 
     `state`: of x's shape, as it is kept: one tensor, or int8 codes and their scales; finite. All return None
     where there is no such pass for this message: it depends on options, shape and dtypes alone. What they
@@ -171,16 +163,16 @@ class FusesFeedback(ABC):
 
     @abstractmethod
     def encode_with_residual(
-        self, x: Tensor, state: tuple[Tensor, ...], share: float, rest: float, ctx: Context
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor] | None:
+        self, x: Tensor, state: Parts, share: float, rest: float, ctx: Context, out: Parts | None = None
+    ) -> tuple[Parts, Parts, Tensor] | None:
         """`encode` of x + scale * state, or of x alone where that is not finite; the next state, share *
         state + rest * lost / scale, where `lost` is what of the sum the receiver will not get; and whether
         `x` and the next state are finite."""
 
     @abstractmethod
     def encode_change(
-        self, x: Tensor, state: Tensor, ctx: Context
-    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor] | None:
+        self, x: Tensor, state: Tensor, ctx: Context, out: Parts | None = None
+    ) -> tuple[Parts, Tensor, Tensor] | None:
         """`encode` of x - scale * state; the next state, state + sent / scale, where `sent` is what the
         receiver will get; and whether that state is finite."""
 

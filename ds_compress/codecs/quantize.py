@@ -9,23 +9,22 @@ import torch
 from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
-from ds_compress.codec import Codec, CodecOptions, Context, Layout, Stability, TensorSpec, register
+from ds_compress.codec import Codec, CodecOptions, Context, Layout, Parts, Stability, TensorSpec, register
 from ds_compress.codecs import bounds
 from ds_compress.codecs.groups import Fill, GroupSize, group_shape, join, moved_spec, split
 from ds_compress.codecs.mixed import Mixed, map_size, reunite, separate
-from ds_compress.codecs.mixins import EncodesInto, FusesFeedback
+from ds_compress.codecs.mixins import FusesFeedback
 from ds_compress.kernels import gaussian
 from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.bits import packed_size
 from ds_compress.kernels.dispatch import kernels
 from ds_compress.kernels.hadamard import key_of
-from ds_compress.kernels.memory import delivered
 
 _SCALE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @register("quantize")
-class Quantize(Codec, EncodesInto, FusesFeedback):
+class Quantize(Codec, FusesFeedback):
     """Quantization to 1-8 bits, with one scale for each group of values."""
 
     examples = (
@@ -124,10 +123,7 @@ class Quantize(Codec, EncodesInto, FusesFeedback):
             *self._layout(low, size, options.mixed.low_bits),
         )
 
-    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
-        return self.encode_into(x, ctx, None)
-
-    def encode_into(self, x: Tensor, ctx: Context, out: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+    def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
         options, backend = self.options, kernels(x.device)
         drawn = options.rounding == "stochastic"
         dither = ctx.key("dither") if drawn else None
@@ -138,12 +134,16 @@ class Quantize(Codec, EncodesInto, FusesFeedback):
         tile_map, high, low = separate(groups, options.mixed.counts(len(groups))[0])
         low_grid = self._grid(options.mixed.low_bits, ctx.seed)
         low_dither = ctx.key("dither", "low_bits") if drawn else None
-        parts = tile_map, *backend.quantize(high, grid, dither), *backend.quantize(low, low_grid, low_dither)
-        return delivered(parts, out)
+        half = 2 if self._symmetric else 3  # tensors of each width
+        return (
+            tile_map,
+            *backend.quantize(high, grid, dither, out and out[1 : 1 + half]),
+            *backend.quantize(low, low_grid, low_dither, out and out[1 + half :]),
+        )
 
     def encode_with_residual(
-        self, x: Tensor, state: tuple[Tensor, ...], share: float, rest: float, ctx: Context
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor] | None:
+        self, x: Tensor, state: Parts, share: float, rest: float, ctx: Context, out: Parts | None = None
+    ) -> tuple[Parts, Parts, Tensor] | None:
         options = self.options
         size, coded = options.group_size, len(state) == 2
         in_order = options.axis == -1 and isinstance(size, int) and x.numel() % size == 0
@@ -151,17 +151,17 @@ class Quantize(Codec, EncodesInto, FusesFeedback):
             return None
         groups, held, grid = self._split(x), self._split(state[0]), self._grid(options.bits, ctx.seed)
         parts, new, finite = kernels(x.device).quantize_with_residual(
-            groups, (held, *state[1:]), ctx.loss_scale, share, rest, grid
+            groups, (held, *state[1:]), ctx.loss_scale, share, rest, grid, out
         )
         return parts, (self._joined(new[0], x.shape), *new[1:]), finite
 
     def encode_change(
-        self, x: Tensor, state: Tensor, ctx: Context
-    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor] | None:
+        self, x: Tensor, state: Tensor, ctx: Context, out: Parts | None = None
+    ) -> tuple[Parts, Tensor, Tensor] | None:
         if not self._fuses(x.dtype):
             return None
         groups, held, grid = self._split(x), self._split(state), self._grid(self.options.bits, ctx.seed)
-        parts, new, finite = kernels(x.device).quantize_change(groups, held, ctx.loss_scale, grid)
+        parts, new, finite = kernels(x.device).quantize_change(groups, held, ctx.loss_scale, grid, out)
         return parts, self._joined(new, x.shape), finite
 
     def decode_change(

@@ -13,7 +13,18 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from ds_compress.codec import Codec, CodecOptions, Context, Layout, Stability, TensorSpec, build, register
+from ds_compress.codec import (
+    Codec,
+    CodecOptions,
+    Context,
+    Layout,
+    Parts,
+    Stability,
+    TensorSpec,
+    build,
+    encode_into,
+    register,
+)
 from ds_compress.codecs import bounds, select
 from ds_compress.codecs.mixins import BothDirections, Observes, SecondPacket, Selects
 from ds_compress.codecs.reshape import as_message
@@ -134,9 +145,9 @@ class RandomK(Sparse):
     def layout(self, spec: TensorSpec) -> Layout:
         return self.values.layout(self._values_spec(spec))
 
-    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+    def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
         ctx.selection = self._draw(TensorSpec.of(x), ctx)
-        return self.values.encode(gather(x, ctx.selection), ctx)
+        return encode_into(self.values, gather(x, ctx.selection), ctx, out)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         ctx.selection = self._draw(spec, ctx)
@@ -189,14 +200,15 @@ class Column(Sparse):
         kept = values.shape[1]
         return self._coder(channels, kept).layout(channels, kept) + self.values.layout(values)
 
-    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+    def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
         spec = TensorSpec.of(x)
         matrix, kept = x.reshape(self._matrix(spec)), self._values_spec(spec).shape[1]
         chosen = select.exact(_column_norms(matrix).unsqueeze(0), kept)
         columns = chosen.indices
         ctx.selection = self._entries(columns, self._matrix(spec))
         indices = self._coder(matrix.shape[1], kept).encode(chosen)
-        return indices + self.values.encode(matrix.index_select(1, columns), ctx)
+        values = matrix.index_select(1, columns)
+        return indices + encode_into(self.values, values, ctx, out and out[len(indices) :])
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         rows, channels = self._matrix(spec)

@@ -6,7 +6,17 @@ import torch
 from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
-from ds_compress.codec import Codec, CodecOptions, Context, Layout, Stability, TensorSpec, register
+from ds_compress.codec import (
+    Codec,
+    CodecOptions,
+    Context,
+    Layout,
+    Parts,
+    Stability,
+    TensorSpec,
+    encode_into,
+    register,
+)
 from ds_compress.codecs import select
 from ds_compress.codecs.mixins import Follows, Selects, layers
 from ds_compress.codecs.sparse import Sparse, SparseOptions, gather
@@ -106,13 +116,14 @@ class TopK(Sparse, Follows):
     def layout(self, spec: TensorSpec) -> Layout:
         return self._indices_layout(spec) + self.values.layout(self._values_spec(spec))
 
-    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+    def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
         x, spec = x.contiguous(), TensorSpec.of(x)
         if self.options.indices == "reuse":
-            return self.values.encode(gather(x, self._reused(spec, ctx)), ctx)
+            return encode_into(self.values, gather(x, self._reused(spec, ctx)), ctx, out)
         ctx.selection = self._select(x)
         values = ctx.selection.take(x)
-        return self._coder(spec).encode(ctx.selection) + self.values.encode(values, ctx)
+        indices = self._coder(spec).encode(ctx.selection)
+        return indices + encode_into(self.values, values, ctx, out and out[len(indices) :])
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         if self.options.indices == "reuse":

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ds_compress.codec import TYPICAL, Codec, Context, Layout, Stability, TensorSpec
+from ds_compress.codec import TYPICAL, Codec, Context, Layout, Parts, Stability, TensorSpec, encode_into
 from ds_compress.codecs.mixins import OnlyReceiverDecodes, SecondPacket, Wraps
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.sample_ids import SampleIds
@@ -84,13 +84,16 @@ class NoFeedback(Feedback):
         return codec
 
 
-def encode_and_decode(codec: Codec, x: Tensor, ctx: Context) -> tuple[tuple[Tensor, ...], Tensor]:
-    """What `codec` encodes `x` to, and what the receiver will decode from it, in x's dtype.
+def encode_and_decode(
+    codec: Codec, x: Tensor, ctx: Context, out: Parts | None = None
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """What `codec` encodes `x` to, in `out` where there is some, and what the receiver will decode from it,
+    in x's dtype.
 
     The sender decodes in a context as the receiver has it: without what encoding leaves behind.
     """
     receiver = replace(ctx, stash=dict(ctx.stash), memory=dict(ctx.memory))
-    parts = codec.encode(x, ctx)
+    parts = encode_into(codec, x, ctx, out)
     return parts, codec.decode(parts, TensorSpec.of(x), receiver)
 
 
@@ -134,15 +137,18 @@ class FeedbackCodec(Codec, Wraps):
     def stability(self, spec: TensorSpec) -> Stability:
         return self.codec.stability(spec)
 
-    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
-        return self.encode_training(x, ctx) if ctx.training else self.codec.encode(x, ctx)
+    def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
+        if ctx.training:
+            return self.encode_training(x, ctx, out)
+        return encode_into(self.codec, x, ctx, out)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         return self.decode_training(parts, spec, ctx) if ctx.training else self.codec.decode(parts, spec, ctx)
 
     @abstractmethod
-    def encode_training(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
-        """`encode` of a training message, which may read and replace entries of `ctx.memory`."""
+    def encode_training(self, x: Tensor, ctx: Context, out: Parts | None) -> Parts:
+        """`encode` of a training message, which may read and replace entries of `ctx.memory`. `out`: see
+        `Codec.takes_memory`."""
 
     def decode_training(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         """`decode` of a training message; overridden where the receiver has state too."""

@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, Stability, TensorSpec
+from ds_compress.codec import Codec, Context, Parts, Stability, TensorSpec
 from ds_compress.codecs.mixins import Follows, FusesFeedback
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.state import KeepsState, State, StateOptions
@@ -54,12 +54,12 @@ class ErrorFeedbackCodec(FeedbackCodec, KeepsState):
         # what such a pass calls lost includes what a codec that follows another one could not carry
         self._fused = codec if isinstance(codec, FusesFeedback) and self._follows is None else None
 
-    def encode_training(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+    def encode_training(self, x: Tensor, ctx: Context, out: Parts | None) -> Parts:
         spec = TensorSpec.of(x)
         old, found = self.residual(ctx, spec), None
         if self._fused is not None:
-            found = self._fused.encode_with_residual(x, old, *self.shares, ctx)
-        parts, new, finite = found or self._in_steps(x, old, spec, ctx)
+            found = self._fused.encode_with_residual(x, old, *self.shares, ctx, out)
+        parts, new, finite = found or self._in_steps(x, old, spec, ctx, out)
         self.state.replace(ctx, spec, new, finite)
         return parts
 
@@ -73,12 +73,17 @@ class ErrorFeedbackCodec(FeedbackCodec, KeepsState):
         return 0.0, self.feedback.options.decay
 
     def _in_steps(
-        self, x: Tensor, stored: tuple[Tensor, ...], spec: TensorSpec, ctx: Context
+        self,
+        x: Tensor,
+        stored: tuple[Tensor, ...],
+        spec: TensorSpec,
+        ctx: Context,
+        out: Parts | None,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
         """See `FusesFeedback.encode_with_residual`."""
         residual, finite = self.state.values(stored, spec), kernels(x.device).finite(x)
         total = x.to(residual.dtype) + residual * (finite.float() * ctx.loss_scale)
-        parts, sent = encode_and_decode(self.codec, narrow(total, x), ctx)
+        parts, sent = encode_and_decode(self.codec, narrow(total, x), ctx, out)
         error = total - sent
         carried = self._follows.sent(spec, ctx) if self._follows is not None else None
         if carried is not None:  # what is not sent keeps its residual

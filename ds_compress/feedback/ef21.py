@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, Stability, TensorSpec
+from ds_compress.codec import Codec, Context, Parts, Stability, TensorSpec
 from ds_compress.codecs.mixins import FusesFeedback, Observes
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.state import KeepsState, State, StateOptions
@@ -43,13 +43,13 @@ class EF21Codec(FeedbackCodec, KeepsState, Observes):
         self.state = State(feedback.name, "mirror", feedback.options, feedback.options.dtype)
         self._fused = codec if isinstance(codec, FusesFeedback) else None
 
-    def encode_training(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+    def encode_training(self, x: Tensor, ctx: Context, out: Parts | None) -> Parts:
         spec = TensorSpec.of(x)
         state = self.state.load(ctx, spec)
-        found = self._fused.encode_change(x, state, ctx) if self._fused is not None else None
+        found = self._fused.encode_change(x, state, ctx, out) if self._fused is not None else None
         if found is None:
             change = kernels(x.device).changed(x, state, ctx.loss_scale)
-            parts, sent = encode_and_decode(self.codec, change, ctx)
+            parts, sent = encode_and_decode(self.codec, change, ctx, out)
             found = parts, *kernels(x.device).advanced(state, sent, ctx.loss_scale)
         parts, new, finite = found
         self.state.save(ctx, spec, new, finite)

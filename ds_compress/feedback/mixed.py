@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, Layout, Stability, TensorSpec
+from ds_compress.codec import Codec, Context, Layout, Parts, Stability, TensorSpec, encode_into
 from ds_compress.codecs.mixins import Follows, Selects
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
@@ -56,26 +56,31 @@ class MixedErrorFeedbackCodec(FeedbackCodec, KeepsState):
     def layout(self, spec: TensorSpec) -> Layout:
         return sum((share.layout(spec) for share in self.shares), ())
 
-    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+    def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
         if ctx.training:
-            return self.encode_training(x, ctx)
-        contexts = _contexts(ctx)
-        first, sent = encode_and_decode(self.shares[0], x, contexts[0])
+            return self.encode_training(x, ctx, out)
+        contexts, places = _contexts(ctx), self._places(x, out)
+        first, sent = encode_and_decode(self.shares[0], x, contexts[0], places[0])
         rest = narrow(x.to(wide(x.dtype)) - sent, x)
-        return first + self.shares[1].encode(rest, contexts[1])
+        return first + encode_into(self.shares[1], rest, contexts[1], places[1])
 
-    def encode_training(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
-        spec = TensorSpec.of(x)
+    def encode_training(self, x: Tensor, ctx: Context, out: Parts | None) -> Parts:
+        spec, places = TensorSpec.of(x), self._places(x, out)
         old = self.state.load(ctx, spec)
         finite = is_finite(x)
         residual = torch.where(finite, old * ctx.loss_scale, 0.0)
         contexts = _contexts(ctx)
-        first, sent = encode_and_decode(self.shares[0], x, contexts[0])
-        second, resent = encode_and_decode(self.shares[1], narrow(residual, x), contexts[1])
+        first, sent = encode_and_decode(self.shares[0], x, contexts[0], places[0])
+        second, resent = encode_and_decode(self.shares[1], narrow(residual, x), contexts[1], places[1])
         _merge_selections(ctx, contexts)
         new = (x.to(old.dtype) + residual - _sum(sent, resent)) / as_divisor(ctx.loss_scale, old)
         self.state.save(ctx, spec, new, finite & is_finite(new))
         return first + second
+
+    def _places(self, x: Tensor, out: Parts | None) -> list[Parts | None]:
+        """Of the memory for a message of `x` that of either part."""
+        split = len(self.shares[0].layout(TensorSpec.of(x)))
+        return [out and out[:split], out and out[split:]]
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         contexts = _contexts(ctx)

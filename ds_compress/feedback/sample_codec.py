@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, Layout, TensorSpec
+from ds_compress.codec import Codec, Context, Layout, Parts, TensorSpec, encode_into
 from ds_compress.codecs.memory import Remembers
 from ds_compress.codecs.mixins import Observes, Offloads, SecondPacket
 from ds_compress.errors import CompressionError
@@ -62,18 +62,19 @@ class SampleCodec(FeedbackCodec, Remembers, Observes, Offloads, SecondPacket):
     def refuses(self, spec: TensorSpec) -> str:
         return self.codec.refuses(spec) or self.first.refuses(self._rows_spec(spec))
 
-    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+    def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
         if ctx.training:
-            return self.encode_training(x, ctx)
+            return self.encode_training(x, ctx, out)
         samples = self.sample_ids.count([TensorSpec.of(x)])
-        return self.codec.encode(x, ctx) + (x.new_ones(samples, dtype=torch.uint8),)
+        flags = x.new_ones(samples, dtype=torch.uint8)
+        return (*encode_into(self.codec, x, ctx, out and out[:-1]), flags)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         if ctx.training:
             return self.decode_training(parts, spec, ctx)
         return self.codec.decode(parts[:-1], spec, ctx)
 
-    def encode_training(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+    def encode_training(self, x: Tensor, ctx: Context, out: Parts | None) -> Parts:
         spec = TensorSpec.of(x)
         keys = self._keys(spec, ctx)
         seen = [key in ctx.memory and ctx.memory[key].shape == self._row_shape(spec) for key in keys]
@@ -95,7 +96,8 @@ class SampleCodec(FeedbackCodec, Remembers, Observes, Offloads, SecondPacket):
                 rest = (payload,)
         old = self._buffers(keys, seen, start, spec, ctx)
         change = by_sample.to(old.dtype) - old
-        parts, sent = encode_and_decode(self.codec, narrow(self._by_message(change), x), ctx)
+        change = narrow(self._by_message(change), x)
+        parts, sent = encode_and_decode(self.codec, change, ctx, out and out[:-1])
         self._advance(old, sent, keys, seen, ctx)
         return (*parts, torch.tensor(seen, dtype=torch.uint8, device=x.device), *rest)
 

@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Codec, MessageId, TensorSpec, check_accepted
+from ds_compress.codec import Codec, Layout, MessageId, TensorSpec, check_accepted, encode_into, fill
 from ds_compress.codecs.memory import Remembers
-from ds_compress.codecs.mixins import EncodesInto, Learns, Observes, Offloads, SecondPacket, layers
+from ds_compress.codecs.mixins import Learns, Observes, Offloads, SecondPacket, layers
 from ds_compress.config import DIRECTIONS, BoundaryCodecs, Config
 from ds_compress.errors import CompressionError
+from ds_compress.kernels.memory import keep_freed
 from ds_compress.message.layout import Counters, Encoded, MessageLayout, explain, why_exempt
-from ds_compress.message.packet import Header, PacketLayout, fill, seal
+from ds_compress.message.packet import Header, PacketLayout, seal
 from ds_compress.message.state import BoundaryState
 
 Kind = tuple[bool, bool, int, tuple[bool, ...] | None]
@@ -79,7 +80,10 @@ class Channel:
                 check_accepted(self.codec, spec, self.place)
         source = self.boundary.config.sample_ids
         ids = source.count(specs) if source and training and self.direction == "forward" else 0
-        return MessageLayout(specs, self.codec if compressed else None, exempt, ids)
+        if specs[0].device.type == "cpu":  # whatever is made of it is at most in fp32
+            keep_freed(max(spec.numel for spec in specs) * torch.float32.itemsize)
+        sealed = self.boundary.config.block.link.checksum
+        return MessageLayout(specs, self.codec if compressed else None, exempt, ids, sealed)
 
     def encode(
         self,
@@ -100,22 +104,18 @@ class Channel:
         with torch.no_grad():
             if not message.compressed and message_id.training:
                 self._observe(tensors, message, message_id)
-            for tensor, (codec, place, position) in zip(tensors, message.ways):
+            for tensor, (codec, place, position, _) in zip(tensors, message.ways):
                 if codec is None:
+                    self.boundary.pass_by(message_id, position)
                     fill(views[place], (tensor,))
                     continue
                 ctx = self.boundary.context(message_id, position)
                 tensor = tensor.detach() if tensor.requires_grad else tensor
-                if isinstance(codec, EncodesInto):
-                    codec.encode_into(tensor, ctx, views[place])
-                else:
-                    own, count = codec.encode(tensor, ctx), place.stop - place.start
-                    fill(views[place], own[:count])
-                    rest += own[count:]
+                rest += encode_into(codec, tensor, ctx, views[place])[place.stop - place.start :]
                 known += ctx.known
             if message.ids:
                 fill(views[-1:], (self.boundary.sample_ids[message_id.micro_batch],))
-            seal(packet, self._header(layout, message_id))
+            seal(packet, Header(**vars(message_id), **layout.stamp))
             encoded = Encoded(packet, self._rest_packet(rest, message_id) if rest else None, message)
         self.sent.add(encoded, known)
         return encoded
@@ -135,7 +135,7 @@ class Channel:
         Raises:
             CompressionError: the packet is not the expected message.
         """
-        header = self._header(message.packet, message_id)
+        header = Header(**vars(message_id), **message.packet.stamp)
         if packet.device.type == "cpu" or message.headers_left > 0 or header.sealed:
             message.headers_left -= 1
             header.check(packet)
@@ -149,8 +149,9 @@ class Channel:
             if not message.compressed and message_id.training:
                 self._observe([own[0] for own in parts], message, message_id)
             arrived = []
-            for codec, own, spec, position in zip(message.codecs, parts, message.specs, message.positions):
+            for own, (codec, _, position, spec) in zip(parts, message.ways):
                 if codec is None:
+                    self.boundary.pass_by(message_id, position)
                     arrived.append(own[0])
                     continue
                 try:
@@ -170,9 +171,9 @@ class Channel:
                     observer.observe(tensor.detach(), ctx)
 
     def _rest_packet(self, rest: list[Tensor], message_id: MessageId) -> Tensor:
-        layout = PacketLayout(tuple((tuple(part.shape), part.dtype) for part in rest), "rest")
+        layout = self._rest_layout(tuple((tuple(part.shape), part.dtype) for part in rest))
         packet = layout.allocate(rest[0].device)
-        layout.write(packet, self._header(layout, message_id), tuple(rest))
+        layout.write(packet, Header(**vars(message_id), **layout.stamp), tuple(rest))
         return packet
 
     def _with_rest(
@@ -187,13 +188,13 @@ class Channel:
             codec.rest(own, spec) if isinstance(codec, SecondPacket) else ()
             for codec, own, spec in zip(message.codecs, parts, message.specs)
         ]
-        layout = PacketLayout(tuple(itertools.chain.from_iterable(rests)), "rest")
+        layout = self._rest_layout(tuple(itertools.chain.from_iterable(rests)))
         if not layout.parts:
             return parts
         packet = fetch(layout.nbytes) if fetch else None
         if packet is None:
             raise CompressionError(f"{self.place}: no packet follows, expected one of {layout.nbytes} bytes")
-        self._header(layout, message_id).check(packet)
+        Header(**vars(message_id), **layout.stamp).check(packet)
         views = iter(layout.views(packet))
         return [own + tuple(next(views) for _ in rest) for own, rest in zip(parts, rests)]
 
@@ -210,9 +211,8 @@ class Channel:
         channel.boundary = self.boundary.copied()
         return channel
 
-    def _header(self, layout: PacketLayout, message_id: MessageId) -> Header:
-        sealed = self.boundary.config.block.link.checksum
-        return Header(**vars(message_id), fingerprint=layout.fingerprint, nbytes=layout.nbytes, sealed=sealed)
+    def _rest_layout(self, parts: Layout) -> PacketLayout:
+        return PacketLayout(parts, "rest", self.boundary.config.block.link.checksum)
 
 
 class Boundary(BoundaryState):

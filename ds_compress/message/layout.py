@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.codec import Codec, Layout, MessageId, TensorSpec
+from ds_compress.codecs.casts import Identity
 from ds_compress.codecs.mixins import SecondPacket
 from ds_compress.config import KEY, Block
 from ds_compress.errors import CompressionError, in_one_line, shown
@@ -23,12 +24,20 @@ sync."""
 class MessageLayout:
     """All that follows from the specs of a message's tensors and from whether they are compressed."""
 
-    def __init__(self, specs: tuple[TensorSpec, ...], codec: Codec | None, exempt: list[str], ids: int = 0):
+    def __init__(
+        self,
+        specs: tuple[TensorSpec, ...],
+        codec: Codec | None,
+        exempt: list[str],
+        ids: int = 0,
+        sealed: bool = False,
+    ):
         """
         Args:
             codec: None sends all as it is.
             exempt: why it does not apply to each tensor, empty where it does.
             ids: how many, of samples, are sent last.
+            sealed: see `PacketLayout`.
         """
         self.specs = specs
         self.compressed = codec is not None
@@ -41,12 +50,18 @@ class MessageLayout:
         identity = [(s.shape, s.dtype, c.settings if c else None) for c, s in zip(self.codecs, specs)]
         self.ids = ids
         id_layout = (((ids,), torch.int64),) if ids else ()
-        self.packet = PacketLayout(tuple(part for layout in layouts for part in layout) + id_layout, identity)
+        parts = tuple(part for layout in layouts for part in layout) + id_layout
+        self.packet = PacketLayout(parts, identity, sealed)
         self.has_rest = any(isinstance(codec, SecondPacket) for codec in self.codecs)
         floats = [spec.dtype.is_floating_point for spec in specs]
         self.positions = [sum(floats[:index]) for index in range(len(specs))]
         """Of each tensor among those that are float, so that a gradient finds its activation."""
-        self.ways = [*zip(self.codecs, self.places, self.positions)]
+        used = [None if type(codec) is Identity else codec for codec in self.codecs]
+        # an exempt tensor has no stash; if it is not float, its position is that of the next one that is
+        stashes = [position if codec else -1 for codec, position in zip(self.codecs, self.positions)]
+        self.ways = [*zip(used, self.places, stashes, specs)]
+        """Of each tensor: what encodes and decodes it, None where it crosses as it is; place; position, or -1
+        where nothing is left for it; spec."""
         self.raw_bytes = sum(spec.nbytes for spec in specs)
         self.device = specs[0].device
         self.headers_left = HEADERS_CHECKED

@@ -13,18 +13,24 @@
         32     .  body: payload tensor 0, 1, ... each at a multiple of 16 bytes, zeros between
 
 All numbers are little-endian. The alignment lets the receiver use the body in place, as views of any dtype.
+
+What crosses as it is is copied here too. Header and tensor as two transfers, the second from where the
+tensor lies, take both sides together 37 us of processor time more for 16 KiB, 12 less for 512 KiB, 0.2 of
+1.3 ms less for 3 MiB and 1.1 of 7.2 ms less for 16 MiB: two processes of one (loaded) machine over gloo. A
+link of 25 Gbit/s takes 5.4 ms for these, one packet of a size known beforehand is what receives are posted
+for, and an eager send would read what the program may write to by then.
 """
 
 import hashlib
 import struct
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Layout, MessageId
+from ds_compress.codec import Layout, MessageId, fill
 from ds_compress.errors import CompressionError
 
 MAGIC = b"DSCP"
@@ -104,8 +110,12 @@ class Header(MessageId):
 class PacketLayout:
     """Where the payload tensors of one kind of message lie in its packet."""
 
-    def __init__(self, parts: Layout, settings: object):
-        """`settings`: whatever else both sides must agree on; it enters the fingerprint by its `repr`."""
+    def __init__(self, parts: Layout, settings: object, sealed: bool = False):
+        """
+        Args:
+            settings: whatever else both sides must agree on; it enters the fingerprint by its `repr`.
+            sealed: whether a checksum of the body goes along.
+        """
         self.parts = parts
         # of each part: dtype, shape, strides, and how many entries of the dtype stand before it
         self._places = list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]]()
@@ -117,6 +127,8 @@ class PacketLayout:
         self.nbytes = end
         identity = repr((VERSION, parts, settings))
         self.fingerprint = hashlib.blake2b(identity.encode(), digest_size=8).digest()
+        self.stamp: dict[str, Any] = {"fingerprint": self.fingerprint, "nbytes": end, "sealed": sealed}
+        """What headers say of it."""
 
     def allocate(self, device: torch.device) -> Tensor:
         """A zeroed packet, uint8 of `nbytes`; zeroed so that the gaps are the same on every run."""
@@ -146,24 +158,6 @@ class PacketLayout:
         """
         fill(self.views(packet), parts)
         seal(packet, header)
-
-
-def fill(views: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    """Copy payload tensors to their places, one for each of `views`.
-
-    Raises:
-        CompressionError: parts are missing or too many, or one has another shape or dtype than its layout
-            promised.
-    """
-    if len(parts) != len(views):
-        raise CompressionError(f"packet: {len(parts)} payload tensors came, the layout has {len(views)}")
-    for view, part in zip(views, parts):
-        if part.shape != view.shape or part.dtype != view.dtype:
-            raise CompressionError(
-                f"packet: payload of {tuple(part.shape)} {part.dtype} came, "
-                f"the layout says {tuple(view.shape)} {view.dtype}"
-            )
-        view.copy_(part)
 
 
 def seal(packet: Tensor, header: Header) -> None:

@@ -58,6 +58,12 @@ class BoundaryState:
             memory=memory,
         )
 
+    def pass_by(self, message_id: MessageId, position: int) -> None:
+        """The float tensor at `position` in a message crosses as it is: what the forward message has left for
+        it is of no use."""
+        if message_id.training and message_id.direction == "backward":
+            self._stashes.pop((message_id.micro_batch, position), None)
+
     def drop(self, direction: str, old: Codec, new: Codec) -> None:
         """Forget what `old` has left in `direction` that `new` cannot go on with.
 

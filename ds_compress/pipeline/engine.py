@@ -24,6 +24,7 @@ from ds_compress.pipeline.adoption import Adoption
 from ds_compress.pipeline.depth import Ahead
 from ds_compress.pipeline.evaluation import EvaluatedEngine
 from ds_compress.pipeline.guard import Guard
+from ds_compress.pipeline.intercept import receiving
 from ds_compress.pipeline.lookahead import Lookahead
 from ds_compress.pipeline.mirrors import MirrorCheck
 from ds_compress.pipeline.policy import Rungs
@@ -257,18 +258,16 @@ class CompressedEngine(EvaluatedEngine, CheckpointedEngine):
         self._send(Instruction.SEND_ACTIVATION, buffer_id, run)
 
     def _exec_send_grads(self, buffer_id, *args, **kwargs):
-        self._send(
-            Instruction.SEND_GRAD, buffer_id, partial(super()._exec_send_grads, buffer_id, *args, **kwargs)
-        )
+        run = partial(super()._exec_send_grads, buffer_id, *args, **kwargs)
+        self._send(Instruction.SEND_GRAD, buffer_id, run)
 
     def _exec_recv_activations(self, buffer_id, *args, **kwargs):
         run = partial(super()._exec_recv_activations, buffer_id, *args, **kwargs)
         self._receive(Instruction.RECV_ACTIVATION, buffer_id, run)
 
     def _exec_recv_grads(self, buffer_id, *args, **kwargs):
-        self._receive(
-            Instruction.RECV_GRAD, buffer_id, partial(super()._exec_recv_grads, buffer_id, *args, **kwargs)
-        )
+        run = partial(super()._exec_recv_grads, buffer_id, *args, **kwargs)
+        self._receive(Instruction.RECV_GRAD, buffer_id, run)
 
     def _send_tensor_meta(self, buffer, *args, **kwargs):
         tensors, boundary = as_list(buffer), self._boundary_of_shapes(sends=True)
@@ -285,7 +284,7 @@ class CompressedEngine(EvaluatedEngine, CheckpointedEngine):
             buffers = super()._recv_tensor_meta(*args, **kwargs)
         floats = sum(tensor.dtype.is_floating_point for tensor in as_list(buffers))
         self._boundary_of_shapes(sends=False).carrying = message.received(floats)
-        return buffers
+        return receiving(buffers)
 
     def _boundary_of_shapes(self, sends):
         """Whose shapes DeepSpeed sends, or receives, at present."""

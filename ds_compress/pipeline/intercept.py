@@ -84,6 +84,30 @@ class ShapeLinks:
             self._sender.drain()
 
 
+class ReceiveBuffer(Tensor):
+    """What DeepSpeed receives activations into, and clones to keep what came: here that is no copy where the
+    memory of what came is nobody else's, as it is of all that a codec has decoded to new memory."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _given = False
+
+    def become(self, arrived: Tensor) -> None:
+        """Become `arrived`. What is a part of other memory, as a packet is, will be cloned as ever."""
+        self.data = arrived
+        self._given = arrived.untyped_storage().nbytes() == arrived.nbytes
+
+    def clone(self, *args: Any, **kwargs: Any) -> Tensor:
+        given, self._given = self._given, False
+        return self.detach() if given else super().clone(*args, **kwargs)
+
+
+def receiving(buffers: Any) -> Any:
+    """The buffers of a message, a tensor, a list or a tuple of them, as `ReceiveBuffer`."""
+    if torch.is_tensor(buffers):
+        return buffers.as_subclass(ReceiveBuffer)
+    return type(buffers)(buffer.as_subclass(ReceiveBuffer) for buffer in buffers)
+
+
 class PointToPoint:
     """Stand-in for the module `deepspeed.runtime.pipe.p2p` inside DeepSpeed's pipeline engine.
 
@@ -122,7 +146,11 @@ class PointToPoint:
                 self._arrived = iter(self._fetch())
             # DeepSpeed clones activations and uses gradients before it receives the next, so `tensor` can be
             # the arrived one instead of a copy of it
-            tensor.data = next(self._arrived)
+            arrived = next(self._arrived)
+            if isinstance(tensor, ReceiveBuffer):
+                tensor.become(arrived)
+            else:
+                tensor.data = arrived
         elif self._sent is not None:
             raise CompressionError(
                 "a send instruction of DeepSpeed tried to receive: this release is not known"

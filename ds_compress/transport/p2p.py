@@ -10,6 +10,7 @@ eager:    sends return at once and receives are posted ahead, both on a process 
 It calls torch.distributed itself: `isend` of deepspeed.comm blocks in older releases and knows no time-outs.
 """
 
+import functools
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -55,6 +56,10 @@ class PeerTimeout:
     setting: str = "ds_compress.link.timeout_s"
     """What `seconds` are called where they are given."""
 
+    @functools.cached_property
+    def _limit(self) -> timedelta:
+        return timedelta(seconds=self.seconds)
+
     def wait(self, work: Work | Staged, peer: int, device: torch.device) -> None:
         """Wait for a transfer from or to the rank `peer`.
 
@@ -63,7 +68,7 @@ class PeerTimeout:
         """
         try:
             if device.type == "cpu" or isinstance(work, Staged):
-                work.wait(timedelta(seconds=self.seconds))
+                work.wait(self._limit)
             else:  # with a time-out of its own a wait on NCCL would stop the host, not only the stream
                 work.wait()
         except RuntimeError as error:

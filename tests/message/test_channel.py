@@ -62,6 +62,27 @@ def test_other_shapes_dtypes_and_kinds_get_their_own_layout():
     assert [each.packet.nbytes for each in others[3:]] == [32 + 2 * 512, 32 + 512 + 1024]
 
 
+def test_what_forward_left_goes_though_the_answer_crosses_as_it_is():
+    boundary, _ = boundaries({"name": "topk", "density": 0.5}, backward={"codec": "none"})
+    x, number = torch.randn(4, 64), torch.arange(7)
+    boundary.forward.encode([number, x], boundary.forward.message_id(0, 0))
+    assert boundary._stashes[0, 0]
+    boundary.backward.encode([number, x], boundary.backward.message_id(0, 0, training=False))
+    assert boundary._stashes[0, 0]
+    boundary.backward.encode([number, x], boundary.backward.message_id(0, 0))
+    assert not boundary._stashes
+
+
+def test_the_process_keeps_the_memory_that_messages_of_a_kind_take(monkeypatch):
+    kept = []
+    monkeypatch.setattr("ds_compress.message.channel.keep_freed", kept.append)
+    channel = boundaries("fp16")[0].forward
+    for _ in range(2):
+        channel.message([torch.zeros(4, 64, dtype=torch.bfloat16), torch.arange(7)], MessageId(2))
+        channel.message([torch.zeros(4, 64, device="meta")], MessageId(2))
+    assert kept == [1024]
+
+
 def test_what_carries_changes_the_layout():
     boundary, _ = boundaries("bf16")
     x, now = torch.randn(4, 64), MessageId(2)
@@ -85,13 +106,18 @@ def test_both_packets_come_back_and_are_counted():
         receiver.forward.decode(packet, message, message_id)
 
 
-def test_a_codec_that_breaks_its_word_is_named_before_anything_is_sent(monkeypatch):
+@pytest.mark.parametrize("takes_memory", [True, False])
+def test_a_codec_that_breaks_its_word_is_named_before_anything_is_sent(takes_memory, monkeypatch):
     sender, _ = boundaries("fp16")
     codec = sender.forward.codec
     whole = codec.encode
+    monkeypatch.setattr(type(codec), "takes_memory", takes_memory)
     for broken, said in (
-        (lambda x, ctx: whole(x, ctx)[:1], "1 payload tensors came, the layout has 2"),
-        (lambda x, ctx: (whole(x, ctx)[0].float(), whole(x, ctx)[1]), "payload of .* torch.float32 came"),
+        (lambda x, ctx, out=None: whole(x, ctx)[:1], "1 payload tensors came, the layout has 2"),
+        (
+            lambda x, ctx, out=None: (whole(x, ctx)[0].float(), whole(x, ctx)[1]),
+            "payload of .* torch.float32 came",
+        ),
     ):
         monkeypatch.setattr(codec, "encode", broken)
         with pytest.raises(CompressionError, match=said):

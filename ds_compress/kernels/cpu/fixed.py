@@ -10,11 +10,13 @@ FEW = 8
 """Channels from which on a step of C++, which takes a row at a time, is worth it."""
 
 
-def encode_channels(x: Tensor, bits: int, size: int) -> tuple[Tensor, Tensor]:
+def encode_channels(
+    x: Tensor, bits: int, size: int, out: tuple[Tensor, ...] | None = None
+) -> tuple[Tensor, ...]:
     """See `reference.encode_channels`."""
     if x.shape[1] >= FEW and native.serves("fixed", x.numel()):
-        return compiled.encode_channels(x if x.dtype in compiled.FLOATS else x.float(), bits, size)
-    return reference.encode_channels(x, bits, size)
+        return compiled.encode_channels(x if x.dtype in compiled.FLOATS else x.float(), bits, size, out)
+    return reference.encode_channels(x, bits, size, out)
 
 
 def decode_channels(packed: Tensor, scale: Tensor, bits: int, rows: int, dtype: torch.dtype) -> Tensor:
@@ -25,11 +27,11 @@ def decode_channels(packed: Tensor, scale: Tensor, bits: int, rows: int, dtype: 
     return reference.decode_channels(packed, scale, bits, rows, dtype)
 
 
-def encode_range(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def encode_range(x: Tensor, bits: int, out: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
     """See `reference.encode_range`."""
     if len(x) and native.serves("fixed", x.numel()):
-        return compiled.encode_range(x if x.dtype in compiled.FLOATS else x.float(), bits)
-    return reference.encode_range(x, bits)
+        return compiled.encode_range(x if x.dtype in compiled.FLOATS else x.float(), bits, out)
+    return reference.encode_range(x, bits, out)
 
 
 def decode_range(packed: Tensor, limits: Tensor, bits: int, dtype: torch.dtype) -> Tensor:

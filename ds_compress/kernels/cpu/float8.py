@@ -7,11 +7,13 @@ from ds_compress.kernels import native, reference
 from ds_compress.kernels.native import float8 as compiled
 
 
-def encode_float8(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def encode_float8(
+    values: Tensor, dtype: torch.dtype, out: tuple[Tensor, ...] | None = None
+) -> tuple[Tensor, ...]:
     """See `reference.encode_float8`."""
     if values.dtype in compiled.FLOATS and native.serves("float8", values.numel()):
-        return compiled.encode(values, dtype)
-    return reference.encode_float8(values, dtype)
+        return compiled.encode(values, dtype, out)
+    return reference.encode_float8(values, dtype, out)
 
 
 def decode_float8(codes: Tensor, scales: Tensor, dtype: torch.dtype, out: torch.dtype) -> Tensor:

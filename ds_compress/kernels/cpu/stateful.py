@@ -12,21 +12,27 @@ from ds_compress.kernels.native import stateful as compiled
 
 
 def quantize_with_residual(
-    groups: Tensor, residual: Sequence[Tensor], scale: float, share: float, rest: float, grid: Grid
+    groups: Tensor,
+    residual: Sequence[Tensor],
+    scale: float,
+    share: float,
+    rest: float,
+    grid: Grid,
+    out: tuple[Tensor, ...] | None = None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
     """See `reference.quantize_with_residual`."""
     if _serves(groups.shape, groups.dtype, grid) and compiled.holds(residual, groups.shape[1]):
-        return compiled.quantize_with_residual(groups, residual, scale, share, rest, grid)
-    return reference.quantize_with_residual(groups, residual, scale, share, rest, grid)
+        return compiled.quantize_with_residual(groups, residual, scale, share, rest, grid, out)
+    return reference.quantize_with_residual(groups, residual, scale, share, rest, grid, out)
 
 
 def quantize_change(
-    groups: Tensor, state: Tensor, scale: float, grid: Grid
+    groups: Tensor, state: Tensor, scale: float, grid: Grid, out: tuple[Tensor, ...] | None = None
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
     """See `reference.quantize_change`."""
     if _serves(groups.shape, groups.dtype, grid):
-        return compiled.quantize_change(groups, state, scale, grid)
-    return reference.quantize_change(groups, state, scale, grid)
+        return compiled.quantize_change(groups, state, scale, grid, out)
+    return reference.quantize_change(groups, state, scale, grid, out)
 
 
 def dequantize_change(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels.bits import pack, packed_size, unpack
+from ds_compress.kernels.memory import delivered
 from ds_compress.kernels.native.function import FLOATS, SIZE, Buffer, Function
 
 _BITS: dict[str, Any] = {"bits": range(1, 9), "width": range(1, 9), "size": range(0, 1 << 62, 8)}
@@ -52,11 +53,28 @@ def _width(bits: int) -> int:
     return bits if 8 % bits == 0 else 8
 
 
-def encode_channels(x: Tensor, bits: int, size: int) -> tuple[Tensor, Tensor]:
+def _memory(
+    out: tuple[Tensor, ...] | None, shape: tuple[int, int], bits: int, fixed: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """For what C++ makes: codes [groups, values per group], and fp32 of the shape `fixed`."""
+    (groups, size), width = shape, _width(bits)
+    if out is not None and width == bits:
+        return out[0], out[1]
+    packed = torch.empty(groups, packed_size(size, width), dtype=torch.uint8, device="cpu")
+    return packed, torch.empty(fixed, dtype=torch.float32, device="cpu")
+
+
+def _packed(made: tuple[Tensor, Tensor], bits: int, out: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+    """What C++ `made`, with codes of `bits`, in `out` where there is some."""
+    return made if _width(bits) == bits else delivered((pack(made[0], bits), made[1]), out)
+
+
+def encode_channels(
+    x: Tensor, bits: int, size: int, out: tuple[Tensor, ...] | None = None
+) -> tuple[Tensor, ...]:
     """See `reference.encode_channels`; of `x`, fp32 or bf16."""
     (rows, channels), width = x.shape, _width(bits)
-    packed = torch.empty(channels, packed_size(size, width), dtype=torch.uint8, device="cpu")
-    scales = torch.empty(channels, dtype=torch.float32, device="cpu")
+    packed, scales = _memory(out, (channels, size), bits, (channels,))
     _encode_channels[x.dtype](
         values=x.detach().contiguous(),
         rows=rows,
@@ -67,7 +85,7 @@ def encode_channels(x: Tensor, bits: int, size: int) -> tuple[Tensor, Tensor]:
         packed=packed,
         scales=scales,
     )
-    return packed if width == bits else pack(packed, bits), scales
+    return _packed((packed, scales), bits, out)
 
 
 def decode_channels(packed: Tensor, scales: Tensor, bits: int, rows: int, dtype: torch.dtype) -> Tensor:
@@ -88,15 +106,14 @@ def decode_channels(packed: Tensor, scales: Tensor, bits: int, rows: int, dtype:
     return values
 
 
-def encode_range(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def encode_range(x: Tensor, bits: int, out: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
     """See `reference.encode_range`; of `x`, fp32 or bf16."""
     size, width = x.shape[1], _width(bits)
-    packed = torch.empty(1, packed_size(size, width), dtype=torch.uint8, device="cpu")
-    limits = torch.empty(1, 2, dtype=torch.float32, device="cpu")
+    packed, limits = _memory(out, (1, size), bits, (1, 2))
     _encode_range[x.dtype](
         values=x.detach().contiguous(), size=size, bits=bits, width=width, packed=packed, limits=limits
     )
-    return packed if width == bits else pack(packed, bits), limits
+    return _packed((packed, limits), bits, out)
 
 
 def decode_range(packed: Tensor, limits: Tensor, bits: int, dtype: torch.dtype) -> Tensor:

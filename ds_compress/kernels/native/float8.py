@@ -38,12 +38,13 @@ _decode = {
 }
 
 
-def encode(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes, uint8 [groups, size], of `values`, fp32 or bf16 [groups, size], as `dtype`; and scales, fp32
-    [groups]."""
+def encode(values: Tensor, dtype: torch.dtype, out: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
+    """See `reference.encode_float8`; of `values`, fp32 or bf16."""
     groups, size = values.shape
-    codes = torch.empty(values.shape, dtype=torch.uint8, device="cpu")
-    scales = torch.empty(groups, dtype=torch.float32, device="cpu")
+    codes, scales = out or (
+        torch.empty(values.shape, dtype=torch.uint8, device="cpu"),
+        torch.empty(groups, dtype=torch.float32, device="cpu"),
+    )
     _encode[dtype, values.dtype](
         values=values.detach().contiguous(),
         groups=groups,

@@ -57,10 +57,16 @@ def holds(state: Sequence[Tensor], size: int) -> bool:
 
 
 def quantize_with_residual(
-    values: Tensor, residual: Sequence[Tensor], scale: float, share: float, rest: float, grid: Grid
+    values: Tensor,
+    residual: Sequence[Tensor],
+    scale: float,
+    share: float,
+    rest: float,
+    grid: Grid,
+    out: tuple[Tensor, ...] | None = None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
     """See `reference.quantize_with_residual`; of `values`, fp32 or bf16 [n, G]."""
-    plan, parts = _plan(*values.shape, grid, values.dtype), parts_of(values, grid)
+    plan, parts = _plan(*values.shape, grid, values.dtype), out or parts_of(values, grid)
     call = plan.residual if len(residual) == 1 else plan.coded
     old = [entry.contiguous() for entry in residual]
     new = tuple(torch.empty(entry.shape, dtype=entry.dtype, device="cpu") for entry in old)
@@ -69,10 +75,10 @@ def quantize_with_residual(
 
 
 def quantize_change(
-    values: Tensor, state: Tensor, scale: float, grid: Grid
+    values: Tensor, state: Tensor, scale: float, grid: Grid, out: tuple[Tensor, ...] | None = None
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
     """See `reference.quantize_change`; of `values`, fp32 or bf16 [n, G]."""
-    plan, parts = _plan(*values.shape, grid, values.dtype), parts_of(values, grid)
+    plan, parts = _plan(*values.shape, grid, values.dtype), out or parts_of(values, grid)
     new = torch.empty(state.shape, dtype=torch.float32, device="cpu")
     finite = plan.change(values.contiguous(), *parts, scale, state.contiguous(), new)
     return parts, new, _flag(finite)

@@ -4,15 +4,18 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels.bits import pack, unpack
+from ds_compress.kernels.memory import delivered
 from ds_compress.kernels.numerics import as_divisor
 
 
-def encode_channels(x: Tensor, bits: int, size: int) -> tuple[Tensor, Tensor]:
+def encode_channels(
+    x: Tensor, bits: int, size: int, out: tuple[Tensor, ...] | None = None
+) -> tuple[Tensor, ...]:
     """Codes of `x`, [rows, channels] of any float dtype, in steps of the largest magnitude of each channel
     over 2^(bits - 1), and that magnitude, fp32 [channels], or nan.
 
     Packed to uint8 [channels, size * bits / 8]: the last row stands again for what is missing to `size` rows,
-    a multiple of 8.
+    a multiple of 8. `out`: see `quantize`.
     """
     values = x.float()  # codes are made in the order in which it lies: they are moved then, not floats
     scale = values.abs().amax(0)
@@ -23,7 +26,7 @@ def encode_channels(x: Tensor, bits: int, size: int) -> tuple[Tensor, Tensor]:
     codes = codes.nan_to_num_(0).to(torch.uint8).t().contiguous()
     if size > codes.shape[1]:
         codes = torch.cat([codes, codes[:, -1:].expand(-1, size - codes.shape[1])], dim=1)
-    return pack(codes, bits), scale
+    return delivered((pack(codes, bits), scale), out)
 
 
 def decode_channels(packed: Tensor, scale: Tensor, bits: int, rows: int, dtype: torch.dtype) -> Tensor:
@@ -33,16 +36,18 @@ def decode_channels(packed: Tensor, scale: Tensor, bits: int, rows: int, dtype: 
     return codes.float().sub_(half).div_(half).mul_(scale).to(dtype)
 
 
-def encode_range(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def encode_range(x: Tensor, bits: int, out: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
     """Codes of `x`, [1, size] of any float dtype, size a multiple of 8, in 2^bits - 1 steps from its smallest
     to its largest value, packed to uint8 [1, size * bits / 8]; and these two, fp32 [1, 2]. No row makes none.
+    `out`: see `quantize`.
     """
     values, top = x.float(), 2**bits - 1
     # which of two zeros a reduction meets first depends on the processor
     low, high = (limit + 0.0 for limit in (values.amin(1, keepdim=True), values.amax(1, keepdim=True)))
     width = torch.where(high > low, high - low, 1)  # a constant tensor is all code 0
     codes = values.sub(low).mul_(top).div_(width).round_().clamp_(0, top)
-    return pack(codes.nan_to_num_(0).to(torch.uint8), bits), torch.cat([low, high], dim=1)
+    packed = pack(codes.nan_to_num_(0).to(torch.uint8), bits)
+    return delivered((packed, torch.cat([low, high], dim=1)), out)
 
 
 def decode_range(packed: Tensor, limits: Tensor, bits: int, dtype: torch.dtype) -> Tensor:

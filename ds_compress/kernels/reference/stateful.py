@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels.affine import Grid
+from ds_compress.kernels.memory import delivered
 from ds_compress.kernels.numerics import as_divisor, is_finite
 from ds_compress.kernels.reference import groups as plain
 from ds_compress.kernels.reference.feedback import advanced, changed, decode_int8, encode_int8
@@ -24,13 +25,21 @@ class Following:
         self._by = by
 
     def quantize_with_residual(
-        self, groups: Tensor, residual: Sequence[Tensor], scale: float, share: float, rest: float, grid: Grid
+        self,
+        groups: Tensor,
+        residual: Sequence[Tensor],
+        scale: float,
+        share: float,
+        rest: float,
+        grid: Grid,
+        out: tuple[Tensor, ...] | None = None,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
         """`quantize` of groups + scale * residual in the dtype of `groups`, and the residual of the next
         message: share * residual + rest * lost / scale, where that sum loses `lost`.
 
         Args:
             residual: finite. Left out where `groups` are not finite.
+            out: see `quantize`.
 
         Returns:
             what `quantize` returns; the next residual, kept as `residual` is; whether `groups` and the next
@@ -39,14 +48,20 @@ class Following:
         held, finite = values_of(residual), is_finite(groups)
         parts, lost = self._by.quantize_with_error(groups, held, finite.float() * scale, grid)
         new = renewed(held, lost, scale, share, rest)
-        return parts, kept_as(residual, new), finite & is_finite(new)
+        return delivered(parts, out), kept_as(residual, new), finite & is_finite(new)
 
     def quantize_change(
-        self, groups: Tensor, state: Tensor, scale: float, grid: Grid
+        self,
+        groups: Tensor,
+        state: Tensor,
+        scale: float,
+        grid: Grid,
+        out: tuple[Tensor, ...] | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
         """`quantize` of groups - scale * state in the dtype of `groups`, and the state of the next message,
-        fp32: that to which `dequantize_change` comes; whether it is finite, a bool of one element."""
-        parts = self._by.quantize(changed(groups, state, scale), grid)
+        fp32: that to which `dequantize_change` comes; whether it is finite, a bool of one element. `out`: see
+        `quantize`."""
+        parts = self._by.quantize(changed(groups, state, scale), grid, None, out)
         return parts, *advanced(state, self._by.dequantize(parts, grid, groups.dtype), scale)
 
     def dequantize_change(

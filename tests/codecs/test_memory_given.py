@@ -1,0 +1,128 @@
+"""What a codec encodes into memory that is there is what new memory gets; what is large is made there."""
+
+import pytest
+import torch
+
+from ds_compress import config  # noqa: F401  (registers the codecs)
+from ds_compress.cli.bench import contexts
+from ds_compress.codec import CODECS, Codec, TensorSpec, build, encode_into, names
+from ds_compress.errors import CompressionError
+from ds_compress.feedback import FEEDBACKS
+from ds_compress.kernels import native, reference
+from ds_compress.kernels.dispatch import using
+from tests.support.same_bits import assert_same_bits
+
+CHOICES = [{"name": name, **options} for name in names() for options in CODECS.find(name, "").examples]
+MORE = [
+    {"name": "quantize", "rounding": "stochastic"},
+    {"name": "quantize", "axis": 0},
+    {"name": "acsgd", "bits": 5},
+    {"name": "minmax", "bits": 3},
+    {"name": "fp8", "group_size": "channel"},
+]
+SHAPES = [(3, 7), (40, 128), (2, 3, 0)]
+FEEDBACK = ["ef", "ef21", "loco", "ef_mixed", "aqsgd", {"name": "ef", "dtype": "int8"}]
+
+
+def both(codec, shape, dtype=torch.float32):
+    """What the second of two messages is in memory that is there, and in new memory."""
+    found = []
+    for given in (True, False):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+        ctx, _ = contexts(codec, x)
+        codec.encode(x / 2, ctx)
+        out = None
+        if given:
+            layout = codec.layout(TensorSpec.of(x))
+            out = tuple(
+                torch.empty(shape, dtype=dtype).view(-1).fill_(77).view(shape) for shape, dtype in layout
+            )
+        parts = encode_into(codec, x, ctx, out)
+        assert out is None or all(part is place for part, place in zip(parts, out, strict=True))
+        found.append(parts)
+    return found
+
+
+@pytest.mark.parametrize("backend", [None, reference], ids=["own", "reference"])
+@pytest.mark.parametrize("choice", CHOICES + MORE, ids=str)
+def test_codecs(choice, backend, monkeypatch):
+    monkeypatch.setattr(native, "LONG", 0)
+    codec = build(choice)
+    if choice["name"] == "lossless":
+        pytest.skip("its second packet has a size of its own")
+    for shape in SHAPES:
+        if backend is None:
+            assert_same_bits(*both(codec, shape))
+        else:
+            with using(backend):
+                assert_same_bits(*both(codec, shape))
+
+
+@pytest.mark.parametrize("feedback", FEEDBACK, ids=str)
+@pytest.mark.parametrize(
+    "codec",
+    [
+        "bf16",
+        "fp8",
+        {"name": "topk", "density": 0.3},
+        {"name": "quantize", "bits": 4},
+        {"name": "quantize", "bits": 4, "group_size": 32, "mixed": {"share": 0.5, "low_bits": 2}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_feedbacks(feedback, codec, dtype):
+    both_sides = FEEDBACKS.build(feedback, "feedback").around(build(codec))
+    assert_same_bits(*both(both_sides, (40, 128), dtype))
+
+
+LARGE = ["bf16", "fp16", "fp8", "minmax", "acsgd", {"name": "quantize", "bits": 8}]
+
+
+@pytest.mark.parametrize("choice", LARGE, ids=str)
+@pytest.mark.parametrize("feedback", ["none", "ef"])
+def test_what_is_large_is_made_where_it_is_to_be(choice, feedback, monkeypatch):
+    """And not copied there."""
+    codec, x = FEEDBACKS.build(feedback, "feedback").around(build(choice)), torch.randn(40, 128)
+    out = tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in codec.layout(TensorSpec.of(x)))
+    ctx, _ = contexts(codec, x)
+    assert codec.encode(x, ctx, out)[0] is out[0]
+
+
+class Plain(Codec):
+    """Knows of no memory."""
+
+    name = "plain"
+
+    def layout(self, spec):
+        return (((4,), torch.float32), ((), torch.int64))
+
+    def encode(self, x, ctx):
+        return x.view(-1)[:4], torch.tensor(7), x
+
+    def decode(self, parts, spec, ctx):
+        raise NotImplementedError
+
+
+class Ignoring(Plain):
+    """Is given memory, and makes its own."""
+
+    def encode(self, x, ctx, out=None):
+        return super().encode(x, ctx)
+
+
+class PlainAgain(Ignoring):
+    def encode(self, x, ctx):
+        return super().encode(x, ctx)
+
+
+@pytest.mark.parametrize("kind, takes", [(Plain, False), (Ignoring, True), (PlainAgain, False)])
+def test_what_is_made_elsewhere_is_copied_and_what_follows_stays(kind, takes):
+    codec, x = kind(), torch.arange(8.0)
+    assert codec.takes_memory == takes
+    out = torch.zeros(4), torch.zeros((), dtype=torch.int64)
+    parts = encode_into(codec, x, None, out)
+    assert parts[0] is out[0] and parts[1] is out[1] and parts[2] is x
+    assert torch.equal(out[0], x[:4]) and out[1] == 7
+    with pytest.raises(CompressionError, match="payload of"):
+        encode_into(codec, x, None, (torch.zeros(3), out[1]))
