@@ -23,6 +23,7 @@ class Entropy(Plain):
         *({"bits": bits} for bits in (4, 3.3, 2.5, 1)),
         {"bits": 2, "rotate": "learned"},
         {"bits": 2, "contexts": "rows"},
+        {"bits": 2, "contexts": "columns"},
     )
 
     class Options(CodecOptions):
