@@ -29,13 +29,23 @@ ITERATIONS = 16
 
 def observe(x: Tensor, key: str, ctx: Context) -> None:
     """Add the rows of `x` to the moment; not those of a message with inf or nan, and none once there is a
-    basis."""
+    basis.
+
+    Args:
+        x: any shape and float dtype; a row is its last dimension, of h values.
+        key: ends with h. KEY.moment, float64 [h, h], is made or replaced.
+    """
     if x.numel() and f"{key}.basis" not in ctx.memory:
         gather(x.detach().reshape(matrix_shape(x.shape)), key, ctx)
 
 
 def gather(m: Tensor, key: str, ctx: Context) -> None:
-    """Add the rows of `m` to a moment, unless one is inf or nan."""
+    """Add the rows of `m` to a moment, unless one is inf or nan.
+
+    Args:
+        m: float [n, h].
+        key: ends with h. KEY.moment, float64 [h, h], the sum of row^T row, is made or replaced.
+    """
     m = m.double()
     new = m.T @ m
     old = ctx.memory.get(f"{key}.moment", torch.zeros_like(new))
@@ -44,7 +54,15 @@ def gather(m: Tensor, key: str, ctx: Context) -> None:
 
 def turn(key: str, gathered: str, ctx: Context) -> None:
     """Turn the basis, of all directions, to the eigenvectors of the coefficients in the moment of the key
-    `gathered`, which goes."""
+    `gathered`, which goes.
+
+    Args:
+        key: of the basis, fp32 [h, h], which is replaced.
+        gathered: GATHERED.moment is float64 [h, h], of rows in that basis.
+
+    Raises:
+        KeyError: one of the two is not there.
+    """
     old, moment = ctx.memory[f"{key}.basis"].double(), ctx.memory.pop(f"{gathered}.moment")
     # from the directions as they are: those in which nothing arrived stay
     present = torch.eye(len(old), dtype=old.dtype, device=old.device)

@@ -3,17 +3,17 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import torch
-from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
-from ds_compress.codec import Codec, CodecOptions, Context, Layout, Parts, Stability, TensorSpec, register
+from ds_compress.codec import Codec, Context, Layout, Parts, Stability, TensorSpec, register
 from ds_compress.codecs import bounds
-from ds_compress.codecs.groups import Fill, GroupSize, group_shape, join, moved_spec, split
-from ds_compress.codecs.mixed import Mixed, map_size, reunite, separate
+from ds_compress.codecs.groups import Fill, group_shape, join, moved_spec, split
+from ds_compress.codecs.mixed import map_size, reunite, separate
 from ds_compress.codecs.mixins import FusesFeedback
+from ds_compress.codecs.quantize_either import EitherWay
+from ds_compress.codecs.quantize_options import QuantizeOptions
 from ds_compress.kernels import gaussian
 from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.bits import packed_size
@@ -35,80 +35,19 @@ class Quantize(Codec, FusesFeedback):
         {"bits": 4, "hadamard": True, "grid": "gaussian"},
         {"bits": 3, "hadamard": True},
         {"bits": 2, "hadamard": True},
+        {"bits": 4, "hadamard": "auto"},
         {"bits": 4, "group_size": 32, "mixed": {"share": 0.8, "low_bits": 3}},
     )
 
-    class Options(CodecOptions):
-        bits: int = Field(4, ge=1, le=8)
-        """Bits of one code."""
+    Options = QuantizeOptions
 
-        group_size: GroupSize = 128
-        """Values that share a scale: so many in a row, all of the tensor, or each index of dimension `axis`
-        (channel)."""
-
-        axis: int = Field(-1, ge=-64, le=63)
-        """Dimension of the channels, along which groups run: -1, the last, for transformers; 1 for the images
-        of a CNN, [samples, channels, height, width]."""
-
-        grid: Literal["uniform", "gaussian"] | None = None
-        """uniform: equal steps; gaussian, to 4 bits: the levels of Lloyd and Max for normal values, which a
-        rotation makes of most, times a scale of least squared error, one of 16 bits for each group: 2.13 bits
-        in all where `bits` is 2 and groups are of 128. null: gaussian for rotated groups of 1 to 3 bits that
-        say nothing of scheme and rounding, else uniform."""
-
-        scheme: Literal["asymmetric", "symmetric"] = "asymmetric"
-        """Of a uniform grid. asymmetric: from the smallest to the largest value; symmetric: around 0, which
-        costs half the scale bits and keeps 0 exact."""
-
-        scale_dtype: Literal["bf16", "fp32"] = "bf16"
-        """How scales travel. bf16 keeps an offset to 1/128 of itself: a group whose values lie much closer
-        together than they lie to 0 keeps its details with fp32 only."""
-
-        rounding: Literal["nearest", "stochastic"] = "nearest"
-        """stochastic, on a uniform grid, makes the expected output equal the input."""
-
-        hadamard: bool = False
-        """Rotate each group first, with signs drawn from the seed, which spreads outliers; at 4 bits 2 to 3
-        times less error on a transformer's activations. Not after a ReLU, whose many zeros a rotation
-        fills."""
-
-        mixed: Mixed | None = None
-        """Keep `bits` for the share of groups with the highest entropy, and give the others `low_bits`
-        (TAH-Quant, arXiv 2506.01352, whose groups are 32 or 64 values)."""
-
-        @field_validator("grid")
-        @classmethod
-        def _normal_values(cls, grid: str | None, info: ValidationInfo) -> str | None:
-            bits, size = info.data.get("bits", 1), info.data.get("group_size", 8)
-            if grid == "gaussian" and bits > gaussian.LARGEST_BITS:
-                raise ValueError(f"needs 1 to {gaussian.LARGEST_BITS} bits, not {bits}")
-            if grid == "gaussian" and (isinstance(size, str) or size & (size - 1)):
-                raise ValueError(f"needs a group_size that is a power of two, not {size!r}")
-            return grid
-
-        @field_validator("scheme", "rounding")
-        @classmethod
-        def _of_a_uniform_grid(cls, value: str, info: ValidationInfo) -> str:
-            if value in ("asymmetric", "stochastic") and info.data.get("grid") == "gaussian":
-                raise ValueError("goes with grid 'uniform', not with 'gaussian'")
-            return value
-
-        @field_validator("hadamard")
-        @classmethod
-        def _power_of_two(cls, hadamard: bool, info: ValidationInfo) -> bool:
-            size = info.data.get("group_size", 8)
-            if hadamard and (isinstance(size, str) or size & (size - 1)):
-                raise ValueError(f"needs a group_size that is a power of two, not {size!r}")
-            return hadamard
-
-        @field_validator("mixed")
-        @classmethod
-        def _fewer_bits(cls, value: Mixed | None, info: ValidationInfo) -> Mixed | None:
-            if value and value.low_bits >= info.data.get("bits", 8):
-                raise ValueError(f"needs low_bits below bits, which is {info.data['bits']}")
-            if value and isinstance(info.data.get("group_size"), str):
-                raise ValueError(f"needs a group_size in values, not {info.data['group_size']!r}")
-            return value
+    @classmethod
+    def of(cls, options: QuantizeOptions) -> Codec:
+        if options.hadamard != "auto":
+            return cls(options)
+        return EitherWay(
+            options, *(cls(options.model_copy(update={"hadamard": rotated})) for rotated in (False, True))
+        )
 
     def layout(self, spec: TensorSpec) -> Layout:
         options = self.options

@@ -17,6 +17,7 @@ from ds_compress.kernels import cpu, native
 from ds_compress.kernels.entropy import frame_of
 from ds_compress.kernels.native import build as compiling
 from ds_compress.kernels.reference.feedback import GROUP
+from ds_compress.kernels.units import RUN, Units
 from tests.message.test_fuzz import fuzz
 
 SANITIZERS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
@@ -39,6 +40,7 @@ CODECS = [
     *({"name": "topk", "indices": coder, "density": 0.3} for coder in ("bitmask", "int16", "int32", "rice")),
     *({"name": "topk", "select": select} for select in ("threshold", "sidco", "block")),
     *({"name": "entropy", "bits": bits} for bits in (0.1, 1, 2.5, 6)),
+    *({"name": "entropy", "contexts": contexts} for contexts in ("rows", "columns")),
 ]
 
 
@@ -78,18 +80,33 @@ def damaged_codes() -> int:
     for bits, dtype, tail, cuts in kinds:
         x = (torch.randn(70_011) * torch.exp2(8 * tail * torch.randn(70_011))).to(dtype)
         frame = frame_of(70_011, bits, tuple(70_011 >> cut for cut in range(1, cuts)))
-        code = cpu.encode_entropy(x, frame)
-        assert cpu.decode_entropy(code, frame, dtype)[1]
-        head = frame.head
-        for span in (head, frame.tables + 4, frame.tables + 300, len(code)):  # states; step; table; anything
-            for _ in range(8):
-                damaged = code.clone()
-                damaged[torch.randint(max(0, span - 300), span, (3,))] = torch.randint(
-                    -(2**15), 2**15, (3,)
-                ).short()
-                cpu.decode_entropy(damaged, frame, dtype)
-                count += 1
+        count += damaged_code(
+            frame, cpu.encode_entropy(x, frame), lambda code: cpu.decode_entropy(code, frame, dtype)
+        )
+        for units in (Units(70_011 // RUN, RUN, False), Units(693, 101, True), Units(101, 693, True)):
+            n = units.count * units.size + (0 if units.columns else 70_011 % RUN)
+            frame = frame_of(n, bits, units.cuts, taken=units.words)
+            code = cpu.encode_units(x[:n], frame, units)
+            count += damaged_code(frame, code, lambda code: cpu.decode_units(code, frame, units, dtype))
     return count
+
+
+def damaged_code(frame, code, decode) -> int:
+    """`code`, as it is and with words replaced, decoded; how many."""
+    assert decode(code)[1]
+    for span in (
+        frame.head,
+        frame.tables + 4,
+        frame.tables + 300,
+        len(code),
+    ):  # states; step; table; anything
+        for _ in range(8):
+            damaged = code.clone()
+            damaged[torch.randint(max(0, span - 300), span, (3,))] = torch.randint(
+                -(2**15), 2**15, (3,)
+            ).short()
+            decode(damaged)
+    return 32
 
 
 def overflow() -> None:

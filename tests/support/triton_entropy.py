@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ds_compress.kernels import reference
 from ds_compress.kernels import triton as fused
 from ds_compress.kernels.entropy import Frame, frame_of
+from ds_compress.kernels.units import RUN, Units
 from tests.support.same_bits import assert_same_bits
 from tests.support.triton_kernels import EXAMPLES, SPECIAL, launched
 
@@ -39,6 +40,18 @@ def test_equals_the_reference(n, bits, dtype, spread, cuts, seed, special):
     for words in (code, code ^ (torch.arange(frame.words) == seed % frame.words).short()):
         ours = launched(fused.decode_entropy, words, frame, torch.float32)
         assert_same_bits(ours, reference.decode_entropy(words, frame, torch.float32))
+
+
+@pytest.mark.parametrize("units", [Units(20, RUN, False), Units(48, 27, True)], ids=str)
+def test_sorted_units_equal_the_reference(units):
+    n = 1296
+    x = torch.randn(n, generator=torch.Generator().manual_seed(0)).view(-1, 48)
+    x = (x * torch.exp2(torch.arange(48) % 5)).flatten()
+    frame = frame_of(n, 3, units.cuts, taken=units.words)
+    words = reference.encode_units(x, frame, units)
+    assert torch.equal(launched(fused.encode_units, x, frame, units), words)
+    ours = launched(fused.decode_units, words, frame, units, torch.float32)
+    assert_same_bits(ours, reference.decode_units(words, frame, units, torch.float32))
 
 
 @pytest.mark.parametrize("n, bits", [(3000, 6), (8200, 6)])

@@ -10,6 +10,7 @@ from ds_compress.kernels.cpu.held import gather, received, scatter
 from ds_compress.kernels.cpu.selection import banded, exact, sampled_band
 from ds_compress.kernels.cpu.stateful import dequantize_change, quantize_change, quantize_with_residual
 from ds_compress.kernels.cpu.steps import choose, count_true
+from ds_compress.kernels.cpu.units import decode_units, encode_units
 
 __all__ = [
     "advanced",
@@ -23,6 +24,7 @@ __all__ = [
     "decode_float8",
     "decode_int8",
     "decode_range",
+    "decode_units",
     "dequantize",
     "dequantize_change",
     "encode_channels",
@@ -30,6 +32,7 @@ __all__ = [
     "encode_float8",
     "encode_int8",
     "encode_range",
+    "encode_units",
     "exact",
     "finite",
     "gather",

@@ -1,159 +1,208 @@
-// Decoding as kernels/reference/entropy.py specifies it, of any bytes: nothing beside them is read.
+// Decoding as kernels/reference/entropy.py specifies it, of any bytes, to the q of each value: nothing beside them is
+// read.
 
 #pragma once
 
-#include "floats.h"
-#include "lanes.h"
 #include "entropy.h"
+#include "lanes.h"
 
-namespace {
+constexpr int8_t BEYOND = -128;  // in the place of a q
+constexpr int TOGETHER = 2;      // blocks: the states of one wait less for each other than for themselves
 
-uint32_t load_word(const uint16_t* words, int64_t place) {
-    return words[place] | static_cast<uint32_t>(words[place + 1]) << 16;
-}
+// What stands in front of the words.
+struct Head {
+    int64_t exponent, step;
+    int64_t above[MOST_CONTEXTS], below[MOST_CONTEXTS], shift[MOST_CONTEXTS];
+    const uint16_t* table[MOST_CONTEXTS];
+    int64_t words = 0, escapes = 0;  // the first place of words, and that behind the last one
 
-// What the decoder needs: by the low bits of a state, (frequency - 1) << 20 | offset << 8 | symbol.
-struct Decoder {
-    alignas(64) uint32_t slots[TOTAL];
-    int64_t last;  // the last place that may be read
-};
+    bool finite() const { return exponent != NOT_FINITE; }
 
-// One step of `lanes` lanes, all of which can read, or those of 0 .. last; returns the place of the next word.
-template <int LANES>
-int64_t decode_step(const Decoder& decoder, const uint16_t* words, int64_t place, int64_t lanes, uint32_t* state,
-                    uint8_t* symbols) {
-    const int64_t count = LANES ? LANES : lanes;
-    uint32_t slots[MOST_LANES], empty[MOST_LANES];
-    for (int64_t i = 0; i < count; ++i) slots[i] = decoder.slots[state[i] & (TOTAL - 1)];
-    for (int64_t i = 0; i < count; ++i) {
-        const uint32_t slot = slots[i];
-        const uint32_t x = ((slot >> 20) + 1) * (state[i] >> SCALE_BITS) + (slot >> 8 & (TOTAL - 1));
-        symbols[i] = static_cast<uint8_t>(slot);
-        empty[i] = x < START;
-        state[i] = x;
-    }
-    if (LANES) return place + pull(state, empty, words + place);
-    for (int64_t i = 0; i < count; ++i) {
-        if (!empty[i]) continue;
-        state[i] = state[i] << 16 | words[place > decoder.last ? decoder.last : place];
-        ++place;
-    }
-    return place;
-}
-
-float middle(uint16_t escape) {
-    const float size = as_float(((escape & 0x7FFFu) + static_cast<uint32_t>(LOWEST * PER_OCTAVE)) << KEY_SHIFT |
-                                1u << (KEY_SHIFT - 1));
-    const float within = size < HIGHEST ? size : HIGHEST;
-    return escape >> 15 ? -within : within;
-}
-
-// What the values of a context are decoded by.
-template <class Out>
-struct Values {
-    Out of[SYMBOLS];
-    int64_t beyond = 0;
-};
-
-// Fills in what the values of a context are decoded by: `table` has its frequencies, which add up to less than TOTAL.
-template <class Out>
-void make_tables(const uint16_t* table, int64_t above, int64_t below, int64_t shift, float step, float scale,
-                 Decoder& decoder, Values<Out>& values) {
-    const int64_t beyond = above + below + 1;
-    int64_t rest = TOTAL;
-    for (int64_t i = 0; i < beyond; ++i) rest -= table[i];
-    uint32_t place = 0;
-    for (int64_t i = 0; i <= beyond; ++i) {
-        const uint32_t frequency = i == below ? static_cast<uint32_t>(rest) : table[i - (i > below)];
-        for (uint32_t offset = 0; offset < frequency; ++offset)
-            decoder.slots[place + offset] = (frequency - 1) << 20 | offset << 8 | static_cast<uint32_t>(i);
-        place += frequency;
-        const int64_t q = i - below, distance = (q < 0 ? -q : q) * (1 << SHIFT_BITS) - shift;
-        const float exact = static_cast<float>(distance) / (1 << SHIFT_BITS) * step;
-        const float size = exact < HIGHEST ? exact : HIGHEST;
-        store((q == 0 ? 0 : q < 0 ? -size : size) * scale, values.of[i]);
-    }
-    values.beyond = beyond;
-}
-
-// Whether `words` can have been encoded; then y [numel] is what they stand for.
-template <class Out>
-bool decode(const uint16_t* words, Frame frame, const float* steps, Out* y) {
-    const uint16_t* head = words + frame.head();
-    const int64_t exponent = static_cast<int16_t>(head[0]), step = static_cast<int16_t>(head[1]);
-    if (exponent == NOT_FINITE) {
-        for (int64_t i = 0; i < frame.numel; ++i) store(as_float(0x7FC00000), y[i]);
+    // Whether it can have been encoded: frequencies add up to less than TOTAL then, and places are within `code`.
+    bool read(const uint16_t* code, const Frame& frame) {
+        const uint16_t* head = code + frame.head();
+        exponent = static_cast<int16_t>(head[0]), step = static_cast<int16_t>(head[1]);
+        if (!finite()) return true;
+        if (exponent < 1 || exponent > NOT_FINITE || step < 0 || step >= STEPS) return false;
+        words = frame.tables();
+        for (int64_t context = 0; context < frame.contexts; ++context) {
+            const uint16_t* its = head + HEAD + REACHES * context;
+            above[context] = static_cast<int16_t>(its[0]) >> 8, below[context] = its[0] & 255;
+            shift[context] = static_cast<int16_t>(its[1]), table[context] = code + words;
+            if (shift[context] < SHIFT_LEAST || shift[context] > SHIFT_MOST) return false;
+            if (above[context] < 0 || above[context] > REACH || below[context] > REACH) return false;
+            const int64_t beyond = above[context] + below[context] + 1;
+            if (words + beyond > frame.words) return false;
+            int64_t rest = TOTAL;
+            for (int64_t i = 0; i < beyond; ++i) rest -= code[words + i];
+            if (rest <= 0) return false;
+            words += beyond;
+        }
+        escapes = words;
+        for (int64_t block = 0; block < frame.blocks; ++block) {
+            const int32_t size = static_cast<int32_t>(load_word(code, frame.sizes() + 2 * block));
+            if (size < 0) return false;
+            escapes += size;
+            if (escapes > frame.words) return false;
+        }
         return true;
     }
-    if (exponent < 1 || exponent > NOT_FINITE || step < 0 || step >= STEPS) return false;
 
-    const float scale = as_float(static_cast<uint32_t>(exponent) << 23);
-    int64_t above[MOST_CONTEXTS], below[MOST_CONTEXTS], shift[MOST_CONTEXTS], table[MOST_CONTEXTS];
-    int64_t begin = frame.tables();
-    for (int64_t context = 0; context < frame.contexts; ++context) {
-        const uint16_t* its = head + HEAD + REACHES * context;
-        above[context] = static_cast<int16_t>(its[0]) >> 8, below[context] = its[0] & 255;
-        shift[context] = static_cast<int16_t>(its[1]), table[context] = begin;
-        if (shift[context] < SHIFT_LEAST || shift[context] > SHIFT_MOST) return false;
-        if (above[context] < 0 || above[context] > REACH || below[context] > REACH) return false;
-        const int64_t beyond = above[context] + below[context] + 1;
-        if (begin + beyond > frame.words) return false;
-        int64_t rest = TOTAL;
-        for (int64_t i = 0; i < beyond; ++i) rest -= words[begin + i];
-        if (rest <= 0) return false;
-        begin += beyond;
+    static uint32_t load_word(const uint16_t* words, int64_t place) {
+        return words[place] | static_cast<uint32_t>(words[place + 1]) << 16;
     }
+};
 
-    int64_t end = begin;
-    for (int64_t block = 0; block < frame.blocks; ++block) {
-        const int32_t size = static_cast<int32_t>(load_word(words, frame.sizes() + 2 * block));
-        if (size < 0) return false;
-        end += size;
-        if (end > frame.words) return false;
-    }
-    static thread_local Decoder decoder;
-    Values<Out> values;
-    decoder.last = frame.words - 1;
-    int64_t escape = frame.words, context = -1, until = 0;
-    for (int64_t block = 0; block < frame.blocks; ++block) {
-        uint32_t state[MOST_LANES];
-        uint8_t symbols[MOST_LANES];
-        for (int64_t i = 0; i < frame.lanes; ++i) state[i] = load_word(words, 2 * (block * frame.lanes + i));
-        const int64_t size = load_word(words, frame.sizes() + 2 * block);
-        int64_t word = begin, i = block * frame.length;
-        const int64_t behind = i + frame.count(block);
-        while (i < behind) {
-            if (i == until) {
-                ++context, until = frame.ends[context];
-                make_tables(words + table[context], above[context], below[context], shift[context], steps[step], scale,
-                            decoder, values);
-            }
-            const int64_t stop = until < behind ? until : behind;
-            while (i < stop) {
-                const int64_t lanes = stop - i < frame.lanes ? stop - i : frame.lanes;
-                const bool near = word + MOST_LANES > frame.words;
-                if (lanes == MOST_LANES && !near)
-                    word = decode_step<MOST_LANES>(decoder, words, word, lanes, state, symbols);
-                else word = decode_step<0>(decoder, words, word, lanes, state, symbols);
-                bool escaped = false;
-                for (int64_t j = 0; j < lanes; ++j) escaped |= symbols[j] == values.beyond;
-                for (int64_t j = 0; j < lanes; ++j) y[i + j] = values.of[symbols[j]];
-                for (int64_t j = 0; escaped && j < lanes; ++j) {
-                    if (symbols[j] != values.beyond) continue;
-                    if (--escape < end) return false;
-                    const int64_t key = words[escape] & 0x7FFF;
-                    if (key < 1 || key >= KEYS) return false;
-                    store(middle(words[escape]) * scale, y[i + j]);
-                }
-                i += lanes;
-            }
-        }
-        if (word != begin + size) return false;
-        for (int64_t i = 0; i < frame.lanes; ++i)
-            if (state[i] != START) return false;
-        begin += size;
-    }
-    return true;
+// A block that is being decoded.
+struct Reader {
+    uint32_t state[MOST_LANES];
+    int64_t word;  // the place of the next one
+    int8_t* q;     // where the next ones go
+};
+
+// By the low bits of a state: (frequency - 1) << 20 | offset << 8 | q.
+typedef uint32_t Slots[TOTAL];
+
+// What a state becomes by its slot, of one lane or a vector of them.
+template <class Each>
+inline Each fed(Each slot, Each state) {
+    return ((slot >> 20) + 1) * (state >> SCALE_BITS) + (slot >> 8 & LOW_BITS);
 }
 
-}  // namespace
+// One step of some lanes; words behind the last one are the last one.
+inline void decode_step(const Slots& slots, const uint16_t* code, int64_t last, int64_t lanes, Reader& of) {
+    for (int64_t i = 0; i < lanes; ++i) {
+        const uint32_t slot = slots[of.state[i] & LOW_BITS], x = fed(slot, of.state[i]);
+        *of.q++ = static_cast<int8_t>(slot);
+        of.state[i] = x < START ? x << 16 | code[of.word > last ? last : of.word] : x;
+        of.word += x < START;
+    }
+}
+
+// Steps of all lanes of blocks that are in one context and have words for it.
+template <int BLOCKS>
+void decode_steps(const Slots& slots, const uint16_t* code, int64_t steps, Reader* blocks) {
+    Words state[BLOCKS][VECTORS];
+    const uint16_t* word[BLOCKS];
+    int8_t* q[BLOCKS];
+    each<BLOCKS>([&](auto b) {
+        std::memcpy(state[b], blocks[b].state, sizeof state[b]);
+        word[b] = code + blocks[b].word, q[b] = blocks[b].q;
+    });
+    for (int64_t step = 0; step < steps; ++step)
+        each<VECTORS>([&](auto v) {
+            each<BLOCKS>([&](auto b) {
+                const Words slot = look_up(slots, state[b][v] & LOW_BITS);
+                Words x = fed(slot, state[b][v]);
+                keep_bytes(slot, q[b] + step * MOST_LANES + v * LANES);
+                word[b] += pull(x, below(x, Words{} + START), word[b]);
+                state[b][v] = x;
+            });
+        });
+    each<BLOCKS>([&](auto b) {
+        std::memcpy(blocks[b].state, state[b], sizeof state[b]);
+        blocks[b].word = word[b] - code, blocks[b].q = q[b] + steps * MOST_LANES;
+    });
+}
+
+class Decoder {
+public:
+    // head: as it has been read from `code`.
+    Decoder(const uint16_t* code, const Frame& frame, const Head& head) : code(code), frame(frame), head(head) {}
+
+    // Whether the code can have been encoded; then q [frame.numel] are those of the values, or BEYOND.
+    bool read(int8_t* q) {
+        int64_t word = head.words;
+        for (int64_t block = 0; block < frame.blocks;) {
+            const int64_t count = together(block) ? TOGETHER : 1;
+            for (int64_t b = 0; b < count; ++b) {
+                begin(block + b, word, q, blocks[b]);
+                word += size(block + b);
+            }
+            if (count == TOGETHER) {
+                use(frame.context_of(block * frame.length));
+                steps<TOGETHER>(frame.length / MOST_LANES);
+            } else {
+                read_alone(block);
+            }
+            for (int64_t b = count - 1, behind = word; b >= 0; --b) {
+                if (blocks[b].word != behind) return false;
+                for (int64_t i = 0; i < frame.lanes; ++i)
+                    if (blocks[b].state[i] != START) return false;
+                behind -= size(block + b);
+            }
+            block += count;
+        }
+        return true;
+    }
+
+private:
+    int64_t size(int64_t block) const { return Head::load_word(code, frame.sizes() + 2 * block); }
+
+    // Whether TOGETHER blocks begin here that are whole, have all lanes and are in one context.
+    bool together(int64_t block) const {
+        const int64_t behind = (block + TOGETHER) * frame.length;
+        return frame.lanes == MOST_LANES && behind <= frame.numel &&
+               frame.context_of(block * frame.length) == frame.context_of(behind - 1);
+    }
+
+    void begin(int64_t block, int64_t word, int8_t* q, Reader& of) const {
+        for (int64_t i = 0; i < frame.lanes; ++i) of.state[i] = Head::load_word(code, 2 * (block * frame.lanes + i));
+        of.word = word, of.q = q + block * frame.length;
+    }
+
+    void read_alone(int64_t block) {
+        int64_t place = block * frame.length;
+        const int64_t behind = place + frame.count(block);
+        for (int64_t context = frame.context_of(place); place < behind; ++context) {
+            const int64_t end = frame.ends[context] < behind ? frame.ends[context] : behind;
+            const int64_t count = (end - place) / frame.lanes;
+            use(context);
+            if (frame.lanes == MOST_LANES) steps<1>(count);
+            else
+                for (int64_t step = 0; step < count; ++step) decode_step(slots, code, frame.words - 1, frame.lanes, blocks[0]);
+            decode_step(slots, code, frame.words - 1, (end - place) % frame.lanes, blocks[0]);
+            place = end;
+        }
+    }
+
+    template <int BLOCKS>
+    void steps(int64_t count) {
+        constexpr int64_t MOST = 8;
+        while (count) {
+            const int64_t some = count < MOST ? count : MOST;
+            bool near = false;  // the end of the code
+            for (int b = 0; b < BLOCKS; ++b) near |= blocks[b].word + some * MOST_LANES > frame.words;
+            if (!near) decode_steps<BLOCKS>(slots, code, some, blocks);
+            for (int b = 0; near && b < BLOCKS; ++b)
+                for (int64_t step = 0; step < some; ++step)
+                    decode_step(slots, code, frame.words - 1, MOST_LANES, blocks[b]);
+            count -= some;
+        }
+    }
+
+    // Makes `slots` those of a context.
+    void use(int64_t context) {
+        if (context == spreaded) return;
+        spreaded = context;
+        const uint16_t* table = head.table[context];
+        const int64_t below = head.below[context], beyond = head.above[context] + below + 1;
+        int64_t rest = TOTAL;
+        for (int64_t i = 0; i < beyond; ++i) rest -= table[i];
+        uint32_t place = 0;
+        for (int64_t i = 0; i <= beyond; ++i) {
+            const uint32_t frequency = i == below ? static_cast<uint32_t>(rest) : table[i - (i > below)];
+            const uint32_t q = static_cast<uint8_t>(i == beyond ? BEYOND : i - below);
+            for (uint32_t offset = 0; offset < frequency; ++offset)
+                slots[place + offset] = (frequency - 1) << 20 | offset << 8 | q;
+            place += frequency;
+        }
+    }
+
+    const uint16_t* code;
+    const Frame& frame;
+    const Head& head;
+    alignas(64) Slots slots;
+    Reader blocks[TOGETHER];
+    int64_t spreaded = -1;  // the context that `slots` are of
+};

@@ -15,10 +15,6 @@ struct Plan {
     int64_t beyond() const { return above + below + 1; }
 };
 
-// How many values have a key, or a higher one; of positive and of negative values.
-typedef uint32_t Counts[2][KEYS + 1];
-typedef uint32_t Histogram[2][KEYS];
-
 inline uint32_t share_of(int64_t count, int64_t share, int64_t n) {
     const int64_t found = (count * share + n / 2) / n;
     return count == 0 ? 0 : found < 1 ? 1 : static_cast<uint32_t>(found);

@@ -21,6 +21,7 @@ from ds_compress.kernels.reference.held import gather, received, scatter
 from ds_compress.kernels.reference.selection import banded, exact, sampled_band
 from ds_compress.kernels.reference.stateful import dequantize_change, quantize_change, quantize_with_residual
 from ds_compress.kernels.reference.steps import choose, count_true
+from ds_compress.kernels.reference.units import decode_units, encode_units
 
 __all__ = [
     "advanced",
@@ -34,6 +35,7 @@ __all__ = [
     "decode_float8",
     "decode_int8",
     "decode_range",
+    "decode_units",
     "dequantize",
     "dequantize_change",
     "encode_channels",
@@ -41,6 +43,7 @@ __all__ = [
     "encode_float8",
     "encode_int8",
     "encode_range",
+    "encode_units",
     "exact",
     "finite",
     "gather",

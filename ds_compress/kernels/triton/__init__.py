@@ -21,7 +21,7 @@ from ds_compress.kernels.reference import (
     finite,
 )
 from ds_compress.kernels.triton.bitstring import list_bits, pack_bits, set_bits, unpack_bits
-from ds_compress.kernels.triton.entropy import decode_entropy, encode_entropy
+from ds_compress.kernels.triton.entropy import decode_entropy, decode_units, encode_entropy, encode_units
 from ds_compress.kernels.triton.groups import dequantize, quantize
 from ds_compress.kernels.triton.held import gather, received, scatter
 from ds_compress.kernels.triton.selection import banded, exact, sampled_band
@@ -39,6 +39,7 @@ __all__ = [
     "decode_float8",
     "decode_int8",
     "decode_range",
+    "decode_units",
     "dequantize",
     "dequantize_change",
     "encode_channels",
@@ -46,6 +47,7 @@ __all__ = [
     "encode_float8",
     "encode_int8",
     "encode_range",
+    "encode_units",
     "exact",
     "finite",
     "gather",

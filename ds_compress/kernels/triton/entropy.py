@@ -12,6 +12,8 @@ from torch import Tensor
 from ds_compress.kernels.entropy import SCALE_BITS, START, Frame
 from ds_compress.kernels.reference.entropy import Coder, decode_entropy_by, encode_entropy_by
 from ds_compress.kernels.reference.rans import Coded, contexts_of, slots
+from ds_compress.kernels.reference.units import decode_units_by, encode_units_by
+from ds_compress.kernels.units import Units
 
 
 def encode_entropy(x: Tensor, frame: Frame) -> Tensor:
@@ -22,6 +24,16 @@ def encode_entropy(x: Tensor, frame: Frame) -> Tensor:
 def decode_entropy(words: Tensor, frame: Frame, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """See `reference.decode_entropy`."""
     return decode_entropy_by(_CODER, words, frame, dtype)
+
+
+def encode_units(x: Tensor, frame: Frame, units: Units) -> Tensor:
+    """See `reference.encode_units`."""
+    return encode_units_by(encode_entropy, x, frame, units)
+
+
+def decode_units(words: Tensor, frame: Frame, units: Units, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """See `reference.decode_units`."""
+    return decode_units_by(decode_entropy, words, frame, units, dtype)
 
 
 def rans_encode(symbols: Tensor, frequencies: Tensor, frame: Frame) -> Coded:
