@@ -82,9 +82,9 @@ def test_looking_for_a_basis_leaves_no_trace():
     assert all(torch.equal(x, y) for one, two in zip(first, again) for x, y in zip(one, two))
 
 
-def trained(stages, steps=3):
-    """Losses, bytes handed to the transport, and the shapes of the parameters of this rank."""
-    engine = narrow(modules(), stages, ds_config(BLOCK))
+def trained(stages, steps=3, **changes):
+    """Losses, bytes handed to the transport, shapes of this rank's parameters, and where stages begin."""
+    engine = narrow(modules(), stages, ds_config(BLOCK, **changes))
     data = batches()
     losses = [engine.eval_batch(data).item()]
     before = [(channel.sent.raw_bytes, channel.sent.wire_bytes) for channel in engine._compression.sending]
@@ -113,6 +113,13 @@ def test_a_pipeline_sends_coefficients_and_trains_as_one_process_does(stages):
         assert parts == [0, *(cut + 2 * number + 1 for number, cut in enumerate(cuts)), 4 + 2 * len(cuts)]
     assert (RANK, WIDTH) in ranks[0][2] and (WIDTH, RANK) in ranks[-1][2]
     assert expected[-1] < expected[1]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activations_computed_again_change_nothing(reentrant):
+    pipeline = {"activation_checkpoint_interval": 1, "use_reentrant": reentrant}
+    plain, again = (run_ranks(2, partial(trained, pipeline=options), 2) for options in ({}, pipeline))
+    assert [losses for losses, *_ in again] == [losses for losses, *_ in plain]
 
 
 def saved_and_resumed(folder):
