@@ -140,6 +140,31 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_been(tmp_path):
         assert resumed == whole
 
 
+def uneven():
+    torch.manual_seed(7)
+    return [Block(), *(nn.Linear(WIDTH, WIDTH) for _ in range(5))]
+
+
+def replicated(_):
+    """On two replicas of two stages, cut by parameters: where, without pairs and with; what came of it."""
+    config = ds_config(BLOCK, replicas=2)
+    plain = build(2, config, uneven(), seed_layers=False, partition_method="parameters")
+    engine = narrow(uneven(), 2, config, partition_method="parameters")
+    data = batches(engine.grid.get_data_parallel_id())
+    losses = [engine.train_batch(data).item() for _ in range(3)]
+    found = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    return list(plain.module.parts), list(engine.module.parts), engine.stage_id, found, losses
+
+
+def test_replicas_stay_alike_and_cuts_are_those_of_deepspeed():
+    ranks = run_ranks(4, replicated, None)
+    for plain, parts, stage, weights, losses in ranks:
+        assert plain[1] != 3 and parts == [0, plain[1] + 1, 8]
+        assert losses == ranks[0][4] and losses[-1] < losses[0]
+        other = next(found for _, _, of, found, _ in ranks if of == stage)
+        assert all(torch.equal(weight, other[name]) for name, weight in weights.items())
+
+
 def tied(rank):
     ends = [TiedLayerSpec("ends", nn.Linear, WIDTH, WIDTH) for _ in range(2)]
     layers = [ends[0], *modules(2), ends[1]]
