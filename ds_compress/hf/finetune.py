@@ -76,11 +76,12 @@ class Run:
         self.steps = settings.steps or math.ceil(visits / self.engine.train_batch_size())
 
     def _samples(self) -> list[Any]:
-        """Inputs that a basis is found from."""
+        """Inputs that a basis is found from; few where a checkpoint is there, which has one."""
         if self.settings.subspace is None:
             return []
+        count = 1 if Path(self.out, LATEST).exists() else self.settings.subspace.samples
         batches = self.data.batches(1, replica=0, replicas=1, start=0)
-        return [inputs for inputs, _ in itertools.islice(batches, self.settings.subspace.samples)]
+        return [inputs for inputs, _ in itertools.islice(batches, count)]
 
     def resume(self) -> None:
         """Go on from the last complete checkpoint, where there is one."""
