@@ -16,6 +16,7 @@ _HOMES = {
     "Context": "codec",
     "Feedback": "feedback",
     "FeedbackCodec": "feedback",
+    "SubspacePipeline": "pipeline.subspace",
     "TensorSpec": "codec",
     "__version__": "version",
     "build": "codecs",

@@ -12,4 +12,5 @@ from ds_compress.errors import CompressionError as CompressionError
 from ds_compress.feedback import Feedback as Feedback
 from ds_compress.feedback import FeedbackCodec as FeedbackCodec
 from ds_compress.feedback import register_feedback as register_feedback
+from ds_compress.pipeline.subspace import SubspacePipeline as SubspacePipeline
 from ds_compress.version import __version__ as __version__

@@ -19,8 +19,14 @@ def run(args: argparse.Namespace) -> int:
     with importing_deepspeed():
         try:
             from ds_compress.hf.merge import merge
+            from ds_compress.hf.subspace import FILE
         except ImportError as error:
             raise CompressionError(f'ds-compress merge: {error}; pip install "ds_compress[hf]"') from None
     merge(args.out, args.to)
     print(f"wrote {args.to}")
+    if (args.to / FILE).exists():
+        print(
+            f"{FILE} belongs between its layers: the model computes something else without "
+            f"ds_compress.hf.subspace.restore(model, {str(args.to)!r}) (docs/subspace.md)"
+        )
     return 0

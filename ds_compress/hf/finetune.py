@@ -8,6 +8,7 @@ A run that is started again goes on from its last complete checkpoint, bit by bi
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -59,6 +60,8 @@ class Run:
             positions=settings.data.packing == "isolated",
             activation_checkpoint_interval=settings.activation_checkpoint_interval,
             seed=settings.seed,
+            rank=settings.subspace.rank if settings.subspace else None,
+            samples=self._samples(),
         )
         self.engine, *_ = deepspeed.initialize(
             model=module,
@@ -71,6 +74,14 @@ class Run:
         self.micro_batch = self.engine.train_micro_batch_size_per_gpu()
         visits = settings.epochs * len(self.data.train)
         self.steps = settings.steps or math.ceil(visits / self.engine.train_batch_size())
+
+    def _samples(self) -> list[Any]:
+        """Inputs that a basis is found from; few where a checkpoint is there, which has one."""
+        if self.settings.subspace is None:
+            return []
+        count = 1 if Path(self.out, LATEST).exists() else self.settings.subspace.samples
+        batches = self.data.batches(1, replica=0, replicas=1, start=0)
+        return [inputs for inputs, _ in itertools.islice(batches, count)]
 
     def resume(self) -> None:
         """Go on from the last complete checkpoint, where there is one."""

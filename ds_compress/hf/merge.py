@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from ds_compress.errors import CompressionError
+from ds_compress.hf import subspace as pairs
 from ds_compress.hf.model import LoadedPart, layer_specs
 from ds_compress.hf.settings import NAME, read
 from ds_compress.hf.skeleton import replace
@@ -33,7 +34,8 @@ PART = "part-{}"
 
 
 def merge(run: Path, to: Path) -> None:
-    """Write what `run` trained last to `to`.
+    """Write what `run` trained last to `to`. The pairs of layers of a run with "subspace", which no ordinary
+    checkpoint has a place for, go into a file beside it.
 
     Raises:
         CompressionError: `run` is no finished or interrupted run, or `to` is not empty.
@@ -44,11 +46,13 @@ def merge(run: Path, to: Path) -> None:
     to.mkdir(parents=True, exist_ok=True)
     model = Path(settings.model)
     lora = settings.lora.config(settings.model) if settings.lora else None
-    specs, _ = layer_specs(model, 1, lora, None, False, settings.seed)
+    stages = settings.stages if settings.subspace else 1
+    specs, bounds = layer_specs(model, stages, lora, None, False, settings.seed)
+    cuts = bounds[1:-1] if settings.subspace else []
     adapters: dict[str, Tensor] = {}
     shards: list[list[str]] = []  # names of their tensors
     size = 0
-    for part in _parts(specs, checkpoint, settings.lora is not None):
+    for part in _parts(specs, checkpoint, cuts, settings.lora is not None):
         adapters |= adapter_of(part)
         tensors = plain(part)
         if tensors:
@@ -66,6 +70,8 @@ def merge(run: Path, to: Path) -> None:
         for file in folder.iterdir():
             if file.suffix in (".json", ".txt", ".model", ".jinja") and not file.name.endswith("index.json"):
                 shutil.copyfile(file, to / file.name)
+    if cuts:
+        pairs.save(checkpoint, cuts, to)
     if lora:
         lora.save_pretrained(str(to / ADAPTER))
         save_file(adapters, to / ADAPTER / "adapter_model.safetensors", metadata=FORMAT)
@@ -83,13 +89,15 @@ def latest(run: Path) -> Path:
         raise CompressionError(f"{run}: no complete checkpoint: {LATEST} is missing") from None
 
 
-def _parts(specs: list[LayerSpec], checkpoint: Path, frozen: bool) -> Iterator[LoadedPart]:
-    """Every part as it was trained; the embedding of a tied model comes once, its head then has none."""
+def _parts(specs: list[LayerSpec], checkpoint: Path, cuts: list[int], frozen: bool) -> Iterator[LoadedPart]:
+    """Every part as it was trained; the embedding of a tied model comes once, its head then has none.
+
+    `cuts`: where the pipeline has pairs of layers between the parts."""
     for number, spec in enumerate(specs):
         if isinstance(spec, TiedLayerSpec) and number > 0:
             continue
         part: LoadedPart = spec.build()
-        stored = sorted(checkpoint.glob(f"layer_{number:02}-*model_states.pt"))
+        stored = sorted(checkpoint.glob(f"layer_{pairs.number_with_pairs(number, cuts):02}-*model_states.pt"))
         if not stored:
             raise CompressionError(f"{checkpoint}: layer {number} of the pipeline is missing")
         trained = torch.load(stored[0], map_location="cpu", weights_only=True)

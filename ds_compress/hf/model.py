@@ -21,6 +21,7 @@ from ds_compress.hf.part import EMBEDDING, Part, Place, own_paths, places
 from ds_compress.hf.skeleton import Skeleton
 from ds_compress.hf.stages import layers_per_stage
 from ds_compress.hf.verify import check
+from ds_compress.pipeline.subspace import SubspacePipeline
 
 TIED = "embedding"
 """Key of the embedding that also makes the logits."""
@@ -58,7 +59,7 @@ class LoadedEmbedding(LoadedPart):
         return self.model.get_submodule(self._embedding).weight  # type: ignore[return-value]
 
 
-class TransformersPipeline(PipelineModule):
+class TransformersPipeline(SubspacePipeline):
     """Parts of a Transformers model, cut where it is told."""
 
     def __init__(self, specs: list[LayerSpec], bounds: list[int], **options: Any):
@@ -140,6 +141,8 @@ def pipeline_module(
     activation_checkpoint_interval: int = 0,
     seed: int = 1234,
     topology: Any = None,
+    rank: int | None = None,
+    samples: Sequence[Any] = (),
 ) -> PipelineModule:
     """A causal language model that Transformers saved, as a pipeline for `deepspeed.initialize`.
 
@@ -156,6 +159,8 @@ def pipeline_module(
             all activations.
         seed: of the adapters.
         topology: of DeepSpeed, where there is more than stages and replicas.
+        rank, samples: experimental, as of `SubspacePipeline`: so many coefficients cross in the place of a
+            hidden state, in a basis that begins as principal components for these inputs.
 
     Raises:
         CompressionError: no such checkpoint, or the model cannot be cut into stages.
@@ -168,4 +173,6 @@ def pipeline_module(
         topology=topology,
         activation_checkpoint_interval=activation_checkpoint_interval,
         activation_checkpoint_func=non_reentrant_checkpoint,
+        rank=rank,
+        samples=samples,
     )

@@ -39,6 +39,15 @@ class Lora(Options):
         )
 
 
+class Subspace(Options):
+    """Few coefficients cross in the place of a hidden state, in a basis that is trained with the model."""
+
+    rank: int = Field(ge=1, le=2**16)
+    """Coefficients of a hidden state."""
+    samples: int = Field(default=32, ge=1, le=10**5)
+    """Sequences whose hidden states the basis is found from before training: their principal components."""
+
+
 class Data(Options):
     """What is learned: plain text, or records.
 
@@ -74,8 +83,11 @@ class Settings(Options):
     """An ordinary DeepSpeed config, "ds_compress" block included."""
     lora: Lora | None = None
     """Train adapters; null: train all parameters."""
+    subspace: Subspace | None = None
+    """Experimental: narrower messages. What is trained computes its best only with its basis between the
+    layers, which `ds-compress merge` writes beside the model; null: hidden states cross as they are."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Of the model's weights; null: as the checkpoint has them. Adapters are fp32."""
+    """Of the model's weights; null: as the checkpoint has them. Adapters are fp32, and so is a basis."""
     sequence_length: int = Field(default=1024, ge=8, le=2**20)
     """Tokens."""
     stages: int | list[int] = Field(default=2)

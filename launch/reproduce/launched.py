@@ -9,7 +9,7 @@ from torch import nn
 from ds_compress.simulate import simulate, traffic
 from launch.reproduce.grid import append_row, is_row_of, read_rows
 from launch.reproduce.pipeline import pipeline
-from launch.reproduce.run import Row, Run, surroundings, task_of, train
+from launch.reproduce.run import Row, Run, stages_of, surroundings, task_of, train
 from launch.reproduce.task import STAGES
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def compared(run: Run, data: Path, results: Path) -> Row:
     """Losses of all steps, and bytes, of a pipeline and of `simulate`."""
     torch.set_num_threads(1)
     task = task_of(run.preset, run.task, data, results / "cache")
-    model = nn.Sequential(*task.stages(run.seed))
+    model = nn.Sequential(*stages_of(run, task))
     model = simulate(model, {"ds_compress": run.block}, range(1, STAGES), task.steps_per_epoch)
     expected = train(model, task, run.seed, CPU)
     found = pipeline(run, data, results, len(expected))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import platform
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from deepspeed.pipe import LayerSpec
 from torch import nn
 
+from ds_compress.pipeline.subspace import Widen, bases, with_pairs
 from ds_compress.simulate import Traffic, announce, evaluating, simulate, traffic
 from launch.reproduce.language import Language
 from launch.reproduce.presets import PRESETS
@@ -22,6 +25,9 @@ from launch.reproduce.vision import Vision
 
 TASKS: dict[str, Any] = {"vision": Vision, "language": Language}
 PACKAGES = ("torch", "ds_compress", "deepspeed", "transformers")
+SUBSPACE = "subspace"
+"""Key of a setting beside those of its block: how many coefficients cross in the place of a hidden state."""
+SAMPLES = 4  # batches that a basis is found from
 ON_AND_OFF = {"on": "compressed", "off": "uncompressed"}
 BITS = 32  # of a value that is not compressed: both tasks train in fp32
 
@@ -38,13 +44,23 @@ class Run(NamedTuple):
 
     @property
     def block(self) -> Block:
+        """What is done to messages."""
+        return {key: value for key, value in self._all.items() if key != SUBSPACE}
+
+    @property
+    def rank(self) -> int | None:
+        """Coefficients that cross in the place of a hidden state."""
+        return self._all.get(SUBSPACE)
+
+    @property
+    def _all(self) -> Block:
         return SETTINGS[self.task][self.setting]
 
     @property
     def identity(self) -> Row:
         """The columns by which a row is known to be of this run, what the names stand for included."""
         size = dataclasses.asdict(getattr(PRESETS[self.preset], self.task))
-        return {**self._asdict(), "block": self.block, "size": size}
+        return {**self._asdict(), "block": self._all, "size": size}
 
 
 @functools.lru_cache(maxsize=2)
@@ -61,18 +77,37 @@ def execute(run: Run, task: Task, device: torch.device) -> Row:
     """
     started = time.perf_counter()
     config = {"ds_compress": run.block}
-    stages = nn.Sequential(*task.stages(run.seed)).to(device)
+    stages = nn.Sequential(*stages_of(run, task)).to(device)
     model = simulate(stages, config, range(1, STAGES), task.steps_per_epoch)
     losses = train(model, task, run.seed, device)
     sent = traffic(model)  # before evaluation sends anything
     return {
         **run.identity,
         **outcome(losses, task),
-        **in_numbers(sent),
+        **in_numbers(sent, narrowness(stages)),
         **evaluated(model, task, device),
         "seconds": round(time.perf_counter() - started, 1),
         **surroundings(device),
     }
+
+
+def stages_of(run: Run, task: Task) -> list[nn.Module]:
+    """The model of a run, cut in four, with a pair of layers at each cut where the setting says so."""
+    stages = task.stages(run.seed)
+    if run.rank is None:
+        return stages
+    cuts = range(1, STAGES)
+    samples = [inputs for inputs, *_ in itertools.islice(task.epoch(run.seed, 0), SAMPLES)]
+    layers, inside = with_pairs(stages, cuts, bases(stages, cuts, samples, run.rank, torch.device("cpu")))
+    built = [layer.build() if isinstance(layer, LayerSpec) else layer for layer in layers]
+    bounds = [0, *inside, len(built)]
+    return [nn.Sequential(*built[start:end]) for start, end in itertools.pairwise(bounds)]
+
+
+def narrowness(stages: nn.Module) -> float:
+    """How many values of a hidden state one stands for that crosses between stages."""
+    wide = [module.weight for module in stages.modules() if isinstance(module, Widen)]
+    return wide[0].shape[0] / wide[0].shape[1] if wide else 1.0
 
 
 def evaluated(model: nn.Module, task: Task, device: torch.device) -> Row:
@@ -133,16 +168,21 @@ def clip(model: nn.Sequential, largest: float) -> None:
             parameter.grad.mul_(coefficient)
 
 
-def in_numbers(sent: list[Traffic]) -> Row:
-    """What crossed all boundaries in training: bytes, bits for each value, errors."""
+def in_numbers(sent: list[Traffic], narrowness: float) -> Row:
+    """What crossed all boundaries in training: bytes, bits for each value, errors.
+
+    Args:
+        narrowness: how many values of a hidden state one that crossed stands for.
+    """
     row: Row = {}
     for direction in ("forward", "backward"):
         own = [each for each in sent if each.direction == direction]
-        raw, wire = sum(each.raw_bytes for each in own), sum(each.wire_bytes for each in own)
+        raw, wire = round(narrowness * sum(s.raw_bytes for s in own)), sum(s.wire_bytes for s in own)
         error = sum(each.relative_error for each in own) / len(own)
         row[f"bits_{direction}"] = round(BITS * wire / raw, 4)
         row[f"error_{direction}"] = round(error, 5) if math.isfinite(error) else None
-    row["raw_bytes"], row["wire_bytes"] = sum(s.raw_bytes for s in sent), sum(s.wire_bytes for s in sent)
+    row["raw_bytes"] = round(narrowness * sum(s.raw_bytes for s in sent))
+    row["wire_bytes"] = sum(s.wire_bytes for s in sent)
     return row
 
 

@@ -47,6 +47,11 @@ def learned(forward: float, backward: float, **others: Any) -> Block:
     return block(basis, entropy(backward, contexts="rows"), warmup_steps=1, **others)
 
 
+def subspace(rank: int, bits: float) -> Block:
+    """A pair of layers at each cut, and entropy coding of the coefficients that cross between them."""
+    return contexts(bits, bits, subspace=rank)
+
+
 def topk(percent: float, **options: Any) -> Block:
     return {"name": "topk", "density": percent / 100, **options}
 
@@ -174,6 +179,7 @@ ROWS_OF_CHANNELS: dict[str, Block] = {
     "column10": block({"name": "column", "density": 0.1}),
     "pca32": block({"name": "pca", "rank": 32}, warmup_epochs=1),
     "pca16": block({"name": "pca", "rank": 16}, warmup_epochs=1),
+    **{f"subspace{rank}-entropy4/4": subspace(rank, 4) for rank in (64, 32, 16)},
     "autoencoder32": block({"name": "autoencoder", "width": 32}),
     "autoencoder16": block({"name": "autoencoder", "width": 16}),
 }
