@@ -3,20 +3,64 @@
 
 #pragma once
 
-#include <cstdint>
-#include <cstring>
+#include "vectors.h"
+
+// Whether pieces of WIDTH bits of SIZE codes fill whole vectors of bytes for each plane.
+template <int SIZE, int WIDTH>
+constexpr bool IN_VECTORS = SIZE != 0 && SIZE * WIDTH / 8 % LANES == 0;
+
+// One piece of codes below 2 to the power of WIDTH, of which `codes` makes the vector that begins at a place. Returns
+// the place of the next piece.
+template <int SIZE, int WIDTH, class F>
+INLINED uint8_t* pack_vectors(const F& codes, uint8_t* __restrict packed) {
+    constexpr int planes = 8 / WIDTH, run = SIZE / planes;
+    if constexpr (run % (4 * LANES) == 0) {
+        for (int j = 0; j < run; j += 4 * LANES) {
+            Bytes made = {};
+            for (int i = 0; i < planes; ++i) {
+                const int from = i * run + j;
+                const Ints first = codes(from), second = codes(from + LANES);
+                const Ints four[4] = {first, second, codes(from + 2 * LANES), codes(from + 3 * LANES)};
+                made |= (Bytes)((Halves)narrowed(four) << (WIDTH * i));  // no code has bits that reach the next byte
+            }
+            keep(in_order(made), packed + j);
+        }
+    } else {
+        for (int j = 0; j < run; j += LANES) {
+            Words made = {};
+            for (int i = 0; i < planes; ++i) made |= (Words)codes(i * run + j) << (WIDTH * i);
+            keep((Ints)made, packed + j);
+        }
+    }
+    return packed + run;
+}
 
 // One piece: WIDTH bits of every code, from bit SHIFT on. Returns the place of the next one.
 template <int SIZE, int WIDTH, int SHIFT>
 inline uint8_t* pack_piece(const int32_t* __restrict codes, int64_t size, uint8_t* __restrict packed) {
-    constexpr int planes = 8 / WIDTH;
-    const int64_t run = (SIZE ? SIZE : size) / planes;
-    for (int64_t j = 0; j < run; ++j) {
-        int32_t byte = 0;
-        for (int i = 0; i < planes; ++i) byte |= (codes[i * run + j] >> SHIFT & ((1 << WIDTH) - 1)) << (WIDTH * i);
-        packed[j] = static_cast<uint8_t>(byte);
+    if constexpr (IN_VECTORS<SIZE, WIDTH>) {
+        return pack_vectors<SIZE, WIDTH>([=](int i) { return load(codes + i) >> SHIFT & ((1 << WIDTH) - 1); }, packed);
+    } else {
+        constexpr int planes = 8 / WIDTH;
+        const int64_t run = (SIZE ? SIZE : size) / planes;
+        for (int64_t j = 0; j < run; ++j) {
+            int32_t byte = 0;
+            for (int i = 0; i < planes; ++i) byte |= (codes[i * run + j] >> SHIFT & ((1 << WIDTH) - 1)) << (WIDTH * i);
+            packed[j] = static_cast<uint8_t>(byte);
+        }
+        return packed + run;
     }
-    return packed + run;
+}
+
+// The codes of one piece that is all there is: work(place, the vector that begins there), as many as fill a line of the
+// caches as floats one behind the other.
+template <int SIZE, int WIDTH, class F>
+INLINED void unpack_vectors(const uint8_t* packed, const F& work) {
+    constexpr int planes = 8 / WIDTH, run = SIZE / planes, line = run % 16 == 0 ? 16 : LANES;
+    for (int j = 0; j < run; j += line)
+        for (int i = 0; i < planes; ++i)
+            for (int k = j; k < j + line; k += LANES)
+                work(i * run + k, load(packed + k) >> (WIDTH * i) & ((1 << WIDTH) - 1));
 }
 
 // Eight bytes at a time, as far as they go.

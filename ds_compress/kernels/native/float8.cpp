@@ -1,6 +1,10 @@
 // 8-bit floats with a scale for each group: the largest magnitude over the largest of the format.
 
+#include <cmath>
+#include <type_traits>
+
 #include "floats.h"
+#include "streams.h"
 #include "vectors.h"
 
 namespace {
@@ -15,12 +19,15 @@ struct Format {
     static constexpr int32_t REBIAS = (127 - BIAS) << 23;
     static constexpr int32_t NORMAL = (128 - BIAS) << 23;  // the smallest normal number
 
-    static Ints to_codes(Floats value, Ints largest) {
-        const Ints all = (Ints)value & MAGNITUDE, size = all < largest ? all : largest;
-        // A float SHIFT powers of two above has no bits below those of the code: the sum is rounded as the code is
+    // The code of finite magnitudes up to the largest. A float SHIFT powers of two above has no bits below those of the
+    // code: the sum is rounded as the code is.
+    static Ints rounded(Ints size) {
         const Ints exponent = larger(size & INFINITE, Ints{} + NORMAL), coarse = exponent + (SHIFT << 23);
-        const Ints digits = (Ints)((Floats)size + (Floats)coarse) - coarse;
-        const Ints code = digits + ((exponent - NORMAL) >> SHIFT);
+        return (Ints)((Floats)size + (Floats)coarse) - coarse + ((exponent - NORMAL) >> SHIFT);
+    }
+
+    static Ints to_codes(Floats value, Ints largest) {
+        const Ints all = (Ints)value & MAGNITUDE, code = rounded(smaller(all, largest));
         return (all > INFINITE ? Ints{} + 0x7F : code) | ((Ints)((Words)value >> 24) & 0x80);
     }
 
@@ -59,6 +66,17 @@ void encode_step(const In* x, Floats scale, Ints largest, uint8_t* codes) {
     keep(made, codes);
 }
 
+// The same by a scale that is finite and a normal number: shares are finite then, and go no further than the largest.
+template <class Format, class In>
+void encode_normal_step(const In* x, Floats scale, uint8_t* codes) {
+    Ints made[4], signs[4];
+    for (int i = 0; i < 4; ++i) {
+        signs[i] = (Ints)(load(x + i * LANES) / scale);
+        made[i] = Format::rounded(signs[i] & MAGNITUDE);
+    }
+    keep(in_order(narrowed(made) | (narrowed_signed(signs) & 0x80)), codes);
+}
+
 template <class Format, class In>
 void encode(const In* x, int64_t groups, int64_t size, float largest, uint8_t* codes, float* scales) {
     const Ints most = Ints{} + static_cast<int32_t>(as_bits(largest));
@@ -67,6 +85,8 @@ void encode(const In* x, int64_t groups, int64_t size, float largest, uint8_t* c
         const Floats divisor = Floats{} + (scale == 0 ? 1 : scale);
         scales[group] = scale;
         int64_t i = 0;
+        if (scale >= 0x1p-126f && scale < as_float(INFINITE))
+            for (; i + STEP <= size; i += STEP) encode_normal_step<Format>(x + i, divisor, codes + i);
         for (; i + STEP <= size; i += STEP) encode_step<Format>(x + i, divisor, most, codes + i);
         if (i < size) {
             In last[STEP] = {};
@@ -78,21 +98,43 @@ void encode(const In* x, int64_t groups, int64_t size, float largest, uint8_t* c
     }
 }
 
-void place(Floats x, float* y, bool streams) {
-    if (streams) stream(x, y);
-    else keep(x, y);
+#if defined(__F16C__)
+
+// Sixteen codes as halves, which have as many digits or more, and a larger range; those of E4M3 are 256 times too small.
+template <class Format>
+__m256i as_halves(const uint8_t* codes) {
+    const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+    const __m256i high = _mm256_slli_epi16(bytes, 8);
+    if (std::is_same_v<Format, E5M2>) return high;
+    const __m256i half = _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16(-0x4080));  // one bit is not its
+    const __m256i is_nan = _mm256_cmpeq_epi16(_mm256_slli_epi16(bytes, 9), _mm256_set1_epi16(-0x200));  // all bits set
+    return _mm256_or_si256(half, _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7C00)));
 }
 
-void place(Floats x, uint16_t* y, bool) { keep(x, y); }  // half a vector
+template <class Format, bool STREAMS, class Out>
+void decode_halves(const uint8_t* codes, Floats scale, Out* y) {
+    const __m256i halves = as_halves<Format>(codes);
+#if defined(__AVX512F__)
+    place<STREAMS>((Floats)_mm512_maskz_cvtph_ps(ALL, halves) * scale, y);
+#else
+    place<STREAMS>((Floats)_mm256_cvtph_ps(_mm256_castsi256_si128(halves)) * scale, y);
+    place<STREAMS>((Floats)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)) * scale, y + LANES);
+#endif
+}
 
-template <class Format, class Out>
+#endif
+
+template <class Format, bool STREAMS, class Out>
 void decode(const uint8_t* codes, const float* scales, int64_t groups, int64_t size, Out* y) {
-    const bool whole = reinterpret_cast<uintptr_t>(y) % 64 == 0 && (groups == 1 || size % LANES == 0);
-    const bool streams = whole && groups * size * static_cast<int64_t>(sizeof(Out)) > STREAMED;
     for (int64_t group = 0; group < groups; ++group, codes += size, y += size) {
         const Floats scale = Floats{} + scales[group];
         int64_t i = 0;
-        for (; i + LANES <= size; i += LANES) place(Format::to_values(load(codes + i)) * scale, y + i, streams);
+#if defined(__F16C__)
+        constexpr float factor = std::is_same_v<Format, E5M2> ? 1 : 256;
+        if (std::fabs(scales[group] * factor) < as_float(INFINITE))  // the product is exact
+            for (; i + 16 <= size; i += 16) decode_halves<Format, STREAMS>(codes + i, scale * factor, y + i);
+#endif
+        for (; i + LANES <= size; i += LANES) place<STREAMS>(Format::to_values(load(codes + i)) * scale, y + i);
         if (i < size) {
             uint8_t last[LANES] = {};
             Out made[LANES];
@@ -101,7 +143,14 @@ void decode(const uint8_t* codes, const float* scales, int64_t groups, int64_t s
             std::memcpy(y + i, made, (size - i) * sizeof(Out));
         }
     }
-    if (streams) streamed();
+}
+
+template <class Format, class Out>
+void decode(const uint8_t* codes, const float* scales, int64_t groups, int64_t size, Out* y) {
+    if ((groups > 1 && size % LANES != 0) || !to_be_streamed(y, groups * size))
+        return decode<Format, false>(codes, scales, groups, size, y);
+    decode<Format, true>(codes, scales, groups, size, y);
+    streamed();
 }
 
 }  // namespace

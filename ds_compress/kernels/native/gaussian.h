@@ -21,7 +21,7 @@ inline Floats tree(const F& vector, int count, int first = 0, int stride = 1) {
 }
 
 template <int COUNT, int FIRST = 0, int STRIDE = 1, class F>
-inline __attribute__((always_inline)) Floats tree(const F& vector) {
+INLINED Floats tree(const F& vector) {
     if constexpr (STRIDE >= COUNT) return vector(FIRST);
     else return tree<COUNT, FIRST, 2 * STRIDE>(vector) + tree<COUNT, FIRST + STRIDE, 2 * STRIDE>(vector);
 }
@@ -98,9 +98,7 @@ template <int SIZE, int HALF>
 inline void gaussian_values(const int32_t* codes, int64_t size, const Levels& levels, float scale, float* values) {
     const Table<HALF> value(levels.level, scale);
     for (int64_t i = 0; i < (SIZE ? SIZE : size); i += LANES) {
-        Ints code;
-        std::memcpy(&code, codes + i, sizeof code);
-        const Ints below = code < HALF;
+        const Ints code = load(codes + i), below = code < HALF;
         const Ints found = (Ints)value.at((code ^ below) & (HALF - 1));
         keep((Floats)(found ^ (below & INT32_MIN)), values + i);
     }

@@ -4,12 +4,16 @@
 
 #pragma once
 
+#include <type_traits>
+
 #include "bits.h"
 #include "dither.h"
 #include "floats.h"
 #include "gaussian.h"
+#include "grids.h"
 #include "hadamard.h"
 #include "limits.h"
+#include "streams.h"
 
 constexpr int MAX_GROUP = 4096;
 
@@ -27,51 +31,34 @@ inline Format format(int64_t bits, int64_t symmetric, int64_t wide_scale, int64_
             uniform ? nullptr : reinterpret_cast<const Levels*>(levels)};
 }
 
-struct Grid {
-    float step, offset, inverse;
-};
-
-// The smallest float of the scale's format that is not below x; nan stays nan.
-inline float at_least(float x, bool wide) {
-    if (wide || x != x) return x;
-    const uint32_t bits = as_bits(x);
-    return as_float((bits >> 31 ? bits : bits + 0xFFFF) & 0xFFFF0000);
-}
-
 // SIZE is that of the group, or 0 where it is known at run time only.
 template <int SIZE>
 struct Group {
+    static constexpr int ROOM = SIZE ? SIZE : MAX_GROUP + LANES;
+
     int64_t size;
-    alignas(64) float values[SIZE ? SIZE : MAX_GROUP + LANES];
-    alignas(64) float products[SIZE ? SIZE : MAX_GROUP + LANES];
-    alignas(64) int32_t codes[SIZE ? SIZE : MAX_GROUP + LANES];  // to be packed
-    alignas(64) uint8_t bytes[SIZE ? SIZE : MAX_GROUP + LANES];  // unpacked codes
+    const float* values;  // [size], and room for whole vectors
+    alignas(64) float own[ROOM];
+    alignas(64) float products[ROOM];
+    alignas(64) int32_t codes[ROOM];  // to be packed
+    alignas(64) uint8_t bytes[ROOM];  // unpacked codes
 
-    int64_t count() const { return SIZE ? SIZE : size; }
-
-    // In whole vectors, as they are read again: a vector that was written in pieces takes long to come back.
+    // The values of a group as the grid is to see them. In whole vectors, as they are read again: a vector that was
+    // written in pieces takes long to come back.
     template <class In>
-    void load(const In* x) {
-        in_vectors<SIZE>(size, [&](int64_t i, int64_t lanes) { keep(some(x + i, lanes), values + i); });
+    void load(const In* x, const float* diagonal) {
+        values = own;
+        if constexpr (std::is_same_v<In, float> && SIZE % LANES == 0 && SIZE != 0) {
+            if (diagonal) rotate<SIZE>(x, own, size, diagonal);
+            else values = x;
+            return;
+        }
+        in_vectors<SIZE>(size, [&](int64_t i, int64_t lanes) { keep(some(x + i, lanes), own + i); });
+        if (diagonal) rotate<SIZE>(own, own, size, diagonal);
     }
 
-    template <class Out>
-    void store_to(Out* y) const {
-        for (int64_t i = 0; i < count(); ++i) store(values[i], y[i]);
-    }
-
-    // The values are not wanted in the caches, which cannot hold them all; whole vectors.
-    template <class Out>
-    void stream_to(Out* y) const {
-        alignas(64) Out rounded[SIZE ? SIZE : MAX_GROUP];
-        store_to(rounded);
-        constexpr int each = sizeof(float) / sizeof(Out) * LANES;
-        for (int64_t i = 0; i < count(); i += each)
-            stream(::load(reinterpret_cast<const float*>(rounded + i)), reinterpret_cast<float*>(y + i));
-    }
-
-    // For normal values: their codes, too.
-    Grid gaussian(const Format& format) {
+    // The scale for normal values; their codes, too.
+    float gaussian(const Format& format) {
         const Levels& levels = *format.levels;
         float scale;
         switch (format.bits) {
@@ -80,91 +67,179 @@ struct Group {
             case 3: scale = gaussian_codes<SIZE, 4>(values, size, levels, codes, products); break;
             default: scale = gaussian_codes<SIZE, 8>(values, size, levels, codes, products);
         }
-        if (!format.wide_scale) {
-            uint16_t rounded;
-            store(scale, rounded);
-            scale = to_float(rounded);
+        if (format.wide_scale) return scale;
+        uint16_t rounded;
+        store(scale, rounded);
+        return to_float(rounded);
+    }
+
+    // Of the values from place i on.
+    Floats positions(int64_t i, Grid grid) const { return (::load(values + i) - grid.offset) * grid.inverse; }
+
+    // The nearest codes from place i on, of a grid that is finite: its step is large enough that none is beyond it.
+    Ints code_of(int64_t i, Grid grid) const { return truncated(positions(i, grid) + 0.5f); }
+
+    // The same of any grid; of nan, 0.
+    void to_codes(Grid grid) {
+        const Floats top = Floats{} + grid.top;
+        in_vectors<SIZE>(size, [&](int64_t i, int64_t) {
+            keep(truncated(smaller(larger(positions(i, grid), Floats{}), top) + 0.5f), codes + i);
+        });
+    }
+
+    // The nearest codes of a uniform grid, packed.
+    void pack_codes(const Format& format, Grid grid, uint8_t* packed) {
+        switch (format.bits) {
+            case 1: return pack_codes<1>(grid, packed);
+            case 2: return pack_codes<2>(grid, packed);
+            case 4: return pack_codes<4>(grid, packed);
+            case 8: return pack_codes<8>(grid, packed);
         }
-        return {scale, 0, 0};
+        to_codes(grid);
+        pack<SIZE>(codes, size, format.bits, packed);
     }
 
-    Grid grid(const Format& format) {
-        if (format.levels) return gaussian(format);
-        if (format.symmetric) {
-            const float reach = as_float(largest_magnitude<SIZE>(values, size));
-            return inverted(at_least(2 * reach / format.top(), format.wide_scale), -format.top() / 2.0f);
+    template <int WIDTH>
+    void pack_codes(Grid grid, uint8_t* packed) {
+        if constexpr (IN_VECTORS<SIZE, WIDTH>) {
+            if (grid.is_finite()) {
+                pack_vectors<SIZE, WIDTH>([&](int i) { return code_of(i, grid); }, packed);
+                return;
+            }
         }
-        float least, most;
-        limits<SIZE>(values, size, least, most);
-        const float offset = -at_least(-least, format.wide_scale);
-        Grid grid = inverted(at_least((most - offset) / format.top(), format.wide_scale), 0);
-        grid.offset = offset;
-        return grid;
-    }
-
-    // A step's inverse is finite, and of no step 1: see `_step` in kernels/affine.py.
-    static Grid inverted(float step, float offsets) {
-        step = step > 0 && step < 0x1p-126f ? 0x1p-126f : step;
-        return {step, step * offsets, step > 0 ? 1 / step : 1};
-    }
-
-    // Of the values from place i on, within the grid; nan is 0. Behind the last value there is room.
-    Floats positions(int64_t i, Grid grid, int top, float more = 0) const {
-        const Floats position = (::load(values + i) - grid.offset) * grid.inverse + more;
-        const Floats most = Floats{} + static_cast<float>(top);
-        const Floats positive = position > 0.0f ? position : Floats{};
-        return positive < most ? positive : most;
-    }
-
-    void to_codes(Grid grid, int top) {
-        for (int64_t i = 0; i < count(); i += LANES)
-            keep(__builtin_convertvector(positions(i, grid, top, 0.5f), Ints), codes + i);
+        to_codes(grid);
+        pack<SIZE>(codes, size, WIDTH, packed);
     }
 
     // Rounds up or down as a fraction of 16 bits and its draw have a carry, or not.
-    void dither_codes(Grid grid, int top, Dither dither, uint32_t number) {
+    void dither_codes(Grid grid, Dither dither, uint32_t number) {
+        const int64_t count = SIZE ? SIZE : size;
         const auto round = [&](int64_t i, Words draws) {
-            const Ints fixed = __builtin_convertvector(positions(i, grid, top) * 65536.0f + 0.5f, Ints);
-            keep((fixed + (Ints)draws) >> 16, codes + i);
+            const Floats position = smaller(larger(positions(i, grid), Floats{}), Floats{} + grid.top);
+            keep((truncated(position * 65536.0f + 0.5f) + (Ints)draws) >> 16, codes + i);
         };
-        for (int64_t i = 0; i < count(); i += 64)
-            for (int64_t j = i; j < i + 32 && j < count(); j += LANES) {
+        for (int64_t i = 0; i < count; i += 64)
+            for (int64_t j = i; j < i + 32 && j < count; j += LANES) {
                 const Words words = dither.words(number + i / 2 + j % 32);
                 round(j, words & 0xFFFF);
-                if (j + 32 < count()) round(j + 32, words >> 16);
+                if (j + 32 < count) round(j + 32, words >> 16);
             }
     }
 
-    void from_bytes(const Format& format, Grid grid) {
-        in_vectors<SIZE>(size, [&](int64_t i, int64_t) { keep(::load(bytes + i), codes + i); });
-        from_codes(format, grid);
+    // The same of any grid, and work(place, lanes that exist, the values that the receiver will find there).
+    template <class F>
+    INLINED void pack_and_return(const Format& format, Grid grid, uint8_t* packed, const F& work) {
+        if (!format.levels && !format.diagonal) return pack_uniform(format.bits, grid, packed, work);
+        pack_and_keep(format, grid, packed);
+        return_own(format, work);
     }
 
-    void from_codes(const Format& format, Grid grid) {
-        if (format.levels) {
-            switch (format.bits) {
-                case 1: return gaussian_values<SIZE, 1>(codes, size, *format.levels, grid.step, values);
-                case 2: return gaussian_values<SIZE, 2>(codes, size, *format.levels, grid.step, values);
-                case 3: return gaussian_values<SIZE, 4>(codes, size, *format.levels, grid.step, values);
-                default: return gaussian_values<SIZE, 8>(codes, size, *format.levels, grid.step, values);
+    // work(place, lanes that exist, the values that packed codes stand for there).
+    template <class F>
+    INLINED void return_values(const Format& format, Grid grid, const uint8_t* packed, const F& work) {
+        if (!format.levels && !format.diagonal) return return_uniform(format.bits, grid, packed, work);
+        keep_values(format, grid, packed);
+        return_own(format, work);
+    }
+
+private:
+    // The values of codes of a uniform grid.
+    static Floats uniform(Ints codes, Grid grid) {
+        return __builtin_convertvector(codes, Floats) * grid.step + grid.offset;
+    }
+
+    template <class F>
+    INLINED void pack_uniform(int64_t bits, Grid grid, uint8_t* packed, const F& work) {
+        switch (bits) {
+            case 1: return pack_uniform<1>(grid, packed, work);
+            case 2: return pack_uniform<2>(grid, packed, work);
+            case 4: return pack_uniform<4>(grid, packed, work);
+            case 8: return pack_uniform<8>(grid, packed, work);
+        }
+        pack_pieces(bits, grid, packed, work);
+    }
+
+    template <int WIDTH, class F>
+    INLINED void pack_uniform(Grid grid, uint8_t* packed, const F& work) {
+        if constexpr (IN_VECTORS<SIZE, WIDTH>) {
+            const auto each = [&](int i) __attribute__((always_inline)) {
+                const Ints code = code_of(i, grid);
+                work(i, LANES, uniform(code, grid));
+                return code;
+            };
+            if (grid.is_finite()) {
+                pack_vectors<SIZE, WIDTH>(each, packed);
+                return;
             }
         }
-        in_vectors<SIZE>(size, [&](int64_t i, int64_t) { keep(uniform(i, grid), values + i); });
+        pack_pieces(WIDTH, grid, packed, work);
     }
 
-    // The values of codes from place i on, of a uniform grid.
-    Floats uniform(int64_t i, Grid grid) const {
-        Ints code;
-        std::memcpy(&code, codes + i, sizeof code);
-        return __builtin_convertvector(code, Floats) * grid.step + grid.offset;
+    template <class F>
+    INLINED void pack_pieces(int64_t bits, Grid grid, uint8_t* packed, const F& work) {
+        to_codes(grid);
+        pack<SIZE>(codes, size, bits, packed);
+        in_vectors<SIZE>(size, [&](int64_t i, int64_t lanes) { work(i, lanes, uniform(::load(codes + i), grid)); });
     }
 
-    // The same of codes that are bytes, to where they are wanted.
-    template <class Out>
-    void uniform_to(Grid grid, Out* y) const {
-        in_vectors<SIZE>(size, [&](int64_t i, int64_t lanes) {
-            keep_some(__builtin_convertvector(::load(bytes + i), Floats) * grid.step + grid.offset, y + i, lanes);
-        });
+    template <class F>
+    INLINED void return_uniform(int64_t bits, Grid grid, const uint8_t* packed, const F& work) {
+        switch (bits) {
+            case 1: return return_uniform<1>(grid, packed, work);
+            case 2: return return_uniform<2>(grid, packed, work);
+            case 4: return return_uniform<4>(grid, packed, work);
+            case 8: return return_uniform<8>(grid, packed, work);
+        }
+        return_pieces(bits, grid, packed, work);
+    }
+
+    template <int WIDTH, class F>
+    INLINED void return_uniform(Grid grid, const uint8_t* packed, const F& work) {
+        if constexpr (IN_VECTORS<SIZE, WIDTH>) {
+            const auto each = [&](int i, Ints code) __attribute__((always_inline)) {
+                work(i, LANES, uniform(code, grid));
+            };
+            unpack_vectors<SIZE, WIDTH>(packed, each);
+        } else {
+            return_pieces(WIDTH, grid, packed, work);
+        }
+    }
+
+    template <class F>
+    INLINED void return_pieces(int64_t bits, Grid grid, const uint8_t* packed, const F& work) {
+        unpack<SIZE>(packed, size, bits, bytes);
+        in_vectors<SIZE>(size, [&](int64_t i, int64_t lanes) { work(i, lanes, uniform(::load(bytes + i), grid)); });
+    }
+
+    // The same with the values in `own`, as they are before they are rotated back.
+    void pack_and_keep(const Format& format, Grid grid, uint8_t* packed) {
+        const auto keep_own = [this](int64_t i, int64_t, Floats x) { keep(x, own + i); };
+        if (!format.levels) return pack_uniform(format.bits, grid, packed, keep_own);
+        pack<SIZE>(codes, size, format.bits, packed);
+        keep_levels(format, grid);
+    }
+
+    void keep_values(const Format& format, Grid grid, const uint8_t* packed) {
+        const auto keep_own = [this](int64_t i, int64_t, Floats x) { keep(x, own + i); };
+        if (!format.levels) return return_uniform(format.bits, grid, packed, keep_own);
+        unpack<SIZE>(packed, size, format.bits, bytes);
+        in_vectors<SIZE>(size, [&](int64_t i, int64_t) { keep(::load(bytes + i), codes + i); });
+        keep_levels(format, grid);
+    }
+
+    void keep_levels(const Format& format, Grid grid) {
+        switch (format.bits) {
+            case 1: return gaussian_values<SIZE, 1>(codes, size, *format.levels, grid.step, own);
+            case 2: return gaussian_values<SIZE, 2>(codes, size, *format.levels, grid.step, own);
+            case 3: return gaussian_values<SIZE, 4>(codes, size, *format.levels, grid.step, own);
+            default: return gaussian_values<SIZE, 8>(codes, size, *format.levels, grid.step, own);
+        }
+    }
+
+    template <class F>
+    INLINED void return_own(const Format& format, const F& work) {
+        if (format.diagonal) return rotate_back<SIZE>(own, size, format.diagonal, work);
+        in_vectors<SIZE>(size, [&](int64_t i, int64_t lanes) { work(i, lanes, ::load(own + i)); });
     }
 };
 
@@ -172,9 +247,9 @@ inline float load_scale(const void* scales, int64_t i, bool wide) {
     return wide ? static_cast<const float*>(scales)[i] : to_float(static_cast<const uint16_t*>(scales)[i]);
 }
 
-inline void store_scale(float scale, void* scales, int64_t i, bool wide) {
-    if (wide) static_cast<float*>(scales)[i] = scale;
-    else store(scale, static_cast<uint16_t*>(scales)[i]);
+INLINED Grid load_grid(const Format& format, const void* steps, const void* offsets, int64_t i) {
+    const float step = load_scale(steps, i, format.wide_scale);
+    return {step, format.symmetric ? step * (-format.top() / 2.0f) : load_scale(offsets, i, format.wide_scale), 0, 0};
 }
 
 #define FOR_SIZE(FUNCTION, ...)                          \

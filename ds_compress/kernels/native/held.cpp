@@ -21,6 +21,15 @@ void gather(const Entry* x, int64_t n, const uint8_t* packed, int64_t count, Ent
     for (; found < count; ++found) out[found] = x[0];
 }
 
+// By the stores of vectors: compilers make of a short memset, whose length they know, an instruction that takes long to
+// start.
+template <class Entry>
+void zero(Entry* y, int64_t width) {
+    float* floats = reinterpret_cast<float*>(y);
+    if (width < WORD) std::memset(y, 0, width * sizeof(Entry));
+    else for (int64_t i = 0; i < static_cast<int64_t>(WORD * sizeof(Entry) / 4); i += LANES) keep(Floats{}, floats + i);
+}
+
 // `values` [count] at the entries of y [n] that are held, in their order, and zeros; those that find no place are left
 // out.
 template <class Entry>
@@ -29,7 +38,7 @@ void scatter(const Entry* values, int64_t count, const uint8_t* packed, int64_t 
     for (int64_t i = 0; i < n; i += WORD) {
         const uint64_t word = word_at(packed, i, n);
         const int64_t width = n - i < WORD ? n - i : WORD;
-        std::memset(y + i, 0, width * sizeof(Entry));
+        zero(y + i, width);
         if (found + __builtin_popcountll(word) > count) {
             for_each(word, [&](int j) {
                 if (found < count) y[i + j] = values[found++];

@@ -7,7 +7,7 @@
 
 constexpr int64_t CODED = 128;  // values that share a scale
 
-// The codes of CODED values, as bytes; returns the scale.
+// The codes of CODED values, as bytes, which are any where one is not finite; returns the scale.
 inline float to_int8(const float* values, uint8_t* codes) {
     constexpr float coarse = 0x1.8p23f, smallest = 0x1p-126f;  // floats as large as `coarse` are integers
     Ints most = {};
@@ -18,35 +18,41 @@ inline float to_int8(const float* values, uint8_t* codes) {
     for (int64_t i = 0; i < CODED; i += 4 * LANES) {
         Ints made[4];
         for (int j = 0; j < 4; ++j) {
-            const Floats place = load(values + i + j * LANES) * inverse;
-            const Floats within = larger(smaller(place, Floats{} + 127.0f), Floats{} - 127.0f);
-            made[j] = ((Ints)(within + coarse) - static_cast<int32_t>(as_bits(coarse))) & 255;
+            const Floats share = load(values + i + j * LANES) * inverse;  // less than half a code beyond -127 and 127
+            made[j] = (Ints)(share + coarse) - static_cast<int32_t>(as_bits(coarse));
         }
-        keep(made, codes + i);
+        keep(in_order(narrowed_signed(made)), codes + i);
     }
     return scale;
 }
 
 inline void to_int8(const float* values, int64_t n, int8_t* codes, float* scales) {
-    for (int64_t start = 0; start < n; start += CODED) {
+    int64_t start = 0;
+    for (; start + CODED <= n; start += CODED)
+        *scales++ = to_int8(values + start, reinterpret_cast<uint8_t*>(codes + start));
+    if (start < n) {
         float padded[CODED] = {};
         uint8_t made[CODED];
-        const int64_t size = n - start < CODED ? n - start : CODED;
-        if (size < CODED) std::memcpy(padded, values + start, size * sizeof(float));
-        *scales++ = to_int8(size < CODED ? padded : values + start, made);
-        std::memcpy(codes + start, made, size);
+        std::memcpy(padded, values + start, (n - start) * sizeof(float));
+        *scales = to_int8(padded, made);
+        std::memcpy(codes + start, made, n - start);
     }
 }
 
 inline void from_int8(const int8_t* codes, const float* scales, int64_t n, float* values) {
-    for (int64_t start = 0; start < n; start += CODED) {
+    const auto decode = [](const int8_t* from, float scale, float* to) {
+        keep(__builtin_convertvector(load(from), Floats) * scale, to);
+    };
+    int64_t start = 0;
+    for (; start + CODED <= n; start += CODED) {
         const float scale = *scales++;
-        in_vectors(n - start < CODED ? n - start : CODED, [&](int64_t i, int64_t count) {
-            const uint8_t* bytes = reinterpret_cast<const uint8_t*>(codes + start + i);
-            uint8_t last[LANES];
-            if (count < LANES) bytes = static_cast<uint8_t*>(std::memcpy(last, bytes, count));
-            const Ints code = (load(bytes) ^ 128) - 128;  // with their signs
-            keep_some(__builtin_convertvector(code, Floats) * scale, values + start + i, count);
-        });
+        for (int64_t i = start; i < start + CODED; i += LANES) decode(codes + i, scale, values + i);
+    }
+    if (start < n) {
+        int8_t last[CODED] = {};
+        float made[CODED];
+        std::memcpy(last, codes + start, n - start);
+        for (int64_t i = 0; i < CODED; i += LANES) decode(last + i, *scales, made + i);
+        std::memcpy(values + start, made, (n - start) * sizeof(float));
     }
 }

@@ -23,28 +23,36 @@ inline bool holds_nan(const float* values, int64_t size) {
     return found;
 }
 
-// The smallest and the largest of `values` [size]; nan, both, where one is.
-template <int SIZE>
-inline void limits(const float* values, int64_t size, float& least, float& most) {
-    const int64_t count = SIZE ? SIZE : size;
+// Limits of what is seen, vector by vector, unless a value is nan.
+struct Limits {
     Floats low = Floats{} + as_float(INFINITE), high = -low, sum = {};
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        const Floats x = load(values + i);
+
+    void see(Floats x) {
         low = smaller(x, low);  // passes over nan
         high = larger(x, high);
         sum += x;
     }
+
+    float least() const { return folded(low, smaller<Floats>)[0] + 0.0f; }  // of zeros, +0
+    float most() const { return folded(high, larger<Floats>)[0] + 0.0f; }
+
+    // No bits, unless a value may be infinite or nan: or their sum is beyond what a float holds.
+    Ints doubts() const { return (Ints)(sum - sum); }
+};
+
+// The smallest and the largest of `values` [size]; nan, both, where one is.
+template <int SIZE>
+inline void limits(const float* values, int64_t size, float& least, float& most) {
+    const int64_t count = SIZE ? SIZE : size;
+    Limits seen;
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) seen.see(load(values + i));
     if (i < count) {
         Floats x = Floats{} + values[i];
         for (int64_t j = 1; i + j < count; ++j) x[j] = values[i + j];
-        low = smaller(x, low);
-        high = larger(x, high);
-        sum += x;
+        seen.see(x);
     }
-    const float total = folded(sum, [](Floats x, Floats y) { return x + y; })[0];
-    // Infinities, and sums beyond what a float holds, look like nan at first
-    const bool unordered = total - total != 0 && holds_nan(values, count);
-    least = unordered ? as_float(MAGNITUDE) : folded(low, smaller<Floats>)[0] + 0.0f;  // of zeros, +0
-    most = unordered ? as_float(MAGNITUDE) : folded(high, larger<Floats>)[0] + 0.0f;
+    const bool unordered = any(seen.doubts()) && holds_nan(values, count);
+    least = unordered ? as_float(MAGNITUDE) : seen.least();
+    most = unordered ? as_float(MAGNITUDE) : seen.most();
 }

@@ -1,5 +1,6 @@
 // Group-wise quantization, as kernels/reference/groups.py specifies it: equal to the bit.
 
+#include "batch.h"
 #include "group.h"
 
 namespace {
@@ -7,50 +8,40 @@ namespace {
 template <int SIZE, class In>
 void quantize(const In* x, Dither dither, int64_t n, int64_t size, Format format, uint8_t* packed,
               void* steps, void* offsets) {
-    constexpr int BATCH = SIZE ? 8 : 1;  // so that the ranges of some groups are found while others wait for theirs
-    Group<SIZE> groups[BATCH];
-    Grid grids[BATCH];
-    for (int64_t start = 0; start < n; start += BATCH) {
-        const int count = n - start < BATCH ? n - start : BATCH;
-        for (int i = 0; i < count; ++i) {
-            Group<SIZE>& group = groups[i];
-            const int64_t place = (start + i) * size;
-            group.size = size;
-            group.load(x + place);
-            if (format.diagonal) rotate<SIZE>(group.values, size, format.diagonal);
-            grids[i] = group.grid(format);
-        }
+    Batch<SIZE> batch(size, format);
+    for (int64_t start = 0; start < n; start += batch.GROUPS) {
+        const int count = n - start < batch.GROUPS ? n - start : batch.GROUPS;
+        for (int i = 0; i < count; ++i) batch.groups[i].load(x + (start + i) * size, format.diagonal);
+        batch.make_grids(count, format);
         for (int i = 0; i < count; ++i, packed += size * format.bits / 8) {
-            if (dither.on) groups[i].dither_codes(grids[i], format.top(), dither, (start + i) * Dither::words_of(size));
-            else if (!format.levels) groups[i].to_codes(grids[i], format.top());
-            pack<SIZE>(groups[i].codes, size, format.bits, packed);
-            store_scale(grids[i].step, steps, start + i, format.wide_scale);
-            if (!format.symmetric) store_scale(grids[i].offset, offsets, start + i, format.wide_scale);
+            Group<SIZE>& group = batch.groups[i];
+            const Grid grid = batch.grids[i];
+            if (dither.on) group.dither_codes(grid, dither, (start + i) * Dither::words_of(size));
+            if (dither.on || format.levels) pack<SIZE>(group.codes, size, format.bits, packed);
+            else group.pack_codes(format, grid, packed);
         }
+        batch.store_scales(count, format, start, steps, offsets);
+    }
+}
+
+template <int SIZE, bool STREAMS, class Out>
+void dequantize(const uint8_t* packed, const void* steps, const void* offsets, int64_t n, int64_t size, Format format,
+                Out* y) {
+    Group<SIZE> group;
+    group.size = size;
+    for (int64_t i = 0; i < n; ++i, packed += size * format.bits / 8, y += size) {
+        const auto deliver = [=](int64_t j, int64_t lanes, Floats x) { place_some<STREAMS>(x, y + j, lanes); };
+        group.return_values(format, load_grid(format, steps, offsets, i), packed, deliver);
     }
 }
 
 template <int SIZE, class Out>
 void dequantize(const uint8_t* packed, const void* steps, const void* offsets, int64_t n, int64_t size, Format format,
                 Out* y) {
-    Group<SIZE> group;
-    group.size = size;
-    const bool whole = reinterpret_cast<uintptr_t>(y) % 64 == 0 && size * sizeof(Out) % (4 * LANES) == 0;
-    const bool streams = whole && n * size * static_cast<int64_t>(sizeof(Out)) > STREAMED;
-    for (int64_t i = 0; i < n; ++i, packed += size * format.bits / 8) {
-        const float step = load_scale(steps, i, format.wide_scale);
-        const float offset = format.symmetric ? step * (-format.top() / 2.0f) : load_scale(offsets, i, format.wide_scale);
-        unpack<SIZE>(packed, size, format.bits, group.bytes);
-        if (!format.levels && !format.diagonal && !streams) {
-            group.uniform_to({step, offset, 0}, y + i * size);
-            continue;
-        }
-        group.from_bytes(format, {step, offset, 0});
-        if (format.diagonal) rotate_back<SIZE>(group.values, size, format.diagonal);
-        if (streams) group.stream_to(y + i * size);
-        else group.store_to(y + i * size);
-    }
-    if (streams) streamed();
+    if (size % LANES != 0 || !to_be_streamed(y, n * size))
+        return dequantize<SIZE, false>(packed, steps, offsets, n, size, format, y);
+    dequantize<SIZE, true>(packed, steps, offsets, n, size, format, y);
+    streamed();
 }
 
 }  // namespace

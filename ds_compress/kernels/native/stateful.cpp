@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "batch.h"
 #include "group.h"
 #include "int8.h"
 
@@ -18,7 +19,11 @@ struct Divisor {
         is_power = !(bits & 0x7FFFFF) && exponent > 0 && exponent < 254;  // and its inverse, too, is a normal number
     }
 
-    Floats divide(Floats x) const { return is_power ? x * inverse : x / by; }
+    Floats divide(Floats x) const {
+        if (is_power) return x * inverse;
+        asm volatile("");  // or the compiler would do both, and choose
+        return x / by;
+    }
 };
 
 // What error feedback keeps: what was lost, or a part of it beside a part of what it kept before.
@@ -26,13 +31,18 @@ struct Lost {
     Floats next(Floats, Floats total, Floats sent) const { return total - sent; }
 };
 
+template <bool BY_POWER>
 struct Residual {
     Divisor scale;
     float share, rest;
+    int32_t none;  // makes -0, which no sum feels, of 0, where there is no share
+
+    Residual(float scale, float share, float rest)
+        : scale(scale), share(share), rest(rest), none(share == 0 ? INT32_MIN : 0) {}
 
     Floats next(Floats before, Floats total, Floats sent) const {
-        const Floats lost = scale.divide(total - sent) * rest;
-        return share != 0 ? before * share + lost : lost;
+        const Floats lost = total - sent, share_of_it = (BY_POWER ? lost * scale.inverse : lost / scale.by) * rest;
+        return (Floats)((Ints)(before * share) | none) + share_of_it;
     }
 };
 
@@ -43,30 +53,25 @@ struct Mirror {
     Floats next(Floats before, Floats, Floats sent) const { return before + scale.divide(sent); }
 };
 
-// A state of floats, and memory for the next one.
-struct Plain {
+// A state and memory for the next one: floats, or int8 codes and their scales at places that are multiples of CODED.
+struct State {
     const float* old;
     float* made;
-
-    const float* read(int64_t place, int64_t, float*) const { return old + place; }
-    float* room(int64_t place, float*) const { return made + place; }
-    void write(int64_t, int64_t, const float*) const {}
-};
-
-// The same as int8; places are multiples of CODED.
-struct Coded {
-    const int8_t* codes;
-    const float* scales;
-    int8_t* made;
-    float* made_scales;
+    const int8_t* codes = nullptr;
+    const float* scales = nullptr;
+    int8_t* made_codes = nullptr;
+    float* made_scales = nullptr;
 
     const float* read(int64_t place, int64_t count, float* room) const {
+        if (!codes) return old + place;
         from_int8(codes + place, scales + place / CODED, count, room);
         return room;
     }
-    float* room(int64_t, float* room) const { return room; }
+
+    float* room(int64_t place, float* room) const { return codes ? room : made + place; }
+
     void write(int64_t place, int64_t count, const float* values) const {
-        to_int8(values, count, made + place, made_scales + place / CODED);
+        if (codes) to_int8(values, count, made_codes + place, made_scales + place / CODED);
     }
 };
 
@@ -83,133 +88,143 @@ Ints largest_of(Ints most, Floats x) { return larger(most, (Ints)x & MAGNITUDE);
 
 bool finite(Ints most) { return folded(most, larger<Ints>)[0] < INFINITE; }
 
-// x + factor * state: as it is in `total`, and in the group within the range of x's type, in which a value of x that is not
-// finite is nan; see `narrow` in kernels/numerics.py.
+// x + factor * state: as it is in `total`, and in `values` within the range of x's type, in which a value of x that is not
+// finite is nan; see `narrow` in kernels/numerics.py. Returns the bits of the largest magnitudes of x.
 template <int SIZE, class In>
-Ints load_sum(Group<SIZE>& group, const In* x, const float* state, float factor, float* total) {
+Ints narrow_sum(const In* x, const float* state, float factor, int64_t size, float* total, float* values) {
     const Floats most = Floats{} + to_float(largest(x));
     Ints seen = {};
-    in_vectors<SIZE>(group.size, [&](int64_t i, int64_t count) {
+    in_vectors<SIZE>(size, [&](int64_t i, int64_t count) {
         const Floats value = some(x + i, count), sum = value + some(state + i, count) * factor;
         const Floats within = larger(smaller(sum, most), -most);
         seen = largest_of(seen, value);
         keep(sum, total + i);
-        keep(rounded(within + (value - value), x), group.values + i);
+        keep(rounded(within + (value - value), x), values + i);
     });
     return seen;
 }
 
-// The same of a batch of groups; returns the bits of the largest magnitudes of x, or of the sums where those are finite.
+// The sums of a batch, which gets its values and its grids. Returns the bits of the largest magnitudes of x, or 0 where
+// those are known to be finite.
 template <int SIZE, class In>
-Ints load_sums(Group<SIZE>* groups, int count, const In* x, const float* state, float factor, float* totals) {
+Ints load_sums(Batch<SIZE>& batch, int count, const In* x, const float* state, float factor, int64_t size,
+               const Format& format, float* totals) {
+    if constexpr (std::is_same_v<In, float> && SIZE != 0) {  // a finite sum is within the range
+        typename Batch<SIZE>::Ranges ranges;
+        Ints doubts = {};
+        for (int k = 0; k < count; ++k) {
+            Limits seen;
+            for (int64_t i = k * SIZE; i < (k + 1) * SIZE; i += LANES) {
+                const Floats sum = load(x + i) + load(state + i) * factor;
+                seen.see(sum);
+                keep(sum, totals + i);
+            }
+            ranges.least[k] = seen.least(), ranges.most[k] = seen.most();
+            doubts |= seen.doubts();
+        }
+        if (!any(doubts)) {
+            for (int k = 0; k < count; ++k) batch.groups[k].load(totals + k * SIZE, format.diagonal);
+            if (format.levels || format.symmetric || format.diagonal) batch.make_grids(count, format);
+            else batch.make_grids(ranges, format);
+            return Ints{};
+        }
+    }
     Ints seen = {};
-    if constexpr (std::is_same_v<In, float>) {  // a finite sum is within the range
-        for (int k = 0; k < count; ++k)
-            in_vectors<SIZE>(groups[k].size, [&](int64_t i, int64_t lanes) {
-                const int64_t place = k * groups[k].size + i;
-                const Floats sum = some(x + place, lanes) + some(state + place, lanes) * factor;
-                seen = largest_of(seen, sum);
-                keep(sum, totals + place);
-                keep(sum, groups[k].values + i);
-            });
-        if (finite(seen)) return seen;
-        seen = Ints{};
-    }
     for (int k = 0; k < count; ++k) {
-        const int64_t place = k * groups[k].size;
-        seen = larger(seen, load_sum(groups[k], x + place, state + place, factor, totals + place));
+        const int64_t place = k * size;
+        Group<SIZE>& group = batch.groups[k];
+        seen = larger(seen, narrow_sum<SIZE>(x + place, state + place, factor, size, totals + place, group.own));
+        group.values = group.own;
+        if (format.diagonal) rotate<SIZE>(group.own, group.own, size, format.diagonal);
     }
+    batch.make_grids(count, format);
     return seen;
+}
+
+// The bits of the largest magnitude of x [n].
+Ints largest_in(const float* x, int64_t n) {
+    Ints most = {};
+    in_vectors(n, [&](int64_t i, int64_t lanes) { most = largest_of(most, some(x + i, lanes)); });
+    return most;
 }
 
 struct Finite {
     bool message, state;
 };
 
-template <int SIZE, class In, class State, class Keep>
+template <int SIZE, class In, class Keep>
 Finite quantize(const In* x, State state, float factor, Keep kept, int64_t n, int64_t size, Format format,
                 uint8_t* packed, void* steps, void* offsets) {
-    constexpr int BATCH = SIZE ? 8 : 1;
-    constexpr int ROOM = (SIZE ? BATCH * SIZE : MAX_GROUP) + LANES;
-    Group<SIZE> groups[BATCH];
-    Grid grids[BATCH];
+    Batch<SIZE> batch(size, format);
+    constexpr int ROOM = (SIZE ? batch.GROUPS * SIZE : MAX_GROUP) + LANES;
     alignas(64) float totals[ROOM], before[ROOM], after[ROOM];
     Ints in_message = {}, in_state = {};
-    for (Group<SIZE>& group : groups) group.size = size;
-    for (int64_t start = 0; start < n; start += BATCH) {
-        const int count = n - start < BATCH ? n - start : BATCH;
+    for (int64_t start = 0; start < n; start += batch.GROUPS) {
+        const int count = n - start < batch.GROUPS ? n - start : batch.GROUPS;
         const float* old = state.read(start * size, count * size, before);
         float* made = state.room(start * size, after);
-        in_message = larger(in_message, load_sums(groups, count, x + start * size, old, factor, totals));
-        for (int i = 0; i < count; ++i) {
-            Group<SIZE>& group = groups[i];
-            if (format.diagonal) rotate<SIZE>(group.values, size, format.diagonal);
-            grids[i] = group.grid(format);
-        }
+        const Ints seen = load_sums(batch, count, x + start * size, old, factor, size, format, totals);
+        in_message = larger(in_message, seen);
+        Ints doubts = {};
         for (int i = 0; i < count; ++i, packed += size * format.bits / 8) {
-            Group<SIZE>& group = groups[i];
-            if (!format.levels) group.to_codes(grids[i], format.top());
-            pack<SIZE>(group.codes, size, format.bits, packed);
-            store_scale(grids[i].step, steps, start + i, format.wide_scale);
-            if (!format.symmetric) store_scale(grids[i].offset, offsets, start + i, format.wide_scale);
-            const bool at_once = !format.levels && !format.diagonal;
-            if (!at_once) group.from_codes(format, grids[i]);
-            if (format.diagonal) rotate_back<SIZE>(group.values, size, format.diagonal);
-            in_vectors<SIZE>(size, [&](int64_t j, int64_t lanes) {  // those that are too many may be anything
-                const int64_t place = i * size + j;
-                const Floats value = at_once ? group.uniform(j, grids[i]) : load(group.values + j);
-                const Floats total = load(totals + place);
-                const Floats next = kept.next(some(old + place, lanes), total, rounded(value, x));
-                in_state = largest_of(in_state, first_of(next, lanes));
+            Floats sum = {};
+            const auto renew = [&](int64_t j, int64_t lanes, Floats value) __attribute__((always_inline)) {
+                const int64_t place = i * size + j;  // lanes that are too many may be anything
+                const Floats next = kept.next(some(old + place, lanes), load(totals + place), rounded(value, x));
+                sum += first_of(next, lanes);
                 keep_some(next, made + place, lanes);
-            });
+            };
+            batch.groups[i].pack_and_return(format, batch.grids[i], packed, renew);
+            doubts |= (Ints)(sum - sum);
         }
+        if (any(doubts)) in_state = larger(in_state, largest_in(made, count * size));  // they may be finite, yet large
+        batch.store_scales(count, format, start, steps, offsets);
         state.write(start * size, count * size, made);
     }
     return {finite(in_message), finite(in_state)};
 }
 
 // A message that is not finite is sent as it is, and leaves the state alone.
-template <int SIZE, class In, class State>
+template <int SIZE, class In>
 int64_t with_residual(const In* x, State state, float scale, float share, float rest, int64_t n, int64_t size,
                       Format format, uint8_t* packed, void* steps, void* offsets) {
-    const Residual kept = {Divisor(scale), share, rest};
+    const auto pass = [&](auto kept, float factor) {
+        return quantize<SIZE>(x, state, factor, kept, n, size, format, packed, steps, offsets);
+    };
+    const Residual<true> by_power(scale, share, rest);
     const bool all = scale == 1 && share == 0 && rest == 1;
-    const Finite found = all ? quantize<SIZE>(x, state, scale, Lost(), n, size, format, packed, steps, offsets)
-                             : quantize<SIZE>(x, state, scale, kept, n, size, format, packed, steps, offsets);
-    if (!found.message) quantize<SIZE>(x, state, 0.0f, kept, n, size, format, packed, steps, offsets);
+    const Finite found = all                       ? pass(Lost(), scale)
+                         : by_power.scale.is_power ? pass(by_power, scale)
+                                                   : pass(Residual<false>(scale, share, rest), scale);
+    if (!found.message) pass(Residual<false>(scale, share, rest), 0.0f);
     return found.message && found.state;
 }
 
 template <int SIZE, class In>
-int64_t with_change(const In* x, Plain state, float scale, int64_t n, int64_t size, Format format, uint8_t* packed,
+int64_t with_change(const In* x, State state, float scale, int64_t n, int64_t size, Format format, uint8_t* packed,
                     void* steps, void* offsets) {
     const Mirror kept = {Divisor(scale)};
     return quantize<SIZE>(x, state, -scale, kept, n, size, format, packed, steps, offsets).state;
 }
 
 template <int SIZE, class Out>
-int64_t onto(const uint8_t* packed, const void* steps, const void* offsets, Plain state, float scale, int64_t n,
+int64_t onto(const uint8_t* packed, const void* steps, const void* offsets, State state, float scale, int64_t n,
              int64_t size, Format format, Out* y) {
     const Mirror kept = {Divisor(scale)};
     Group<SIZE> group;
     group.size = size;
     Ints in_state = {};
     for (int64_t i = 0; i < n; ++i, packed += size * format.bits / 8) {
-        const float step = load_scale(steps, i, format.wide_scale);
-        const float offset = format.symmetric ? step * (-format.top() / 2.0f) : load_scale(offsets, i, format.wide_scale);
-        unpack<SIZE>(packed, size, format.bits, group.bytes);
-        if (format.levels || format.diagonal) group.from_bytes(format, {step, offset, 0});
-        else group.uniform_to({step, offset, 0}, group.values);
-        if (format.diagonal) rotate_back<SIZE>(group.values, size, format.diagonal);
-        in_vectors<SIZE>(size, [&](int64_t j, int64_t lanes) {
+        Floats sum = {};
+        const auto add = [&](int64_t j, int64_t lanes, Floats value) __attribute__((always_inline)) {
             const int64_t place = i * size + j;
-            const Floats sent = rounded(load(group.values + j), y);
-            const Floats next = kept.next(some(state.old + place, lanes), Floats{}, sent);
-            in_state = largest_of(in_state, first_of(next, lanes));
+            const Floats next = kept.next(some(state.old + place, lanes), Floats{}, rounded(value, y));
+            sum += first_of(next, lanes);
             keep_some(next, state.made + place, lanes);
             keep_some(next * scale, y + place, lanes);
-        });
+        };
+        group.return_values(format, load_grid(format, steps, offsets, i), packed, add);
+        if (any((Ints)(sum - sum))) in_state = larger(in_state, largest_in(state.made + i * size, size));
     }
     return finite(in_state);
 }
@@ -226,7 +241,7 @@ int64_t quantize_with_residual(const void* x, int64_t bf16, int64_t n, int64_t s
                                const float* levels, uint8_t* packed, void* steps, void* offsets, float scale,
                                float share, float rest, const float* residual, float* made) {
     const Format form = format(bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
-    const Plain state = {residual, made};
+    const State state = {residual, made};
     const uint16_t* halves = static_cast<const uint16_t*>(x);
     const float* floats = static_cast<const float*>(x);
     if (bf16) FOR_SIZE(with_residual, halves, state, scale, share, rest, n, size, form, packed, steps, offsets)
@@ -239,7 +254,7 @@ int64_t quantize_with_coded_residual(const void* x, int64_t bf16, int64_t n, int
                                      float scale, float share, float rest, const int8_t* codes, const float* scales,
                                      int8_t* made, float* made_scales) {
     const Format form = format(bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
-    const Coded state = {codes, scales, made, made_scales};
+    const State state = {nullptr, nullptr, codes, scales, made, made_scales};
     const uint16_t* halves = static_cast<const uint16_t*>(x);
     const float* floats = static_cast<const float*>(x);
     if (bf16) FOR_SIZE(with_residual, halves, state, scale, share, rest, n, size, form, packed, steps, offsets)
@@ -251,7 +266,7 @@ int64_t quantize_change(const void* x, int64_t bf16, int64_t n, int64_t size, in
                         const float* levels, uint8_t* packed, void* steps, void* offsets, float scale,
                         const float* old, float* made) {
     const Format form = format(bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
-    const Plain state = {old, made};
+    const State state = {old, made};
     const uint16_t* halves = static_cast<const uint16_t*>(x);
     const float* floats = static_cast<const float*>(x);
     if (bf16) FOR_SIZE(with_change, halves, state, scale, n, size, form, packed, steps, offsets)
@@ -263,7 +278,7 @@ int64_t dequantize_change(void* y, int64_t bf16, int64_t n, int64_t size, int64_
                           const float* levels, const uint8_t* packed, const void* steps, const void* offsets,
                           float scale, const float* old, float* made) {
     const Format form = format(bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
-    const Plain state = {old, made};
+    const State state = {old, made};
     if (bf16) FOR_SIZE(onto, packed, steps, offsets, state, scale, n, size, form, static_cast<uint16_t*>(y))
     else FOR_SIZE(onto, packed, steps, offsets, state, scale, n, size, form, static_cast<float*>(y))
 }

@@ -9,6 +9,9 @@
 #include <immintrin.h>
 #endif
 
+// What loops over vectors call: out of line, what such a call changes would be in memory.
+#define INLINED inline __attribute__((always_inline))
+
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
 #elif defined(__AVX2__)
@@ -20,6 +23,8 @@ constexpr int LANES = 4;
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(4 * LANES)));
+typedef uint8_t Bytes __attribute__((vector_size(4 * LANES)));
 
 #if defined(__AVX512F__)
 constexpr __mmask16 ALL = 0xFFFF;  // without a mask g++ 12 warns of its own headers
@@ -58,6 +63,22 @@ inline Ints load(const uint8_t* values) {
     return x;
 }
 
+inline Ints load(const int8_t* values) {
+#if defined(__AVX512F__)
+    return (Ints)_mm512_maskz_cvtepi8_epi32(ALL, _mm_loadu_si128(reinterpret_cast<const __m128i*>(values)));
+#elif defined(__AVX2__)
+    return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(values)));
+#else
+    return (load(reinterpret_cast<const uint8_t*>(values)) ^ 128) - 128;
+#endif
+}
+
+inline Ints load(const int32_t* values) {
+    Ints x;
+    std::memcpy(&x, values, sizeof x);
+    return x;
+}
+
 inline void keep(Floats x, float* values) { std::memcpy(values, &x, sizeof x); }
 
 inline void keep(Ints x, int32_t* values) { std::memcpy(values, &x, sizeof x); }
@@ -78,23 +99,81 @@ inline void keep(Floats x, uint16_t* values) {
 #endif
 }
 
-// Four vectors of numbers from 0 to 255.
-inline void keep(const Ints (&x)[4], uint8_t* values) {
+// Towards zero. What no integer holds, and nan, becomes one that has the low 24 bits of 0.
+inline Ints truncated(Floats x) {
 #if defined(__AVX512F__)
-    for (int i = 0; i < 4; ++i) {
-        const __m128i bytes = _mm512_maskz_cvtepi32_epi8(ALL, (__m512i)x[i]);
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(values + i * LANES), bytes);
-    }
+    return (Ints)_mm512_maskz_cvttps_epi32(ALL, (__m512)x);
 #elif defined(__AVX2__)
-    const __m256i first = _mm256_packus_epi32((__m256i)x[0], (__m256i)x[1]);
-    const __m256i second = _mm256_packus_epi32((__m256i)x[2], (__m256i)x[3]);
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packing joins halves of registers
-    const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(first, second), order);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(values), bytes);
+    return (Ints)_mm256_cvttps_epi32((__m256)x);
+#elif defined(__x86_64__)
+    return (Ints)_mm_cvttps_epi32((__m128)x);
 #else
-    for (int i = 0; i < 4; ++i)
-        for (int j = 0; j < LANES; ++j) values[i * LANES + j] = static_cast<uint8_t>(x[i][j]);
+    return __builtin_convertvector(x == x ? x : Floats{}, Ints);
 #endif
+}
+
+// Four vectors of numbers as bytes, which `in_order` puts into their order: x86 joins what is in the same sixteen bytes
+// of its registers. Below 0 a number becomes 0.
+inline Bytes narrowed(const Ints (&x)[4]) {
+#if defined(__AVX512BW__)
+    const __m512i first = _mm512_packs_epi32((__m512i)x[0], (__m512i)x[1]);
+    return (Bytes)_mm512_packus_epi16(first, _mm512_packs_epi32((__m512i)x[2], (__m512i)x[3]));
+#elif defined(__AVX2__)
+    const __m256i first = _mm256_packs_epi32((__m256i)x[0], (__m256i)x[1]);
+    return (Bytes)_mm256_packus_epi16(first, _mm256_packs_epi32((__m256i)x[2], (__m256i)x[3]));
+#elif defined(__x86_64__)
+    const __m128i first = _mm_packs_epi32((__m128i)x[0], (__m128i)x[1]);
+    return (Bytes)_mm_packus_epi16(first, _mm_packs_epi32((__m128i)x[2], (__m128i)x[3]));
+#else
+    Bytes bytes;
+    for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < LANES; ++j) bytes[i * LANES + j] = static_cast<uint8_t>(x[i][j] > 0 ? x[i][j] : 0);
+    return bytes;
+#endif
+}
+
+// The same of numbers from -128 to 127; beyond those a byte has the sign alone.
+inline Bytes narrowed_signed(const Ints (&x)[4]) {
+#if defined(__AVX512BW__)
+    const __m512i first = _mm512_packs_epi32((__m512i)x[0], (__m512i)x[1]);
+    return (Bytes)_mm512_packs_epi16(first, _mm512_packs_epi32((__m512i)x[2], (__m512i)x[3]));
+#elif defined(__AVX2__)
+    const __m256i first = _mm256_packs_epi32((__m256i)x[0], (__m256i)x[1]);
+    return (Bytes)_mm256_packs_epi16(first, _mm256_packs_epi32((__m256i)x[2], (__m256i)x[3]));
+#elif defined(__x86_64__)
+    const __m128i first = _mm_packs_epi32((__m128i)x[0], (__m128i)x[1]);
+    return (Bytes)_mm_packs_epi16(first, _mm_packs_epi32((__m128i)x[2], (__m128i)x[3]));
+#else
+    Bytes bytes;
+    for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < LANES; ++j) {
+            const int32_t number = x[i][j] < -128 ? -128 : x[i][j] > 127 ? 127 : x[i][j];
+            bytes[i * LANES + j] = static_cast<uint8_t>(number);
+        }
+    return bytes;
+#endif
+}
+
+inline Bytes in_order(Bytes x) {
+#if defined(__AVX512BW__)
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return (Bytes)_mm512_maskz_permutexvar_epi32(ALL, order, (__m512i)x);
+#elif defined(__AVX2__)
+    return (Bytes)_mm256_permutevar8x32_epi32((__m256i)x, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+#else
+    return x;
+#endif
+}
+
+inline void keep(Bytes x, uint8_t* values) { std::memcpy(values, &x, sizeof x); }
+
+// Four vectors of numbers from 0 to 255.
+inline void keep(const Ints (&x)[4], uint8_t* values) { keep(in_order(narrowed(x)), values); }
+
+// One of them; below 0 a number becomes 0.
+inline void keep(Ints x, uint8_t* values) {
+    const Bytes bytes = in_order(narrowed({x, x, x, x}));
+    std::memcpy(values, &bytes, LANES);
 }
 
 // Every lane's neighbour, so many lanes away.
@@ -129,6 +208,9 @@ inline Vector folded(Vector x, F join) {
     else return folded<DISTANCE / 2>(join(x, swapped<DISTANCE>(x)), join);
 }
 
+// Whether a lane has a bit.
+inline bool any(Ints x) { return folded(x, [](Ints x, Ints y) { return x | y; })[0]; }
+
 template <class Vector>
 inline Vector smaller(Vector x, Vector y) {
     return x < y ? x : y;
@@ -139,32 +221,10 @@ inline Vector larger(Vector x, Vector y) {
     return x > y ? x : y;
 }
 
-// Values that are more than caches hold go past them: bytes.
-constexpr int64_t STREAMED = 8 << 20;
-
-// Past the caches; `values` begins at a multiple of a vector.
-inline void stream(Floats x, float* values) {
-#if defined(__AVX512F__)
-    _mm512_stream_ps(values, (__m512)x);
-#elif defined(__AVX2__)
-    _mm256_stream_ps(values, (__m256)x);
-#elif defined(__x86_64__)
-    _mm_stream_ps(values, (__m128)x);
-#else
-    keep(x, values);
-#endif
-}
-
-inline void streamed() {
-#if defined(__x86_64__)
-    _mm_sfence();
-#endif
-}
-
 // Vectors of [n] values, the last one filled up with zeros: work(place, how many of its lanes exist). SIZE is n, or 0
 // where it is known at run time only.
 template <int SIZE = 0, class F>
-inline void in_vectors(int64_t n, F work) {
+INLINED void in_vectors(int64_t n, const F& work) {
     if constexpr (SIZE != 0 && SIZE % LANES == 0) {
         for (int64_t i = 0; i < SIZE; i += LANES) work(i, LANES);
     } else {
