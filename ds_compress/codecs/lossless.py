@@ -1,13 +1,12 @@
 """Lossless compression on the host."""
 
 import torch
-import zstandard
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Layout, TensorSpec, register
 from ds_compress.codecs.mixins import SecondPacket
 from ds_compress.errors import CompressionError
-from ds_compress.kernels.frames import unpack
+from ds_compress.kernels.frames import pack, unpack
 
 
 @register("lossless")
@@ -42,13 +41,7 @@ class Lossless(Codec, SecondPacket):
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         places = x.detach().cpu().contiguous().view(-1, 1).view(torch.uint8)
         body = torch.stack(places.unbind(1)).view(-1)
-        # Exponents in random order repeat by chance only: a table too small to find the repetition leaves
-        # them to the Huffman stage, which makes them smaller (1.49 against 1.46 for Gaussian bf16), and does
-        # it two to three times faster.
-        fast = zstandard.ZstdCompressionParameters.from_level(1, hash_log=6)
-        frame = zstandard.ZstdCompressor(compression_params=fast).compress(body.numpy().data)
-        if len(frame) < body.numel():
-            body = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+        body = pack(body)
         return torch.tensor([body.numel()], dtype=torch.int64, device=x.device), body.to(x.device)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:

@@ -1,8 +1,31 @@
 """zstd frames of a size that is known before."""
 
+import threading
+
 import torch
 import zstandard
 from torch import Tensor
+
+
+class _Own(threading.local):
+    """Of each thread, as none may serve two at once: to make one takes as long as a small message."""
+
+    def __init__(self) -> None:
+        # Exponents in random order repeat by chance only: a table too small to find the repetition leaves
+        # them to the Huffman stage, which makes them smaller (1.49 against 1.46 for Gaussian bf16), and does
+        # it two to three times faster.
+        fast = zstandard.ZstdCompressionParameters.from_level(1, hash_log=6)
+        self.compressor = zstandard.ZstdCompressor(compression_params=fast)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_own = _Own()
+
+
+def pack(body: Tensor) -> Tensor:
+    """A frame, uint8, of `body`, uint8 on the CPU; `body` itself where it would not be smaller."""
+    frame = _own.compressor.compress(body.numpy().data)
+    return torch.frombuffer(bytearray(frame), dtype=torch.uint8) if len(frame) < body.numel() else body
 
 
 def unpack(frame: Tensor, nbytes: int) -> Tensor:
@@ -19,4 +42,4 @@ def unpack(frame: Tensor, nbytes: int) -> Tensor:
     declared = zstandard.get_frame_parameters(data).content_size
     if declared != nbytes:
         raise ValueError(f"a zstd frame of {declared} bytes came, expected {nbytes}")
-    return torch.frombuffer(bytearray(zstandard.ZstdDecompressor().decompress(data)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(_own.decompressor.decompress(data)), dtype=torch.uint8)
