@@ -100,13 +100,13 @@ void encode(const In* x, int64_t groups, int64_t size, float largest, uint8_t* c
 
 #if defined(__F16C__)
 
-// Sixteen codes as halves, which have as many digits or more, and a larger range; those of E4M3 are 256 times too small.
+// Sixteen codes as halves, which have as many digits or more, and a larger range; of E4M3 they are 256 times too small.
 template <class Format>
 __m256i as_halves(const uint8_t* codes) {
     const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
     const __m256i high = _mm256_slli_epi16(bytes, 8);
     if (std::is_same_v<Format, E5M2>) return high;
-    const __m256i half = _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16(-0x4080));  // one bit is not its
+    const __m256i half = _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16(-0x4080));
     const __m256i is_nan = _mm256_cmpeq_epi16(_mm256_slli_epi16(bytes, 9), _mm256_set1_epi16(-0x200));  // all bits set
     return _mm256_or_si256(half, _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7C00)));
 }

@@ -16,6 +16,7 @@ void quantize(const In* x, Dither dither, int64_t n, int64_t size, Format format
         for (int i = 0; i < count; ++i, packed += size * format.bits / 8) {
             Group<SIZE>& group = batch.groups[i];
             const Grid grid = batch.grids[i];
+            fetch(x + (start + batch.GROUPS + i) * size, size);  // of the next batch, while this one is worked on
             if (dither.on) group.dither_codes(grid, dither, (start + i) * Dither::words_of(size));
             if (dither.on || format.levels) pack<SIZE>(group.codes, size, format.bits, packed);
             else group.pack_codes(format, grid, packed);
@@ -38,7 +39,8 @@ void dequantize(const uint8_t* packed, const void* steps, const void* offsets, i
 template <int SIZE, class Out>
 void dequantize(const uint8_t* packed, const void* steps, const void* offsets, int64_t n, int64_t size, Format format,
                 Out* y) {
-    if (size % LANES != 0 || !to_be_streamed(y, n * size))
+    const bool at_once = !format.levels && !format.diagonal;  // nothing is stored but the values
+    if (!at_once || size % LANES != 0 || !to_be_streamed(y, n * size))
         return dequantize<SIZE, false>(packed, steps, offsets, n, size, format, y);
     dequantize<SIZE, true>(packed, steps, offsets, n, size, format, y);
     streamed();

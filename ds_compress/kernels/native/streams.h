@@ -1,16 +1,22 @@
-// Stores that go past the caches, for values that are more than those hold.
+// Stores that go past the caches, for values that are more than those hold. No load may wait for another store in
+// between: it would wait for all of these.
 
 #pragma once
 
+#include <type_traits>
+
 #include "vectors.h"
 
-constexpr int64_t STREAMED = 8 << 20;  // bytes beyond which values go past the caches
+// Bytes beyond which values go past the caches. Less is there when it is wanted next, which takes half as long.
+constexpr int64_t STREAMED = 16 << 20;
 
 // Whether y [n] does: it begins with a line of the caches, and is more than they hold.
-template <class Out>
-inline bool to_be_streamed(const Out* y, int64_t n) {
-    return reinterpret_cast<uintptr_t>(y) % 64 == 0 && n * static_cast<int64_t>(sizeof(Out)) > STREAMED;
+inline bool to_be_streamed(const float* y, int64_t n) {
+    return reinterpret_cast<uintptr_t>(y) % 64 == 0 && n * static_cast<int64_t>(sizeof(float)) > STREAMED;
 }
+
+// Of bf16 a vector is part of a line: that takes longer than to let the caches collect it.
+inline bool to_be_streamed(const uint16_t*, int64_t) { return false; }
 
 // `y` begins at a multiple of a vector.
 inline void stream(Floats x, float* y) {
@@ -25,21 +31,6 @@ inline void stream(Floats x, float* y) {
 #endif
 }
 
-// As bf16; `y` begins at a multiple of half a vector.
-inline void stream(Floats x, uint16_t* y) {
-#if defined(__AVX512F__)
-    alignas(32) uint16_t halves[LANES];
-    keep(x, halves);
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(y), _mm256_load_si256(reinterpret_cast<const __m256i*>(halves)));
-#elif defined(__AVX2__)
-    alignas(16) uint16_t halves[LANES];
-    keep(x, halves);
-    _mm_stream_si128(reinterpret_cast<__m128i*>(y), _mm_load_si128(reinterpret_cast<const __m128i*>(halves)));
-#else
-    keep(x, y);
-#endif
-}
-
 // After the last of them.
 inline void streamed() {
 #if defined(__x86_64__)
@@ -49,7 +40,7 @@ inline void streamed() {
 
 template <bool STREAMS, class Out>
 inline void place(Floats x, Out* y) {
-    if constexpr (STREAMS) stream(x, y);
+    if constexpr (STREAMS && std::is_same_v<Out, float>) stream(x, y);
     else keep(x, y);
 }
 
@@ -58,4 +49,11 @@ template <bool STREAMS, class Out>
 inline void place_some(Floats x, Out* y, int64_t count) {
     if (STREAMS || count == LANES) place<STREAMS>(x, y);
     else keep_some(x, y, count);
+}
+
+// Have x [n] brought into the caches, as far as it exists.
+template <class In>
+inline void fetch(const In* x, int64_t n) {
+    for (int64_t i = 0; i < n * static_cast<int64_t>(sizeof(In)); i += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(x) + i);
 }
