@@ -93,7 +93,7 @@ def _recipes(settings: Settings, task: str, own: list[Setting]) -> str:
         if not verdict and cost(setting) <= WITHIN[task]:
             verdict = "within 1 %" if task == "language" else "within 1 point"
         seeds = len(setting.rows)
-        claim = verdict if seeds >= SEEDS else f"{verdict} ({seeds} seed, no claim)".strip()
+        claim = verdict if seeds >= SEEDS else f"{verdict} ({seeds} seed{'s' * (seeds > 1)}, no claim)".strip()
         rows.append((f"`{setting.name}`", f"{setting.ratio:.1f}", f"{cost(setting):.2f}", claim))
     header = [
         "not beaten in bytes and quality at once",
