@@ -25,9 +25,10 @@ struct Format {
     int top() const { return (1 << bits) - (symmetric && bits > 1 ? 2 : 1); }
 };
 
-inline Format format(int64_t bits, int64_t symmetric, int64_t wide_scale, int64_t unrotated, const float* diagonal,
-              int64_t uniform, const float* levels) {
-    return {bits, symmetric, wide_scale, unrotated ? nullptr : diagonal,
+// Groups whose size is no power of two have no rotation: what it wrote would not end with them.
+inline Format format(int64_t size, int64_t bits, int64_t symmetric, int64_t wide_scale, int64_t unrotated,
+                     const float* diagonal, int64_t uniform, const float* levels) {
+    return {bits, symmetric, wide_scale, unrotated || (size & (size - 1)) ? nullptr : diagonal,
             uniform ? nullptr : reinterpret_cast<const Levels*>(levels)};
 }
 

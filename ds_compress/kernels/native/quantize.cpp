@@ -56,7 +56,7 @@ extern "C" {
 void quantize_groups(const void* x, int64_t bf16, int64_t dithered, int64_t first, int64_t second, int64_t n, int64_t size,
                      int64_t bits, int64_t symmetric, int64_t wide_scale, int64_t unrotated, const float* diagonal,
                      int64_t uniform, const float* levels, uint8_t* packed, void* steps, void* offsets) {
-    const Format form = format(bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
+    const Format form = format(size, bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
     const Dither dither = {dithered != 0, static_cast<uint32_t>(first), static_cast<uint32_t>(second)};
     const uint16_t* halves = static_cast<const uint16_t*>(x);
     const float* floats = static_cast<const float*>(x);
@@ -67,7 +67,7 @@ void quantize_groups(const void* x, int64_t bf16, int64_t dithered, int64_t firs
 void dequantize_groups(void* y, int64_t bf16, int64_t n, int64_t size, int64_t bits, int64_t symmetric,
                        int64_t wide_scale, int64_t unrotated, const float* diagonal, int64_t uniform,
                        const float* levels, const uint8_t* packed, const void* steps, const void* offsets) {
-    const Format form = format(bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
+    const Format form = format(size, bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
     if (bf16) FOR_SIZE(dequantize, packed, steps, offsets, n, size, form, static_cast<uint16_t*>(y))
     else FOR_SIZE(dequantize, packed, steps, offsets, n, size, form, static_cast<float*>(y))
 }

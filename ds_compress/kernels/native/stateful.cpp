@@ -240,7 +240,7 @@ int64_t quantize_with_residual(const void* x, int64_t bf16, int64_t n, int64_t s
                                int64_t wide_scale, int64_t unrotated, const float* diagonal, int64_t uniform,
                                const float* levels, uint8_t* packed, void* steps, void* offsets, float scale,
                                float share, float rest, const float* residual, float* made) {
-    const Format form = format(bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
+    const Format form = format(size, bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
     const State state = {residual, made};
     const uint16_t* halves = static_cast<const uint16_t*>(x);
     const float* floats = static_cast<const float*>(x);
@@ -253,7 +253,7 @@ int64_t quantize_with_coded_residual(const void* x, int64_t bf16, int64_t n, int
                                      int64_t uniform, const float* levels, uint8_t* packed, void* steps, void* offsets,
                                      float scale, float share, float rest, const int8_t* codes, const float* scales,
                                      int8_t* made, float* made_scales) {
-    const Format form = format(bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
+    const Format form = format(size, bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
     const State state = {nullptr, nullptr, codes, scales, made, made_scales};
     const uint16_t* halves = static_cast<const uint16_t*>(x);
     const float* floats = static_cast<const float*>(x);
@@ -265,7 +265,7 @@ int64_t quantize_change(const void* x, int64_t bf16, int64_t n, int64_t size, in
                         int64_t wide_scale, int64_t unrotated, const float* diagonal, int64_t uniform,
                         const float* levels, uint8_t* packed, void* steps, void* offsets, float scale,
                         const float* old, float* made) {
-    const Format form = format(bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
+    const Format form = format(size, bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
     const State state = {old, made};
     const uint16_t* halves = static_cast<const uint16_t*>(x);
     const float* floats = static_cast<const float*>(x);
@@ -277,7 +277,7 @@ int64_t dequantize_change(void* y, int64_t bf16, int64_t n, int64_t size, int64_
                           int64_t wide_scale, int64_t unrotated, const float* diagonal, int64_t uniform,
                           const float* levels, const uint8_t* packed, const void* steps, const void* offsets,
                           float scale, const float* old, float* made) {
-    const Format form = format(bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
+    const Format form = format(size, bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
     const State state = {old, made};
     if (bf16) FOR_SIZE(onto, packed, steps, offsets, state, scale, n, size, form, static_cast<uint16_t*>(y))
     else FOR_SIZE(onto, packed, steps, offsets, state, scale, n, size, form, static_cast<float*>(y))
