@@ -93,7 +93,8 @@ def _recipes(settings: Settings, task: str, own: list[Setting]) -> str:
         if not verdict and cost(setting) <= WITHIN[task]:
             verdict = "within 1 %" if task == "language" else "within 1 point"
         seeds = len(setting.rows)
-        claim = verdict if seeds >= SEEDS else f"{verdict} ({seeds} seed{'s' * (seeds > 1)}, no claim)".strip()
+        number = "1 seed" if seeds == 1 else f"{seeds} seeds"
+        claim = verdict if seeds >= SEEDS else f"{verdict} ({number}, no claim)".strip()
         rows.append((f"`{setting.name}`", f"{setting.ratio:.1f}", f"{cost(setting):.2f}", claim))
     header = [
         "not beaten in bytes and quality at once",
