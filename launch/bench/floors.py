@@ -36,16 +36,18 @@ SHAPE = (4, 1024, 1024)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NEAREST = {"name": "quantize", "bits": 4}
 Floors = tuple[dict[str, Any], str, tuple[float, float], tuple[float, float]]
+# Processes are of two kinds, by the pages that they are given: in some of them all that is decoded takes up to
+# 1.7 times as long, a copy not. Floors hold in both.
 FLOORS: tuple[Floors, ...] = (  # codec, ratio to what, floors in fp32 and bf16 with AVX-512, then with AVX2
-    ({"name": "quantize", "bits": 8}, "copy", (0.50, 0.20), (0.60, 0.13)),
-    (NEAREST, "copy", (0.50, 0.20), (0.60, 0.13)),
-    ({"name": "quantize", "bits": 2}, "copy", (0.50, 0.20), (0.60, 0.13)),
-    ({"name": "quantize", "bits": 4, "hadamard": True}, "copy", (0.35, 0.11), (0.35, 0.08)),
+    ({"name": "quantize", "bits": 8}, "copy", (0.40, 0.20), (0.40, 0.13)),
+    (NEAREST, "copy", (0.40, 0.20), (0.40, 0.13)),
+    ({"name": "quantize", "bits": 2}, "copy", (0.40, 0.20), (0.40, 0.13)),
+    ({"name": "quantize", "bits": 4, "hadamard": True}, "copy", (0.30, 0.11), (0.30, 0.08)),
     ({"name": "quantize", "bits": 4, "rounding": "stochastic"}, "nearest", (0.50, 0.50), (0.50, 0.50)),
     ({"name": "fp8"}, "copy", (0.45, 0.20), (0.45, 0.13)),
     # bf16 with AVX2: a division for each value, and no instruction that rounds
-    ({"name": "acsgd"}, "copy", (0.30, 0.12), (0.30, 0.10)),
-    ({"name": "minmax"}, "copy", (0.38, 0.15), (0.38, 0.15)),
+    ({"name": "acsgd"}, "copy", (0.28, 0.12), (0.28, 0.10)),
+    ({"name": "minmax"}, "copy", (0.38, 0.14), (0.38, 0.14)),
     ({"name": "entropy"}, "copy", (0.08, 0.025), (0.07, 0.02)),
     ({"name": "entropy", "contexts": "rows"}, "copy", (0.06, 0.02), (0.05, 0.015)),
     ({"name": "entropy", "contexts": "columns"}, "copy", (0.05, 0.015), (0.045, 0.012)),
@@ -54,7 +56,7 @@ FLOORS: tuple[Floors, ...] = (  # codec, ratio to what, floors in fp32 and bf16 
     ({"name": "topk", "select": "threshold"}, "torch.topk", (7, 4.5), (7, 4.5)),
     ({"name": "topk", "indices": "reuse"}, "copy", (0.20, 0.10), (0.20, 0.10)),
 )
-FEEDBACK = {"ef": 0.55, "ef21": 0.35, "loco": 0.35}
+FEEDBACK = {"ef": 0.45, "ef21": 0.25, "loco": 0.30}
 """Of the speed of 4 bits alone, 3 MiB. 0.8, 0.5 and 0.5 are wished for, and in C++ alone it is 0.81, 0.62 and
 0.48 with AVX2; but here the states of all do not fit in the caches, and a new one is made beside the old."""
 JUDGED = ("x86-64-v4", "x86-64-v3")

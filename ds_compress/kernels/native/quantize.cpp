@@ -39,8 +39,7 @@ void dequantize(const uint8_t* packed, const void* steps, const void* offsets, i
 template <int SIZE, class Out>
 void dequantize(const uint8_t* packed, const void* steps, const void* offsets, int64_t n, int64_t size, Format format,
                 Out* y) {
-    const bool at_once = !format.levels && !format.diagonal;  // nothing is stored but the values
-    if (!at_once || size % LANES != 0 || !to_be_streamed(y, n * size))
+    if (size % LANES != 0 || !to_be_streamed(y, n * size))
         return dequantize<SIZE, false>(packed, steps, offsets, n, size, format, y);
     dequantize<SIZE, true>(packed, steps, offsets, n, size, format, y);
     streamed();

@@ -8,7 +8,7 @@
 #include "vectors.h"
 
 // Bytes beyond which values go past the caches. Less is there when it is wanted next, which takes half as long.
-constexpr int64_t STREAMED = 16 << 20;
+constexpr int64_t STREAMED = 8 << 20;
 
 // Whether y [n] does: it begins with a line of the caches, and is more than they hold.
 inline bool to_be_streamed(const float* y, int64_t n) {
