@@ -36,8 +36,8 @@ SHAPE = (4, 1024, 1024)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NEAREST = {"name": "quantize", "bits": 4}
 Floors = tuple[dict[str, Any], str, tuple[float, float], tuple[float, float]]
-# Processes are of two kinds, by the pages that they are given: in some of them all that is decoded takes up to
-# 1.7 times as long, a copy not. Floors hold in both.
+# Processes are of two kinds, by the pages that they are given, it seems: in some of them all that is decoded
+# takes up to 1.7 times as long, a copy not. Floors hold in both.
 FLOORS: tuple[Floors, ...] = (  # codec, ratio to what, floors in fp32 and bf16 with AVX-512, then with AVX2
     ({"name": "quantize", "bits": 8}, "copy", (0.40, 0.20), (0.40, 0.13)),
     (NEAREST, "copy", (0.40, 0.20), (0.40, 0.13)),
