@@ -31,13 +31,22 @@ def save(checkpoint: Path, cuts: Sequence[int], to: Path) -> None:
     Args:
         checkpoint: of the run, as DeepSpeed wrote it.
         cuts: numbers of the parts that begin its stages, the first one left out.
+
+    Raises:
+        CompressionError: the checkpoint has no pair there.
     """
     found = {}
     for cut in cuts:
         after = number_with_pairs(cut - 1, cuts)
         for name, number in ((NARROW, after + 1), (WIDEN, after + 2)):
-            (file,) = checkpoint.glob(f"layer_{number:02}-*model_states.pt")
-            for key, tensor in torch.load(file, map_location="cpu", weights_only=True).items():
+            pattern = f"layer_{number:02}-*model_states.pt"
+            files = [*checkpoint.glob(pattern)]
+            if len(files) != 1:
+                raise CompressionError(
+                    f"{checkpoint}: {len(files)} files {pattern} are there, expected 1: the checkpoint is damaged, "
+                    "or of a run that was cut elsewhere"
+                )
+            for key, tensor in torch.load(files[0], map_location="cpu", weights_only=True).items():
                 found[f"{cut - 1 - BEFORE_LAYERS}.{name}.{key}"] = tensor.float().contiguous()
     save_file(found, to / FILE, metadata={"format": "pt"})
 
