@@ -43,7 +43,7 @@ def quantize(
 
 
 def quantize_with_error(
-    groups: Tensor, residual: Tensor, factor: Tensor, grid: Grid
+    groups: Tensor, residual: Tensor, factor: Tensor, grid: Grid, out: tuple[Tensor, ...] | None = None
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """`quantize` of groups + factor * residual in the dtype of `groups`, and what of that sum is lost.
 
@@ -51,12 +51,13 @@ def quantize_with_error(
         groups: [n, G], float32 or bfloat16.
         residual: fp32 [n, G], finite.
         factor: fp32, one element.
+        out: see `quantize`.
 
     Returns:
         what `quantize` returns; the error, fp32 [n, G].
     """
     total = groups.float() + residual * factor
-    parts = quantize(narrow(total, groups), grid)
+    parts = quantize(narrow(total, groups), grid, None, out)
     return parts, total - dequantize(parts, grid, groups.dtype).float()
 
 

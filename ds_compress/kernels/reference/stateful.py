@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels.affine import Grid
-from ds_compress.kernels.memory import delivered
 from ds_compress.kernels.numerics import as_divisor, is_finite
 from ds_compress.kernels.reference import groups as plain
 from ds_compress.kernels.reference.feedback import advanced, changed, decode_int8, encode_int8
@@ -46,9 +45,9 @@ class Following:
             residual are finite, a bool of one element.
         """
         held, finite = values_of(residual), is_finite(groups)
-        parts, lost = self._by.quantize_with_error(groups, held, finite.float() * scale, grid)
+        parts, lost = self._by.quantize_with_error(groups, held, finite.float() * scale, grid, out)
         new = renewed(held, lost, scale, share, rest)
-        return delivered(parts, out), kept_as(residual, new), finite & is_finite(new)
+        return parts, kept_as(residual, new), finite & is_finite(new)
 
     def quantize_change(
         self,

@@ -45,14 +45,14 @@ def quantize(
 
 
 def quantize_with_error(
-    groups: Tensor, residual: Tensor, factor: Tensor, grid: Grid
+    groups: Tensor, residual: Tensor, factor: Tensor, grid: Grid, out: tuple[Tensor, ...] | None = None
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """See `quantize_with_error` of `reference.groups`."""
     n, size = groups.shape
     if not n or size > MAX_GROUP:
-        return quantize_in_steps(groups, residual, factor, grid)
+        return quantize_in_steps(groups, residual, factor, grid, out)
     error = torch.empty(groups.shape, dtype=torch.float32, device=groups.device)
-    return _launch(groups, None, residual.contiguous(), factor, error, grid), error
+    return _launch(groups, None, residual.contiguous(), factor, error, grid, out), error
 
 
 def _launch(
@@ -62,7 +62,7 @@ def _launch(
     factor: Tensor | None,
     error: Tensor | None,
     grid: Grid,
-    out: tuple[Tensor, ...] | None = None,
+    out: tuple[Tensor, ...] | None,
 ) -> tuple[Tensor, ...]:
     groups = groups.detach().contiguous()
     n, size = groups.shape
