@@ -3,11 +3,11 @@
 
 #pragma once
 
+#include "blocks.h"
 #include "entropy.h"
 #include "lanes.h"
 
 constexpr int8_t BEYOND = -128;  // in the place of a q
-constexpr int TOGETHER = 2;      // blocks: the states of one wait less for each other than for themselves
 
 // What stands in front of the words.
 struct Head {
@@ -114,14 +114,14 @@ public:
     bool read(int8_t* q) {
         int64_t word = head.words;
         for (int64_t block = 0; block < frame.blocks;) {
-            const int64_t count = together(block) ? TOGETHER : 1;
+            const int64_t count = together(frame, block) ? AT_ONCE : 1;
             for (int64_t b = 0; b < count; ++b) {
                 begin(block + b, word, q, blocks[b]);
                 word += size(block + b);
             }
-            if (count == TOGETHER) {
+            if (count == AT_ONCE) {
                 use(frame.context_of(block * frame.length));
-                steps<TOGETHER>(frame.length / MOST_LANES);
+                steps<AT_ONCE>(frame.length / MOST_LANES);
             } else {
                 read_alone(block);
             }
@@ -138,13 +138,6 @@ public:
 
 private:
     int64_t size(int64_t block) const { return Head::load_word(code, frame.sizes() + 2 * block); }
-
-    // Whether TOGETHER blocks begin here that are whole, have all lanes and are in one context.
-    bool together(int64_t block) const {
-        const int64_t behind = (block + TOGETHER) * frame.length;
-        return frame.lanes == MOST_LANES && behind <= frame.numel &&
-               frame.context_of(block * frame.length) == frame.context_of(behind - 1);
-    }
 
     void begin(int64_t block, int64_t word, int8_t* q, Reader& of) const {
         for (int64_t i = 0; i < frame.lanes; ++i) of.state[i] = Head::load_word(code, 2 * (block * frame.lanes + i));
@@ -203,6 +196,6 @@ private:
     const Frame& frame;
     const Head& head;
     alignas(64) Slots slots;
-    Reader blocks[TOGETHER];
+    Reader blocks[AT_ONCE];
     int64_t spreaded = -1;  // the context that `slots` are of
 };

@@ -2,11 +2,10 @@
 
 #pragma once
 
+#include "blocks.h"
 #include "keys.h"
 #include "lanes.h"
 #include "rate.h"
-
-constexpr int AT_ONCE = 2;  // blocks: the states of one wait less for each other than for themselves
 
 // What the encoder needs of each symbol.
 struct Coder {
@@ -111,9 +110,9 @@ inline void encode_run(const uint32_t* table, int64_t count, int64_t lanes, Lane
 inline uint16_t* write_escapes(const uint16_t* keys, const Plan& plan, int64_t n, uint16_t* place) {
     const uint16_t above = static_cast<uint16_t>(plan.first[plan.above]);
     const uint16_t below = static_cast<uint16_t>(plan.first[plan.below] + KEYS);
-    constexpr int64_t RUN = 64;  // most of them have none
-    for (int64_t start = 0; start < n; start += RUN) {
-        const int64_t end = start + RUN < n ? start + RUN : n;
+    constexpr int64_t MANY = 64;  // most of them have none
+    for (int64_t start = 0; start < n; start += MANY) {
+        const int64_t end = start + MANY < n ? start + MANY : n;
         uint16_t found = 0;
         for (int64_t i = start; i < end; ++i) found |= ((keys[i] >= above) & (keys[i] < KEYS)) | (keys[i] >= below);
         for (int64_t i = start; found && i < end; ++i) {
@@ -149,7 +148,7 @@ public:
             if (plan.escapes) last = write_escapes(keys + begin, plan, frame.ends[context] - begin, last);
         }
         for (int64_t block = 0; block < frame.blocks;) {
-            const int64_t count = together(block) ? AT_ONCE : 1;
+            const int64_t count = together(frame, block) ? AT_ONCE : 1;
             for (int64_t b = 0; b < count; ++b)
                 blocks[b].begin(keys + first(block + b) + frame.count(block + b), end(block, b));
             if (count == AT_ONCE) {
@@ -170,13 +169,6 @@ private:
 
     // The end of the scratch memory of one of the blocks from `block` on.
     uint16_t* end(int64_t block, int64_t b) { return scratch + b * frame.length + frame.count(block + b); }
-
-    // Whether AT_ONCE blocks begin here that are whole, have all lanes and are in one context.
-    bool together(int64_t block) const {
-        const int64_t behind = first(block + AT_ONCE);
-        return frame.lanes == MOST_LANES && behind <= frame.numel &&
-               frame.context_of(first(block)) == frame.context_of(behind - 1);
-    }
 
     void use(int64_t context) {
         if (context != spreaded) spread(plans[context], table);
@@ -231,10 +223,10 @@ void encode_tensor(const Values& values, const Frame& frame, Tables tables, uint
     Counts* counts = reinterpret_cast<Counts*>(space + 2 * KEYS * COPIES);
     Histogram* histograms = reinterpret_cast<Histogram*>(counts + frame.contexts);
     for (int64_t context = 0; context < frame.contexts; ++context) {
-        constexpr int64_t RUN = 16384;  // keys are counted while the cache has them
+        constexpr int64_t SOME = 16384;  // keys are counted while the cache has them
         std::memset(space, 0, 2 * KEYS * COPIES * sizeof *space);
-        for (int64_t begin = frame.begin(context); begin < frame.ends[context]; begin += RUN) {
-            const int64_t end = begin + RUN < frame.ends[context] ? begin + RUN : frame.ends[context];
+        for (int64_t begin = frame.begin(context); begin < frame.ends[context]; begin += SOME) {
+            const int64_t end = begin + SOME < frame.ends[context] ? begin + SOME : frame.ends[context];
             values.make(begin, end, exponent, keys);
             count_keys(keys + begin, end - begin, space);
         }

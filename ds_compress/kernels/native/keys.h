@@ -64,8 +64,7 @@ struct InOrder {
 
     uint32_t exponent() const { return exponent_of(largest_bits(x, numel)); }
 
-    // The keys of the values that are coded as number begin .. end - 1, a context or a part of one that begins at a
-    // multiple of RUN behind its begin.
+    // The keys of the values that are coded as number begin .. end - 1, a part of a context; parts come in their order.
     void make(int64_t begin, int64_t end, uint32_t exponent, uint16_t* keys) const {
         make_keys(x + begin, end - begin, exponent, keys + begin);
     }
