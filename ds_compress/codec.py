@@ -184,9 +184,9 @@ class Codec(Named, ABC):
     """Option sets that the tests and `ds-compress bench` walk."""
 
     takes_memory: ClassVar[bool] = False
-    """Whether `encode` has a third argument, `out: Parts | None = None`: contiguous memory as
-    `layout` describes it, for what it makes. New memory and a copy cost as much as few values do. What it
-    makes elsewhere all the same is copied by `encode_into`."""
+    """Whether `encode` has a third argument, `out: Parts | None = None`: contiguous memory as `layout`
+    describes it, for what it makes. New memory and a copy cost as much as few values do. What it makes
+    elsewhere all the same is copied by `encode_into`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -15,9 +15,11 @@ from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.entropy import frame_of
 from ds_compress.kernels.memory import is_out_of_memory
 
-LONG = 40_000  # entries of a row that is long enough to be sampled
+LONG = 40_000
+"""Entries of a row that is long enough to be sampled."""
 
 CPU = torch.device("cpu")
+"""Where plain torch says what the bits should be."""
 
 
 def check(backend: ModuleType, device: torch.device) -> None:

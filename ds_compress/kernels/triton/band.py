@@ -18,9 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ds_compress.kernels.triton.keys import key_of
-from ds_compress.kernels.triton.ranks import byte_histogram, span_of, walk
+from ds_compress.kernels.triton.ranks import PROGRAMS, byte_histogram, span_of, walk
 
-PROGRAMS = 128  # for the histogram of one row, at most
 TILES = 8  # blocks that a program tallies: each program reads the histograms of its row
 CHUNK = 256  # candidates of a block that are looked at at a time: a block seldom has more
 

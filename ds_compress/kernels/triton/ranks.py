@@ -17,7 +17,8 @@ SPAN = 4096
 SAMPLED = 1024
 """Entries of a sample that a program looks at at a time: they are far apart, and it waits for memory."""
 
-PROGRAMS = 128  # for the histogram of one row, at most
+PROGRAMS = 128
+"""For the histogram of one row, at most."""
 
 ENOUGH = 256
 """Ranks of all rows, from which on a program for each keeps a GPU busy."""
