@@ -43,8 +43,8 @@ def save(checkpoint: Path, cuts: Sequence[int], to: Path) -> None:
             files = [*checkpoint.glob(pattern)]
             if len(files) != 1:
                 raise CompressionError(
-                    f"{checkpoint}: {len(files)} files {pattern} are there, expected 1: the checkpoint is damaged, "
-                    "or of a run that was cut elsewhere"
+                    f"{checkpoint}: {len(files)} files {pattern} are there, expected 1: the checkpoint is "
+                    "damaged, or of a run that was cut elsewhere"
                 )
             for key, tensor in torch.load(files[0], map_location="cpu", weights_only=True).items():
                 found[f"{cut - 1 - BEFORE_LAYERS}.{name}.{key}"] = tensor.float().contiguous()

@@ -14,10 +14,10 @@
 
 All numbers are little-endian. The alignment lets the receiver use the body in place, as views of any dtype.
 
-What crosses as it is is copied here too, although header and tensor could be two transfers, the second from
-where the tensor lies: that costs more for small messages (one more transfer on both sides) and saves a copy of
-large ones, which is little beside their time on a link. One packet of a size known beforehand is what receives
-are posted for, and an eager send would read what the program may write to by then.
+What crosses as it is is copied here too, although header and tensor could be two transfers, the second
+from where the tensor lies: that costs more for small messages (one more transfer on both sides) and saves
+a copy of large ones, which is little beside their time on a link. One packet of a size known beforehand is
+what receives are posted for, and an eager send would read what the program may write to by then.
 """
 
 import hashlib

@@ -57,8 +57,9 @@ FLOORS: tuple[Floors, ...] = (  # codec, ratio to what, floors in fp32 and bf16 
     ({"name": "topk", "indices": "reuse"}, "copy", (0.20, 0.10), (0.20, 0.10)),
 )
 FEEDBACK = {"ef": 0.45, "ef21": 0.25, "loco": 0.30}
-"""Of the speed of 4 bits alone, 3 MiB. 0.8, 0.5 and 0.5 are wished for; an AMD EPYC (family 25, model 17) came
-to 0.72, 0.45 and 0.48 with AVX2 and to 0.53, 0.27 and 0.33 with AVX-512, where 4 bits alone are faster."""
+"""Of the speed of 4 bits alone, 3 MiB. 0.8, 0.5 and 0.5 are wished for; an AMD EPYC (family 25, model 17)
+came to 0.72, 0.45 and 0.48 with AVX2 and to 0.53, 0.27 and 0.33 with AVX-512, where
+4 bits alone are faster."""
 JUDGED = ("x86-64-v4", "x86-64-v3")
 """The instruction sets that have floors, in the order of the columns; of others the table shows ratios
 alone."""
