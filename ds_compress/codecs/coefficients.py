@@ -26,12 +26,16 @@ class Coefficients(Codec, Remembers, Observes, DecodesByProduct):
     needs_warmup = True
 
     @abstractmethod
-    def coded(self, coefficients: Tensor, ctx: Context) -> Parts:
-        """The payload of `coefficients`, fp32 [h, n], by falling variance."""
+    def coded(self, coefficients: Tensor, h: int, ctx: Context) -> Parts:
+        """The payload of the first `coefficients` of rows of h, fp32 [at most h, n], by falling variance."""
 
     @abstractmethod
     def decoded(self, parts: Parts, n: int, h: int, ctx: Context) -> Tensor:
-        """The coefficients, fp32 [h, n], that `parts` stand for."""
+        """The first coefficients, fp32 [at most h, n], that `parts` stand for; the others are 0."""
+
+    def sent(self, n: int, h: int, ctx: Context) -> int:
+        """How many coefficients of each row are sent."""
+        return h
 
     def encode(self, x: Tensor, ctx: Context) -> Parts:
         if not x.numel():
@@ -39,14 +43,15 @@ class Coefficients(Codec, Remembers, Observes, DecodesByProduct):
             return tuple(torch.zeros(shape, dtype=dtype, device=x.device) for shape, dtype in layout)
         n, h = matrix_shape(x.shape)
         rows = x.detach().reshape(n, h).float().contiguous()  # the last bits of a product depend on the order
-        return self.coded(self._basis(h, ctx).T @ rows.T, ctx)
+        directions = self._basis(h, ctx)[:, : self.sent(n, h, ctx)]
+        return self.coded(directions.T @ rows.T, h, ctx)
 
     def decode(self, parts: Parts, spec: TensorSpec, ctx: Context) -> Tensor:
         if not spec.numel:
             return torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
         n, h = matrix_shape(spec.shape)
-        of_rows = self._basis(h, ctx)
-        return as_message(self.decoded(parts, n, h, ctx).T @ of_rows.T, spec)
+        directions = self._basis(h, ctx)[:, : self.sent(n, h, ctx)]
+        return as_message(self.decoded(parts, n, h, ctx).T @ directions.T, spec)
 
     def observe(self, x: Tensor, ctx: Context) -> None:
         basis.observe(x, self._key(matrix_shape(x.shape)[1], ctx), ctx)

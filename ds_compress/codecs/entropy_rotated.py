@@ -21,8 +21,8 @@ class Rotated(Coefficients, Plain):
     before that, ... Spectra fall like powers of the rank, and variances in a context are of one size.
     """
 
-    def coded(self, coefficients: Tensor, ctx: Context) -> Parts:
-        h, n = coefficients.shape
+    def coded(self, coefficients: Tensor, h: int, ctx: Context) -> Parts:
+        n = coefficients.shape[1]
         words = kernels(coefficients.device).encode_entropy(coefficients.reshape(-1), self._frame(n, h))
         if self._gathers(ctx):
             self.decoded((words,), n, h, ctx)  # gathers what the other side will

@@ -55,31 +55,32 @@ class Learned(Coefficients):
             ((MOST_BITS,), torch.int32),
         )
 
-    def coded(self, coefficients: Tensor, ctx: Context) -> Parts:
-        h, n = coefficients.shape
-        plan, backend = self._plan(h, n, ctx), kernels(coefficients.device)
+    def sent(self, n: int, h: int, ctx: Context) -> int:
+        return self._plan(n, h, ctx).sent
+
+    def coded(self, coefficients: Tensor, h: int, ctx: Context) -> Parts:
+        n, device = coefficients.shape[1], coefficients.device
+        plan, backend = self._plan(n, h, ctx), kernels(device)
         groups = split(coefficients, self.options.group_size, fill="zeros")
-        codes, scales, counts = (
-            torch.zeros(shape, dtype=dtype, device=groups.device)
-            for shape, dtype in self.layout(TensorSpec.of(coefficients))
-        )
+        layout = self.layout(TensorSpec((n, h), torch.float32))
+        codes, scales, counts = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in layout)
         for run in plan.runs:
             backend.quantize(groups[run.groups], self._grid(run.bits), None, run.of(codes, scales))
         return codes, scales, counts.copy_(plan.counts)
 
     def decoded(self, parts: Parts, n: int, h: int, ctx: Context) -> Tensor:
         codes, scales, counts = parts
-        plan, backend = self._plan(h, n, ctx), kernels(codes.device)
+        plan, backend = self._plan(n, h, ctx), kernels(codes.device)
         scales = plan.agreed(scales, counts)
         values = [
             backend.dequantize(run.of(codes, scales), self._grid(run.bits), torch.float32).view(-1)
             for run in plan.runs
         ]
-        sent = sum(map(Tensor.numel, values))
-        values.append(torch.zeros(max(0, n * h - sent), dtype=torch.float32, device=codes.device))
-        return torch.cat(values)[: n * h].view(h, n)
+        missing = max(0, plan.sent * n - sum(map(Tensor.numel, values)))
+        values.append(torch.zeros(missing, dtype=torch.float32, device=codes.device))
+        return torch.cat(values)[: plan.sent * n].view(plan.sent, n)
 
-    def _plan(self, h: int, n: int, ctx: Context) -> "_Plan":
+    def _plan(self, n: int, h: int, ctx: Context) -> "_Plan":
         """For a message of n rows."""
         levels = ctx.memory[f"{self._key(h, ctx)}.levels"]
         plans = self._plans.setdefault(levels, {})
@@ -150,6 +151,9 @@ class _Plan:
     counts: Tensor
     """int32: how many groups have at least 1, 2, ... MOST_BITS bits."""
 
+    sent: int
+    """How many coefficients of each row have bits, or share a group with some that have."""
+
     @classmethod
     def of(cls, levels: Tensor, n: int, size: int, bits: int) -> "_Plan":
         """For n rows, of coefficients of `levels`, in groups of `size` values."""
@@ -164,7 +168,8 @@ class _Plan:
                 nbytes = (last - first) * packed_size(size, width)
                 runs.append(_Run(width, slice(first, last), slice(place, place + nbytes)))
                 place += nbytes
-        return cls(tuple(runs), torch.tensor(counts, dtype=torch.int32, device=levels.device))
+        known = torch.tensor(counts, dtype=torch.int32, device=levels.device)
+        return cls(tuple(runs), known, min(h, -(-counts[0] * size // n)))
 
     def agreed(self, scales: Tensor, counts: Tensor) -> Tensor:
         """The `scales` where the other side has the same `counts`, else nan; all rows' first coefficients

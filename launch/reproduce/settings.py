@@ -127,7 +127,7 @@ BEYOND: dict[str, Block] = {
     **{f"entropy{f:g}/{b:g}-contexts-loco": contexts(f, b, back="loco") for f, b in ((2, 2), (2.5, 1.5))},
     **{f"entropy{f:g}/{b:g}-learned": learned(f, b) for f, b in ((2, 2), (1.75, 1.75), (1.5, 2), (2.5, 2.5))},
     **{f"entropy{f:g}/{b:g}-learned-loco": learned(f, b, back="loco")
-       for f, b in ((1.75, 1.75), (1.5, 1.5), (1.25, 1.75), (1, 1))},
+       for f, b in ((2, 2), (1.75, 1.75), (1.5, 1.5), (1.25, 1.75), (1, 1))},
     **{f"group{bits}/{bits}-learned": filled(bits) for bits in (2, 3)},
     "group2/2-learned-loco": filled(2, back="loco"),
     "entropy1.5/2-aqsgd4-loco": aqsgd(entropy(1.5), entropy(2, contexts="rows"), FIRST, "loco"),
