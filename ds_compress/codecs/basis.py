@@ -93,6 +93,16 @@ def basis(key: str, h: int, rank: int, ctx: Context) -> Tensor:
     return ctx.memory[f"{key}.basis"]
 
 
+def variances(moment: Tensor, directions: Tensor) -> Tensor:
+    """The second moments, float64 [r], along the columns of `directions`, [h, r].
+
+    Args:
+        moment: float64 [h, h].
+    """
+    directions = directions.double()
+    return (directions * (moment @ directions)).sum(0)
+
+
 def check(memory: Mapping[str, Tensor], prefix: str, rank: int | None) -> None:
     """Look at entries of keys that begin with `prefix` and end with h, just read from a checkpoint.
 

@@ -1,7 +1,7 @@
 """What few codecs need beyond `layout`, `encode` and `decode`: base classes to add beside `Codec`.
 
     Remembers             leaves entries in the memory (codecs/memory.py)               lowrank, feedbacks
-    Observes              looks at the messages of the warm-up                          pca, entropy
+    Observes              looks at the messages of the warm-up                          pca, learned bases
     Learns                trains weights of its own, once per step                      autoencoder
     Offloads              keeps entries of the memory elsewhere than on the device      feedback aqsgd
     Selects               keeps some entries, which the gradient can follow             topk, randomk, column

@@ -13,6 +13,7 @@ from ds_compress.codecs.groups import Fill, group_shape, join, moved_spec, split
 from ds_compress.codecs.mixed import map_size, reunite, separate
 from ds_compress.codecs.mixins import FusesFeedback
 from ds_compress.codecs.quantize_either import EitherWay
+from ds_compress.codecs.quantize_learned import Learned
 from ds_compress.codecs.quantize_options import QuantizeOptions
 from ds_compress.kernels import gaussian
 from ds_compress.kernels.affine import Grid
@@ -37,12 +38,15 @@ class Quantize(Codec, FusesFeedback):
         {"bits": 2, "hadamard": True},
         {"bits": 4, "hadamard": "auto"},
         {"bits": 4, "group_size": 32, "mixed": {"share": 0.8, "low_bits": 3}},
+        {"bits": 2, "rotate": "learned"},
     )
 
     Options = QuantizeOptions
 
     @classmethod
     def of(cls, options: QuantizeOptions) -> Codec:
+        if options.rotate != "none":
+            return Learned(options)
         if options.hadamard != "auto":
             return cls(options)
         return EitherWay(

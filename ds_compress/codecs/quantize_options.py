@@ -2,12 +2,23 @@
 
 from typing import Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ds_compress.codec import CodecOptions
 from ds_compress.codecs.groups import GroupSize
 from ds_compress.codecs.mixed import Mixed
+from ds_compress.errors import CompressionError, shown
 from ds_compress.kernels import gaussian
+
+_WITH_A_BASIS = {
+    "hadamard": (False, "the basis is a rotation"),
+    "axis": (-1, "a row is the last dimension"),
+    "grid": (None, "each number of bits has its own"),
+    "scheme": ("symmetric", "coefficients lie around 0"),
+    "rounding": ("nearest", "the grids up to 4 bits are those of normal values"),
+    "mixed": (None, "the variance says which group has how many bits"),
+}
+"""What goes with "rotate": "learned", and why nothing else does."""
 
 
 class QuantizeOptions(CodecOptions):
@@ -48,6 +59,11 @@ class QuantizeOptions(CodecOptions):
     """Keep `bits` for the share of groups with the highest entropy, and give the others `low_bits`
     (TAH-Quant, arXiv 2506.01352, whose groups are 32 or 64 values)."""
 
+    rotate: Literal["none", "learned"] = "none"
+    """learned: send of each row the coefficients in the eigenbasis of the rows of the warm-up, in 0 to 8 bits
+    each, `bits` on average: more where the variance is. Meant for the activations of a transformer, of more
+    rows than a row has values. Costs h multiplications for each value of a row of h, on both sides."""
+
     @field_validator("grid")
     @classmethod
     def _normal_values(cls, grid: str | None, info: ValidationInfo) -> str | None:
@@ -85,3 +101,17 @@ class QuantizeOptions(CodecOptions):
         if value and isinstance(info.data.get("group_size"), str):
             raise ValueError(f"needs a group_size in values, not {info.data['group_size']!r}")
         return value
+
+    @model_validator(mode="after")
+    def _with_a_basis(self) -> "QuantizeOptions":
+        if self.rotate == "none":
+            return self
+        given = self.model_dump(include=self.model_fields_set)
+        for option, (only, reason) in _WITH_A_BASIS.items():
+            if given.get(option, only) != only:
+                value = shown(given[option])
+                raise CompressionError(f'{option}: {value} goes with "rotate": "none" alone: {reason}')
+        size = self.group_size
+        if isinstance(size, str) or size & (size - 1):
+            raise CompressionError(f"group_size: {size!r} is no power of two, which a learned basis needs")
+        return self

@@ -47,6 +47,12 @@ def learned(forward: float, backward: float, **others: Any) -> Block:
     return block(basis, entropy(backward, contexts="rows"), warmup_steps=1, **others)
 
 
+def filled(bits: int, **others: Any) -> Block:
+    """Coefficients in an eigenbasis forward, in fixed bits by water-filling, and rotated groups back."""
+    basis = group(bits, rotate="learned")
+    return block(basis, group(bits, hadamard=True), warmup_steps=1, **others)
+
+
 def subspace(rank: int, bits: float) -> Block:
     """A pair of layers at each cut, and entropy coding of the coefficients that cross between them."""
     return contexts(bits, bits, subspace=rank)
@@ -121,7 +127,9 @@ BEYOND: dict[str, Block] = {
     **{f"entropy{f:g}/{b:g}-contexts-loco": contexts(f, b, back="loco") for f, b in ((2, 2), (2.5, 1.5))},
     **{f"entropy{f:g}/{b:g}-learned": learned(f, b) for f, b in ((2, 2), (1.75, 1.75), (1.5, 2), (2.5, 2.5))},
     **{f"entropy{f:g}/{b:g}-learned-loco": learned(f, b, back="loco")
-       for f, b in ((1.75, 1.75), (1.5, 1.5), (1.25, 1.75), (1, 1))},
+       for f, b in ((2, 2), (1.75, 1.75), (1.5, 1.5), (1.25, 1.75), (1, 1))},
+    **{f"group{bits}/{bits}-learned": filled(bits) for bits in (2, 3)},
+    "group2/2-learned-loco": filled(2, back="loco"),
     "entropy1.5/2-aqsgd4-loco": aqsgd(entropy(1.5), entropy(2, contexts="rows"), FIRST, "loco"),
     "group2/2-hadamard-loco": block(group(2, hadamard=True), None, "none", "loco"),
     "entropy1.5/2-aqsgd": aqsgd(entropy(1.5), entropy(2)),

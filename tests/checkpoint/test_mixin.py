@@ -126,6 +126,7 @@ def test_resuming_equals_going_on(name, replicas, tmp_path):
         {"name": "lowrank", "rank": 8},
         {"name": "pca", "rank": 16},
         {"name": "entropy", "bits": 3, "rotate": "learned", "refresh_steps": 2},
+        {"name": "quantize", "bits": 3, "rotate": "learned"},
         {"name": "autoencoder", "width": 16, "lr": 0.01},
     ],
     ids=lambda codec: codec["name"],

@@ -7,7 +7,11 @@ from ds_compress.cli.advise import codecs
 from ds_compress.codec import TensorSpec, build
 
 
-@pytest.mark.parametrize("choice", [{"name": "pca"}, {"name": "entropy", "rotate": "learned"}], ids=str)
+@pytest.mark.parametrize(
+    "choice",
+    [{"name": "pca"}, *({"name": name, "rotate": "learned"} for name in ("entropy", "quantize"))],
+    ids=str,
+)
 def test_rows_too_wide_to_be_fitted_cost_what_their_width_does(choice, monkeypatch):
     """A product with a basis of 4096 rows is four times one of 1024 for each value, the rest the same."""
     asked = []

@@ -20,6 +20,8 @@ OPTIONS = {
         {"rounding": "stochastic"},
         {"bits": 1, "scheme": "symmetric", "hadamard": True, "rounding": "stochastic", "group_size": 16},
         {"group_size": 8, "mixed": {"share": 0.5}, "hadamard": True, "scheme": "symmetric"},
+        {"bits": 1, "rotate": "learned"},
+        {"bits": 3, "rotate": "learned", "group_size": 8, "scale_dtype": "fp32"},
     ],
     "acsgd": [{"bits": 1}],
     "entropy": [{"bits": bits} for bits in (0.1, 6, 2.6180339887)],

@@ -12,7 +12,7 @@ from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from tests.support import captured
 from tests.support.feedback import Pair
-from tests.support.matrices import any_shape, observed, relative_error, send, with_spectrum
+from tests.support.matrices import any_shape, drifting, observed, relative_error, send, with_spectrum
 from tests.support.measure import relative_error as error_of
 
 FOUR_BITS = {"name": "quantize", "bits": 4, "hadamard": True}
@@ -141,17 +141,6 @@ def test_any_shape(x, bits):
     codec = rotated(bits)
     out = send(codec, x, *observed(codec, x)).double()
     assert (out - x).norm() <= 1.01 * x.double().norm()
-
-
-def drifting(step, h=32):
-    """Rows whose directions turn by a little with every step, the strong ones into the weak ones."""
-    angle, turn = torch.tensor(0.01 * step), torch.eye(h)
-    cos, sin = angle.cos(), angle.sin()
-    for strong in range(h // 4):
-        weak = h - 1 - strong
-        turn[strong, strong], turn[strong, weak], turn[weak, strong], turn[weak, weak] = cos, sin, -sin, cos
-    rows = torch.randn(512, h, generator=torch.Generator().manual_seed(step))
-    return (rows * 0.8 ** torch.arange(h)) @ turn
 
 
 def test_the_basis_follows_messages_that_drift():

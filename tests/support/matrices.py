@@ -51,3 +51,14 @@ def with_spectrum(decay, n, h, seed=0):
     generator = torch.Generator().manual_seed(seed)
     v = torch.linalg.qr(torch.randn(h, h, generator=generator)).Q
     return (torch.randn(n, h, generator=generator) * decay ** torch.arange(h)) @ v.T
+
+
+def drifting(step, h=32):
+    """Rows whose directions turn by a little with every step, the strong ones into the weak ones."""
+    angle, turn = torch.tensor(0.01 * step), torch.eye(h)
+    cos, sin = angle.cos(), angle.sin()
+    for strong in range(h // 4):
+        weak = h - 1 - strong
+        turn[strong, strong], turn[strong, weak], turn[weak, strong], turn[weak, weak] = cos, sin, -sin, cos
+    rows = torch.randn(512, h, generator=torch.Generator().manual_seed(step))
+    return (rows * 0.8 ** torch.arange(h)) @ turn

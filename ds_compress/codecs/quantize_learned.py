@@ -1,0 +1,189 @@
+"""Codec quantize with "rotate": "learned": coefficients in a basis of the rows, more bits for the larger."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ds_compress.codec import Context, Layout, Parts, Stability, TensorSpec
+from ds_compress.codecs import basis, bounds
+from ds_compress.codecs.coefficients import Coefficients
+from ds_compress.codecs.groups import group_shape, split
+from ds_compress.codecs.memory import expect, number
+from ds_compress.codecs.reshape import WIRE_DTYPES
+from ds_compress.codecs.water_filling import MOST_BITS, levels_of, share_out
+from ds_compress.errors import CompressionError
+from ds_compress.kernels import gaussian
+from ds_compress.kernels.affine import Grid
+from ds_compress.kernels.bits import packed_size
+from ds_compress.kernels.dispatch import kernels
+
+
+class Learned(Coefficients):
+    """Groups are runs of the coefficients by falling variance, all rows' first ones first, so that one holds
+    values of one variance; each has 0 to 8 bits by `water_filling`, and `bits` on average, exactly. Up to 4
+    bits the grid is that of normal values, from 5 on a uniform one around 0. The last group is filled up
+    with zeros.
+
+    The packet holds the codes of all groups, the first and widest ones first; a scale for each group, 0 for
+    those of 0 bits; and how many groups have at least 1, 2, ... 8 bits. Both sides know these numbers
+    beforehand, by what they have observed: so no GPU has to tell its host, and sizes are constant. Should two
+    sides disagree all the same, the codes would be read as others: they are refused on a CPU, on a GPU all
+    values become nan.
+
+    Memory has, beside the basis, KEY.levels, int32 [h]: the variances as `water_filling` counts them. What
+    follows from them for a shape is worked out once, which reads them back from a GPU.
+    """
+
+    name = "quantize"
+
+    def __init__(self, options: Any):
+        super().__init__(options)
+        self._plans: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by the levels that they follow from
+
+    def layout(self, spec: TensorSpec) -> Layout:
+        options = self.options
+        groups, size = group_shape(spec, options.group_size)
+        return (
+            ((groups, packed_size(size, options.bits)), torch.uint8),
+            ((groups,), WIRE_DTYPES[options.scale_dtype]),
+            ((MOST_BITS,), torch.int32),
+        )
+
+    def sent(self, n: int, h: int, ctx: Context) -> int:
+        return self._plan(n, h, ctx).sent
+
+    def coded(self, coefficients: Tensor, h: int, ctx: Context) -> Parts:
+        n, device = coefficients.shape[1], coefficients.device
+        plan, backend = self._plan(n, h, ctx), kernels(device)
+        groups = split(coefficients, self.options.group_size, fill="zeros")
+        layout = self.layout(TensorSpec((n, h), torch.float32))
+        codes, scales, counts = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in layout)
+        for run in plan.runs:
+            backend.quantize(groups[run.groups], self._grid(run.bits), None, run.of(codes, scales))
+        return codes, scales, counts.copy_(plan.counts)
+
+    def decoded(self, parts: Parts, n: int, h: int, ctx: Context) -> Tensor:
+        codes, scales, counts = parts
+        plan, backend = self._plan(n, h, ctx), kernels(codes.device)
+        scales = plan.agreed(scales, counts)
+        values = [
+            backend.dequantize(run.of(codes, scales), self._grid(run.bits), torch.float32).view(-1)
+            for run in plan.runs
+        ]
+        missing = max(0, plan.sent * n - sum(map(Tensor.numel, values)))
+        values.append(torch.zeros(missing, dtype=torch.float32, device=codes.device))
+        return torch.cat(values)[: plan.sent * n].view(plan.sent, n)
+
+    def _plan(self, n: int, h: int, ctx: Context) -> "_Plan":
+        """For a message of n rows."""
+        levels = ctx.memory[f"{self._key(h, ctx)}.levels"]
+        plans = self._plans.setdefault(levels, {})
+        if n not in plans:
+            plans[n] = _Plan.of(levels, n, self.options.group_size, self.options.bits)
+        return plans[n]
+
+    def _basis(self, h: int, ctx: Context) -> Tensor:
+        key = self._key(h, ctx)
+        moment = ctx.memory.get(f"{key}.moment")
+        of_rows = super()._basis(h, ctx)
+        if moment is not None:  # which the basis has taken the place of
+            ctx.memory[f"{key}.levels"] = levels_of(basis.variances(moment, of_rows))
+        return of_rows
+
+    def check_memory(self, memory: Mapping[str, Tensor]) -> None:
+        super().check_memory({key: value for key, value in memory.items() if not key.endswith(".levels")})
+        for key, value in memory.items():
+            stem, _, what = key.rpartition(".")
+            if not stem.startswith(f"{self.name}."):
+                continue
+            if what == "levels":
+                expect(key, value, torch.int32, shape=(number(stem.rpartition(".")[2]),))
+            if what == "basis" and f"{stem}.levels" not in memory:
+                raise CompressionError(f"entry {key!r} came without {stem + '.levels'!r}")
+
+    def stability(self, spec: TensorSpec) -> Stability:
+        return Stability(1.0)  # what has 0 bits is lost every time
+
+    def gaussian_error_bound(self, spec: TensorSpec) -> float:
+        # few rows in the warm-up tell little: at worst all bits go to as few coefficients as they can
+        error, options = gaussian.normal_error(gaussian.LARGEST_BITS), self.options
+        return bounds.random_part(options.bits / MOST_BITS, error)
+
+    @functools.cached_property
+    def _grid(self) -> Any:
+        """The `Grid` of so many bits; kept, as each message asks for it."""
+        scale_dtype = WIRE_DTYPES[self.options.scale_dtype]
+
+        @functools.lru_cache
+        def grid(bits: int) -> Grid:
+            return Grid(bits, True, scale_dtype, gaussian=bits <= gaussian.LARGEST_BITS)
+
+        return grid
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Groups of as many bits, one behind the other."""
+
+    bits: int
+    groups: slice
+    bytes: slice
+
+    def of(self, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """What is theirs of the codes and scales of all groups."""
+        count = self.groups.stop - self.groups.start
+        return codes.view(-1)[self.bytes].view(count, -1), scales[self.groups]
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """Which groups have how many bits."""
+
+    runs: tuple[_Run, ...]
+    """Of groups that have any, widest first."""
+
+    counts: Tensor
+    """int32: how many groups have at least 1, 2, ... MOST_BITS bits."""
+
+    sent: int
+    """How many coefficients of each row have bits, or share a group with some that have."""
+
+    @classmethod
+    def of(cls, levels: Tensor, n: int, size: int, bits: int) -> "_Plan":
+        """For n rows, of coefficients of `levels`, in groups of `size` values."""
+        h = len(levels)
+        groups = -(-n * h // size)
+        # of the ranks in a group the first is the largest
+        ranks = torch.arange(groups, dtype=torch.int64, device="cpu") * size // n
+        counts = share_out(levels.cpu()[ranks], bits)
+        runs, place = [], 0
+        for width, (last, first) in reversed([*enumerate(pairwise((*counts, 0)), 1)]):
+            if last > first:
+                nbytes = (last - first) * packed_size(size, width)
+                runs.append(_Run(width, slice(first, last), slice(place, place + nbytes)))
+                place += nbytes
+        known = torch.tensor(counts, dtype=torch.int32, device=levels.device)
+        return cls(tuple(runs), known, min(h, -(-counts[0] * size // n)))
+
+    def agreed(self, scales: Tensor, counts: Tensor) -> Tensor:
+        """The `scales` where the other side has the same `counts`, else nan; all rows' first coefficients
+        have bits, so all values become nan.
+
+        Raises:
+            CompressionError: other counts came, to a CPU.
+        """
+        same = (counts == self.counts).all()
+        if counts.device.type != "cpu":
+            return torch.where(same, scales, torch.nan)
+        if not same:
+            raise CompressionError(
+                f"quantize: groups of at least 1, 2, ... bits came as {counts.tolist()}, expected "
+                f"{self.counts.tolist()}: the packet is damaged, or the two sides observed other messages"
+            )
+        return scales

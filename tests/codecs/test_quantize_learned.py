@@ -1,0 +1,191 @@
+"""Codec quantize with "rotate": "learned": the eigenbasis of the warm-up, and bits where the variance is."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_compress.codec import Context, TensorSpec, build
+from ds_compress.config import Config
+from ds_compress.errors import CompressionError
+from ds_compress.kernels import dispatch, reference
+from tests.support import captured
+from tests.support.matrices import any_shape, observed, of_rank, relative_error, send, with_spectrum
+from tests.support.measure import relative_error as error_of
+
+
+def learned(bits, **options):
+    return build({"name": "quantize", "bits": bits, "rotate": "learned", **options})
+
+
+def rows_of(codec, *shape, seed=0):
+    """Of a warm-up and of a message, with the same spectrum and directions."""
+    x = with_spectrum(0.9, 2 * shape[0], shape[1], seed)
+    return x[: shape[0]], x[shape[0] :]
+
+
+@pytest.mark.parametrize("bits, share", [(2, 0.8), (3, 0.8), (4, 0.8)])
+def test_loses_less_than_a_rotation_that_knows_nothing(bits, share):
+    """Of the hidden states of a transformer, in the basis of those that crossed 20 steps before."""
+    messages, before = captured.transformer()[0], captured.transformer_before()[0]
+    codec = learned(bits)
+    ours = [relative_error(send(codec, x, *observed(codec, old)), x) for old, x in zip(before, messages)]
+    other = {"name": "quantize", "bits": bits, "hadamard": True, "grid": "gaussian"}
+    assert sum(ours) < share * sum(error_of(other, x) for x in messages)
+
+
+def test_the_size_is_that_of_the_shape_whatever_was_observed():
+    codec, spec = learned(2), TensorSpec((96, 48), torch.float32)
+    layout = codec.layout(spec)
+    assert layout == (((36, 32), torch.uint8), ((36,), torch.bfloat16), ((8,), torch.int32))
+    x = with_spectrum(0.9, 96, 48)
+    for warmup in (with_spectrum(decay, 500, 48) for decay in (1.0, 0.9, 0.3)):
+        send(codec, x, *observed(codec, warmup))  # compares with the layout
+
+
+@pytest.mark.parametrize("kind", ["spread", "equal", "too few", "constant", "outliers", "zeros"])
+def test_two_sides_whose_moments_differ_by_rounding_agree(kind):
+    h = 48
+    generator = torch.Generator().manual_seed(0)
+    x = {
+        "spread": with_spectrum(0.9, 500, h),
+        "equal": torch.linalg.qr(torch.randn(500, h, generator=generator)).Q,
+        "too few": of_rank(5, 500, h),
+        "constant": torch.full((500, h), 0.3),
+        "outliers": with_spectrum(0.9, 500, h) * torch.where(torch.arange(h) < 3, 1000.0, 1.0),
+        "zeros": torch.zeros(500, h),
+    }[kind]
+    for bits in (1, 2, 3):
+        codec = learned(bits)
+        sender, receiver = observed(codec, x)
+        key = "quantize.0.forward.48.moment"
+        moment = receiver.memory[key]
+        noise = torch.randn(moment.shape, generator=generator, dtype=torch.float64) * moment.abs() * 1e-13
+        receiver.memory[key] = moment + noise + noise.T
+        alone = send(codec, x, *observed(codec, x))
+        arrived = send(codec, x, sender, receiver)
+        torch.testing.assert_close(arrived, alone, rtol=0, atol=1e-4 * x.abs().max().item())
+
+
+def test_sides_that_disagree_are_told():
+    codec, x = learned(2), with_spectrum(0.9, 256, 32)
+    sender, _ = observed(codec, x)
+    _, receiver = observed(codec, with_spectrum(0.5, 256, 32))
+    parts = codec.encode(x, sender)
+    with pytest.raises(CompressionError) as error:
+        codec.decode(parts, TensorSpec.of(x), receiver)
+    line = str(error.value)
+    assert line.startswith("quantize: groups of at least 1, 2, ... bits came as [") and "\n" not in line
+    assert line.endswith("the packet is damaged, or the two sides observed other messages")
+
+
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU, whose values the host does not look at."""
+
+    @property
+    def device(self):
+        return torch.device("cuda")
+
+
+def test_on_a_gpu_a_disagreement_becomes_nan():
+    codec, x = learned(2), with_spectrum(0.9, 256, 32)
+    sender, _ = observed(codec, x)
+    _, _, counts = codec.encode(x, sender)
+    (plan,) = next(iter(codec._plans.values())).values()
+    scales = torch.rand(64)
+    same, other = ((counts + change).as_subclass(OnGpu) for change in (0, 1))
+    assert torch.equal(plan.agreed(scales, same).as_subclass(torch.Tensor), scales)
+    assert plan.agreed(scales, other).as_subclass(torch.Tensor).isnan().all()
+
+
+def test_all_backends_make_the_same_packet():
+    codec, x = learned(3), with_spectrum(0.85, 512, 96)
+    sender, receiver = observed(codec, x)
+    parts = codec.encode(x, sender)
+    runs = {run.bits for plans in codec._plans.values() for plan in plans.values() for run in plan.runs}
+    assert runs >= {1, 2, 3, 4, 5, 6}
+    with dispatch.using(reference):
+        assert all(map(torch.equal, codec.encode(x, sender), parts))
+        decoded = codec.decode(parts, TensorSpec.of(x), receiver)
+    assert torch.equal(codec.decode(parts, TensorSpec.of(x), receiver), decoded)
+
+
+def test_each_tensor_and_direction_has_levels_of_its_own():
+    codec, x, g = learned(2), with_spectrum(0.9, 64, 16), with_spectrum(0.8, 64, 16, seed=1)
+    sender, receiver = observed(codec, x, position=1)
+    for side in (sender, receiver):
+        side.direction = "backward"
+        codec.observe(g, side)
+    send(codec, g, sender, receiver)
+    names = ["backward.16.basis", "backward.16.levels", "forward.16.moment"]
+    assert sorted(sender.memory) == sorted(receiver.memory) == [f"quantize.1.{name}" for name in names]
+
+
+def test_refuses_without_warm_up():
+    with pytest.raises(CompressionError) as error:
+        learned(2).encode(torch.randn(4, 8), Context(boundary=3))
+    assert str(error.value) == (
+        "codec 'quantize' at boundary 3: no message of 8 columns was observed before the first "
+        "compressed one; it needs warmup_steps >= 1"
+    )
+    block = {"forward": {"codec": {"name": "quantize", "bits": 2, "rotate": "learned"}}}
+    with pytest.raises(CompressionError, match="warmup_steps"):
+        Config(block)
+    Config({**block, "warmup_steps": 1})
+    assert learned(2).refuses(TensorSpec((4, 2**14 + 1), torch.float32)) == (
+        'its rows have 16,385 values, allowed with "rotate": 16,384'
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(x=any_shape(), bits=st.integers(1, 8), size=st.sampled_from([8, 128]))
+def test_any_shape(x, bits, size):
+    """Fitted to the message itself: never worse than zeros."""
+    codec = learned(bits, group_size=size)
+    out = send(codec, x, *observed(codec, x)).double()
+    assert (out - x).norm() <= 1.01 * x.double().norm()
+
+
+@pytest.mark.parametrize("n", [1, 3, 127, 129, 1000])
+def test_rows_that_fill_no_group(n):
+    codec, (warmup, x) = learned(4), rows_of(None, 1000, 40)
+    error = relative_error(send(codec, x[:n], *observed(codec, warmup)), x[:n])
+    assert error < (0.5 if n < 128 else 0.1)
+
+
+@pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("row", [0, 100, 299])
+def test_what_is_not_finite_shows_in_its_row(special, row):
+    """And in those that share a group with it."""
+    codec, (warmup, x) = learned(1), rows_of(None, 300, 40)
+    x[row, 39] = special
+    out = send(codec, x, *observed(codec, warmup))
+    assert not out[row].isfinite().all()
+
+
+def test_a_warm_up_of_few_directions_sends_those():
+    """The others were never there."""
+    codec, x = learned(1), of_rank(4, 512, 64)
+    assert relative_error(send(codec, x, *observed(codec, x)), x) < 0.02
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"hadamard": True}, 'hadamard: True goes with "rotate": "none" alone: the basis is a rotation'),
+        ({"hadamard": "auto"}, "hadamard: 'auto' goes with "),
+        ({"axis": 1}, 'axis: 1 goes with "rotate": "none" alone: a row is the last dimension'),
+        ({"grid": "gaussian"}, "grid: 'gaussian' goes with "),
+        ({"scheme": "asymmetric"}, "scheme: 'asymmetric' goes with "),
+        ({"rounding": "stochastic"}, "rounding: 'stochastic' goes with "),
+        ({"mixed": {"share": 0.5}, "bits": 4}, "mixed: {'share': 0.5, 'low_bits': 3} goes with "),
+        ({"group_size": 24}, "group_size: 24 is no power of two, which a learned basis needs"),
+        ({"group_size": "tensor"}, "group_size: 'tensor' is no power of two"),
+    ],
+)
+def test_options_that_do_not_go_with_a_basis(options, reason):
+    with pytest.raises(CompressionError) as error:
+        learned(**{"bits": 2, **options})
+    assert str(error.value).startswith(f"codec.{reason}")
