@@ -7,10 +7,11 @@
 #include "group.h"
 #include "limits.h"
 
-// Groups whose ranges are found while others wait for theirs.
-template <int SIZE>
+// Groups whose ranges are found while others wait for theirs, at most so many; beside a state, which takes its place in
+// the first-level cache, not more than divisions need.
+template <int SIZE, int MOST = (LANES > 8 ? LANES : 8)>
 struct Batch {
-    static constexpr int GROUPS = SIZE ? (LANES > 8 ? LANES : 8) : 1;
+    static constexpr int GROUPS = SIZE ? MOST : 1;
 
     static constexpr int ROOM = GROUPS < LANES ? LANES : GROUPS;
 
