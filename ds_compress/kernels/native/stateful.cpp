@@ -191,6 +191,11 @@ int64_t onto(const uint8_t* packed, const void* steps, const void* offsets, Stat
         Out* arrived = streams ? delivered : y + first;
         Ints doubts = {};
         for (int64_t i = 0; i < groups; ++i, packed += size * format.bits / 8) {
+            if (!streams) {  // what is written, too, is read first
+                fetch(old + (i + TOGETHER) * size, size);
+                fetch(made + (i + TOGETHER) * size, size);
+                fetch(arrived + (i + TOGETHER) * size, size);
+            }
             Floats sum = {};
             const auto add = [&](int64_t j, int64_t lanes, Floats value) __attribute__((always_inline)) {
                 const int64_t place = i * size + j;
