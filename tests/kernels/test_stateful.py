@@ -63,6 +63,19 @@ def test_equal_to_torch(
         assert_same_bits(*back)
 
 
+@pytest.mark.parametrize("target", filter(runs_here, TARGETS))
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_more_than_the_caches_hold(target, scale):
+    """What is delivered goes past the caches beyond 8 MiB of fp32."""
+    grid = any_grid(4, False, torch.bfloat16, False, 64, 1)
+    n = (9 << 20) // (4 * 64) + 5
+    x, state = values(n, 64, torch.float32, 3), values(n, 64, torch.float32, 4).clamp(-1e34, 1e34)
+    parts = reference.quantize_change(x, state, scale, grid)[0]
+    with compiled_for(target):
+        ours = cpu.dequantize_change(parts, state, scale, grid, torch.float32)
+    assert_same_bits(ours, reference.dequantize_change(parts, state, scale, grid, torch.float32))
+
+
 def test_both_sides_come_to_the_same_state():
     grid = any_grid(4, False, torch.bfloat16, True, 128, 1)
     x, state = values(70, 128, torch.float32, 3).clamp(-10, 10), torch.zeros(70, 128)

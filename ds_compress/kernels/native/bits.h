@@ -59,8 +59,10 @@ INLINED void unpack_vectors(const uint8_t* packed, const F& work) {
     constexpr int planes = 8 / WIDTH, run = SIZE / planes, line = run % 16 == 0 ? 16 : LANES;
     for (int j = 0; j < run; j += line)
         for (int i = 0; i < planes; ++i)
-            for (int k = j; k < j + line; k += LANES)
-                work(i * run + k, load(packed + k) >> (WIDTH * i) & ((1 << WIDTH) - 1));
+            for (int k = j; k < j + line; k += LANES) {
+                const Ints codes = load(packed + k) >> (WIDTH * i);
+                work(i * run + k, i + 1 < planes ? codes & ((1 << WIDTH) - 1) : codes);  // no byte has more bits
+            }
 }
 
 // Eight bytes at a time, as far as they go.

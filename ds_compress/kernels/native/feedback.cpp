@@ -1,6 +1,7 @@
 // What feedbacks do to a state and a message, in one pass each, as kernels/reference/feedback.py specifies it.
 
 #include "floats.h"
+#include "folds.h"
 #include "int8.h"
 #include "vectors.h"
 

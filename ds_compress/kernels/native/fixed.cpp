@@ -4,6 +4,7 @@
 // are read, and written, one `run` behind those of the one before.
 
 #include "floats.h"
+#include "folds.h"
 #include "turn.h"
 #include "vectors.h"
 

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "floats.h"
+#include "folds.h"
 #include "streams.h"
 #include "vectors.h"
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "floats.h"
+#include "folds.h"
 #include "vectors.h"
 
 struct Grid {
@@ -25,6 +26,16 @@ struct Grids {
     float top;  // the largest code
 
     Grid operator[](int i) const { return {steps[i], offsets[i], inverses[i], top}; }
+
+    // Whether they are finite, and neither steps nor offsets larger than `magnitude`.
+    bool within(float magnitude) const {
+        Ints beyond = {};
+        for (int i = 0; i < COUNT; i += LANES) {
+            const Floats step = load(steps + i), offset = load(offsets + i);
+            beyond |= ~((step <= magnitude) & (offset <= magnitude) & (offset >= -magnitude));
+        }
+        return !any(beyond);
+    }
 
     // From `least` to `most` [COUNT].
     void between(const float* least, const float* most, bool wide) {

@@ -74,17 +74,16 @@ struct Group {
         return to_float(rounded);
     }
 
-    // Of the values from place i on.
-    Floats positions(int64_t i, Grid grid) const { return (::load(values + i) - grid.offset) * grid.inverse; }
+    static Floats positions(const float* values, Grid grid) { return (::load(values) - grid.offset) * grid.inverse; }
 
-    // The nearest codes from place i on, of a grid that is finite: its step is large enough that none is beyond it.
-    Ints code_of(int64_t i, Grid grid) const { return truncated(positions(i, grid) + 0.5f); }
+    // The nearest codes of values, by a grid that is finite: its step is large enough that none is beyond it.
+    static Ints codes_of(const float* values, Grid grid) { return truncated(positions(values, grid) + 0.5f); }
 
     // The same of any grid; of nan, 0.
     void to_codes(Grid grid) {
         const Floats top = Floats{} + grid.top;
         in_vectors<SIZE>(size, [&](int64_t i, int64_t) {
-            keep(truncated(smaller(larger(positions(i, grid), Floats{}), top) + 0.5f), codes + i);
+            keep(truncated(smaller(larger(positions(values + i, grid), Floats{}), top) + 0.5f), codes + i);
         });
     }
 
@@ -104,7 +103,7 @@ struct Group {
     void pack_codes(Grid grid, uint8_t* packed) {
         if constexpr (IN_VECTORS<SIZE, WIDTH>) {
             if (grid.is_finite()) {
-                pack_vectors<SIZE, WIDTH>([&](int i) { return code_of(i, grid); }, packed);
+                pack_vectors<SIZE, WIDTH>([grid, values = values](int i) { return codes_of(values + i, grid); }, packed);
                 return;
             }
         }
@@ -116,7 +115,7 @@ struct Group {
     void dither_codes(Grid grid, Dither dither, uint32_t number) {
         const int64_t count = SIZE ? SIZE : size;
         const auto round = [&](int64_t i, Words draws) {
-            const Floats position = smaller(larger(positions(i, grid), Floats{}), Floats{} + grid.top);
+            const Floats position = smaller(larger(positions(values + i, grid), Floats{}), Floats{} + grid.top);
             keep((truncated(position * 65536.0f + 0.5f) + (Ints)draws) >> 16, codes + i);
         };
         for (int64_t i = 0; i < count; i += 64)
@@ -163,8 +162,8 @@ private:
     template <int WIDTH, class F>
     INLINED void pack_uniform(Grid grid, uint8_t* packed, const F& work) {
         if constexpr (IN_VECTORS<SIZE, WIDTH>) {
-            const auto each = [&](int i) __attribute__((always_inline)) {
-                const Ints code = code_of(i, grid);
+            const auto each = [&work, grid, values = values](int i) __attribute__((always_inline)) {
+                const Ints code = codes_of(values + i, grid);
                 work(i, LANES, uniform(code, grid));
                 return code;
             };

@@ -2,39 +2,48 @@
 
 #pragma once
 
+#include "folds.h"
 #include "limits.h"
 #include "vectors.h"
 
 constexpr int64_t CODED = 128;  // values that share a scale
 
-// The codes of CODED values, as bytes, which are any where one is not finite; returns the scale.
-inline float to_int8(const float* values, uint8_t* codes) {
-    constexpr float coarse = 0x1.8p23f, smallest = 0x1p-126f;  // floats as large as `coarse` are integers
-    Ints most = {};
-    in_vectors<CODED>(CODED, [&](int64_t i, int64_t) { most = larger(most, (Ints)load(values + i) & MAGNITUDE); });
-    float scale = as_float(folded(most, larger<Ints>)[0]) / 127;
-    scale = scale > 0 && scale < smallest ? smallest : scale;
-    const float inverse = scale > 0 ? 1 / scale : 0;
-    for (int64_t i = 0; i < CODED; i += 4 * LANES) {
-        Ints made[4];
-        for (int j = 0; j < 4; ++j) {
-            const Floats share = load(values + i + j * LANES) * inverse;  // less than half a code beyond -127 and 127
-            made[j] = (Ints)(share + coarse) - static_cast<int32_t>(as_bits(coarse));
-        }
-        keep(in_order(narrowed_signed(made)), codes + i);
+// The codes of groups of CODED values, as bytes, which are any where one is not finite, and their scales: of no more groups
+// than there are lanes, so that none waits alone for its divisions.
+inline void to_int8(const float* values, int64_t groups, uint8_t* codes, float* scales) {
+    constexpr float smallest = 0x1p-126f;
+    Ints largest[LANES] = {};
+    for (int64_t k = 0; k < groups; ++k) {
+        Ints most = {};
+        for (int64_t i = k * CODED; i < (k + 1) * CODED; i += LANES)
+            most = larger(most, (Ints)load(values + i) & MAGNITUDE);
+        largest[k] = most;
     }
-    return scale;
+    Floats scale = (Floats)folded_each(largest, larger<Ints>) / 127.0f;
+    scale = scale > 0.0f ? larger(scale, Floats{} + smallest) : scale;
+    keep_some(scale, scales, groups);
+    float inverses[LANES];
+    keep(scale > 0.0f ? 1.0f / scale : Floats{}, inverses);
+    for (int64_t k = 0; k < groups; ++k)
+        for (int64_t i = k * CODED; i < (k + 1) * CODED; i += 4 * LANES) {
+            Ints made[4];  // less than half a code beyond -127 and 127
+            for (int j = 0; j < 4; ++j) made[j] = nearest(load(values + i + j * LANES) * inverses[k]);
+            keep(in_order(narrowed_signed(made)), codes + i);
+        }
 }
 
 inline void to_int8(const float* values, int64_t n, int8_t* codes, float* scales) {
-    int64_t start = 0;
-    for (; start + CODED <= n; start += CODED)
-        *scales++ = to_int8(values + start, reinterpret_cast<uint8_t*>(codes + start));
+    const int64_t whole = n / CODED;
+    for (int64_t group = 0; group < whole; group += LANES) {
+        const int64_t groups = whole - group < LANES ? whole - group : LANES, start = group * CODED;
+        to_int8(values + start, groups, reinterpret_cast<uint8_t*>(codes + start), scales + group);
+    }
+    const int64_t start = whole * CODED;
     if (start < n) {
         float padded[CODED] = {};
         uint8_t made[CODED];
         std::memcpy(padded, values + start, (n - start) * sizeof(float));
-        *scales = to_int8(padded, made);
+        to_int8(padded, 1, made, scales + whole);
         std::memcpy(codes + start, made, n - start);
     }
 }

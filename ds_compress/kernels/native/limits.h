@@ -3,6 +3,7 @@
 #pragma once
 
 #include "floats.h"
+#include "folds.h"
 #include "vectors.h"
 
 // The bits of the largest magnitude of `values` [size]: of nan, if there is one.

@@ -8,7 +8,7 @@ namespace {
 template <int SIZE, class In>
 void quantize(const In* x, Dither dither, int64_t n, int64_t size, Format format, uint8_t* packed,
               void* steps, void* offsets) {
-    Batch<SIZE> batch(size, format);
+    Batch<SIZE, 16> batch(size, format);
     for (int64_t start = 0; start < n; start += batch.GROUPS) {
         const int count = n - start < batch.GROUPS ? n - start : batch.GROUPS;
         for (int i = 0; i < count; ++i) batch.groups[i].load(x + (start + i) * size, format.diagonal);

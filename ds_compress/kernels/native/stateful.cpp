@@ -4,54 +4,12 @@
 #include <type_traits>
 
 #include "batch.h"
+#include "folds.h"
 #include "group.h"
 #include "int8.h"
+#include "kept.h"
 
 namespace {
-
-// By a power of two, as loss scales are, dividing takes no longer than multiplying.
-struct Divisor {
-    float by, inverse;
-    bool is_power;
-
-    explicit Divisor(float by) : by(by), inverse(1 / by) {
-        const uint32_t bits = as_bits(by), exponent = bits >> 23;
-        is_power = !(bits & 0x7FFFFF) && exponent > 0 && exponent < 254;  // and its inverse, too, is a normal number
-    }
-
-    Floats divide(Floats x) const {
-        if (is_power) return x * inverse;
-        asm volatile("");  // or the compiler would do both, and choose
-        return x / by;
-    }
-};
-
-// What error feedback keeps: what was lost, or a part of it beside a part of what it kept before.
-struct Lost {
-    Floats next(Floats, Floats total, Floats sent) const { return total - sent; }
-};
-
-template <bool BY_POWER>
-struct Residual {
-    Divisor scale;
-    float share, rest;
-    int32_t none;  // makes -0, which no sum feels, of 0, where there is no share
-
-    Residual(float scale, float share, float rest)
-        : scale(scale), share(share), rest(rest), none(share == 0 ? INT32_MIN : 0) {}
-
-    Floats next(Floats before, Floats total, Floats sent) const {
-        const Floats lost = total - sent, share_of_it = (BY_POWER ? lost * scale.inverse : lost / scale.by) * rest;
-        return (Floats)((Ints)(before * share) | none) + share_of_it;
-    }
-};
-
-// What EF21 keeps: all that was sent.
-struct Mirror {
-    Divisor scale;
-
-    Floats next(Floats before, Floats, Floats sent) const { return before + scale.divide(sent); }
-};
 
 // A state and memory for the next one: floats, or int8 codes and their scales at places that are multiples of CODED.
 struct State {
@@ -68,11 +26,13 @@ struct State {
         return room;
     }
 
+    // Where what is to be written is made.
     float* room(int64_t place, float* room) const { return codes ? room : made + place; }
 
     void write(int64_t place, int64_t count, const float* values) const {
         if (codes) to_int8(values, count, made_codes + place, made_scales + place / CODED);
     }
+
 };
 
 // A vector as the message has it.
@@ -88,14 +48,14 @@ Ints largest_of(Ints most, Floats x) { return larger(most, (Ints)x & MAGNITUDE);
 
 bool finite(Ints most) { return folded(most, larger<Ints>)[0] < INFINITE; }
 
-// x + factor * state: as it is in `total`, and in `values` within the range of x's type, in which a value of x that is not
-// finite is nan; see `narrow` in kernels/numerics.py. Returns the bits of the largest magnitudes of x.
-template <int SIZE, class In>
-Ints narrow_sum(const In* x, const float* state, float factor, int64_t size, float* total, float* values) {
+// What `kept` makes of x and a state: as it is in `total`, and in `values` within the range of x's type, in which a value
+// of x that is not finite is nan; see `narrow` in kernels/numerics.py. Returns the bits of the largest magnitudes of x.
+template <int SIZE, class In, class Kept>
+Ints narrow_sum(const In* x, const float* state, Kept kept, int64_t size, float* total, float* values) {
     const Floats most = Floats{} + to_float(largest(x));
     Ints seen = {};
     in_vectors<SIZE>(size, [&](int64_t i, int64_t count) {
-        const Floats value = some(x + i, count), sum = value + some(state + i, count) * factor;
+        const Floats value = some(x + i, count), sum = kept.sum(value, some(state + i, count));
         const Floats within = larger(smaller(sum, most), -most);
         seen = largest_of(seen, value);
         keep(sum, total + i);
@@ -106,16 +66,16 @@ Ints narrow_sum(const In* x, const float* state, float factor, int64_t size, flo
 
 // The sums of a batch, which gets its values and its grids. Returns the bits of the largest magnitudes of x, or 0 where
 // those are known to be finite.
-template <int SIZE, class In>
-Ints load_sums(Batch<SIZE>& batch, int count, const In* x, const float* state, float factor, int64_t size,
+template <int SIZE, class In, class Kept>
+Ints load_sums(Batch<SIZE>& batch, int count, const In* x, const float* state, Kept kept, int64_t size,
                const Format& format, float* totals) {
     if constexpr (std::is_same_v<In, float> && SIZE != 0) {  // a finite sum is within the range
-        typename Batch<SIZE>::Ranges ranges;
+        typename Batch<SIZE>::Ranges ranges;  // found group by group: what the next one reads comes meanwhile
         Ints doubts = {};
         for (int k = 0; k < count; ++k) {
             Limits seen;
             for (int64_t i = k * SIZE; i < (k + 1) * SIZE; i += LANES) {
-                const Floats sum = load(x + i) + load(state + i) * factor;
+                const Floats sum = kept.sum(load(x + i), load(state + i));
                 seen.see(sum);
                 keep(sum, totals + i);
             }
@@ -133,7 +93,7 @@ Ints load_sums(Batch<SIZE>& batch, int count, const In* x, const float* state, f
     for (int k = 0; k < count; ++k) {
         const int64_t place = k * size;
         Group<SIZE>& group = batch.groups[k];
-        seen = larger(seen, narrow_sum<SIZE>(x + place, state + place, factor, size, totals + place, group.own));
+        seen = larger(seen, narrow_sum<SIZE>(x + place, state + place, kept, size, totals + place, group.own));
         group.values = group.own;
         if (format.diagonal) rotate<SIZE>(group.own, group.own, size, format.diagonal);
     }
@@ -152,9 +112,9 @@ struct Finite {
     bool message, state;
 };
 
-template <int SIZE, class In, class Keep>
-Finite quantize(const In* x, State state, float factor, Keep kept, int64_t n, int64_t size, Format format,
-                uint8_t* packed, void* steps, void* offsets) {
+template <int SIZE, class In, class Kept>
+Finite quantize(const In* x, State state, Kept kept, int64_t n, int64_t size, Format format, uint8_t* packed,
+                void* steps, void* offsets) {
     Batch<SIZE> batch(size, format);
     constexpr int ROOM = (SIZE ? batch.GROUPS * SIZE : MAX_GROUP) + LANES;
     alignas(64) float totals[ROOM], before[ROOM], after[ROOM];
@@ -163,21 +123,26 @@ Finite quantize(const In* x, State state, float factor, Keep kept, int64_t n, in
         const int count = n - start < batch.GROUPS ? n - start : batch.GROUPS;
         const float* old = state.read(start * size, count * size, before);
         float* made = state.room(start * size, after);
-        const Ints seen = load_sums(batch, count, x + start * size, old, factor, size, format, totals);
+        const Ints seen = load_sums(batch, count, x + start * size, old, kept, size, format, totals);
         in_message = larger(in_message, seen);
         Ints doubts = {};
         for (int i = 0; i < count; ++i, packed += size * format.bits / 8) {
+            if (state.codes) {  // of the next batch, while this one is worked on; beside a state of floats it hinders
+                fetch(x + (start + batch.GROUPS + i) * size, size);
+                fetch(state.codes + (start + batch.GROUPS + i) * size, size);
+            }
             Floats sum = {};
             const auto renew = [&](int64_t j, int64_t lanes, Floats value) __attribute__((always_inline)) {
                 const int64_t place = i * size + j;  // lanes that are too many may be anything
                 const Floats next = kept.next(some(old + place, lanes), load(totals + place), rounded(value, x));
-                sum += first_of(next, lanes);
+                if constexpr (!Kept::BELOW_SUMS) sum += first_of(next, lanes);
                 keep_some(next, made + place, lanes);
             };
             batch.groups[i].pack_and_return(format, batch.grids[i], packed, renew);
             doubts |= (Ints)(sum - sum);
         }
-        if (any(doubts)) in_state = larger(in_state, largest_in(made, count * size));  // they may be finite, yet large
+        const bool doubtful = Kept::BELOW_SUMS ? !batch.grids.within(0x1p100f) : any(doubts);
+        if (doubtful) in_state = larger(in_state, largest_in(made, count * size));  // they may be finite, yet large
         batch.store_scales(count, format, start, steps, offsets);
         state.write(start * size, count * size, made);
     }
@@ -188,45 +153,75 @@ Finite quantize(const In* x, State state, float factor, Keep kept, int64_t n, in
 template <int SIZE, class In>
 int64_t with_residual(const In* x, State state, float scale, float share, float rest, int64_t n, int64_t size,
                       Format format, uint8_t* packed, void* steps, void* offsets) {
-    const auto pass = [&](auto kept, float factor) {
-        return quantize<SIZE>(x, state, factor, kept, n, size, format, packed, steps, offsets);
+    const auto pass = [&](const auto& kept) {
+        return quantize<SIZE>(x, state, kept, n, size, format, packed, steps, offsets);
     };
-    const Residual<true> by_power(scale, share, rest);
-    const bool all = scale == 1 && share == 0 && rest == 1;
-    const Finite found = all                       ? pass(Lost(), scale)
-                         : by_power.scale.is_power ? pass(by_power, scale)
-                                                   : pass(Residual<false>(scale, share, rest), scale);
-    if (!found.message) pass(Residual<false>(scale, share, rest), 0.0f);
+    const auto scaled = [&](float factor) { return pass(Residual<Scaled>(Scaled(factor, scale), share, rest)); };
+    const Finite found = scale != 1                ? scaled(scale)
+                         : share == 0 && rest == 1 ? pass(Lost())
+                                                   : pass(Residual<Unscaled>(Unscaled(), share, rest));
+    if (!found.message) scaled(0.0f);
     return found.message && found.state;
 }
 
 template <int SIZE, class In>
 int64_t with_change(const In* x, State state, float scale, int64_t n, int64_t size, Format format, uint8_t* packed,
                     void* steps, void* offsets) {
-    const Mirror kept = {Divisor(scale)};
-    return quantize<SIZE>(x, state, -scale, kept, n, size, format, packed, steps, offsets).state;
+    const auto pass = [&](const auto& kept) {
+        return quantize<SIZE>(x, state, kept, n, size, format, packed, steps, offsets).state;
+    };
+    return scale == 1 ? pass(Mirror<Unscaled>()) : pass(Mirror<Scaled>{Scaled(scale, scale)});
 }
 
-template <int SIZE, class Out>
-int64_t onto(const uint8_t* packed, const void* steps, const void* offsets, State state, float scale, int64_t n,
+template <int SIZE, class Scale, class Out>
+int64_t onto(const uint8_t* packed, const void* steps, const void* offsets, State state, Scale scale, int64_t n,
              int64_t size, Format format, Out* y) {
-    const Mirror kept = {Divisor(scale)};
+    constexpr int64_t TOGETHER = SIZE ? 8 : 1, ROOM = SIZE ? TOGETHER * SIZE : MAX_GROUP;
+    alignas(64) float after[ROOM];
+    alignas(64) Out delivered[ROOM];
+    const Mirror<Scale> kept = {scale};
+    const bool streams = size % LANES == 0 && to_be_streamed(y, n * size) && to_be_streamed(state.made, n * size);
     Group<SIZE> group;
     group.size = size;
     Ints in_state = {};
-    for (int64_t i = 0; i < n; ++i, packed += size * format.bits / 8) {
-        Floats sum = {};
-        const auto add = [&](int64_t j, int64_t lanes, Floats value) __attribute__((always_inline)) {
-            const int64_t place = i * size + j;
-            const Floats next = kept.next(some(state.old + place, lanes), Floats{}, rounded(value, y));
-            sum += first_of(next, lanes);
-            keep_some(next, state.made + place, lanes);
-            keep_some(next * scale, y + place, lanes);
-        };
-        group.return_values(format, load_grid(format, steps, offsets, i), packed, add);
-        if (any((Ints)(sum - sum))) in_state = larger(in_state, largest_in(state.made + i * size, size));
+    for (int64_t start = 0; start < n; start += TOGETHER) {
+        const int64_t groups = n - start < TOGETHER ? n - start : TOGETHER, first = start * size;
+        const float* old = state.old + first;
+        float* made = streams ? after : state.made + first;
+        Out* arrived = streams ? delivered : y + first;
+        Ints doubts = {};
+        for (int64_t i = 0; i < groups; ++i, packed += size * format.bits / 8) {
+            if (!streams) {  // what is written, too, is read first
+                fetch(old + (i + TOGETHER) * size, size);
+                fetch(made + (i + TOGETHER) * size, size);
+                fetch(arrived + (i + TOGETHER) * size, size);
+            }
+            Floats sum = {};
+            const auto add = [&](int64_t j, int64_t lanes, Floats value) __attribute__((always_inline)) {
+                const int64_t place = i * size + j;
+                const Floats next = kept.next(some(old + place, lanes), Floats{}, rounded(value, y));
+                sum += first_of(next, lanes);
+                keep_some(next, made + place, lanes);
+                keep_some(scale.times(next), arrived + place, lanes);
+            };
+            group.return_values(format, load_grid(format, steps, offsets, start + i), packed, add);
+            if (streams) {
+                stream_all(made + i * size, size, state.made + first + i * size);
+                stream_all(arrived + i * size, size, y + first + i * size);
+            }
+            doubts |= (Ints)(sum - sum);
+        }
+        if (any(doubts)) in_state = larger(in_state, largest_in(made, groups * size));
     }
+    if (streams) streamed();
     return finite(in_state);
+}
+
+template <int SIZE, class Out>
+int64_t with_all(const uint8_t* packed, const void* steps, const void* offsets, State state, float scale, int64_t n,
+                 int64_t size, Format format, Out* y) {
+    if (scale == 1) return onto<SIZE>(packed, steps, offsets, state, Unscaled(), n, size, format, y);
+    return onto<SIZE>(packed, steps, offsets, state, Scaled(scale, scale), n, size, format, y);
 }
 
 }  // namespace
@@ -279,8 +274,8 @@ int64_t dequantize_change(void* y, int64_t bf16, int64_t n, int64_t size, int64_
                           float scale, const float* old, float* made) {
     const Format form = format(size, bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
     const State state = {old, made};
-    if (bf16) FOR_SIZE(onto, packed, steps, offsets, state, scale, n, size, form, static_cast<uint16_t*>(y))
-    else FOR_SIZE(onto, packed, steps, offsets, state, scale, n, size, form, static_cast<float*>(y))
+    if (bf16) FOR_SIZE(with_all, packed, steps, offsets, state, scale, n, size, form, static_cast<uint16_t*>(y))
+    else FOR_SIZE(with_all, packed, steps, offsets, state, scale, n, size, form, static_cast<float*>(y))
 }
 
 }  // extern "C"

@@ -15,6 +15,7 @@ from ds_compress.kernels.reference.feedback import GROUP
 _STATE = Buffer((torch.float32,), ("n", "size"))
 _CODES = Buffer((torch.int8,), ("n", "size"))
 _SCALES = Buffer((torch.float32,), ("n", "size"), per=GROUP)
+_FLAGS = [torch.tensor(flag, dtype=torch.bool, device="cpu") for flag in (False, True)]  # made once
 _BASE: dict[str, Any] = {**VALUES, **FORMAT, **PARTS, "scale": float}
 
 _with_residual = Function(
@@ -71,7 +72,7 @@ def quantize_with_residual(
     old = [entry.contiguous() for entry in residual]
     new = tuple(torch.empty(entry.shape, dtype=entry.dtype, device="cpu") for entry in old)
     finite = call(values.contiguous(), *parts, scale, share, rest, *old, *new)
-    return parts, new, _flag(finite)
+    return parts, new, _FLAGS[finite]
 
 
 def quantize_change(
@@ -81,7 +82,7 @@ def quantize_change(
     plan, parts = _plan(*values.shape, grid, values.dtype), out or parts_of(values, grid)
     new = torch.empty(state.shape, dtype=torch.float32, device="cpu")
     finite = plan.change(values.contiguous(), *parts, scale, state.contiguous(), new)
-    return parts, new, _flag(finite)
+    return parts, new, _FLAGS[finite]
 
 
 def dequantize_change(
@@ -93,8 +94,4 @@ def dequantize_change(
     values = torch.empty(n, size, dtype=dtype, device="cpu")
     new = torch.empty(n, size, dtype=torch.float32, device="cpu")
     finite = plan.onto(values, *map(Tensor.contiguous, parts), scale, state.contiguous(), new)
-    return values, new, _flag(finite)
-
-
-def _flag(finite: int) -> Tensor:
-    return torch.tensor(bool(finite), dtype=torch.bool, device="cpu")
+    return values, new, _FLAGS[finite]

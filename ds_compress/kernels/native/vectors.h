@@ -112,6 +112,20 @@ inline Ints truncated(Floats x) {
 #endif
 }
 
+// The nearest integers, ties to even, of what an integer holds.
+inline Ints nearest(Floats x) {
+#if defined(__AVX512F__)
+    return (Ints)_mm512_maskz_cvtps_epi32(ALL, (__m512)x);
+#elif defined(__AVX2__)
+    return (Ints)_mm256_cvtps_epi32((__m256)x);
+#elif defined(__x86_64__)
+    return (Ints)_mm_cvtps_epi32((__m128)x);
+#else
+    constexpr float coarse = 0x1.8p23f;  // floats of its size are integers
+    return (Ints)(x + coarse) - (Ints)(Floats{} + coarse);
+#endif
+}
+
 // Four vectors of numbers as bytes, which `in_order` puts into their order: x86 joins what is in the same sixteen bytes
 // of its registers. Below 0 a number becomes 0.
 inline Bytes narrowed(const Ints (&x)[4]) {
@@ -200,16 +214,6 @@ inline Floats signed_sum(Floats x, Floats signs, Floats other) {
     return x * signs + other;
 #endif
 }
-
-// What is left of a vector when each half is joined with the other, until one lane is left.
-template <int DISTANCE = LANES / 2, class Vector, class F>
-inline Vector folded(Vector x, F join) {
-    if constexpr (DISTANCE == 0) return x;
-    else return folded<DISTANCE / 2>(join(x, swapped<DISTANCE>(x)), join);
-}
-
-// Whether a lane has a bit.
-inline bool any(Ints x) { return folded(x, [](Ints x, Ints y) { return x | y; })[0]; }
 
 template <class Vector>
 inline Vector smaller(Vector x, Vector y) {
