@@ -103,7 +103,7 @@ def test_loses_what_the_reference_loses(h, size, decay, bits, seed):
     bits=st.integers(1, MOST_BITS),
 )
 def test_bits_are_shared_out_as_one_at_a_time(variances, bits):
-    """On average exactly, the larger variance never fewer; one may go elsewhere that is worth nearly as much."""
+    """On average exactly, the larger variance never fewer; one may go where it is worth nearly as much."""
     variances = np.sort(variances)[::-1].copy()
     counts = share_out(levels_of(torch.from_numpy(variances)), bits)
     widths = [sum(place < count for count in counts) for place in range(len(variances))]
