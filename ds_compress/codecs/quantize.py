@@ -63,11 +63,13 @@ class Quantize(Codec, FusesFeedback):
         )
 
     def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
-        options, backend = self.options, kernels(x.device)
+        options, backend, run = self.options, kernels(x.device), self._run
         drawn = options.rounding == "stochastic"
         dither = ctx.key("dither") if drawn else None
-        groups = split(x, options.group_size, options.axis, self._fill)
-        grid = self._grid(options.bits, ctx.seed)
+        grid, numel = self._grid(options.bits, ctx.seed), x.numel()
+        if run and numel and numel % run == 0:  # whole groups, as they lie in memory
+            return backend.quantize(x.contiguous(), grid, dither, out, run)
+        groups = self._split(x)
         if options.mixed is None:
             return backend.quantize(groups, grid, dither, out)
         tile_map, high, low = separate(groups, options.mixed.counts(len(groups))[0])
@@ -130,6 +132,9 @@ class Quantize(Codec, FusesFeedback):
         grid = self._grid(options.bits, ctx.seed)
         # what `join` does to fp16 is done in fp32
         wide = spec.dtype if spec.dtype == torch.bfloat16 else torch.float32
+        run, numel = self._run, spec.numel
+        if run and numel and numel % run == 0 and wide is spec.dtype:
+            return backend.dequantize(parts, grid, wide, spec.shape)
         if options.mixed is None:
             groups = backend.dequantize(parts, grid, wide)
         else:
@@ -217,6 +222,13 @@ class Quantize(Codec, FusesFeedback):
             return Grid(bits, self._symmetric, scale_dtype, hadamard, key, self._gaussian)
 
         return grid
+
+    @functools.cached_property
+    def _run(self) -> int:
+        """Values in a row that share a scale and the width of their codes; 0 where it takes more to say."""
+        options = self.options
+        plain = options.mixed is None and options.axis == -1 and isinstance(options.group_size, int)
+        return options.group_size if plain else 0
 
     @functools.cached_property
     def _gaussian(self) -> bool:

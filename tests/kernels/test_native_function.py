@@ -144,11 +144,13 @@ def test_the_declaration_is_that_of_the_source(name):
 def test_wrappers_refuse_what_would_be_written_past_a_buffer():
     values = torch.zeros(16, 24)
     with pytest.raises(ValueError, match="a rotation of 24 values came"):
-        quantize.quantize(values, Grid(4, hadamard=True))
+        quantize.quantize(values, 24, Grid(4, hadamard=True))
     with pytest.raises(ValueError, match="size: 4104 came"):
-        quantize.quantize(torch.zeros(1, 4104), Grid(4))
+        quantize.quantize(torch.zeros(1, 4104), 4104, Grid(4))
     with pytest.raises(ValueError, match="size: 20 came"):
-        quantize.quantize(torch.zeros(2, 20), Grid(4))
+        quantize.quantize(torch.zeros(2, 20), 20, Grid(4))
+    with pytest.raises(ValueError, match="384 values came, expected a multiple of 40"):
+        quantize.quantize(values, 40, Grid(4))
     with pytest.raises(TypeError, match="residual: torch.float64"):
         stateful.quantize_with_residual(values, [values.double()], 1.0, 0.0, 1.0, Grid(4))
     with pytest.raises(ValueError, match="old: 24 entries came, expected 384"):
@@ -158,7 +160,11 @@ def test_wrappers_refuse_what_would_be_written_past_a_buffer():
         stateful.quantize_with_residual(values, codes, 1.0, 0.0, 1.0, Grid(4))
     with pytest.raises(ValueError, match="steps: 7 entries came, expected 16"):
         quantize.dequantize(
-            (torch.zeros(16, 12, dtype=torch.uint8), *torch.zeros(2, 7).bfloat16()), Grid(4), torch.float32
+            (torch.zeros(16, 12, dtype=torch.uint8), *torch.zeros(2, 7).bfloat16()),
+            24,
+            Grid(4),
+            torch.float32,
+            (16, 24),
         )
     for index in (-1, 20):
         with pytest.raises(IndexError, match=f"index {index} came, of 20 entries"):

@@ -12,6 +12,8 @@ from ds_compress.kernels.native.loader import SOURCES, ask, loaded, wait
 LONG = 1 << 8
 """From so many entries on compiled passes are used."""
 
+_FP32 = torch.float32.itemsize  # whatever is made of an entry is at most that
+
 library = loaded.get
 """The compiled functions of a source, or None where they are not there."""
 
@@ -20,7 +22,7 @@ def serves(source: str, entries: int) -> bool:
     """Whether a tensor of the CPU of so many entries is worth it, and `source` is there."""
     if entries < LONG:
         return False
-    keep_freed(entries * torch.float32.itemsize)
+    keep_freed(entries * _FP32)
     return library(source) is not None or ask(source) is not None
 
 

@@ -12,6 +12,7 @@ from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.bits import packed_size
 from ds_compress.kernels.dither import halves
 from ds_compress.kernels.hadamard import diagonal
+from ds_compress.kernels.memory import unmade
 from ds_compress.kernels.native.function import FLAG, SIZE, WORD, Buffer, Function
 
 LARGEST_GROUP = 4096
@@ -48,13 +49,15 @@ class Plan:
     """What a grid makes of [n, size] values of one dtype, fp32 or bf16: all that C++ is told but the memory
     of a message."""
 
-    def __init__(self, n: int, size: int, grid: Grid, dtype: torch.dtype):
+    def __init__(self, numel: int, size: int, grid: Grid, dtype: torch.dtype):
         """
         Raises:
             ValueError: there are no such groups.
         """
-        fixed = known(n, size, grid, dtype)
-        self.shape = n, size
+        self.n, rest = divmod(numel, size)
+        if rest:
+            raise ValueError(f"{numel} values came, expected a multiple of {size}")
+        fixed = known(self.n, size, grid, dtype)
         self.nearest = _quantize.given(**fixed, dithered=False, first=0, second=0)
         self.dithered = _quantize.given(**fixed, dithered=True)
         self.back = _dequantize.given(**fixed)
@@ -64,12 +67,11 @@ _plan = lru_cache(Plan)  # a message has the shape of the one before
 
 
 def quantize(
-    values: Tensor, grid: Grid, dither: int | None = None, out: tuple[Tensor, ...] | None = None
+    values: Tensor, size: int, grid: Grid, dither: int | None = None, out: tuple[Tensor, ...] | None = None
 ) -> tuple[Tensor, ...]:
-    """See `reference.quantize`; of `values`, fp32 or bf16 [n, G]."""
-    n, size = values.shape
-    plan, values = _plan(n, size, grid, values.dtype), values.contiguous()
-    parts = parts_of(values, grid) if out is None else out
+    """See `reference.quantize`; of `values`, fp32 or bf16, in groups of `size`."""
+    plan = _plan(values.numel(), size, grid, values.dtype)
+    parts = parts_of(plan.n, size, grid) if out is None else out
     if dither is None:
         plan.nearest(values, *parts)
     else:
@@ -77,19 +79,19 @@ def quantize(
     return parts
 
 
-def dequantize(parts: Sequence[Tensor], grid: Grid, dtype: torch.dtype) -> Tensor:
-    """See `reference.dequantize`; `dtype` is fp32 or bf16."""
-    n, width = parts[0].shape
-    plan = _plan(n, width * 8 // grid.bits, grid, dtype)
-    values = torch.empty(plan.shape, dtype=dtype, device="cpu")
-    plan.back(values, *map(Tensor.contiguous, parts))
+def dequantize(
+    parts: Sequence[Tensor], size: int, grid: Grid, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Tensor:
+    """See `reference.dequantize`; of groups of `size`, to fp32 or bf16 of `shape`."""
+    template = unmade(shape, dtype)
+    values = torch.empty_like(template)
+    _plan(template.numel(), size, grid, dtype).back(values, *parts)
     return values
 
 
-def parts_of(values: Tensor, grid: Grid) -> tuple[Tensor, ...]:
-    """Memory for what is made of `values` [n, G]: packed codes, steps, offsets unless the grid is
+def parts_of(n: int, size: int, grid: Grid) -> tuple[Tensor, ...]:
+    """Memory for what is made of [n, size] values: packed codes, steps, offsets unless the grid is
     symmetric."""
-    n, size = values.shape
     packed = torch.empty(n, packed_size(size, grid.bits), dtype=torch.uint8, device="cpu")
     steps = torch.empty(n, dtype=grid.scale_dtype, device="cpu")
     if grid.symmetric:
