@@ -10,12 +10,12 @@ import torch
 
 from ds_compress.kernels import native
 from ds_compress.kernels.affine import Grid
-from ds_compress.kernels.native import feedback, float8, quantize, selection, stateful
+from ds_compress.kernels.native import feedback, float8, planes, quantize, selection, stateful
 from ds_compress.kernels.native.function import FLAG, Buffer, Function
 
 FUNCTIONS = {
     function.name: function
-    for module in (quantize, stateful, feedback, float8, selection)
+    for module in (quantize, stateful, feedback, float8, planes, selection)
     for held in vars(module).values()
     for function in (held.values() if isinstance(held, dict) else [held])
     if isinstance(function, Function)
@@ -117,9 +117,9 @@ def test_an_offset_may_be_left_out_of_a_symmetric_grid_only():
 C_TYPES = {
     "uint8_t*": {torch.uint8},
     "int8_t*": {torch.int8},
-    "uint16_t*": {torch.bfloat16, torch.int16},
-    "uint32_t*": {torch.int32},
-    "uint64_t*": {torch.int64},
+    "uint16_t*": {torch.bfloat16, torch.float16, torch.int16},
+    "uint32_t*": {torch.float32, torch.int32},
+    "uint64_t*": {torch.float64, torch.int64},
     "int64_t*": {torch.int64},
     "float*": {torch.float32},
     "void*": {torch.float32, torch.bfloat16},
