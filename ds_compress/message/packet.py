@@ -136,15 +136,16 @@ class PacketLayout:
         layout, views = packet.__dict__.get(_VIEWS, (None, ()))
         if layout is self:
             return views
-        memory, made = _memory(packet), list[Tensor]()
+        made, memory = list[Tensor](), _memory(packet)
         wide = {torch.uint8: memory}
         for dtype, shape, strides, start in self._places:
             whole = wide.get(dtype)
             if whole is None:
                 whole = wide[dtype] = memory.view(dtype)
             made.append(whole.as_strided(shape, strides, whole.storage_offset() + start))
-        packet.__dict__[_VIEWS] = self, tuple(made)
-        return tuple(made)
+        views = tuple(made)
+        packet.__dict__[_VIEWS] = self, views
+        return views
 
     def write(self, packet: Tensor, header: Header, parts: tuple[Tensor, ...]) -> None:
         """Fill `packet` with the header and the payload tensors, which must match the layout.
