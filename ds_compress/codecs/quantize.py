@@ -68,7 +68,7 @@ class Quantize(Codec, FusesFeedback):
         dither = ctx.key("dither") if drawn else None
         grid, numel = self._grid(options.bits, ctx.seed), x.numel()
         if run and numel and numel % run == 0:  # whole groups, as they lie in memory
-            return backend.quantize(x.contiguous(), grid, dither, out, run)
+            return backend.quantize(x, grid, dither, out, run)
         groups = self._split(x)
         if options.mixed is None:
             return backend.quantize(groups, grid, dither, out)

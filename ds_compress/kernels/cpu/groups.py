@@ -30,7 +30,7 @@ def quantize(
     if is_mean or size > compiled.LARGEST_GROUP or not native.serves("quantize", numel):
         if numel <= BLOCK or dither is not None:
             return reference.quantize(groups, grid, dither, out, size)
-        blocks = [reference.quantize(block, grid) for (block,) in _blocks(groups.view(-1, size))]
+        blocks = [reference.quantize(block, grid) for (block,) in _blocks(groups.reshape(-1, size))]
         return delivered(tuple(map(torch.cat, zip(*blocks))), out)
     groups = groups.contiguous() if groups.dtype in compiled.FLOATS else groups.float().contiguous()
     return compiled.quantize(groups, size, grid, dither, out)

@@ -28,12 +28,12 @@ def quantize(
         dither: 64 bits from which the draws of stochastic rounding follow, on a uniform grid; None rounds
             to nearest.
         out: contiguous memory for what is returned; new where it is None.
-        size: G, where `groups` are contiguous and of any other shape.
+        size: G, where `groups` are of any other shape.
 
     Returns:
         packed uint8 [n, G * bits / 8]; step [n], and unless the grid is symmetric offset [n].
     """
-    groups = groups if size is None else groups.view(-1, size)
+    groups = groups if size is None else groups.reshape(-1, size)
     groups = rotate(groups.float(), grid.key) if grid.hadamard else groups.float()
     if grid.gaussian:
         codes, scale = gaussian.to_codes(groups, grid)

@@ -42,7 +42,7 @@ def quantize(
     size: int | None = None,
 ) -> tuple[Tensor, ...]:
     """See `reference.quantize`."""
-    groups = groups if size is None else groups.view(-1, size)
+    groups = groups if size is None else groups.reshape(-1, size)
     if not len(groups) or groups.shape[1] > MAX_GROUP:
         return reference.quantize(groups, grid, dither, out)
     return _launch(groups, dither, None, None, None, grid, out)
