@@ -64,8 +64,7 @@ class Quantize(Codec, FusesFeedback):
 
     def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
         options, backend, run = self.options, kernels(x.device), self._run
-        drawn = options.rounding == "stochastic"
-        dither = ctx.key("dither") if drawn else None
+        dither = ctx.key("dither") if self._drawn else None
         grid, numel = self._grid(options.bits, ctx.seed), x.numel()
         if run and numel and numel % run == 0:  # whole groups, as they lie in memory
             return backend.quantize(x, grid, dither, out, run)
@@ -74,7 +73,7 @@ class Quantize(Codec, FusesFeedback):
             return backend.quantize(groups, grid, dither, out)
         tile_map, high, low = separate(groups, options.mixed.counts(len(groups))[0])
         low_grid = self._grid(options.mixed.low_bits, ctx.seed)
-        low_dither = ctx.key("dither", "low_bits") if drawn else None
+        low_dither = ctx.key("dither", "low_bits") if self._drawn else None
         half = 2 if self._symmetric else 3  # tensors of each width
         return (
             tile_map,
@@ -171,6 +170,10 @@ class Quantize(Codec, FusesFeedback):
 
     @property
     def unbiased(self) -> bool:
+        return self._drawn
+
+    @functools.cached_property
+    def _drawn(self) -> bool:
         return self.options.rounding == "stochastic"
 
     @property

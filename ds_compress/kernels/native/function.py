@@ -109,7 +109,7 @@ class Call:
             else:
                 self._left.append(asked)
         self._left.sort(key=lambda asked: asked[0])
-        self._asked = [(dtype, least) for _, dtype, least, _ in self._left]
+        self._dtypes, self._leasts = [asked[1] for asked in self._left], [asked[2] for asked in self._left]
         types = [_WORDS[type(kind)] for _, kind in self._kinds]
         given = [asked[0] for asked in self._left]
         self._fixed = struct.pack(f"={1 + len(given)}q{''.join(types)}", len(given), *given, *words)
@@ -122,11 +122,11 @@ class Call:
         Raises:
             TypeError, ValueError: see `Function`.
         """
-        if len(values) != len(self._asked):
+        if len(values) != len(self._dtypes):
             expected = [self._kinds[asked[0]][0] for asked in self._left]
             raise TypeError(f"{self._name}: {len(values)} arguments came, expected {expected}")
         words = []
-        for value, (dtype, least) in zip(values, self._asked):
+        for value, dtype, least in zip(values, self._dtypes, self._leasts):
             if (  # in one expression, as every message comes by several times
                 isinstance(value, Tensor)
                 and value.dtype is dtype

@@ -13,7 +13,7 @@ from ds_compress.kernels.bits import packed_size
 from ds_compress.kernels.dither import halves
 from ds_compress.kernels.hadamard import diagonal
 from ds_compress.kernels.memory import unmade
-from ds_compress.kernels.native.function import FLAG, SIZE, WORD, Buffer, Function
+from ds_compress.kernels.native.function import FLAG, SIZE, WORD, Buffer, Call, Function
 
 LARGEST_GROUP = 4096
 """Values of a group that a pass can hold."""
@@ -66,6 +66,13 @@ class Plan:
 _plan = lru_cache(Plan)  # a message has the shape of the one before
 
 
+@lru_cache
+def _back(shape: tuple[int, ...], size: int, grid: Grid, dtype: torch.dtype) -> tuple[Tensor, Call]:
+    """What values of `shape` are made from: see `unmade`; and what is called."""
+    template = unmade(shape, dtype)
+    return template, _plan(template.numel(), size, grid, dtype).back
+
+
 def quantize(
     values: Tensor, size: int, grid: Grid, dither: int | None = None, out: tuple[Tensor, ...] | None = None
 ) -> tuple[Tensor, ...]:
@@ -83,9 +90,9 @@ def dequantize(
     parts: Sequence[Tensor], size: int, grid: Grid, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Tensor:
     """See `reference.dequantize`; of groups of `size`, to fp32 or bf16 of `shape`."""
-    template = unmade(shape, dtype)
+    template, call = _back(shape, size, grid, dtype)
     values = torch.empty_like(template)
-    _plan(template.numel(), size, grid, dtype).back(values, *parts)
+    call(values, *parts)
     return values
 
 
