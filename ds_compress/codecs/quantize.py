@@ -20,6 +20,9 @@ from ds_compress.kernels.bits import packed_size
 from ds_compress.kernels.dispatch import kernels
 from ds_compress.kernels.hadamard import key_of
 
+_MADE = (torch.float32, torch.bfloat16)
+"""What kernels make of codes."""
+
 _SCALE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -129,11 +132,11 @@ class Quantize(Codec, FusesFeedback):
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         options, backend = self.options, kernels(parts[0].device)
         grid = self._grid(options.bits, ctx.seed)
+        run, numel, dtype = self._run, spec.numel, spec.dtype
+        if run and numel and numel % run == 0 and dtype in _MADE:
+            return backend.dequantize(parts, grid, dtype, spec.shape)
         # what `join` does to fp16 is done in fp32
-        wide = spec.dtype if spec.dtype == torch.bfloat16 else torch.float32
-        run, numel = self._run, spec.numel
-        if run and numel and numel % run == 0 and wide is spec.dtype:
-            return backend.dequantize(parts, grid, wide, spec.shape)
+        wide = dtype if dtype in _MADE else torch.float32
         if options.mixed is None:
             groups = backend.dequantize(parts, grid, wide)
         else:

@@ -159,13 +159,8 @@ def test_wrappers_refuse_what_would_be_written_past_a_buffer():
         codes = values.to(torch.int8), torch.zeros(2)
         stateful.quantize_with_residual(values, codes, 1.0, 0.0, 1.0, Grid(4))
     with pytest.raises(ValueError, match="steps: 7 entries came, expected 16"):
-        quantize.dequantize(
-            (torch.zeros(16, 12, dtype=torch.uint8), *torch.zeros(2, 7).bfloat16()),
-            24,
-            Grid(4),
-            torch.float32,
-            (16, 24),
-        )
+        parts = torch.zeros(16, 12, dtype=torch.uint8), *torch.zeros(2, 7).bfloat16()
+        quantize.back((16, 12), Grid(4), torch.float32, None).call(values, *parts)
     for index in (-1, 20):
         with pytest.raises(IndexError, match=f"index {index} came, of 20 entries"):
             selection.set_bits(torch.tensor([3, index, 5]), 20)

@@ -43,19 +43,20 @@ def dequantize(
     shape: tuple[int, ...] | None = None,
 ) -> Tensor:
     """See `reference.dequantize`."""
+    made = dtype if dtype in compiled.FLOATS else torch.float32
+    way = compiled.back(parts[0].shape, grid, made, shape)
+    if way is not None and native.serves("quantize", way.numel):
+        values = torch.empty_like(way.template)
+        way.call(values, *parts)
+        return values if made is dtype else values.to(dtype)
     n, width = parts[0].shape
     size = width * 8 // grid.bits
-    shape = (n, size) if shape is None else shape
-    made = dtype if dtype in compiled.FLOATS else torch.float32
-    if size <= compiled.LARGEST_GROUP and native.serves("quantize", n * size):
-        values = compiled.dequantize(parts, size, grid, made, shape)
-        return values if made is dtype else values.to(dtype)
     if n * size <= BLOCK:
         return reference.dequantize(parts, grid, dtype, shape)
     values = torch.empty(n, size, dtype=made, device="cpu")
     for block, *its_parts in _blocks(values, *parts):
         block.copy_(reference.dequantize(its_parts, grid))
-    return values.to(dtype).view(shape)
+    return values.to(dtype).view((n, size) if shape is None else shape)
 
 
 def _blocks(groups: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -1,8 +1,8 @@
 """Group-wise quantization by quantize.cpp."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from ds_compress.kernels.bits import packed_size
 from ds_compress.kernels.dither import halves
 from ds_compress.kernels.hadamard import diagonal
 from ds_compress.kernels.memory import unmade
-from ds_compress.kernels.native.function import FLAG, SIZE, WORD, Buffer, Call, Function
+from ds_compress.kernels.native.function import FLAG, SIZE, WORD, Buffer, Function
 
 LARGEST_GROUP = 4096
 """Values of a group that a pass can hold."""
@@ -66,11 +66,29 @@ class Plan:
 _plan = lru_cache(Plan)  # a message has the shape of the one before
 
 
+class Back(NamedTuple):
+    """What makes values of packed codes."""
+
+    numel: int
+    template: Tensor
+    """What new memory for them is made from, see `unmade`."""
+    call: Callable[..., int]
+    """Gets that memory and what `reference.quantize` returned."""
+
+
 @lru_cache
-def _back(shape: tuple[int, ...], size: int, grid: Grid, dtype: torch.dtype) -> tuple[Tensor, Call]:
-    """What values of `shape` are made from: see `unmade`; and what is called."""
-    template = unmade(shape, dtype)
-    return template, _plan(template.numel(), size, grid, dtype).back
+def back(
+    packed: tuple[int, int], grid: Grid, dtype: torch.dtype, shape: tuple[int, ...] | None
+) -> Back | None:
+    """What `reference.dequantize` does to codes of the shape `packed`, for fp32 or bf16; None for groups too
+    large."""
+    n, width = packed
+    size = width * 8 // grid.bits
+    if size > LARGEST_GROUP:
+        return None
+    template = unmade((n, size) if shape is None else shape, dtype)
+    numel = template.numel()
+    return Back(numel, template, _plan(numel, size, grid, dtype).back.__call__)
 
 
 def quantize(
@@ -84,16 +102,6 @@ def quantize(
     else:
         plan.dithered(values, *halves(dither), *parts)
     return parts
-
-
-def dequantize(
-    parts: Sequence[Tensor], size: int, grid: Grid, dtype: torch.dtype, shape: tuple[int, ...]
-) -> Tensor:
-    """See `reference.dequantize`; of groups of `size`, to fp32 or bf16 of `shape`."""
-    template, call = _back(shape, size, grid, dtype)
-    values = torch.empty_like(template)
-    call(values, *parts)
-    return values
 
 
 def parts_of(n: int, size: int, grid: Grid) -> tuple[Tensor, ...]:
