@@ -256,9 +256,8 @@ def encode_into(codec: Codec, x: Tensor, ctx: Context, out: Parts | None) -> Par
     """
     if out is None:
         return codec.encode(x, ctx)
-    memory = (out,) if codec.takes_memory else ()
-    parts = codec.encode(x, ctx, *memory)
-    if not all(map(operator.is_, parts, out)) or len(parts) < len(out):
+    parts = codec.encode(x, ctx, out) if codec.takes_memory else codec.encode(x, ctx)  # type: ignore[call-arg]
+    if parts is not out and (len(parts) < len(out) or not all(map(operator.is_, parts, out))):
         count = len(out)
         fill(out, parts[:count])
         parts = out + parts[count:]

@@ -50,8 +50,10 @@ def split(x: Tensor, group_size: int | str, axis: int = -1, fill: Fill = "last")
     """
     if axis != -1:
         x = x.movedim(axis, -1)
-    if isinstance(group_size, int) and x.numel() and x.numel() % group_size == 0:  # nothing is missing
-        return x.reshape(-1, group_size)
+    numel = x.numel()
+    run = numel if group_size == "tensor" else group_size
+    if isinstance(run, int) and numel and numel % run == 0 and run % 8 == 0:  # nothing is missing
+        return x.reshape(-1, run)
     shape = group_shape(TensorSpec.of(x), group_size)
     if not x.numel():
         return x.new_empty(shape)

@@ -7,6 +7,7 @@ from ds_compress.codec import Codec, Context, Layout, TensorSpec, register
 from ds_compress.codecs.mixins import SecondPacket
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.frames import pack, unpack
+from ds_compress.kernels.planes import join_bytes, sort_bytes
 
 
 @register("lossless")
@@ -39,17 +40,14 @@ class Lossless(Codec, SecondPacket):
         return (((spec.nbytes,), torch.uint8),)
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
-        places = x.detach().cpu().contiguous().view(-1, 1).view(torch.uint8)
-        body = torch.stack(places.unbind(1)).view(-1)
-        body = pack(body)
+        body = pack(sort_bytes(x.detach().cpu().contiguous()))
         return torch.tensor([body.numel()], dtype=torch.int64, device=x.device), body.to(x.device)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         body = parts[1].cpu()
         if body.numel() < spec.nbytes:
             body = unpack(body, spec.nbytes)
-        places = body.view(spec.dtype.itemsize, spec.numel)
-        return torch.stack(places.unbind(0), dim=1).view(spec.dtype).view(spec.shape).to(spec.device)
+        return join_bytes(body, spec.dtype, spec.shape).to(spec.device)
 
     def error_bound(self, spec: TensorSpec) -> float:
         return 0.0

@@ -21,6 +21,9 @@ from ds_compress.kernels.bits import packed_size
 from ds_compress.kernels.dispatch import kernels
 from ds_compress.kernels.hadamard import key_of
 
+_MADE = (torch.float32, torch.bfloat16)
+"""What kernels make of codes."""
+
 _SCALE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -67,16 +70,17 @@ class Quantize(Codec, FusesFeedback):
         )
 
     def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
-        options, backend = self.options, kernels(x.device)
-        drawn = options.rounding == "stochastic"
-        dither = ctx.key("dither") if drawn else None
-        groups = split(x, options.group_size, options.axis, self._fill)
-        grid = self._grid(options.bits, ctx.seed)
+        options, backend, run = self.options, kernels(x.device), self._run
+        dither = ctx.key("dither") if self._drawn else None
+        grid, numel = self._grid(options.bits, ctx.seed), x.numel()
+        if run and numel and numel % run == 0:  # whole groups, as they lie in memory
+            return backend.quantize(x, grid, dither, out, run)
+        groups = self._split(x)
         if options.mixed is None:
             return backend.quantize(groups, grid, dither, out)
         tile_map, high, low = separate(groups, options.mixed.counts(len(groups))[0])
         low_grid = self._grid(options.mixed.low_bits, ctx.seed)
-        low_dither = ctx.key("dither", "low_bits") if drawn else None
+        low_dither = ctx.key("dither", "low_bits") if self._drawn else None
         half = 2 if self._symmetric else 3  # tensors of each width
         return (
             tile_map,
@@ -136,8 +140,11 @@ class Quantize(Codec, FusesFeedback):
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         options, backend = self.options, kernels(parts[0].device)
         grid = self._grid(options.bits, ctx.seed)
+        run, numel, dtype = self._run, spec.numel, spec.dtype
+        if run and numel and numel % run == 0 and dtype in _MADE:
+            return backend.dequantize(parts, grid, dtype, spec.shape)
         # what `join` does to fp16 is done in fp32
-        wide = spec.dtype if spec.dtype == torch.bfloat16 else torch.float32
+        wide = dtype if dtype in _MADE else torch.float32
         if options.mixed is None:
             groups = backend.dequantize(parts, grid, wide)
         else:
@@ -174,6 +181,10 @@ class Quantize(Codec, FusesFeedback):
 
     @property
     def unbiased(self) -> bool:
+        return self._drawn
+
+    @functools.cached_property
+    def _drawn(self) -> bool:
         return self.options.rounding == "stochastic"
 
     @property
@@ -225,6 +236,13 @@ class Quantize(Codec, FusesFeedback):
             return Grid(bits, self._symmetric, scale_dtype, hadamard, key, self._gaussian)
 
         return grid
+
+    @functools.cached_property
+    def _run(self) -> int:
+        """Values in a row that share a scale and the width of their codes; 0 where it takes more to say."""
+        options = self.options
+        plain = options.mixed is None and options.axis == -1 and isinstance(options.group_size, int)
+        return options.group_size if plain else 0
 
     @functools.cached_property
     def _gaussian(self) -> bool:

@@ -45,6 +45,13 @@ def keep_freed(nbytes: int) -> None:
         libc.mallopt(trim_threshold, 2**31 - 1)
 
 
+@lru_cache
+def unmade(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """What `torch.empty_like` makes a tensor of the CPU of `shape` from, in half the time that `torch.empty`
+    takes; it has no memory for it itself."""
+    return torch.empty((), dtype=dtype, device="cpu").expand(shape)
+
+
 def scratch(role: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Memory with anything in it, the same at every call of this thread for `role`: for what no caller gets
     to see."""

@@ -18,7 +18,7 @@ from ds_compress.config import DIRECTIONS, BoundaryCodecs, Config
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.memory import keep_freed
 from ds_compress.message.layout import Counters, Encoded, MessageLayout, explain, why_exempt
-from ds_compress.message.packet import Header, PacketLayout, seal
+from ds_compress.message.packet import PacketLayout
 from ds_compress.message.state import BoundaryState
 
 Kind = tuple[bool, bool, int, tuple[bool, ...] | None]
@@ -115,7 +115,7 @@ class Channel:
                 known += ctx.known
             if message.ids:
                 fill(views[-1:], (self.boundary.sample_ids[message_id.micro_batch],))
-            seal(packet, Header(**vars(message_id), **layout.stamp))
+            layout.seal(packet, message_id)
             encoded = Encoded(packet, self._rest_packet(rest, message_id) if rest else None, message)
         self.sent.add(encoded, known)
         return encoded
@@ -135,11 +135,11 @@ class Channel:
         Raises:
             CompressionError: the packet is not the expected message.
         """
-        header = Header(**vars(message_id), **message.packet.stamp)
-        if packet.device.type == "cpu" or message.headers_left > 0 or header.sealed:
+        layout = message.packet
+        if packet.is_cpu or message.headers_left > 0 or layout.sealed:
             message.headers_left -= 1
-            header.check(packet)
-        views = message.packet.views(packet)
+            layout.check(packet, message_id)
+        views = layout.views(packet)
         parts = [views[place] for place in message.places]
         if message.ids:
             self.boundary.sample_ids[message_id.micro_batch] = views[-1].cpu().clone()
@@ -152,13 +152,14 @@ class Channel:
             for own, (codec, _, position, spec) in zip(parts, message.ways):
                 if codec is None:
                     self.boundary.pass_by(message_id, position)
-                    arrived.append(own[0])
+                    arrived.append(own[0].detach())  # the next packet of this memory has the same views
                     continue
                 try:
-                    arrived.append(codec.decode(own, spec, self.boundary.context(message_id, position)))
+                    tensor = codec.decode(own, spec, self.boundary.context(message_id, position))
                 except Exception as error:
                     explain(error, codec, self.place, message_id)
                     raise
+                arrived.append(tensor.detach() if id(tensor) in map(id, own) else tensor)
         return arrived
 
     def _observe(self, tensors: Sequence[Tensor], message: MessageLayout, message_id: MessageId) -> None:
@@ -173,7 +174,7 @@ class Channel:
     def _rest_packet(self, rest: list[Tensor], message_id: MessageId) -> Tensor:
         layout = self._rest_layout(tuple((tuple(part.shape), part.dtype) for part in rest))
         packet = layout.allocate(rest[0].device)
-        layout.write(packet, Header(**vars(message_id), **layout.stamp), tuple(rest))
+        layout.write(packet, layout.header(message_id), tuple(rest))
         return packet
 
     def _with_rest(
@@ -194,7 +195,7 @@ class Channel:
         packet = fetch(layout.nbytes) if fetch else None
         if packet is None:
             raise CompressionError(f"{self.place}: no packet follows, expected one of {layout.nbytes} bytes")
-        Header(**vars(message_id), **layout.stamp).check(packet)
+        layout.check(packet, message_id)
         views = iter(layout.views(packet))
         return [own + tuple(next(views) for _ in rest) for own, rest in zip(parts, rests)]
 

@@ -24,7 +24,6 @@ import hashlib
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,12 +48,8 @@ class Header(MessageId):
     sealed: bool = False  # whether a checksum of the body goes along
 
     def pack(self, checksum: int = 0) -> bytes:
-        flags = _BACKWARD * (self.direction == "backward") + _EVALUATION * (not self.training)
-        units = self.nbytes // ALIGNMENT
-        step = self.step % 2**32
-        return _HEADER.pack(
-            MAGIC, VERSION, flags, self.boundary, step, self.micro_batch, self.fingerprint, checksum, units
-        )
+        """The bytes, with the checksum of the body."""
+        return _packed(self, self, checksum)
 
     @classmethod
     def unpack(cls, data: bytes) -> "Header":
@@ -79,19 +74,17 @@ class Header(MessageId):
         nbytes = units * ALIGNMENT
         return cls(boundary, direction, step, micro_batch, training, fingerprint=fingerprint, nbytes=nbytes)
 
+    def seal(self, packet: Tensor) -> None:
+        """Write this header in front of a packet whose body is complete."""
+        _write(packet, self.pack(_checksum(packet) if self.sealed else 0))
+
     def check(self, packet: Tensor) -> None:
         """Refuse `packet` unless it is the message that this header describes.
 
         Raises:
             CompressionError: naming the first field that differs, what came and what was expected.
         """
-        expected = self.pack(_checksum(packet) if self.sealed else 0)
-        # a slice costs several times what the header does
-        data = (
-            packet.numpy()[:HEADER_SIZE].tobytes()
-            if packet.is_cpu
-            else packet[:HEADER_SIZE].cpu().numpy().tobytes()
-        )
+        data, expected = _front(packet).tobytes(), self.pack(_checksum(packet) if self.sealed else 0)
         if data == expected:
             return
         came, wanted = Header.unpack(data), Header.unpack(expected)
@@ -124,10 +117,9 @@ class PacketLayout:
             self._places.append((dtype, shape, strides, end // dtype.itemsize))
             end += -(-torch.Size(shape).numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         self.nbytes = end
+        self.sealed = sealed
         identity = repr((VERSION, parts, settings))
         self.fingerprint = hashlib.blake2b(identity.encode(), digest_size=8).digest()
-        self.stamp: dict[str, Any] = {"fingerprint": self.fingerprint, "nbytes": end, "sealed": sealed}
-        """What headers say of it."""
 
     def allocate(self, device: torch.device) -> Tensor:
         """A zeroed packet, uint8 of `nbytes`; zeroed so that the gaps are the same on every run."""
@@ -141,13 +133,19 @@ class PacketLayout:
         """
         if packet.numel() != self.nbytes:
             raise CompressionError(f"packet: {packet.numel()} bytes came, expected {self.nbytes}")
-        views, wide = [], {torch.uint8: packet}
-        for dtype, shape, strides, start in self._places:  # each operation costs what a thousand values cost
+        layout, views = packet.__dict__.get(_VIEWS, (None, ()))
+        if layout is self:
+            return views
+        made, memory = list[Tensor](), _memory(packet)
+        wide = {torch.uint8: memory}
+        for dtype, shape, strides, start in self._places:
             whole = wide.get(dtype)
             if whole is None:
-                whole = wide[dtype] = packet.view(dtype)
-            views.append(whole.as_strided(shape, strides, whole.storage_offset() + start))
-        return tuple(views)
+                whole = wide[dtype] = memory.view(dtype)
+            made.append(whole.as_strided(shape, strides, whole.storage_offset() + start))
+        views = tuple(made)
+        packet.__dict__[_VIEWS] = self, views
+        return views
 
     def write(self, packet: Tensor, header: Header, parts: tuple[Tensor, ...]) -> None:
         """Fill `packet` with the header and the payload tensors, which must match the layout.
@@ -156,14 +154,72 @@ class PacketLayout:
             CompressionError: a part has another shape or dtype than its layout promised.
         """
         fill(self.views(packet), parts)
-        seal(packet, header)
+        header.seal(packet)
+
+    def seal(self, packet: Tensor, message_id: MessageId) -> None:
+        """See `Header.seal`; of the message `message_id`."""
+        data = _packed(message_id, self, _checksum(packet) if self.sealed else 0)
+        front = packet.__dict__.get(_FRONT)
+        if front is None:
+            _write(packet, data)
+        else:
+            front[:] = data
+
+    def check(self, packet: Tensor, message_id: MessageId) -> None:
+        """See `Header.check`; of the message `message_id`."""
+        data = _packed(message_id, self, _checksum(packet) if self.sealed else 0)
+        if packet.__dict__.get(_FRONT) != data:
+            self.header(message_id).check(packet)
+
+    def header(self, message_id: MessageId) -> Header:
+        """That of the message `message_id`."""
+        return Header(
+            **vars(message_id), fingerprint=self.fingerprint, nbytes=self.nbytes, sealed=self.sealed
+        )
 
 
-def seal(packet: Tensor, header: Header) -> None:
-    """Write the header in front of a packet whose body is complete."""
-    data = header.pack(_checksum(packet) if header.sealed else 0)
+_Stamp = Header | PacketLayout
+"""What has a fingerprint, a size, and whether a checksum goes along."""
+
+# What a packet is looked at through is made once for its memory, which links use again, and kept in
+# attributes of the tensor: each operation of torch costs what a thousand values cost.
+_VIEWS, _FRONT = "ds_compress_views", "ds_compress_front"
+
+
+def _memory(packet: Tensor) -> Tensor:
+    """Another tensor of the memory of `packet`: of what is made of this one none holds `packet`, which may
+    hold it."""
+    return packet.detach()
+
+
+def _front(packet: Tensor) -> memoryview:
+    """The bytes of the header of a packet; on a device a copy of them, for which the host waits."""
+    if not packet.is_cpu:
+        return packet[:HEADER_SIZE].cpu().numpy().data
+    front: memoryview | None = packet.__dict__.get(_FRONT)
+    if front is None:
+        front = packet.__dict__[_FRONT] = _memory(packet).numpy().data[:HEADER_SIZE]
+    return front
+
+
+def _packed(message_id: MessageId, stamp: _Stamp, checksum: int) -> bytes:
+    flags = _BACKWARD * (message_id.direction == "backward") + _EVALUATION * (not message_id.training)
+    return _HEADER.pack(
+        MAGIC,
+        VERSION,
+        flags,
+        message_id.boundary,
+        message_id.step % 2**32,
+        message_id.micro_batch,
+        stamp.fingerprint,
+        checksum,
+        stamp.nbytes // ALIGNMENT,
+    )
+
+
+def _write(packet: Tensor, data: bytes) -> None:
     if packet.is_cpu:
-        packet.numpy().data[:HEADER_SIZE] = data
+        _front(packet)[:] = data
         return
     start = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     if packet.is_cuda:  # from pageable memory the host would wait for the copy

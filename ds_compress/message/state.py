@@ -47,8 +47,12 @@ class BoundaryState:
             stash = self._stashes[key] = {}
         else:
             stash = self._stashes.pop(key, {})
-        return Context(
-            **vars(message_id),
+        return Context(  # by name: ** would make a dict of all of them
+            boundary=message_id.boundary,
+            direction=message_id.direction,
+            step=message_id.step,
+            micro_batch=message_id.micro_batch,
+            training=message_id.training,
             position=position,
             replica=self.replica,
             seed=self.config.block.seed,

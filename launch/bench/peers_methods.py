@@ -31,6 +31,7 @@ OURS = (
     {"name": "quantize", "bits": 4},
     {"name": "quantize", "bits": 4, "group_size": 64},
     {"name": "quantize", "bits": 4, "hadamard": True},
+    {"name": "quantize", "bits": 4, "scheme": "symmetric", "hadamard": True},
     {"name": "quantize", "bits": 2},
     {"name": "acsgd", "bits": 8},
     {"name": "acsgd", "bits": 4},

@@ -71,3 +71,22 @@ def test_uncompiled_blocks_equal_the_reference(monkeypatch):
         for dtype in (torch.bfloat16, torch.float32):
             decoded = cpu.dequantize(parts, grid, dtype)
             assert_same_bits([decoded], [reference.dequantize(parts, grid, dtype)])
+
+
+@pytest.mark.parametrize("served", [True, False])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_groups_may_lie_in_a_tensor_of_any_shape(served, symmetric, monkeypatch):
+    """A view of each message took as long as its arithmetic."""
+    if not served:
+        monkeypatch.setattr(native, "serves", lambda *_: False)
+    shape, grid = (2, 3, 384), Grid(4, symmetric)
+    x = values(18, 128, torch.float32, 7)
+    parts = reference.quantize(x, grid)
+    for backend in (cpu, reference):
+        assert_same_bits(backend.quantize(x.view(shape), grid, None, None, 128), parts)
+        decoded = backend.dequantize(parts, grid, torch.float32, shape)
+        assert_same_bits([decoded], [reference.dequantize(parts, grid).view(shape)])
+        with pytest.raises((ValueError, RuntimeError)):  # packets may be damaged
+            backend.dequantize(parts, grid, torch.float32, (2, 3, 385))
+        with pytest.raises((ValueError, RuntimeError)):
+            backend.dequantize(parts, grid, torch.float32, (2, 3, 512))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ds_compress.kernels import cpu, reference
 from ds_compress.kernels.cpu.selection import LONG_ROW
-from ds_compress.kernels.sampling import plan
+from ds_compress.kernels.sampling import first_look
 from tests.support.native import TARGETS, compiled_for, runs_here
 from tests.support.same_bits import assert_same_bits
 
@@ -64,7 +64,7 @@ def test_the_largest_of_long_rows(target, dtype, kind):
     d = LONG_ROW + 3
     x, k = rows_of(kind, 2, d, 1).to(dtype), d // 10
     if kind == "the sample misleads":  # to a band that is far too high
-        x[:, :: plan(d, k)[0]] += 100
+        x[:, :: first_look(d, k)[0]] += 100
     with compiled_for(target):
         assert_kept(x, k)
 

@@ -91,6 +91,7 @@ CODECS = [
     {"name": "quantize", "rounding": "stochastic", "mixed": {"low_bits": 3}},
     *({"name": "entropy", "bits": bits} for bits in (2.5, 6)),
     *({"name": "entropy", "contexts": contexts} for contexts in ("rows", "columns")),
+    {"name": "lossless"},
 ]
 
 

@@ -10,12 +10,12 @@ import torch
 
 from ds_compress.kernels import native
 from ds_compress.kernels.affine import Grid
-from ds_compress.kernels.native import feedback, float8, quantize, selection, stateful
+from ds_compress.kernels.native import feedback, float8, planes, quantize, selection, stateful
 from ds_compress.kernels.native.function import FLAG, Buffer, Function
 
 FUNCTIONS = {
     function.name: function
-    for module in (quantize, stateful, feedback, float8, selection)
+    for module in (quantize, stateful, feedback, float8, planes, selection)
     for held in vars(module).values()
     for function in (held.values() if isinstance(held, dict) else [held])
     if isinstance(function, Function)
@@ -117,9 +117,9 @@ def test_an_offset_may_be_left_out_of_a_symmetric_grid_only():
 C_TYPES = {
     "uint8_t*": {torch.uint8},
     "int8_t*": {torch.int8},
-    "uint16_t*": {torch.bfloat16, torch.int16},
-    "uint32_t*": {torch.int32},
-    "uint64_t*": {torch.int64},
+    "uint16_t*": {torch.bfloat16, torch.float16, torch.int16},
+    "uint32_t*": {torch.float32, torch.int32},
+    "uint64_t*": {torch.float64, torch.int64},
     "int64_t*": {torch.int64},
     "float*": {torch.float32},
     "void*": {torch.float32, torch.bfloat16},
@@ -144,11 +144,13 @@ def test_the_declaration_is_that_of_the_source(name):
 def test_wrappers_refuse_what_would_be_written_past_a_buffer():
     values = torch.zeros(16, 24)
     with pytest.raises(ValueError, match="a rotation of 24 values came"):
-        quantize.quantize(values, Grid(4, hadamard=True))
+        quantize.quantize(values, 24, Grid(4, hadamard=True))
     with pytest.raises(ValueError, match="size: 4104 came"):
-        quantize.quantize(torch.zeros(1, 4104), Grid(4))
+        quantize.quantize(torch.zeros(1, 4104), 4104, Grid(4))
     with pytest.raises(ValueError, match="size: 20 came"):
-        quantize.quantize(torch.zeros(2, 20), Grid(4))
+        quantize.quantize(torch.zeros(2, 20), 20, Grid(4))
+    with pytest.raises(ValueError, match="384 values came, expected a multiple of 40"):
+        quantize.quantize(values, 40, Grid(4))
     with pytest.raises(TypeError, match="residual: torch.float64"):
         stateful.quantize_with_residual(values, [values.double()], 1.0, 0.0, 1.0, Grid(4))
     with pytest.raises(ValueError, match="old: 24 entries came, expected 384"):
@@ -157,9 +159,8 @@ def test_wrappers_refuse_what_would_be_written_past_a_buffer():
         codes = values.to(torch.int8), torch.zeros(2)
         stateful.quantize_with_residual(values, codes, 1.0, 0.0, 1.0, Grid(4))
     with pytest.raises(ValueError, match="steps: 7 entries came, expected 16"):
-        quantize.dequantize(
-            (torch.zeros(16, 12, dtype=torch.uint8), *torch.zeros(2, 7).bfloat16()), Grid(4), torch.float32
-        )
+        parts = torch.zeros(16, 12, dtype=torch.uint8), *torch.zeros(2, 7).bfloat16()
+        quantize.back((16, 12), Grid(4), torch.float32, None).call(values, *parts)
     for index in (-1, 20):
         with pytest.raises(IndexError, match=f"index {index} came, of 20 entries"):
             selection.set_bits(torch.tensor([3, index, 5]), 20)

@@ -136,3 +136,25 @@ def test_a_message_header_and_context_share_their_fields():
     header = Header(**shared, fingerprint=bytes(8), nbytes=64)
     assert Header.unpack(header.pack()) == header
     assert all(issubclass(each, MessageId) for each in (Context, Header))
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16", "quantize"])
+def test_what_arrives_is_a_tensor_of_its_own_each_time(codec):
+    """The views of a packet are kept with its memory: one that wants a gradient, or has one, must not come
+    again."""
+    sender, receiver = (side.forward for side in boundaries(codec))
+    packet, arrived = None, []
+
+    def memory(nbytes):
+        return torch.zeros(nbytes, dtype=torch.uint8) if packet is None else packet
+
+    for number in range(3):
+        x = torch.full((4, 128), float(number)).bfloat16(), torch.arange(7)
+        message_id = sender.message_id(0, number)
+        packet, _, layout = sender.encode(x, message_id, memory)
+        tensors = receiver.decode(packet, layout, message_id)
+        assert torch.equal(tensors[0], x[0]) and torch.equal(tensors[1], x[1])
+        assert not tensors[0].requires_grad and tensors[0].grad is None
+        tensors[0].requires_grad_().sum().backward()
+        arrived += tensors
+    assert len(set(map(id, arrived))) == len(arrived)

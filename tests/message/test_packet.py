@@ -1,5 +1,8 @@
 """Packets carry what they were given, byte for byte, and refuse what they were not."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -126,3 +129,21 @@ def test_only_one_side_with_a_checksum_is_refused():
     layout.write(packet, header(layout), (torch.ones(4),))
     with pytest.raises(CompressionError, match="its checksum is another"):
         header(layout, sealed=True).check(packet)
+
+
+def test_a_packet_is_looked_at_through_the_same_views_and_goes_with_them():
+    """Links use its memory again; views that held the packet itself would keep it for ever."""
+    layout, other = (PacketLayout((((4,), torch.float32),), settings) for settings in "ab")
+    packet = layout.allocate(torch.device("cpu"))
+    first = layout.views(packet)
+    assert layout.views(packet) is first
+    assert other.views(packet)[0] is not first[0] and layout.views(packet)[0] is not first[0]
+    layout.write(packet, header(layout), (torch.arange(4.0),))
+    assert torch.equal(first[0], torch.arange(4.0))
+    gone = weakref.ref(packet)
+    gc.disable()
+    try:
+        del packet
+        assert gone() is None
+    finally:
+        gc.enable()

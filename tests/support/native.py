@@ -15,7 +15,10 @@ from ds_compress.kernels import native
 from ds_compress.kernels.native import build
 from tests.support.shared import once
 
-SOURCES = ("quantize", "stateful", "selection", "exact", "held", "float8", "fixed", "entropy", "feedback")
+SOURCES = (
+    *("quantize", "stateful", "selection", "exact", "held"),
+    *("float8", "fixed", "entropy", "feedback", "planes"),
+)
 
 TARGETS = {"x86-64": "x86_64", "x86-64-v3": "x86_64", "x86-64-v4": "x86_64", "armv8-a": "aarch64"}
 """Words of -march, and the machines that they are for: x86 without AVX, with AVX2, with AVX-512; ARM."""

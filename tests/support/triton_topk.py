@@ -220,7 +220,9 @@ def interpreted():
     """The kernels, for CPU tensors too; torch rounds to bfloat16 for the interpreter, which cuts off."""
     backend = types.ModuleType("interpreted")
     vars(backend).update({name: getattr(fused, name) for name in fused.__all__})
-    backend.dequantize = lambda parts, grid, dtype: fused.dequantize(parts, grid).to(dtype)
+    backend.dequantize = lambda parts, grid, dtype, *shape: fused.dequantize(
+        parts, grid, torch.float32, *shape
+    ).to(dtype)
     return backend
 
 

@@ -18,32 +18,45 @@ BLOCK = 1 << 18  # values that the reference takes at a time: what it makes of t
 
 
 def quantize(
-    groups: Tensor, grid: Grid, dither: int | None = None, out: tuple[Tensor, ...] | None = None
+    groups: Tensor,
+    grid: Grid,
+    dither: int | None = None,
+    out: tuple[Tensor, ...] | None = None,
+    size: int | None = None,
 ) -> tuple[Tensor, ...]:
     """See `reference.quantize`."""
-    n, size = groups.shape
+    numel, size = groups.numel(), size or groups.shape[1]
     is_mean = grid.is_mean and dither is None  # the order of a sum is left to torch
-    if is_mean or size > compiled.LARGEST_GROUP or not native.serves("quantize", n * size):
-        if n * size <= BLOCK or dither is not None:
-            return reference.quantize(groups, grid, dither, out)
-        blocks = [reference.quantize(block, grid) for (block,) in _blocks(groups)]
+    if is_mean or size > compiled.LARGEST_GROUP or not native.serves("quantize", numel):
+        if numel <= BLOCK or dither is not None:
+            return reference.quantize(groups, grid, dither, out, size)
+        blocks = [reference.quantize(block, grid) for (block,) in _blocks(groups.reshape(-1, size))]
         return delivered(tuple(map(torch.cat, zip(*blocks))), out)
-    return compiled.quantize(groups if groups.dtype in compiled.FLOATS else groups.float(), grid, dither, out)
+    groups = groups.contiguous() if groups.dtype in compiled.FLOATS else groups.float().contiguous()
+    return compiled.quantize(groups, size, grid, dither, out)
 
 
-def dequantize(parts: Sequence[Tensor], grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize(
+    parts: Sequence[Tensor],
+    grid: Grid,
+    dtype: torch.dtype = torch.float32,
+    shape: tuple[int, ...] | None = None,
+) -> Tensor:
     """See `reference.dequantize`."""
-    n, size = parts[0].shape[0], parts[0].shape[1] * 8 // grid.bits
     made = dtype if dtype in compiled.FLOATS else torch.float32
-    if size <= compiled.LARGEST_GROUP and native.serves("quantize", n * size):
-        values = compiled.dequantize(parts, grid, made)
+    way = compiled.back(parts[0].shape, grid, made, shape)
+    if way is not None and native.serves("quantize", way.numel):
+        values = torch.empty_like(way.template)
+        way.call(values, *parts)
         return values if made is dtype else values.to(dtype)
+    n, width = parts[0].shape
+    size = width * 8 // grid.bits
     if n * size <= BLOCK:
-        return reference.dequantize(parts, grid, dtype)
+        return reference.dequantize(parts, grid, dtype, shape)
     values = torch.empty(n, size, dtype=made, device="cpu")
     for block, *its_parts in _blocks(values, *parts):
         block.copy_(reference.dequantize(its_parts, grid))
-    return values.to(dtype)
+    return values.to(dtype).view((n, size) if shape is None else shape)
 
 
 def _blocks(groups: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:

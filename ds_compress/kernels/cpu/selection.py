@@ -12,9 +12,9 @@ from ds_compress.kernels.keys import INFINITY, as_integers
 from ds_compress.kernels.native import exact as compiled
 from ds_compress.kernels.native.selection import Candidates
 from ds_compress.kernels.reference.selection import Steps, banded_by, exact_by, sampled_band_by
-from ds_compress.kernels.sampling import plan
+from ds_compress.kernels.sampling import first_look
 
-LONG_ROW = 1 << 17
+LONG_ROW = 1 << 12
 """Above this row length the k-th largest is looked for among the entries that pass a threshold taken from a
 sample."""
 
@@ -25,7 +25,7 @@ def exact(x: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
     """See `reference.exact`."""
     if not native.serves("exact", x.numel()):
         return exact_by(_STEPS, x, k), None
-    return compiled.exact(x, k, plan(x.shape[1], k) if x.shape[1] >= LONG_ROW else (1, 1, 1))
+    return compiled.exact(x, k, first_look(x.shape[1], k) if x.shape[1] >= LONG_ROW else (1, 1, 1))
 
 
 def banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> tuple[Tensor, Tensor | None]:

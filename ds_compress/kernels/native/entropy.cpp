@@ -3,6 +3,7 @@
 //
 // The lanes of a block are the elements of vectors; only the words that some of them write and read are moved apart.
 
+#include "calls.h"
 #include "encoder.h"
 #include "units.h"
 #include "values.h"
@@ -76,5 +77,10 @@ int64_t decode_units(const uint16_t* words, int64_t numel, int64_t size, int64_t
     return bf16 ? decode_units_to(words, classes, frame, its, steps, order, q, static_cast<uint16_t*>(y))
                 : decode_units_to(words, classes, frame, its, steps, order, q, static_cast<float*>(y));
 }
+
+BY_WORDS(encode_entropy)
+BY_WORDS(decode_entropy)
+BY_WORDS(encode_units)
+BY_WORDS(decode_units)
 
 }  // extern "C"

@@ -2,6 +2,7 @@
 //
 // A key is the bits of a float without its sign, those of nan replaced by those of infinity: it orders as |x| does.
 
+#include "calls.h"
 #include "masks.h"
 
 namespace {
@@ -116,7 +117,8 @@ extern "C" {
                      uint##BITS##_t* values) {                                                                     \
         exact<uint##BITS##_t>(x, rows, d, k, stride, first, last, static_cast<uint##BITS##_t>(infinity), keys,     \
                               packed, values);                                                                     \
-    }
+    }                                                                                                              \
+    BY_WORDS(exact##BITS)
 
 EXACT(16)
 EXACT(32)

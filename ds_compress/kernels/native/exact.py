@@ -31,7 +31,7 @@ def exact(x: Tensor, k: int, sample: tuple[int, int, int]) -> tuple[Tensor, Tens
     """See `reference.exact`: as bits, uint8 [ceil(rows * d / 8)], and the kept entries [rows * k].
 
     Args:
-        sample: as `sampling.plan` has it; of a stride of 1 nothing is looked at first. 0 < k <= d.
+        sample: as `sampling.first_look` has it; of a stride of 1 nothing is looked at first. 0 < k <= d.
     """
     (rows, d), bits = x.shape, as_integers(x.detach())
     stride, first, last = sample

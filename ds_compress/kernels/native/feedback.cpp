@@ -1,5 +1,6 @@
 // What feedbacks do to a state and a message, in one pass each, as kernels/reference/feedback.py specifies it.
 
+#include "calls.h"
 #include "floats.h"
 #include "folds.h"
 #include "int8.h"
@@ -78,5 +79,15 @@ void encode_int8(const float* values, int64_t n, int8_t* codes, float* scales) {
 void decode_int8(const int8_t* codes, const float* scales, int64_t n, float* values) {
     from_int8(codes, scales, n, values);
 }
+
+BY_WORDS(changed_fp32)
+BY_WORDS(changed_bf16)
+BY_WORDS(advanced_fp32)
+BY_WORDS(advanced_bf16)
+BY_WORDS(finite_fp32)
+BY_WORDS(finite_bf16)
+BY_WORDS(blended)
+BY_WORDS(encode_int8)
+BY_WORDS(decode_int8)
 
 }  // extern "C"

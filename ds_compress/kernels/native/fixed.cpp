@@ -3,6 +3,7 @@
 // A byte holds codes of `width` bits (1, 2, 4 or 8) from as many planes as fit, see kernels/bits.py: the codes of each
 // are read, and written, one `run` behind those of the one before.
 
+#include "calls.h"
 #include "floats.h"
 #include "folds.h"
 #include "turn.h"
@@ -210,7 +211,11 @@ extern "C" {
     void decode_range_##WIDE(const uint8_t* packed, const float* both, int64_t size, int64_t bits, int64_t width,     \
                              FLOAT* y) {                                                                              \
         decode_range(packed, both, size, bits, width, y);                                                             \
-    }
+    }                                                                                                                 \
+    BY_WORDS(encode_channels_##WIDE)                                                                                  \
+    BY_WORDS(decode_channels_##WIDE)                                                                                  \
+    BY_WORDS(encode_range_##WIDE)                                                                                     \
+    BY_WORDS(decode_range_##WIDE)
 
 FIXED(fp32, float)
 FIXED(bf16, uint16_t)

@@ -1,13 +1,14 @@
 """Fixed-point codes by fixed.cpp, of widths that make whole bytes: others are packed from bytes by torch."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_compress.kernels.bits import pack, packed_size, unpack
-from ds_compress.kernels.memory import delivered
-from ds_compress.kernels.native.function import FLOATS, SIZE, Buffer, Function
+from ds_compress.kernels.memory import delivered, unmade
+from ds_compress.kernels.native.function import FLOATS, SIZE, Buffer, Call, Function
 
 _BITS: dict[str, Any] = {"bits": range(1, 9), "width": range(1, 9), "size": range(0, 1 << 62, 8)}
 _CODES: dict[str, Any] = {
@@ -48,6 +49,18 @@ _decode_range = {
 }
 
 
+@lru_cache  # a message has the shape of the one before
+def _channels(wide: torch.dtype, rows: int, channels: int, bits: int, size: int) -> tuple[Call, Call]:
+    known = {"rows": rows, "channels": channels, "bits": bits, "width": _width(bits), "size": size}
+    return _encode_channels[wide].given(**known), _decode_channels[wide].given(**known)
+
+
+@lru_cache
+def _range(wide: torch.dtype, size: int, bits: int) -> tuple[Call, Call]:
+    known = {"size": size, "bits": bits, "width": _width(bits)}
+    return _encode_range[wide].given(**known), _decode_range[wide].given(**known)
+
+
 def _width(bits: int) -> int:
     """Of the codes that C++ writes and reads."""
     return bits if 8 % bits == 0 else 8
@@ -73,55 +86,33 @@ def encode_channels(
     x: Tensor, bits: int, size: int, out: tuple[Tensor, ...] | None = None
 ) -> tuple[Tensor, ...]:
     """See `reference.encode_channels`; of `x`, fp32 or bf16."""
-    (rows, channels), width = x.shape, _width(bits)
-    packed, scales = _memory(out, (channels, size), bits, (channels,))
-    _encode_channels[x.dtype](
-        values=x.detach().contiguous(),
-        rows=rows,
-        channels=channels,
-        bits=bits,
-        width=width,
-        size=size,
-        packed=packed,
-        scales=scales,
-    )
-    return _packed((packed, scales), bits, out)
+    rows, channels = x.shape
+    made = _memory(out, (channels, size), bits, (channels,))
+    _channels(x.dtype, rows, channels, bits, size)[0](x.contiguous(), *made)
+    return _packed(made, bits, out)
 
 
 def decode_channels(packed: Tensor, scales: Tensor, bits: int, rows: int, dtype: torch.dtype) -> Tensor:
     """See `reference.decode_channels`; `dtype` is fp32 or bf16."""
-    width, channels = _width(bits), len(scales)
-    codes = packed.contiguous() if width == bits else unpack(packed, bits)
-    values = torch.empty(rows, channels, dtype=dtype, device="cpu")
-    _decode_channels[dtype](
-        packed=codes,
-        scales=scales.contiguous(),
-        rows=rows,
-        channels=channels,
-        bits=bits,
-        width=width,
-        size=packed.shape[1] * 8 // bits,
-        values=values,
-    )
+    channels, size = len(scales), packed.shape[1] * 8 // bits
+    codes = packed.contiguous() if _width(bits) == bits else unpack(packed, bits)
+    values = torch.empty_like(unmade((rows, channels), dtype))
+    _channels(dtype, rows, channels, bits, size)[1](codes, scales.contiguous(), values)
     return values
 
 
 def encode_range(x: Tensor, bits: int, out: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
     """See `reference.encode_range`; of `x`, fp32 or bf16."""
-    size, width = x.shape[1], _width(bits)
-    packed, limits = _memory(out, (1, size), bits, (1, 2))
-    _encode_range[x.dtype](
-        values=x.detach().contiguous(), size=size, bits=bits, width=width, packed=packed, limits=limits
-    )
-    return _packed((packed, limits), bits, out)
+    size = x.shape[1]
+    made = _memory(out, (1, size), bits, (1, 2))
+    _range(x.dtype, size, bits)[0](x.contiguous(), *made)
+    return _packed(made, bits, out)
 
 
 def decode_range(packed: Tensor, limits: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """See `reference.decode_range`; `dtype` is fp32 or bf16."""
-    size, width = packed.shape[1] * 8 // bits, _width(bits)
-    codes = packed.contiguous() if width == bits else unpack(packed, bits)
-    values = torch.empty(1, size, dtype=dtype, device="cpu")
-    _decode_range[dtype](
-        packed=codes, limits=limits.contiguous(), size=size, bits=bits, width=width, values=values
-    )
+    size = packed.shape[1] * 8 // bits
+    codes = packed.contiguous() if _width(bits) == bits else unpack(packed, bits)
+    values = torch.empty_like(unmade((1, size), dtype))
+    _range(dtype, size, bits)[1](codes, limits.contiguous(), values)
     return values

@@ -1,9 +1,12 @@
 """8-bit floats by float8.cpp."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
-from ds_compress.kernels.native.function import FLOATS, SIZE, Buffer, Function
+from ds_compress.kernels.memory import unmade
+from ds_compress.kernels.native.function import FLOATS, SIZE, Buffer, Call, Function
 
 _FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
@@ -38,6 +41,16 @@ _decode = {
 }
 
 
+@lru_cache  # a message has the shape of the one before
+def _encoder(dtype: torch.dtype, wide: torch.dtype, groups: int, size: int) -> Call:
+    return _encode[dtype, wide].given(groups=groups, size=size, largest=torch.finfo(dtype).max)
+
+
+@lru_cache
+def _decoder(dtype: torch.dtype, wide: torch.dtype, groups: int, size: int) -> Call:
+    return _decode[dtype, wide].given(groups=groups, size=size)
+
+
 def encode(values: Tensor, dtype: torch.dtype, out: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
     """See `reference.encode_float8`; of `values`, fp32 or bf16."""
     groups, size = values.shape
@@ -45,22 +58,13 @@ def encode(values: Tensor, dtype: torch.dtype, out: tuple[Tensor, ...] | None = 
         torch.empty(values.shape, dtype=torch.uint8, device="cpu"),
         torch.empty(groups, dtype=torch.float32, device="cpu"),
     )
-    _encode[dtype, values.dtype](
-        values=values.detach().contiguous(),
-        groups=groups,
-        size=size,
-        largest=torch.finfo(dtype).max,
-        codes=codes,
-        scales=scales,
-    )
+    _encoder(dtype, values.dtype, groups, size)(values.contiguous(), codes, scales)
     return codes, scales
 
 
 def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype, out: torch.dtype) -> Tensor:
     """The values, fp32 or bf16 [groups, size], of `codes`, which are of `dtype`."""
     groups, size = codes.shape
-    values = torch.empty(codes.shape, dtype=out, device="cpu")
-    _decode[dtype, out](
-        codes=codes.contiguous(), scales=scales.contiguous(), groups=groups, size=size, values=values
-    )
+    values = torch.empty_like(unmade((groups, size), out))
+    _decoder(dtype, out, groups, size)(codes.contiguous(), scales.contiguous(), values)
     return values

@@ -1,7 +1,13 @@
-"""C functions, and what each may be given: a mistake is an error here that would be a damaged heap there."""
+"""C functions, and what each may be given: a mistake is an error here that would be a damaged heap there.
+
+C gets two rows of 64-bit words (calls.h): one that is made once, of the arguments that are known and of where
+the others go, and one of the others. To make something for C of each argument at every call takes longer than
+the work on a small message.
+"""
 
 import ctypes
 import functools
+import struct
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -46,8 +52,6 @@ class Function:
     def __init__(self, source: str, name: str, /, **arguments: Kind):
         """`arguments`: in C's order; of integers the range that is allowed."""
         self.source, self.name, self.arguments = source, name, arguments
-        kinds = {range: ctypes.c_int64, Buffer: ctypes.c_void_p, type: ctypes.c_float}
-        self.types = [kinds[type(kind)] for kind in arguments.values()]
         self._integers = [name for name, kind in arguments.items() if isinstance(kind, range)]
         self._others = [name for name, kind in arguments.items() if not isinstance(kind, range)]
         # typed: 1.0 is no integer, though it equals one
@@ -76,19 +80,23 @@ class Function:
         return call(*[arguments[name] for name in self._others])
 
 
+_WORDS = {range: "q", Buffer: "Q", type: "d"}
+"""Of integers, addresses and floats, as `struct` has them."""
+
+
 class Call:
     """A function some of whose arguments are known and have been checked: so that a message, which has the
     shape of the one before, has only its own memory checked."""
 
     def __init__(self, function: Function, known: dict[str, Any]):
-        self._source, self._name, self._types = function.source, function.name, function.types
+        self._source, self._name = function.source, function.name
         self._known = known  # with the tensors, whose memory must stay
         self._kinds = [*function.arguments.items()]
         needed = {name for kind in function.arguments.values() for name in _needs(kind)}
         if not needed <= known.keys() <= function.arguments.keys():
             expected = f"at least {sorted(needed)}, and others of {[*function.arguments]}"
             raise TypeError(f"{function.name}: {[*known]} came, expected {expected}")
-        self._words: list[Any] = [None] * len(self._kinds)
+        words: list[Any] = [0] * len(self._kinds)
         self._left: list[tuple[int, torch.dtype | None, int, bool]] = []
         places = sorted(range(len(self._kinds)), key=lambda place: isinstance(self._kinds[place][1], Buffer))
         for place in places:  # integers first, which sizes follow from
@@ -97,10 +105,16 @@ class Call:
             if isinstance(kind, Buffer):
                 asked = place, self._dtype(kind), self._least(kind), bool(kind.unless and known[kind.unless])
             if name in known:
-                self._words[place] = self._word(known[name], *asked)
+                words[place] = self._word(known[name], *asked)
             else:
                 self._left.append(asked)
         self._left.sort(key=lambda asked: asked[0])
+        self._dtypes, self._leasts = [asked[1] for asked in self._left], [asked[2] for asked in self._left]
+        types = [_WORDS[type(kind)] for _, kind in self._kinds]
+        given = [asked[0] for asked in self._left]
+        self._fixed = struct.pack(f"={1 + len(given)}q{''.join(types)}", len(given), *given, *words)
+        self._pack = struct.Struct("=" + "".join(types[place] for place in given)).pack
+        self._entry: tuple[Any, Any] = 0, None  # a library and what it has of that name
 
     def __call__(self, *values: Any) -> int:
         """Call it with the other arguments, in C's order.
@@ -108,12 +122,11 @@ class Call:
         Raises:
             TypeError, ValueError: see `Function`.
         """
-        left, words = self._left, self._words.copy()
-        if len(values) != len(left):
-            expected = [self._kinds[asked[0]][0] for asked in left]
+        if len(values) != len(self._dtypes):
+            expected = [self._kinds[asked[0]][0] for asked in self._left]
             raise TypeError(f"{self._name}: {len(values)} arguments came, expected {expected}")
-        for value, asked in zip(values, left):
-            place, dtype, least, _ = asked
+        words = []
+        for value, dtype, least in zip(values, self._dtypes, self._leasts):
             if (  # in one expression, as every message comes by several times
                 isinstance(value, Tensor)
                 and value.dtype is dtype
@@ -121,14 +134,15 @@ class Call:
                 and value.is_contiguous()
                 and value.numel() >= least
             ):
-                words[place] = value.data_ptr()
+                words.append(value.data_ptr())
             else:
-                words[place] = self._word(value, *asked)
-        entry = getattr(native.library(self._source), self._name)
-        if entry.argtypes is None:
-            # in this order: another thread that sees the first calls with both
-            entry.restype, entry.argtypes = ctypes.c_int64, self._types
-        return entry(*words)
+                words.append(self._word(value, *self._left[len(words)]))
+        library, (known, entry) = native.library(self._source), self._entry
+        if library is not known:
+            entry = getattr(library, f"{self._name}_by_words")
+            entry.restype = ctypes.c_int64
+            self._entry = library, entry  # in one go, as other threads may be here
+        return entry(self._fixed, self._pack(*words))
 
     def _word(self, value: Any, place: int, dtype: torch.dtype | None, least: int, optional: bool) -> Any:
         """What C gets for `value`."""
@@ -144,7 +158,7 @@ class Call:
                 self._refuse(TypeError, name, f"{type(value).__name__} came, expected a number")
             return value
         if value is None and optional:
-            return None
+            return 0
         if not isinstance(value, Tensor):
             self._refuse(TypeError, name, f"{type(value).__name__} came, expected a tensor")
         if value.dtype != dtype or value.device.type != "cpu":

@@ -1,5 +1,6 @@
 // Entries that a bit string holds: read out of a tensor, and put back.
 
+#include "calls.h"
 #include "masks.h"
 
 namespace {
@@ -59,7 +60,9 @@ void scatter(const Entry* values, int64_t count, const uint8_t* packed, int64_t 
     void scatter##BITS(const uint##BITS##_t* values, int64_t count, const uint8_t* packed, int64_t n,                \
                        uint##BITS##_t* y) {                                                                          \
         scatter(values, count, packed, n, y);                                                                        \
-    }
+    }                                                                                                                \
+    BY_WORDS(gather##BITS)                                                                                           \
+    BY_WORDS(scatter##BITS)
 
 extern "C" {
 

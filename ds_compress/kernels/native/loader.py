@@ -15,7 +15,10 @@ from ds_compress.kernels.native import build, cache, prebuilt
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("quantize", "stateful", "selection", "exact", "held", "float8", "fixed", "entropy", "feedback")
+SOURCES = (
+    *("quantize", "stateful", "selection", "exact", "held"),
+    *("float8", "fixed", "entropy", "feedback", "planes"),
+)
 
 AGAIN_SECONDS = 60.0
 """After a build that was interrupted the next one may start so much later, then twice as much, ..."""

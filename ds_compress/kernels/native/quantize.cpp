@@ -1,6 +1,7 @@
 // Group-wise quantization, as kernels/reference/groups.py specifies it: equal to the bit.
 
 #include "batch.h"
+#include "calls.h"
 #include "group.h"
 
 namespace {
@@ -70,5 +71,8 @@ void dequantize_groups(void* y, int64_t bf16, int64_t n, int64_t size, int64_t b
     if (bf16) FOR_SIZE(dequantize, packed, steps, offsets, n, size, form, static_cast<uint16_t*>(y))
     else FOR_SIZE(dequantize, packed, steps, offsets, n, size, form, static_cast<float*>(y))
 }
+
+BY_WORDS(quantize_groups)
+BY_WORDS(dequantize_groups)
 
 }  // extern "C"

@@ -1,8 +1,8 @@
 """Group-wise quantization by quantize.cpp."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.bits import packed_size
 from ds_compress.kernels.dither import halves
 from ds_compress.kernels.hadamard import diagonal
+from ds_compress.kernels.memory import unmade
 from ds_compress.kernels.native.function import FLAG, SIZE, WORD, Buffer, Function
 
 LARGEST_GROUP = 4096
@@ -48,13 +49,15 @@ class Plan:
     """What a grid makes of [n, size] values of one dtype, fp32 or bf16: all that C++ is told but the memory
     of a message."""
 
-    def __init__(self, n: int, size: int, grid: Grid, dtype: torch.dtype):
+    def __init__(self, numel: int, size: int, grid: Grid, dtype: torch.dtype):
         """
         Raises:
             ValueError: there are no such groups.
         """
-        fixed = known(n, size, grid, dtype)
-        self.shape = n, size
+        self.n, rest = divmod(numel, size)
+        if rest:
+            raise ValueError(f"{numel} values came, expected a multiple of {size}")
+        fixed = known(self.n, size, grid, dtype)
         self.nearest = _quantize.given(**fixed, dithered=False, first=0, second=0)
         self.dithered = _quantize.given(**fixed, dithered=True)
         self.back = _dequantize.given(**fixed)
@@ -63,13 +66,37 @@ class Plan:
 _plan = lru_cache(Plan)  # a message has the shape of the one before
 
 
+class Back(NamedTuple):
+    """What makes values of packed codes."""
+
+    numel: int
+    template: Tensor
+    """What new memory for them is made from, see `unmade`."""
+    call: Callable[..., int]
+    """Gets that memory and what `reference.quantize` returned."""
+
+
+@lru_cache
+def back(
+    packed: tuple[int, int], grid: Grid, dtype: torch.dtype, shape: tuple[int, ...] | None
+) -> Back | None:
+    """What `reference.dequantize` does to codes of the shape `packed`, for fp32 or bf16; None for groups too
+    large."""
+    n, width = packed
+    size = width * 8 // grid.bits
+    if size > LARGEST_GROUP:
+        return None
+    template = unmade((n, size) if shape is None else shape, dtype)
+    numel = template.numel()
+    return Back(numel, template, _plan(numel, size, grid, dtype).back.__call__)
+
+
 def quantize(
-    values: Tensor, grid: Grid, dither: int | None = None, out: tuple[Tensor, ...] | None = None
+    values: Tensor, size: int, grid: Grid, dither: int | None = None, out: tuple[Tensor, ...] | None = None
 ) -> tuple[Tensor, ...]:
-    """See `reference.quantize`; of `values`, fp32 or bf16 [n, G]."""
-    n, size = values.shape
-    plan, values = _plan(n, size, grid, values.dtype), values.contiguous()
-    parts = parts_of(values, grid) if out is None else out
+    """See `reference.quantize`; of `values`, fp32 or bf16, in groups of `size`."""
+    plan = _plan(values.numel(), size, grid, values.dtype)
+    parts = parts_of(plan.n, size, grid) if out is None else out
     if dither is None:
         plan.nearest(values, *parts)
     else:
@@ -77,19 +104,9 @@ def quantize(
     return parts
 
 
-def dequantize(parts: Sequence[Tensor], grid: Grid, dtype: torch.dtype) -> Tensor:
-    """See `reference.dequantize`; `dtype` is fp32 or bf16."""
-    n, width = parts[0].shape
-    plan = _plan(n, width * 8 // grid.bits, grid, dtype)
-    values = torch.empty(plan.shape, dtype=dtype, device="cpu")
-    plan.back(values, *map(Tensor.contiguous, parts))
-    return values
-
-
-def parts_of(values: Tensor, grid: Grid) -> tuple[Tensor, ...]:
-    """Memory for what is made of `values` [n, G]: packed codes, steps, offsets unless the grid is
+def parts_of(n: int, size: int, grid: Grid) -> tuple[Tensor, ...]:
+    """Memory for what is made of [n, size] values: packed codes, steps, offsets unless the grid is
     symmetric."""
-    n, size = values.shape
     packed = torch.empty(n, packed_size(size, grid.bits), dtype=torch.uint8, device="cpu")
     steps = torch.empty(n, dtype=grid.scale_dtype, device="cpu")
     if grid.symmetric:

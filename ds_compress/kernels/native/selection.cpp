@@ -2,6 +2,7 @@
 //
 // A key is the bits of a float without its sign, those of nan replaced by those of infinity: it orders as |x| does.
 
+#include "calls.h"
 #include "masks.h"
 
 namespace {
@@ -68,7 +69,9 @@ bool pick(const int64_t* found, const Bits* keys, int64_t n, int64_t low, int64_
             found += counts[row], keys += counts[row];                                                                \
         }                                                                                                             \
         return 1;                                                                                                     \
-    }
+    }                                                                                                                 \
+    BY_WORDS(reaching##BITS)                                                                                          \
+    BY_WORDS(pick##BITS)
 
 extern "C" {
 
@@ -98,5 +101,8 @@ void list_bits(const uint8_t* packed, int64_t n, int64_t most, int64_t* found) {
         for (; word; word &= word - 1) found[count++] = i + __builtin_ctzll(word);
     }
 }
+
+BY_WORDS(set_bits)
+BY_WORDS(list_bits)
 
 }  // extern "C"

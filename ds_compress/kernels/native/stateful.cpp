@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "batch.h"
+#include "calls.h"
 #include "folds.h"
 #include "group.h"
 #include "int8.h"
@@ -277,5 +278,10 @@ int64_t dequantize_change(void* y, int64_t bf16, int64_t n, int64_t size, int64_
     if (bf16) FOR_SIZE(with_all, packed, steps, offsets, state, scale, n, size, form, static_cast<uint16_t*>(y))
     else FOR_SIZE(with_all, packed, steps, offsets, state, scale, n, size, form, static_cast<float*>(y))
 }
+
+BY_WORDS(quantize_with_residual)
+BY_WORDS(quantize_with_coded_residual)
+BY_WORDS(quantize_change)
+BY_WORDS(dequantize_change)
 
 }  // extern "C"

@@ -67,7 +67,8 @@ def quantize_with_residual(
     out: tuple[Tensor, ...] | None = None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
     """See `reference.quantize_with_residual`; of `values`, fp32 or bf16 [n, G]."""
-    plan, parts = _plan(*values.shape, grid, values.dtype), out or parts_of(values, grid)
+    n, size = values.shape
+    plan, parts = _plan(n, size, grid, values.dtype), out or parts_of(n, size, grid)
     call = plan.residual if len(residual) == 1 else plan.coded
     old = [entry.contiguous() for entry in residual]
     new = tuple(torch.empty(entry.shape, dtype=entry.dtype, device="cpu") for entry in old)
@@ -79,7 +80,8 @@ def quantize_change(
     values: Tensor, state: Tensor, scale: float, grid: Grid, out: tuple[Tensor, ...] | None = None
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
     """See `reference.quantize_change`; of `values`, fp32 or bf16 [n, G]."""
-    plan, parts = _plan(*values.shape, grid, values.dtype), out or parts_of(values, grid)
+    n, size = values.shape
+    plan, parts = _plan(n, size, grid, values.dtype), out or parts_of(n, size, grid)
     new = torch.empty(state.shape, dtype=torch.float32, device="cpu")
     finite = plan.change(values.contiguous(), *parts, scale, state.contiguous(), new)
     return parts, new, _FLAGS[finite]

@@ -14,7 +14,11 @@ from ds_compress.kernels.numerics import narrow
 
 
 def quantize(
-    groups: Tensor, grid: Grid, dither: int | None = None, out: tuple[Tensor, ...] | None = None
+    groups: Tensor,
+    grid: Grid,
+    dither: int | None = None,
+    out: tuple[Tensor, ...] | None = None,
+    size: int | None = None,
 ) -> tuple[Tensor, ...]:
     """Quantize every row of `groups` on a grid of its own.
 
@@ -24,10 +28,12 @@ def quantize(
         dither: 64 bits from which the draws of stochastic rounding follow, on a uniform grid; None rounds
             to nearest.
         out: contiguous memory for what is returned; new where it is None.
+        size: G, where `groups` are of any other shape.
 
     Returns:
         packed uint8 [n, G * bits / 8]; step [n], and unless the grid is symmetric offset [n].
     """
+    groups = groups if size is None else groups.reshape(-1, size)
     groups = rotate(groups.float(), grid.key) if grid.hadamard else groups.float()
     if grid.gaussian:
         codes, scale = gaussian.to_codes(groups, grid)
@@ -61,9 +67,16 @@ def quantize_with_error(
     return parts, total - dequantize(parts, grid, groups.dtype).float()
 
 
-def dequantize(parts: Sequence[Tensor], grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values, [n, G] of `dtype`, of what `quantize` returned."""
+def dequantize(
+    parts: Sequence[Tensor],
+    grid: Grid,
+    dtype: torch.dtype = torch.float32,
+    shape: tuple[int, ...] | None = None,
+) -> Tensor:
+    """The values, [n, G] of `dtype`, or as many of another `shape`, of what `quantize` returned, which is
+    contiguous."""
     packed, *scales = parts
     codes = unpack(packed, grid.bits)
     groups = gaussian.from_codes(codes, scales[0], grid) if grid.gaussian else from_codes(codes, scales, grid)
-    return (rotate_back(groups, grid.key) if grid.hadamard else groups).to(dtype)
+    groups = (rotate_back(groups, grid.key) if grid.hadamard else groups).to(dtype)
+    return groups if shape is None else groups.view(shape)

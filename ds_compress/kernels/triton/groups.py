@@ -35,11 +35,15 @@ TILE_BYTES = 64
 
 
 def quantize(
-    groups: Tensor, grid: Grid, dither: int | None = None, out: tuple[Tensor, ...] | None = None
+    groups: Tensor,
+    grid: Grid,
+    dither: int | None = None,
+    out: tuple[Tensor, ...] | None = None,
+    size: int | None = None,
 ) -> tuple[Tensor, ...]:
     """See `reference.quantize`."""
-    n, size = groups.shape
-    if not n or size > MAX_GROUP:
+    groups = groups if size is None else groups.reshape(-1, size)
+    if not len(groups) or groups.shape[1] > MAX_GROUP:
         return reference.quantize(groups, grid, dither, out)
     return _launch(groups, dither, None, None, None, grid, out)
 
@@ -91,14 +95,19 @@ def _launch(
     return out
 
 
-def dequantize(parts: Sequence[Tensor], grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize(
+    parts: Sequence[Tensor],
+    grid: Grid,
+    dtype: torch.dtype = torch.float32,
+    shape: tuple[int, ...] | None = None,
+) -> Tensor:
     """See `reference.dequantize`."""
     n, size = parts[0].shape[0], parts[0].shape[1] * 8 // grid.bits
     if not n or size > MAX_GROUP:
-        return reference.dequantize(parts, grid, dtype)
+        return reference.dequantize(parts, grid, dtype, shape)
     packed, step, *offset = (part.contiguous() for part in parts)
-    values = torch.empty(n, size, dtype=dtype, device=packed.device)
-    programs, shape = _shape(n, size, grid, values.itemsize)
+    values = torch.empty((n, size) if shape is None else shape, dtype=dtype, device=packed.device)
+    programs, options = _shape(n, size, grid, values.itemsize)
     with torch.cuda.device_of(packed):
         _dequantize[programs](
             packed,
@@ -108,7 +117,7 @@ def dequantize(parts: Sequence[Tensor], grid: Grid, dtype: torch.dtype = torch.f
             diagonal(size, grid.key, packed.device) if grid.hadamard else None,
             n,
             enable_fp_fusion=False,
-            **shape,
+            **options,
         )
     return values
 
