@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
 
-FLAGS = ("-O3", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC")
+FLAGS = ("-O3", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC", "-pthread")
 
 COMPILE_SECONDS = 600.0
 """After which a compiler is taken to hang: it needs two to ten, and a busy machine has little time for it."""

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <thread>
 #include <type_traits>
 #include <utility>
 
@@ -34,16 +35,68 @@ int64_t call(Result (*function)(Values...), const Word* words, std::index_sequen
     }
 }
 
-// `known`: how many arguments are `given`, the place of each, and all arguments in their order, with anything in those
-// places.
+// The arguments of a function. `known`: how many of them are `given`, the place of each, and all in their order, with
+// anything in those places.
+template <int64_t COUNT>
+struct Arguments {
+    Word words[COUNT];
+
+    Arguments(const Word* known, const Word* given) {
+        const Word count = known[0];
+        std::memcpy(words, known + 1 + count, sizeof words);
+        for (Word i = 0; i < count; ++i) words[known[1 + i]] = given[i];
+    }
+};
+
 template <class Result, class... Values>
 int64_t call(Result (*function)(Values...), const Word* known, const Word* given) {
-    const Word count = known[0];
-    Word words[sizeof...(Values)];
-    std::memcpy(words, known + 1 + count, sizeof words);
-    for (Word i = 0; i < count; ++i) words[known[1 + i]] = given[i];
-    return call(function, words, std::index_sequence_for<Values...>());
+    const Arguments<sizeof...(Values)> arguments(known, given);
+    return call(function, arguments.words, std::index_sequence_for<Values...>());
+}
+
+// The same by so many threads, this one among them. `moves`: the place of the number of rows, the rows that each part but
+// the last is a multiple of, and by how many bytes such a multiple moves each argument that is there.
+template <class Result, class... Values>
+int64_t call(Result (*function)(Values...), const Word* known, const Word* given, const Word* moves, int64_t threads) {
+    constexpr int64_t MOST = 64;
+    constexpr auto PLACES = std::index_sequence_for<Values...>();
+    const Arguments<sizeof...(Values)> whole(known, given);
+    const int64_t rows = whole.words[moves[0]], unit = moves[1], units = (rows + unit - 1) / unit;
+    threads = threads < 1 ? 1 : threads < MOST ? threads : MOST;
+    const int64_t share = (units + threads - 1) / threads;  // of units, for each
+    int64_t results[MOST];
+    const auto work = [&, function](int64_t number) {
+        Arguments<sizeof...(Values)> part = whole;
+        const int64_t first = number * share, some = rows - first * unit;
+        part.words[moves[0]] = some < share * unit ? some : share * unit;
+        for (size_t i = 0; i < sizeof...(Values); ++i)
+            if (whole.words[i]) part.words[i] += first * moves[2 + i];
+        results[number] = call(function, part.words, PLACES);
+    };
+    std::thread others[MOST];
+    int64_t parts = 1;
+    for (; parts * share < units; ++parts) {
+        try {
+            others[parts] = std::thread(work, parts);
+        } catch (...) {  // no thread can be had
+            work(parts);
+        }
+    }
+    work(0);
+    int64_t result = results[0];
+    for (int64_t i = 1; i < parts; ++i) {
+        if (others[i].joinable()) others[i].join();
+        result &= results[i];
+    }
+    return result;
 }
 
 #define BY_WORDS(NAME) \
     int64_t NAME##_by_words(const Word* known, const Word* given) { return call(NAME, known, given); }
+
+// For functions with rows that have nothing to do with each other.
+#define IN_PARTS(NAME)                                                                                          \
+    BY_WORDS(NAME)                                                                                              \
+    int64_t NAME##_in_parts(const Word* known, const Word* given, const Word* moves, int64_t threads) {         \
+        return call(NAME, known, given, moves, threads);                                                        \
+    }

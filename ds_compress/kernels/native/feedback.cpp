@@ -80,14 +80,14 @@ void decode_int8(const int8_t* codes, const float* scales, int64_t n, float* val
     from_int8(codes, scales, n, values);
 }
 
-BY_WORDS(changed_fp32)
-BY_WORDS(changed_bf16)
-BY_WORDS(advanced_fp32)
-BY_WORDS(advanced_bf16)
-BY_WORDS(finite_fp32)
-BY_WORDS(finite_bf16)
-BY_WORDS(blended)
-BY_WORDS(encode_int8)
-BY_WORDS(decode_int8)
+IN_PARTS(changed_fp32)
+IN_PARTS(changed_bf16)
+IN_PARTS(advanced_fp32)
+IN_PARTS(advanced_bf16)
+IN_PARTS(finite_fp32)
+IN_PARTS(finite_bf16)
+IN_PARTS(blended)
+IN_PARTS(encode_int8)
+IN_PARTS(decode_int8)
 
 }  // extern "C"

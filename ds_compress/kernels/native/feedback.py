@@ -14,6 +14,7 @@ _changed = {
     dtype: Function(
         "feedback",
         f"changed_{name}",
+        "n",
         x=Buffer((dtype,), ("n",)),
         state=_STATE,
         factor=float,
@@ -26,6 +27,7 @@ _advanced = {
     dtype: Function(
         "feedback",
         f"advanced_{name}",
+        "n",
         state=_STATE,
         change=Buffer((dtype,), ("n",)),
         divisor=float,
@@ -35,14 +37,14 @@ _advanced = {
     for dtype, name in FLOATS.items()
 }
 _finite = {
-    dtype: Function("feedback", f"finite_{name}", x=Buffer((dtype,), ("n",)), n=SIZE)
+    dtype: Function("feedback", f"finite_{name}", "n", x=Buffer((dtype,), ("n",)), n=SIZE)
     for dtype, name in FLOATS.items()
 }
 _blended = Function(
-    "feedback", "blended", first=_STATE, second=_STATE, share=float, rest=float, n=SIZE, made=_STATE
+    "feedback", "blended", "n", first=_STATE, second=_STATE, share=float, rest=float, n=SIZE, made=_STATE
 )
-_encode_int8 = Function("feedback", "encode_int8", values=_STATE, n=SIZE, codes=_CODES, scales=_SCALES)
-_decode_int8 = Function("feedback", "decode_int8", codes=_CODES, scales=_SCALES, n=SIZE, values=_STATE)
+_encode_int8 = Function("feedback", "encode_int8", "n", values=_STATE, n=SIZE, codes=_CODES, scales=_SCALES)
+_decode_int8 = Function("feedback", "decode_int8", "n", codes=_CODES, scales=_SCALES, n=SIZE, values=_STATE)
 
 
 def changed(x: Tensor, state: Tensor, factor: float) -> Tensor:

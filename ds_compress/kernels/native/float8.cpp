@@ -167,8 +167,8 @@ extern "C" {
     void decode_##NAME##_##WIDE(const uint8_t* codes, const float* scales, int64_t groups, int64_t size, FLOAT* y) { \
         decode<FORMAT>(codes, scales, groups, size, y);                                                              \
     }                                                                                                                \
-    BY_WORDS(encode_##NAME##_##WIDE)                                                                                 \
-    BY_WORDS(decode_##NAME##_##WIDE)
+    IN_PARTS(encode_##NAME##_##WIDE)                                                                                 \
+    IN_PARTS(decode_##NAME##_##WIDE)
 
 FLOAT8(e4m3, E4M3, fp32, float)
 FLOAT8(e4m3, E4M3, bf16, uint16_t)

@@ -18,6 +18,7 @@ _encode = {
     (dtype, wide): Function(
         "float8",
         f"encode_{name}_{FLOATS[wide]}",
+        "groups",
         values=Buffer((wide,), ("groups", "size")),
         **_SHAPE,
         largest=float,
@@ -31,6 +32,7 @@ _decode = {
     (dtype, wide): Function(
         "float8",
         f"decode_{name}_{FLOATS[wide]}",
+        "groups",
         codes=_CODES,
         scales=_SCALES,
         **_SHAPE,

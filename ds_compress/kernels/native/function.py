@@ -7,6 +7,7 @@ the work on a small message.
 
 import ctypes
 import functools
+import math
 import struct
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -24,6 +25,8 @@ FLOATS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 """The floats that C++ takes and makes, by their name in it."""
 INTEGERS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 """Floats of so many bits as torch has them for C++, where they are unsigned."""
+PART = 1 << 18
+"""Entries of the largest buffer that are worth a thread, which takes as long to start as a tenth of them."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,15 @@ Kind = Buffer | range | type[float]
 class Function:
     """A C function of a source, which takes addresses, int64_t and float and returns int64_t or nothing."""
 
-    def __init__(self, source: str, name: str, /, **arguments: Kind):
-        """`arguments`: in C's order; of integers the range that is allowed."""
-        self.source, self.name, self.arguments = source, name, arguments
+    def __init__(self, source: str, name: str, along: str | None = None, /, **arguments: Kind):
+        """
+        Args:
+            along: the integer argument that counts rows which have nothing to do with each other: as many
+                threads as torch has share them out. Of what the function returns then every bit is set that
+                all of them set.
+            arguments: in C's order; of integers the range that is allowed.
+        """
+        self.source, self.name, self.along, self.arguments = source, name, along, arguments
         self._integers = [name for name, kind in arguments.items() if isinstance(kind, range)]
         self._others = [name for name, kind in arguments.items() if not isinstance(kind, range)]
         # typed: 1.0 is no integer, though it equals one
@@ -114,10 +123,14 @@ class Call:
         given = [asked[0] for asked in self._left]
         self._fixed = struct.pack(f"={1 + len(given)}q{''.join(types)}", len(given), *given, *words)
         self._pack = struct.Struct("=" + "".join(types[place] for place in given)).pack
+        self._moves, self._parts = self._shared_out(function.along)
         self._entry: tuple[Any, Any] = 0, None  # a library and what it has of that name
 
-    def __call__(self, *values: Any) -> int:
+    def __call__(self, *values: Any, threads: int | None = None) -> int:
         """Call it with the other arguments, in C's order.
+
+        Args:
+            threads: at most; None for as many as torch has.
 
         Raises:
             TypeError, ValueError: see `Function`.
@@ -139,10 +152,31 @@ class Call:
                 words.append(self._word(value, *self._left[len(words)]))
         library, (known, entry) = native.library(self._source), self._entry
         if library is not known:
-            entry = getattr(library, f"{self._name}_by_words")
+            entry = getattr(library, f"{self._name}_{'in_parts' if self._parts > 1 else 'by_words'}")
             entry.restype = ctypes.c_int64
             self._entry = library, entry  # in one go, as other threads may be here
+        if self._parts > 1:
+            most = min(threads or torch.get_num_threads(), self._parts)
+            return entry(self._fixed, self._pack(*words), self._moves, most)
         return entry(self._fixed, self._pack(*words))
+
+    def _shared_out(self, along: str | None) -> tuple[bytes, int]:
+        """For C where the number of rows is, the rows that a part is a multiple of, and by how many bytes
+        such a multiple moves each argument; and how many parts there are at most."""
+        if along is None:
+            return b"", 1
+        rows = self._known[along]
+        buffers = [kind for _, kind in self._kinds if isinstance(kind, Buffer) and along in kind.dims]
+        largest = max(self._least(kind) for kind in buffers)
+        row = {kind: self._least(kind, **{along: kind.per}) for kind in buffers}  # entries of so many rows
+        unit = math.lcm(64, *(kind.per // math.gcd(kind.per, row[kind]) for kind in buffers))
+        moves = [
+            row[kind] * unit // kind.per * self._dtype(kind).itemsize if kind in row else 0
+            for _, kind in self._kinds
+        ]
+        place = [name for name, _ in self._kinds].index(along)
+        parts = min(largest // PART, -(-rows // unit))
+        return struct.pack(f"={2 + len(moves)}q", place, unit, *moves), max(1, parts)
 
     def _word(self, value: Any, place: int, dtype: torch.dtype | None, least: int, optional: bool) -> Any:
         """What C gets for `value`."""
@@ -178,10 +212,10 @@ class Call:
     def _dtype(self, buffer: Buffer) -> torch.dtype:
         return buffer.dtypes[self._known[buffer.by] if buffer.by else 0]
 
-    def _least(self, buffer: Buffer) -> int:
-        numel = 1
+    def _least(self, buffer: Buffer, **instead: int) -> int:
+        numel, known = 1, {**self._known, **instead}
         for dim in buffer.dims:
-            numel *= self._known[dim] if isinstance(dim, str) else dim
+            numel *= known[dim] if isinstance(dim, str) else dim
         return -(-numel // buffer.per)
 
 

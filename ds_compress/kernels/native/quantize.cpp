@@ -72,7 +72,7 @@ void dequantize_groups(void* y, int64_t bf16, int64_t n, int64_t size, int64_t b
     else FOR_SIZE(dequantize, packed, steps, offsets, n, size, form, static_cast<float*>(y))
 }
 
-BY_WORDS(quantize_groups)
-BY_WORDS(dequantize_groups)
+IN_PARTS(quantize_groups)
+IN_PARTS(dequantize_groups)
 
 }  // extern "C"

@@ -41,8 +41,10 @@ PARTS: dict[str, Any] = {
     "offsets": Buffer(_SCALES, ("n",), by="wide_scale", unless="symmetric"),
 }
 _DITHER: dict[str, Any] = {"dithered": FLAG, "first": WORD, "second": WORD}
-_quantize = Function("quantize", "quantize_groups", **VALUES, **_DITHER, **FORMAT, **PARTS)
-_dequantize = Function("quantize", "dequantize_groups", **VALUES, **FORMAT, **PARTS)
+_quantize = Function("quantize", "quantize_groups", "n", **VALUES, **_DITHER, **FORMAT, **PARTS)
+_dithered = Function("quantize", "quantize_groups", **VALUES, **_DITHER, **FORMAT, **PARTS)
+"""The same: which number is drawn for a value depends on how many are before it."""
+_dequantize = Function("quantize", "dequantize_groups", "n", **VALUES, **FORMAT, **PARTS)
 
 
 class Plan:
@@ -59,7 +61,7 @@ class Plan:
             raise ValueError(f"{numel} values came, expected a multiple of {size}")
         fixed = known(self.n, size, grid, dtype)
         self.nearest = _quantize.given(**fixed, dithered=False, first=0, second=0)
-        self.dithered = _quantize.given(**fixed, dithered=True)
+        self.dithered = _dithered.given(**fixed, dithered=True)
         self.back = _dequantize.given(**fixed)
 
 

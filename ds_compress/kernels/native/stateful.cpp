@@ -279,9 +279,9 @@ int64_t dequantize_change(void* y, int64_t bf16, int64_t n, int64_t size, int64_
     else FOR_SIZE(with_all, packed, steps, offsets, state, scale, n, size, form, static_cast<float*>(y))
 }
 
-BY_WORDS(quantize_with_residual)
-BY_WORDS(quantize_with_coded_residual)
-BY_WORDS(quantize_change)
-BY_WORDS(dequantize_change)
+IN_PARTS(quantize_with_residual)
+IN_PARTS(quantize_with_coded_residual)
+IN_PARTS(quantize_change)
+IN_PARTS(dequantize_change)
 
 }  // extern "C"

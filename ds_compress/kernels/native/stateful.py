@@ -19,11 +19,12 @@ _FLAGS = [torch.tensor(flag, dtype=torch.bool, device="cpu") for flag in (False,
 _BASE: dict[str, Any] = {**VALUES, **FORMAT, **PARTS, "scale": float}
 
 _with_residual = Function(
-    "stateful", "quantize_with_residual", **_BASE, share=float, rest=float, residual=_STATE, made=_STATE
+    "stateful", "quantize_with_residual", "n", **_BASE, share=float, rest=float, residual=_STATE, made=_STATE
 )
 _with_coded_residual = Function(
     "stateful",
     "quantize_with_coded_residual",
+    "n",
     **_BASE,
     share=float,
     rest=float,
@@ -32,8 +33,8 @@ _with_coded_residual = Function(
     made=_CODES,
     made_scales=_SCALES,
 )
-_change = Function("stateful", "quantize_change", **_BASE, old=_STATE, made=_STATE)
-_onto = Function("stateful", "dequantize_change", **_BASE, old=_STATE, made=_STATE)
+_change = Function("stateful", "quantize_change", "n", **_BASE, old=_STATE, made=_STATE)
+_onto = Function("stateful", "dequantize_change", "n", **_BASE, old=_STATE, made=_STATE)
 
 
 class Plan:
@@ -72,7 +73,9 @@ def quantize_with_residual(
     call = plan.residual if len(residual) == 1 else plan.coded
     old = [entry.contiguous() for entry in residual]
     new = tuple(torch.empty(entry.shape, dtype=entry.dtype, device="cpu") for entry in old)
-    finite = call(values.contiguous(), *parts, scale, share, rest, *old, *new)
+    given = values.contiguous(), *parts, scale, share, rest, *old, *new
+    # what is not finite leaves the state alone, all of it: parts know nothing of each other
+    finite = call(*given) or call(*given, threads=1)
     return parts, new, _FLAGS[finite]
 
 
