@@ -6,8 +6,8 @@ from torch import Tensor
 from ds_compress.codec import Codec, Context, Layout, TensorSpec, register
 from ds_compress.codecs.mixins import SecondPacket
 from ds_compress.errors import CompressionError
+from ds_compress.kernels.dispatch import kernels
 from ds_compress.kernels.frames import pack, unpack
-from ds_compress.kernels.planes import join_bytes, sort_bytes
 
 
 @register("lossless")
@@ -40,14 +40,15 @@ class Lossless(Codec, SecondPacket):
         return (((spec.nbytes,), torch.uint8),)
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
-        body = pack(sort_bytes(x.detach().cpu().contiguous()))
+        here = x.detach().cpu().contiguous()
+        body = pack(kernels(here.device).sort_bytes(here))
         return torch.tensor([body.numel()], dtype=torch.int64, device=x.device), body.to(x.device)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         body = parts[1].cpu()
         if body.numel() < spec.nbytes:
             body = unpack(body, spec.nbytes)
-        return join_bytes(body, spec.dtype, spec.shape).to(spec.device)
+        return kernels(body.device).join_bytes(body, spec.dtype, spec.shape).to(spec.device)
 
     def error_bound(self, spec: TensorSpec) -> float:
         return 0.0

@@ -7,6 +7,7 @@ from ds_compress.kernels.cpu.fixed import decode_channels, decode_range, encode_
 from ds_compress.kernels.cpu.float8 import decode_float8, encode_float8
 from ds_compress.kernels.cpu.groups import dequantize, quantize
 from ds_compress.kernels.cpu.held import gather, received, scatter
+from ds_compress.kernels.cpu.planes import join_bytes, sort_bytes
 from ds_compress.kernels.cpu.selection import banded, exact, sampled_band
 from ds_compress.kernels.cpu.stateful import dequantize_change, quantize_change, quantize_with_residual
 from ds_compress.kernels.cpu.steps import choose, count_true
@@ -36,6 +37,7 @@ __all__ = [
     "exact",
     "finite",
     "gather",
+    "join_bytes",
     "list_bits",
     "pack_bits",
     "quantize",
@@ -45,5 +47,6 @@ __all__ = [
     "sampled_band",
     "scatter",
     "set_bits",
+    "sort_bytes",
     "unpack_bits",
 ]

@@ -1,4 +1,4 @@
-// The bytes of numbers, sorted by their place, as kernels/planes.py has it.
+// The bytes of numbers, sorted by their place, as kernels/reference/planes.py specifies it.
 
 #include "calls.h"
 

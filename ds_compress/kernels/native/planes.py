@@ -39,7 +39,7 @@ def _calls(dtype: torch.dtype, n: int) -> tuple[Call, Call]:
 
 
 def sort_bytes(x: Tensor) -> Tensor:
-    """See `planes.sort_bytes`; of FLOATS."""
+    """See `reference.sort_bytes`; of FLOATS."""
     n = x.numel()
     planes = torch.empty_like(unmade((n * x.itemsize,), torch.uint8))
     _calls(x.dtype, n)[0](x, planes)
@@ -47,7 +47,7 @@ def sort_bytes(x: Tensor) -> Tensor:
 
 
 def join_bytes(planes: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """See `planes.join_bytes`; `dtype` is one of FLOATS."""
+    """See `reference.join_bytes`; `dtype` is one of FLOATS."""
     template = unmade(shape, dtype)
     values = torch.empty_like(template)
     _calls(dtype, template.numel())[1](planes, values)

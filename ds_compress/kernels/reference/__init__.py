@@ -18,6 +18,7 @@ from ds_compress.kernels.reference.fixed import decode_channels, decode_range, e
 from ds_compress.kernels.reference.float8 import decode_float8, encode_float8
 from ds_compress.kernels.reference.groups import dequantize, quantize
 from ds_compress.kernels.reference.held import gather, received, scatter
+from ds_compress.kernels.reference.planes import join_bytes, sort_bytes
 from ds_compress.kernels.reference.selection import banded, exact, sampled_band
 from ds_compress.kernels.reference.stateful import dequantize_change, quantize_change, quantize_with_residual
 from ds_compress.kernels.reference.steps import choose, count_true
@@ -47,6 +48,7 @@ __all__ = [
     "exact",
     "finite",
     "gather",
+    "join_bytes",
     "list_bits",
     "pack_bits",
     "quantize",
@@ -56,5 +58,6 @@ __all__ = [
     "sampled_band",
     "scatter",
     "set_bits",
+    "sort_bytes",
     "unpack_bits",
 ]

@@ -19,6 +19,8 @@ from ds_compress.kernels.reference import (
     encode_int8,
     encode_range,
     finite,
+    join_bytes,
+    sort_bytes,
 )
 from ds_compress.kernels.triton.bitstring import list_bits, pack_bits, set_bits, unpack_bits
 from ds_compress.kernels.triton.entropy import decode_entropy, decode_units, encode_entropy, encode_units
@@ -51,6 +53,7 @@ __all__ = [
     "exact",
     "finite",
     "gather",
+    "join_bytes",
     "list_bits",
     "pack_bits",
     "quantize",
@@ -60,5 +63,6 @@ __all__ = [
     "sampled_band",
     "scatter",
     "set_bits",
+    "sort_bytes",
     "unpack_bits",
 ]
