@@ -41,7 +41,7 @@ class Lossless(Codec, SecondPacket):
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         here = x.detach().cpu().contiguous()
-        body = pack(kernels(here.device).sort_bytes(here))
+        body = pack(kernels(here.device).sort_bytes(here), tail=x.numel())  # of sign and exponent
         return torch.tensor([body.numel()], dtype=torch.int64, device=x.device), body.to(x.device)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:

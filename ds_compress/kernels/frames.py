@@ -21,10 +21,22 @@ class _Own(threading.local):
 
 _own = _Own()
 
+_BLOCK = zstandard.BLOCKSIZE_MAX
 
-def pack(body: Tensor) -> Tensor:
-    """A frame, uint8, of `body`, uint8 on the CPU; `body` itself where it would not be smaller."""
-    frame = _own.compressor.compress(body.numpy().data)
+
+def pack(body: Tensor, tail: int = 0) -> Tensor:
+    """A frame, uint8, of `body`, uint8 on the CPU; `body` itself where it would not be smaller.
+
+    The bytes of a block share one Huffman code. The last `tail` bytes, if they are unlike the others, begin
+    a block of their own; more than a block of them do so anyway, but for a part.
+    """
+    data = body.numpy().data
+    if 0 < tail <= _BLOCK:
+        both = _own.compressor.compressobj(size=len(data))
+        frame = both.compress(data[:-tail]) + both.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+        frame += both.compress(data[-tail:]) + both.flush()
+    else:
+        frame = _own.compressor.compress(data)
     return torch.frombuffer(bytearray(frame), dtype=torch.uint8) if len(frame) < body.numel() else body
 
 
