@@ -7,35 +7,37 @@ import torch
 
 from ds_compress.kernels import cpu, native
 from ds_compress.kernels.affine import Grid
-from ds_compress.kernels.native.function import PART
+from ds_compress.kernels.native import function
 from tests.support.same_bits import assert_same_bits
 
+PART = 1 << 14
 NUMEL = 13 * PART // 4
-"""Enough for three parts, which are of several lengths."""
+"""Enough for three parts, which are of several lengths; no other test has tensors of as many."""
 
 
 @pytest.fixture(autouse=True)
-def _compiled():
+def threads(monkeypatch):
+    """How many torch has, in a list of one; every look at it adds a 0."""
     assert native.wait("quantize", "stateful", "feedback", "float8")
+    number = [1]
+    monkeypatch.setattr(function, "PART", PART)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: number.append(0) or number[0])
+    return number
 
 
-@pytest.fixture(autouse=True)
-def _own_number_of_threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def by(threads, work):
-    torch.set_num_threads(threads)
-    return work()
-
-
-def alike(work):
+@pytest.fixture
+def alike(threads):
     """That any number of threads comes to what one does, tensors in any nesting."""
-    alone = flat(by(1, work))
-    for threads in (2, 3, 100):
-        assert_same_bits(flat(by(threads, work)), alone)
+
+    def check(work, divided=True):
+        threads[:] = [1]
+        alone = flat(work())
+        for count in (2, 3, 100):
+            threads[:] = [count]
+            assert_same_bits(flat(work()), alone)
+            assert (len(threads) > 1) == divided
+
+    return check
 
 
 def flat(found):
@@ -50,14 +52,14 @@ def values(size, dtype=torch.float32, special=None, seed=0):
     return x
 
 
-SIZES = (8, 24, 128, 4096)
+SIZES = (8, 24, 128, 512)
 
 
 @pytest.mark.parametrize("special", [None, torch.inf, torch.nan])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("grid", [Grid(4), Grid(3, symmetric=True), Grid(5, scale_dtype=torch.float32)])
-def test_groups(grid, size, dtype, special):
+def test_groups(alike, grid, size, dtype, special):
     x = values(size, dtype, special)
     alike(lambda: cpu.quantize(x, grid))
     parts = cpu.quantize(x, grid)
@@ -65,22 +67,22 @@ def test_groups(grid, size, dtype, special):
 
 
 @pytest.mark.parametrize("gaussian", [False, True])
-def test_rotated_groups(gaussian):
+def test_rotated_groups(alike, gaussian):
     x, grid = values(128), Grid(2, gaussian, hadamard=True, key=5, gaussian=gaussian)
     alike(lambda: cpu.quantize(x, grid))
     parts = cpu.quantize(x, grid)
     alike(lambda: cpu.dequantize(parts, grid))
 
 
-def test_numbers_drawn_for_values_do_not_depend_on_threads():
+def test_numbers_drawn_for_values_do_not_depend_on_threads(alike):
     x = values(128)
-    alike(lambda: cpu.quantize(x, Grid(4), 12345))
+    alike(lambda: cpu.quantize(x, Grid(4), 12345), divided=False)
 
 
 @pytest.mark.parametrize("coded", [False, True])
 @pytest.mark.parametrize("special", [None, torch.inf, torch.nan])
 @pytest.mark.parametrize("size", [32, 128])
-def test_messages_that_follow_a_state(size, special, coded):
+def test_messages_that_follow_a_state(alike, size, special, coded):
     """The residual of all groups is left out where one group, in any part, is not finite."""
     x, state, grid = values(size, special=special), values(size, seed=1), Grid(4)
     kept = cpu.encode_int8(state) if coded else (state,)
@@ -92,7 +94,7 @@ def test_messages_that_follow_a_state(size, special, coded):
 
 @pytest.mark.parametrize("special", [None, torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_passes_of_feedbacks(dtype, special):
+def test_passes_of_feedbacks(alike, dtype, special):
     x, state = (values(1, dtype, None).flatten() for _ in range(2))
     if special:
         x[-1] = special
@@ -108,17 +110,17 @@ def test_passes_of_feedbacks(dtype, special):
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("size", [8, 100, 128])
-def test_short_floats(size, dtype):
+def test_short_floats(alike, size, dtype):
     x = values(size)
     alike(lambda: cpu.encode_float8(x, dtype))
     codes, scales = cpu.encode_float8(x, dtype)
     alike(lambda: cpu.decode_float8(codes, scales, dtype, torch.float32))
 
 
-def processor_time(threads):
-    """Of other threads than this one, as a share of that of all, for a long message."""
-    torch.set_num_threads(threads)
-    x, grid = values(128).repeat(4, 1), Grid(4, hadamard=True)
+def processor_time(count, threads):
+    """Of other threads than this one, as a share of that of all, for long messages."""
+    threads[:] = [count]
+    x, grid = values(128).repeat(100, 1), Grid(4, hadamard=True)
     cpu.quantize(x, grid)
     whole, own = time.process_time(), time.thread_time()
     for _ in range(10):
@@ -127,16 +129,14 @@ def processor_time(threads):
     return 1 - own / whole
 
 
-def test_others_work_where_torch_has_them():
-    assert processor_time(1) < 0.2 < processor_time(2)
+def test_others_work_where_torch_has_them(threads):
+    assert processor_time(1, threads) < 0.2 < processor_time(2, threads)
 
 
-def test_short_messages_start_no_thread(monkeypatch):
+def test_short_messages_start_no_thread(threads):
     """To start one takes longer than they do."""
-    asked = []
-    monkeypatch.setattr(torch, "get_num_threads", lambda: asked.append(1) or 2)
     x = values(128)[: PART // 128]
     cpu.quantize(x, Grid(4))
-    assert not asked
+    assert threads == [1]
     cpu.quantize(x.repeat(2, 1), Grid(4))
-    assert asked
+    assert threads == [1, 0]

@@ -25,8 +25,9 @@ FLOATS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 """The floats that C++ takes and makes, by their name in it."""
 INTEGERS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 """Floats of so many bits as torch has them for C++, where they are unsigned."""
-PART = 1 << 18
-"""Entries of the largest buffer that are worth a thread, which takes as long to start as a tenth of them."""
+PART = 1 << 20
+"""Entries of the largest buffer that are worth a thread: on a virtual machine to start one takes as long as
+half of them."""
 
 
 @dataclass(frozen=True)
