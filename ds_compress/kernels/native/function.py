@@ -158,7 +158,7 @@ class Call:
             self._entry = library, entry  # in one go, as other threads may be here
         if self._parts > 1:
             most = min(threads or torch.get_num_threads(), self._parts)
-            return entry(self._fixed, self._pack(*words), self._moves, most)
+            return entry(self._fixed, self._pack(*words), self._moves, ctypes.c_int64(most))
         return entry(self._fixed, self._pack(*words))
 
     def _shared_out(self, along: str | None) -> tuple[bytes, int]:
