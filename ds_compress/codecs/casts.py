@@ -41,7 +41,7 @@ class Cast(Codec):
         return out
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
-        return parts[0].type(spec.dtype)  # takes a third less time than `to`
+        return parts[0].type(spec.dtype)  # torch parses that faster than `to`
 
     def error_bound(self, spec: TensorSpec) -> float:
         return bounds.rounding(self.wire_dtype, spec.dtype)

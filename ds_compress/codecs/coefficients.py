@@ -26,8 +26,9 @@ class Coefficients(Codec, Remembers, Observes, DecodesByProduct):
     needs_warmup = True
 
     @abstractmethod
-    def coded(self, coefficients: Tensor, h: int, ctx: Context) -> Parts:
-        """The payload of the first `coefficients` of rows of h, fp32 [at most h, n], by falling variance."""
+    def coded(self, coefficients: Tensor, h: int, ctx: Context, out: Parts | None) -> Parts:
+        """The payload of the first `coefficients` of rows of h, fp32 [at most h, n], by falling variance;
+        `out` is what `encode` was given."""
 
     @abstractmethod
     def decoded(self, parts: Parts, n: int, h: int, ctx: Context) -> Tensor:
@@ -37,14 +38,14 @@ class Coefficients(Codec, Remembers, Observes, DecodesByProduct):
         """How many coefficients of each row are sent."""
         return h
 
-    def encode(self, x: Tensor, ctx: Context) -> Parts:
+    def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
         if not x.numel():
             layout = self.layout(TensorSpec.of(x))
             return tuple(torch.zeros(shape, dtype=dtype, device=x.device) for shape, dtype in layout)
         n, h = matrix_shape(x.shape)
         rows = x.detach().reshape(n, h).float().contiguous()  # the last bits of a product depend on the order
         directions = self._basis(h, ctx)[:, : self.sent(n, h, ctx)]
-        return self.coded(directions.T @ rows.T, h, ctx)
+        return self.coded(directions.T @ rows.T, h, ctx, out)
 
     def decode(self, parts: Parts, spec: TensorSpec, ctx: Context) -> Tensor:
         if not spec.numel:

@@ -124,7 +124,7 @@ class Quantize(Codec, FusesFeedback):
     def _fuses(self, dtype: torch.dtype) -> bool:
         plain = self.options.mixed is None and self.options.rounding == "nearest"
         # the mean of a sum is not the sum of those of its terms
-        return plain and dtype in (torch.float32, torch.bfloat16) and self._fill != "mean"
+        return plain and dtype in _MADE and self._fill != "mean"
 
     def _split(self, x: Tensor) -> Tensor:
         return split(x, self.options.group_size, self.options.axis, self._fill)

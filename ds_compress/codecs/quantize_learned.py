@@ -58,15 +58,18 @@ class Learned(Coefficients):
     def sent(self, n: int, h: int, ctx: Context) -> int:
         return self._plan(n, h, ctx).sent
 
-    def coded(self, coefficients: Tensor, h: int, ctx: Context) -> Parts:
+    def coded(self, coefficients: Tensor, h: int, ctx: Context, out: Parts | None) -> Parts:
         n, device = coefficients.shape[1], coefficients.device
         plan, backend = self._plan(n, h, ctx), kernels(device)
         groups = split(coefficients, self.options.group_size, fill="zeros")
         layout = self.layout(TensorSpec((n, h), torch.float32))
-        codes, scales, counts = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in layout)
-        for run in plan.runs:
+        out = out or tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in layout)
+        codes, scales, counts = out
+        for run in plan.runs:  # which fill all codes
             backend.quantize(groups[run.groups], self._grid(run.bits), None, run.of(codes, scales))
-        return codes, scales, counts.copy_(plan.counts)
+        scales[plan.runs[-1].groups.stop :] = 0
+        counts.copy_(plan.counts)
+        return out
 
     def decoded(self, parts: Parts, n: int, h: int, ctx: Context) -> Tensor:
         codes, scales, counts = parts

@@ -47,8 +47,8 @@ def keep_freed(nbytes: int) -> None:
 
 @lru_cache
 def unmade(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """What `torch.empty_like` makes a tensor of the CPU of `shape` from, in half the time that `torch.empty`
-    takes; it has no memory for it itself."""
+    """What `torch.empty_like` makes a tensor of the CPU of `shape` from, sooner than `torch.empty` has parsed
+    its arguments; it has no memory for it itself."""
     return torch.empty((), dtype=dtype, device="cpu").expand(shape)
 
 

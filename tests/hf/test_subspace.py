@@ -48,7 +48,7 @@ def test_it_trains_and_sends_less(run):
     _, said = run
     before, after = perplexities(said)
     assert after < 0.95 * before
-    # forward 8 bits, backward bf16, and positions: fewer than a quarter of what a run without a basis sends
+    # of narrow messages: forward 8 bits, backward bf16, and positions, which are beside so few values much
     last = [line for line in said.splitlines() if line.startswith("training: 6/6")][-1]
     assert float(last.partition("ratio=")[2].rstrip("x")) > 1
 

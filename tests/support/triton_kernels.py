@@ -220,10 +220,10 @@ def test_codes_and_scales_are_written_where_the_packet_has_them():
 
 def test_with_a_residual_too():
     groups, residual, grid = *values(50, 128, torch.float32, 0).chunk(2), Grid(4, scale_dtype=torch.float32)
-    expected, state, finite = reference.quantize_with_residual(groups, (residual,), 1.0, 1.0, 0.0, grid)
+    expected, state, finite = reference.quantize_with_residual(groups, (residual,), 2.0, 0.75, 0.25, grid)
     out = tuple(torch.empty_like(part, device=DEVICE) for part in expected)
     parts, *new = fused.quantize_with_residual(
-        groups.to(DEVICE), (residual.to(DEVICE),), 1.0, 1.0, 0.0, grid, out
+        groups.to(DEVICE), (residual.to(DEVICE),), 2.0, 0.75, 0.25, grid, out
     )
     assert all(part is place for part, place in zip(parts, out, strict=True))
     assert_same_bits(map(torch.Tensor.cpu, (*out, *new[0], new[1])), (*expected, *state, finite))

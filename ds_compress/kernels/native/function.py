@@ -26,8 +26,8 @@ FLOATS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 INTEGERS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 """Floats of so many bits as torch has them for C++, where they are unsigned."""
 PART = 1 << 20
-"""Entries of the largest buffer that are worth a thread: on a virtual machine to start one takes as long as
-half of them."""
+"""Entries of the largest buffer that are worth a thread, which takes its time to start; docs/speed.md has
+what it gains."""
 
 
 @dataclass(frozen=True)
