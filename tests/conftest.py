@@ -8,11 +8,13 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from ds_compress.kernels import native
-from tests.support import shared
+from tests.support import seeds, shared
 
 # no verdict hangs on how busy the machine is
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
+
+seeds.only_where_devices_are()
 
 
 @pytest.fixture(scope="session", autouse=True)

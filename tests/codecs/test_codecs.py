@@ -10,6 +10,7 @@ import ds_compress.codecs  # noqa: F401 - registers
 from ds_compress.codec import CODECS, names
 from ds_compress.codecs import contract
 from ds_compress.codecs.contract_trial import Trial
+from tests.support.fitted import fitted_once
 
 OPTIONS = {
     "quantize": [
@@ -71,6 +72,7 @@ def test_options_are_of_registered_codecs():
 
 @pytest.mark.parametrize("check", contract.CHECKS, ids=label)
 @pytest.mark.parametrize("choice", choices(), ids=label)
+@fitted_once()
 def test_contract(choice, check):
     if choice in WORSE_THAN_ZEROS and check is contract.check_gaussian_error:
         with pytest.raises(AssertionError, match="of normal values; sending zeros loses 1, at float32"):

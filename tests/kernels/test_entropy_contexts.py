@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ds_compress.kernels import cpu, reference
 from ds_compress.kernels.entropy import MOST_CONTEXTS, Frame, frame_of
-from tests.support.native import TARGETS, compiled_for, runs_here
+from tests.support.native import TARGETS, compiled_for, remembered, runs_here
 from tests.support.same_bits import assert_same_bits
 
 
@@ -126,6 +126,10 @@ def test_contexts_are_left_out_where_words_are_few():
         assert all(end % frame.lanes == 0 for end in frame.ends[:-1]) and frame.ends[-1] == n
 
 
+encode, decode = map(remembered, (reference.encode_entropy, reference.decode_entropy))
+"""With the blocks of the test below."""
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.parametrize("target", filter(runs_here, TARGETS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -140,14 +144,14 @@ def test_cpp_equals_the_reference(target, dtype, monkeypatch):
             cuts = tuple(sorted(rng.integers(0, n, 9).tolist(), reverse=True))
             x, frame = mixed(n, cuts, seed, spread=3).to(dtype), frame_of(n, bits, cuts)
             code = cpu.encode_entropy(x, frame)
-            assert torch.equal(code, reference.encode_entropy(x, frame))
+            assert torch.equal(code, encode(x, frame))
             for damage in range(8):
                 words = code.clone()
                 if damage:
                     span = frame.tables + 40 * frame.contexts if damage % 2 else frame.words
                     place = rng.integers(frame.head if damage % 3 else 0, span)
                     words[place] ^= int(rng.integers(1, 1 << 14))
-                ours, theirs = (each.decode_entropy(words, frame, dtype) for each in (cpu, reference))
+                ours, theirs = (each(words, frame, dtype) for each in (cpu.decode_entropy, decode))
                 assert_same_bits(ours, theirs)
                 assert damage or ours[1]
     frame_of.cache_clear()

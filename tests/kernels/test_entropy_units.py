@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ds_compress.kernels import cpu, reference
 from ds_compress.kernels.entropy import frame_of
 from ds_compress.kernels.units import CLASSES, RUN, Units
-from tests.support.native import TARGETS, compiled_for, runs_here
+from tests.support.native import TARGETS, compiled_for, remembered, runs_here
 from tests.support.same_bits import assert_same_bits
 
 
@@ -75,6 +75,10 @@ SHAPES = [
 ]
 
 
+encode, decode = map(remembered, (reference.encode_units, reference.decode_units))
+"""With the blocks of the test below."""
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.parametrize("target", filter(runs_here, TARGETS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -93,13 +97,13 @@ def test_cpp_equals_the_reference(target, dtype, monkeypatch):
                 if special is not None:
                     x[[7, n // 2]] = special
                 words = cpu.encode_units(x, frame, units)
-                assert torch.equal(words, reference.encode_units(x, frame, units))
+                assert torch.equal(words, encode(x, frame, units))
                 for damage in range(3 if special is None else 1):
                     came = words.clone()
                     if damage:
                         place = rng.integers(*((0, frame.words), (frame.words, len(words)))[damage % 2])
                         came[place] ^= int(rng.integers(1, 1 << 14))
-                    ours, theirs = (each.decode_units(came, frame, units, dtype) for each in (cpu, reference))
+                    ours, theirs = (f(came, frame, units, dtype) for f in (cpu.decode_units, decode))
                     assert_same_bits(ours, theirs)
                     assert ours[1] or damage == 2
         assert frame.lanes == 32 and frame.blocks > 4 and frame.contexts == CLASSES

@@ -13,7 +13,8 @@ from ds_compress.codecs.mixins import DecodesByProduct
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.pipeline.numerics import fingerprint, relied_on
-from tests.support.unlike import OLDER, run
+from tests.support.dist import run_ranks
+from tests.support.unlike import OLDER, run, said_to
 
 CPU = torch.device("cpu")
 PCA, LOWRANK = {"name": "pca", "rank": 16}, {"name": "lowrank", "rank": 4}
@@ -50,7 +51,7 @@ def test_a_library_that_computes_otherwise_is_refused():
 
 
 def test_products_on_like_processors_mirror():
-    (both,) = run({**settings_of(PCA), "mirror_check": 5}, environments=({}, {}))
+    both = run_ranks(2, said_to, {**settings_of(PCA), "mirror_check": 5})
     assert both[0] == both[1] and both[0].startswith("{(0, 0): ")
 
 

@@ -1,5 +1,7 @@
-"""Real ranks for tests: forked processes that share deepspeed's import, over gloo, with a time-out."""
+"""Real ranks for tests: forked processes that share the imports of this one, over gloo, with a time-out."""
 
+import contextlib
+import gc
 import os
 import pickle
 import tempfile
@@ -12,7 +14,11 @@ import deepspeed
 import torch
 import torch._dynamo  # by the first optimizer: here once, and not in each rank
 
+import ds_compress.pipeline.attach  # noqa: F401  (by the first engine, as is what follows)
 from launch.ports import reserved_port
+
+with contextlib.suppress(ImportError):  # another release of DeepSpeed may not have it
+    import deepspeed.module_inject.auto_ep_layer
 
 # Point-to-point messages do not use it, and building it needs a C++ compiler
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -53,6 +59,7 @@ def _fork(rank: int, world_size: int, port: int, folder: Path, function, args) -
             MASTER_PORT=str(port),
         )
         torch.set_num_threads(1)
+        gc.freeze()  # a collection would look at, and so copy, all that was imported
         deepspeed.init_distributed(dist_backend="gloo", verbose=False)
         result = True, function(*args)
         code = 0

@@ -182,7 +182,7 @@ def test_mean_magnitude_is_within_its_bound():
 def test_normal_values_have_the_same_bits(bits, size, hadamard):
     """With every kind of group, not only with what is random."""
     grid = Grid(bits, True, torch.bfloat16, hadamard, 2**31 - 1, gaussian=True)
-    groups = values(20, size, torch.float32, bits)
+    groups = values(14, size, torch.float32, bits)  # the 14th is the last that is of a kind of its own
     groups[groups.abs().amax(1) < 1e-36] = 0  # the interpreter gets the subnormal numbers of bfloat16 wrong
     expected = reference.quantize(groups, grid)
     assert_same_bits(launched(fused.quantize, groups, grid), expected)

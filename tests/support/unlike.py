@@ -37,24 +37,29 @@ def run(*blocks, environments=({}, OLDER)):
     return list(zip(*([line.partition(MARK)[2] for line in lines if MARK in line] for lines in said)))
 
 
-def main():
-    import deepspeed
-    import torch
-
+def said_to(block):
+    """What this rank says: hashes of what it mirrors after some steps, or the error that stopped it."""
     from ds_compress.errors import CompressionError
     from tests.feedback.test_feedback_pipeline import digests
     from tests.support.pipeline import batches, build, ds_config
 
+    try:
+        engine, data = build(2, ds_config(block)), batches()
+        for _ in range(STEPS):
+            engine.train_batch(data)
+        return str(digests(engine))
+    except CompressionError as error:
+        return str(error)
+
+
+def main():
+    import deepspeed
+    import torch
+
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     for block in json.loads(sys.argv[1]):
-        try:
-            engine, data = build(2, ds_config(block)), batches()
-            for _ in range(STEPS):
-                engine.train_batch(data)
-            print(MARK, digests(engine), sep="")
-        except CompressionError as error:
-            print(MARK, error, sep="")
+        print(MARK, said_to(block), sep="")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
