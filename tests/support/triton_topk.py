@@ -176,8 +176,8 @@ def test_entries_are_read_and_put_back_as_in_plain_torch(n, dtype, special, pack
     with small_blocks():
         values = launched(fused.gather, x, selection.bits if packed else chosen, n // 2)
         assert_bits_equal(values, expected)
-        dense = launched(fused.scatter, values, selection.bits, n)
-    assert_bits_equal(dense, selection.scatter(expected))
+        dense = launched(fused.scatter, values, selection.bits, (n,))
+    assert_bits_equal(dense, selection.scatter(expected, (n,)))
 
 
 @given(n=st.integers(0, 9000), density=st.sampled_from([0, 0.1, 0.5, 1]))
