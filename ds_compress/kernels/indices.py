@@ -46,7 +46,10 @@ class Int32:
 
     @staticmethod
     def encode(selection: Selection, out: Parts | None = None) -> Parts:
-        return delivered((selection.indices.to(torch.int32),), out)
+        if out is None:
+            return (selection.indices.to(torch.int32),)
+        out[0].copy_(selection.indices)
+        return out
 
     @staticmethod
     def decode(parts: Parts, numel: int, count: int) -> Selection:
@@ -70,13 +73,14 @@ class Int16:
     @classmethod
     def encode(cls, selection: Selection, out: Parts | None = None) -> Parts:
         indices = selection.indices
-        low = indices.to(torch.int16)
+        low = indices.to(torch.int16) if out is None else out[0].copy_(indices)
         if selection.numel <= cls.STRETCH:
-            return delivered((low,), out)
+            return (low,)
         ends = torch.arange(
             0, selection.numel + cls.STRETCH, cls.STRETCH, dtype=torch.int64, device=indices.device
         )
-        return delivered((low, torch.searchsorted(indices, ends).diff().to(torch.int32)), out)
+        counts = torch.searchsorted(indices, ends).diff()
+        return low, counts.to(torch.int32) if out is None else out[1].copy_(counts)
 
     @classmethod
     def decode(cls, parts: Parts, numel: int, count: int) -> Selection:
