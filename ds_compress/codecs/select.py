@@ -2,6 +2,7 @@
 
 Every function takes `x` [rows, d] and returns a `Selection` of entries of `x.flatten()`, ascending, with the
 same number of entries in every row whatever the data, so that packets have a static size and carry no counts.
+`values`: memory for the kept entries, where they are made on the way (see `reference.exact`).
 nan and infinity count as the largest magnitude: a selection from non-finite input holds a non-finite entry.
 """
 
@@ -39,12 +40,12 @@ def rows_of(shape: tuple[int, ...], row: str) -> tuple[int, int]:
     return rows, numel // rows if rows else 0
 
 
-def exact(x: Tensor, k: int) -> Selection:
+def exact(x: Tensor, k: int, values: Tensor | None = None) -> Selection:
     """The k largest magnitudes of each row, equal ones in the order of their index."""
-    return topk.exact(x, k)
+    return topk.exact(x, k, values)
 
 
-def threshold(x: Tensor, k: int) -> Selection:
+def threshold(x: Tensor, k: int, values: Tensor | None = None) -> Selection:
     """About the k largest of each row: those above a threshold taken from a sample, without sorting all (as
     in Deep Gradient Compression, Lin et al., ICLR 2018).
 
@@ -53,13 +54,13 @@ def threshold(x: Tensor, k: int) -> Selection:
     sample are exact.
     """
     if x.shape[1] <= sampling.SAMPLE or not x.numel():
-        return topk.exact(x, k)
+        return topk.exact(x, k, values)
     high, low = kernels(x.device).sampled_band(x, k)
     # where more than k entries tie with `high`, as in a row of zeros, those above it still go first
     return topk.banded(x, (low, high, high + 1, INFINITY[x.dtype]), k)
 
 
-def sidco(x: Tensor, k: int) -> Selection:
+def sidco(x: Tensor, k: int, values: Tensor | None = None) -> Selection:
     """About the k largest of each row, by thresholds fitted to the distribution of |x| (see kernels.sidco).
 
     What lies above the upper fitted threshold is kept, the other places go evenly spaced to entries between
@@ -67,15 +68,15 @@ def sidco(x: Tensor, k: int) -> Selection:
     looking at that costs a synchronisation with the GPU.
     """
     if not x.numel():
-        return topk.exact(x, k)
+        return topk.exact(x, k, values)
     high, low, achieved = fit.bracket(x, k)
     if not bool(((achieved >= 0.8 * k) & (achieved <= 1.25 * k)).all()):
-        return topk.exact(x, k)
+        return topk.exact(x, k, values)
     low, high = keys(low.to(x.dtype)), keys(high.to(x.dtype))
     return topk.banded(x, (low, high, INFINITY[x.dtype]), k)
 
 
-def blockwise(x: Tensor, density: float, block: int) -> Selection:
+def blockwise(x: Tensor, density: float, block: int, values: Tensor | None = None) -> Selection:
     """The largest of each block of `block` entries of a row (the last one may be shorter), at least one per
     block."""
     rows, d = x.shape
@@ -83,7 +84,7 @@ def blockwise(x: Tensor, density: float, block: int) -> Selection:
         return topk.exact(x, 0)
     block = min(block, d)
     if d % block == 0:
-        return topk.exact(x.reshape(-1, block), kept_of(block, density))
+        return topk.exact(x.reshape(-1, block), kept_of(block, density), values)
     whole = d // block * block
     places = []
     for start, length, width in ((0, whole, block), (whole, d - whole, d - whole)):

@@ -7,6 +7,7 @@ still kept.
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -38,6 +39,10 @@ def _values_codec(choice: object) -> Codec:
     return build("none" if choice == "raw" else choice, "values")
 
 
+_row = lru_cache(lambda count, dtype, device: TensorSpec((count,), dtype, device))
+"""That of so many values: kept, as each message asks for it."""
+
+
 class SparseOptions(CodecOptions):
     density: float = Field(0.1, gt=0, le=1)
     """Fraction of the entries that is kept."""
@@ -61,21 +66,23 @@ class Sparse(Codec, Selects):
     def __init__(self, options: CodecOptions | None = None):
         super().__init__(options)
         self.values = _values_codec(self.options.values)
+        self._raw = self.values.name == "none"
 
     def gain(self, spec: TensorSpec) -> Tensor | None:
         return None
 
     def _values_spec(self, spec: TensorSpec) -> TensorSpec:
-        return TensorSpec((self.kept(spec),), spec.dtype, spec.device)
+        return _row(self.kept(spec), spec.dtype, spec.device)
 
     def _scatter(
         self, parts: tuple[Tensor, ...], selection: Selection, spec: TensorSpec, ctx: Context
     ) -> Tensor:
-        values_spec = self._values_spec(spec)
-        values, gain = self.values.decode(parts, values_spec, ctx), self.gain(spec)
+        values, gain = parts[0], self.gain(spec)
+        if not self._raw:
+            values = self.values.decode(parts, self._values_spec(spec), ctx)
         if gain is not None:
-            values = as_message(values * gain, values_spec)
-        return selection.scatter(values.flatten()).view(spec.shape)
+            values = as_message(values * gain, self._values_spec(spec))
+        return selection.scatter(values, spec.shape)
 
     def error_bound(self, spec: TensorSpec) -> float:
         values = self.values.error_bound(self._values_spec(spec))

@@ -1,6 +1,8 @@
 """The codec that keeps the entries of largest magnitude."""
 
-from typing import Literal
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field, ValidationInfo, field_validator
@@ -23,6 +25,20 @@ from ds_compress.codecs.sparse import Sparse, SparseOptions, gather
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import indices as coding
 from ds_compress.kernels.selection import Selection
+
+
+class _Way(NamedTuple):
+    """What the options make of a shape."""
+
+    rows: int
+    length: int
+    """Of a row."""
+    kept: int
+    """Entries, over all rows."""
+    coder: Any
+    """Of `coding.CODERS`."""
+    parts: int
+    """Payload tensors that it makes."""
 
 
 @register("topk")
@@ -105,32 +121,37 @@ class TopK(Sparse, Follows):
     def kept(self, spec: TensorSpec) -> int:
         if self._forward is not self:
             return self._forward.kept(spec)
-        rows, length = select.rows_of(spec.shape, self.options.rows)
-        if self.options.select == "block":
-            return rows * select.kept_in_blocks(length, self.options.density, self._block)
-        return rows * select.kept_of(length, self.options.density)
+        return self._way(spec.shape).kept
 
     def gain(self, spec: TensorSpec) -> Tensor | None:
         return None if self._forward is self else self._forward.gain(spec)
 
     def layout(self, spec: TensorSpec) -> Layout:
-        return self._indices_layout(spec) + self.values.layout(self._values_spec(spec))
+        values = self.values.layout(self._values_spec(spec))
+        if self.options.indices == "reuse":
+            return values
+        way = self._way(spec.shape)
+        return way.coder.layout(spec.numel, way.kept) + values
 
     def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
-        x, spec = x.contiguous(), TensorSpec.of(x)
         if self.options.indices == "reuse":
-            return encode_into(self.values, gather(x, self._reused(spec, ctx)), ctx, out)
-        ctx.selection = self._select(x)
-        values = ctx.selection.take(x)
-        indices = self._coder(spec).encode(ctx.selection)
-        return indices + encode_into(self.values, values, ctx, out and out[len(indices) :])
+            return encode_into(self.values, gather(x, self._reused(TensorSpec.of(x), ctx)), ctx, out)
+        way, place = self._way(x.shape), out[-1] if out and self._raw else None
+        ctx.selection = selection = self._select(x.contiguous(), way, place)
+        values = selection.take(x)
+        if out is None:
+            return way.coder.encode(selection) + self.values.encode(values, ctx)
+        way.coder.encode(selection, out[: way.parts])
+        if values is not place:
+            encode_into(self.values, values, ctx, out[way.parts :])
+        return out
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         if self.options.indices == "reuse":
             return self._scatter(parts, self._reused(spec, ctx), spec, ctx)
-        split = len(self._indices_layout(spec))
-        ctx.selection = self._coder(spec).decode(parts[:split], spec.numel, self.kept(spec))
-        return self._scatter(parts[split:], ctx.selection, spec, ctx)
+        way = self._way(spec.shape)
+        ctx.selection = selection = way.coder.decode(parts[: way.parts], spec.numel, way.kept)
+        return self._scatter(parts[way.parts :], selection, spec, ctx)
 
     def error_bound(self, spec: TensorSpec) -> float:
         exact = self.options.select in ("exact", "block") and self.options.indices != "reuse"
@@ -152,32 +173,41 @@ class TopK(Sparse, Follows):
         if self.options.indices != "reuse":
             return None
         kept = torch.ones(self.kept(spec), dtype=torch.float32, device=spec.device)
-        return self._reused(spec, ctx).scatter(kept).view(spec.shape) > 0
+        return self._reused(spec, ctx).scatter(kept, spec.shape) > 0
 
     @property
     def unbiased(self) -> bool:
         return self._unbiased
 
-    def _select(self, x: Tensor) -> Selection:
-        rows, length = select.rows_of(x.shape, self.options.rows)
-        x = x.reshape(rows, length)
-        if self.options.select == "block":
-            return select.blockwise(x, self.options.density, self._block)
-        method = {"exact": select.exact, "threshold": select.threshold, "sidco": select.sidco}[
-            self.options.select
-        ]
-        return method(x, select.kept_of(length, self.options.density))
+    def _select(self, x: Tensor, way: _Way, values: Tensor | None) -> Selection:
+        options = self.options
+        x = x.view(way.rows, way.length)
+        if options.select == "block":
+            return select.blockwise(x, options.density, self._block, values)
+        k = select.kept_of(way.length, options.density)
+        if options.select == "exact":
+            return select.exact(x, k, values)
+        return (select.threshold if options.select == "threshold" else select.sidco)(x, k, values)
 
-    def _coder(self, spec: TensorSpec):
-        name = self.options.indices
-        if name == "auto":
-            name = coding.smallest(("bitmask", "int16", "int32"), spec.numel, self.kept(spec))
-        return coding.CODERS[name]
+    @functools.cached_property
+    def _way(self) -> Callable[[tuple[int, ...]], _Way]:
+        """That of a shape: kept, as each message asks for it."""
+        options, block = self.options, self._block
 
-    def _indices_layout(self, spec: TensorSpec) -> Layout:
-        if self.options.indices == "reuse":
-            return ()
-        return self._coder(spec).layout(spec.numel, self.kept(spec))
+        @functools.lru_cache
+        def way(shape: tuple[int, ...]) -> _Way:
+            rows, length = select.rows_of(shape, options.rows)
+            if options.select == "block":
+                kept = rows * select.kept_in_blocks(length, options.density, block)
+            else:
+                kept = rows * select.kept_of(length, options.density)
+            name, numel = options.indices, rows * length
+            if name in ("auto", "reuse"):
+                name = coding.smallest(("bitmask", "int16", "int32"), numel, kept)
+            coder = coding.CODERS[name]
+            return _Way(rows, length, kept, coder, len(coder.layout(numel, kept)))
+
+        return way
 
     def _reused(self, spec: TensorSpec, ctx: Context) -> Selection:
         place = f"topk.indices: 'reuse' at boundary {ctx.boundary}, {ctx.direction}"

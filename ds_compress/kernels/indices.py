@@ -1,7 +1,7 @@
 """Index coding: how a selection travels.
 
 All coders work on `count` of `numel` entries, distinct and ascending. Their size follows from these two
-numbers.
+numbers. `encode` may be given memory for what it makes.
 """
 
 from functools import lru_cache
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels.dispatch import kernels
+from ds_compress.kernels.memory import delivered
 from ds_compress.kernels.selection import Selection
 
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+Parts = tuple[Tensor, ...]
 
 
 class Bitmask:
@@ -24,11 +26,14 @@ class Bitmask:
         return (((-(-numel // 8),), torch.uint8),)
 
     @staticmethod
-    def encode(selection: Selection) -> tuple[Tensor, ...]:
-        return (selection.bits,)
+    def encode(selection: Selection, out: Parts | None = None) -> Parts:
+        if out is None:
+            return (selection.bits,)
+        out[0].copy_(selection.bits)
+        return out
 
     @staticmethod
-    def decode(parts: tuple[Tensor, ...], numel: int, count: int) -> Selection:
+    def decode(parts: Parts, numel: int, count: int) -> Selection:
         return Selection.received(parts[0], numel, count)
 
 
@@ -40,11 +45,14 @@ class Int32:
         return (((count,), torch.int32),)
 
     @staticmethod
-    def encode(selection: Selection) -> tuple[Tensor, ...]:
-        return (selection.indices.to(torch.int32),)
+    def encode(selection: Selection, out: Parts | None = None) -> Parts:
+        if out is None:
+            return (selection.indices.to(torch.int32),)
+        out[0].copy_(selection.indices)
+        return out
 
     @staticmethod
-    def decode(parts: tuple[Tensor, ...], numel: int, count: int) -> Selection:
+    def decode(parts: Parts, numel: int, count: int) -> Selection:
         return Selection.at(parts[0].long(), numel)
 
 
@@ -63,18 +71,19 @@ class Int16:
         return (low,) if numel <= cls.STRETCH else (low, ((-(-numel // cls.STRETCH),), torch.int32))
 
     @classmethod
-    def encode(cls, selection: Selection) -> tuple[Tensor, ...]:
+    def encode(cls, selection: Selection, out: Parts | None = None) -> Parts:
         indices = selection.indices
-        low = indices.to(torch.int16)
+        low = indices.to(torch.int16) if out is None else out[0].copy_(indices)
         if selection.numel <= cls.STRETCH:
             return (low,)
         ends = torch.arange(
             0, selection.numel + cls.STRETCH, cls.STRETCH, dtype=torch.int64, device=indices.device
         )
-        return low, torch.searchsorted(indices, ends).diff().to(torch.int32)
+        counts = torch.searchsorted(indices, ends).diff()
+        return low, counts.to(torch.int32) if out is None else out[1].copy_(counts)
 
     @classmethod
-    def decode(cls, parts: tuple[Tensor, ...], numel: int, count: int) -> Selection:
+    def decode(cls, parts: Parts, numel: int, count: int) -> Selection:
         low = parts[0].long() & (cls.STRETCH - 1)
         if numel > cls.STRETCH:
             starts = torch.arange(0, numel, cls.STRETCH, dtype=torch.int64, device=low.device)
@@ -116,7 +125,7 @@ class Rice:
         return ((r, -(-count // 8)), torch.uint8), ((unary,), torch.uint8)
 
     @staticmethod
-    def encode(selection: Selection) -> tuple[Tensor, ...]:
+    def encode(selection: Selection, out: Parts | None = None) -> Parts:
         numel, count, indices = selection.numel, selection.count, selection.indices
         r = Rice._parameter(numel, count)
         order = torch.arange(count, dtype=torch.int64, device=indices.device)
@@ -126,10 +135,10 @@ class Rice:
         planes = [backend.pack_bits((low & (1 << bit)) != 0) for bit in range(r)]
         unary = backend.set_bits((distance >> r).add_(order), Rice._unary_bits(r, numel, count))
         empty = torch.empty(0, -(-count // 8), dtype=torch.uint8, device=indices.device)
-        return torch.stack(planes) if r else empty, unary
+        return delivered((torch.stack(planes) if r else empty, unary), out)
 
     @staticmethod
-    def decode(parts: tuple[Tensor, ...], numel: int, count: int) -> Selection:
+    def decode(parts: Parts, numel: int, count: int) -> Selection:
         r = Rice._parameter(numel, count)
         planes, unary = parts
         backend = kernels(unary.device)

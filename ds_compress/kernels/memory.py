@@ -55,11 +55,16 @@ def unmade(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def scratch(role: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Memory with anything in it, the same at every call of this thread for `role`: for what no caller gets
     to see."""
-    nbytes = torch.Size(shape).numel() * dtype.itemsize
     buffers = _local.__dict__.setdefault("buffers", {})
-    if role not in buffers or buffers[role].numel() < nbytes:
-        buffers[role] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    return buffers[role][:nbytes].view(dtype).view(shape)
+    whole, *known, part = buffers.get(role, (None, None))
+    if known == [shape, dtype]:  # as the message before
+        return part
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    if whole is None or whole.numel() < nbytes:
+        whole = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    part = whole[:nbytes].view(dtype).view(shape)
+    buffers[role] = whole, shape, dtype, part
+    return part
 
 
 def delivered(parts: tuple[Tensor, ...], out: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:

@@ -30,5 +30,5 @@ def plan(d: int, k: int, least: int | None = None) -> tuple[int, int, int]:
 @lru_cache(maxsize=1024)  # a message has the shape of the one before
 def first_look(d: int, k: int) -> tuple[int, int, int]:
     """`plan` of a sample that only tells where to look for the k-th largest first: of so few entries that to
-    rank them takes no longer than what it spares, 16 of them among the k largest."""
-    return plan(d, k, min(SAMPLE, max(1 << 10, d // 64, 16 * d // k)))
+    rank them takes no longer than what it spares, four of them among the k largest."""
+    return plan(d, k, min(SAMPLE, max(min(d // 16, 1 << 10), d // 64, 4 * d // k)))

@@ -68,6 +68,6 @@ class Selection:
         values, self.values = self.values, None
         return self.gather(x) if values is None else values
 
-    def scatter(self, values: Tensor) -> Tensor:
-        """[numel]: `values` [count] at the kept entries, zero elsewhere."""
-        return kernels(values.device).scatter(values, self.held, self.numel)
+    def scatter(self, values: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Of `shape`: `values`, `count` of them, at the kept entries, zero elsewhere."""
+        return kernels(values.device).scatter(values, self.held, shape)

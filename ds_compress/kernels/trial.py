@@ -59,7 +59,7 @@ def _selection(by: ModuleType, device: torch.device) -> tuple[Tensor, ...]:
     for held, _ in (by.exact(x.view(1, -1), k), by.banded(x.view(1, -1), (0x4300, 0x4380), k)):
         bits = held if held.dtype == torch.uint8 else by.set_bits(held, LONG)
         kept = by.gather(x, bits, k)
-        found += [bits, kept, by.scatter(kept, bits, LONG)]
+        found += [bits, kept, by.scatter(kept, bits, (LONG,))]
     return tuple(found)
 
 

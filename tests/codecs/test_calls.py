@@ -30,7 +30,19 @@ def calls(function):
         sys.setprofile(None)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+
+
+def calls_of(codec, x):
+    """Those of encoding into a packet, and of decoding."""
+    spec, ctx = TensorSpec.of(x), Context()
+    codec.decode(codec.encode(x, ctx), spec, Context())  # compiles, and remembers the shape
+    memory = codec.encode(x, ctx)
+    parts, encoding = calls(lambda: codec.encode(x, ctx, memory))
+    return encoding, calls(lambda: codec.decode(parts, spec, ctx))[1]
+
+
+@NEEDS_COMPILER
 @pytest.mark.parametrize(
     "choice",
     [{}, {"bits": 5, "scheme": "symmetric", "scale_dtype": "fp32"}, {"group_size": 64, "hadamard": True}],
@@ -38,11 +50,12 @@ def calls(function):
 )
 def test_quantize_calls_six(choice):
     """Codec, groups, backend, whether C++ serves, its arguments, its checks. It was 23 and 20."""
-    codec, x = build({"name": "quantize", **choice}), torch.randn(4, 256, 512)
-    spec = TensorSpec.of(x)
-    codec.decode(codec.encode(x, Context()), spec, Context())  # compiles, and remembers the shape
-    ctx = Context()
-    memory = codec.encode(x, ctx)  # a packet has it
-    parts, encoding = calls(lambda: codec.encode(x, ctx, memory))
-    _, decoding = calls(lambda: codec.decode(parts, spec, ctx))
+    encoding, decoding = calls_of(build({"name": "quantize", **choice}), torch.randn(4, 256, 512))
     assert encoding.total() <= 6 and decoding.total() <= 6, (encoding, decoding)
+
+
+@NEEDS_COMPILER
+def test_topk_calls_fourteen():
+    """Codec, selection, backend, index coding, C++. It was 27 and 29."""
+    encoding, decoding = calls_of(build("topk"), torch.randn(4, 256, 512))
+    assert encoding.total() <= 14 and decoding.total() <= 14, (encoding, decoding)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from ds_compress.codecs import select
 from ds_compress.kernels import native, reference, sampling, sidco, topk
-from ds_compress.kernels.cpu import selection as compiled
 from ds_compress.kernels.keys import keys
+from ds_compress.kernels.native import exact as compiled
 from ds_compress.kernels.selection import Selection
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -65,8 +65,8 @@ def test_exact_is_the_specification_ties_and_nan_included(x, dtype, data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "LONG", 0)
         assert select.exact(x, k).indices.tolist() == expected
-        patch.setattr(compiled, "LONG_ROW", 1)
-        patch.setattr(sampling, "SAMPLE", 3)
+        patch.setattr(compiled, "_plan", compiled.Plan)
+        patch.setattr(sampling, "first_look", lambda d, k: sampling.plan(d, k, 3))
         assert select.exact(x, k).indices.tolist() == expected
 
 
@@ -86,7 +86,6 @@ def test_two_stages_on_long_rows_equal_the_reference(kind, density):
         "constant": torch.full((2, 150, 1024), 3.0),
         "rising": torch.arange(2.0 * 150 * 1024),
     }[kind].view(2, -1)
-    assert x.shape[1] >= compiled.LONG_ROW
     k = select.kept_of(x.shape[1], density)
     assert torch.equal(select.exact(x, k).indices, reference.exact(x, k)[0])
 

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.kernels import cpu, reference
-from ds_compress.kernels.cpu.selection import LONG_ROW
 from ds_compress.kernels.sampling import first_look
 from tests.support.native import TARGETS, compiled_for, runs_here
 from tests.support.same_bits import assert_same_bits
@@ -36,8 +35,12 @@ def assert_kept(x, k):
     bits, values = cpu.exact(x, k)
     assert torch.equal(bits, reference.set_bits(expected, x.numel()))
     assert_same_bits([values], [x.flatten()[expected]])
+    memory = torch.empty_like(values)
+    again, there = cpu.exact(x, k, memory)
+    assert there is memory and torch.equal(again, bits)
+    assert_same_bits([there], [values])
     held, again = cpu.received(bits, x.numel(), values.numel()), x.flip(0).contiguous()
-    assert_same_bits([cpu.scatter(values, held, x.numel())], [reference.scatter(values, expected, x.numel())])
+    assert_same_bits([cpu.scatter(values, held, x.shape)], [reference.scatter(values, expected, x.shape)])
     gathered = cpu.gather(again, held, values.numel())
     assert_same_bits([gathered], [reference.gather(again, expected, values.numel())])
 
@@ -61,7 +64,7 @@ def test_the_largest_of_short_rows(target, rows, d, share, kind, dtype, seed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", ["normal", "tied", "not finite", "the sample misleads"])
 def test_the_largest_of_long_rows(target, dtype, kind):
-    d = LONG_ROW + 3
+    d = 4099
     x, k = rows_of(kind, 2, d, 1).to(dtype), d // 10
     if kind == "the sample misleads":  # to a band that is far too high
         x[:, :: first_look(d, k)[0]] += 100
@@ -78,5 +81,5 @@ def test_damaged_bits_move_what_they_can(target):
             bits = torch.full((25,), byte, dtype=torch.uint8)
             held = min(count, int(reference.unpack_bits(bits, 200).sum()))
             values = x[:count].contiguous()
-            assert cpu.scatter(values, bits, 200).count_nonzero() == held
+            assert cpu.scatter(values, bits, (200,)).count_nonzero() == held
             assert cpu.gather(x, bits, count).shape == (count,)

@@ -77,7 +77,7 @@ def every_setting(widths):
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         for entries in (torch.arange(10), bits):
             held.gather(torch.zeros(1000, dtype=dtype), entries, 10)
-        held.scatter(torch.zeros(10, dtype=dtype), bits, 1000)
+        held.scatter(torch.zeros(10, dtype=dtype), bits, (1000,))
     for n in (100, 100_000):
         frame = frame_of(n, 2.5)
         entropy.decode_entropy(entropy.encode_entropy(torch.zeros(n), frame), frame, torch.float32)

@@ -23,8 +23,12 @@ def gather(x: Tensor, held: Tensor, count: int) -> Tensor:
     return reference.gather(x, held, count)
 
 
-def scatter(values: Tensor, held: Tensor, numel: int) -> Tensor:
+def scatter(values: Tensor, held: Tensor, shape: tuple[int, ...]) -> Tensor:
     """See `reference.scatter`; of damaged bits, which hold another number of entries, all that fit."""
-    if held.dtype == torch.uint8 and native.serves("held", numel):
-        return compiled.scatter(values, held, numel)
-    return reference.scatter(values, held, numel)
+    if held.dtype == torch.uint8:
+        move = compiled.scattering(values.dtype, shape, values.numel())
+        if native.serves("held", move.template.numel()):
+            y = torch.empty_like(move.template)
+            move.call(values.contiguous(), held, y)
+            return y
+    return reference.scatter(values, held, shape)

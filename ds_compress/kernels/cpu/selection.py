@@ -12,20 +12,15 @@ from ds_compress.kernels.keys import INFINITY, as_integers
 from ds_compress.kernels.native import exact as compiled
 from ds_compress.kernels.native.selection import Candidates
 from ds_compress.kernels.reference.selection import Steps, banded_by, exact_by, sampled_band_by
-from ds_compress.kernels.sampling import first_look
-
-LONG_ROW = 1 << 12
-"""Above this row length the k-th largest is looked for among the entries that pass a threshold taken from a
-sample."""
 
 _STEPS = Steps(kth_largest, count_true, positions)
 
 
-def exact(x: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
+def exact(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """See `reference.exact`."""
-    if not native.serves("exact", x.numel()):
-        return exact_by(_STEPS, x, k), None
-    return compiled.exact(x, k, first_look(x.shape[1], k) if x.shape[1] >= LONG_ROW else (1, 1, 1))
+    if native.serves("exact", x.numel()):
+        return compiled.exact(x, k, values)
+    return exact_by(_STEPS, x, k), None
 
 
 def banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> tuple[Tensor, Tensor | None]:

@@ -1,87 +1,103 @@
 // The k largest magnitudes of each row, as bits and values.
 //
-// A key is the bits of a float without its sign, those of nan replaced by those of infinity: it orders as |x| does.
+// A key is the bits of a float without its sign: it orders as |x| does. Nan has no key of its own: it is what reaches
+// that of infinity, as infinity does, and no bound is above.
 
 #include "calls.h"
 #include "masks.h"
 
 namespace {
 
-constexpr int WAYS = 4;
+constexpr int64_t MANY = 1 << 15;  // of more entries those that no longer matter are dropped; a sample has fewer
 
+// Those of 64 entries, of which `width` exist, whose keys are above `key`.
 template <class Bits>
-Bits key_of(Bits bits, Bits infinity) {
-    constexpr Bits magnitude = static_cast<Bits>(~Bits(0)) >> 1;
-    const Bits key = bits & magnitude;
-    return key < infinity ? key : infinity;
+uint64_t above(const Bits* x, int64_t width, Bits key, Bits infinity) {
+    return key < infinity ? reaching(x, width, static_cast<Bits>(key + 1)) : 0;
 }
 
-// The key of `rank`, 1 for the largest, among `keys` [n], which are lost: found byte by byte, highest first. `rank`
-// becomes that among those that equal it.
+// Copies the entries of x [n] whose keys are from `low` to `high` to `inside` [n], which may be x, and counts those with
+// higher ones. Returns how many are inside.
 template <class Bits>
-Bits ranked(Bits* keys, int64_t n, int64_t& rank) {
-    Bits prefix = 0;
-    for (int shift = 8 * sizeof(Bits) - 8; shift >= 0; shift -= 8) {
-        uint32_t counts[WAYS][256] = {};  // neighbours are much alike, and would wait for each other's sum
-        int64_t i = 0;
-        for (; i + WAYS <= n; i += WAYS)
-            for (int way = 0; way < WAYS; ++way) ++counts[way][keys[i + way] >> shift & 255];
-        for (; i < n; ++i) ++counts[0][keys[i] >> shift & 255];
-        int64_t byte = 256, here = 0;
-        do {
-            rank -= here;
-            --byte;
-            here = 0;
-            for (int way = 0; way < WAYS; ++way) here += counts[way][byte];
-        } while (byte > 0 && here < rank);
-        prefix = static_cast<Bits>(prefix << 8 | byte);
-        if (here == n) continue;
-        int64_t left = 0;  // those that begin so
-        for (i = 0; i < n; ++i) {
-            const Bits key = keys[i];
-            keys[left] = key;
-            left += static_cast<int64_t>(key >> shift & 255) == byte;
-        }
-        n = here;
-    }
-    return prefix;
-}
-
-// Copies the keys of x [n] from `low` to `high` to `inside`, and counts those above. Returns how many are inside.
-template <class Bits>
-int64_t between(const Bits* x, int64_t n, Bits low, Bits high, Bits infinity, Bits* inside, int64_t& above) {
-    int64_t count = 0;
-    above = 0;
+int64_t between(const Bits* x, int64_t n, Bits low, Bits high, Bits infinity, Bits* inside, int64_t& higher) {
+    Bits* place = inside;
+    higher = 0;
     for (int64_t i = 0; i < n; i += WORD) {
-        const uint64_t higher = high < infinity ? reaching(x + i, n - i, static_cast<Bits>(high + 1)) : 0;
-        above += __builtin_popcountll(higher);
-        for_each(reaching(x + i, n - i, low) & ~higher, [&](int j) { inside[count++] = key_of(x[i + j], infinity); });
+        const uint64_t beyond = above(x + i, n - i, high, infinity);
+        higher += __builtin_popcountll(beyond);
+        place = take(x + i, n - i, reaching(x + i, n - i, low) & ~beyond, place, inside + n);
     }
-    return count;
+    return place - inside;
 }
 
-// The k-th largest key of x [d], and how many of those that equal it are among the k. A sample, every stride-th entry,
-// tells where to look: its keys of ranks `first` and `last`. `keys` [d] is for what is looked at.
+// A key, how many entries have it, and how many of these are among those that were asked for.
 template <class Bits>
-Bits cut_of(const Bits* x, int64_t d, int64_t k, int64_t stride, int64_t first, int64_t last, Bits infinity, Bits* keys,
-            int64_t& room) {
-    Bits low = 0, high = infinity;
-    if (stride > 2 && d > 1) {  // of fewer `keys` has no room for two copies, and there is little to gain
-        int64_t length = 0;
-        for (int64_t i = 0; i < d; i += stride) keys[length++] = key_of(x[i], infinity);
-        std::memcpy(keys + length, keys, length * sizeof(Bits));
-        high = ranked(keys + length, length, first);
-        low = ranked(keys, length, last);
+struct Ranked {
+    Bits key;
+    int64_t equal, room;
+};
+
+// Fills up the last word of x [n].
+template <class Bits>
+void fill_up(Bits* x, int64_t n) {
+    while (n % WORD) x[n++] = 0;
+}
+
+// The key of `rank`, 1 for the largest, among those of x [n], from `low` to `high`: its bits one after the other. Of many
+// entries x is lost; what is behind its last one, up to a whole word, is.
+template <class Bits>
+Ranked<Bits> ranked(Bits* x, int64_t n, Bits low, Bits high, int64_t rank) {
+    const Bits most = high;
+    int64_t higher = 0, reached = n;  // with keys above `high`; from `low` on
+    fill_up(x, n);
+    while (low < high) {
+        const Bits middle = high - (high - low) / 2;
+        int64_t upper = 0;
+        for (int64_t i = 0; i < n; i += WORD) upper += __builtin_popcountll(reaching(x + i, WORD, middle));
+        if (upper >= rank) low = middle, reached = upper;
+        else high = middle - 1, higher = upper;
+        if (n > MANY && reached - higher < n / 2) {
+            reached = between(x, n, low, high, most, x, higher);
+            rank -= higher, n = reached, higher = 0;
+            fill_up(x, n);
+        }
     }
-    int64_t above, count = between(x, d, low, high, infinity, keys, above);
-    if (above >= k || above + count < k) count = between<Bits>(x, d, 0, infinity, infinity, keys, above);  // misled
-    room = k - above;
-    return ranked(keys, count, room);
+    return {low, reached - higher, rank - higher};
+}
+
+// The keys that those of the ranks `first` and `last` of every stride-th entry of x [d] lie between: of their highest 16
+// bits.
+template <class Bits>
+void look(const Bits* x, int64_t d, int64_t stride, int64_t first, int64_t last, Bits infinity, Bits& low, Bits& high) {
+    constexpr int SHIFT = 8 * sizeof(Bits) - 16;
+    alignas(64) uint16_t sample[MANY];
+    const uint16_t most = infinity >> SHIFT;
+    int64_t length = 0;
+    for (int64_t i = 0; i < d && length < MANY; i += stride) sample[length++] = x[i] >> SHIFT;
+    const uint16_t upper = ranked<uint16_t>(sample, length, 0, most, first).key;
+    low = static_cast<Bits>(ranked<uint16_t>(sample, length, 0, upper, last).key) << SHIFT;
+    high = upper < most ? (static_cast<Bits>(upper + 1) << SHIFT) - 1 : infinity;
+}
+
+// The k-th largest key of x [d]. `space` is for what is looked at, up to a whole word.
+template <class Bits>
+Ranked<Bits> cut_of(const Bits* x, int64_t d, int64_t k, int64_t stride, int64_t first, int64_t last, Bits infinity,
+                    Bits* space) {
+    Bits low = 0, high = infinity;
+    if (stride > 1) look(x, d, stride, first, last, infinity, low, high);
+    int64_t higher, count = between(x, d, low, high, infinity, space, higher);
+    if (higher >= k || higher + count < k)  // misled
+        low = 0, high = infinity, count = between(x, d, low, high, infinity, space, higher);
+    return ranked(space, count, low, high, k - higher);
 }
 
 // Sets the bits of `word` from bit `place` of `packed` [bytes] on, where they are zeros.
 void put(uint64_t word, uint8_t* packed, int64_t bytes, int64_t place) {
     const int64_t first = place >> 3, room = bytes - first, over = place & 7;
+    if (room >= 8 && !over) {
+        std::memcpy(packed + first, &word, 8);
+        return;
+    }
     uint64_t before = 0;
     std::memcpy(&before, packed + first, room < 8 ? room : 8);
     before |= word << over;
@@ -91,16 +107,19 @@ void put(uint64_t word, uint8_t* packed, int64_t bytes, int64_t place) {
 
 template <class Bits>
 void exact(const Bits* x, int64_t rows, int64_t d, int64_t k, int64_t stride, int64_t first, int64_t last, Bits infinity,
-           Bits* keys, uint8_t* packed, Bits* values) {
+           Bits* space, uint8_t* packed, Bits* values) {
     const int64_t bytes = (rows * d + 7) / 8;
+    const Bits* end = values + rows * k;
+    std::memset(packed, 0, bytes);
     for (int64_t row = 0; row < rows; ++row, x += d) {
-        int64_t room;
-        const Bits cut = cut_of(x, d, k, stride, first, last, infinity, keys, room);
+        const Ranked<Bits> cut = cut_of(x, d, k, stride, first, last, infinity, space);
+        const bool all = cut.equal == cut.room;  // as where no other entry has this key
+        int64_t room = all ? 0 : cut.room;
         for (int64_t i = 0; i < d; i += WORD) {
-            uint64_t word = cut < infinity ? reaching(x + i, d - i, static_cast<Bits>(cut + 1)) : 0;
+            uint64_t word = all ? reaching(x + i, d - i, cut.key) : above(x + i, d - i, cut.key, infinity);
             if (room > 0)
-                for_each(reaching(x + i, d - i, cut) & ~word, [&](int j) { word |= room-- > 0 ? 1ULL << j : 0; });
-            for_each(word, [&](int j) { *values++ = x[i + j]; });
+                for_each(reaching(x + i, d - i, cut.key) & ~word, [&](int j) { word |= room-- > 0 ? 1ULL << j : 0; });
+            values = take(x + i, d - i, word, values, end);
             put(word, packed, bytes, row * d + i);
         }
     }
@@ -110,12 +129,12 @@ void exact(const Bits* x, int64_t rows, int64_t d, int64_t k, int64_t stride, in
 
 extern "C" {
 
-// `keys` [d] is memory with anything in it, `packed` are zeros; what else the arguments may be is declared in exact.py.
+// `space` is memory with anything in it, of whole words; what the arguments may be is declared in exact.py.
 #define EXACT(BITS)                                                                                                \
-    void exact##BITS(const uint##BITS##_t* x, int64_t rows, int64_t d, int64_t k, int64_t stride, int64_t first,   \
-                     int64_t last, int64_t infinity, uint##BITS##_t* keys, uint8_t* packed,                        \
+    void exact##BITS(const uint##BITS##_t* x, int64_t rows, int64_t d, int64_t, int64_t k, int64_t stride,         \
+                     int64_t first, int64_t last, int64_t infinity, uint##BITS##_t* space, uint8_t* packed,        \
                      uint##BITS##_t* values) {                                                                     \
-        exact<uint##BITS##_t>(x, rows, d, k, stride, first, last, static_cast<uint##BITS##_t>(infinity), keys,     \
+        exact<uint##BITS##_t>(x, rows, d, k, stride, first, last, static_cast<uint##BITS##_t>(infinity), space,    \
                               packed, values);                                                                     \
     }                                                                                                              \
     BY_WORDS(exact##BITS)

@@ -1,53 +1,68 @@
 """The k largest magnitudes of each row by exact.cpp."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
-from ds_compress.kernels.keys import INFINITY, as_integers
-from ds_compress.kernels.memory import scratch
-from ds_compress.kernels.native.function import INTEGERS, NUMBER, SIZE, Buffer, Function
+from ds_compress.kernels import sampling
+from ds_compress.kernels.keys import INFINITY
+from ds_compress.kernels.memory import scratch, unmade
+from ds_compress.kernels.native.function import NUMBER, SIZE, Buffer, Function
+
+_WORD = 64
 
 _exact = {
     dtype: Function(
         "exact",
-        f"exact{bits}",
+        f"exact{8 * dtype.itemsize}",
         x=Buffer((dtype,), ("rows", "d")),
         rows=SIZE,
         d=SIZE,
+        words=SIZE,
         k=SIZE,
         stride=range(1, 1 << 62),
         first=range(1, 1 << 62),
         last=range(1, 1 << 62),
         infinity=NUMBER,
-        keys=Buffer((dtype,), ("d",)),
+        space=Buffer((dtype,), ("words", _WORD)),
         packed=Buffer((torch.uint8,), ("rows", "d"), per=8),
         values=Buffer((dtype,), ("rows", "k")),
     )
-    for bits, dtype in INTEGERS.items()
+    for dtype in INFINITY
 }
 
 
-def exact(x: Tensor, k: int, sample: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-    """See `reference.exact`: as bits, uint8 [ceil(rows * d / 8)], and the kept entries [rows * k].
+class Plan:
+    """How the k largest of each row of [rows, d] floats of one dtype are found; 0 < k <= d."""
 
-    Args:
-        sample: as `sampling.first_look` has it; of a stride of 1 nothing is looked at first. 0 < k <= d.
-    """
-    (rows, d), bits = x.shape, as_integers(x.detach())
-    stride, first, last = sample
-    packed = torch.zeros(-(-rows * d // 8), dtype=torch.uint8, device="cpu")
-    values = torch.empty(rows * k, dtype=x.dtype, device="cpu")
-    _exact[bits.dtype](
-        x=bits,
-        rows=rows,
-        d=d,
-        k=k,
-        stride=stride,
-        first=first,
-        last=last,
-        infinity=INFINITY[x.dtype],
-        keys=scratch("keys", (d,), bits.dtype),
-        packed=packed,
-        values=values.view(bits.dtype),
-    )
+    def __init__(self, dtype: torch.dtype, rows: int, d: int, k: int):
+        stride, first, last = sampling.first_look(d, k)
+        words = -(-d // _WORD)
+        self.call = _exact[dtype].given(
+            rows=rows,
+            d=d,
+            words=words,
+            k=k,
+            stride=stride,
+            first=first,
+            last=last,
+            infinity=INFINITY[dtype],
+        )
+        self.space = (words * _WORD,)
+        # what new memory is made from, see `unmade`
+        self.packed = unmade((-(-rows * d // 8),), torch.uint8)
+        self.values = unmade((rows * k,), dtype)
+
+
+_plan = lru_cache(Plan)  # a message has the shape of the one before
+
+
+def exact(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """See `reference.exact`; as bits, uint8 [ceil(rows * d / 8)], and the kept entries [rows * k].
+    0 < k <= d."""
+    plan = _plan(x.dtype, *x.shape, k)
+    packed = torch.empty_like(plan.packed)
+    values = torch.empty_like(plan.values) if values is None else values
+    plan.call(x.contiguous(), scratch("keys", plan.space, x.dtype), packed, values)
     return packed, values

@@ -107,6 +107,69 @@ inline void for_each(uint64_t word, F visit) {
     for (; word; word &= word - 1) visit(__builtin_ctzll(word));
 }
 
+// Copies those of the first `width` of 64 entries that are set, in order, to `place`, from which on up to `end` there is
+// room for them. Returns where they end.
+template <class Entry>
+inline Entry* take(const Entry* x, int64_t width, uint64_t word, Entry* place, const Entry* end) {
+#if defined(__AVX512F__)
+    if (sizeof(Entry) == 4 && width >= WORD && end - place >= WORD) {
+        for (int i = 0; i < WORD; i += 16) {
+            const __mmask16 kept = static_cast<__mmask16>(word >> i);
+            _mm512_storeu_si512(place, _mm512_maskz_compress_epi32(kept, _mm512_loadu_si512(x + i)));
+            place += __builtin_popcount(kept);
+        }
+        return place;
+    }
+#endif
+#if defined(__AVX512VBMI2__)
+    if (sizeof(Entry) == 2 && width >= WORD && end - place >= WORD) {
+        for (int i = 0; i < WORD; i += 32) {
+            const __mmask32 kept = static_cast<__mmask32>(word >> i);
+            _mm512_storeu_si512(place, _mm512_maskz_compress_epi16(kept, _mm512_loadu_si512(x + i)));
+            place += __builtin_popcount(kept);
+        }
+        return place;
+    }
+#endif
+    static_cast<void>(width), static_cast<void>(end);
+    for_each(word, [&](int j) { *place++ = x[j]; });
+    return place;
+}
+
+// The inverse: puts what begins at `values`, and goes on up to `end`, to those of the first `width` of 64 entries that are
+// set, and zeros to the others. Returns where those end that found a place.
+template <class Entry>
+inline const Entry* spread(const Entry* values, const Entry* end, int64_t width, uint64_t word, Entry* y) {
+#if defined(__AVX512F__)
+    if (sizeof(Entry) == 4 && width >= WORD && end - values >= WORD) {
+        for (int i = 0; i < WORD; i += 16) {
+            const __mmask16 held = static_cast<__mmask16>(word >> i);
+            _mm512_storeu_si512(y + i, _mm512_maskz_expand_epi32(held, _mm512_loadu_si512(values)));
+            values += __builtin_popcount(held);
+        }
+        return values;
+    }
+#endif
+#if defined(__AVX512VBMI2__)
+    if (sizeof(Entry) == 2 && width >= WORD && end - values >= WORD) {
+        for (int i = 0; i < WORD; i += 32) {
+            const __mmask32 held = static_cast<__mmask32>(word >> i);
+            _mm512_storeu_si512(y + i, _mm512_maskz_expand_epi16(held, _mm512_loadu_si512(values)));
+            values += __builtin_popcount(held);
+        }
+        return values;
+    }
+#endif
+    // zeros by the stores of vectors: compilers make of a short memset, whose length they know, an instruction that takes
+    // long to start
+    constexpr int64_t FLOATS = WORD * sizeof(Entry) / 4;
+    if (width < WORD) std::memset(y, 0, width * sizeof(Entry));
+    else for (int64_t i = 0; i < FLOATS; i += LANES) keep(Floats{}, reinterpret_cast<float*>(y) + i);
+    if (end - values >= __builtin_popcountll(word)) for_each(word, [&](int j) { y[j] = *values++; });
+    else for_each(word, [&](int j) { if (values < end) y[j] = *values++; });
+    return values;
+}
+
 // Word number `i` / 64 of a bit string of n bits, of which no other one is set.
 inline uint64_t word_at(const uint8_t* packed, int64_t i, int64_t n) {
     uint64_t word = 0;

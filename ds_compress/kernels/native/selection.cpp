@@ -89,7 +89,7 @@ int64_t set_bits(const int64_t* indices, int64_t count, uint8_t* packed, int64_t
     return count;
 }
 
-// Lists the first `most` of the bits of `packed` that are set, among its first n.
+// Lists the first `most` of the bits of `packed` that are set, among its first n; 0 where there are no more.
 void list_bits(const uint8_t* packed, int64_t n, int64_t most, int64_t* found) {
     int64_t count = 0;
     for (int64_t i = 0; i < n; i += WORD) {
@@ -100,6 +100,7 @@ void list_bits(const uint8_t* packed, int64_t n, int64_t most, int64_t* found) {
         }
         for (; word; word &= word - 1) found[count++] = i + __builtin_ctzll(word);
     }
+    while (count < most) found[count++] = 0;
 }
 
 BY_WORDS(set_bits)

@@ -1,12 +1,13 @@
 """Entries that reach a bound, and bit strings, by selection.cpp."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ds_compress.kernels.memory import scratch
-from ds_compress.kernels.native.function import INTEGERS, NUMBER, SIZE, Buffer, Function
+from ds_compress.kernels.memory import scratch, unmade
+from ds_compress.kernels.native.function import INTEGERS, NUMBER, SIZE, Buffer, Call, Function
 
 _ROWS = Buffer((torch.int64,), ("rows",))
 _set_bits = Function(
@@ -58,6 +59,12 @@ _pick = {
 }
 
 
+@lru_cache  # a message has the shape of the one before
+def _listing(numel: int, count: int) -> tuple[Call, Tensor]:
+    """What lists bits, and what the memory for their places is made from, see `unmade`."""
+    return _list_bits.given(n=numel, most=count), unmade((count,), torch.int64)
+
+
 def set_bits(indices: Tensor, numel: int) -> Tensor:
     """uint8 [ceil(numel / 8)] in which the bits `indices`, int64 [count], are set.
 
@@ -74,8 +81,9 @@ def set_bits(indices: Tensor, numel: int) -> Tensor:
 def list_bits(packed: Tensor, numel: int, count: int) -> Tensor:
     """int64 [count]: which of the first `numel` bits of `packed` are set, ascending; 0 where there are no
     more."""
-    found = torch.zeros(count, dtype=torch.int64, device="cpu")
-    _list_bits(packed=packed.contiguous(), n=numel, most=count, found=found)
+    call, template = _listing(numel, count)
+    found = torch.empty_like(template)
+    call(packed.contiguous(), found)
     return found
 
 

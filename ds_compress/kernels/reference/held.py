@@ -21,10 +21,12 @@ def gather(x: Tensor, held: Tensor, count: int) -> Tensor:
     return torch.where(is_finite(x), x.flatten().index_select(0, _indices(held, x.numel(), count)), torch.nan)
 
 
-def scatter(values: Tensor, held: Tensor, numel: int) -> Tensor:
-    """[numel]: `values`, [count] of any float dtype, at the entries that are held, in their order; zero
+def scatter(values: Tensor, held: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Of `shape`: `values`, `count` of any float dtype, at the entries that are held, in their order; zero
     elsewhere."""
-    return values.new_zeros(numel).index_copy_(0, _indices(held, numel, values.numel()), values)
+    y = values.new_zeros(shape)
+    y.view(-1).index_copy_(0, _indices(held, y.numel(), values.numel()), values.reshape(-1))
+    return y
 
 
 def _indices(held: Tensor, numel: int, count: int) -> Tensor:

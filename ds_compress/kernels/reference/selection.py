@@ -26,8 +26,11 @@ class Steps(NamedTuple):
 _STEPS = Steps(kth_largest, count_true, positions)
 
 
-def exact(x: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
-    """The k entries of each row of `x` [rows, d] with the largest keys, ties to the lowest index; 0 < k."""
+def exact(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """The k entries of each row of `x` [rows, d] with the largest keys, ties to the lowest index; 0 < k.
+
+    `values`: contiguous memory [rows * k] for the kept entries, where they are made on the way.
+    """
     return exact_by(_STEPS, x, k), None
 
 

@@ -54,16 +54,17 @@ def gather(x: Tensor, held: Tensor, count: int) -> Tensor:
     return values.view(x.dtype)
 
 
-def scatter(values: Tensor, held: Tensor, numel: int) -> Tensor:
+def scatter(values: Tensor, held: Tensor, shape: tuple[int, ...]) -> Tensor:
     """See `reference.scatter`."""
     if held.dtype != torch.uint8:
-        return reference.scatter(values, held, numel)
+        return reference.scatter(values, held, shape)
     bits = as_integers(values)
-    out = bits.new_empty(numel)
+    out = bits.new_empty(shape)
+    numel = out.numel()
     if numel:
         with torch.cuda.device_of(values):
             ends = block_ends(held, numel)
-            _expand[(len(ends),)](bits, held, ends, out, numel, len(bits), BLOCK=bitstring.BLOCK)
+            _expand[(len(ends),)](bits, held, ends, out, numel, bits.numel(), BLOCK=bitstring.BLOCK)
     return out.view(values.dtype)
 
 

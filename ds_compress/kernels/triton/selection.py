@@ -27,7 +27,7 @@ LONGEST_ROW = 1 << 30
 NO_KEY = tl.constexpr(2**31 - 1)  # larger than the key of infinity
 
 
-def exact(x: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
+def exact(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """See `reference.exact`."""
     if not _takes(x):
         return reference.exact(x, k)
@@ -46,7 +46,7 @@ def exact(x: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
             if high == 1:
                 bounds[1].fill_(infinity + 1)
             bounds, counts = band.narrow(bits, bounds, infinity, k, block)
-        return _chosen(x, bits, bounds, counts, k, block, spread=False)
+        return _chosen(x, bits, bounds, counts, k, block, spread=False, out=values)
 
 
 def banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> tuple[Tensor, Tensor | None]:
@@ -107,23 +107,30 @@ def _reaching(bits: Tensor, bounds: Tensor, infinity: int, block: int) -> Tensor
 
 
 def _chosen(
-    x: Tensor, bits: Tensor, bounds: Tensor, counts: Tensor, k: int, block: int, spread: bool
+    x: Tensor,
+    bits: Tensor,
+    bounds: Tensor,
+    counts: Tensor,
+    k: int,
+    block: int,
+    spread: bool,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What `banded` returns for ascending bounds; of the entries that reach equally many the first ones
-    unless `spread`. As bits, but for rows that share a byte, two programs of which would have to write it
-    together."""
+    """What `banded` returns for ascending bounds, its values in `out` if there is some; of the entries that
+    reach equally many the first ones unless `spread`. As bits, but for rows that share a byte, two programs
+    of which would have to write it together."""
     rows, d = x.shape
     if rows == 1 or d % 8 == 0:
         held = torch.empty(triton.cdiv(x.numel(), 8), dtype=torch.uint8, device=x.device)
     else:
         held = torch.empty(rows * k, dtype=torch.int64, device=x.device)
-    values = bits.new_empty(rows * k)
+    values = torch.empty(rows * k, dtype=x.dtype, device=x.device) if out is None else out
     _write[(rows * counts.shape[2],)](
         bits,
         bounds,
         counts.cumsum(2, dtype=torch.int32),
         held,
-        values,
+        as_integers(values),
         rows,
         d,
         counts.shape[2],
@@ -134,7 +141,7 @@ def _chosen(
         BLOCK=block,
         num_warps=WARPS,
     )
-    return held, values.view(x.dtype)
+    return held, values
 
 
 @triton.jit(do_not_specialize=["rows", "d", "blocks"])
