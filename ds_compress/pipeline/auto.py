@@ -17,7 +17,7 @@ from ds_compress.config.quality import LIMITS
 from ds_compress.kernels import native
 from ds_compress.message.clock import clock_for
 from ds_compress.pipeline.chosen import in_words
-from ds_compress.pipeline.depth import Ahead
+from ds_compress.pipeline.depth import MEASURED, Ahead
 from ds_compress.pipeline.measuring import Row, gather
 from ds_compress.pipeline.situation import Situation, by_stage, situation
 from ds_compress.pipeline.stage import Stage
@@ -69,7 +69,9 @@ class Auto(Ahead):
         usual = super()._last_measured(engine)
         if not self._open(engine):
             return usual
-        return max(usual, self._config.warmup_steps - engine.global_steps)
+        # A resumed run chooses when it would have anyway, but not by its first batch
+        least = MEASURED[0] if self._tries == 1 else usual
+        return max(least, max(usual, self._config.warmup_steps) - engine.global_steps)
 
     def _watching(self, engine: Any, stage: Stage) -> AbstractContextManager[None]:
         copies = self._open(engine) and self._batches == self._last

@@ -188,10 +188,19 @@ def test_a_resumed_run_goes_on_with_what_was_chosen(tmp_path):
     assert "recipe auto, quality lossless" in other["printed"]
 
 
-def test_a_run_resumed_before_the_choice_makes_it(tmp_path):
-    run_ranks(2, trained, ds_config(block()), FAR, 2, tmp_path)
-    resumed = run_ranks(2, trained, ds_config(block()), FAR, 2, tmp_path, 1)[0]
-    assert resumed["printed"].count("<- chosen") == 1 and "from step 5 on" in resumed["printed"]
+@pytest.mark.parametrize("warmup", [0, 5])
+def test_a_run_resumed_before_the_choice_makes_it_when_it_would_have_anyway(warmup, tmp_path):
+    """It counted three steps from where it was resumed, whatever had been done before."""
+    config, says = ds_config(block(warmup_steps=warmup)), dict.fromkeys((0, 1), knows("quantize 6"))
+    whole = run_ranks(2, trained, config, FAR, 2, tmp_path, 0, False, says)[0]
+    due = warmup or CHOSEN
+    assert f"from step {due + 1} on" in whole["printed"] and whole["adopted"]
+    for done in (due - 2, due - 1):
+        resumed = run_ranks(2, trained, config, FAR, 2, tmp_path, done, False, says)[0]
+        late = due - done < 2  # its first step has costs of its own
+        assert resumed["printed"].count("<- chosen") == 1 and resumed["adopted"] == whole["adopted"]
+        assert f"from step {due + 1 + late} on" in resumed["printed"]
+        assert (resumed["losses"] == whole["losses"][done:]) != late
 
 
 def test_the_end_of_a_longer_warm_up_is_measured():
