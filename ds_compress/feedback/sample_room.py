@@ -109,7 +109,7 @@ class Room:
         """Bring rows that were read from a checkpoint into their order, as `make` makes them."""
         names = sorted(self._keys(memory))
         order = memory.pop(self.ORDER, torch.arange(len(names), dtype=torch.int64, device="cpu")).tolist()
-        # checkpoints of older releases have the order alone
+        # older files have the order alone
         visited = memory.pop(self.VISITED, torch.arange(len(names), dtype=torch.int64, device="cpu")).tolist()
         memory.pop(self.BYTES, None)
         visits, longest = memory.pop(self.VISITS).tolist() if self.VISITS in memory else (len(names), 0)

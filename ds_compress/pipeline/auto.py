@@ -1,10 +1,10 @@
 """`"recipe": "auto"`: settings that choose themselves, from what the first steps of training measure.
 
 Two steps at the end of the warm-up, or the second and the third where there is none, are measured as for
-depth "auto"; in the last of them each end of a boundary copies the messages of a micro-batch, and tries out
-on them what is offered (trial.py). One collective makes all of it known to all ranks, and each works out the
-same choice from it (planning/choice.py): the cheapest predicted step whose messages lose no more than the
-class of quality allows. It holds from the next step on, and goes on with a checkpoint.
+depth "auto"; in the last of them each end of a boundary copies the messages of the first micro-batches, and
+tries out on them what is offered (trial.py). One collective makes all of it known to all ranks, and each
+works out the same choice from it (planning/choice.py): the cheapest predicted step whose messages lose no
+more than the class of quality allows. It holds from the next step on, and goes on with a checkpoint.
 """
 
 from collections.abc import Sequence
@@ -84,8 +84,9 @@ class Auto(Ahead):
         if engine.device.type == "cpu":
             native.wait()  # how fast they are before they are compiled says nothing
         clock = clock_for(engine.device)
+        tells = float(tell(self._messages))
         row |= tried(stage, self._offers, self._messages, clock, engine.global_steps)
-        row["tells"] = float(tell(self._messages))
+        row["tells"] = tells
         self._messages = {}
         rows = gather(row, engine.device)
         if not all(row["tells"] for row in rows) and self._tries < TRIES:

@@ -111,9 +111,12 @@ def overflowed(config):
 def test_messages_that_tell_nothing_are_looked_at_again():
     """A gradient that overflowed once had left everything uncompressed for good."""
     whole = [torch.ones(3), torch.ones(3, dtype=torch.int64)]
-    assert auto.tell({(0, "forward"): whole, (0, "backward"): whole})
+    assert auto.tell({(0, "forward"): {0: whole}, (0, "backward"): {0: whole}})
     for value in (0.0, math.inf, math.nan):
-        assert not auto.tell({(0, "forward"): whole, (0, "backward"): [torch.full((3,), value)]})
+        messages = {(0, "forward"): {0: whole, 1: whole}, (0, "backward"): {0: [torch.full((3,), value)]}}
+        assert not auto.tell(messages)
+        messages = {(0, "forward"): {0: whole, 1: whole}, (0, "backward"): {0: [whole[0] * value], 1: whole}}
+        assert auto.tell(messages) and all([*own] == [1] for own in messages.values())
     first, second = run_ranks(2, overflowed, ds_config(block()))
     assert first["adopted"] == second["adopted"] and "none" not in names(first)[0]
     stock = run_ranks(2, trained_stock)[0]
