@@ -3,7 +3,7 @@
 The side that receives asks for packets and counts the time from there, less that of a ping: who looked at
 the clock when the first packet had come, and was late to do so, found the others there already, and the link
 faster than it is. Each round has twice the packets of the one before, until one takes long enough to say what
-a link carries that lets a burst pass at first; that round counts, and never the first one.
+a link carries that lets a burst pass at first, twice; the shorter of these two counts.
 """
 
 import time
@@ -60,18 +60,24 @@ def probe(sender: Sender, receiver: Receiver, first: bool) -> Measured:
 
 def _incoming(sender: Sender, receiver: Receiver, ping: float) -> float:
     """Bytes per second that come from the other side, which answers; `ping`: seconds there and back."""
-    count = 1
-    while True:
+
+    def took(count: int) -> float:
         receiver.expect(PACKET_BYTES, count)
         started = time.perf_counter()
         _ask(sender, count)
         arrived = [_arrival(receiver, PACKET_BYTES, sender.device) for _ in range(count)][-1]
-        seconds = arrived - started - ping
-        if count > 1 and (seconds >= max(SECONDS, 4 * ping) or count >= MOST):
-            _ask(sender, 0)
-            sender.drain()
-            return count * PACKET_BYTES / max(seconds, 1e-9)
+        return arrived - started - ping
+
+    took(1)
+    count, seconds, enough = 1, 0.0, max(SECONDS, 4 * ping)
+    while seconds < enough and count < MOST:
         count *= 2
+        seconds = took(count)
+        if seconds >= enough:  # once more: a rank that was interrupted is no slow link
+            seconds = min(seconds, took(count))
+    _ask(sender, 0)
+    sender.drain()
+    return count * PACKET_BYTES / max(seconds, 1e-9)
 
 
 def _ask(sender: Sender, count: int) -> None:
