@@ -94,8 +94,8 @@ class Monitor(Options):
 class Guard(Options):
     every: Steps = 200
     """Every so many steps, and once 25 steps after the warm-up, the last micro-batch passes the pipeline
-    twice more without training: with compression and without. 0: never. Not where activations have a
-    feedback, which evaluation leaves out, nor under DualPipeV."""
+    twice more without training: with compression and without; under DualPipeV, which takes no fewer, all of
+    that step. 0: never. Not where activations have a feedback, which evaluation leaves out."""
 
     loss: float = Field(default=0.05, gt=0, le=1e9)
     """Share of the uncompressed loss that compression may change it by. More: it hurts; less: the model has

@@ -71,7 +71,8 @@ class AQSGD(Feedback):
 
         max_gb: float | None = Field(default=None, gt=0, le=1e6)
         """GB (10^9 bytes) that buffers of a boundary may take on each of its sides, for each tensor of its
-        messages. Beyond that both sides forget the samples that were visited longest ago. null: no limit."""
+        messages. What comes beyond that has none, until a sample has not come for twice as long as any has
+        stayed away: both sides forget it. null: no limit."""
 
         offload: Offload = Offload()
         """Where buffers are kept, in the words of DeepSpeed's own offloading."""

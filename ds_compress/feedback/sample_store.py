@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ds_compress.codecs.memory import expect
 from ds_compress.errors import CompressionError
+from ds_compress.feedback.sample_room import Room
 
 FILE_BYTES = 1 << 26
 """Of a file, unless a row alone is larger. All of it is reserved, and maps are few: Linux allows 65,530 in a
@@ -27,16 +28,7 @@ class Rows:
 
     Rows are replaced, never written to: whoever holds a copy of the memory keeps what was there. A place in
     the file is used again when the last holder of its row is gone.
-
-    Where they may not take any number of bytes, rows stand in the memory in the order of their last visits,
-    and the first of them go. Messages alone decide that order, so both sides drop the same ones.
     """
-
-    BYTES = "forward/mirror/host/aqsgd.bytes"
-    """Entry of the memory, int64 [1]: what all rows take; only where that has a limit."""
-    ORDER = "forward/mirror/host/aqsgd.order"
-    """Entry of checkpoints, whose own order is that of names: int64 [rows], places of the rows in that order,
-    the one visited longest ago first; only where there is a limit."""
 
     def __init__(
         self,
@@ -54,9 +46,9 @@ class Rows:
         self.offload = offload
         self.dtype = dtype
         self.folder = folder
-        self.most = most
         # "host" tells checkpoints not to bring the rows to the device
         self.prefix = f"forward/mirror/{'device' if offload == 'none' else 'host'}/aqsgd/"
+        self._room = None if most is None else Room(most, self.prefix)
         self._free: dict[int, deque[Tensor]] = {}
         self._reader = ThreadPoolExecutor(1, "ds_compress_rows") if offload == "nvme" else None
 
@@ -74,62 +66,44 @@ class Rows:
         Raises:
             OSError: there is no room for another file; in words for the user.
         """
-        pinned, grown = values.is_cuda, 0
+        pinned = values.is_cuda
         values = values.to(device=None if self.offload == "none" else "cpu", dtype=self.dtype)
-        for key, value in dict(zip(keys, values)).items():
-            if self.most is not None and key in memory:
-                grown -= memory.pop(key).nbytes  # what comes new into a dict comes last
-            memory[key] = self._new(value, pinned).copy_(value)
-            grown += memory[key].nbytes
-        if self.most is not None:
-            self._drop(memory, grown, self.most)
+        rows = dict(zip(keys, values))
+
+        def make(value: Tensor) -> Tensor:
+            return self._new(value, pinned).copy_(value)
+
+        if self._room is not None:
+            self._room.write(memory, rows, make)
+        else:
+            memory.update((key, make(value)) for key, value in rows.items())
 
     def keys(self, memory: Mapping[str, Tensor]) -> list[str]:
         """Of the rows, in the order of `memory`."""
         return [key for key in memory if key.startswith(self.prefix)]
 
-    def _drop(self, memory: MutableMapping[str, Tensor], grown: int, most: int) -> None:
-        """Forget the rows that were visited longest ago, until all take `most` bytes, now that they take
-        `grown` more."""
-        if self.BYTES in memory:
-            total = int(memory[self.BYTES]) + grown
-        else:
-            total = sum(memory[key].nbytes for key in self.keys(memory))
-        while total > most:
-            total -= memory.pop(next(key for key in memory if key.startswith(self.prefix))).nbytes
-        memory[self.BYTES] = torch.tensor([total], dtype=torch.int64, device="cpu")
-
     def saved(self, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What a checkpoint holds beside the entries of `memory`."""
-        if self.most is None:
-            return {}
-        keys = self.keys(memory)
-        places = {key: place for place, key in enumerate(sorted(keys))}
-        order = torch.tensor([places[key] for key in keys], dtype=torch.int64, device="cpu")
-        return {self.ORDER: order}
+        return {} if self._room is None else self._room.saved(memory)
 
     def adopt(self, memory: MutableMapping[str, Tensor]) -> None:
-        """Bring rows that were read from a checkpoint to where rows live, in their order."""
-        memory.pop(self.BYTES, None)  # counted anew
-        order = memory.pop(self.ORDER, None)
-        keys = self.keys(memory)
-        if order is not None:
-            names = sorted(keys)
-            keys = [names[place] for place in order.tolist()]
-        for key in keys:
-            self.write(memory, [key], memory[key][None])
+        """Bring rows that were read from a checkpoint to where rows live."""
+        if self._room is not None:
+            self._room.adopt(memory, self._moved)
+        else:
+            memory.update((key, self._moved(memory[key])) for key in self.keys(memory))
+
+    def _moved(self, row: Tensor) -> Tensor:
+        """A copy of a row where rows live."""
+        value = row.to(device=None if self.offload == "none" else "cpu", dtype=self.dtype)
+        return self._new(value, row.is_cuda).copy_(value)
 
     def check(self, memory: Mapping[str, Tensor]) -> None:
         """Look at rows just read from a checkpoint; see `Remembers.check_memory`."""
-        keys = self.keys(memory)
-        for key in keys:
+        for key in self.keys(memory):
             expect(key, memory[key], self.dtype)
-        if self.BYTES in memory:
-            expect(self.BYTES, memory[self.BYTES], torch.int64, shape=(1,))
-        if self.ORDER in memory:
-            expect(self.ORDER, memory[self.ORDER], torch.int64, shape=(len(keys),))
-            if sorted(memory[self.ORDER].tolist()) != list(range(len(keys))):
-                raise CompressionError(f"entry {self.ORDER!r} is no order of {len(keys)} rows")
+        if self._room is not None:
+            self._room.check(memory)
 
     def prefetch(self, rows: Sequence[Tensor]) -> None:
         """Have the operating system read rows from disk while the stage computes; returns at once."""

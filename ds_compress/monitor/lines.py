@@ -52,10 +52,17 @@ def excess_note(config: Config, boundary: int, direction: str, excess: Sequence[
     return f"boundary {boundary}, {direction}: {codec} has {found}: {'; '.join(advice)}"
 
 
-def summary(channels: Channels, step: int, waited: list[float], seconds: float) -> str:
+def is_early(steps: int, every: int) -> bool:
+    """Whether what was sent is summed up after so many `steps` for the line at the end, though none is due:
+    runs that are shorter than `every` have one too, of their first 1, 2, ... 9, 10, 20, ... 90, 100, ..."""
+    return 0 < steps < every and not str(steps)[1:].strip("0")
+
+
+def summary(channels: Channels, first: int, step: int, waited: list[float], seconds: float) -> str:
     """What training has sent until `step`, and what it spared.
 
     Args:
+        first: step that it began, or was resumed, with.
         waited: shares of the measured steps in which a stage waited.
         seconds: of training.
     """
@@ -64,6 +71,8 @@ def summary(channels: Channels, step: int, waited: list[float], seconds: float) 
         f"ds_compress: {_bytes(wire)} sent instead of {_bytes(raw)}, {_bytes(raw - wire)} saved "
         f"({ratio(raw, wire):.2f}x) by step {step}"
     )
+    if first > 1:
+        line += f", from step {first} on"
     if waited:
         share = sum(waited) / len(waited)
         line += f"; a stage waited {share:.0%} of a step for messages, about {share * seconds:,.1f} s"

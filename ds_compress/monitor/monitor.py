@@ -91,14 +91,13 @@ class Monitor:
         self._writes = False  # and written
         self._began: Any = None  # mark of the measured step
         self._failure = ""  # of this rank, in one line
-        self._said = self._off = False
+        self._said, self._off, self._sizes_unsaid = False, False, True  # sizes: of the codecs in force
         self._warned: set[tuple[int, str, str]] = set()  # of: boundary, direction, limit
-        self._sizes_unsaid = True  # of the codecs in force
         self._gathered: Channels = []
         self._last: tuple[Channels, Channels] = [], []  # measured last, and before
         self._written: Channels = []
-        self._measured = 0  # steps
-        self._steps = 0
+        # steps that were measured; number of the first step of this run, and of the last summed up
+        self._measured = self._first = self._steps = 0
         self._started = self._ended = 0.0  # of training, seconds
         self._waited: list[float] = []  # share of a written step
 
@@ -114,13 +113,14 @@ class Monitor:
 
         `watched`: whether DeepSpeed's monitor has a sink; `judged`: whether the guard looks at this step.
         """
-        self._started = self._started or time.perf_counter()
+        self._started, self._first = self._started or time.perf_counter(), self._first or step
         every = self.config.block.monitor.every
         counted = every > 0 and step % every == 0
-        self._due = (counted or judged) and not self._off
+        summed = counted or judged or lines.is_early(step - self._first + 1, every)
+        self._due = summed and not self._off
         self._writes = counted and watched
         self._take_meters()  # of a step that was interrupted
-        if not self._due or not (watched or judged):
+        if not self._due or not (self._writes or judged):
             return
         with self._guarded():
             compared = self._measured % micro_batches
@@ -260,7 +260,7 @@ class Monitor:
         if not self._gathered or not self.config.block.monitor.every:
             return ""
         seconds = self._ended - self._started
-        return lines.summary(self._gathered, self._steps, self._waited, seconds)
+        return lines.summary(self._gathered, self._first, self._steps, self._waited, seconds)
 
     def close(self) -> None:
         """At the end of training, on any rank at any time: no other rank is needed."""

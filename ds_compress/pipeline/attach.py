@@ -58,9 +58,7 @@ def _compressed_class(mixin: type[CompressedEngine], base: Any) -> type:
     entries = {instruction: getattr(mixin, name) for instruction, name in mixin._AROUND.items()}
     stock = base._INSTRUCTION_MAP
     members = {"_INSTRUCTION_MAP": ChainMap(entries, stock), "_stock": stock}
-    # DualPipeV evaluates by a schedule that is not DeepSpeed's own
-    guarded = () if mixin._own_link else (GuardedEngine,)
-    return type(f"Compressed{base.__name__}", (WatchedEngine, *guarded, mixin, base), members)
+    return type(f"Compressed{base.__name__}", (WatchedEngine, GuardedEngine, mixin, base), members)
 
 
 def check_release(base: Any, module: Any) -> None:

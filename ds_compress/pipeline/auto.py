@@ -1,10 +1,10 @@
 """`"recipe": "auto"`: settings that choose themselves, from what the first steps of training measure.
 
 Two steps at the end of the warm-up, or the second and the third where there is none, are measured as for
-depth "auto"; in the last of them each end of a boundary copies the messages of a micro-batch, and tries out
-on them what is offered (trial.py). One collective makes all of it known to all ranks, and each works out the
-same choice from it (planning/choice.py): the cheapest predicted step whose messages lose no more than the
-class of quality allows. It holds from the next step on, and goes on with a checkpoint.
+depth "auto"; in the last of them each end of a boundary copies the messages of the first micro-batches, and
+tries out on them what is offered (trial.py). One collective makes all of it known to all ranks, and each
+works out the same choice from it (planning/choice.py): the cheapest predicted step whose messages lose no
+more than the class of quality allows. It holds from the next step on, and goes on with a checkpoint.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from ds_compress.config.quality import LIMITS
 from ds_compress.kernels import native
 from ds_compress.message.clock import clock_for
 from ds_compress.pipeline.chosen import in_words
-from ds_compress.pipeline.depth import Ahead
+from ds_compress.pipeline.depth import MEASURED, Ahead
 from ds_compress.pipeline.measuring import Row, gather
 from ds_compress.pipeline.situation import Situation, by_stage, situation
 from ds_compress.pipeline.stage import Stage
@@ -69,7 +69,9 @@ class Auto(Ahead):
         usual = super()._last_measured(engine)
         if not self._open(engine):
             return usual
-        return max(usual, self._config.warmup_steps - engine.global_steps)
+        # A resumed run chooses when it would have anyway, but not by its first batch
+        least = MEASURED[0] if self._tries == 1 else usual
+        return max(least, max(usual, self._config.warmup_steps) - engine.global_steps)
 
     def _watching(self, engine: Any, stage: Stage) -> AbstractContextManager[None]:
         copies = self._open(engine) and self._batches == self._last
@@ -82,8 +84,9 @@ class Auto(Ahead):
         if engine.device.type == "cpu":
             native.wait()  # how fast they are before they are compiled says nothing
         clock = clock_for(engine.device)
+        tells = float(tell(self._messages))
         row |= tried(stage, self._offers, self._messages, clock, engine.global_steps)
-        row["tells"] = float(tell(self._messages))
+        row["tells"] = tells
         self._messages = {}
         rows = gather(row, engine.device)
         if not all(row["tells"] for row in rows) and self._tries < TRIES:

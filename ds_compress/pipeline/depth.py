@@ -72,14 +72,15 @@ class Ahead:
         if not self._batches:
             self._last = self._last_measured(engine)
         self._batches += 1
-        if self._batches not in (self._last - 1, self._last):
+        first = max(MEASURED[0], self._last - 1)
+        if not first <= self._batches <= self._last:
             yield
             return
         self._measurement = self._measurement or Measurement(engine, stage)
         self.measuring = self._measurement
         try:
-            # what is watched in the last one may take memory
-            with self._measurement.batch(self._batches < self._last), self._watching(engine, stage):
+            # what is watched in the last one may take memory, which does not matter if there is no other one
+            with self._measurement.batch(self._batches == first), self._watching(engine, stage):
                 yield
         finally:
             self.measuring = None
@@ -106,7 +107,8 @@ class Ahead:
         return self.auto and not engine.dynamic_shape and _is_ours(engine, pipe_schedule)
 
     def _last_measured(self, engine: Any) -> int:
-        """Number of the batch, counted from the one that begins; that before it is measured too."""
+        """Number of the batch, counted from the one that begins; that before it is measured too, unless it is
+        the first."""
         return MEASURED[-1]
 
     def _watching(self, engine: Any, stage: Stage) -> AbstractContextManager[None]:

@@ -177,6 +177,10 @@ class CompressedDualPipeV(CompressedEngine):
             for request, operation, own in zip(requests, operations, patience):
                 own.wait(request, operation.peer, self.device)
 
+    def evaluated_at_least(self):
+        """Those of a step: DeepSpeed counts the buffers of the second phase from there."""
+        return self.micro_batches
+
     def _announce(self, training):
         """Nothing to do: the schedule posts its receives before the sender runs."""
         self._arriving.clear()

@@ -17,6 +17,10 @@ class EvaluatedEngine:
     gives_losses = True
     """Whether what `eval_batch` gives is a loss; who makes it something else says so."""
 
+    def evaluated_at_least(self):
+        """Micro-batches that the schedule of an evaluation takes."""
+        return 1
+
     def eval_batch(self, data_iter, *args, **kwargs):
         config, asked = self._compression.config, dict(zip(_OPTIONS, args)) | kwargs
         is_mean = asked.get("compute_loss", True) and asked.get("reduce_output", "avg") == "avg"

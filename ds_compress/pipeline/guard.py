@@ -1,13 +1,15 @@
 """The guard: what compression costs at present, in the loss of one micro-batch with it and without.
 
 After a training step the last micro-batch of that step passes the pipeline twice more, in evaluation, by
-DeepSpeed's own schedule for it. Nothing that training goes on from is touched.
+DeepSpeed's own schedule for it; all micro-batches of the step where that schedule takes no fewer. Nothing
+that training goes on from is touched.
 """
 
 import contextlib
 import logging
 import math
 import random
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -35,13 +37,13 @@ logger = logging.getLogger("ds_compress")
 
 
 class Guard:
-    """When to look, the micro-batch to look at, and the verdict; on every rank."""
+    """When to look, the micro-batches to look at, and the verdict; on every rank."""
 
     def __init__(self, config: Config, rank: int, boundaries: int):
         """`boundaries`: how many the pipeline has."""
-        self.batch: Any = None  # that the step in progress loaded last, where it will be needed
+        self.batches: deque[Any] = deque()  # that the step in progress loaded last, where they are needed
         self.due = False  # whether there is a look after the step in progress
-        self.replays = False  # whether `batch` is what is loaded
+        self.replayed: Iterator[Any] | None = None  # of `batches`, while these are what is loaded
         self._config = config
         self._options = config.block.guard
         self._rank = rank
@@ -58,10 +60,10 @@ class Guard:
         plain = all(each.feedbacks["forward"].name == "none" for each in used)
         self._on = plain and any(loses(each.forward) for each in used)
 
-    def begin(self, step: int) -> None:
-        """Before the training step with number `step`, counted from 1."""
+    def begin(self, step: int, count: int = 1) -> None:
+        """Before the training step with number `step`, counted from 1; `count`: micro-batches of a look."""
         self.due = self._on and not self._loads_itself and self.judges(step)
-        self.batch = None
+        self.batches = deque(maxlen=count)
 
     @property
     def acts(self) -> bool:
@@ -83,7 +85,7 @@ class Guard:
         """
         self.due = False
         loads = engine.is_first_stage() or engine.is_last_stage()
-        ready = float(self.batch is not None or not loads)
+        ready = float(len(self.batches) == self.batches.maxlen or not loads)
         known = torch.tensor(ready, dtype=torch.float32, device=engine.device)
         dist.all_reduce(known, op=dist.ReduceOp.MIN)
         if not known.item():
@@ -92,7 +94,7 @@ class Guard:
                 logger.info("ds_compress: the guard is off: this program loads its micro-batches by itself")
             return
         losses = torch.stack([self._loss(engine, "compressed"), self._loss(engine, "uncompressed")])
-        self.batch = None
+        self.batches.clear()
         last = [float(engine.is_last_stage())]
         sums = torch.cat([losses, torch.tensor(last, dtype=torch.float32, device=engine.device)])
         dist.all_reduce(sums)
@@ -104,19 +106,20 @@ class Guard:
         self._judge(engine, compressed, plain)
 
     def _loss(self, engine: Any, mode: Mode) -> Tensor:
-        """[], fp32: of the micro-batch, on the last stage; 0 on the others, nan where it is none."""
+        """[], fp32: mean of the micro-batches, on the last stage; 0 on the others, nan where it is none."""
+        count = self.batches.maxlen
         with aside(engine, self._config, mode):
-            self.replays = True
+            self.replayed = iter(self.batches)
             try:
-                engine._exec_schedule(engine._inference_schedule(1))
+                engine._exec_schedule(engine._inference_schedule(count))
             finally:
-                self.replays = False
+                self.replayed = None
             if not engine.is_last_stage():
                 return torch.zeros((), dtype=torch.float32, device=engine.device)
-            loss = engine.fwd_outputs[0] if engine.fwd_outputs else None
-            if not torch.is_tensor(loss) or loss.numel() != 1:
+            losses = [loss for loss in engine.fwd_outputs if torch.is_tensor(loss) and loss.numel() == 1]
+            if len(losses) != count:
                 return torch.full((), math.nan, dtype=torch.float32, device=engine.device)
-            return loss.detach().float().reshape(())
+            return torch.stack([loss.detach().float().reshape(()) for loss in losses]).mean()
 
     def _judge(self, engine: Any, compressed: float, plain: float) -> None:
         cost, most = compressed - plain, self._options.loss * abs(plain)
@@ -192,7 +195,7 @@ class GuardedEngine:
     _guard: Guard
 
     def train_batch(self, *args, **kwargs):
-        self._guard.begin(self.global_steps + 1)
+        self._guard.begin(self.global_steps + 1, self.evaluated_at_least())
         loss = super().train_batch(*args, **kwargs)
         if self._guard.acts and self._guard.judges(self.global_steps):
             self._guard.look_at_limits(self)
@@ -201,11 +204,11 @@ class GuardedEngine:
         return loss
 
     def _next_batch(self):
-        if self._guard.replays:
-            return self._guard.batch
+        if self._guard.replayed is not None:
+            return next(self._guard.replayed)
         batch = super()._next_batch()
-        if self._guard.due:
-            self._guard.batch = batch
+        if self._guard.due and batch is not None:
+            self._guard.batches.append(batch)
         return batch
 
 
@@ -216,6 +219,7 @@ def aside(engine: Any, config: Config, mode: Mode) -> Iterator[None]:
     modes = [(part, part.training) for part in module.modules()]
     held = {name: getattr(engine, name) for name in _LEFT_BY_EVALUATION if hasattr(engine, name)}
     passes = module.micro_offset  # DeepSpeed seeds the layers of a pass by its number, if it is told to
+    phase = getattr(module, "active_phase", None)  # of DualPipeV
     devices = [engine.device] if engine.device.type == "cuda" else []
     python, numpy = random.getstate(), np.random.get_state()
     config.eval, before = mode, config.eval
@@ -231,6 +235,8 @@ def aside(engine: Any, config: Config, mode: Mode) -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numpy)
         module.micro_offset = passes
+        if phase is not None:
+            module.activate_phase(phase)
         for part, training in modes:
             part.training = training
         for name, value in held.items():

@@ -23,7 +23,7 @@ from ds_compress.message.clock import clock_for
 from ds_compress.pipeline.memory import in_use
 from ds_compress.pipeline.one_process import Stages
 from ds_compress.pipeline.stage import as_list
-from ds_compress.planning.trial import Messages, tell
+from ds_compress.planning.trial import REPEATS, Messages, tell
 
 PASSES = 5
 """Micro-batches that are measured, after one that is not."""
@@ -40,9 +40,14 @@ class Rehearsed:
     forward: tuple[float, ...]  # by stage: seconds of a pass, the median
     backward: tuple[float, ...]
     held: tuple[float, ...]  # by stage: bytes between the passes of a micro-batch; nan: nobody knows
-    messages: Messages  # of the last micro-batch
+    messages: Messages  # of the last micro-batches
     carrying: tuple[tuple[bool, ...], ...]  # by boundary: which float tensors of a message carry
     loss_scale: float
+
+    @property
+    def of_one_micro_batch(self) -> dict[tuple[int, str], list[Tensor]]:
+        """Tensors by boundary and direction."""
+        return {place: next(iter(own.values())) for place, own in self.messages.items()}
 
 
 def rehearse(
@@ -83,6 +88,7 @@ class _Rehearsal:
         self._clock = clock_for(device)
         self._tracking = Tracking(stages.modules)
         self._carrying: dict[int, tuple[bool, ...]] = {}  # by boundary, once it is known
+        self._number = 0  # of the next micro-batch
 
     def found(self, scale: float) -> Rehearsed:
         def seconds(direction: str) -> tuple[float, ...]:
@@ -115,6 +121,7 @@ class _Rehearsal:
             floats = [tensor for tensor in as_list(given[stage]) if tensor.is_floating_point()]
             with failures_at(f"stage {stage}"), self._timed(stage, "backward"):
                 torch.autograd.backward(floats, gradients)
+        self._number += 1
 
     def _placed(self, value: Any) -> Any:
         return value.to(self._device, copy=True) if torch.is_tensor(value) else value
@@ -145,7 +152,7 @@ class _Rehearsal:
                 "DeepSpeed's pipelines send them"
             )
         tensors = as_list(sent)
-        self.messages[boundary, "forward"] = [tensor.detach() for tensor in tensors]
+        self._keep(boundary, "forward", [tensor.detach() for tensor in tensors])
         known = boundary in self._carrying
         if not known:
             self._carrying[boundary] = self._tracking.of(tensors, None)
@@ -164,8 +171,11 @@ class _Rehearsal:
                 f"boundary {boundary}: the loss does not depend on every float tensor of its message; "
                 "DeepSpeed's pipelines send a gradient for each, and one at least"
             )
-        self.messages[boundary, "backward"] = found
+        self._keep(boundary, "backward", found)
         return found
+
+    def _keep(self, boundary: int, direction: str, tensors: list[Tensor]) -> None:
+        self.messages.setdefault((boundary, direction), {})[self._number % REPEATS] = tensors
 
     @contextmanager
     def _timed(self, stage: int, direction: str) -> Iterator[None]:

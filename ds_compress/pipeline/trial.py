@@ -1,7 +1,7 @@
 """The offered settings tried out aside on messages of training, at both ends of every boundary.
 
-One micro-batch's activation and gradient are copied while they cross uncompressed. After the batch each end
-tries on them what is offered (planning/trial.py). Nothing of that reaches training.
+The activations and gradients of the first micro-batches are copied while they cross uncompressed. After the
+batch each end tries on them what is offered (planning/trial.py). Nothing of that reaches training.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,12 +18,12 @@ from ds_compress.message.endpoint import SendingEnd
 from ds_compress.pipeline.measuring import Row
 from ds_compress.pipeline.stage import Stage
 from ds_compress.planning.offers import Offer
-from ds_compress.planning.trial import UNKNOWN, Messages, Tried, try_out
+from ds_compress.planning.trial import REPEATS, UNKNOWN, Messages, Tried, try_out
 
 
 @contextmanager
 def copying(stage: Stage, found: Messages) -> Iterator[None]:
-    """Round a batch: its first micro-batch's messages are copied into `found`."""
+    """Round a batch: the messages of its first micro-batches are copied into `found`."""
     for end in stage.ends:
         if isinstance(end, SendingEnd):
             end.transmit = partial(_sent, end.transmit, end.channel, found)  # type: ignore[method-assign]
@@ -48,9 +48,9 @@ def _taken(take: Any, channel: Channel, found: Messages, message: Any, message_i
 
 
 def _copy(channel: Channel, found: Messages, tensors: Sequence[Tensor], message_id: Any) -> None:
-    if message_id.micro_batch == 0:
+    if message_id.micro_batch < REPEATS:
         copies = [tensor.detach().clone() for tensor in tensors]
-        found[channel.boundary.number, channel.direction] = copies
+        found.setdefault((channel.boundary.number, channel.direction), {})[message_id.micro_batch] = copies
 
 
 def column(side: str, offer: Offer, direction: str, what: str) -> str:
@@ -68,7 +68,7 @@ def tried(stage: Stage, offers: Sequence[Offer], messages: Messages, clock: Host
     """
     row: Row = {}
     for side, boundary in (("before", stage.before), ("after", stage.after)):
-        pair = [messages.get((boundary.number, key), []) for key in DIRECTIONS] if boundary else []
+        pair = [messages.get((boundary.number, key), {}) for key in DIRECTIONS] if boundary else []
         for offer in offers:
             found: dict[str, Tried] = dict.fromkeys(DIRECTIONS, UNKNOWN)
             if boundary is not None and all(pair):

@@ -1,4 +1,10 @@
-"""What a link between two neighbours carries: a few packets on the groups that training uses."""
+"""What a link between two neighbours carries: packets on the groups that training uses.
+
+The side that receives asks for packets and counts the time from there, less that of a ping: who looked at
+the clock when the first packet had come, and was late to do so, found the others there already, and the link
+faster than it is. Each round has twice the packets of the one before, until one takes long enough to say what
+a link carries that lets a burst pass at first, twice; the shorter of these two counts.
+"""
 
 import time
 from collections.abc import Callable
@@ -11,8 +17,13 @@ from ds_compress.transport.p2p import Receiver, Sender
 
 PINGS = 5
 PING_BYTES = 64
-PACKETS = 5
+AHEAD = 5
+"""Packets that are received ahead."""
 PACKET_BYTES = 1 << 20
+MOST = 256
+"""Packets of a round."""
+SECONDS = 0.05
+"""What a round takes that says enough; at least four times as long as a ping, where windows have to open."""
 
 
 @dataclass(frozen=True)
@@ -31,23 +42,56 @@ def probe(sender: Sender, receiver: Receiver, first: bool) -> Measured:
     Args:
         first: True on one of the two sides, which sends first.
     """
-    device, depth = sender.device, sender.depth
+    depth = sender.depth
     for end in (sender, receiver):  # a packet must not wait until the one before has been looked at
-        end.keep_up_with(PACKETS)
-    trips = [trip(sender, receiver, first, PING_BYTES, PING_BYTES) for _ in range(PINGS)]
-    arrivals: list[float] = []
-    for sends in (first, not first):
-        if sends:
-            for _ in range(PACKETS):
-                sender.send(sender.memory(PACKET_BYTES))
-            sender.drain()
+        end.keep_up_with(AHEAD)
+    pings, incoming = float("inf"), 0.0
+    for asks in (first, not first):
+        trips = [trip(sender, receiver, asks, PING_BYTES, PING_BYTES) for _ in range(PINGS)]
+        if asks:
+            pings = min(trips)
+            incoming = _incoming(sender, receiver, pings)
         else:
-            receiver.expect(PACKET_BYTES, PACKETS)
-            arrivals = [_arrival(receiver, PACKET_BYTES, device) for _ in range(PACKETS)]
+            _answer(sender, receiver)
     for end in (sender, receiver):
         end.keep_up_with(depth)
-    seconds = max(arrivals[-1] - arrivals[0], 1e-9)
-    return Measured((PACKETS - 1) * PACKET_BYTES / seconds, min(trips) / 2)
+    return Measured(incoming, pings / 2 if first else float("inf"))
+
+
+def _incoming(sender: Sender, receiver: Receiver, ping: float) -> float:
+    """Bytes per second that come from the other side, which answers; `ping`: seconds there and back."""
+
+    def took(count: int) -> float:
+        receiver.expect(PACKET_BYTES, count)
+        started = time.perf_counter()
+        _ask(sender, count)
+        arrived = [_arrival(receiver, PACKET_BYTES, sender.device) for _ in range(count)][-1]
+        return arrived - started - ping
+
+    took(1)
+    count, seconds, enough = 1, 0.0, max(SECONDS, 4 * ping)
+    while seconds < enough and count < MOST:
+        count *= 2
+        seconds = took(count)
+        if seconds >= enough:  # once more: a rank that was interrupted is no slow link
+            seconds = min(seconds, took(count))
+    _ask(sender, 0)
+    sender.drain()
+    return count * PACKET_BYTES / max(seconds, 1e-9)
+
+
+def _ask(sender: Sender, count: int) -> None:
+    packet = sender.memory(PING_BYTES)
+    packet.view(torch.int64).fill_(count)
+    sender.send(packet)
+
+
+def _answer(sender: Sender, receiver: Receiver) -> None:
+    """Send as many packets as the other side asks for, until these are none."""
+    while count := int(receiver.receive(PING_BYTES).view(torch.int64)[0]):
+        for _ in range(count):
+            sender.send(sender.memory(PACKET_BYTES))
+        sender.drain()
 
 
 def trip(sender: Sender, receiver: Receiver, first: bool, there: int, back: int) -> float:

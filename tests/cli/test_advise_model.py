@@ -1,8 +1,10 @@
 """ds-compress advise --model: what it measures in one process is what crosses a pipeline of that checkpoint,
 and what it proposes keeps its limits."""
 
+import itertools
 import json
 import math
+from functools import partial
 
 import pytest
 
@@ -13,6 +15,7 @@ from ds_compress.hf.loss import causal_lm_loss
 from ds_compress.hf.model import layer_specs
 from ds_compress.hf.rehearsed import Checkpoint
 from ds_compress.pipeline import rehearsal
+from ds_compress.planning.trial import REPEATS
 from tests.support.crossing import agree, crossing
 from tests.support.transformers_models import save
 
@@ -30,12 +33,13 @@ def test_errors_are_those_of_the_checkpoints_own_messages(advise, checkpoint):
     found = json.loads(advise("--stages", 3, "--model", checkpoint, *SHAPE, "--json"))
     specs, bounds = layer_specs(checkpoint, 3, None, None, False, 0)
     batches = Checkpoint(str(checkpoint)).batches(SEQUENCES, LENGTH)
-    for _ in range(1 + rehearsal.PASSES):
-        ids, labels = next(batches)
     layers = [spec.build() for spec in specs]
-    pairs = crossing(layers, bounds[1:-1], ids, lambda y: causal_lm_loss(y, labels))
-    assert len(pairs) == 2 and pairs[0][0].shape == (SEQUENCES, LENGTH, WIDTH)
-    agree(found["measured"], pairs)
+    micro_batches = [
+        crossing(layers, bounds[1:-1], ids, partial(causal_lm_loss, labels=labels))
+        for ids, labels in itertools.islice(batches, 1 + rehearsal.PASSES)
+    ]
+    assert len(micro_batches[0]) == 2 and micro_batches[0][0][0].shape == (SEQUENCES, LENGTH, WIDTH)
+    agree(found["measured"], *micro_batches[-REPEATS:])
     largest = [
         max(message["settings"]["quantize 4"]["error"] for message in found["measured"]["messages"]
             if message["direction"] == direction)

@@ -14,22 +14,15 @@ from transformers import AutoModelForCausalLM
 from ds_compress.cli import main
 from launch.ports import reserved_port
 from tests.support import finetuning
-from tests.support.finetuning import copy_of, finetune, losses, perplexities, perplexity, prepare
-from tests.support.shared import once
+from tests.support.finetuning import copy_of, finetune, losses, perplexities, perplexity, plain_run
 from tests.support.warm import TRAINING, interpreter
 
 
 @pytest.fixture(scope="module")
 def run():
-    """train.json of a finished run, and what the run said. It is the interpreter's own, with every import to
-    make; others are compared with it."""
-
-    def finished(folder):
-        path = prepare(folder, prompt="the cat")
-        (folder / "said").write_text(finetune("torchrun", path).stderr)
-
-    folder = once("finetuned", finished)
-    return folder / "train.json", (folder / "said").read_text()
+    """train.json of a finished run, and what the run said."""
+    path = plain_run()
+    return path, (path.parent / "said").read_text()
 
 
 def test_perplexity_falls_and_progress_is_told(run):

@@ -11,7 +11,7 @@ from ds_compress.cli.runs import LOSS
 from ds_compress.config import DIRECTIONS
 from ds_compress.message.clock import HostClock
 from ds_compress.message.meters import SendingMeter
-from ds_compress.monitor import monitor
+from ds_compress.monitor import lines, monitor
 from ds_compress.monitor.metrics import CHANNEL, PIPELINE, label
 from tests.support.dist import run_ranks
 from tests.support.one_run import read_run
@@ -216,3 +216,33 @@ def test_every_message_of_a_step_is_compared_in_turn(tmp_path):
     csv = {"enabled": True, "output_path": str(tmp_path), "job_name": "turns"}
     config = ds_config({"monitor": {"every": 2}}, csv_monitor=csv)
     assert run_ranks(2, compared_messages, config)[0] == [0, 1, 2, 3]
+
+
+def last_lines(steps, every, folder):
+    """What a run of so many steps, and one resumed from it for as many, say at the end; and their bytes."""
+    said = []
+    for resumed in (False, True):
+        engine, data = build(2, ds_config({**BLOCK, "monitor": {"every": every}})), batches()
+        if resumed:
+            engine.load_checkpoint(folder)
+        for _ in range(steps):
+            engine.train_batch(data)
+        engine.save_checkpoint(folder)
+        sent = torch.tensor([sum(channel.sent.wire_bytes for channel in engine._compression.sending)])
+        torch.distributed.all_reduce(sent)
+        said.append((engine._compression_monitor.summary(), sent.item()))
+    return said
+
+
+def test_a_run_shorter_than_every_counts_to_its_end(tmp_path):
+    """The line at the end told of step 1 alone."""
+    first, resumed = run_ranks(2, last_lines, 7, 10, str(tmp_path))[0]
+    for line, sent in (first, resumed):
+        assert line.startswith(f"ds_compress: {sent / 1e3:,.1f} kB sent instead of ")
+    assert first[0].endswith("by step 7") and resumed[0].endswith("by step 14, from step 8 on")
+
+
+def test_what_is_summed_up_early_is_little():
+    found = [steps for steps in range(1, 2000) if lines.is_early(steps, 1000)]
+    assert found == [digit * unit for unit in (1, 10, 100) for digit in range(1, 10)]
+    assert not any(lines.is_early(steps, every) for steps in range(1, 20) for every in (0, 1))

@@ -111,9 +111,12 @@ def overflowed(config):
 def test_messages_that_tell_nothing_are_looked_at_again():
     """A gradient that overflowed once had left everything uncompressed for good."""
     whole = [torch.ones(3), torch.ones(3, dtype=torch.int64)]
-    assert auto.tell({(0, "forward"): whole, (0, "backward"): whole})
+    assert auto.tell({(0, "forward"): {0: whole}, (0, "backward"): {0: whole}})
     for value in (0.0, math.inf, math.nan):
-        assert not auto.tell({(0, "forward"): whole, (0, "backward"): [torch.full((3,), value)]})
+        messages = {(0, "forward"): {0: whole, 1: whole}, (0, "backward"): {0: [torch.full((3,), value)]}}
+        assert not auto.tell(messages)
+        messages = {(0, "forward"): {0: whole, 1: whole}, (0, "backward"): {0: [whole[0] * value], 1: whole}}
+        assert auto.tell(messages) and all([*own] == [1] for own in messages.values())
     first, second = run_ranks(2, overflowed, ds_config(block()))
     assert first["adopted"] == second["adopted"] and "none" not in names(first)[0]
     stock = run_ranks(2, trained_stock)[0]
@@ -188,10 +191,19 @@ def test_a_resumed_run_goes_on_with_what_was_chosen(tmp_path):
     assert "recipe auto, quality lossless" in other["printed"]
 
 
-def test_a_run_resumed_before_the_choice_makes_it(tmp_path):
-    run_ranks(2, trained, ds_config(block()), FAR, 2, tmp_path)
-    resumed = run_ranks(2, trained, ds_config(block()), FAR, 2, tmp_path, 1)[0]
-    assert resumed["printed"].count("<- chosen") == 1 and "from step 5 on" in resumed["printed"]
+@pytest.mark.parametrize("warmup", [0, 5])
+def test_a_run_resumed_before_the_choice_makes_it_when_it_would_have_anyway(warmup, tmp_path):
+    """It counted three steps from where it was resumed, whatever had been done before."""
+    config, says = ds_config(block(warmup_steps=warmup)), dict.fromkeys((0, 1), knows("quantize 6"))
+    whole = run_ranks(2, trained, config, FAR, 2, tmp_path, 0, False, says)[0]
+    due = warmup or CHOSEN
+    assert f"from step {due + 1} on" in whole["printed"] and whole["adopted"]
+    for done in (due - 2, due - 1):
+        resumed = run_ranks(2, trained, config, FAR, 2, tmp_path, done, False, says)[0]
+        late = due - done < 2  # its first step has costs of its own
+        assert resumed["printed"].count("<- chosen") == 1 and resumed["adopted"] == whole["adopted"]
+        assert f"from step {due + 1 + late} on" in resumed["printed"]
+        assert (resumed["losses"] == whole["losses"][done:]) != late
 
 
 def test_the_end_of_a_longer_warm_up_is_measured():

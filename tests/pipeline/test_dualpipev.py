@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from types import SimpleNamespace
 
 import deepspeed
 import pytest
@@ -11,6 +12,7 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
+from ds_compress.pipeline.subspace import SubspacePipeline
 from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, ds_config, layers, loss_fn, weights
 from tests.support.simulated import evaluate, simulated, train_step
@@ -212,3 +214,79 @@ def test_it_keeps_its_schedule_at_any_depth_and_says_so():
     assert CompressedDualPipeV._check(block, 3) == 4
     (note,) = block.notes
     assert note == "ds_compress.link.depth: 2 has no effect: DualPipeV has a schedule of its own"
+
+
+NOISE = {"forward": {"codec": {"name": "quantize", "bits": 1}}, "min_numel": 0}
+LOST = {"backward": {"codec": {"name": "topk", "density": 0.02}}, "min_numel": 0}
+
+
+def guarded(block, steps=3):
+    """Losses, weights, what the guard measured of the loss, the codecs after each step, and the error."""
+    engine, data, costs, codecs, losses, error = build(2, block), batches(), [], [], [], ""
+    engine.monitor = SimpleNamespace(
+        enabled=True,
+        tb_monitor=None,
+        write_events=lambda events: costs.extend(v for n, v, _ in events if n.endswith("/loss_cost")),
+    )
+    used = engine._compression.config.codecs
+    try:
+        for _ in range(steps):
+            losses.append(engine.train_batch(data).item())
+            codecs.append([(str(used(number).forward), str(used(number).backward)) for number in (0, 1)])
+    except CompressionError as stopped:
+        error = str(stopped)
+    return {"losses": losses, "weights": weights(engine), "costs": costs, "codecs": codecs, "error": error}
+
+
+def test_the_guard_measures_what_compression_costs_and_leaves_training_as_it_is():
+    """Two passes of all micro-batches of the step: its schedule takes no fewer than four."""
+    looked, plain = (run_ranks(2, guarded, {**TOPK, "guard": {"every": each}}) for each in (1, 0))
+    assert len(looked[0]["costs"]) == 3 and all(looked[0]["costs"]) and not looked[1]["costs"]
+    for one, other in zip(looked, plain):
+        assert one["losses"] == other["losses"] and not other["costs"]
+        for name, value in other["weights"].items():
+            assert torch.equal(torch.as_tensor(one["weights"][name]), torch.as_tensor(value)), name
+
+
+@pytest.mark.parametrize(
+    "block, limits, said",
+    [(NOISE, {"loss": 0.01}, "a loss of"), (LOST, {"error": 0.5}, "boundary 1, backward: a relative error")],
+    ids=["loss", "error"],
+)
+def test_the_guard_stops_all_ranks(block, limits, said):
+    """Its limits had no effect, whatever "action" said."""
+    ranks = run_ranks(2, guarded, {**block, "guard": {"every": 2, "action": "stop", **limits}})
+    (line,) = {rank["error"] for rank in ranks}
+    assert line.startswith(f"ds_compress: guard: after step 2 {said}") and len(ranks[0]["losses"]) == 1
+
+
+def test_the_guard_loosens_on_all_ranks_alike():
+    limits = {"loss": 1e6, "error": 0.8}
+    ranks = run_ranks(2, guarded, {**LOST, "guard": {"every": 1, "action": "loosen", **limits}}, 5)
+    assert ranks[0]["codecs"] == ranks[1]["codecs"] and ranks[0]["losses"] == ranks[1]["losses"]
+    first, *_, last = ranks[0]["codecs"]
+    assert first == [("none", "topk(density=0.02)"), ("none", "topk(density=0.04)")] and first != last
+
+
+def with_subspace(bases, rank):
+    """The class of the engine, or the error."""
+    kind = type("Narrow", tuple(bases), {})
+    torch.manual_seed(1)
+    topology = PipeDataParallelTopology(num_pp=2, num_dp=1)
+    samples = [next(batches())[0]]
+    try:
+        module = kind(layers(8), topology=topology, loss_fn=loss_fn, rank=rank, samples=samples)
+        engine, *_ = deepspeed.initialize(model=module, config=config(), model_parameters=module.parameters())
+    except CompressionError as error:
+        return str(error)
+    data = batches()
+    return engine.train_batch(data).item()
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["before", "behind"])
+def test_a_subspace_is_refused(order):
+    """It trained without a word, with pairs in places where nothing crosses, or none where it does."""
+    kinds = [SubspacePipeline, dualpipev.DualPipeVModule][::order]
+    said = run_ranks(2, with_subspace, kinds, 4)
+    assert said[0] == said[1] and said[0].startswith("subspace: rank 4: DualPipeV is not supported")
+    assert all(loss > 0 for loss in run_ranks(2, with_subspace, kinds, None))

@@ -10,6 +10,7 @@ from deepspeed.pipe import LayerSpec
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.pipeline.one_process import Stages
 from ds_compress.pipeline.rehearsal import PASSES, rehearse
+from ds_compress.planning.trial import REPEATS
 from tests.support.dist import run_ranks
 from tests.support.models import Causal, Masked, Mixed, Skip
 from tests.support.pipeline import MICRO_BATCH, batches, build, ds_config, layers, loss_fn
@@ -75,7 +76,7 @@ def test_messages_are_those_of_a_pipeline(name):
     ours = rehearsed(name)
     assert ours.messages.keys() == messages.keys() and len(messages) == 2 * (STAGES - 1)
     for place, tensors in messages.items():
-        first, *others = zip(ours.messages[place], tensors, strict=True)
+        first, *others = zip(ours.of_one_micro_batch[place], tensors, strict=True)
         assert torch.equal(*first), place
         for mine, theirs in others:
             scale = theirs.abs().max().item() if theirs.is_floating_point() else 0.0
@@ -107,8 +108,10 @@ class Counted(torch.nn.Module):
 
 def test_each_micro_batch_passes_once():
     layers = [Counted() for _ in range(4)]
-    rehearse(Stages(layers, 2, CPU), loss_fn, batches(), CPU)
+    found = rehearse(Stages(layers, 2, CPU), loss_fn, batches(), CPU)
     assert Counted.passes == 4 * (1 + PASSES)
+    for own in found.messages.values():  # of those that are kept none is another one
+        assert len(own) == REPEATS and len({each[0].sum().item() for each in own.values()}) == REPEATS
 
 
 def test_gradients_in_fp16_are_scaled_until_they_are_finite():
@@ -122,4 +125,5 @@ def test_gradients_in_fp16_are_scaled_until_they_are_finite():
     small, large = ours(1e-7), ours(100.0)
     assert small.loss_scale == 2.0**16 and 1 <= large.loss_scale < 2.0**16
     for found in (small, large):
-        assert all(torch.isfinite(x).all() and x.any() for each in found.messages.values() for x in each)
+        messages = [each for own in found.messages.values() for each in own.values()]
+        assert all(torch.isfinite(x).all() and x.any() for each in messages for x in each)

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from launch.ports import reserved_port
+from tests.support.shared import once
 
 WORDS = ["the", "a", "cat", "dog", "bird", "sees", "hears", "likes", "old", "young", "red", "green", "house"]
 WORDS += ["tree", "river", "and", "or", "not"]
@@ -145,6 +146,19 @@ def finetune(
         )
     assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done
+
+
+def told(path: Path, python: str = sys.executable) -> None:
+    """Finish a run; what it said on stderr and printed is in the files `said` and `printed` beside it."""
+    done = finetune("torchrun", path, python=python)
+    (path.parent / "said").write_text(done.stderr)
+    (path.parent / "printed").write_text(done.stdout)
+
+
+def plain_run() -> Path:
+    """train.json of a finished run, which tests share. It is the interpreter's own, with every import to
+    make; others are compared with it."""
+    return once("finetuned", lambda folder: told(prepare(folder, prompt="the cat"))) / "train.json"
 
 
 def perplexities(said: str) -> list[float]:

@@ -58,7 +58,7 @@ class Rehearsal:
         instead = [f"--{name.replace('_', '-')}" for name in INSTEAD if getattr(self._args, name) is not None]
         if instead:
             print(f"{', '.join(instead)}: taken as given, not as measured", file=sys.stderr)
-        sizes = {place: sum(t.nbytes for t in tensors) for place, tensors in found.messages.items()}
+        sizes = {place: sum(t.nbytes for t in tensors) for place, tensors in found.of_one_micro_batch.items()}
         boundaries = range(self._args.stages - 1)
         forward, backward = ([sizes[b, direction] for b in boundaries] for direction in DIRECTIONS)
         held = [
@@ -135,7 +135,7 @@ class Rehearsal:
                 "bytes": sum(t.nbytes for t in tensors),
                 "settings": trials.measured(number, direction),
             }
-            for (number, direction), tensors in sorted(found.messages.items())
+            for (number, direction), tensors in sorted(found.of_one_micro_batch.items())
         ]
         device, threads = str(self._args.device), torch.get_num_threads()
         return {"device": device, "threads": threads, "stages": stages, "messages": messages}
@@ -147,7 +147,11 @@ def _is_known(candidate: Candidate) -> bool:
 
 
 def _forward(found: "Rehearsed") -> list[list[torch.Tensor]]:
-    return [tensors for (_, direction), tensors in sorted(found.messages.items()) if direction == "forward"]
+    return [
+        tensors
+        for (_, direction), tensors in sorted(found.of_one_micro_batch.items())
+        if direction == "forward"
+    ]
 
 
 def _words(tensors: list[torch.Tensor]) -> list[str]:

@@ -18,7 +18,7 @@ from ds_compress.message.channel import Boundary
 from ds_compress.message.clock import clock_for
 from ds_compress.planning.choice import Message, Setting
 from ds_compress.planning.offers import Offer, startable
-from ds_compress.planning.trial import setting, try_out
+from ds_compress.planning.trial import ByMicroBatch, setting, try_out
 
 if TYPE_CHECKING:
     from ds_compress.pipeline.rehearsal import Rehearsed
@@ -90,10 +90,11 @@ class Trials:
         return own if self._codec_gbps is None else Setting(offer, *_at_speed(own, pair, self._codec_gbps))
 
 
-def _at_speed(own: Setting, pair: list[list[torch.Tensor]], gbps: float) -> Iterator[Message]:
-    for direction, tensors in zip(DIRECTIONS, pair):
+def _at_speed(own: Setting, pair: list[ByMicroBatch], gbps: float) -> Iterator[Message]:
+    for direction, messages in zip(DIRECTIONS, pair):
         message: Message = getattr(own, direction)
         plain = _is_none(own.offer.block[direction]["codec"])
+        tensors = next(iter(messages.values()))
         seconds = 0.0 if plain else sum(tensor.nbytes for tensor in tensors) / (gbps * 1e9)
         yield replace(message, traffic=replace(message.traffic, encode=seconds, decode=seconds))
 

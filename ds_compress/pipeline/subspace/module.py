@@ -38,8 +38,13 @@ class SubspacePipeline(PipelineModule):
                 the weights that training starts from: those of a checkpoint, not random ones.
 
         Raises:
-            CompressionError: as of `bases`, on every rank.
+            CompressionError: as of `bases`, on every rank; or the module is also one for DualPipeV.
         """
+        if rank is not None and hasattr(self, "activate_phase"):
+            raise CompressionError(
+                f"subspace: rank {rank}: DualPipeV is not supported, as each of its ranks has two stages; "
+                "use a PipelineModule, or rank None, which leaves messages as wide as they are"
+            )
         self._rank, self._samples = rank, samples
         super().__init__(layers, *args, **options)
 

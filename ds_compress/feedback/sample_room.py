@@ -1,0 +1,136 @@
+"""Which samples keep their buffers where these may not take any number of bytes.
+
+An epoch visits every sample once, so of what does not fit no sample deserves its buffer more than another,
+and who forgets one for each that comes finds few again, or none: it has gone when its turn comes. What is
+there stays, and newcomers have to do without, until a sample has not come for so long that it has gone out of
+use. Messages alone decide, so both sides keep the same ones.
+
+    epochs        room for   found again here   forgetting the one visited longest ago
+    one order       50 %           50 %            0 %
+    shuffled        50 %           50 %           15 %
+    shuffled        90 %           90 %           67 %
+"""
+
+from collections.abc import Callable, Mapping, MutableMapping
+
+import torch
+from torch import Tensor
+
+from ds_compress.codecs.memory import expect
+from ds_compress.errors import CompressionError
+
+UNUSED = 2
+"""Times the longest that a sample stayed away so far: who stays away for longer is out of use. Where epochs
+are shuffled, a sample may be away for nearly twice as long as an epoch is, and not at once."""
+UNKNOWN = 32
+"""Times the visits that fill the memory: who stays away for longer is out of use, while none has come again
+but those that came twice in a short time."""
+SHORT = 0.25
+"""Of the visits that fill the memory: what it takes to be more than a short time."""
+
+
+class Room:
+    """Bytes that rows may take. They stand in the memory in the order of their last visits, each with its
+    number, by which visits of samples are counted, as an attribute: who copies the memory has it too."""
+
+    BYTES = "forward/mirror/host/aqsgd.bytes"
+    """Entry of the memory, int64 [1]: what all rows take."""
+    VISITS = "forward/mirror/host/aqsgd.visits"
+    """Entry of the memory, int64 [2]: visits so far; the most between two of the same sample."""
+    ORDER = "forward/mirror/host/aqsgd.order"
+    """Entry of checkpoints, whose own order is that of names: int64 [rows], places of the rows in the order
+    of their last visits."""
+    VISITED = "forward/mirror/host/aqsgd.visited"
+    """Entry of checkpoints: int64 [rows], numbers of the last visits, in that order."""
+
+    def __init__(self, most: int, prefix: str):
+        """
+        Args:
+            most: bytes that the rows of a memory may take.
+            prefix: of the keys of rows.
+        """
+        self.most = most
+        self.prefix = prefix
+
+    def write(
+        self,
+        memory: MutableMapping[str, Tensor],
+        rows: Mapping[str, Tensor],
+        make: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Let each of `rows`, in the dtype that they are kept in, be a visit; `make` brings what stays to
+        where rows live."""
+        taken = int(memory[self.BYTES]) if self.BYTES in memory else 0
+        visits, longest = memory[self.VISITS].tolist() if self.VISITS in memory else (0, 0)
+        for key in sorted(rows, key=lambda key: key not in memory):  # what is there stays, so it is first
+            visits += 1
+            if key in memory:
+                row = memory.pop(key)  # what comes new into a dict comes last
+                taken -= row.nbytes
+                longest = max(longest, visits - _visited(row))
+            nbytes = rows[key].nbytes
+            while taken + nbytes > self.most >= nbytes:
+                oldest = self._oldest(memory)
+                if oldest is None or not self._is_unused(memory[oldest], visits, longest, nbytes):
+                    break
+                taken -= memory.pop(oldest).nbytes
+            if taken + nbytes <= self.most:
+                memory[key] = _marked(make(rows[key]), visits)
+                taken += nbytes
+        self._count(memory, taken, visits, longest)
+
+    def _is_unused(self, row: Tensor, visits: int, longest: int, nbytes: int) -> bool:
+        """`nbytes`: of a row like those that fill the memory."""
+        fill = self.most // max(1, nbytes)
+        patience = UNUSED * max(longest, fill) if longest >= SHORT * fill else UNKNOWN * fill
+        return visits - _visited(row) > patience
+
+    def _oldest(self, memory: Mapping[str, Tensor]) -> str | None:
+        return next((key for key in memory if key.startswith(self.prefix)), None)
+
+    def _count(self, memory: MutableMapping[str, Tensor], taken: int, visits: int, longest: int) -> None:
+        memory[self.BYTES] = torch.tensor([taken], dtype=torch.int64, device="cpu")
+        memory[self.VISITS] = torch.tensor([visits, longest], dtype=torch.int64, device="cpu")
+
+    def _keys(self, memory: Mapping[str, Tensor]) -> list[str]:
+        return [key for key in memory if key.startswith(self.prefix)]
+
+    def saved(self, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What a checkpoint holds beside the entries of `memory`."""
+        keys = self._keys(memory)
+        places = {key: place for place, key in enumerate(sorted(keys))}
+        order, visited = [places[key] for key in keys], [_visited(memory[key]) for key in keys]
+        return {
+            self.ORDER: torch.tensor(order, dtype=torch.int64, device="cpu"),
+            self.VISITED: torch.tensor(visited, dtype=torch.int64, device="cpu"),
+        }
+
+    def adopt(self, memory: MutableMapping[str, Tensor], make: Callable[[Tensor], Tensor]) -> None:
+        """Bring rows that were read from a checkpoint into their order, as `make` makes them."""
+        names = sorted(self._keys(memory))
+        order = memory.pop(self.ORDER, torch.arange(len(names), dtype=torch.int64, device="cpu")).tolist()
+        # older files have the order alone
+        visited = memory.pop(self.VISITED, torch.arange(len(names), dtype=torch.int64, device="cpu")).tolist()
+        memory.pop(self.BYTES, None)
+        visits, longest = memory.pop(self.VISITS).tolist() if self.VISITS in memory else (len(names), 0)
+        for place, number in zip(order, visited):
+            memory[names[place]] = _marked(make(memory.pop(names[place])), number)
+        self._count(memory, sum(memory[key].nbytes for key in names), visits, longest)
+
+    def check(self, memory: Mapping[str, Tensor]) -> None:
+        """Look at entries just read from a checkpoint; see `Remembers.check_memory`."""
+        rows = len(self._keys(memory))
+        for key, shape in ((self.BYTES, 1), (self.VISITS, 2), (self.ORDER, rows), (self.VISITED, rows)):
+            if key in memory:
+                expect(key, memory[key], torch.int64, shape=(shape,))
+        if self.ORDER in memory and sorted(memory[self.ORDER].tolist()) != list(range(rows)):
+            raise CompressionError(f"entry {self.ORDER!r} is no order of {rows} rows")
+
+
+def _marked(row: Tensor, visit: int) -> Tensor:
+    row.visited = visit  # type: ignore[attr-defined]
+    return row
+
+
+def _visited(row: Tensor) -> int:
+    return int(row.visited)  # type: ignore[attr-defined]

@@ -1,0 +1,57 @@
+"""Settings tried aside: on messages that differ, as those of training do."""
+
+import pytest
+import torch
+
+from ds_compress.config import Config
+from ds_compress.message.channel import Boundary
+from ds_compress.message.clock import clock_for
+from ds_compress.planning.offers import Offer
+from ds_compress.planning.trial import REPEATS, try_out
+
+CPU = torch.device("cpu")
+ROWS, WIDTH = 64, 128
+
+
+def message(number, shape=(ROWS, WIDTH)):
+    return [torch.randn(*shape, generator=torch.Generator().manual_seed(number))]
+
+
+def error(feedback, numbers, **shapes):
+    """Of gradients, where the micro-batches have the messages with these numbers."""
+    backward = {"codec": {"name": "quantize", "bits": 4}, "feedback": feedback}
+    offer = Offer("", {"forward": {"codec": "none"}, "backward": backward}, False)
+    boundary = Boundary(0, Config({"min_numel": 0}))
+    boundary.begin_step()
+    pair = [{place: message(n, **shapes.get(str(place), {})) for place, n in enumerate(numbers)}] * 2
+    return try_out(boundary, offer, pair, clock_for(CPU))["backward"]["error"]
+
+
+def in_training(feedback, count=40):
+    """The mean error of later messages of a run that differ, by the definition of the feedback."""
+    codec = Config({"backward": {"codec": {"name": "quantize", "bits": 4}, "feedback": feedback}})
+    ends = [Boundary(0, codec.changed({"min_numel": 0})) for _ in range(2)]
+    found = []
+    for number in range(count):
+        sender, receiver = (each.backward for each in ends)
+        for end in ends:
+            end.begin_step()
+        (x,) = message(number)
+        message_id = sender.message_id(number, 0)
+        packet, rest, layout = sender.encode([x], message_id)
+        (y,) = receiver.decode(packet, layout, message_id, lambda nbytes, rest=rest: rest)
+        found.append(((x - y).norm() / x.norm()).item())
+    return sum(found[count // 2 :]) / (count // 2)
+
+
+@pytest.mark.parametrize("feedback", ["ef", "loco", "ef21", "ef_mixed"])
+def test_a_feedback_is_judged_by_messages_that_differ(feedback):
+    """One message again and again made `ef21` look 1.5 times better than it is, and `loco` worse."""
+    truth = in_training(feedback)
+    assert error(feedback, range(REPEATS)) == pytest.approx(truth, rel=0.06)
+    assert error(feedback, [0]) == error(feedback, [0] * REPEATS) != pytest.approx(truth, rel=0.06)
+
+
+def test_messages_of_another_shape_are_left_out():
+    other = {"1": {"shape": (ROWS // 2, WIDTH)}}
+    assert error("loco", range(3), **other) == error("loco", [0, 2])
