@@ -90,36 +90,36 @@ class Quantize(Codec, FusesFeedback):
 
     def encode_with_residual(
         self, x: Tensor, state: Parts, share: float, rest: float, ctx: Context, out: Parts | None = None
-    ) -> tuple[Parts, Parts, Tensor] | None:
+    ) -> tuple[Parts, Parts] | None:
         options = self.options
         size, coded = options.group_size, len(state) == 2
         in_order = options.axis == -1 and isinstance(size, int) and x.numel() % size == 0
         if not self._fuses(x.dtype) or (coded and not in_order):  # codes share scales in the order of values
             return None
         groups, held, grid = self._split(x), self._split(state[0]), self._grid(options.bits, ctx.seed)
-        parts, new, finite = kernels(x.device).quantize_with_residual(
+        parts, new = kernels(x.device).quantize_with_residual(
             groups, (held, *state[1:]), ctx.loss_scale, share, rest, grid, out
         )
-        return parts, (self._joined(new[0], x.shape), *new[1:]), finite
+        return parts, (self._joined(new[0], x.shape), *new[1:])
 
     def encode_change(
         self, x: Tensor, state: Tensor, ctx: Context, out: Parts | None = None
-    ) -> tuple[Parts, Tensor, Tensor] | None:
+    ) -> tuple[Parts, Tensor] | None:
         if not self._fuses(x.dtype):
             return None
         groups, held, grid = self._split(x), self._split(state), self._grid(self.options.bits, ctx.seed)
-        parts, new, finite = kernels(x.device).quantize_change(groups, held, ctx.loss_scale, grid, out)
-        return parts, self._joined(new, x.shape), finite
+        parts, new = kernels(x.device).quantize_change(groups, held, ctx.loss_scale, grid, out)
+        return parts, self._joined(new, x.shape)
 
     def decode_change(
         self, parts: tuple[Tensor, ...], state: Tensor, spec: TensorSpec, ctx: Context
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
+    ) -> tuple[Tensor, Tensor] | None:
         if not self._fuses(spec.dtype):
             return None
         held, grid = self._split(state), self._grid(self.options.bits, ctx.seed)
         backend = kernels(state.device)
-        values, new, finite = backend.dequantize_change(parts, held, ctx.loss_scale, grid, spec.dtype)
-        return self._joined(values, spec.shape), self._joined(new, spec.shape), finite
+        values, new = backend.dequantize_change(parts, held, ctx.loss_scale, grid, spec.dtype)
+        return self._joined(values, spec.shape), self._joined(new, spec.shape)
 
     def _fuses(self, dtype: torch.dtype) -> bool:
         plain = self.options.mixed is None and self.options.rounding == "nearest"

@@ -56,16 +56,20 @@ class ErrorFeedbackCodec(FeedbackCodec, KeepsState):
 
     def encode_training(self, x: Tensor, ctx: Context, out: Parts | None) -> Parts:
         spec = TensorSpec.of(x)
-        old, found = self.residual(ctx, spec), None
+        old = self.residual(ctx, spec)
         if self._fused is not None:
             found = self._fused.encode_with_residual(x, old, *self.shares, ctx, out)
-        parts, new, finite = found or self._in_steps(x, old, spec, ctx, out)
+            if found is not None:
+                parts, new = found
+                self.state.put(ctx, spec, new)
+                return parts
+        parts, new, finite = self._in_steps(x, old, spec, ctx, out)
         self.state.replace(ctx, spec, new, finite)
         return parts
 
     def residual(self, ctx: Context, spec: TensorSpec) -> tuple[Tensor, ...]:
-        """What is added to a message of `spec`, as it is stored."""
-        return self.state.stored(ctx, spec)
+        """What is added to a message of `spec`, as it is stored; to be written to."""
+        return self.state.own(ctx, spec)
 
     @property
     def shares(self) -> tuple[float, float]:
@@ -80,7 +84,8 @@ class ErrorFeedbackCodec(FeedbackCodec, KeepsState):
         ctx: Context,
         out: Parts | None,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-        """See `FusesFeedback.encode_with_residual`."""
+        """What `FusesFeedback.encode_with_residual` returns, of which the whole message is one group; and
+        whether it and the next state are finite, a bool of one element."""
         residual, finite = self.state.values(stored, spec), kernels(x.device).finite(x)
         total = x.to(residual.dtype) + residual * (finite.float() * ctx.loss_scale)
         parts, sent = encode_and_decode(self.codec, narrow(total, x), ctx, out)

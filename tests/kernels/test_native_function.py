@@ -152,8 +152,8 @@ def test_wrappers_refuse_what_would_be_written_past_a_buffer():
     with pytest.raises(ValueError, match="384 values came, expected a multiple of 40"):
         quantize.quantize(values, 40, Grid(4))
     with pytest.raises(TypeError, match="residual: torch.float64"):
-        stateful.quantize_with_residual(values, [values.double()], 1.0, 0.0, 1.0, Grid(4))
-    with pytest.raises(ValueError, match="old: 24 entries came, expected 384"):
+        stateful.quantize_with_residual(values, (values.double(),), 1.0, 0.0, 1.0, Grid(4))
+    with pytest.raises(ValueError, match="held: 24 entries came, expected 384"):
         stateful.quantize_change(values, values[:1], 1.0, Grid(4))
     with pytest.raises(ValueError, match="scales: 2 entries came, expected 3"):
         codes = values.to(torch.int8), torch.zeros(2)

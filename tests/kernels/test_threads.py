@@ -83,13 +83,16 @@ def test_numbers_drawn_for_values_do_not_depend_on_threads(alike):
 @pytest.mark.parametrize("special", [None, torch.inf, torch.nan])
 @pytest.mark.parametrize("size", [32, 128])
 def test_messages_that_follow_a_state(alike, size, special, coded):
-    """The residual of all groups is left out where one group, in any part, is not finite."""
     x, state, grid = values(size, special=special), values(size, seed=1), Grid(4)
     kept = cpu.encode_int8(state) if coded else (state,)
-    alike(lambda: cpu.quantize_with_residual(x, kept, 2.0, 0.75, 0.25, grid))
-    alike(lambda: cpu.quantize_change(x, state, 2.0, grid))
+
+    def copied():
+        return tuple(map(torch.clone, kept))
+
+    alike(lambda: cpu.quantize_with_residual(x, copied(), 2.0, 0.75, 0.25, grid))
+    alike(lambda: cpu.quantize_change(x, state.clone(), 2.0, grid))
     parts = cpu.quantize(x, grid)
-    alike(lambda: cpu.dequantize_change(parts, state, 2.0, grid, torch.float32))
+    alike(lambda: cpu.dequantize_change(parts, state.clone(), 2.0, grid, torch.float32))
 
 
 @pytest.mark.parametrize("special", [None, torch.inf])

@@ -13,13 +13,13 @@ from ds_compress.kernels.native import stateful as compiled
 
 def quantize_with_residual(
     groups: Tensor,
-    residual: Sequence[Tensor],
+    residual: tuple[Tensor, ...],
     scale: float,
     share: float,
     rest: float,
     grid: Grid,
     out: tuple[Tensor, ...] | None = None,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """See `reference.quantize_with_residual`."""
     if _serves(groups.shape, groups.dtype, grid) and compiled.holds(residual, groups.shape[1]):
         return compiled.quantize_with_residual(groups, residual, scale, share, rest, grid, out)
@@ -28,7 +28,7 @@ def quantize_with_residual(
 
 def quantize_change(
     groups: Tensor, state: Tensor, scale: float, grid: Grid, out: tuple[Tensor, ...] | None = None
-) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+) -> tuple[tuple[Tensor, ...], Tensor]:
     """See `reference.quantize_change`."""
     if _serves(groups.shape, groups.dtype, grid):
         return compiled.quantize_change(groups, state, scale, grid, out)
@@ -37,7 +37,7 @@ def quantize_change(
 
 def dequantize_change(
     parts: Sequence[Tensor], state: Tensor, scale: float, grid: Grid, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """See `reference.dequantize_change`."""
     if _serves(state.shape, dtype, grid):
         return compiled.dequantize_change(parts, state, scale, grid, dtype)

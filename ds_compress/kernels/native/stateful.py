@@ -15,11 +15,10 @@ from ds_compress.kernels.reference.feedback import GROUP
 _STATE = Buffer((torch.float32,), ("n", "size"))
 _CODES = Buffer((torch.int8,), ("n", "size"))
 _SCALES = Buffer((torch.float32,), ("n", "size"), per=GROUP)
-_FLAGS = [torch.tensor(flag, dtype=torch.bool, device="cpu") for flag in (False, True)]  # made once
 _BASE: dict[str, Any] = {**VALUES, **FORMAT, **PARTS, "scale": float}
 
 _with_residual = Function(
-    "stateful", "quantize_with_residual", "n", **_BASE, share=float, rest=float, residual=_STATE, made=_STATE
+    "stateful", "quantize_with_residual", "n", **_BASE, share=float, rest=float, residual=_STATE
 )
 _with_coded_residual = Function(
     "stateful",
@@ -30,11 +29,9 @@ _with_coded_residual = Function(
     rest=float,
     codes=_CODES,
     scales=_SCALES,
-    made=_CODES,
-    made_scales=_SCALES,
 )
-_change = Function("stateful", "quantize_change", "n", **_BASE, old=_STATE, made=_STATE)
-_onto = Function("stateful", "dequantize_change", "n", **_BASE, old=_STATE, made=_STATE)
+_change = Function("stateful", "quantize_change", "n", **_BASE, held=_STATE)
+_onto = Function("stateful", "dequantize_change", "n", **_BASE, held=_STATE)
 
 
 class Plan:
@@ -60,43 +57,40 @@ def holds(state: Sequence[Tensor], size: int) -> bool:
 
 def quantize_with_residual(
     values: Tensor,
-    residual: Sequence[Tensor],
+    residual: tuple[Tensor, ...],
     scale: float,
     share: float,
     rest: float,
     grid: Grid,
     out: tuple[Tensor, ...] | None = None,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-    """See `reference.quantize_with_residual`; of `values`, fp32 or bf16 [n, G]."""
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """See `reference.quantize_with_residual`; of `values`, fp32 or bf16 [n, G]. The next residual takes the
+    place of the old one."""
     n, size = values.shape
     plan, parts = _plan(n, size, grid, values.dtype), out or parts_of(n, size, grid)
-    call = plan.residual if len(residual) == 1 else plan.coded
-    old = [entry.contiguous() for entry in residual]
-    new = tuple(torch.empty(entry.shape, dtype=entry.dtype, device="cpu") for entry in old)
-    given = values.contiguous(), *parts, scale, share, rest, *old, *new
-    # what is not finite leaves the state alone, all of it: parts know nothing of each other
-    finite = call(*given) or call(*given, threads=1)
-    return parts, new, _FLAGS[finite]
+    held = tuple(entry.contiguous() for entry in residual)
+    call = plan.residual if len(held) == 1 else plan.coded
+    call(values.contiguous(), *parts, scale, share, rest, *held)
+    return parts, held
 
 
 def quantize_change(
     values: Tensor, state: Tensor, scale: float, grid: Grid, out: tuple[Tensor, ...] | None = None
-) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """See `reference.quantize_change`; of `values`, fp32 or bf16 [n, G]."""
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """See `reference.quantize_change`; of `values`, fp32 or bf16 [n, G]. The next state takes the place of
+    the old one."""
     n, size = values.shape
-    plan, parts = _plan(n, size, grid, values.dtype), out or parts_of(n, size, grid)
-    new = torch.empty(state.shape, dtype=torch.float32, device="cpu")
-    finite = plan.change(values.contiguous(), *parts, scale, state.contiguous(), new)
-    return parts, new, _FLAGS[finite]
+    plan, parts, held = _plan(n, size, grid, values.dtype), out or parts_of(n, size, grid), state.contiguous()
+    plan.change(values.contiguous(), *parts, scale, held)
+    return parts, held
 
 
 def dequantize_change(
     parts: Sequence[Tensor], state: Tensor, scale: float, grid: Grid, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `reference.dequantize_change`; `dtype` is fp32 or bf16."""
+) -> tuple[Tensor, Tensor]:
+    """See `reference.dequantize_change`; `dtype` is fp32 or bf16. The next state takes the place of the old
+    one."""
     n, size = parts[0].shape[0], parts[0].shape[1] * 8 // grid.bits
-    plan = _plan(n, size, grid, dtype)
-    values = torch.empty(n, size, dtype=dtype, device="cpu")
-    new = torch.empty(n, size, dtype=torch.float32, device="cpu")
-    finite = plan.onto(values, *map(Tensor.contiguous, parts), scale, state.contiguous(), new)
-    return values, new, _FLAGS[finite]
+    held, values = state.contiguous(), torch.empty(n, size, dtype=dtype, device="cpu")
+    _plan(n, size, grid, dtype).onto(values, *map(Tensor.contiguous, parts), scale, held)
+    return values, held

@@ -15,9 +15,14 @@ def changed(x: Tensor, state: Tensor, factor: float) -> Tensor:
     return narrow(x.to(state.dtype) - state * factor, x)
 
 
+def moved(state: Tensor, change: Tensor, divisor: float) -> Tensor:
+    """state + change / divisor."""
+    return state + change.to(state.dtype) / as_divisor(divisor, state)
+
+
 def advanced(state: Tensor, change: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
-    """state + change / divisor, and whether all of that is finite: a bool of one element."""
-    new = state + change.to(state.dtype) / as_divisor(divisor, state)
+    """The same, and whether all of that is finite: a bool of one element."""
+    new = moved(state, change, divisor)
     return new, is_finite(new)
 
 

@@ -10,7 +10,7 @@ from ds_compress.kernels.affine import Grid, from_codes, minmax_scales, symmetri
 from ds_compress.kernels.bits import pack, unpack
 from ds_compress.kernels.hadamard import rotate, rotate_back
 from ds_compress.kernels.memory import delivered
-from ds_compress.kernels.numerics import narrow
+from ds_compress.kernels.numerics import narrow, rows_finite
 
 
 def quantize(
@@ -49,20 +49,21 @@ def quantize(
 
 
 def quantize_with_error(
-    groups: Tensor, residual: Tensor, factor: Tensor, grid: Grid, out: tuple[Tensor, ...] | None = None
+    groups: Tensor, residual: Tensor, factor: float, grid: Grid, out: tuple[Tensor, ...] | None = None
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """`quantize` of groups + factor * residual in the dtype of `groups`, and what of that sum is lost.
 
     Args:
         groups: [n, G], float32 or bfloat16.
-        residual: fp32 [n, G], finite.
-        factor: fp32, one element.
+        residual: fp32 [n, G], finite. Left out of a group that is not.
+        factor: a number that fp32 holds.
         out: see `quantize`.
 
     Returns:
-        what `quantize` returns; the error, fp32 [n, G].
+        what `quantize` returns; the error, fp32 [n, G], in which a group that is not finite has values that
+        are not.
     """
-    total = groups.float() + residual * factor
+    total = groups.float() + residual * (rows_finite(groups).float() * factor)
     parts = quantize(narrow(total, groups), grid, None, out)
     return parts, total - dequantize(parts, grid, groups.dtype).float()
 
