@@ -46,10 +46,11 @@ class EF21Codec(FeedbackCodec, KeepsState, Observes):
     def encode_training(self, x: Tensor, ctx: Context, out: Parts | None) -> Parts:
         spec = TensorSpec.of(x)
         if self._fused is not None:
-            found = self._fused.encode_change(x, self._own(ctx, spec), ctx, out)
+            (held,) = self.state.own(ctx, spec)
+            found = self._fused.encode_change(x, held, ctx, out)
             if found is not None:
                 parts, new = found
-                self.state.put(ctx, spec, self.state.kept(new, spec))
+                self.state.put(ctx, spec, (new,))
                 return parts
         state = self.state.load(ctx, spec)
         change = kernels(x.device).changed(x, state, ctx.loss_scale)
@@ -59,18 +60,16 @@ class EF21Codec(FeedbackCodec, KeepsState, Observes):
 
     def decode_training(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         if self._fused is not None:
-            found = self._fused.decode_change(parts, self._own(ctx, spec), spec, ctx)
+            (held,) = self.state.own(ctx, spec)
+            found = self._fused.decode_change(parts, held, spec, ctx)
             if found is not None:
                 arrived, new = found
-                self.state.put(ctx, spec, self.state.kept(new, spec))
+                self.state.put(ctx, spec, (new,))
                 return arrived
         change, state = self.codec.decode(parts, spec, ctx), self.state.load(ctx, spec)
         new, finite = kernels(change.device).advanced(state, change, ctx.loss_scale)
         self.state.save(ctx, spec, new, finite)
         return (new * ctx.loss_scale).to(spec.dtype)
-
-    def _own(self, ctx: Context, spec: TensorSpec) -> Tensor:
-        return self.state.values(self.state.own(ctx, spec), spec)
 
     def observe(self, x: Tensor, ctx: Context) -> None:
         spec = TensorSpec.of(x)

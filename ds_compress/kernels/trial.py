@@ -49,7 +49,7 @@ def _quantization(by: ModuleType, device: torch.device) -> tuple[Tensor, ...]:
 
 def _feedback(by: ModuleType, device: torch.device) -> tuple[Tensor, ...]:
     groups = _values(40 * 128, torch.float32, device).view(40, 128)
-    parts, state = by.quantize_with_residual(groups, (groups.flip(0),), 3.0, 0.0, 1.0, Grid(4))
+    parts, state = by.quantize_with_residual(groups, (groups.flip(0),), 3.0, 0.0, 1.0, Grid(4), 128)
     return *parts, *state
 
 

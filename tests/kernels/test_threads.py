@@ -89,8 +89,8 @@ def test_messages_that_follow_a_state(alike, size, special, coded):
     def copied():
         return tuple(map(torch.clone, kept))
 
-    alike(lambda: cpu.quantize_with_residual(x, copied(), 2.0, 0.75, 0.25, grid))
-    alike(lambda: cpu.quantize_change(x, state.clone(), 2.0, grid))
+    alike(lambda: cpu.quantize_with_residual(x, copied(), 2.0, 0.75, 0.25, grid, size))
+    alike(lambda: cpu.quantize_change(x, state.clone(), 2.0, grid, size))
     parts = cpu.quantize(x, grid)
     alike(lambda: cpu.dequantize_change(parts, state.clone(), 2.0, grid, torch.float32))
 

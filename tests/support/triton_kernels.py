@@ -150,13 +150,13 @@ def test_messages_that_follow_a_state_equal_the_reference(dtype, scale):
     groups, state = (torch.randn(20, 128, generator=generator).to(dtype) for _ in range(2))
     for kept in ((state.float(),), (state.bfloat16(),), reference.encode_int8(state.float())):
         parts, new = fused.quantize_with_residual(
-            groups.to(DEVICE), tuple(part.to(DEVICE) for part in kept), scale, 0.75, 0.25, grid
+            groups.to(DEVICE), tuple(part.to(DEVICE) for part in kept), scale, 0.75, 0.25, grid, 128
         )
-        expected, its_new = reference.quantize_with_residual(groups, kept, scale, 0.75, 0.25, grid)
+        expected, its_new = reference.quantize_with_residual(groups, kept, scale, 0.75, 0.25, grid, 128)
         assert_same_bits(map(torch.Tensor.cpu, (*parts, *new)), (*expected, *its_new))
     state = state.float()
-    parts, new = fused.quantize_change(groups.to(DEVICE), state.to(DEVICE), scale, grid)
-    expected = reference.quantize_change(groups, state, scale, grid)
+    parts, new = fused.quantize_change(groups.to(DEVICE), state.to(DEVICE), scale, grid, 128)
+    expected = reference.quantize_change(groups, state, scale, grid, 128)
     assert_same_bits(map(torch.Tensor.cpu, (*parts, new)), (*expected[0], expected[1]))
     back = fused.dequantize_change(parts, state.to(DEVICE), scale, grid, dtype)
     assert_same_bits(
@@ -217,10 +217,10 @@ def test_codes_and_scales_are_written_where_the_packet_has_them():
 
 def test_with_a_residual_too():
     groups, residual, grid = *values(50, 128, torch.float32, 0).chunk(2), Grid(4, scale_dtype=torch.float32)
-    expected, state = reference.quantize_with_residual(groups, (residual,), 2.0, 0.75, 0.25, grid)
+    expected, state = reference.quantize_with_residual(groups, (residual,), 2.0, 0.75, 0.25, grid, 128)
     out = tuple(torch.empty_like(part, device=DEVICE) for part in expected)
     parts, new = fused.quantize_with_residual(
-        groups.to(DEVICE), (residual.to(DEVICE),), 2.0, 0.75, 0.25, grid, out
+        groups.to(DEVICE), (residual.to(DEVICE),), 2.0, 0.75, 0.25, grid, 128, out
     )
     assert all(part is place for part, place in zip(parts, out, strict=True))
     assert_same_bits(map(torch.Tensor.cpu, (*out, *new)), (*expected, *state))

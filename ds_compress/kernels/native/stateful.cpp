@@ -12,26 +12,6 @@
 
 namespace {
 
-// What is kept: floats, or int8 codes and their scales at places that are multiples of CODED. The next state takes the
-// place of the old one.
-struct State {
-    float* floats;
-    int8_t* codes = nullptr;
-    float* scales = nullptr;
-
-    // Of `count` values from `place` on.
-    const float* read(int64_t place, int64_t count, float* room) const {
-        if (!codes) return floats + place;
-        from_int8(codes + place, scales + place / CODED, count, room);
-        return room;
-    }
-
-    void write(int64_t place, int64_t count, const float* values) const {
-        if (codes) to_int8(values, count, codes + place, scales + place / CODED);
-        else std::memcpy(floats + place, values, count * sizeof(float));
-    }
-};
-
 // A vector as the message has it.
 Floats rounded(Floats x, const float*) { return x; }
 
@@ -39,6 +19,50 @@ Floats rounded(Floats x, const uint16_t*) {
     uint16_t halves[LANES];
     keep(x, halves);
     return load(halves);
+}
+
+// What is kept: floats, bf16, or int8 codes and their scales at places that are multiples of CODED. The next state takes
+// the place of the old one.
+struct State {
+    float* floats;
+    uint16_t* halves = nullptr;
+    int8_t* codes = nullptr;
+    float* scales = nullptr;
+
+    // Of `count` values from `place` on.
+    const float* read(int64_t place, int64_t count, float* room) const {
+        if (floats) return floats + place;
+        if (codes) from_int8(codes + place, scales + place / CODED, count, room);
+        else in_vectors(count, [&](int64_t i, int64_t n) { keep_some(some(halves + place + i, n), room + i, n); });
+        return room;
+    }
+
+    void write(int64_t place, int64_t count, const float* values) const {
+        if (floats) std::memcpy(floats + place, values, count * sizeof(float));
+        else if (codes) to_int8(values, count, codes + place, scales + place / CODED);
+        else in_vectors(count, [&](int64_t i, int64_t n) { keep_some(some(values + i, n), halves + place + i, n); });
+    }
+
+    // Whether it can hold them.
+    bool holds(const float* values, int64_t count) const {
+        Ints most = {};
+        in_vectors(count, [&](int64_t i, int64_t n) {
+            const Floats x = some(values + i, n);
+            most = larger(most, (Ints)(halves ? rounded(x, halves) : x) & MAGNITUDE);
+        });
+        return folded(most, larger<Ints>)[0] < INFINITE;
+    }
+
+    // Have it brought into the caches, but for floats, beside which that hinders.
+    void fetch(int64_t place, int64_t count) const {
+        if (halves) ::fetch(halves + place, count);
+        if (codes) ::fetch(codes + place, count);
+    }
+};
+
+State state_of(void* memory, int64_t bf16) {
+    if (bf16) return {nullptr, static_cast<uint16_t*>(memory)};
+    return {static_cast<float*>(memory)};
 }
 
 Ints largest_of(Ints most, Floats x) { return larger(most, (Ints)x & MAGNITUDE); }
@@ -98,12 +122,6 @@ void load_sums(Batch<SIZE>& batch, int count, const In* x, const float* state, K
     batch.make_grids(count, format);
 }
 
-bool finite(const float* x, int64_t n) {
-    Ints most = {};
-    in_vectors(n, [&](int64_t i, int64_t lanes) { most = largest_of(most, some(x + i, lanes)); });
-    return finite(most);
-}
-
 // Grids whose steps and offsets are not larger than this add to a state, which is finite, less than half of what the
 // largest floats are apart: what comes of it is finite.
 template <class Scale>
@@ -124,11 +142,11 @@ void quantize(const In* x, State state, Kept kept, int64_t n, int64_t size, Form
         const float* old = state.read(start * size, count * size, before);
         load_sums(batch, count, x + start * size, old, kept, size, format, totals);
         const bool sure = batch.grids.within(most);  // that all of it is finite
-        float* made = sure && !state.codes ? state.floats + start * size : after;
+        float* made = sure && state.floats ? state.floats + start * size : after;
         for (int i = 0; i < count; ++i, packed += size * format.bits / 8) {
-            if (state.codes) {  // of the next batch, while this one is worked on; beside a state of floats it hinders
+            if (!state.floats) {  // of the next batch, while this one is worked on
                 fetch(x + (start + batch.GROUPS + i) * size, size);
-                fetch(state.codes + (start + batch.GROUPS + i) * size, size);
+                state.fetch((start + batch.GROUPS + i) * size, size);
             }
             const auto renew = [&](int64_t j, int64_t lanes, Floats value) __attribute__((always_inline)) {
                 const int64_t place = i * size + j;  // lanes that are too many may be anything
@@ -138,10 +156,10 @@ void quantize(const In* x, State state, Kept kept, int64_t n, int64_t size, Form
             batch.groups[i].pack_and_return(format, batch.grids[i], packed, renew);
         }
         batch.store_scales(count, format, start, steps, offsets);
-        if (sure && state.codes) state.write(start * size, count * size, made);
+        if (sure && !state.floats) state.write(start * size, count * size, made);
         for (int64_t i = 0; !sure && i < count * size; i += unit) {
             const int64_t some = count * size - i < unit ? count * size - i : unit;
-            if (finite(made + i, some)) state.write(start * size + i, some, made + i);
+            if (state.holds(made + i, some)) state.write(start * size + i, some, made + i);
         }
     }
 }
@@ -171,7 +189,7 @@ template <int SIZE, class Scale, class Out>
 void onto(const uint8_t* packed, const void* steps, const void* offsets, State state, Scale scale, int64_t n,
           int64_t size, Format format, Out* y) {
     constexpr int64_t TOGETHER = SIZE ? 8 : 1, ROOM = SIZE ? TOGETHER * SIZE : MAX_GROUP;
-    alignas(64) float after[ROOM];
+    alignas(64) float before[ROOM], after[ROOM];
     alignas(64) Out delivered[ROOM];
     const Mirror<Scale> kept = {scale};
     const float most = harmless(scale);
@@ -182,20 +200,22 @@ void onto(const uint8_t* packed, const void* steps, const void* offsets, State s
         const int64_t groups = n - start < TOGETHER ? n - start : TOGETHER, first = start * size;
         Out* arrived = streams ? delivered : y + first;
         for (int64_t i = 0; i < groups; ++i, packed += size * format.bits / 8) {
-            float* held = state.floats + first + i * size;
-            fetch(held + TOGETHER * size, size);
-            if (!streams) fetch(y + first + (i + TOGETHER) * size, size);  // what is written, too, is read first
+            const int64_t place = first + i * size;
+            if (state.floats) fetch(state.floats + place + TOGETHER * size, size);
+            else state.fetch(place + TOGETHER * size, size);
+            if (!streams) fetch(y + place + TOGETHER * size, size);  // what is written, too, is read first
+            const float* held = state.read(place, size, before);
             const Grid grid = load_grid(format, steps, offsets, start + i);
             const bool sure = grid.within(most);  // that the group is finite
-            float* made = sure ? held : after;
+            float* made = sure && state.floats ? state.floats + place : after;
             const auto add = [&](int64_t j, int64_t lanes, Floats value) __attribute__((always_inline)) {
                 const Floats next = kept.next(some(held + j, lanes), Floats{}, rounded(value, y));
                 keep_some(next, made + j, lanes);
                 keep_some(scale.times(next), arrived + i * size + j, lanes);
             };
             group.return_values(format, grid, packed, add);
-            if (!sure && finite(made, size)) state.write(first + i * size, size, made);
-            if (streams) stream_all(arrived + i * size, size, y + first + i * size);
+            if (sure ? !state.floats : state.holds(made, size)) state.write(place, size, made);
+            if (streams) stream_all(arrived + i * size, size, y + place);
         }
     }
     if (streams) streamed();
@@ -218,9 +238,9 @@ extern "C" {
 void quantize_with_residual(const void* x, int64_t bf16, int64_t n, int64_t size, int64_t bits, int64_t symmetric,
                             int64_t wide_scale, int64_t unrotated, const float* diagonal, int64_t uniform,
                             const float* levels, uint8_t* packed, void* steps, void* offsets, float scale,
-                            float share, float rest, float* residual) {
+                            float share, float rest, int64_t halved, void* residual) {
     const Format form = format(size, bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
-    const State state = {residual};
+    const State state = state_of(residual, halved);
     const uint16_t* halves = static_cast<const uint16_t*>(x);
     const float* floats = static_cast<const float*>(x);
     if (bf16) FOR_SIZE(with_residual, halves, state, scale, share, rest, n, size, form, packed, steps, offsets)
@@ -232,7 +252,7 @@ void quantize_with_coded_residual(const void* x, int64_t bf16, int64_t n, int64_
                                   int64_t uniform, const float* levels, uint8_t* packed, void* steps, void* offsets,
                                   float scale, float share, float rest, int8_t* codes, float* scales) {
     const Format form = format(size, bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
-    const State state = {nullptr, codes, scales};
+    const State state = {nullptr, nullptr, codes, scales};
     const uint16_t* halves = static_cast<const uint16_t*>(x);
     const float* floats = static_cast<const float*>(x);
     if (bf16) FOR_SIZE(with_residual, halves, state, scale, share, rest, n, size, form, packed, steps, offsets)
@@ -242,9 +262,9 @@ void quantize_with_coded_residual(const void* x, int64_t bf16, int64_t n, int64_
 void quantize_change(const void* x, int64_t bf16, int64_t n, int64_t size, int64_t bits, int64_t symmetric,
                      int64_t wide_scale, int64_t unrotated, const float* diagonal, int64_t uniform,
                      const float* levels, uint8_t* packed, void* steps, void* offsets, float scale,
-                     float* held) {
+                     int64_t halved, void* held) {
     const Format form = format(size, bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
-    const State state = {held};
+    const State state = state_of(held, halved);
     const uint16_t* halves = static_cast<const uint16_t*>(x);
     const float* floats = static_cast<const float*>(x);
     if (bf16) FOR_SIZE(with_change, halves, state, scale, n, size, form, packed, steps, offsets)
@@ -254,9 +274,9 @@ void quantize_change(const void* x, int64_t bf16, int64_t n, int64_t size, int64
 void dequantize_change(void* y, int64_t bf16, int64_t n, int64_t size, int64_t bits, int64_t symmetric,
                        int64_t wide_scale, int64_t unrotated, const float* diagonal, int64_t uniform,
                        const float* levels, const uint8_t* packed, const void* steps, const void* offsets,
-                       float scale, float* held) {
+                       float scale, int64_t halved, void* held) {
     const Format form = format(size, bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
-    const State state = {held};
+    const State state = state_of(held, halved);
     if (bf16) FOR_SIZE(with_all, packed, steps, offsets, state, scale, n, size, form, static_cast<uint16_t*>(y))
     else FOR_SIZE(with_all, packed, steps, offsets, state, scale, n, size, form, static_cast<float*>(y))
 }

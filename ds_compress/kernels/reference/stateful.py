@@ -1,7 +1,7 @@
 """Quantization of messages that follow a state of a feedback, one call per message and side.
 
-A state is kept as it is, one tensor, or as int8 codes and their scales (`encode_int8`); it has the shape of
-the groups, [n, G], whose dtype is float32 or bfloat16.
+Values, float32 or bfloat16, lie in groups; a state has their shape, and is kept in float32, in bfloat16, or
+as int8 codes and their scales (`encode_int8`).
 """
 
 from collections.abc import Sequence
@@ -36,72 +36,77 @@ class Following:
 
     def quantize_with_residual(
         self,
-        groups: Tensor,
+        values: Tensor,
         residual: tuple[Tensor, ...],
         scale: float,
         share: float,
         rest: float,
         grid: Grid,
+        size: int,
         out: tuple[Tensor, ...] | None = None,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """`quantize` of groups + scale * residual in the dtype of `groups`, and the residual of the next
+        """`quantize` of values + scale * residual in the dtype of `values`, and the residual of the next
         message: share * residual + rest * lost / scale, where that sum loses `lost`.
 
         Args:
             residual: finite. Left out of a group that is not. May be written to.
             share: at most 1, as `rest`.
+            size: of the groups, of which there is a whole number.
             out: see `quantize`.
 
         Returns:
             what `quantize` returns; the next residual, kept as `residual` is.
         """
-        held = values_of(residual)
-        parts, lost = self._by.quantize_with_error(groups, held, scale, grid, out)
+        held = values_of(residual).reshape(-1, size)
+        parts, lost = self._by.quantize_with_error(values.reshape(-1, size), held, scale, grid, out)
         return parts, chosen(residual, renewed(held, lost, scale, share, rest))
 
     def quantize_change(
         self,
-        groups: Tensor,
+        values: Tensor,
         state: Tensor,
         scale: float,
         grid: Grid,
+        size: int,
         out: tuple[Tensor, ...] | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """`quantize` of groups - scale * state in the dtype of `groups`, and the state of the next message,
-        fp32: that to which `dequantize_change` comes.
+        """`quantize` of values - scale * state in the dtype of `values`, and the state of the next message:
+        that to which `dequantize_change` comes.
 
         Args:
-            state: fp32, finite. May be written to.
-            out: see `quantize`.
+            state: finite. May be written to.
+            size, out: see `quantize_with_residual`.
         """
-        parts = self._by.quantize(changed(groups, state, scale), grid, None, out)
-        return parts, self._advanced(parts, state, scale, grid, groups.dtype)[1]
+        change = changed(values, state.float(), scale).view(-1, size)
+        parts = self._by.quantize(change, grid, None, out)
+        return parts, self._advanced(parts, state, scale, grid, values.dtype)[1]
 
     def dequantize_change(
         self, parts: Sequence[Tensor], state: Tensor, scale: float, grid: Grid, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """The values, [n, G] of `dtype`, whose change `quantize_change` gave as `parts`: scale times the
-        state of the next message, or what is not finite; and that state, which is fp32. `state` may be
+        """The values, of `dtype` and state's shape, whose change `quantize_change` gave as `parts`: scale
+        times the state of the next message in fp32, or what is not finite; and that state. `state` may be
         written to."""
         new, kept = self._advanced(parts, state, scale, grid, dtype)
-        return (new * scale).to(dtype), kept
+        return (new * scale).to(dtype).view(state.shape), kept
 
     def _advanced(
         self, parts: Sequence[Tensor], state: Tensor, scale: float, grid: Grid, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """What `state` would be next, and what it is."""
-        new = moved(state, self._by.dequantize(parts, grid, dtype), scale)
+        """What `state` would be next, fp32 [n, G], and what it is."""
+        change = self._by.dequantize(parts, grid, dtype)
+        new = moved(state.float().reshape(change.shape), change, scale)
         return new, chosen((state,), new)[0]
 
 
 def chosen(old: tuple[Tensor, ...], new: Tensor) -> tuple[Tensor, ...]:
-    """Of groups whose values in `new`, fp32, are finite those, kept as `old` is; of others what `old` has. A
-    code shares its scale with those of other groups, which keep theirs with it."""
+    """Of groups whose values in `new`, fp32 [n, G], can be kept as `old` is those; of others what `old` has.
+    A code shares its scale with those of other groups, which keep theirs with it."""
     if len(old) == 1:
         kept = new.to(old[0].dtype)
-        return (torch.where(rows_finite(kept), kept, old[0]),)
+        return (torch.where(rows_finite(kept), kept, old[0].reshape(new.shape)).view(old[0].shape),)
     lost = grouped(~rows_finite(new).expand(new.shape)).amax(1) > 0  # as the scales
-    codes, scales = encode_int8(new)
+    codes, scales = (part.view(its.shape) for part, its in zip(encode_int8(new), old))
     of_codes = lost[:, None].expand(-1, GROUP).flatten()[: codes.numel()].view(codes.shape)
     return torch.where(of_codes, old[0], codes), torch.where(lost, old[1], scales)
 
