@@ -1,14 +1,19 @@
 """Quantization of messages that follow a state: `reference` in C++ (native/stateful.cpp)."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_compress.kernels import native, reference
+from ds_compress.kernels import native
 from ds_compress.kernels.affine import Grid
+from ds_compress.kernels.cpu import feedback, groups
 from ds_compress.kernels.native import quantize
 from ds_compress.kernels.native import stateful as compiled
+from ds_compress.kernels.reference.stateful import Following
+
+_following = Following(groups, feedback)
 
 
 def quantize_with_residual(
@@ -22,7 +27,7 @@ def quantize_with_residual(
     out: tuple[Tensor, ...] | None = None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """See `reference.quantize_with_residual`."""
-    by = compiled if _serves(values.numel(), size, values.dtype, residual, grid) else reference
+    by: Any = compiled if _serves(values.numel(), size, values.dtype, residual, grid) else _following
     return by.quantize_with_residual(values, residual, scale, share, rest, grid, size, out)
 
 
@@ -30,7 +35,7 @@ def quantize_change(
     values: Tensor, state: Tensor, scale: float, grid: Grid, size: int, out: tuple[Tensor, ...] | None = None
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """See `reference.quantize_change`."""
-    by = compiled if _serves(values.numel(), size, values.dtype, (state,), grid) else reference
+    by: Any = compiled if _serves(values.numel(), size, values.dtype, (state,), grid) else _following
     return by.quantize_change(values, state, scale, grid, size, out)
 
 
@@ -39,7 +44,7 @@ def dequantize_change(
 ) -> tuple[Tensor, Tensor]:
     """See `reference.dequantize_change`."""
     size = parts[0].shape[1] * 8 // grid.bits
-    by = compiled if _serves(state.numel(), size, dtype, (state,), grid) else reference
+    by: Any = compiled if _serves(state.numel(), size, dtype, (state,), grid) else _following
     return by.dequantize_change(parts, state, scale, grid, dtype)
 
 

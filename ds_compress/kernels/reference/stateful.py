@@ -11,16 +11,9 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels.affine import Grid
-from ds_compress.kernels.numerics import as_divisor, rows_finite
-from ds_compress.kernels.reference import groups as plain
-from ds_compress.kernels.reference.feedback import (
-    GROUP,
-    changed,
-    decode_int8,
-    encode_int8,
-    grouped,
-    moved,
-)
+from ds_compress.kernels.numerics import rows_finite
+from ds_compress.kernels.reference import feedback, groups
+from ds_compress.kernels.reference.feedback import GROUP, blended, grouped
 
 
 class Following:
@@ -30,9 +23,9 @@ class Following:
     state.
     """
 
-    def __init__(self, by: Any):
-        """`by`: has the `quantize`, `dequantize` and `quantize_with_error` of reference/groups.py."""
-        self._by = by
+    def __init__(self, by: Any, passes: Any):
+        """`by`: has the functions of reference/groups.py, `passes` those of reference/feedback.py."""
+        self._by, self._passes = by, passes
 
     def quantize_with_residual(
         self,
@@ -57,9 +50,10 @@ class Following:
         Returns:
             what `quantize` returns; the next residual, kept as `residual` is.
         """
-        held = values_of(residual).reshape(-1, size)
+        kept = self._passes.decode_int8(*residual) if len(residual) == 2 else residual[0].float()
+        held = kept.reshape(-1, size)
         parts, lost = self._by.quantize_with_error(values.reshape(-1, size), held, scale, grid, out)
-        return parts, chosen(residual, renewed(held, lost, scale, share, rest))
+        return parts, self._chosen(residual, blended(held, lost, scale, share, rest))
 
     def quantize_change(
         self,
@@ -77,7 +71,7 @@ class Following:
             state: finite. May be written to.
             size, out: see `quantize_with_residual`.
         """
-        change = changed(values, state.float(), scale).view(-1, size)
+        change = self._passes.changed(values, state.float(), scale).view(-1, size)
         parts = self._by.quantize(change, grid, None, out)
         return parts, self._advanced(parts, state, scale, grid, values.dtype)[1]
 
@@ -95,36 +89,22 @@ class Following:
     ) -> tuple[Tensor, Tensor]:
         """What `state` would be next, fp32 [n, G], and what it is."""
         change = self._by.dequantize(parts, grid, dtype)
-        new = moved(state.float().reshape(change.shape), change, scale)
-        return new, chosen((state,), new)[0]
+        new = self._passes.moved(state.float().reshape(change.shape), change, scale)
+        return new, self._chosen((state,), new)[0]
+
+    def _chosen(self, old: tuple[Tensor, ...], new: Tensor) -> tuple[Tensor, ...]:
+        """Of groups whose values in `new`, fp32 [n, G], can be kept as `old` is those; of others what `old`
+        has. A code shares its scale with those of other groups, which keep theirs with it."""
+        if len(old) == 1:
+            kept = new.to(old[0].dtype)
+            return (torch.where(rows_finite(kept), kept, old[0].reshape(new.shape)).view(old[0].shape),)
+        lost = grouped(~rows_finite(new).expand(new.shape)).amax(1) > 0  # as the scales
+        codes, scales = (part.view(its.shape) for part, its in zip(self._passes.encode_int8(new), old))
+        of_codes = lost[:, None].expand(-1, GROUP).flatten()[: codes.numel()].view(codes.shape)
+        return torch.where(of_codes, old[0], codes), torch.where(lost, old[1], scales)
 
 
-def chosen(old: tuple[Tensor, ...], new: Tensor) -> tuple[Tensor, ...]:
-    """Of groups whose values in `new`, fp32 [n, G], can be kept as `old` is those; of others what `old` has.
-    A code shares its scale with those of other groups, which keep theirs with it."""
-    if len(old) == 1:
-        kept = new.to(old[0].dtype)
-        return (torch.where(rows_finite(kept), kept, old[0].reshape(new.shape)).view(old[0].shape),)
-    lost = grouped(~rows_finite(new).expand(new.shape)).amax(1) > 0  # as the scales
-    codes, scales = (part.view(its.shape) for part, its in zip(encode_int8(new), old))
-    of_codes = lost[:, None].expand(-1, GROUP).flatten()[: codes.numel()].view(codes.shape)
-    return torch.where(of_codes, old[0], codes), torch.where(lost, old[1], scales)
-
-
-def values_of(state: Sequence[Tensor]) -> Tensor:
-    """fp32: what is kept in `state`."""
-    return decode_int8(*state) if len(state) == 2 else state[0].float()
-
-
-def renewed(residual: Tensor, lost: Tensor, scale: float, share: float, rest: float) -> Tensor:
-    """share * residual + rest * lost / scale; a share of 0 leaves the first out, a scale or a rest of 1
-    nothing to do."""
-    lost = lost if scale == 1 else lost / as_divisor(scale, lost)
-    lost = lost if rest == 1 else rest * lost
-    return share * residual + lost if share else lost
-
-
-_following = Following(plain)
+_following = Following(groups, feedback)
 quantize_with_residual = _following.quantize_with_residual
 quantize_change = _following.quantize_change
 dequantize_change = _following.dequantize_change
