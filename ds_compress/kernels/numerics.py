@@ -32,8 +32,8 @@ def is_finite(matrix: Tensor) -> Tensor:
 
 def rows_finite(matrix: Tensor) -> Tensor:
     """bool [n, 1]: the rows of `matrix` [n, G] without inf and nan."""
-    least, most = torch.aminmax(matrix, dim=1, keepdim=True)
-    return least.isfinite() & most.isfinite()
+    # aminmax of rows takes a CPU twenty times as long
+    return matrix.amin(1, keepdim=True).isfinite() & matrix.amax(1, keepdim=True).isfinite()
 
 
 def as_divisor(number: float, x: Tensor) -> Tensor | float:
