@@ -53,8 +53,9 @@ struct State {
         return folded(most, larger<Ints>)[0] < INFINITE;
     }
 
-    // Have it brought into the caches, but for floats, beside which that hinders.
+    // Have it brought into the caches.
     void fetch(int64_t place, int64_t count) const {
+        if (floats) ::fetch(floats + place, count);
         if (halves) ::fetch(halves + place, count);
         if (codes) ::fetch(codes + place, count);
     }
@@ -144,7 +145,7 @@ void quantize(const In* x, State state, Kept kept, int64_t n, int64_t size, Form
         const bool sure = batch.grids.within(most);  // that all of it is finite
         float* made = sure && state.floats ? state.floats + start * size : after;
         for (int i = 0; i < count; ++i, packed += size * format.bits / 8) {
-            if (!state.floats) {  // of the next batch, while this one is worked on
+            if (LANES > 8 || !state.floats) {  // of the next batch, while this one is worked on; else that hinders
                 fetch(x + (start + batch.GROUPS + i) * size, size);
                 state.fetch((start + batch.GROUPS + i) * size, size);
             }
@@ -201,8 +202,7 @@ void onto(const uint8_t* packed, const void* steps, const void* offsets, State s
         Out* arrived = streams ? delivered : y + first;
         for (int64_t i = 0; i < groups; ++i, packed += size * format.bits / 8) {
             const int64_t place = first + i * size;
-            if (state.floats) fetch(state.floats + place + TOGETHER * size, size);
-            else state.fetch(place + TOGETHER * size, size);
+            if (!state.floats) state.fetch(place + TOGETHER * size, size);
             if (!streams) fetch(y + place + TOGETHER * size, size);  // what is written, too, is read first
             const float* held = state.read(place, size, before);
             const Grid grid = load_grid(format, steps, offsets, start + i);
