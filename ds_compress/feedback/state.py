@@ -59,7 +59,9 @@ class State:
         self.replace(ctx, spec, self.kept(value, spec), finite)
 
     def replace(self, ctx: Context, spec: TensorSpec, kept: tuple[Tensor, ...], finite: Tensor) -> None:
-        """The same of what `kept` made of a value."""
+        """The same of what `kept` made of a value, which bf16 may not hold."""
+        if self.dtype == "bf16":
+            finite = finite & kernels(finite.device).finite(kept[0])
         choose = kernels(finite.device).choose
         self.put(ctx, spec, tuple(choose(finite, *both) for both in zip(kept, self.stored(ctx, spec))))
 
@@ -122,8 +124,8 @@ class State:
         return self.zeros(spec)
 
     def own(self, ctx: Context, spec: TensorSpec) -> tuple[Tensor, ...]:
-        """The same to be written to: a copy where somebody else holds it, too, as a copy of the memory
-        does."""
+        """The same to be written to: a copy where somebody else holds one of its tensors, too, as a copy of
+        the memory does."""
         memory = ctx.memory
         shared = any(_holders(memory, key) > _ALONE for key in self._keys(ctx, spec) if key in memory)
         stored = self.stored(ctx, spec)

@@ -1,5 +1,7 @@
 """Passes that do a feedback's steps too change nothing: not a byte that is sent, or kept."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -81,6 +83,7 @@ def test_who_holds_a_copy_of_the_memory_keeps_what_was_there(feedback, monkeypat
         assert_same_bits([delivered, *aside[0].values()], [arrived, *sender.values()])
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_a_state_that_nobody_else_holds_stays_where_it_is(monkeypatch):
     monkeypatch.setattr(native, "LONG", 0)
     codec, memory = FEEDBACKS.build("ef", "feedback").around(build("quantize")), {}
@@ -89,3 +92,17 @@ def test_a_state_that_nobody_else_holds_stays_where_it_is(monkeypatch):
         codec.encode(torch.randn(64, 128), Context(memory=memory))
         places.add(memory["forward/sender/ef"].data_ptr())
     assert len(places) == 1
+
+
+@pytest.mark.parametrize("long", [0, 1 << 62], ids=["C++", "torch"])
+@pytest.mark.parametrize("feedback", ["ef", "ef21", "loco"])
+def test_messages_that_are_not_contiguous(feedback, long, monkeypatch):
+    """ef21 took them for rows where C++ does not serve."""
+    monkeypatch.setattr(native, "LONG", long)
+    codec = FEEDBACKS.build(feedback, "feedback").around(build("quantize"))
+    turned, plain = {}, {}
+    for step in range(3):
+        x = torch.randn((16, 8, 256), generator=torch.Generator().manual_seed(step)).transpose(0, 1)
+        parts = codec.encode(x, Context(step=step, memory=turned))
+        assert_same_bits(parts, codec.encode(x.contiguous(), Context(step=step, memory=plain)))
+        assert_same_bits(turned.values(), plain.values())

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.kernels import cpu, reference
+from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.reference.feedback import GROUP
 from tests.support.native import TARGETS, compiled_for, runs_here
 from tests.support.same_bits import any_grid, assert_same_bits, values
@@ -124,3 +125,17 @@ def test_both_sides_come_to_the_same_state():
         assert torch.equal(mine, its) and torch.equal(arrived, its * 2)
         state = mine
     assert (arrived - x).norm() < 1e-4 * x.norm()  # A follows a message that stays
+
+
+@pytest.mark.parametrize("step", [-3e38, 3e38, torch.inf, torch.nan])
+def test_a_damaged_step_leaves_the_state_alone(step):
+    """A negative one once made a state infinite for good."""
+    grid, state = Grid(4, scale_dtype=torch.float32), torch.ones(8, 128)
+    parts = [part.clone() for part in reference.quantize(torch.randn(8, 128), grid)]
+    parts[1][3] = step
+    results = [
+        backend.dequantize_change(parts, state.clone(), 0.5, grid, torch.float32)
+        for backend in (cpu, reference)
+    ]
+    assert_same_bits(*results)
+    assert torch.equal(results[0][1][3], state[3]) and results[0][1].isfinite().all()

@@ -71,7 +71,7 @@ class Following:
             state: finite. May be written to.
             size, out: see `quantize_with_residual`.
         """
-        change = self._passes.changed(values, state.float(), scale).view(-1, size)
+        change = self._passes.changed(values, state.float(), scale).reshape(-1, size)
         parts = self._by.quantize(change, grid, None, out)
         return parts, self._advanced(parts, state, scale, grid, values.dtype)[1]
 
@@ -96,8 +96,9 @@ class Following:
         """Of groups whose values in `new`, fp32 [n, G], can be kept as `old` is those; of others what `old`
         has. A code shares its scale with those of other groups, which keep theirs with it."""
         if len(old) == 1:
-            kept = new.to(old[0].dtype)
-            return (torch.where(rows_finite(kept), kept, old[0].reshape(new.shape)).view(old[0].shape),)
+            kept = new.bfloat16() if old[0].dtype == torch.bfloat16 else new
+            before = old[0].reshape(new.shape).to(kept.dtype)
+            return (torch.where(rows_finite(kept), kept, before).view(old[0].shape),)
         lost = grouped(~rows_finite(new).expand(new.shape)).amax(1) > 0  # as the scales
         codes, scales = (part.view(its.shape) for part, its in zip(self._passes.encode_int8(new), old))
         of_codes = lost[:, None].expand(-1, GROUP).flatten()[: codes.numel()].view(codes.shape)
