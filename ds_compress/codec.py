@@ -104,9 +104,10 @@ class Context(MessageId):
 
     memory: MutableMapping[str, Tensor] = field(default_factory=dict)
     """Tensors that outlive the message (a warm-started basis, learned weights), kept and checkpointed by the
-    boundary, shared by its two directions. Replace entries, never modify them in place. Entries are
-    contiguous: that is how a checkpoint brings them back, and a product's last bits depend on the memory
-    layout."""
+    boundary, shared by its two directions. Replace entries, never modify them in place. Feedbacks do that to
+    theirs where nobody else holds the tensor: who wants one to stay holds the tensor itself, or a clone, not
+    its memory alone. Entries are contiguous: that is how a checkpoint brings them back, and a product's last
+    bits depend on the memory layout."""
 
     @property
     def selection(self) -> Any:

@@ -42,7 +42,8 @@ def separate(tiles: Tensor, high: int) -> tuple[Tensor, Tensor, Tensor]:
     ranked = _entropy(tiles).argsort(descending=True, stable=True)
     is_high = torch.zeros(tiles.shape[0], dtype=torch.uint8, device=tiles.device)
     is_high.index_fill_(0, ranked[:high], 1)
-    order = _order(is_high)
+    places = _places(is_high)
+    order = torch.empty_like(places).scatter_(0, places, _numbers(is_high))
     padded = torch.nn.functional.pad(is_high, (0, -len(is_high) % 8))
     return pack(padded[None], bits=1)[0], tiles[order[:high]], tiles[order[high:]]
 
@@ -50,12 +51,17 @@ def separate(tiles: Tensor, high: int) -> tuple[Tensor, Tensor, Tensor]:
 def reunite(tile_map: Tensor, high: Tensor, low: Tensor) -> Tensor:
     """The tiles, [n, G], that `separate` took apart."""
     is_high = unpack(tile_map[None], bits=1)[0, : len(high) + len(low)]
-    return torch.cat([high, low])[_order(is_high).argsort()]
+    return torch.cat([high, low])[_places(is_high)]
 
 
-def _order(is_high: Tensor) -> Tensor:
-    """Positions of the high tiles, then of the low ones."""
-    return is_high.argsort(descending=True, stable=True)
+def _places(is_high: Tensor) -> Tensor:
+    """int64, where each tile is among the high ones, which come first, or the low ones."""
+    until = is_high.cumsum(0)
+    return torch.where(is_high > 0, until - 1, is_high.sum() + _numbers(is_high) - until)
+
+
+def _numbers(tiles: Tensor) -> Tensor:
+    return torch.arange(len(tiles), dtype=torch.int64, device=tiles.device)
 
 
 def _entropy(tiles: Tensor) -> Tensor:

@@ -152,33 +152,32 @@ class DecodesByProduct:
 
 
 class FusesFeedback(ABC):
-    """Has passes over the memory that do what a feedback takes several for, with the same result.
+    """Has passes over the memory that do what a feedback takes several for, with the same result, but for
+    what is not finite: a group of values of which something is keeps its state, whatever becomes of others.
 
     `out`: see `Codec.takes_memory`.
 
-    `state`: of x's shape, as it is kept: one tensor, or int8 codes and their scales; finite. All return None
-    where there is no such pass for this message: it depends on options, shape and dtypes alone. What they
-    call finite is a bool of one element, on the device; loss scales are those of `ctx`.
+    `state`: of x's shape, as it is kept: one tensor, or int8 codes and their scales; finite. It may be
+    written to, and be what is returned. All return None, and leave it, where there is no such pass for this
+    message: it depends on options, shape and dtypes alone. Loss scales are those of `ctx`.
     """
 
     @abstractmethod
     def encode_with_residual(
         self, x: Tensor, state: Parts, share: float, rest: float, ctx: Context, out: Parts | None = None
-    ) -> tuple[Parts, Parts, Tensor] | None:
-        """`encode` of x + scale * state, or of x alone where that is not finite; the next state, share *
-        state + rest * lost / scale, where `lost` is what of the sum the receiver will not get; and whether
-        `x` and the next state are finite."""
+    ) -> tuple[Parts, Parts] | None:
+        """`encode` of x + scale * state, or of x alone where that is not finite; and the next state, share *
+        state + rest * lost / scale, where `lost` is what of the sum the receiver will not get."""
 
     @abstractmethod
     def encode_change(
         self, x: Tensor, state: Tensor, ctx: Context, out: Parts | None = None
-    ) -> tuple[Parts, Tensor, Tensor] | None:
-        """`encode` of x - scale * state; the next state, state + sent / scale, where `sent` is what the
-        receiver will get; and whether that state is finite."""
+    ) -> tuple[Parts, Tensor] | None:
+        """`encode` of x - scale * state; and the next state, state + sent / scale, where `sent` is what the
+        receiver will get."""
 
     @abstractmethod
     def decode_change(
         self, parts: tuple[Tensor, ...], state: Tensor, spec: TensorSpec, ctx: Context
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Scale * next state as `spec` has it, what `encode_change` gave `parts` for; that state; and whether
-        it is finite."""
+    ) -> tuple[Tensor, Tensor] | None:
+        """Scale * next state as `spec` has it, what `encode_change` gave `parts` for; and that state."""

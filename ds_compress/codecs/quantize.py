@@ -90,36 +90,49 @@ class Quantize(Codec, FusesFeedback):
 
     def encode_with_residual(
         self, x: Tensor, state: Parts, share: float, rest: float, ctx: Context, out: Parts | None = None
-    ) -> tuple[Parts, Parts, Tensor] | None:
-        options = self.options
-        size, coded = options.group_size, len(state) == 2
-        in_order = options.axis == -1 and isinstance(size, int) and x.numel() % size == 0
-        if not self._fuses(x.dtype) or (coded and not in_order):  # codes share scales in the order of values
+    ) -> tuple[Parts, Parts] | None:
+        groups = self._in_groups(x, *state)
+        if groups is None:
             return None
-        groups, held, grid = self._split(x), self._split(state[0]), self._grid(options.bits, ctx.seed)
-        parts, new, finite = kernels(x.device).quantize_with_residual(
-            groups, (held, *state[1:]), ctx.loss_scale, share, rest, grid, out
+        (values, *held), size = groups
+        grid, backend = self._grid(self.options.bits, ctx.seed), kernels(x.device)
+        parts, new = backend.quantize_with_residual(
+            values, tuple(held), ctx.loss_scale, share, rest, grid, size, out
         )
-        return parts, (self._joined(new[0], x.shape), *new[1:]), finite
+        return parts, (self._joined(new[0], x.shape), *new[1:])
 
     def encode_change(
         self, x: Tensor, state: Tensor, ctx: Context, out: Parts | None = None
-    ) -> tuple[Parts, Tensor, Tensor] | None:
-        if not self._fuses(x.dtype):
+    ) -> tuple[Parts, Tensor] | None:
+        groups = self._in_groups(x, state)
+        if groups is None:
             return None
-        groups, held, grid = self._split(x), self._split(state), self._grid(self.options.bits, ctx.seed)
-        parts, new, finite = kernels(x.device).quantize_change(groups, held, ctx.loss_scale, grid, out)
-        return parts, self._joined(new, x.shape), finite
+        (values, held), size = groups
+        grid, backend = self._grid(self.options.bits, ctx.seed), kernels(x.device)
+        parts, new = backend.quantize_change(values, held, ctx.loss_scale, grid, size, out)
+        return parts, self._joined(new, x.shape)
 
     def decode_change(
         self, parts: tuple[Tensor, ...], state: Tensor, spec: TensorSpec, ctx: Context
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
+    ) -> tuple[Tensor, Tensor] | None:
         if not self._fuses(spec.dtype):
             return None
-        held, grid = self._split(state), self._grid(self.options.bits, ctx.seed)
-        backend = kernels(state.device)
-        values, new, finite = backend.dequantize_change(parts, held, ctx.loss_scale, grid, spec.dtype)
-        return self._joined(values, spec.shape), self._joined(new, spec.shape), finite
+        grid, backend, run = self._grid(self.options.bits, ctx.seed), kernels(state.device), self._run
+        held = state if run and spec.numel and spec.numel % run == 0 else self._split(state)
+        values, new = backend.dequantize_change(parts, held, ctx.loss_scale, grid, spec.dtype)
+        return self._joined(values, spec.shape), self._joined(new, spec.shape)
+
+    def _in_groups(self, x: Tensor, held: Tensor, *scales: Tensor) -> tuple[list[Tensor], int] | None:
+        """`x` and a state for kernels, and the size of their groups; None where they have no pass."""
+        run = self._run
+        if not self._fuses(x.dtype):
+            return None
+        if run and x.numel() and x.numel() % run == 0:  # whole groups, as they lie in memory
+            return [x, held, *scales], run
+        if scales:  # codes share scales in the order of values
+            return None
+        groups = self._split(x)
+        return [groups, self._split(held)], groups.shape[1]
 
     def _fuses(self, dtype: torch.dtype) -> bool:
         plain = self.options.mixed is None and self.options.rounding == "nearest"
@@ -130,6 +143,8 @@ class Quantize(Codec, FusesFeedback):
         return split(x, self.options.group_size, self.options.axis, self._fill)
 
     def _joined(self, groups: Tensor, shape: tuple[int, ...]) -> Tensor:
+        if groups.shape == shape:
+            return groups
         options = self.options
         in_order = options.axis == -1 and isinstance(options.group_size, int)
         if in_order and groups.numel() == torch.Size(shape).numel():  # nothing was missing

@@ -79,8 +79,12 @@ def _lost_of(groups: Tensor, *ways: Tensor) -> list[Tensor]:
     found = []
     for way in ways:
         lost = (groups - way).div_(unit)
-        lost = lost.mul_(lost).T.contiguous()
-        while len(lost) > 1:  # by halves: no library has a say in the order, and all devices choose alike
+        lost = lost.mul_(lost)
+        # by halves: no library has a say in the order, and all devices choose alike
+        while lost.shape[1] > 8:
+            lost = lost[:, : lost.shape[1] // 2] + lost[:, lost.shape[1] // 2 :]
+        lost = lost.T.contiguous()  # short rows take a CPU long, and so does turning long ones
+        while len(lost) > 1:
             lost = lost[: len(lost) // 2] + lost[len(lost) // 2 :]
         found.append(lost[0])
     return found

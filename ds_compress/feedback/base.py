@@ -5,9 +5,9 @@ remembers lives in `ctx.memory`, which the boundary keeps and checkpoints. In ev
 plain codec.
 
 Two rules hold for all of them. What the sender remembers follows from what the receiver decodes, computed by
-the receiver's own code. And a message that is not finite crosses visibly and leaves no trace: whether it is
-finite is decided on the device, and where both sides keep state, from the decoded message, so both decide
-alike.
+the receiver's own code. And what is not finite crosses visibly and leaves no trace: of a message, or of a
+group of its values where a codec does both in one pass (`FusesFeedback`). That is decided on the device, and
+where both sides keep state, from the decoded message, so both decide alike.
 """
 
 import math

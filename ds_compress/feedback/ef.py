@@ -11,7 +11,6 @@ from ds_compress.codecs.mixins import Follows, FusesFeedback
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.state import KeepsState, State, StateOptions
 from ds_compress.kernels.dispatch import kernels
-from ds_compress.kernels.numerics import as_divisor, narrow
 
 
 class ErrorFeedbackOptions(StateOptions):
@@ -56,16 +55,20 @@ class ErrorFeedbackCodec(FeedbackCodec, KeepsState):
 
     def encode_training(self, x: Tensor, ctx: Context, out: Parts | None) -> Parts:
         spec = TensorSpec.of(x)
-        old, found = self.residual(ctx, spec), None
+        old = self.residual(ctx, spec)
         if self._fused is not None:
             found = self._fused.encode_with_residual(x, old, *self.shares, ctx, out)
-        parts, new, finite = found or self._in_steps(x, old, spec, ctx, out)
+            if found is not None:
+                parts, new = found
+                self.state.put(ctx, spec, new)
+                return parts
+        parts, new, finite = self._in_steps(x, old, spec, ctx, out)
         self.state.replace(ctx, spec, new, finite)
         return parts
 
     def residual(self, ctx: Context, spec: TensorSpec) -> tuple[Tensor, ...]:
-        """What is added to a message of `spec`, as it is stored."""
-        return self.state.stored(ctx, spec)
+        """What is added to a message of `spec`, as it is stored; to be written to."""
+        return self.state.own(ctx, spec)
 
     @property
     def shares(self) -> tuple[float, float]:
@@ -80,18 +83,14 @@ class ErrorFeedbackCodec(FeedbackCodec, KeepsState):
         ctx: Context,
         out: Parts | None,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-        """See `FusesFeedback.encode_with_residual`."""
-        residual, finite = self.state.values(stored, spec), kernels(x.device).finite(x)
-        total = x.to(residual.dtype) + residual * (finite.float() * ctx.loss_scale)
-        parts, sent = encode_and_decode(self.codec, narrow(total, x), ctx, out)
-        error = total - sent
+        """What `FusesFeedback.encode_with_residual` returns, of which the whole message is one group; and
+        whether it and the next state are finite, a bool of one element."""
+        residual, backend = self.state.values(stored, spec), kernels(x.device)
+        finite = backend.finite(x)
+        total = backend.compensated(x, residual, ctx.loss_scale, finite)
+        parts, sent = encode_and_decode(self.codec, total, ctx, out)
         carried = self._follows.sent(spec, ctx) if self._follows is not None else None
         if carried is not None:  # what is not sent keeps its residual
-            error = torch.where(carried, error, residual * ctx.loss_scale)
-        error = error if ctx.loss_scale == 1 else error / as_divisor(ctx.loss_scale, error)
-        share, rest = self.shares
-        if share:
-            new = kernels(x.device).blended(residual, error, share)
-        else:
-            new = error if rest == 1 else rest * error
-        return parts, self.state.kept(new, spec), finite & kernels(x.device).finite(new)
+            x, sent = (torch.where(carried, each, torch.zeros_like(each)) for each in (x, sent))
+        new, kept = backend.renewed(x, residual, sent, ctx.loss_scale, *self.shares)
+        return parts, self.state.kept(new, spec), finite & kept

@@ -45,26 +45,31 @@ class EF21Codec(FeedbackCodec, KeepsState, Observes):
 
     def encode_training(self, x: Tensor, ctx: Context, out: Parts | None) -> Parts:
         spec = TensorSpec.of(x)
+        if self._fused is not None:
+            (held,) = self.state.own(ctx, spec)
+            found = self._fused.encode_change(x, held, ctx, out)
+            if found is not None:
+                parts, new = found
+                self.state.put(ctx, spec, (new,))
+                return parts
         state = self.state.load(ctx, spec)
-        found = self._fused.encode_change(x, state, ctx, out) if self._fused is not None else None
-        if found is None:
-            change = kernels(x.device).changed(x, state, ctx.loss_scale)
-            parts, sent = encode_and_decode(self.codec, change, ctx, out)
-            found = parts, *kernels(x.device).advanced(state, sent, ctx.loss_scale)
-        parts, new, finite = found
-        self.state.save(ctx, spec, new, finite)
+        change = kernels(x.device).changed(x, state, ctx.loss_scale)
+        parts, sent = encode_and_decode(self.codec, change, ctx, out)
+        self.state.save(ctx, spec, *kernels(x.device).advanced(state, sent, ctx.loss_scale))
         return parts
 
     def decode_training(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
-        state = self.state.load(ctx, spec)
-        found = self._fused.decode_change(parts, state, spec, ctx) if self._fused is not None else None
-        if found is None:
-            change = self.codec.decode(parts, spec, ctx)
-            new, finite = kernels(change.device).advanced(state, change, ctx.loss_scale)
-            found = (new * ctx.loss_scale).to(spec.dtype), new, finite
-        arrived, new, finite = found
+        if self._fused is not None:
+            (held,) = self.state.own(ctx, spec)
+            found = self._fused.decode_change(parts, held, spec, ctx)
+            if found is not None:
+                arrived, new = found
+                self.state.put(ctx, spec, (new,))
+                return arrived
+        change, state = self.codec.decode(parts, spec, ctx), self.state.load(ctx, spec)
+        new, finite = kernels(change.device).advanced(state, change, ctx.loss_scale)
         self.state.save(ctx, spec, new, finite)
-        return arrived
+        return (new * ctx.loss_scale).to(spec.dtype)
 
     def observe(self, x: Tensor, ctx: Context) -> None:
         spec = TensorSpec.of(x)

@@ -10,6 +10,7 @@
 """
 
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
@@ -58,10 +59,16 @@ class State:
         self.replace(ctx, spec, self.kept(value, spec), finite)
 
     def replace(self, ctx: Context, spec: TensorSpec, kept: tuple[Tensor, ...], finite: Tensor) -> None:
-        """The same of what `kept` made of a value."""
+        """The same of what `kept` made of a value, which bf16 may not hold."""
+        if self.dtype == "bf16":
+            finite = finite & kernels(finite.device).finite(kept[0])
         choose = kernels(finite.device).choose
-        for key, entry, old in zip(self._keys(ctx, spec), kept, self.stored(ctx, spec)):
-            ctx.memory[key] = choose(finite, entry, old)
+        self.put(ctx, spec, tuple(choose(finite, *both) for both in zip(kept, self.stored(ctx, spec))))
+
+    def put(self, ctx: Context, spec: TensorSpec, kept: tuple[Tensor, ...]) -> None:
+        """Make `kept` the buffer as it is stored."""
+        for key, entry in zip(self._keys(ctx, spec), kept):
+            ctx.memory[key] = entry
 
     def values(self, stored: tuple[Tensor, ...], spec: TensorSpec) -> Tensor:
         """What `stored` holds."""
@@ -116,6 +123,14 @@ class State:
             )
         return self.zeros(spec)
 
+    def own(self, ctx: Context, spec: TensorSpec) -> tuple[Tensor, ...]:
+        """The same to be written to: a copy where somebody else holds one of its tensors, too, as a copy of
+        the memory does."""
+        memory = ctx.memory
+        shared = any(_holders(memory, key) > _ALONE for key in self._keys(ctx, spec) if key in memory)
+        stored = self.stored(ctx, spec)
+        return tuple(map(torch.clone, stored)) if shared else stored
+
     def zeros(self, spec: TensorSpec) -> tuple[Tensor, ...]:
         """What is kept before anything was saved."""
         if self.dtype == "int8":
@@ -126,6 +141,14 @@ class State:
             )
         dtype = torch.bfloat16 if self.dtype == "bf16" else wide(spec.dtype)
         return (torch.zeros(spec.shape, dtype=dtype, device=spec.device),)
+
+
+def _holders(memory: Mapping[str, object], key: str) -> int:
+    """How many hold the entry: `_ALONE` if it is but `memory`."""
+    return sys.getrefcount(memory[key])
+
+
+_ALONE = _holders({"": object()}, "")
 
 
 class KeepsState(Remembers):

@@ -30,6 +30,12 @@ def is_finite(matrix: Tensor) -> Tensor:
     return torch.stack(torch.aminmax(matrix)).isfinite().all()
 
 
+def rows_finite(matrix: Tensor) -> Tensor:
+    """bool [n, 1]: the rows of `matrix` [n, G] without inf and nan."""
+    # aminmax of rows takes a CPU twenty times as long
+    return matrix.amin(1, keepdim=True).isfinite() & matrix.amax(1, keepdim=True).isfinite()
+
+
 def as_divisor(number: float, x: Tensor) -> Tensor | float:
     """What to divide `x`, of a float dtype, by for x / number, rounded once on every device.
 

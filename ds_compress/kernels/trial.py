@@ -49,8 +49,8 @@ def _quantization(by: ModuleType, device: torch.device) -> tuple[Tensor, ...]:
 
 def _feedback(by: ModuleType, device: torch.device) -> tuple[Tensor, ...]:
     groups = _values(40 * 128, torch.float32, device).view(40, 128)
-    parts, state, finite = by.quantize_with_residual(groups, (groups.flip(0),), 3.0, 0.0, 1.0, Grid(4))
-    return *parts, *state, finite
+    parts, state = by.quantize_with_residual(groups, (groups.flip(0),), 3.0, 0.0, 1.0, Grid(4), 128)
+    return *parts, *state
 
 
 def _selection(by: ModuleType, device: torch.device) -> tuple[Tensor, ...]:

@@ -223,9 +223,9 @@ def main() -> None:
         "--depths",
         nargs="+",
         type=depth,
-        default=[1],
+        default=[1, "auto"],
         metavar="DEPTH",
-        help="of the links of recipes that are not blocking: numbers, or auto (default: 1)",
+        help="of the links of recipes that are not blocking: numbers, or auto (default: 1 and auto)",
     )
     parser.add_argument(
         "--latencies",

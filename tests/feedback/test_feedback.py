@@ -39,17 +39,28 @@ def test_evaluation_is_the_plain_codec_and_leaves_no_trace(feedback):
 @pytest.mark.parametrize("feedback", ["ef", "ef21", "ef_mixed", "loco"])
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("codec", CODECS, ids=CODEC_IDS)
-def test_a_message_that_is_not_finite_is_seen_and_forgotten(codec, feedback, bad):
+@pytest.mark.parametrize("width", [20, 24])  # of whole groups, or not
+def test_what_is_not_finite_is_seen_and_forgotten(width, codec, feedback, bad):
+    """With a codec that has one pass for a message and its state: the group; with others, the message."""
     torch.manual_seed(0)
-    disturbed, calm = Pair(codec, feedback), Pair(codec, feedback)
-    first, second = torch.randn(2, 3, 20)
-    assert torch.equal(disturbed(first, step=1), calm(first, step=1))
-    broken = torch.randn(3, 20)
+    disturbed, calm, mended = (Pair(codec, feedback) for _ in range(3))
+    first, second, broken = torch.randn(3, 3, width)
+    for pair in (disturbed, calm, mended):
+        pair(first, step=1)
+    assert mended(broken, step=2).isfinite().all()
     broken[1, 7] = bad
-    assert not disturbed(broken, step=2).isfinite().all()
-    assert torch.equal(disturbed(second, step=3), calm(second, step=3))
-    assert all(torch.equal(disturbed.sender[key], calm.sender[key]) for key in calm.sender)
-    assert all(torch.equal(disturbed.receiver[key], calm.receiver[key]) for key in calm.receiver)
+    arrived = disturbed(broken, step=2)
+    in_groups = "group_size" in codec and feedback in ("ef", "ef21")  # all values share a scale of loco's
+    forgotten = torch.full(broken.shape, not in_groups)
+    forgotten.view(-1)[24:32] = True  # where row 1 has its value 7
+    assert not arrived.isfinite().all() and forgotten[~arrived.isfinite()].all()
+    expected = torch.where(forgotten, calm(second, step=3), mended(second, step=3))
+    assert torch.equal(disturbed(second, step=3), expected)
+    for side in ("sender", "receiver"):
+        for key, kept in getattr(disturbed, side).items():
+            as_before, as_after = (getattr(pair, side)[key] for pair in (calm, mended))
+            own = forgotten if kept.shape == forgotten.shape else torch.ones((), dtype=torch.bool)
+            assert torch.equal(kept, torch.where(own, as_before, as_after))
 
 
 @pytest.mark.parametrize("feedback", ["ef", "ef21", "ef_mixed", "loco"])

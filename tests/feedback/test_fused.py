@@ -1,5 +1,7 @@
 """Passes that do a feedback's steps too change nothing: not a byte that is sent, or kept."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -33,11 +35,10 @@ OPTIONS = [
 
 
 def messages(codec, shape, dtype, loss_scale):
-    """What crosses in four messages, one of them not finite, and what both sides keep at the end."""
+    """What crosses in four messages, and what both sides keep at the end."""
     sender, receiver = {}, {}
     for step in range(4):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(step)).to(dtype)
-        x.view(-1)[5] = float("inf") if step == 1 else 1.0
         place = {"step": step, "loss_scale": loss_scale}
         parts = codec.encode(x, Context(**place, memory=sender))
         yield from parts
@@ -58,3 +59,50 @@ def test_passes_of_a_codec_change_nothing(feedback, options, dtype, shape, monke
     assert fused._fused is codec
     for loss_scale in (1.0, 1000.0):
         assert_same_bits(*(list(messages(each, shape, dtype, loss_scale)) for each in (fused, in_steps)))
+
+
+@pytest.mark.parametrize("feedback", ["ef", "ef21", "loco"])
+def test_who_holds_a_copy_of_the_memory_keeps_what_was_there(feedback, monkeypatch):
+    """The next state takes the place of the old one where nobody else has that: a trial of another setting
+    has."""
+    monkeypatch.setattr(native, "LONG", 0)
+    codec = FEEDBACKS.build(feedback, "feedback").around(build("quantize"))
+    sender, receiver = {}, {}
+    for step in range(3):
+        x = torch.randn((64, 128), generator=torch.Generator().manual_seed(step))
+        aside = dict(sender), dict(receiver)
+        before = [{key: value.clone() for key, value in memory.items()} for memory in aside]
+        parts = codec.encode(x, Context(step=step, memory=sender))
+        arrived = codec.decode(parts, TensorSpec.of(x), Context(step=step, memory=receiver))
+        for memory, old in zip(aside, before):
+            assert memory.keys() == old.keys()
+            assert_same_bits(memory.values(), old.values())
+        again = codec.encode(x, Context(step=step, memory=aside[0]))
+        assert_same_bits(again, parts)
+        delivered = codec.decode(parts, TensorSpec.of(x), Context(step=step, memory=aside[1]))
+        assert_same_bits([delivered, *aside[0].values()], [arrived, *sender.values()])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_a_state_that_nobody_else_holds_stays_where_it_is(monkeypatch):
+    monkeypatch.setattr(native, "LONG", 0)
+    codec, memory = FEEDBACKS.build("ef", "feedback").around(build("quantize")), {}
+    places = set()
+    for _ in range(4):
+        codec.encode(torch.randn(64, 128), Context(memory=memory))
+        places.add(memory["forward/sender/ef"].data_ptr())
+    assert len(places) == 1
+
+
+@pytest.mark.parametrize("long", [0, 1 << 62], ids=["C++", "torch"])
+@pytest.mark.parametrize("feedback", ["ef", "ef21", "loco"])
+def test_messages_that_are_not_contiguous(feedback, long, monkeypatch):
+    """ef21 took them for rows where C++ does not serve."""
+    monkeypatch.setattr(native, "LONG", long)
+    codec = FEEDBACKS.build(feedback, "feedback").around(build("quantize"))
+    turned, plain = {}, {}
+    for step in range(3):
+        x = torch.randn((16, 8, 256), generator=torch.Generator().manual_seed(step)).transpose(0, 1)
+        parts = codec.encode(x, Context(step=step, memory=turned))
+        assert_same_bits(parts, codec.encode(x.contiguous(), Context(step=step, memory=plain)))
+        assert_same_bits(turned.values(), plain.values())

@@ -31,7 +31,8 @@ def test_equal_to_torch(target, n, dtype, factor, share, special, seed):
     calls = {
         "changed": (x, state, factor),
         "advanced": (state, x, factor),
-        "blended": (state, state.flip(0).contiguous(), share),
+        "compensated": (x, state, factor, x.isfinite().all()),
+        "renewed": (x, state, x.flip(0).contiguous(), factor, share, 1 - share),
         "finite": (x,),
         "encode_int8": (state,),
     }

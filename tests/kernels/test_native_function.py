@@ -151,13 +151,13 @@ def test_wrappers_refuse_what_would_be_written_past_a_buffer():
         quantize.quantize(torch.zeros(2, 20), 20, Grid(4))
     with pytest.raises(ValueError, match="384 values came, expected a multiple of 40"):
         quantize.quantize(values, 40, Grid(4))
-    with pytest.raises(TypeError, match="residual: torch.float64"):
-        stateful.quantize_with_residual(values, [values.double()], 1.0, 0.0, 1.0, Grid(4))
-    with pytest.raises(ValueError, match="old: 24 entries came, expected 384"):
-        stateful.quantize_change(values, values[:1], 1.0, Grid(4))
+    with pytest.raises(TypeError, match="held: torch.float64"):
+        stateful.quantize_with_residual(values, (values.double(),), 1.0, 0.0, 1.0, Grid(4), 24)
+    with pytest.raises(ValueError, match="held: 24 entries came, expected 384"):
+        stateful.quantize_change(values, values[:1], 1.0, Grid(4), 24)
     with pytest.raises(ValueError, match="scales: 2 entries came, expected 3"):
         codes = values.to(torch.int8), torch.zeros(2)
-        stateful.quantize_with_residual(values, codes, 1.0, 0.0, 1.0, Grid(4))
+        stateful.quantize_with_residual(values, codes, 1.0, 0.0, 1.0, Grid(4), 24)
     with pytest.raises(ValueError, match="steps: 7 entries came, expected 16"):
         parts = torch.zeros(16, 12, dtype=torch.uint8), *torch.zeros(2, 7).bfloat16()
         quantize.back((16, 12), Grid(4), torch.float32, None).call(values, *parts)

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.kernels import cpu, reference
+from ds_compress.kernels.affine import Grid
+from ds_compress.kernels.reference.feedback import GROUP
 from tests.support.native import TARGETS, compiled_for, runs_here
 from tests.support.same_bits import any_grid, assert_same_bits, values
 
@@ -43,24 +45,40 @@ def test_equal_to_torch(
     state = values(n, size, torch.float32, seed + 1).clamp(-1e34, 1e34)
     state[0, 0], x[0, 0] = torch.finfo(torch.float32).max / 1024, torch.finfo(dtype).max
     stores = {
-        "fp32": lambda: (state,),
+        "fp32": lambda: (state.clone(),),
         "bf16": lambda: (state.bfloat16(),),
         "int8": lambda: reference.encode_int8(state),
     }
-    kept = stores[store]()
     with compiled_for(target):
-        parts, new, finite = cpu.quantize_with_residual(x, kept, scale, *shares, grid)
-        theirs, its_new, its_finite = reference.quantize_with_residual(x, kept, scale, *shares, grid)
-        assert_same_bits(flat(parts, finite), flat(theirs, its_finite))
-        if finite or store != "int8":  # the codes of what is not finite are anything, and nobody keeps them
-            assert_same_bits(new, its_new)
-        changes = [backend.quantize_change(x, state, scale, grid) for backend in (cpu, reference)]
-        assert_same_bits(*(flat(*change) for change in changes))
-        back = [
-            backend.dequantize_change(changes[1][0], state, scale, grid, dtype)
+        results = [
+            backend.quantize_with_residual(x, stores[store](), scale, *shares, grid, size)
             for backend in (cpu, reference)
         ]
-        assert_same_bits(*back)
+        assert_same_bits(*(flat(*result) for result in results))
+        assert_kept(stores[store](), results[0][1], x)
+        if store != "int8":
+            changes = [
+                backend.quantize_change(x, *stores[store](), scale, grid, size)
+                for backend in (cpu, reference)
+            ]
+            assert_same_bits(*(flat(*change) for change in changes))
+            assert_kept(stores[store](), changes[0][1:], x)
+            back = [
+                backend.dequantize_change(changes[1][0], *stores[store](), scale, grid, dtype)
+                for backend in (cpu, reference)
+            ]
+            assert_same_bits(*back)
+            assert_same_bits(back[0][1:], changes[0][1:])
+
+
+def assert_kept(old, new, x):
+    """A next state is finite; groups of `x` that are not finite have that of before."""
+    assert all(entry.isfinite().all() for entry in new)
+    spoilt = ~x.isfinite().all(1)
+    assert torch.equal(new[0][spoilt], old[0][spoilt])
+    if len(new) == 2:
+        its_codes = spoilt[:, None].expand(x.shape).flatten().nonzero().flatten() // GROUP
+        assert torch.equal(new[1][its_codes], old[1][its_codes])
 
 
 @pytest.mark.parametrize("target", filter(runs_here, TARGETS))
@@ -70,18 +88,54 @@ def test_more_than_the_caches_hold(target, scale):
     grid = any_grid(4, False, torch.bfloat16, False, 64, 1)
     n = (9 << 20) // (4 * 64) + 5
     x, state = values(n, 64, torch.float32, 3), values(n, 64, torch.float32, 4).clamp(-1e34, 1e34)
-    parts = reference.quantize_change(x, state, scale, grid)[0]
+    parts = reference.quantize_change(x, state, scale, grid, 64)[0]
     with compiled_for(target):
-        ours = cpu.dequantize_change(parts, state, scale, grid, torch.float32)
+        ours = cpu.dequantize_change(parts, state.clone(), scale, grid, torch.float32)
     assert_same_bits(ours, reference.dequantize_change(parts, state, scale, grid, torch.float32))
+
+
+@pytest.mark.parametrize(
+    "size, store", [(24, "fp32"), (128, "fp32"), (32, "int8"), (128, "int8"), (256, "int8")]
+)
+def test_groups_that_are_finite_do_not_notice_another(size, store):
+    """A message in which one group had overflowed was once sent without any residual, and left all as they
+    were."""
+    grid, n, together = any_grid(4, False, torch.bfloat16, False, size, 1), 40, size
+    if store == "int8":
+        together = max(size, GROUP)  # values with one scale
+    x, state = (torch.randn(n, size, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
+    spoilt = x.clone()
+    spoilt[13, 5], spoilt[39, 7] = torch.inf, torch.nan
+    others = spoilt.isfinite().view(-1, together).all(1).repeat_interleave(together)
+
+    def sent(message):
+        kept = reference.encode_int8(state) if store == "int8" else (state.clone(),)
+        parts = flat(*cpu.quantize_with_residual(message, kept, 2.0, 0.5, 0.5, grid, size))
+        return [part.flatten()[others[:: x.numel() // part.numel()]] for part in parts]
+
+    assert_same_bits(sent(spoilt), sent(x))
 
 
 def test_both_sides_come_to_the_same_state():
     grid = any_grid(4, False, torch.bfloat16, True, 128, 1)
     x, state = values(70, 128, torch.float32, 3).clamp(-10, 10), torch.zeros(70, 128)
     for _ in range(20):
-        parts, mine, finite = cpu.quantize_change(x, state, 2.0, grid)
-        arrived, its, _ = cpu.dequantize_change(parts, state, 2.0, grid, torch.float32)
-        assert finite and torch.equal(mine, its) and torch.equal(arrived, its * 2)
+        parts, mine = cpu.quantize_change(x, state.clone(), 2.0, grid, 128)
+        arrived, its = cpu.dequantize_change(parts, state, 2.0, grid, torch.float32)
+        assert torch.equal(mine, its) and torch.equal(arrived, its * 2)
         state = mine
     assert (arrived - x).norm() < 1e-4 * x.norm()  # A follows a message that stays
+
+
+@pytest.mark.parametrize("step", [-3e38, 3e38, torch.inf, torch.nan])
+def test_a_damaged_step_leaves_the_state_alone(step):
+    """A negative one once made a state infinite for good."""
+    grid, state = Grid(4, scale_dtype=torch.float32), torch.ones(8, 128)
+    parts = [part.clone() for part in reference.quantize(torch.randn(8, 128), grid)]
+    parts[1][3] = step
+    results = [
+        backend.dequantize_change(parts, state.clone(), 0.5, grid, torch.float32)
+        for backend in (cpu, reference)
+    ]
+    assert_same_bits(*results)
+    assert torch.equal(results[0][1][3], state[3]) and results[0][1].isfinite().all()

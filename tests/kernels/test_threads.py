@@ -83,13 +83,16 @@ def test_numbers_drawn_for_values_do_not_depend_on_threads(alike):
 @pytest.mark.parametrize("special", [None, torch.inf, torch.nan])
 @pytest.mark.parametrize("size", [32, 128])
 def test_messages_that_follow_a_state(alike, size, special, coded):
-    """The residual of all groups is left out where one group, in any part, is not finite."""
     x, state, grid = values(size, special=special), values(size, seed=1), Grid(4)
     kept = cpu.encode_int8(state) if coded else (state,)
-    alike(lambda: cpu.quantize_with_residual(x, kept, 2.0, 0.75, 0.25, grid))
-    alike(lambda: cpu.quantize_change(x, state, 2.0, grid))
+
+    def copied():
+        return tuple(map(torch.clone, kept))
+
+    alike(lambda: cpu.quantize_with_residual(x, copied(), 2.0, 0.75, 0.25, grid, size))
+    alike(lambda: cpu.quantize_change(x, state.clone(), 2.0, grid, size))
     parts = cpu.quantize(x, grid)
-    alike(lambda: cpu.dequantize_change(parts, state, 2.0, grid, torch.float32))
+    alike(lambda: cpu.dequantize_change(parts, state.clone(), 2.0, grid, torch.float32))
 
 
 @pytest.mark.parametrize("special", [None, torch.inf])
@@ -102,7 +105,8 @@ def test_passes_of_feedbacks(alike, dtype, special):
     alike(lambda: cpu.changed(x, state, 2.0))
     alike(lambda: cpu.advanced(state, x, 2.0))
     alike(lambda: cpu.finite(x))
-    alike(lambda: cpu.blended(state, x.float(), 0.3))
+    alike(lambda: cpu.compensated(x, state, 2.0, x.isfinite().all()))
+    alike(lambda: cpu.renewed(x, state, x, 2.0, 0.3, 0.7))
     alike(lambda: cpu.encode_int8(state))
     codes = cpu.encode_int8(state)
     alike(lambda: cpu.decode_int8(*codes))

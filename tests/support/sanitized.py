@@ -61,10 +61,12 @@ def messages() -> int:
         residual = torch.zeros_like(x, dtype=torch.promote_types(dtype, torch.float32))
         if isinstance(codec, FusesFeedback):
             coded = torch.zeros_like(x, dtype=torch.int8), torch.zeros(-(-x.numel() // GROUP))
-            for state in ((residual,), coded):
+            halves = residual.bfloat16()
+            for state in ((residual,), (halves,), coded):
                 codec.encode_with_residual(x, state, 0.5, 0.5, Context())
-            codec.encode_change(x, residual, Context())
-            codec.decode_change(parts, residual, TensorSpec.of(x), Context())
+            for held in (residual, halves):
+                codec.encode_change(x, held, Context())
+                codec.decode_change(parts, held, TensorSpec.of(x), Context())
         try:
             codec.decode(tuple(map(noise, parts)), TensorSpec.of(x), Context())
         except (CompressionError, IndexError, RuntimeError) as error:  # an index that is none of the tensor's

@@ -127,14 +127,13 @@ def test_error_feedback_in_one_pass_equals_the_reference(
     groups = torch.where(groups.abs() < torch.finfo(dtype).tiny, 0, groups)
     residual = residual.clamp(-1e36, 1e36)
     residual[0, 0], groups[0, 0] = torch.finfo(torch.float32).max / 1024, torch.finfo(dtype).max
-    expected, expected_error = quantize_with_error(groups, residual, torch.tensor(factor), grid)
+    expected, expected_error = quantize_with_error(groups, residual, factor, grid)
     parts = launched(
         lambda *args: (lambda parts, error: (*parts, error))(
-            *groups_in_triton.quantize_with_error(*args, grid)
+            *groups_in_triton.quantize_with_error(*args, factor, grid)
         ),
         groups,
         residual,
-        torch.tensor(factor),
     )
     finite = (groups.isfinite()).all(1)
     for ours, theirs in zip(parts, (*expected, expected_error), strict=True):
@@ -150,17 +149,15 @@ def test_messages_that_follow_a_state_equal_the_reference(dtype, scale):
     generator = torch.Generator().manual_seed(1)
     groups, state = (torch.randn(20, 128, generator=generator).to(dtype) for _ in range(2))
     for kept in ((state.float(),), (state.bfloat16(),), reference.encode_int8(state.float())):
-        parts, new, finite = fused.quantize_with_residual(
-            groups.to(DEVICE), tuple(part.to(DEVICE) for part in kept), scale, 0.75, 0.25, grid
+        parts, new = fused.quantize_with_residual(
+            groups.to(DEVICE), tuple(part.to(DEVICE) for part in kept), scale, 0.75, 0.25, grid, 128
         )
-        expected = reference.quantize_with_residual(groups, kept, scale, 0.75, 0.25, grid)
-        assert_same_bits(
-            map(torch.Tensor.cpu, (*parts, *new, finite)), (*expected[0], *expected[1], expected[2])
-        )
+        expected, its_new = reference.quantize_with_residual(groups, kept, scale, 0.75, 0.25, grid, 128)
+        assert_same_bits(map(torch.Tensor.cpu, (*parts, *new)), (*expected, *its_new))
     state = state.float()
-    parts, new, finite = fused.quantize_change(groups.to(DEVICE), state.to(DEVICE), scale, grid)
-    expected = reference.quantize_change(groups, state, scale, grid)
-    assert_same_bits(map(torch.Tensor.cpu, (*parts, new, finite)), (*expected[0], *expected[1:]))
+    parts, new = fused.quantize_change(groups.to(DEVICE), state.to(DEVICE), scale, grid, 128)
+    expected = reference.quantize_change(groups, state, scale, grid, 128)
+    assert_same_bits(map(torch.Tensor.cpu, (*parts, new)), (*expected[0], expected[1]))
     back = fused.dequantize_change(parts, state.to(DEVICE), scale, grid, dtype)
     assert_same_bits(
         map(torch.Tensor.cpu, back), reference.dequantize_change(expected[0], state, scale, grid, dtype)
@@ -220,13 +217,13 @@ def test_codes_and_scales_are_written_where_the_packet_has_them():
 
 def test_with_a_residual_too():
     groups, residual, grid = *values(50, 128, torch.float32, 0).chunk(2), Grid(4, scale_dtype=torch.float32)
-    expected, state, finite = reference.quantize_with_residual(groups, (residual,), 2.0, 0.75, 0.25, grid)
+    expected, state = reference.quantize_with_residual(groups, (residual,), 2.0, 0.75, 0.25, grid, 128)
     out = tuple(torch.empty_like(part, device=DEVICE) for part in expected)
-    parts, *new = fused.quantize_with_residual(
-        groups.to(DEVICE), (residual.to(DEVICE),), 2.0, 0.75, 0.25, grid, out
+    parts, new = fused.quantize_with_residual(
+        groups.to(DEVICE), (residual.to(DEVICE),), 2.0, 0.75, 0.25, grid, 128, out
     )
     assert all(part is place for part, place in zip(parts, out, strict=True))
-    assert_same_bits(map(torch.Tensor.cpu, (*out, *new[0], new[1])), (*expected, *state, finite))
+    assert_same_bits(map(torch.Tensor.cpu, (*out, *new)), (*expected, *state))
 
 
 def test_every_family_passes_its_trial():

@@ -2,7 +2,15 @@
 
 from ds_compress.kernels.cpu.bitstring import list_bits, pack_bits, set_bits, unpack_bits
 from ds_compress.kernels.cpu.entropy import decode_entropy, encode_entropy
-from ds_compress.kernels.cpu.feedback import advanced, blended, changed, decode_int8, encode_int8, finite
+from ds_compress.kernels.cpu.feedback import (
+    advanced,
+    changed,
+    compensated,
+    decode_int8,
+    encode_int8,
+    finite,
+    renewed,
+)
 from ds_compress.kernels.cpu.fixed import decode_channels, decode_range, encode_channels, encode_range
 from ds_compress.kernels.cpu.float8 import decode_float8, encode_float8
 from ds_compress.kernels.cpu.groups import dequantize, quantize
@@ -16,9 +24,9 @@ from ds_compress.kernels.cpu.units import decode_units, encode_units
 __all__ = [
     "advanced",
     "banded",
-    "blended",
     "changed",
     "choose",
+    "compensated",
     "count_true",
     "decode_channels",
     "decode_entropy",
@@ -44,6 +52,7 @@ __all__ = [
     "quantize_change",
     "quantize_with_residual",
     "received",
+    "renewed",
     "sampled_band",
     "scatter",
     "set_bits",

@@ -21,17 +21,31 @@ def advanced(state: Tensor, change: Tensor, divisor: float) -> tuple[Tensor, Ten
     return reference.advanced(state, change, divisor)
 
 
+def moved(state: Tensor, change: Tensor, divisor: float) -> Tensor:
+    """See `reference.feedback.moved`."""
+    return advanced(state, change, divisor)[0]
+
+
 def finite(x: Tensor) -> Tensor:
     """See `reference.finite`."""
     known = x.dtype in compiled.FLOATS and native.serves("feedback", x.numel())
     return compiled.finite(x) if known else reference.finite(x)
 
 
-def blended(first: Tensor, second: Tensor, share: float) -> Tensor:
-    """See `reference.blended`."""
-    if _serves(first, second):
-        return compiled.blended(first, second, share)
-    return reference.blended(first, second, share)
+def compensated(x: Tensor, residual: Tensor, factor: float, finite: Tensor) -> Tensor:
+    """See `reference.compensated`; to ask costs nothing here."""
+    if _serves(residual, x):
+        return compiled.changed(x, residual, -(factor if finite else 0.0))  # with every sign as in a sum
+    return reference.compensated(x, residual, factor, finite)
+
+
+def renewed(
+    x: Tensor, residual: Tensor, sent: Tensor, scale: float, share: float, rest: float
+) -> tuple[Tensor, Tensor]:
+    """See `reference.renewed`."""
+    if _serves(residual, x) and sent.dtype == x.dtype:
+        return compiled.renewed(x, residual, sent, scale, share, rest)
+    return reference.renewed(x, residual, sent, scale, share, rest)
 
 
 def encode_int8(value: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from ds_compress.kernels import native, reference
 from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.memory import delivered
 from ds_compress.kernels.native import quantize as compiled
+from ds_compress.kernels.reference.groups import with_error
 
 BLOCK = 1 << 18  # values that the reference takes at a time: what it makes of them stays in the cache
 
@@ -57,6 +58,9 @@ def dequantize(
     for block, *its_parts in _blocks(values, *parts):
         block.copy_(reference.dequantize(its_parts, grid))
     return values.to(dtype).view((n, size) if shape is None else shape)
+
+
+quantize_with_error = with_error(quantize, dequantize)
 
 
 def _blocks(groups: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -1,50 +1,53 @@
 """Quantization of messages that follow a state: `reference` in C++ (native/stateful.cpp)."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_compress.kernels import native, reference
+from ds_compress.kernels import native
 from ds_compress.kernels.affine import Grid
+from ds_compress.kernels.cpu import feedback, groups
 from ds_compress.kernels.native import quantize
 from ds_compress.kernels.native import stateful as compiled
+from ds_compress.kernels.reference.stateful import Following
+
+_following = Following(groups, feedback)
 
 
 def quantize_with_residual(
-    groups: Tensor,
-    residual: Sequence[Tensor],
+    values: Tensor,
+    residual: tuple[Tensor, ...],
     scale: float,
     share: float,
     rest: float,
     grid: Grid,
+    size: int,
     out: tuple[Tensor, ...] | None = None,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """See `reference.quantize_with_residual`."""
-    if _serves(groups.shape, groups.dtype, grid) and compiled.holds(residual, groups.shape[1]):
-        return compiled.quantize_with_residual(groups, residual, scale, share, rest, grid, out)
-    return reference.quantize_with_residual(groups, residual, scale, share, rest, grid, out)
+    by: Any = compiled if _serves(values.numel(), size, values.dtype, residual, grid) else _following
+    return by.quantize_with_residual(values, residual, scale, share, rest, grid, size, out)
 
 
 def quantize_change(
-    groups: Tensor, state: Tensor, scale: float, grid: Grid, out: tuple[Tensor, ...] | None = None
-) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    values: Tensor, state: Tensor, scale: float, grid: Grid, size: int, out: tuple[Tensor, ...] | None = None
+) -> tuple[tuple[Tensor, ...], Tensor]:
     """See `reference.quantize_change`."""
-    if _serves(groups.shape, groups.dtype, grid):
-        return compiled.quantize_change(groups, state, scale, grid, out)
-    return reference.quantize_change(groups, state, scale, grid, out)
+    by: Any = compiled if _serves(values.numel(), size, values.dtype, (state,), grid) else _following
+    return by.quantize_change(values, state, scale, grid, size, out)
 
 
 def dequantize_change(
     parts: Sequence[Tensor], state: Tensor, scale: float, grid: Grid, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """See `reference.dequantize_change`."""
-    if _serves(state.shape, dtype, grid):
-        return compiled.dequantize_change(parts, state, scale, grid, dtype)
-    return reference.dequantize_change(parts, state, scale, grid, dtype)
+    size = parts[0].shape[1] * 8 // grid.bits
+    by: Any = compiled if _serves(state.numel(), size, dtype, (state,), grid) else _following
+    return by.dequantize_change(parts, state, scale, grid, dtype)
 
 
-def _serves(shape: Sequence[int], dtype: torch.dtype, grid: Grid) -> bool:
-    n, size = shape
+def _serves(numel: int, size: int, dtype: torch.dtype, state: Sequence[Tensor], grid: Grid) -> bool:
     known = dtype in quantize.FLOATS and size <= quantize.LARGEST_GROUP and not grid.is_mean
-    return known and native.serves("stateful", n * size)
+    return known and compiled.holds(state, size) and native.serves("stateful", numel)

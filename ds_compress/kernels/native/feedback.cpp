@@ -4,6 +4,7 @@
 #include "floats.h"
 #include "folds.h"
 #include "int8.h"
+#include "kept.h"
 #include "vectors.h"
 
 namespace {
@@ -44,6 +45,25 @@ int64_t all_finite(const In* x, int64_t n) {
     return finite(larger(larger(most[0], most[1]), larger(most[2], most[3])));
 }
 
+template <class In, class Kept>
+int64_t renewed(const In* x, const float* residual, const In* sent, Kept kept, int64_t n, float* made) {
+    Ints most = {};
+    in_vectors(n, [&](int64_t i, int64_t count) {
+        const Floats before = some(residual + i, count), total = kept.sum(some(x + i, count), before);
+        const Floats next = kept.next(before, total, some(sent + i, count));
+        most = larger(most, (Ints)next & MAGNITUDE);
+        keep_some(next, made + i, count);
+    });
+    return finite(most);
+}
+
+template <class In>
+int64_t renewed(const In* x, const float* residual, const In* sent, float scale, float share, float rest, int64_t n,
+                float* made) {
+    if (scale != 1) return renewed(x, residual, sent, Residual<Scaled>(Scaled(scale), share, rest), n, made);
+    return renewed(x, residual, sent, Residual<Unscaled>(Unscaled(), share, rest), n, made);
+}
+
 }  // namespace
 
 extern "C" {
@@ -68,10 +88,14 @@ int64_t finite_fp32(const float* x, int64_t n) { return all_finite(x, n); }
 
 int64_t finite_bf16(const uint16_t* x, int64_t n) { return all_finite(x, n); }
 
-void blended(const float* first, const float* second, float share, float rest, int64_t n, float* made) {
-    in_vectors(n, [&](int64_t i, int64_t count) {
-        keep_some(some(first + i, count) * share + some(second + i, count) * rest, made + i, count);
-    });
+int64_t renewed_fp32(const float* x, const float* residual, const float* sent, float scale, float share, float rest,
+                     int64_t n, float* made) {
+    return renewed(x, residual, sent, scale, share, rest, n, made);
+}
+
+int64_t renewed_bf16(const uint16_t* x, const float* residual, const uint16_t* sent, float scale, float share, float rest,
+                     int64_t n, float* made) {
+    return renewed(x, residual, sent, scale, share, rest, n, made);
 }
 
 void encode_int8(const float* values, int64_t n, int8_t* codes, float* scales) { to_int8(values, n, codes, scales); }
@@ -86,7 +110,8 @@ IN_PARTS(advanced_fp32)
 IN_PARTS(advanced_bf16)
 IN_PARTS(finite_fp32)
 IN_PARTS(finite_bf16)
-IN_PARTS(blended)
+IN_PARTS(renewed_fp32)
+IN_PARTS(renewed_bf16)
 IN_PARTS(encode_int8)
 IN_PARTS(decode_int8)
 

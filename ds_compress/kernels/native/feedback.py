@@ -40,9 +40,22 @@ _finite = {
     dtype: Function("feedback", f"finite_{name}", "n", x=Buffer((dtype,), ("n",)), n=SIZE)
     for dtype, name in FLOATS.items()
 }
-_blended = Function(
-    "feedback", "blended", "n", first=_STATE, second=_STATE, share=float, rest=float, n=SIZE, made=_STATE
-)
+_renewed = {
+    dtype: Function(
+        "feedback",
+        f"renewed_{name}",
+        "n",
+        x=Buffer((dtype,), ("n",)),
+        residual=_STATE,
+        sent=Buffer((dtype,), ("n",)),
+        scale=float,
+        share=float,
+        rest=float,
+        n=SIZE,
+        made=_STATE,
+    )
+    for dtype, name in FLOATS.items()
+}
 _encode_int8 = Function("feedback", "encode_int8", "n", values=_STATE, n=SIZE, codes=_CODES, scales=_SCALES)
 _decode_int8 = Function("feedback", "decode_int8", "n", codes=_CODES, scales=_SCALES, n=SIZE, values=_STATE)
 
@@ -69,12 +82,16 @@ def finite(x: Tensor) -> Tensor:
     return torch.tensor(bool(found), dtype=torch.bool, device="cpu")
 
 
-def blended(first: Tensor, second: Tensor, share: float) -> Tensor:
-    """See `reference.blended`; of fp32."""
-    made = torch.empty(first.shape, dtype=torch.float32, device="cpu")
-    first, second = first.detach().contiguous(), second.detach().contiguous()
-    _blended(first=first, second=second, share=share, rest=1 - share, n=made.numel(), made=made)
-    return made
+def renewed(
+    x: Tensor, residual: Tensor, sent: Tensor, scale: float, share: float, rest: float
+) -> tuple[Tensor, Tensor]:
+    """See `reference.renewed`; `x` and `sent` are fp32 or bf16."""
+    made = torch.empty(residual.shape, dtype=torch.float32, device="cpu")
+    x, residual, sent = (tensor.detach().contiguous() for tensor in (x, residual, sent))
+    finite = _renewed[x.dtype](
+        x=x, residual=residual, sent=sent, scale=scale, share=share, rest=rest, n=made.numel(), made=made
+    )
+    return made, torch.tensor(bool(finite), dtype=torch.bool, device="cpu")
 
 
 def encode_int8(value: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,11 @@ struct Grid {
     float step, offset, inverse, top;
 
     bool is_finite() const { return (step - step) + (offset - offset) == 0; }
+
+    // Whether it is, and neither step nor offset is larger than `magnitude`.
+    bool within(float magnitude) const {  // a damaged step may be negative
+        return step <= magnitude && step >= -magnitude && offset <= magnitude && offset >= -magnitude;
+    }
 };
 
 // The smallest floats of the scale's format that are not below x; nan stays nan.

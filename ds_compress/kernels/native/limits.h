@@ -26,19 +26,19 @@ inline bool holds_nan(const float* values, int64_t size) {
 
 // Limits of what is seen, vector by vector, unless a value is nan.
 struct Limits {
-    Floats low = Floats{} + as_float(INFINITE), high = -low, sum = {};
+    Floats low = Floats{} + as_float(INFINITE), high = -low, zeros = {};
 
     void see(Floats x) {
         low = smaller(x, low);  // passes over nan
         high = larger(x, high);
-        sum += x;
+        zeros = signed_sum(x, Floats{}, zeros);  // where a product costs less than one more sum
     }
 
     float least() const { return folded(low, smaller<Floats>)[0] + 0.0f; }  // of zeros, +0
     float most() const { return folded(high, larger<Floats>)[0] + 0.0f; }
 
-    // No bits, unless a value may be infinite or nan: or their sum is beyond what a float holds.
-    Ints doubts() const { return (Ints)(sum - sum); }
+    // No bits, unless a value is infinite or nan.
+    Ints doubts() const { return (Ints)(zeros - zeros); }
 };
 
 // The smallest and the largest of `values` [size]; nan, both, where one is.

@@ -204,7 +204,7 @@ inline Vector swapped(Vector x) {
     return other;
 }
 
-// x * signs + other, where signs are 1 and -1: rounded once, as the sum is.
+// x * signs + other, where signs are 1, -1 or 0: rounded once, as the sum is.
 inline Floats signed_sum(Floats x, Floats signs, Floats other) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)signs, (__m512)other);

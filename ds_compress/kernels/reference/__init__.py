@@ -8,11 +8,12 @@ from ds_compress.kernels.reference.bitstring import list_bits, pack_bits, set_bi
 from ds_compress.kernels.reference.entropy import decode_entropy, encode_entropy
 from ds_compress.kernels.reference.feedback import (
     advanced,
-    blended,
     changed,
+    compensated,
     decode_int8,
     encode_int8,
     finite,
+    renewed,
 )
 from ds_compress.kernels.reference.fixed import decode_channels, decode_range, encode_channels, encode_range
 from ds_compress.kernels.reference.float8 import decode_float8, encode_float8
@@ -27,9 +28,9 @@ from ds_compress.kernels.reference.units import decode_units, encode_units
 __all__ = [
     "advanced",
     "banded",
-    "blended",
     "changed",
     "choose",
+    "compensated",
     "count_true",
     "decode_channels",
     "decode_entropy",
@@ -55,6 +56,7 @@ __all__ = [
     "quantize_change",
     "quantize_with_residual",
     "received",
+    "renewed",
     "sampled_band",
     "scatter",
     "set_bits",

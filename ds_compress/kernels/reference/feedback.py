@@ -15,9 +15,14 @@ def changed(x: Tensor, state: Tensor, factor: float) -> Tensor:
     return narrow(x.to(state.dtype) - state * factor, x)
 
 
+def moved(state: Tensor, change: Tensor, divisor: float) -> Tensor:
+    """state + change / divisor."""
+    return state + change.to(state.dtype) / as_divisor(divisor, state)
+
+
 def advanced(state: Tensor, change: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
-    """state + change / divisor, and whether all of that is finite: a bool of one element."""
-    new = state + change.to(state.dtype) / as_divisor(divisor, state)
+    """The same, and whether all of that is finite: a bool of one element."""
+    new = moved(state, change, divisor)
     return new, is_finite(new)
 
 
@@ -26,9 +31,28 @@ def finite(x: Tensor) -> Tensor:
     return is_finite(x)
 
 
-def blended(first: Tensor, second: Tensor, share: float) -> Tensor:
-    """share * first + (1 - share) * second, of one dtype."""
-    return share * first + (1 - share) * second
+def compensated(x: Tensor, residual: Tensor, factor: float, finite: Tensor) -> Tensor:
+    """x + factor * residual, in x's dtype: within its range. Unless `finite`, a bool of one element, is true,
+    `x` alone, and nan where it is not finite."""
+    return narrow(x.to(residual.dtype) + residual * (finite.float() * factor), x)
+
+
+def renewed(
+    x: Tensor, residual: Tensor, sent: Tensor, scale: float, share: float, rest: float
+) -> tuple[Tensor, Tensor]:
+    """What remains of x + scale * residual when `sent` has been delivered, share * residual + rest * lost /
+    scale; and whether all of that is finite, a bool of one element."""
+    lost = x.to(residual.dtype) + residual * scale - sent
+    new = blended(residual, lost, scale, share, rest)
+    return new, is_finite(new)
+
+
+def blended(residual: Tensor, lost: Tensor, scale: float, share: float, rest: float) -> Tensor:
+    """share * residual + rest * lost / scale; a share of 0 leaves the first out, a scale or a rest of 1
+    nothing to do."""
+    lost = lost if scale == 1 else lost / as_divisor(scale, lost)
+    lost = lost if rest == 1 else rest * lost
+    return share * residual + lost if share else lost
 
 
 def encode_int8(value: Tensor) -> tuple[Tensor, Tensor]:

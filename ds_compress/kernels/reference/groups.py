@@ -1,6 +1,7 @@
 """Quantization of groups of values, one call per direction."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from ds_compress.kernels.affine import Grid, from_codes, minmax_scales, symmetri
 from ds_compress.kernels.bits import pack, unpack
 from ds_compress.kernels.hadamard import rotate, rotate_back
 from ds_compress.kernels.memory import delivered
-from ds_compress.kernels.numerics import narrow
+from ds_compress.kernels.numerics import narrow, rows_finite
 
 
 def quantize(
@@ -48,25 +49,6 @@ def quantize(
     return delivered((pack(to_codes(groups, scales, grid, dither), grid.bits), *scales), out)
 
 
-def quantize_with_error(
-    groups: Tensor, residual: Tensor, factor: Tensor, grid: Grid, out: tuple[Tensor, ...] | None = None
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """`quantize` of groups + factor * residual in the dtype of `groups`, and what of that sum is lost.
-
-    Args:
-        groups: [n, G], float32 or bfloat16.
-        residual: fp32 [n, G], finite.
-        factor: fp32, one element.
-        out: see `quantize`.
-
-    Returns:
-        what `quantize` returns; the error, fp32 [n, G].
-    """
-    total = groups.float() + residual * factor
-    parts = quantize(narrow(total, groups), grid, None, out)
-    return parts, total - dequantize(parts, grid, groups.dtype).float()
-
-
 def dequantize(
     parts: Sequence[Tensor],
     grid: Grid,
@@ -80,3 +62,31 @@ def dequantize(
     groups = gaussian.from_codes(codes, scales[0], grid) if grid.gaussian else from_codes(codes, scales, grid)
     groups = (rotate_back(groups, grid.key) if grid.hadamard else groups).to(dtype)
     return groups if shape is None else groups.view(shape)
+
+
+def with_error(quantize: Callable[..., Any], dequantize: Callable[..., Tensor]) -> Callable[..., Any]:
+    """What quantizes a sum, and tells what it loses, by these two."""
+
+    def quantize_with_error(
+        groups: Tensor, residual: Tensor, factor: float, grid: Grid, out: tuple[Tensor, ...] | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """`quantize` of groups + factor * residual in the dtype of `groups`, and what of that sum is lost.
+
+        Args:
+            groups: [n, G], float32 or bfloat16.
+            residual: fp32 [n, G], finite. Left out of a group that is not.
+            factor: a number that fp32 holds.
+            out: see `quantize`.
+
+        Returns:
+            what `quantize` returns; the error, fp32 [n, G], in which a group that is not finite has values
+            that are not.
+        """
+        total = groups.float() + residual * (rows_finite(groups).float() * factor)
+        parts = quantize(narrow(total, groups), grid, None, out)
+        return parts, total - dequantize(parts, grid, groups.dtype).float()
+
+    return quantize_with_error
+
+
+quantize_with_error = with_error(quantize, dequantize)

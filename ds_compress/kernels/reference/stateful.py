@@ -1,7 +1,7 @@
 """Quantization of messages that follow a state of a feedback, one call per message and side.
 
-A state is kept as it is, one tensor, or as int8 codes and their scales (`encode_int8`); it has the shape of
-the groups, [n, G], whose dtype is float32 or bfloat16.
+Values, float32 or bfloat16, lie in groups; a state has their shape, and is kept in float32, in bfloat16, or
+as int8 codes and their scales (`encode_int8`).
 """
 
 from collections.abc import Sequence
@@ -11,87 +11,101 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels.affine import Grid
-from ds_compress.kernels.numerics import as_divisor, is_finite
-from ds_compress.kernels.reference import groups as plain
-from ds_compress.kernels.reference.feedback import advanced, changed, decode_int8, encode_int8
+from ds_compress.kernels.numerics import rows_finite
+from ds_compress.kernels.reference import feedback, groups
+from ds_compress.kernels.reference.feedback import GROUP, blended, grouped
 
 
 class Following:
-    """The same steps whoever quantizes."""
+    """The same steps whoever quantizes.
 
-    def __init__(self, by: Any):
-        """`by`: has the `quantize`, `dequantize` and `quantize_with_error` of reference/groups.py."""
-        self._by = by
+    What of a group is not finite, its values or the next state, is a matter of that group: it keeps its
+    state.
+    """
+
+    def __init__(self, by: Any, passes: Any):
+        """`by`: has the functions of reference/groups.py, `passes` those of reference/feedback.py."""
+        self._by, self._passes = by, passes
 
     def quantize_with_residual(
         self,
-        groups: Tensor,
-        residual: Sequence[Tensor],
+        values: Tensor,
+        residual: tuple[Tensor, ...],
         scale: float,
         share: float,
         rest: float,
         grid: Grid,
+        size: int,
         out: tuple[Tensor, ...] | None = None,
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-        """`quantize` of groups + scale * residual in the dtype of `groups`, and the residual of the next
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """`quantize` of values + scale * residual in the dtype of `values`, and the residual of the next
         message: share * residual + rest * lost / scale, where that sum loses `lost`.
 
         Args:
-            residual: finite. Left out where `groups` are not finite.
+            residual: finite. Left out of a group that is not. May be written to.
+            share: at most 1, as `rest`.
+            size: of the groups, of which there is a whole number.
             out: see `quantize`.
 
         Returns:
-            what `quantize` returns; the next residual, kept as `residual` is; whether `groups` and the next
-            residual are finite, a bool of one element.
+            what `quantize` returns; the next residual, kept as `residual` is.
         """
-        held, finite = values_of(residual), is_finite(groups)
-        parts, lost = self._by.quantize_with_error(groups, held, finite.float() * scale, grid, out)
-        new = renewed(held, lost, scale, share, rest)
-        return parts, kept_as(residual, new), finite & is_finite(new)
+        kept = self._passes.decode_int8(*residual) if len(residual) == 2 else residual[0].float()
+        held = kept.reshape(-1, size)
+        parts, lost = self._by.quantize_with_error(values.reshape(-1, size), held, scale, grid, out)
+        return parts, self._chosen(residual, blended(held, lost, scale, share, rest))
 
     def quantize_change(
         self,
-        groups: Tensor,
+        values: Tensor,
         state: Tensor,
         scale: float,
         grid: Grid,
+        size: int,
         out: tuple[Tensor, ...] | None = None,
-    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-        """`quantize` of groups - scale * state in the dtype of `groups`, and the state of the next message,
-        fp32: that to which `dequantize_change` comes; whether it is finite, a bool of one element. `out`: see
-        `quantize`."""
-        parts = self._by.quantize(changed(groups, state, scale), grid, None, out)
-        return parts, *advanced(state, self._by.dequantize(parts, grid, groups.dtype), scale)
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """`quantize` of values - scale * state in the dtype of `values`, and the state of the next message:
+        that to which `dequantize_change` comes.
+
+        Args:
+            state: finite. May be written to.
+            size, out: see `quantize_with_residual`.
+        """
+        change = self._passes.changed(values, state.float(), scale).reshape(-1, size)
+        parts = self._by.quantize(change, grid, None, out)
+        return parts, self._advanced(parts, state, scale, grid, values.dtype)[1]
 
     def dequantize_change(
         self, parts: Sequence[Tensor], state: Tensor, scale: float, grid: Grid, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The values, [n, G] of `dtype`, whose change `quantize_change` gave as `parts`: scale times the
-        state of the next message, which is fp32; that state; and whether it is finite, a bool of one
-        element."""
-        new, finite = advanced(state, self._by.dequantize(parts, grid, dtype), scale)
-        return (new * scale).to(dtype), new, finite
+    ) -> tuple[Tensor, Tensor]:
+        """The values, of `dtype` and state's shape, whose change `quantize_change` gave as `parts`: scale
+        times the state of the next message in fp32, or what is not finite; and that state. `state` may be
+        written to."""
+        new, kept = self._advanced(parts, state, scale, grid, dtype)
+        return (new * scale).to(dtype).view(state.shape), kept
+
+    def _advanced(
+        self, parts: Sequence[Tensor], state: Tensor, scale: float, grid: Grid, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """What `state` would be next, fp32 [n, G], and what it is."""
+        change = self._by.dequantize(parts, grid, dtype)
+        new = self._passes.moved(state.float().reshape(change.shape), change, scale)
+        return new, self._chosen((state,), new)[0]
+
+    def _chosen(self, old: tuple[Tensor, ...], new: Tensor) -> tuple[Tensor, ...]:
+        """Of groups whose values in `new`, fp32 [n, G], can be kept as `old` is those; of others what `old`
+        has. A code shares its scale with those of other groups, which keep theirs with it."""
+        if len(old) == 1:
+            kept = new.bfloat16() if old[0].dtype == torch.bfloat16 else new
+            before = old[0].reshape(new.shape).to(kept.dtype)
+            return (torch.where(rows_finite(kept), kept, before).view(old[0].shape),)
+        lost = grouped(~rows_finite(new).expand(new.shape)).amax(1) > 0  # as the scales
+        codes, scales = (part.view(its.shape) for part, its in zip(self._passes.encode_int8(new), old))
+        of_codes = lost[:, None].expand(-1, GROUP).flatten()[: codes.numel()].view(codes.shape)
+        return torch.where(of_codes, old[0], codes), torch.where(lost, old[1], scales)
 
 
-def values_of(state: Sequence[Tensor]) -> Tensor:
-    """fp32: what is kept in `state`."""
-    return decode_int8(*state) if len(state) == 2 else state[0].float()
-
-
-def kept_as(state: Sequence[Tensor], values: Tensor) -> tuple[Tensor, ...]:
-    """`values`, fp32, kept as `state` is."""
-    return encode_int8(values) if len(state) == 2 else (values.to(state[0].dtype),)
-
-
-def renewed(residual: Tensor, lost: Tensor, scale: float, share: float, rest: float) -> Tensor:
-    """share * residual + rest * lost / scale; a share of 0 leaves the first out, a scale or a rest of 1
-    nothing to do."""
-    lost = lost if scale == 1 else lost / as_divisor(scale, lost)
-    lost = lost if rest == 1 else rest * lost
-    return share * residual + lost if share else lost
-
-
-_following = Following(plain)
+_following = Following(groups, feedback)
 quantize_with_residual = _following.quantize_with_residual
 quantize_change = _following.quantize_change
 dequantize_change = _following.dequantize_change

@@ -6,9 +6,9 @@ Under TRITON_INTERPRET=1, set before triton is imported, they serve CPU tensors 
 
 from ds_compress.kernels.reference import (
     advanced,
-    blended,
     changed,
     choose,
+    compensated,
     count_true,
     decode_channels,
     decode_float8,
@@ -20,6 +20,7 @@ from ds_compress.kernels.reference import (
     encode_range,
     finite,
     join_bytes,
+    renewed,
     sort_bytes,
 )
 from ds_compress.kernels.triton.bitstring import list_bits, pack_bits, set_bits, unpack_bits
@@ -32,9 +33,9 @@ from ds_compress.kernels.triton.stateful import dequantize_change, quantize_chan
 __all__ = [
     "advanced",
     "banded",
-    "blended",
     "changed",
     "choose",
+    "compensated",
     "count_true",
     "decode_channels",
     "decode_entropy",
@@ -60,6 +61,7 @@ __all__ = [
     "quantize_change",
     "quantize_with_residual",
     "received",
+    "renewed",
     "sampled_band",
     "scatter",
     "set_bits",

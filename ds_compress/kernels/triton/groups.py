@@ -45,11 +45,11 @@ def quantize(
     groups = groups if size is None else groups.reshape(-1, size)
     if not len(groups) or groups.shape[1] > MAX_GROUP:
         return reference.quantize(groups, grid, dither, out)
-    return _launch(groups, dither, None, None, None, grid, out)
+    return _launch(groups, dither, None, 0.0, None, grid, out)
 
 
 def quantize_with_error(
-    groups: Tensor, residual: Tensor, factor: Tensor, grid: Grid, out: tuple[Tensor, ...] | None = None
+    groups: Tensor, residual: Tensor, factor: float, grid: Grid, out: tuple[Tensor, ...] | None = None
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """See `quantize_with_error` of `reference.groups`."""
     n, size = groups.shape
@@ -63,7 +63,7 @@ def _launch(
     groups: Tensor,
     dither: int | None,
     residual: Tensor | None,
-    factor: Tensor | None,
+    factor: float,
     error: Tensor | None,
     grid: Grid,
     out: tuple[Tensor, ...] | None,
@@ -167,7 +167,7 @@ def _quantize(
 ):
     """A tile of a group is WIDTH values, in COLUMNS columns.
 
-    `offset` is None for a symmetric grid, the three of error feedback without it, `diagonal` without a
+    `offset` is None for a symmetric grid, `residual` and `error` without error feedback, `diagonal` without a
     rotation; `first` and `second` are the halves of the dither's key.
     """
     row, place, exists = places(n, ROWS, WIDTH, COLUMNS)
@@ -177,7 +177,10 @@ def _quantize(
         values = values + (tl.load(groups + at + t * WIDTH, mask=exists, other=0).to(tl.float32),)
     sums = values
     if residual is not None:
-        scale = tl.load(factor)
+        doubt = values[0] - values[0]  # nan where a value is not finite
+        for t in tl.static_range(1, TILES):
+            doubt += values[t] - values[t]
+        scale = tl.where(tl.sum(doubt, 1) == 0, factor, 0.0)[:, None]
         loaded, sums, values = values, (), ()
         for t in tl.static_range(TILES):
             total = loaded[t] + tl.load(residual + at + t * WIDTH, mask=exists, other=0) * scale
