@@ -21,7 +21,7 @@ class Rotated(Coefficients, Plain):
     before that, ... Spectra fall like powers of the rank, and variances in a context are of one size.
     """
 
-    def coded(self, coefficients: Tensor, h: int, ctx: Context, out: Parts | None = None) -> Parts:
+    def coded(self, coefficients: Tensor, h: int, ctx: Context, out: Parts | None) -> Parts:
         n = coefficients.shape[1]
         words = kernels(coefficients.device).encode_entropy(coefficients.reshape(-1), self._frame(n, h))
         if self._gathers(ctx):

@@ -10,6 +10,8 @@ transformer; the largest of three messages, and the mean of the 20th to the 40th
                  the same message   others each time   in a run
     loco              0.113               0.102          0.104
     ef21              0.098               0.144          0.143
+
+tests/planning/test_trial.py asks that a trial on messages that differ tells what a run has.
 """
 
 import math
