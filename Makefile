@@ -12,7 +12,7 @@ PEERS := .venv-peers
 WORKERS := $(shell $(PYTHON) -c "import os; print(min(4, (3 * os.cpu_count() + 1) // 2))")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench bench-floors bench-small bench-peers bench-gpu bench-net reproduce pipelines faults matrix docs clean
+.PHONY: help demo test test-rest test-all test-slow lint bench bench-floors bench-small bench-peers bench-gpu bench-net reproduce pipelines faults matrix docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,8 +27,16 @@ $(INSTALLED): setup.cfg pyproject.toml
 demo: $(INSTALLED) ## train a 2-stage pipeline, uncompressed and compressed; writes runs/demo/summary.json
 	$(BIN)/python launch/demo.py
 
-test: $(INSTALLED) ## the whole CPU test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+test: $(INSTALLED) ## every feature once, on the CPU
+	$(PYTEST) --cases each
+
+test-rest: $(INSTALLED) ## what `make test` leaves out: cross products, long tests
+	$(PYTEST) --cases rest
+
+test-all: $(INSTALLED) ## the whole CPU test suite
+	$(PYTEST)
 
 test-slow: $(INSTALLED) ## the tests that take minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow

@@ -8,13 +8,33 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from ds_compress.kernels import native
-from tests.support import seeds, shared
+from tests.support import cases, seeds, shared
 
 # no verdict hangs on how busy the machine is
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 
 seeds.only_where_devices_are()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--cases",
+        choices=("all", "each", "rest"),
+        default="all",
+        help="each: of a test's cases as few as have every value of every parameter; rest: those that 'each' leaves",
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    wanted = config.getoption("--cases")
+    if wanted == "all":
+        return
+    each = cases.with_every_value(items)
+    kept = [item for item in items if (item in each) == (wanted == "each")]
+    config.hook.pytest_deselected(items=[item for item in items if (item in each) != (wanted == "each")])
+    items[:] = kept
 
 
 @pytest.fixture(scope="session", autouse=True)
