@@ -99,7 +99,7 @@ def _around_pipeline(
 
 def _entrance() -> ModuleType:
     try:
-        from ds_compress.pipeline import attach
+        from ds_compress.engine import attach
     except ImportError as error:
         raise CompressionError(f"ds_compress: this DeepSpeed or torch is not supported: {error}") from error
     return attach

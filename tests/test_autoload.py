@@ -79,8 +79,8 @@ def test_a_deepspeed_without_the_engine_is_missing_a_module_and_nothing_else(tmp
 
 
 def test_an_engine_that_cannot_be_entered_is_one_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ds_compress.pipeline.attach", None)
-    monkeypatch.delattr("ds_compress.pipeline.attach", raising=False)
+    monkeypatch.setitem(sys.modules, "ds_compress.engine.attach", None)
+    monkeypatch.delattr("ds_compress.engine.attach", raising=False)
     with pytest.raises(CompressionError, match="this DeepSpeed or torch is not supported"):
         autoload._entrance()
 

@@ -1,5 +1,5 @@
 """Imports run against the way of the data: nothing knows what comes after it, and nothing goes in circles;
-heavy libraries stay in place; files and rooms stay few enough and small enough to be read."""
+heavy libraries stay in place; files and packages stay few enough and small enough to be read."""
 
 import ast
 import subprocess
@@ -17,11 +17,12 @@ SOURCES = sorted(
     for path in (ROOT / folder).rglob("*")
     if path.suffix in (".py", ".cpp", ".h")
 )
-LONGEST = 300  # lines of a file
-MOST_ROOMS = 20
+LONGEST = 500  # lines of a file
+MOST_PACKAGES = 24
 
-# A room (a module at the top or a package) may import from those before it
-ROOMS = [
+# A package, or a module at the top, may import from those before it. The runtime watches through views of
+# the engine (runtime/views.py), which owns its parts
+PACKAGES = [
     "version",
     "errors",
     "registry",
@@ -36,17 +37,18 @@ ROOMS = [
     "planning",
     "monitor",
     "checkpoint",
-    "pipeline",
+    "runtime",
+    "engine",
     "hf",
     "autoload",
     "__init__",
     "cli",
     "__main__",
 ]
-RANK = {name: rank for rank, name in enumerate(ROOMS)}
+RANK = {name: rank for rank, name in enumerate(PACKAGES)}
 ONLY_IN = {
     # planning: replays DeepSpeed's schedule
-    "deepspeed": {"pipeline", "checkpoint", "planning", "hf"},
+    "deepspeed": {"engine", "runtime", "checkpoint", "planning", "hf"},
     "transformers": {"hf"},
     "huggingface_hub": {"hf"},
     "peft": {"hf"},
@@ -143,10 +145,10 @@ def test_files_are_short():
     assert not long, f"split by what each part is about: {long}"
 
 
-def test_rooms_are_few():
-    """Each module at the top, and each package, is one."""
-    assert {top(path) for path in MODULES} == set(ROOMS)
-    assert len(ROOMS) <= MOST_ROOMS
+def test_packages_are_few():
+    """A module at the top counts as one."""
+    assert {top(path) for path in MODULES} == set(PACKAGES)
+    assert len(PACKAGES) <= MOST_PACKAGES
 
 
 def test_switching_on_is_light():

@@ -64,7 +64,7 @@ def read_block(path: Path) -> object:
         CompressionError: no such file, not what DeepSpeed reads, or no such key.
     """
     with importing_deepspeed():
-        from ds_compress.pipeline.ds_config import load
+        from ds_compress.engine.ds_config import load
     try:
         ds_config = load(path)
     except OSError as error:

@@ -13,6 +13,7 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentra
 from peft import LoraConfig
 from transformers import AutoConfig, PretrainedConfig
 
+from ds_compress.engine.subspace import SubspacePipeline
 from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.hf import lora as adapters
 from ds_compress.hf import weights
@@ -21,7 +22,6 @@ from ds_compress.hf.part import EMBEDDING, Part, Place, own_paths, places
 from ds_compress.hf.skeleton import Skeleton
 from ds_compress.hf.stages import layers_per_stage
 from ds_compress.hf.verify import check
-from ds_compress.pipeline.subspace import SubspacePipeline
 
 TIED = "embedding"
 """Key of the embedding that also makes the logits."""

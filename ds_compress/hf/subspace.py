@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ds_compress.engine.subspace import Linear
 from ds_compress.errors import CompressionError
 from ds_compress.hf.skeleton import layer_list
-from ds_compress.pipeline.subspace import Linear
 
 FILE = "subspace.safetensors"
 """Of pairs, in the folder of a merged model."""

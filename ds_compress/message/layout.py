@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -187,3 +187,8 @@ def explain(error: Exception, codec: Codec, place: str, message_id: MessageId) -
         f"packet for {place}, {number}: {codec} cannot decode it "
         f'({in_one_line(error)}); was it damaged on its way? "link": {{"checksum": true}} tells'
     ) from error
+
+
+def as_list(tensors: Any) -> list[Tensor]:
+    """The tensors of a message, which DeepSpeed has as a tensor, a tuple or a list."""
+    return [tensors] if torch.is_tensor(tensors) else list(tensors)

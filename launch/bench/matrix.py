@@ -19,11 +19,11 @@ DEEPSPEED = ("0.19.3", "0.19.6", "newest")
 TORCH = ("2.5.1", "2.13.0")  # oldest and newest supported
 TESTS = (
     "tests/test_transparency.py",
-    "tests/pipeline/test_kinds.py",
+    "tests/engine/test_kinds.py",
     "tests/test_bugs.py",
-    "tests/pipeline/test_engine.py",
+    "tests/engine/test_engine.py",
     "tests/simulate",
-    "tests/pipeline/test_dualpipev.py",
+    "tests/engine/test_dualpipev.py",
     "tests/test_autoload.py",
 )
 

@@ -15,7 +15,7 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
-from ds_compress.pipeline.subspace import Widen, bases, with_pairs
+from ds_compress.engine.subspace import Widen, bases, with_pairs
 from ds_compress.simulate import Traffic, announce, evaluating, simulate, traffic
 from launch.reproduce.language import Language
 from launch.reproduce.presets import PRESETS

@@ -6,8 +6,8 @@ import io
 import pytest
 
 import ds_compress  # noqa: F401  (hooks the engine)
-from ds_compress.pipeline import measuring
-from ds_compress.pipeline.depth import MEASURED
+from ds_compress.runtime import measuring
+from ds_compress.runtime.depth import MEASURED
 from ds_compress.transport.probe import Measured
 from tests.support.dist import run_ranks
 from tests.support.pipeline import MICRO_BATCH, batches, build, ds_config

@@ -14,8 +14,8 @@ from ds_compress.hf import rehearsed as hf_rehearsed
 from ds_compress.hf.loss import causal_lm_loss
 from ds_compress.hf.model import layer_specs
 from ds_compress.hf.rehearsed import Checkpoint
-from ds_compress.pipeline import rehearsal
 from ds_compress.planning.trial import REPEATS
+from ds_compress.runtime import profile_model
 from tests.support.crossing import agree, crossing
 from tests.support.transformers_models import save
 
@@ -36,7 +36,7 @@ def test_errors_are_those_of_the_checkpoints_own_messages(advise, checkpoint):
     layers = [spec.build() for spec in specs]
     micro_batches = [
         crossing(layers, bounds[1:-1], ids, partial(causal_lm_loss, labels=labels))
-        for ids, labels in itertools.islice(batches, 1 + rehearsal.PASSES)
+        for ids, labels in itertools.islice(batches, 1 + profile_model.PASSES)
     ]
     assert len(micro_batches[0]) == 2 and micro_batches[0][0][0].shape == (SEQUENCES, LENGTH, WIDTH)
     agree(found["measured"], *micro_batches[-REPEATS:])

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from ds_compress.config import Config
-from tests.pipeline.test_compatibility import PROGRAMS
+from tests.engine.test_compatibility import PROGRAMS
 from tests.support.scripts import ROOT
 
 PAGE = (ROOT / "docs" / "integrations.md").read_text()

@@ -19,7 +19,7 @@ from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from ds_compress.pipeline import wiring
+from ds_compress.engine import wiring
 from ds_compress.transport import p2p, staging, streams
 
 HOST_WAITS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}

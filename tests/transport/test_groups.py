@@ -13,11 +13,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.config import Config
 from ds_compress.config.block import Link
+from ds_compress.engine.intercept import PointToPoint
+from ds_compress.engine.stage import Stage
+from ds_compress.engine.wiring import wire
 from ds_compress.message.channel import Boundary
-from ds_compress.pipeline.depth import Ahead
-from ds_compress.pipeline.intercept import PointToPoint
-from ds_compress.pipeline.stage import Stage
-from ds_compress.pipeline.wiring import wire
+from ds_compress.runtime.depth import Ahead
 from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, build, ds_config
 

@@ -10,8 +10,8 @@ from deepspeed import comm as dist
 from deepspeed.pipe import LayerSpec
 
 import ds_compress  # noqa: F401  (hooks the engine)
+from ds_compress.engine.stage import Instruction
 from ds_compress.errors import CompressionError
-from ds_compress.pipeline.stage import Instruction
 from ds_compress.transport import p2p
 from ds_compress.transport.p2p import EagerReceiver, EagerSender, Receiver, Sender, channel_groups
 from tests.support.dist import run_ranks

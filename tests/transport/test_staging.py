@@ -9,8 +9,8 @@ import torch
 from deepspeed.runtime.pipe import p2p
 from torch import distributed as dist
 
+from ds_compress.engine import attach
 from ds_compress.errors import CompressionError
-from ds_compress.pipeline import attach
 from ds_compress.transport import staging
 from ds_compress.transport.p2p import (
     EagerReceiver,

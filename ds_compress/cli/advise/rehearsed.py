@@ -1,5 +1,5 @@
-"""The grounds of a choice where a model is here: it is rehearsed in this process (pipeline/rehearsal.py), and
-settings are tried on what crosses between its stages (trials.py)."""
+"""The grounds of a choice where a model is here: it is rehearsed in this process (runtime/profile_model.py),
+and settings are tried on what crosses between its stages (trials.py)."""
 
 import argparse
 import itertools
@@ -25,8 +25,8 @@ from ds_compress.planning.choice import Candidate
 from ds_compress.planning.step_time import Network, Workload
 
 if TYPE_CHECKING:
-    from ds_compress.pipeline.one_process import Stages
-    from ds_compress.pipeline.rehearsal import Batch, Rehearsed
+    from ds_compress.runtime.local_stages import Stages
+    from ds_compress.runtime.profile_model import Batch, Rehearsed
 
 INSTEAD = ("forward_ms", "backward_ms", "held_mb", "codec_gbps")
 """Options that stand in the place of what is measured."""
@@ -83,13 +83,13 @@ class Rehearsal:
         )
 
     def _rehearsed(self) -> "Rehearsed":
-        from ds_compress.pipeline.rehearsal import rehearse
+        from ds_compress.runtime.profile_model import rehearse
 
         stages, loss_fn, batches = self._of_checkpoint() if self._args.model else self._of_script()
         return rehearse(stages, loss_fn, batches, self._args.device)
 
     def _of_checkpoint(self) -> "tuple[Stages, Any, Iterator[Batch]]":
-        from ds_compress.pipeline.one_process import Stages
+        from ds_compress.runtime.local_stages import Stages
 
         try:
             from ds_compress.hf.rehearsed import Checkpoint
@@ -107,7 +107,7 @@ class Rehearsal:
         return stages, checkpoint.loss_fn, checkpoint.batches(sequences, length)
 
     def _of_script(self) -> "tuple[Stages, Any, Iterator[Batch]]":
-        from ds_compress.pipeline.one_process import Stages
+        from ds_compress.runtime.local_stages import Stages
 
         args, dtype = self._args, DTYPES.get(self._args.dtype)
         layers, loss_fn, (inputs, labels) = script.read(args.probe)

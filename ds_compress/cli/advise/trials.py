@@ -21,7 +21,7 @@ from ds_compress.planning.offers import Offer, startable
 from ds_compress.planning.trial import ByMicroBatch, setting, try_out
 
 if TYPE_CHECKING:
-    from ds_compress.pipeline.rehearsal import Rehearsed
+    from ds_compress.runtime.profile_model import Rehearsed
 
 
 class Trials:

@@ -32,7 +32,7 @@ class Budget(Policy):
 
         hysteresis: float = Field(default=0.2, ge=0, lt=1)
         """A stronger rung has to stay under the limit by this part of it, as messages between two decisions
-        differ from the one that was tried (by up to a fifth in tests/pipeline/test_policies_pay.py); with
+        differ from the one that was tried (by up to a fifth in tests/runtime/test_policies_pay.py); with
         `step_bytes`: other rungs have to be better by this part of the total error."""
 
         @field_validator("step_bytes")

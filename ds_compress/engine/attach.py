@@ -1,0 +1,167 @@
+"""How the mixin gets over a live `PipelineEngine`: releases checked, settings agreed on, class changed."""
+
+import functools
+import inspect
+import itertools
+import logging
+import weakref
+from collections import ChainMap
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe import p2p
+from packaging.version import Version
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ds_compress.config import Config
+from ds_compress.engine import cleanup
+from ds_compress.engine.handshake import Notes, agree
+from ds_compress.engine.intercept import PointToPoint
+from ds_compress.engine.mixin import CompressedEngine, steps_per_epoch
+from ds_compress.engine.numerics import relied_on
+from ds_compress.engine.reconfigure import Adoption
+from ds_compress.errors import CompressionError
+from ds_compress.kernels import dispatch
+from ds_compress.monitor.monitor import Monitor
+from ds_compress.runtime.auto import Auto
+from ds_compress.runtime.depth import Ahead
+from ds_compress.runtime.guard import Guard, GuardedEngine
+from ds_compress.runtime.policy import Rungs
+from ds_compress.runtime.replica_check import MirrorCheck
+from ds_compress.runtime.watchdog import Watchdog, WatchedEngine
+from ds_compress.transport import staging
+from ds_compress.version import __version__
+
+MINIMUM_DEEPSPEED = "0.19.3"
+HANDSHAKE_SECONDS = 60.0
+
+_engines = itertools.count()
+
+logger = logging.getLogger("ds_compress")
+
+
+def _mixin(base: type) -> type[CompressedEngine]:
+    """The mixin for engines of class `base`."""
+    if not hasattr(base, "_queue_p2p"):
+        return CompressedEngine
+    # older releases have no DualPipeV to import
+    from ds_compress.engine.dualpipev import CompressedDualPipeV
+
+    return CompressedDualPipeV
+
+
+def _compressed_class(mixin: type[CompressedEngine], base: Any) -> type:
+    """`base` with the mixin and its instruction map."""
+    entries = {instruction: getattr(mixin, name) for instruction, name in mixin._AROUND.items()}
+    stock = base._INSTRUCTION_MAP
+    members = {"_INSTRUCTION_MAP": ChainMap(entries, stock), "_stock": stock}
+    return type(f"Compressed{base.__name__}", (WatchedEngine, GuardedEngine, mixin, base), members)
+
+
+def check_release(base: Any, module: Any) -> None:
+    """Refuse a DeepSpeed whose pipeline engine is not built the way the mixin relies on.
+
+    Args:
+        base: class of the engine.
+        module: `deepspeed.runtime.pipe.engine`.
+
+    Raises:
+        CompressionError: too old, or a seam is missing; names it.
+    """
+    release = f"ds_compress: DeepSpeed {deepspeed.__version__}"
+    if Version(deepspeed.__version__).release < Version(MINIMUM_DEEPSPEED).release:
+        raise CompressionError(f"{release} has another pipeline engine; install {MINIMUM_DEEPSPEED} or newer")
+    for instruction in CompressedEngine._AROUND:
+        body = base._INSTRUCTION_MAP.get(instruction)
+        if body is None or "buffer_id" not in inspect.signature(body).parameters:
+            raise CompressionError(
+                f"{release}: unknown way to run {instruction.__name__}; it is not supported"
+            )
+    for name in ("_exec_schedule", "_send_tensor_meta", "_recv_tensor_meta", "_allocate_or_extend_buffers"):
+        if not callable(getattr(base, name, None)):
+            raise CompressionError(f"{release}: its pipeline engine has no {name}; it is not supported")
+    if not all(callable(getattr(module.p2p, name, None)) for name in ("send", "recv")):
+        raise CompressionError(f"{release}: its p2p has no send and recv; it is not supported")
+
+
+def prepare() -> None:
+    """Before an engine is built: let DeepSpeed's own messages, of shapes and the like, reach a neighbour's
+    GPU.
+
+    Over a backend that cannot send a device's memory DeepSpeed would fail at the first of them. What it has
+    for a torch without send and recv, broadcasts in groups of two, works there.
+    """
+    if staging.is_needed(torch.device(get_accelerator().device_name())):
+        p2p.can_send_recv = lambda: False
+
+
+def attach(engine: Any, module: Any, block: object) -> None:
+    """Put the mixin over `engine` as `block` says; called on every rank when the engine has been built.
+
+    Raises:
+        CompressionError: the same line on every rank: a bad block, or ranks that differ.
+    """
+    base = type(engine)
+    mixin = _mixin(base)
+    agreed: dict[str, Any] | CompressionError
+    try:
+        config = Config(block)
+        boundaries = mixin._check(config, engine.num_stages)
+        check_release(base, module)
+        config.count_epochs(steps_per_epoch(engine))
+        compresses = config.block.enabled and engine.num_stages > 1
+        if compresses:
+            config.prepare()
+        else:
+            config.leave_uncompressed("a pipeline of one stage sends no messages; use two or more")
+        # Triton sums the magnitudes of 1-bit grids in another order than torch: mirrored state would drift
+        kernels = dispatch.kernels(engine.device).__name__.rpartition(".")[2]
+        agreed = {
+            "version": __version__,
+            **config.settings,
+            "kernels": kernels,
+            **relied_on(config, engine.device),
+        }
+    except CompressionError as error:
+        agreed = error
+    agree(_get_default_store(), dist.get_rank(), dist.get_world_size(), agreed, HANDSHAKE_SECONDS)
+    for note in config.notes if engine.global_rank == 0 else ():
+        logger.warning(note)
+    if not compresses:
+        return
+
+    if not isinstance(module.p2p, PointToPoint):
+        module.p2p = PointToPoint(module.p2p)
+    engine.__class__ = _compressed_class(mixin, base)
+    cleanup.free_unused(engine.device)
+    engine._ahead = Auto(config) if config.quality else Ahead(config.block.link)
+    engine._connect(config, module.p2p)
+    watchdog = engine._watchdog = Watchdog(
+        _get_default_store(), dist.get_rank(), dist.get_world_size(), config.block.link.timeout_s
+    )
+    cleanup.free_with(engine, engine._compression.groups, watchdog.close)
+    engine._guard = Guard(config, engine.global_rank, boundaries)
+    engine._adoption = Adoption(config, boundaries)
+    every = config.block.mirror_check if config.mirrors else 0
+    engine._compression_mirrors = MirrorCheck(
+        every, engine._compression, engine._sides(), engine.grid, engine.device
+    )
+    monitor = engine._compression_monitor = Monitor(
+        config,
+        boundaries=boundaries,
+        ranks=engine.num_stages,
+        rank=engine.stage_id,
+        device=engine.device,
+        link=mixin._own_link or config.block.link.mode,
+        total=functools.partial(dist.all_reduce, group=engine.grid.get_pipe_parallel_group()),
+        notes=Notes(
+            _get_default_store(), f"ds_compress/notes/{next(_engines)}/{engine.grid.get_data_parallel_id()}"
+        ),
+        reports=engine.global_rank == 0,
+    )
+    engine._rungs = Rungs(config, engine._adoption, boundaries, engine.device)
+    engine._rungs.start(engine)
+    weakref.finalize(engine, monitor.close)  # when the engine goes, at the latest when Python ends

@@ -1,0 +1,276 @@
+"""What one stage of a pipeline sends and receives: its two boundaries, their links, the instruction in
+progress."""
+
+import enum
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_compress.codec import MessageId
+from ds_compress.config import Config
+from ds_compress.engine.intercept import PointToPoint, ShapeLinks, ShapeMessage
+from ds_compress.message.channel import Boundary, Channel
+from ds_compress.message.endpoint import ReceivingEnd, SendingEnd
+from ds_compress.transport.p2p import Receiver, Sender
+from ds_compress.transport.streams import Lane, Made
+
+
+class Instruction(enum.Enum):
+    """Those of DeepSpeed's instructions that move tensors between stages."""
+
+    SEND_ACTIVATION = enum.auto()
+    RECV_ACTIVATION = enum.auto()
+    SEND_GRAD = enum.auto()
+    RECV_GRAD = enum.auto()
+
+
+FORWARD = (Instruction.SEND_ACTIVATION, Instruction.RECV_ACTIVATION)
+
+
+class Begun(NamedTuple):
+    """What the messages of a schedule, or those sent one by one outside of any, have in common."""
+
+    step: int  # optimizer steps done before
+    training: bool
+    loss_scale: float = 1.0
+    raw_tail: int = 0
+    """How many tensors at the end of a forward message are never compressed: DeepSpeed sends a bool mask in
+    last place, as half precision, so it is float."""
+
+
+class Stage:
+    """All traffic of one stage.
+
+    A forward message is known by its number among those of its boundary and step, which both sides count
+    alike. A backward message has the number of the forward message that it answers: each side remembers which
+    one the engine's buffer held. Buffer ids themselves differ between the sides, and are used again within a
+    step.
+    """
+
+    def __init__(self, config: Config, p2p: PointToPoint, before: Boundary | None, after: Boundary | None):
+        """`before`, `after`: the boundaries to the previous and the next stage, None at the ends of the
+        pipeline."""
+        self.config = config
+        self.before = before
+        self.after = after
+        self._p2p = p2p
+        self._sending: dict[tuple[Instruction, int], SendingEnd] = {}
+        self._receiving: dict[tuple[Instruction, int], ReceivingEnd] = {}
+        self._lanes: dict[int, Lane] = {}  # by boundary
+        self._numbers: dict[tuple[int, int], int] = {}  # of the forward message, by boundary and buffer
+        self._samples: dict[int, Tensor] = {}  # ids, by buffer
+        self._unplaced: deque[Tensor] = deque()  # ids of batches in unknown buffers
+        self.in_schedule = False
+        self.wants_samples = config.sample_ids is not None and before is None
+        self.groups: list[Any] = []  # process groups of its channels
+        self.rests: set[str] = set()  # directions whose second packets have a group of their own
+        self.shape_links: ShapeLinks | None = None  # None: shape messages go DeepSpeed's way
+        self.step = 0
+        self.training = False
+
+    def connect_sender(
+        self,
+        instruction: Instruction,
+        channel: Channel,
+        link: Sender,
+        second: Sender,
+        lane: Lane,
+        phase: int = 0,
+    ) -> None:
+        """Let `instruction` send on `channel` over `link`.
+
+        Args:
+            second: for packets that only some messages have.
+            lane: of the boundary, for both its channels.
+            phase: of DualPipeV, which has each instruction twice.
+        """
+        self._sending[instruction, phase] = SendingEnd(channel, link, second, lane)
+        self._lanes[channel.boundary.number] = lane
+
+    def connect_receiver(
+        self,
+        instruction: Instruction,
+        channel: Channel,
+        link: Receiver,
+        second: Receiver,
+        lane: Lane,
+        phase: int = 0,
+    ) -> None:
+        """Let `instruction` receive on `channel` over `link`; see `connect_sender`. `second`: on a group of
+        its own where receives are posted ahead."""
+        self._receiving[instruction, phase] = ReceivingEnd(channel, link, second, lane)
+        self._lanes[channel.boundary.number] = lane
+
+    @property
+    def boundaries(self) -> list[Boundary]:
+        return [boundary for boundary in (self.before, self.after) if boundary is not None]
+
+    @property
+    def ends(self) -> list[SendingEnd | ReceivingEnd]:
+        return [*self._sending.values(), *self._receiving.values()]
+
+    @property
+    def sending(self) -> list[Channel]:
+        """The channels this stage sends on."""
+        return [end.channel for end in self._sending.values()]
+
+    @contextmanager
+    def running(self, begun: Begun, counts: Mapping[Instruction, int] | None = None) -> Iterator[None]:
+        """Round one schedule of the engine; returns when all packets have left.
+
+        Args:
+            counts: how many messages the schedule receives, where they are to be received ahead.
+        """
+        self._begin(begun)
+        for (instruction, _), receiving in self._receiving.items():
+            receiving.to_announce = (counts or {}).get(instruction, 0)
+        self.in_schedule = True
+        try:
+            yield
+            for end in self._sending.values():
+                end.lane.run(end.drain)
+            if self.shape_links is not None:
+                self.shape_links.drain()
+            for lane in self._lanes.values():
+                lane.join()
+        finally:
+            self.in_schedule = False
+
+    def _begin(self, begun: Begun) -> None:
+        self.step, self.training = begun.step, begun.training
+        self._numbers.clear()
+        self._samples.clear()
+        self._unplaced.clear()
+        for end in self.ends:
+            end.messages = 0
+        for receiving in self._receiving.values():
+            receiving.to_announce = 0
+        for boundary in self.boundaries:
+            boundary.begin_step(begun.loss_scale)
+            boundary.sample_ids.clear()
+        self._set_raw_tail(begun)
+
+    def _set_raw_tail(self, begun: Begun) -> None:
+        for boundary in self.boundaries:
+            boundary.forward.raw_tail = begun.raw_tail
+
+    def outside(self, begun: Begun) -> None:
+        """Before a message that no schedule asked for: programs call the engine's instructions by hand, to
+        sample for example. Those of one step and kind are counted on, as within a schedule."""
+        if (begun.step, begun.training) != (self.step, self.training):
+            self._begin(begun)
+        self._set_raw_tail(begun)  # a program may have said meanwhile that there is a mask
+
+    def in_lane(self, boundary: Boundary, work: Callable[[], Made]) -> Made:
+        """Do `work`, on what `boundary` remembers, where its codecs work, and before anything that follows;
+        returns what it does."""
+        lane = self._lanes[boundary.number]
+        made = lane.run(work)
+        lane.join()
+        return made
+
+    def adopt(self) -> None:
+        """Follow the codecs of `config`, which are others than in the step before."""
+        for boundary in self.boundaries:
+            self.in_lane(boundary, boundary.adopt)
+        for end in self.ends:
+            end.link.renew()
+        self.wants_samples = self.config.sample_ids is not None and self.before is None
+
+    def load(self, batch: Sequence[Any], buffer_id: int | None) -> None:
+        """Take note of the samples in what the data loader returned; called where `wants_samples`.
+
+        Args:
+            buffer_id: that the batch is loaded into; None where nobody knows: then buffers are sent in its
+                order.
+        """
+        source = self.config.sample_ids
+        if source is not None and self.after is not None and self.training:
+            ids = source.of(batch)
+            self.after.prefetch(ids)
+            if buffer_id is None:
+                self._unplaced.append(ids)
+            else:
+                self._samples[buffer_id] = ids
+
+    def announce(self, instruction: Instruction, tensors: Sequence[Tensor]) -> None:
+        """Messages of this schedule will have tensors like `tensors`: let them be received ahead."""
+        end = self._receiving[instruction, 0]
+        if end.to_announce:
+            message = end.channel.message(tensors, end.channel.message_id(self.step, 0, self.training))
+            count, end.to_announce = end.to_announce, 0
+            end.lane.run(lambda: end.link.expect(message.packet.nbytes, count))
+
+    def queue(self, instruction: Instruction, phase: int, tensors: Sequence[Tensor]) -> None:
+        """Queue the receipt of one message with tensors like `tensors`."""
+        end = self._receiving[instruction, phase]
+        message = end.channel.message(tensors, end.channel.message_id(self.step, 0, self.training))
+        end.link.expect(message.packet.nbytes, 1)
+
+    def send(self, instruction: Instruction, buffer_id: int, run: Callable[[], None]) -> None:
+        """Collect what the send instruction `run` sends, and send it as one packet."""
+        if self._p2p.busy:
+            run()
+        else:
+            self.dispatch(instruction, buffer_id, self._p2p.collect(run))
+
+    def dispatch(
+        self, instruction: Instruction, buffer_id: int, tensors: Sequence[Tensor], phase: int = 0
+    ) -> None:
+        """Send `tensors`, those of a buffer, as one packet."""
+        end = self._sending[instruction, phase]
+        message_id = self._next_id(instruction, end, buffer_id)
+        if instruction is Instruction.SEND_ACTIVATION and (buffer_id in self._samples or self._unplaced):
+            ids = self._samples[buffer_id] if buffer_id in self._samples else self._unplaced.popleft()
+            end.channel.boundary.sample_ids[message_id.micro_batch] = ids
+        end.lane.run(functools.partial(end.transmit, tensors, message_id), takes=tensors)
+
+    def receive(
+        self,
+        instruction: Instruction,
+        buffer_id: int,
+        run: Callable[[], None],
+        tensors: Callable[[], Any],
+    ) -> None:
+        """Serve what the receive instruction `run` asks for; `tensors()`: all it will ask for, at its first
+        call."""
+        if self._p2p.busy:
+            run()
+        else:
+            self._p2p.serve(run, functools.partial(self.fetch, instruction, buffer_id, tensors))
+
+    def fetch(
+        self, instruction: Instruction, buffer_id: int, tensors: Callable[[], Any], phase: int = 0
+    ) -> list[Tensor]:
+        """The next message, with tensors like `tensors()`, for a buffer."""
+        wanted = tensors()
+        end = self._receiving[instruction, phase]
+        message_id = self._next_id(instruction, end, buffer_id)
+        message = end.channel.message((wanted,) if torch.is_tensor(wanted) else wanted, message_id)
+        arrived = end.lane.run(functools.partial(end.take, message, message_id), gives=True)
+        if message.ids and self.after:
+            self._samples[buffer_id] = end.channel.boundary.sample_ids[message_id.micro_batch]
+            self.after.prefetch(self._samples[buffer_id])
+        return arrived
+
+    def aside(self, message: ShapeMessage) -> Any:
+        """Context for what an instruction sends beside its message: DeepSpeed's shape messages."""
+        return self._p2p.aside(message)
+
+    def shape_message(self, carrying: tuple[bool, ...] | None = None, written: int = 0) -> ShapeMessage:
+        return ShapeMessage(self.shape_links or self._p2p.module, carrying, written)
+
+    def _next_id(self, instruction: Instruction, end: SendingEnd | ReceivingEnd, buffer_id: int) -> MessageId:
+        number, end.messages = end.messages, end.messages + 1
+        channel = end.channel
+        place = channel.boundary.number, buffer_id
+        if instruction in FORWARD:
+            self._numbers[place] = number
+        else:
+            number = self._numbers.pop(place, number)
+        return MessageId(place[0], channel.direction, self.step, number, self.training)

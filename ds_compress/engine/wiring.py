@@ -1,0 +1,85 @@
+"""The links of a stage: which rank each channel goes to, over which process group."""
+
+from typing import Any
+
+from ds_compress.config import DIRECTIONS
+from ds_compress.engine.intercept import ShapeLinks
+from ds_compress.engine.stage import Instruction, Stage
+from ds_compress.message.channel import Channel
+from ds_compress.transport.p2p import (
+    EagerReceiver,
+    EagerSender,
+    PeerTimeout,
+    Receiver,
+    Sender,
+    channel_groups,
+)
+from ds_compress.transport.staging import receives_hold_device
+from ds_compress.transport.streams import Lane, lane_for
+
+SHAPES, REST = " shapes", " rest"
+
+
+def wire(stage: Stage, engine: Any) -> None:
+    """Connect the channels of `stage` with the neighbours that `engine` has; every rank of the job calls it.
+
+    On an eager link no order between the channels of a rank is left to break: see `channel_groups`.
+    """
+    config = stage.config
+    seconds, depth = config.block.link.timeout_s, engine._ahead.now
+    eager = config.block.link.mode == "eager"
+    rests = [f"{direction}{REST}" for direction in DIRECTIONS if config.has_rest(direction)]
+    # NCCL's receive of a shape would hold the device
+    shapes = [f"forward{SHAPES}"] if engine.dynamic_shape and not receives_hold_device(engine.device) else []
+    groups = channel_groups(engine.num_stages - 1, [*DIRECTIONS, *rests, *shapes], seconds) if eager else {}
+    stage.groups = list(groups.values())
+    stage.rests = {direction for direction in DIRECTIONS if config.has_rest(direction)}
+
+    def link(kind: type[Any], channel: Channel, neighbour: int, use: str = "") -> Any:
+        group = groups.get((channel.boundary.number % 2, f"{channel.direction}{use}"))
+        timeout = PeerTimeout(channel.place, seconds)
+        return kind(engine.grid.stage_to_global(neighbour), engine.device, group, timeout, depth)
+
+    def send(instruction: Instruction, channel: Channel, neighbour: int, lane: Lane) -> None:
+        kind = EagerSender if eager else Sender
+        ends = link(kind, channel, neighbour), link(kind, channel, neighbour, REST)
+        stage.connect_sender(instruction, channel, *ends, lane)
+
+    def receive(instruction: Instruction, channel: Channel, neighbour: int, lane: Lane) -> None:
+        kind = EagerReceiver if eager else Receiver
+        ends = link(kind, channel, neighbour), link(kind, channel, neighbour, REST)
+        stage.connect_receiver(instruction, channel, *ends, lane)
+
+    if eager and shapes:
+        after, before = stage.after, stage.before
+        stage.shape_links = ShapeLinks(
+            link(EagerSender, after.forward, engine.next_stage, SHAPES) if after else None,
+            link(EagerReceiver, before.forward, engine.prev_stage, SHAPES) if before else None,
+        )
+    if stage.before:
+        lane = lane_for(engine.device) if eager else Lane()
+        receive(Instruction.RECV_ACTIVATION, stage.before.forward, engine.prev_stage, lane)
+        send(Instruction.SEND_GRAD, stage.before.backward, engine.prev_stage, lane)
+    if stage.after:
+        lane = lane_for(engine.device) if eager else Lane()
+        send(Instruction.SEND_ACTIVATION, stage.after.forward, engine.next_stage, lane)
+        receive(Instruction.RECV_GRAD, stage.after.backward, engine.next_stage, lane)
+
+
+def wire_rests(stage: Stage, engine: Any) -> None:
+    """Give second packets groups of their own where codecs send them that did not when the stage was wired;
+    every rank of the job calls it.
+    """
+    config = stage.config
+    if config.block.link.mode != "eager":
+        return
+    missing = [d for d in DIRECTIONS if config.has_rest(d) and d not in stage.rests]
+    uses = [f"{direction}{REST}" for direction in missing]
+    groups = channel_groups(engine.num_stages - 1, uses, config.block.link.timeout_s)
+    stage.groups += groups.values()
+    stage.rests.update(missing)
+    for end in stage.ends:
+        link, channel = end.link, end.channel
+        if channel.direction in missing:
+            group = groups[channel.boundary.number % 2, f"{channel.direction}{REST}"]
+            end.second = type(link)(link.peer, link.device, group, link.patience, link.depth)

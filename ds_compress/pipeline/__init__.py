@@ -1,1 +1,0 @@
-"""Where DeepSpeed is entered: its engine gets a mixin, its instructions send and receive packets."""

@@ -1,0 +1,1 @@
+"""What watches training and decides: depth, settings, policy, guard, watchdog, checks, profiling."""

@@ -1,0 +1,145 @@
+"""`"recipe": "auto"`: settings that choose themselves, from what the first steps of training measure.
+
+Two steps at the end of the warm-up, or the second and the third where there is none, are measured as for
+depth "auto"; in the last of them each end of a boundary copies the messages of the first micro-batches, and
+tries out on them what is offered (trial.py). One collective makes all of it known to all ranks, and each
+works out the same choice from it (planning/choice.py): the cheapest predicted step whose messages lose no
+more than the class of quality allows. It holds from the next step on, and goes on with a checkpoint.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+from typing import Any
+
+from ds_compress.config import DIRECTIONS, Config
+from ds_compress.config.quality import LIMITS
+from ds_compress.kernels import native
+from ds_compress.message.clock import clock_for
+from ds_compress.planning.choice import STOCK, Candidate, Setting, best, candidates, rank
+from ds_compress.planning.offers import Offer, startable
+from ds_compress.planning.schedule import is_deepspeeds
+from ds_compress.planning.step_time import Traffic
+from ds_compress.planning.trial import UNKNOWN, Messages, setting, settings, tell
+from ds_compress.runtime.candidate_profile import column, copying, tried
+from ds_compress.runtime.chosen import in_words
+from ds_compress.runtime.cluster_profile import Situation, by_stage, situation
+from ds_compress.runtime.depth import MEASURED, Ahead
+from ds_compress.runtime.measuring import Row, gather
+from ds_compress.runtime.views import StageView
+
+TRIES = 10
+"""How often at most: a gradient that overflowed, or is zero, tells nothing of others."""
+
+UNCOMPRESSED = "none"
+"""The recipe that is taken where no other one pays."""
+
+
+class Auto(Ahead):
+    """The depth of an engine, and until it is chosen the settings of its boundaries."""
+
+    def __init__(self, config: Config):
+        super().__init__(config.block.link)
+        self._config = config
+        assert config.quality is not None
+        self._quality = config.quality
+        self._offers = startable()
+        self._messages: Messages = {}
+        self._given_up = False
+        self._tries = 1
+
+    def _open(self, engine: Any) -> bool:
+        """Whether there is still something to choose; what was chosen is in every checkpoint since."""
+        return not self._given_up and not engine._adoption.adopted
+
+    def _measures(self, engine: Any, pipe_schedule: Any) -> bool:
+        if not self._open(engine):
+            return super()._measures(engine, pipe_schedule)
+        if is_deepspeeds(pipe_schedule):
+            return True
+        self._give_up(engine, f"the time of a step of {type(pipe_schedule).__name__} cannot be predicted")
+        return False
+
+    def _give_up(self, engine: Any, why: str) -> None:
+        self._given_up = True
+        if engine.global_rank == 0:
+            print(f"ds_compress: recipe auto: messages stay as they are: {why}", flush=True)
+
+    def _last_measured(self, engine: Any) -> int:
+        usual = super()._last_measured(engine)
+        if not self._open(engine):
+            return usual
+        # A resumed run chooses when it would have anyway, but not by its first batch
+        least = MEASURED[0] if self._tries == 1 else usual
+        return max(least, max(usual, self._config.warmup_steps) - engine.global_steps)
+
+    def _watching(self, engine: Any, stage: StageView) -> AbstractContextManager[None]:
+        copies = self._open(engine) and self._batches == self._last
+        return copying(stage, self._messages) if copies else nullcontext()
+
+    def _choose(self, engine: Any, stage: StageView, row: Row) -> None:
+        if not self._open(engine):
+            super()._choose(engine, stage, row)
+            return
+        if engine.device.type == "cpu":
+            native.wait()  # how fast they are before they are compiled says nothing
+        clock = clock_for(engine.device)
+        tells = float(tell(self._messages))
+        row |= tried(stage, self._offers, self._messages, clock, engine.global_steps)
+        row["tells"] = tells
+        self._messages = {}
+        rows = gather(row, engine.device)
+        if not all(row["tells"] for row in rows) and self._tries < TRIES:
+            self._tries += 1
+            self.measure_again()
+            return
+        found = situation(rows, engine.micro_batches, self.now, self._link.memory_gb, engine.device)
+        ranked = self._ranked(found, self._settings(rows), engine.dynamic_shape)
+        limits = LIMITS[self._quality]
+        chosen = best(ranked, limits) or next((r for r in ranked if r["recipe"] == UNCOMPRESSED), None)
+        if chosen is None:
+            self._give_up(engine, "no activation and its gradient were seen")
+            return
+        engine._adoption.adopt(engine, _everywhere(chosen["block"], len(found.networks)))
+        self.set(stage, chosen["depth"])
+        if engine.global_rank == 0:
+            print(in_words(ranked, chosen, rows, self._config, engine.global_steps), flush=True)
+
+    def _settings(self, rows: Sequence[Row]) -> list[list[Setting]]:
+        """By boundary, what is offered, as measured at both of its ends; of all that measured the worst."""
+        of = by_stage(rows)
+        return [[_setting(offer, before, after) for offer in self._offers] for before, after in pairwise(of)]
+
+    def _ranked(
+        self, found: Situation, settings: list[list[Setting]], dynamic_shape: bool
+    ) -> list[dict[str, Any]]:
+        """Rows of all candidates within the limits, DeepSpeed's own first."""
+        limits = LIMITS[self._quality]
+        deepens = found.rooms is not None and not dynamic_shape
+        depth = self._link.depth if deepens or not self.auto else 1
+        link = {"eager": True, "depth": depth, "rooms": found.rooms or ()}
+        forward = tuple(Traffic(each.nbytes) for each in found.forward)
+        backward = tuple(Traffic(each.nbytes) for each in found.backward)
+        made = candidates(settings, found.networks, limits, **link)
+        allowed = [candidate for candidate in made if limits.allow(*candidate.errors)]
+        stock = Candidate(STOCK, {}, forward, backward, eager=False)
+        return rank(found.workload, found.networks, [stock, *allowed])
+
+
+def _setting(offer: Offer, before: Sequence[Row], after: Sequence[Row]) -> Setting:
+    """Of a boundary, from the rows of the stages before and after it."""
+
+    def worst(direction: str, what: str) -> float:
+        upstream = [row[column("after", offer, direction, what)] for row in before]
+        return max(upstream + [row[column("before", offer, direction, what)] for row in after])
+
+    return setting(offer, {key: {what: worst(key, what) for what in UNKNOWN} for key in DIRECTIONS})
+
+
+def _everywhere(block: dict[str, Any], boundaries: int) -> dict[str, Any]:
+    """`block` as "boundaries" says it, for each of them."""
+    own = block.get("boundaries", {})
+    return {
+        str(number): settings(Offer("", {**block, **own.get(str(number), {})}, False))
+        for number in range(boundaries)
+    }

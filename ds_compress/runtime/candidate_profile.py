@@ -1,0 +1,79 @@
+"""The offered settings tried out aside on messages of training, at both ends of every boundary.
+
+The activations and gradients of the first micro-batches are copied while they cross uncompressed. After the
+batch each end tries on them what is offered (planning/trial.py). Nothing of that reaches training.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ds_compress.config import DIRECTIONS
+from ds_compress.message.channel import Channel
+from ds_compress.message.clock import HostClock
+from ds_compress.message.endpoint import SendingEnd
+from ds_compress.planning.offers import Offer
+from ds_compress.planning.trial import REPEATS, UNKNOWN, Messages, Tried, try_out
+from ds_compress.runtime.measuring import Row
+from ds_compress.runtime.views import StageView
+
+
+@contextmanager
+def copying(stage: StageView, found: Messages) -> Iterator[None]:
+    """Round a batch: the messages of its first micro-batches are copied into `found`."""
+    for end in stage.ends:
+        if isinstance(end, SendingEnd):
+            end.transmit = partial(_sent, end.transmit, end.channel, found)  # type: ignore[method-assign]
+        else:
+            end.take = partial(_taken, end.take, end.channel, found)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for end in stage.ends:
+            vars(end).pop("transmit" if isinstance(end, SendingEnd) else "take")
+
+
+def _sent(transmit: Any, channel: Channel, found: Messages, tensors: Any, message_id: Any) -> None:
+    _copy(channel, found, tensors, message_id)
+    transmit(tensors, message_id)
+
+
+def _taken(take: Any, channel: Channel, found: Messages, message: Any, message_id: Any) -> list[Tensor]:
+    arrived: list[Tensor] = take(message, message_id)
+    _copy(channel, found, arrived, message_id)
+    return arrived
+
+
+def _copy(channel: Channel, found: Messages, tensors: Sequence[Tensor], message_id: Any) -> None:
+    if message_id.micro_batch < REPEATS:
+        copies = [tensor.detach().clone() for tensor in tensors]
+        found.setdefault((channel.boundary.number, channel.direction), {})[message_id.micro_batch] = copies
+
+
+def column(side: str, offer: Offer, direction: str, what: str) -> str:
+    """Of what `tried` finds; `what`: bytes, encode, decode, error."""
+    return f"{side}: {offer.name}, {direction} {what}"
+
+
+def tried(stage: StageView, offers: Sequence[Offer], messages: Messages, clock: HostClock, step: int) -> Row:
+    """Bytes, seconds and relative errors of `offers` at the boundaries before and after this stage, by
+    `column`; the same columns on every rank. An error that nobody knows is infinite: there is no such
+    boundary, its messages were not copied, or the setting cannot be used.
+
+    Args:
+        step: optimizer steps done, those of the warm-up included.
+    """
+    row: Row = {}
+    for side, boundary in (("before", stage.before), ("after", stage.after)):
+        pair = [messages.get((boundary.number, key), {}) for key in DIRECTIONS] if boundary else []
+        for offer in offers:
+            found: dict[str, Tried] = dict.fromkeys(DIRECTIONS, UNKNOWN)
+            if boundary is not None and all(pair):
+                found = stage.in_lane(boundary, partial(try_out, boundary, offer, pair, clock, step))
+            for direction, own in found.items():
+                for what, value in own.items():
+                    row[column(side, offer, direction, what)] = value
+    return row

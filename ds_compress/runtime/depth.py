@@ -1,0 +1,157 @@
+"""How far the stages of an engine run ahead: `link.depth`, or with "auto" what measurements say.
+
+The first batch of an engine has costs of its own. In the next ones each stage notes how long its passes and
+codecs take and what a micro-batch holds in memory; after the last of them neighbours try their links with a
+few packets. One collective makes all of it known to all ranks, and each works out the same depth from it. It
+holds from the next batch on, and is found anew when the number of micro-batches changes, or after a
+checkpoint was loaded. No depth changes a number that is computed, so what is measured does not get into
+training.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from ds_compress.config.block import Link
+from ds_compress.planning.depth import Choice, choose_depth
+from ds_compress.planning.schedule import DepthSchedule, depth_in_words, is_deepspeeds
+from ds_compress.planning.step_time import Plan
+from ds_compress.runtime.cluster_profile import situation, slowest_link
+from ds_compress.runtime.measuring import Measurement, Row, gather
+from ds_compress.runtime.views import StageView
+from ds_compress.transport.staging import receives_hold_device
+
+MEASURED = (2, 3)
+"""Batches, counted from 1."""
+
+
+class Ahead:
+    """The depth of one engine: of the schedules it runs, and of its links."""
+
+    def __init__(self, link: Link):
+        self.now = 1 if link.depth == "auto" else link.depth
+        self._link = link
+        self._batches = 0
+        self._last = 0  # of the batches to measure
+        self._micro_batches = 0  # of the batches that were counted
+        self._measurement: Measurement | None = None
+        self.measuring: Measurement | None = None  # what times the passes of the batch in progress
+
+    @property
+    def auto(self) -> bool:
+        return self._link.depth == "auto"
+
+    def schedule(self, engine: Any, pipe_schedule: Any) -> Any:
+        """What to run in the place of `pipe_schedule`: a deeper one, if that is DeepSpeed's own."""
+        if self.now == 1 or not _is_ours(engine, pipe_schedule):
+            return pipe_schedule
+        place = pipe_schedule.micro_batches, pipe_schedule.stages, pipe_schedule.stage_id
+        return DepthSchedule(*place, self.now)
+
+    def in_words(self, engine: Any, pipe_schedule: Any) -> str:
+        """What the start-up line adds to the name of the link, by the schedule that it runs."""
+        if not self.auto:
+            return depth_in_words(self.now, pipe_schedule)
+        if engine.dynamic_shape:
+            return f", depth auto, {self.now} because of dynamic_shape"
+        if is_deepspeeds(pipe_schedule) or isinstance(pipe_schedule, DepthSchedule):
+            return f", depth auto, {self.now} until it is measured"
+        return ", depth auto without effect on this schedule"
+
+    @contextmanager
+    def batch(self, engine: Any, stage: StageView, pipe_schedule: Any) -> Iterator[None]:
+        """Round a batch of training that DeepSpeed wants `pipe_schedule` for; on all ranks alike."""
+        if not self._measures(engine, pipe_schedule):
+            yield
+            return
+        if engine.micro_batches != self._micro_batches:
+            self.measure_again()
+            self._micro_batches = engine.micro_batches
+        if not self._batches:
+            self._last = self._last_measured(engine)
+        self._batches += 1
+        first = max(MEASURED[0], self._last - 1)
+        if not first <= self._batches <= self._last:
+            yield
+            return
+        self._measurement = self._measurement or Measurement(engine, stage)
+        self.measuring = self._measurement
+        try:
+            # what is watched in the last one may take memory, which does not matter if there is no other one
+            with self._measurement.batch(self._batches == first), self._watching(engine, stage):
+                yield
+        finally:
+            self.measuring = None
+
+    def after(self, engine: Any, stage: StageView) -> None:
+        """When a batch of training is over; on all ranks alike."""
+        if self._measurement is not None and self._batches == self._last:
+            measurement, self._measurement = self._measurement, None
+            self._choose(engine, stage, measurement.row())
+
+    def measure_again(self) -> None:
+        """Find the depth anew in the next batches; until then it stays as it is."""
+        self._batches, self._measurement = 0, None
+
+    def set(self, stage: StageView, depth: int) -> None:
+        """Let the next batches run at `depth`; between two batches, on all ranks alike."""
+        self.now = depth
+        for end in stage.ends:
+            end.link.keep_up_with(depth)
+            end.second.keep_up_with(depth)
+
+    def _measures(self, engine: Any, pipe_schedule: Any) -> bool:
+        """Whether there is something to find."""
+        return self.auto and not engine.dynamic_shape and _is_ours(engine, pipe_schedule)
+
+    def _last_measured(self, engine: Any) -> int:
+        """Number of the batch, counted from the one that begins; that before it is measured too, unless it is
+        the first."""
+        return MEASURED[-1]
+
+    def _watching(self, engine: Any, stage: StageView) -> AbstractContextManager[None]:
+        """Round a batch that is measured."""
+        return nullcontext()
+
+    def _choose(self, engine: Any, stage: StageView, row: Row) -> None:
+        rows = gather(row, engine.device)
+        choice = decide(rows, engine.micro_batches, self.now, self._link.memory_gb, engine.device)
+        self.set(stage, choice.depth if choice else 1)
+        if engine.global_rank == 0:
+            print(said(choice, rows), flush=True)
+
+
+def _is_ours(engine: Any, pipe_schedule: Any) -> bool:
+    """Whether a deeper schedule may stand in for it."""
+    # A shape message waits until the next stage asks for it, and that stage's device may wait until this one
+    # asks for a gradient (tests/transport/test_posting.py)
+    waits = engine.dynamic_shape and receives_hold_device(engine.device)
+    return is_deepspeeds(pipe_schedule) and not waits
+
+
+def decide(
+    rows: Sequence[Row], micro_batches: int, depth: int, memory_gb: float | None, device: torch.device
+) -> Choice | None:
+    """The depth for what all ranks have measured at `depth`; None where nobody knows what it would take."""
+    found = situation(rows, micro_batches, depth, memory_gb, device)
+    if found.rooms is None:
+        return None
+    plan = Plan(found.forward, found.backward, eager=True)
+    return choose_depth(found.workload, plan, found.networks, found.rooms)
+
+
+def said(choice: Choice | None, rows: Sequence[Row]) -> str:
+    """The line on what was chosen."""
+    if choice is None:
+        return "ds_compress: link depth 1 chosen: what a micro-batch holds in memory cannot be measured here"
+    memory = max(choice.memory) / 1e6
+    step = f"step {choice.step_at_1:.3g} s"
+    if choice.depth > 1:
+        step += f" -> {choice.step:.3g} s as predicted ({choice.gain:.2f} times as fast)"
+    capped = "; deeper would be faster, and needs more memory (link.memory_gb)" if choice.capped else ""
+    return (
+        f"ds_compress: link depth {choice.depth} chosen: {step}; {slowest_link(rows)}; "
+        f"{memory:,.3g} MB for what is under way on a stage{capped}"
+    )

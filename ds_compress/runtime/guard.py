@@ -1,0 +1,243 @@
+"""The guard: what compression costs at present, in the loss of one micro-batch with it and without.
+
+After a training step the last micro-batch of that step passes the pipeline twice more, in evaluation, by
+DeepSpeed's own schedule for it; all micro-batches of the step where that schedule takes no fewer. Nothing
+that training goes on from is touched.
+"""
+
+import contextlib
+import logging
+import math
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from deepspeed import comm as dist
+from torch import Tensor
+
+from ds_compress.config import DIRECTIONS, Config
+from ds_compress.config.policies import Place
+from ds_compress.errors import CompressionError
+from ds_compress.monitor.limits import NOTHING, Judged
+from ds_compress.monitor.metrics import LOSS_COST, label
+from ds_compress.runtime.relax import loosened, loses
+
+FIRST = 25
+"""Steps after the warm-up until the first look: a setting that hurts does so early."""
+
+_LEFT_BY_EVALUATION = ("total_loss", "total_additional_losses", "fwd_outputs", "loss", "_compute_loss")
+"""What a schedule writes on an engine that programs read after a training step."""
+
+Mode = Literal["compressed", "uncompressed"]
+
+logger = logging.getLogger("ds_compress")
+
+
+class Guard:
+    """When to look, the micro-batches to look at, and the verdict; on every rank."""
+
+    def __init__(self, config: Config, rank: int, boundaries: int):
+        """`boundaries`: how many the pipeline has."""
+        self.batches: deque[Any] = deque()  # that the step in progress loaded last, where they are needed
+        self.due = False  # whether there is a look after the step in progress
+        self.replayed: Iterator[Any] | None = None  # of `batches`, while these are what is loaded
+        self._config = config
+        self._options = config.block.guard
+        self._rank = rank
+        self._boundaries = boundaries
+        self._said = False
+        self._loads_itself = False  # the program: there is nothing to look at
+        self.follow()
+
+    def follow(self) -> None:
+        """Go by the codecs that the config has by now."""
+        used = [self._config.codecs(number) for number in range(self._boundaries)]
+        self._loses = any(loses(codec) for each in used for codec in (each.forward, each.backward))
+        # evaluation shows what compression does to activations, if it is anything
+        plain = all(each.feedbacks["forward"].name == "none" for each in used)
+        self._on = plain and any(loses(each.forward) for each in used)
+
+    def begin(self, step: int, count: int = 1) -> None:
+        """Before the training step with number `step`, counted from 1; `count`: micro-batches of a look."""
+        self.due = self._on and not self._loads_itself and self.judges(step)
+        self.batches = deque(maxlen=count)
+
+    @property
+    def acts(self) -> bool:
+        """Whether it does more than to warn."""
+        return self._options.action != "warn"
+
+    def judges(self, step: int) -> bool:
+        """Whether the guard looks at that step."""
+        compressed, every = step - self._config.warmup_steps, self._options.every
+        if not self._loses or every == 0 or compressed <= 0:
+            return False
+        return compressed == FIRST or compressed % every == 0
+
+    def look(self, engine: Any) -> None:
+        """After a training step; every rank calls it.
+
+        Raises:
+            CompressionError: compression costs more than is allowed, and "action" is "stop".
+        """
+        self.due = False
+        loads = engine.is_first_stage() or engine.is_last_stage()
+        ready = float(len(self.batches) == self.batches.maxlen or not loads)
+        known = torch.tensor(ready, dtype=torch.float32, device=engine.device)
+        dist.all_reduce(known, op=dist.ReduceOp.MIN)
+        if not known.item():
+            self._loads_itself = True
+            if self._rank == 0:
+                logger.info("ds_compress: the guard is off: this program loads its micro-batches by itself")
+            return
+        losses = torch.stack([self._loss(engine, "compressed"), self._loss(engine, "uncompressed")])
+        self.batches.clear()
+        last = [float(engine.is_last_stage())]
+        sums = torch.cat([losses, torch.tensor(last, dtype=torch.float32, device=engine.device)])
+        dist.all_reduce(sums)
+        compressed, plain = (sums[:2] / sums[2]).tolist()
+        if not math.isfinite(plain):  # or no number at all
+            return
+        if self._rank == 0 and engine.monitor.enabled:
+            engine.monitor.write_events([(label(LOSS_COST), compressed - plain, engine.global_samples)])
+        self._judge(engine, compressed, plain)
+
+    def _loss(self, engine: Any, mode: Mode) -> Tensor:
+        """[], fp32: mean of the micro-batches, on the last stage; 0 on the others, nan where it is none."""
+        count = self.batches.maxlen
+        with aside(engine, self._config, mode):
+            self.replayed = iter(self.batches)
+            try:
+                engine._exec_schedule(engine._inference_schedule(count))
+            finally:
+                self.replayed = None
+            if not engine.is_last_stage():
+                return torch.zeros((), dtype=torch.float32, device=engine.device)
+            losses = [loss for loss in engine.fwd_outputs if torch.is_tensor(loss) and loss.numel() == 1]
+            if len(losses) != count:
+                return torch.full((), math.nan, dtype=torch.float32, device=engine.device)
+            return torch.stack([loss.detach().float().reshape(()) for loss in losses]).mean()
+
+    def _judge(self, engine: Any, compressed: float, plain: float) -> None:
+        cost, most = compressed - plain, self._options.loss * abs(plain)
+        if -most <= cost <= most:
+            return
+        codecs = dict.fromkeys(str(self._config.codecs(number).forward) for number in range(self._boundaries))
+        meaning = "the model has come to need it" if cost < 0 else "it hurts"
+        advice = ": use more bits or a higher density, or another codec"
+        advice = advice if self._options.action != "loosen" or cost < 0 else ""
+        share = f"{cost / abs(plain):+.0%}" if plain else "all of it"
+        line = (
+            f"ds_compress: guard: after step {engine.global_steps} a loss of {plain:.4g} is {compressed:.4g} "
+            f"with compression ({share}; ds_compress.guard.loss: {self._options.loss:.0%}): {meaning}; "
+            f"forward {', '.join(codecs)}{advice}"
+        )
+        if self._options.action == "stop":
+            raise CompressionError(line)
+        if self._options.action == "loosen" and cost > 0:
+            self._loosen(engine, [(number, "forward") for number in range(self._boundaries)], line)
+        elif self._rank == 0 and not self._said:
+            logger.warning(line)
+            self._said = True
+
+    def look_at_limits(self, engine: Any) -> None:
+        """After a training step that it judges; every rank calls it. Where messages are beyond a limit in any
+        replica, milder settings follow, or the end.
+
+        Raises:
+            CompressionError: "action" is "stop".
+        """
+        known = engine._compression_monitor.judged()
+        places = [(number, direction) for number in range(self._boundaries) for direction in DIRECTIONS]
+        rows = [known.get(place, NOTHING) for place in places]
+        most = torch.tensor(rows, dtype=torch.float64, device=engine.device)
+        # of a message that is not finite, or that its sender cannot decode, nothing is known
+        most = torch.where(most.isnan(), most.new_tensor(NOTHING), most)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        over: dict[Place, str] = {}
+        for place, row in zip(places, most.tolist()):
+            excess = Judged(*row).exceeded(self._options)
+            words = [each.words for each in excess if self._acts_at(each.limit)]
+            if words:
+                over[place] = f"boundary {place[0]}, {place[1]}: {', '.join(words)}"
+        if not over:
+            return
+        line = f"ds_compress: guard: after step {engine.global_steps} {'; '.join(over.values())}"
+        if self._options.action == "stop":
+            raise CompressionError(line)
+        self._loosen(engine, list(over), line)
+
+    def _acts_at(self, limit: str) -> bool:
+        """Not to end a run at a limit that nobody has set, and not to loosen where that mends nothing."""
+        if self._options.action == "stop":
+            return limit in self._options.model_fields_set
+        return limit != "nonfinite"
+
+    def _loosen(self, engine: Any, places: Sequence[Place], line: str) -> None:
+        adoption = engine._adoption
+        changes = loosened(self._config, adoption.adopted, places)
+        adoption.adopt(engine, changes)
+        now = ", ".join(
+            f"boundary {number} {direction} {getattr(self._config.codecs(int(number)), direction)}"
+            for number, directions in changes.items()
+            for direction in directions
+        )
+        if self._rank == 0:
+            logger.warning(f"{line}; milder from the next step on: {now}")
+
+
+class GuardedEngine:
+    """The part of the engine's mixin that the guard is fed by."""
+
+    _guard: Guard
+
+    def train_batch(self, *args, **kwargs):
+        self._guard.begin(self.global_steps + 1, self.evaluated_at_least())
+        loss = super().train_batch(*args, **kwargs)
+        if self._guard.acts and self._guard.judges(self.global_steps):
+            self._guard.look_at_limits(self)
+        if self._guard.due:
+            self._guard.look(self)
+        return loss
+
+    def _next_batch(self):
+        if self._guard.replayed is not None:
+            return next(self._guard.replayed)
+        batch = super()._next_batch()
+        if self._guard.due and batch is not None:
+            self._guard.batches.append(batch)
+        return batch
+
+
+@contextlib.contextmanager
+def aside(engine: Any, config: Config, mode: Mode) -> Iterator[None]:
+    """Evaluate inside with compression or without, and leave the engine as it was."""
+    module = engine.module
+    modes = [(part, part.training) for part in module.modules()]
+    held = {name: getattr(engine, name) for name in _LEFT_BY_EVALUATION if hasattr(engine, name)}
+    passes = module.micro_offset  # DeepSpeed seeds the layers of a pass by its number, if it is told to
+    phase = getattr(module, "active_phase", None)  # of DualPipeV
+    devices = [engine.device] if engine.device.type == "cuda" else []
+    python, numpy = random.getstate(), np.random.get_state()
+    config.eval, before = mode, config.eval
+    try:
+        with torch.random.fork_rng(devices), torch.no_grad():
+            # not by `train()`: modules may do more in it, such as merging adapters, than flags can take back
+            for part, _ in modes:
+                part.training = False
+            engine._compute_loss, engine.total_loss, engine.total_additional_losses = True, None, None
+            yield
+    finally:
+        config.eval = before
+        random.setstate(python)
+        np.random.set_state(numpy)
+        module.micro_offset = passes
+        if phase is not None:
+            module.activate_phase(phase)
+        for part, training in modes:
+            part.training = training
+        for name, value in held.items():
+            setattr(engine, name, value)

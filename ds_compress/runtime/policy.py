@@ -1,0 +1,126 @@
+"""The policy of one engine: when it decides, from what, and what follows.
+
+Every rank decides for all boundaries, from numbers that one collective makes known to all, in steps where
+the policy may change something; other steps cost no collective and no wait. What is decided holds from the
+next step on (adoption.py).
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from ds_compress.codec import Codec
+from ds_compress.config import DIRECTIONS, KEY, Config
+from ds_compress.config.policies import Now, Place, ladders
+from ds_compress.config.policies.base import in_words
+from ds_compress.config.recipes import with_changes
+from ds_compress.errors import CompressionError
+from ds_compress.runtime.signals import Signals
+
+
+class Rungs:
+    """Where every direction of a boundary stands, and how it came there."""
+
+    def __init__(self, config: Config, adoption: Any, boundaries: int, device: Any):
+        """`boundaries`: how many the pipeline has.
+
+        Raises:
+            CompressionError: none of them has a ladder.
+        """
+        self._config = config
+        self._policy = config.policy
+        self._adoption = adoption
+        # as the block was written: what is adopted later gives boundaries codecs of their own
+        found = {number: ladders(config, number) for number in range(boundaries)}
+        self._ladders = {(n, d): ladder for n, own in found.items() for d, ladder in own.items()}
+        if config.changes and not self._ladders:
+            raise CompressionError(
+                f"{KEY}.policy: no boundary of this pipeline has a codec with the options of its ladder; "
+                "give them to forward or backward, or use 'constant'"
+            )
+        self._heights = {place: len(ladder) for place, ladder in self._ladders.items()}
+        self._signals = Signals(boundaries, max(self._heights.values(), default=0), device)
+        self.rungs: dict[Place, int] = {}
+        self._state: dict[str, Any] = {}  # of the policy
+
+    def start(self, engine: Any) -> None:
+        """Before the first step, or where nothing can be resumed; every rank calls it."""
+        self.rungs, self._state = {}, {}
+        self._signals.resume({})
+        if not self._config.changes:
+            return
+        self._stand(engine, dict.fromkeys(self._ladders, 0))
+        if self._policy.norms:
+            self._signals.note_norms(engine._compression)
+        if not self._policy.measures:
+            self._decide(engine)
+
+    def begin(self, engine: Any) -> None:
+        """Before a training step."""
+        if not self._policy.errors:
+            return
+        if self._policy.due(self._compressed(engine) + 1):
+            trials = {place: self._trials(place) for place in self._ladders}
+            self._signals.try_rungs(engine._compression, trials, engine.micro_batches - 1)
+        else:  # of a step that was interrupted
+            self._signals.stop(engine._compression)
+
+    def after(self, engine: Any) -> None:
+        """After a training step, with nothing under way; every rank calls it."""
+        if self._policy.due(self._compressed(engine)) and self._decide(engine) and engine.global_rank == 0:
+            print(self._in_words(engine.global_steps + 1), flush=True)
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, as JSON types: the same on every rank."""
+        return {"rungs": [[*place, rung] for place, rung in self.rungs.items()], "state": self._state}
+
+    def noted(self) -> dict[str, list[float]]:
+        """For a checkpoint: what this rank alone knows."""
+        return self._signals.state()
+
+    def resume(self, state: Mapping[str, Any], noted: Mapping[str, list[float]]) -> None:
+        """Go on as `state` and `noted` say, of a checkpoint whose settings have been adopted."""
+        self.rungs = {(number, direction): rung for number, direction, rung in state["rungs"]}
+        self._state = copy.deepcopy(state["state"])
+        self._signals.resume(noted)
+
+    def _decide(self, engine: Any) -> bool:
+        """Whether anything becomes another."""
+        lr, signals = 0.0, None
+        if self._policy.measures:
+            largest = max(map(float, engine.get_lr()), default=0.0)
+            lr, signals = self._signals.gather(largest, self._heights, engine.micro_batches)
+        step, samples = self._compressed(engine), engine.global_samples
+        now = Now(step, samples, self.rungs, self._heights, lr, signals)
+        return self._stand(engine, self._policy.decide(now, self._state))
+
+    def _stand(self, engine: Any, rungs: Mapping[Place, int]) -> bool:
+        changed = {place: rung for place, rung in rungs.items() if rung != self.rungs.get(place)}
+        self.rungs = {**self.rungs, **changed}
+        return bool(changed) and self._adoption.adopt(engine, self._boundaries(changed))
+
+    def _boundaries(self, rungs: Mapping[Place, int]) -> dict[str, Any]:
+        """As a block has them."""
+        found: dict[str, Any] = {}
+        for (number, direction), rung in rungs.items():
+            codec = self._ladders[number, direction][rung]
+            found.setdefault(str(number), {})[direction] = {"codec": codec}
+        return found
+
+    def _trials(self, place: Place) -> list[Codec]:
+        """The codecs of a place by rung, while the other direction stays where it is."""
+        found = []
+        for rung in range(self._heights.get(place, 0)):
+            boundaries = with_changes(self._adoption.adopted, self._boundaries({place: rung}))
+            codecs = self._config.changed({"boundaries": boundaries}).codecs(place[0])
+            found.append(getattr(codecs, place[1]))
+        return found
+
+    def _in_words(self, step: int) -> str:
+        options = {direction: self._policy.options.rungs(direction) for direction in DIRECTIONS}
+        at = [f"boundary {n} {d} {in_words(options[d][rung])}" for (n, d), rung in sorted(self.rungs.items())]
+        return f"ds_compress: policy {self._policy.name}: from step {step} on: {'; '.join(at)}"
+
+    def _compressed(self, engine: Any) -> int:
+        """Steps done since the warm-up."""
+        return int(engine.global_steps) - self._config.warmup_steps

@@ -1,0 +1,82 @@
+"""Whether both sides of each boundary still hold the same where they have to: EF21, AQ-SGD.
+
+Both sides make this state for themselves, from the same packets. A bit that flips in memory, or a processor
+that rounds otherwise, drives them apart for good, and nothing else would show it.
+"""
+
+import functools
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+
+from ds_compress.checkpoint.search import MOST_SIDES, Side
+from ds_compress.config import DIRECTIONS
+from ds_compress.feedback.digest import window_digest
+from ds_compress.runtime.views import StageView
+
+log = logging.getLogger("ds_compress")
+
+
+class MirrorCheck:
+    """Compares hashes every so many steps; what differs is forgotten on both sides."""
+
+    def __init__(self, every: int, stage: StageView, sides: Sequence[Side], grid: Any, device: torch.device):
+        """`every`: steps, 0 for never; `sides`: those of this rank; `grid`: DeepSpeed's, of this engine."""
+        self.every = every
+        self._stage = stage
+        self._sides = sides
+        self._device = device
+        self._group = grid.get_model_parallel_group()  # all stages and tensor-parallel ranks of a replica
+        self._replica = grid.get_data_parallel_id()
+        self._tensor_parallel = grid.get_slice_parallel_rank()
+
+    def after(self, step: int) -> None:
+        """Called on every rank when `step` optimizer steps are done and nothing is under way."""
+        if not self.every or step % self.every:
+            return
+        rows = torch.full((MOST_SIDES * len(DIRECTIONS), 4), -1, dtype=torch.int64, device="cpu")
+        places = [(side, number) for side in self._sides for number in range(len(DIRECTIONS))]
+        for row, (side, number) in zip(rows, places):
+            digest = self._stage.in_lane(
+                side.boundary,
+                functools.partial(
+                    window_digest, side.boundary.memory, DIRECTIONS[number], step // self.every
+                ),
+            )
+            numbers = [side.boundary.number, number, self._tensor_parallel, digest]
+            row.copy_(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
+        rows = rows.to(self._device)
+        everywhere = [torch.empty_like(rows) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(everywhere, rows, group=self._group)
+        apart = _apart(row for each in everywhere for row in each.tolist())
+        for side, number in places:
+            if (side.boundary.number, number) in apart:
+                self._start_anew(side, DIRECTIONS[number], step)
+
+    def _start_anew(self, side: Side, direction: str, step: int) -> None:
+        forget = functools.partial(side.boundary.forget_mirrored, direction)
+        self._stage.in_lane(side.boundary, forget)
+        if side.name == "upstream" and self._tensor_parallel == 0:
+            log.warning(
+                "boundary %d, %s: both sides no longer hold the same after step %d, so both start from zero "
+                "[replica %d]; they compute differently, or memory fails",
+                side.boundary.number,
+                direction,
+                step,
+                self._replica,
+            )
+
+
+def _apart(rows: Iterable[list[int]]) -> set[tuple[int, int]]:
+    """(boundary, number of the direction) where two sides have other hashes, from all ranks' rows of
+    (boundary, direction, tensor-parallel rank, hash).
+
+    One tensor-parallel rank is enough: all send the same bytes, so all have to forget.
+    """
+    found: dict[tuple[int, int, int], set[int]] = {}
+    for boundary, direction, rank, digest in rows:
+        found.setdefault((boundary, direction, rank), set()).add(digest)
+    return {place[:2] for place, digests in found.items() if place[0] >= 0 and len(digests) > 1}

@@ -1,0 +1,136 @@
+"""What policies decide from, noted where messages are sent and made known to all ranks by one collective.
+
+Nothing here waits for a device before the decision is due.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from deepspeed import comm as dist
+from torch import Tensor
+
+from ds_compress.codec import Codec, MessageId
+from ds_compress.config import DIRECTIONS
+from ds_compress.config.policies import Place, Signal
+from ds_compress.message.channel import Channel
+from ds_compress.message.endpoint import SendingEnd
+from ds_compress.message.meters import error_and_cosine, largest, norms
+from ds_compress.runtime.views import StageView
+
+Watch = Callable[[Channel, Sequence[Tensor], MessageId], None]
+
+Trials = Mapping[Place, Sequence[Codec]]
+"""The codecs, by rung, that a message of a place is tried with."""
+
+
+class Signals:
+    """Notes of one rank."""
+
+    def __init__(self, boundaries: int, rungs: int, device: torch.device):
+        """`rungs`: of the highest ladder."""
+        self._boundaries = boundaries
+        self._rungs = rungs
+        self._device = device
+        self._norms: dict[int, Tensor] = {}  # by boundary: sum of finite norms, and how many they are
+        self._losses: dict[Place, list[tuple[Tensor, int]]] = {}  # by rung: three norms, bytes
+        self._note: Watch | None = None  # of the norms
+
+    def note_norms(self, stage: StageView) -> None:
+        """From now on, note the norms of gradient messages of training after the warm-up."""
+
+        def watch(channel: Channel, tensors: Sequence[Tensor], message_id: MessageId) -> None:
+            if not message_id.training or message_id.step < stage.config.warmup_steps:
+                return
+            floats = [tensor for tensor in tensors if tensor.dtype.is_floating_point]
+            found = torch.stack(
+                [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32) for tensor in floats]
+            )
+            norm = torch.linalg.vector_norm(found).double() / channel.boundary.loss_scale
+            finite = norm.isfinite()
+            noted = torch.stack([torch.where(finite, norm, 0.0), finite.double()])
+            before = self._norms.get(message_id.boundary)
+            self._norms[message_id.boundary] = noted if before is None else before + noted
+
+        self._note = watch
+        self.stop(stage)
+
+    def try_rungs(self, stage: StageView, trials: Trials, micro_batch: int) -> None:
+        """Until `stop`, try the rungs on the messages of a micro-batch."""
+        self._losses = {}
+
+        def watch(channel: Channel, tensors: Sequence[Tensor], message_id: MessageId) -> None:
+            place = message_id.boundary, message_id.direction
+            if self._note and place[1] == "backward":
+                self._note(channel, tensors, message_id)
+            if not message_id.training or message_id.micro_batch != micro_batch:
+                return
+            scale = largest(tensors)
+            for codec in trials.get(place, ()):
+                trial = channel.trial(codec)
+                receiver = trial.listener()  # as the other side has it before the message
+                packet, rest, message = trial.encode(tensors, message_id)
+                message.headers_left = 0  # looking at one would wait for the device
+                decoded = receiver.decode(packet, message, message_id, functools.partial(_given, rest))
+                nbytes = packet.numel() + (rest.numel() if rest is not None else 0)
+                self._losses.setdefault(place, []).append((norms(tensors, decoded, scale), nbytes))
+
+        for end in stage.ends:
+            if isinstance(end, SendingEnd):
+                end.watch = watch
+
+    def stop(self, stage: StageView) -> None:
+        """Try nothing more."""
+        for end in stage.ends:
+            if isinstance(end, SendingEnd):
+                end.watch = self._note if end.channel.direction == "backward" else None
+
+    def state(self) -> dict[str, list[float]]:
+        """For a checkpoint: what this rank has noted since the last decision. It waits for the device."""
+        return {str(number): noted.tolist() for number, noted in self._norms.items()}
+
+    def resume(self, state: Mapping[str, list[float]]) -> None:
+        self._norms = {
+            int(number): torch.tensor(noted, dtype=torch.float64, device=self._device)
+            for number, noted in state.items()
+        }
+
+    def gather(
+        self, lr: float, heights: Mapping[Place, int], micro_batches: int
+    ) -> tuple[float, dict[Place, Signal]]:
+        """Rank 0's `lr`, and the signals of the places that have `heights`, the same on every rank; the notes
+        begin anew."""
+        size = self._boundaries, len(DIRECTIONS), 2 + 2 * self._rungs
+        table = torch.zeros(size, dtype=torch.float64, device="cpu")
+        for number, noted in self._norms.items():
+            table[number, :, :2] = noted.cpu()
+        for (number, direction), losses in self._losses.items():
+            row = table[number, DIRECTIONS.index(direction), 2:]
+            for rung, (found, nbytes) in enumerate(losses):
+                row[rung] = error_and_cosine(*found.tolist())[0]
+                row[self._rungs + rung] = nbytes * micro_batches
+        self._norms, self._losses = {}, {}
+        mine = torch.cat([torch.tensor([lr], dtype=torch.float64, device="cpu"), table.flatten()]).to(
+            self._device
+        )
+        everywhere = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everywhere, mine)
+        tables = [each[1:].cpu().view_as(table).tolist() for each in everywhere]
+        return everywhere[0][0].item(), {
+            place: self._signal([each[place[0]][DIRECTIONS.index(place[1])] for each in tables], height)
+            for place, height in heights.items()
+        }
+
+    def _signal(self, rows: Sequence[Sequence[float]], height: int) -> Signal:
+        """Of what all ranks say of a place; those that do not send there say zeros."""
+        total, count = (math.fsum(row[column] for row in rows) for column in (0, 1))
+        columns = [[row[2 + rung] for row in rows] for rung in range(height)]
+        errors = tuple(math.nan if any(map(math.isnan, column)) else max(column) for column in columns)
+        sizes = tuple(max(row[2 + self._rungs + rung] for row in rows) for rung in range(height))
+        return Signal(total / count if count else math.nan, errors, sizes)
+
+
+def _given(rest: Tensor | None, nbytes: int) -> Tensor | None:
+    """A second packet, which is there already."""
+    return rest

@@ -1,0 +1,131 @@
+"""Engines that come and go: their process groups, file descriptors and threads go with them."""
+
+import contextlib
+import gc
+import io
+import itertools
+import os
+import threading
+
+import pytest
+from torch import distributed as dist
+from torch.distributed import distributed_c10d
+
+import ds_compress  # noqa: F401  (hooks the engine)
+from ds_compress.engine import attach, cleanup
+from ds_compress.errors import CompressionError
+from tests.support.dist import run_ranks
+from tests.support.pipeline import batches, build, ds_config, layers
+from tests.support.streams import install
+
+ENGINES = 3
+STAGES = 3
+LOSSLESS = {"codec": {"name": "lossless"}}
+BLOCKS = {
+    "blocking": {"link": {"mode": "blocking"}},
+    "eager": {"link": {"mode": "eager"}},
+    "second packets": {"forward": LOSSLESS, "backward": LOSSLESS},
+    "samples on disk": {
+        "forward": {"codec": "bf16", "feedback": {"name": "aqsgd", "offload": {"device": "nvme"}}}
+    },
+}
+
+
+def held():
+    """Open files, threads of the process, and those of them that are Python's."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), threading.active_count()
+
+
+def collect():
+    """Free what is not used; returns when threads that end have ended."""
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name.startswith("ds_compress"):
+            thread.join(60)
+
+
+def growth(block, drop):
+    """What each engine after the second left behind: files, threads, Python's threads."""
+    counts, engine = [], None
+    for _ in range(ENGINES):
+        with contextlib.redirect_stdout(io.StringIO()):
+            engine = build(STAGES, ds_config({"min_numel": 0, **block} if block else None), layers(STAGES))
+            data = batches()
+            for _ in range(2):
+                engine.train_batch(data)
+            engine.eval_batch(data)
+            if drop:
+                del engine
+                collect()
+        counts.append(held())
+    return [[after - before for before, after in zip(*pair)] for pair in itertools.pairwise(counts[1:])]
+
+
+def growths(drop, staged):
+    if staged:
+        install(staged=True)
+        attach.prepare()  # as for an engine with the key: DeepSpeed makes groups of its own then
+    stock = growth(None, drop)
+    return stock, {name: growth(block, drop) for name, block in BLOCKS.items()}
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
+@pytest.mark.parametrize("drop", [True, False], ids=["dropped", "replaced"])
+def test_nothing_is_left_of_an_engine(drop, staged):
+    """Once every engine left its channels' process groups behind: 10 files and 6 threads with two stages."""
+    for stock, ours in run_ranks(STAGES, growths, drop, staged, timeout=240):
+        for name, grown in ours.items():
+            files, threads, python_threads = zip(*grown)
+            stock_files, stock_threads, stock_python_threads = zip(*stock)
+            assert files == stock_files, name
+            # one that has ended is counted for a moment
+            assert sum(threads) < sum(stock_threads) + 2, name
+            assert sum(python_threads) <= sum(stock_python_threads), name
+
+
+def after_an_interruption():
+    """The loss of an engine that follows one whose step failed."""
+    engine, data = build(STAGES, ds_config({}), layers(STAGES)), batches()
+    engine.train_batch(data)
+
+    def fail(*_):
+        raise ValueError("a mistake in the model")
+
+    engine.module.forward_funcs[0].register_forward_pre_hook(fail)
+    with contextlib.suppress(ValueError, CompressionError):
+        engine.train_batch(data)
+    del engine
+    gc.collect()
+    return build(STAGES, ds_config({}), layers(STAGES)).train_batch(batches()).item()
+
+
+def test_what_was_posted_for_packets_that_never_came_holds_nothing_up():
+    assert len(set(run_ranks(STAGES, after_an_interruption))) == 1
+
+
+def freed_together():
+    """Groups of ours after each engine, where it takes both ranks to free one; rank 1 keeps one too long."""
+    cleanup.FREED_ALONE = ()
+    stock, counts = 0, []
+    for number in range(4):
+        before = len(distributed_c10d._world.pg_map)
+        engine = build(STAGES, ds_config({} if number else None), layers(STAGES))
+        if number == 0:
+            stock = len(distributed_c10d._world.pg_map) - before
+        counts.append(len(distributed_c10d._world.pg_map) - before - stock)
+        kept = [engine] if number == 1 and dist.get_rank() == 1 else []
+        del engine
+        gc.collect()
+    del kept
+    return counts
+
+
+def test_groups_that_need_both_ranks_are_freed_when_all_have_dropped_the_engine():
+    """Engine 1 is still used on rank 1 when engine 2 is built: its groups go when engine 3 is."""
+    for counts in run_ranks(STAGES, freed_together):
+        assert counts == [
+            0,
+            4,
+            4,
+            -4,
+        ]  # a group of all ranks for each direction, of even boundaries and of odd

@@ -1,0 +1,292 @@
+"""DualPipeV: two stages a rank, two boundaries between neighbours, in opposite directions."""
+
+import contextlib
+import io
+from types import SimpleNamespace
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+
+import ds_compress  # noqa: F401  (hooks the engine)
+from ds_compress.config import Config
+from ds_compress.engine.subspace import SubspacePipeline
+from ds_compress.errors import CompressionError
+from tests.support.dist import run_ranks
+from tests.support.pipeline import batches, ds_config, layers, loss_fn, weights
+from tests.support.simulated import evaluate, simulated, train_step
+
+dualpipev = pytest.importorskip("deepspeed.runtime.pipe.dualpipev", reason="this DeepSpeed has no DualPipeV")
+
+MICRO_BATCHES = 8
+TOPK = {
+    "forward": {"codec": {"name": "topk", "density": 0.2}},
+    "backward": {"codec": {"name": "topk", "indices": "reuse"}},
+    "min_numel": 0,
+}
+QUANTIZE = {
+    "forward": {"codec": {"name": "quantize", "bits": 4}},
+    "backward": {"codec": {"name": "quantize", "rounding": "stochastic"}},
+    "boundaries": {"1": {"forward": {"codec": "bf16"}}},
+    "min_numel": 0,
+}
+
+
+def config(block=None, **changes):
+    return ds_config(
+        block, gradient_accumulation_steps=MICRO_BATCHES, train_batch_size=4 * MICRO_BATCHES, **changes
+    )
+
+
+def build(ranks, block, **changes):
+    torch.manual_seed(1)
+    module = dualpipev.DualPipeVModule(
+        layers(4 * ranks),
+        topology=PipeDataParallelTopology(num_pp=ranks, num_dp=1),
+        loss_fn=loss_fn,
+        partition_method="uniform",
+        seed_layers=True,
+    )
+    parameters = list(module.parameters())
+    engine, *_ = deepspeed.initialize(
+        model=module, config=config(block, **changes), model_parameters=parameters
+    )
+    return engine
+
+
+def train(ranks, blocks):
+    """For each block: class of the engine, losses, an evaluation after each step, weights, what was sent."""
+    results = []
+    for block in blocks:
+        handed_over = count_packets()
+        engine = build(ranks, block)
+        data, held_out = batches(), batches(replica=7)
+        losses = [(engine.train_batch(data).item(), engine.eval_batch(held_out).item()) for _ in range(4)]
+        sent = (
+            {
+                (channel.boundary.number, channel.direction): channel.sent.wire_bytes
+                for channel in engine._compression.sending
+            }
+            if block is not None
+            else {}
+        )
+        results.append((type(engine).__name__, losses, weights(engine), sent, sum(handed_over)))
+    return results
+
+
+def count_packets():
+    """Sizes of the uint8 tensors that are given to torch from now on to be sent."""
+    sizes, original = [], torch.distributed.batch_isend_irecv
+
+    def counting(operations):
+        sent = [operation.tensor for operation in operations if operation.op is torch.distributed.isend]
+        sizes.extend(tensor.numel() for tensor in sent if tensor.dtype == torch.uint8)
+        return original(operations)
+
+    torch.distributed.batch_isend_irecv = counting
+    return sizes
+
+
+def train_simulated(ranks, block):
+    """Losses of the same model in one process; nothing crosses at the turn-around between its two halves."""
+    cuts = [2 * cut for cut in range(1, 2 * ranks) if cut != ranks]
+    model = simulated(layers(4 * ranks), config(block), cuts)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    data, held_out = batches(), batches(replica=7)
+    count = {"micro_batches": MICRO_BATCHES}
+    return [
+        (train_step(model, optimizer, data, **count), evaluate(model, held_out, **count)) for _ in range(4)
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_none_equals_stock_and_compressed_equals_simulate(ranks):
+    everything = run_ranks(ranks, train, ranks, [None, {"min_numel": 0}, TOPK, QUANTIZE])
+    for stock, none, *_ in everything:
+        assert (stock[0], none[0]) == ("DualPipeVEngine", "CompressedDualPipeVEngine")
+        assert none[1] == stock[1]
+        for name, value in stock[2].items():
+            assert torch.equal(torch.as_tensor(none[2][name]), torch.as_tensor(value)), name
+    stock, _, topk, quantize = (losses for _, losses, *_ in everything[0])
+    assert topk[-1] < topk[0] and quantize[-1] < quantize[0]
+    assert stock != topk != quantize != stock
+    assert topk == train_simulated(ranks, TOPK)
+    assert quantize == train_simulated(ranks, QUANTIZE)
+    for rank, runs in enumerate(everything):
+        for _, _, _, sent, handed_over in runs[1:]:
+            last = ranks - 1
+            out = [(rank, "forward")] * (rank < last) + [(rank - 1, "backward")] * (rank > 0)
+            back = [(2 * last - rank, "forward")] * (rank > 0) + [(2 * last - 1 - rank, "backward")] * (
+                rank < last
+            )
+            assert sorted(sent) == sorted(out + back)
+            assert sum(sent.values()) == handed_over > 0
+
+
+def announced(block):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        build(2, block).train_batch(batches())
+    return said.getvalue()
+
+
+def test_the_start_up_line_does_not_promise_a_link_mode():
+    first, other = run_ranks(2, announced, TOPK)
+    assert "active, link of DualPipeV; per message: boundary 0" in first
+    assert "active" not in other
+
+
+def refused(block):
+    with pytest.raises(CompressionError) as caught:
+        build(2, block)
+    return str(caught.value)
+
+
+def test_boundaries_are_counted_without_the_turn_around():
+    line = 'ds_compress.boundaries.2: there is no such boundary; allowed: "0", "1" [rank 0]'
+    assert run_ranks(2, refused, {"boundaries": {"2": {"forward": {"codec": "bf16"}}}}) == [line] * 2
+
+
+@pytest.mark.parametrize(
+    "direction, settings",
+    [
+        ("forward", {"codec": "bf16", "feedback": "aqsgd"}),
+        ("backward", {"codec": "lossless"}),
+    ],
+)
+def test_messages_of_unknown_size_are_refused(direction, settings):
+    errors = run_ranks(2, refused, {direction: settings})
+    assert all(error.startswith(f"ds_compress.{direction}: DualPipeV posts receives") for error in errors)
+
+
+EF21 = {direction: {"codec": "topk", "feedback": "ef21"} for direction in ("forward", "backward")} | {
+    "min_numel": 0
+}
+
+
+def saved(folder):
+    """Losses of two steps after a checkpoint; what each side of a boundary holds then."""
+    engine, data = build(2, EF21), batches()
+    for _ in range(2):
+        engine.train_batch(data)
+    engine.save_checkpoint(folder)
+    return [engine.train_batch(data).item() for _ in range(2)]
+
+
+def resumed(folder):
+    engine, data = build(2, EF21), batches()
+    engine.load_checkpoint(folder)
+    for _ in range(2 * MICRO_BATCHES if engine.stage_id == 0 else 0):
+        next(data)
+    return [engine.train_batch(data).item() for _ in range(2)]
+
+
+def test_checkpoints_hold_both_stages(tmp_path):
+    assert run_ranks(2, saved, str(tmp_path)) == run_ranks(2, resumed, str(tmp_path))
+
+
+def measured(folder):
+    engine = build(2, {**TOPK, "monitor": {"every": 1}}, csv_monitor={"enabled": True, "output_path": folder})
+    data = batches()
+    for _ in range(2):
+        engine.train_batch(data)
+    return engine._compression_monitor.summary()
+
+
+def test_the_monitor_knows_both_boundaries(tmp_path):
+    summary, nothing = run_ranks(2, measured, str(tmp_path))
+    assert nothing == "" and "saved" in summary
+    share = int(summary.split("a stage waited ")[1].split("%")[0])
+    assert 0 < share <= 100
+    written = {path.name for path in tmp_path.rglob("*wait_ms.csv")}
+    assert written == {
+        f"Train_Compression_boundary_{number}_{direction}_wait_ms.csv"
+        for number in (0, 1)
+        for direction in ("forward", "backward")
+    }
+
+
+def test_it_keeps_its_schedule_at_any_depth_and_says_so():
+    from ds_compress.engine.dualpipev import CompressedDualPipeV
+
+    block = Config({"link": {"depth": 2}})
+    assert CompressedDualPipeV._check(block, 3) == 4
+    (note,) = block.notes
+    assert note == "ds_compress.link.depth: 2 has no effect: DualPipeV has a schedule of its own"
+
+
+NOISE = {"forward": {"codec": {"name": "quantize", "bits": 1}}, "min_numel": 0}
+LOST = {"backward": {"codec": {"name": "topk", "density": 0.02}}, "min_numel": 0}
+
+
+def guarded(block, steps=3):
+    """Losses, weights, what the guard measured of the loss, the codecs after each step, and the error."""
+    engine, data, costs, codecs, losses, error = build(2, block), batches(), [], [], [], ""
+    engine.monitor = SimpleNamespace(
+        enabled=True,
+        tb_monitor=None,
+        write_events=lambda events: costs.extend(v for n, v, _ in events if n.endswith("/loss_cost")),
+    )
+    used = engine._compression.config.codecs
+    try:
+        for _ in range(steps):
+            losses.append(engine.train_batch(data).item())
+            codecs.append([(str(used(number).forward), str(used(number).backward)) for number in (0, 1)])
+    except CompressionError as stopped:
+        error = str(stopped)
+    return {"losses": losses, "weights": weights(engine), "costs": costs, "codecs": codecs, "error": error}
+
+
+def test_the_guard_measures_what_compression_costs_and_leaves_training_as_it_is():
+    """Two passes of all micro-batches of the step: its schedule takes no fewer than four."""
+    looked, plain = (run_ranks(2, guarded, {**TOPK, "guard": {"every": each}}) for each in (1, 0))
+    assert len(looked[0]["costs"]) == 3 and all(looked[0]["costs"]) and not looked[1]["costs"]
+    for one, other in zip(looked, plain):
+        assert one["losses"] == other["losses"] and not other["costs"]
+        for name, value in other["weights"].items():
+            assert torch.equal(torch.as_tensor(one["weights"][name]), torch.as_tensor(value)), name
+
+
+@pytest.mark.parametrize(
+    "block, limits, said",
+    [(NOISE, {"loss": 0.01}, "a loss of"), (LOST, {"error": 0.5}, "boundary 1, backward: a relative error")],
+    ids=["loss", "error"],
+)
+def test_the_guard_stops_all_ranks(block, limits, said):
+    """Its limits had no effect, whatever "action" said."""
+    ranks = run_ranks(2, guarded, {**block, "guard": {"every": 2, "action": "stop", **limits}})
+    (line,) = {rank["error"] for rank in ranks}
+    assert line.startswith(f"ds_compress: guard: after step 2 {said}") and len(ranks[0]["losses"]) == 1
+
+
+def test_the_guard_loosens_on_all_ranks_alike():
+    limits = {"loss": 1e6, "error": 0.8}
+    ranks = run_ranks(2, guarded, {**LOST, "guard": {"every": 1, "action": "loosen", **limits}}, 5)
+    assert ranks[0]["codecs"] == ranks[1]["codecs"] and ranks[0]["losses"] == ranks[1]["losses"]
+    first, *_, last = ranks[0]["codecs"]
+    assert first == [("none", "topk(density=0.02)"), ("none", "topk(density=0.04)")] and first != last
+
+
+def with_subspace(bases, rank):
+    """The class of the engine, or the error."""
+    kind = type("Narrow", tuple(bases), {})
+    torch.manual_seed(1)
+    topology = PipeDataParallelTopology(num_pp=2, num_dp=1)
+    samples = [next(batches())[0]]
+    try:
+        module = kind(layers(8), topology=topology, loss_fn=loss_fn, rank=rank, samples=samples)
+        engine, *_ = deepspeed.initialize(model=module, config=config(), model_parameters=module.parameters())
+    except CompressionError as error:
+        return str(error)
+    data = batches()
+    return engine.train_batch(data).item()
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["before", "behind"])
+def test_a_subspace_is_refused(order):
+    """It trained without a word, with pairs in places where nothing crosses, or none where it does."""
+    kinds = [SubspacePipeline, dualpipev.DualPipeVModule][::order]
+    said = run_ranks(2, with_subspace, kinds, 4)
+    assert said[0] == said[1] and said[0].startswith("subspace: rank 4: DualPipeV is not supported")
+    assert all(loss > 0 for loss in run_ranks(2, with_subspace, kinds, None))

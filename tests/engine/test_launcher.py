@@ -1,0 +1,100 @@
+"""The real deepspeed launcher, an unchanged script, an installed package: the JSON alone decides."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.ports import reserved_port
+from tests.support.pipeline import ds_config
+from tests.support.scripts import ROOT
+from tests.support.warm import TRAINING, interpreter
+
+SCRIPT = ROOT / "tests" / "support" / "launched.py"
+
+
+def launch(folder: Path, *configs, python=None):
+    """Exit code and output of two ranks; each config is one rank's, one alone is that of both. One test has
+    the interpreter itself, as a user has; the others need not import DeepSpeed four times each."""
+    files = []
+    for number, config in enumerate(configs):
+        files.append(folder / f"ds_config{number}.json")
+        files[-1].write_text(json.dumps(config))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    with reserved_port() as port:
+        command = [
+            python or interpreter(TRAINING),
+            "-m",
+            "deepspeed.launcher.runner",
+            "--num_gpus",
+            "2",
+            "--master_port",
+            str(port),
+            str(SCRIPT),
+            "--configs",
+            *map(str, files),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed():
+    from importlib.metadata import entry_points
+
+    names = [point.name for point in entry_points(group="torch.backends")]
+    assert "ds_compress" in names, "install the package first: make test does, or pip install -e ."
+
+
+def test_without_the_block_deepspeed_is_as_it_was(tmp_path):
+    code, output = launch(tmp_path, ds_config())
+    assert code == 0, output
+    for rank in range(2):
+        assert f"rank {rank} engine deepspeed.runtime.pipe.engine.PipelineEngine" in output
+    assert "ds_compress" not in output.replace(str(ROOT), "")  # a clone lies in a folder of that name
+
+
+def test_with_the_block_messages_are_compressed(tmp_path):
+    block = {
+        "forward": {"codec": {"name": "topk", "density": 0.1}},
+        "backward": {"codec": "bf16"},
+        "min_numel": 0,
+    }
+    code, output = launch(tmp_path, ds_config(block), python=sys.executable)
+    assert code == 0, output
+    for rank in range(2):
+        assert f"rank {rank} engine ds_compress.engine.attach.CompressedPipelineEngine" in output
+        assert f"rank {rank} trained" in output
+    lines = [line for line in output.splitlines() if "ds_compress" in line and "active" in line]
+    assert len(lines) == 1
+    assert (
+        "boundary 0: forward topk(density=0.1) 4,096 -> " in lines[0]
+        and "backward bf16 4,096 -> 2,080" in lines[0]
+    )
+
+
+def test_bad_block_stops_before_training(tmp_path):
+    code, output = launch(tmp_path, ds_config({"backward": {"codec": "top_k"}}))
+    assert code != 0
+    assert "ds_compress.backward.codec: 'top_k' is not registered (did you mean 'topk'?)" in output
+    assert "trained" not in output
+
+
+def test_different_blocks_stop_both_ranks(tmp_path):
+    code, output = launch(tmp_path, ds_config({"seed": 1}), ds_config({"seed": 2}))
+    assert code != 0
+    assert "ds_compress.seed: rank 0 has 1, rank 1 has 2; use the same on all nodes" in output
+    assert "trained" not in output
+
+
+def test_misspelt_key_is_warned_about(tmp_path):
+    config = {**ds_config(), "ds-compress": {}}
+    code, output = launch(tmp_path, config)
+    assert code == 0, output
+    assert (
+        output.count("ds_config key 'ds-compress' is unknown to DeepSpeed: did you mean 'ds_compress'?") == 1
+    )
+    assert "engine deepspeed.runtime.pipe.engine.PipelineEngine" in output

@@ -1,0 +1,153 @@
+"""Which messages may leave before their place in the schedule."""
+
+import pytest
+from deepspeed.runtime.pipe.schedule import (
+    BackwardPass,
+    ForwardPass,
+    InferenceSchedule,
+    LoadMicroBatch,
+    SendActivation,
+    SendGrad,
+    TrainSchedule,
+)
+
+from ds_compress.engine.lookahead import Lookahead
+from ds_compress.planning.schedule import DepthSchedule
+from tests.support.foreign import LateSchedule, OnceOnly, Reference, ShuffledSchedule, TwiceSchedule
+
+
+def left_early(schedule, depth=1):
+    """The places, counted per kind, of sends whose message left early when the schedule is done."""
+    lookahead, early = Lookahead(schedule, None, depth), {SendActivation: [], SendGrad: []}
+    numbers = dict.fromkeys(early, 0)
+    for step in lookahead.steps():
+        for instruction in step:
+            kind = type(instruction)
+            assert lookahead.current is instruction
+            if kind in (ForwardPass, BackwardPass):
+                lookahead.leaves_early(kind, instruction.buffer_id)
+            if kind in early:
+                early[kind] += [numbers[kind]] if lookahead.at[0] in lookahead.left else []
+                numbers[kind] += 1
+        assert lookahead.current is None
+    assert len(lookahead.left) == sum(map(len, early.values()))
+    return early[SendActivation], early[SendGrad]
+
+
+@pytest.mark.parametrize("stages", [2, 3, 5])
+@pytest.mark.parametrize("micro_batches", [1, 2, 5, 9])
+def test_all_messages_of_1f1b_leave_early(stages, micro_batches):
+    everything = list(range(micro_batches))
+    for stage in range(stages):
+        activations = everything if stage < stages - 1 else []
+        gradients = everything if stage > 0 else []
+        assert left_early(TrainSchedule(micro_batches, stages, stage)) == (activations, gradients)
+        assert left_early(InferenceSchedule(micro_batches, stages, stage)) == (activations, [])
+        for depth in (2, 3):
+            deep = DepthSchedule(micro_batches, stages, stage, depth)
+            assert left_early(deep, depth) == (activations, gradients)
+
+
+def test_a_message_waits_while_another_one_is_to_be_sent_first():
+    """The eager link trained wrong: it sent the policy's activations, just computed, in place of the
+    reference's."""
+    assert left_early(TwiceSchedule(3, 2, 0)) == ([], [])
+    assert left_early(TwiceSchedule(3, 2, 1)) == ([], [0, 1, 2])
+
+
+def test_of_two_that_change_places_only_the_one_computed_last_leaves():
+    assert left_early(ShuffledSchedule(4, 2, 0))[0] == [0, 2]
+
+
+def test_no_more_leave_early_than_may_be_under_way():
+    """Message 4 waits until message 0 was taken: in the order of the schedule that is not before everything
+    is computed, so it must not be waited for earlier."""
+    assert left_early(LateSchedule(9, 2, 0))[0] == [0, 1, 2, 3]
+
+
+class Changed(TrainSchedule):
+    """A foreign instruction between what is computed and what is sent."""
+
+    between: tuple = ()
+
+    def steps(self):
+        yield [LoadMicroBatch(0), ForwardPass(0), *self.between, SendActivation(0)]
+
+
+@pytest.mark.parametrize(
+    "between, early",
+    [
+        ([], [0]),
+        ([LoadMicroBatch(1)], [0]),
+        ([LoadMicroBatch(0)], []),
+        ([ForwardPass(1)], [0]),
+        ([Reference(1)], []),
+    ],
+)
+def test_what_may_touch_the_buffer_keeps_the_message(between, early):
+    schedule = Changed(1, 2, 0)
+    schedule.between = tuple(between)
+    assert left_early(schedule)[0] == early
+
+
+def test_one_instruction_object_may_stand_in_many_places():
+    class Same(TrainSchedule):
+        def steps(self):
+            forward, send = ForwardPass(0), SendActivation(0)
+            for _ in range(3):
+                yield [forward]
+                yield [send]
+
+    assert left_early(Same(3, 2, 0))[0] == [0, 1, 2]
+
+
+def test_schedules_that_are_iterated_their_own_way_are_left_alone():
+    lookahead = Lookahead(OnceOnly(3, 2, 0))
+    assert not lookahead.plain and not lookahead.left
+    assert list(lookahead.steps()) == []
+
+
+def followed(change):
+    """Of a step and the one behind it, each instruction with what is said to be in progress when it is done;
+    `change(step, number)` comes after each, and before the first one, number -1."""
+
+    class Two(TrainSchedule):
+        def steps(self):
+            yield [LoadMicroBatch(0), LoadMicroBatch(1), ForwardPass(0)]
+            yield [SendActivation(0)]
+
+    lookahead, seen = Lookahead(Two(1, 2, 0)), []
+    for step in lookahead.steps():
+        change(step, -1)
+        for number, instruction in enumerate(step):
+            seen.append((instruction, lookahead.current))
+            change(step, number)
+    return seen
+
+
+@pytest.mark.parametrize("number", [-1, 0, 1, 2])
+def test_a_step_may_grow(number):
+    def change(step, after):
+        if after == number and len(step) == 3:
+            step.extend([LoadMicroBatch(7), LoadMicroBatch(8), LoadMicroBatch(9)])
+
+    seen = followed(change)
+    assert len(seen) == 7
+    assert all(current is (None if made.buffer_id > 2 else made) for made, current in seen)
+
+
+def test_a_step_may_be_looked_into_on_the_way():
+    seen = followed(lambda step, number: next(iter(step)))
+    assert all(current is made for made, current in seen)
+
+
+def test_what_is_made_twice_leaves_once():
+    class Last(TrainSchedule):
+        def steps(self):
+            yield [ForwardPass(0), SendActivation(0)]
+
+    lookahead = Lookahead(Last(1, 2, 0))
+    for step in lookahead.steps():
+        for _ in step:
+            assert [lookahead.leaves_early(ForwardPass, 0) for _ in range(2)] == [True, False]
+            break

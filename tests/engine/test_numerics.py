@@ -1,0 +1,126 @@
+"""Processors of different capability: what both sides mirror is the same still, or the start is refused."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_compress.codec import CODECS, Context, build, names
+from ds_compress.codecs.mixins import DecodesByProduct
+from ds_compress.config import Config
+from ds_compress.engine.numerics import fingerprint, relied_on
+from ds_compress.errors import CompressionError
+from tests.support.dist import run_ranks
+from tests.support.unlike import OLDER, run, said_to
+
+CPU = torch.device("cpu")
+PCA, LOWRANK = {"name": "pca", "rank": 16}, {"name": "lowrank", "rank": 4}
+TOPK = {"name": "topk", "density": 0.3}
+ROTATED = {"name": "quantize", "bits": 4, "group_size": 32, "hadamard": True}
+
+
+def settings_of(codec, feedback="ef21"):
+    direction = {"codec": codec, "feedback": feedback}
+    backward = {"codec": codec} if feedback == "aqsgd" else direction
+    return {"forward": direction, "backward": backward, "min_numel": 0, "warmup_steps": 1}
+
+
+def test_unlike_processors():
+    """The two sides of EF21 over PCA drifted apart, 4e-3 after 12 steps, without a word."""
+    *exact, pca, lowrank = run(*map(settings_of, (TOPK, ROTATED, PCA, LOWRANK)))
+    for ours, theirs in exact:
+        assert ours == theirs and ours.startswith("{(0, 0): ")
+    for name, both in (("pca", pca), ("lowrank", lowrank)):
+        line = (
+            f"ds_compress.numerics.device (both sides of {name} + ef21 have to compute alike; with another "
+            f"feedback they need not): rank 0 has {fingerprint(CPU)['device']!r}, rank 1 has 'cpu DEFAULT'; "
+            "use the same on all nodes"
+        )
+        assert both == (line, line)
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch computes products without MKL")
+def test_a_library_that_computes_otherwise_is_refused():
+    """The same processor to torch: only what comes out shows it."""
+    (both,) = run(settings_of(PCA), environments=({}, {"MKL_CBWR": "COMPATIBLE"}))
+    assert both[0] == both[1]
+    assert both[0].startswith("ds_compress.numerics.products (both sides of pca + ef21 have to compute alike")
+
+
+def test_products_on_like_processors_mirror():
+    both = run_ranks(2, said_to, {**settings_of(PCA), "mirror_check": 5})
+    assert both[0] == both[1] and both[0].startswith("{(0, 0): ")
+
+
+@pytest.mark.parametrize(
+    "settings, pairs",
+    [
+        (settings_of(PCA), "pca + ef21"),
+        (settings_of(PCA, "aqsgd"), "pca + aqsgd"),
+        (settings_of(LOWRANK, "ef"), ""),
+        (settings_of(PCA, "none"), ""),
+        (settings_of(TOPK), ""),
+        ({**settings_of(TOPK), "boundaries": {"3": {"backward": {"codec": LOWRANK}}}}, "lowrank + ef21"),
+    ],
+)
+def test_only_what_mirrors_products_needs_them_alike(settings, pairs):
+    found = relied_on(Config(settings), CPU)
+    assert bool(found) == bool(pairs) and all(f"both sides of {pairs} have" in key for key in found)
+
+
+DECODES = """
+import hashlib
+import sys
+
+import torch
+
+import ds_compress.codecs
+from ds_compress.codec import Context, TensorSpec, build
+
+torch.set_num_threads(int(sys.argv[2]))
+for choice, parts, shape, dtype, memory in torch.load(sys.argv[1]):
+    decoded = build(choice).decode(parts, TensorSpec(shape, dtype), Context(step=1, memory=memory))
+    print(choice, shape, dtype, hashlib.sha256(decoded.contiguous().view(torch.uint8).numpy()).hexdigest())
+"""
+
+
+def exact_codecs():
+    """Classes of ours that promise to decode a packet to the same bits everywhere."""
+    classes = [CODECS.find(name, "") for name in names()]
+    ours = [each for each in classes if each.__module__.startswith("ds_compress.")]
+    return [each for each in ours if not issubclass(each, DecodesByProduct)]
+
+
+def packets():
+    """Payloads of each of them."""
+    for kind in exact_codecs():
+        for options in kind.examples:
+            choice = {"name": kind.name, **options}
+            for shape, dtype in (((3, 5, 96), torch.float32), ((64, 2048), torch.bfloat16)):
+                ctx = Context(step=1)
+                try:
+                    parts = build(choice).encode(torch.randn(shape).to(dtype), ctx)
+                except CompressionError:  # for backward only
+                    continue
+                yield choice, parts, shape, dtype, dict(ctx.memory)
+
+
+def test_a_packet_is_the_same_to_every_processor(tmp_path):
+    """Of all codecs but those that say otherwise."""
+    made = list(packets())
+    assert {choice["name"] for choice, *_ in made} == {kind.name for kind in exact_codecs()}
+    torch.save(made, tmp_path / "packets.pt")
+    decoded = []
+    for environment, threads in (({}, 1), (OLDER, 3)):
+        command = [sys.executable, "-c", DECODES, str(tmp_path / "packets.pt"), str(threads)]
+        root = Path(__file__).parents[2]
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=root, env={**os.environ, **environment}
+        )
+        assert done.returncode == 0, done.stderr
+        decoded.append(done.stdout.splitlines())
+    assert len(decoded[0]) == len(made)
+    assert decoded[0] == decoded[1]

@@ -1,0 +1,213 @@
+"""`"recipe": "auto"`: training as stock until the choice, then as the block that it prints, on all ranks
+alike."""
+
+import contextlib
+import io
+import json
+import math
+
+import pytest
+import torch
+
+import ds_compress  # noqa: F401  (hooks the engine)
+from ds_compress.config.quality import LIMITS
+from ds_compress.runtime import auto, measuring
+from ds_compress.transport.probe import Measured
+from tests.support.dist import run_ranks
+from tests.support.pipeline import batches, build, ds_config
+
+FAR = Measured(incoming=1e5, latency=0.01)  # slower than every processor, however busy
+FREE = Measured(incoming=1e15, latency=0.0)
+STEPS = 7
+CHOSEN = 3  # steps done when it is chosen
+SHAPE = (64, 32)
+
+
+def block(quality="balanced", **changes):
+    return {"recipe": "auto", "quality": quality, "min_numel": 0, "guard": {"every": 0}, **changes}
+
+
+def knows(name):
+    """A rank that knows the errors of `name` and of sending all as it is, and holds them for none."""
+
+    def changed(row):
+        known = {key for key in row if f": {name}, " in key or ": none, " in key}
+        return {
+            key: value if not key.endswith("error") else 0.0 if key in known else math.inf
+            for key, value in row.items()
+        }
+
+    return changed
+
+
+def trained(config, found=FAR, stages=2, folder=None, start=0, evaluates=False, says=None):
+    """Losses, what was printed, and the settings in force at the end.
+
+    Args:
+        start: step that is loaded from `folder`; else every step is saved there.
+        says: by rank, what becomes of the row that it has measured.
+    """
+    measuring.probe = lambda sender, receiver, first: found
+    tried, printed = auto.tried, io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        engine = build(stages, config)
+        change = (says or {}).get(engine.global_rank, lambda row: row)
+        auto.tried = lambda *args: change(tried(*args))
+        data = batches(engine.grid.get_data_parallel_id(), shape=SHAPE)
+        if start:
+            engine.load_checkpoint(str(folder), tag=f"step{start}")
+            for _ in range(start * engine.micro_batches):
+                next(data)
+        losses = []
+        for _ in range(start, STEPS):
+            if evaluates:
+                engine.eval_batch(batches(shape=SHAPE))
+            losses.append(engine.train_batch(data).item())
+            if folder and not start:
+                engine.save_checkpoint(str(folder), tag=f"step{engine.global_steps}", save_latest=False)
+    adoption, config = engine._adoption, engine._compression.config
+    return {
+        "losses": losses,
+        "printed": printed.getvalue(),
+        "adopted": adoption.adopted,
+        "depth": engine._ahead.now,
+        "codecs": [config.codecs(number).settings for number in range(stages - 1)],
+    }
+
+
+def names(result):
+    return [[own[direction]["name"] for direction in ("forward", "backward")] for own in result["codecs"]]
+
+
+def pasted(result):
+    (line,) = (line for line in result["printed"].splitlines() if line.startswith('"ds_compress": '))
+    return json.loads(f"{{{line}}}")["ds_compress"]
+
+
+def test_it_trains_as_stock_until_the_choice_and_then_as_the_block_that_it_prints():
+    first, second = run_ranks(2, trained, ds_config(block()), FAR, 2, None, 0, True)
+    assert (first["losses"], first["adopted"]) == (second["losses"], second["adopted"])
+    assert second["printed"].count("recipe auto, quality") == 0
+    assert "none" not in names(first)[0]
+    found = pasted(first)
+    assert "recipe" not in found and found["warmup_steps"] == CHOSEN and found["min_numel"] == 0
+    assert first["losses"] == run_ranks(2, trained, ds_config(found))[0]["losses"]
+    stock = run_ranks(2, trained_stock)[0]
+    assert first["losses"][:CHOSEN] == stock[:CHOSEN] and first["losses"][CHOSEN:] != stock[CHOSEN:]
+
+
+def overflowed(config):
+    """One rank's messages tell nothing the first time."""
+    stock, asked = auto.tell, []
+
+    def tell(messages):
+        asked.append(messages)
+        return stock(messages) and len(asked) > 1
+
+    auto.tell = tell
+    return trained(config)
+
+
+def test_messages_that_tell_nothing_are_looked_at_again():
+    """A gradient that overflowed once had left everything uncompressed for good."""
+    whole = [torch.ones(3), torch.ones(3, dtype=torch.int64)]
+    assert auto.tell({(0, "forward"): {0: whole}, (0, "backward"): {0: whole}})
+    for value in (0.0, math.inf, math.nan):
+        messages = {(0, "forward"): {0: whole, 1: whole}, (0, "backward"): {0: [torch.full((3,), value)]}}
+        assert not auto.tell(messages)
+        messages = {(0, "forward"): {0: whole, 1: whole}, (0, "backward"): {0: [whole[0] * value], 1: whole}}
+        assert auto.tell(messages) and all([*own] == [1] for own in messages.values())
+    first, second = run_ranks(2, overflowed, ds_config(block()))
+    assert first["adopted"] == second["adopted"] and "none" not in names(first)[0]
+    stock = run_ranks(2, trained_stock)[0]
+    later = 2 * CHOSEN
+    assert first["losses"][:later] == stock[:later] and first["losses"][later:] != stock[later:]
+
+
+def trained_stock():
+    engine, data = build(2, ds_config()), batches(shape=SHAPE)
+    return [engine.train_batch(data).item() for _ in range(STEPS)]
+
+
+@pytest.mark.parametrize("quality, link", [("lossless", FAR), ("aggressive", FREE)])
+def test_lossless_and_a_free_link_are_stock_to_the_end(quality, link):
+    result, _ = run_ranks(2, trained, ds_config(block(quality)), link)
+    assert result["losses"] == run_ranks(2, trained_stock)[0]
+    assert {name for both in names(result) for name in both} <= {"none", "lossless"}
+    assert result["adopted"] and "<- chosen" in result["printed"]
+    if link is FREE:
+        assert (
+            names(result) == [["none", "none"]]
+            and "nothing would make a step 5 % faster" in result["printed"]
+        )
+
+
+@pytest.mark.parametrize("quality", LIMITS)
+def test_errors_stay_within_the_class(quality):
+    result = run_ranks(2, trained, ds_config(block(quality)))[0]
+    limits, lines = LIMITS[quality], result["printed"].splitlines()
+    begin = next(number for number, line in enumerate(lines) if "recipe auto, quality" in line)
+    rows = [line.split(maxsplit=5) for line in lines[begin + 2 :] if line.startswith("  ")]
+    assert len(rows) > 2 and rows[0][5] == "DeepSpeed" and sum("<- chosen" in row[5] for row in rows) == 1
+    assert all(float(row[3]) <= limits.forward and float(row[4]) <= limits.backward for row in rows)
+
+
+def test_ranks_that_measured_otherwise_choose_alike():
+    """One rank of four holds all but one setting for too lossy: nobody uses another one."""
+    says = {3: knows("quantize 6")}
+    results = run_ranks(4, trained, ds_config(block(), replicas=2), FAR, 2, None, 0, False, says)
+    assert len({json.dumps(result["adopted"], sort_keys=True) for result in results}) == 1
+    assert all(names(result) == [["quantize", "quantize"]] for result in results)
+    assert results[0]["codecs"][0]["forward"]["bits"] == 6
+    assert len({tuple(result["losses"]) for result in results}) == 1
+
+
+def test_boundaries_choose_for_themselves():
+    """The rank in the middle knows what is mild at the one and at the other."""
+
+    def middle(row):
+        before, after = knows("quantize 6")(row), knows("entropy 4")(row)
+        return {key: (before if key.startswith("before") else after).get(key) for key in row}
+
+    config = ds_config(block("aggressive"))
+    results = run_ranks(3, trained, config, FAR, 3, None, 0, False, {1: middle})
+    assert names(results[0]) == [["quantize", "quantize"], ["entropy", "entropy"]]
+    assert len({tuple(result["losses"]) for result in results}) == 1
+    found = pasted(results[0])
+    assert len(found["boundaries"]) == 1
+    assert run_ranks(3, trained, ds_config(found), FAR, 3)[0]["losses"] == results[0]["losses"]
+
+
+def test_a_resumed_run_goes_on_with_what_was_chosen(tmp_path):
+    whole = run_ranks(2, trained, ds_config(block()), FAR, 2, tmp_path)
+    for start in (CHOSEN, CHOSEN + 2):
+        # what would be measured now would lead to another choice
+        says = dict.fromkeys((0, 1), knows("none"))
+        resumed = run_ranks(2, trained, ds_config(block()), FREE, 2, tmp_path, start, True, says)
+        for before, after in zip(whole, resumed, strict=True):
+            assert after["losses"] == before["losses"][start:] and after["adopted"] == before["adopted"]
+            assert "recipe auto, quality" not in resumed[0]["printed"]
+    other = run_ranks(2, trained, ds_config(block("lossless")), FREE, 2, tmp_path, 4)[0]
+    assert "recipe auto, quality lossless" in other["printed"]
+
+
+@pytest.mark.parametrize("warmup", [0, 5])
+def test_a_run_resumed_before_the_choice_makes_it_when_it_would_have_anyway(warmup, tmp_path):
+    """It counted three steps from where it was resumed, whatever had been done before."""
+    config, says = ds_config(block(warmup_steps=warmup)), dict.fromkeys((0, 1), knows("quantize 6"))
+    whole = run_ranks(2, trained, config, FAR, 2, tmp_path, 0, False, says)[0]
+    due = warmup or CHOSEN
+    assert f"from step {due + 1} on" in whole["printed"] and whole["adopted"]
+    for done in (due - 2, due - 1):
+        resumed = run_ranks(2, trained, config, FAR, 2, tmp_path, done, False, says)[0]
+        late = due - done < 2  # its first step has costs of its own
+        assert resumed["printed"].count("<- chosen") == 1 and resumed["adopted"] == whole["adopted"]
+        assert f"from step {due + 1 + late} on" in resumed["printed"]
+        assert (resumed["losses"] == whole["losses"][done:]) != late
+
+
+def test_the_end_of_a_longer_warm_up_is_measured():
+    result = run_ranks(2, trained, ds_config(block(warmup_steps=5, link={"depth": 2})))[0]
+    assert "from step 6 on" in result["printed"] and pasted(result)["warmup_steps"] == 5
+    assert result["depth"] == 2 and pasted(result)["link"]["depth"] == 2
+    assert result["losses"] == run_ranks(2, trained, ds_config(pasted(result)))[0]["losses"]

@@ -1,0 +1,270 @@
+"""The guard measures what compression adds to the loss, says so once, and leaves training as it is."""
+
+import itertools
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from ds_compress.config import Config
+from ds_compress.errors import CompressionError
+from ds_compress.runtime.guard import FIRST, Guard, aside
+from tests.support.dist import run_ranks
+from tests.support.pipeline import Block, batches, build, ds_config, weights
+
+COARSE = {"codec": {"name": "topk", "density": 0.02}}
+REUSE = {"codec": {"name": "topk", "density": 0.02, "indices": "reuse"}}
+NOISE = {"codec": {"name": "quantize", "bits": 1}}
+FINE = {"codec": {"name": "quantize", "bits": 8}}
+
+
+def block(forward, backward=None, **guard):
+    return {"forward": forward, "backward": backward or {"codec": "bf16"}, "min_numel": 0, "guard": guard}
+
+
+class Lines(logging.Handler):
+    """What the package logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.said = []
+        logger = logging.getLogger("ds_compress")
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+
+    def emit(self, record):
+        self.said.append((record.levelname, record.getMessage()))
+
+    def of_the_guard(self):
+        return [(level, line) for level, line in self.said if line.startswith("ds_compress: ")]
+
+
+def trained(stages, config, steps=3, specs=None, evaluate=False, engine_of=None, watched=True):
+    """Losses of training, what the guard measured and said, and what is left on the engine."""
+    log, events = Lines(), []
+    engine = build(stages, config, specs)
+    if engine_of:
+        engine_of(engine)
+    engine.monitor = SimpleNamespace(enabled=watched, write_events=events.extend, tb_monitor=None)
+    data = batches(engine.grid.get_data_parallel_id())
+    losses, error, evaluated = [], "", {}
+    try:
+        losses = [engine.train_batch(data).item() for _ in range(steps)]
+    except CompressionError as stopped:
+        error = str(stopped)
+    if evaluate:
+        last = next(itertools.islice(batches(), steps * engine.micro_batches - 1, None))
+        for mode in ("compressed", "uncompressed"):
+            engine._compression.config.eval = mode
+            evaluated[mode] = engine.eval_batch(itertools.repeat(last), num_micro_batches=1).item()
+    return {
+        "losses": losses,
+        "weights": weights(engine),
+        "cost": [value for name, value, _ in events if name == "Train/Compression/loss_cost"],
+        "said": log.of_the_guard(),
+        "error": error,
+        "warned": [line for level, line in log.said if "relative error" in line],
+        "written": len(events),
+        "evaluated": evaluated,
+        "total": getattr(engine, "total_loss", None),
+        "random": torch.get_rng_state().sum().item(),
+        "modes": [module.training for module in engine.module.modules()],
+    }
+
+
+class Noisy(nn.Module):
+    """Draws random numbers wherever it runs, and has a part that stays in evaluation mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+        self.frozen = nn.BatchNorm1d(8).eval()
+
+    def forward(self, x):
+        return self.block(x) + 1e-3 * torch.randn_like(x)
+
+
+LEARNED = {"codec": {"name": "autoencoder", "width": 8}}
+SETTINGS = {
+    "topk": (COARSE, REUSE),
+    "stochastic": ({"codec": {"name": "quantize", "bits": 3, "rounding": "stochastic"}}, FINE),
+    "feedback back": (FINE, {**COARSE, "feedback": "ef"}),
+    "mirrored back": (FINE, {**FINE, "feedback": "ef21"}),
+    "learned": (
+        {"codec": {"name": "autoencoder", "width": 8}},
+        {"codec": {"name": "autoencoder", "width": 8}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_training_goes_on_as_without_it(name):
+    guarded, plain = (
+        run_ranks(2, trained, 2, ds_config(block(*SETTINGS[name], every=every))) for every in (1, 0)
+    )
+    for one, other in zip(guarded, plain):
+        assert one["losses"] == other["losses"]
+        assert one["modes"] == other["modes"]
+        assert one["weights"].keys() == other["weights"].keys()
+        assert all(
+            torch.equal(torch.as_tensor(w), torch.as_tensor(other["weights"][key]))
+            for key, w in one["weights"].items()
+        )
+        assert (one["total"] is None) == (other["total"] is None)
+        assert one["total"] is None or torch.equal(one["total"], other["total"])
+    assert len(guarded[0]["cost"]) == 3 and not plain[0]["cost"]
+
+
+@pytest.mark.parametrize("stages, replicas, link", [(3, 1, {"depth": 2}), (2, 2, {"mode": "blocking"})])
+def test_every_layout_of_ranks(stages, replicas, link):
+    config = ds_config({**block(COARSE, REUSE, every=2), "link": link}, replicas=replicas)
+    without = ds_config({**block(COARSE, REUSE, every=0), "link": link}, replicas=replicas)
+    guarded, plain = (run_ranks(stages * replicas, trained, stages, each, 4) for each in (config, without))
+    assert [rank["losses"] for rank in guarded] == [rank["losses"] for rank in plain]
+    assert len(guarded[0]["cost"]) == 2
+    assert not any(rank["cost"] for rank in guarded[1:])
+
+
+def noisy():
+    return [Noisy for _ in range(4)]
+
+
+def trained_noisy(every):
+    return trained(2, ds_config(block(COARSE, REUSE, every=every)), specs=[cls() for cls in noisy()])
+
+
+def test_random_numbers_and_modes_are_those_of_training():
+    """Layers that draw at every pass would train on other noise."""
+    for one, other in zip(run_ranks(2, trained_noisy, 1), run_ranks(2, trained_noisy, 0)):
+        assert one["losses"] == other["losses"]
+        assert one["random"] == other["random"]
+        assert one["modes"] == other["modes"]
+
+
+@pytest.mark.parametrize("forward", [COARSE, {"codec": {"name": "quantize", "bits": 2}}])
+def test_the_cost_is_that_of_two_evaluations(forward):
+    first = run_ranks(2, trained, 2, ds_config(block(forward, every=3)), 3, None, True)[0]
+    (cost,) = first["cost"]
+    assert cost == first["evaluated"]["compressed"] - first["evaluated"]["uncompressed"]
+    assert cost != 0
+
+
+def test_what_hurts_is_said_once_by_one_rank():
+    ranks = run_ranks(2, trained, 2, ds_config(block(NOISE, every=1)))
+    ((level, line),), nothing = (rank["said"] for rank in ranks)
+    assert level == "WARNING" and nothing == []
+    assert "after step 1 a loss of" in line and "ds_compress.guard.loss: 5%): it hurts" in line
+    assert "quantize(bits=1)" in line
+    assert len(ranks[0]["losses"]) == 3
+
+
+def test_what_does_not_hurt_is_not_mentioned():
+    ranks = run_ranks(2, trained, 2, ds_config(block(FINE, FINE, every=1)))
+    assert [rank["said"] for rank in ranks] == [[], []]
+    assert len(ranks[0]["cost"]) == 3
+
+
+def test_stopping_stops_every_rank_with_one_line():
+    config = ds_config(block(NOISE, every=2, action="stop"), replicas=2)
+    ranks = run_ranks(4, trained, 2, config)
+    (line,) = {rank["error"] for rank in ranks}
+    assert "guard: after step 2 a loss of" in line
+
+
+def test_errors_are_looked_at_where_nothing_is_written():
+    """Who has no monitor hears of a message that is lost, too: once for each channel."""
+    config = ds_config(block(FINE, COARSE, every=2))
+    first, other = run_ranks(2, trained, 2, config, 4, None, False, None, False)
+    assert first["written"] == 0 and other["warned"] == []
+    assert len(first["warned"]) == 1
+    assert first["warned"][0].startswith(
+        "boundary 0, backward: topk(density=0.02) has a relative error of 0."
+    )
+
+
+def own_loading(engine):
+    """As projects do that feed the pipeline by hand."""
+    loads = engine._INSTRUCTION_MAP
+
+    def load(self, buffer_id):
+        x, target = self.own
+        if self.is_first_stage():
+            self.pipe_buffers["inputs"][buffer_id] = x.clone()
+        self.pipe_buffers["labels"][buffer_id] = target
+
+    engine.own = next(batches())
+    (kind,) = (kind for kind in loads if kind.__name__ == "LoadMicroBatch")
+    loads[kind] = load
+
+
+def test_a_program_that_loads_by_itself_is_left_alone():
+    """There is no micro-batch to look at on the stages that load one: on all ranks the guard is off."""
+    ranks = run_ranks(2, trained, 2, ds_config(block(COARSE, every=1)), 3, None, False, own_loading)
+    assert all(len(rank["losses"]) == 3 and not rank["cost"] for rank in ranks)
+    assert [level for level, _ in ranks[0]["said"]] == ["INFO"]
+    assert "loads its micro-batches by itself" in ranks[0]["said"][0][1]
+
+
+def due(settings, steps=2000):
+    guard = Guard(Config({"min_numel": 0, **settings}), 0, 2)
+    found = []
+    for step in range(1, steps + 1):
+        guard.begin(step)
+        if guard.due:
+            found.append(step)
+    return found
+
+
+def test_when_it_looks():
+    assert due({"forward": COARSE}, 450) == [FIRST, 200, 400]
+    assert due({"forward": COARSE, "guard": {"every": 10}}, 30) == [10, 20, 25, 30]
+    assert due({"forward": COARSE, "warmup_steps": 100}, 350) == [100 + FIRST, 300]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"forward": {"codec": "lossless"}},
+        {"forward": COARSE, "guard": {"every": 0}},
+        {"backward": COARSE},
+        {"forward": {**FINE, "feedback": "ef"}},
+        {"forward": {**FINE, "feedback": {"name": "aqsgd"}}},
+        {"forward": COARSE, "boundaries": {"1": {"forward": {"codec": "bf16", "feedback": "ef21"}}}},
+    ],
+)
+def test_where_there_is_nothing_to_look_at(settings):
+    assert due(settings) == []
+
+
+def test_errors_are_looked_at_wherever_something_is_lost():
+    guard = Guard(Config({"backward": {**COARSE, "feedback": "ef"}}), 0, 2)
+    assert [step for step in range(1, 450) if guard.judges(step)] == [FIRST, 200, 400]
+    assert not any(map(Guard(Config({"forward": {"codec": "lossless"}}), 0, 2).judges, range(1, 450)))
+
+
+def test_errors_stop_every_rank_with_one_line():
+    config = ds_config(block(FINE, COARSE, every=2, action="stop", error=0.5), replicas=2)
+    ranks = run_ranks(4, trained, 2, config)
+    (line,) = {rank["error"] for rank in ranks}
+    assert line.startswith("ds_compress: guard: after step 2 boundary 0, backward: a relative error of 0.")
+
+
+class Merges(nn.Linear):
+    """As adapters do that are merged for evaluation, and taken out again for training."""
+
+    def train(self, mode=True):
+        raise AssertionError("it would change the weights")
+
+
+def test_a_look_evaluates_without_what_modules_do_for_evaluation():
+    """A checkpoint saved right after a look had the adapters in the weights, and beside them."""
+    module = nn.Sequential(nn.Dropout(), Merges(2, 2))
+    module.micro_offset = 0
+    module[0].training = False
+    engine, config = SimpleNamespace(module=module, device=torch.device("cpu")), Config({})
+    with aside(engine, config, "uncompressed"):
+        assert not any(part.training for part in module.modules()) and config.eval == "uncompressed"
+    assert [part.training for part in module.modules()] == [True, False, True] and config.eval == "compressed"

@@ -1,0 +1,204 @@
+"""Policies on real ranks: alike on all of them, whatever each has measured; resumed and evaluated exactly."""
+
+import contextlib
+import io
+
+import pytest
+import torch
+from torch import distributed as dist
+
+import ds_compress  # noqa: F401  (hooks the engine)
+from ds_compress.errors import CompressionError
+from ds_compress.runtime.signals import Signals
+from ds_compress.simulate import simulate
+from tests.support.dist import run_ranks
+from tests.support.kinds.training import fp16_on_cpu
+from tests.support.pipeline import batches, build, ds_config, weights
+
+STEPS = 9
+QUANTIZE = {"codec": {"name": "quantize", "bits": 6, "group_size": 32}}
+BITS = {"bits": [8, 4, 2]}
+TWO = {"bits": [8, 2]}
+POLICIES = {
+    "ramp": {"name": "ramp", "end": 7, "forward": BITS, "backward": {"bits": [8, 3, 2]}},
+    "accordion": {"name": "accordion", "every": 2, "threshold": 0.1, "forward": TWO, "backward": TWO},
+    "budget": {"name": "budget", "every": 3, "error": 0.2, "forward": BITS, "backward": BITS},
+    "bytes": {"name": "budget", "every": 2, "step_bytes": 8000, "forward": BITS, "backward": BITS},
+}
+
+
+def block(policy, forward=QUANTIZE, backward=QUANTIZE, **changes):
+    both = {"forward": forward, "backward": {**backward, "feedback": "ef"}}
+    return {**both, "min_numel": 0, "guard": {"every": 0}, "policy": policy, **changes}
+
+
+def trained(config, stages=2, folder=None, saved=0, evaluates=False, disturb=None, steps=STEPS):
+    """By step: loss, rungs, bytes sent; and the weights at the end. Saves after every step, or goes on after
+    `saved` ones."""
+    if disturb:
+        disturb()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        engine = build(stages, config)
+        data = batches(engine.grid.get_data_parallel_id())
+        if saved:
+            engine.load_checkpoint(str(folder), tag=f"step{saved}")
+            for _ in range(saved * engine.micro_batches):
+                next(data)
+        losses, rungs, sent = [], [], []
+        for step in range(saved, steps):
+            if evaluates:
+                engine.eval_batch(batches())
+            rungs.append(dict(engine._rungs.rungs))
+            before = sum(channel.sent.wire_bytes for channel in engine._compression.sending)
+            losses.append(engine.train_batch(data).item())
+            sent.append(sum(channel.sent.wire_bytes for channel in engine._compression.sending) - before)
+            if folder and not saved:
+                engine.save_checkpoint(str(folder), tag=f"step{step + 1}")
+    said = [line for line in printed.getvalue().splitlines() if "policy" in line]
+    return {"losses": losses, "rungs": rungs, "sent": sent, "weights": weights(engine), "said": said}
+
+
+def same(ours, theirs, start=0):
+    assert ours["losses"] == theirs["losses"][start:] and ours["rungs"] == theirs["rungs"][start:]
+    for key, value in ours["weights"].items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs["weights"][key]))
+
+
+@pytest.mark.parametrize(
+    "name, link", [("ramp", {}), ("accordion", {"mode": "blocking"}), ("budget", {"depth": 2})]
+)
+def test_resuming_goes_on_exactly_and_evaluation_does_not_disturb(name, link, tmp_path):
+    """From the middle of an interval, over another link, and with evaluation before every step."""
+    whole = run_ranks(2, trained, ds_config(block(POLICIES[name])), 2, tmp_path)
+    resumed = run_ranks(2, trained, ds_config(block(POLICIES[name], link=link)), 2, tmp_path, 5, True)
+    for ours, theirs in zip(resumed, whole):
+        same(ours, theirs, 5)
+        assert ours["rungs"] == whole[0]["rungs"][5:]
+    rungs = [str(rungs) for rungs in whole[0]["rungs"]]
+    assert len(set(rungs)) > 1, rungs
+    assert whole[0]["said"] and not whole[1]["said"]
+    assert whole[0]["said"][0].startswith(f"ds_compress: policy {POLICIES[name]['name']}: from step ")
+
+
+def test_a_rank_without_a_file_has_the_settings_of_the_others(tmp_path):
+    """As new replicas have none; what its side keeps starts from zero, and is said."""
+    whole = run_ranks(2, trained, ds_config(block(POLICIES["ramp"])), 2, tmp_path)
+    (file,) = (tmp_path / "step5").glob("ds_compress_pp00*.safetensors")
+    file.unlink()
+    resumed = run_ranks(2, trained, ds_config(block(POLICIES["ramp"])), 2, tmp_path, 5)
+    for ours, theirs in zip(resumed, whole):
+        assert ours["rungs"] == theirs["rungs"][5:] and ours["sent"] == theirs["sent"][5:]
+
+
+def lie():
+    """Every rank measures other numbers than it should, and than all others."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    stock = Signals.gather
+
+    def gather(self, lr, *args):
+        def wrong(value):
+            return value * torch.rand(value.shape, generator=generator)
+
+        self._norms = {number: wrong(noted) for number, noted in self._norms.items()}
+        for place, losses in self._losses.items():
+            self._losses[place] = [(wrong(norms), int(9000 * wrong(torch.ones(())))) for norms, _ in losses]
+        return stock(self, lr * wrong(torch.ones(())).item(), *args)
+
+    Signals.gather = gather
+
+
+@pytest.mark.parametrize("name", ["accordion", "budget", "bytes"])
+def test_signals_that_differ_cannot_make_the_ends_disagree(name):
+    """3 stages, 2 replicas; a packet of another size or fingerprint than expected would end the run."""
+    changes = {"every": 1} | ({"threshold": 0.6} if name == "accordion" else {})
+    config = ds_config(block({**POLICIES[name], **changes}), replicas=2)
+    ranks = run_ranks(6, trained, config, 3, None, 0, False, lie)
+    assert all(rank["losses"] == ranks[0]["losses"] for rank in ranks)
+    assert all(rank["rungs"] == ranks[0]["rungs"] for rank in ranks)
+    assert len({str(rungs) for rungs in ranks[0]["rungs"]}) > 2  # they do change, at random
+
+
+def collectives(policy):
+    """Of torch.distributed, per step."""
+    count, calls = [0], []
+    for name in ("all_gather", "all_reduce", "broadcast"):
+        stock = getattr(dist, name)
+
+        def counted(*args, stock=stock, **kwargs):
+            count[0] += 1
+            return stock(*args, **kwargs)
+
+        setattr(dist, name, counted)
+    engine, data = build(2, ds_config(block(policy, monitor={"every": 0}))), batches()
+    for _ in range(7):
+        before = count[0]
+        engine.train_batch(data)
+        calls.append(count[0] - before)
+    return calls
+
+
+@pytest.mark.parametrize("name, due", [("ramp", []), ("accordion", [2, 4, 6]), ("budget", [3, 6])])
+def test_steps_where_nothing_can_change_cost_no_collective(name, due):
+    """One more in the others; the first steps have some of DeepSpeed's own."""
+    constant, calls = (run_ranks(2, collectives, policy)[0] for policy in ("constant", POLICIES[name]))
+    assert [step for step in range(1, 8) if calls[step - 1] != constant[step - 1]] == due
+    assert all(calls[step - 1] == constant[step - 1] + 1 for step in due)
+
+
+def test_a_ramp_has_the_bytes_of_its_rungs_and_starts_where_it_is(tmp_path):
+    config = ds_config(block(POLICIES["ramp"]))
+    first, _ = run_ranks(2, trained, config, 2, tmp_path)
+    assert [rungs[0, "forward"] for rungs in first["rungs"]] == [0, 0, 0, 0, 1, 1, 1, 2, 2]
+    for rung, bits in enumerate((8, 4, 2)):
+        codec = {"codec": {"name": "quantize", "bits": bits, "group_size": 32}}
+        constant, _ = run_ranks(
+            2, trained, ds_config(block("constant", forward=codec)), 2, None, 0, False, None, 1
+        )
+        steps = [step for step, rungs in enumerate(first["rungs"]) if rungs[0, "forward"] == rung]
+        assert {first["sent"][step] for step in steps} == {constant["sent"][0]}
+    # settings of another policy do not go on: the ramp stands where the step says
+    other = ds_config(block({**POLICIES["ramp"], "end": 8}))
+    resumed, _ = run_ranks(2, trained, other, 2, tmp_path, 7)
+    assert [rungs[0, "forward"] for rungs in resumed["rungs"]] == [1, 2]
+
+
+def test_warmup_comes_first():
+    config = ds_config(block({**POLICIES["accordion"], "threshold": 1e5}, warmup_steps=3))
+    first, _ = run_ranks(2, trained, config)
+    assert [rungs[0, "backward"] for rungs in first["rungs"]] == [0] * 7 + [1] * 2
+
+
+def no_ladder_here():
+    replaced = {"forward": QUANTIZE, "boundaries": {"0": {"forward": {"codec": "bf16"}}}}
+    with pytest.raises(CompressionError) as error:
+        build(2, ds_config({**replaced, "policy": {"name": "ramp", "end": 5, "forward": BITS}}))
+    return str(error.value)
+
+
+def test_a_policy_is_never_ignored_in_silence():
+    for line in run_ranks(2, no_ladder_here):
+        assert line.startswith("ds_compress.policy: no boundary of this pipeline has a codec")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    with pytest.raises(CompressionError, match="ds_compress.policy: 'ramp' is not simulated"):
+        simulate(model, ds_config(block(POLICIES["ramp"])), [1])
+
+
+def scaled(power):
+    """Norms noted at a loss scale."""
+    fp16_on_cpu()
+    config = ds_config(
+        block({**POLICIES["accordion"], "every": 100}),
+        fp16={"enabled": True, "loss_scale": float(2**power)},
+        zero_optimization={"stage": 1},  # without it DeepSpeed 0.19.8 does not scale the loss
+    )
+    engine = build(2, config)
+    engine.train_batch(batches(dtype=torch.float16))
+    return engine._rungs.noted()
+
+
+def test_norms_are_without_the_loss_scale():
+    """Noted where gradients leave, rank 1; fp16 rounds alike at powers of two."""
+    (none, small), (_, large) = (run_ranks(2, scaled, power) for power in (4, 9))
+    assert none == {} and small["0"][1] == 4.0
+    assert small["0"][0] == pytest.approx(large["0"][0], rel=1e-3) and small["0"][0] > 0

@@ -1,0 +1,114 @@
+"""The guard that acts: milder settings step by step, on all ranks, in checkpoints; and what is milder."""
+
+import logging
+
+import pytest
+
+from ds_compress.config import Config
+from ds_compress.config.recipes import with_changes
+from ds_compress.errors import CompressionError
+from ds_compress.runtime.relax import loosened
+from tests.support.dist import run_ranks
+from tests.support.pipeline import batches, build, ds_config
+
+STEPS = 6
+PLACES = [(0, "forward"), (0, "backward")]
+QUANTIZE = {"codec": {"name": "quantize", "bits": 1}}
+LEARNED = {"codec": {"name": "autoencoder", "width": 8}}
+
+
+def course(block):
+    """What the codecs of boundary 0 become, until nothing changes."""
+    config, adopted, found = Config({"min_numel": 0, **block}), {}, []
+    for _ in range(12):
+        changes = loosened(config, adopted, PLACES)
+        if not changes:
+            return found
+        adopted = with_changes(adopted, changes)
+        config.adopt(config.changed({"boundaries": adopted}))
+        found.append(tuple(str(getattr(config.codecs(0), direction)) for _, direction in PLACES))
+    raise AssertionError(found)
+
+
+def test_what_is_milder():
+    bits = [f"quantize(bits={n})" for n in (2, 4, 8)]
+    densities = [f"topk(density={d})" for d in (0.4, 0.5)]
+    found = course({"forward": QUANTIZE, "backward": {"codec": {"name": "topk", "density": 0.2}}})
+    assert [forward for forward, _ in found] == [*bits, "none"]
+    assert [backward for _, backward in found] == [*densities, "none", "none"]
+    assert course({"forward": {"codec": {"name": "quantize", "bits": 6}}})[0][0] == "quantize(bits=8)"
+    assert [f for f, _ in course({"forward": {"codec": {"name": "entropy", "bits": 2.5}}})] == [
+        "entropy(bits=5.0)",
+        "none",
+    ]
+    assert course({"forward": {"codec": "fp8"}, "backward": {"codec": "lossless"}}) == [("none", "lossless")]
+    assert course({}) == []
+
+
+def test_what_goes_together_stays_together():
+    reuse = {"codec": {"name": "topk", "indices": "reuse"}}
+    found = course({"forward": {"codec": {"name": "topk", "density": 0.3}}, "backward": reuse})
+    assert found[-1] == ("none", "none") and "0.5" in found[0][0]
+    both = course({"forward": LEARNED, "backward": LEARNED})
+    assert both == [("none", "none")]
+    learned = {"codec": {"name": "pca", "rank": 8}}  # fits its rank alone
+    assert course({"forward": learned, "backward": learned, "warmup_steps": 5}) == [("none", "none")]
+    ef = course({"forward": {"codec": {"name": "quantize", "bits": 2}, "feedback": "ef"}})
+    assert ef[0][0].startswith("quantize(bits=4) + ef") and ef[-1][0] == "none"
+
+
+def trained(config, stages=2, folder=None, saved=0):
+    said = []
+    logging.getLogger("ds_compress").addFilter(lambda record: said.append(record.getMessage()) or True)
+    engine = build(stages, config)
+    data = batches(engine.grid.get_data_parallel_id())
+    if saved:
+        engine.load_checkpoint(str(folder), tag=f"step{saved}")
+        for _ in range(saved * engine.micro_batches):
+            next(data)
+    losses, codecs = [], []
+    for step in range(saved, STEPS):
+        losses.append(engine.train_batch(data).item())
+        codecs.append([str(getattr(engine._compression.config.codecs(0), d)) for _, d in PLACES])
+        if folder and not saved:
+            engine.save_checkpoint(str(folder), tag=f"step{step + 1}")
+    return {"losses": losses, "codecs": codecs, "said": [line for line in said if "milder" in line]}
+
+
+def block(**guard):
+    backward = {"codec": {"name": "topk", "density": 0.05}, "feedback": "ef"}
+    guard = {"every": 1, "action": "loosen", **guard}
+    return {"forward": QUANTIZE, "backward": backward, "min_numel": 0, "guard": guard}
+
+
+@pytest.mark.parametrize("link", [{}, {"mode": "blocking"}], ids=["eager", "blocking"])
+def test_over_its_limit_the_next_milder_setting_follows_and_resumes(link, tmp_path):
+    """Forward by its loss until that is small enough, backward by its errors."""
+    config = ds_config({**block(loss=0.01, error=0.9), "link": link})
+    whole = run_ranks(2, trained, config, 2, tmp_path)
+    resumed = run_ranks(2, trained, config, 2, tmp_path, 2)
+    for ours, theirs in zip(resumed, whole):
+        assert ours["losses"] == theirs["losses"][2:]
+        assert ours["codecs"] == theirs["codecs"][2:] == whole[0]["codecs"][2:]
+    assert whole[0]["codecs"][0] == ["quantize(bits=4)", "topk(density=0.1) + ef"]  # 2 bits, then 4 by loss
+    assert whole[0]["codecs"][1] == ["quantize(bits=4)", "topk(density=0.2) + ef"]
+    assert whole[0]["codecs"][-1] == ["quantize(bits=4)", "topk(density=0.4) + ef"]
+    said = whole[0]["said"]
+    assert "with compression" in said[0] or "with compression" in said[1]
+    assert any("milder from the next step on: boundary 0 forward quantize(bits=2)" in line for line in said)
+    assert not whole[1]["said"]
+
+
+def test_replicas_act_alike_and_one_is_enough():
+    config = ds_config(block(error=0.3, loss=1e6), replicas=2)
+    ranks = run_ranks(6, trained, config, 3)
+    assert all(rank["codecs"] == ranks[0]["codecs"] for rank in ranks)
+    assert ranks[0]["codecs"][-1][1] == "none"
+    assert all(rank["losses"] == ranks[0]["losses"] for rank in ranks)
+    assert "boundary 1, backward: a relative error of " in ranks[0]["said"][0]
+
+
+def test_not_together_with_a_policy():
+    policy = {"name": "ramp", "end": 5, "forward": {"bits": [8, 4]}}
+    with pytest.raises(CompressionError, match="guard.action: 'loosen' is not allowed: policy 'ramp'"):
+        Config({**block(), "policy": policy})

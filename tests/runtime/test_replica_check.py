@@ -1,0 +1,196 @@
+"""What both sides of a boundary hold alike is compared every so many steps; where it differs both forget."""
+
+import functools
+import itertools
+import logging
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+
+import ds_compress  # noqa: F401
+from tests.feedback.test_feedback_pipeline import digests
+from tests.support.dist import run_ranks
+from tests.support.models import ParallelBlock
+from tests.support.pipeline import batches, build, ds_config
+
+TOPK = {"name": "topk", "density": 0.3}
+EVERY, STEPS = 3, 8
+EF21 = {"codec": TOPK, "feedback": "ef21"}
+AQSGD = {"codec": TOPK, "feedback": {"name": "aqsgd", "dtype": "fp32"}}
+BLOCKS = {
+    "ef21": {"forward": EF21, "backward": EF21},
+    "ef21 per slot": {"forward": {"codec": TOPK, "feedback": {"name": "ef21", "scope": "micro_batch"}}},
+    "aqsgd": {"forward": AQSGD, "backward": EF21},
+}
+
+
+def config(name, every=EVERY, replicas=1, **changes):
+    block = {**BLOCKS[name], "min_numel": 0, "mirror_check": every, "seed": 7}
+    return ds_config(block, replicas=replicas, **changes)
+
+
+def flip(engine, direction):
+    """Change one bit of what this rank mirrors, as failing memory does."""
+    for memory in engine._compression.boundaries[0].memory.values():
+        for key, value in memory.items():
+            if key.startswith(f"{direction}/mirror/"):
+                value.flatten().view(torch.int32)[3] ^= 1 << 20
+                return
+
+
+def mirrored(engine):
+    """Entries by boundary and direction."""
+    return {
+        (boundary.number, direction): sum(
+            key.startswith(f"{direction}/mirror/") for memory in boundary.memory.values() for key in memory
+        )
+        for boundary in engine._compression.boundaries
+        for direction in ("forward", "backward")
+    }
+
+
+def train(stages, settings, damage=None, build=build, **options):
+    """`damage`: (rank, step, direction); before that step a bit flips there."""
+    lines = []
+    logging.getLogger("ds_compress").addFilter(lambda record: lines.append(record.getMessage()) or True)
+    engine = build(stages, settings, **options)
+    cycle = list(itertools.islice(batches(engine.grid.get_data_parallel_id()), 2 * engine.micro_batches))
+    losses, held = [], []
+    for step in range(1, STEPS + 1):
+        if damage and (torch.distributed.get_rank(), step) == damage[:2]:
+            flip(engine, damage[2])
+        half = step % 2 * engine.micro_batches  # AQ-SGD sees every sample again
+        data = iter(cycle[half : half + engine.micro_batches])
+        losses.append(engine.train_batch(data).item())
+        held.append(mirrored(engine))
+    warnings = [line for line in lines if "no longer hold the same" in line]
+    return {"losses": losses, "held": held, "digests": digests(engine), "warnings": warnings}
+
+
+def sides(ranks):
+    """Both hashes of each boundary and replica."""
+    found = {}
+    for rank in ranks:
+        for place, digest in rank["digests"].items():
+            found.setdefault(place, set()).add(digest)
+    return found
+
+
+def in_step(ranks):
+    return all(len(hashes) == 1 for hashes in sides(ranks).values())
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_healthy_run_is_left_alone(name):
+    checked = run_ranks(2, train, 2, config(name))
+    plain = run_ranks(2, train, 2, config(name, every=0))
+    assert checked == plain and in_step(checked) and not checked[0]["warnings"]
+
+
+@pytest.mark.parametrize(
+    "name, direction, at",
+    [
+        ("ef21", "forward", 0),
+        ("ef21", "backward", 1),
+        ("ef21 per slot", "forward", 1),
+        ("aqsgd", "forward", 0),
+        ("aqsgd", "forward", 1),
+    ],
+)
+def test_a_flipped_bit_is_found_and_both_sides_start_anew(name, direction, at):
+    """Unnoticed, the two sides never came together again."""
+    damage = (at, EVERY + 2, direction)
+    unchecked = run_ranks(2, train, 2, config(name, every=0), damage)
+    assert not in_step(unchecked)
+    ranks = run_ranks(2, train, 2, config(name), damage)
+    assert in_step(ranks) and sides(ranks)
+    lines = [line for rank in ranks for line in rank["warnings"]]
+    assert len(lines) == 1
+    assert lines[0].startswith(
+        f"boundary 0, {direction}: both sides no longer hold the same after step {2 * EVERY}, so both start "
+        "from zero [replica 0]"
+    )
+    for rank in ranks:
+        counts = [held[0, direction] for held in rank["held"]]
+        assert counts[2 * EVERY - 1] == 0 and counts[-1] > 0 and counts[2 * EVERY - 2] > 0
+        other = "backward" if direction == "forward" else "forward"
+        assert rank["held"][2 * EVERY - 1][0, other] == rank["held"][-1][0, other]
+        assert torch.tensor(rank["losses"]).isfinite().all()
+    assert ranks[1]["losses"][: EVERY + 1] == unchecked[1]["losses"][: EVERY + 1]
+
+
+def test_replicas_are_compared_on_their_own():
+    damage = (3, EVERY + 2, "forward")  # the downstream side of replica 1
+    ranks = run_ranks(4, train, 2, config("ef21", replicas=2), damage)
+    assert in_step(ranks) and len(sides(ranks)) == 2
+    assert [len(rank["warnings"]) for rank in ranks] == [0, 1, 0, 0], "of the upstream side"
+    assert "[replica 1]" in ranks[1]["warnings"][0]
+    assert [rank["held"][2 * EVERY - 1][0, "forward"] for rank in ranks] == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [{"pipe_partitioned": sliced, "grad_partitioned": sliced} for sliced in (False, True)],
+    ids=["whole", "sliced"],
+)
+def test_tensor_parallel_ranks_start_anew_together(pipeline):
+    """They send the same bytes: one of them alone would send what the others do not."""
+    specs = [LayerSpec(ParallelBlock) for _ in range(4)]
+    damage = (3, EVERY + 2, "forward")
+    run = functools.partial(train, specs=specs, tensor_parallel=2)
+    ranks = run_ranks(4, run, 2, config("ef21", pipeline=pipeline), damage)
+    assert in_step(ranks[::2]) and in_step(ranks[1::2])
+    assert sorted(len(rank["warnings"]) for rank in ranks) == [0, 0, 0, 1]
+    assert [rank["held"][2 * EVERY - 1][0, "forward"] for rank in ranks] == [0] * 4
+
+
+def build_dualpipev(ranks, settings):
+    from tests.engine.test_dualpipev import build  # which older releases of DeepSpeed cannot import
+
+    return build(ranks, settings["ds_compress"])
+
+
+def test_dualpipev():
+    """Rank 0 has boundaries 0 and 1 with the same neighbour, one of each phase."""
+    pytest.importorskip("deepspeed.runtime.pipe.dualpipev")
+    run = functools.partial(train, build=build_dualpipev)
+    ranks = run_ranks(2, run, 2, config("ef21"), (1, EVERY + 2, "forward"))
+    assert in_step(ranks) and len(sides(ranks)) == 2
+    (line,) = (line for rank in ranks for line in rank["warnings"])
+    assert line.startswith("boundary 0, forward: ")
+    counts = {(0, "forward"): 0, (0, "backward"): 1, (1, "forward"): 1, (1, "backward"): 1}
+    assert [rank["held"][2 * EVERY - 1] for rank in ranks] == [counts, counts]
+
+
+def test_a_boundary_in_a_longer_pipeline():
+    damage = (2, EVERY + 2, "backward")
+    ranks = run_ranks(3, train, 3, config("ef21"), damage)
+    assert in_step(ranks)
+    (line,) = (line for rank in ranks for line in rank["warnings"])
+    assert line.startswith("boundary 1, backward: ")
+    assert [rank["held"][2 * EVERY - 1] for rank in ranks] == [
+        {(0, "forward"): 1, (0, "backward"): 1},
+        {(0, "forward"): 1, (0, "backward"): 1, (1, "forward"): 1, (1, "backward"): 0},
+        {(1, "forward"): 1, (1, "backward"): 0},
+    ]
+
+
+def count_gathers(settings):
+    engine = build(2, settings)
+    calls = []
+    gather = torch.distributed.all_gather
+    torch.distributed.all_gather = lambda *args, **options: calls.append(1) or gather(*args, **options)
+    data = batches()
+    for _ in range(5):
+        engine.train_batch(data)
+    return len(calls)
+
+
+@pytest.mark.parametrize(
+    "block, calls",
+    [({"forward": EF21}, 2), ({"forward": EF21, "mirror_check": 0}, 0), ({"forward": {"feedback": "ef"}}, 0)],
+)
+def test_only_what_is_mirrored_is_compared(block, calls):
+    settings = ds_config({"min_numel": 0, "mirror_check": 2, **block})
+    assert run_ranks(2, count_gathers, settings) == [calls, calls]
