@@ -20,7 +20,7 @@ _HOMES = {
     "TensorSpec": "codec",
     "__version__": "version",
     "build": "codecs",
-    "check_codec": "codecs.contract",
+    "check_codec": "testing",
     "register": "codec",
     "register_feedback": "feedback",
 }

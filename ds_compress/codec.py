@@ -25,7 +25,6 @@ import functools
 import hashlib
 import inspect
 import math
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -176,7 +175,7 @@ CodecOptions = Options
 class Codec(Named, ABC):
     """A stateless compressor of one tensor.
 
-    Promises, each held by `codecs.contract` for every registered codec: deterministic for a given context;
+    Promises, each held by `check_codec` for every registered codec: deterministic for a given context;
     inf or nan in the input shows as a non-finite value in the output; C(s*x) = s*C(x) up to rounding; any
     float dtype and any shape but those that it `refuses` is sent, with no more error than its `error_bound`.
     """
@@ -184,14 +183,16 @@ class Codec(Named, ABC):
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)
     """Option sets that the tests and `ds-compress bench` walk."""
 
-    takes_memory: ClassVar[bool] = False
+    supports_out: ClassVar[bool] = False
     """Whether `encode` has a third argument, `out: Parts | None = None`: contiguous memory as `layout`
-    describes it, for what it makes. New memory and a copy cost as much as few values do. What it makes
-    elsewhere all the same is copied by `encode_into`."""
+    describes it, for the payload. It saves an allocation and a copy; a part that is made elsewhere all the
+    same is copied by the channel."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.takes_memory = "out" in inspect.signature(cls.encode).parameters
+        cls.supports_out = "out" in inspect.signature(cls.encode).parameters
+        encode_into: Any = cls.encode if cls.supports_out else Codec.encode_into
+        cls.encode_into = encode_into  # type: ignore[method-assign]
 
     @abstractmethod
     def layout(self, spec: TensorSpec) -> Layout:
@@ -201,6 +202,10 @@ class Codec(Named, ABC):
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         """Compress `x` (any float dtype, possibly non-contiguous, never modified) to tensors that match
         `layout`."""
+
+    def encode_into(self, x: Tensor, ctx: Context, out: Parts | None) -> Parts:
+        """Call `encode` with `out` if it supports that: then this is `encode` itself."""
+        return self.encode(x, ctx)
 
     @abstractmethod
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
@@ -249,28 +254,11 @@ def build(choice: object, path: str = "codec") -> Codec:
     return CODECS.build(choice, path)
 
 
-def encode_into(codec: Codec, x: Tensor, ctx: Context, out: Parts | None) -> Parts:
-    """What `codec` encodes `x` to, with the parts of its `layout` in `out`; None for wherever it makes them.
-
-    Raises:
-        CompressionError: a part has another shape or dtype than its layout promised.
-    """
-    if out is None:
-        return codec.encode(x, ctx)
-    parts = codec.encode(x, ctx, out) if codec.takes_memory else codec.encode(x, ctx)  # type: ignore[call-arg]
-    if parts is not out and (len(parts) < len(out) or not all(map(operator.is_, parts, out))):
-        count = len(out)
-        fill(out, parts[:count])
-        parts = out + parts[count:]
-    return parts
-
-
 def fill(places: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    """Copy payload tensors to `places`, those that are not there yet.
+    """Copy payload tensors to `places`, unless they are there already.
 
     Raises:
-        CompressionError: parts are missing or too many, or one has another shape or dtype than its layout
-            promised.
+        CompressionError: the number of parts, or the shape or dtype of one, is not that of the layout.
     """
     if len(parts) != len(places):
         raise CompressionError(f"packet: {len(parts)} payload tensors came, the layout has {len(places)}")

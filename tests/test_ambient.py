@@ -12,7 +12,7 @@ import torch
 
 import ds_compress
 from ds_compress.codec import CODECS, Context, TensorSpec, names
-from ds_compress.codecs.mixins import Learns, Observes, layers
+from ds_compress.codecs.mixins import Learns, ObservesWarmup, layers
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FEEDBACKS
@@ -108,7 +108,7 @@ def messages(codecs, shape, dtype):
         pairs = [
             (layer, direction, tensor)
             for direction, tensor in (("forward", x), ("backward", gradient))
-            for layer in layers(getattr(codecs, direction), Observes)
+            for layer in layers(getattr(codecs, direction), ObservesWarmup)
             if layer.needs_warmup
         ]
         if step == 0 and pairs:

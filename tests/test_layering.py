@@ -29,6 +29,7 @@ PACKAGES = [
     "kernels",
     "codec",
     "codecs",
+    "testing",
     "feedback",
     "config",
     "transport",

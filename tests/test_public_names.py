@@ -59,7 +59,7 @@ GOOD = """
 
     @register_feedback("mine")
     class Mine(Feedback):
-        def around(self, codec: Codec) -> Codec:
+        def wrap(self, codec: Codec) -> Codec:
             return codec
 
 

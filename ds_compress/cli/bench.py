@@ -17,7 +17,7 @@ from ds_compress import config  # noqa: F401  (registers the codecs)
 from ds_compress.cli.arguments import DTYPES, add_import, device, integer, shape
 from ds_compress.cli.console import show
 from ds_compress.codec import CODECS, Codec, Context, TensorSpec, build, check_accepted, names
-from ds_compress.codecs.mixins import Follows, Observes, layers
+from ds_compress.codecs.mixins import ObservesWarmup, ReusesForwardIndices, layers
 from ds_compress.errors import CompressionError, shown
 from ds_compress.feedback import FeedbackCodec
 from ds_compress.kernels import native
@@ -159,10 +159,10 @@ def contexts(codec: Codec, x: Tensor, before: Tensor | None = None) -> tuple[Con
     count = ids.count([TensorSpec.of(x)]) if ids else 0
     samples = torch.arange(count, dtype=torch.int64, device="cpu") if ids else None
     sender, receiver = Context(sample_ids=samples), Context(sample_ids=samples)
-    for layer in layers(codec, Observes):  # type: ignore[type-abstract]
+    for layer in layers(codec, ObservesWarmup):  # type: ignore[type-abstract]
         layer.observe(x, sender)
         layer.observe(x, receiver)
-    forward = codec.forward_partner() if isinstance(codec, Follows) else None
+    forward = codec.forward_partner() if isinstance(codec, ReusesForwardIndices) else None
     if forward is not None:
         forward.decode(forward.encode(x if before is None else before, sender), TensorSpec.of(x), receiver)
         sender.direction = receiver.direction = "backward"

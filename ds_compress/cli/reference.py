@@ -9,11 +9,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from ds_compress.codec import CODECS, TYPICAL
-from ds_compress.codecs.contract import settings_of
 from ds_compress.config import KEY, Block
 from ds_compress.config.policies import POLICIES
 from ds_compress.feedback import FEEDBACKS
 from ds_compress.registry import Registry
+from ds_compress.testing import settings_of
 
 _LIMITS = {
     "minimum": ">=",

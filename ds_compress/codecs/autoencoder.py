@@ -9,9 +9,16 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
 from ds_compress.codecs import bounds
-from ds_compress.codecs.memory import Remembers, expect, number
-from ds_compress.codecs.mixins import BothDirections, DecodesByProduct, Learns, OnlyReceiverDecodes
-from ds_compress.codecs.reshape import WIRE_DTYPES, arithmetic_dtype, as_message, boundary_noise, matrix_shape
+from ds_compress.codecs.mixins import (
+    BothDirections,
+    HardwareDependentDecode,
+    Learns,
+    ReceiverOnlyDecode,
+    Stateful,
+    check_entry,
+    parse_size,
+)
+from ds_compress.codecs.shapes import WIRE_DTYPES, arithmetic_dtype, as_message, boundary_noise, matrix_shape
 from ds_compress.errors import CompressionError
 from ds_compress.registry import Width
 
@@ -19,7 +26,7 @@ BETAS = 0.9, 0.999
 
 
 @register("autoencoder")
-class Autoencoder(Codec, Remembers, Learns, BothDirections, OnlyReceiverDecodes, DecodesByProduct):
+class Autoencoder(Codec, Stateful, Learns, BothDirections, ReceiverOnlyDecode, HardwareDependentDecode):
     """A linear encoder before and a linear decoder behind the boundary, both trained by the model's own loss.
 
     The "AE" of Bian et al. (arXiv 2301.02654), the h -> c -> h bottleneck as two layers of the model:
@@ -96,9 +103,9 @@ class Autoencoder(Codec, Remembers, Learns, BothDirections, OnlyReceiverDecodes,
         for key, value in memory.items():
             if key.startswith("autoencoder."):
                 _, _, h, weight, part = f"{key}...".split(".")[:5]
-                shape = number(h), self._width(number(h))
+                shape = parse_size(h), self._width(parse_size(h))
                 shape = shape if weight == "encoder" else shape[::-1]
-                expect(key, value, torch.float32, shape=() if part == "step" else shape)
+                check_entry(key, value, torch.float32, shape=() if part == "step" else shape)
 
     def _adam(self, name: str, gradient: Tensor, memory: MutableMapping[str, Tensor]) -> None:
         """One step of Adam (arXiv 1412.6980); none at all where the gradient overflowed."""

@@ -1,22 +1,85 @@
 """Codec entropy: a uniform quantizer whose codes are entropy coded, at a constant size."""
 
+import itertools
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
-from ds_compress.codec import CodecOptions, register
-from ds_compress.codecs.entropy_contexts import InContexts
-from ds_compress.codecs.entropy_plain import Plain
-from ds_compress.codecs.entropy_rotated import Rotated
+from ds_compress.codec import Codec, CodecOptions, Context, Layout, Parts, TensorSpec, register
+from ds_compress.codecs import eigenbasis
+from ds_compress.codecs.eigenbasis import EigenbasisCodec
+from ds_compress.codecs.shapes import matrix_shape
 from ds_compress.errors import CompressionError
+from ds_compress.kernels.dispatch import kernels
+from ds_compress.kernels.entropy import LARGEST_NUMEL, Frame, frame_of
+from ds_compress.kernels.units import CLASSES, RUN, Units
 from ds_compress.registry.options import Steps
+
+MIN_SORTED_NUMEL = 2**12
+"""Values from which a message has several tables."""
+
+MIN_UNIT = RUN // 2
+"""Values from which a unit is worth the 2 bits that tell its class."""
+
+
+class EntropyBase(Codec):
+    """One step and one table for the whole tensor; `options` are those of codec entropy."""
+
+    name = "entropy"
+
+    def layout(self, spec: TensorSpec) -> Layout:
+        words = frame_of(spec.numel, self.options.bits).words if spec.numel else 0
+        return (((words,), torch.int16),)
+
+    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+        if not x.numel():
+            return (torch.empty(0, dtype=torch.int16, device=x.device),)
+        frame = frame_of(x.numel(), self.options.bits)
+        return (kernels(x.device).encode_entropy(x.detach().reshape(-1), frame),)
+
+    def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
+        if not spec.numel:
+            return torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
+        frame = frame_of(spec.numel, self.options.bits)
+        return self._decode_words(parts[0], frame, spec.dtype).view(spec.shape)
+
+    def _decode_words(self, words: Tensor, frame: Frame, dtype: torch.dtype) -> Tensor:
+        """Return the values, flat."""
+        return self._checked(*kernels(words.device).decode_entropy(words, frame, dtype))
+
+    def _checked(self, values: Tensor, valid: Tensor) -> Tensor:
+        """Return `values`.
+
+        Raises:
+            CompressionError: they are not `valid`.
+        """
+        if valid.device.type == "cpu" and not valid:  # a GPU's values are nan then: the host does not wait
+            raise CompressionError("entropy: a damaged code came, no message is coded like that")
+        return values
+
+    def error_bound(self, spec: TensorSpec) -> float:
+        return 1.0  # values that need more bits than there are become zeros
+
+    def gaussian_error_bound(self, spec: TensorSpec) -> float:
+        # at high rates an ideal coder has 1.2 * 2^-rate; tables cost most in small messages
+        frame = frame_of(max(spec.numel, 1), self.options.bits)
+        rate = 16 * frame.room / (frame.numel + 256)
+        return min(0.99, 1.3 * 2**-rate)
+
+    def refuses(self, spec: TensorSpec) -> str:
+        if spec.numel > LARGEST_NUMEL:
+            return f"it has {spec.numel:,} values, allowed: {LARGEST_NUMEL:,}"
+        return ""
 
 
 @register("entropy")
-class Entropy(Plain):
+class Entropy(EntropyBase):
     """One uniform step for the whole tensor, entropy coded: the finest one that fits in `bits` per value.
 
-    The size is constant, the error is what varies. `ds_compress.kernels.entropy` draws the packet.
+    The size is constant, the error varies. `ds_compress.kernels.entropy` draws the packet.
     """
 
     examples = (
@@ -60,6 +123,91 @@ class Entropy(Plain):
             return self
 
     @classmethod
-    def of(cls, options: Any) -> Plain:
-        kind = InContexts if options.contexts != "none" else Rotated if options.rotate != "none" else cls
-        return kind(options)
+    def of(cls, options: Any) -> EntropyBase:
+        if options.contexts != "none":
+            return SortedContexts(options)
+        return (EigenbasisEntropy if options.rotate != "none" else cls)(options)
+
+
+class SortedContexts(EntropyBase):
+    """With "contexts": runs or columns in four classes by falling magnitude, each with its own table.
+
+    See `kernels.units`.
+    """
+
+    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+        spec = TensorSpec.of(x)
+        units = self._units(spec)
+        if units is None:
+            return super().encode(x, ctx)
+        return (kernels(x.device).encode_units(x.detach().reshape(-1), self._frame(spec, units), units),)
+
+    def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
+        units = self._units(spec)
+        if units is None:
+            return super().decode(parts, spec, ctx)
+        frame, words = self._frame(spec, units), parts[0]
+        values = self._checked(*kernels(words.device).decode_units(words, frame, units, spec.dtype))
+        return values.view(spec.shape)
+
+    def _units(self, spec: TensorSpec) -> Units | None:
+        """Return the units of a tensor of `spec`, None if their classes would take too many of its words."""
+        columns = self.options.contexts == "columns"
+        if columns:
+            shape = spec.shape
+            if len(shape) >= 4:
+                shape = (shape[0], spec.numel // max(1, shape[0]))
+            size, count = matrix_shape(shape)
+        else:
+            count, size = spec.numel // RUN, RUN
+        few = spec.numel < MIN_SORTED_NUMEL or size < MIN_UNIT or count < CLASSES
+        return None if few else Units(count, size, columns)
+
+    def _frame(self, spec: TensorSpec, units: Units) -> Frame:
+        return frame_of(spec.numel, self.options.bits, units.cuts, taken=units.words)
+
+
+class EigenbasisEntropy(EigenbasisCodec, EntropyBase):
+    """With "rotate": one step for all coefficients in a basis of the rows, with tables by their rank.
+
+    Each coefficient costs the bits of its own variance, which is reverse water-filling: those below the step
+    cost next to nothing. They are sent by falling variance, the first ones of all rows first, in contexts of
+    half an octave each: the last quarter of the coefficients, the one before it, the eighth before that, ...
+    Spectra fall like powers of the rank, so variances in a context are of one size.
+    """
+
+    def encode_coefficients(self, coefficients: Tensor, h: int, ctx: Context, out: Parts | None) -> Parts:
+        n = coefficients.shape[1]
+        words = kernels(coefficients.device).encode_entropy(coefficients.reshape(-1), self._frame(n, h))
+        if self._accumulates(ctx):
+            self.decode_coefficients((words,), n, h, ctx)  # accumulates what the other side will
+        return (words,)
+
+    def decode_coefficients(self, parts: Parts, n: int, h: int, ctx: Context) -> Tensor:
+        coefficients = self._decode_words(parts[0], self._frame(n, h), torch.float32).view(h, n)
+        if self._accumulates(ctx):
+            eigenbasis.accumulate(coefficients.T, self._key(h, ctx, self._period(ctx)), ctx)
+        return coefficients
+
+    def _basis(self, h: int, ctx: Context) -> Tensor:
+        key = self._key(h, ctx)
+        if self.options.refresh_steps and ctx.training:
+            pattern, present = self._key(h, ctx, "since_*"), self._key(h, ctx, self._period(ctx))
+            names = (name.removesuffix(".moment") for name in ctx.memory)
+            for past in [name for name in names if fnmatchcase(name, pattern) and name != present]:
+                eigenbasis.turn(key, past, ctx)
+        return super()._basis(h, ctx)
+
+    def _period(self, ctx: Context) -> str:
+        """Return the part of the key under which moments are accumulated until the basis is turned."""
+        return f"since_{ctx.step - ctx.step % self.options.refresh_steps}"
+
+    def _accumulates(self, ctx: Context) -> bool:
+        """Return whether the basis will be turned by this message too."""
+        steps = self.options.refresh_steps
+        return steps > 0 and ctx.training and ctx.micro_batch == 0 and ctx.step % max(1, steps // 16) == 0
+
+    def _frame(self, n: int, h: int) -> Frame:
+        halves = itertools.takewhile(bool, (h >> octave for octave in itertools.count(1)))
+        cuts = dict.fromkeys(cut for half in halves for cut in (half, half + half // 2) if cut < h)
+        return frame_of(n * h, self.options.bits, tuple(n * cut for cut in cuts))

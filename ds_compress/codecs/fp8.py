@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, Parts, TensorSpec, register
-from ds_compress.codecs.groups import GroupSize, group_shape, join, split
+from ds_compress.codecs.shapes import GroupSize, group_shape, join, split
 from ds_compress.kernels.dispatch import kernels
 
 _FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

@@ -11,16 +11,22 @@ import torch
 from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, Stability, TensorSpec, register
-from ds_compress.codecs import basis, bounds
-from ds_compress.codecs.memory import Remembers, expect, number
-from ds_compress.codecs.mixins import BothDirections, DecodesByProduct, Observes
-from ds_compress.codecs.reshape import WIRE_DTYPES, arithmetic_dtype, as_message, boundary_noise, matrix_shape
+from ds_compress.codecs import bounds, eigenbasis
+from ds_compress.codecs.mixins import (
+    BothDirections,
+    HardwareDependentDecode,
+    ObservesWarmup,
+    Stateful,
+    check_entry,
+    parse_size,
+)
+from ds_compress.codecs.shapes import WIRE_DTYPES, arithmetic_dtype, as_message, boundary_noise, matrix_shape
 from ds_compress.kernels.numerics import is_finite
 from ds_compress.registry import Width
 
 
 @register("lowrank")
-class LowRank(Codec, Remembers, DecodesByProduct):
+class LowRank(Codec, Stateful, HardwareDependentDecode):
     """The product of two thin factors, from one power iteration that starts where the last message ended.
 
     PowerSGD (Vogels et al., arXiv 1905.13727, algorithm 1) on the message M of n rows and h columns: P = M Q
@@ -102,7 +108,7 @@ class LowRank(Codec, Remembers, DecodesByProduct):
         for key, value in memory.items():
             if key.startswith("lowrank."):
                 h, _, rank = key.rpartition(".")[2].partition("x")
-                expect(key, value, torch.float32, shape=(number(h), number(rank)))
+                check_entry(key, value, torch.float32, shape=(parse_size(h), parse_size(rank)))
 
 
 def _near_one(p: Tensor) -> Tensor:
@@ -113,12 +119,12 @@ def _near_one(p: Tensor) -> Tensor:
 
 
 @register("pca")
-class PCA(Codec, Remembers, Observes, BothDirections, DecodesByProduct):
+class PCA(Codec, Stateful, ObservesWarmup, BothDirections, HardwareDependentDecode):
     """The coefficients of each row in a basis fitted to the activations of the warm-up steps, the same
     backward.
 
     The feature-space low-rank map of arXiv 2405.18146 at a stage boundary: both sides derive the basis B
-    (h x r) from the rows that cross uncompressed, see codecs/basis.py. Projecting the gradient is the
+    (h x r) from the rows that cross uncompressed, see codecs/eigenbasis.py. Projecting the gradient is the
     derivative of projecting the activation. The mean is not taken out, so the map is linear and has no part
     that a smaller input would not shrink; it costs about one of the r directions. An activation far from
     those of the warm-up loses what lies outside the basis.
@@ -139,7 +145,7 @@ class PCA(Codec, Remembers, Observes, BothDirections, DecodesByProduct):
 
     def observe(self, x: Tensor, ctx: Context) -> None:
         if ctx.direction == "forward":
-            basis.observe(x, self._key(matrix_shape(x.shape)[1], ctx), ctx)
+            eigenbasis.observe(x, self._key(matrix_shape(x.shape)[1], ctx), ctx)
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         n, h = matrix_shape(x.shape)
@@ -169,7 +175,7 @@ class PCA(Codec, Remembers, Observes, BothDirections, DecodesByProduct):
         return bounds.random_part(min(self.options.rank, h) / max(h, 1), rounding)
 
     def check_memory(self, memory: Mapping[str, Tensor]) -> None:
-        basis.check(memory, "pca", self.options.rank)
+        eigenbasis.check(memory, "pca", self.options.rank)
 
     @staticmethod
     def _key(h: int, ctx: Context) -> str:
@@ -177,4 +183,4 @@ class PCA(Codec, Remembers, Observes, BothDirections, DecodesByProduct):
 
     def _basis(self, h: int, ctx: Context) -> Tensor:
         """Of the rows observed: h x r, orthonormal columns, fp32."""
-        return basis.basis(self._key(h, ctx), h, min(self.options.rank, h), ctx)
+        return eigenbasis.basis(self._key(h, ctx), h, min(self.options.rank, h), ctx)

@@ -1,55 +1,85 @@
-"""What few codecs need beyond `layout`, `encode` and `decode`: base classes to add beside `Codec`.
+"""Optional abilities of codecs, as base classes beside `Codec`.
 
-    Remembers             leaves entries in the memory (codecs/memory.py)               lowrank, feedbacks
-    Observes              looks at the messages of the warm-up                          pca, learned bases
-    Learns                trains weights of its own, once per step                      autoencoder
-    Offloads              keeps entries of the memory elsewhere than on the device      feedback aqsgd
-    Selects               keeps some entries, which the gradient can follow             topk, randomk, column
-    Follows               takes over backward what the forward codec began              topk, indices "reuse"
-    SecondPacket          has a payload whose size follows from the data                lossless
-    BothDirections        must be the codec of both directions                          pca, autoencoder
-    OnlyReceiverDecodes   decodes by state that the sender does not have                autoencoder
-    DecodesByProduct      decodes to other last bits on other processors                lowrank, pca
-    FusesFeedback         has passes over the memory that do a feedback's steps too     quantize
+    Stateful                  keeps entries in the memory that checkpoints carry    lowrank, feedbacks
+    ObservesWarmup            reads the messages of the warm-up                     pca, learned bases
+    Learns                    trains weights of its own, once per step              autoencoder
+    ManagesStorage            stores entries of the memory off the device           feedback aqsgd
+    Selects                   keeps some entries, which the gradient can reuse      topk, randomk, column
+    ReusesForwardIndices      depends on the forward codec                          topk, indices "reuse"
+    VariableSizePayload       sends a payload whose size depends on the data        lossless
+    BothDirections            must be the codec of both directions                  pca, autoencoder
+    ReceiverOnlyDecode        decodes with state that the sender does not have      autoencoder
+    HardwareDependentDecode   decodes to other last bits on other processors        lowrank, pca
+    FusesFeedback             does a feedback's steps in the same pass              quantize
 
-Whoever needs one of them asks with `isinstance`, or with `layers` where a feedback may be wrapped round the
-codec.
+Callers ask with `isinstance`, or with `layers` where a feedback may wrap the codec.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import ClassVar, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Layout, Parts, TensorSpec
+from ds_compress.errors import CompressionError
 
 Kind = TypeVar("Kind")
 
 
-class Wraps:
-    """A codec round another one, as a feedback is."""
+class CodecWrapper:
+    """A codec that wraps another one, as a feedback does."""
 
     codec: Codec
 
 
 def layers(codec: Codec, kind: Callable[..., Kind]) -> Iterator[Kind]:
-    """`codec`, what it wraps, and so on inwards: those of them that are a `kind`, one of the classes here."""
+    """Yield `codec` and the codecs that it wraps, outermost first, if they are a `kind` (a class above)."""
     layer: Codec | None = codec
     while layer is not None:
         if isinstance(layer, cast(type, kind)):  # annotated type[Kind], mypy would take no abstract class
             yield cast(Kind, layer)
-        layer = layer.codec if isinstance(layer, Wraps) else None
+        layer = layer.codec if isinstance(layer, CodecWrapper) else None
 
 
-class Observes(ABC):
-    """Sees what crosses uncompressed during warm-up."""
+class Stateful(ABC):
+    """Keeps entries in `ctx.memory`, which checkpoints save and load."""
 
-    needs_warmup: ClassVar[bool] = False  # True: works only after at least one warm-up step
+    @abstractmethod
+    def check_memory(self, memory: Mapping[str, Tensor]) -> None:
+        """Check `memory`, just read from a checkpoint.
+
+        Raises:
+            CompressionError: an entry under a key of this codec has a shape or dtype that it never writes.
+        """
+
+
+def check_entry(key: str, value: Tensor, *dtypes: torch.dtype, shape: tuple[int, ...] | None = None) -> None:
+    """Check that the entry `value` has one of `dtypes`, and `shape` if that is given.
+
+    Raises:
+        CompressionError: names the entry, what came and what was expected.
+    """
+    if value.dtype not in dtypes or (shape is not None and tuple(value.shape) != shape):
+        allowed = " or ".join(map(str, dtypes)) + (f" {list(shape)}" if shape is not None else "")
+        raise CompressionError(f"entry {key!r} is {value.dtype} {list(value.shape)}, expected {allowed}")
+
+
+def parse_size(digits: str) -> int:
+    """Return the size that a part of a key holds, or -1, which no size is, if it is not a number."""
+    return int(digits) if digits.isdecimal() else -1
+
+
+class ObservesWarmup(ABC):
+    """Reads the messages that cross uncompressed during the warm-up."""
+
+    needs_warmup: ClassVar[bool] = False
+    """Whether the codec works only after at least one warm-up step."""
 
     @abstractmethod
     def observe(self, x: Tensor, ctx: Context) -> None:
-        """Look at the message `x`; called on both sides with the same `x`."""
+        """Read the message `x`; both sides call it with the same `x`."""
 
 
 class Learns(ABC):
@@ -57,24 +87,26 @@ class Learns(ABC):
 
     @abstractmethod
     def end_step(self, memory: MutableMapping[str, Tensor], average: Callable[[Tensor], Tensor]) -> None:
-        """Replace learned entries of `memory`; `average` takes the mean over the replicas."""
+        """Replace learned entries of `memory`; `average` returns the mean over the data-parallel replicas."""
 
 
-class Offloads(ABC):
-    """Keeps entries of the memory where it wants them: in host memory, in files."""
+class ManagesStorage(ABC):
+    """Decides where its entries of the memory are stored: on the device, in host memory, in files."""
 
     def saved(self, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What a checkpoint has to hold beside the entries of `memory`; `restored` takes it away again."""
+        """Return what a checkpoint holds beside the entries of `memory`; `restored` removes it again."""
         return {}
 
     @abstractmethod
     def restored(self, memory: MutableMapping[str, Tensor]) -> None:
-        """Put entries of `memory`, just read from a checkpoint, where they belong; those with "/host/" in
-        their key are on the CPU, all others on the device."""
+        """Move entries of `memory`, just read from a checkpoint, to where they are stored.
+
+        Entries with "/host/" in their key arrive on the CPU, all others on the device.
+        """
 
     @abstractmethod
     def prefetch(self, ids: Tensor, memory: MutableMapping[str, Tensor]) -> None:
-        """A message of the samples `ids` (int64, on the CPU) will be encoded soon."""
+        """Start reading the buffers of the samples `ids` (int64, on the CPU), whose message comes soon."""
 
 
 class Selects(ABC):
@@ -82,102 +114,122 @@ class Selects(ABC):
 
     @abstractmethod
     def kept(self, spec: TensorSpec) -> int:
-        """How many entries of a tensor of `spec` are kept, over all rows."""
+        """Return how many entries of a tensor of `spec` are kept, over all rows."""
 
     @abstractmethod
     def gain(self, spec: TensorSpec) -> Tensor | None:
-        """What the receiver multiplies the kept values by, fp32 [kept] in selection order; None for 1."""
+        """Return the receiver's factor for each kept value, fp32 [kept] in selection order; None for 1."""
 
 
-class Follows(ABC):
-    """A codec for backward that may depend on the forward codec of its boundary."""
+class ReusesForwardIndices(ABC):
+    """A backward codec that may depend on the forward codec of its boundary."""
 
-    note: str = ""  # what became of this setting, where a user should know; said once at start-up
+    note: str = ""
+    """What became of this setting, if the user should know; logged once at start-up."""
 
     @abstractmethod
     def paired(self, forward: Codec) -> Codec:
-        """The codec to use backward, where `self` was asked for, at a boundary whose forward codec is
-        `forward`.
+        """Return the codec to use backward at a boundary whose forward codec is `forward`.
 
         Raises:
             CompressionError: the two cannot work together.
         """
 
     def sent(self, spec: TensorSpec, ctx: Context) -> Tensor | None:
-        """Bool, of `spec`'s shape: the entries that the message just encoded can carry; None for all.
+        """Return which entries the message just encoded can hold: bool of `spec`'s shape, None for all.
 
-        What a message cannot carry is no loss of it: error feedback would keep it for ever.
+        Error feedback does not count the other entries as lost: it would keep them for ever.
         """
         return None
 
     @abstractmethod
     def forward_partner(self) -> Codec | None:
-        """A forward codec whose message must come first where this one cannot stand alone; None where it
-        can."""
+        """Return the forward codec whose message must come first; None if this codec works alone."""
 
 
-class SecondPacket(ABC):
-    """Messages may come with a second packet, whose size the first one tells.
+class VariableSizePayload(ABC):
+    """May send an extra payload in a second packet, whose size the first packet tells.
 
-    `encode` returns its parts behind those of `layout`, and `decode` gets them there. Reading the first
-    packet makes the host wait for the device, and the second one cannot be received ahead.
+    `encode` returns its parts after those of `layout`, and `decode` receives them there. To read the size
+    the host waits for the device, and the second packet cannot be received ahead.
     """
 
     @abstractmethod
-    def rest(self, parts: tuple[Tensor, ...], spec: TensorSpec) -> Layout:
-        """What follows in a second packet, as those `parts` say that `layout` describes; () for nothing."""
+    def extra_payload(self, parts: tuple[Tensor, ...], spec: TensorSpec) -> Layout:
+        """Return the layout of the second packet, () for none; `parts` are those that `layout` describes."""
 
-    def planned_rest(self, spec: TensorSpec) -> Layout:
-        """`rest` to plan with: the largest of a message, once first visits and the like are over."""
+    def planned_extra_payload(self, spec: TensorSpec) -> Layout:
+        """Return the largest `extra_payload` to plan with, after first visits and the like."""
         return ()
 
-    def largest_rest(self, spec: TensorSpec) -> Layout:
-        """The largest `rest` of a message, first visits and the like included."""
-        return self.planned_rest(spec)
+    def largest_extra_payload(self, spec: TensorSpec) -> Layout:
+        """Return the largest `extra_payload` of any message, first visits and the like included."""
+        return self.planned_extra_payload(spec)
 
 
 class BothDirections:
-    """Forward and backward of a boundary must both be this codec."""
+    """Must be the codec of both directions of a boundary."""
 
 
-class OnlyReceiverDecodes:
-    """What a message decodes to depends on state of the receiver alone, so no feedback can follow."""
+class ReceiverOnlyDecode:
+    """Decodes with state that only the receiver has, so no feedback can wrap it."""
 
 
-class DecodesByProduct:
-    """Decodes with a matrix product: its last bits depend on processor, libraries and number of threads.
+class HardwareDependentDecode:
+    """Decodes with a matrix product, whose last bits depend on processor, libraries and thread count.
 
-    A codec that is not one decodes a packet to the same bits everywhere.
+    All other codecs decode a packet to the same bits everywhere.
     """
 
 
 class FusesFeedback(ABC):
-    """Has passes over the memory that do what a feedback takes several for, with the same result, but for
-    what is not finite: a group of values of which something is keeps its state, whatever becomes of others.
+    """Does the steps of a feedback in the codec's own passes over the memory.
 
-    `out`: see `Codec.takes_memory`.
+    Results equal those of the separate steps, except for values that are not finite: a group of values that
+    holds one keeps its state, other groups do not.
 
-    `state`: of x's shape, as it is kept: one tensor, or int8 codes and their scales; finite. It may be
-    written to, and be what is returned. All return None, and leave it, where there is no such pass for this
-    message: it depends on options, shape and dtypes alone. Loss scales are those of `ctx`.
+    Args of all methods:
+        state: what the feedback stores for x's shape: one tensor, or int8 codes and their scales; finite.
+            It may be overwritten and returned.
+        out: see `Codec.supports_out`.
+
+    All methods return None and leave `state` alone if they have no such pass for the message; that depends
+    on options, shape and dtypes alone. Loss scales are those of `ctx`.
     """
 
     @abstractmethod
     def encode_with_residual(
-        self, x: Tensor, state: Parts, share: float, rest: float, ctx: Context, out: Parts | None = None
+        self,
+        x: Tensor,
+        state: Parts,
+        residual_decay: float,
+        error_weight: float,
+        ctx: Context,
+        out: Parts | None = None,
     ) -> tuple[Parts, Parts] | None:
-        """`encode` of x + scale * state, or of x alone where that is not finite; and the next state, share *
-        state + rest * lost / scale, where `lost` is what of the sum the receiver will not get."""
+        """Encode x + scale * state, or x alone where that sum is not finite.
+
+        Returns:
+            The payload and the next state, residual_decay * state + error_weight * lost / scale. `lost` is
+            the part of the sum that the receiver will not get.
+        """
 
     @abstractmethod
     def encode_change(
         self, x: Tensor, state: Tensor, ctx: Context, out: Parts | None = None
     ) -> tuple[Parts, Tensor] | None:
-        """`encode` of x - scale * state; and the next state, state + sent / scale, where `sent` is what the
-        receiver will get."""
+        """Encode x - scale * state.
+
+        Returns:
+            The payload and the next state, state + sent / scale. `sent` is what the receiver will get.
+        """
 
     @abstractmethod
     def decode_change(
         self, parts: tuple[Tensor, ...], state: Tensor, spec: TensorSpec, ctx: Context
     ) -> tuple[Tensor, Tensor] | None:
-        """Scale * next state as `spec` has it, what `encode_change` gave `parts` for; and that state."""
+        """Decode the `parts` that `encode_change` made.
+
+        Returns:
+            Scale * next state in the shape and dtype of `spec`, and the next state.
+        """

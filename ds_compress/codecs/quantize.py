@@ -9,12 +9,12 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Layout, Parts, Stability, TensorSpec, register
 from ds_compress.codecs import bounds
-from ds_compress.codecs.groups import Fill, group_shape, join, moved_spec, split
 from ds_compress.codecs.mixed import map_size, reunite, separate
 from ds_compress.codecs.mixins import FusesFeedback
+from ds_compress.codecs.quantize_eigenbasis import EigenbasisQuantize
 from ds_compress.codecs.quantize_either import EitherWay
-from ds_compress.codecs.quantize_learned import Learned
 from ds_compress.codecs.quantize_options import QuantizeOptions
+from ds_compress.codecs.shapes import Fill, group_shape, join, moved_spec, split
 from ds_compress.kernels import gaussian
 from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.bits import packed_size
@@ -49,7 +49,7 @@ class Quantize(Codec, FusesFeedback):
     @classmethod
     def of(cls, options: QuantizeOptions) -> Codec:
         if options.rotate != "none":
-            return Learned(options)
+            return EigenbasisQuantize(options)
         if options.hadamard != "auto":
             return cls(options)
         return EitherWay(

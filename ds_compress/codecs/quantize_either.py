@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Layout, TensorSpec
-from ds_compress.codecs.groups import join, split
+from ds_compress.codecs.shapes import join, split
 
 _AT_ONCE = 1 << 10
 """Groups whose errors the caches of a CPU hold meanwhile."""

@@ -5,8 +5,8 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ds_compress.codec import CodecOptions
-from ds_compress.codecs.groups import GroupSize
 from ds_compress.codecs.mixed import Mixed
+from ds_compress.codecs.shapes import GroupSize
 from ds_compress.errors import CompressionError, shown
 from ds_compress.kernels import gaussian
 

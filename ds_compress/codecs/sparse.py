@@ -23,12 +23,11 @@ from ds_compress.codec import (
     Stability,
     TensorSpec,
     build,
-    encode_into,
     register,
 )
 from ds_compress.codecs import bounds, select
-from ds_compress.codecs.mixins import BothDirections, Observes, SecondPacket, Selects
-from ds_compress.codecs.reshape import as_message
+from ds_compress.codecs.mixins import BothDirections, ObservesWarmup, Selects, VariableSizePayload
+from ds_compress.codecs.shapes import as_message
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import indices as coding
 from ds_compress.kernels.dispatch import kernels
@@ -54,7 +53,7 @@ class SparseOptions(CodecOptions):
     @classmethod
     def _values_are_a_plain_codec(cls, choice: object) -> object:
         inner = _values_codec(choice)
-        if isinstance(inner, (Selects, BothDirections, SecondPacket, Observes)):
+        if isinstance(inner, (Selects, BothDirections, VariableSizePayload, ObservesWarmup)):
             raise CompressionError(f"values: {inner.name!r} cannot carry the kept values; use e.g. 'bf16'")
         return choice
 
@@ -154,7 +153,7 @@ class RandomK(Sparse):
 
     def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
         ctx.selection = self._draw(TensorSpec.of(x), ctx)
-        return encode_into(self.values, gather(x, ctx.selection), ctx, out)
+        return self.values.encode_into(gather(x, ctx.selection), ctx, out)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         ctx.selection = self._draw(spec, ctx)
@@ -185,7 +184,7 @@ class RandomK(Sparse):
 
 
 @register("column")
-class Column(Sparse):
+class TopColumns(Sparse):
     """Keeps whole hidden channels (indices of the last dim), those of largest L2 norm over all other dims.
 
     Structured sparsity: one index per channel instead of one per entry. The values travel as [rows, channels
@@ -215,7 +214,7 @@ class Column(Sparse):
         ctx.selection = self._entries(columns, self._matrix(spec))
         indices = self._coder(matrix.shape[1], kept).encode(chosen)
         values = matrix.index_select(1, columns)
-        return indices + encode_into(self.values, values, ctx, out and out[len(indices) :])
+        return indices + self.values.encode_into(values, ctx, out and out[len(indices) :])
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         rows, channels = self._matrix(spec)

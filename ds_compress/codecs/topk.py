@@ -16,18 +16,17 @@ from ds_compress.codec import (
     Parts,
     Stability,
     TensorSpec,
-    encode_into,
     register,
 )
 from ds_compress.codecs import select
-from ds_compress.codecs.mixins import Follows, Selects, layers
+from ds_compress.codecs.mixins import ReusesForwardIndices, Selects, layers
 from ds_compress.codecs.sparse import Sparse, SparseOptions, gather
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import indices as coding
 from ds_compress.kernels.selection import Selection
 
 
-class _Way(NamedTuple):
+class _TopKPlan(NamedTuple):
     """What the options make of a shape."""
 
     rows: int
@@ -42,7 +41,7 @@ class _Way(NamedTuple):
 
 
 @register("topk")
-class TopK(Sparse, Follows):
+class TopK(Sparse, ReusesForwardIndices):
     """Keeps the entries of largest magnitude, exactly k = max(1, ceil(density * d)) of each row's d.
 
     With `indices: "reuse"`, backward sends the gradient at the entries that forward kept, and no indices: the
@@ -121,7 +120,7 @@ class TopK(Sparse, Follows):
     def kept(self, spec: TensorSpec) -> int:
         if self._forward is not self:
             return self._forward.kept(spec)
-        return self._way(spec.shape).kept
+        return self._plan(spec.shape).kept
 
     def gain(self, spec: TensorSpec) -> Tensor | None:
         return None if self._forward is self else self._forward.gain(spec)
@@ -130,28 +129,26 @@ class TopK(Sparse, Follows):
         values = self.values.layout(self._values_spec(spec))
         if self.options.indices == "reuse":
             return values
-        way = self._way(spec.shape)
-        return way.coder.layout(spec.numel, way.kept) + values
+        plan = self._plan(spec.shape)
+        return plan.coder.layout(spec.numel, plan.kept) + values
 
     def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
         if self.options.indices == "reuse":
-            return encode_into(self.values, gather(x, self._reused(TensorSpec.of(x), ctx)), ctx, out)
-        way, place = self._way(x.shape), out[-1] if out and self._raw else None
-        ctx.selection = selection = self._select(x.contiguous(), way, place)
+            return self.values.encode_into(gather(x, self._reused(TensorSpec.of(x), ctx)), ctx, out)
+        plan, place = self._plan(x.shape), out[-1] if out and self._raw else None
+        ctx.selection = selection = self._select(x.contiguous(), plan, place)
         values = selection.take(x)
-        if out is None:
-            return way.coder.encode(selection) + self.values.encode(values, ctx)
-        way.coder.encode(selection, out[: way.parts])
-        if values is not place:
-            encode_into(self.values, values, ctx, out[way.parts :])
-        return out
+        indices: Parts = plan.coder.encode(selection, out and out[: plan.parts])
+        if values is place:
+            return (*indices, values)
+        return indices + self.values.encode_into(values, ctx, out and out[plan.parts :])
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         if self.options.indices == "reuse":
             return self._scatter(parts, self._reused(spec, ctx), spec, ctx)
-        way = self._way(spec.shape)
-        ctx.selection = selection = way.coder.decode(parts[: way.parts], spec.numel, way.kept)
-        return self._scatter(parts[way.parts :], selection, spec, ctx)
+        plan = self._plan(spec.shape)
+        ctx.selection = selection = plan.coder.decode(parts[: plan.parts], spec.numel, plan.kept)
+        return self._scatter(parts[plan.parts :], selection, spec, ctx)
 
     def error_bound(self, spec: TensorSpec) -> float:
         exact = self.options.select in ("exact", "block") and self.options.indices != "reuse"
@@ -179,23 +176,23 @@ class TopK(Sparse, Follows):
     def unbiased(self) -> bool:
         return self._unbiased
 
-    def _select(self, x: Tensor, way: _Way, values: Tensor | None) -> Selection:
+    def _select(self, x: Tensor, plan: _TopKPlan, values: Tensor | None) -> Selection:
         options = self.options
-        x = x.view(way.rows, way.length)
+        x = x.view(plan.rows, plan.length)
         if options.select == "block":
             return select.blockwise(x, options.density, self._block, values)
-        k = select.kept_of(way.length, options.density)
+        k = select.kept_of(plan.length, options.density)
         if options.select == "exact":
             return select.exact(x, k, values)
         return (select.threshold if options.select == "threshold" else select.sidco)(x, k, values)
 
     @functools.cached_property
-    def _way(self) -> Callable[[tuple[int, ...]], _Way]:
+    def _plan(self) -> Callable[[tuple[int, ...]], _TopKPlan]:
         """That of a shape: kept, as each message asks for it."""
         options, block = self.options, self._block
 
         @functools.lru_cache
-        def way(shape: tuple[int, ...]) -> _Way:
+        def plan(shape: tuple[int, ...]) -> _TopKPlan:
             rows, length = select.rows_of(shape, options.rows)
             if options.select == "block":
                 kept = rows * select.kept_in_blocks(length, options.density, block)
@@ -205,9 +202,9 @@ class TopK(Sparse, Follows):
             if name in ("auto", "reuse"):
                 name = coding.smallest(("bitmask", "int16", "int32"), numel, kept)
             coder = coding.CODERS[name]
-            return _Way(rows, length, kept, coder, len(coder.layout(numel, kept)))
+            return _TopKPlan(rows, length, kept, coder, len(coder.layout(numel, kept)))
 
-        return way
+        return plan
 
     def _reused(self, spec: TensorSpec, ctx: Context) -> Selection:
         place = f"topk.indices: 'reuse' at boundary {ctx.boundary}, {ctx.direction}"

@@ -7,10 +7,10 @@ import ds_compress.codecs  # noqa: F401  (registers them)
 from ds_compress.codec import CODECS, Codec
 from ds_compress.codecs.mixins import (
     BothDirections,
-    DecodesByProduct,
-    Follows,
-    Observes,
-    SecondPacket,
+    HardwareDependentDecode,
+    ObservesWarmup,
+    ReusesForwardIndices,
+    VariableSizePayload,
     layers,
 )
 from ds_compress.config.block import DIRECTIONS, KEY, Block
@@ -22,7 +22,7 @@ from ds_compress.config.quality import Quality
 from ds_compress.config.recipes import with_changes, with_recipe
 from ds_compress.errors import REQUIRE, CompressionError, errors_at, is_required, shown
 from ds_compress.feedback import FEEDBACKS, Feedback
-from ds_compress.feedback.sample_ids import SampleIds
+from ds_compress.feedback.aqsgd.sample_ids import SampleIds
 from ds_compress.kernels.dispatch import prepare
 from ds_compress.registry import validate
 from ds_compress.registry.plugins import load_installed
@@ -110,7 +110,7 @@ class Config:
                     f"{path}.{direction}.codec: {other.name!r} cannot be combined with {codec.name!r} "
                     f"in the other direction; allowed: {codec.name!r} in both"
                 )
-        if isinstance(forward, Follows) and forward.forward_partner() is not None:
+        if isinstance(forward, ReusesForwardIndices) and forward.forward_partner() is not None:
             raise CompressionError(
                 f"{path}.forward.codec: {forward} takes over from a forward message; allowed backward only"
             )
@@ -122,23 +122,23 @@ class Config:
                 )
         with errors_at(f"{path}.forward.feedback"):
             forward_feedback.check_growth(forward)
-            forward = forward_feedback.around(forward)
-        if isinstance(backward, Follows):
+            forward = forward_feedback.wrap(forward)
+        if isinstance(backward, ReusesForwardIndices):
             with errors_at(f"{path}.backward.codec"):
                 backward = backward.paired(forward)
         for codec, direction in ((forward, "forward"), (backward, "backward")):
-            observers = layers(codec, Observes)  # type: ignore[type-abstract]
+            observers = layers(codec, ObservesWarmup)  # type: ignore[type-abstract]
             needs_warmup = any(layer.needs_warmup for layer in observers)
             if needs_warmup and not (self.block.warmup_steps or self.block.warmup_epochs):
                 raise CompressionError(
                     f"{KEY}.warmup_steps: 0 is not allowed with codec {codec.name!r} in "
                     f"{path}.{direction}; use 1 up"
                 )
-        if isinstance(backward, Follows) and backward.note:
+        if isinstance(backward, ReusesForwardIndices) and backward.note:
             self.notes[f"{path}.backward.codec: {backward.note}"] = None
         with errors_at(f"{path}.backward.feedback"):
             backward_feedback.check_growth(backward)
-            backward = backward_feedback.around(backward)
+            backward = backward_feedback.wrap(backward)
         return BoundaryCodecs(forward, backward, {"forward": forward_feedback, "backward": backward_feedback})
 
     def leave_uncompressed(self, why: str) -> None:
@@ -218,7 +218,7 @@ class Config:
         pairs = {
             f"{codec.name} + {feedback.name}"
             for codec, feedback in self._pairs()
-            if feedback.mirrors and any(layers(codec, DecodesByProduct))
+            if feedback.mirrors and any(layers(codec, HardwareDependentDecode))
         }
         return sorted(pairs)
 
@@ -230,7 +230,7 @@ class Config:
 
     def has_rest(self, direction: str) -> bool:
         """Whether messages of any boundary may come with a second packet."""
-        return any(isinstance(getattr(self.codecs(n), direction), SecondPacket) for n in self.numbers)
+        return any(isinstance(getattr(self.codecs(n), direction), VariableSizePayload) for n in self.numbers)
 
     def check_boundaries(self, count: int) -> None:
         """Refuse settings for a boundary that a pipeline with `count` boundaries does not have."""

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ds_compress.codecs.mixins import Observes, layers
+from ds_compress.codecs.mixins import ObservesWarmup, layers
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.recipes import with_changes
 from ds_compress.engine.wiring import wire_rests
@@ -91,7 +91,7 @@ def _check_warmup(config: Config, other: Config, step: int) -> None:
     for number in other.numbers:
         for direction in DIRECTIONS:
             old, new = (getattr(each.codecs(number), direction) for each in (config, other))
-            needs = any(layer.needs_warmup for layer in layers(new, Observes))  # type: ignore[type-abstract]
+            needs = any(layer.needs_warmup for layer in layers(new, ObservesWarmup))  # type: ignore[type-abstract]
             if needs and new.settings != old.settings:
                 raise CompressionError(
                     f"{KEY}.{direction}.codec: {new} learns from the warm-up, which is over after "

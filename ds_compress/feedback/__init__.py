@@ -1,6 +1,7 @@
 """State that travels with training, wrapped round a codec: one recipe per file."""
 
-from ds_compress.feedback import aqsgd, ef, ef21, loco, mixed  # noqa: F401  (registers them)
+from ds_compress.feedback import ef, ef21, loco, mixed  # noqa: F401  (registers them)
+from ds_compress.feedback.aqsgd import aqsgd  # noqa: F401
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, NoFeedback, register_feedback
 
 __all__ = ["FEEDBACKS", "Feedback", "FeedbackCodec", "NoFeedback", "register_feedback"]

@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ds_compress.codec import TYPICAL, Codec, Context, Layout, Parts, Stability, TensorSpec, encode_into
-from ds_compress.codecs.mixins import OnlyReceiverDecodes, SecondPacket, Wraps
+from ds_compress.codec import TYPICAL, Codec, Context, Layout, Parts, Stability, TensorSpec
+from ds_compress.codecs.mixins import CodecWrapper, ReceiverOnlyDecode, VariableSizePayload
 from ds_compress.errors import CompressionError
-from ds_compress.feedback.sample_ids import SampleIds
+from ds_compress.feedback.aqsgd.sample_ids import SampleIds
 from ds_compress.registry import Named, Registry
 
 
@@ -49,15 +49,15 @@ class Feedback(Named, ABC):
         stability = codec.stability(TYPICAL)
         if 1 <= self.growth(stability) < math.inf:
             raise CompressionError(
-                f"{self} cannot follow codec {codec}, which is no contraction ({stability}): what it "
-                f"keeps could grow for ever; allowed: 'none', or a codec that is a contraction{self.damped}"
+                f"{self} cannot follow codec {codec}, which is no contraction ({stability}): what it keeps "
+                f"could grow for ever; allowed: 'none', or a codec that is a contraction{self.damping_hint}"
             )
 
-    damped: ClassVar[str] = ""
+    damping_hint: ClassVar[str] = ""
     """What else is allowed where it could grow."""
 
     @abstractmethod
-    def around(self, codec: Codec) -> Codec:
+    def wrap(self, codec: Codec) -> Codec:
         """`codec` with this feedback.
 
         Raises:
@@ -80,7 +80,7 @@ register_feedback = FEEDBACKS.register
 class NoFeedback(Feedback):
     """The codec as it is: what it loses is lost."""
 
-    def around(self, codec: Codec) -> Codec:
+    def wrap(self, codec: Codec) -> Codec:
         return codec
 
 
@@ -93,11 +93,11 @@ def encode_and_decode(
     The sender decodes in a context as the receiver has it: without what encoding leaves behind.
     """
     receiver = replace(ctx, stash=dict(ctx.stash), memory=dict(ctx.memory))
-    parts = encode_into(codec, x, ctx, out)
+    parts = codec.encode_into(x, ctx, out)
     return parts, codec.decode(parts, TensorSpec.of(x), receiver)
 
 
-class FeedbackCodec(Codec, Wraps):
+class FeedbackCodec(Codec, CodecWrapper):
     """A codec with a feedback round it: in evaluation, and where a method is not overridden, the codec
     itself.
 
@@ -110,9 +110,9 @@ class FeedbackCodec(Codec, Wraps):
             CompressionError: the sender cannot know what `codec` delivers.
         """
         super().__init__(codec.options)
-        if isinstance(codec, SecondPacket):
+        if isinstance(codec, VariableSizePayload):
             raise CompressionError(f"{feedback.name!r} cannot follow codec {codec.name!r}; allowed: 'none'")
-        if isinstance(codec, OnlyReceiverDecodes):
+        if isinstance(codec, ReceiverOnlyDecode):
             raise CompressionError(
                 f"{feedback.name!r} cannot follow codec {codec.name!r}: only the receiver can decode "
                 "its messages; allowed: 'none'"
@@ -140,7 +140,7 @@ class FeedbackCodec(Codec, Wraps):
     def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
         if ctx.training:
             return self.encode_training(x, ctx, out)
-        return encode_into(self.codec, x, ctx, out)
+        return self.codec.encode_into(x, ctx, out)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         return self.decode_training(parts, spec, ctx) if ctx.training else self.codec.decode(parts, spec, ctx)
@@ -148,7 +148,7 @@ class FeedbackCodec(Codec, Wraps):
     @abstractmethod
     def encode_training(self, x: Tensor, ctx: Context, out: Parts | None) -> Parts:
         """`encode` of a training message, which may read and replace entries of `ctx.memory`. `out`: see
-        `Codec.takes_memory`."""
+        `Codec.supports_out`."""
 
     def decode_training(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         """`decode` of a training message; overridden where the receiver has state too."""

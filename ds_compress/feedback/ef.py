@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Parts, Stability, TensorSpec
-from ds_compress.codecs.mixins import Follows, FusesFeedback
+from ds_compress.codecs.mixins import FusesFeedback, ReusesForwardIndices
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.state import KeepsState, State, StateOptions
 from ds_compress.kernels.dispatch import kernels
@@ -34,12 +34,12 @@ class ErrorFeedback(Feedback):
         below decay / (1 - decay) times the largest message beside any codec that makes nothing larger; 0.5 to
         0.9 for randomk, whose plain residual grows to 1 / density times the message."""
 
-    damped = ", or a decay below 1"
+    damping_hint = ", or a decay below 1"
 
     def growth(self, stability: Stability) -> float:
         return self.options.decay * stability.constant
 
-    def around(self, codec: Codec) -> Codec:
+    def wrap(self, codec: Codec) -> Codec:
         return ErrorFeedbackCodec(self, codec)
 
 
@@ -49,7 +49,7 @@ class ErrorFeedbackCodec(FeedbackCodec, KeepsState):
     def __init__(self, feedback: Feedback, codec: Codec):
         super().__init__(feedback, codec)
         self.state = State(feedback.name, "sender", feedback.options, feedback.options.dtype)
-        self._follows = codec if isinstance(codec, Follows) else None
+        self._follows = codec if isinstance(codec, ReusesForwardIndices) else None
         # what such a pass calls lost includes what a codec that follows another one could not carry
         self._fused = codec if isinstance(codec, FusesFeedback) and self._follows is None else None
 

@@ -5,7 +5,7 @@ from typing import Literal
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Parts, Stability, TensorSpec
-from ds_compress.codecs.mixins import FusesFeedback, Observes
+from ds_compress.codecs.mixins import FusesFeedback, ObservesWarmup
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.state import KeepsState, State, StateOptions
 from ds_compress.kernels.dispatch import kernels
@@ -30,11 +30,11 @@ class EF21(Feedback):
         # what a projection never sends stays as it is
         return stability.constant if stability.constant > 1 else 0.0
 
-    def around(self, codec: Codec) -> Codec:
+    def wrap(self, codec: Codec) -> Codec:
         return EF21Codec(self, codec)
 
 
-class EF21Codec(FeedbackCodec, KeepsState, Observes):
+class EF21Codec(FeedbackCodec, KeepsState, ObservesWarmup):
     """Both sides hold A in units that the loss scale does not change, and add the same decoded message to it;
     a state that is not finite, as the message was not, is not kept."""
 

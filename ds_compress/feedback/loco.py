@@ -34,7 +34,7 @@ class LoCo(Feedback):
     def growth(self, stability: Stability) -> float:
         return self.options.beta + (1 - self.options.beta) * stability.constant
 
-    def around(self, codec: Codec) -> Codec:
+    def wrap(self, codec: Codec) -> Codec:
         return LoCoCodec(self, codec)
 
 

@@ -6,8 +6,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, Layout, Parts, Stability, TensorSpec, encode_into
-from ds_compress.codecs.mixins import Follows, Selects
+from ds_compress.codec import Codec, Context, Layout, Parts, Stability, TensorSpec
+from ds_compress.codecs.mixins import ReusesForwardIndices, Selects
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.ef import ErrorFeedbackOptions
@@ -34,8 +34,8 @@ class MixedErrorFeedback(Feedback):
     def growth(self, stability: Stability) -> float:
         return stability.constant
 
-    def around(self, codec: Codec) -> Codec:
-        if isinstance(codec, Follows) and codec.forward_partner() is not None:
+    def wrap(self, codec: Codec) -> Codec:
+        if isinstance(codec, ReusesForwardIndices) and codec.forward_partner() is not None:
             raise CompressionError(
                 f"'ef_mixed' cannot split the entries that {codec} takes over from forward; "
                 "allowed: 'ef', 'ef21', 'loco'"
@@ -62,7 +62,7 @@ class MixedErrorFeedbackCodec(FeedbackCodec, KeepsState):
         contexts, places = _contexts(ctx), self._places(x, out)
         first, sent = encode_and_decode(self.shares[0], x, contexts[0], places[0])
         rest = narrow(x.to(wide(x.dtype)) - sent, x)
-        return first + encode_into(self.shares[1], rest, contexts[1], places[1])
+        return first + self.shares[1].encode_into(rest, contexts[1], places[1])
 
     def encode_training(self, x: Tensor, ctx: Context, out: Parts | None) -> Parts:
         spec, places = TensorSpec.of(x), self._places(x, out)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.codec import Context, TensorSpec
-from ds_compress.codecs.memory import Remembers, expect
+from ds_compress.codecs.mixins import Stateful, check_entry
 from ds_compress.kernels.dispatch import kernels
 from ds_compress.kernels.numerics import wide
 from ds_compress.kernels.reference.feedback import GROUP
@@ -81,19 +81,19 @@ class State:
         return (value.to(torch.bfloat16 if self.dtype == "bf16" else wide(spec.dtype)),)
 
     def check(self, memory: Mapping[str, Tensor]) -> None:
-        """Look at the entries of one direction, just read from a checkpoint; see `Remembers.check_memory`."""
+        """Look at the entries of one direction, just read from a checkpoint; see `Stateful.check_memory`."""
         for key, value in memory.items():
             stem = key.partition(".")[0]
             if stem.split("/")[1:3] != [self.role, self.name]:
                 continue
             if self.dtype == "int8":
                 codes, scales = memory.get(f"{stem}.codes", value), memory.get(f"{stem}.scales", value)
-                expect(key, codes, torch.int8)
-                expect(key, scales, torch.float32, shape=(-(-codes.numel() // GROUP),))
+                check_entry(key, codes, torch.int8)
+                check_entry(key, scales, torch.float32, shape=(-(-codes.numel() // GROUP),))
             elif self.dtype == "bf16":
-                expect(key, value, torch.bfloat16)
+                check_entry(key, value, torch.bfloat16)
             else:
-                expect(key, value, torch.float32, torch.float64)
+                check_entry(key, value, torch.float32, torch.float64)
 
     def _keys(self, ctx: Context, spec: TensorSpec) -> list[str]:
         key = f"{ctx.direction}/{self.role}/{self.name}"
@@ -151,7 +151,7 @@ def _holders(memory: Mapping[str, object], key: str) -> int:
 _ALONE = _holders({"": object()}, "")
 
 
-class KeepsState(Remembers):
+class KeepsState(Stateful):
     """A feedback whose entries in the memory are those of one state."""
 
     state: State

@@ -11,9 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Codec, Layout, MessageId, TensorSpec, check_accepted, encode_into, fill
-from ds_compress.codecs.memory import Remembers
-from ds_compress.codecs.mixins import Learns, Observes, Offloads, SecondPacket, layers
+from ds_compress.codec import Codec, Layout, MessageId, TensorSpec, check_accepted, fill
+from ds_compress.codecs.mixins import (
+    Learns,
+    ManagesStorage,
+    ObservesWarmup,
+    Stateful,
+    VariableSizePayload,
+    layers,
+)
 from ds_compress.config import DIRECTIONS, BoundaryCodecs, Config
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.memory import keep_freed
@@ -111,7 +117,11 @@ class Channel:
                     continue
                 ctx = self.boundary.context(message_id, position)
                 tensor = tensor.detach() if tensor.requires_grad else tensor
-                rest += encode_into(codec, tensor, ctx, views[place])[place.stop - place.start :]
+                out = views[place]
+                parts = codec.encode_into(tensor, ctx, out)
+                if parts is not out:  # some may be made elsewhere, and some go into the second packet
+                    fill(out, parts[: len(out)])
+                    rest += parts[len(out) :]
                 known += ctx.known
             if message.ids:
                 fill(views[-1:], (self.boundary.sample_ids[message_id.micro_batch],))
@@ -164,7 +174,7 @@ class Channel:
 
     def _observe(self, tensors: Sequence[Tensor], message: MessageLayout, message_id: MessageId) -> None:
         """Let a codec that will take over after the warm-up see what crosses uncompressed until then."""
-        observers = list(layers(self.codec, Observes))
+        observers = list(layers(self.codec, ObservesWarmup))
         for tensor, reason, position in zip(tensors, message.exempt, message.positions):
             if observers and not reason:
                 ctx = self.boundary.context(message_id, position)
@@ -186,7 +196,7 @@ class Channel:
     ) -> list[tuple[Tensor, ...]]:
         """`parts` of each tensor, with those that came in a second packet."""
         rests = [
-            codec.rest(own, spec) if isinstance(codec, SecondPacket) else ()
+            codec.extra_payload(own, spec) if isinstance(codec, VariableSizePayload) else ()
             for codec, own, spec in zip(message.codecs, parts, message.specs)
         ]
         layout = self._rest_layout(tuple(itertools.chain.from_iterable(rests)))
@@ -237,7 +247,7 @@ class Boundary(BoundaryState):
             if codec is not channel.codec:
                 self.drop(channel.direction, channel.codec, codec)
                 channel.adopt(codec)
-                for layer in layers(codec, Offloads):
+                for layer in layers(codec, ManagesStorage):
                     for memory in self.memory.values():
                         layer.restored(memory)
 
@@ -250,7 +260,7 @@ class Boundary(BoundaryState):
         for memory in memories.values():
             for channel, other in zip(self.channels, DIRECTIONS[::-1]):
                 own = {key: value for key, value in memory.items() if not key.startswith(f"{other}/")}
-                for layer in layers(channel.codec, Remembers):
+                for layer in layers(channel.codec, Stateful):
                     layer.check_memory(own)
 
     def forget_mirrored(self, direction: str) -> None:
@@ -265,7 +275,7 @@ class Boundary(BoundaryState):
         found = {position: dict(memory) for position, memory in self.memory.items()}
         for memory in found.values():
             for channel in self.channels:
-                for layer in layers(channel.codec, Offloads):
+                for layer in layers(channel.codec, ManagesStorage):
                     memory |= layer.saved(memory)
         return found
 
@@ -279,13 +289,13 @@ class Boundary(BoundaryState):
                 for key, value in values.items()
             }
             for channel in self.channels:
-                for layer in layers(channel.codec, Offloads):
+                for layer in layers(channel.codec, ManagesStorage):
                     layer.restored(memory)
             self.memory[position] = memory
 
     def prefetch(self, ids: Tensor) -> None:
         """A forward message of the samples `ids` will be encoded soon."""
-        for layer in layers(self.forward.codec, Offloads):
+        for layer in layers(self.forward.codec, ManagesStorage):
             for memory in self.memory.values():
                 layer.prefetch(ids, memory)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, Layout, MessageId, TensorSpec
 from ds_compress.codecs.casts import Identity
-from ds_compress.codecs.mixins import SecondPacket
+from ds_compress.codecs.mixins import VariableSizePayload
 from ds_compress.config import KEY, Block
 from ds_compress.errors import CompressionError, in_one_line, shown
 from ds_compress.kernels.memory import is_out_of_memory
@@ -52,7 +52,7 @@ class MessageLayout:
         id_layout = (((ids,), torch.int64),) if ids else ()
         parts = tuple(part for layout in layouts for part in layout) + id_layout
         self.packet = PacketLayout(parts, identity, sealed)
-        self.has_rest = any(isinstance(codec, SecondPacket) for codec in self.codecs)
+        self.has_rest = any(isinstance(codec, VariableSizePayload) for codec in self.codecs)
         floats = [spec.dtype.is_floating_point for spec in specs]
         self.positions = [sum(floats[:index]) for index in range(len(specs))]
         """Of each tensor among those that are float, so that a gradient finds its activation."""
@@ -68,16 +68,16 @@ class MessageLayout:
 
     def compressed_bytes(self, codec: Codec) -> int:
         """Bytes that such a message takes on the wire with `codec`, a second packet included."""
-        return self._bytes(codec, lambda each, spec: each.planned_rest(spec))
+        return self._bytes(codec, lambda each, spec: each.planned_extra_payload(spec))
 
     def most_bytes(self, codec: Codec) -> int:
         """The same of the largest such message, of first visits for instance."""
-        return self._bytes(codec, lambda each, spec: each.largest_rest(spec))
+        return self._bytes(codec, lambda each, spec: each.largest_extra_payload(spec))
 
-    def _bytes(self, codec: Codec, rest_of: Callable[[SecondPacket, TensorSpec], Layout]) -> int:
+    def _bytes(self, codec: Codec, rest_of: Callable[[VariableSizePayload, TensorSpec], Layout]) -> int:
         compressed = MessageLayout(self.specs, codec, self.exempt, self.ids)
         takers = [spec for taker, spec in zip(compressed.codecs, self.specs) if taker]
-        if not isinstance(codec, SecondPacket):
+        if not isinstance(codec, VariableSizePayload):
             return compressed.packet.nbytes
         rest = tuple(part for spec in takers for part in rest_of(codec, spec))
         return compressed.packet.nbytes + (PacketLayout(rest, "rest").nbytes if rest else 0)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_compress.codecs.mixins import OnlyReceiverDecodes
+from ds_compress.codecs.mixins import ReceiverOnlyDecode
 from ds_compress.errors import in_one_line
 from ds_compress.message.channel import Channel
 from ds_compress.message.clock import HostClock
@@ -79,7 +79,7 @@ class SendingMeter(_Meter):
 
     def encode(self, channel, tensors, message_id, memory):
         listener: Channel | None = None
-        decodes = not isinstance(channel.codec, OnlyReceiverDecodes)
+        decodes = not isinstance(channel.codec, ReceiverOnlyDecode)
         with self._measuring():
             if decodes and message_id.micro_batch == self._compared:
                 listener = channel.listener()

@@ -6,8 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, MessageId
-from ds_compress.codecs.memory import Remembers
-from ds_compress.codecs.mixins import Wraps, layers
+from ds_compress.codecs.mixins import CodecWrapper, Stateful, layers
 from ds_compress.config import DIRECTIONS, Config
 
 
@@ -76,7 +75,7 @@ class BoundaryState:
         """
         other = next(name for name in DIRECTIONS if name != direction)
         feedback = _feedback(old) == _feedback(new)
-        codec = _inner(old).settings == _inner(new).settings or not isinstance(_inner(old), Remembers)
+        codec = _inner(old).settings == _inner(new).settings or not isinstance(_inner(old), Stateful)
 
         def stays(key: str) -> bool:
             if key.startswith(tuple(f"{name}/" for name in DIRECTIONS)):
@@ -102,4 +101,4 @@ def _inner(codec: Codec) -> Codec:
 
 def _feedback(codec: Codec) -> Any:
     """Settings of the feedback round `codec`; None where there is none."""
-    return codec.settings["feedback"] if isinstance(codec, Wraps) else None
+    return codec.settings["feedback"] if isinstance(codec, CodecWrapper) else None

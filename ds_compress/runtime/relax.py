@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ds_compress.codec import TYPICAL, Codec
-from ds_compress.codecs.mixins import BothDirections, Learns, Observes, layers
+from ds_compress.codecs.mixins import BothDirections, Learns, ObservesWarmup, layers
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.config.policies import Place
 from ds_compress.config.recipes import with_changes
@@ -41,7 +41,7 @@ def _milder(config: Config, adopted: dict[str, Any], number: int, direction: str
     codec = {"name": choice} if isinstance(choice, str) else choice
     present = getattr(config.codecs(number), direction)
     # what is learned, or shared with the other direction, fits its options alone
-    fixed = any(any(layers(present, kind)) for kind in (BothDirections, Learns, Observes))
+    fixed = any(any(layers(present, kind)) for kind in (BothDirections, Learns, ObservesWarmup))
     tries: list[dict[str, Any]] = [
         {direction: {"codec": {**codec, name: value}}}
         for name, most in MOST.items()

@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.errors import CompressionError, shown
-from ds_compress.feedback.sample_ids import SampleIds
+from ds_compress.feedback.aqsgd.sample_ids import SampleIds
 from ds_compress.message.carrying import Tracking
 from ds_compress.simulate.boundary import SimulatedBoundary
 

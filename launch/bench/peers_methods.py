@@ -18,8 +18,8 @@ from torchao.quantization.quant_primitives import (
 )
 
 from ds_compress.cli.bench import contexts
-from ds_compress.codec import TensorSpec, build, encode_into
-from ds_compress.codecs.mixins import SecondPacket
+from ds_compress.codec import TensorSpec, build
+from ds_compress.codecs.mixins import VariableSizePayload
 
 PACKAGES = ("torch", "torchao", "bitsandbytes", "hivemind", "zstandard", "numpy")
 OURS = (
@@ -61,7 +61,7 @@ def ours(x: Tensor) -> list[Method]:
             continue  # it has nothing to do
         codec, spec = build(choice), TensorSpec.of(x)
         sender, receiver = contexts(codec, x)
-        if isinstance(codec, SecondPacket):
+        if isinstance(codec, VariableSizePayload):
             packet = None
         else:
             packet = tuple(map(Tensor.clone, codec.encode(x, sender)))
@@ -69,7 +69,7 @@ def ours(x: Tensor) -> list[Method]:
         methods.append(
             Method(
                 f"{codec.name}({options})",
-                lambda x, codec=codec, ctx=sender, out=packet: encode_into(codec, x, ctx, out),
+                lambda x, codec=codec, ctx=sender, out=packet: codec.encode_into(x, ctx, out),
                 lambda parts, codec=codec, ctx=receiver: codec.decode(parts, spec, ctx),
                 sum_bytes,
                 ours=True,

@@ -87,7 +87,7 @@ def feedback(rounds: int) -> Table:
 def beside(codec: dict[str, Any], name: str) -> list[Callable[[], object]]:
     """Encode and decode of training messages by `codec` with the feedback `name`."""
     x = benchmark_tensor(LARGE, torch.float32, torch.device("cpu"))
-    both = FEEDBACKS.build(name, "feedback").around(build(codec))
+    both = FEEDBACKS.build(name, "feedback").wrap(build(codec))
     sender, receiver = Context(step=1), Context(step=1)
     parts, spec = both.encode(x, sender), TensorSpec.of(x)
     return [lambda: both.encode(x, sender), lambda: both.decode(parts, spec, receiver)]

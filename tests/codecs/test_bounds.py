@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import ds_compress.codecs  # noqa: F401  (registers)
 from ds_compress.codec import CODECS, Context, TensorSpec, build
 from ds_compress.codecs import bounds
-from ds_compress.codecs.contract_trial import relative_error
+from ds_compress.testing import relative_error
 
 ANY_INPUT = [
     *(

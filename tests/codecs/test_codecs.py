@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import ds_compress.codecs  # noqa: F401 - registers
+from ds_compress import testing
 from ds_compress.codec import CODECS, names
-from ds_compress.codecs import contract
-from ds_compress.codecs.contract_trial import Trial
+from ds_compress.testing import CodecPair
 from tests.support.fitted import fitted_once
 
 OPTIONS = {
@@ -63,18 +63,18 @@ def label(value):
 def trial_of(choice):
     """With the gradient of a top-k going back at the entries that it selected."""
     backward = {**choice, "indices": "reuse"} if choice["name"] == "topk" else None
-    return Trial(choice, backward, torch.device("cpu"))
+    return CodecPair(choice, backward, torch.device("cpu"))
 
 
 def test_options_are_of_registered_codecs():
     assert set(OPTIONS) <= set(names())
 
 
-@pytest.mark.parametrize("check", contract.CHECKS, ids=label)
+@pytest.mark.parametrize("check", testing.CHECKS, ids=label)
 @pytest.mark.parametrize("choice", choices(), ids=label)
 @fitted_once()
 def test_contract(choice, check):
-    if choice in WORSE_THAN_ZEROS and check is contract.check_gaussian_error:
+    if choice in WORSE_THAN_ZEROS and check is testing.check_gaussian_error:
         with pytest.raises(AssertionError, match="of normal values; sending zeros loses 1, at float32"):
             check(trial_of(choice))
     else:
@@ -86,14 +86,14 @@ def test_declared_errors_are_near_those_measured(choice):
     """A bound that anything would keep says nothing about the codec."""
     trial = trial_of(choice)
     for spec in trial.specs([(8, 33, 65)], [torch.float32]):
-        sent = contract.normal(spec, seed=2), contract.normal(spec, seed=3)
+        sent = testing.normal(spec, seed=2), testing.normal(spec, seed=3)
         for codec, x, arrived in zip(trial.codecs, sent, trial.exchange(*sent)):
-            measured = contract.relative_error(x, arrived)
+            measured = testing.relative_error(x, arrived)
             assert codec.gaussian_error_bound(spec) <= 5 * measured + 2.0**-8
             assert codec.error_bound(spec) >= measured
 
 
 def test_a_name_stands_for_defaults_and_examples():
-    settings = contract.settings_of("minmax")
+    settings = testing.settings_of("minmax")
     assert settings == [{"name": "minmax"}, *({"name": "minmax", "bits": bits} for bits in (4, 8))]
-    assert contract.settings_of({"name": "minmax", "bits": 2}) == [{"name": "minmax", "bits": 2}]
+    assert testing.settings_of({"name": "minmax", "bits": 2}) == [{"name": "minmax", "bits": 2}]

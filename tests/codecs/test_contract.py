@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_compress import Codec, CompressionError, check_codec, register
-from ds_compress.codecs.mixins import Observes
+from ds_compress.codecs.mixins import ObservesWarmup
 from tests.support.registered import own_codecs
 
 
@@ -158,7 +158,7 @@ class KeepsViewInside(Honest):
         return parts[0].to(spec.dtype)
 
 
-class Remembering(Honest, Observes):
+class Remembering(Honest, ObservesWarmup):
     """The size of the messages so far, in memory."""
 
     def observe(self, x, ctx):

@@ -20,10 +20,10 @@ def round_trip(x):
     codec = build("lossless")
     spec = TensorSpec.of(x)
     parts = codec.encode(x, Context())
-    assert tuple((tuple(part.shape), part.dtype) for part in parts) == codec.layout(spec) + codec.rest(
-        parts[:1], spec
-    )
-    assert parts[1].numel() <= codec.planned_rest(spec)[0][0][0] == x.nbytes
+    assert tuple((tuple(part.shape), part.dtype) for part in parts) == codec.layout(
+        spec
+    ) + codec.extra_payload(parts[:1], spec)
+    assert parts[1].numel() <= codec.planned_extra_payload(spec)[0][0][0] == x.nbytes
     out = codec.decode(parts, spec, Context())
     assert TensorSpec.of(out) == spec
     return out
@@ -91,7 +91,7 @@ def test_wire_of_an_incompressible_tensor():
 @pytest.mark.parametrize("length", [-1, 4001, 2**62])
 def test_a_length_that_cannot_be_is_refused(length):
     with pytest.raises(CompressionError, match=f"a frame of {length} bytes came for a tensor of 4000 bytes"):
-        build("lossless").rest((torch.tensor([length]),), TensorSpec((1000,), torch.float32))
+        build("lossless").extra_payload((torch.tensor([length]),), TensorSpec((1000,), torch.float32))
 
 
 def test_a_frame_that_swells_is_refused():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.codec import Context, TensorSpec, build
-from ds_compress.codecs.reshape import boundary_noise
+from ds_compress.codecs.shapes import boundary_noise
 from tests.support.matrices import DTYPES, TOLERANCE, any_shape, of_rank, relative_error, send, with_spectrum
 
 

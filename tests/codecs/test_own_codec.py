@@ -115,7 +115,7 @@ def test_what_it_refuses_is_said_in_one_line(tmp_path, capsys, monkeypatch):
 def test_what_it_refuses_is_refused_wherever_it_serves(monkeypatch):
     monkeypatch.setattr(type(build("half_scale")), "refuses", lambda self, spec: f"not {spec}")
     spec = TensorSpec((2, 10), torch.float32)
-    with_feedback = FEEDBACKS.build("ef", "feedback").around(build("half_scale"))
+    with_feedback = FEEDBACKS.build("ef", "feedback").wrap(build("half_scale"))
     assert with_feedback.refuses(spec) == "not float32 [2, 10]"
     assert build({"name": "topk", "values": "half_scale"}).refuses(spec) == "not float32 [2]"
 

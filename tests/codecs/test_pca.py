@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.codec import Context, TensorSpec, build
-from ds_compress.codecs.basis import principal_subspace
+from ds_compress.codecs.eigenbasis import principal_subspace
 from ds_compress.errors import CompressionError
 from tests.support.matrices import (
     DTYPES,

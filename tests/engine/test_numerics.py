@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ds_compress.codec import CODECS, Context, build, names
-from ds_compress.codecs.mixins import DecodesByProduct
+from ds_compress.codecs.mixins import HardwareDependentDecode
 from ds_compress.config import Config
 from ds_compress.engine.numerics import fingerprint, relied_on
 from ds_compress.errors import CompressionError
@@ -91,7 +91,7 @@ def exact_codecs():
     """Classes of ours that promise to decode a packet to the same bits everywhere."""
     classes = [CODECS.find(name, "") for name in names()]
     ours = [each for each in classes if each.__module__.startswith("ds_compress.")]
-    return [each for each in ours if not issubclass(each, DecodesByProduct)]
+    return [each for each in ours if not issubclass(each, HardwareDependentDecode)]
 
 
 def packets():

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
-from ds_compress.feedback import sample_codec
-from ds_compress.feedback.sample_room import Room
+from ds_compress.feedback.aqsgd import sample_codec
+from ds_compress.feedback.aqsgd.budget import BufferBudget
 from ds_compress.message.channel import Boundary
 from tests.support.feedback import AQPair, ids, topk
 
@@ -51,7 +51,7 @@ def test_samples_that_are_there_stay(visits, rows, device):
             if len(last) < rows:
                 last[number] = count
         assert kept(pair.sender) == kept(pair.receiver) == sorted(last, key=last.get)
-        assert pair.in_step() and pair.sender[Room.BYTES].tolist() == [ROW * len(last)]
+        assert pair.in_step() and pair.sender[BufferBudget.BYTES].tolist() == [ROW * len(last)]
 
 
 def found_again(share, order, epochs=5, samples=64):
@@ -101,9 +101,9 @@ def test_rows_of_another_shape_count_by_their_bytes():
     pair = AQPair(topk(0.25), budget(3))
     pair(torch.randn(2, WIDTH), sample_ids=ids(1, 2))
     pair(torch.randn(1, 2 * WIDTH), sample_ids=ids(2))
-    assert kept(pair.sender) == [1, 2] and pair.sender[Room.BYTES].tolist() == [3 * ROW]
+    assert kept(pair.sender) == [1, 2] and pair.sender[BufferBudget.BYTES].tolist() == [3 * ROW]
     pair(torch.randn(1, 4 * WIDTH), sample_ids=ids(2))  # more than all the room
-    assert kept(pair.sender) == [1] and pair.sender[Room.BYTES].tolist() == [ROW]
+    assert kept(pair.sender) == [1] and pair.sender[BufferBudget.BYTES].tolist() == [ROW]
 
 
 def boundary(rows):
@@ -127,7 +127,7 @@ def test_a_checkpoint_keeps_the_order_of_the_visits(older):
         for position, memory in side.saved().items()
     }
     if older:
-        del saved[0][Room.VISITS], saved[0][Room.VISITED]
+        del saved[0][BufferBudget.VISITS], saved[0][BufferBudget.VISITED]
     resumed = boundary(3)
     resumed.check(saved)
     resumed.restore(saved, torch.device("cpu"))
@@ -136,7 +136,7 @@ def test_a_checkpoint_keeps_the_order_of_the_visits(older):
         for each in (side, resumed):
             visit(each, number, step)
         assert kept(side.memory[0]) == kept(resumed.memory[0])
-        ours, theirs = (each.memory[0][Room.VISITS] for each in (resumed, side))
+        ours, theirs = (each.memory[0][BufferBudget.VISITS] for each in (resumed, side))
         assert torch.equal(ours, theirs) or older
     assert kept(side.memory[0]) == [5, 1, 7]
 
@@ -147,7 +147,7 @@ def test_an_order_that_is_none_is_refused(order):
     for step, number in enumerate((9, 5, 1)):
         visit(side, number, step)
     saved = side.saved()
-    saved[0][Room.ORDER] = torch.tensor(order)
+    saved[0][BufferBudget.ORDER] = torch.tensor(order)
     with pytest.raises(CompressionError, match=r"entry 'forward/mirror/host/aqsgd.order' is"):
         side.check(saved)
 

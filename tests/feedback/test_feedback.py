@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_compress.codec import Context, TensorSpec, build
-from ds_compress.codecs.mixins import OnlyReceiverDecodes
+from ds_compress.codecs.mixins import ReceiverOnlyDecode
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FEEDBACKS
@@ -123,7 +123,7 @@ class Turns(FourBits):
 def test_the_sender_decodes_as_the_receiver_does(feedback):
     """Also where both change their memory with every message: the sender's own decoding must not count."""
     pair = Pair("none", "none")
-    pair.codec = FEEDBACKS.build(feedback, "feedback").around(Turns())
+    pair.codec = FEEDBACKS.build(feedback, "feedback").wrap(Turns())
     for x in torch.randn(5, 20):
         assert torch.allclose(pair(x), x)
     assert pair.sender["turns"] == pair.receiver["turns"] == 5
@@ -145,10 +145,10 @@ def test_refusals():
     with pytest.raises(CompressionError, match="backward.feedback: 'ef_mixed' cannot split"):
         Config({"forward": {"codec": "topk"}, "backward": reuse})
     with pytest.raises(CompressionError, match="'ef' cannot follow codec 'secret'"):
-        FEEDBACKS.build("ef", "feedback").around(Secret())
+        FEEDBACKS.build("ef", "feedback").wrap(Secret())
 
 
-class Secret(FourBits, OnlyReceiverDecodes):
+class Secret(FourBits, ReceiverOnlyDecode):
     """Only the receiver has the key."""
 
     name = "secret"

@@ -65,7 +65,7 @@ class Weighed(AQPair):
         spec = TensorSpec.of(x)
         parts = self.codec.encode(x, sender)
         split = len(self.codec.layout(spec))
-        rest = self.codec.rest(parts[:split], spec)
+        rest = self.codec.extra_payload(parts[:split], spec)
         assert tuple((tuple(part.shape), part.dtype) for part in parts) == self.codec.layout(spec) + rest
         self.taken = sum(part.nbytes for part in parts) - parts[split - 1].nbytes
         self.second = sum(part.nbytes for part in parts[split:])
@@ -89,7 +89,7 @@ def test_messages_are_as_described(codec, first, visits, width):
         x = torch.randn(len(numbers), width)
         expected, taken = reference(x, numbers, step)
         assert torch.equal(pair(x, sample_ids=ids(*numbers), step=step), expected)
-        largest = pair.codec.largest_rest(TensorSpec.of(x))
+        largest = pair.codec.largest_extra_payload(TensorSpec.of(x))
         assert pair.taken == taken
         assert pair.second <= sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in largest)
         assert pair.in_step()

@@ -54,7 +54,7 @@ def messages(codec, shape, dtype, loss_scale):
 def test_passes_of_a_codec_change_nothing(feedback, options, dtype, shape, monkeypatch):
     monkeypatch.setattr(native, "LONG", 0)
     codec = build({"name": "quantize", **options})
-    fused, in_steps = (FEEDBACKS.build(feedback, "feedback").around(codec) for _ in range(2))
+    fused, in_steps = (FEEDBACKS.build(feedback, "feedback").wrap(codec) for _ in range(2))
     in_steps._fused = None
     assert fused._fused is codec
     for loss_scale in (1.0, 1000.0):
@@ -66,7 +66,7 @@ def test_who_holds_a_copy_of_the_memory_keeps_what_was_there(feedback, monkeypat
     """The next state takes the place of the old one where nobody else has that: a trial of another setting
     has."""
     monkeypatch.setattr(native, "LONG", 0)
-    codec = FEEDBACKS.build(feedback, "feedback").around(build("quantize"))
+    codec = FEEDBACKS.build(feedback, "feedback").wrap(build("quantize"))
     sender, receiver = {}, {}
     for step in range(3):
         x = torch.randn((64, 128), generator=torch.Generator().manual_seed(step))
@@ -86,7 +86,7 @@ def test_who_holds_a_copy_of_the_memory_keeps_what_was_there(feedback, monkeypat
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_a_state_that_nobody_else_holds_stays_where_it_is(monkeypatch):
     monkeypatch.setattr(native, "LONG", 0)
-    codec, memory = FEEDBACKS.build("ef", "feedback").around(build("quantize")), {}
+    codec, memory = FEEDBACKS.build("ef", "feedback").wrap(build("quantize")), {}
     places = set()
     for _ in range(4):
         codec.encode(torch.randn(64, 128), Context(memory=memory))
@@ -99,7 +99,7 @@ def test_a_state_that_nobody_else_holds_stays_where_it_is(monkeypatch):
 def test_messages_that_are_not_contiguous(feedback, long, monkeypatch):
     """ef21 took them for rows where C++ does not serve."""
     monkeypatch.setattr(native, "LONG", long)
-    codec = FEEDBACKS.build(feedback, "feedback").around(build("quantize"))
+    codec = FEEDBACKS.build(feedback, "feedback").wrap(build("quantize"))
     turned, plain = {}, {}
     for step in range(3):
         x = torch.randn((16, 8, 256), generator=torch.Generator().manual_seed(step)).transpose(0, 1)

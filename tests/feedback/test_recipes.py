@@ -41,7 +41,7 @@ def test_ef_mixed_golden():
 def test_loco_golden(dtype, tolerance):
     feedback = FEEDBACKS.build({"name": "loco", "dtype": dtype}, "feedback")
     pair = Pair("none", "none")
-    pair.codec = feedback.around(FourBits())
+    pair.codec = feedback.wrap(FourBits())
     residuals = [
         [0, 0.0286, 0.0571, -0.0286],
         [0.0237, 0.04, 0.0457, -0.0286],

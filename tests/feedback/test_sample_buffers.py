@@ -52,7 +52,7 @@ def test_aqsgd_stores_are_alike(device, dtype, tmp_path):
 
 
 def test_aqsgd_rows_on_disk_are_never_overwritten_under_a_reader(monkeypatch):
-    monkeypatch.setattr("ds_compress.feedback.sample_store.ROWS_PER_FILE", 2)
+    monkeypatch.setattr("ds_compress.feedback.aqsgd.sample_buffers.ROWS_PER_FILE", 2)
     pair = AQPair(topk(0.25), {**AQ, "offload": {"device": "nvme"}})
     x = torch.randn(2, 8)
     pair(x, sample_ids=ids(1, 2))

@@ -5,7 +5,7 @@ import torch
 
 from ds_compress.codec import TensorSpec
 from ds_compress.errors import CompressionError
-from ds_compress.feedback.sample_ids import SampleIds
+from ds_compress.feedback.aqsgd.sample_ids import SampleIds
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])

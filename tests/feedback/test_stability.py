@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import ds_compress.codecs  # noqa: F401  (registers)
 from ds_compress.codec import CODECS, TYPICAL, Context, TensorSpec, build
-from ds_compress.codecs.mixins import Follows
+from ds_compress.codecs.mixins import ReusesForwardIndices
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FEEDBACKS
@@ -208,7 +208,7 @@ def test_every_codec_says_what_it_is(feedback):
             assert declared.kind in ("contraction", "unbiased", "neither")
             # of a code that is learned, or that ends as zeros at worst, no constant is known
             assert declared.constant < math.inf or name in ("autoencoder", "entropy")
-            if isinstance(codec, Follows) and codec.forward_partner() is not None:
+            if isinstance(codec, ReusesForwardIndices) and codec.forward_partner() is not None:
                 continue
             refused = 1 <= FEEDBACKS.build(feedback, "feedback").growth(declared) < math.inf
             leaves_out = name == "pca" or ("rotate" in options and name == "quantize")

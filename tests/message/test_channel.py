@@ -106,12 +106,12 @@ def test_both_packets_come_back_and_are_counted():
         receiver.forward.decode(packet, message, message_id)
 
 
-@pytest.mark.parametrize("takes_memory", [True, False])
-def test_a_codec_that_breaks_its_word_is_named_before_anything_is_sent(takes_memory, monkeypatch):
+@pytest.mark.parametrize("supports_out", [True, False])
+def test_a_codec_that_breaks_its_word_is_named_before_anything_is_sent(supports_out, monkeypatch):
     sender, _ = boundaries("fp16")
     codec = sender.forward.codec
     whole = codec.encode
-    monkeypatch.setattr(type(codec), "takes_memory", takes_memory)
+    monkeypatch.setattr(type(codec), "supports_out", supports_out)
     for broken, said in (
         (lambda x, ctx, out=None: whole(x, ctx)[:1], "1 payload tensors came, the layout has 2"),
         (

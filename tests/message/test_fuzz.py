@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ds_compress.codec import CODECS, MessageId, TensorSpec, build, names
-from ds_compress.codecs.mixins import BothDirections, Observes
+from ds_compress.codecs.mixins import BothDirections, ObservesWarmup
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary
@@ -31,7 +31,7 @@ def messages():
     follows it."""
     for name, options in settings():
         codec, found = {"codec": {"name": name, **options}}, build({"name": name, **options})
-        block = {"min_numel": 0, "forward": codec, "warmup_steps": int(isinstance(found, Observes))}
+        block = {"min_numel": 0, "forward": codec, "warmup_steps": int(isinstance(found, ObservesWarmup))}
         if isinstance(found, BothDirections):
             block["backward"] = codec
         try:

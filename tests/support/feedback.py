@@ -3,7 +3,7 @@
 import torch
 
 from ds_compress.codec import Codec, CodecOptions, Context, TensorSpec, build
-from ds_compress.codecs.mixins import Observes, SecondPacket, layers
+from ds_compress.codecs.mixins import ObservesWarmup, VariableSizePayload, layers
 from ds_compress.feedback import FEEDBACKS
 
 INPUTS = torch.tensor([[4.0, 3, 2, 1], [1, -2, 2, 0], [0, 1, -3, 2]])
@@ -21,7 +21,7 @@ class Pair:
     """Sender and receiver of one channel, each with a memory of its own."""
 
     def __init__(self, codec, feedback, direction="forward"):
-        self.codec = FEEDBACKS.build(feedback, "feedback").around(build(codec))
+        self.codec = FEEDBACKS.build(feedback, "feedback").wrap(build(codec))
         self.direction = direction
         self.sender, self.receiver = {}, {}
         self.sent = 0
@@ -44,7 +44,7 @@ class Pair:
 
     def observe(self, x, **changes):
         for ctx in self._contexts(changes):
-            for layer in layers(self.codec, Observes):
+            for layer in layers(self.codec, ObservesWarmup):
                 layer.observe(x, ctx)
 
     def state(self, memory=None):
@@ -85,7 +85,11 @@ class AQPair(Pair):
         spec = TensorSpec.of(x)
         parts = self.codec.encode(x, sender)
         split = len(self.codec.layout(spec))
-        rest = self.codec.rest(parts[:split], spec) if isinstance(self.codec, SecondPacket) else ()
+        rest = (
+            self.codec.extra_payload(parts[:split], spec)
+            if isinstance(self.codec, VariableSizePayload)
+            else ()
+        )
         assert tuple((tuple(part.shape), part.dtype) for part in parts) == self.codec.layout(spec) + rest
         self.dense += sum(part.shape[0] for part in parts[split:])
         return self.codec.decode(tuple(part.clone() for part in parts), spec, receiver)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_compress.codecs import basis
+from ds_compress.codecs import eigenbasis
 
 _fitted: dict[tuple[object, ...], Tensor] = {}
 
@@ -18,7 +18,7 @@ def fitted_once(*surroundings: object) -> Iterator[None]:
     """A basis is a function of moment and start alone, and 16 decompositions: where a second one is fitted
     to the same bytes, it is a copy of the first. With another default dtype or device, or in other
     `surroundings`, it is fitted anew, as nothing may depend on those."""
-    fit = basis.principal_subspace
+    fit = eigenbasis.principal_subspace
 
     def known(moment: Tensor, start: Tensor) -> Tensor:
         given = hashlib.sha256()
@@ -30,5 +30,5 @@ def fitted_once(*surroundings: object) -> Iterator[None]:
         return _fitted[key].clone()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(basis, "principal_subspace", known)
+        patch.setattr(eigenbasis, "principal_subspace", known)
         yield

@@ -8,7 +8,7 @@ import torch
 from ds_compress.cli.bench import benchmark_tensor, seconds_per_call, size_and_error
 from ds_compress.cli.bench import contexts as contexts_of
 from ds_compress.codec import Codec, TensorSpec
-from ds_compress.codecs.mixins import Observes, layers
+from ds_compress.codecs.mixins import ObservesWarmup, layers
 from ds_compress.feedback import FeedbackCodec
 
 ERROR_NUMEL = 1 << 20  # most values of the message that sizes and errors are measured on
@@ -61,7 +61,7 @@ def size_and_loss(codec: Codec, spec: TensorSpec, device: torch.device) -> tuple
 
 
 def _fitted(codec: Codec, spec: TensorSpec) -> TensorSpec:
-    fits = any(layer.needs_warmup for layer in layers(codec, Observes))  # type: ignore[type-abstract]
+    fits = any(layer.needs_warmup for layer in layers(codec, ObservesWarmup))  # type: ignore[type-abstract]
     width = spec.shape[-1]
     if not fits or width <= FITTED_WIDTH:
         return spec

@@ -11,7 +11,7 @@ from ds_compress.cli.advise.grounds import Grounds, given_workload, rooms, stock
 from ds_compress.cli.arguments import DTYPES
 from ds_compress.cli.check import UNCOMPRESSED, message_sizes
 from ds_compress.codec import TensorSpec
-from ds_compress.codecs.mixins import SecondPacket
+from ds_compress.codecs.mixins import VariableSizePayload
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.quality import Limits
 from ds_compress.errors import CompressionError
@@ -95,5 +95,5 @@ class Given:
             encode, decode = codec_seconds(codec, spec, str(args.device))
         bits, error = size_and_loss(codec, spec, args.device)
         # What such a message takes at most says little where its size follows from the data
-        nbytes = int(bits * spec.numel / 8) if isinstance(codec, SecondPacket) else row["wire_bytes"]
+        nbytes = int(bits * spec.numel / 8) if isinstance(codec, VariableSizePayload) else row["wire_bytes"]
         return Message(Traffic(nbytes, encode, decode), error)

@@ -4,7 +4,7 @@ import itertools
 from typing import Any
 
 from ds_compress.codec import CODECS, Codec
-from ds_compress.codecs.mixins import BothDirections, Learns, Observes
+from ds_compress.codecs.mixins import BothDirections, Learns, ObservesWarmup
 from ds_compress.config.block import DIRECTIONS, KEY
 from ds_compress.config.policies.base import LadderOptions, in_words
 from ds_compress.errors import CompressionError, did_you_mean
@@ -70,7 +70,7 @@ def _refuse_options(config: Any, direction: str, rung: dict[str, Any], path: str
 
 def _check_alone(codec: Codec, path: str) -> None:
     """Refuse codecs whose learned state another setting throws away."""
-    learns = isinstance(codec, (BothDirections, Learns, Observes))
+    learns = isinstance(codec, (BothDirections, Learns, ObservesWarmup))
     if learns:
         raise CompressionError(
             f"{path}: codec {codec.name!r} learns, and would begin anew at every change; allowed: codecs "

@@ -12,14 +12,21 @@ Entries of the memory, where KEY ends with h: KEY.moment, float64 [h, h], until 
 takes its place; and a moment of coefficients under a key of its own, until the basis is turned by it.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Context
-from ds_compress.codecs.memory import expect, number
-from ds_compress.codecs.reshape import boundary_noise, matrix_shape
+from ds_compress.codec import Codec, Context, Parts, TensorSpec
+from ds_compress.codecs.mixins import (
+    HardwareDependentDecode,
+    ObservesWarmup,
+    Stateful,
+    check_entry,
+    parse_size,
+)
+from ds_compress.codecs.shapes import as_message, boundary_noise, matrix_shape
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.numerics import is_finite
 
@@ -36,10 +43,10 @@ def observe(x: Tensor, key: str, ctx: Context) -> None:
         key: ends with h. KEY.moment, float64 [h, h], is made or replaced.
     """
     if x.numel() and f"{key}.basis" not in ctx.memory:
-        gather(x.detach().reshape(matrix_shape(x.shape)), key, ctx)
+        accumulate(x.detach().reshape(matrix_shape(x.shape)), key, ctx)
 
 
-def gather(m: Tensor, key: str, ctx: Context) -> None:
+def accumulate(m: Tensor, key: str, ctx: Context) -> None:
     """Add the rows of `m` to a moment, unless one is inf or nan.
 
     Args:
@@ -114,11 +121,11 @@ def check(memory: Mapping[str, Tensor], prefix: str, rank: int | None) -> None:
     """
     for key, value in memory.items():
         if key.startswith(f"{prefix}."):
-            h = number(key.split(".")[-2])
+            h = parse_size(key.split(".")[-2])
             if key.endswith(".moment"):
-                expect(key, value, torch.float64, shape=(h, h))
+                check_entry(key, value, torch.float64, shape=(h, h))
             else:
-                expect(key, value, torch.float32, shape=(h, h if rank is None else min(rank, h)))
+                check_entry(key, value, torch.float32, shape=(h, h if rank is None else min(rank, h)))
 
 
 def principal_subspace(moment: Tensor, start: Tensor) -> Tensor:
@@ -140,3 +147,67 @@ def principal_subspace(moment: Tensor, start: Tensor) -> Tensor:
         v, r = torch.linalg.qr(moment @ v)
         v = v * torch.where(r.diagonal() < 0, -1.0, 1.0)  # Gram-Schmidt's sign: libraries choose freely
     return v
+
+
+WIDEST = 2**14
+"""Values of a row that a basis is fitted to: its second moment takes 2 GiB then."""
+
+
+class EigenbasisCodec(Codec, Stateful, ObservesWarmup, HardwareDependentDecode):
+    """With `"rotate": "learned"`: the coefficients of rows in the eigenbasis of those of the warm-up.
+
+    A subclass sends them, all rows' first ones first. The basis turns lengths into themselves, so the error
+    is that of the coefficients.
+    """
+
+    needs_warmup = True
+
+    @abstractmethod
+    def encode_coefficients(self, coefficients: Tensor, h: int, ctx: Context, out: Parts | None) -> Parts:
+        """The payload of the first `coefficients` of rows of h, fp32 [at most h, n], by falling variance;
+        `out` is what `encode` was given."""
+
+    @abstractmethod
+    def decode_coefficients(self, parts: Parts, n: int, h: int, ctx: Context) -> Tensor:
+        """The first coefficients, fp32 [at most h, n], that `parts` stand for; the others are 0."""
+
+    def sent(self, n: int, h: int, ctx: Context) -> int:
+        """How many coefficients of each row are sent."""
+        return h
+
+    def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
+        if not x.numel():
+            layout = self.layout(TensorSpec.of(x))
+            return tuple(torch.zeros(shape, dtype=dtype, device=x.device) for shape, dtype in layout)
+        n, h = matrix_shape(x.shape)
+        rows = x.detach().reshape(n, h).float().contiguous()  # the last bits of a product depend on the order
+        directions = self._basis(h, ctx)[:, : self.sent(n, h, ctx)]
+        return self.encode_coefficients(directions.T @ rows.T, h, ctx, out)
+
+    def decode(self, parts: Parts, spec: TensorSpec, ctx: Context) -> Tensor:
+        if not spec.numel:
+            return torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
+        n, h = matrix_shape(spec.shape)
+        directions = self._basis(h, ctx)[:, : self.sent(n, h, ctx)]
+        return as_message(self.decode_coefficients(parts, n, h, ctx).T @ directions.T, spec)
+
+    def observe(self, x: Tensor, ctx: Context) -> None:
+        observe(x, self._key(matrix_shape(x.shape)[1], ctx), ctx)
+
+    def check_memory(self, memory: Mapping[str, Tensor]) -> None:
+        check(memory, self.name, rank=None)
+
+    def _key(self, h: int, ctx: Context, *period: str) -> str:
+        return ".".join([self.name, str(ctx.position), ctx.direction, *period, str(h)])
+
+    def _basis(self, h: int, ctx: Context) -> Tensor:
+        return basis(self._key(h, ctx), h, h, ctx)
+
+    def error_bound(self, spec: TensorSpec) -> float:
+        return 1.0 + 2.0**-16  # rounding, of the basis and of two products
+
+    def refuses(self, spec: TensorSpec) -> str:
+        _, h = matrix_shape(spec.shape)
+        if h > WIDEST:
+            return f'its rows have {h:,} values, allowed with "rotate": {WIDEST:,}'
+        return super().refuses(spec)

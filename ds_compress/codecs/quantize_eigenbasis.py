@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ds_compress.codec import Context, Layout, Parts, Stability, TensorSpec
-from ds_compress.codecs import basis, bounds
-from ds_compress.codecs.coefficients import Coefficients
-from ds_compress.codecs.groups import group_shape, split
-from ds_compress.codecs.memory import expect, number
-from ds_compress.codecs.reshape import WIRE_DTYPES
+from ds_compress.codecs import bounds, eigenbasis
+from ds_compress.codecs.eigenbasis import EigenbasisCodec
+from ds_compress.codecs.mixins import check_entry, parse_size
+from ds_compress.codecs.shapes import WIRE_DTYPES, group_shape, split
 from ds_compress.codecs.water_filling import MOST_BITS, levels_of, share_out
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import gaussian
@@ -24,7 +23,7 @@ from ds_compress.kernels.bits import packed_size
 from ds_compress.kernels.dispatch import kernels
 
 
-class Learned(Coefficients):
+class EigenbasisQuantize(EigenbasisCodec):
     """Groups are runs of the coefficients by falling variance, all rows' first ones first, so that one holds
     values of one variance; each has 0 to 8 bits by `water_filling`, and `bits` on average, exactly. Up to 4
     bits the grid is that of normal values, from 5 on a uniform one around 0. The last group is filled up
@@ -58,7 +57,7 @@ class Learned(Coefficients):
     def sent(self, n: int, h: int, ctx: Context) -> int:
         return self._plan(n, h, ctx).sent
 
-    def coded(self, coefficients: Tensor, h: int, ctx: Context, out: Parts | None) -> Parts:
+    def encode_coefficients(self, coefficients: Tensor, h: int, ctx: Context, out: Parts | None) -> Parts:
         n, device = coefficients.shape[1], coefficients.device
         plan, backend = self._plan(n, h, ctx), kernels(device)
         groups = split(coefficients, self.options.group_size, fill="zeros")
@@ -71,7 +70,7 @@ class Learned(Coefficients):
         counts.copy_(plan.counts)
         return out
 
-    def decoded(self, parts: Parts, n: int, h: int, ctx: Context) -> Tensor:
+    def decode_coefficients(self, parts: Parts, n: int, h: int, ctx: Context) -> Tensor:
         codes, scales, counts = parts
         plan, backend = self._plan(n, h, ctx), kernels(codes.device)
         scales = plan.agreed(scales, counts)
@@ -96,7 +95,7 @@ class Learned(Coefficients):
         moment = ctx.memory.get(f"{key}.moment")
         of_rows = super()._basis(h, ctx)
         if moment is not None:  # which the basis has taken the place of
-            ctx.memory[f"{key}.levels"] = levels_of(basis.variances(moment, of_rows))
+            ctx.memory[f"{key}.levels"] = levels_of(eigenbasis.variances(moment, of_rows))
         return of_rows
 
     def check_memory(self, memory: Mapping[str, Tensor]) -> None:
@@ -106,7 +105,7 @@ class Learned(Coefficients):
             if not stem.startswith(f"{self.name}."):
                 continue
             if what == "levels":
-                expect(key, value, torch.int32, shape=(number(stem.rpartition(".")[2]),))
+                check_entry(key, value, torch.int32, shape=(parse_size(stem.rpartition(".")[2]),))
             if what == "basis" and f"{stem}.levels" not in memory:
                 raise CompressionError(f"entry {key!r} came without {stem + '.levels'!r}")
 

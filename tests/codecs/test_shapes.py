@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_compress.codec import Context, TensorSpec
-from ds_compress.codecs.reshape import arithmetic_dtype, as_message, boundary_noise, matrix_shape
+from ds_compress.codecs.shapes import arithmetic_dtype, as_message, boundary_noise, matrix_shape
 from ds_compress.kernels.numerics import is_finite
 
 

@@ -1,9 +1,9 @@
 """A codec round which samples have buffers: messages are changes to them, as in AQ-SGD.
 
     packet                                        a second packet, only when the message has unseen samples
-      payload of C(x - m)                           see ds_compress.feedback.first_visits
+      payload of C(x - m)                           see ds_compress.feedback.aqsgd.first_visits
       uint8 [samples]: 1 where it is a change to m
-      int64 [samples]: ids, see ds_compress.feedback.sample_ids
+      int64 [samples]: ids, see ds_compress.feedback.aqsgd.sample_ids
 
 Sender and receiver hold m for every sample: samples x elements x 2 bytes (bf16) on each side of each
 boundary, or `max_gb`.
@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, Layout, Parts, TensorSpec, encode_into
-from ds_compress.codecs.memory import Remembers
-from ds_compress.codecs.mixins import Observes, Offloads, SecondPacket
+from ds_compress.codec import Codec, Context, Layout, Parts, TensorSpec
+from ds_compress.codecs.mixins import ManagesStorage, ObservesWarmup, Stateful, VariableSizePayload
 from ds_compress.errors import CompressionError
-from ds_compress.feedback import sample_store
+from ds_compress.feedback.aqsgd import sample_buffers
+from ds_compress.feedback.aqsgd.first_visits import FirstVisits, first_codec, to_bytes
+from ds_compress.feedback.aqsgd.sample_ids import SampleIds
 from ds_compress.feedback.base import Feedback, FeedbackCodec, encode_and_decode
-from ds_compress.feedback.first_visits import FirstVisits, first_codec, to_bytes
-from ds_compress.feedback.sample_ids import SampleIds
 from ds_compress.kernels.numerics import is_finite, narrow, wide
 
 log = logging.getLogger("ds_compress")
@@ -33,7 +32,7 @@ STRANGE = 1000
 """Messages from the first one on, without a sample that came before, that ask for a word."""
 
 
-class SampleCodec(FeedbackCodec, Remembers, Observes, Offloads, SecondPacket):
+class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, VariableSizePayload):
     """Both sides hold the buffers and apply the same decoded changes to them."""
 
     def __init__(self, feedback: Feedback, codec: Codec, sample_ids: SampleIds):
@@ -44,7 +43,7 @@ class SampleCodec(FeedbackCodec, Remembers, Observes, Offloads, SecondPacket):
         self._said = False
         self._strange: dict[tuple[int, int], int] = {}  # messages without a sample that came before
         most = None if options.max_gb is None else int(options.max_gb * 1e9)
-        self.rows = sample_store.Rows(
+        self.buffers = sample_buffers.SampleBuffers(
             options.offload.device, DTYPES[options.dtype], options.offload.nvme_path, most
         )
 
@@ -52,12 +51,12 @@ class SampleCodec(FeedbackCodec, Remembers, Observes, Offloads, SecondPacket):
         samples = self.sample_ids.count([spec])
         return self.codec.layout(spec) + (((samples,), torch.uint8),)
 
-    def rest(self, parts: tuple[Tensor, ...], spec: TensorSpec) -> Layout:
-        return self.first.rest(spec, self._rows_spec(spec), parts[-1].tolist().count(0))
+    def extra_payload(self, parts: tuple[Tensor, ...], spec: TensorSpec) -> Layout:
+        return self.first.extra_payload(spec, self._rows_spec(spec), parts[-1].tolist().count(0))
 
-    def largest_rest(self, spec: TensorSpec) -> Layout:
+    def largest_extra_payload(self, spec: TensorSpec) -> Layout:
         rows = self._rows_spec(spec)
-        return self.first.rest(spec, rows, rows.shape[0])
+        return self.first.extra_payload(spec, rows, rows.shape[0])
 
     def refuses(self, spec: TensorSpec) -> str:
         return self.codec.refuses(spec) or self.first.refuses(self._rows_spec(spec))
@@ -67,7 +66,7 @@ class SampleCodec(FeedbackCodec, Remembers, Observes, Offloads, SecondPacket):
             return self.encode_training(x, ctx, out)
         samples = self.sample_ids.count([TensorSpec.of(x)])
         flags = x.new_ones(samples, dtype=torch.uint8)
-        return (*encode_into(self.codec, x, ctx, out and out[:-1]), flags)
+        return (*self.codec.encode_into(x, ctx, out and out[:-1]), flags)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         if ctx.training:
@@ -130,18 +129,18 @@ class SampleCodec(FeedbackCodec, Remembers, Observes, Offloads, SecondPacket):
             self._write(self._keys(TensorSpec.of(x), ctx), self._by_sample(x), ctx)
 
     def check_memory(self, memory: Mapping[str, Tensor]) -> None:
-        self.rows.check(memory)
+        self.buffers.check(memory)
 
     def saved(self, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return self.rows.saved(memory)
+        return self.buffers.saved(memory)
 
     def restored(self, memory: MutableMapping[str, Tensor]) -> None:
-        with sample_store.named("aqsgd, loading a checkpoint"):
-            self.rows.adopt(memory)
+        with sample_buffers.named("aqsgd, loading a checkpoint"):
+            self.buffers.adopt(memory)
 
     def prefetch(self, ids: Tensor, memory: MutableMapping[str, Tensor]) -> None:
-        keys = (self.rows.prefix + _name(number) for number in ids.tolist())
-        self.rows.prefetch([memory[key] for key in keys if key in memory])
+        keys = (self.buffers.prefix + _name(number) for number in ids.tolist())
+        self.buffers.prefetch([memory[key] for key in keys if key in memory])
 
     def _look(self, keys: Sequence[str], seen: Sequence[bool], spec: TensorSpec, ctx: Context) -> None:
         """Take note of which samples are known again, and say what a user should do something about."""
@@ -161,7 +160,7 @@ class SampleCodec(FeedbackCodec, Remembers, Observes, Offloads, SecondPacket):
             return
         self._strange[place] = count + 1
         if count + 1 == STRANGE and ctx.replica == 0:
-            log.warning(strangers(self.feedback.options, ctx.boundary))
+            log.warning(no_hit_warning(self.feedback.options, ctx.boundary))
 
     def _keys(self, spec: TensorSpec, ctx: Context) -> list[str]:
         samples = self.sample_ids.count([spec])
@@ -173,7 +172,7 @@ class SampleCodec(FeedbackCodec, Remembers, Observes, Offloads, SecondPacket):
             )
         keep = self.feedback.options.on_new_shape == "keep"
         shape = "/" + "x".join(map(str, self._row_shape(spec))) if keep else ""
-        return [f"{self.rows.prefix}{_name(number)}{shape}" for number in ctx.sample_ids.tolist()]
+        return [f"{self.buffers.prefix}{_name(number)}{shape}" for number in ctx.sample_ids.tolist()]
 
     def _row_shape(self, spec: TensorSpec) -> tuple[int, ...]:
         if self.feedback.options.scope == "micro_batch":
@@ -208,7 +207,7 @@ class SampleCodec(FeedbackCodec, Remembers, Observes, Offloads, SecondPacket):
         make = torch.zeros if start is None and len(known) < len(keys) else torch.empty
         old = make(self._rows_spec(spec).shape, dtype=dtype, device=spec.device)
         if known:
-            old[known] = self.rows.read([ctx.memory[keys[i]] for i in known], dtype, spec.device)
+            old[known] = self.buffers.read([ctx.memory[keys[i]] for i in known], dtype, spec.device)
         if start is not None and len(known) < len(keys):
             old[[i for i, is_known in enumerate(seen) if not is_known]] = start.to(dtype)
         return old
@@ -234,11 +233,11 @@ class SampleCodec(FeedbackCodec, Remembers, Observes, Offloads, SecondPacket):
             self._write(keys, new, ctx)
 
     def _write(self, keys: Sequence[str], values: Tensor, ctx: Context) -> None:
-        with sample_store.named(f"aqsgd: boundary {ctx.boundary}"):
-            self.rows.write(ctx.memory, keys, values)
+        with sample_buffers.named(f"aqsgd: boundary {ctx.boundary}"):
+            self.buffers.write(ctx.memory, keys, values)
 
 
-def strangers(options: Any, boundary: int) -> str:
+def no_hit_warning(options: Any, boundary: int) -> str:
     """What to say where no sample has come before."""
     advice = "an epoch may be longer than that, else look at `ids`"
     if options.ids == "hash":

@@ -5,15 +5,15 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from ds_compress.codec import Codec, Stability
-from ds_compress.feedback import sample_store
+from ds_compress.feedback.aqsgd import sample_buffers
+from ds_compress.feedback.aqsgd.first_visits import FIRST, first_codec
+from ds_compress.feedback.aqsgd.sample_codec import SampleCodec
+from ds_compress.feedback.aqsgd.sample_ids import SampleIds
 from ds_compress.feedback.base import FEEDBACKS, Feedback
-from ds_compress.feedback.first_visits import FIRST, first_codec
-from ds_compress.feedback.sample_codec import SampleCodec
-from ds_compress.feedback.sample_ids import SampleIds
 from ds_compress.registry import Options
 
 
-class Column(Options):
+class IdColumn(Options):
     """An index that the data set returns."""
 
     column: int = Field(ge=1, le=1000)
@@ -55,7 +55,7 @@ class AQSGD(Feedback):
         scope: Literal["sample", "micro_batch"] = "sample"
         """A buffer for each sample, or for each micro-batch, where epochs keep them together."""
 
-        ids: Literal["hash"] | Column = "hash"
+        ids: Literal["hash"] | IdColumn = "hash"
         """How a sample is known again: by a hash of its input, which finds none that is augmented, or by an
         index that the data set returns."""
 
@@ -96,11 +96,11 @@ class AQSGD(Feedback):
         # what a projection never sends stays as it is
         return stability.constant if stability.constant > 1 else 0.0
 
-    def around(self, codec: Codec) -> Codec:
+    def wrap(self, codec: Codec) -> Codec:
         return SampleCodec(self, codec, self.sample_ids)
 
     def prepare(self) -> None:
         offload = self.options.offload
         if offload.device == "nvme":
-            with sample_store.named("offload.nvme_path"):
-                sample_store.check(offload.nvme_path)
+            with sample_buffers.named("offload.nvme_path"):
+                sample_buffers.check(offload.nvme_path)

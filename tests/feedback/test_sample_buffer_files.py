@@ -14,12 +14,13 @@ import torch
 import ds_compress.codecs  # noqa: F401  (registers)
 from ds_compress.codec import Context, build
 from ds_compress.errors import CompressionError
-from ds_compress.feedback import FEEDBACKS, sample_store
+from ds_compress.feedback import FEEDBACKS
+from ds_compress.feedback.aqsgd import sample_buffers
 from tests.support.dist import run_ranks
 from tests.support.pipeline import build as build_engine
 from tests.support.pipeline import ds_config
 
-FILE = sample_store.FILE_BYTES
+FILE = sample_buffers.FILE_BYTES
 WIDTH = 1024
 ADVICE = 'make room there, or name another folder in "offload": {"nvme_path": ...}'
 
@@ -30,7 +31,7 @@ def on_disk(folder):
 
 def store(folder, messages):
     """Send so many messages of two new samples each, 4 KiB; the number that are remembered, or the error."""
-    codec = FEEDBACKS.build(on_disk(folder), "feedback").around(build("bf16"))
+    codec = FEEDBACKS.build(on_disk(folder), "feedback").wrap(build("bf16"))
     memory = {}
     for first in range(0, 2 * messages, 2):
         ctx = Context(boundary=3, sample_ids=torch.tensor([first, first + 1]), memory=memory)
@@ -51,8 +52,8 @@ def is_no_room(said, folder, reason="No space left on device"):
 
 FULL_DISK = """
 import sys
-from tests.feedback import test_sample_store as here
-here.sample_store.FILE_BYTES = 300_000
+from tests.feedback import test_sample_buffer_files as here
+here.sample_buffers.FILE_BYTES = 300_000
 print(here.store(sys.argv[1], messages=1000))
 """
 
@@ -88,13 +89,13 @@ def test_room_is_reserved_when_a_file_is_made(tmp_path, monkeypatch):
 def test_files_are_of_one_size_unless_a_row_is_larger(numel, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(os, "posix_fallocate", lambda descriptor, offset, nbytes: asked.append(nbytes))
-    rows = sample_store.Rows("nvme", torch.bfloat16, str(tmp_path))._map(numel)
+    rows = sample_buffers.SampleBuffers("nvme", torch.bfloat16, str(tmp_path))._map(numel)
     assert asked == [len(rows) * numel * 2] and len(rows) >= 1
-    assert asked[0] <= max(FILE, 2 * numel) and len(rows) <= sample_store.ROWS_PER_FILE
+    assert asked[0] <= max(FILE, 2 * numel) and len(rows) <= sample_buffers.ROWS_PER_FILE
 
 
 def test_a_row_without_entries_needs_no_file(tmp_path):
-    codec = FEEDBACKS.build(on_disk(tmp_path / "absent"), "feedback").around(build("bf16"))
+    codec = FEEDBACKS.build(on_disk(tmp_path / "absent"), "feedback").wrap(build("bf16"))
     memory = {}
     codec.encode(torch.zeros(2, 0), Context(sample_ids=torch.tensor([1, 2]), memory=memory))
     assert len(memory) == 2

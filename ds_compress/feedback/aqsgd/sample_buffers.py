@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ds_compress.codecs.memory import expect
+from ds_compress.codecs.mixins import check_entry
 from ds_compress.errors import CompressionError
-from ds_compress.feedback.sample_room import Room
+from ds_compress.feedback.aqsgd.budget import BufferBudget
 
 FILE_BYTES = 1 << 26
 """Of a file, unless a row alone is larger. All of it is reserved, and maps are few: Linux allows 65,530 in a
@@ -23,7 +23,7 @@ ROWS_PER_FILE = 1024
 """At most: each is an object, made with the file."""
 
 
-class Rows:
+class SampleBuffers:
     """Reads and replaces rows of `ctx.memory`.
 
     Rows are replaced, never written to: whoever holds a copy of the memory keeps what was there. A place in
@@ -48,7 +48,7 @@ class Rows:
         self.folder = folder
         # "host" tells checkpoints not to bring the rows to the device
         self.prefix = f"forward/mirror/{'device' if offload == 'none' else 'host'}/aqsgd/"
-        self._room = None if most is None else Room(most, self.prefix)
+        self._budget = None if most is None else BufferBudget(most, self.prefix)
         self._free: dict[int, deque[Tensor]] = {}
         self._reader = ThreadPoolExecutor(1, "ds_compress_rows") if offload == "nvme" else None
 
@@ -73,8 +73,8 @@ class Rows:
         def make(value: Tensor) -> Tensor:
             return self._new(value, pinned).copy_(value)
 
-        if self._room is not None:
-            self._room.write(memory, rows, make)
+        if self._budget is not None:
+            self._budget.write(memory, rows, make)
         else:
             memory.update((key, make(value)) for key, value in rows.items())
 
@@ -84,12 +84,12 @@ class Rows:
 
     def saved(self, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What a checkpoint holds beside the entries of `memory`."""
-        return {} if self._room is None else self._room.saved(memory)
+        return {} if self._budget is None else self._budget.saved(memory)
 
     def adopt(self, memory: MutableMapping[str, Tensor]) -> None:
         """Bring rows that were read from a checkpoint to where rows live."""
-        if self._room is not None:
-            self._room.adopt(memory, self._moved)
+        if self._budget is not None:
+            self._budget.adopt(memory, self._moved)
         else:
             memory.update((key, self._moved(memory[key])) for key in self.keys(memory))
 
@@ -99,11 +99,11 @@ class Rows:
         return self._new(value, row.is_cuda).copy_(value)
 
     def check(self, memory: Mapping[str, Tensor]) -> None:
-        """Look at rows just read from a checkpoint; see `Remembers.check_memory`."""
+        """Look at rows just read from a checkpoint; see `Stateful.check_memory`."""
         for key in self.keys(memory):
-            expect(key, memory[key], self.dtype)
-        if self._room is not None:
-            self._room.check(memory)
+            check_entry(key, memory[key], self.dtype)
+        if self._budget is not None:
+            self._budget.check(memory)
 
     def prefetch(self, rows: Sequence[Tensor]) -> None:
         """Have the operating system read rows from disk while the stage computes; returns at once."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 import torch
 from torch import Tensor
 
-from ds_compress.codecs.memory import expect
+from ds_compress.codecs.mixins import check_entry
 from ds_compress.errors import CompressionError
 
 UNUSED = 2
@@ -31,7 +31,7 @@ SHORT = 0.25
 """Of the visits that fill the memory: what it takes to be more than a short time."""
 
 
-class Room:
+class BufferBudget:
     """Bytes that rows may take. They stand in the memory in the order of their last visits, each with its
     number, by which visits of samples are counted, as an attribute: who copies the memory has it too."""
 
@@ -120,11 +120,11 @@ class Room:
         self._count(memory, sum(memory[key].nbytes for key in names), visits, longest)
 
     def check(self, memory: Mapping[str, Tensor]) -> None:
-        """Look at entries just read from a checkpoint; see `Remembers.check_memory`."""
+        """Look at entries just read from a checkpoint; see `Stateful.check_memory`."""
         rows = len(self._keys(memory))
         for key, shape in ((self.BYTES, 1), (self.VISITS, 2), (self.ORDER, rows), (self.VISITED, rows)):
             if key in memory:
-                expect(key, memory[key], torch.int64, shape=(shape,))
+                check_entry(key, memory[key], torch.int64, shape=(shape,))
         if self.ORDER in memory and sorted(memory[self.ORDER].tolist()) != list(range(rows)):
             raise CompressionError(f"entry {self.ORDER!r} is no order of {rows} rows")
 

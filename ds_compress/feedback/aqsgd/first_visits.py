@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from ds_compress.codec import TYPICAL, Codec, Context, Layout, TensorSpec, build
-from ds_compress.codecs.memory import Remembers
 from ds_compress.codecs.mixins import (
     BothDirections,
-    DecodesByProduct,
-    Follows,
-    OnlyReceiverDecodes,
-    SecondPacket,
+    HardwareDependentDecode,
+    ReceiverOnlyDecode,
+    ReusesForwardIndices,
     Selects,
+    Stateful,
+    VariableSizePayload,
 )
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.base import encode_and_decode
@@ -45,8 +45,8 @@ def first_codec(choice: object) -> Codec:
         CompressionError: it cannot be one: begins with "first".
     """
     codec = build(choice, "first")
-    follows = isinstance(codec, Follows) and codec.forward_partner() is not None
-    kinds = (SecondPacket, BothDirections, OnlyReceiverDecodes, DecodesByProduct, Remembers)
+    follows = isinstance(codec, ReusesForwardIndices) and codec.forward_partner() is not None
+    kinds = (VariableSizePayload, BothDirections, ReceiverOnlyDecode, HardwareDependentDecode, Stateful)
     if follows or isinstance(codec, kinds):
         raise CompressionError(
             f"first: {codec.name!r} cannot send first visits: buffers start from what it decodes to alone, "
@@ -82,7 +82,7 @@ class FirstVisits:
         changes = nbytes_of(layout)
         return max(changes, self._nbytes(rows)) < changes + self._nbytes(_some(rows, unseen))
 
-    def rest(self, spec: TensorSpec, rows: TensorSpec, unseen: int) -> Layout:
+    def extra_payload(self, spec: TensorSpec, rows: TensorSpec, unseen: int) -> Layout:
         """Of the second packet that goes with `unseen` first visits."""
         if not unseen or self.are_changes:
             return ()

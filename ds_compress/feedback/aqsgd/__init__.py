@@ -1,0 +1,1 @@
+"""AQ-SGD: messages are changes against the last message of the same sample, which both sides keep."""

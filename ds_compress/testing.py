@@ -1,0 +1,415 @@
+"""`check_codec`: holds a codec to the promises of its contract, for the codecs here and for your own.
+
+    from ds_compress import check_codec
+
+    check_codec("mine")                               its defaults, if it has any, and all its `examples`
+    check_codec({"name": "mine", "bits": 4})          one setting
+
+Each check sends tensors forward across a boundary of its own, and others backward, as bytes. A broken promise
+is an AssertionError of one line. Only torch is used.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ds_compress.codec import CODECS, Codec, Context, Layout, TensorSpec, build
+from ds_compress.codecs.mixins import ObservesWarmup, ReusesForwardIndices, VariableSizePayload
+from ds_compress.errors import CompressionError, in_one_line
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SHAPES = ((), (0,), (1,), (3, 5), (2, 0, 4), (2, 7, 13), (4, 128), (2, 3, 256))
+ORDINARY = ((2, 4, 256), (8, 33, 65))
+LONG = (2, 160, 257)  # where other kernels may take over
+MEAN_OF = 64  # messages, where a codec says that their mean is unbiased
+
+ALIGNMENT = 16
+"""Of the tensors in a packet, in bytes."""
+
+GARBAGE = 0xAB
+"""What the memory of a packet is filled with when it has been read."""
+
+
+def check_codec(choice: object, backward: object = None, device: torch.device | str = "cpu") -> None:
+    """Hold a codec to its contract.
+
+    Args:
+        choice: its name, for its defaults and all its `examples`; or an object of name and options, as in
+            ds_config.
+        backward: what goes back at the same boundary, if not the same.
+        device: where the tensors are.
+
+    Raises:
+        AssertionError: a promise is broken; says which one, by what setting, for what tensor.
+        CompressionError: `choice` is no codec.
+    """
+    for setting in settings_of(choice):
+        for check in CHECKS:
+            check(CodecPair(setting, backward, torch.device(device)))
+
+
+def settings_of(choice: object) -> list[Any]:
+    """What is checked for `choice`: the settings that a name stands for."""
+    if not isinstance(choice, str):
+        return [choice]
+    cls = CODECS.find(choice, "codec")
+    has_defaults = not any(field.is_required() for field in cls.Options.model_fields.values())
+    found: list[dict[str, Any]] = [{}] if has_defaults else []
+    found += [options for options in cls.examples if options not in found]
+    return [{"name": choice, **options} for options in found]
+
+
+class CodecPair:
+    """A setting of a codec and the two codecs of a boundary that follow from it."""
+
+    def __init__(self, setting: object, backward: object, device: torch.device):
+        """`backward`: what goes back, None for the same."""
+        self.device = device
+        self._choices = setting, backward
+        self._codec = build(setting)
+        partner = self._codec.forward_partner() if isinstance(self._codec, ReusesForwardIndices) else None
+        forward = partner or self._codec
+        back = self._codec if partner or backward is None else build(backward)
+        self.codecs = forward, back.paired(forward) if isinstance(back, ReusesForwardIndices) else back
+
+    def rebuilt(self) -> "CodecPair":
+        """The same with codecs of its own."""
+        return CodecPair(*self._choices, self.device)
+
+    def fail(self, what: str, spec: TensorSpec | None = None) -> NoReturn:
+        where = f", at {spec}" if spec else ""
+        raise AssertionError(f"codec {self._codec}: {what}{where}")
+
+    def expect(self, held: object, what: str, spec: TensorSpec) -> None:
+        """Fail unless `held`."""
+        if not held:
+            self.fail(what, spec)
+
+    def refusal(self, spec: TensorSpec) -> str:
+        """Why one of the codecs declares to refuse `spec`, "" where none does."""
+        return self.codecs[0].refuses(spec) or self.codecs[1].refuses(spec)
+
+    def specs(self, shapes: Iterable[tuple[int, ...]], dtypes: Iterable[torch.dtype]) -> Iterator[TensorSpec]:
+        """Those that are not refused."""
+        dtypes = tuple(dtypes)
+        for shape in shapes:
+            found = [TensorSpec(shape, dtype, self.device) for dtype in dtypes]
+            yield from (spec for spec in found if not self.refusal(spec))
+
+    def exchange(self, activation: Tensor, gradient: Tensor, **place: Any) -> tuple[Tensor, Tensor]:
+        """What arrives of both over a new boundary; `place`: fields of the contexts."""
+        return BoundarySides(self).exchange(activation, gradient, **place)
+
+
+class BoundarySides:
+    """The two sides of a boundary, with their memories; what passes between them is bytes."""
+
+    def __init__(self, pair: CodecPair):
+        self._pair = pair
+        self._memories: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
+        self.packets: list[Tensor] = []
+
+    def exchange(self, activation: Tensor, gradient: Tensor, **place: Any) -> tuple[Tensor, Tensor]:
+        """Send `activation` forward and `gradient` of the same micro-batch back; what arrives.
+
+        Warm-up messages of the same shapes have crossed before.
+        """
+        forward, backward = self._pair.codecs
+        for memory in self._memories:
+            for codec, x, direction in ((forward, activation, "forward"), (backward, gradient, "backward")):
+                if isinstance(codec, ObservesWarmup):
+                    warmup = normal(TensorSpec.of(x), seed=5)
+                    codec.observe(warmup, Context(**{**place, "direction": direction}, memory=memory))
+        stashes: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+        left, right = zip(stashes, self._memories)
+        return (
+            self._send(forward, activation, left, right, {**place, "direction": "forward"}),
+            self._send(backward, gradient, right, left, {**place, "direction": "backward"}),
+        )
+
+    def _send(self, codec: Codec, x: Tensor, source: Any, target: Any, place: dict[str, Any]) -> Tensor:
+        spec, before = TensorSpec.of(x), x.clone()
+        sender = Context(**place, stash=source[0], memory=source[1])
+        receiver = Context(**place, stash=target[0], memory=target[1])
+        with_sender = Context(**place, stash=dict(target[0]), memory=dict(target[1]))
+        held = [(value, value.clone()) for memory in self._memories for value in memory.values()]
+
+        parts = self._called("encode", spec, codec.encode, x, sender)
+        self._check_layout(codec, parts, spec)
+        self._expect(equal_values(x, before), "encode modifies its input", spec)
+        packet, views = _packed(parts, x.device)
+        self.packets.append(packet.clone())
+
+        arrived = self._called("decode", spec, codec.decode, views, spec, receiver)
+        came = TensorSpec.of(arrived)
+        self._expect(came == spec, f"decode returns {came} on {came.device}", spec)
+        self._expect(torch.equal(packet, self.packets[-1]), "decode modifies its parts", spec)
+        again = self._called("decode", spec, codec.decode, views, spec, with_sender)
+        self._expect(
+            equal_values(arrived, again), "decodes the same parts to something else the second time", spec
+        )
+        for kept in _tensors([receiver.stash, receiver.memory]):
+            self._expect(
+                not _shares(kept, packet), "keeps a view of the packet, whose memory is used again", spec
+            )
+        for old, copy in held:
+            self._expect(
+                equal_values(old, copy), "modifies an entry of ctx.memory instead of replacing it", spec
+            )
+        for entry in (value for memory in self._memories for value in memory.values()):
+            self._expect(entry.is_contiguous(), "leaves an entry in ctx.memory that is not contiguous", spec)
+
+        arrived = arrived.clone()
+        packet.fill_(GARBAGE)
+        return arrived
+
+    def _check_layout(self, codec: Codec, parts: tuple[Tensor, ...], spec: TensorSpec) -> None:
+        layout: Layout = self._called("layout", spec, codec.layout, spec)
+        if isinstance(codec, VariableSizePayload):
+            layout += self._called("extra_payload", spec, codec.extra_payload, parts[: len(layout)], spec)
+        made = tuple((tuple(part.shape), part.dtype) for part in parts)
+        self._expect(made == tuple(layout), f"encode makes {made}, layout says {tuple(layout)}", spec)
+        at_home = all(part.device == spec.device for part in parts)
+        self._expect(at_home, f"encode makes parts that are not on {spec.device}", spec)
+
+    def _called(self, name: str, spec: TensorSpec, function: Any, *args: Any) -> Any:
+        try:
+            return function(*args)
+        except CompressionError as error:
+            self._pair.fail(f"refuses, in {name}, what it does not declare to refuse ({error})", spec)
+        except Exception as error:
+            self._pair.fail(f"{name} raised {in_one_line(error)}", spec)
+
+    def _expect(self, held: object, what: str, spec: TensorSpec) -> None:
+        self._pair.expect(held, what, spec)
+
+
+def normal(spec: TensorSpec, seed: int = 0) -> Tensor:
+    """Standard normal values, the same on every device."""
+    return _randn(spec.shape, seed).to(spec.device, spec.dtype)
+
+
+def message_kinds(spec: TensorSpec, seed: int = 0) -> dict[str, Tensor]:
+    """Messages by what they are made of; `spec` has elements."""
+    x, y = _randn((2, *spec.shape), seed)
+    outlier, alone = x.clone(), torch.zeros_like(x)
+    outlier.view(-1)[spec.numel // 2] = 1000.0
+    alone.view(-1)[spec.numel // 3] = -2.0
+    half = spec.dtype == torch.float16
+    far, small, large = (10, 6e-5, 6.5e4) if half else (98, 1e-30, 1e30)
+    made = {
+        "normal values": x,
+        "heavy tails": (x / y.abs()).clamp(-1e4, 1e4),
+        "values after a ReLU": x.relu(),
+        "a constant": torch.full_like(x, -0.3),
+        "a small constant": torch.full_like(x, small),
+        "a large constant": torch.full_like(x, large),
+        "values far from 0": x + 100,
+        "one outlier": outlier,
+        "one value and zeros": alone,
+        "tiny values": x * 2.0 ** -(far - 2),
+        "huge values": x * 2.0**far,
+    }
+    return {name: x.to(spec.device, spec.dtype) for name, x in made.items()}
+
+
+def _randn(shape: tuple[int, ...], seed: int) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
+def equal_values(a: Tensor, b: Tensor) -> bool:
+    """Whether shapes and values are equal, nan being equal to nan."""
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def relative_error(x: Tensor, y: Tensor) -> float:
+    """||x - y|| / ||x||; 0 where both are 0."""
+    norm, error = x.double().norm(), (x.double() - y.double()).norm()
+    return (error / norm).item() if error else 0.0
+
+
+def _packed(parts: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """A packet of `parts`, and the views of it that the receiver decodes."""
+    sizes = [-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in parts]
+    packet = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+    views = tuple(
+        place[: part.nbytes].view(part.dtype).view(part.shape).copy_(part)
+        for place, part in zip(packet.split(sizes), parts)
+    )
+    return packet, views
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Those in `value`: in containers, and in what objects hold."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif hasattr(value, "__dict__"):
+        yield from _tensors(vars(value))
+
+
+def _shares(tensor: Tensor, packet: Tensor) -> bool:
+    start = packet.data_ptr()
+    return tensor.numel() > 0 and start <= tensor.data_ptr() < start + packet.numel()
+
+
+def check_shapes_and_dtypes(pair: CodecPair) -> None:
+    """Every tensor that the codec does not declare to refuse arrives, finite, in its shape and dtype."""
+    for shape in ORDINARY:
+        if not any(pair.specs([shape], DTYPES[:3])):
+            why = pair.refusal(TensorSpec(shape, DTYPES[0], pair.device))
+            pair.fail(f"refuses {list(shape)} in fp32, bf16 and fp16: {why}")
+    for spec in pair.specs(SHAPES + ORDINARY, DTYPES):
+        for arrived in pair.exchange(normal(spec), normal(spec, seed=1)):
+            pair.expect(arrived.isfinite().all(), "decodes finite values to inf or nan", spec)
+
+
+def check_determinism(pair: CodecPair) -> None:
+    """Equal contexts give equal bytes, whatever was sent before and whatever else is random or default."""
+    for spec in pair.specs(((3, 5), (2, 3, 256), LONG), DTYPES[:3]):
+        x, g = normal(spec), normal(spec, seed=1)
+        used = pair.rebuilt()
+        used.exchange(g, x, step=3)
+        runs = BoundarySides(pair.rebuilt()), BoundarySides(used)
+        surroundings: tuple[AbstractContextManager[None], ...] = nullcontext(), _otherwise()
+        for run, surrounding in zip(runs, surroundings):
+            with surrounding:
+                for step in range(2):
+                    run.exchange(x, g, step=step, seed=7)
+        equal = all(torch.equal(a, b) for a, b in zip(runs[0].packets, runs[1].packets, strict=True))
+        pair.expect(equal, "sends other bytes for an equal message and context", spec)
+
+
+@contextmanager
+def _otherwise() -> Iterator[None]:
+    """Another default dtype and device, and global generators in another state."""
+    dtype, state = torch.get_default_dtype(), torch.get_rng_state()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_rng_state(state)
+
+
+def check_memory_order(pair: CodecPair) -> None:
+    """A tensor that is not contiguous arrives as its contiguous copy does."""
+    for dtype in DTYPES:
+        wide = normal(TensorSpec((6, 4, 256), dtype, pair.device))
+        strided = (
+            wide.transpose(0, 1),
+            wide[:, :, ::2],
+            wide[1::3].permute(2, 1, 0),
+            wide[:, :1].expand(-1, 4, -1),
+        )
+        for x in strided:
+            if not pair.refusal(TensorSpec.of(x)):
+                pairs = zip(pair.exchange(x, x), pair.exchange(x.contiguous(), x.contiguous()))
+                equal = all(equal_values(a, b) for a, b in pairs)
+                pair.expect(equal, f"depends on the memory order (strides {x.stride()})", TensorSpec.of(x))
+
+
+def check_zeros(pair: CodecPair) -> None:
+    """Zeros arrive as zeros."""
+    for spec in pair.specs(SHAPES, DTYPES):
+        zeros = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+        for arrived in pair.exchange(zeros, zeros):
+            pair.expect(equal_values(arrived, zeros), "makes something of zeros", spec)
+
+
+def check_non_finite(pair: CodecPair) -> None:
+    """inf or nan anywhere in a tensor makes what arrives not finite, so that loss scaling sees it."""
+    for spec in (*pair.specs(((1,), (3, 5), (2, 3, 256)), DTYPES), *pair.specs([LONG], DTYPES[:2])):
+        ordinary = normal(spec)
+        for value in (math.inf, -math.inf, math.nan):
+            bad = ordinary.clone()
+            bad.view(-1)[spec.numel // 2] = value
+            there, _ = pair.exchange(bad, ordinary)
+            _, back = pair.exchange(ordinary, bad)
+            seen = not there.isfinite().all() and not back.isfinite().all()
+            pair.expect(seen, f"hides {value}: all that it decodes is finite", spec)
+
+
+def check_scale(pair: CodecPair) -> None:
+    """C(s x) = s C(x) from 1e-30 to 1e30, with powers of two for s, which cost no precision themselves."""
+    for spec in pair.specs(ORDINARY[:1], DTYPES):
+        half = spec.dtype == torch.float16
+        powers, spacing = ((-3, 3), 2.0**-24) if half else ((-98, -40, -3, 3, 40, 98), 0)
+        x, g = normal(spec), normal(spec, seed=1)
+        plain = pair.exchange(x, g)
+        for power in powers:
+            scaled = pair.exchange(x * 2.0**power, g * 2.0**power)
+            for arrived, once in zip(scaled, plain):
+                expected = once.double() * 2.0**power
+                tolerance = 1e-6 * expected.abs().max() + spacing
+                near = (arrived.double() - expected).abs().max() <= tolerance
+                pair.expect(near, f"does not scale: C(2^{power} x) is not 2^{power} C(x)", spec)
+
+
+def check_error_bound(pair: CodecPair) -> None:
+    """No message of any kind loses more than the codec declares."""
+    for spec in pair.specs(((3, 5), (2, 7, 130)), DTYPES):
+        gradients = message_kinds(spec, seed=1)
+        for name, x in message_kinds(spec).items():
+            sent = x, gradients[name]
+            for codec, x, arrived in zip(pair.codecs, sent, pair.exchange(*sent)):
+                bound = codec.error_bound(spec)
+                pair.expect(bound < math.inf, "declares no error_bound", spec)
+                _hold(pair, x, arrived, bound, f"of {name}, its error_bound is")
+
+
+def check_gaussian_error(pair: CodecPair) -> None:
+    """Normal values lose no more than declared, and less than if zeros were sent."""
+    for spec in pair.specs(((4, 128), *ORDINARY, LONG), DTYPES[:3]):
+        sent = normal(spec, seed=2), normal(spec, seed=3)
+        for codec, x, arrived in zip(pair.codecs, sent, pair.exchange(*sent)):
+            bound = codec.gaussian_error_bound(spec)
+            useful = bound < 1 or codec.unbiased
+            pair.expect(useful, f"may lose {bound:.3g} of normal values; sending zeros loses 1", spec)
+            _hold(pair, x, arrived, bound, "of normal values, its gaussian_error_bound is")
+
+
+def check_unbiased(pair: CodecPair) -> None:
+    """Where a codec says so, the mean of many messages approaches what was sent."""
+    if not any(codec.unbiased for codec in pair.codecs):
+        return
+    for spec in pair.specs(ORDINARY[:1], DTYPES[:1]):
+        sent = normal(spec), normal(spec, seed=1)
+        messages = [pair.exchange(*sent, step=step) for step in range(MEAN_OF)]
+        for codec, x, arrived in zip(pair.codecs, sent, zip(*messages)):
+            bound = 1.5 * codec.gaussian_error_bound(spec) / math.sqrt(MEAN_OF) + 0.05
+            error = relative_error(x, torch.stack(arrived).double().mean(0))
+            what = f"says it is unbiased; the mean of {MEAN_OF} messages is {error:.3g} off, not {bound:.3g}"
+            pair.expect(error <= bound or not codec.unbiased, what, spec)
+
+
+def _hold(pair: CodecPair, x: Tensor, arrived: Tensor, bound: float, what: str) -> None:
+    """Hold the error of `arrived` to `bound`, which is exact at 0 and before rounding elsewhere."""
+    error = relative_error(x, arrived)
+    rounding = max(torch.finfo(x.dtype).eps, 2.0**-22) if bound else 0.0
+    held = error <= bound * (1 + 1e-4) + rounding
+    pair.expect(held, f"loses {error:.4g} {what} {bound:.4g}", TensorSpec.of(x))
+
+
+CHECKS: tuple[Callable[[CodecPair], None], ...] = (
+    check_shapes_and_dtypes,
+    check_determinism,
+    check_memory_order,
+    check_zeros,
+    check_non_finite,
+    check_scale,
+    check_error_bound,
+    check_gaussian_error,
+    check_unbiased,
+)
