@@ -16,7 +16,7 @@ _HOMES = {
     "Context": "codec",
     "Feedback": "feedback",
     "FeedbackCodec": "feedback",
-    "SubspacePipeline": "pipeline.subspace",
+    "SubspacePipeline": "engine.subspace",
     "TensorSpec": "codec",
     "__version__": "version",
     "build": "codecs",
