@@ -115,9 +115,9 @@ class Guard(Options):
     nonfinite: float = Field(default=0.0, ge=0, le=1)
     """Share of a step's messages that hold inf or nan, in two measured steps after each other."""
 
-    action: Literal["warn", "loosen", "stop"] = "warn"
+    action: Literal["warn", "relax", "stop"] = "warn"
     """What happens where compression changes the loss by more, or a message is beyond a limit: one warning,
-    or the end of all ranks, of the limits beside `loss` at those alone that the block says. loosen: where
+    or the end of all ranks, of the limits beside `loss` at those alone that the block says. relax: where
     the loss is larger all activations, and where an error, a cosine or a residual is beyond its limit that
     boundary's direction, have twice the bits, the density or the rank from the next step on, and lastly none;
     one line says so. Not together with a policy."""

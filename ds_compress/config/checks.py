@@ -31,9 +31,9 @@ def check_policy(name: str, block: Block) -> None:
     """
     if name == "constant":
         return
-    if block.guard.action == "loosen":
+    if block.guard.action == "relax":
         raise CompressionError(
-            f"{KEY}.guard.action: 'loosen' is not allowed: policy {name!r} would take back what it does; use "
+            f"{KEY}.guard.action: 'relax' is not allowed: policy {name!r} would take back what it does; use "
             "'warn'"
         )
     if block.recipe == AUTO:

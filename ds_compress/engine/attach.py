@@ -22,15 +22,15 @@ from ds_compress.engine.handshake import Notes, agree
 from ds_compress.engine.intercept import PointToPoint
 from ds_compress.engine.mixin import CompressedEngine, steps_per_epoch
 from ds_compress.engine.numerics import relied_on
-from ds_compress.engine.reconfigure import Adoption
+from ds_compress.engine.reconfigure import Reconfigurator
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import dispatch
 from ds_compress.monitor.monitor import Monitor
 from ds_compress.runtime.auto import Auto
-from ds_compress.runtime.depth import Ahead
+from ds_compress.runtime.depth import DepthController
 from ds_compress.runtime.guard import Guard, GuardedEngine
-from ds_compress.runtime.policy import Rungs
-from ds_compress.runtime.replica_check import MirrorCheck
+from ds_compress.runtime.policy import PolicyController
+from ds_compress.runtime.replica_check import ReplicaCheck
 from ds_compress.runtime.watchdog import Watchdog, WatchedEngine
 from ds_compress.transport import staging
 from ds_compress.version import __version__
@@ -137,16 +137,16 @@ def attach(engine: Any, module: Any, block: object) -> None:
         module.p2p = PointToPoint(module.p2p)
     engine.__class__ = _compressed_class(mixin, base)
     cleanup.free_unused(engine.device)
-    engine._ahead = Auto(config) if config.quality else Ahead(config.block.link)
+    engine._ahead = Auto(config) if config.quality else DepthController(config.block.link)
     engine._connect(config, module.p2p)
     watchdog = engine._watchdog = Watchdog(
         _get_default_store(), dist.get_rank(), dist.get_world_size(), config.block.link.timeout_s
     )
     cleanup.free_with(engine, engine._compression.groups, watchdog.close)
     engine._guard = Guard(config, engine.global_rank, boundaries)
-    engine._adoption = Adoption(config, boundaries)
+    engine._adoption = Reconfigurator(config, boundaries)
     every = config.block.mirror_check if config.mirrors else 0
-    engine._compression_mirrors = MirrorCheck(
+    engine._compression_mirrors = ReplicaCheck(
         every, engine._compression, engine._sides(), engine.grid, engine.device
     )
     monitor = engine._compression_monitor = Monitor(
@@ -162,6 +162,6 @@ def attach(engine: Any, module: Any, block: object) -> None:
         ),
         reports=engine.global_rank == 0,
     )
-    engine._rungs = Rungs(config, engine._adoption, boundaries, engine.device)
+    engine._rungs = PolicyController(config, engine._adoption, boundaries, engine.device)
     engine._rungs.start(engine)
     weakref.finalize(engine, monitor.close)  # when the engine goes, at the latest when Python ends

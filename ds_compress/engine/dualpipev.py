@@ -181,7 +181,7 @@ class CompressedDualPipeV(CompressedEngine):
         """Those of a step: DeepSpeed counts the buffers of the second phase from there."""
         return self.micro_batches
 
-    def _announce(self, training):
+    def _post_receives(self, training):
         """Nothing to do: the schedule posts its receives before the sender runs."""
         self._arriving.clear()
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ds_compress.monitor.metrics import EVAL_LOSS, label
-from ds_compress.runtime.guard import aside
+from ds_compress.runtime.guard import evaluation_mode
 
 _OPTIONS = ("return_logits", "compute_loss", "reduce_output", "bcast_loss", "num_micro_batches")
 """Of DeepSpeed's `eval_batch`, behind the data, in its order."""
@@ -34,7 +34,7 @@ class EvaluatedEngine:
         self.module.eval()  # as DeepSpeed does, and leaves it
         try:
             self.monitor.enabled = False  # one value for DeepSpeed's own label
-            with aside(self, config, other):
+            with evaluation_mode(self, config, other):
                 losses[other] = super().eval_batch(once, **asked).mean().item()
         finally:
             self.monitor.enabled = monitored

@@ -116,7 +116,7 @@ class PointToPoint:
 
     def __init__(self, module: Any):
         self.module = module
-        self._aside: ShapeMessage | None = None
+        self._shape_message: ShapeMessage | None = None
         self._sent: list[Tensor] | None = None
         self._fetch: Callable[[], list[Tensor]] | None = None
         self._arrived: Iterator[Tensor] | None = None
@@ -127,8 +127,8 @@ class PointToPoint:
         return getattr(self.module, name)
 
     def send(self, tensor: Tensor, dest_stage: int, async_op: bool = False) -> None:
-        if self._aside is not None:
-            self._aside.send(tensor, dest_stage, async_op)
+        if self._shape_message is not None:
+            self._shape_message.send(tensor, dest_stage, async_op)
         elif self._sent is not None:
             self._sent.append(tensor)
         elif self._fetch is not None:
@@ -139,8 +139,8 @@ class PointToPoint:
             self.module.send(tensor, dest_stage, async_op)
 
     def recv(self, tensor: Tensor, src_stage: int, async_op: bool = False) -> None:
-        if self._aside is not None:
-            self._aside.recv(tensor, src_stage, async_op)
+        if self._shape_message is not None:
+            self._shape_message.recv(tensor, src_stage, async_op)
         elif self._fetch is not None:
             if self._arrived is None:
                 self._arrived = iter(self._fetch())
@@ -177,10 +177,10 @@ class PointToPoint:
             self._fetch, self._arrived, self.busy = None, None, False
 
     @contextmanager
-    def aside(self, message: ShapeMessage) -> Iterator[None]:
+    def shape_messages(self, message: ShapeMessage) -> Iterator[None]:
         """Context for a message that an instruction sends beside that of its tensors."""
-        self._aside = message
+        self._shape_message = message
         try:
             yield
         finally:
-            self._aside = None
+            self._shape_message = None

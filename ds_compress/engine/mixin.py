@@ -20,17 +20,17 @@ from ds_compress.checkpoint.mixin import CheckpointedEngine
 from ds_compress.engine.evaluation import EvaluatedEngine
 from ds_compress.engine.intercept import receiving
 from ds_compress.engine.lookahead import Lookahead
-from ds_compress.engine.reconfigure import Adoption
-from ds_compress.engine.stage import Begun, Instruction, Stage
+from ds_compress.engine.reconfigure import Reconfigurator
+from ds_compress.engine.stage import Instruction, Stage, StepContext
 from ds_compress.engine.wiring import wire
 from ds_compress.message.carrying import Tracking
 from ds_compress.message.channel import Boundary
 from ds_compress.message.layout import as_list
 from ds_compress.monitor.monitor import Monitor
-from ds_compress.runtime.depth import Ahead
+from ds_compress.runtime.depth import DepthController
 from ds_compress.runtime.guard import Guard
-from ds_compress.runtime.policy import Rungs
-from ds_compress.runtime.replica_check import MirrorCheck
+from ds_compress.runtime.policy import PolicyController
+from ds_compress.runtime.replica_check import ReplicaCheck
 
 RECEIVED = {
     Instruction.RECV_ACTIVATION: schedule.RecvActivation,
@@ -63,12 +63,12 @@ class CompressedEngine(EvaluatedEngine, CheckpointedEngine):
 
     _compression: Stage
     _compression_monitor: Monitor
-    _ahead: Ahead
+    _ahead: DepthController
     _is_eager = False  # whether messages may leave when they are computed
-    _compression_mirrors: MirrorCheck
+    _compression_mirrors: ReplicaCheck
     _guard: Guard
-    _adoption: Adoption
-    _rungs: Rungs
+    _adoption: Reconfigurator
+    _rungs: PolicyController
     _own_link: ClassVar[str | None] = None  # where link.mode has no say: the name of what has
     _lookahead: Lookahead  # of the schedule in progress, or of none
     _tracking: Tracking | None = None  # as long as some message may have to know which of its tensors carry
@@ -111,8 +111,8 @@ class CompressedEngine(EvaluatedEngine, CheckpointedEngine):
 
     def _exec_schedule(self, pipe_schedule):
         asked, pipe_schedule = pipe_schedule, self._ahead.schedule(self, pipe_schedule)
-        begun, stage, monitor = self._begun(), self._compression, self._compression_monitor
-        training = begun.training
+        context, stage, monitor = self._step_context(), self._compression, self._compression_monitor
+        training = context.training
         if training:
             self._recount_warmup(stage.config)
             self._rungs.begin(self)
@@ -120,8 +120,8 @@ class CompressedEngine(EvaluatedEngine, CheckpointedEngine):
             monitor.begin_step(stage.ends, step, self.micro_batches, watched, self._guard.judges(step))
         with self._looking_ahead(pipe_schedule, training) as counts:
             measured = self._ahead.batch(self, stage, asked) if training else contextlib.nullcontext()
-            with measured, stage.running(begun, counts):
-                self._announce(training)
+            with measured, stage.running(context, counts):
+                self._post_receives(training)
                 super()._exec_schedule(pipe_schedule)
             monitor.link = self._link(pipe_schedule)
         if training:
@@ -176,13 +176,13 @@ class CompressedEngine(EvaluatedEngine, CheckpointedEngine):
         if steps:
             config.count_epochs(steps, self.global_steps)
 
-    def _announce(self, training):
+    def _post_receives(self, training):
         """Let messages be received ahead whose shapes are known from the batch before."""
         stage = self._compression
         if stage.before is not None and self.pipe_recv_buf is not None:
-            stage.announce(Instruction.RECV_ACTIVATION, as_list(self.pipe_recv_buf))
+            stage.post_receives(Instruction.RECV_ACTIVATION, as_list(self.pipe_recv_buf))
         if stage.after is not None and training and self.grad_layer is not None:
-            stage.announce(Instruction.RECV_GRAD, as_list(self.grad_layer))
+            stage.post_receives(Instruction.RECV_GRAD, as_list(self.grad_layer))
 
     def _replica_mean(self, tensor):
         if self.is_data_parallel:
@@ -235,22 +235,22 @@ class CompressedEngine(EvaluatedEngine, CheckpointedEngine):
 
     def _send(self, instruction, buffer_id, run):
         if not self._compression.in_schedule:
-            self._compression.outside(self._begun())
+            self._compression.enter_unscheduled(self._step_context())
         self._compression.send(instruction, buffer_id, run)
 
     def _receive(self, instruction, buffer_id, run):
         stage, forward = self._compression, instruction is Instruction.RECV_ACTIVATION
         if not stage.in_schedule:
-            stage.outside(self._begun())
+            stage.enter_unscheduled(self._step_context())
         stage.receive(instruction, buffer_id, run, partial(_TENSORS[instruction], self))
         if forward and self._lookahead.tracking and stage.before.carrying:
             self._tracking.add_float(as_list(self.pipe_buffers["inputs"][buffer_id]), stage.before.carrying)
 
-    def _begun(self):
+    def _step_context(self):
         """What messages from now on belong to."""
         training = torch.is_grad_enabled() and self.module.training
         masked = self.has_attention_mask or self.has_bool_tensors
-        return Begun(self.global_steps, training, self._loss_scale(), int(masked))
+        return StepContext(self.global_steps, training, self._loss_scale(), int(masked))
 
     # Some projects call these directly instead of through a schedule
 
@@ -275,13 +275,13 @@ class CompressedEngine(EvaluatedEngine, CheckpointedEngine):
         carrying = self._tracking.of(tensors, boundary.carrying) if self._tracking is not None else None
         written = 2 + sum(2 + tensor.dim() for tensor in tensors)
         message = self._compression.shape_message(carrying, written)
-        with self._compression.aside(message):
+        with self._compression.shape_messages(message):
             super()._send_tensor_meta(buffer, *args, **kwargs)
         boundary.carrying = message.carrying
 
     def _recv_tensor_meta(self, *args, **kwargs):
         message = self._compression.shape_message()
-        with self._compression.aside(message):
+        with self._compression.shape_messages(message):
             buffers = super()._recv_tensor_meta(*args, **kwargs)
         floats = sum(tensor.dtype.is_floating_point for tensor in as_list(buffers))
         self._boundary_of_shapes(sends=False).carrying = message.received(floats)

@@ -20,7 +20,7 @@ WRITTEN = (*DIRECTIONS, "boundaries", "policy", "quality")
 """Keys of the block that have to be the same for a checkpoint's settings to go on."""
 
 
-class Adoption:
+class Reconfigurator:
     """What an engine has adopted beside the block as it was written."""
 
     def __init__(self, config: Config, boundaries: int):

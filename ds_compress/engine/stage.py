@@ -32,7 +32,7 @@ class Instruction(enum.Enum):
 FORWARD = (Instruction.SEND_ACTIVATION, Instruction.RECV_ACTIVATION)
 
 
-class Begun(NamedTuple):
+class StepContext(NamedTuple):
     """What the messages of a schedule, or those sent one by one outside of any, have in common."""
 
     step: int  # optimizer steps done before
@@ -120,15 +120,17 @@ class Stage:
         return [end.channel for end in self._sending.values()]
 
     @contextmanager
-    def running(self, begun: Begun, counts: Mapping[Instruction, int] | None = None) -> Iterator[None]:
+    def running(
+        self, context: StepContext, counts: Mapping[Instruction, int] | None = None
+    ) -> Iterator[None]:
         """Round one schedule of the engine; returns when all packets have left.
 
         Args:
             counts: how many messages the schedule receives, where they are to be received ahead.
         """
-        self._begin(begun)
+        self._begin(context)
         for (instruction, _), receiving in self._receiving.items():
-            receiving.to_announce = (counts or {}).get(instruction, 0)
+            receiving.to_post = (counts or {}).get(instruction, 0)
         self.in_schedule = True
         try:
             yield
@@ -141,30 +143,30 @@ class Stage:
         finally:
             self.in_schedule = False
 
-    def _begin(self, begun: Begun) -> None:
-        self.step, self.training = begun.step, begun.training
+    def _begin(self, context: StepContext) -> None:
+        self.step, self.training = context.step, context.training
         self._numbers.clear()
         self._samples.clear()
         self._unplaced.clear()
         for end in self.ends:
             end.messages = 0
         for receiving in self._receiving.values():
-            receiving.to_announce = 0
+            receiving.to_post = 0
         for boundary in self.boundaries:
-            boundary.begin_step(begun.loss_scale)
+            boundary.begin_step(context.loss_scale)
             boundary.sample_ids.clear()
-        self._set_raw_tail(begun)
+        self._set_raw_tail(context)
 
-    def _set_raw_tail(self, begun: Begun) -> None:
+    def _set_raw_tail(self, context: StepContext) -> None:
         for boundary in self.boundaries:
-            boundary.forward.raw_tail = begun.raw_tail
+            boundary.forward.raw_tail = context.raw_tail
 
-    def outside(self, begun: Begun) -> None:
+    def enter_unscheduled(self, context: StepContext) -> None:
         """Before a message that no schedule asked for: programs call the engine's instructions by hand, to
         sample for example. Those of one step and kind are counted on, as within a schedule."""
-        if (begun.step, begun.training) != (self.step, self.training):
-            self._begin(begun)
-        self._set_raw_tail(begun)  # a program may have said meanwhile that there is a mask
+        if (context.step, context.training) != (self.step, self.training):
+            self._begin(context)
+        self._set_raw_tail(context)  # a program may have said meanwhile that there is a mask
 
     def in_lane(self, boundary: Boundary, work: Callable[[], Made]) -> Made:
         """Do `work`, on what `boundary` remembers, where its codecs work, and before anything that follows;
@@ -198,12 +200,12 @@ class Stage:
             else:
                 self._samples[buffer_id] = ids
 
-    def announce(self, instruction: Instruction, tensors: Sequence[Tensor]) -> None:
+    def post_receives(self, instruction: Instruction, tensors: Sequence[Tensor]) -> None:
         """Messages of this schedule will have tensors like `tensors`: let them be received ahead."""
         end = self._receiving[instruction, 0]
-        if end.to_announce:
+        if end.to_post:
             message = end.channel.message(tensors, end.channel.message_id(self.step, 0, self.training))
-            count, end.to_announce = end.to_announce, 0
+            count, end.to_post = end.to_post, 0
             end.lane.run(lambda: end.link.expect(message.packet.nbytes, count))
 
     def queue(self, instruction: Instruction, phase: int, tensors: Sequence[Tensor]) -> None:
@@ -258,9 +260,9 @@ class Stage:
             self.after.prefetch(self._samples[buffer_id])
         return arrived
 
-    def aside(self, message: ShapeMessage) -> Any:
+    def shape_messages(self, message: ShapeMessage) -> Any:
         """Context for what an instruction sends beside its message: DeepSpeed's shape messages."""
-        return self._p2p.aside(message)
+        return self._p2p.shape_messages(message)
 
     def shape_message(self, carrying: tuple[bool, ...] | None = None, written: int = 0) -> ShapeMessage:
         return ShapeMessage(self.shape_links or self._p2p.module, carrying, written)

@@ -70,16 +70,16 @@ class ReceivingEnd(Endpoint[Receiver]):
     meter: ReceivingMeter | None = None
     """In a step that is measured."""
 
-    to_announce: int = 0
+    to_post: int = 0
     """Messages that the schedule will receive, as long as their size is not known."""
 
     def take(self, message: MessageLayout, message_id: MessageId) -> list[Tensor]:
         """Take a message from the link and decode it."""
         link, meter, nbytes = self.link, self.meter, message.packet.nbytes
         packet = link.receive(nbytes) if meter is None else meter.receive(link, nbytes)
-        if self.to_announce > 1:  # what this one has told of the others
-            link.expect(nbytes, self.to_announce - 1)
-        self.to_announce = 0
+        if self.to_post > 1:  # what this one has told of the others
+            link.expect(nbytes, self.to_post - 1)
+        self.to_post = 0
         if meter is None:
             return self.channel.decode(packet, message, message_id, self.second.receive)
         return meter.decode(self.channel, packet, message, message_id, self.second.receive)

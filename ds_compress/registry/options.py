@@ -29,8 +29,10 @@ RENAMED = {
     "batch": "micro_batch",
     "host": "cpu",
     "disk": "nvme",
+    "loosen": "relax",
 }
-"""What keys and values were called in 0.1; said where the new name is allowed and the old one is not."""
+"""What keys and values were called in earlier releases. Errors say the new name where it is allowed and the
+old one is not."""
 
 
 class Options(BaseModel):

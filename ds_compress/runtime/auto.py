@@ -23,8 +23,8 @@ from ds_compress.planning.step_time import Traffic
 from ds_compress.planning.trial import UNKNOWN, Messages, setting, settings, tell
 from ds_compress.runtime.candidate_profile import column, copying, tried
 from ds_compress.runtime.chosen import in_words
-from ds_compress.runtime.cluster_profile import Situation, by_stage, situation
-from ds_compress.runtime.depth import MEASURED, Ahead
+from ds_compress.runtime.cluster_profile import ClusterProfile, by_stage, situation
+from ds_compress.runtime.depth import MEASURED, DepthController
 from ds_compress.runtime.measuring import Row, gather
 from ds_compress.runtime.views import StageView
 
@@ -35,7 +35,7 @@ UNCOMPRESSED = "none"
 """The recipe that is taken where no other one pays."""
 
 
-class Auto(Ahead):
+class Auto(DepthController):
     """The depth of an engine, and until it is chosen the settings of its boundaries."""
 
     def __init__(self, config: Config):
@@ -111,7 +111,7 @@ class Auto(Ahead):
         return [[_setting(offer, before, after) for offer in self._offers] for before, after in pairwise(of)]
 
     def _ranked(
-        self, found: Situation, settings: list[list[Setting]], dynamic_shape: bool
+        self, found: ClusterProfile, settings: list[list[Setting]], dynamic_shape: bool
     ) -> list[dict[str, Any]]:
         """Rows of all candidates within the limits, DeepSpeed's own first."""
         limits = LIMITS[self._quality]

@@ -13,7 +13,7 @@ from ds_compress.runtime.measuring import Row
 
 
 @dataclass(frozen=True)
-class Situation:
+class ClusterProfile:
     workload: Workload
     networks: tuple[Network, ...]  # by boundary
     forward: tuple[Traffic, ...]  # by boundary, of the codecs in use
@@ -23,7 +23,7 @@ class Situation:
 
 def situation(
     rows: Sequence[Row], micro_batches: int, depth: int, memory_gb: float | None, device: torch.device
-) -> Situation:
+) -> ClusterProfile:
     """Of a pipeline, from the rows of all its ranks, measured at `depth`; of replicas the worst counts."""
     stages = int(max(row["stage"] for row in rows)) + 1
     hosts = Counter(row["host"] for row in rows)
@@ -66,7 +66,7 @@ def situation(
         min(worst(stage, "rest") for stage in range(stages)),
     )
     known = not any(math.isnan(row["held"]) for row in rows)
-    return Situation(workload, networks, forward, backward, tuple(rooms) if known else None)
+    return ClusterProfile(workload, networks, forward, backward, tuple(rooms) if known else None)
 
 
 def by_stage(rows: Sequence[Row]) -> list[list[Row]]:

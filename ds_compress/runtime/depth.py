@@ -27,7 +27,7 @@ MEASURED = (2, 3)
 """Batches, counted from 1."""
 
 
-class Ahead:
+class DepthController:
     """The depth of one engine: of the schedules it runs, and of its links."""
 
     def __init__(self, link: Link):
@@ -120,7 +120,7 @@ class Ahead:
         choice = decide(rows, engine.micro_batches, self.now, self._link.memory_gb, engine.device)
         self.set(stage, choice.depth if choice else 1)
         if engine.global_rank == 0:
-            print(said(choice, rows), flush=True)
+            print(format_choice(choice, rows), flush=True)
 
 
 def _is_ours(engine: Any, pipe_schedule: Any) -> bool:
@@ -142,7 +142,7 @@ def decide(
     return choose_depth(found.workload, plan, found.networks, found.rooms)
 
 
-def said(choice: Choice | None, rows: Sequence[Row]) -> str:
+def format_choice(choice: Choice | None, rows: Sequence[Row]) -> str:
     """The line on what was chosen."""
     if choice is None:
         return "ds_compress: link depth 1 chosen: what a micro-batch holds in memory cannot be measured here"

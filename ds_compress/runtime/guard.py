@@ -23,7 +23,7 @@ from ds_compress.config.policies import Place
 from ds_compress.errors import CompressionError
 from ds_compress.monitor.limits import NOTHING, Judged
 from ds_compress.monitor.metrics import LOSS_COST, label
-from ds_compress.runtime.relax import loosened, loses
+from ds_compress.runtime.relax import is_lossy, relax
 
 FIRST = 25
 """Steps after the warm-up until the first look: a setting that hurts does so early."""
@@ -55,10 +55,10 @@ class Guard:
     def follow(self) -> None:
         """Go by the codecs that the config has by now."""
         used = [self._config.codecs(number) for number in range(self._boundaries)]
-        self._loses = any(loses(codec) for each in used for codec in (each.forward, each.backward))
+        self._loses = any(is_lossy(codec) for each in used for codec in (each.forward, each.backward))
         # evaluation shows what compression does to activations, if it is anything
         plain = all(each.feedbacks["forward"].name == "none" for each in used)
-        self._on = plain and any(loses(each.forward) for each in used)
+        self._on = plain and any(is_lossy(each.forward) for each in used)
 
     def begin(self, step: int, count: int = 1) -> None:
         """Before the training step with number `step`, counted from 1; `count`: micro-batches of a look."""
@@ -108,7 +108,7 @@ class Guard:
     def _loss(self, engine: Any, mode: Mode) -> Tensor:
         """[], fp32: mean of the micro-batches, on the last stage; 0 on the others, nan where it is none."""
         count = self.batches.maxlen
-        with aside(engine, self._config, mode):
+        with evaluation_mode(engine, self._config, mode):
             self.replayed = iter(self.batches)
             try:
                 engine._exec_schedule(engine._inference_schedule(count))
@@ -128,7 +128,7 @@ class Guard:
         codecs = dict.fromkeys(str(self._config.codecs(number).forward) for number in range(self._boundaries))
         meaning = "the model has come to need it" if cost < 0 else "it hurts"
         advice = ": use more bits or a higher density, or another codec"
-        advice = advice if self._options.action != "loosen" or cost < 0 else ""
+        advice = advice if self._options.action != "relax" or cost < 0 else ""
         share = f"{cost / abs(plain):+.0%}" if plain else "all of it"
         line = (
             f"ds_compress: guard: after step {engine.global_steps} a loss of {plain:.4g} is {compressed:.4g} "
@@ -137,8 +137,8 @@ class Guard:
         )
         if self._options.action == "stop":
             raise CompressionError(line)
-        if self._options.action == "loosen" and cost > 0:
-            self._loosen(engine, [(number, "forward") for number in range(self._boundaries)], line)
+        if self._options.action == "relax" and cost > 0:
+            self._relax(engine, [(number, "forward") for number in range(self._boundaries)], line)
         elif self._rank == 0 and not self._said:
             logger.warning(line)
             self._said = True
@@ -168,17 +168,17 @@ class Guard:
         line = f"ds_compress: guard: after step {engine.global_steps} {'; '.join(over.values())}"
         if self._options.action == "stop":
             raise CompressionError(line)
-        self._loosen(engine, list(over), line)
+        self._relax(engine, list(over), line)
 
     def _acts_at(self, limit: str) -> bool:
-        """Not to end a run at a limit that nobody has set, and not to loosen where that mends nothing."""
+        """Not to end a run at a limit that nobody has set, and not to relax where that mends nothing."""
         if self._options.action == "stop":
             return limit in self._options.model_fields_set
         return limit != "nonfinite"
 
-    def _loosen(self, engine: Any, places: Sequence[Place], line: str) -> None:
+    def _relax(self, engine: Any, places: Sequence[Place], line: str) -> None:
         adoption = engine._adoption
-        changes = loosened(self._config, adoption.adopted, places)
+        changes = relax(self._config, adoption.adopted, places)
         adoption.adopt(engine, changes)
         now = ", ".join(
             f"boundary {number} {direction} {getattr(self._config.codecs(int(number)), direction)}"
@@ -213,7 +213,7 @@ class GuardedEngine:
 
 
 @contextlib.contextmanager
-def aside(engine: Any, config: Config, mode: Mode) -> Iterator[None]:
+def evaluation_mode(engine: Any, config: Config, mode: Mode) -> Iterator[None]:
     """Evaluate inside with compression or without, and leave the engine as it was."""
     module = engine.module
     modes = [(part, part.training) for part in module.modules()]

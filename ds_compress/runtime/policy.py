@@ -18,7 +18,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.runtime.signals import Signals
 
 
-class Rungs:
+class PolicyController:
     """Where every direction of a boundary stands, and how it came there."""
 
     def __init__(self, config: Config, adoption: Any, boundaries: int, device: Any):
@@ -38,8 +38,8 @@ class Rungs:
                 f"{KEY}.policy: no boundary of this pipeline has a codec with the options of its ladder; "
                 "give them to forward or backward, or use 'constant'"
             )
-        self._heights = {place: len(ladder) for place, ladder in self._ladders.items()}
-        self._signals = Signals(boundaries, max(self._heights.values(), default=0), device)
+        self._ladder_lengths = {place: len(ladder) for place, ladder in self._ladders.items()}
+        self._signals = Signals(boundaries, max(self._ladder_lengths.values(), default=0), device)
         self.rungs: dict[Place, int] = {}
         self._state: dict[str, Any] = {}  # of the policy
 
@@ -89,9 +89,9 @@ class Rungs:
         lr, signals = 0.0, None
         if self._policy.measures:
             largest = max(map(float, engine.get_lr()), default=0.0)
-            lr, signals = self._signals.gather(largest, self._heights, engine.micro_batches)
+            lr, signals = self._signals.gather(largest, self._ladder_lengths, engine.micro_batches)
         step, samples = self._compressed(engine), engine.global_samples
-        now = Now(step, samples, self.rungs, self._heights, lr, signals)
+        now = Now(step, samples, self.rungs, self._ladder_lengths, lr, signals)
         return self._stand(engine, self._policy.decide(now, self._state))
 
     def _stand(self, engine: Any, rungs: Mapping[Place, int]) -> bool:
@@ -110,7 +110,7 @@ class Rungs:
     def _trials(self, place: Place) -> list[Codec]:
         """The codecs of a place by rung, while the other direction stays where it is."""
         found = []
-        for rung in range(self._heights.get(place, 0)):
+        for rung in range(self._ladder_lengths.get(place, 0)):
             boundaries = with_changes(self._adoption.adopted, self._boundaries({place: rung}))
             codecs = self._config.changed({"boundaries": boundaries}).codecs(place[0])
             found.append(getattr(codecs, place[1]))

@@ -16,12 +16,12 @@ MOST = {"bits": 8, "density": 0.5, "rank": 2**16}
 NONE = {"codec": "none", "feedback": "none"}
 
 
-def loses(codec: Codec) -> bool:
+def is_lossy(codec: Codec) -> bool:
     """Whether anything that `codec` sends arrives otherwise."""
     return codec.error_bound(TYPICAL) > 0
 
 
-def loosened(config: Config, adopted: dict[str, Any], places: Iterable[Place]) -> dict[str, Any]:
+def relax(config: Config, adopted: dict[str, Any], places: Iterable[Place]) -> dict[str, Any]:
     """Settings, as "boundaries" of a block, that are milder at those of `places` that lose anything.
 
     Args:
@@ -29,7 +29,7 @@ def loosened(config: Config, adopted: dict[str, Any], places: Iterable[Place]) -
     """
     found: dict[str, Any] = {}
     for number, direction in places:
-        if loses(getattr(config.codecs(number), direction)):
+        if is_lossy(getattr(config.codecs(number), direction)):
             milder = _milder(config, with_changes(adopted, found), number, direction)
             found = with_changes(found, {str(number): milder})
     return found

@@ -20,7 +20,7 @@ from ds_compress.runtime.views import StageView
 log = logging.getLogger("ds_compress")
 
 
-class MirrorCheck:
+class ReplicaCheck:
     """Compares hashes every so many steps; what differs is forgotten on both sides."""
 
     def __init__(self, every: int, stage: StageView, sides: Sequence[Side], grid: Any, device: torch.device):

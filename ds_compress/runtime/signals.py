@@ -97,10 +97,12 @@ class Signals:
         }
 
     def gather(
-        self, lr: float, heights: Mapping[Place, int], micro_batches: int
+        self, lr: float, ladder_lengths: Mapping[Place, int], micro_batches: int
     ) -> tuple[float, dict[Place, Signal]]:
-        """Rank 0's `lr`, and the signals of the places that have `heights`, the same on every rank; the notes
-        begin anew."""
+        """Return rank 0's `lr`, and the signals of the places in `ladder_lengths`; forget the notes.
+
+        All ranks return the same.
+        """
         size = self._boundaries, len(DIRECTIONS), 2 + 2 * self._rungs
         table = torch.zeros(size, dtype=torch.float64, device="cpu")
         for number, noted in self._norms.items():
@@ -118,16 +120,16 @@ class Signals:
         dist.all_gather(everywhere, mine)
         tables = [each[1:].cpu().view_as(table).tolist() for each in everywhere]
         return everywhere[0][0].item(), {
-            place: self._signal([each[place[0]][DIRECTIONS.index(place[1])] for each in tables], height)
-            for place, height in heights.items()
+            place: self._signal([each[place[0]][DIRECTIONS.index(place[1])] for each in tables], length)
+            for place, length in ladder_lengths.items()
         }
 
-    def _signal(self, rows: Sequence[Sequence[float]], height: int) -> Signal:
+    def _signal(self, rows: Sequence[Sequence[float]], length: int) -> Signal:
         """Of what all ranks say of a place; those that do not send there say zeros."""
         total, count = (math.fsum(row[column] for row in rows) for column in (0, 1))
-        columns = [[row[2 + rung] for row in rows] for rung in range(height)]
+        columns = [[row[2 + rung] for row in rows] for rung in range(length)]
         errors = tuple(math.nan if any(map(math.isnan, column)) else max(column) for column in columns)
-        sizes = tuple(max(row[2 + self._rungs + rung] for row in rows) for rung in range(height))
+        sizes = tuple(max(row[2 + self._rungs + rung] for row in rows) for rung in range(length))
         return Signal(total / count if count else math.nan, errors, sizes)
 
 

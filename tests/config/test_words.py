@@ -1,4 +1,4 @@
-"""What 0.1 called otherwise is refused with its new name: nobody's config is misread, none is guessed at."""
+"""Words of earlier releases are refused with the new one: no config is misread, none is guessed at."""
 
 import pytest
 
@@ -41,6 +41,10 @@ OLD = [
     (
         {"forward": {"feedback": {"name": "aqsgd", "offload": {"device": "disk"}}}},
         "ds_compress.forward.feedback.offload.device: 'disk' is not allowed, now 'nvme'; allowed: 'none', ",
+    ),
+    (
+        {"guard": {"action": "loosen"}},
+        "ds_compress.guard.action: 'loosen' is not allowed, now 'relax'; allowed: 'warn', ",
     ),
 ]
 

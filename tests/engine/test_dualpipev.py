@@ -260,9 +260,9 @@ def test_the_guard_stops_all_ranks(block, limits, said):
     assert line.startswith(f"ds_compress: guard: after step 2 {said}") and len(ranks[0]["losses"]) == 1
 
 
-def test_the_guard_loosens_on_all_ranks_alike():
+def test_the_guard_relaxes_on_all_ranks_alike():
     limits = {"loss": 1e6, "error": 0.8}
-    ranks = run_ranks(2, guarded, {**LOST, "guard": {"every": 1, "action": "loosen", **limits}}, 5)
+    ranks = run_ranks(2, guarded, {**LOST, "guard": {"every": 1, "action": "relax", **limits}}, 5)
     assert ranks[0]["codecs"] == ranks[1]["codecs"] and ranks[0]["losses"] == ranks[1]["losses"]
     first, *_, last = ranks[0]["codecs"]
     assert first == [("none", "topk(density=0.02)"), ("none", "topk(density=0.04)")] and first != last

@@ -18,7 +18,7 @@ FAR = Measured(incoming=1e5, latency=0.01)
 LOOSENS = {
     "forward": {"codec": {"name": "quantize", "bits": 1}},
     "backward": {"codec": {"name": "topk", "density": 0.05}, "feedback": "ef"},
-    "guard": {"every": 2, "action": "loosen", "error": 0.3, "loss": 1e6},
+    "guard": {"every": 2, "action": "relax", "error": 0.3, "loss": 1e6},
 }
 AUTO = {"recipe": "auto", "quality": "balanced", "guard": {"every": 0}}
 

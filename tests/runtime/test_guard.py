@@ -10,7 +10,7 @@ from torch import nn
 
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
-from ds_compress.runtime.guard import FIRST, Guard, aside
+from ds_compress.runtime.guard import FIRST, Guard, evaluation_mode
 from tests.support.dist import run_ranks
 from tests.support.pipeline import Block, batches, build, ds_config, weights
 
@@ -265,6 +265,6 @@ def test_a_look_evaluates_without_what_modules_do_for_evaluation():
     module.micro_offset = 0
     module[0].training = False
     engine, config = SimpleNamespace(module=module, device=torch.device("cpu")), Config({})
-    with aside(engine, config, "uncompressed"):
+    with evaluation_mode(engine, config, "uncompressed"):
         assert not any(part.training for part in module.modules()) and config.eval == "uncompressed"
     assert [part.training for part in module.modules()] == [True, False, True] and config.eval == "compressed"

@@ -7,7 +7,7 @@ import pytest
 from ds_compress.config import Config
 from ds_compress.config.recipes import with_changes
 from ds_compress.errors import CompressionError
-from ds_compress.runtime.relax import loosened
+from ds_compress.runtime.relax import relax
 from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, build, ds_config
 
@@ -21,7 +21,7 @@ def course(block):
     """What the codecs of boundary 0 become, until nothing changes."""
     config, adopted, found = Config({"min_numel": 0, **block}), {}, []
     for _ in range(12):
-        changes = loosened(config, adopted, PLACES)
+        changes = relax(config, adopted, PLACES)
         if not changes:
             return found
         adopted = with_changes(adopted, changes)
@@ -77,7 +77,7 @@ def trained(config, stages=2, folder=None, saved=0):
 
 def block(**guard):
     backward = {"codec": {"name": "topk", "density": 0.05}, "feedback": "ef"}
-    guard = {"every": 1, "action": "loosen", **guard}
+    guard = {"every": 1, "action": "relax", **guard}
     return {"forward": QUANTIZE, "backward": backward, "min_numel": 0, "guard": guard}
 
 
@@ -110,5 +110,5 @@ def test_replicas_act_alike_and_one_is_enough():
 
 def test_not_together_with_a_policy():
     policy = {"name": "ramp", "end": 5, "forward": {"bits": [8, 4]}}
-    with pytest.raises(CompressionError, match="guard.action: 'loosen' is not allowed: policy 'ramp'"):
+    with pytest.raises(CompressionError, match="guard.action: 'relax' is not allowed: policy 'ramp'"):
         Config({**block(), "policy": policy})

@@ -17,7 +17,7 @@ from ds_compress.engine.intercept import PointToPoint
 from ds_compress.engine.stage import Stage
 from ds_compress.engine.wiring import wire
 from ds_compress.message.channel import Boundary
-from ds_compress.runtime.depth import Ahead
+from ds_compress.runtime.depth import DepthController
 from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, build, ds_config
 
@@ -32,7 +32,7 @@ class Engine:
         self.prev_stage, self.next_stage = stage_id - 1, stage_id + 1
         self.grid, self._topo = self, PipeDataParallelTopology(stages, replicas)
         self.global_rank = self.stage_to_global(stage_id)
-        self.dynamic_shape, self._ahead = False, Ahead(Link())
+        self.dynamic_shape, self._ahead = False, DepthController(Link())
 
     def stage_to_global(self, stage_id):
         return self._topo.get_rank(pipe=stage_id, data=5)

@@ -55,7 +55,7 @@ class Now:
     rungs: Mapping[Place, int]
     """In force; 0 is the mildest."""
 
-    heights: Mapping[Place, int]
+    ladder_lengths: Mapping[Place, int]
     """How many rungs there are."""
 
     lr: float = 0.0

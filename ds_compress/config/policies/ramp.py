@@ -40,6 +40,6 @@ class Ramp(Policy):
         options, done = self.options, now.step if self.options.unit == "steps" else now.samples
         way, whole = done - options.start, options.end - options.start
         return {
-            place: min(max(way * (height - 1) // whole, 0), height - 1)
-            for place, height in now.heights.items()
+            place: min(max(way * (length - 1) // whole, 0), length - 1)
+            for place, length in now.ladder_lengths.items()
         }
