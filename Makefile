@@ -12,7 +12,7 @@ PEERS := .venv-peers
 WORKERS := $(shell $(PYTHON) -c "import os; print(min(4, (3 * os.cpu_count() + 1) // 2))")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-all test-slow lint bench bench-floors bench-small bench-peers bench-gpu bench-net reproduce pipelines faults matrix docs clean
+.PHONY: help demo test test-rest test-all test-slow lint bench bench-floors bench-small bench-peers bench-gpu bench-net reproduce pipelines faults matrix docs site clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,8 +84,11 @@ faults: $(INSTALLED) ## killed and stopped ranks, damaged packets: time until al
 matrix: ## the pipeline tests over releases of DeepSpeed and torch, each in its own environment, as a table
 	$(PYTHON) launch/bench/matrix.py
 
-docs: $(INSTALLED) ## docs/options.md, from the descriptions of all options
-	$(BIN)/ds-compress list --markdown > docs/options.md
+docs: $(INSTALLED) ## the tables, plots and reference pages of README.md and docs/ that are generated
+	$(BIN)/python launch/pages.py
+
+site: $(INSTALLED) ## docs/ as a website in build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean: ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) $(PEERS) .matrix runs build *.egg-info .pytest_cache .hypothesis

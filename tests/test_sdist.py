@@ -54,8 +54,8 @@ def test_the_description_has_no_links_that_lead_nowhere(unpacked):
     about = Parser().parsestr((out / "PKG-INFO").read_text())
     text = about.get_payload()
     assert about["Description-Content-Type"] == "text/markdown"
-    assert re.findall(r"\]\((?!https?://)[^)]*\)|!\[", text) == []
-    assert "docs/options.md" in text and len(text) > 0.9 * len(readme)
+    assert re.findall(r"\]\((?!https?://)[^)]*\)", text) == []
+    assert "choose settings" in text and len(text) > 0.75 * len(readme)
     assert {line.split(",")[0] for line in about.get_all("Project-URL")} == {"DeepSpeed", "Paper"}
 
 

@@ -13,15 +13,20 @@ from ds_compress.version import __version__
 COMMANDS = (listing, check, bench, advise, report, merge, schema, doctor, stage_times)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand; returns the exit code, 2 for input that is refused, in one line."""
-    parser = Parser(prog="ds-compress", description="Compressed pipeline messages for DeepSpeed.")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher puts it there
-    subparsers = parser.add_subparsers(dest="command", required=True)
+def parser() -> Parser:
+    """Build the parser of all commands."""
+    built = Parser(prog="ds-compress", description="Compressed pipeline messages for DeepSpeed.")
+    built.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    built.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher adds it
+    subparsers = built.add_subparsers(dest="command", required=True)
     for command in COMMANDS:
         command.add_parser(subparsers)
-    args = parser.parse_args(argv)
+    return built
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one subcommand; returns the exit code, 2 for input that is refused, in one line."""
+    args = parser().parse_args(argv)
     try:
         if "imports" in args:
             plugins.load_installed()

@@ -1,4 +1,4 @@
-"""What recipes cost: rows of `make reproduce PRESET=cpu` (docs/evidence.md), means over seeds."""
+"""What recipes cost: rows of `make reproduce PRESET=cpu` (docs/evidence-tables.md), means over seeds."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ class Evidence(NamedTuple):
     """Of a small ResNet (CIFAR-10, accuracy in %) and of a small GPT that is fine-tuned (WikiText-2,
     perplexity), each evaluated with compression and without."""
 
-    row: str  # its name in docs/evidence.md
+    row: str  # its name in docs/evidence-tables.md
     seeds: int  # the fewer of the two tasks
     accuracy: tuple[float, float]
     perplexity: tuple[float, float]

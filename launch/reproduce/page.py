@@ -1,4 +1,4 @@
-"""The page of evidence, docs/evidence.md, and its pictures: from rows alone."""
+"""The page of evidence, docs/evidence-tables.md, and its pictures: from rows alone."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,9 +12,9 @@ from launch.reproduce.tables import METRICS, Setting, front, grouped, markdown, 
 
 WITHIN = {"vision": 1.0, "language": 1.0}  # points of accuracy, percent of perplexity
 SEEDS = 3  # that a row which carries a claim has at least
-HEAD = """# Evidence
+HEAD = """# All rows of the evidence
 
-Made by `python launch/reproduce.py --data FOLDER --page docs/evidence.md` from the rows in `results/`. A row
+Made by `python launch/reproduce.py --data FOLDER --page docs/evidence-tables.md` from the rows in `results/`. A row
 holds the block, the sizes, the seed, the processor and the releases that made it;
 `python launch/reproduce.py --data FOLDER --only TASK/SETTING --seed N` makes it again.
 
@@ -29,7 +29,7 @@ holds the block, the sizes, the seed, the processor and the releases that made i
   the paper. As in DeepSpeed's pipelines in fp32 the norm is that of the first stage's gradients.
 - Generated text: its perplexity to the model before fine-tuning, drawn after prompts of held-out text.
 - What `auto` chooses depends on the link: over that of one machine, which its rows have, it leaves messages
-  as they are. [speed.md](speed.md) has its losses over a slow link, time to a loss included.
+  as they are. [All tables](speed-tables.md) has its losses over a slow link, time to a loss included.
 - Preset `revisits` is `cpu` with six epochs of the language task in the place of four: AQ-SGD sends changes
   of samples that come back.
 - ± is half of what lies between the largest and the smallest seed. A row of one seed carries no claim.

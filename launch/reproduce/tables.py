@@ -69,9 +69,9 @@ def grouped(rows: Iterable[Row], preset: str) -> dict[tuple[str, str], Setting]:
     return found
 
 
-def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table whose first column is text and whose others are numbers."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+def markdown(header: Sequence[str], rows: Iterable[Sequence[object]], texts: int = 1) -> str:
+    """Format a table in Markdown whose first `texts` columns are text and whose others are numbers."""
+    lines = [header, ["---"] * texts + ["---:"] * (len(header) - texts), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 

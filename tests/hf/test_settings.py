@@ -53,10 +53,10 @@ def test_files_that_are_not_json_are_refused(tmp_path):
         read(tmp_path / "none.json")
 
 
-def test_the_lines_of_the_readme(tmp_path, pytestconfig):
+def test_the_lines_of_the_page(tmp_path, pytestconfig):
     """From a checkpoint to a merged model in at most 12 lines that are understood."""
-    section = (pytestconfig.rootpath / "README.md").read_text().split("### Transformers checkpoints")[1]
-    lines = re.search(r"```bash\n(.*?)\n```", section, re.DOTALL)[1]
+    page = (pytestconfig.rootpath / "docs" / "transformers.md").read_text()
+    lines = re.search(r"```bash\n(.*?)\n```", page, re.DOTALL)[1]
     assert len(lines.splitlines()) <= 12
     (tmp_path / "train.json").write_text(re.search(r"<<'JSON'\n(.*?)\nJSON\n", lines, re.DOTALL)[1])
     settings = read(tmp_path / "train.json")
