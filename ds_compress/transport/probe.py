@@ -1,83 +1,120 @@
-"""What a link between two neighbours carries: packets on the groups that training uses.
+"""Measure what a link between two neighbours carries.
 
-The side that receives asks for packets and counts the time from there, less that of a ping: who looked at
-the clock when the first packet had come, and was late to do so, found the others there already, and the link
-faster than it is. Each round has twice the packets of the one before, until one takes long enough to say what
-a link carries that lets a burst pass at first, twice; the shorter of these two counts.
+The receiving side asks for packets and divides their bytes by the seconds since it asked. No byte leaves
+before it is asked for, so whatever delays a process makes the result lower, never higher than the link.
+Nothing is subtracted: a difference of two times can be near zero on a busy machine.
+
+Rounds double until one takes so many round trips that the one it waits for hardly counts, and so long that a
+burst allowance of the link is used up. Two more rounds follow, and the shorter counts: an interruption is not
+a slow link.
 """
 
+import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
-from ds_compress.transport.p2p import Receiver, Sender
+from ds_compress.transport.p2p import (
+    EagerReceiver,
+    EagerSender,
+    PeerTimeout,
+    Receiver,
+    Sender,
+    channel_groups,
+)
 
 PINGS = 5
 PING_BYTES = 64
 AHEAD = 5
-"""Packets that are received ahead."""
+"""Depth of the ends while they are probed: a packet must not wait until the one before was looked at."""
 PACKET_BYTES = 1 << 20
 MOST = 256
-"""Packets of a round."""
+"""Packets of the longest round."""
 SECONDS = 0.05
-"""What a round takes that says enough; at least four times as long as a ping, where windows have to open."""
+"""The shortest round that counts."""
+ROUND_TRIPS = 10
+"""Pings in the shortest round that counts: the one that it waits for lowers the result by a tenth at most."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """As seen from one side."""
+class LinkMeasurement:
+    """A link as seen from one of its sides."""
 
     incoming: float
-    """Bytes per second."""
+    """Bytes per second from the neighbour."""
     latency: float
-    """Seconds one way, half of the shortest way there and back; endless on the side that answered."""
+    """Seconds one way, half of the shortest round trip."""
 
 
-def probe(sender: Sender, receiver: Receiver, first: bool) -> Measured:
-    """Measure the link to the neighbour that both ends belong to; both sides call it between two batches.
+def probe(sender: Sender, receiver: Receiver, first: bool) -> LinkMeasurement:
+    """Measure the link to a neighbour; both sides call it between two batches.
 
     Args:
-        first: True on one of the two sides, which sends first.
+        sender: the end of a channel to the neighbour.
+        receiver: the end of a channel from the neighbour.
+        first: True on one of the two sides, which asks first.
     """
     depth = sender.depth
-    for end in (sender, receiver):  # a packet must not wait until the one before has been looked at
+    for end in (sender, receiver):
         end.keep_up_with(AHEAD)
-    pings, incoming = float("inf"), 0.0
+    latency, incoming = math.inf, 0.0
     for asks in (first, not first):
-        trips = [trip(sender, receiver, asks, PING_BYTES, PING_BYTES) for _ in range(PINGS)]
         if asks:
-            pings = min(trips)
-            incoming = _incoming(sender, receiver, pings)
+            ping = min(_round(sender, receiver, 0) for _ in range(1 + PINGS))  # the first one may connect
+            latency, incoming = ping / 2, _incoming(sender, receiver, ping)
+            _ask(sender, -1)
+            sender.drain()
         else:
             _answer(sender, receiver)
     for end in (sender, receiver):
         end.keep_up_with(depth)
-    return Measured(incoming, pings / 2 if first else float("inf"))
+    return LinkMeasurement(incoming, latency)
+
+
+def probe_neighbours(device: torch.device, timeout: PeerTimeout) -> dict[int, LinkMeasurement]:
+    """Measure the links of this rank to the ranks before and after it, by rank; every rank calls it.
+
+    One link is measured at a time, so that none slows another.
+    """
+    rank, boundaries = dist.get_rank(), dist.get_world_size() - 1
+    groups = channel_groups(boundaries, seconds=timeout.seconds)
+    found = {}
+    for number in range(boundaries):
+        if rank in (number, number + 1):
+            first = rank == number
+            peer = number + 1 if first else number
+            out, back = (groups[number % 2, use] for use in ("forward", "backward")[:: 1 if first else -1])
+            sender = EagerSender(peer, device, out, timeout)
+            receiver = EagerReceiver(peer, device, back, timeout)
+            found[peer] = probe(sender, receiver, first)
+        dist.barrier()
+    return found
 
 
 def _incoming(sender: Sender, receiver: Receiver, ping: float) -> float:
-    """Bytes per second that come from the other side, which answers; `ping`: seconds there and back."""
-
-    def took(count: int) -> float:
-        receiver.expect(PACKET_BYTES, count)
-        started = time.perf_counter()
-        _ask(sender, count)
-        arrived = [_arrival(receiver, PACKET_BYTES, sender.device) for _ in range(count)][-1]
-        return arrived - started - ping
-
-    took(1)
-    count, seconds, enough = 1, 0.0, max(SECONDS, 4 * ping)
-    while seconds < enough and count < MOST:
+    """Bytes per second that come from the other side, which answers; `ping`: seconds of a round trip."""
+    enough = max(SECONDS, ROUND_TRIPS * ping)
+    count = 1
+    while True:
+        if count == MOST or _round(sender, receiver, count) >= enough:
+            seconds = min(_round(sender, receiver, count) for _ in range(2))
+            if count == MOST or seconds >= enough:
+                return count * PACKET_BYTES / seconds
         count *= 2
-        seconds = took(count)
-        if seconds >= enough:  # once more: a rank that was interrupted is no slow link
-            seconds = min(seconds, took(count))
-    _ask(sender, 0)
-    sender.drain()
-    return count * PACKET_BYTES / max(seconds, 1e-9)
+
+
+def _round(sender: Sender, receiver: Receiver, count: int) -> float:
+    """Seconds from asking for `count` packets until the last one is on the device; a ping for 0."""
+    nbytes, packets = (PACKET_BYTES, count) if count else (PING_BYTES, 1)
+    receiver.expect(nbytes, packets)
+    started = time.perf_counter()
+    _ask(sender, count)
+    for _ in range(packets):
+        _settle(receiver.receive(nbytes))
+    return time.perf_counter() - started
 
 
 def _ask(sender: Sender, count: int) -> None:
@@ -87,32 +124,11 @@ def _ask(sender: Sender, count: int) -> None:
 
 
 def _answer(sender: Sender, receiver: Receiver) -> None:
-    """Send as many packets as the other side asks for, until these are none."""
-    while count := int(receiver.receive(PING_BYTES).view(torch.int64)[0]):
-        for _ in range(count):
-            sender.send(sender.memory(PACKET_BYTES))
+    """Send what the other side asks for, until it asks for less than nothing."""
+    while (count := int(receiver.receive(PING_BYTES).view(torch.int64)[0])) >= 0:
+        for _ in range(count or 1):
+            sender.send(sender.memory(PACKET_BYTES if count else PING_BYTES))
         sender.drain()
-
-
-def trip(sender: Sender, receiver: Receiver, first: bool, there: int, back: int) -> float:
-    """Seconds that a packet of `there` bytes and the answer of `back` bytes take, as the first side sees it;
-    endless on the other, which may have come late."""
-    size, answer = (there, back) if first else (back, there)
-    steps: list[Callable[[], object]] = [
-        lambda: sender.send(sender.memory(size)),
-        lambda: _arrival(receiver, answer, sender.device),
-    ]
-    started = time.perf_counter()
-    for step in steps if first else reversed(steps):
-        step()
-    sender.drain()
-    return time.perf_counter() - started if first else float("inf")
-
-
-def _arrival(receiver: Receiver, nbytes: int, device: torch.device) -> float:
-    """When the next packet is there, by the host's clock."""
-    _settle(receiver.receive(nbytes))
-    return time.perf_counter()
 
 
 def _settle(packet: Tensor) -> None:

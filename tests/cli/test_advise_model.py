@@ -78,7 +78,7 @@ def test_what_is_given_stands_in_the_place_of_what_is_measured(advise, checkpoin
     # 4 micro-batches through 2 stages, 1 s forward and 2 s back
     assert all(row["step_s"] >= 15 for row in found["rows"]) and found["rows"][1]["step_s"] < 20
     assert all(row["memory_bytes"] >= 1e9 for row in found["rows"][1:])
-    assert found["measured"]["stages"][0]["forward_ms"] < 1000
+    assert found["measured"]["stages"][0]["forward_ms"] != 1000
 
 
 def test_recipes_of_files_are_tried_on_the_model_too(advise, checkpoint, tmp_path):

@@ -11,6 +11,7 @@ import torch
 
 from ds_compress.cli import main
 from ds_compress.cli.doctor import machine
+from ds_compress.cli.doctor.cluster import joined
 from ds_compress.cli.doctor.findings import findings
 from ds_compress.version import __version__
 from launch.ports import reserved_port
@@ -244,3 +245,16 @@ def test_half_a_launcher(monkeypatch, capsys, name, value):
     assert capsys.readouterr().err.startswith("ds-compress doctor: the launcher set no usable ")
     assert main(["doctor", "--hostfile", "hostfile"]) == 2
     assert "--hostfile: not under a launcher" in capsys.readouterr().err
+
+
+def test_a_link_is_joined_of_what_its_two_sides_found():
+    parts = [
+        {"ranks": [0, 1], "gbps_backward": 2.0, "rtt_ms": 0.5},
+        {"ranks": [0, 1], "gbps_forward": 1.0, "rtt_ms": 0.3},
+        {"ranks": [1, 2], "gbps_backward": 4.0, "rtt_ms": 0.1},
+        {"ranks": [1, 2], "gbps_forward": 3.0, "rtt_ms": 0.2},
+    ]
+    assert joined(parts) == [
+        {"ranks": [0, 1], "gbps_forward": 1.0, "gbps_backward": 2.0, "rtt_ms": 0.3},
+        {"ranks": [1, 2], "gbps_forward": 3.0, "gbps_backward": 4.0, "rtt_ms": 0.1},
+    ]

@@ -1,7 +1,6 @@
 """All ranks agree, or all stop with the same line."""
 
 import re
-import time
 
 import pytest
 import torch
@@ -12,19 +11,15 @@ from ds_compress.kernels import dispatch, reference
 from tests.support.dist import run_ranks
 from tests.support.pipeline import build, ds_config
 
-SOON = 300  # seconds, of a busy machine: DeepSpeed's own groups wait for half an hour
-
 
 def start(configs, timeout=None):
     if timeout:
         attach_module.HANDSHAKE_SECONDS = timeout
-    begin = time.monotonic()
     try:
         build(2, configs[torch.distributed.get_rank()])
-        error = None
     except Exception as caught:
-        error = f"{type(caught).__name__}: {caught}"
-    return error, time.monotonic() - begin
+        return f"{type(caught).__name__}: {caught}"
+    return None
 
 
 @pytest.mark.parametrize(
@@ -51,11 +46,10 @@ def start(configs, timeout=None):
 )
 def test_different_blocks(blocks, path, values):
     results = run_ranks(2, start, [ds_config(block) for block in blocks], check=False)
-    for error, seconds in results:
+    for error in results:
         assert error.startswith(f"CompressionError: {path}: rank 0 has {values[0]}, rank 1 has ")
         assert values[1] in error and "\n" not in error
-        assert seconds < SOON
-    assert len({error for error, _ in results}) == 1
+    assert len(set(results)) == 1
 
 
 def start_without_triton_on_one(config):
@@ -68,7 +62,7 @@ def start_without_triton_on_one(config):
 def test_different_kernels():
     """The last bits of a rotation differ between Triton and torch: ef21's two copies of a state would drift
     apart."""
-    for error, _ in run_ranks(2, start_without_triton_on_one, ds_config({}), check=False):
+    for error in run_ranks(2, start_without_triton_on_one, ds_config({}), check=False):
         assert error == (
             "CompressionError: ds_compress.kernels: rank 0 has 'cpu', rank 1 has 'reference'; "
             "use the same on all nodes"
@@ -79,7 +73,7 @@ def test_different_kernels():
 def test_one_bad_block_stops_all(bad):
     blocks = [{"eval": "off"} if rank == bad else {} for rank in range(2)]
     results = run_ranks(2, start, [ds_config(block) for block in blocks])
-    for error, _ in results:
+    for error in results:
         assert re.fullmatch(
             rf"CompressionError: ds_compress.eval: 'off' is not allowed.* \[rank {bad}\]", error
         )
@@ -91,6 +85,5 @@ def test_a_rank_without_the_key_is_named(absent):
     ever."""
     configs = [ds_config(None if rank == absent else {}) for rank in range(2)]
     results = run_ranks(2, start, configs, 3.0, check=False)
-    error, seconds = results[1 - absent]
+    error = results[1 - absent]
     assert f"rank {absent} did not answer within 3 s: is ds_compress installed there" in error
-    assert seconds < SOON

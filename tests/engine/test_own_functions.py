@@ -27,7 +27,7 @@ def sends_another_buffer(block):
 
 @pytest.mark.parametrize("mode", ["blocking", "eager"])
 def test_a_message_leaves_once_though_a_program_sends_another_buffer(mode):
-    block = {"min_numel": 64, "link": {"mode": mode, "timeout_s": 10}}
+    block = {"min_numel": 64, "link": {"mode": mode}}
     stock = run_ranks(2, sends_another_buffer, None)
     assert run_ranks(2, sends_another_buffer, block) == stock
 

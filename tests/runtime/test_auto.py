@@ -12,12 +12,12 @@ import torch
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.config.quality import LIMITS
 from ds_compress.runtime import auto, measuring
-from ds_compress.transport.probe import Measured
+from ds_compress.transport.probe import LinkMeasurement
 from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, build, ds_config
 
-FAR = Measured(incoming=1e5, latency=0.01)  # slower than every processor, however busy
-FREE = Measured(incoming=1e15, latency=0.0)
+FAR = LinkMeasurement(incoming=1e5, latency=0.01)  # slower than every processor, however busy
+FREE = LinkMeasurement(incoming=1e15, latency=0.0)
 STEPS = 7
 CHOSEN = 3  # steps done when it is chosen
 SHAPE = (64, 32)

@@ -10,12 +10,12 @@ import pytest
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.engine.reconfigure import Reconfigurator
 from ds_compress.runtime import measuring
-from ds_compress.transport.probe import Measured
+from ds_compress.transport.probe import LinkMeasurement
 from tests.support.dist import run_ranks
 from tests.support.kinds.catalogue import KINDS
 from tests.support.kinds.training import train
 
-FAR = Measured(incoming=1e5, latency=0.01)
+FAR = LinkMeasurement(incoming=1e5, latency=0.01)
 FAST = ("positions", "mask", "dynamic", "bf16", "own-map")
 
 

@@ -15,15 +15,15 @@ from ds_compress.runtime import measuring
 from ds_compress.runtime.depth import MEASURED, decide
 from ds_compress.runtime.measuring import COLUMNS
 from ds_compress.runtime.memory_use import in_use
-from ds_compress.transport.probe import Measured
+from ds_compress.transport.probe import LinkMeasurement
 from tests.runtime.test_depth import at_depths, check
 from tests.support.dist import run_ranks
 from tests.support.kinds.training import BLOCKS
 from tests.support.pipeline import MICRO_BATCH, batches, build, ds_config
 
 CPU = torch.device("cpu")
-FAR = Measured(incoming=1e7, latency=0.5)  # far from every processor, however busy
-FREE = Measured(incoming=1e15, latency=0.0)
+FAR = LinkMeasurement(incoming=1e7, latency=0.5)  # far from every processor, however busy
+FREE = LinkMeasurement(incoming=1e15, latency=0.0)
 AUTO = {"depth": "auto", "memory_gb": 1}
 
 

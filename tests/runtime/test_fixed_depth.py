@@ -9,12 +9,12 @@ from deepspeed.runtime.pipe.schedule import TrainSchedule
 
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.runtime import measuring
-from ds_compress.transport.probe import Measured
+from ds_compress.transport.probe import LinkMeasurement
 from tests.support.dist import run_ranks
 from tests.support.pipeline import MICRO_BATCH, batches, build, ds_config
 
 DEPTH, MICRO_BATCHES, SHAPE, STEPS = 3, 6, (64, 32), 6
-FAR = Measured(incoming=1e5, latency=0.01)
+FAR = LinkMeasurement(incoming=1e5, latency=0.01)
 LOOSENS = {
     "forward": {"codec": {"name": "quantize", "bits": 1}},
     "backward": {"codec": {"name": "topk", "density": 0.05}, "feedback": "ef"},

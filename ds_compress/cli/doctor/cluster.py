@@ -14,14 +14,8 @@ from torch import distributed as dist
 
 from ds_compress.cli.doctor.machine import LOOPBACK, Facts, facts
 from ds_compress.errors import CompressionError, in_one_line
-from ds_compress.transport.p2p import PeerTimeout, Receiver, Sender, channel_groups
-from ds_compress.transport.probe import PING_BYTES, PINGS, trip
-
-BULK_BYTES = 8 << 20
-"""Of a packet whose time on the way tells what a link carries."""
-
-BULKS = 3
-"""Such packets each way, of which the fastest counts."""
+from ds_compress.transport.p2p import PeerTimeout
+from ds_compress.transport.probe import probe_neighbours
 
 CLOCK_QUESTIONS = 8
 
@@ -77,7 +71,7 @@ class Meeting:
             links, clocks = self.measure()
         else:
             links, clocks = [], []
-        everywhere = [link for found in self.gather("links", links) for link in found]
+        everywhere = joined([link for found in self.gather("links", links) for link in found])
         return {"hosts": hosts, "links": everywhere, "clocks": clocks} if self.rank == 0 else None
 
     def gather(self, what: str, mine: Any) -> list[Any]:
@@ -128,7 +122,7 @@ class Meeting:
             ) from None
 
     def measure(self) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
-        """The link to the rank after this one, and the clocks, on rank 0."""
+        """This rank's part of its links; on rank 0 the clocks, too."""
         gpu = torch.cuda.is_available()
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
         with self._failing("could not connect to its neighbours"):
@@ -166,36 +160,23 @@ class Meeting:
         return found
 
     def links(self, device: torch.device) -> list[dict[str, Any]]:
-        """That to the rank after this one, where there is one. Neighbours try theirs pair after pair,
-        so that none slows another down."""
-        found = []
-        boundaries = self.world - 1
-        groups = channel_groups(boundaries, seconds=self.seconds)
-        for number in range(boundaries):
-            if self.rank in (number, number + 1):
-                first = self.rank == number
-                uses = ("forward", "backward") if first else ("backward", "forward")
-                peer = number + 1 if first else number
-                place = f"ds-compress doctor: link of ranks {number} and {number + 1}"
-                patience = PeerTimeout(place, self.seconds, "--timeout")
-                out, back = (groups[number % 2, use] for use in uses)
-                sender, receiver = Sender(peer, device, out, patience), Receiver(peer, device, back, patience)
-                link = tried(sender, receiver, first)
-                found += [{"ranks": [number, number + 1], **link}] if first else []
-            dist.barrier()
-        return found
+        """What comes in on the links to the ranks before and after this one, and their round trips."""
+        links = []
+        timeout = PeerTimeout("ds-compress doctor: link", self.seconds, "--timeout")
+        for peer, found in probe_neighbours(device, timeout).items():
+            way = "forward" if peer < self.rank else "backward"
+            part = {f"gbps_{way}": 8e-9 * found.incoming, "rtt_ms": 2e3 * found.latency}
+            links.append({"ranks": sorted((self.rank, peer)), **part})
+        return links
 
 
-def tried(sender: Sender, receiver: Receiver, first: bool) -> dict[str, float]:
-    """What a link carries, as its first side sees it: Gbit/s both ways, and ms there and back."""
-
-    def least(there: int, back: int, times: int) -> float:
-        return min(trip(sender, receiver, first, there, back) for _ in range(times))
-
-    ping = least(PING_BYTES, PING_BYTES, 1 + PINGS)  # the first one opens the connections
-    there, back = least(BULK_BYTES, PING_BYTES, BULKS), least(PING_BYTES, BULK_BYTES, BULKS)
-    forward, backward = (8e-9 * BULK_BYTES / max(each - ping, 1e-9) for each in (there, back))
-    return {"gbps_forward": forward, "gbps_backward": backward, "rtt_ms": 1e3 * ping}
+def joined(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each link from those of its two sides: both directions, and the shorter round trip."""
+    found: dict[tuple[int, ...], dict[str, Any]] = {}
+    for part in parts:
+        other = found.setdefault(tuple(part["ranks"]), part)
+        found[tuple(part["ranks"])] = {**other, **part, "rtt_ms": min(other["rtt_ms"], part["rtt_ms"])}
+    return [found[ranks] for ranks in sorted(found)]
 
 
 def lost(host: Facts, hosts: list[Facts]) -> bool:
