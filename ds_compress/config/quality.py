@@ -7,7 +7,7 @@ Quality = Literal["lossless", "safe", "balanced", "aggressive"]
 
 
 @dataclass(frozen=True)
-class Limits:
+class ErrorLimits:
     """Largest relative errors ||x - C(x)|| / ||x|| of messages, by direction."""
 
     forward: float
@@ -18,11 +18,11 @@ class Limits:
         return forward <= self.forward and backward <= self.backward
 
 
-LIMITS: dict[Quality, Limits] = {
-    "lossless": Limits(0.0, 0.0),
-    "safe": Limits(0.10, 0.13),
-    "balanced": Limits(0.19, 0.19),
-    "aggressive": Limits(0.21, 0.19),
+LIMITS: dict[Quality, ErrorLimits] = {
+    "lossless": ErrorLimits(0.0, 0.0),
+    "safe": ErrorLimits(0.10, 0.13),
+    "balanced": ErrorLimits(0.19, 0.19),
+    "aggressive": ErrorLimits(0.21, 0.19),
 }
 """The errors of settings that were measured, rounded up to 0.01: of 4 bits rotated and 3 bits entropy coded,
 of 3 bits rotated, and of 2.5 bits entropy coded, under a small ResNet and a small GPT. docs/auto.md has the

@@ -1,1 +1,1 @@
-"""In which order a stage works, and how long a step takes, without running it."""
+"""Predict step times without running them, and choose settings and depth from that."""

@@ -1,10 +1,10 @@
-"""Which settings to use: measurements in, choice out. `ds-compress advise` and `"recipe": "auto"` ask here.
+"""Choose settings from measurements, for `ds-compress advise` and `"recipe": "auto"`.
 
-What is offered for each boundary becomes candidates for the pipeline as a whole: each setting at all
-boundaries alike, and mixtures, which take at each boundary, and in each direction, what costs least when a
-second of codec and a second of transfer have some price against each other. How much of a transfer shows
-behind computation is not known beforehand, so several prices are tried. Each candidate's step is then
-predicted by the replay of the schedule, at the depth that pays.
+The evaluated candidates of each boundary become recipes for the whole pipeline: each candidate at all
+boundaries alike, and mixtures. A mixture takes, at each boundary and in each direction, the cheapest
+candidate for a given price of a second of transfer in seconds of codec. How much of a transfer is hidden
+behind computation is not known beforehand, so several prices are tried. The step time of each recipe is
+then predicted by replaying the schedule, at the best depth.
 """
 
 from collections.abc import Sequence
@@ -13,208 +13,227 @@ from itertools import groupby
 from typing import Any
 
 from ds_compress.config import DIRECTIONS
-from ds_compress.config.quality import Limits
-from ds_compress.planning.depth import Room, choose_depth
-from ds_compress.planning.offers import Offer
-from ds_compress.planning.step_time import Network, Networks, Plan, Traffic, Workload, predict
+from ds_compress.config.quality import ErrorLimits
+from ds_compress.planning.candidates import Candidate
+from ds_compress.planning.depth import MemoryBudget, choose_depth
+from ds_compress.planning.step_time import MessageCost, Network, Networks, TransferPlan, Workload, predict
 
-WORTH = 0.05
-"""A setting that gains less than this share of DeepSpeed's own step is not worth it."""
+MIN_GAIN = 0.05
+"""A recipe that saves less than this share of DeepSpeed's own step time is not used."""
 
-NEAR = 0.02
-"""Steps this much longer than the shortest are as short: the setting that loses least is taken."""
+TIE = 0.02
+"""Recipes whose steps are at most this share longer than the shortest compete by error alone."""
 
 PRICES = (0.0, 1 / 64, 1 / 16, 1 / 4, 1.0, 4.0, 64.0)
 """Of a second of transfer, in seconds of codec."""
 
-STOCK = "DeepSpeed"
+BASELINE = "DeepSpeed"
 
 
 @dataclass(frozen=True)
-class Message:
-    """One direction of a boundary under some setting."""
+class EvaluatedMessage:
+    """What a candidate costs and loses in one direction of a boundary."""
 
-    traffic: Traffic
+    cost: MessageCost
     error: float  # relative; inf: not known
 
-    def cost(self, network: Network, price: float) -> float:
-        codec = self.traffic.encode + self.traffic.decode
-        return codec + price * self.traffic.nbytes / network.bandwidth
+    def weighted_seconds(self, network: Network, price: float) -> float:
+        """Seconds of codec, plus the seconds of transfer times `price`."""
+        return self.cost.encode + self.cost.decode + price * self.cost.nbytes / network.bandwidth
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What may be chosen for a boundary."""
+class Evaluation:
+    """A candidate, evaluated on the messages of one boundary."""
 
-    offer: Offer
-    forward: Message
-    backward: Message
+    candidate: Candidate
+    forward: EvaluatedMessage
+    backward: EvaluatedMessage
 
-    def allowed(self, limits: Limits) -> bool:
+    def is_within(self, limits: ErrorLimits) -> bool:
         return limits.allow(self.forward.error, self.backward.error)
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A recipe for all boundaries, before its step is predicted."""
+class PipelineRecipe:
+    """Settings for all boundaries, before the step time is predicted."""
 
     name: str
     block: dict[str, Any]
-    forward: tuple[Traffic, ...]  # by boundary
-    backward: tuple[Traffic, ...]
+    forward: tuple[MessageCost, ...]  # by boundary
+    backward: tuple[MessageCost, ...]
     eager: bool
     depth: int | str = 1  # or "auto"
-    errors: tuple[float, float] = (0.0, 0.0)  # of forward and backward messages, the largest
-    rooms: Sequence[Room] = ()  # of all stages; their packets are those of the recipe
+    errors: tuple[float, float] = (0.0, 0.0)  # largest of all boundaries: forward, backward
+    budgets: Sequence[MemoryBudget] = ()  # by stage; `packets` is filled in from the recipe
 
 
-def candidates(
-    offers: Sequence[Sequence[Setting]],
+def baseline(forward: Sequence[int], backward: Sequence[int]) -> PipelineRecipe:
+    """Return DeepSpeed without compression; `forward` and `backward`: bytes of a message by boundary."""
+    forward_costs, backward_costs = tuple(map(MessageCost, forward)), tuple(map(MessageCost, backward))
+    return PipelineRecipe(BASELINE, {"enabled": False}, forward_costs, backward_costs, eager=False)
+
+
+def combine(
+    evaluations: Sequence[Sequence[Evaluation]],
     networks: Sequence[Network],
-    limits: Limits,
+    limits: ErrorLimits,
     **link: Any,
-) -> list[Candidate]:
-    """What may be made of `offers`: each at all boundaries, and mixtures within `limits`.
+) -> list[PipelineRecipe]:
+    """Make recipes of evaluated candidates: each candidate at all boundaries, and mixtures within `limits`.
 
     Args:
-        offers: by boundary, the same settings in the same order everywhere.
+        evaluations: by boundary, of the same candidates in the same order everywhere.
         networks: by boundary.
-        link: `eager`, `depth` and `rooms` of them all.
+        link: `eager`, `depth` and `budgets` of every recipe.
     """
-    everywhere = [tuple(own) for own in zip(*offers)]
+    everywhere = [tuple(own) for own in zip(*evaluations)]
     mixed = []
     for price in PRICES:
-        mixture = tuple(_cheapest(own, network, price, limits) for own, network in zip(offers, networks))
+        mixture = tuple(_cheapest(own, network, price, limits) for own, network in zip(evaluations, networks))
         if None not in mixture:
             mixed.append(mixture)
-    found = {_name(settings): settings for settings in (*everywhere, *mixed)}
-    return [_candidate(name, settings, link) for name, settings in found.items()]
+    found = {_name(chosen): chosen for chosen in (*everywhere, *mixed)}
+    return [_recipe(name, chosen, link) for name, chosen in found.items()]
 
 
-def _cheapest(offers: Sequence[Setting], network: Network, price: float, limits: Limits) -> Setting | None:
-    """Of the settings of a boundary and of what their directions can be combined to."""
+def _cheapest(
+    evaluations: Sequence[Evaluation], network: Network, price: float, limits: ErrorLimits
+) -> Evaluation | None:
+    """Return the cheapest evaluation of a boundary, or combination of two directions; None: none is within
+    `limits`."""
 
-    def key(message: Message) -> tuple[float, float]:
-        return message.cost(network, price), message.error
+    def key(message: EvaluatedMessage) -> tuple[float, float]:
+        return message.weighted_seconds(network, price), message.error
 
-    forward = [own for own in offers if own.offer.splits and own.forward.error <= limits.forward]
-    backward = [own for own in offers if own.offer.splits and own.backward.error <= limits.backward]
-    whole = [own for own in offers if not own.offer.splits and own.allowed(limits)]
+    separable = [own for own in evaluations if own.candidate.is_separable]
+    forward = [own for own in separable if own.forward.error <= limits.forward]
+    backward = [own for own in separable if own.backward.error <= limits.backward]
+    whole = [own for own in evaluations if not own.candidate.is_separable and own.is_within(limits)]
     if forward and backward:
-        ahead = min(forward, key=lambda own: key(own.forward))
-        back = min(backward, key=lambda own: key(own.backward))
-        whole.append(ahead if ahead is back else _combined(ahead, back))
+        best_forward = min(forward, key=lambda own: key(own.forward))
+        best_backward = min(backward, key=lambda own: key(own.backward))
+        is_same = best_forward is best_backward
+        whole.append(best_forward if is_same else _join(best_forward, best_backward))
 
-    def both(own: Setting) -> tuple[float, float]:
-        (cost, error), (other_cost, other_error) = key(own.forward), key(own.backward)
-        return cost + other_cost, error + other_error
+    def total(own: Evaluation) -> tuple[float, float]:
+        (seconds, error), (other_seconds, other_error) = key(own.forward), key(own.backward)
+        return seconds + other_seconds, error + other_error
 
-    return min(whole, key=both, default=None)
-
-
-def _combined(forward: Setting, backward: Setting) -> Setting:
-    both = {"forward": forward.offer.block["forward"], "backward": backward.offer.block["backward"]}
-    offer = Offer(f"{forward.offer.name} / {backward.offer.name}", both, splits=True)
-    return Setting(offer, forward.forward, backward.backward)
+    return min(whole, key=total, default=None)
 
 
-def _name(settings: Sequence[Setting]) -> str:
+def _join(forward: Evaluation, backward: Evaluation) -> Evaluation:
+    """Combine the forward half of one evaluation with the backward half of another."""
+    block = {"forward": forward.candidate.block["forward"], "backward": backward.candidate.block["backward"]}
+    name = f"{forward.candidate.name} / {backward.candidate.name}"
+    return Evaluation(Candidate(name, block, is_separable=True), forward.forward, backward.backward)
+
+
+def _name(chosen: Sequence[Evaluation]) -> str:
     """`quantize 4`, or by boundary where these differ: `0-2: quantize 4; 3: none`."""
-    if len({own.offer.name for own in settings}) == 1:
-        return settings[0].offer.name
+    names = [own.candidate.name for own in chosen]
+    if len(set(names)) == 1:
+        return names[0]
     parts = []
-    for name, run in groupby(range(len(settings)), key=lambda number: settings[number].offer.name):
+    for name, run in groupby(range(len(names)), key=names.__getitem__):
         numbers = list(run)
-        place = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
-        parts.append(f"{place}: {name}")
+        boundaries = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+        parts.append(f"{boundaries}: {name}")
     return "; ".join(parts)
 
 
-def _candidate(name: str, settings: Sequence[Setting], link: dict[str, Any]) -> Candidate:
-    forward, backward = ([getattr(own, direction) for own in settings] for direction in DIRECTIONS)
-    return Candidate(
+def _recipe(name: str, chosen: Sequence[Evaluation], link: dict[str, Any]) -> PipelineRecipe:
+    forward, backward = ([getattr(own, direction) for own in chosen] for direction in DIRECTIONS)
+    return PipelineRecipe(
         name,
-        block(settings),
-        tuple(message.traffic for message in forward),
-        tuple(message.traffic for message in backward),
+        write_block(chosen),
+        tuple(message.cost for message in forward),
+        tuple(message.cost for message in backward),
         errors=(max(own.error for own in forward), max(own.error for own in backward)),
         **link,
     )
 
 
-def block(settings: Sequence[Setting]) -> dict[str, Any]:
-    """The keys of the "ds_compress" block that say `settings`, one for each boundary; what most of these have
-    stands outside of "boundaries"."""
-    of = [own.offer.block for own in settings]
-    general = max(of, key=of.count)
+def write_block(chosen: Sequence[Evaluation]) -> dict[str, Any]:
+    """Return the keys of the "ds_compress" block for one evaluation per boundary.
+
+    The settings that most boundaries share stand outside of "boundaries".
+    """
+    blocks = [own.candidate.block for own in chosen]
+    general = max(blocks, key=blocks.count)
     others = {
         str(number): {key: {"feedback": "none", **own[key]} for key in DIRECTIONS}
-        for number, own in enumerate(of)
+        for number, own in enumerate(blocks)
         if own != general
     }
     return {**general, **({"boundaries": others} if others else {})}
 
 
-def rank(workload: Workload, networks: Networks, candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
-    """One row per candidate: DeepSpeed's own, which must be the first, and then the fastest first."""
+def rank(workload: Workload, networks: Networks, recipes: Sequence[PipelineRecipe]) -> list[dict[str, Any]]:
+    """Predict every recipe; return one row each: the baseline, which must come first, then fastest first."""
     rows: list[dict[str, Any]] = []
-    for candidate in candidates:
-        row = _row(workload, networks, candidate)
+    for recipe in recipes:
+        row = _row(workload, networks, recipe)
         rows.append(row | {"speedup": rows[0]["step_s"] / row["step_s"] if rows else 1.0})
     return rows[:1] + sorted(rows[1:], key=lambda row: row["step_s"])
 
 
-def _row(workload: Workload, networks: Networks, candidate: Candidate) -> dict[str, Any]:
-    plan = Plan(candidate.forward, candidate.backward, candidate.eager)
-    rooms = [
-        replace(room, packets=float(packets)) for room, packets in zip(candidate.rooms, _packets(candidate))
-    ]
-    block, depth = candidate.block, candidate.depth
+def _row(workload: Workload, networks: Networks, recipe: PipelineRecipe) -> dict[str, Any]:
+    plan = TransferPlan(recipe.forward, recipe.backward, recipe.eager)
+    packets = map(float, _packet_bytes(recipe))
+    budgets = [replace(budget, packets=own) for budget, own in zip(recipe.budgets, packets)]
+    block, depth = recipe.block, recipe.depth
     if isinstance(depth, str):
-        depth = choose_depth(workload, plan, networks, rooms).depth
+        depth = choose_depth(workload, plan, networks, budgets).depth
         block = {**block, "link": {**block.get("link", {}), "depth": depth}}
     prediction = predict(workload, replace(plan, depth=depth), networks)
-    taken = (
-        room.taken(depth, workload.micro_batches, workload.stages, stage) for stage, room in enumerate(rooms)
+    required = (
+        budget.required(depth, workload.micro_batches, workload.stages, stage)
+        for stage, budget in enumerate(budgets)
     )
     return {
-        "recipe": candidate.name,
+        "recipe": recipe.name,
         "block": block,
-        "link": "eager" if candidate.eager else "blocking",
+        "link": "eager" if recipe.eager else "blocking",
         "depth": depth,
         "step_s": prediction.step,
         "speedup_limit": prediction.step / prediction.compute,
         "limit": prediction.limit,
         "link_busy": prediction.link_busy,
         "wire_bytes": [
-            sum(traffic.nbytes for traffic in sent) // len(sent)
-            for sent in (candidate.forward, candidate.backward)
+            sum(cost.nbytes for cost in sent) // len(sent) for sent in (recipe.forward, recipe.backward)
         ],
-        "error_forward": candidate.errors[0],
-        "error_backward": candidate.errors[1],
-        "memory_bytes": max(taken, default=0.0),
+        "error_forward": recipe.errors[0],
+        "error_backward": recipe.errors[1],
+        "memory_bytes": max(required, default=0.0),
     }
 
 
-def _packets(candidate: Candidate) -> list[int]:
-    """Bytes of one packet for each end of a link that a stage has, stage by stage."""
-    both = [ahead.nbytes + back.nbytes for ahead, back in zip(candidate.forward, candidate.backward)]
+def _packet_bytes(recipe: PipelineRecipe) -> list[int]:
+    """By stage: the bytes of one packet for each end of a link that the stage has."""
+    both = [forward.nbytes + backward.nbytes for forward, backward in zip(recipe.forward, recipe.backward)]
     return [before + after for before, after in zip([0, *both], [*both, 0])]
 
 
-def best(rows: Sequence[dict[str, Any]], limits: Limits) -> dict[str, Any] | None:
-    """The recipe to use: of those within `limits` that are nearly as fast as the fastest the one with the
-    smallest error; None where no recipe is worth it. `rows`: of `rank`."""
-    allowed = [row for row in rows[1:] if within(row, limits) and row["speedup"] >= 1 + WORTH]
+def pick_best(rows: Sequence[dict[str, Any]], limits: ErrorLimits) -> dict[str, Any] | None:
+    """Return the recipe to use: the smallest error among those nearly as fast as the fastest within `limits`.
+
+    Args:
+        rows: of `rank`.
+
+    Returns:
+        None where no recipe within `limits` saves `MIN_GAIN` of a step.
+    """
+    allowed = [row for row in rows[1:] if is_within(row, limits) and row["speedup"] >= 1 + MIN_GAIN]
     shortest = min((row["step_s"] for row in allowed), default=0.0)
-    near = [row for row in allowed if row["step_s"] <= (1 + NEAR) * shortest]
-    return min(near, key=lambda row: (error(row), row["step_s"]), default=None)
+    tied = [row for row in allowed if row["step_s"] <= (1 + TIE) * shortest]
+    return min(tied, key=lambda row: (largest_error(row), row["step_s"]), default=None)
 
 
-def within(row: dict[str, Any], limits: Limits) -> bool:
+def is_within(row: dict[str, Any], limits: ErrorLimits) -> bool:
     return limits.allow(row["error_forward"], row["error_backward"])
 
 
-def error(row: dict[str, Any]) -> float:
-    """The larger one of both directions."""
+def largest_error(row: dict[str, Any]) -> float:
     return max(row["error_forward"], row["error_backward"])

@@ -1,83 +1,90 @@
-"""Which depth of the schedule pays on a link, and fits into memory.
+"""Choose the depth of the schedule that pays on a link and fits into memory.
 
-More micro-batches under way change no number that is computed. They cost memory: stage s of S holds the
-activations of depth * (S - 1 - s) + 1 of them, and its links a packet more at each end for each further
-depth.
+A deeper schedule keeps more micro-batches in flight. It changes no number that is computed, and it takes
+memory: stage s of S holds the activations of depth * (S - 1 - s) + 1 micro-batches, and each end of a link
+one more packet per further depth.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ds_compress.planning.step_time import Network, Networks, Plan, Workload, step_seconds
-from ds_compress.planning.under_way import under_way
+from ds_compress.planning.step_time import Network, Networks, TransferPlan, Workload, step_seconds
 
-MOST = 32
-WORTH = 0.01
-"""A depth that gains less than this share of a step is left alone."""
+MAX_DEPTH = 32
+MIN_GAIN = 0.01
+"""A greater depth has to save more than this share of a step."""
+
+
+def in_flight(depth: int, micro_batches: int, stages: int, stage: int) -> int:
+    """Return how many micro-batches a stage holds the activations of, at most."""
+    return min(depth * (stages - 1 - stage) + 1, micro_batches)
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryBudget:
     """Memory of one stage, in bytes."""
 
-    held: float
-    """By a micro-batch between its forward and its backward pass."""
+    activations: float
+    """Held by a micro-batch between its forward and its backward pass."""
     packets: float = 0.0
-    """By its links, for each depth over 1."""
+    """Held by the stage's links, for each depth over 1."""
     limit: float = float("inf")
     """For both together."""
 
-    def taken(self, depth: int, micro_batches: int, stages: int, stage: int) -> float:
-        """Bytes, at a depth, by `stage` of so many."""
-        return under_way(depth, micro_batches, stages, stage) * self.held + (depth - 1) * self.packets
+    def required(self, depth: int, micro_batches: int, stages: int, stage: int) -> float:
+        """Return the bytes that `stage` of so many takes at `depth`."""
+        micro_batches = in_flight(depth, micro_batches, stages, stage)
+        return micro_batches * self.activations + (depth - 1) * self.packets
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A depth, and what is expected of it."""
+class DepthChoice:
+    """A depth, and what is predicted for it."""
 
     depth: int
     step: float
-    """Seconds, as predicted."""
+    """Seconds."""
     step_at_1: float
-    """The same with DeepSpeed's own schedule."""
+    """Seconds of DeepSpeed's own schedule."""
     memory: tuple[float, ...]
-    """Bytes that activations and packets take, by stage."""
+    """Bytes of activations and packets, by stage."""
     capped: bool
-    """Whether a deeper schedule would be faster, and does not fit."""
+    """Whether a deeper schedule would be faster, but does not fit."""
 
     @property
     def gain(self) -> float:
-        """Times as fast as at depth 1."""
+        """Speed-up over depth 1."""
         return self.step_at_1 / self.step
 
 
-def choose_depth(workload: Workload, plan: Plan, network: Networks, rooms: Sequence[Room]) -> Choice:
-    """The smallest depth whose step, as predicted, is within `WORTH` of the shortest of all that fit.
+def choose_depth(
+    workload: Workload, plan: TransferPlan, network: Networks, budgets: Sequence[MemoryBudget]
+) -> DepthChoice:
+    """Return the smallest depth that fits and whose predicted step is within `MIN_GAIN` of the shortest.
 
     Args:
-        plan: eager; its depth does not matter.
-        rooms: stage by stage. Depth 1 is what DeepSpeed itself takes: that it fits is taken for granted.
+        plan: eager; its own depth does not matter.
+        budgets: by stage. Depth 1, which DeepSpeed itself needs, is assumed to fit.
     """
     stages, micro_batches = workload.stages, workload.micro_batches
     free = step_seconds(workload, replace(plan, depth=1), Network())
     steps: dict[int, float] = {}
     memory: dict[int, tuple[float, ...]] = {}
-    # From depth micro_batches - 1 on all forward passes of every stage but the last come first
-    for depth in range(1, max(2, min(MOST + 1, micro_batches))):
-        taken = tuple(room.taken(depth, micro_batches, stages, s) for s, room in enumerate(rooms))
-        memory[depth] = taken
+    # From depth micro_batches - 1 on, all stages but the last run all their forward passes first
+    for depth in range(1, max(2, min(MAX_DEPTH + 1, micro_batches))):
+        memory[depth] = tuple(own.required(depth, micro_batches, stages, s) for s, own in enumerate(budgets))
         steps[depth] = step_seconds(workload, replace(plan, depth=depth), network)
-        # Nothing is left to hide, or the link is full
-        if steps[depth] <= (1 + WORTH) * free or steps[depth] >= (1 - WORTH) * steps.get(depth - 4, math.inf):
+        # Nothing is left to hide, or the link is saturated
+        is_hidden = steps[depth] <= (1 + MIN_GAIN) * free
+        if is_hidden or steps[depth] >= (1 - MIN_GAIN) * steps.get(depth - 4, math.inf):
             break
-    fit = [
+    fitting = [
         depth
-        for depth, taken in memory.items()
-        if depth == 1 or all(bytes_ <= room.limit for bytes_, room in zip(taken, rooms))
+        for depth, required in memory.items()
+        if depth == 1 or all(nbytes <= budget.limit for nbytes, budget in zip(required, budgets))
     ]
-    shortest = min(steps[depth] for depth in fit)
-    best = next(depth for depth in fit if steps[depth] <= (1 + WORTH) * shortest)
-    capped = min(steps.values()) < (1 - WORTH) * shortest
-    return Choice(best, steps[best], steps[1], memory[best], capped)
+    shortest = min(steps[depth] for depth in fitting)
+    best = next(depth for depth in fitting if steps[depth] <= (1 + MIN_GAIN) * shortest)
+    capped = min(steps.values()) < (1 - MIN_GAIN) * shortest
+    return DepthChoice(best, steps[best], steps[1], memory[best], capped)

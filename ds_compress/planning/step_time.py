@@ -1,8 +1,8 @@
-"""How long a training step takes: a replay of DeepSpeed's 1F1B schedule, or of a deeper one, with given
-compute times, codecs and link.
+"""Predict how long a training step takes, by replaying its schedule.
 
-Every boundary has a link of its own, equally fast in both directions at once. Encoding and decoding take the
-stage's own time, as they do on a CPU. Times are seconds, sizes bytes.
+The schedule is DeepSpeed's 1F1B or a deeper one, with given compute times, codecs and links. Every boundary
+has a link of its own, equally fast in both directions at once. Encoding and decoding take the stage's own
+time, as on a CPU. Times are seconds, sizes bytes.
 """
 
 from collections import defaultdict
@@ -13,17 +13,17 @@ from typing import Any
 Channel = tuple[int, str]  # boundary, direction
 FINISHED = object()
 Waiting = Generator[None, None, float]
-"""Yields while it has to wait for another stage; returns when it is done, in seconds of the step."""
+"""Yields while it waits for another stage; returns when it is done, in seconds since the step began."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What the stages compute, in seconds per micro-batch, one entry per stage."""
+    """Compute time of each stage, in seconds per micro-batch."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     micro_batches: int
-    per_step: float = 0.0  # seconds a step takes beside its micro-batches: optimizer, sum of the losses
+    per_step: float = 0.0  # seconds of a step beside its micro-batches: optimizer, sum of the losses
 
     @property
     def stages(self) -> int:
@@ -31,8 +31,8 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """One message in one direction."""
+class MessageCost:
+    """What one message in one direction costs."""
 
     nbytes: int  # on the wire
     encode: float = 0.0  # seconds
@@ -49,43 +49,46 @@ Networks = Network | tuple[Network, ...]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A recipe as the replay sees it. Traffic: of all boundaries, or of one after the other."""
+class TransferPlan:
+    """What the replay knows of a recipe; costs are those of every boundary, or one per boundary."""
 
-    forward: Traffic | tuple[Traffic, ...]
-    backward: Traffic | tuple[Traffic, ...]
+    forward: MessageCost | tuple[MessageCost, ...]
+    backward: MessageCost | tuple[MessageCost, ...]
     eager: bool
     depth: int = 1  # more needs an eager link
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of one step, and what they would be without its costs."""
+    """Seconds of one step, and of the same step without some of its costs."""
 
     step: float
     free_link: float  # with an infinitely fast link
-    compute: float  # with free codecs too: what no recipe can beat
+    compute: float  # with free codecs too: no recipe is faster
     link_busy: float  # share of the step in which the busier direction of a link transmits
 
     @property
     def limit(self) -> str:
-        """What most of the time above `compute` is spent on; "compute" when that is under 5 % of the step."""
+        """What takes most of the time above `compute`: "link" or "codec"; "compute" below 5 % of the step."""
         exposed = {"link": self.step - self.free_link, "codec": self.free_link - self.compute}
         worst = max(exposed, key=lambda name: exposed[name])
         return worst if exposed[worst] > 0.05 * self.step else "compute"
 
 
-def step_seconds(workload: Workload, plan: Plan, network: Networks) -> float:
-    """Step time of `workload` when its messages are those of `plan`, over `network`: one for every boundary,
-    or one after the other."""
+def step_seconds(workload: Workload, plan: TransferPlan, network: Networks) -> float:
+    """Predict the step time of `workload`.
+
+    Args:
+        network: of every boundary, or one per boundary.
+    """
     return _Replay(workload, plan, network).run()
 
 
-def predict(workload: Workload, plan: Plan, network: Networks) -> Prediction:
-    """Step time like `step_seconds`, and what it consists of."""
+def predict(workload: Workload, plan: TransferPlan, network: Networks) -> Prediction:
+    """Predict the step time like `step_seconds`, and split it into its causes."""
     boundaries = range(workload.stages - 1)
     forward, backward = (
-        tuple(Traffic(_at(getattr(plan, direction), b).nbytes) for b in boundaries)
+        tuple(MessageCost(_at(getattr(plan, direction), b).nbytes) for b in boundaries)
         for direction in ("forward", "backward")
     )
     free = replace(plan, forward=forward, backward=backward)
@@ -103,27 +106,25 @@ def predict(workload: Workload, plan: Plan, network: Networks) -> Prediction:
 
 
 def _at(values: Any, boundary: int) -> Any:
-    """The one of `boundary`, where boundaries differ."""
+    """Return the value of `boundary`, where boundaries differ."""
     return values[boundary] if isinstance(values, tuple) else values
 
 
 class _Replay:
-    """All stages of one step. Each is a generator that yields when it has to wait for what another has not
-    done yet.
+    """All stages of one step, each a generator that yields while it waits for another stage.
 
-    Messages of a channel are counted: entry n of each list below is about its message n.
+    Entry n of each list below is about message n of its channel.
     """
 
-    def __init__(self, workload: Workload, plan: Plan, network: Networks):
+    def __init__(self, workload: Workload, plan: TransferPlan, network: Networks):
         self.workload = workload
         self.plan = plan
         self.network = network
-        self.offered: dict[Channel, list[float]] = defaultdict(list)  # when the packet is ready to leave
-        self.wanted: dict[Channel, list[float]] = defaultdict(list)  # when the receiver asks for it
+        self.ready: dict[Channel, list[float]] = defaultdict(list)  # when the packet can be sent
+        self.requested: dict[Channel, list[float]] = defaultdict(list)  # when the receiver asks for it
         self.arrived: dict[Channel, list[float]] = defaultdict(list)
         self.events = 0
-        # Here, because a command that only plans should not wait for deepspeed before it can refuse its
-        # arguments
+        # Imported here, so that a command can refuse its arguments before it waits for deepspeed
         from ds_compress.transport.p2p import in_flight, posted_ahead
 
         self.in_flight, self.posted_ahead = in_flight(plan.depth), posted_ahead(plan.depth)
@@ -150,22 +151,22 @@ class _Replay:
                 if 0 <= channel[0] < self.workload.stages - 1:
                     now = yield from self._send(channel, now)
         for channel in ((stage, "forward"), (stage - 1, "backward")):
-            if self.offered[channel]:
-                now = max(now, (yield from self._arrival(channel, len(self.offered[channel]) - 1)))
+            if self.ready[channel]:
+                now = max(now, (yield from self._arrival(channel, len(self.ready[channel]) - 1)))
         ends[stage] = now
 
     def _send(self, channel: Channel, now: float) -> Waiting:
-        number = len(self.offered[channel])
+        number = len(self.ready[channel])
         if self.plan.eager and number >= self.in_flight:
             now = max(now, (yield from self._arrival(channel, number - self.in_flight)))
-        now += self._traffic(channel).encode
-        self._record(self.offered, channel, now)
+        now += self._cost(channel).encode
+        self._record(self.ready, channel, now)
         return now if self.plan.eager else (yield from self._arrival(channel, number))
 
     def _receive(self, channel: Channel, now: float) -> Waiting:
-        number = len(self.wanted[channel])
-        self._record(self.wanted, channel, now)
-        return max(now, (yield from self._arrival(channel, number))) + self._traffic(channel).decode
+        number = len(self.requested[channel])
+        self._record(self.requested, channel, now)
+        return max(now, (yield from self._arrival(channel, number))) + self._cost(channel).decode
 
     def _arrival(self, channel: Channel, number: int) -> Waiting:
         while not self._deliver(channel, number):
@@ -173,29 +174,29 @@ class _Replay:
         return self.arrived[channel][number]
 
     def _deliver(self, channel: Channel, number: int) -> bool:
-        """Let the packets of `channel` up to `number` arrive, as far as both sides are known to be ready."""
+        """Let packets of `channel` up to `number` arrive; False: not yet known to be ready on both sides."""
         arrived = self.arrived[channel]
         network = _at(self.network, channel[0])
         latency = network.latency
         while len(arrived) <= number:
             n = len(arrived)
-            ready = self._posted(channel, n)
-            if n >= len(self.offered[channel]) or ready is None:
+            posted = self._posted(channel, n)
+            if n >= len(self.ready[channel]) or posted is None:
                 return False
             free = arrived[-1] - latency if arrived else 0.0
-            start = max(self.offered[channel][n], ready + latency, free)
-            transfer = self._traffic(channel).nbytes / network.bandwidth
+            start = max(self.ready[channel][n], posted + latency, free)
+            transfer = self._cost(channel).nbytes / network.bandwidth
             self._record(self.arrived, channel, start + latency + transfer)
         return True
 
     def _posted(self, channel: Channel, number: int) -> float | None:
-        """When the receiver has memory ready for packet `number`, None while that is not known."""
+        """Return when the receiver has memory ready for packet `number`; None while that is not known."""
         if self.plan.eager and number < self.posted_ahead:
             return 0.0
-        asks = number - self.posted_ahead + 1 if self.plan.eager else number
-        return self.wanted[channel][asks] if asks < len(self.wanted[channel]) else None
+        request = number - self.posted_ahead + 1 if self.plan.eager else number
+        return self.requested[channel][request] if request < len(self.requested[channel]) else None
 
-    def _traffic(self, channel: Channel) -> Traffic:
+    def _cost(self, channel: Channel) -> MessageCost:
         return _at(getattr(self.plan, channel[1]), channel[0])
 
     def _record(self, times: dict[Channel, list[float]], channel: Channel, time: float) -> None:
@@ -204,8 +205,7 @@ class _Replay:
 
 
 def _instructions(stage: int, workload: Workload, depth: int) -> Iterator[tuple[str, str]]:
-    """What a stage does in one step, in the order of the schedule: (compute, send or receive; forward or
-    backward)."""
+    """Yield what a stage does in one step, in order: ("compute", "send" or "receive"; direction)."""
     from deepspeed.runtime.pipe import schedule
 
     from ds_compress.planning.schedule import DepthSchedule

@@ -2,9 +2,9 @@
 
 Two steps at the end of the warm-up, or the second and the third where there is none, are measured as for
 depth "auto"; in the last of them each end of a boundary copies the messages of the first micro-batches, and
-tries out on them what is offered (trial.py). One collective makes all of it known to all ranks, and each
-works out the same choice from it (planning/choice.py): the cheapest predicted step whose messages lose no
-more than the class of quality allows. It holds from the next step on, and goes on with a checkpoint.
+evaluates all candidates on them (candidate_profile.py). One collective makes all of it known to all ranks,
+and each works out the same choice from it (planning/choice.py): the cheapest predicted step whose messages
+lose no more than the class of quality allows. It holds from the next step on, and goes on with a checkpoint.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,10 @@ from ds_compress.config import DIRECTIONS, Config
 from ds_compress.config.quality import LIMITS
 from ds_compress.kernels import native
 from ds_compress.message.clock import clock_for
-from ds_compress.planning.choice import STOCK, Candidate, Setting, best, candidates, rank
-from ds_compress.planning.offers import Offer, startable
-from ds_compress.planning.schedule import is_deepspeeds
-from ds_compress.planning.step_time import Traffic
-from ds_compress.planning.trial import UNKNOWN, Messages, setting, settings, tell
+from ds_compress.planning.candidates import Candidate, startable_candidates
+from ds_compress.planning.choice import Evaluation, baseline, combine, pick_best, rank
+from ds_compress.planning.evaluate import UNKNOWN, Messages, boundary_block, is_informative, to_evaluation
+from ds_compress.planning.schedule import is_deepspeed_schedule
 from ds_compress.runtime.candidate_profile import column, copying, tried
 from ds_compress.runtime.chosen import in_words
 from ds_compress.runtime.cluster_profile import ClusterProfile, by_stage, situation
@@ -43,7 +42,7 @@ class Auto(DepthController):
         self._config = config
         assert config.quality is not None
         self._quality = config.quality
-        self._offers = startable()
+        self._candidates = startable_candidates()
         self._messages: Messages = {}
         self._given_up = False
         self._tries = 1
@@ -55,7 +54,7 @@ class Auto(DepthController):
     def _measures(self, engine: Any, pipe_schedule: Any) -> bool:
         if not self._open(engine):
             return super()._measures(engine, pipe_schedule)
-        if is_deepspeeds(pipe_schedule):
+        if is_deepspeed_schedule(pipe_schedule):
             return True
         self._give_up(engine, f"the time of a step of {type(pipe_schedule).__name__} cannot be predicted")
         return False
@@ -84,8 +83,8 @@ class Auto(DepthController):
         if engine.device.type == "cpu":
             native.wait()  # how fast they are before they are compiled says nothing
         clock = clock_for(engine.device)
-        tells = float(tell(self._messages))
-        row |= tried(stage, self._offers, self._messages, clock, engine.global_steps)
+        tells = float(is_informative(self._messages))
+        row |= tried(stage, self._candidates, self._messages, clock, engine.global_steps)
         row["tells"] = tells
         self._messages = {}
         rows = gather(row, engine.device)
@@ -94,9 +93,9 @@ class Auto(DepthController):
             self.measure_again()
             return
         found = situation(rows, engine.micro_batches, self.now, self._link.memory_gb, engine.device)
-        ranked = self._ranked(found, self._settings(rows), engine.dynamic_shape)
+        ranked = self._ranked(found, self._evaluations(rows), engine.dynamic_shape)
         limits = LIMITS[self._quality]
-        chosen = best(ranked, limits) or next((r for r in ranked if r["recipe"] == UNCOMPRESSED), None)
+        chosen = pick_best(ranked, limits) or next((r for r in ranked if r["recipe"] == UNCOMPRESSED), None)
         if chosen is None:
             self._give_up(engine, "no activation and its gradient were seen")
             return
@@ -105,41 +104,42 @@ class Auto(DepthController):
         if engine.global_rank == 0:
             print(in_words(ranked, chosen, rows, self._config, engine.global_steps), flush=True)
 
-    def _settings(self, rows: Sequence[Row]) -> list[list[Setting]]:
-        """By boundary, what is offered, as measured at both of its ends; of all that measured the worst."""
+    def _evaluations(self, rows: Sequence[Row]) -> list[list[Evaluation]]:
+        """Return the evaluations of all candidates, by boundary: of all ranks that measured, the worst."""
         of = by_stage(rows)
-        return [[_setting(offer, before, after) for offer in self._offers] for before, after in pairwise(of)]
+        return [
+            [_evaluation(candidate, before, after) for candidate in self._candidates]
+            for before, after in pairwise(of)
+        ]
 
     def _ranked(
-        self, found: ClusterProfile, settings: list[list[Setting]], dynamic_shape: bool
+        self, found: ClusterProfile, evaluations: list[list[Evaluation]], dynamic_shape: bool
     ) -> list[dict[str, Any]]:
-        """Rows of all candidates within the limits, DeepSpeed's own first."""
+        """Return rows of all recipes within the limits, the baseline first."""
         limits = LIMITS[self._quality]
-        deepens = found.rooms is not None and not dynamic_shape
+        deepens = found.memory_budgets is not None and not dynamic_shape
         depth = self._link.depth if deepens or not self.auto else 1
-        link = {"eager": True, "depth": depth, "rooms": found.rooms or ()}
-        forward = tuple(Traffic(each.nbytes) for each in found.forward)
-        backward = tuple(Traffic(each.nbytes) for each in found.backward)
-        made = candidates(settings, found.networks, limits, **link)
-        allowed = [candidate for candidate in made if limits.allow(*candidate.errors)]
-        stock = Candidate(STOCK, {}, forward, backward, eager=False)
-        return rank(found.workload, found.networks, [stock, *allowed])
+        link = {"eager": True, "depth": depth, "budgets": found.memory_budgets or ()}
+        forward, backward = ([cost.nbytes for cost in sent] for sent in (found.forward, found.backward))
+        made = combine(evaluations, found.networks, limits, **link)
+        allowed = [recipe for recipe in made if limits.allow(*recipe.errors)]
+        return rank(found.workload, found.networks, [baseline(forward, backward), *allowed])
 
 
-def _setting(offer: Offer, before: Sequence[Row], after: Sequence[Row]) -> Setting:
+def _evaluation(candidate: Candidate, before: Sequence[Row], after: Sequence[Row]) -> Evaluation:
     """Of a boundary, from the rows of the stages before and after it."""
 
     def worst(direction: str, what: str) -> float:
-        upstream = [row[column("after", offer, direction, what)] for row in before]
-        return max(upstream + [row[column("before", offer, direction, what)] for row in after])
+        upstream = [row[column("after", candidate, direction, what)] for row in before]
+        return max(upstream + [row[column("before", candidate, direction, what)] for row in after])
 
-    return setting(offer, {key: {what: worst(key, what) for what in UNKNOWN} for key in DIRECTIONS})
+    return to_evaluation(candidate, {key: {what: worst(key, what) for what in UNKNOWN} for key in DIRECTIONS})
 
 
 def _everywhere(block: dict[str, Any], boundaries: int) -> dict[str, Any]:
     """`block` as "boundaries" says it, for each of them."""
     own = block.get("boundaries", {})
     return {
-        str(number): settings(Offer("", {**block, **own.get(str(number), {})}, False))
+        str(number): boundary_block(Candidate("", {**block, **own.get(str(number), {})}, False))
         for number in range(boundaries)
     }

@@ -1,7 +1,7 @@
-"""The offered settings tried out aside on messages of training, at both ends of every boundary.
+"""Candidates evaluated on messages of training, at both ends of every boundary.
 
 The activations and gradients of the first micro-batches are copied while they cross uncompressed. After the
-batch each end tries on them what is offered (planning/trial.py). Nothing of that reaches training.
+batch each end evaluates all candidates on them (planning/evaluate.py). Nothing of that reaches training.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,8 +15,8 @@ from ds_compress.config import DIRECTIONS
 from ds_compress.message.channel import Channel
 from ds_compress.message.clock import HostClock
 from ds_compress.message.endpoint import SendingEnd
-from ds_compress.planning.offers import Offer
-from ds_compress.planning.trial import REPEATS, UNKNOWN, Messages, Tried, try_out
+from ds_compress.planning.candidates import Candidate
+from ds_compress.planning.evaluate import REPEATS, UNKNOWN, Measurements, Messages, evaluate
 from ds_compress.runtime.measuring import Row
 from ds_compress.runtime.views import StageView
 
@@ -53,13 +53,15 @@ def _copy(channel: Channel, found: Messages, tensors: Sequence[Tensor], message_
         found.setdefault((channel.boundary.number, channel.direction), {})[message_id.micro_batch] = copies
 
 
-def column(side: str, offer: Offer, direction: str, what: str) -> str:
+def column(side: str, candidate: Candidate, direction: str, what: str) -> str:
     """Of what `tried` finds; `what`: bytes, encode, decode, error."""
-    return f"{side}: {offer.name}, {direction} {what}"
+    return f"{side}: {candidate.name}, {direction} {what}"
 
 
-def tried(stage: StageView, offers: Sequence[Offer], messages: Messages, clock: HostClock, step: int) -> Row:
-    """Bytes, seconds and relative errors of `offers` at the boundaries before and after this stage, by
+def tried(
+    stage: StageView, candidates: Sequence[Candidate], messages: Messages, clock: HostClock, step: int
+) -> Row:
+    """Bytes, seconds and relative errors of `candidates` at the boundaries before and after this stage, by
     `column`; the same columns on every rank. An error that nobody knows is infinite: there is no such
     boundary, its messages were not copied, or the setting cannot be used.
 
@@ -69,11 +71,11 @@ def tried(stage: StageView, offers: Sequence[Offer], messages: Messages, clock: 
     row: Row = {}
     for side, boundary in (("before", stage.before), ("after", stage.after)):
         pair = [messages.get((boundary.number, key), {}) for key in DIRECTIONS] if boundary else []
-        for offer in offers:
-            found: dict[str, Tried] = dict.fromkeys(DIRECTIONS, UNKNOWN)
+        for candidate in candidates:
+            found: dict[str, Measurements] = dict.fromkeys(DIRECTIONS, UNKNOWN)
             if boundary is not None and all(pair):
-                found = stage.in_lane(boundary, partial(try_out, boundary, offer, pair, clock, step))
+                found = stage.in_lane(boundary, partial(evaluate, boundary, candidate, pair, clock, step))
             for direction, own in found.items():
                 for what, value in own.items():
-                    row[column(side, offer, direction, what)] = value
+                    row[column(side, candidate, direction, what)] = value
     return row

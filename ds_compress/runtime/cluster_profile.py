@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_compress.planning.depth import Room
-from ds_compress.planning.step_time import Network, Traffic, Workload
+from ds_compress.planning.depth import MemoryBudget
+from ds_compress.planning.step_time import MessageCost, Network, Workload
 from ds_compress.runtime.measuring import Row
 
 
@@ -16,9 +16,9 @@ from ds_compress.runtime.measuring import Row
 class ClusterProfile:
     workload: Workload
     networks: tuple[Network, ...]  # by boundary
-    forward: tuple[Traffic, ...]  # by boundary, of the codecs in use
-    backward: tuple[Traffic, ...]
-    rooms: tuple[Room, ...] | None  # by stage; None: nobody knows what a micro-batch holds in memory
+    forward: tuple[MessageCost, ...]  # by boundary, of the codecs in use
+    backward: tuple[MessageCost, ...]
+    memory_budgets: tuple[MemoryBudget, ...] | None  # by stage; None: what a micro-batch holds is not known
 
 
 def situation(
@@ -32,8 +32,8 @@ def situation(
     def worst(stage: int, column: str) -> float:
         return max(row[column] for row in of[stage])
 
-    def traffic(direction: str, sends: int, receives: int) -> Traffic:
-        return Traffic(
+    def traffic(direction: str, sends: int, receives: int) -> MessageCost:
+        return MessageCost(
             int(worst(sends, f"bytes {direction}")),
             worst(sends, f"encode {direction}"),
             worst(receives, f"decode {direction}"),
@@ -46,19 +46,21 @@ def situation(
         [row["from after"] for row in of[b]] + [row["from before"] for row in of[b + 1]] for b in boundaries
     ]
     networks = tuple(Network(min(rates), worst(b, "latency")) for b, rates in zip(boundaries, incoming))
-    rooms = []
+    budgets = []
     for stage in range(stages):
         held = max(0.0, worst(stage, "held"))
         touched = [b for b in (stage - 1, stage) if b in boundaries]
         packets = sum(forward[b].nbytes + backward[b].nbytes for b in touched)
-        room = Room(held, packets)
+        budget = MemoryBudget(held, packets)
         if memory_gb is not None:
             limit = memory_gb * 1e9
         elif device.type == "cpu":
             limit = min(row["spare"] / hosts[row["host"]] for row in of[stage])
         else:
-            limit = room.taken(depth, micro_batches, stages, stage) + min(row["spare"] for row in of[stage])
-        rooms.append(Room(held, packets, limit))
+            limit = budget.required(depth, micro_batches, stages, stage) + min(
+                row["spare"] for row in of[stage]
+            )
+        budgets.append(MemoryBudget(held, packets, limit))
     workload = Workload(
         tuple(worst(stage, "forward") for stage in range(stages)),
         tuple(worst(stage, "backward") for stage in range(stages)),
@@ -66,7 +68,7 @@ def situation(
         min(worst(stage, "rest") for stage in range(stages)),
     )
     known = not any(math.isnan(row["held"]) for row in rows)
-    return ClusterProfile(workload, networks, forward, backward, tuple(rooms) if known else None)
+    return ClusterProfile(workload, networks, forward, backward, tuple(budgets) if known else None)
 
 
 def by_stage(rows: Sequence[Row]) -> list[list[Row]]:

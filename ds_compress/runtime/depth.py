@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from ds_compress.config.block import Link
-from ds_compress.planning.depth import Choice, choose_depth
-from ds_compress.planning.schedule import DepthSchedule, depth_in_words, is_deepspeeds
-from ds_compress.planning.step_time import Plan
+from ds_compress.planning.depth import DepthChoice, choose_depth
+from ds_compress.planning.schedule import DepthSchedule, describe_depth, is_deepspeed_schedule
+from ds_compress.planning.step_time import TransferPlan
 from ds_compress.runtime.cluster_profile import situation, slowest_link
 from ds_compress.runtime.measuring import Measurement, Row, gather
 from ds_compress.runtime.views import StageView
@@ -53,12 +53,12 @@ class DepthController:
     def in_words(self, engine: Any, pipe_schedule: Any) -> str:
         """What the start-up line adds to the name of the link, by the schedule that it runs."""
         if not self.auto:
-            return depth_in_words(self.now, pipe_schedule)
+            return describe_depth(self.now, pipe_schedule)
         if engine.dynamic_shape:
             return f", depth auto, {self.now} because of dynamic_shape"
-        if is_deepspeeds(pipe_schedule) or isinstance(pipe_schedule, DepthSchedule):
+        if is_deepspeed_schedule(pipe_schedule) or isinstance(pipe_schedule, DepthSchedule):
             return f", depth auto, {self.now} until it is measured"
-        return ", depth auto without effect on this schedule"
+        return ", depth auto has no effect on this schedule"
 
     @contextmanager
     def batch(self, engine: Any, stage: StageView, pipe_schedule: Any) -> Iterator[None]:
@@ -128,21 +128,21 @@ def _is_ours(engine: Any, pipe_schedule: Any) -> bool:
     # A shape message waits until the next stage asks for it, and that stage's device may wait until this one
     # asks for a gradient (tests/transport/test_posting.py)
     waits = engine.dynamic_shape and receives_hold_device(engine.device)
-    return is_deepspeeds(pipe_schedule) and not waits
+    return is_deepspeed_schedule(pipe_schedule) and not waits
 
 
 def decide(
     rows: Sequence[Row], micro_batches: int, depth: int, memory_gb: float | None, device: torch.device
-) -> Choice | None:
+) -> DepthChoice | None:
     """The depth for what all ranks have measured at `depth`; None where nobody knows what it would take."""
     found = situation(rows, micro_batches, depth, memory_gb, device)
-    if found.rooms is None:
+    if found.memory_budgets is None:
         return None
-    plan = Plan(found.forward, found.backward, eager=True)
-    return choose_depth(found.workload, plan, found.networks, found.rooms)
+    plan = TransferPlan(found.forward, found.backward, eager=True)
+    return choose_depth(found.workload, plan, found.networks, found.memory_budgets)
 
 
-def format_choice(choice: Choice | None, rows: Sequence[Row]) -> str:
+def format_choice(choice: DepthChoice | None, rows: Sequence[Row]) -> str:
     """The line on what was chosen."""
     if choice is None:
         return "ds_compress: link depth 1 chosen: what a micro-batch holds in memory cannot be measured here"

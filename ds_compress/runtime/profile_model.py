@@ -1,8 +1,8 @@
-"""A pipeline rehearsed in one process: a few micro-batches pass its stages one after the other, forward and
-back. How long each stage computes is measured, and what would cross every boundary is kept.
+"""Profile a pipeline in one process.
 
-What crosses is a copy without a past, as DeepSpeed's receive buffers are; gradients of its float tensors go
-back.
+A few micro-batches pass its stages one after the other, forward and backward. The compute time and the memory
+of each stage are measured, and the messages of every boundary are kept. What crosses a boundary is a copy
+without a graph, like DeepSpeed's receive buffers; the gradients of its float tensors go back.
 """
 
 import math
@@ -21,27 +21,29 @@ from ds_compress.errors import CompressionError, failures_at
 from ds_compress.message.carrying import Tracking, tensors_in
 from ds_compress.message.clock import clock_for
 from ds_compress.message.layout import as_list
-from ds_compress.planning.trial import REPEATS, Messages, tell
+from ds_compress.planning.evaluate import REPEATS, Messages, is_informative
 from ds_compress.runtime.local_stages import Stages
 from ds_compress.runtime.memory_use import in_use
 
 PASSES = 5
-"""Micro-batches that are measured, after one that is not."""
+"""Micro-batches that are measured, after a first one that is not."""
 
 SCALES = (2.0**16, 2.0**12, 2.0**8, 1.0)
-"""Of the loss where gradients are fp16, as DeepSpeed has it: the first under which they are finite."""
+"""Loss scales tried for fp16 gradients, as DeepSpeed does; the first that keeps them finite is used."""
 
 Batch = tuple[Any, Any]
-"""Inputs, and labels."""
+"""Inputs and labels."""
 
 
 @dataclass(frozen=True)
-class Rehearsed:
-    forward: tuple[float, ...]  # by stage: seconds of a pass, the median
+class ModelProfile:
+    """Compute time, memory and messages of a pipeline."""
+
+    forward: tuple[float, ...]  # by stage: median seconds of a pass
     backward: tuple[float, ...]
-    held: tuple[float, ...]  # by stage: bytes between the passes of a micro-batch; nan: nobody knows
+    activation_bytes: tuple[float, ...]  # by stage, held between the passes of a micro-batch; nan: not known
     messages: Messages  # of the last micro-batches
-    carrying: tuple[tuple[bool, ...], ...]  # by boundary: which float tensors of a message carry
+    carrying: tuple[tuple[bool, ...], ...]  # by boundary: which float tensors depend on parameters
     loss_scale: float
 
     @property
@@ -50,100 +52,105 @@ class Rehearsed:
         return {place: next(iter(own.values())) for place, own in self.messages.items()}
 
 
-def rehearse(
+def profile_model(
     stages: Stages, loss_fn: Callable[..., Any] | None, batches: Iterator[Batch], device: torch.device
-) -> Rehearsed:
-    """
+) -> ModelProfile:
+    """Run a few micro-batches through `stages`, and measure them.
+
     Args:
-        loss_fn: of what the last stage gives and of labels; None: that is the loss.
+        loss_fn: of the output of the last stage and the labels; None: that output is the loss.
         batches: endless.
 
     Raises:
-        CompressionError: something fails, in one line that names the stage; or the messages tell nothing.
+        CompressionError: a stage fails, in one line that names it; or all messages are zero or not finite.
     """
-    rehearsal = _Rehearsal(stages, loss_fn, device)
-    fp16 = any(parameter.dtype == torch.float16 for parameter in stages.modules.parameters())
+    profiler = _Profiler(stages, loss_fn, device)
+    is_fp16 = any(parameter.dtype == torch.float16 for parameter in stages.modules.parameters())
     batch = next(batches)
-    for scale in SCALES if fp16 else (1.0,):
-        rehearsal.pass_through(batch, scale)
-        if tell(rehearsal.messages):
+    for scale in SCALES if is_fp16 else (1.0,):
+        profiler.run(batch, scale)
+        if is_informative(profiler.messages):
             break
-    rehearsal.times.clear()
-    rehearsal.held.clear()
+    profiler.clear()
     for _ in range(PASSES):
-        rehearsal.pass_through(next(batches), scale)
-    if not tell(rehearsal.messages):
+        profiler.run(next(batches), scale)
+    if not is_informative(profiler.messages):
         raise CompressionError("activations or gradients between its stages are zero, or not finite")
-    return rehearsal.found(scale)
+    return profiler.profile(scale)
 
 
-class _Rehearsal:
+class _Profiler:
     def __init__(self, stages: Stages, loss_fn: Callable[..., Any] | None, device: torch.device):
         self.messages: Messages = {}
-        self.times: dict[tuple[int, str], list[tuple[Any, Any]]] = defaultdict(list)  # marks
-        self.held: dict[int, list[float]] = defaultdict(list)
+        self._times: dict[tuple[int, str], list[tuple[Any, Any]]] = defaultdict(list)  # marks
+        self._activation_bytes: dict[int, list[float]] = defaultdict(list)
         self._stages = stages
         self._loss_fn = loss_fn
         self._device = device
         self._clock = clock_for(device)
         self._tracking = Tracking(stages.modules)
         self._carrying: dict[int, tuple[bool, ...]] = {}  # by boundary, once it is known
-        self._number = 0  # of the next micro-batch
+        self._micro_batch = 0
 
-    def found(self, scale: float) -> Rehearsed:
+    def clear(self) -> None:
+        """Forget the times and the memory measured so far."""
+        self._times.clear()
+        self._activation_bytes.clear()
+
+    def profile(self, scale: float) -> ModelProfile:
         def seconds(direction: str) -> tuple[float, ...]:
-            marks = (self.times[stage, direction] for stage in range(len(self._stages)))
+            marks = (self._times[stage, direction] for stage in range(len(self._stages)))
             return tuple(statistics.median(self._clock.ms(*pair) for pair in own) / 1e3 for own in marks)
 
-        return Rehearsed(
+        return ModelProfile(
             seconds("forward"),
             seconds("backward"),
-            tuple(max(self.held[stage]) for stage in range(len(self._stages))),
+            tuple(max(self._activation_bytes[stage]) for stage in range(len(self._stages))),
             self.messages,
             tuple(self._carrying[boundary] for boundary in range(len(self._stages) - 1)),
             scale,
         )
 
-    def pass_through(self, batch: Batch, scale: float) -> None:
-        """One micro-batch, forward and back."""
-        inputs, labels = tree_map(self._placed, batch)
-        arrived, given = [inputs], []
+    def run(self, batch: Batch, scale: float) -> None:
+        """Run one micro-batch, forward and backward."""
+        inputs, labels = tree_map(self._to_device, batch)
+        received, outputs = [inputs], []
         last = len(self._stages) - 1
         with nullcontext() if self._carrying else self._tracking:
             for stage, layers in enumerate(self._stages):
-                given.append(self._forward(stage, layers, arrived[-1], labels if stage == last else None))
+                outputs.append(self._forward(stage, layers, received[-1], labels if stage == last else None))
                 if stage < last:
-                    arrived.append(self._crossed(stage, given[-1]))
+                    received.append(self._transfer(stage, outputs[-1]))
         with failures_at(f"stage {last}"), self._timed(last, "backward"):
-            (given[last] * scale).backward()
+            (outputs[last] * scale).backward()
         for stage in reversed(range(last)):
-            gradients = self._gradients(stage, arrived[stage + 1])
-            floats = [tensor for tensor in as_list(given[stage]) if tensor.is_floating_point()]
+            gradients = self._gradients(stage, received[stage + 1])
+            floats = [tensor for tensor in as_list(outputs[stage]) if tensor.is_floating_point()]
             with failures_at(f"stage {stage}"), self._timed(stage, "backward"):
                 torch.autograd.backward(floats, gradients)
-        self._number += 1
+        self._micro_batch += 1
 
-    def _placed(self, value: Any) -> Any:
+    def _to_device(self, value: Any) -> Any:
         return value.to(self._device, copy=True) if torch.is_tensor(value) else value
 
     def _forward(self, stage: int, layers: Sequence[Any], x: Any, labels: Any) -> Any:
-        """What a stage gives: the last one the loss."""
-        before, came = in_use(self._device), sum(tensor.nbytes for tensor in tensors_in(x))
+        """Return the output of a stage; of the last one the loss."""
+        before, input_bytes = in_use(self._device), sum(tensor.nbytes for tensor in tensors_in(x))
         with failures_at(f"stage {stage}"), self._timed(stage, "forward"):
             for layer in layers:
                 x = layer(x)
             if stage == len(self._stages) - 1 and self._loss_fn is not None:
                 x = self._loss_fn(x, labels)
         after = in_use(self._device)
-        self.held[stage].append(
-            math.nan if before is None or after is None else max(0, after - before) + came
+        self._activation_bytes[stage].append(
+            math.nan if before is None or after is None else max(0, after - before) + input_bytes
         )
         if stage == len(self._stages) - 1 and not (torch.is_tensor(x) and x.numel() == 1):
             raise CompressionError(f"the loss is {_kind(x)}; should be a tensor of one element")
         return x
 
-    def _crossed(self, boundary: int, sent: Any) -> Any:
-        """What the next stage receives."""
+    def _transfer(self, boundary: int, sent: Any) -> Any:
+        """Return what the next stage receives."""
         if not torch.is_tensor(sent) and not (
             isinstance(sent, (tuple, list)) and sent and all(map(torch.is_tensor, sent))
         ):
@@ -153,13 +160,13 @@ class _Rehearsal:
             )
         tensors = as_list(sent)
         self._keep(boundary, "forward", [tensor.detach() for tensor in tensors])
-        known = boundary in self._carrying
-        if not known:
+        is_known = boundary in self._carrying
+        if not is_known:
             self._carrying[boundary] = self._tracking.of(tensors, None)
         with self._tracking.paused():
             copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
         received = [copy.requires_grad_(copy.is_floating_point()) for copy in copies]
-        if not known:
+        if not is_known:
             self._tracking.add_float(received, self._carrying[boundary])
         return received[0] if torch.is_tensor(sent) else tuple(received)
 
@@ -175,13 +182,13 @@ class _Rehearsal:
         return found
 
     def _keep(self, boundary: int, direction: str, tensors: list[Tensor]) -> None:
-        self.messages.setdefault((boundary, direction), {})[self._number % REPEATS] = tensors
+        self.messages.setdefault((boundary, direction), {})[self._micro_batch % REPEATS] = tensors
 
     @contextmanager
     def _timed(self, stage: int, direction: str) -> Iterator[None]:
         start = self._clock.mark()
         yield
-        self.times[stage, direction].append((start, self._clock.mark()))
+        self._times[stage, direction].append((start, self._clock.mark()))
 
 
 def _kind(value: Any) -> str:

@@ -38,15 +38,16 @@ from typing import Any
 
 import torch
 
-from ds_compress.cli.advise.codecs import codec_seconds
+from ds_compress.cli.advise.from_args import codec_seconds
 from ds_compress.cli.check import message_sizes
 from ds_compress.codec import TensorSpec
 from ds_compress.config import DIRECTIONS, Config
-from ds_compress.planning.step_time import Network, Plan, Traffic, Workload, predict
+from ds_compress.planning.step_time import MessageCost, Network, TransferPlan, Workload, predict
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from launch.bench.net_report import plot, show
 from launch.bench.net_runs import (
+    BASELINE,
     HIDDEN,
     HOSTS,
     LAUNCH,
@@ -54,7 +55,6 @@ from launch.bench.net_runs import (
     RECIPES,
     SEQ,
     STAGE_TIMES,
-    STOCK,
     WARM_UP,
     Runs,
     Wire,
@@ -80,23 +80,23 @@ class Bench:
 
     def profile(self) -> Workload:
         """What the stages of DeepSpeed alone compute, from a run with timers around its instructions."""
-        stages = stage_times(self.runs.train(STOCK, Wire(), through=STAGE_TIMES)["log"])
+        stages = stage_times(self.runs.train(BASELINE, Wire(), through=STAGE_TIMES)["log"])
         # The step of the other stage waits for this one's last backward pass
         per_step = min(stage["step_ms"] for stage in stages) / 1e3
         forward, backward = (tuple(stage[f"{d}_ms"] / 1e3 for stage in stages) for d in DIRECTIONS)
         return Workload(forward, backward, MICRO_BATCHES, per_step)
 
-    def plan(self, recipe: str, depth: int = 1) -> Plan:
-        raw = Traffic(self.spec.nbytes)
-        if recipe == STOCK:
-            return Plan(raw, raw, eager=False)
+    def plan(self, recipe: str, depth: int = 1) -> TransferPlan:
+        raw = MessageCost(self.spec.nbytes)
+        if recipe == BASELINE:
+            return TransferPlan(raw, raw, eager=False)
         config = Config(settings(recipe, depth))
         sizes = {row["direction"]: row["wire_bytes"] for row in message_sizes(config, 2, self.spec)}
         codecs = config.codecs(0)
         traffic = {
-            d: Traffic(sizes[d], *codec_seconds(getattr(codecs, d), self.spec, "cpu")) for d in DIRECTIONS
+            d: MessageCost(sizes[d], *codec_seconds(getattr(codecs, d), self.spec, "cpu")) for d in DIRECTIONS
         }
-        return Plan(**traffic, eager=config.block.link.mode == "eager", depth=depth)
+        return TransferPlan(**traffic, eager=config.block.link.mode == "eager", depth=depth)
 
     def add(
         self, recipe: str, wire: Wire, run: dict[str, Any], workload: Workload, depth: int | str = 1
@@ -141,7 +141,7 @@ class Bench:
         self, wire: Wire, recipes: Sequence[str], depths: Sequence[int | str], workload: Workload
     ) -> None:
         """Rows of DeepSpeed alone and all recipes on a link, which are written at once."""
-        settings = [(STOCK, 1), *((recipe, at) for recipe in recipes for at in of_depths(recipe, depths))]
+        settings = [(BASELINE, 1), *((recipe, at) for recipe in recipes for at in of_depths(recipe, depths))]
         rounds = [[self.runs.train(recipe, wire, at) for recipe, at in settings] for _ in range(self.rounds)]
         for (recipe, at), runs in zip(settings, zip(*rounds, strict=True), strict=True):
             in_order = sorted(runs, key=lambda run: run["step_s"])
@@ -151,7 +151,7 @@ class Bench:
     def slow_link(self, slowdown: float, workload: Workload) -> float:
         """Mbit/s of the link on which DeepSpeed alone takes `slowdown` times its unshaped step."""
         target = slowdown * self.rows[0]["step_s"]
-        plan = self.plan(STOCK)
+        plan = self.plan(BASELINE)
         low, high = 0.1, 1e6
         while high / low > 1.001:
             middle = (low * high) ** 0.5
@@ -160,7 +160,7 @@ class Bench:
         mbit = high
         for _ in range(3):
             mbit = float(f"{mbit:.3g}")
-            run = self.runs.train(STOCK, Wire(mbit))
+            run = self.runs.train(BASELINE, Wire(mbit))
             if abs(run["step_s"] / target - 1) < 0.03:
                 return mbit
             # What the link adds to a step is proportional to the time of a bit

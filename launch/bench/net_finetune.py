@@ -36,7 +36,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from launch.bench.net_runs import LAUNCH, STOCK, WARM_UP, Wire, run
+from launch.bench.net_runs import BASELINE, LAUNCH, WARM_UP, Wire, run
 
 LENGTH, MICRO_BATCHES = 512, 16
 WORDS = 1000
@@ -81,7 +81,7 @@ def settings(out: Path, folder: Path, recipe: str, steps: int) -> dict[str, Any]
         "steps_per_print": 1000000,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
     }
-    if recipe != STOCK:
+    if recipe != BASELINE:
         config["ds_compress"] = {"recipe": recipe}
     return {
         "model": str(out / "model"),
@@ -147,7 +147,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for mbit in args.rates:
         stock = 0.0
-        for recipe in (STOCK, *args.recipes):
+        for recipe in (BASELINE, *args.recipes):
             row = train(out, recipe, mbit, args.steps)
             stock = stock or row["tokens_per_second"]
             row["over_stock"] = row["tokens_per_second"] / stock

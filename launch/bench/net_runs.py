@@ -17,7 +17,7 @@ from typing import Any
 from ds_compress.config import DIRECTIONS
 
 LAUNCH = Path(__file__).resolve().parents[1]
-STOCK = "stock"
+BASELINE = "stock"
 MICRO_BATCHES = 8
 SEQ, HIDDEN = 128, 256
 HOSTS = 2
@@ -96,7 +96,7 @@ class Runs:
             "steps_per_print": 1000000,
             "csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "csv"},
         }
-        if recipe != STOCK:
+        if recipe != BASELINE:
             config["ds_compress"] = settings(recipe, depth)
         (folder / "ds_config.json").write_text(json.dumps(config, indent=2))
         words: list[Any] = [LAUNCH / "two_hosts.sh"]

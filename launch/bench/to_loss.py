@@ -27,7 +27,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from ds_compress.cli.console import console
-from launch.bench.net_runs import HOSTS, LAUNCH, RECIPES, STOCK, Runs, Wire, of_depths
+from launch.bench.net_runs import BASELINE, HOSTS, LAUNCH, RECIPES, Runs, Wire, of_depths
 
 MEAN = 20  # steps
 
@@ -76,8 +76,8 @@ def main() -> None:
     runs = Runs(args.out.resolve(), args.steps, args.micro_batch, HOSTS)
     wire = Wire(args.mbit, args.latency)
     done = {}
-    for recipe in (STOCK, *args.recipes):
-        depth = 1 if recipe == STOCK else of_depths(recipe, [1])[0]
+    for recipe in (BASELINE, *args.recipes):
+        depth = 1 if recipe == BASELINE else of_depths(recipe, [1])[0]
         done[recipe] = runs.train(recipe, wire, depth)
         print(f"{recipe}: {sum(done[recipe]['steps_s']):.1f} s", flush=True)
     loss = max(min(means(run["losses"])) for run in done.values())

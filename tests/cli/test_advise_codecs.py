@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_compress.cli.advise import codecs
+from ds_compress.cli.advise import from_args
 from ds_compress.codec import TensorSpec, build
 
 
@@ -20,10 +20,10 @@ def test_rows_too_wide_to_be_fitted_cost_what_their_width_does(choice, monkeypat
         asked.append(spec.shape)
         return 0.5 + spec.shape[-1] / 1024, 0.25
 
-    monkeypatch.setattr(codecs, "_measured", measured)
-    monkeypatch.setattr(codecs, "_speeds", {})
+    monkeypatch.setattr(from_args, "_measure", measured)
+    monkeypatch.setattr(from_args, "_speeds", {})
     spec = TensorSpec((2, 8, 4096), torch.bfloat16)
-    assert codecs.codec_seconds(build(choice), spec, "cpu") == (4.5, 0.25)
+    assert from_args.codec_seconds(build(choice), spec, "cpu") == (4.5, 0.25)
     assert asked == [(64, 1024), (128, 512)]
-    assert codecs.codec_seconds(build("entropy"), spec, "cpu") == (4.5, 0.25)
+    assert from_args.codec_seconds(build("entropy"), spec, "cpu") == (4.5, 0.25)
     assert asked[2:] == [(2, 8, 4096)]

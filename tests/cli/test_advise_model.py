@@ -10,11 +10,11 @@ import pytest
 
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.config.quality import LIMITS
-from ds_compress.hf import rehearsed as hf_rehearsed
+from ds_compress.hf import pretrained
 from ds_compress.hf.loss import causal_lm_loss
 from ds_compress.hf.model import layer_specs
-from ds_compress.hf.rehearsed import Checkpoint
-from ds_compress.planning.trial import REPEATS
+from ds_compress.hf.pretrained import PretrainedModel
+from ds_compress.planning.evaluate import REPEATS
 from ds_compress.runtime import profile_model
 from tests.support.crossing import agree, crossing
 from tests.support.transformers_models import save
@@ -32,7 +32,7 @@ def checkpoint(tmp_path_factory):
 def test_errors_are_those_of_the_checkpoints_own_messages(advise, checkpoint):
     found = json.loads(advise("--stages", 3, "--model", checkpoint, *SHAPE, "--json"))
     specs, bounds = layer_specs(checkpoint, 3, None, None, False, 0)
-    batches = Checkpoint(str(checkpoint)).batches(SEQUENCES, LENGTH)
+    batches = PretrainedModel(str(checkpoint)).batches(SEQUENCES, LENGTH)
     layers = [spec.build() for spec in specs]
     micro_batches = [
         crossing(layers, bounds[1:-1], ids, partial(causal_lm_loss, labels=labels))
@@ -67,14 +67,14 @@ def test_the_answer_shows_what_was_measured_and_a_block_to_paste(advise, checkpo
     assert any(line.startswith("measured here, on cpu, ") for line in lines)
     message = f"[{SEQUENCES}, {LENGTH}, {WIDTH}] float32"
     assert any(line.startswith(f"2 stages, 4 micro-batches, {message}, ") for line in lines)
-    assert lines[-2].startswith("Use ") and Config(json.loads(f"{{{lines[-1]}}}")["ds_compress"])
+    assert lines[0].startswith("Use ") and Config(json.loads(f"{{{lines[1]}}}")["ds_compress"])
 
 
 def test_what_is_given_stands_in_the_place_of_what_is_measured(advise, checkpoint):
     """Times of another machine, errors of this model; a program that reads JSON is not told in between."""
-    given = ("--forward-ms", "1000", "--held-mb", "500", "--codec-gbps", "1000")
+    given = ("--forward-ms", "1000", "--activation-mb", "500", "--codec-gbps", "1000")
     found = json.loads(advise("--stages", 2, "--model", checkpoint, *SHAPE, *given, "--json"))
-    assert "--forward-ms, --held-mb, --codec-gbps: taken as given" in advise.err
+    assert "--forward-ms, --activation-mb, --codec-gbps: taken as given" in advise.err
     # 4 micro-batches through 2 stages, 1 s forward and 2 s back
     assert all(row["step_s"] >= 15 for row in found["rows"]) and found["rows"][1]["step_s"] < 20
     assert all(row["memory_bytes"] >= 1e9 for row in found["rows"][1:])
@@ -101,7 +101,9 @@ def test_recipes_of_files_are_tried_on_the_model_too(advise, checkpoint, tmp_pat
     assert errors["bf16"] < rows["mixed"]["error_forward"] <= errors["fp8"]
     (tmp_path / "ids.json").write_text('{"ds_compress": {"forward": {"codec": "bf16", "feedback": "aqsgd"}}}')
     arguments = ("--stages", 2, "--model", checkpoint, *SHAPE, "--recipe", tmp_path / "ids.json")
-    assert advise(*arguments, code=2).startswith("recipe ids: cannot be tried on a few messages: it learns")
+    assert advise(*arguments, code=2).startswith(
+        "recipe ids: cannot be measured on a few messages: it learns"
+    )
 
 
 def test_a_hub_name_is_taken_from_the_cache_and_downloaded_only_where_it_says_so(checkpoint, monkeypatch):
@@ -111,9 +113,9 @@ def test_a_hub_name_is_taken_from_the_cache_and_downloaded_only_where_it_says_so
         asked.append((name, local_files_only))
         return str(checkpoint)
 
-    monkeypatch.setattr(hf_rehearsed, "snapshot_download", snapshot)
-    assert Checkpoint("someone/model").width == Checkpoint("hf://someone/model").width == WIDTH
-    assert Checkpoint(str(checkpoint)).folder == checkpoint
+    monkeypatch.setattr(pretrained, "snapshot_download", snapshot)
+    assert PretrainedModel("someone/model").width == PretrainedModel("hf://someone/model").width == WIDTH
+    assert PretrainedModel(str(checkpoint)).folder == checkpoint
     assert asked == [("someone/model", True), ("someone/model", False)]
 
 

@@ -25,11 +25,11 @@ def said(program, block):
     (Program(with_schedule(foreign.TwiceSchedule)), {}, "but every message in the order of the schedule;"),
     (Program(with_schedule(foreign.OnceOnly)), {}, "but every message in the order of the schedule;"),
     (Program(), {"link": {"depth": 2}}, "link eager, depth 2;"),
-    (Program(), {"link": {"depth": 9}}, "link eager, depth 3 of 9 for want of micro-batches;"),
+    (Program(), {"link": {"depth": 9}}, "link eager, depth 3 instead of 9 (too few micro-batches);"),
     (Program(module={"dynamic_shape": True}), {"link": {"depth": 2}}, "link eager, depth 2;"),
     (Program(module={"dynamic_shape": True}), {"link": {"depth": "auto"}}, "auto, 1 because of dynamic"),
     (Program(with_schedule(foreign.TwiceSchedule)), {"link": {"depth": 2}},
-     "link eager, depth 2 without effect on this schedule, but every message in the order of the schedule;"),
+     "link eager, depth 2 has no effect on this schedule, but every message in the order of the schedule;"),
 ], ids=["eager", "blocking", "reset", "dynamic", "twice", "own iteration",
         "deep", "short of micro-batches", "deep and dynamic", "auto and dynamic",
         "deep and twice"])  # fmt: skip

@@ -1,4 +1,4 @@
-"""The choice over a grid of situations: never above its limits, never slower than DeepSpeed, nearly the
+"""The choice over a grid of profiles: never above its limits, never slower than DeepSpeed, nearly the
 best."""
 
 import itertools
@@ -10,21 +10,20 @@ import torch
 
 from ds_compress.cli.bench import benchmark_tensor, size_and_error
 from ds_compress.config import DIRECTIONS, KEY, Config, recipes
-from ds_compress.config.quality import LIMITS, Limits
+from ds_compress.config.quality import LIMITS, ErrorLimits
+from ds_compress.planning.candidates import Candidate, all_candidates
 from ds_compress.planning.choice import (
-    STOCK,
-    Candidate,
-    Message,
-    Setting,
-    best,
-    block,
-    candidates,
+    EvaluatedMessage,
+    Evaluation,
+    baseline,
+    combine,
+    is_within,
+    pick_best,
     rank,
-    within,
+    write_block,
 )
-from ds_compress.planning.depth import Room
-from ds_compress.planning.offers import Offer, offered
-from ds_compress.planning.step_time import Network, Traffic, Workload
+from ds_compress.planning.depth import MemoryBudget
+from ds_compress.planning.step_time import MessageCost, Network, Workload
 
 SHAPE = (512, 256)
 SCALE = 64  # messages are so many times as large as the tensor that their errors are measured on
@@ -45,40 +44,41 @@ def message(kind):
 
 
 @pytest.fixture(scope="module")
-def offers():
+def evaluations():
     """Settings with sizes and errors of real codecs, by kind of message."""
     found = {}
     for kind in MESSAGES:
         x, before = message(kind), message(kind).roll(1, dims=-1)
         found[kind] = []
-        for offer in offered():
-            config, made = Config(offer.block), []
+        for candidate in all_candidates():
+            config, made = Config(candidate.block), []
             for direction in DIRECTIONS:
                 codec = getattr(config.codecs(None), direction)
                 bits, error = size_and_error(codec, x, before)
                 seconds = 0.0 if codec.name == "none" else RAW / CODEC
-                made.append(Message(Traffic(int(bits * RAW / 32), seconds, seconds), error))
-            found[kind].append(Setting(offer, *made))
+                made.append(EvaluatedMessage(MessageCost(int(bits * RAW / 32), seconds, seconds), error))
+            found[kind].append(Evaluation(candidate, *made))
     return found
 
 
 def ranked(settings, limits, networks, forward, **link):
-    raw = (Traffic(RAW),) * (STAGES - 1)
-    stock = Candidate(STOCK, {"enabled": False}, raw, raw, eager=False)
+    raw = (RAW,) * (STAGES - 1)
     workload = Workload((forward,) * STAGES, (2 * forward,) * STAGES, MICRO_BATCHES)
-    options = {"eager": True, "depth": "auto", "rooms": (Room(RAW),) * STAGES} | link
-    found = candidates(settings, networks, limits, **options)
-    return rank(workload, networks, [stock, *(own for own in found if limits.allow(*own.errors))])
+    options = {"eager": True, "depth": "auto", "budgets": (MemoryBudget(RAW),) * STAGES} | link
+    found = combine(settings, networks, limits, **options)
+    return rank(
+        workload, networks, [baseline(raw, raw), *(own for own in found if limits.allow(*own.errors))]
+    )
 
 
 @pytest.mark.parametrize("quality", LIMITS)
-def test_no_pick_is_above_its_limits_or_slower_than_deepspeed(offers, quality):
+def test_no_pick_is_above_its_limits_or_slower_than_deepspeed(evaluations, quality):
     limits, picked, speedups = LIMITS[quality], set(), []
     for bits, forward, kind, latency in SITUATIONS:
         networks = (Network(bits / 8, latency),) * (STAGES - 1)
-        rows = ranked([offers[kind]] * (STAGES - 1), limits, networks, forward)
-        chosen = best(rows, limits)
-        fixed = min(row["step_s"] for row in rows if within(row, limits))
+        rows = ranked([evaluations[kind]] * (STAGES - 1), limits, networks, forward)
+        chosen = pick_best(rows, limits)
+        fixed = min(row["step_s"] for row in rows if is_within(row, limits))
         if chosen is None:  # DeepSpeed itself
             assert rows[0]["step_s"] <= 1.06 * fixed
             continue
@@ -91,54 +91,56 @@ def test_no_pick_is_above_its_limits_or_slower_than_deepspeed(offers, quality):
     assert {"none"} < picked and max(speedups) > (10 if limits.forward else 1.5)
 
 
-def test_nothing_pays_on_a_link_without_cost(offers):
+def test_nothing_pays_on_a_link_without_cost(evaluations):
     for kind in MESSAGES:
         free = (Network(),) * (STAGES - 1)
-        rows = ranked([offers[kind]] * (STAGES - 1), LIMITS["aggressive"], free, 0.05)
-        assert best(rows, LIMITS["aggressive"]) is None
+        rows = ranked([evaluations[kind]] * (STAGES - 1), LIMITS["aggressive"], free, 0.05)
+        assert pick_best(rows, LIMITS["aggressive"]) is None
         assert rows[1]["error_forward"] == 0, "a codec was predicted to make a free link faster"
 
 
-def test_each_boundary_gets_what_its_link_needs(offers):
+def test_each_boundary_gets_what_its_link_needs(evaluations):
     """The first link is slow, the other one free: only messages of the first are worth a codec."""
     networks = (Network(1e6), Network(1e13))
     limits = LIMITS["aggressive"]
-    rows = ranked([offers["gaussian"]] * 2, limits, networks, 0.05)
-    chosen = best(rows, limits)
+    rows = ranked([evaluations["gaussian"]] * 2, limits, networks, 0.05)
+    chosen = pick_best(rows, limits)
     first, second = (Config(chosen["block"]).codecs(number).settings for number in (0, 1))
     assert "none" in {second[direction]["name"] for direction in DIRECTIONS}
     assert all(first[direction]["name"] != "none" for direction in DIRECTIONS)
 
 
-def test_each_boundary_has_errors_of_its_own(offers):
+def test_each_boundary_has_errors_of_its_own(evaluations):
     """What is mild for the Gaussian messages of boundary 0 loses the heavy tails of boundary 1, or the other
     way round; nothing that is allowed at one alone is used at both."""
     networks = (Network(1e6),) * 2
     for limits in LIMITS.values():
-        rows = ranked([offers["gaussian"], offers["heavy-tailed"]], limits, networks, 0.01)
-        chosen = best(rows, limits)
-        assert within(chosen, limits)
-        sizes = [row["step_s"] for row in rows if within(row, limits) and ":" not in row["recipe"]]
+        rows = ranked([evaluations["gaussian"], evaluations["heavy-tailed"]], limits, networks, 0.01)
+        chosen = pick_best(rows, limits)
+        assert is_within(chosen, limits)
+        sizes = [row["step_s"] for row in rows if is_within(row, limits) and ":" not in row["recipe"]]
         assert chosen["step_s"] <= 1.02 * min(sizes)
 
 
 def test_an_unknown_error_is_above_every_limit():
-    offer = Offer("odd", {direction: {"codec": "bf16"} for direction in DIRECTIONS}, True)
-    odd = Setting(offer, Message(Traffic(1), 0.0), Message(Traffic(1), math.inf))
-    none = Offer("none", {direction: {"codec": "none"} for direction in DIRECTIONS}, True)
-    known = Setting(none, *(Message(Traffic(RAW), 0.0),) * 2)
+    candidate = Candidate("odd", {direction: {"codec": "bf16"} for direction in DIRECTIONS}, True)
+    odd = Evaluation(
+        candidate, EvaluatedMessage(MessageCost(1), 0.0), EvaluatedMessage(MessageCost(1), math.inf)
+    )
+    none = Candidate("none", {direction: {"codec": "none"} for direction in DIRECTIONS}, True)
+    known = Evaluation(none, *(EvaluatedMessage(MessageCost(RAW), 0.0),) * 2)
     networks = (Network(1e6),) * (STAGES - 1)
-    rows = ranked([[known, odd]] * (STAGES - 1), Limits(1e9, 1e9), networks, 0.01)
-    assert best(rows, Limits(1e9, 1e9))["recipe"] == "odd / none"
+    rows = ranked([[known, odd]] * (STAGES - 1), ErrorLimits(1e9, 1e9), networks, 0.01)
+    assert pick_best(rows, ErrorLimits(1e9, 1e9))["recipe"] == "odd / none"
 
 
 def setting(name, feedback=None):
     directions = {d: {"codec": name} | ({"feedback": feedback} if feedback else {}) for d in DIRECTIONS}
-    return Setting(Offer(name, directions, True), *(Message(Traffic(1), 0.0),) * 2)
+    return Evaluation(Candidate(name, directions, True), *(EvaluatedMessage(MessageCost(1), 0.0),) * 2)
 
 
 def test_a_block_says_most_once():
-    found = block([setting("bf16"), setting("fp16", "ef"), setting("fp16", "ef"), setting("none")])
+    found = write_block([setting("bf16"), setting("fp16", "ef"), setting("fp16", "ef"), setting("none")])
     assert found["forward"] == {"codec": "fp16", "feedback": "ef"}
     config = Config(found)
     names = [config.codecs(number).forward.name for number in range(4)]
@@ -146,18 +148,20 @@ def test_a_block_says_most_once():
     assert names == ["bf16", "fp16", "fp16", "none"] and feedbacks == ["none", "ef", "ef", "none"]
 
 
-def test_all_recipes_are_offered_once():
+def test_every_recipe_is_one_candidate():
     """Under one name: those of classes of quality stand for others."""
-    names, blocks = zip(*((offer.name, json.dumps(offer.block, sort_keys=True)) for offer in offered()))
+    names, blocks = zip(
+        *((candidate.name, json.dumps(candidate.block, sort_keys=True)) for candidate in all_candidates())
+    )
     assert len({*names}) == len({*blocks}) == len(names)
     assert {json.dumps(recipes.recipe(name, KEY), sort_keys=True) for name in recipes.names()} < {*blocks}
 
 
-def test_what_is_offered_works_on_its_own_or_not_at_all():
+def test_separable_candidates_go_with_any_other_direction():
     """Each direction of what may be mixed goes with any other one."""
-    split = [offer for offer in offered() if offer.splits]
+    split = [candidate for candidate in all_candidates() if candidate.is_separable]
     assert len(split) > 15
-    for offer in split:
+    for candidate in split:
         for direction in DIRECTIONS:
-            Config({direction: offer.block[direction]})
-    assert not {"entropy_learned", "topk10"} & {offer.name for offer in split}
+            Config({direction: candidate.block[direction]})
+    assert not {"entropy_learned", "topk10"} & {candidate.name for candidate in split}

@@ -4,13 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_compress.planning.depth import WORTH, Room, choose_depth
+from ds_compress.planning.depth import MIN_GAIN, MemoryBudget, choose_depth, in_flight
 from ds_compress.planning.schedule import DepthSchedule
-from ds_compress.planning.step_time import Network, Plan, Traffic, Workload, step_seconds
-from ds_compress.planning.under_way import under_way
+from ds_compress.planning.step_time import MessageCost, Network, TransferPlan, Workload, step_seconds
 
-SIZE = Traffic(1_000_000)
-PLAN = Plan(SIZE, SIZE, eager=True)
+SIZE = MessageCost(1_000_000)
+PLAN = TransferPlan(SIZE, SIZE, eager=True)
 
 
 def uniform(stages, micro_batches):
@@ -18,8 +17,8 @@ def uniform(stages, micro_batches):
 
 
 def chosen(stages=4, micro_batches=32, network=None, held=1.0, packets=0.0, limit=float("inf")):
-    rooms = [Room(held, packets, limit)] * stages
-    return choose_depth(uniform(stages, micro_batches), PLAN, network or Network(1e8, 0.04), rooms)
+    budgets = [MemoryBudget(held, packets, limit)] * stages
+    return choose_depth(uniform(stages, micro_batches), PLAN, network or Network(1e8, 0.04), budgets)
 
 
 def test_a_fast_link_stays_at_depth_1():
@@ -30,7 +29,7 @@ def test_a_fast_link_stays_at_depth_1():
 def test_a_far_link_goes_deeper_and_says_what_it_gains():
     choice = chosen()
     assert choice.depth > 2 and choice.gain > 1.5 and not choice.capped
-    again = step_seconds(uniform(4, 32), Plan(SIZE, SIZE, True, choice.depth), Network(1e8, 0.04))
+    again = step_seconds(uniform(4, 32), TransferPlan(SIZE, SIZE, True, choice.depth), Network(1e8, 0.04))
     assert choice.step == again and choice.step_at_1 == chosen(limit=0).step
 
 
@@ -48,13 +47,13 @@ def test_memory_is_never_above_the_limit_and_no_depth_that_fits_is_much_faster(
     network = Network(bandwidth, latency)
     choice = chosen(stages, micro_batches, network, packets=packets, limit=limit)
     assert choice.depth == 1 or max(choice.memory) <= limit
-    room, plans = Room(1.0, packets, limit), {}
+    budget, plans = MemoryBudget(1.0, packets, limit), {}
     for depth in range(1, max(2, micro_batches)):
-        taken = [room.taken(depth, micro_batches, stages, stage) for stage in range(stages)]
+        taken = [budget.required(depth, micro_batches, stages, stage) for stage in range(stages)]
         if depth == 1 or max(taken) <= limit:
-            plan = Plan(SIZE, SIZE, True, depth)
+            plan = TransferPlan(SIZE, SIZE, True, depth)
             plans[depth] = step_seconds(uniform(stages, micro_batches), plan, network)
-    assert choice.step <= (1 + WORTH) ** 2 * min(plans.values())
+    assert choice.step <= (1 + MIN_GAIN) ** 2 * min(plans.values())
 
 
 @pytest.mark.parametrize("limit, depth", [(3.9, 1), (4, 1), (6.9, 1), (7, 2), (9.9, 2), (10, 3)])
@@ -70,19 +69,19 @@ def test_packets_take_memory_too():
 
 
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(2, 6))
-def test_micro_batches_under_way_are_those_of_the_schedule(depth, micro_batches, stages):
+def test_micro_batches_in_flight_are_those_of_the_schedule(depth, micro_batches, stages):
     for stage in range(stages):
         most = held = 0
         for commands in DepthSchedule(micro_batches, stages, stage, depth).steps():
             for command in commands:
                 held += {"ForwardPass": 1, "BackwardPass": -1}.get(type(command).__name__, 0)
                 most = max(most, held)
-        assert most == under_way(depth, micro_batches, stages, stage)
+        assert most == in_flight(depth, micro_batches, stages, stage)
 
 
 def test_a_boundary_of_its_own_speed():
     """One slow link between fast ones is what counts."""
     slow, fast = Network(1e7, 0.05), Network(1e12)
-    one = choose_depth(uniform(4, 32), PLAN, (fast, slow, fast), [Room(1.0)] * 4)
-    assert choose_depth(uniform(4, 32), PLAN, (fast,) * 3, [Room(1.0)] * 4).depth == 1 < one.depth
+    one = choose_depth(uniform(4, 32), PLAN, (fast, slow, fast), [MemoryBudget(1.0)] * 4)
+    assert choose_depth(uniform(4, 32), PLAN, (fast,) * 3, [MemoryBudget(1.0)] * 4).depth == 1 < one.depth
     assert one.step > step_seconds(uniform(4, 32), PLAN, fast)

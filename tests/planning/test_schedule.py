@@ -17,7 +17,7 @@ from deepspeed.runtime.pipe.schedule import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_compress.planning.schedule import DepthSchedule, is_deepspeeds
+from ds_compress.planning.schedule import DepthSchedule, is_deepspeed_schedule
 
 PIPELINES = st.integers(1, 6), st.integers(1, 24), st.integers(1, 5)  # stages, micro-batches, depth
 
@@ -97,10 +97,10 @@ def test_only_deepspeeds_own_order_is_known_as_such():
         pass
 
     put_in_its_place = type("TrainSchedule", (TrainSchedule,), {"__module__": "zero_bubble"})
-    assert is_deepspeeds(TrainSchedule(4, 2, 0))
-    assert not is_deepspeeds(put_in_its_place(4, 2, 0))
-    assert not is_deepspeeds(Changed(4, 2, 0))
-    assert not is_deepspeeds(DepthSchedule(4, 2, 0, 2))
+    assert is_deepspeed_schedule(TrainSchedule(4, 2, 0))
+    assert not is_deepspeed_schedule(put_in_its_place(4, 2, 0))
+    assert not is_deepspeed_schedule(Changed(4, 2, 0))
+    assert not is_deepspeed_schedule(DepthSchedule(4, 2, 0, 2))
 
 
 def test_a_depth_over_the_micro_batches_is_what_they_allow():

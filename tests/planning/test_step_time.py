@@ -2,9 +2,9 @@
 
 import pytest
 
-from ds_compress.planning.step_time import Network, Plan, Traffic, Workload, predict
+from ds_compress.planning.step_time import MessageCost, Network, TransferPlan, Workload, predict
 
-FREE = Traffic(0)
+FREE = MessageCost(0)
 
 
 def uniform(stages, micro_batches, forward=1.0, backward=2.0, per_step=0.0):
@@ -16,7 +16,9 @@ def uniform(stages, micro_batches, forward=1.0, backward=2.0, per_step=0.0):
     "stages, micro_batches", [(1, 1), (2, 1), (2, 8), (4, 4), (4, 8), (8, 32), (64, 128)]
 )
 def test_free_links_leave_the_bubble_of_1f1b(stages, micro_batches, eager):
-    prediction = predict(uniform(stages, micro_batches, per_step=0.5), Plan(FREE, FREE, eager), Network())
+    prediction = predict(
+        uniform(stages, micro_batches, per_step=0.5), TransferPlan(FREE, FREE, eager), Network()
+    )
     assert prediction.step == pytest.approx(3.0 * (micro_batches + stages - 1) + 0.5)
     assert prediction.compute == prediction.free_link == prediction.step
     assert prediction.limit == "compute"
@@ -24,7 +26,9 @@ def test_free_links_leave_the_bubble_of_1f1b(stages, micro_batches, eager):
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_one_micro_batch_pays_for_every_hop_both_ways(eager):
-    plan = Plan(Traffic(8, encode=0.25, decode=0.5), Traffic(4, encode=0.125, decode=0.0625), eager)
+    plan = TransferPlan(
+        MessageCost(8, encode=0.25, decode=0.5), MessageCost(4, encode=0.125, decode=0.0625), eager
+    )
     hop_forward, hop_backward = 0.25 + 8 / 2 + 0.5, 0.125 + 4 / 2 + 0.0625
     prediction = predict(uniform(3, 1), plan, Network(bandwidth=2.0))
     assert prediction.step == pytest.approx(3 * 3.0 + 2 * (hop_forward + hop_backward))
@@ -49,29 +53,29 @@ def test_blocking_order_agrees_with_another_simulator(gbps, step, speedup_of_4_b
     """Written independently on the same schedule: 4 stages, 8 micro-batches, 16.8 MB messages, 4.25 of 16
     bits."""
     workload, network = uniform(4, 8, 0.0164, 0.0328), Network(gbps * 1e9 / 8)
-    raw, packed = Traffic(16777216), Traffic(16777216 * 17 // 64)
-    stock = predict(workload, Plan(raw, raw, eager=False), network)
+    raw, packed = MessageCost(16777216), MessageCost(16777216 * 17 // 64)
+    stock = predict(workload, TransferPlan(raw, raw, eager=False), network)
     assert stock.step == pytest.approx(step, rel=0.01)
-    assert stock.step / predict(workload, Plan(packed, packed, eager=False), network).step == pytest.approx(
-        speedup_of_4_bits, rel=0.01
-    )
+    assert stock.step / predict(
+        workload, TransferPlan(packed, packed, eager=False), network
+    ).step == pytest.approx(speedup_of_4_bits, rel=0.01)
     assert stock.step / stock.compute == pytest.approx(ceiling, rel=0.01)
 
 
 @pytest.mark.parametrize("stages, micro_batches", [(2, 8), (4, 8), (8, 32)])
 @pytest.mark.parametrize("bandwidth", [0.1, 1.0, 10.0])
 def test_eager_is_between_free_and_blocking(stages, micro_batches, bandwidth):
-    message = Traffic(1)
+    message = MessageCost(1)
     workload, network = uniform(stages, micro_batches), Network(bandwidth)
-    blocking = predict(workload, Plan(message, message, eager=False), network)
-    eager = predict(workload, Plan(message, message, eager=True), network)
+    blocking = predict(workload, TransferPlan(message, message, eager=False), network)
+    eager = predict(workload, TransferPlan(message, message, eager=True), network)
     assert eager.compute <= eager.step < blocking.step
     assert 0 < blocking.link_busy < eager.link_busy <= 1
 
 
 def test_the_codec_is_named_where_it_limits():
-    message = Traffic(1, encode=1.0, decode=1.0)
-    prediction = predict(uniform(2, 8), Plan(message, message, eager=True), Network(1e6))
+    message = MessageCost(1, encode=1.0, decode=1.0)
+    prediction = predict(uniform(2, 8), TransferPlan(message, message, eager=True), Network(1e6))
     assert prediction.limit == "codec"
     assert prediction.free_link > prediction.compute
 
@@ -81,7 +85,7 @@ def test_a_deeper_schedule_waits_for_a_round_trip_less_often(depth):
     """Two stages, a forward pass of 1 and a backward pass of 2. An activation is there after 3.5, its
     gradient comes 3 + 3.5 later, and 2 + 1 more until the next activation that waited for it: 13 for each
     depth + 1 micro-batches, or else the 3 that each takes to compute."""
-    plan = Plan(FREE, FREE, eager=True, depth=depth)
+    plan = TransferPlan(FREE, FREE, eager=True, depth=depth)
 
     def step(micro_batches):
         return predict(uniform(2, micro_batches), plan, Network(latency=3.5)).step
@@ -92,7 +96,7 @@ def test_a_deeper_schedule_waits_for_a_round_trip_less_often(depth):
 @pytest.mark.parametrize("stages, micro_batches", [(2, 1), (2, 8), (4, 8), (6, 5)])
 def test_on_a_free_link_depth_changes_nothing(stages, micro_batches):
     steps = {
-        predict(uniform(stages, micro_batches), Plan(FREE, FREE, True, depth), Network()).step
+        predict(uniform(stages, micro_batches), TransferPlan(FREE, FREE, True, depth), Network()).step
         for depth in (1, 2, 5)
     }
     assert len(steps) == 1

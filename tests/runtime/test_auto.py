@@ -97,26 +97,26 @@ def test_it_trains_as_stock_until_the_choice_and_then_as_the_block_that_it_print
 
 
 def overflowed(config):
-    """One rank's messages tell nothing the first time."""
-    stock, asked = auto.tell, []
+    """One rank's messages are useless the first time."""
+    stock, asked = auto.is_informative, []
 
-    def tell(messages):
+    def is_informative(messages):
         asked.append(messages)
         return stock(messages) and len(asked) > 1
 
-    auto.tell = tell
+    auto.is_informative = is_informative
     return trained(config)
 
 
 def test_messages_that_tell_nothing_are_looked_at_again():
     """A gradient that overflowed once had left everything uncompressed for good."""
     whole = [torch.ones(3), torch.ones(3, dtype=torch.int64)]
-    assert auto.tell({(0, "forward"): {0: whole}, (0, "backward"): {0: whole}})
+    assert auto.is_informative({(0, "forward"): {0: whole}, (0, "backward"): {0: whole}})
     for value in (0.0, math.inf, math.nan):
         messages = {(0, "forward"): {0: whole, 1: whole}, (0, "backward"): {0: [torch.full((3,), value)]}}
-        assert not auto.tell(messages)
+        assert not auto.is_informative(messages)
         messages = {(0, "forward"): {0: whole, 1: whole}, (0, "backward"): {0: [whole[0] * value], 1: whole}}
-        assert auto.tell(messages) and all([*own] == [1] for own in messages.values())
+        assert auto.is_informative(messages) and all([*own] == [1] for own in messages.values())
     first, second = run_ranks(2, overflowed, ds_config(block()))
     assert first["adopted"] == second["adopted"] and "none" not in names(first)[0]
     stock = run_ranks(2, trained_stock)[0]

@@ -1,4 +1,4 @@
-"""A pipeline rehearsed in one process sends what a real one sends: the same tensors, for every kind of
+"""A pipeline profiled in one process sends what a real one sends: the same tensors, for every kind of
 message, bit by bit but for the order in which autograd adds up gradients of what is used twice."""
 
 import itertools
@@ -8,9 +8,9 @@ import torch
 from deepspeed.pipe import LayerSpec
 
 import ds_compress  # noqa: F401  (hooks the engine)
-from ds_compress.planning.trial import REPEATS
+from ds_compress.planning.evaluate import REPEATS
 from ds_compress.runtime.local_stages import Stages
-from ds_compress.runtime.profile_model import PASSES, rehearse
+from ds_compress.runtime.profile_model import PASSES, profile_model
 from tests.support.dist import run_ranks
 from tests.support.models import Causal, Masked, Mixed, Skip
 from tests.support.pipeline import MICRO_BATCH, batches, build, ds_config, layers, loss_fn
@@ -59,12 +59,12 @@ def _noting(end, found):
     return noted
 
 
-def rehearsed(name):
+def profiled(name):
     built = []
     for place, spec in enumerate(KINDS[name]()):
         torch.manual_seed(1234 + place)  # as DeepSpeed does with seed_layers
         built.append(spec.build())
-    return rehearse(Stages(built, BOUNDS, CPU), loss_fn, itertools.repeat(next(batches())), CPU)
+    return profile_model(Stages(built, BOUNDS, CPU), loss_fn, itertools.repeat(next(batches())), CPU)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -73,7 +73,7 @@ def test_messages_are_those_of_a_pipeline(name):
     for found, known in run_ranks(STAGES, sent, name):
         messages |= found
         carrying |= known
-    ours = rehearsed(name)
+    ours = profiled(name)
     assert ours.messages.keys() == messages.keys() and len(messages) == 2 * (STAGES - 1)
     for place, tensors in messages.items():
         first, *others = zip(ours.of_one_micro_batch[place], tensors, strict=True)
@@ -85,11 +85,13 @@ def test_messages_are_those_of_a_pipeline(name):
 
 
 def test_every_stage_is_measured():
-    ours = rehearsed("tensor")
-    assert [len(each) for each in (ours.forward, ours.backward, ours.held)] == [STAGES] * 3
+    ours = profiled("tensor")
+    assert [len(each) for each in (ours.forward, ours.backward, ours.activation_bytes)] == [STAGES] * 3
     assert min(ours.forward + ours.backward) > 0 and ours.loss_scale == 1
     inputs = next(batches())[0].nbytes
-    assert all(held >= 2 * inputs for held in ours.held)  # what came in, and what two layers keep at least
+    assert all(
+        held >= 2 * inputs for held in ours.activation_bytes
+    )  # what came in, and what two layers keep at least
 
 
 class Counted(torch.nn.Module):
@@ -108,7 +110,7 @@ class Counted(torch.nn.Module):
 
 def test_each_micro_batch_passes_once():
     layers = [Counted() for _ in range(4)]
-    found = rehearse(Stages(layers, 2, CPU), loss_fn, batches(), CPU)
+    found = profile_model(Stages(layers, 2, CPU), loss_fn, batches(), CPU)
     assert Counted.passes == 4 * (1 + PASSES)
     for own in found.messages.values():  # of those that are kept none is another one
         assert len(own) == REPEATS and len({each[0].sum().item() for each in own.values()}) == REPEATS
@@ -120,7 +122,9 @@ def test_gradients_in_fp16_are_scaled_until_they_are_finite():
     def ours(factor):
         stages = Stages([torch.nn.Linear(32, 32) for _ in range(2)], 2, CPU, torch.float16)
         x = torch.ones(4, 32, dtype=torch.float16)
-        return rehearse(stages, lambda y, labels: factor * y.float().mean(), itertools.repeat((x, x)), CPU)
+        return profile_model(
+            stages, lambda y, labels: factor * y.float().mean(), itertools.repeat((x, x)), CPU
+        )
 
     small, large = ours(1e-7), ours(100.0)
     assert small.loss_scale == 2.0**16 and 1 <= large.loss_scale < 2.0**16

@@ -3,8 +3,8 @@
 import pytest
 
 from ds_compress.config import DIRECTIONS
-from ds_compress.planning.offers import startable
-from ds_compress.planning.trial import REPEATS
+from ds_compress.planning.candidates import startable_candidates
+from ds_compress.planning.evaluate import REPEATS
 from tests.support.measure import relative_error
 
 SEED = 1234
@@ -25,12 +25,12 @@ def crossing(layers, cuts, x, loss):
 def agree(measured, *micro_batches):
     """Assert that settings without state or partner have the errors of their codecs on the same tensors, cut
     by cut, of each of the micro-batches in turn."""
-    offers = {
-        offer.name: offer.block
-        for offer in startable()
-        if offer.name.startswith(("quantize", "entropy", "fp8", "bf16"))
+    blocks = {
+        candidate.name: candidate.block
+        for candidate in startable_candidates()
+        if candidate.name.startswith(("quantize", "entropy", "fp8", "bf16"))
     }
-    assert len(offers) > 10
+    assert len(blocks) > 10
     for message in measured["messages"]:
         place = {"boundary": message["boundary"], "direction": message["direction"]}
         direction = place["direction"]
@@ -38,7 +38,7 @@ def agree(measured, *micro_batches):
         x = sent[0]
         assert message["tensors"] == [{"shape": list(x.shape), "dtype": str(x.dtype).split(".")[1]}]
         assert message["bytes"] == x.nbytes
-        for name, block in offers.items():
+        for name, block in blocks.items():
             codec = block[direction]["codec"]  # rotations are others for each micro-batch
             error = max(
                 relative_error(codec, sent[n % len(sent)], seed=SEED, micro_batch=n, **place)

@@ -1,9 +1,9 @@
-"""ds-compress advise: which recipe would pay on this link, and whether any would.
+"""ds-compress advise: predict which recipe pays on a link, or that none does.
 
-Replays DeepSpeed's schedule (`ds_compress.planning.step_time`) with the real sizes of the packets and codec
-speeds measured here. Compute times and messages are given, or measured on a model in this process: `--model`
-takes a Transformers checkpoint, `--probe` layers of your own. `--measure`, under a launcher with one rank per
-stage, takes the bandwidth from the slowest link between neighbouring ranks.
+It replays DeepSpeed's schedule (`ds_compress.planning.step_time`) with real packet sizes, and codec speeds
+measured here. Options give compute times and messages, or they are measured on a model in this process:
+`--model` takes a Transformers checkpoint, `--probe` layers of your own. `--measure`, under a launcher with
+one rank per stage, takes the bandwidth of the slowest link between neighbouring ranks.
 """
 
 import argparse
@@ -15,24 +15,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ds_compress.cli.advise.given import Given
-from ds_compress.cli.advise.link import measured_gbps
-from ds_compress.cli.advise.rehearsed import Rehearsal
+from ds_compress.cli.advise.format import format_profile, format_row, format_verdict
+from ds_compress.cli.advise.from_args import ArgsPlanner
+from ds_compress.cli.advise.from_model import ModelPlanner
+from ds_compress.cli.advise.inputs import measure_gbps
 from ds_compress.cli.advise.script import WANTED
-from ds_compress.cli.advise.words import in_table, measured_here, verdict
 from ds_compress.cli.arguments import add_import, add_message, device, integer, number, numbers
 from ds_compress.cli.console import show
 from ds_compress.config import KEY
-from ds_compress.config.quality import DEFAULT, LIMITS, Limits
+from ds_compress.config.quality import DEFAULT, LIMITS, ErrorLimits
 from ds_compress.errors import CompressionError
 from ds_compress.planning import choice
-from ds_compress.planning.depth import MOST
+from ds_compress.planning.depth import MAX_DEPTH
 from ds_compress.planning.step_time import Network
 
 
 def depth(text: str) -> int | str:
     """The type of `--depth`."""
-    return text if text == "auto" else integer(1, MOST)(text)
+    return text if text == "auto" else integer(1, MAX_DEPTH)(text)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -87,7 +87,7 @@ def add_parser(subparsers: Any) -> None:
         help="link.depth of what is offered where --recipe is not given (default: auto, the one that pays)",
     )
     parser.add_argument(
-        "--held-mb",
+        "--activation-mb",
         type=number(0, 1e9),
         help="MB a stage holds of a micro-batch between its passes (default: its input, as with activation "
         "checkpointing; with --model or --probe: measured)",
@@ -122,28 +122,30 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.stages < 2:
         raise CompressionError(f"--stages: {args.stages} is not allowed: should be 2 or more")
-    asked_of = Rehearsal(args) if args.model or args.probe else Given(args)
-    gbps = measured_gbps() if args.measure else args.gbps
+    planner = ModelPlanner(args) if args.model or args.probe else ArgsPlanner(args)
+    gbps = measure_gbps() if args.measure else args.gbps
     if args.measure and int(os.environ["RANK"]) > 0:
         return 0
     network = Network(bandwidth=gbps * 1e9 / 8, latency=args.latency_ms / 1e3)
-    limits = LIMITS[args.quality] if args.max_error is None else Limits(args.max_error, args.max_error)
+    limits = LIMITS[args.quality] if args.max_error is None else ErrorLimits(args.max_error, args.max_error)
     with contextlib.redirect_stdout(sys.stderr):  # what deepspeed, and layers, may print
-        workload, candidates, message, measured = asked_of.grounds(network, limits)
-        rows = choice.rank(workload, (network,) * (args.stages - 1), candidates)
-    chosen = choice.best(rows, limits)
-    block = chosen["block"] if chosen else rows[0]["block"]
+        workload, recipes, message, measured = planner.inputs(network, limits)
+        rows = choice.rank(workload, (network,) * (args.stages - 1), recipes)
+    best = choice.pick_best(rows, limits)
+    block = best["block"] if best else rows[0]["block"]
     if args.json:
-        name = chosen["recipe"] if chosen else None
+        name = best["recipe"] if best else None
         more = {"measured": measured} if measured else {}
         print(json.dumps({"rows": rows, "best": name, "block": block, **more}, indent=2))
         return 0
-    if measured:
-        show(*measured_here(measured))
-    title = f"{args.stages} stages, {args.micro_batches} micro-batches, {message}, {gbps:.3g} Gbit/s"
-    show(title, list(map(partial(in_table, rows[0]), rows)))
-    asked = f"--quality {args.quality}" if args.max_error is None else "--max-error"
-    print(verdict(rows, chosen, limits, asked))
-    if chosen:
+    option = f"--quality {args.quality}" if args.max_error is None else "--max-error"
+    print(format_verdict(rows, best, limits, option))
+    if best:
         print(f'"{KEY}": {json.dumps(block)}')
+    if measured:
+        print()
+        show(*format_profile(measured))
+    title = f"{args.stages} stages, {args.micro_batches} micro-batches, {message}, {gbps:.3g} Gbit/s"
+    print()
+    show(title, list(map(partial(format_row, rows[0]), rows)))
     return 0

@@ -1,4 +1,4 @@
-"""A checkpoint for a rehearsal in one process: where it is, its layers, micro-batches of random tokens."""
+"""A pretrained causal language model to profile: its files, its layers, micro-batches of random tokens."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +14,12 @@ from ds_compress.hf.loss import causal_lm_loss
 from ds_compress.hf.model import config_of, layer_specs
 
 HUB = "hf://"
-"""In front of a name: what is not here is downloaded."""
+"""Prefix of a name that may be downloaded."""
 
 FILES = ["*.json", "*.safetensors"]
 
 
-class Checkpoint:
+class PretrainedModel:
     """A causal language model that Transformers saved."""
 
     loss_fn = staticmethod(causal_lm_loss)
@@ -38,16 +38,18 @@ class Checkpoint:
 
     @property
     def width(self) -> int:
-        """Of the hidden states between its layers."""
+        """Width of the hidden states between its layers."""
         return int(self._config.get_text_config().hidden_size)
 
     def layers(self, stages: int, dtype: torch.dtype | None) -> tuple[list[Any], list[int]]:
-        """As `pipeline_module` has them, and where its stages begin and end."""
+        """Return the layers of `pipeline_module`, and where its stages begin and end."""
         return layer_specs(self.folder, stages, None, dtype, positions=False, seed=0)
 
     def batches(self, sequences: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Endless micro-batches of ids and labels, [sequences, length] int64: tokens drawn at random, the
-        same in every run."""
+        """Yield endless micro-batches of ids and labels, [sequences, length] int64.
+
+        The tokens are random, and the same in every run.
+        """
         generator = torch.Generator(device="cpu").manual_seed(0)
         size = sequences, length
         while True:

@@ -1,4 +1,4 @@
-"""Settings tried aside: on messages that differ, as those of training do."""
+"""Candidates are evaluated on messages that differ, as those of training do."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ import torch
 from ds_compress.config import Config
 from ds_compress.message.channel import Boundary
 from ds_compress.message.clock import clock_for
-from ds_compress.planning.offers import Offer
-from ds_compress.planning.trial import REPEATS, try_out
+from ds_compress.planning.candidates import Candidate
+from ds_compress.planning.evaluate import REPEATS, evaluate
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 64, 128
@@ -20,11 +20,11 @@ def message(number, shape=(ROWS, WIDTH)):
 def error(feedback, numbers, **shapes):
     """Of gradients, where the micro-batches have the messages with these numbers."""
     backward = {"codec": {"name": "quantize", "bits": 4}, "feedback": feedback}
-    offer = Offer("", {"forward": {"codec": "none"}, "backward": backward}, False)
+    candidate = Candidate("", {"forward": {"codec": "none"}, "backward": backward}, False)
     boundary = Boundary(0, Config({"min_numel": 0}))
     boundary.begin_step()
     pair = [{place: message(n, **shapes.get(str(place), {})) for place, n in enumerate(numbers)}] * 2
-    return try_out(boundary, offer, pair, clock_for(CPU))["backward"]["error"]
+    return evaluate(boundary, candidate, pair, clock_for(CPU))["backward"]["error"]
 
 
 def in_training(feedback, count=40):

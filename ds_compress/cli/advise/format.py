@@ -1,0 +1,79 @@
+"""Format the answer of `ds-compress advise`: one line and tables."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ds_compress.config.quality import ErrorLimits
+from ds_compress.planning.choice import is_within, largest_error
+
+
+def format_row(baseline: dict[str, Any], row: dict[str, Any]) -> dict[str, str]:
+    """Format a row of `rank` for the table, against the row of the baseline."""
+    return {
+        "recipe": row["recipe"],
+        "link": f"{row['link']}, depth {row['depth']}",
+        "error": f"{row['error_forward']:.3f} / {row['error_backward']:.3f}",
+        "ratio": f"{sum(baseline['wire_bytes']) / sum(row['wire_bytes']):.2f}",
+        "step, ms": f"{1e3 * row['step_s']:.1f}",
+        "speed-up": f"{row['speedup']:.2f}",
+        "limited by": row["limit"],
+        "link busy": f"{100 * row['link_busy']:.0f} %",
+        "in flight, MB": f"{row['memory_bytes'] / 1e6:,.0f}",
+    }
+
+
+def format_profile(measured: dict[str, Any]) -> tuple[str, list[dict[str, str]]]:
+    """Format what was measured on a model: a title, and a row for each stage."""
+    sent = {(own["boundary"], own["direction"]): own["bytes"] for own in measured["messages"]}
+    rows = [
+        {
+            "stage": f"{own['stage']}",
+            "forward, ms": f"{own['forward_ms']:,.1f}",
+            "backward, ms": f"{own['backward_ms']:,.1f}",
+            "activations of a micro-batch, MB": "?" if own["held_mb"] is None else f"{own['held_mb']:,.1f}",
+            "sent forward, bytes": f"{sent.get((own['stage'], 'forward'), 0):,}",
+            "sent backward, bytes": f"{sent.get((own['stage'] - 1, 'backward'), 0):,}",
+        }
+        for own in measured["stages"]
+    ]
+    return f"measured here, on {measured['device']}, {measured['threads']} thread(s)", rows
+
+
+def format_verdict(
+    rows: Sequence[dict[str, Any]], best: dict[str, Any] | None, limits: ErrorLimits, option: str
+) -> str:
+    """Say in one line what to use, how much faster a step gets, and what limits it then.
+
+    Args:
+        rows: of `rank`.
+        best: the one to use, if any.
+        option: that gives the limits.
+    """
+    baseline = rows[0]
+    # At the depth at which that is fastest: unequal stages gain by depth without any link
+    free = min(row["step_s"] / row["speedup_limit"] for row in rows)
+    ceiling = f"a link without any cost would make it {baseline['step_s'] / free:.2f} times as fast"
+    if best is None:
+        allowed = [row for row in rows[1:] if is_within(row, limits)]
+        if not allowed:
+            most = f"{limits.forward:g} forward and {limits.backward:g} backward ({option})"
+            return f"No recipe has errors up to {most}; {ceiling}."
+        top = min(allowed, key=lambda row: row["step_s"])
+        speed = f"{top['recipe']}, the best, makes a step {top['speedup']:.2f} times as fast"
+        return f"Nothing will pay: {speed}; {ceiling}."
+    what = f"{best['recipe']} with link depth {best['depth']}"
+    lead = f"Compression will not pay, {what} will" if largest_error(best) == 0 else f"Use {what}"
+    limit = {
+        "compute": "computing limits it then",
+        "codec": "the codec limits it then",
+        "link": f"the link limits it then, busy {best['link_busy']:.0%}",
+    }[best["limit"]]
+    memory = f"; {best['memory_bytes'] / 1e6:,.0f} MB in flight on a stage" if best["depth"] > 1 else ""
+    return (
+        f"{lead}: a step {best['speedup']:.2f} times as fast, {_time(best['step_s'])} instead of "
+        f"{_time(baseline['step_s'])}; {limit}{memory}; {ceiling}."
+    )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,146 @@
+"""What `ds-compress advise` plans with: compute times, network, memory, and the recipes to compare."""
+
+import argparse
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed as dist
+
+from ds_compress.cli.check import read_block
+from ds_compress.config import Config
+from ds_compress.errors import CompressionError, errors_at
+from ds_compress.planning.choice import EvaluatedMessage, PipelineRecipe
+from ds_compress.planning.depth import MemoryBudget
+from ds_compress.planning.step_time import Workload
+from ds_compress.transport.p2p import PeerTimeout
+from ds_compress.transport.probe import probe_neighbours
+
+RecipeFiles = dict[str, tuple[Any, Config]]
+"""Blocks of ds_config.json files, as written and as checked, by name."""
+
+BoundaryMessages = tuple[Sequence[EvaluatedMessage], Sequence[EvaluatedMessage]]
+"""Forward and backward, each by boundary."""
+
+
+class PlanningInputs(NamedTuple):
+    workload: Workload
+    recipes: list[PipelineRecipe]
+    """The baseline first."""
+    message: str
+    """What crosses a boundary, for the title of the table."""
+    measured: dict[str, Any] | None = None
+    """What was measured on a model, as `--json` prints it."""
+
+
+def memory_budgets(
+    args: argparse.Namespace, activation_bytes: Sequence[float], memory_gb: float | None = None
+) -> tuple[MemoryBudget, ...]:
+    """Return the memory budget of each stage.
+
+    Args:
+        activation_bytes: by stage, where no option gives them.
+        memory_gb: the limit in the block of a recipe.
+    """
+    limits = [gigabytes * 1e9 for gigabytes in (args.memory_gb, memory_gb) if gigabytes is not None]
+    limit = min(limits, default=float("inf"))
+    if args.activation_mb is not None:
+        activation_bytes = [args.activation_mb * 1e6] * args.stages
+    return tuple(MemoryBudget(own, limit=limit) for own in activation_bytes)
+
+
+def workload_from(args: argparse.Namespace) -> Workload | None:
+    """Return the workload that options give; None where none gives the times of the passes.
+
+    Raises:
+        CompressionError: the numbers do not fit the stages, or backward passes alone are given.
+    """
+    if args.forward_ms is None:
+        if args.backward_ms is not None:
+            raise CompressionError("--backward-ms: came without --forward-ms; give both, or none of them")
+        return None
+    forward = _per_stage("--forward-ms", args.forward_ms, args.stages)
+    backward = args.backward_ms or [2 * ms for ms in args.forward_ms]
+    return Workload(
+        forward,
+        _per_stage("--backward-ms", backward, args.stages),
+        args.micro_batches,
+        args.step_ms / 1e3,
+    )
+
+
+def _per_stage(option: str, milliseconds: list[float], stages: int) -> tuple[float, ...]:
+    if len(milliseconds) not in (1, stages):
+        raise CompressionError(
+            f"{option}: {len(milliseconds)} numbers for {stages} stages; give 1 or {stages}"
+        )
+    return tuple(ms / 1e3 for ms in milliseconds * (stages // len(milliseconds)))
+
+
+def read_recipe_files(paths: Sequence[Path]) -> RecipeFiles:
+    """Read the blocks of `--recipe`.
+
+    Raises:
+        CompressionError: a file or its block is bad, or two files share a name.
+    """
+    blocks = {path.stem: read_block(path) for path in paths}
+    if len(blocks) < len(paths):
+        raise CompressionError("--recipe: two files have the same name; rename one of them")
+    found: RecipeFiles = {}
+    for name, block in blocks.items():
+        with errors_at(f"recipe {name}"):
+            found[name] = block, Config(block)
+    return found
+
+
+def file_recipes(
+    files: RecipeFiles,
+    messages: Callable[[str, Config], BoundaryMessages],
+    budgets: Callable[[float | None], Sequence[MemoryBudget]],
+) -> Iterator[PipelineRecipe]:
+    """Make a recipe of each file.
+
+    Args:
+        messages: evaluates all messages under a recipe: its name, and its config.
+        budgets: of all stages, where a block allows so many GB.
+
+    Raises:
+        CompressionError: a recipe cannot be evaluated.
+    """
+    for name, (block, config) in files.items():
+        with errors_at(f"recipe {name}"):
+            both = messages(name, config)
+        forward, backward = (tuple(message.cost for message in own) for own in both)
+        errors = max(message.error for message in both[0]), max(message.error for message in both[1])
+        link = config.block.link
+        limits = budgets(link.memory_gb)
+        yield PipelineRecipe(name, block, forward, backward, link.mode == "eager", link.depth, errors, limits)
+
+
+def measure_gbps() -> float:
+    """Return the Gbit/s of the slowest link between neighbouring ranks; every rank calls it.
+
+    Raises:
+        CompressionError: there is only one rank.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) < 2:
+        raise CompressionError(
+            "--measure: start it on the ranks to measure between, for example: "
+            "torchrun --nproc-per-node 2 -m ds_compress advise --measure ..."
+        )
+    dist.init_process_group("gloo")
+    gbps = slowest_link_gbps()
+    dist.barrier()
+    dist.destroy_process_group()
+    return gbps
+
+
+def slowest_link_gbps() -> float:
+    """Return the Gbit/s of the slowest link from a rank to the next; the same on every rank."""
+    links = probe_neighbours(torch.device("cpu"), PeerTimeout("ds-compress advise --measure"))
+    incoming = [link.incoming for peer, link in links.items() if peer < dist.get_rank()]
+    slowest = torch.tensor(min(incoming, default=float("inf")), dtype=torch.float64, device="cpu")
+    dist.all_reduce(slowest, dist.ReduceOp.MIN)
+    return 8e-9 * slowest.item()

@@ -1,0 +1,58 @@
+"""List the candidates that `auto` and `advise` choose from: all recipes, and more codecs."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from ds_compress.codecs.mixins import BothDirections
+from ds_compress.config import DIRECTIONS, KEY, Config, recipes
+from ds_compress.config.quality import LIMITS
+
+CODECS: dict[str, Any] = {
+    "fp8 e4m3": "fp8",
+    **{f"quantize {bits}": {"name": "quantize", "bits": bits} for bits in (8, 6, 4, 2)},
+    **{f"quantize {bits} hadamard": {"name": "quantize", "bits": bits, "hadamard": True} for bits in (6, 2)},
+    "quantize 4 gaussian": {"name": "quantize", "bits": 4, "hadamard": True, "grid": "gaussian"},
+    **{f"entropy {bits:g}": {"name": "entropy", "bits": bits} for bits in (5, 4, 3, 2.5, 2, 1.5, 1)},
+    "topk 0.3": {"name": "topk", "density": 0.3},
+}
+"""Codecs beside those of the recipes. With `hadamard`, groups of 2 and 3 bits use the Gaussian grid."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings of both directions of one boundary."""
+
+    name: str
+    block: dict[str, Any]  # keys of the "ds_compress" block
+    is_separable: bool  # whether one direction may be used without the other
+
+
+def all_candidates() -> list[Candidate]:
+    """Return every candidate; no two share a name or a block."""
+    plain = [
+        Candidate(name, {direction: {"codec": codec} for direction in DIRECTIONS}, True)
+        for name, codec in CODECS.items()
+    ]
+    # Recipes named after a quality class come last: most are the same as another recipe
+    named = map(_of_recipe, sorted(recipes.names(), key=lambda name: name in LIMITS))
+    found: dict[str, Candidate] = {}
+    for candidate in [*plain, *named]:
+        found.setdefault(json.dumps(candidate.block, sort_keys=True), candidate)
+    return [*found.values()]
+
+
+def startable_candidates() -> list[Candidate]:
+    """Return the candidates that can start at any step.
+
+    A candidate whose block has other keys than the directions, such as a warm-up to learn from, cannot.
+    """
+    return [candidate for candidate in all_candidates() if candidate.block.keys() == set(DIRECTIONS)]
+
+
+def _of_recipe(name: str) -> Candidate:
+    block = recipes.recipe(name, KEY)
+    codecs = Config(block).codecs(None)
+    is_symmetric = block.keys() == set(DIRECTIONS) and block["forward"] == block["backward"]
+    is_coupled = isinstance(codecs.forward, BothDirections) or "feedback" in block["forward"]
+    return Candidate(name, block, is_symmetric and not is_coupled)
