@@ -37,7 +37,7 @@ class BuildWithLibraries(build_py):
         folder.mkdir(exist_ok=True)
         for old in folder.glob("*.so"):
             old.unlink()
-        for source in (path.stem for path in build.HERE.glob("*.cpp") if compiler):
+        for source in (path.stem for path in build.HERE.rglob("*.cpp") if compiler):
             for target in prebuilt.targets():
                 try:
                     with tempfile.TemporaryDirectory() as place:

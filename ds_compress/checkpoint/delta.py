@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.feedback.state import int8_decode
-from ds_compress.kernels.reference.feedback import GROUP, grouped, int8_codes, int8_scales
+from ds_compress.kernels.feedback.reference import GROUP, grouped, int8_codes, int8_scales
 
 
 def delta_encode(value: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ from ds_compress.checkpoint.delta import delta_decode, delta_encode
 from ds_compress.config import DIRECTIONS
 from ds_compress.feedback.digest import absorb
 from ds_compress.feedback.state import GROUP, int8_decode, int8_encode
-from ds_compress.kernels.frames import unpack
+from ds_compress.kernels.lossless.zstd import unpack
 from ds_compress.kernels.numerics import is_finite
 
 FULL_EVERY = 8

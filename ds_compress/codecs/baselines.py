@@ -9,8 +9,8 @@ from torch import Tensor
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, Stability, TensorSpec, register
 from ds_compress.codecs import bounds
 from ds_compress.codecs.shapes import group_shape, join, split
-from ds_compress.kernels.bits import pack, packed_size, unpack
 from ds_compress.kernels.numerics import as_divisor
+from ds_compress.kernels.quantize.bits import pack, packed_size, unpack
 
 
 class _Bits(CodecOptions):

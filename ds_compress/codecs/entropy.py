@@ -14,8 +14,8 @@ from ds_compress.codecs.eigenbasis import EigenbasisCodec
 from ds_compress.codecs.shapes import matrix_shape
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.dispatch import kernels
-from ds_compress.kernels.entropy import LARGEST_NUMEL, Frame, frame_of
-from ds_compress.kernels.units import CLASSES, RUN, Units
+from ds_compress.kernels.entropy.format import LARGEST_NUMEL, Frame, frame_of
+from ds_compress.kernels.entropy.sorted_blocks import CLASSES, RUN, Units
 from ds_compress.registry.options import Steps
 
 MIN_SORTED_NUMEL = 2**12

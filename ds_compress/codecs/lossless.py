@@ -7,7 +7,7 @@ from ds_compress.codec import Codec, Context, Layout, TensorSpec, register
 from ds_compress.codecs.mixins import VariableSizePayload
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.dispatch import kernels
-from ds_compress.kernels.frames import pack, unpack
+from ds_compress.kernels.lossless.zstd import pack, unpack
 
 
 @register("lossless")

@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ds_compress.codec import CodecOptions
-from ds_compress.kernels.bits import pack, packed_size, unpack
+from ds_compress.kernels.quantize.bits import pack, packed_size, unpack
 
 
 class Mixed(CodecOptions):

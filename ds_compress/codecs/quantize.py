@@ -15,11 +15,11 @@ from ds_compress.codecs.quantize_eigenbasis import EigenbasisQuantize
 from ds_compress.codecs.quantize_either import EitherWay
 from ds_compress.codecs.quantize_options import QuantizeOptions
 from ds_compress.codecs.shapes import Fill, group_shape, join, moved_spec, split
-from ds_compress.kernels import gaussian
-from ds_compress.kernels.affine import Grid
-from ds_compress.kernels.bits import packed_size
 from ds_compress.kernels.dispatch import kernels
-from ds_compress.kernels.hadamard import key_of
+from ds_compress.kernels.quantize import gaussian
+from ds_compress.kernels.quantize.bits import packed_size
+from ds_compress.kernels.quantize.grid import Grid
+from ds_compress.kernels.quantize.hadamard import key_of
 
 _MADE = (torch.float32, torch.bfloat16)
 """What kernels make of codes."""

@@ -8,7 +8,7 @@ from ds_compress.codec import CodecOptions
 from ds_compress.codecs.mixed import Mixed
 from ds_compress.codecs.shapes import GroupSize
 from ds_compress.errors import CompressionError, shown
-from ds_compress.kernels import gaussian
+from ds_compress.kernels.quantize import gaussian
 
 _WITH_A_BASIS = {
     "hadamard": (False, "the basis is a rotation"),

@@ -12,11 +12,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ds_compress.kernels import sampling, topk
-from ds_compress.kernels import sidco as fit
 from ds_compress.kernels.dispatch import kernels
-from ds_compress.kernels.keys import INFINITY, keys
-from ds_compress.kernels.selection import Selection
+from ds_compress.kernels.topk import exact as topk
+from ds_compress.kernels.topk import sampling
+from ds_compress.kernels.topk import sidco as fit
+from ds_compress.kernels.topk.keys import INFINITY, keys
+from ds_compress.kernels.topk.selection import Selection
 
 
 @lru_cache(maxsize=1024)  # a message has the shape of the one before

@@ -29,9 +29,9 @@ from ds_compress.codecs import bounds, select
 from ds_compress.codecs.mixins import BothDirections, ObservesWarmup, Selects, VariableSizePayload
 from ds_compress.codecs.shapes import as_message
 from ds_compress.errors import CompressionError
-from ds_compress.kernels import indices as coding
 from ds_compress.kernels.dispatch import kernels
-from ds_compress.kernels.selection import Selection
+from ds_compress.kernels.topk import index_coding as coding
+from ds_compress.kernels.topk.selection import Selection
 
 
 def _values_codec(choice: object) -> Codec:

@@ -22,8 +22,8 @@ from ds_compress.codecs import select
 from ds_compress.codecs.mixins import ReusesForwardIndices, Selects, layers
 from ds_compress.codecs.sparse import Sparse, SparseOptions, gather
 from ds_compress.errors import CompressionError
-from ds_compress.kernels import indices as coding
-from ds_compress.kernels.selection import Selection
+from ds_compress.kernels.topk import index_coding as coding
+from ds_compress.kernels.topk.selection import Selection
 
 
 class _TopKPlan(NamedTuple):

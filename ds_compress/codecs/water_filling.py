@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ds_compress.kernels import gaussian
+from ds_compress.kernels.quantize import gaussian
 
 MOST_BITS = 8
 """Of one coefficient."""

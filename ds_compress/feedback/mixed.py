@@ -13,7 +13,7 @@ from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode
 from ds_compress.feedback.ef import ErrorFeedbackOptions
 from ds_compress.feedback.state import KeepsState, State
 from ds_compress.kernels.numerics import as_divisor, is_finite, narrow, wide
-from ds_compress.kernels.selection import Selection
+from ds_compress.kernels.topk.selection import Selection
 
 
 @FEEDBACKS.register("ef_mixed")

@@ -20,8 +20,8 @@ from torch import Tensor
 from ds_compress.codec import Context, TensorSpec
 from ds_compress.codecs.mixins import Stateful, check_entry
 from ds_compress.kernels.dispatch import kernels
+from ds_compress.kernels.feedback.reference import GROUP
 from ds_compress.kernels.numerics import wide
-from ds_compress.kernels.reference.feedback import GROUP
 from ds_compress.registry import Options
 
 Role = Literal["sender", "mirror"]

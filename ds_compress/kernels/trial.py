@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels import reference
-from ds_compress.kernels.affine import Grid
-from ds_compress.kernels.entropy import frame_of
+from ds_compress.kernels.entropy.format import frame_of
 from ds_compress.kernels.memory import is_out_of_memory
+from ds_compress.kernels.quantize.grid import Grid
 
 LONG = 40_000
 """Entries of a row that is long enough to be sampled."""

@@ -5,7 +5,7 @@ import torch
 
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.kernels import native
-from ds_compress.kernels.native import float8
+from ds_compress.kernels.fp8 import compiled as float8
 from tests.support.measure import relative_error, residual_stream, roundtrip
 
 

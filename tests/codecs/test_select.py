@@ -6,10 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.codecs import select
-from ds_compress.kernels import native, reference, sampling, sidco, topk
-from ds_compress.kernels.keys import keys
-from ds_compress.kernels.native import exact as compiled
-from ds_compress.kernels.selection import Selection
+from ds_compress.kernels import native, reference
+from ds_compress.kernels.topk import compiled_kth_largest as compiled
+from ds_compress.kernels.topk import exact as topk
+from ds_compress.kernels.topk import sampling, sidco
+from ds_compress.kernels.topk.keys import keys
+from ds_compress.kernels.topk.selection import Selection
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

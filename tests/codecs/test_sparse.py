@@ -5,7 +5,7 @@ import ds_compress.codecs  # noqa: F401  (registers)
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import dispatch, reference
-from ds_compress.kernels.selection import Selection
+from ds_compress.kernels.topk.selection import Selection
 
 SHAPES = [(), (0,), (1,), (7,), (3, 0), (0, 5), (3, 5), (2, 3, 205)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

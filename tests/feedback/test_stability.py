@@ -13,7 +13,7 @@ from ds_compress.codecs.mixins import ReusesForwardIndices
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FEEDBACKS
-from ds_compress.kernels.hadamard import diagonal, key_of
+from ds_compress.kernels.quantize.hadamard import diagonal, key_of
 from tests.support.feedback import Pair, topk
 
 LOCO = {"name": "loco", "dtype": "fp32", "reset_every": 0}

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_compress.kernels.bits import pack, packed_size, unpack
+from ds_compress.kernels.quantize.bits import pack, packed_size, unpack
 
 
 def planar(codes, width):

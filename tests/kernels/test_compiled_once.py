@@ -169,7 +169,7 @@ def test_another_source_compiler_flag_or_processor_is_another_key(tmp_path, monk
         return cache.key(build.identity(compiler), build.files(source))
 
     usual = key()
-    found = [usual, key(source="float8"), key(f"{COMPILER} -DOTHER")]
+    found = [usual, key(source="fp8"), key(f"{COMPILER} -DOTHER")]
     script = tmp_path / "c++"
     for version in (1, 2):
         script.write_text(f"#!/bin/sh\necho {version}\n")
@@ -182,7 +182,7 @@ def test_another_source_compiler_flag_or_processor_is_another_key(tmp_path, monk
         shutil.copytree(build.HERE, tmp_path / "sources")
         patch.setattr(build, "HERE", tmp_path / "sources")
         assert key() == usual
-        (tmp_path / "sources" / "bits.h").write_text("// another one")
+        (tmp_path / "sources" / "quantize" / "bits.h").write_text("// another one")
         found.append(key())
     for name, flags in (("one", "sse avx2"), ("other", "sse")):
         (tmp_path / name).write_text(f"cpu MHz: 7\nflags : {flags}\n\nprocessor : 1\nflags : none\n")

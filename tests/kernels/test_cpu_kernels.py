@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from ds_compress import config  # noqa: F401  (registers the codecs)
 from ds_compress.kernels import cpu, native, reference
-from ds_compress.kernels.affine import Grid
-from ds_compress.kernels.cpu.groups import BLOCK
+from ds_compress.kernels.quantize.cpu import BLOCK
+from ds_compress.kernels.quantize.grid import Grid
 from tests.support.same_bits import any_grid, assert_same_bits, values
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")

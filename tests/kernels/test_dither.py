@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_compress.kernels.dither import draws
+from ds_compress.kernels.quantize.dither import draws
 
 CPU = torch.device("cpu")
 SHAPE = (4096, 256)

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ds_compress.kernels import cpu, reference
-from ds_compress.kernels.entropy import MOST_CONTEXTS, Frame, frame_of
+from ds_compress.kernels.entropy.format import MOST_CONTEXTS, Frame, frame_of
 from tests.support.native import TARGETS, compiled_for, remembered, runs_here
 from tests.support.same_bits import assert_same_bits
 
@@ -136,7 +136,7 @@ encode, decode = map(remembered, (reference.encode_entropy, reference.decode_ent
 def test_cpp_equals_the_reference(target, dtype, monkeypatch):
     """Contexts that begin in the midst of blocks, several in a block, and blocks in the midst of a context;
     damaged words are refused by both, or decoded alike."""
-    monkeypatch.setattr("ds_compress.kernels.entropy._BLOCK", 2000)
+    monkeypatch.setattr("ds_compress.kernels.entropy.format._BLOCK", 2000)
     rng = np.random.default_rng(0)
     frame_of.cache_clear()
     with compiled_for(target):

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.kernels import cpu, reference
-from ds_compress.kernels.entropy import frame_of
-from ds_compress.kernels.units import CLASSES, RUN, Units
+from ds_compress.kernels.entropy.format import frame_of
+from ds_compress.kernels.entropy.sorted_blocks import CLASSES, RUN, Units
 from tests.support.native import TARGETS, compiled_for, remembered, runs_here
 from tests.support.same_bits import assert_same_bits
 
@@ -85,8 +85,8 @@ encode, decode = map(remembered, (reference.encode_units, reference.decode_units
 def test_cpp_equals_the_reference(target, dtype, monkeypatch):
     """Values behind the units, contexts that begin in the midst of one, all lanes and several blocks, inf and
     nan; damaged words are refused by both, or decoded alike, and damaged classes are an order of both."""
-    monkeypatch.setattr("ds_compress.kernels.entropy._BLOCK", 400)
-    monkeypatch.setattr("ds_compress.kernels.entropy._SHARE", 16)
+    monkeypatch.setattr("ds_compress.kernels.entropy.format._BLOCK", 400)
+    monkeypatch.setattr("ds_compress.kernels.entropy.format._SHARE", 16)
     frame_of.cache_clear()
     rng = np.random.default_rng(0)
     with compiled_for(target):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.kernels import cpu, reference
-from ds_compress.kernels.sampling import first_look
+from ds_compress.kernels.topk.sampling import first_look
 from tests.support.native import TARGETS, compiled_for, runs_here
 from tests.support.same_bits import assert_same_bits
 

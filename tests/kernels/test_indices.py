@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.kernels import cpu, dispatch, reference
-from ds_compress.kernels import indices as coding
-from ds_compress.kernels.native import selection
-from ds_compress.kernels.selection import Selection
+from ds_compress.kernels.topk import compiled_selection as selection
+from ds_compress.kernels.topk import index_coding as coding
+from ds_compress.kernels.topk.selection import Selection
 
 
 @st.composite

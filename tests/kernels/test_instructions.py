@@ -15,8 +15,8 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from ds_compress.kernels.affine import Grid  # noqa: E402
-from ds_compress.kernels.triton import groups  # noqa: E402
+from ds_compress.kernels.quantize import triton as groups  # noqa: E402
+from ds_compress.kernels.quantize.grid import Grid  # noqa: E402
 from tests.support.triton_aot import compile_launch, recorded  # noqa: E402
 
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"

@@ -14,8 +14,8 @@ from ds_compress import config  # noqa: F401  (registers the codecs)
 from ds_compress.codec import Context, TensorSpec
 from ds_compress.codec import build as build_codec
 from ds_compress.kernels import cpu, native, reference
-from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.native import build, cache, loader
+from ds_compress.kernels.quantize.grid import Grid
 from tests.support.native import SOURCES, TARGETS, built, compiled_for, compiler_for, runs_here
 from tests.support.same_bits import any_grid, assert_same_bits, values
 

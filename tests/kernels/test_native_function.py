@@ -9,9 +9,14 @@ import pytest
 import torch
 
 from ds_compress.kernels import native
-from ds_compress.kernels.affine import Grid
-from ds_compress.kernels.native import feedback, float8, planes, quantize, selection, stateful
+from ds_compress.kernels.feedback import compiled as feedback
+from ds_compress.kernels.feedback import compiled_quantize_feedback as stateful
+from ds_compress.kernels.fp8 import compiled as float8
+from ds_compress.kernels.lossless import compiled as planes
 from ds_compress.kernels.native.function import FLAG, Buffer, Function
+from ds_compress.kernels.quantize import compiled as quantize
+from ds_compress.kernels.quantize.grid import Grid
+from ds_compress.kernels.topk import compiled_selection as selection
 
 FUNCTIONS = {
     function.name: function
@@ -130,7 +135,7 @@ C_TYPES = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_declaration_is_that_of_the_source(name):
     function = FUNCTIONS[name]
-    file = Path(native.__file__).with_name(f"{function.source}.cpp")
+    (file,) = Path(native.__file__).parents[1].rglob(f"{function.source}.cpp")
     source = subprocess.run(["g++", "-E", "-P", str(file)], capture_output=True, text=True, check=True).stdout
     parameters = re.search(rf"\b{name} ?\(([^)]*)\)", source)[1].split(",")
     for parameter, kind in zip(parameters, function.arguments.values(), strict=True):

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.kernels import cpu, reference
-from ds_compress.kernels.affine import Grid
-from ds_compress.kernels.reference.feedback import GROUP
+from ds_compress.kernels.feedback.reference import GROUP
+from ds_compress.kernels.quantize.grid import Grid
 from tests.support.native import TARGETS, compiled_for, runs_here
 from tests.support.same_bits import any_grid, assert_same_bits, values
 

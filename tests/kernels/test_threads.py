@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ds_compress.kernels import cpu, native
-from ds_compress.kernels.affine import Grid
 from ds_compress.kernels.native import function
+from ds_compress.kernels.quantize.grid import Grid
 from tests.support.same_bits import assert_same_bits
 
 PART = 1 << 14
@@ -18,7 +18,7 @@ NUMEL = 13 * PART // 4
 @pytest.fixture(autouse=True)
 def threads(monkeypatch):
     """How many torch has, in a list of one; every look at it adds a 0."""
-    assert native.wait("quantize", "stateful", "feedback", "float8")
+    assert native.wait("quantize", "quantize_feedback", "feedback", "fp8")
     number = [1]
     monkeypatch.setattr(function, "PART", PART)
     monkeypatch.setattr(torch, "get_num_threads", lambda: number.append(0) or number[0])

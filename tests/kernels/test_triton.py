@@ -10,12 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_compress.kernels.affine import Grid
-from ds_compress.kernels.entropy import frame_of
+from ds_compress.kernels.entropy.format import frame_of
+from ds_compress.kernels.quantize.grid import Grid
 
 triton = pytest.importorskip("triton")
 
-from ds_compress.kernels.triton import band, bitstring, entropy, groups, held, ranks, selection  # noqa: E402
+from ds_compress.kernels.entropy import triton as entropy  # noqa: E402
+from ds_compress.kernels.quantize import triton as groups  # noqa: E402
+from ds_compress.kernels.topk import triton as selection  # noqa: E402
+from ds_compress.kernels.topk import triton_bitstring as bitstring  # noqa: E402
+from ds_compress.kernels.topk import triton_gather_scatter as held  # noqa: E402
+from ds_compress.kernels.topk import triton_order_statistics as ranks  # noqa: E402
+from ds_compress.kernels.topk import triton_threshold_histogram as band  # noqa: E402
 from tests.support.triton_aot import ARCHITECTURES, compile_launch, recorded  # noqa: E402
 
 SUPPORT = Path(__file__).parents[1] / "support"

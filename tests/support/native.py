@@ -18,8 +18,8 @@ from ds_compress.kernels.native import build
 from tests.support.shared import once
 
 SOURCES = (
-    *("quantize", "stateful", "selection", "exact", "held"),
-    *("float8", "fixed", "entropy", "feedback", "planes"),
+    *("quantize", "quantize_feedback", "selection", "kth_largest", "gather_scatter"),
+    *("fp8", "fixed_point", "entropy", "feedback", "byte_shuffle"),
 )
 
 TARGETS = {"x86-64": "x86_64", "x86-64-v3": "x86_64", "x86-64-v4": "x86_64", "armv8-a": "aarch64"}

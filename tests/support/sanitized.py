@@ -14,10 +14,10 @@ from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.codecs.mixins import FusesFeedback
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import cpu, native
-from ds_compress.kernels.entropy import frame_of
+from ds_compress.kernels.entropy.format import frame_of
+from ds_compress.kernels.entropy.sorted_blocks import RUN, Units
+from ds_compress.kernels.feedback.reference import GROUP
 from ds_compress.kernels.native import build as compiling
-from ds_compress.kernels.reference.feedback import GROUP
-from ds_compress.kernels.units import RUN, Units
 from tests.message.test_fuzz import fuzz
 
 SANITIZERS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")

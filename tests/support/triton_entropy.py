@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from ds_compress.kernels import reference
 from ds_compress.kernels import triton as fused
-from ds_compress.kernels.entropy import Frame, frame_of
-from ds_compress.kernels.units import RUN, Units
+from ds_compress.kernels.entropy.format import Frame, frame_of
+from ds_compress.kernels.entropy.sorted_blocks import RUN, Units
 from tests.support.same_bits import assert_same_bits
 from tests.support.triton_kernels import EXAMPLES, SPECIAL, launched
 
@@ -26,7 +26,7 @@ from tests.support.triton_kernels import EXAMPLES, SPECIAL, launched
     special=st.sampled_from((None, None, *SPECIAL)),
 )
 @settings(max_examples=EXAMPLES // 2, deadline=None)
-@patch("ds_compress.kernels.entropy._CONTEXT", 24)
+@patch("ds_compress.kernels.entropy.format._CONTEXT", 24)
 def test_equals_the_reference(n, bits, dtype, spread, cuts, seed, special):
     generator = torch.Generator().manual_seed(seed)
     x = (torch.randn(n, generator=generator) * torch.exp2(spread * torch.randn(n, generator=generator))).to(
@@ -58,8 +58,8 @@ def test_sorted_units_equal_the_reference(units):
 def test_several_lanes_and_blocks(n, bits):
     """The second has blocks of its own where a block is made smaller."""
     with pytest.MonkeyPatch.context() as smaller:
-        smaller.setattr("ds_compress.kernels.entropy._BLOCK", 1000)
-        smaller.setattr("ds_compress.kernels.entropy._SHARE", 32)
+        smaller.setattr("ds_compress.kernels.entropy.format._BLOCK", 1000)
+        smaller.setattr("ds_compress.kernels.entropy.format._SHARE", 32)
         frame_of.cache_clear()
         x = torch.randn(n, generator=torch.Generator().manual_seed(n))
         frame = frame_of(n, bits, (n // 2, n // 3))

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import ds_compress.codecs  # noqa: F401  (registers)
 from ds_compress.kernels import dispatch, reference, trial
 from ds_compress.kernels import triton as fused
-from ds_compress.kernels.affine import Grid
-from ds_compress.kernels.reference.groups import quantize_with_error
-from ds_compress.kernels.triton import groups as groups_in_triton
+from ds_compress.kernels.quantize import triton as groups_in_triton
+from ds_compress.kernels.quantize.grid import Grid
+from ds_compress.kernels.quantize.reference import quantize_with_error
 from tests.support.same_bits import any_grid, assert_same_bits, values
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -12,14 +12,17 @@ from hypothesis import strategies as st
 from ds_compress.codec import Context, TensorSpec
 from ds_compress.codecs import sparse
 from ds_compress.config import Config
-from ds_compress.kernels import dispatch, reference, sampling
+from ds_compress.kernels import dispatch, reference
 from ds_compress.kernels import triton as fused
-from ds_compress.kernels.keys import INFINITY, as_integers, keys
-from ds_compress.kernels.reference.bitstring import positions
-from ds_compress.kernels.reference.steps import kth_largest
-from ds_compress.kernels.selection import Selection
-from ds_compress.kernels.triton import band, ranks, selection
-from ds_compress.kernels.triton import bitstring as bits
+from ds_compress.kernels.topk import sampling
+from ds_compress.kernels.topk import triton as selection
+from ds_compress.kernels.topk import triton_bitstring as bits
+from ds_compress.kernels.topk import triton_order_statistics as ranks
+from ds_compress.kernels.topk import triton_threshold_histogram as band
+from ds_compress.kernels.topk.bitstring import positions
+from ds_compress.kernels.topk.keys import INFINITY, as_integers, keys
+from ds_compress.kernels.topk.selection import Selection
+from ds_compress.kernels.topk.small_ops import kth_largest
 from tests.support.triton_kernels import DEVICE, DTYPES, EXAMPLES, INTERPRETED, SPECIAL, launched
 
 

@@ -1,8 +1,8 @@
 """The CPU: numpy, and C++ (`ds_compress.kernels.native`) for long tensors, where a compiler is found."""
 
-from ds_compress.kernels.cpu.bitstring import list_bits, pack_bits, set_bits, unpack_bits
-from ds_compress.kernels.cpu.entropy import decode_entropy, encode_entropy
-from ds_compress.kernels.cpu.feedback import (
+from ds_compress.kernels.entropy.cpu import decode_entropy, encode_entropy
+from ds_compress.kernels.entropy.cpu_sorted_blocks import decode_units, encode_units
+from ds_compress.kernels.feedback.cpu import (
     advanced,
     changed,
     compensated,
@@ -11,15 +11,24 @@ from ds_compress.kernels.cpu.feedback import (
     finite,
     renewed,
 )
-from ds_compress.kernels.cpu.fixed import decode_channels, decode_range, encode_channels, encode_range
-from ds_compress.kernels.cpu.float8 import decode_float8, encode_float8
-from ds_compress.kernels.cpu.groups import dequantize, quantize
-from ds_compress.kernels.cpu.held import gather, received, scatter
-from ds_compress.kernels.cpu.planes import join_bytes, sort_bytes
-from ds_compress.kernels.cpu.selection import banded, exact, sampled_band
-from ds_compress.kernels.cpu.stateful import dequantize_change, quantize_change, quantize_with_residual
-from ds_compress.kernels.cpu.steps import choose, count_true
-from ds_compress.kernels.cpu.units import decode_units, encode_units
+from ds_compress.kernels.feedback.cpu_quantize_feedback import (
+    dequantize_change,
+    quantize_change,
+    quantize_with_residual,
+)
+from ds_compress.kernels.fp8.cpu import decode_float8, encode_float8
+from ds_compress.kernels.lossless.cpu import join_bytes, sort_bytes
+from ds_compress.kernels.quantize.cpu import dequantize, quantize
+from ds_compress.kernels.quantize.cpu_fixed_point import (
+    decode_channels,
+    decode_range,
+    encode_channels,
+    encode_range,
+)
+from ds_compress.kernels.topk.cpu import banded, exact, sampled_band
+from ds_compress.kernels.topk.cpu_bitstring import list_bits, pack_bits, set_bits, unpack_bits
+from ds_compress.kernels.topk.cpu_gather_scatter import gather, received, scatter
+from ds_compress.kernels.topk.cpu_small_ops import choose, count_true
 
 __all__ = [
     "advanced",

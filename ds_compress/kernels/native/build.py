@@ -14,7 +14,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
+"""The folder of all kernels: C++ stands beside the Python of its algorithm."""
 
 FLAGS = ("-O3", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC", "-pthread")
 
@@ -55,7 +56,7 @@ def compiler() -> str | None:
 
 def command(compiler: str, source: str, file: Path, target: str = "native") -> list[str]:
     """What compiles `source` to `file` for processors of `target`, a word of `-march`."""
-    path = HERE / f"{source}.cpp"
+    (path,) = HERE.rglob(f"{source}.cpp")
     return [*shlex.split(compiler), *FLAGS, f"-march={target}", "-o", str(file), str(path)]
 
 
@@ -71,7 +72,7 @@ def identity(compiler: str, target: str = "native") -> list[str]:
 
 def files(source: str) -> list[Path]:
     """Those that `source` is compiled from, or may be."""
-    return [HERE / f"{source}.cpp", *HERE.glob("*.h")]
+    return [*HERE.rglob(f"{source}.cpp"), *HERE.rglob("*.h")]
 
 
 def compile_source(compiler: str, source: str, folder: Path, target: str = "native") -> Path:

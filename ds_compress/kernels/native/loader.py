@@ -16,8 +16,8 @@ from ds_compress.kernels.native import build, cache, prebuilt
 logger = logging.getLogger(__name__)
 
 SOURCES = (
-    *("quantize", "stateful", "selection", "exact", "held"),
-    *("float8", "fixed", "entropy", "feedback", "planes"),
+    *("quantize", "quantize_feedback", "selection", "kth_largest", "gather_scatter"),
+    *("fp8", "fixed_point", "entropy", "feedback", "byte_shuffle"),
 )
 
 AGAIN_SECONDS = 60.0
@@ -83,7 +83,7 @@ class _Build(threading.Thread):
                 loaded[self.source] = library
 
     def _warn(self, reason: str) -> None:
-        text = "%s of kernels/native runs uncompiled, several times slower: %s"
+        text = "%s of kernels runs uncompiled, several times slower: %s"
         logger.warning(text, self.source, reason)
 
 

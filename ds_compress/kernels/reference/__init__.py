@@ -4,9 +4,14 @@ A set of entries of a flat tensor is held as int64 indices or as bits, see `bits
 two.
 """
 
-from ds_compress.kernels.reference.bitstring import list_bits, pack_bits, set_bits, unpack_bits
-from ds_compress.kernels.reference.entropy import decode_entropy, encode_entropy
-from ds_compress.kernels.reference.feedback import (
+from ds_compress.kernels.entropy.reference import decode_entropy, encode_entropy
+from ds_compress.kernels.entropy.reference_sorted_blocks import decode_units, encode_units
+from ds_compress.kernels.feedback.quantize_feedback import (
+    dequantize_change,
+    quantize_change,
+    quantize_with_residual,
+)
+from ds_compress.kernels.feedback.reference import (
     advanced,
     changed,
     compensated,
@@ -15,15 +20,19 @@ from ds_compress.kernels.reference.feedback import (
     finite,
     renewed,
 )
-from ds_compress.kernels.reference.fixed import decode_channels, decode_range, encode_channels, encode_range
-from ds_compress.kernels.reference.float8 import decode_float8, encode_float8
-from ds_compress.kernels.reference.groups import dequantize, quantize
-from ds_compress.kernels.reference.held import gather, received, scatter
-from ds_compress.kernels.reference.planes import join_bytes, sort_bytes
-from ds_compress.kernels.reference.selection import banded, exact, sampled_band
-from ds_compress.kernels.reference.stateful import dequantize_change, quantize_change, quantize_with_residual
-from ds_compress.kernels.reference.steps import choose, count_true
-from ds_compress.kernels.reference.units import decode_units, encode_units
+from ds_compress.kernels.fp8.reference import decode_float8, encode_float8
+from ds_compress.kernels.lossless.reference import join_bytes, sort_bytes
+from ds_compress.kernels.quantize.fixed_point import (
+    decode_channels,
+    decode_range,
+    encode_channels,
+    encode_range,
+)
+from ds_compress.kernels.quantize.reference import dequantize, quantize
+from ds_compress.kernels.topk.bitstring import list_bits, pack_bits, set_bits, unpack_bits
+from ds_compress.kernels.topk.gather_scatter import gather, received, scatter
+from ds_compress.kernels.topk.reference import banded, exact, sampled_band
+from ds_compress.kernels.topk.small_ops import choose, count_true
 
 __all__ = [
     "advanced",

@@ -4,6 +4,9 @@ they are used.
 Under TRITON_INTERPRET=1, set before triton is imported, they serve CPU tensors too.
 """
 
+from ds_compress.kernels.entropy.triton import decode_entropy, decode_units, encode_entropy, encode_units
+from ds_compress.kernels.feedback.triton import dequantize_change, quantize_change, quantize_with_residual
+from ds_compress.kernels.quantize.triton import dequantize, quantize
 from ds_compress.kernels.reference import (
     advanced,
     changed,
@@ -23,12 +26,9 @@ from ds_compress.kernels.reference import (
     renewed,
     sort_bytes,
 )
-from ds_compress.kernels.triton.bitstring import list_bits, pack_bits, set_bits, unpack_bits
-from ds_compress.kernels.triton.entropy import decode_entropy, decode_units, encode_entropy, encode_units
-from ds_compress.kernels.triton.groups import dequantize, quantize
-from ds_compress.kernels.triton.held import gather, received, scatter
-from ds_compress.kernels.triton.selection import banded, exact, sampled_band
-from ds_compress.kernels.triton.stateful import dequantize_change, quantize_change, quantize_with_residual
+from ds_compress.kernels.topk.triton import banded, exact, sampled_band
+from ds_compress.kernels.topk.triton_bitstring import list_bits, pack_bits, set_bits, unpack_bits
+from ds_compress.kernels.topk.triton_gather_scatter import gather, received, scatter
 
 __all__ = [
     "advanced",

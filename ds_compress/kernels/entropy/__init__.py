@@ -1,0 +1,1 @@
+"""Entropy coding with interleaved rANS at a fixed size."""

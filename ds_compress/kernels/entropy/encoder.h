@@ -1,0 +1,244 @@
+// Encoding as kernels/reference/entropy.py specifies it: equal to the bit.
+
+#pragma once
+
+#include "blocks.h"
+#include "log_magnitude_bins.h"
+#include "lanes.h"
+#include "rate.h"
+
+// What the encoder needs of each symbol.
+struct Coder {
+    uint32_t entry[SYMBOLS];  // (frequency - 1) << SCALE_BITS | start
+
+    explicit Coder(const Plan& plan) {
+        uint32_t start = 0;
+        for (int64_t i = 0; i <= plan.beyond(); ++i) {
+            const uint32_t frequency = plan.frequency[i];
+            entry[i] = (frequency - 1) << SCALE_BITS | start;  // of a symbol that does not occur, never used
+            start += frequency;
+        }
+    }
+};
+
+// What the encoder needs of each key, [2 * KEYS].
+inline void spread(const Plan& plan, uint32_t* table) {
+    const Coder coder(plan);
+    for (int64_t side = 0; side < 2; ++side) {
+        const int64_t reach = side ? plan.below : plan.above;
+        int64_t key = 0;
+        for (int64_t q = 0; q <= reach; ++q)
+            for (; key < plan.first[q]; ++key) table[side * KEYS + key] = coder.entry[plan.below + (side ? -q : q)];
+        for (; key < KEYS; ++key) table[side * KEYS + key] = coder.entry[plan.beyond()];
+    }
+}
+
+// A block that is being coded, from its last value to its first one.
+struct Lanes {
+    uint32_t state[MOST_LANES];
+    const uint16_t* keys;  // behind those that are to come
+    uint16_t* out;         // in front of which the next words go
+
+    void begin(const uint16_t* behind, uint16_t* end) {
+        for (uint32_t& each : state) each = START;
+        keys = behind, out = end;
+    }
+};
+
+// One step of some lanes: their words go in front of those that are there.
+inline void encode_step(const uint32_t* table, int64_t lanes, Lanes& of) {
+    of.keys -= lanes;
+    for (int64_t i = lanes - 1; i >= 0; --i) {
+        const uint32_t entry = table[of.keys[i]], f = (entry >> SCALE_BITS) + 1, start = entry & LOW_BITS;
+        uint32_t x = of.state[i];
+        if ((x >> 20) >= f) {  // the next state would not fit in 32 bits
+            *--of.out = static_cast<uint16_t>(x);
+            x >>= 16;
+        }
+        of.state[i] = x + x / f * static_cast<uint32_t>(TOTAL - f) + start;
+    }
+}
+
+// The same for all lanes of a vector, whose entries those are.
+inline uint16_t* encode_vector(Words entry, Words& state, uint16_t* out) {
+    const Words f = (entry >> SCALE_BITS) + 1, start = entry & LOW_BITS;
+    const Mask full = below(entry >> SCALE_BITS, state >> 20);
+    out = push(state, full, out);
+    const Words x = chosen(full, state >> 16, state);
+    // the quotient is less than 2^20, so rounding, three times, makes it less than 1/4 larger or smaller
+    const Floats near = __builtin_convertvector(x, Floats) / __builtin_convertvector((Ints)f, Floats) - 0.25f;
+    const Words quotient = (Words)__builtin_convertvector(near, Ints);  // or one less than it
+    const Words rest = x - quotient * f;
+    const Words more = chosen(below(rest, f), Words{}, static_cast<uint32_t>(TOTAL) - f);
+    state = (quotient << SCALE_BITS) + rest + start + more;
+    return out;
+}
+
+// Steps of all lanes of blocks that are in one context.
+template <int BLOCKS>
+void encode_steps(const uint32_t* table, int64_t steps, Lanes* blocks) {
+    Words state[BLOCKS][VECTORS];
+    uint16_t* out[BLOCKS];
+    const uint16_t* keys[BLOCKS];
+    each<BLOCKS>([&](auto b) {
+        std::memcpy(state[b], blocks[b].state, sizeof state[b]);
+        out[b] = blocks[b].out;
+        keys[b] = blocks[b].keys -= steps * MOST_LANES;
+    });
+    for (int64_t place = (steps - 1) * MOST_LANES; place >= 0; place -= MOST_LANES)
+        each<VECTORS>([&](auto back) {
+            constexpr int v = VECTORS - 1 - back;
+            each<BLOCKS>([&](auto b) {
+                const Words entry = look_up(table, keys[b] + place + v * LANES);
+                out[b] = encode_vector(entry, state[b][v], out[b]);
+            });
+        });
+    each<BLOCKS>([&](auto b) {
+        std::memcpy(blocks[b].state, state[b], sizeof state[b]);
+        blocks[b].out = out[b];
+    });
+}
+
+// `count` values of a block that are in one context.
+inline void encode_run(const uint32_t* table, int64_t count, int64_t lanes, Lanes& block) {
+    if (count % lanes) encode_step(table, count % lanes, block);
+    if (lanes == MOST_LANES) return encode_steps<1>(table, count / lanes, &block);
+    for (int64_t step = 0; step < count / lanes; ++step) encode_step(table, lanes, block);
+}
+
+// Writes the values that are beyond, the first one last, in front of `place`; returns where the last one is.
+inline uint16_t* write_escapes(const uint16_t* keys, const Plan& plan, int64_t n, uint16_t* place) {
+    const uint16_t above = static_cast<uint16_t>(plan.first[plan.above]);
+    const uint16_t below = static_cast<uint16_t>(plan.first[plan.below] + KEYS);
+    constexpr int64_t MANY = 64;  // most of them have none
+    for (int64_t start = 0; start < n; start += MANY) {
+        const int64_t end = start + MANY < n ? start + MANY : n;
+        uint16_t found = 0;
+        for (int64_t i = start; i < end; ++i) found |= ((keys[i] >= above) & (keys[i] < KEYS)) | (keys[i] >= below);
+        for (int64_t i = start; found && i < end; ++i) {
+            const int64_t side = keys[i] >= KEYS;
+            if (keys[i] < (side ? below : above)) continue;
+            *--place = static_cast<uint16_t>(keys[i] - side * KEYS + (side << 15));
+        }
+    }
+    return place;
+}
+
+// Writes the code of `plans`, if it has room.
+class Encoder {
+public:
+    // table: [2 * KEYS]; scratch: [AT_ONCE, frame.length], as a value writes one word at most.
+    Encoder(const uint16_t* keys, const Plan* plans, const Frame& frame, uint32_t* table, uint16_t* scratch,
+            uint16_t* words)
+        : keys(keys), plans(plans), frame(frame), table(table), scratch(scratch), words(words) {}
+
+    // Whether it had.
+    bool write(uint32_t exponent, const int64_t* shifts) {
+        uint16_t* head = words + frame.head();
+        head[0] = static_cast<uint16_t>(exponent), head[1] = static_cast<uint16_t>(plans[0].step);
+        out = words + frame.tables(), last = words + frame.words;
+        for (int64_t context = 0; context < frame.contexts; ++context) {
+            const Plan& plan = plans[context];
+            head[HEAD + REACHES * context] = static_cast<uint16_t>(plan.above << 8 | plan.below);
+            head[HEAD + REACHES * context + 1] = static_cast<uint16_t>(shifts[context]);
+            if (last - out < plan.beyond() + plan.escapes) return false;
+            for (int64_t i = 0; i <= plan.beyond(); ++i)
+                if (i != plan.below) *out++ = static_cast<uint16_t>(plan.frequency[i]);
+            const int64_t begin = frame.begin(context);
+            if (plan.escapes) last = write_escapes(keys + begin, plan, frame.ends[context] - begin, last);
+        }
+        for (int64_t block = 0; block < frame.blocks;) {
+            const int64_t count = together(frame, block) ? AT_ONCE : 1;
+            for (int64_t b = 0; b < count; ++b)
+                blocks[b].begin(keys + first(block + b) + frame.count(block + b), end(block, b));
+            if (count == AT_ONCE) {
+                use(frame.context_of(first(block)));
+                encode_steps<AT_ONCE>(table, frame.length / frame.lanes, blocks);
+            } else {
+                encode_alone(block);
+            }
+            for (int64_t b = 0; b < count; ++b)
+                if (!append(block + b, blocks[b], end(block, b))) return false;
+            block += count;
+        }
+        return true;
+    }
+
+private:
+    int64_t first(int64_t block) const { return block * frame.length; }
+
+    // The end of the scratch memory of one of the blocks from `block` on.
+    uint16_t* end(int64_t block, int64_t b) { return scratch + b * frame.length + frame.count(block + b); }
+
+    void use(int64_t context) {
+        if (context != spreaded) spread(plans[context], table);
+        spreaded = context;
+    }
+
+    void encode_alone(int64_t block) {
+        const int64_t begin = first(block), behind = begin + frame.count(block);
+        for (int64_t its = frame.context_of(behind - 1); its >= 0 && frame.ends[its] > begin; --its) {
+            const int64_t from = frame.begin(its) > begin ? frame.begin(its) : begin;
+            use(its);
+            encode_run(table, (frame.ends[its] < behind ? frame.ends[its] : behind) - from, frame.lanes, blocks[0]);
+        }
+    }
+
+    bool append(int64_t block, const Lanes& coded, const uint16_t* behind) {
+        const int64_t size = behind - coded.out;
+        if (size > last - out) return false;
+        store_word(frame.sizes() + 2 * block, static_cast<uint32_t>(size));
+        std::memcpy(out, coded.out, size * sizeof *out);
+        out += size;
+        for (int64_t i = 0; i < frame.lanes; ++i) store_word(2 * (block * frame.lanes + i), coded.state[i]);
+        return true;
+    }
+
+    void store_word(int64_t place, uint32_t number) {
+        words[place] = static_cast<uint16_t>(number), words[place + 1] = static_cast<uint16_t>(number >> 16);
+    }
+
+    const uint16_t* keys;
+    const Plan* plans;
+    const Frame& frame;
+    uint32_t* table;
+    uint16_t* scratch;
+    uint16_t* words;
+    Lanes blocks[AT_ONCE];
+    uint16_t *out = nullptr, *last = nullptr;  // where the next block and the last escape are
+    int64_t spreaded = -1;                     // the context that `table` is of
+};
+
+// values: `InOrder` or alike. space: COPIES of a histogram, where the table of a context is later; then counts and
+// histogram of each context.
+template <class Values>
+void encode_tensor(const Values& values, const Frame& frame, Tables tables, uint16_t* keys, uint32_t* space,
+                   uint16_t* scratch, uint16_t* words) {
+    const uint32_t exponent = values.exponent();
+    std::memset(words, 0, frame.words * sizeof *words);
+    if (exponent == NOT_FINITE) {
+        words[frame.head()] = NOT_FINITE;
+        return;
+    }
+    Counts* counts = reinterpret_cast<Counts*>(space + 2 * KEYS * COPIES);
+    Histogram* histograms = reinterpret_cast<Histogram*>(counts + frame.contexts);
+    for (int64_t context = 0; context < frame.contexts; ++context) {
+        constexpr int64_t SOME = 16384;  // keys are counted while the cache has them
+        std::memset(space, 0, 2 * KEYS * COPIES * sizeof *space);
+        for (int64_t begin = frame.begin(context); begin < frame.ends[context]; begin += SOME) {
+            const int64_t end = begin + SOME < frame.ends[context] ? begin + SOME : frame.ends[context];
+            values.make(begin, end, exponent, keys);
+            count_keys(keys + begin, end - begin, space);
+        }
+        add_up(space, histograms[context], counts[context]);
+    }
+    for (int sure = 0; sure < 2; ++sure) {  // where the first code comes out too long, the second one cannot
+        Plan plans[MOST_CONTEXTS];
+        int64_t shifts[MOST_CONTEXTS];
+        search(counts, frame, tables, sure, plans);
+        for (int64_t context = 0; context < frame.contexts; ++context)
+            shifts[context] = shift_of(histograms[context], counts[context], plans[context], tables);
+        if (Encoder(keys, plans, frame, space, scratch, words).write(exponent, shifts)) return;
+        std::memset(words, 0, frame.words * sizeof *words);
+    }
+}

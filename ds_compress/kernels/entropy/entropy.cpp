@@ -1,0 +1,86 @@
+// One step for a tensor and interleaved rANS, as kernels/entropy.py draws it, and kernels/units.py where values are
+// sorted first.
+//
+// The lanes of a block are the elements of vectors; only the words that some of them write and read are moved apart.
+
+#include "../native/calls.h"
+#include "encoder.h"
+#include "sorted_blocks.h"
+#include "values.h"
+
+namespace {
+
+template <class In>
+void encode_units_of(const In* x, const Frame& frame, Units units, const Tables& tables, int32_t* order, uint16_t* keys,
+                     uint32_t* space, uint16_t* scratch, uint16_t* words, uint16_t* classes) {
+    uint32_t* sizes = reinterpret_cast<uint32_t*>(order);  // until the order is there
+    const uint32_t largest = measure_units(x, units, sizes);
+    classify(sizes, units.count, space, classes);
+    const InUnits<In> values{x, frame.numel, units, largest, Order(classes, units.count, order)};
+    encode_tensor(values, frame, tables, keys, space, scratch, words);
+}
+
+template <class Out>
+bool decode_units_to(const uint16_t* words, const uint16_t* classes, const Frame& frame, Units units,
+                     const float* steps, int32_t* order, int8_t* q, Out* y) {
+    const ToUnits<Out> to{y, units, Order(classes, units.count, order)};
+    return decode_tensor(words, frame, steps, q, to);
+}
+
+}  // namespace
+
+extern "C" {
+
+// What the arguments may be is declared in entropy.py and units.py. ends [contexts], keys [numel], q [numel],
+// space [2 * KEYS * COPIES + contexts * (4 * KEYS + 2)], scratch [AT_ONCE, length], classes [units / PER_WORD],
+// order [2, units].
+
+void encode_entropy(const void* x, int64_t bf16, int64_t numel, int64_t size, int64_t lanes, int64_t length,
+                    int64_t blocks, int64_t contexts, const int64_t* ends, const int32_t* first, const int64_t* units,
+                    const int32_t* cost, uint16_t* keys, uint32_t* space, uint16_t* scratch, uint16_t* words) {
+    const Frame frame{numel, size, lanes, length, blocks, contexts, ends};
+    const Tables tables{first, units, cost};
+    auto encode = [&](auto* values) {
+        encode_tensor(InOrder<std::decay_t<decltype(*values)>>{values, numel}, frame, tables, keys, space, scratch, words);
+    };
+    if (bf16) encode(static_cast<const uint16_t*>(x));
+    else encode(static_cast<const float*>(x));
+}
+
+int64_t decode_entropy(const uint16_t* words, int64_t numel, int64_t size, int64_t lanes, int64_t length,
+                       int64_t blocks, int64_t contexts, const int64_t* ends, const float* steps, int8_t* q, void* y,
+                       int64_t bf16) {
+    const Frame frame{numel, size, lanes, length, blocks, contexts, ends};
+    return bf16 ? decode_tensor(words, frame, steps, q, ToOrder<uint16_t>{static_cast<uint16_t*>(y)})
+                : decode_tensor(words, frame, steps, q, ToOrder<float>{static_cast<float*>(y)});
+}
+
+// `rest` values are behind those of the `count` units.
+
+void encode_units(const void* x, int64_t bf16, int64_t numel, int64_t size, int64_t lanes, int64_t length,
+                  int64_t blocks, int64_t contexts, const int64_t* ends, const int32_t* first, const int64_t* units,
+                  const int32_t* cost, uint16_t* keys, uint32_t* space, uint16_t* scratch, uint16_t* words,
+                  int64_t count, int64_t rest, int64_t columns, int32_t* order, uint16_t* classes) {
+    const Frame frame{numel, size, lanes, length, blocks, contexts, ends};
+    const Tables tables{first, units, cost};
+    const Units its{count, (numel - rest) / count, columns != 0};
+    if (bf16)
+        encode_units_of(static_cast<const uint16_t*>(x), frame, its, tables, order, keys, space, scratch, words, classes);
+    else encode_units_of(static_cast<const float*>(x), frame, its, tables, order, keys, space, scratch, words, classes);
+}
+
+int64_t decode_units(const uint16_t* words, int64_t numel, int64_t size, int64_t lanes, int64_t length, int64_t blocks,
+                     int64_t contexts, const int64_t* ends, const float* steps, int8_t* q, void* y, int64_t bf16,
+                     int64_t count, int64_t rest, int64_t columns, int32_t* order, const uint16_t* classes) {
+    const Frame frame{numel, size, lanes, length, blocks, contexts, ends};
+    const Units its{count, (numel - rest) / count, columns != 0};
+    return bf16 ? decode_units_to(words, classes, frame, its, steps, order, q, static_cast<uint16_t*>(y))
+                : decode_units_to(words, classes, frame, its, steps, order, q, static_cast<float*>(y));
+}
+
+BY_WORDS(encode_entropy)
+BY_WORDS(decode_entropy)
+BY_WORDS(encode_units)
+BY_WORDS(decode_units)
+
+}  // extern "C"

@@ -1,0 +1,132 @@
+// Units in the order of their classes, by kernels/units.py: how values are taken from a tensor in it, and put back.
+
+#pragma once
+
+#include "log_magnitude_bins.h"
+#include "../simd/transpose.h"
+
+constexpr int64_t CLASSES = 4, CLASS_BITS = 2, PER_WORD = 16 / CLASS_BITS;
+constexpr int64_t RUN = 64;
+constexpr uint32_t RANKS = (INFINITE >> 16) + 1;
+
+struct Units {
+    int64_t count, size;  // as many units, of so many values
+    bool columns;         // or runs, of RUN values
+
+    int64_t whole() const { return count * size; }
+};
+
+// For each unit, [count], the bits of its largest magnitude; of infinity, where it has inf or nan. Returns the largest.
+template <class In>
+uint32_t measure_units(const In* x, Units units, uint32_t* largest) {
+    if (units.columns) {
+        for (int64_t unit = 0; unit < units.count; ++unit) largest[unit] = 0;
+        for (int64_t row = 0; row < units.size; ++row)
+            for (int64_t unit = 0; unit < units.count; ++unit) {
+                const uint32_t bits = as_bits(to_float(x[row * units.count + unit])) & MAGNITUDE;
+                largest[unit] = bits > largest[unit] ? bits : largest[unit];
+            }
+    } else {
+        for (int64_t unit = 0; unit < units.count; ++unit) largest[unit] = largest_bits<RUN>(x + unit * RUN, RUN);
+    }
+    uint32_t most = 0;
+    for (int64_t unit = 0; unit < units.count; ++unit) {
+        largest[unit] = largest[unit] < INFINITE ? largest[unit] : INFINITE;
+        most = largest[unit] > most ? largest[unit] : most;
+    }
+    return most;
+}
+
+// Classes of units of such `largest` into `words`. ranks: [RANKS] with anything in it.
+inline void classify(const uint32_t* largest, int64_t count, uint32_t* ranks, uint16_t* words) {
+    uint32_t least = RANKS - 1, most = 0;
+    for (int64_t unit = 0; unit < count; ++unit) {
+        const uint32_t rank = largest[unit] >> 16;
+        least = rank < least ? rank : least;
+        most = rank > most ? rank : most;
+    }
+    for (uint32_t rank = least; rank <= most; ++rank) ranks[rank] = 0;
+    for (int64_t unit = 0; unit < count; ++unit) ++ranks[largest[unit] >> 16];
+    uint32_t place = 0;  // of the first unit of a rank
+    for (uint32_t rank = most + 1; rank-- > least;) {
+        const uint32_t its = ranks[rank];
+        ranks[rank] = place;
+        place += its;
+    }
+    for (int64_t i = 0; i < (count + PER_WORD - 1) / PER_WORD; ++i) words[i] = 0;
+    for (int64_t unit = 0; unit < count; ++unit) {
+        const int64_t its = ranks[largest[unit] >> 16]++ * CLASSES / count;
+        words[unit / PER_WORD] = static_cast<uint16_t>(words[unit / PER_WORD] | its << unit % PER_WORD * CLASS_BITS);
+    }
+}
+
+// The order of units: which one is at each place, and the place of each, both [count].
+struct Order {
+    const int32_t *units, *places;
+
+    // Whatever classes `words` hold. memory: [2, count].
+    Order(const uint16_t* words, int64_t count, int32_t* memory) : units(memory), places(memory + count) {
+        int64_t next[CLASSES + 1] = {};
+        auto class_of = [&](int64_t unit) {
+            return words[unit / PER_WORD] >> unit % PER_WORD * CLASS_BITS & (CLASSES - 1);
+        };
+        for (int64_t unit = 0; unit < count; ++unit) ++next[class_of(unit) + 1];
+        for (int64_t its = 1; its < CLASSES; ++its) next[its] += next[its - 1];
+        for (int64_t unit = 0; unit < count; ++unit) {
+            const int64_t place = next[class_of(unit)]++;
+            memory[place] = static_cast<int32_t>(unit);
+            memory[count + unit] = static_cast<int32_t>(place);
+        }
+    }
+};
+
+// The values of a tensor in the order of its units, see `InOrder`.
+template <class In>
+struct InUnits {
+    const In* x;
+    int64_t numel;
+    Units units;
+    uint32_t largest;
+    Order order;
+
+    uint32_t exponent() const {
+        const uint32_t behind = largest_bits(x + units.whole(), numel - units.whole());
+        return exponent_of(behind > largest ? behind : largest);
+    }
+
+    void make(int64_t begin, int64_t end, uint32_t exponent, uint16_t* keys) const {
+        constexpr int64_t AHEAD = 8;
+        if (units.columns) {
+            if (begin == 0) make_columns(exponent, keys);
+            return;
+        }
+        while (begin < end) {
+            const int64_t unit = begin / units.size, inside = begin % units.size;
+            const int64_t left = unit < units.count ? units.size - inside : end - begin;
+            const int64_t n = left < end - begin ? left : end - begin;
+            const int64_t from = unit < units.count ? order.units[unit] * units.size + inside : begin;
+            if (unit + AHEAD < units.count) {  // no processor knows the order by itself
+                const char* next = reinterpret_cast<const char*>(x + order.units[unit + AHEAD] * RUN);
+                for (size_t byte = 0; byte < RUN * sizeof(In); byte += 64) __builtin_prefetch(next + byte);
+            }
+            if (n == RUN) make_keys<RUN>(x + from, n, exponent, keys + begin);
+            else make_keys(x + from, n, exponent, keys + begin);
+            begin += n;
+        }
+    }
+
+    // All at once.
+    void make_columns(uint32_t exponent, uint16_t* keys) const {
+        constexpr int64_t HIGH = 128, WIDE = 64;
+        uint16_t tile[HIGH * WIDE];
+        for (int64_t row = 0; row < units.size; row += HIGH)
+            for (int64_t first = 0; first < units.count; first += WIDE) {
+                const int64_t high = units.size - row < HIGH ? units.size - row : HIGH;
+                const int64_t wide = units.count - first < WIDE ? units.count - first : WIDE;
+                for (int64_t i = 0; i < high; ++i)
+                    make_keys(x + (row + i) * units.count + first, wide, exponent, tile + i * WIDE);
+                turn_rows<uint16_t>(high, wide, [&](int64_t i) { return tile + i * WIDE; },
+                                    [&](int64_t j) { return keys + order.places[first + j] * units.size + row; });
+            }
+    }
+};

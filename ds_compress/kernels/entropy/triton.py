@@ -1,0 +1,162 @@
+"""Entropy coding on a GPU: the coder in one launch each way, a program for each block; the rest in torch.
+
+What torch does is a few passes over the keys and some hundreds of launches on the histogram, none of which
+makes the host wait.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ds_compress.kernels.entropy.format import SCALE_BITS, START, Frame
+from ds_compress.kernels.entropy.rans import Coded, contexts_of, slots
+from ds_compress.kernels.entropy.reference import Coder, decode_entropy_by, encode_entropy_by
+from ds_compress.kernels.entropy.reference_sorted_blocks import decode_units_by, encode_units_by
+from ds_compress.kernels.entropy.sorted_blocks import Units
+
+
+def encode_entropy(x: Tensor, frame: Frame) -> Tensor:
+    """See `reference.encode_entropy`."""
+    return encode_entropy_by(_CODER, x, frame)
+
+
+def decode_entropy(words: Tensor, frame: Frame, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """See `reference.decode_entropy`."""
+    return decode_entropy_by(_CODER, words, frame, dtype)
+
+
+def encode_units(x: Tensor, frame: Frame, units: Units) -> Tensor:
+    """See `reference.encode_units`."""
+    return encode_units_by(encode_entropy, x, frame, units)
+
+
+def decode_units(words: Tensor, frame: Frame, units: Units, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """See `reference.decode_units`."""
+    return decode_units_by(decode_entropy, words, frame, units, dtype)
+
+
+def rans_encode(symbols: Tensor, frequencies: Tensor, frame: Frame) -> Coded:
+    """See `reference.rans.rans_encode`."""
+    shape = frame.blocks, frame.steps, frame.lanes
+    states = torch.empty(frame.blocks, frame.lanes, dtype=torch.int64, device=symbols.device)
+    words = torch.empty(shape, dtype=torch.int32, device=symbols.device)
+    written = torch.empty(shape, dtype=torch.int8, device=symbols.device)
+    starts = frequencies.cumsum(1) - frequencies
+    with torch.cuda.device_of(symbols):
+        _encode[(frame.blocks,)](
+            symbols,
+            frequencies.contiguous(),
+            starts,
+            states,
+            words,
+            written,
+            frame.numel,
+            frame.steps,
+            LANES=frame.lanes,
+            START=START,
+            SCALE_BITS=SCALE_BITS,
+            num_warps=1,
+        )
+    return Coded(states, words, written.bool())
+
+
+def rans_decode(
+    states: Tensor, words: Tensor, places: Tensor, frequencies: Tensor, frame: Frame
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `reference.rans.rans_decode`."""
+    symbol_of, size_of, offset_of = slots(frequencies)
+    symbols = torch.zeros(frame.numel, dtype=torch.int16, device=words.device)
+    ends, left = torch.empty_like(states), torch.empty_like(places)
+    with torch.cuda.device_of(words):
+        _decode[(frame.blocks,)](
+            states.contiguous(),
+            words,
+            places,
+            symbol_of,
+            size_of,
+            offset_of,
+            contexts_of(frame, words.device),
+            symbols,
+            left,
+            ends,
+            frame.numel,
+            frame.steps,
+            len(words) - 1,
+            LANES=frame.lanes,
+            START=START,
+            SCALE_BITS=SCALE_BITS,
+            num_warps=1,
+        )
+    return symbols, left, ends
+
+
+_CODER = Coder(rans_encode, rans_decode)
+
+
+@triton.jit(do_not_specialize=["numel", "steps"])
+def _encode(
+    symbols,
+    frequencies,
+    starts,
+    states,
+    words,
+    written,
+    numel,
+    steps,
+    LANES: tl.constexpr,
+    START: tl.constexpr,
+    SCALE_BITS: tl.constexpr,
+):
+    block, lane = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
+    state = tl.full([LANES], START, tl.int64)
+    for i in range(steps):
+        place = (block * steps + (steps - 1 - i)) * LANES + lane
+        exists = place < numel
+        symbol = tl.load(symbols + place, mask=exists, other=0)
+        f = tl.where(exists, tl.load(frequencies + symbol), 1 << SCALE_BITS)
+        start = tl.where(exists, tl.load(starts + symbol), 0)
+        full = (state >> 20) >= f
+        tl.store(words + place, (state & 0xFFFF).to(tl.int32))
+        tl.store(written + place, full.to(tl.int8))
+        state = tl.where(full, state >> 16, state)
+        state = ((state // f) << SCALE_BITS) + state % f + start
+    tl.store(states + block * LANES + lane, state)
+
+
+@triton.jit(do_not_specialize=["numel", "steps", "last"])
+def _decode(
+    states,
+    words,
+    places,
+    symbol_of,
+    size_of,
+    offset_of,
+    contexts,
+    symbols,
+    left,
+    ends,
+    numel,
+    steps,
+    last,
+    LANES: tl.constexpr,
+    START: tl.constexpr,
+    SCALE_BITS: tl.constexpr,
+):
+    """No place of `words` beyond the last one is read, however many a damaged block asks for."""
+    block, lane = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
+    state, place = tl.load(states + block * LANES + lane), tl.load(places + block)
+    for step in range(steps):
+        value = (block * steps + step) * LANES + lane
+        exists = value < numel
+        slot = (state & ((1 << SCALE_BITS) - 1)) + (tl.load(contexts + block * steps + step) << SCALE_BITS)
+        tl.store(symbols + value, tl.load(symbol_of + slot).to(tl.int16), mask=exists)
+        fed = tl.load(size_of + slot) * (state >> SCALE_BITS) + tl.load(offset_of + slot)
+        state = tl.where(exists, fed, state)
+        empty = exists & (state < START)
+        rank = tl.cumsum(empty.to(tl.int32), 0)
+        word = tl.load(words + tl.minimum(tl.maximum(place + rank - 1, 0), last), mask=empty, other=0)
+        state = tl.where(empty, (state << 16) | word, state)
+        place += tl.sum(empty.to(tl.int32), 0)
+    tl.store(left + block, place)
+    tl.store(ends + block * LANES + lane, state)

@@ -1,0 +1,1 @@
+"""State updates of feedbacks, alone and fused with quantization."""

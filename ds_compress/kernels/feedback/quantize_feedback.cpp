@@ -1,0 +1,289 @@
+// Group-wise quantization of messages that follow a state, as kernels/reference/stateful.py specifies it: what a feedback
+// adds to a message and what it keeps of it, while the group is in the first-level cache.
+
+#include <type_traits>
+
+#include "../quantize/batch.h"
+#include "../native/calls.h"
+#include "../simd/reduce.h"
+#include "../quantize/group.h"
+#include "int8.h"
+#include "feedback_update.h"
+
+namespace {
+
+// A vector as the message has it.
+Floats rounded(Floats x, const float*) { return x; }
+
+Floats rounded(Floats x, const uint16_t*) {
+    uint16_t halves[LANES];
+    keep(x, halves);
+    return load(halves);
+}
+
+// What is kept: floats, bf16, or int8 codes and their scales at places that are multiples of CODED. The next state takes
+// the place of the old one.
+struct State {
+    float* floats;
+    uint16_t* halves = nullptr;
+    int8_t* codes = nullptr;
+    float* scales = nullptr;
+
+    // Of `count` values from `place` on.
+    const float* read(int64_t place, int64_t count, float* room) const {
+        if (floats) return floats + place;
+        if (codes) from_int8(codes + place, scales + place / CODED, count, room);
+        else in_vectors(count, [&](int64_t i, int64_t n) { keep_some(some(halves + place + i, n), room + i, n); });
+        return room;
+    }
+
+    void write(int64_t place, int64_t count, const float* values) const {
+        if (floats) std::memcpy(floats + place, values, count * sizeof(float));
+        else if (codes) to_int8(values, count, codes + place, scales + place / CODED);
+        else in_vectors(count, [&](int64_t i, int64_t n) { keep_some(some(values + i, n), halves + place + i, n); });
+    }
+
+    // Whether it can hold them.
+    bool holds(const float* values, int64_t count) const {
+        Ints most = {};
+        in_vectors(count, [&](int64_t i, int64_t n) {
+            const Floats x = some(values + i, n);
+            most = larger(most, (Ints)(halves ? rounded(x, halves) : x) & MAGNITUDE);
+        });
+        return folded(most, larger<Ints>)[0] < INFINITE;
+    }
+
+    // Have it brought into the caches.
+    void fetch(int64_t place, int64_t count) const {
+        if (floats) ::fetch(floats + place, count);
+        if (halves) ::fetch(halves + place, count);
+        if (codes) ::fetch(codes + place, count);
+    }
+};
+
+State state_of(void* memory, int64_t bf16) {
+    if (bf16) return {nullptr, static_cast<uint16_t*>(memory)};
+    return {static_cast<float*>(memory)};
+}
+
+Ints largest_of(Ints most, Floats x) { return larger(most, (Ints)x & MAGNITUDE); }
+
+bool finite(Ints most) { return folded(most, larger<Ints>)[0] < INFINITE; }
+
+// What `kept` makes of x and a state: as it is in `total`, and in `values` within the range of x's type, in which a value
+// of x that is not finite is nan; see `narrow` in kernels/numerics.py. Returns the bits of the largest magnitudes of x.
+template <int SIZE, class In, class Kept>
+Ints narrow_sum(const In* x, const float* state, Kept kept, int64_t size, float* total, float* values) {
+    const Floats most = Floats{} + to_float(largest(x));
+    Ints seen = {};
+    in_vectors<SIZE>(size, [&](int64_t i, int64_t count) {
+        const Floats value = some(x + i, count), sum = kept.sum(value, some(state + i, count));
+        const Floats within = larger(smaller(sum, most), -most);
+        seen = largest_of(seen, value);
+        keep(sum, total + i);
+        keep(rounded(within + (value - value), x), values + i);
+    });
+    return seen;
+}
+
+// The sums of a batch, which gets its values and its grids.
+template <int SIZE, class In, class Kept>
+void load_sums(Batch<SIZE>& batch, int count, const In* x, const float* state, Kept kept, int64_t size,
+               const Format& format, float* totals) {
+    if constexpr (std::is_same_v<In, float> && SIZE != 0) {  // a finite sum is within the range
+        typename Batch<SIZE>::Ranges ranges;  // found group by group: what the next one reads comes meanwhile
+        Ints doubts = {};
+        for (int k = 0; k < count; ++k) {
+            Limits seen;
+            for (int64_t i = k * SIZE; i < (k + 1) * SIZE; i += LANES) {
+                const Floats sum = kept.sum(load(x + i), load(state + i));
+                seen.see(sum);
+                keep(sum, totals + i);
+            }
+            ranges.least[k] = seen.least(), ranges.most[k] = seen.most();
+            doubts |= seen.doubts();
+        }
+        if (!any(doubts)) {
+            for (int k = 0; k < count; ++k) batch.groups[k].load(totals + k * SIZE, format.diagonal);
+            if (format.levels || format.symmetric || format.diagonal) batch.make_grids(count, format);
+            else batch.make_grids(ranges, format);
+            return;
+        }
+    }
+    for (int k = 0; k < count; ++k) {
+        const int64_t place = k * size;
+        Group<SIZE>& group = batch.groups[k];
+        const auto sums = [&](const auto& its) {
+            return narrow_sum<SIZE>(x + place, state + place, its, size, totals + place, group.own);
+        };
+        if (!finite(sums(kept))) sums(kept.not_finite());
+        group.values = group.own;
+        if (format.diagonal) rotate<SIZE>(group.own, group.own, size, format.diagonal);
+    }
+    batch.make_grids(count, format);
+}
+
+// Grids whose steps and offsets are not larger than this add to a state, which is finite, less than half of what the
+// largest floats are apart: what comes of it is finite.
+template <class Scale>
+float harmless(const Scale& scale) {
+    return scale.by < 1 ? scale.by * 0x1p64f : 0x1p64f;
+}
+
+template <int SIZE, class In, class Kept>
+void quantize(const In* x, State state, Kept kept, int64_t n, int64_t size, Format format, uint8_t* packed, void* steps,
+              void* offsets) {
+    Batch<SIZE> batch(size, format);
+    constexpr int ROOM = (SIZE ? batch.GROUPS * SIZE : MAX_GROUP) + LANES;
+    alignas(64) float totals[ROOM], before[ROOM], after[ROOM];
+    const float most = harmless(kept.scale);
+    const int64_t unit = state.codes && size < CODED ? CODED : size;  // values that are kept, or not
+    for (int64_t start = 0; start < n; start += batch.GROUPS) {
+        const int count = n - start < batch.GROUPS ? n - start : batch.GROUPS;
+        const float* old = state.read(start * size, count * size, before);
+        load_sums(batch, count, x + start * size, old, kept, size, format, totals);
+        const bool sure = batch.grids.within(most);  // that all of it is finite
+        float* made = sure && state.floats ? state.floats + start * size : after;
+        for (int i = 0; i < count; ++i, packed += size * format.bits / 8) {
+            if (LANES > 8 || !state.floats) {  // of the next batch, while this one is worked on; else that hinders
+                fetch(x + (start + batch.GROUPS + i) * size, size);
+                state.fetch((start + batch.GROUPS + i) * size, size);
+            }
+            const auto renew = [&](int64_t j, int64_t lanes, Floats value) __attribute__((always_inline)) {
+                const int64_t place = i * size + j;  // lanes that are too many may be anything
+                const Floats next = kept.next(some(old + place, lanes), load(totals + place), rounded(value, x));
+                keep_some(next, made + place, lanes);
+            };
+            batch.groups[i].pack_and_return(format, batch.grids[i], packed, renew);
+        }
+        batch.store_scales(count, format, start, steps, offsets);
+        if (sure && !state.floats) state.write(start * size, count * size, made);
+        for (int64_t i = 0; !sure && i < count * size; i += unit) {
+            const int64_t some = count * size - i < unit ? count * size - i : unit;
+            if (state.holds(made + i, some)) state.write(start * size + i, some, made + i);
+        }
+    }
+}
+
+template <int SIZE, class In>
+void with_residual(const In* x, State state, float scale, float share, float rest, int64_t n, int64_t size,
+                   Format format, uint8_t* packed, void* steps, void* offsets) {
+    const auto pass = [&](const auto& kept) {
+        quantize<SIZE>(x, state, kept, n, size, format, packed, steps, offsets);
+    };
+    if (scale != 1) pass(Residual<Scaled>(Scaled(scale), share, rest));
+    else if (share == 0 && rest == 1) pass(Lost());
+    else pass(Residual<Unscaled>(Unscaled(), share, rest));
+}
+
+template <int SIZE, class In>
+void with_change(const In* x, State state, float scale, int64_t n, int64_t size, Format format, uint8_t* packed,
+                 void* steps, void* offsets) {
+    const auto pass = [&](const auto& kept) {
+        quantize<SIZE>(x, state, kept, n, size, format, packed, steps, offsets);
+    };
+    if (scale == 1) pass(Mirror<Unscaled>());
+    else pass(Mirror<Scaled>{Scaled(scale)});
+}
+
+template <int SIZE, class Scale, class Out>
+void onto(const uint8_t* packed, const void* steps, const void* offsets, State state, Scale scale, int64_t n,
+          int64_t size, Format format, Out* y) {
+    constexpr int64_t TOGETHER = SIZE ? 8 : 1, ROOM = SIZE ? TOGETHER * SIZE : MAX_GROUP;
+    alignas(64) float before[ROOM], after[ROOM];
+    alignas(64) Out delivered[ROOM];
+    const Mirror<Scale> kept = {scale};
+    const float most = harmless(scale);
+    const bool streams = size % LANES == 0 && to_be_streamed(y, n * size);
+    Group<SIZE> group;
+    group.size = size;
+    for (int64_t start = 0; start < n; start += TOGETHER) {
+        const int64_t groups = n - start < TOGETHER ? n - start : TOGETHER, first = start * size;
+        Out* arrived = streams ? delivered : y + first;
+        for (int64_t i = 0; i < groups; ++i, packed += size * format.bits / 8) {
+            const int64_t place = first + i * size;
+            if (!state.floats) state.fetch(place + TOGETHER * size, size);
+            if (!streams) fetch(y + place + TOGETHER * size, size);  // what is written, too, is read first
+            const float* held = state.read(place, size, before);
+            const Grid grid = load_grid(format, steps, offsets, start + i);
+            const bool sure = grid.within(most);  // that the group is finite
+            float* made = sure && state.floats ? state.floats + place : after;
+            const auto add = [&](int64_t j, int64_t lanes, Floats value) __attribute__((always_inline)) {
+                const Floats next = kept.next(some(held + j, lanes), Floats{}, rounded(value, y));
+                keep_some(next, made + j, lanes);
+                keep_some(scale.times(next), arrived + i * size + j, lanes);
+            };
+            group.return_values(format, grid, packed, add);
+            if (sure ? !state.floats : state.holds(made, size)) state.write(place, size, made);
+            if (streams) stream_all(arrived + i * size, size, y + place);
+        }
+    }
+    if (streams) streamed();
+}
+
+template <int SIZE, class Out>
+void with_all(const uint8_t* packed, const void* steps, const void* offsets, State state, float scale, int64_t n,
+              int64_t size, Format format, Out* y) {
+    if (scale == 1) onto<SIZE>(packed, steps, offsets, state, Unscaled(), n, size, format, y);
+    else onto<SIZE>(packed, steps, offsets, state, Scaled(scale), n, size, format, y);
+}
+
+}  // namespace
+
+extern "C" {
+
+// What the arguments may be is declared in stateful.py; they are those of quantize.cpp, then those of the state, in which
+// they leave the next one. A group of which something is not finite keeps its own.
+
+void quantize_with_residual(const void* x, int64_t bf16, int64_t n, int64_t size, int64_t bits, int64_t symmetric,
+                            int64_t wide_scale, int64_t unrotated, const float* diagonal, int64_t uniform,
+                            const float* levels, uint8_t* packed, void* steps, void* offsets, float scale,
+                            float share, float rest, int64_t halved, void* residual) {
+    const Format form = format(size, bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
+    const State state = state_of(residual, halved);
+    const uint16_t* halves = static_cast<const uint16_t*>(x);
+    const float* floats = static_cast<const float*>(x);
+    if (bf16) FOR_SIZE(with_residual, halves, state, scale, share, rest, n, size, form, packed, steps, offsets)
+    else FOR_SIZE(with_residual, floats, state, scale, share, rest, n, size, form, packed, steps, offsets)
+}
+
+void quantize_with_coded_residual(const void* x, int64_t bf16, int64_t n, int64_t size, int64_t bits,
+                                  int64_t symmetric, int64_t wide_scale, int64_t unrotated, const float* diagonal,
+                                  int64_t uniform, const float* levels, uint8_t* packed, void* steps, void* offsets,
+                                  float scale, float share, float rest, int8_t* codes, float* scales) {
+    const Format form = format(size, bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
+    const State state = {nullptr, nullptr, codes, scales};
+    const uint16_t* halves = static_cast<const uint16_t*>(x);
+    const float* floats = static_cast<const float*>(x);
+    if (bf16) FOR_SIZE(with_residual, halves, state, scale, share, rest, n, size, form, packed, steps, offsets)
+    else FOR_SIZE(with_residual, floats, state, scale, share, rest, n, size, form, packed, steps, offsets)
+}
+
+void quantize_change(const void* x, int64_t bf16, int64_t n, int64_t size, int64_t bits, int64_t symmetric,
+                     int64_t wide_scale, int64_t unrotated, const float* diagonal, int64_t uniform,
+                     const float* levels, uint8_t* packed, void* steps, void* offsets, float scale,
+                     int64_t halved, void* held) {
+    const Format form = format(size, bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
+    const State state = state_of(held, halved);
+    const uint16_t* halves = static_cast<const uint16_t*>(x);
+    const float* floats = static_cast<const float*>(x);
+    if (bf16) FOR_SIZE(with_change, halves, state, scale, n, size, form, packed, steps, offsets)
+    else FOR_SIZE(with_change, floats, state, scale, n, size, form, packed, steps, offsets)
+}
+
+void dequantize_change(void* y, int64_t bf16, int64_t n, int64_t size, int64_t bits, int64_t symmetric,
+                       int64_t wide_scale, int64_t unrotated, const float* diagonal, int64_t uniform,
+                       const float* levels, const uint8_t* packed, const void* steps, const void* offsets,
+                       float scale, int64_t halved, void* held) {
+    const Format form = format(size, bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
+    const State state = state_of(held, halved);
+    if (bf16) FOR_SIZE(with_all, packed, steps, offsets, state, scale, n, size, form, static_cast<uint16_t*>(y))
+    else FOR_SIZE(with_all, packed, steps, offsets, state, scale, n, size, form, static_cast<float*>(y))
+}
+
+IN_PARTS(quantize_with_residual)
+IN_PARTS(quantize_with_coded_residual)
+IN_PARTS(quantize_change)
+IN_PARTS(dequantize_change)
+
+}  // extern "C"

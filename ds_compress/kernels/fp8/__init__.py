@@ -1,0 +1,1 @@
+"""8-bit floats with a scale per group."""

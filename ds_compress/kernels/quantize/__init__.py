@@ -1,0 +1,1 @@
+"""Group-wise quantization: formats, PyTorch reference, CPU and GPU kernels."""

@@ -1,0 +1,261 @@
+// A group of values and its grid, as kernels/reference/groups.py specifies them: equal to the bit.
+//
+// A group is read once, and everything else happens in the first-level cache.
+
+#pragma once
+
+#include <type_traits>
+
+#include "bits.h"
+#include "dither.h"
+#include "../simd/floats.h"
+#include "gaussian.h"
+#include "grids.h"
+#include "hadamard.h"
+#include "../simd/minmax.h"
+#include "../simd/nontemporal.h"
+
+constexpr int MAX_GROUP = 4096;
+
+struct Format {
+    int64_t bits, symmetric, wide_scale;  // wide_scale: fp32 rather than bf16
+    const float* diagonal;                // of the rotation, or null
+    const Levels* levels;                 // of the grid for normal values, or null where it is uniform
+
+    int top() const { return (1 << bits) - (symmetric && bits > 1 ? 2 : 1); }
+};
+
+// Groups whose size is no power of two have no rotation: what it wrote would not end with them.
+inline Format format(int64_t size, int64_t bits, int64_t symmetric, int64_t wide_scale, int64_t unrotated,
+                     const float* diagonal, int64_t uniform, const float* levels) {
+    return {bits, symmetric, wide_scale, unrotated || (size & (size - 1)) ? nullptr : diagonal,
+            uniform ? nullptr : reinterpret_cast<const Levels*>(levels)};
+}
+
+// SIZE is that of the group, or 0 where it is known at run time only.
+template <int SIZE>
+struct Group {
+    static constexpr int ROOM = SIZE ? SIZE : MAX_GROUP + LANES;
+
+    int64_t size;
+    const float* values;  // [size], and room for whole vectors
+    alignas(64) float own[ROOM];
+    alignas(64) float products[ROOM];
+    alignas(64) int32_t codes[ROOM];  // to be packed
+    alignas(64) uint8_t bytes[ROOM];  // unpacked codes
+
+    // The values of a group as the grid is to see them. In whole vectors, as they are read again: a vector that was
+    // written in pieces takes long to come back.
+    template <class In>
+    void load(const In* x, const float* diagonal) {
+        values = own;
+        if constexpr (std::is_same_v<In, float> && SIZE % LANES == 0 && SIZE != 0) {
+            if (diagonal) rotate<SIZE>(x, own, size, diagonal);
+            else values = x;
+            return;
+        }
+        in_vectors<SIZE>(size, [&](int64_t i, int64_t lanes) { keep(some(x + i, lanes), own + i); });
+        if (diagonal) rotate<SIZE>(own, own, size, diagonal);
+    }
+
+    // The scale for normal values; their codes, too.
+    float gaussian(const Format& format) {
+        const Levels& levels = *format.levels;
+        float scale;
+        switch (format.bits) {
+            case 1: scale = gaussian_codes<SIZE, 1>(values, size, levels, codes, products); break;
+            case 2: scale = gaussian_codes<SIZE, 2>(values, size, levels, codes, products); break;
+            case 3: scale = gaussian_codes<SIZE, 4>(values, size, levels, codes, products); break;
+            default: scale = gaussian_codes<SIZE, 8>(values, size, levels, codes, products);
+        }
+        if (format.wide_scale) return scale;
+        uint16_t rounded;
+        store(scale, rounded);
+        return to_float(rounded);
+    }
+
+    static Floats positions(const float* values, Grid grid) { return (::load(values) - grid.offset) * grid.inverse; }
+
+    // The nearest codes of values, by a grid that is finite: its step is large enough that none is beyond it.
+    static Ints codes_of(const float* values, Grid grid) { return truncated(positions(values, grid) + 0.5f); }
+
+    // The same of any grid; of nan, 0.
+    void to_codes(Grid grid) {
+        const Floats top = Floats{} + grid.top;
+        in_vectors<SIZE>(size, [&](int64_t i, int64_t) {
+            keep(truncated(smaller(larger(positions(values + i, grid), Floats{}), top) + 0.5f), codes + i);
+        });
+    }
+
+    // The nearest codes of a uniform grid, packed.
+    void pack_codes(const Format& format, Grid grid, uint8_t* packed) {
+        switch (format.bits) {
+            case 1: return pack_codes<1>(grid, packed);
+            case 2: return pack_codes<2>(grid, packed);
+            case 4: return pack_codes<4>(grid, packed);
+            case 8: return pack_codes<8>(grid, packed);
+        }
+        to_codes(grid);
+        pack<SIZE>(codes, size, format.bits, packed);
+    }
+
+    template <int WIDTH>
+    void pack_codes(Grid grid, uint8_t* packed) {
+        if constexpr (IN_VECTORS<SIZE, WIDTH>) {
+            if (grid.is_finite()) {
+                pack_vectors<SIZE, WIDTH>([grid, values = values](int i) { return codes_of(values + i, grid); }, packed);
+                return;
+            }
+        }
+        to_codes(grid);
+        pack<SIZE>(codes, size, WIDTH, packed);
+    }
+
+    // Rounds up or down as a fraction of 16 bits and its draw have a carry, or not.
+    void dither_codes(Grid grid, Dither dither, uint32_t number) {
+        const int64_t count = SIZE ? SIZE : size;
+        const auto round = [&](int64_t i, Words draws) {
+            const Floats position = smaller(larger(positions(values + i, grid), Floats{}), Floats{} + grid.top);
+            keep((truncated(position * 65536.0f + 0.5f) + (Ints)draws) >> 16, codes + i);
+        };
+        for (int64_t i = 0; i < count; i += 64)
+            for (int64_t j = i; j < i + 32 && j < count; j += LANES) {
+                const Words words = dither.words(number + i / 2 + j % 32);
+                round(j, words & 0xFFFF);
+                if (j + 32 < count) round(j + 32, words >> 16);
+            }
+    }
+
+    // The same of any grid, and work(place, lanes that exist, the values that the receiver will find there).
+    template <class F>
+    INLINED void pack_and_return(const Format& format, Grid grid, uint8_t* packed, const F& work) {
+        if (!format.levels && !format.diagonal) return pack_uniform(format.bits, grid, packed, work);
+        pack_and_keep(format, grid, packed);
+        return_own(format, work);
+    }
+
+    // work(place, lanes that exist, the values that packed codes stand for there).
+    template <class F>
+    INLINED void return_values(const Format& format, Grid grid, const uint8_t* packed, const F& work) {
+        if (!format.levels && !format.diagonal) return return_uniform(format.bits, grid, packed, work);
+        keep_values(format, grid, packed);
+        return_own(format, work);
+    }
+
+private:
+    // The values of codes of a uniform grid.
+    static Floats uniform(Ints codes, Grid grid) {
+        return __builtin_convertvector(codes, Floats) * grid.step + grid.offset;
+    }
+
+    template <class F>
+    INLINED void pack_uniform(int64_t bits, Grid grid, uint8_t* packed, const F& work) {
+        switch (bits) {
+            case 1: return pack_uniform<1>(grid, packed, work);
+            case 2: return pack_uniform<2>(grid, packed, work);
+            case 4: return pack_uniform<4>(grid, packed, work);
+            case 8: return pack_uniform<8>(grid, packed, work);
+        }
+        pack_pieces(bits, grid, packed, work);
+    }
+
+    template <int WIDTH, class F>
+    INLINED void pack_uniform(Grid grid, uint8_t* packed, const F& work) {
+        if constexpr (IN_VECTORS<SIZE, WIDTH>) {
+            const auto each = [&work, grid, values = values](int i) __attribute__((always_inline)) {
+                const Ints code = codes_of(values + i, grid);
+                work(i, LANES, uniform(code, grid));
+                return code;
+            };
+            if (grid.is_finite()) {
+                pack_vectors<SIZE, WIDTH>(each, packed);
+                return;
+            }
+        }
+        pack_pieces(WIDTH, grid, packed, work);
+    }
+
+    template <class F>
+    INLINED void pack_pieces(int64_t bits, Grid grid, uint8_t* packed, const F& work) {
+        to_codes(grid);
+        pack<SIZE>(codes, size, bits, packed);
+        in_vectors<SIZE>(size, [&](int64_t i, int64_t lanes) { work(i, lanes, uniform(::load(codes + i), grid)); });
+    }
+
+    template <class F>
+    INLINED void return_uniform(int64_t bits, Grid grid, const uint8_t* packed, const F& work) {
+        switch (bits) {
+            case 1: return return_uniform<1>(grid, packed, work);
+            case 2: return return_uniform<2>(grid, packed, work);
+            case 4: return return_uniform<4>(grid, packed, work);
+            case 8: return return_uniform<8>(grid, packed, work);
+        }
+        return_pieces(bits, grid, packed, work);
+    }
+
+    template <int WIDTH, class F>
+    INLINED void return_uniform(Grid grid, const uint8_t* packed, const F& work) {
+        if constexpr (IN_VECTORS<SIZE, WIDTH>) {
+            const auto each = [&](int i, Ints code) __attribute__((always_inline)) {
+                work(i, LANES, uniform(code, grid));
+            };
+            unpack_vectors<SIZE, WIDTH>(packed, each);
+        } else {
+            return_pieces(WIDTH, grid, packed, work);
+        }
+    }
+
+    template <class F>
+    INLINED void return_pieces(int64_t bits, Grid grid, const uint8_t* packed, const F& work) {
+        unpack<SIZE>(packed, size, bits, bytes);
+        in_vectors<SIZE>(size, [&](int64_t i, int64_t lanes) { work(i, lanes, uniform(::load(bytes + i), grid)); });
+    }
+
+    // The same with the values in `own`, as they are before they are rotated back.
+    void pack_and_keep(const Format& format, Grid grid, uint8_t* packed) {
+        const auto keep_own = [this](int64_t i, int64_t, Floats x) { keep(x, own + i); };
+        if (!format.levels) return pack_uniform(format.bits, grid, packed, keep_own);
+        pack<SIZE>(codes, size, format.bits, packed);
+        keep_levels(format, grid);
+    }
+
+    void keep_values(const Format& format, Grid grid, const uint8_t* packed) {
+        const auto keep_own = [this](int64_t i, int64_t, Floats x) { keep(x, own + i); };
+        if (!format.levels) return return_uniform(format.bits, grid, packed, keep_own);
+        unpack<SIZE>(packed, size, format.bits, bytes);
+        in_vectors<SIZE>(size, [&](int64_t i, int64_t) { keep(::load(bytes + i), codes + i); });
+        keep_levels(format, grid);
+    }
+
+    void keep_levels(const Format& format, Grid grid) {
+        switch (format.bits) {
+            case 1: return gaussian_values<SIZE, 1>(codes, size, *format.levels, grid.step, own);
+            case 2: return gaussian_values<SIZE, 2>(codes, size, *format.levels, grid.step, own);
+            case 3: return gaussian_values<SIZE, 4>(codes, size, *format.levels, grid.step, own);
+            default: return gaussian_values<SIZE, 8>(codes, size, *format.levels, grid.step, own);
+        }
+    }
+
+    template <class F>
+    INLINED void return_own(const Format& format, const F& work) {
+        if (format.diagonal) return rotate_back<SIZE>(own, size, format.diagonal, work);
+        in_vectors<SIZE>(size, [&](int64_t i, int64_t lanes) { work(i, lanes, ::load(own + i)); });
+    }
+};
+
+inline float load_scale(const void* scales, int64_t i, bool wide) {
+    return wide ? static_cast<const float*>(scales)[i] : to_float(static_cast<const uint16_t*>(scales)[i]);
+}
+
+INLINED Grid load_grid(const Format& format, const void* steps, const void* offsets, int64_t i) {
+    const float step = load_scale(steps, i, format.wide_scale);
+    return {step, format.symmetric ? step * (-format.top() / 2.0f) : load_scale(offsets, i, format.wide_scale), 0, 0};
+}
+
+#define FOR_SIZE(FUNCTION, ...)                          \
+    switch (size) {                                      \
+        case 32: return FUNCTION<32>(__VA_ARGS__);       \
+        case 64: return FUNCTION<64>(__VA_ARGS__);       \
+        case 128: return FUNCTION<128>(__VA_ARGS__);     \
+        default: return FUNCTION<0>(__VA_ARGS__);        \
+    }

@@ -1,0 +1,78 @@
+// Group-wise quantization, as kernels/reference/groups.py specifies it: equal to the bit.
+
+#include "batch.h"
+#include "../native/calls.h"
+#include "group.h"
+
+namespace {
+
+template <int SIZE, class In>
+void quantize(const In* x, Dither dither, int64_t n, int64_t size, Format format, uint8_t* packed,
+              void* steps, void* offsets) {
+    Batch<SIZE, 16> batch(size, format);
+    for (int64_t start = 0; start < n; start += batch.GROUPS) {
+        const int count = n - start < batch.GROUPS ? n - start : batch.GROUPS;
+        for (int i = 0; i < count; ++i) batch.groups[i].load(x + (start + i) * size, format.diagonal);
+        batch.make_grids(count, format);
+        for (int i = 0; i < count; ++i, packed += size * format.bits / 8) {
+            Group<SIZE>& group = batch.groups[i];
+            const Grid grid = batch.grids[i];
+            fetch(x + (start + batch.GROUPS + i) * size, size);  // of the next batch, while this one is worked on
+            if (dither.on) group.dither_codes(grid, dither, (start + i) * Dither::words_of(size));
+            if (dither.on || format.levels) pack<SIZE>(group.codes, size, format.bits, packed);
+            else group.pack_codes(format, grid, packed);
+        }
+        batch.store_scales(count, format, start, steps, offsets);
+    }
+}
+
+template <int SIZE, bool STREAMS, class Out>
+void dequantize(const uint8_t* packed, const void* steps, const void* offsets, int64_t n, int64_t size, Format format,
+                Out* y) {
+    Group<SIZE> group;
+    group.size = size;
+    for (int64_t i = 0; i < n; ++i, packed += size * format.bits / 8, y += size) {
+        const auto deliver = [=](int64_t j, int64_t lanes, Floats x) { place_some<STREAMS>(x, y + j, lanes); };
+        group.return_values(format, load_grid(format, steps, offsets, i), packed, deliver);
+    }
+}
+
+template <int SIZE, class Out>
+void dequantize(const uint8_t* packed, const void* steps, const void* offsets, int64_t n, int64_t size, Format format,
+                Out* y) {
+    if (size % LANES != 0 || !to_be_streamed(y, n * size))
+        return dequantize<SIZE, false>(packed, steps, offsets, n, size, format, y);
+    dequantize<SIZE, true>(packed, steps, offsets, n, size, format, y);
+    streamed();
+}
+
+}  // namespace
+
+extern "C" {
+
+// What the arguments may be is declared in quantize.py. `offsets` is not touched where the grid is symmetric, `diagonal`
+// where groups are not rotated, `levels` where the grid is uniform.
+
+void quantize_groups(const void* x, int64_t bf16, int64_t dithered, int64_t first, int64_t second, int64_t n, int64_t size,
+                     int64_t bits, int64_t symmetric, int64_t wide_scale, int64_t unrotated, const float* diagonal,
+                     int64_t uniform, const float* levels, uint8_t* packed, void* steps, void* offsets) {
+    const Format form = format(size, bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
+    const Dither dither = {dithered != 0, static_cast<uint32_t>(first), static_cast<uint32_t>(second)};
+    const uint16_t* halves = static_cast<const uint16_t*>(x);
+    const float* floats = static_cast<const float*>(x);
+    if (bf16) FOR_SIZE(quantize, halves, dither, n, size, form, packed, steps, offsets)
+    else FOR_SIZE(quantize, floats, dither, n, size, form, packed, steps, offsets)
+}
+
+void dequantize_groups(void* y, int64_t bf16, int64_t n, int64_t size, int64_t bits, int64_t symmetric,
+                       int64_t wide_scale, int64_t unrotated, const float* diagonal, int64_t uniform,
+                       const float* levels, const uint8_t* packed, const void* steps, const void* offsets) {
+    const Format form = format(size, bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
+    if (bf16) FOR_SIZE(dequantize, packed, steps, offsets, n, size, form, static_cast<uint16_t*>(y))
+    else FOR_SIZE(dequantize, packed, steps, offsets, n, size, form, static_cast<float*>(y))
+}
+
+IN_PARTS(quantize_groups)
+IN_PARTS(dequantize_groups)
+
+}  // extern "C"

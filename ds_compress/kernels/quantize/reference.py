@@ -1,0 +1,92 @@
+"""Quantization of groups of values, one call per direction."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_compress.kernels.memory import delivered
+from ds_compress.kernels.numerics import narrow, rows_finite
+from ds_compress.kernels.quantize import gaussian
+from ds_compress.kernels.quantize.bits import pack, unpack
+from ds_compress.kernels.quantize.grid import Grid, from_codes, minmax_scales, symmetric_scale, to_codes
+from ds_compress.kernels.quantize.hadamard import rotate, rotate_back
+
+
+def quantize(
+    groups: Tensor,
+    grid: Grid,
+    dither: int | None = None,
+    out: tuple[Tensor, ...] | None = None,
+    size: int | None = None,
+) -> tuple[Tensor, ...]:
+    """Quantize every row of `groups` on a grid of its own.
+
+    Args:
+        groups: [n, G] of any float dtype, G a multiple of 8, and a power of two for `grid.hadamard` and
+            `grid.gaussian`.
+        dither: 64 bits from which the draws of stochastic rounding follow, on a uniform grid; None rounds
+            to nearest.
+        out: contiguous memory for what is returned; new where it is None.
+        size: G, where `groups` are of any other shape.
+
+    Returns:
+        packed uint8 [n, G * bits / 8]; step [n], and unless the grid is symmetric offset [n].
+    """
+    groups = groups if size is None else groups.reshape(-1, size)
+    groups = rotate(groups.float(), grid.key) if grid.hadamard else groups.float()
+    if grid.gaussian:
+        codes, scale = gaussian.to_codes(groups, grid)
+        return delivered((pack(codes, grid.bits), scale), out)
+    scales: tuple[Tensor, ...]
+    if grid.symmetric:
+        magnitude = groups.abs()
+        mean = grid.is_mean and dither is None
+        scales = (symmetric_scale(magnitude.mean(1) if mean else magnitude.amax(1), grid),)
+    else:
+        scales = minmax_scales(groups.amin(1), groups.amax(1), grid)
+    return delivered((pack(to_codes(groups, scales, grid, dither), grid.bits), *scales), out)
+
+
+def dequantize(
+    parts: Sequence[Tensor],
+    grid: Grid,
+    dtype: torch.dtype = torch.float32,
+    shape: tuple[int, ...] | None = None,
+) -> Tensor:
+    """The values, [n, G] of `dtype`, or as many of another `shape`, of what `quantize` returned, which is
+    contiguous."""
+    packed, *scales = parts
+    codes = unpack(packed, grid.bits)
+    groups = gaussian.from_codes(codes, scales[0], grid) if grid.gaussian else from_codes(codes, scales, grid)
+    groups = (rotate_back(groups, grid.key) if grid.hadamard else groups).to(dtype)
+    return groups if shape is None else groups.view(shape)
+
+
+def with_error(quantize: Callable[..., Any], dequantize: Callable[..., Tensor]) -> Callable[..., Any]:
+    """What quantizes a sum, and tells what it loses, by these two."""
+
+    def quantize_with_error(
+        groups: Tensor, residual: Tensor, factor: float, grid: Grid, out: tuple[Tensor, ...] | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """`quantize` of groups + factor * residual in the dtype of `groups`, and what of that sum is lost.
+
+        Args:
+            groups: [n, G], float32 or bfloat16.
+            residual: fp32 [n, G], finite. Left out of a group that is not.
+            factor: a number that fp32 holds.
+            out: see `quantize`.
+
+        Returns:
+            what `quantize` returns; the error, fp32 [n, G], in which a group that is not finite has values
+            that are not.
+        """
+        total = groups.float() + residual * (rows_finite(groups).float() * factor)
+        parts = quantize(narrow(total, groups), grid, None, out)
+        return parts, total - dequantize(parts, grid, groups.dtype).float()
+
+    return quantize_with_error
+
+
+quantize_with_error = with_error(quantize, dequantize)

@@ -1,0 +1,294 @@
+"""Quantization on a GPU: `reference.quantize` and `dequantize` in one kernel each, which read and write once.
+
+A program holds some whole groups in registers, cut into `tiles`.
+
+All results equal the reference bit for bit, but for the mean magnitude of symmetric grids of 1 bit, which is
+summed in another order: it differs by less than 2 log2(G) 2^-24 times itself.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ds_compress.kernels import reference
+from ds_compress.kernels.quantize import gaussian
+from ds_compress.kernels.quantize.bits import packed_size
+from ds_compress.kernels.quantize.dither import halves
+from ds_compress.kernels.quantize.grid import Grid
+from ds_compress.kernels.quantize.hadamard import diagonal
+from ds_compress.kernels.quantize.reference import quantize_with_error as quantize_in_steps
+from ds_compress.kernels.quantize.triton_dither import draws
+from ds_compress.kernels.quantize.triton_gaussian import gaussian_codes, gaussian_values
+from ds_compress.kernels.quantize.triton_scales import at_least, fp32, limits, reach, rounded, step_from
+from ds_compress.kernels.quantize.triton_tiles import load_piece, places, rotate, rotate_back, store_piece
+
+MAX_GROUP = 4096
+"""Larger groups do not fit in the registers of one program; the reference serves them."""
+
+VALUES = 4096  # of one program, where groups are that small
+
+TILE_BYTES = 64
+"""Of a tile of a group, at least, as it is read: two sectors of memory, by four threads 16 bytes each."""
+
+
+def quantize(
+    groups: Tensor,
+    grid: Grid,
+    dither: int | None = None,
+    out: tuple[Tensor, ...] | None = None,
+    size: int | None = None,
+) -> tuple[Tensor, ...]:
+    """See `reference.quantize`."""
+    groups = groups if size is None else groups.reshape(-1, size)
+    if not len(groups) or groups.shape[1] > MAX_GROUP:
+        return reference.quantize(groups, grid, dither, out)
+    return _launch(groups, dither, None, 0.0, None, grid, out)
+
+
+def quantize_with_error(
+    groups: Tensor, residual: Tensor, factor: float, grid: Grid, out: tuple[Tensor, ...] | None = None
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """See `quantize_with_error` of `reference.groups`."""
+    n, size = groups.shape
+    if not n or size > MAX_GROUP:
+        return quantize_in_steps(groups, residual, factor, grid, out)
+    error = torch.empty(groups.shape, dtype=torch.float32, device=groups.device)
+    return _launch(groups, None, residual.contiguous(), factor, error, grid, out), error
+
+
+def _launch(
+    groups: Tensor,
+    dither: int | None,
+    residual: Tensor | None,
+    factor: float,
+    error: Tensor | None,
+    grid: Grid,
+    out: tuple[Tensor, ...] | None,
+) -> tuple[Tensor, ...]:
+    groups = groups.detach().contiguous()
+    n, size = groups.shape
+    if out is None:
+        packed = groups.new_empty(n, packed_size(size, grid.bits), dtype=torch.uint8)
+        out = packed, *(groups.new_empty(n, dtype=grid.scale_dtype) for _ in range(2 - grid.symmetric))
+    programs, shape = _shape(n, size, grid, groups.itemsize)
+    with torch.cuda.device_of(groups):
+        _quantize[programs](
+            groups,
+            *halves(dither or 0),
+            residual,
+            factor,
+            error,
+            out[0],
+            out[1],
+            None if grid.symmetric else out[2],
+            diagonal(size, grid.key, groups.device) if grid.hadamard else None,
+            n,
+            MEAN=grid.is_mean and dither is None,
+            DITHERED=dither is not None,
+            LARGEST=torch.finfo(groups.dtype).max,
+            enable_fp_fusion=False,
+            **shape,
+        )
+    return out
+
+
+def dequantize(
+    parts: Sequence[Tensor],
+    grid: Grid,
+    dtype: torch.dtype = torch.float32,
+    shape: tuple[int, ...] | None = None,
+) -> Tensor:
+    """See `reference.dequantize`."""
+    n, size = parts[0].shape[0], parts[0].shape[1] * 8 // grid.bits
+    if not n or size > MAX_GROUP:
+        return reference.dequantize(parts, grid, dtype, shape)
+    packed, step, *offset = (part.contiguous() for part in parts)
+    values = torch.empty((n, size) if shape is None else shape, dtype=dtype, device=packed.device)
+    programs, options = _shape(n, size, grid, values.itemsize)
+    with torch.cuda.device_of(packed):
+        _dequantize[programs](
+            packed,
+            step,
+            offset[0] if offset else None,
+            values,
+            diagonal(size, grid.key, packed.device) if grid.hadamard else None,
+            n,
+            enable_fp_fusion=False,
+            **options,
+        )
+    return values
+
+
+def _shape(n: int, size: int, grid: Grid, itemsize: int) -> tuple[tuple[int], dict[str, Any]]:
+    """How many programs are launched, and what the kernels are compiled for; `itemsize`: of the values."""
+    tiles = 8 // (grid.bits & -grid.bits)  # the narrowest plane holds 8 / tiles bits of each code
+    while tiles < 8 and size * itemsize % (2 * tiles * TILE_BYTES) == 0:
+        tiles *= 2
+    columns = triton.next_power_of_2(size // tiles)
+    rows = max(1, VALUES // (columns * tiles))
+    shape: dict[str, Any] = {"ROWS": rows, "TILES": tiles, "WIDTH": size // tiles, "COLUMNS": columns}
+    tables: dict[str, Any] = {"LEVELS": None, "BOUNDARIES": None}
+    if grid.gaussian:
+        tables = {
+            "LEVELS": gaussian.levels(grid.bits),
+            "BOUNDARIES": gaussian.squared_boundaries(grid.bits),
+        }
+    shape |= {"BITS": grid.bits, "TOP": grid.top, **tables}
+    return (triton.cdiv(n, rows),), shape
+
+
+@triton.jit(do_not_specialize=["n", "first", "second"])
+def _quantize(
+    groups,
+    first,
+    second,
+    residual,
+    factor,
+    error,
+    packed,
+    step,
+    offset,
+    diagonal,
+    n,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BITS: tl.constexpr,
+    TOP: tl.constexpr,
+    MEAN: tl.constexpr,
+    DITHERED: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BOUNDARIES: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """A tile of a group is WIDTH values, in COLUMNS columns.
+
+    `offset` is None for a symmetric grid, `residual` and `error` without error feedback, `diagonal` without a
+    rotation; `first` and `second` are the halves of the dither's key.
+    """
+    row, place, exists = places(n, ROWS, WIDTH, COLUMNS)
+    at = row[:, None] * (TILES * WIDTH) + place
+    values = ()
+    for t in tl.static_range(TILES):
+        values = values + (tl.load(groups + at + t * WIDTH, mask=exists, other=0).to(tl.float32),)
+    sums = values
+    if residual is not None:
+        doubt = values[0] - values[0]  # nan where a value is not finite
+        for t in tl.static_range(1, TILES):
+            doubt += values[t] - values[t]
+        scale = tl.where(tl.sum(doubt, 1) == 0, factor, 0.0)[:, None]
+        loaded, sums, values = values, (), ()
+        for t in tl.static_range(TILES):
+            total = loaded[t] + tl.load(residual + at + t * WIDTH, mask=exists, other=0) * scale
+            within = tl.minimum(tl.maximum(total, -LARGEST), LARGEST)
+            sums = sums + (total,)
+            # see `narrow` in kernels/numerics.py
+            values = values + (rounded(within + (loaded[t] - loaded[t]), groups),)
+    if diagonal is not None:
+        values = rotate(values, diagonal, ROWS, TILES, COLUMNS)
+    if LEVELS is not None:
+        codes, grid_step = gaussian_codes(values, LEVELS, BOUNDARIES, ROWS, TILES, COLUMNS)
+        grid_step = rounded(grid_step, step)
+        start = grid_step
+    elif offset is None:
+        grid_step = step_from(
+            tl.div_rn(2 * reach(values, exists, TILES, WIDTH, MEAN, WIDTH == COLUMNS), fp32(TOP)), step
+        )
+        start = grid_step * (-TOP / 2)
+    else:
+        low, high = limits(values, exists, TILES, WIDTH == COLUMNS)
+        low, high = low + 0.0, high + 0.0  # of zeros, +0
+        start = -at_least(-low, step)
+        grid_step = step_from(tl.div_rn(high - start, fp32(TOP)), step)
+        tl.store(offset + row, start.to(offset.dtype.element_ty), mask=row < n)
+    tl.store(step + row, grid_step.to(step.dtype.element_ty), mask=row < n)
+
+    if LEVELS is None:
+        inverse = tl.div_rn(fp32(1), tl.where(grid_step > 0, grid_step, 1.0))
+        # of a range beyond that of fp32 the step is infinite: 0 for every finite value, never inf times 0
+        first_value = tl.where(inverse > 0, start, 0.0)
+        codes = ()
+        for t in tl.static_range(TILES):
+            position = (values[t] - first_value[:, None]) * inverse[:, None]
+            if DITHERED:
+                within = tl.minimum(tl.where(position > 0, position, 0.0), fp32(TOP))
+                draw = draws(row[:, None], place + t * WIDTH, first, second, TILES * WIDTH)
+                codes = codes + (((within * 65536.0 + 0.5).to(tl.int32) + draw) >> 16,)
+            elif MEAN:
+                codes = codes + (tl.minimum(tl.maximum(position + 0.5, 0.0), fp32(TOP)).to(tl.int32),)
+            else:
+                # nothing to cut off: the grid covers the group, so a position is within 0 .. TOP but for its
+                # rounding, which is less than what is left to TOP + 1
+                codes = codes + ((position + 0.5).to(tl.int32),)
+    packed += row[:, None] * (TILES * WIDTH * BITS // 8) + place
+    for i in tl.static_range(4):
+        if BITS & (8 >> i):
+            store_piece(packed, codes, exists, BITS, 8 >> i, TILES, WIDTH)
+    if error is not None:
+        sent = _decoded(codes, grid_step, start, diagonal, ROWS, TILES, COLUMNS, LEVELS)
+        for t in tl.static_range(TILES):
+            tl.store(error + at + t * WIDTH, sums[t] - rounded(sent[t], groups), mask=exists)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _dequantize(
+    packed,
+    step,
+    offset,
+    values,
+    diagonal,
+    n,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BITS: tl.constexpr,
+    TOP: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BOUNDARIES: tl.constexpr,
+):
+    row, place, exists = places(n, ROWS, WIDTH, COLUMNS)
+    packed += row[:, None] * (TILES * WIDTH * BITS // 8) + place
+    codes = ()
+    for _ in tl.static_range(TILES):
+        codes = codes + (tl.zeros([ROWS, COLUMNS], tl.int32),)
+    for i in tl.static_range(4):
+        if BITS & (8 >> i):
+            codes = load_piece(packed, codes, exists, BITS, 8 >> i, TILES, WIDTH)
+    grid_step = tl.load(step + row, mask=row < n, other=0).to(tl.float32)
+    if offset is None:
+        start = grid_step * (-TOP / 2)
+    else:
+        start = tl.load(offset + row, mask=row < n, other=0).to(tl.float32)
+    decoded = _decoded(codes, grid_step, start, diagonal, ROWS, TILES, COLUMNS, LEVELS)
+    at = row[:, None] * (TILES * WIDTH) + place
+    for t in tl.static_range(TILES):
+        tl.store(values + at + t * WIDTH, decoded[t].to(values.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _decoded(
+    codes,
+    grid_step,
+    start,
+    diagonal,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
+    """The values of codes on a grid, fp32."""
+    if LEVELS is not None:
+        decoded = gaussian_values(codes, grid_step, LEVELS, TILES)
+    else:
+        decoded = ()
+        for t in tl.static_range(TILES):
+            decoded = decoded + (codes[t].to(tl.float32) * grid_step[:, None] + start[:, None],)
+    if diagonal is not None:
+        decoded = rotate_back(decoded, diagonal, ROWS, TILES, COLUMNS)
+    return decoded

@@ -1,0 +1,146 @@
+// The k largest magnitudes of each row, as bits and values.
+//
+// A key is the bits of a float without its sign: it orders as |x| does. Nan has no key of its own: it is what reaches
+// that of infinity, as infinity does, and no bound is above.
+
+#include "../native/calls.h"
+#include "masks.h"
+
+namespace {
+
+constexpr int64_t MANY = 1 << 15;  // of more entries those that no longer matter are dropped; a sample has fewer
+
+// Those of 64 entries, of which `width` exist, whose keys are above `key`.
+template <class Bits>
+uint64_t above(const Bits* x, int64_t width, Bits key, Bits infinity) {
+    return key < infinity ? reaching(x, width, static_cast<Bits>(key + 1)) : 0;
+}
+
+// Copies the entries of x [n] whose keys are from `low` to `high` to `inside` [n], which may be x, and counts those with
+// higher ones. Returns how many are inside.
+template <class Bits>
+int64_t between(const Bits* x, int64_t n, Bits low, Bits high, Bits infinity, Bits* inside, int64_t& higher) {
+    Bits* place = inside;
+    higher = 0;
+    for (int64_t i = 0; i < n; i += WORD) {
+        const uint64_t beyond = above(x + i, n - i, high, infinity);
+        higher += __builtin_popcountll(beyond);
+        place = take(x + i, n - i, reaching(x + i, n - i, low) & ~beyond, place, inside + n);
+    }
+    return place - inside;
+}
+
+// A key, how many entries have it, and how many of these are among those that were asked for.
+template <class Bits>
+struct Ranked {
+    Bits key;
+    int64_t equal, room;
+};
+
+// Fills up the last word of x [n].
+template <class Bits>
+void fill_up(Bits* x, int64_t n) {
+    while (n % WORD) x[n++] = 0;
+}
+
+// The key of `rank`, 1 for the largest, among those of x [n], from `low` to `high`: its bits one after the other. Of many
+// entries x is lost; what is behind its last one, up to a whole word, is.
+template <class Bits>
+Ranked<Bits> ranked(Bits* x, int64_t n, Bits low, Bits high, int64_t rank) {
+    const Bits most = high;
+    int64_t higher = 0, reached = n;  // with keys above `high`; from `low` on
+    fill_up(x, n);
+    while (low < high) {
+        const Bits middle = high - (high - low) / 2;
+        int64_t upper = 0;
+        for (int64_t i = 0; i < n; i += WORD) upper += __builtin_popcountll(reaching(x + i, WORD, middle));
+        if (upper >= rank) low = middle, reached = upper;
+        else high = middle - 1, higher = upper;
+        if (n > MANY && reached - higher < n / 2) {
+            reached = between(x, n, low, high, most, x, higher);
+            rank -= higher, n = reached, higher = 0;
+            fill_up(x, n);
+        }
+    }
+    return {low, reached - higher, rank - higher};
+}
+
+// The keys that those of the ranks `first` and `last` of every stride-th entry of x [d] lie between: of their highest 16
+// bits.
+template <class Bits>
+void look(const Bits* x, int64_t d, int64_t stride, int64_t first, int64_t last, Bits infinity, Bits& low, Bits& high) {
+    constexpr int SHIFT = 8 * sizeof(Bits) - 16;
+    alignas(64) uint16_t sample[MANY];
+    const uint16_t most = infinity >> SHIFT;
+    int64_t length = 0;
+    for (int64_t i = 0; i < d && length < MANY; i += stride) sample[length++] = x[i] >> SHIFT;
+    const uint16_t upper = ranked<uint16_t>(sample, length, 0, most, first).key;
+    low = static_cast<Bits>(ranked<uint16_t>(sample, length, 0, upper, last).key) << SHIFT;
+    high = upper < most ? (static_cast<Bits>(upper + 1) << SHIFT) - 1 : infinity;
+}
+
+// The k-th largest key of x [d]. `space` is for what is looked at, up to a whole word.
+template <class Bits>
+Ranked<Bits> cut_of(const Bits* x, int64_t d, int64_t k, int64_t stride, int64_t first, int64_t last, Bits infinity,
+                    Bits* space) {
+    Bits low = 0, high = infinity;
+    if (stride > 1) look(x, d, stride, first, last, infinity, low, high);
+    int64_t higher, count = between(x, d, low, high, infinity, space, higher);
+    if (higher >= k || higher + count < k)  // misled
+        low = 0, high = infinity, count = between(x, d, low, high, infinity, space, higher);
+    return ranked(space, count, low, high, k - higher);
+}
+
+// Sets the bits of `word` from bit `place` of `packed` [bytes] on, where they are zeros.
+void put(uint64_t word, uint8_t* packed, int64_t bytes, int64_t place) {
+    const int64_t first = place >> 3, room = bytes - first, over = place & 7;
+    if (room >= 8 && !over) {
+        std::memcpy(packed + first, &word, 8);
+        return;
+    }
+    uint64_t before = 0;
+    std::memcpy(&before, packed + first, room < 8 ? room : 8);
+    before |= word << over;
+    std::memcpy(packed + first, &before, room < 8 ? room : 8);
+    if (over && room > 8) packed[first + 8] |= static_cast<uint8_t>(word >> (64 - over));
+}
+
+template <class Bits>
+void exact(const Bits* x, int64_t rows, int64_t d, int64_t k, int64_t stride, int64_t first, int64_t last, Bits infinity,
+           Bits* space, uint8_t* packed, Bits* values) {
+    const int64_t bytes = (rows * d + 7) / 8;
+    const Bits* end = values + rows * k;
+    std::memset(packed, 0, bytes);
+    for (int64_t row = 0; row < rows; ++row, x += d) {
+        const Ranked<Bits> cut = cut_of(x, d, k, stride, first, last, infinity, space);
+        const bool all = cut.equal == cut.room;  // as where no other entry has this key
+        int64_t room = all ? 0 : cut.room;
+        for (int64_t i = 0; i < d; i += WORD) {
+            uint64_t word = all ? reaching(x + i, d - i, cut.key) : above(x + i, d - i, cut.key, infinity);
+            if (room > 0)
+                for_each(reaching(x + i, d - i, cut.key) & ~word, [&](int j) { word |= room-- > 0 ? 1ULL << j : 0; });
+            values = take(x + i, d - i, word, values, end);
+            put(word, packed, bytes, row * d + i);
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// `space` is memory with anything in it, of whole words; what the arguments may be is declared in exact.py.
+#define EXACT(BITS)                                                                                                \
+    void exact##BITS(const uint##BITS##_t* x, int64_t rows, int64_t d, int64_t, int64_t k, int64_t stride,         \
+                     int64_t first, int64_t last, int64_t infinity, uint##BITS##_t* space, uint8_t* packed,        \
+                     uint##BITS##_t* values) {                                                                     \
+        exact<uint##BITS##_t>(x, rows, d, k, stride, first, last, static_cast<uint##BITS##_t>(infinity), space,    \
+                              packed, values);                                                                     \
+    }                                                                                                              \
+    BY_WORDS(exact##BITS)
+
+EXACT(16)
+EXACT(32)
+EXACT(64)
+
+}  // extern "C"
