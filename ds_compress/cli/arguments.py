@@ -14,11 +14,17 @@ LARGEST_SHAPE = 2**40
 """Elements; PyTorch counts bytes in 64 bits."""
 
 
+RENAMED = {"--held-mb": "--activation-mb"}
+"""What options were called in earlier releases."""
+
+
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong without the usage, which `--help` shows."""
+    """Refuses bad arguments in one line, without the usage that `--help` shows."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
+        words = message.split()
+        renamed = [f"{old} is now {new}" for old, new in RENAMED.items() if old in words]
+        self.exit(2, f"{self.prog}: {'; '.join([' '.join(words), *renamed])}\n")
 
 
 def shape(text: str) -> tuple[int, ...]:

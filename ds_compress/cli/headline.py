@@ -2,14 +2,14 @@
 
 import math
 
-from ds_compress.cli.runs import LOSS, Run, Series
+from ds_compress.cli.runs import LOSS, RecordedRun, Series
 from ds_compress.monitor.metrics import LOSS_COST, label
 
 SMOOTHED = 10
 """Losses whose mean stands for one: differences are smaller than their noise."""
 
 
-def bytes_ratio(run: Run) -> float:
+def bytes_ratio(run: RecordedRun) -> float:
     """Raw over wire bytes of the whole run; nan where it wrote none."""
     raw, wire = (
         series[-1][1] if series else math.nan for series in map(run.total, ("raw_bytes", "wire_bytes"))
@@ -17,7 +17,7 @@ def bytes_ratio(run: Run) -> float:
     return raw / wire if wire > 0 else math.nan
 
 
-def baseline(runs: list[Run]) -> Run | None:
+def baseline(runs: list[RecordedRun]) -> RecordedRun | None:
     """The first run that sent its messages as they are: DeepSpeed alone, or codec `none`."""
     if len(runs) < 2:
         return None
@@ -25,7 +25,7 @@ def baseline(runs: list[Run]) -> Run | None:
     return next(plain, None)
 
 
-def headline(run: Run, base: Run | None) -> str:
+def headline(run: RecordedRun, base: RecordedRun | None) -> str:
     """`"topk10: 15.2x fewer bytes, +0.098 loss, 1.9x steps/s against none"`."""
     facts = []
     times = bytes_ratio(run)
@@ -45,7 +45,7 @@ def headline(run: Run, base: Run | None) -> str:
     return f"{run.name}: {', '.join(facts)}"
 
 
-def difference(run: Run, base: Run) -> Series:
+def difference(run: RecordedRun, base: RecordedRun) -> Series:
     """Smoothed loss of `run` minus that of `base`, at the samples that both have."""
     own, other = dict(_smoothed(run.series[LOSS])), dict(_smoothed(base.series[LOSS]))
     return [(samples, own[samples] - other[samples]) for samples in sorted(own.keys() & other.keys())]

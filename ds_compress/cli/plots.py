@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
 from ds_compress.cli.headline import SMOOTHED, baseline, difference, headline
-from ds_compress.cli.runs import LOSS, Run
+from ds_compress.cli.runs import LOSS, RecordedRun
 from ds_compress.config import DIRECTIONS
 from ds_compress.monitor.metrics import stage_ms
 
@@ -38,7 +38,7 @@ def _logarithmic_x(axes) -> None:
     axes.tick_params(axis="x", which="both", length=3.5, pad=3.5)  # labels of both kinds at one height
 
 
-def first_page(runs: list[Run]) -> Figure | None:
+def first_page(runs: list[RecordedRun]) -> Figure | None:
     """A line for each run, over how much its loss differs from that of the run that compressed nothing."""
     base = baseline(runs)
     if base is None:
@@ -59,7 +59,7 @@ def first_page(runs: list[Run]) -> Figure | None:
     return figure
 
 
-def loss_against_steps(runs: list[Run]) -> Figure | None:
+def loss_against_steps(runs: list[RecordedRun]) -> Figure | None:
     figure, axes = _axes("Training loss", "samples", "loss")
     for number, run in enumerate(runs):
         axes.plot(*zip(*run.series[LOSS]), label=run.name, color=f"C{number}")
@@ -67,7 +67,7 @@ def loss_against_steps(runs: list[Run]) -> Figure | None:
     return figure
 
 
-def loss_against_bytes(runs: list[Run]) -> Figure | None:
+def loss_against_bytes(runs: list[RecordedRun]) -> Figure | None:
     """Bytes are known at fewer samples than the loss: every loss since the last count is averaged."""
     figure, axes = _axes("Training loss against bytes sent", "MB on the wire, all boundaries", "loss")
     for number, run in enumerate(runs):
@@ -86,7 +86,7 @@ def loss_against_bytes(runs: list[Run]) -> Figure | None:
     return figure
 
 
-def error_per_boundary(runs: list[Run]) -> Figure | None:
+def error_per_boundary(runs: list[RecordedRun]) -> Figure | None:
     figure = Figure(figsize=SIZE, layout="constrained")
     panels = figure.subplots(1, len(DIRECTIONS), sharey=True)
     for axes, direction in zip(panels, DIRECTIONS):
@@ -110,7 +110,7 @@ def error_per_boundary(runs: list[Run]) -> Figure | None:
     return figure
 
 
-def step_time(runs: list[Run]) -> Figure | None:
+def step_time(runs: list[RecordedRun]) -> Figure | None:
     """A bar for each stage of each run, of medians over the written steps; markers: without compression,
     estimated."""
     bars = []
@@ -146,7 +146,7 @@ def step_time(runs: list[Run]) -> Figure | None:
     return figure
 
 
-def pareto(runs: list[Run]) -> Figure | None:
+def pareto(runs: list[RecordedRun]) -> Figure | None:
     """Runs that no other beats in both bytes and loss are joined."""
     points = []
     for number, run in enumerate(runs):
@@ -170,7 +170,7 @@ def pareto(runs: list[Run]) -> Figure | None:
     return figure
 
 
-PLOTS: dict[str, tuple[Callable[[list[Run]], Figure | None], str]] = {
+PLOTS: dict[str, tuple[Callable[[list[RecordedRun]], Figure | None], str]] = {
     "first_page": (
         first_page,
         f"Loss minus that of the run that compressed nothing, means of {SMOOTHED} steps.",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_compress.cli.headline import baseline, bytes_ratio, headline
-from ds_compress.cli.runs import FINAL, LOSS, Run, read_runs
+from ds_compress.cli.runs import FINAL, LOSS, RecordedRun, read_runs
 from ds_compress.errors import CompressionError
 
 STYLE = """
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def summarize(run: Run) -> dict[str, float]:
+def summarize(run: RecordedRun) -> dict[str, float]:
     """Final loss (mean of the last values), bytes on the wire, ratio and median step of a run; nan where
     unknown."""
     sent = run.total("wire_bytes")
@@ -71,13 +71,13 @@ def summarize(run: Run) -> dict[str, float]:
     }
 
 
-def headlines(runs: list[Run]) -> list[str]:
+def headlines(runs: list[RecordedRun]) -> list[str]:
     """A line for each run, against the first of them that compressed nothing."""
     base = baseline(runs)
     return [headline(run, base) for run in runs]
 
 
-def _distinct(runs: list[Run]) -> list[Run]:
+def _distinct(runs: list[RecordedRun]) -> list[RecordedRun]:
     names = [run.name for run in runs]
     for name in names:
         if names.count(name) > 1:
@@ -87,7 +87,7 @@ def _distinct(runs: list[Run]) -> list[Run]:
     return runs
 
 
-def _page(runs: list[Run], figures: list[tuple[Path, str]]) -> str:
+def _page(runs: list[RecordedRun], figures: list[tuple[Path, str]]) -> str:
     rows = {run.name: summarize(run) for run in runs}
     head = "".join(f"<th>{html.escape(title)}</th>" for title in ["run", *next(iter(rows.values()))])
     body = "".join(

@@ -24,7 +24,7 @@ Series = list[tuple[int, float]]
 
 
 @dataclass
-class Run:
+class RecordedRun:
     """One run: its series of (samples, value) by label, in the order of the samples."""
 
     name: str
@@ -63,7 +63,7 @@ class Run:
         return statistics.fmean(loss for _, loss in self.series[LOSS][-FINAL:])
 
 
-def read_runs(path: Path) -> list[Run]:
+def read_runs(path: Path) -> list[RecordedRun]:
     """The runs at `path`: folders of DeepSpeed's CSV monitor, or .wandb files, wherever they are below it.
 
     What both monitors wrote of one run is one run: its losses are the same.
@@ -81,7 +81,7 @@ def read_runs(path: Path) -> list[Run]:
             "or a folder with such folders"
         )
     alone = len(folders) + len(files) == 1
-    runs: list[Run] = []
+    runs: list[RecordedRun] = []
     for place in (*folders, *files):
         series, config = _read_wandb(place) if place in files else (_read_csv(place), {})
         if not series.get(LOSS):
@@ -91,7 +91,7 @@ def read_runs(path: Path) -> list[Run]:
         if same and place in files:
             same.config = config
         else:
-            runs.append(Run(_name(path, path if alone else place), series, config))
+            runs.append(RecordedRun(_name(path, path if alone else place), series, config))
     return runs
 
 

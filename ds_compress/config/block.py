@@ -34,23 +34,23 @@ _POSITIONS: dict[str, Any] = {
 }
 
 
-class Direction(Options):
+class DirectionOptions(Options):
     codec: Any = Field(default="none", json_schema_extra={"registry": "codec"})
     """Name of a codec, or an object with its name and options."""
     feedback: Any = Field(default="none", json_schema_extra={"registry": "feedback"})
     """Name of a feedback, or an object with its name and options."""
 
 
-class Override(Options):
+class BoundaryOptions(Options):
     """What a boundary changes: a direction that is given replaces codec, feedback, or both."""
 
-    forward: Direction | None = None
+    forward: DirectionOptions | None = None
     """For activations."""
-    backward: Direction | None = None
+    backward: DirectionOptions | None = None
     """For gradients."""
 
 
-class Link(Options):
+class LinkOptions(Options):
     mode: Literal["blocking", "eager"] = "eager"
     """blocking: DeepSpeed's own order of sends and receives; eager: sent when computed, received ahead.
     DualPipeV posts its receives ahead by itself and has one order for both."""
@@ -78,7 +78,7 @@ class Link(Options):
     """Add a CRC-32 of every packet and check it; on a GPU each packet is then copied to the host for it."""
 
 
-class Checkpoint(Options):
+class CheckpointOptions(Options):
     state: Literal["exact", "int8", "delta"] = "exact"
     """How checkpoints hold the state of feedbacks. int8 (a scale for each 128 values) changes it on resuming,
     on both sides alike. delta: the same error, and what both sides hold (ef21, aqsgd) is stored as changes to
@@ -86,12 +86,12 @@ class Checkpoint(Options):
     complete."""
 
 
-class Monitor(Options):
+class MonitorOptions(Options):
     every: Steps = 10
     """Write the counters every so many steps; 0: never."""
 
 
-class Guard(Options):
+class GuardOptions(Options):
     every: Steps = 200
     """Every so many steps, and once 25 steps after the warm-up, the last micro-batch passes the pipeline
     twice more without training: with compression and without; under DualPipeV, which takes no fewer, all of
@@ -138,11 +138,11 @@ class Block(Options):
     quality: Quality | None = None
     """Of recipe "auto": the largest relative errors that messages may have, by direction; "safe" if not
     given. lossless: every bit arrives. docs/auto.md says what each class has cost."""
-    forward: Direction = Direction()
+    forward: DirectionOptions = DirectionOptions()
     """Activations, from stage b to b+1."""
-    backward: Direction = Direction()
+    backward: DirectionOptions = DirectionOptions()
     """Gradients, from stage b+1 to b."""
-    boundaries: dict[Annotated[str, BeforeValidator(_number)], Override] = Field(
+    boundaries: dict[Annotated[str, BeforeValidator(_number)], BoundaryOptions] = Field(
         {}, json_schema_extra={"propertyNames": {"pattern": f"^({NUMBER})$"}}
     )
     """Other settings for single boundaries, by number: "0" is the cut between stages 0 and 1."""
@@ -163,16 +163,16 @@ class Block(Options):
     """Which float tensors of a message are compressed, in both directions: "large", those of min_numel
     elements or more that parameters have touched, or a list of positions, [0, 2], whatever their size.
     Positions count the float tensors of a message alone; all other tensors, and masks, cross as they are."""
-    link: Link = Link()
+    link: LinkOptions = LinkOptions()
     """How messages travel, and how long one may take."""
-    mirror_check: int = Field(default=100, ge=0, le=1_000_000_000)
+    state_check_every: int = Field(default=100, ge=0, le=1_000_000_000)
     """Compare what both sides of a boundary hold alike (ef21, aqsgd) every so many steps, by hash; where it
     differs both start from zero, and a line says so. 0: never."""
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: CheckpointOptions = CheckpointOptions()
     """What `save_checkpoint` keeps of the feedbacks."""
-    guard: Guard = Guard()
+    guard: GuardOptions = GuardOptions()
     """Says when compression hurts."""
-    monitor: Monitor = Monitor()
+    monitor: MonitorOptions = MonitorOptions()
     """What is written where DeepSpeed's monitor writes: W&B, TensorBoard, CSV."""
     seed: int = Field(default=1234, ge=0, lt=2**63)
     """Seed of every random choice; with boundary, direction, step and micro-batch."""

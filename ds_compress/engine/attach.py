@@ -145,7 +145,7 @@ def attach(engine: Any, module: Any, block: object) -> None:
     cleanup.free_with(engine, engine._compression.groups, watchdog.close)
     engine._guard = Guard(config, engine.global_rank, boundaries)
     engine._adoption = Reconfigurator(config, boundaries)
-    every = config.block.mirror_check if config.mirrors else 0
+    every = config.block.state_check_every if config.mirrors else 0
     engine._compression_mirrors = ReplicaCheck(
         every, engine._compression, engine._sides(), engine.grid, engine.device
     )

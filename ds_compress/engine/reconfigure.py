@@ -79,7 +79,7 @@ class Reconfigurator:
         wire_rests(stage, engine)
         stage.adopt()
         engine._guard.follow()
-        engine._compression_mirrors.every = config.block.mirror_check if config.mirrors else 0
+        engine._compression_mirrors.every = config.block.state_check_every if config.mirrors else 0
         engine._compression_monitor.follow()
         return True
 

@@ -4,14 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ds_compress.config.block import Guard
+from ds_compress.config.block import GuardOptions
 
 LOST = "use more bits or a higher density, or another codec"
 GROWS = "error feedback cannot keep up; use a milder codec, or a decay of the feedback"
 BREAKS = "look for what overflows before this boundary: compression neither makes nor mends it"
 
 
-class Excess(NamedTuple):
+class Violation(NamedTuple):
     """A limit that a channel is over."""
 
     limit: str  # option of the guard
@@ -19,16 +19,16 @@ class Excess(NamedTuple):
     advice: str
 
 
-class Judged(NamedTuple):
+class MessageQuality(NamedTuple):
     """What the guard has limits for; larger is worse."""
 
     error: float
-    away: float  # the cosine with its sign turned
+    negative_cosine: float
     residual: float
     nonfinite: float
 
     @classmethod
-    def of(cls, values: Mapping[str, float], before: Mapping[str, float]) -> "Judged":
+    def of(cls, values: Mapping[str, float], before: Mapping[str, float]) -> "MessageQuality":
         """
         Args:
             values: of a channel, by name as in `metrics.CHANNEL`.
@@ -41,11 +41,16 @@ class Judged(NamedTuple):
         error, cosine = (math.nan if is_nothing else values[name] for name in ("relative_error", "cosine"))
         return cls(error, -cosine, *lasting)
 
-    def exceeded(self, guard: Guard) -> list[Excess]:
+    def violations(self, guard: GuardOptions) -> list[Violation]:
         """The limits that it is over; nan, where nothing can be known, is over none."""
         found = (
             (self.error > guard.error, "error", f"a relative error of {self.error:.2f}", LOST),
-            (-self.away < guard.cosine, "cosine", f"a cosine of {-self.away:.2f}", LOST),
+            (
+                -self.negative_cosine < guard.cosine,
+                "cosine",
+                f"a cosine of {-self.negative_cosine:.2f}",
+                LOST,
+            ),
             (
                 self.residual > guard.residual,
                 "residual",
@@ -60,11 +65,11 @@ class Judged(NamedTuple):
             ),
         )
         return [
-            Excess(name, f"{words} (ds_compress.guard.{name}: {getattr(guard, name):g})", advice)
+            Violation(name, f"{words} (ds_compress.guard.{name}: {getattr(guard, name):g})", advice)
             for over, name, words, advice in found
             if over
         ]
 
 
-NOTHING = Judged(0.0, -1.0, 0.0, 0.0)
+LOSSLESS = MessageQuality(0.0, -1.0, 0.0, 0.0)
 """Of a message that arrives as it was."""

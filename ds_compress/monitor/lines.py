@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from ds_compress.config import Config
-from ds_compress.monitor.limits import Excess
+from ds_compress.monitor.limits import Violation
 from ds_compress.monitor.metrics import Channels, ratio
 from ds_compress.version import __version__
 
@@ -44,11 +44,11 @@ def size_notes(config: Config, channels: Channels) -> list[str]:
     return list(filter(None, notes))
 
 
-def excess_note(config: Config, boundary: int, direction: str, excess: Sequence[Excess]) -> str:
+def violation_note(config: Config, boundary: int, direction: str, violations: Sequence[Violation]) -> str:
     """What there is to say of a channel that is beyond limits of the guard."""
     codec = getattr(config.codecs(boundary), direction)
-    found = ", ".join(each.words for each in excess)
-    advice = dict.fromkeys(each.advice for each in excess)
+    found = ", ".join(each.words for each in violations)
+    advice = dict.fromkeys(each.advice for each in violations)
     return f"boundary {boundary}, {direction}: {codec} has {found}: {'; '.join(advice)}"
 
 

@@ -17,7 +17,7 @@ from ds_compress.message.clock import clock_for
 from ds_compress.message.endpoint import ReceivingEnd, SendingEnd
 from ds_compress.message.meters import ReceivingMeter, SendingMeter
 from ds_compress.monitor import lines
-from ds_compress.monitor.limits import Judged
+from ds_compress.monitor.limits import MessageQuality
 from ds_compress.monitor.metrics import (
     CHANNEL,
     COUNTERS,
@@ -37,7 +37,7 @@ Events = list[tuple[str, float, int]]
 logger = logging.getLogger("ds_compress")
 
 
-class Notes(Protocol):
+class LineExchange(Protocol):
     """Lines that reach the rank that reports."""
 
     def leave(self, lines: dict[str, str]) -> None: ...
@@ -62,7 +62,7 @@ class Monitor:
         device: torch.device,
         link: str,
         total: Callable[[Tensor], object],
-        notes: Notes,
+        notes: LineExchange,
         reports: bool,
     ):
         """
@@ -174,14 +174,14 @@ class Monitor:
         """Whether the step that was summed up last was measured, on all stages."""
         return all(status is Status.MEASURED for status in self._table.statuses)
 
-    def judged(self) -> dict[tuple[int, str], Judged]:
+    def message_quality(self) -> dict[tuple[int, str], MessageQuality]:
         """What the guard has limits for, of the step that was summed up last, by boundary and direction,
         known to all stages of the pipeline; empty where that was not measured."""
         if self._off or not self._is_measured:
             return {}
         now, before = self._last
         return {
-            (number, direction): Judged.of(values, before[number][direction] if before else {})
+            (number, direction): MessageQuality.of(values, before[number][direction] if before else {})
             for number, directions in enumerate(now)
             for direction, values in directions.items()
         }
@@ -230,12 +230,12 @@ class Monitor:
 
     def _warn(self) -> None:
         """Of what is beyond the guard's limits, once for each of them and channel."""
-        for place, judged in self.judged().items():
-            found = judged.exceeded(self.config.block.guard)
-            excess = [each for each in found if (*place, each.limit) not in self._warned]
-            if excess:
-                logger.warning(lines.excess_note(self.config, *place, excess))
-                self._warned.update((*place, each.limit) for each in excess)
+        for place, judged in self.message_quality().items():
+            found = judged.violations(self.config.block.guard)
+            violations = [each for each in found if (*place, each.limit) not in self._warned]
+            if violations:
+                logger.warning(lines.violation_note(self.config, *place, violations))
+                self._warned.update((*place, each.limit) for each in violations)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

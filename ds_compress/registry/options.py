@@ -30,6 +30,7 @@ RENAMED = {
     "host": "cpu",
     "disk": "nvme",
     "loosen": "relax",
+    "mirror_check": "state_check_every",
 }
 """What keys and values were called in earlier releases. Errors say the new name where it is allowed and the
 old one is not."""

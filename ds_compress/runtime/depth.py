@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ds_compress.config.block import Link
+from ds_compress.config.block import LinkOptions
 from ds_compress.planning.depth import DepthChoice, choose_depth
 from ds_compress.planning.schedule import DepthSchedule, describe_depth, is_deepspeed_schedule
 from ds_compress.planning.step_time import TransferPlan
@@ -30,7 +30,7 @@ MEASURED = (2, 3)
 class DepthController:
     """The depth of one engine: of the schedules it runs, and of its links."""
 
-    def __init__(self, link: Link):
+    def __init__(self, link: LinkOptions):
         self.now = 1 if link.depth == "auto" else link.depth
         self._link = link
         self._batches = 0

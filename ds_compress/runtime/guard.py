@@ -21,7 +21,7 @@ from torch import Tensor
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.config.policies import Place
 from ds_compress.errors import CompressionError
-from ds_compress.monitor.limits import NOTHING, Judged
+from ds_compress.monitor.limits import LOSSLESS, MessageQuality
 from ds_compress.monitor.metrics import LOSS_COST, label
 from ds_compress.runtime.relax import is_lossy, relax
 
@@ -150,17 +150,17 @@ class Guard:
         Raises:
             CompressionError: "action" is "stop".
         """
-        known = engine._compression_monitor.judged()
+        known = engine._compression_monitor.message_quality()
         places = [(number, direction) for number in range(self._boundaries) for direction in DIRECTIONS]
-        rows = [known.get(place, NOTHING) for place in places]
+        rows = [known.get(place, LOSSLESS) for place in places]
         most = torch.tensor(rows, dtype=torch.float64, device=engine.device)
         # of a message that is not finite, or that its sender cannot decode, nothing is known
-        most = torch.where(most.isnan(), most.new_tensor(NOTHING), most)
+        most = torch.where(most.isnan(), most.new_tensor(LOSSLESS), most)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         over: dict[Place, str] = {}
         for place, row in zip(places, most.tolist()):
-            excess = Judged(*row).exceeded(self._options)
-            words = [each.words for each in excess if self._acts_at(each.limit)]
+            violations = MessageQuality(*row).violations(self._options)
+            words = [each.words for each in violations if self._acts_at(each.limit)]
             if words:
                 over[place] = f"boundary {place[0]}, {place[1]}: {', '.join(words)}"
         if not over:

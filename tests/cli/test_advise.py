@@ -223,6 +223,10 @@ def test_the_best_recipe_is_not_compared_with_itself(capsys):
         (["--gbps", "1", "--device", "cuda:99"], "argument --device: 'cuda:99' is not here; allowed: cpu"),
         (["--gbps", "1", "--quality", "best"], "argument --quality: invalid choice: 'best'"),
         (["--gbps", "1", "--max-error", "-1"], "argument --max-error: '-1' is not allowed"),
+        (
+            ["--gbps", "1", "--held-mb", "5"],
+            "unrecognized arguments: --held-mb 5; --held-mb is now --activation-mb",
+        ),
         (["--measure"], "--measure: start it on the ranks to measure between"),
     ],
 )

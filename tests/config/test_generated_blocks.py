@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from ds_compress.codec import CODECS
 from ds_compress.codecs.mixins import BothDirections
 from ds_compress.config import KEY, Block, Config
-from ds_compress.config.block import Override
+from ds_compress.config.block import BoundaryOptions
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FEEDBACKS
 
@@ -52,7 +52,7 @@ def good_block(place: tuple[str, ...], kind: str, name: str) -> dict[str, Any]:
 def models():
     """(JSON path of an object, its model, a good block that has it, the keys to it)."""
     found = [({}, keys, model) for keys, model in nested(Block)]
-    found += [({}, ("boundaries", "1", *keys), model) for keys, model in nested(Override)]
+    found += [({}, ("boundaries", "1", *keys), model) for keys, model in nested(BoundaryOptions)]
     for place in (
         ("forward",),
         ("backward",),

@@ -43,6 +43,10 @@ OLD = [
         "ds_compress.forward.feedback.offload.device: 'disk' is not allowed, now 'nvme'; allowed: 'none', ",
     ),
     (
+        {"mirror_check": 5},
+        "ds_compress.mirror_check: unknown key, now 'state_check_every'; allowed: enabled, ",
+    ),
+    (
         {"guard": {"action": "loosen"}},
         "ds_compress.guard.action: 'loosen' is not allowed, now 'relax'; allowed: 'warn', ",
     ),

@@ -157,7 +157,7 @@ def judged_after(block, steps):
     examples = data()
     for _ in range(steps):
         engine.train_batch(examples)
-    return engine._compression_monitor.judged()
+    return engine._compression_monitor.message_quality()
 
 
 def test_the_guard_looks_at_what_is_compressed():

@@ -51,7 +51,7 @@ def test_a_library_that_computes_otherwise_is_refused():
 
 
 def test_products_on_like_processors_mirror():
-    both = run_ranks(2, said_to, {**settings_of(PCA), "mirror_check": 5})
+    both = run_ranks(2, said_to, {**settings_of(PCA), "state_check_every": 5})
     assert both[0] == both[1] and both[0].startswith("{(0, 0): ")
 
 

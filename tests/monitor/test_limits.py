@@ -4,7 +4,7 @@ import math
 
 from ds_compress.config import Config
 from ds_compress.monitor import lines
-from ds_compress.monitor.limits import Judged
+from ds_compress.monitor.limits import MessageQuality
 
 COARSE = {"codec": {"name": "topk", "density": 0.02}}
 FINE = {
@@ -19,8 +19,8 @@ FINE = {
 def over(values, before=FINE, **limits):
     """The limits that a channel is over, and what is said of it."""
     config = Config({"forward": COARSE, "guard": limits})
-    excess = Judged.of({**FINE, **values}, before).exceeded(config.block.guard)
-    return [each.limit for each in excess], lines.excess_note(config, 0, "forward", excess)
+    violations = MessageQuality.of({**FINE, **values}, before).violations(config.block.guard)
+    return [each.limit for each in violations], lines.violation_note(config, 0, "forward", violations)
 
 
 def test_limits_of_messages():

@@ -26,7 +26,7 @@ BLOCKS = {
 
 
 def config(name, every=EVERY, replicas=1, **changes):
-    block = {**BLOCKS[name], "min_numel": 0, "mirror_check": every, "seed": 7}
+    block = {**BLOCKS[name], "min_numel": 0, "state_check_every": every, "seed": 7}
     return ds_config(block, replicas=replicas, **changes)
 
 
@@ -189,8 +189,12 @@ def count_gathers(settings):
 
 @pytest.mark.parametrize(
     "block, calls",
-    [({"forward": EF21}, 2), ({"forward": EF21, "mirror_check": 0}, 0), ({"forward": {"feedback": "ef"}}, 0)],
+    [
+        ({"forward": EF21}, 2),
+        ({"forward": EF21, "state_check_every": 0}, 0),
+        ({"forward": {"feedback": "ef"}}, 0),
+    ],
 )
 def test_only_what_is_mirrored_is_compared(block, calls):
-    settings = ds_config({"min_numel": 0, "mirror_check": 2, **block})
+    settings = ds_config({"min_numel": 0, "state_check_every": 2, **block})
     assert run_ranks(2, count_gathers, settings) == [calls, calls]

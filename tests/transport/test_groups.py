@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.config import Config
-from ds_compress.config.block import Link
+from ds_compress.config.block import LinkOptions
 from ds_compress.engine.intercept import PointToPoint
 from ds_compress.engine.stage import Stage
 from ds_compress.engine.wiring import wire
@@ -32,7 +32,7 @@ class Engine:
         self.prev_stage, self.next_stage = stage_id - 1, stage_id + 1
         self.grid, self._topo = self, PipeDataParallelTopology(stages, replicas)
         self.global_rank = self.stage_to_global(stage_id)
-        self.dynamic_shape, self._ahead = False, DepthController(Link())
+        self.dynamic_shape, self._ahead = False, DepthController(LinkOptions())
 
     def stage_to_global(self, stage_id):
         return self._topo.get_rank(pipe=stage_id, data=5)
