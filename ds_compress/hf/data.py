@@ -1,10 +1,10 @@
-"""Sequences to train on: documents packed one behind the other, in an order that follows from the seed."""
+"""Training sequences: documents packed one after the other, in an order that follows from the seed."""
 
 import hashlib
 import itertools
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from ds_compress.errors import CompressionError
-from ds_compress.hf.documents import records, tokenized
-from ds_compress.hf.loss import IGNORED
+from ds_compress.hf.documents import IGNORED, Document, read_records, tokenize
 from ds_compress.hf.settings import Settings
 
 IDS, LABELS, POSITIONS = range(3)
 
 
-def pack(documents: Any, length: int) -> np.ndarray:
-    """[sequences, 3, length] int32: ids, labels, and positions, which restart with each document.
+def pack_documents(documents: Iterable[Document], length: int) -> np.ndarray:
+    """Pack documents into sequences: [sequences, 3, length] int32 of ids, labels and positions.
 
-    The first token of a document is not learned: nothing before it says what it is. Documents go on in the
-    next sequence; what is left at the end, and sequences in which nothing is learned, are dropped.
+    Positions restart with each document. The first token of a document is not learned, as nothing before it
+    predicts it. A document may go on in the next sequence; an incomplete last sequence, and sequences in
+    which nothing is learned, are dropped.
     """
     rows: list[np.ndarray] = []
     for document in documents:
@@ -34,24 +34,24 @@ def pack(documents: Any, length: int) -> np.ndarray:
     tokens = np.concatenate(rows, axis=1) if rows else np.empty((3, 0), dtype=np.int32)
     count = tokens.shape[1] // length
     packed = tokens[:, : count * length].reshape(3, count, length).transpose(1, 0, 2).copy()
-    # a document that goes on in another sequence starts there anew
+    # the rest of a document that began in the sequence before starts at position 0 again
     first = packed[:, POSITIONS, :1]
-    own = packed[:, POSITIONS] - np.arange(length) == first
-    packed[:, POSITIONS] -= np.where(np.logical_and.accumulate(own, axis=1), first, 0)
+    is_rest = packed[:, POSITIONS] - np.arange(length) == first
+    packed[:, POSITIONS] -= np.where(np.logical_and.accumulate(is_rest, axis=1), first, 0)
     return packed[(packed[:, LABELS, 1:] != IGNORED).any(axis=1)]
 
 
 class Sequences:
-    """Packed sequences for training, and held-out ones."""
+    """Hold packed sequences for training and for evaluation."""
 
     def __init__(self, settings: Settings, tokenizer: Any):
         length, data = settings.sequence_length, settings.data
-        packed = _packed(settings, data.train, tokenizer)
+        packed = _load_packed(settings, data.train, tokenizer)
         if data.eval is None:
-            held = max(1, round(len(packed) * data.eval_share))
-            self.train, self.eval = packed[:-held], packed[-held:]
+            held_out = max(1, round(len(packed) * data.eval_share))
+            self.train, self.eval = packed[:-held_out], packed[-held_out:]
         else:
-            self.train, self.eval = packed, _packed(settings, data.eval, tokenizer)
+            self.train, self.eval = packed, _load_packed(settings, data.eval, tokenizer)
         for name, sequences in (("train", self.train), ("eval", self.eval)):
             if not len(sequences):
                 raise CompressionError(
@@ -61,16 +61,16 @@ class Sequences:
         self._settings = settings
 
     def batches(self, micro_batch: int, replica: int, replicas: int, start: int) -> Iterator[Any]:
-        """Endless micro-batches for training, from the one with number `start`.
+        """Yield micro-batches for training without end, from the one with number `start`.
 
-        Which sequences the micro-batch has follows from its number and the seed alone, so a run that is
-        resumed goes on where it was. In each epoch every sequence comes once.
+        The sequences of a micro-batch follow from its number and the seed, so a resumed run continues with
+        the batches that are due. In each epoch every sequence comes once.
         """
         for number in itertools.count(start):
             first = (number * replicas + replica) * micro_batch
-            yield self._batch(self.train[[self._place(first + offset) for offset in range(micro_batch)]])
+            yield self._batch(self.train[[self._index(first + offset) for offset in range(micro_batch)]])
 
-    def _place(self, number: int) -> int:
+    def _index(self, number: int) -> int:
         epoch, place = divmod(number, len(self.train))
         if getattr(self, "_epoch", None) != epoch:
             self._epoch = epoch
@@ -78,11 +78,11 @@ class Sequences:
         return int(self._order[place])
 
     def held_out(self, micro_batch: int, replica: int, replicas: int) -> list[Any]:
-        """The held-out sequences of this replica as micro-batches; of the last ones some may come again."""
+        """Return this replica's held-out micro-batches; the last ones may repeat sequences."""
         together = micro_batch * replicas
         count = -(-min(len(self.eval), self._settings.eval_sequences) // together)
-        places = np.arange(count * together).reshape(count, replicas, micro_batch)[:, replica]
-        return [self._batch(self.eval[row % len(self.eval)]) for row in places]
+        indices = np.arange(count * together).reshape(count, replicas, micro_batch)[:, replica]
+        return [self._batch(self.eval[row % len(self.eval)]) for row in indices]
 
     def _batch(self, rows: np.ndarray) -> tuple[Any, Tensor]:
         ids, labels, positions = torch.from_numpy(np.array(rows)).long().unbind(1)
@@ -90,25 +90,26 @@ class Sequences:
         return inputs, labels
 
 
-def _packed(settings: Settings, source: str, tokenizer: Any) -> np.ndarray:
-    """Packed sequences of `source`, kept in the folder of the run once they are made."""
+def _load_packed(settings: Settings, source: str, tokenizer: Any) -> np.ndarray:
+    """Load the packed sequences of `source`; the first call writes them to the folder of the run."""
     path = Path(source)
-    stamp = path.stat() if path.is_file() else None
+    stat = path.stat() if path.is_file() else None
     key = [
         source,
-        stamp and (stamp.st_size, stamp.st_mtime_ns),
+        stat and (stat.st_size, stat.st_mtime_ns),
         settings.data.model_dump(),
         settings.sequence_length,
         str(settings.tokenizer or settings.model),
     ]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    kept = Path(settings.out, "data", f"{name}.npy")
-    if not kept.exists():
-        found = records(source, settings.data)
-        packed = pack(tokenized(found, tokenizer, source), settings.sequence_length)
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
+    cache = Path(settings.out, "data", f"{name}.npy")
+    if not cache.exists():
+        packed = pack_documents(
+            tokenize(read_records(source, settings.data), tokenizer, source), settings.sequence_length
+        )
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cache.parent, delete=False) as file:
             np.save(file, packed)
-        Path(file.name).rename(kept)
-    loaded: np.ndarray = np.load(kept, mmap_mode="r")
+        Path(file.name).rename(cache)
+    loaded: np.ndarray = np.load(cache, mmap_mode="r")
     return loaded

@@ -7,15 +7,17 @@ from transformers.pytorch_utils import Conv1D
 
 from ds_compress.errors import CompressionError, shown
 from ds_compress.hf.part import EMBEDDING, KINDS, LAYER, Part
+from ds_compress.hf.structure import Passthrough
 
 LINEAR = (nn.Linear, Conv1D)
+"""Modules that peft adapts."""
 
 
-def check(config: LoraConfig) -> None:
-    """Refuse what would change more than the layers.
+def check_lora(config: LoraConfig) -> None:
+    """Refuse options that do not adapt every layer alike.
 
     Raises:
-        CompressionError: for such an option.
+        CompressionError: such an option is set.
     """
     for name in ("modules_to_save", "layers_to_transform", "target_parameters", "trainable_token_indices"):
         if getattr(config, name, None):
@@ -23,32 +25,38 @@ def check(config: LoraConfig) -> None:
                 f"lora.{name}: {shown(getattr(config, name))} is not allowed: every layer is adapted alike, "
                 "in modules that lora.target_modules names"
             )
+    if isinstance(config.exclude_modules, str):
+        raise CompressionError(
+            f"lora.exclude_modules: {shown(config.exclude_modules)} is not allowed: should be a list of names"
+        )
 
 
-def adapt(part: Part, config: LoraConfig, seed: int) -> None:
-    """Freeze `part` and put adapters in it, in fp32, whatever dtype it has.
+def add_adapters(part: Part, config: LoraConfig, seed: int) -> None:
+    """Freeze `part` and put fp32 adapters into it, whatever its dtype; `config` is changed.
 
-    Adapters start alike wherever the model is cut: from `seed` and the place of the part.
+    Initial weights follow from `seed` and the part's id, so they do not depend on where the model is cut.
 
     Raises:
-        CompressionError: a layer has none of the modules that are to be adapted; or a head is to be adapted
-            whose weight is the embedding's.
+        CompressionError: a layer has none of the modules to adapt; or the head is among them and shares its
+            weight with the embedding.
     """
     part.requires_grad_(False)
+    replaced = [name for name, module in part.model.named_modules() if isinstance(module, Passthrough)]
+    config.exclude_modules = [*(config.exclude_modules or ()), *replaced]
     linear = {
         name.rpartition(".")[2] for name, module in part.model.named_modules() if isinstance(module, LINEAR)
     }
-    if part.place.kind == EMBEDDING or (part.place.kind != LAYER and not linear):
+    if part.part_id.kind == EMBEDDING or (part.part_id.kind != LAYER and not linear):
         return
     with torch.random.fork_rng():
-        torch.manual_seed(seed + KINDS.index(part.place.kind) + len(KINDS) * part.place.layer)
+        torch.manual_seed(seed + KINDS.index(part.part_id.kind) + len(KINDS) * part.part_id.layer)
         try:
             inject_adapter_in_model(config, part.model)
-        except ValueError as error:  # none of its modules is meant
-            if part.place.kind == LAYER:
+        except ValueError as error:  # the part has no module of these names
+            if part.part_id.kind == LAYER:
                 why = " ".join(str(error).split())
                 raise CompressionError(
-                    f"lora.target_modules: {part.place}: {why}; it has: {', '.join(sorted(linear))}"
+                    f"lora.target_modules: {part.part_id}: {why}; it has: {', '.join(sorted(linear))}"
                 ) from None
     if part.tied_head and any(f"{part.tied_head}.lora_" in name for name, _ in part.model.named_parameters()):
         raise CompressionError(

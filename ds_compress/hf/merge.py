@@ -1,7 +1,7 @@
-"""A run of `ds_compress.hf.finetune` as an ordinary Transformers checkpoint, and its adapters for peft.
+"""Write a run of `ds_compress.hf.finetune` as an ordinary Transformers checkpoint, and its adapters for peft.
 
-One part of the model is in memory at a time: its weights are read, what was trained is put in, and a file of
-the new checkpoint is written.
+One part of the model is in memory at a time: its weights are read, the trained values replace them, and a
+file of the new checkpoint is written.
 """
 
 import json
@@ -18,67 +18,57 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from ds_compress.errors import CompressionError
-from ds_compress.hf import subspace as pairs
-from ds_compress.hf.model import LoadedPart, layer_specs
-from ds_compress.hf.settings import NAME, read
-from ds_compress.hf.skeleton import replace
+from ds_compress.hf.model import LoadedPart, make_layer_specs
+from ds_compress.hf.run_folder import LATEST
+from ds_compress.hf.settings import NAME, Settings, read_settings
+from ds_compress.hf.structure import replace_module
+from ds_compress.hf.subspace import number_with_pairs, save_pairs
 from ds_compress.hf.weights import INDEX
 
-LATEST = "latest"
-"""File that names the last complete checkpoint."""
 ADAPTER = "adapter"
-"""Folder of the adapters, beside the merged weights."""
+"""Folder of the adapters, in the merged model's."""
 FORMAT = {"format": "pt"}
+"""Metadata of a safetensors file that Transformers reads."""
 PART = "part-{}"
-"""File of a shard until all are written."""
+"""Name of a shard until the number of shards is known."""
 
 
 def merge(run: Path, to: Path) -> None:
-    """Write what `run` trained last to `to`. The pairs of layers of a run with "subspace", which no ordinary
-    checkpoint has a place for, go into a file beside it.
+    """Write the last checkpoint of `run` to the folder `to`.
+
+    The pairs of layers of a run with "subspace" go into a file of their own, as no Transformers architecture
+    has them.
 
     Raises:
-        CompressionError: `run` is no finished or interrupted run, or `to` is not empty.
+        CompressionError: `run` has no complete checkpoint, or lacks layers; or `to` is not empty.
     """
-    settings, checkpoint = read(run / NAME), latest(run)
+    settings, checkpoint = read_settings(run / NAME), find_latest(run)
     if to.exists() and any(to.iterdir()):
         raise CompressionError(f"--to {to}: the folder is not empty")
     to.mkdir(parents=True, exist_ok=True)
     model = Path(settings.model)
-    lora = settings.lora.config(settings.model) if settings.lora else None
+    lora = settings.lora.to_peft(settings.model) if settings.lora else None
     stages = settings.stages if settings.subspace else 1
-    specs, bounds = layer_specs(model, stages, lora, None, False, settings.seed)
+    specs, bounds = make_layer_specs(model, stages, lora, None, False, settings.seed)
     cuts = bounds[1:-1] if settings.subspace else []
     adapters: dict[str, Tensor] = {}
-    shards: list[list[str]] = []  # names of their tensors
-    size = 0
-    for part in _parts(specs, checkpoint, cuts, settings.lora is not None):
-        adapters |= adapter_of(part)
-        tensors = plain(part)
-        if tensors:
+    shards: list[dict[str, int]] = []
+    for part in _load_parts(specs, checkpoint, cuts, settings.lora is not None):
+        adapters |= adapter_tensors(part)
+        if tensors := merged_tensors(part):
             save_file(tensors, to / PART.format(len(shards)), metadata=FORMAT)
-            shards.append(list(tensors))
-        size += sum(tensor.nbytes for tensor in tensors.values())
-    places: dict[str, str] = {}
-    for number, names in enumerate(shards):  # only now is it known how many there are
-        shard = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
-        (to / PART.format(number)).rename(to / shard)
-        places |= dict.fromkeys(names, shard)
-    index = {"metadata": {"total_size": size}, "weight_map": places}
-    (to / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    for folder in (model, Path(settings.tokenizer or settings.model)):
-        for file in folder.iterdir():
-            if file.suffix in (".json", ".txt", ".model", ".jinja") and not file.name.endswith("index.json"):
-                shutil.copyfile(file, to / file.name)
+            shards.append({name: tensor.nbytes for name, tensor in tensors.items()})
+    _name_shards(shards, to)
+    _copy_configs(settings, to)
     if cuts:
-        pairs.save(checkpoint, cuts, to)
+        save_pairs(checkpoint, cuts, to)
     if lora:
         lora.save_pretrained(str(to / ADAPTER))
         save_file(adapters, to / ADAPTER / "adapter_model.safetensors", metadata=FORMAT)
 
 
-def latest(run: Path) -> Path:
-    """The folder of the last complete checkpoint.
+def find_latest(run: Path) -> Path:
+    """Return the folder of the last complete checkpoint.
 
     Raises:
         CompressionError: there is none.
@@ -89,24 +79,60 @@ def latest(run: Path) -> Path:
         raise CompressionError(f"{run}: no complete checkpoint: {LATEST} is missing") from None
 
 
-def _parts(specs: list[LayerSpec], checkpoint: Path, cuts: list[int], frozen: bool) -> Iterator[LoadedPart]:
-    """Every part as it was trained; the embedding of a tied model comes once, its head then has none.
+def _name_shards(shards: list[dict[str, int]], to: Path) -> None:
+    """Give the files of the parts their final names, and write the index of their tensors.
 
-    `cuts`: where the pipeline has pairs of layers between the parts."""
+    Args:
+        shards: of each file, the bytes of its tensors by name.
+        to: folder of the files.
+    """
+    file_of: dict[str, str] = {}
+    for number, tensors in enumerate(shards):
+        shard = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
+        (to / PART.format(number)).rename(to / shard)
+        file_of |= dict.fromkeys(tensors, shard)
+    total = sum(size for tensors in shards for size in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": file_of}
+    (to / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _copy_configs(settings: Settings, to: Path) -> None:
+    """Copy the files of the model and the tokenizer that hold no weights."""
+    for folder in (settings.model, settings.tokenizer or settings.model):
+        for file in Path(folder).iterdir():
+            if file.suffix in (".json", ".txt", ".model", ".jinja") and not file.name.endswith("index.json"):
+                shutil.copyfile(file, to / file.name)
+
+
+def _load_parts(
+    specs: list[LayerSpec], checkpoint: Path, cuts: list[int], frozen: bool
+) -> Iterator[LoadedPart]:
+    """Yield every part with its trained weights; a tied embedding comes once, and its head has none.
+
+    Args:
+        specs: of all parts.
+        checkpoint: folder that DeepSpeed wrote.
+        cuts: where the pipeline has pairs of layers between the parts.
+        frozen: whether the checkpoint holds adapters alone.
+    """
     for number, spec in enumerate(specs):
         if isinstance(spec, TiedLayerSpec) and number > 0:
             continue
         part: LoadedPart = spec.build()
-        stored = sorted(checkpoint.glob(f"layer_{pairs.number_with_pairs(number, cuts):02}-*model_states.pt"))
+        stored = sorted(checkpoint.glob(f"layer_{number_with_pairs(number, cuts):02}-*model_states.pt"))
         if not stored:
-            raise CompressionError(f"{checkpoint}: layer {number} of the pipeline is missing")
+            raise CompressionError(
+                f"{checkpoint}: layer {number} of the pipeline is missing; if the machines do not share this "
+                "folder, let the run end, which copies all layers to the first machine, or copy layer_* from "
+                "the same folder of the other machines"
+            )
         trained = torch.load(stored[0], map_location="cpu", weights_only=True)
         part.load_state_dict(trained, strict=not frozen)
         yield part
 
 
-def adapter_of(part: LoadedPart) -> dict[str, Tensor]:
-    """Its adapters, by the names that peft gives them."""
+def adapter_tensors(part: LoadedPart) -> dict[str, Tensor]:
+    """Return a part's adapters, by the names that peft gives them."""
     return {
         f"base_model.model.{name.replace('.default.', '.')}": parameter.detach().cpu().contiguous()
         for name, parameter in part.model.named_parameters()
@@ -114,21 +140,11 @@ def adapter_of(part: LoadedPart) -> dict[str, Tensor]:
     }
 
 
-def _merged(module: Any) -> nn.Module:
-    """What an adapted module is without its adapters, which are added to it."""
-    if isinstance(module, ParamWrapper):  # of experts: one may hold another
-        unwrapped: nn.Module = module.unload_and_optionally_merge_module(True, False, None)
-        return unwrapped
-    module.merge()
-    base: nn.Module = module.get_base_layer()
-    return base
-
-
-def plain(part: LoadedPart) -> dict[str, Tensor]:
-    """Its weights, adapters added to them, by the names and in the form of the checkpoint on disk."""
-    outermost = {name: m for name, m in part.model.named_modules() if isinstance(m, LoraLayer)}
-    for name in [name for name in outermost if not any(name.startswith(f"{o}.") for o in outermost)]:
-        replace(part.model, name, _merged(outermost[name]))
+def merged_tensors(part: LoadedPart) -> dict[str, Tensor]:
+    """Add a part's adapters to its weights; return these by the names, and in the form, of the checkpoint."""
+    adapted = {name: m for name, m in part.model.named_modules() if isinstance(m, LoraLayer)}
+    for name in [name for name in adapted if not any(name.startswith(f"{other}.") for other in adapted)]:
+        replace_module(part.model, name, _merge_module(adapted[name]))
     tied = f"{part.tied_head}.weight"
     state: dict[str, Any] = {
         name: tensor.detach().cpu().contiguous()
@@ -137,3 +153,13 @@ def plain(part: LoadedPart) -> dict[str, Tensor]:
     }
     reverted = revert_weight_conversion(part.model, state)
     return {name: tensor.clone().contiguous() for name, tensor in reverted.items()}
+
+
+def _merge_module(module: Any) -> nn.Module:
+    """Return the module that peft adapted, with the adapters added to its weights."""
+    if isinstance(module, ParamWrapper):  # of experts; it may hold another one
+        unwrapped: nn.Module = module.unload_and_optionally_merge_module(True, False, None)
+        return unwrapped
+    module.merge()
+    base: nn.Module = module.get_base_layer()
+    return base

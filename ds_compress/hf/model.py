@@ -1,8 +1,9 @@
-"""A Transformers checkpoint as a PipelineModule: each rank builds and reads its own stage alone."""
+"""A Transformers checkpoint as a PipelineModule: each rank builds and reads only its own stage."""
 
 import copy
 import itertools
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,53 +15,52 @@ from peft import LoraConfig
 from transformers import AutoConfig, PretrainedConfig
 
 from ds_compress.engine.subspace import SubspacePipeline
-from ds_compress.errors import CompressionError, in_one_line
-from ds_compress.hf import lora as adapters
-from ds_compress.hf import weights
-from ds_compress.hf.loss import causal_lm_loss
-from ds_compress.hf.part import EMBEDDING, Part, Place, own_paths, places
-from ds_compress.hf.skeleton import Skeleton
-from ds_compress.hf.stages import layers_per_stage
-from ds_compress.hf.verify import check
+from ds_compress.errors import CompressionError, in_one_line, shown
+from ds_compress.hf.lora import add_adapters, check_lora
+from ds_compress.hf.part import EMBEDDING, Part, PartId, causal_lm_loss, list_parts, module_paths
+from ds_compress.hf.structure import ModelTemplate
+from ds_compress.hf.verify import verify_parts
+from ds_compress.hf.weights import list_files, load_weights
 
 TIED = "embedding"
-"""Key of the embedding that also makes the logits."""
+"""DeepSpeed's key of an embedding whose weight is the head's too."""
 
 
 class LoadedPart(Part):
-    """A part with its weights, on this rank's device."""
+    """Hold a part with its weights, on this rank's device."""
 
     def __init__(
         self,
-        skeleton: Skeleton,
-        place: Place,
+        template: ModelTemplate,
+        part_id: PartId,
         checkpoint: Path,
         lora: LoraConfig | None = None,
         seed: int = 0,
     ):
-        super().__init__(skeleton, place)
+        super().__init__(template, part_id)
         device = torch.device(get_accelerator().current_device_name())
-        if self.tied_head:  # its weight is stored as the embedding's
-            self.set_head(LoadedEmbedding(skeleton, Place(EMBEDDING), checkpoint).weight)
-        weights.load(self.model, checkpoint, device)
+        if self.tied_head:  # the checkpoint stores its weight as the embedding's
+            self.set_head(LoadedEmbedding(template, PartId(EMBEDDING), checkpoint).weight)
+        load_weights(self.model, checkpoint, device)
         if lora:
-            adapters.adapt(self, copy.deepcopy(lora), seed)
+            add_adapters(self, copy.deepcopy(lora), seed)
 
     def set_head(self, weight: torch.nn.Parameter) -> None:
-        """Make logits with this weight."""
+        """Compute logits with this weight."""
         self.model.get_submodule(str(self.tied_head)).weight = weight
 
 
 class LoadedEmbedding(LoadedPart):
-    """The embedding by itself."""
+    """Hold the embedding of tokens alone."""
 
     @property
     def weight(self) -> torch.nn.Parameter:
+        """The weight, [vocabulary, width]."""
         return self.model.get_submodule(self._embedding).weight  # type: ignore[return-value]
 
 
 class TransformersPipeline(SubspacePipeline):
-    """Parts of a Transformers model, cut where it is told."""
+    """Run the parts of a Transformers model as a pipeline, cut at given bounds."""
 
     def __init__(self, specs: list[LayerSpec], bounds: list[int], **options: Any):
         self._bounds = bounds
@@ -72,30 +72,68 @@ class TransformersPipeline(SubspacePipeline):
 
     def _build(self) -> None:
         super()._build()
-        if TIED in self.tied_modules:  # trained as one weight, on the first stage and on the last
+        if TIED in self.tied_modules:  # DeepSpeed trains it as one weight, on the first and the last stage
             for part in self.children():
                 if isinstance(part, LoadedPart) and part.tied_head:
                     part.set_head(self.tied_modules[TIED].weight)
 
 
-def _as_they_are(module: torch.nn.Module, logits: torch.Tensor) -> torch.Tensor:
+def _return_logits(module: torch.nn.Module, logits: torch.Tensor) -> torch.Tensor:
+    """Stand for the last layer of a tied pipeline: the head before it has computed the logits."""
     return logits
 
 
-def config_of(folder: Path) -> PretrainedConfig:
-    """The config of a checkpoint.
+def load_config(folder: Path) -> PretrainedConfig:
+    """Read the config of a checkpoint.
 
     Raises:
-        CompressionError: no such checkpoint.
+        CompressionError: there is no such checkpoint.
     """
-    weights.files(folder)
+    list_files(folder)
     try:
         return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise CompressionError(f"{folder}: {in_one_line(error)}") from None
 
 
-def layer_specs(
+def assign_layers(costs: Sequence[float], stages: int | Sequence[int]) -> list[int]:
+    """Return how many layers each stage gets, at least one.
+
+    Args:
+        costs: of each layer; the first includes the embedding, the last the head.
+        stages: their number, for the least cost of the most expensive stage; or the layers of each.
+
+    Raises:
+        CompressionError: there are more stages than layers, or the given counts do not add up.
+    """
+    if not isinstance(stages, int):
+        given = list(stages)
+        if min(given, default=0) < 1 or sum(given) != len(costs):
+            raise CompressionError(
+                f"stages: {shown(given)} is not allowed: should be the layers of each stage, 1 at least, "
+                f"{len(costs)} together"
+            )
+        return given
+    if not 1 <= stages <= len(costs):
+        raise CompressionError(
+            f"stages: {stages} is not allowed: the model has {len(costs)} layers, and each stage needs one"
+        )
+
+    @lru_cache(None)
+    def balance(start: int, left: int) -> tuple[float, tuple[int, ...]]:
+        """Return the largest cost of a stage, and the counts, for layers from `start` on `left` stages."""
+        if left == 1:
+            return sum(costs[start:]), (len(costs) - start,)
+        choices = []
+        for count in range(1, len(costs) - start - left + 2):
+            largest, counts = balance(start + count, left - 1)
+            choices.append((max(largest, sum(costs[start : start + count])), (count, *counts)))
+        return min(choices)
+
+    return list(balance(0, stages)[1])
+
+
+def make_layer_specs(
     folder: Path,
     stages: int | Sequence[int],
     lora: LoraConfig | None,
@@ -103,28 +141,28 @@ def layer_specs(
     positions: bool,
     seed: int,
 ) -> tuple[list[LayerSpec], list[int]]:
-    """All layers of the pipeline, and where its stages begin and end in them; arguments as of
-    `pipeline_module`.
+    """Return the specs of all layers of the pipeline, and the bounds of its stages in them.
 
-    The embedding stays with the first layer of the model, what makes logits with the last one.
+    The embedding is on the stage of the first layer, the head on that of the last. Arguments are those of
+    `pipeline_module`.
     """
-    config: Any = config_of(folder)
+    config: Any = load_config(folder)
     if lora:
-        adapters.check(lora)
-    anatomy = check(config, positions)
-    skeleton = Skeleton(config, dtype or config.dtype or torch.float32, anatomy)
-    parts = places(config.num_hidden_layers)
-    sizes = skeleton.sizes()
-    costs = [float(sum(sizes[path] for path in own_paths(skeleton, place))) for place in parts]
-    per_layer = costs[2:-1]
-    per_layer[0] += costs[0] + costs[1]
-    per_layer[-1] += costs[-1]
-    counts = layers_per_stage(per_layer, stages)
-    specs = [LayerSpec(LoadedPart, skeleton, place, folder, lora, seed) for place in parts]
-    if skeleton.tied and not lora:
-        specs[0] = TiedLayerSpec(TIED, LoadedEmbedding, skeleton, parts[0], folder)
+        check_lora(lora)
+    structure = verify_parts(config, positions, lora)
+    template = ModelTemplate(config, dtype or config.dtype or torch.float32, structure)
+    parts = list_parts(config.num_hidden_layers)
+    sizes = template.count_parameters()
+    costs = [float(sum(sizes[path] for path in module_paths(template, part_id))) for part_id in parts]
+    layer_costs = costs[2:-1]
+    layer_costs[0] += costs[0] + costs[1]
+    layer_costs[-1] += costs[-1]
+    counts = assign_layers(layer_costs, stages)
+    specs = [LayerSpec(LoadedPart, template, part_id, folder, lora, seed) for part_id in parts]
+    if template.tied_head and not lora:
+        specs[0] = TiedLayerSpec(TIED, LoadedEmbedding, template, parts[0], folder)
         specs.append(
-            TiedLayerSpec(TIED, LoadedEmbedding, skeleton, parts[0], folder, forward_fn=_as_they_are)
+            TiedLayerSpec(TIED, LoadedEmbedding, template, parts[0], folder, forward_fn=_return_logits)
         )
     bounds = [0, *(2 + end for end in itertools.accumulate(counts))]
     bounds[-1] = len(specs)
@@ -144,28 +182,29 @@ def pipeline_module(
     rank: int | None = None,
     samples: Sequence[Any] = (),
 ) -> PipelineModule:
-    """A causal language model that Transformers saved, as a pipeline for `deepspeed.initialize`.
+    """Build a pipeline for `deepspeed.initialize` from a causal language model that Transformers saved.
 
-    Its batches are (ids, labels), both [batch, length] int64, labels as in `causal_lm_loss`; with `positions`
-    ((ids, positions), labels). `deepspeed.init_distributed` has been called, by all ranks, as this is.
+    Batches are (ids, labels), both [batch, length] int64, labels as in `causal_lm_loss`; with `positions`
+    they are ((ids, positions), labels). All ranks call this, after `deepspeed.init_distributed`.
 
     Args:
         checkpoint: folder with config.json and safetensors files.
-        stages: their number, so that parameters are spread evenly, or how many layers each has.
-        lora: train adapters, in fp32, and nothing else; None trains all parameters.
-        dtype: of the weights; None: as the checkpoint has them.
-        positions: batches say where documents begin, and no token attends to another document.
-        activation_checkpoint_interval: layers that are computed again in the backward pass at a time; 0 keeps
-            all activations.
-        seed: of the adapters.
-        topology: of DeepSpeed, where there is more than stages and replicas.
-        rank, samples: experimental, as of `SubspacePipeline`: so many coefficients cross in the place of a
-            hidden state, in a basis that begins as principal components for these inputs.
+        stages: their number, to balance parameters; or the number of layers of each.
+        lora: train fp32 adapters and nothing else; None: train all parameters.
+        dtype: of the weights; None: as in the checkpoint.
+        positions: batches hold positions that restart with each document, and no token attends to another
+            document.
+        activation_checkpoint_interval: layers to recompute together in the backward pass; 0: keep all
+            activations.
+        seed: of the adapters' initial weights.
+        topology: DeepSpeed's process topology, needed for more than stages and replicas.
+        rank, samples: experimental, see `SubspacePipeline`: send so many coefficients instead of each hidden
+            state, in a basis that starts as principal components of the samples.
 
     Raises:
-        CompressionError: no such checkpoint, or the model cannot be cut into stages.
+        CompressionError: there is no such checkpoint, or the model cannot be cut into stages.
     """
-    specs, bounds = layer_specs(Path(checkpoint), stages, lora, dtype, positions, seed)
+    specs, bounds = make_layer_specs(Path(checkpoint), stages, lora, dtype, positions, seed)
     return TransformersPipeline(
         specs,
         bounds,

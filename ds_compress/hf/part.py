@@ -1,23 +1,25 @@
-"""One part of a Transformers model as a layer of a pipeline: the whole model with all else hollowed out.
+"""One part of a Transformers model as a layer of a pipeline: the whole model, where `Passthrough` replaces
+every module of other parts.
 
-Its forward pass is the model's own, so masks, rotary tables and scales are made anew inside each part, from
-the shape and dtype of what it receives. That arrives where its layer is called, whatever the model did to
-its inputs before; what the layer returns leaves.
+A part runs the model's own forward pass, so masks, rotary tables and scales are computed inside each part
+from the shape and dtype of its input. Hooks give that input to the part's layer, whatever the model did to it
+before, and take what the layer returns.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ds_compress.errors import CompressionError
-from ds_compress.hf.skeleton import Skeleton
+from ds_compress.hf.structure import ModelTemplate
 
 KINDS = EMBEDDING, BEFORE, LAYER, AFTER = "embedding", "before", "layer", "after"
 
 
-class Place(NamedTuple):
-    """Which part of a model: kind, and number of the layer where it is one."""
+class PartId(NamedTuple):
+    """Name a part of a model: its kind, and the number of a layer."""
 
     kind: str
     layer: int = 0
@@ -26,70 +28,84 @@ class Place(NamedTuple):
         return f"layer {self.layer}" if self.kind == LAYER else self.kind
 
 
-def places(layers: int) -> list[Place]:
-    """Of all parts in their order."""
-    return [Place(EMBEDDING), Place(BEFORE), *(Place(LAYER, n) for n in range(layers)), Place(AFTER)]
+def list_parts(layers: int) -> list[PartId]:
+    """Return the parts of a model with so many layers, in order."""
+    return [PartId(EMBEDDING), PartId(BEFORE), *(PartId(LAYER, n) for n in range(layers)), PartId(AFTER)]
 
 
-def own_paths(skeleton: Skeleton, place: Place) -> tuple[str, ...]:
-    """Of the modules that a part has."""
-    anatomy = skeleton.anatomy
-    if place.kind == LAYER:
-        return (skeleton.layer_paths[place.layer],)
-    return {EMBEDDING: (anatomy.embedding,), BEFORE: anatomy.before, AFTER: anatomy.after}[place.kind]
+def module_paths(template: ModelTemplate, part_id: PartId) -> tuple[str, ...]:
+    """Return the paths of the modules that a part has."""
+    structure = template.structure
+    if part_id.kind == LAYER:
+        return (template.layer_paths[part_id.layer],)
+    return {EMBEDDING: (structure.embedding,), BEFORE: structure.before, AFTER: structure.after}[part_id.kind]
+
+
+def causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean cross-entropy of next tokens in nats, as Transformers' models compute it.
+
+    Args:
+        logits: [batch, length, vocabulary].
+        labels: [batch, length] int64, the tokens themselves, not shifted; -100 where nothing is learned.
+    """
+    loss: Tensor = ForCausalLMLoss(logits, labels, vocab_size=logits.shape[-1])
+    return loss
 
 
 class Part(nn.Module):
-    """Takes and gives hidden states [batch, length, width], or a tuple of them and positions [batch, length]
-    int64, that restart at zero with each document. The first part takes token ids [batch, length] int64 in
-    their place, the last one gives logits [batch, length, vocabulary] alone.
+    """Run one part of a model on hidden states.
 
-    `model`'s parameters have the names that they have in the whole model; they start on the meta device.
+    Input and output are hidden states [batch, length, width], or a tuple of them and positions [batch,
+    length] int64 that restart at zero with each document. The first part takes token ids [batch, length]
+    int64 instead, the last one returns logits [batch, length, vocabulary] alone.
+
+    Parameters of `model` have the names that they have in the whole model; they start on the meta device.
     """
 
-    def __init__(self, skeleton: Skeleton, place: Place):
+    def __init__(self, template: ModelTemplate, part_id: PartId):
         super().__init__()
-        self.place = place
-        self.model = skeleton.with_only(own_paths(skeleton, place))
-        self.tied_head = skeleton.tied if place.kind == AFTER else None
-        self._embedding = skeleton.anatomy.embedding
-        self._arriving: Tensor | None = None
-        self._leaving: Tensor | None = None
-        last = len(skeleton.layer_paths) - 1
-        entered = {BEFORE: 0, LAYER: place.layer, AFTER: last}.get(place.kind)
-        if entered is not None:
-            layer = self.model.get_submodule(skeleton.layer_paths[entered])
-            if place.kind != BEFORE:
-                layer.register_forward_pre_hook(self._arrive, with_kwargs=True)
-            layer.register_forward_hook(self._leave)
+        self.part_id = part_id
+        self.model = template.build(module_paths(template, part_id))
+        self.tied_head = template.tied_head if part_id.kind == AFTER else None
+        self._embedding = template.structure.embedding
+        self._received: Tensor | None = None
+        self._output: Tensor | None = None
+        last = len(template.layer_paths) - 1
+        number = {BEFORE: 0, LAYER: part_id.layer, AFTER: last}.get(part_id.kind)
+        if number is not None:
+            layer = self.model.get_submodule(template.layer_paths[number])
+            if part_id.kind != BEFORE:
+                layer.register_forward_pre_hook(self._replace_input, with_kwargs=True)
+            layer.register_forward_hook(self._keep_output)
 
-    def _arrive(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Give the layer what this part received, in the place of what the model made of it."""
+    def _replace_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Give the layer what this part received, not what the model made of it."""
         if args:
-            return (self._arriving, *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": self._arriving}
+            return (self._received, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self._received}
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._leaving = output[0] if isinstance(output, tuple) else output
+    def _keep_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._output = output[0] if isinstance(output, tuple) else output
 
     def forward(self, inputs: Any) -> Any:
+        """Run the part; positions in `inputs` are passed on."""
         x, positions = inputs if isinstance(inputs, tuple) else (inputs, None)
         x = self._run(x, positions)
-        return x if positions is None or self.place.kind == AFTER else (x, positions)
+        return x if positions is None or self.part_id.kind == AFTER else (x, positions)
 
     def _run(self, x: Tensor, positions: Tensor | None) -> Tensor:
-        if self.place.kind == EMBEDDING:
+        if self.part_id.kind == EMBEDDING:
             x = self.model.get_submodule(self._embedding)(x)
-            # Where it is frozen, re-entrant checkpointing after it would find nothing to differentiate
+            # With a frozen embedding, re-entrant checkpointing after it would find nothing to differentiate
             return x.requires_grad_() if torch.is_grad_enabled() and not x.requires_grad else x
-        self._arriving = x
-        embedded = x if self.place.kind == BEFORE else x.detach()  # only its shape and dtype count
-        positioned = {} if positions is None else {"position_ids": positions}
+        self._received = x
+        embedded = x if self.part_id.kind == BEFORE else x.detach()  # only its shape and dtype count
+        options = {} if positions is None else {"position_ids": positions}
         try:
-            output = self.model(inputs_embeds=embedded, use_cache=False, **positioned)
-            left = self._leaving
+            result = self.model(inputs_embeds=embedded, use_cache=False, **options)
+            output = self._output
         finally:
-            self._arriving = self._leaving = None
-        if left is None:
-            raise CompressionError(f"{self.place} of {type(self.model).__name__} was not run")
-        return output.logits if self.place.kind == AFTER else left
+            self._received = self._output = None
+        if output is None:
+            raise CompressionError(f"{self.part_id} of {type(self.model).__name__} was not run")
+        return result.logits if self.part_id.kind == AFTER else output

@@ -10,8 +10,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from torch import Tensor
 
 from ds_compress.errors import CompressionError, in_one_line
-from ds_compress.hf.loss import causal_lm_loss
-from ds_compress.hf.model import config_of, layer_specs
+from ds_compress.hf.model import load_config, make_layer_specs
+from ds_compress.hf.part import causal_lm_loss
 
 HUB = "hf://"
 """Prefix of a name that may be downloaded."""
@@ -34,7 +34,7 @@ class PretrainedModel:
             CompressionError: there is none.
         """
         self.folder = _folder(name)
-        self._config = config_of(self.folder)
+        self._config = load_config(self.folder)
 
     @property
     def width(self) -> int:
@@ -43,7 +43,7 @@ class PretrainedModel:
 
     def layers(self, stages: int, dtype: torch.dtype | None) -> tuple[list[Any], list[int]]:
         """Return the layers of `pipeline_module`, and where its stages begin and end."""
-        return layer_specs(self.folder, stages, None, dtype, positions=False, seed=0)
+        return make_layer_specs(self.folder, stages, None, dtype, positions=False, seed=0)
 
     def batches(self, sequences: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield endless micro-batches of ids and labels, [sequences, length] int64.

@@ -1,17 +1,19 @@
-"""What train.json says: every option of `python -m ds_compress.hf.finetune`, its default, its check."""
+"""Options of train.json, which `python -m ds_compress.hf.finetune` reads."""
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from peft import LoraConfig
 from pydantic import Field
 
 from ds_compress.errors import CompressionError
 from ds_compress.registry.options import Options, Steps, validate
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
 NAME = "train.json"
-"""Of the settings, in errors and in the folder of a run."""
+"""Name of the settings in errors, and of their copy in the folder of a run."""
 
 
 class Lora(Options):
@@ -20,99 +22,104 @@ class Lora(Options):
     r: int = Field(default=16, ge=1, le=4096)
     """Rank of the adapters."""
     alpha: float = Field(default=32, gt=0)
-    """What they add is multiplied by alpha / r."""
+    """Their output is multiplied by alpha / r."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of their inputs that is dropped in training."""
     target_modules: str | list[str] = "all-linear"
-    """Names of the modules that are adapted, or all linear ones."""
+    """Names of the modules to adapt, or all linear ones."""
 
-    def config(self, base: str) -> LoraConfig:
-        """For peft; `base` names the model that they belong to."""
-        targets = self.target_modules
+    def to_peft(self, base: str) -> "LoraConfig":
+        """Return peft's config; `base` is the model that the adapters belong to."""
+        from peft import LoraConfig
+
         return LoraConfig(
             r=self.r,
             lora_alpha=self.alpha,  # type: ignore[arg-type]
             lora_dropout=self.dropout,
-            target_modules=targets,
+            target_modules=self.target_modules,
             task_type="CAUSAL_LM",
             base_model_name_or_path=base,
         )
 
 
 class Subspace(Options):
-    """Few coefficients cross in the place of a hidden state, in a basis that is trained with the model."""
+    """Send a few coefficients instead of each hidden state, in a basis that is trained with the model."""
 
     rank: int = Field(ge=1, le=2**16)
     """Coefficients of a hidden state."""
     samples: int = Field(default=32, ge=1, le=10**5)
-    """Sequences whose hidden states the basis is found from before training: their principal components."""
+    """Sequences for the initial basis: the principal components of their hidden states."""
 
 
 class Data(Options):
-    """What is learned: plain text, or records.
+    """Training data: plain text, or records.
 
-    Of a record either "text" is learned whole, or the "completion" to a "prompt", or what the assistant says
-    in "messages" (a list of {"role", "content"}) in the form of the tokenizer's chat template.
+    A record has "text", which is learned whole; or "prompt" and "completion", of which the completion is
+    learned; or "messages" (a list of {"role", "content"}), of which the assistant's turns are learned, in the
+    form of the tokenizer's chat template.
     """
 
     train: str
-    """A .txt, .jsonl or .parquet file, or a data set that `datasets` knows by this name."""
+    """A .txt, .json, .jsonl or .parquet file, or the name of a data set for `datasets`."""
     eval: str | None = None
-    """The same, held out; null: a share of `train`, at its end."""
+    """Held-out data, given like `train`; null: the last `eval_share` of `train`."""
     eval_share: float = Field(default=0.05, gt=0, lt=0.5)
-    """How much of `train` is held out where there is no `eval`."""
+    """Share of `train` that is held out if there is no `eval`."""
     split: str = "train"
-    """Which part of a named data set is read as `train`."""
+    """Split of a named data set to read as `train`."""
     documents: Literal["file", "paragraph", "line"] = "paragraph"
-    """What a document of a text file is; paragraphs are what blank lines part."""
+    """What a document of a text file is; blank lines separate paragraphs."""
     packing: Literal["isolated", "joined"] = "isolated"
-    """Documents fill sequences one behind the other. isolated: no token attends to another document, and
-    stages send each other a position beside every hidden state; joined: tokens attend to all before them."""
+    """Documents fill sequences one after the other. isolated: no token attends to another document, and
+    stages send a position beside every hidden state; joined: tokens attend to all tokens before them."""
 
 
 class Settings(Options):
     model: str
     """Folder of a Transformers checkpoint: config.json and safetensors files."""
     tokenizer: str | None = None
-    """Folder of a tokenizer; null: that of the model."""
+    """Folder of a tokenizer; null: the model's."""
     out: str
-    """Folder that the run writes: checkpoints, and what they were trained with."""
+    """Folder for checkpoints, losses and a copy of the settings. Machines that do not share it keep the
+    checkpoints of their own stages; rank 0's machine gets the weights of all when the run ends."""
     data: Data
-    """What is learned."""
+    """What to train on."""
     ds_config: dict[str, Any]
     """An ordinary DeepSpeed config, "ds_compress" block included."""
     lora: Lora | None = None
     """Train adapters; null: train all parameters."""
     subspace: Subspace | None = None
-    """Experimental: narrower messages. What is trained computes its best only with its basis between the
-    layers, which `ds-compress merge` writes beside the model; null: hidden states cross as they are."""
+    """Experimental: narrower messages. The trained model computes its best only with its basis between the
+    layers, which `ds-compress merge` writes beside the model; null: send whole hidden states."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Of the model's weights; null: as the checkpoint has them. Adapters are fp32, and so is a basis."""
+    """Of the model's weights; null: as in the checkpoint. Adapters are fp32. If all parameters are trained in
+    bf16, the optimizer keeps an fp32 copy of them."""
     sequence_length: int = Field(default=1024, ge=8, le=2**20)
-    """Tokens."""
+    """Tokens of a sequence."""
     stages: int | list[int] = Field(default=2)
-    """Of the pipeline; a list: how many layers each has."""
+    """Number of pipeline stages, or a list: the number of layers of each."""
     steps: int | None = Field(default=None, ge=1, le=10**9)
-    """Training steps; null: `epochs` say how many."""
+    """Training steps; null: as `epochs` says."""
     epochs: float = Field(default=1.0, gt=0, le=10**6)
-    """How often the data are visited."""
+    """Passes over the training data."""
     save_every: Steps = 0
-    """Steps between checkpoints; 0: only at the end."""
+    """Steps between checkpoints; 0: one at the end."""
     eval_sequences: int = Field(default=64, ge=1, le=10**6)
-    """How many held-out sequences perplexity is measured on, at most, before and after training."""
+    """Largest number of held-out sequences for the perplexity before and after training."""
     activation_checkpoint_interval: int = Field(default=0, ge=0, le=1000)
-    """Layers at a time that are computed again in the backward pass; 0 keeps all activations."""
+    """Layers to recompute together in the backward pass; 0: keep all activations."""
     prompt: str | None = None
-    """Continued at the end, as a sample; null: no sample."""
+    """Text that the trained model continues at the end; null: none."""
     seed: int = Field(default=1234, ge=0, lt=2**32)
     """Of the order of the data, of adapters and of dropout."""
 
 
-def read(path: Path) -> Settings:
-    """The settings in a file.
+def read_settings(path: Path) -> Settings:
+    """Read and check the settings in a file.
 
     Raises:
-        CompressionError: no such file, not JSON, or the first thing wrong with it at its JSON path.
+        CompressionError: there is no such file, it is not JSON, or a value is not allowed; the first such
+            value is named by its JSON path.
     """
     try:
         value = json.loads(path.read_text())

@@ -1,5 +1,5 @@
-"""The pairs of layers that a run with "subspace" trained at its cuts, beside the merged model; and how they
-come to lie between its layers again."""
+"""The pairs of layers that a run with "subspace" trained: writing them beside a merged model, and putting
+them back between its layers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,29 +11,29 @@ from torch import Tensor, nn
 
 from ds_compress.engine.subspace import Linear
 from ds_compress.errors import CompressionError
-from ds_compress.hf.skeleton import layer_list
+from ds_compress.hf.structure import find_layer_list
 
 FILE = "subspace.safetensors"
-"""Of pairs, in the folder of a merged model."""
+"""File of the pairs, in the folder of a merged model."""
 NARROW, WIDEN = "narrow", "widen"
-BEFORE_LAYERS = 2
-"""Parts of a model in front of its layers, as `places` has them."""
+PARTS_BEFORE_LAYERS = 2
+"""Parts of a model in front of its layers, see `list_parts`."""
 
 
 def number_with_pairs(number: int, cuts: Sequence[int]) -> int:
-    """Of a part in a pipeline that has a pair at each of `cuts`."""
+    """Return the number that a part has in a pipeline with a pair at each of `cuts`."""
     return number + 2 * sum(cut <= number for cut in cuts)
 
 
-def save(checkpoint: Path, cuts: Sequence[int], to: Path) -> None:
+def save_pairs(checkpoint: Path, cuts: Sequence[int], to: Path) -> None:
     """Write the pairs of a run to the folder `to`.
 
     Args:
-        checkpoint: of the run, as DeepSpeed wrote it.
-        cuts: numbers of the parts that begin its stages, the first one left out.
+        checkpoint: folder that DeepSpeed wrote.
+        cuts: number of the first part of each stage but the first.
 
     Raises:
-        CompressionError: the checkpoint has no pair there.
+        CompressionError: the checkpoint lacks a pair.
     """
     found = {}
     for cut in cuts:
@@ -47,48 +47,48 @@ def save(checkpoint: Path, cuts: Sequence[int], to: Path) -> None:
                     "damaged, or of a run that was cut elsewhere"
                 )
             for key, tensor in torch.load(files[0], map_location="cpu", weights_only=True).items():
-                found[f"{cut - 1 - BEFORE_LAYERS}.{name}.{key}"] = tensor.float().contiguous()
+                found[f"{cut - 1 - PARTS_BEFORE_LAYERS}.{name}.{key}"] = tensor.float().contiguous()
     save_file(found, to / FILE, metadata={"format": "pt"})
 
 
 def restore(model: Any, folder: str | Path) -> Any:
-    """Put the pairs of a merged run between the layers of `model`, so that it computes what the pipeline did.
+    """Put the pairs of a merged run between the layers of `model`, which then computes what the pipeline did.
 
     Args:
-        model: of Transformers, loaded from `folder`; or from what the run began with, and of peft, with the
-            adapters.
-        folder: that `ds-compress merge` wrote.
+        model: a model of Transformers, loaded from `folder`; or a model of peft: the one that the run began
+            with, and the adapters.
+        folder: the folder that `ds-compress merge` wrote.
 
     Returns:
-        `model` itself. Its own `save_pretrained` does not write the pairs.
+        `model` itself. Its `save_pretrained` does not write the pairs.
 
     Raises:
-        CompressionError: no pairs are there.
+        CompressionError: `folder` has no pairs.
     """
     file = Path(folder, FILE)
     if not file.exists():
         raise CompressionError(f'{folder}: {FILE} is missing; should be a run with "subspace", merged')
     stored = load_file(file)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    layers: Any = base.get_submodule(layer_list(base))
+    layers: Any = base.get_submodule(find_layer_list(base))
     for number in sorted({int(name.partition(".")[0]) for name in stored}):
         parameter = next(layers[number].parameters())
-        pair = nn.Sequential(*(_linear(stored, f"{number}.{name}") for name in (NARROW, WIDEN)))
-        layers[number].register_forward_hook(_Through(pair.to(parameter.device).requires_grad_(False)))
+        pair = nn.Sequential(*(_load_linear(stored, f"{number}.{name}") for name in (NARROW, WIDEN)))
+        layers[number].register_forward_hook(_ApplyPair(pair.to(parameter.device).requires_grad_(False)))
     return model
 
 
-def _linear(stored: dict[str, Tensor], name: str) -> Linear:
+def _load_linear(stored: dict[str, Tensor], name: str) -> Linear:
     return Linear(stored[f"{name}.weight"], stored[f"{name}.bias"])
 
 
-class _Through:
-    """Of a layer's output the hidden state goes through a pair."""
+class _ApplyPair:
+    """Hook of a layer: send the hidden state that it returns through a pair."""
 
     def __init__(self, pair: nn.Module):
-        self.pair = pair
+        self._pair = pair
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
-            return (self.pair(output[0]), *output[1:])
-        return self.pair(output)
+            return (self._pair(output[0]), *output[1:])
+        return self._pair(output)

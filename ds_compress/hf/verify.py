@@ -1,38 +1,47 @@
-"""Whether a model computes in parts what it computes whole: found out on a small one of the same class.
+"""Check that a model computes in parts what it computes whole, on a tiny model of the same class.
 
-Every model is checked so, at start-up, before a weight is read: a family that hands more than hidden states
-from layer to layer, or computes with a module that a part lacks, is refused and never trained wrong.
+Every model is checked at start-up, before a weight is read. A family that hands more than hidden states from
+layer to layer, or computes with a module that a part lacks, is refused rather than trained wrongly.
 """
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ds_compress.errors import CompressionError, in_one_line
-from ds_compress.hf.loss import causal_lm_loss
-from ds_compress.hf.part import Part, places
-from ds_compress.hf.skeleton import Anatomy, Skeleton, layer_list, limbs
-from ds_compress.hf.small import small
+from ds_compress.hf.lora import LINEAR, add_adapters
+from ds_compress.hf.part import Part, causal_lm_loss, list_parts
+from ds_compress.hf.structure import ModelStructure, ModelTemplate, find_structure
+from ds_compress.hf.tiny_config import make_tiny_config
 
 TOLERANCE = 1e-5
-"""Of the difference in norm, relative to the norm of the whole model's."""
+"""Largest norm of a difference, relative to the norm of what the whole model computes."""
 
 LENGTHS = (13, 11)
-"""Of the two documents that the check packs into a sequence."""
+"""Tokens of the two documents that the check packs into a sequence."""
 
 
-def check(config: PretrainedConfig, positions: bool) -> Anatomy:
-    """How a model with this config comes apart, computed in parts as a whole: logits and gradients compared.
+def verify_parts(config: PretrainedConfig, positions: bool, lora: LoraConfig | None = None) -> ModelStructure:
+    """Compare logits and gradients of a tiny model with those of its parts.
 
     Args:
         config: of the model; nothing of its size is built.
-        positions: whether the parts are to be told where documents begin.
+        positions: whether parts are told where documents begin.
+        lora: adapters that the run trains; None: it trains all parameters.
+
+    Returns:
+        The structure of the model.
 
     Raises:
-        CompressionError: it does not come apart, or computes something else then.
+        CompressionError: the model cannot be cut into parts, or they compute something else; or peft's
+            adapters do not run in it.
     """
     name = type(config).__name__
     for key in ("layerdrop", "output_router_logits"):
@@ -40,82 +49,132 @@ def check(config: PretrainedConfig, positions: bool) -> Anatomy:
             raise CompressionError(f'{name}: "{key}" is not supported in a pipeline: switch it off')
     if getattr(config, "quantization_config", None) is not None:
         raise CompressionError(f"{name}: quantized checkpoints are not supported")
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        with _explain_refusal(name):
+            tiny = make_tiny_config(config)
+            whole, parts, structure = _build(tiny, positions)
+            inputs = _draw_inputs(whole, positions)
+        if lora:
+            _add_adapters(whole, parts, lora)
+            _check_adapters_run(whole, inputs)
+        with _explain_refusal(name):
+            _compare_parts(whole, parts, inputs)
+    return structure
+
+
+@contextmanager
+def _explain_refusal(name: str) -> Iterator[None]:
+    """Begin errors with the class of the config, and turn any error of a part into one line."""
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.manual_seed(0)
-            return _checked(small(config), positions)
+        yield
     except CompressionError as error:
         raise CompressionError(f"{name}: this model cannot be cut into stages: {error}") from None
-    except Exception as error:  # whatever a model runs into that lacks most of itself
+    except Exception as error:  # a model that lacks most of itself can fail anywhere
         raise CompressionError(
             f"{name}: this model cannot be cut into stages: its parts do not run alone: {in_one_line(error)}"
         ) from error
 
 
-def _checked(config: PretrainedConfig, positions: bool) -> Anatomy:
+def _build(config: PretrainedConfig, positions: bool) -> tuple[PreTrainedModel, list[Part], ModelStructure]:
+    """Build the whole model with random weights, and its parts with copies of them."""
     whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    for parameter in whole.parameters():  # no bias or gain that hides a mistake
+    for parameter in whole.parameters():  # a bias of 0 or a gain of 1 could hide a mistake
         parameter.data += 0.02 * torch.randn_like(parameter)
-    anatomy = _anatomy(whole)
-    skeleton = Skeleton(config, torch.float32, anatomy)
-    parts = [Part(skeleton, place) for place in places(config.num_hidden_layers)]
-    weights = dict(whole.state_dict(keep_vars=True))
-    copies = {name: nn.Parameter(p.detach().clone()) for name, p in whole.named_parameters()}
-    copies |= {
-        name: copies[_first_name(whole, p)]
-        for name, p in weights.items()
-        if name not in copies and isinstance(p, nn.Parameter)
-    }
+    structure = find_structure(whole)
+    template = ModelTemplate(config, torch.float32, structure)
+    parts = [Part(template, part_id) for part_id in list_parts(config.num_hidden_layers)]
+    copies = {id(p): nn.Parameter(p.detach().clone()) for p in whole.parameters()}
+    by_name = {name: copies[id(p)] for name, p in whole.named_parameters(remove_duplicate=False)}
     for part in parts:
         for name, _ in list(part.model.named_parameters()):
-            _assign(part.model, name, copies[name])
+            path, _, last = name.rpartition(".")
+            setattr(part.model.get_submodule(path), last, by_name[name])
         part.eval()
-    ids = torch.randint(config.vocab_size, (2, sum(LENGTHS)), dtype=torch.int64, device="cpu")
-    where = (
-        torch.cat([torch.arange(length, dtype=torch.int64, device="cpu") for length in LENGTHS]).repeat(2, 1)
-        if positions
-        else None
-    )
-    if where is not None:
-        _isolated(whole, ids, where)
-    expected = whole(ids, use_cache=False, **({} if where is None else {"position_ids": where})).logits
-    x: Any = ids if where is None else (ids, where)
+    return whole, parts, structure
+
+
+def _draw_inputs(whole: PreTrainedModel, positions: bool) -> dict[str, Tensor]:
+    """Draw token ids, with positions of two documents if the parts are told where documents begin."""
+    size = whole.config.vocab_size
+    ids = torch.randint(size, (2, sum(LENGTHS)), dtype=torch.int64, device="cpu")
+    if not positions:
+        return {"input_ids": ids}
+    documents = [torch.arange(length, dtype=torch.int64, device="cpu") for length in LENGTHS]
+    inputs = {"input_ids": ids, "position_ids": torch.cat(documents).repeat(2, 1)}
+    _check_documents_apart(whole, inputs)
+    return inputs
+
+
+def _check_documents_apart(model: PreTrainedModel, inputs: dict[str, Tensor]) -> None:
+    """Refuse a model whose tokens attend to documents before their own."""
+    first, ids = LENGTHS[0], inputs["input_ids"]
+    other = torch.cat([(ids[:, :first] + 1) % model.config.vocab_size, ids[:, first:]], dim=1)
+    with torch.no_grad():
+        one, two = (
+            model(**{**inputs, "input_ids": x}, use_cache=False).logits[:, first:] for x in (ids, other)
+        )
+    if not torch.allclose(one, two, rtol=1e-4, atol=1e-5):
+        raise CompressionError('it does not keep documents in one sequence apart; choose "packing": "joined"')
+
+
+def _add_adapters(whole: PreTrainedModel, parts: list[Part], lora: LoraConfig) -> None:
+    """Put equal adapters with random weights into the whole model and its parts."""
+    random = copy.deepcopy(lora)
+    random.init_lora_weights = False
+    for part in parts:
+        add_adapters(part, copy.deepcopy(random), seed=0)
+        part.eval()
+    inject_adapter_in_model(random, whole.requires_grad_(False)).eval()
+    adapters = {name: p.detach().clone() for part in parts for name, p in part.model.named_parameters()}
+    whole.load_state_dict(adapters, strict=False)
+
+
+def _check_adapters_run(whole: PreTrainedModel, inputs: dict[str, Tensor]) -> None:
+    """Refuse adapters with which not even the whole model runs."""
+    try:
+        with torch.no_grad():
+            whole(**inputs, use_cache=False)
+    except Exception as error:  # peft adapts a subclass of nn.Linear whatever it returns
+        forwards = [kind.forward for kind in LINEAR]
+        unusual = {
+            name.rpartition(".")[2]
+            for name, module in whole.named_modules()
+            if isinstance(module, LoraLayer)
+            and isinstance(base := module.get_base_layer(), LINEAR)
+            and type(base).forward not in forwards
+        }
+        reason = f"; no plain linear layer, leave out: {', '.join(sorted(unusual))}" if unusual else ""
+        raise CompressionError(
+            f"lora.target_modules: {type(whole).__name__} does not run with these adapters of peft: "
+            f"{in_one_line(error)}{reason}"
+        ) from None
+
+
+def _compare_parts(whole: PreTrainedModel, parts: list[Part], inputs: dict[str, Tensor]) -> None:
+    """Compare logits and gradients of the whole model with those of its parts."""
+    ids = inputs["input_ids"]
+    expected = whole(**inputs, use_cache=False).logits
+    x: Any = (ids, inputs["position_ids"]) if "position_ids" in inputs else ids
     for part in parts:
         x = part(x)
     _compare("logits", x, expected)
     causal_lm_loss(expected, ids).backward()
     causal_lm_loss(x, ids).backward()
     expected_gradients = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
-    ours = {name: copies[name].grad for name in expected_gradients}
-    lost = [name for name, gradient in ours.items() if gradient is None]
+    of_parts = {name: p.grad for part in parts for name, p in part.model.named_parameters()}
+    lost = [name for name in expected_gradients if of_parts.get(name) is None]
     if lost:
         raise CompressionError(f"{lost[0]} and {len(lost) - 1} more belong to no part")
-    _compare("gradients", _joined(ours), _joined(expected_gradients))
-    return anatomy
+    _compare(
+        "gradients",
+        _concatenate({name: of_parts[name] for name in expected_gradients}),
+        _concatenate(expected_gradients),
+    )
 
 
-def _joined(tensors: Mapping[str, Tensor | None]) -> Tensor:
+def _concatenate(tensors: Mapping[str, Tensor | None]) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors.values() if tensor is not None])
-
-
-def _isolated(model: PreTrainedModel, ids: Tensor, where: Tensor) -> None:
-    """Refuse a model whose tokens attend to documents before their own."""
-    other = torch.cat([(ids[:, : LENGTHS[0]] + 1) % model.config.vocab_size, ids[:, LENGTHS[0] :]], dim=1)
-    with torch.no_grad():
-        one, two = (
-            model(x, position_ids=where, use_cache=False).logits[:, LENGTHS[0] :] for x in (ids, other)
-        )
-    if not torch.allclose(one, two, rtol=1e-4, atol=1e-5):
-        raise CompressionError('it does not keep documents in one sequence apart; choose "packing": "joined"')
-
-
-def _first_name(model: nn.Module, parameter: Tensor) -> str:
-    return next(name for name, known in model.named_parameters() if known is parameter)
-
-
-def _assign(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    path, _, last = name.rpartition(".")
-    setattr(model.get_submodule(path), last, parameter)
 
 
 def _compare(what: str, ours: Tensor, expected: Tensor) -> None:
@@ -125,42 +184,3 @@ def _compare(what: str, ours: Tensor, expected: Tensor) -> None:
             f"its {what} in parts are not those of the whole: relative difference {difference:.2g}, "
             f"allowed {TOLERANCE:g}"
         )
-
-
-def _anatomy(model: PreTrainedModel) -> Anatomy:
-    """Which limbs run before the layers and which after them, in a forward pass of the whole model."""
-    layers = layer_list(model)
-    hanging, each = limbs(model, layers), list(model.get_submodule(layers).children())
-    ran: list[str] = []
-    returned: list[Any] = []
-
-    def ended(module: nn.Module, args: Any, output: Any) -> None:
-        ran.append("")
-        returned.append(output)
-
-    hooks = [
-        module.register_forward_pre_hook(lambda module, args, path=path: ran.append(path))
-        for path, module in {**hanging, layers: each[0]}.items()
-    ]
-    hooks.append(each[-1].register_forward_hook(ended))
-    with torch.no_grad():
-        model(
-            torch.randint(model.config.vocab_size, (1, 8), dtype=torch.int64, device="cpu"), use_cache=False
-        )
-    for hook in hooks:
-        hook.remove()
-    if ran.count(layers) != 1 or ran.count("") != 1:
-        raise CompressionError("its layers do not run once each")
-    first, end = ran.index(layers), ran.index("")
-    before, between, after = ran[:first], ran[first + 1 : end], ran[end + 1 :]
-    embedding = next((path for path, module in hanging.items() if module is model.get_input_embeddings()), "")
-    twice = [path for path in hanging if (path in before) + (path in between) + (path in after) > 1]
-    if between or twice:
-        raise CompressionError(f"{(between + twice)[0]} runs among its layers, not only before or after them")
-    if not embedding:
-        raise CompressionError("its embedding of tokens is inside another module, not beside the layers")
-    if embedding not in before:
-        raise CompressionError(f"its embedding {embedding} does not run before its layers")
-    unique = tuple(dict.fromkeys(path for path in before if path != embedding))
-    members = len(returned[0]) if isinstance(returned[0], tuple) else 0
-    return Anatomy(layers, embedding, unique, tuple(dict.fromkeys(after)), members)

@@ -1,7 +1,7 @@
-"""Weights of a part, read from the safetensors files of a checkpoint: its own and no others.
+"""Read a part's weights, and no others, from the safetensors files of a checkpoint.
 
-Names and shapes on disk are not always those of the model (fused or split matrices, experts one by one).
-Transformers converts them while it loads, and it is its loader that loads here.
+Names and shapes on disk may differ from those of the model (fused or split matrices, experts one by one).
+Transformers' own loader converts them while it reads.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-def files(checkpoint: Path) -> list[Path]:
-    """The safetensors files of a checkpoint.
+def list_files(checkpoint: Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint.
 
     Raises:
-        CompressionError: it has none, or one that its index names is missing.
+        CompressionError: it has none, or a file that its index names is missing.
     """
     index = checkpoint / INDEX
     if index.exists():
@@ -45,18 +45,18 @@ def files(checkpoint: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def slices(checkpoint: Path) -> Iterator[dict[str, Any]]:
-    """Every tensor of a checkpoint by its name on disk, none of them read yet."""
+def open_slices(checkpoint: Path) -> Iterator[dict[str, Any]]:
+    """Open every tensor of a checkpoint, by its name on disk, without reading it."""
     with contextlib.ExitStack() as stack:
         found = {}
-        for file in files(checkpoint):
+        for file in list_files(checkpoint):
             opened = stack.enter_context(safe_open(file, framework="pt"))
             found.update({name: opened.get_slice(name) for name in opened.keys()})  # noqa: SIM118
         yield found
 
 
-def load(model: PreTrainedModel, checkpoint: Path, device: torch.device) -> None:
-    """Fill the parameters of a hollow `model`, on the meta device, in their own dtype.
+def load_weights(model: PreTrainedModel, checkpoint: Path, device: torch.device) -> None:
+    """Read the parameters of `model`, which are on the meta device, in their own dtype.
 
     Raises:
         CompressionError: the checkpoint lacks some of them, or has them in another shape.
@@ -65,7 +65,7 @@ def load(model: PreTrainedModel, checkpoint: Path, device: torch.device) -> None
         device_map={"": device},
         weight_mapping=get_model_conversion_mapping(model),  # type: ignore[arg-type]
     )
-    with slices(checkpoint) as stored, _quiet():
+    with open_slices(checkpoint) as stored, _without_progress_bar():
         info, _ = convert_and_load_state_dict_in_model(model, stored, settings)
     wrong = {name for name, *_ in info.mismatched_keys} | info.conversion_errors.keys()
     absent = {name for name, parameter in model.named_parameters() if parameter.is_meta} - wrong
@@ -76,12 +76,12 @@ def load(model: PreTrainedModel, checkpoint: Path, device: torch.device) -> None
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without a progress bar for every part."""
-    shown = transformers_logging.is_progress_bar_enabled()
+def _without_progress_bar() -> Iterator[None]:
+    """Switch off Transformers' progress bar, which would appear for every part."""
+    enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if enabled:
             transformers_logging.enable_progress_bar()

@@ -11,8 +11,8 @@ import pytest
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.config.quality import LIMITS
 from ds_compress.hf import pretrained
-from ds_compress.hf.loss import causal_lm_loss
-from ds_compress.hf.model import layer_specs
+from ds_compress.hf.model import make_layer_specs
+from ds_compress.hf.part import causal_lm_loss
 from ds_compress.hf.pretrained import PretrainedModel
 from ds_compress.planning.evaluate import REPEATS
 from ds_compress.runtime import profile_model
@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory):
 
 def test_errors_are_those_of_the_checkpoints_own_messages(advise, checkpoint):
     found = json.loads(advise("--stages", 3, "--model", checkpoint, *SHAPE, "--json"))
-    specs, bounds = layer_specs(checkpoint, 3, None, None, False, 0)
+    specs, bounds = make_layer_specs(checkpoint, 3, None, None, False, 0)
     batches = PretrainedModel(str(checkpoint)).batches(SEQUENCES, LENGTH)
     layers = [spec.build() for spec in specs]
     micro_batches = [

@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_compress.errors import CompressionError
-from ds_compress.hf.data import IDS, LABELS, POSITIONS, Sequences, pack
-from ds_compress.hf.documents import Document, split, tokenized
-from ds_compress.hf.loss import IGNORED
-from ds_compress.hf.settings import read
+from ds_compress.hf.data import IDS, LABELS, POSITIONS, Sequences, pack_documents
+from ds_compress.hf.documents import IGNORED, Document, split_text, tokenize
+from ds_compress.hf.settings import read_settings
 from tests.support.finetuning import prepare, tokenizer
 
 
@@ -22,7 +21,7 @@ def test_packing_keeps_every_token_and_its_document(sizes, length):
         ids = list(range(first, first + size))
         documents.append(Document(ids, ids))
         first += 1000
-    packed = pack(documents, length)
+    packed = pack_documents(documents, length)
     assert packed.dtype == np.int32
     assert packed.shape[1:] == (3, length)
     assert len(packed) <= sum(sizes) // length
@@ -36,7 +35,7 @@ def test_packing_keeps_every_token_and_its_document(sizes, length):
 
 def test_sequences_in_which_nothing_is_learned_are_dropped():
     asked, answered = Document([1] * 8, [IGNORED] * 8), Document([2] * 8, [2] * 8)
-    packed = pack([asked, answered, asked], 8)
+    packed = pack_documents([asked, answered, asked], 8)
     assert packed[:, IDS].tolist() == [[2] * 8]
     assert packed[0, LABELS].tolist() == [IGNORED] + [2] * 7
     assert packed[0, POSITIONS].tolist() == list(range(8))
@@ -49,7 +48,7 @@ def words(document):
 
 
 def one(record):
-    (document,) = tokenized([record], tokenizer(), "data.train")
+    (document,) = tokenize([record], tokenizer(), "data.train")
     assert len(document.ids) == len(document.labels)
     assert all(label in (IGNORED, token) for token, label in zip(*document))
     return words(document)
@@ -75,24 +74,24 @@ def test_a_template_that_rewrites_what_came_before_is_refused():
     known.chat_template = "{% for m in messages %}{% if loop.last %}{{ m['content'] }}{% endif %}{% endfor %}"
     record = {"messages": [{"role": "user", "content": "a cat"}, {"role": "assistant", "content": "sees"}]}
     with pytest.raises(CompressionError, match="record 0: message 1: the chat template"):
-        list(tokenized([record], known, "data.train"))
+        list(tokenize([record], known, "data.train"))
 
 
 def test_a_record_of_no_known_kind_is_refused():
     with pytest.raises(CompressionError, match=r"^here: record 0 has \['body'\]; should have text, prompt"):
-        list(tokenized([{"body": "the cat"}], tokenizer(), "here"))
+        list(tokenize([{"body": "the cat"}], tokenizer(), "here"))
 
 
 def test_text_files_are_cut_where_it_is_said():
     text = "a b\nc\n \n\nd\n"
-    assert split(text, "file") == [text]
-    assert split(text, "line") == ["a b", "c", "d"]
-    assert split(text, "paragraph") == ["a b\nc", "d\n"]
+    assert split_text(text, "file") == [text]
+    assert split_text(text, "line") == ["a b", "c", "d"]
+    assert split_text(text, "paragraph") == ["a b\nc", "d\n"]
 
 
 @pytest.fixture
 def sequences(tmp_path):
-    return Sequences(read(prepare(tmp_path)), tokenizer())
+    return Sequences(read_settings(prepare(tmp_path)), tokenizer())
 
 
 def test_every_sequence_comes_once_an_epoch_whoever_asks(sequences):
@@ -134,7 +133,7 @@ def test_files_of_records_are_read(tmp_path, kind):
         file.write_text("\n".join(map(json.dumps, rows)))
     else:
         datasets.Dataset.from_list(rows).to_parquet(str(file))
-    settings = read(prepare(tmp_path, data={"train": str(file)}))
+    settings = read_settings(prepare(tmp_path, data={"train": str(file)}))
     assert len(Sequences(settings, tokenizer()).train) == 7  # 40 documents of 7 tokens, one of 8 held out
 
 
@@ -150,7 +149,7 @@ def test_data_that_cannot_be_used_are_refused(tmp_path, monkeypatch, name, text,
     monkeypatch.chdir(tmp_path)  # an error quotes a long path in part
     if text is not None:
         (tmp_path / name).write_text(text)
-    settings = read(prepare(tmp_path, data={"train": name}))
+    settings = read_settings(prepare(tmp_path, data={"train": name}))
     with pytest.raises(CompressionError) as error:
         Sequences(settings, tokenizer())
     assert expected in str(error.value)

@@ -5,8 +5,8 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 
-from ds_compress.hf.loss import causal_lm_loss
-from ds_compress.hf.model import layer_specs
+from ds_compress.hf.model import make_layer_specs
+from ds_compress.hf.part import causal_lm_loss
 from tests.support.transformers_models import FAMILIES, LAYERS, batch, outcome, save, whole
 
 
@@ -22,7 +22,7 @@ def checkpoint(request, tmp_path_factory):
 
 def built(checkpoint, lora=None, positions=False):
     """All parts of a model; where its embedding is tied, one weight serves twice, as in a pipeline."""
-    specs, _ = layer_specs(checkpoint, 2, lora, None, positions, seed=0)
+    specs, _ = make_layer_specs(checkpoint, 2, lora, None, positions, seed=0)
     parts = [spec.build().eval() for spec in specs[: LAYERS + 3]]
     if parts[-1].tied_head and lora is None:
         parts[-1].set_head(parts[0].weight)

@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 
 from ds_compress.errors import CompressionError
-from ds_compress.hf import lora, weights
-from ds_compress.hf.model import layer_specs
-from ds_compress.hf.stages import layers_per_stage
+from ds_compress.hf import weights
+from ds_compress.hf.lora import check_lora
+from ds_compress.hf.model import assign_layers, make_layer_specs
 from tests.support.transformers_models import save
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=8), st.data())
 def test_the_costliest_stage_costs_as_little_as_it_can(costs, data):
     stages = data.draw(st.integers(1, len(costs)))
-    counts = layers_per_stage(costs, stages)
+    counts = assign_layers(costs, stages)
     assert len(counts) == stages
     assert min(counts) >= 1
     assert sum(counts) == len(costs)
@@ -50,24 +50,24 @@ def cuts(layers: int, stages: int):
 )
 def test_stages_that_cannot_be_are_refused(stages, expected):
     with pytest.raises(CompressionError) as error:
-        layers_per_stage([1.0] * 4, stages)
+        assign_layers([1.0] * 4, stages)
     assert str(error.value).startswith(expected)
 
 
 def test_given_stages_are_kept(tmp_path):
     save("Llama", tmp_path)
-    _, bounds = layer_specs(tmp_path, [1, 3], None, None, False, 0)
+    _, bounds = make_layer_specs(tmp_path, [1, 3], None, None, False, 0)
     assert bounds == [0, 3, 7]
 
 
 def test_sharded_checkpoints_are_read(tmp_path):
     save("Llama", tmp_path, max_shard_size="20KB")
-    assert len(weights.files(tmp_path)) > 2
-    specs, _ = layer_specs(tmp_path, 2, None, None, False, 0)
+    assert len(weights.list_files(tmp_path)) > 2
+    specs, _ = make_layer_specs(tmp_path, 2, None, None, False, 0)
     assert not any(parameter.is_meta for parameter in specs[3].build().parameters())
-    weights.files(tmp_path)[1].unlink()
+    weights.list_files(tmp_path)[1].unlink()
     with pytest.raises(CompressionError, match="model-00002-of-.* is missing; should be the folder of a"):
-        weights.files(tmp_path)
+        weights.list_files(tmp_path)
 
 
 class Slice:
@@ -87,15 +87,15 @@ class Slice:
 @pytest.mark.parametrize("family", ["Llama", "Mixtral"])
 def test_a_layer_reads_its_own_tensors_and_no_others(tmp_path, monkeypatch, family):
     save(family, tmp_path)
-    slices, read = weights.slices, []
+    slices, read = weights.open_slices, []
 
     @contextlib.contextmanager
     def watched(checkpoint):
         with slices(checkpoint) as stored:
             yield {name: Slice(name, each, read) for name, each in stored.items()}
 
-    monkeypatch.setattr(weights, "slices", watched)
-    specs, _ = layer_specs(tmp_path, 2, None, None, False, 0)
+    monkeypatch.setattr(weights, "open_slices", watched)
+    specs, _ = make_layer_specs(tmp_path, 2, None, None, False, 0)
     specs[3].build()
     assert read
     assert all(name.startswith("model.layers.1.") for name in read)
@@ -103,14 +103,14 @@ def test_a_layer_reads_its_own_tensors_and_no_others(tmp_path, monkeypatch, fami
 
 def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(CompressionError, match="model.safetensors is missing"):
-        layer_specs(tmp_path, 2, None, None, False, 0)
+        make_layer_specs(tmp_path, 2, None, None, False, 0)
 
 
 def test_weights_that_are_not_there_are_named(tmp_path):
     save("Llama", tmp_path / "one")
     save("Qwen2", tmp_path / "two")
     (tmp_path / "one" / "config.json").write_text((tmp_path / "two" / "config.json").read_text())
-    specs, _ = layer_specs(tmp_path / "one", 2, None, None, False, 0)
+    specs, _ = make_layer_specs(tmp_path / "one", 2, None, None, False, 0)
     with pytest.raises(
         CompressionError, match=r"3 parameters, .*k_proj.bias, .*: the checkpoint does not have"
     ):
@@ -119,16 +119,18 @@ def test_weights_that_are_not_there_are_named(tmp_path):
 
 def test_adapters_that_fit_nothing_are_refused(tmp_path):
     save("Llama", tmp_path)
-    specs, _ = layer_specs(tmp_path, 2, LoraConfig(target_modules=["query"]), None, False, 0)
-    with pytest.raises(CompressionError, match="target_modules: layer 0: .*; it has: down_proj, gate_proj"):
-        specs[2].build()
+    with pytest.raises(CompressionError, match="^lora.target_modules: layer 0: .*; it has: down_proj, gate"):
+        make_layer_specs(tmp_path, 2, LoraConfig(target_modules=["query"]), None, False, 0)
     with pytest.raises(CompressionError, match="lora.modules_to_save: .*lm_head.* is not allowed"):
-        lora.check(LoraConfig(modules_to_save=["lm_head"]))
+        check_lora(LoraConfig(modules_to_save=["lm_head"]))
 
 
-def test_the_head_of_a_tied_model_is_not_adapted(tmp_path):
+def test_a_head_is_adapted_unless_it_is_tied(tmp_path):
+    """That of an untied model was once refused: `layer 0: Target module Hollow() is not supported`."""
     save("Qwen2, tied", tmp_path)
+    save("Llama", tmp_path / "untied")
     targets = LoraConfig(target_modules=["q_proj", "lm_head"])
-    specs, _ = layer_specs(tmp_path, 2, targets, None, False, 0)
     with pytest.raises(CompressionError, match="'lm_head' is not allowed: its weight is the embedding's too"):
-        specs[-1].build()
+        make_layer_specs(tmp_path, 2, targets, None, False, 0)
+    specs, _ = make_layer_specs(tmp_path / "untied", 2, targets, None, False, 0)
+    assert any("lm_head.lora_" in name for name, _ in specs[-1].build().named_parameters())

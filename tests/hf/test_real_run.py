@@ -22,7 +22,7 @@ from tests.support.finetuning import (
     finetune,
     losses,
     perplexities,
-    perplexity,
+    perplexity_of_folder,
 )
 from tests.support.material import material
 
@@ -134,7 +134,7 @@ def test_perplexity_falls_when_all_parameters_are_trained(pretrained):
     path, said, merged = pretrained
     before, after = perplexities(said)
     assert after < 0.6 * before
-    assert perplexity(path, merged) == pytest.approx(after, rel=1e-5, abs=1e-4)
+    assert perplexity_of_folder(path, merged) == pytest.approx(after, rel=1e-5, abs=1e-4)
 
 
 def test_perplexity_falls_from_there_when_adapters_are(pretrained, uninterrupted):
@@ -163,5 +163,5 @@ def test_killed_and_started_again_it_is_as_if_nothing_had_been(uninterrupted, tm
     assert after == perplexities(uninterrupted[1])[1]
     merged = merge(out, tmp_path / "merged")
     model = Path(json.loads(path.read_text())["model"])
-    assert perplexity(path, merged) == pytest.approx(after, rel=1e-5, abs=1e-4)
-    assert perplexity(path, model, merged / "adapter") == pytest.approx(after, rel=1e-5, abs=1e-4)
+    assert perplexity_of_folder(path, merged) == pytest.approx(after, rel=1e-5, abs=1e-4)
+    assert perplexity_of_folder(path, model, merged / "adapter") == pytest.approx(after, rel=1e-5, abs=1e-4)

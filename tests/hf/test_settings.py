@@ -7,17 +7,17 @@ import pytest
 
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
-from ds_compress.hf.settings import read
+from ds_compress.hf.settings import read_settings
 
 WHOLE = {"model": "m", "out": "o", "data": {"train": "t.txt"}, "ds_config": {"train_batch_size": 4}}
 
 
 def test_what_is_left_out_has_a_default(tmp_path):
     (tmp_path / "train.json").write_text(json.dumps(WHOLE))
-    settings = read(tmp_path / "train.json")
+    settings = read_settings(tmp_path / "train.json")
     assert (settings.stages, settings.lora, settings.sequence_length) == (2, None, 1024)
     (tmp_path / "again.json").write_text(settings.model_dump_json())
-    assert read(tmp_path / "again.json") == settings
+    assert read_settings(tmp_path / "again.json") == settings
 
 
 @pytest.mark.parametrize(
@@ -41,16 +41,16 @@ def test_what_is_left_out_has_a_default(tmp_path):
 def test_errors_name_the_place(tmp_path, change, expected):
     (tmp_path / "train.json").write_text(json.dumps(WHOLE | change))
     with pytest.raises(CompressionError) as error:
-        read(tmp_path / "train.json")
+        read_settings(tmp_path / "train.json")
     assert str(error.value).startswith(expected)
 
 
 def test_files_that_are_not_json_are_refused(tmp_path):
     (tmp_path / "train.json").write_text("{")
     with pytest.raises(CompressionError, match="train.json: not JSON: Expecting"):
-        read(tmp_path / "train.json")
+        read_settings(tmp_path / "train.json")
     with pytest.raises(CompressionError, match="none.json: No such file or directory"):
-        read(tmp_path / "none.json")
+        read_settings(tmp_path / "none.json")
 
 
 def test_the_lines_of_the_page(tmp_path, pytestconfig):
@@ -59,6 +59,6 @@ def test_the_lines_of_the_page(tmp_path, pytestconfig):
     lines = re.search(r"```bash\n(.*?)\n```", page, re.DOTALL)[1]
     assert len(lines.splitlines()) <= 12
     (tmp_path / "train.json").write_text(re.search(r"<<'JSON'\n(.*?)\nJSON\n", lines, re.DOTALL)[1])
-    settings = read(tmp_path / "train.json")
+    settings = read_settings(tmp_path / "train.json")
     assert settings.stages == 2 and settings.lora
     Config(settings.ds_config["ds_compress"])

@@ -1,19 +1,28 @@
 """Fine-tuning with narrow messages: trained, resumed, merged, and put together again in Transformers."""
 
 import json
-import math
 import re
+from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from ds_compress.cli import main
 from ds_compress.errors import CompressionError
-from ds_compress.hf.data import Sequences
-from ds_compress.hf.settings import read
+from ds_compress.hf.settings import read_settings
 from ds_compress.hf.subspace import FILE, restore
-from tests.support.finetuning import copy_of, finetune, losses, perplexities, plain_run, prepare, told
+from ds_compress.hf.training import FinetuneRun
+from tests.support.dist import run_ranks
+from tests.support.finetuning import (
+    DS_CONFIG,
+    copy_of,
+    losses,
+    perplexities,
+    perplexity,
+    plain_run,
+    prepare,
+    told,
+)
 from tests.support.shared import once
 from tests.support.warm import TRAINING, interpreter
 
@@ -24,29 +33,37 @@ POSITIONS = 8 * TOKENS  # bytes that cross beside hidden states
 HEADER = 32  # of a packet
 
 
-def trained(folder, rank, **changes):
-    path = prepare(folder, subspace={"rank": rank, "samples": 8}, **changes)
-    told(path, interpreter(TRAINING))
-    return path
+def finish(path):
+    """Run up to the last step; the perplexities before and after, or what is refused. Runs on every rank."""
+    try:
+        run = FinetuneRun(read_settings(path))
+    except CompressionError as error:
+        return str(error)
+    run.resume()
+    before = run.perplexity()
+    run.train()
+    return before, run.perplexity()
+
+
+def in_forked_ranks(path, **changes):
+    """What the first of two ranks returns from `finish` after `changes` to train.json."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    Path(read_settings(path).out).mkdir(exist_ok=True)
+    return run_ranks(2, finish, path)[0]
+
+
+def narrow(rank):
+    return {"rank": rank, "samples": 8}
 
 
 @pytest.fixture(scope="module")
 def run():
     """train.json of a finished run with adapters, and what it said."""
-    folder = once("subspace", lambda folder: trained(folder, rank=RANK))
+    folder = once(
+        "subspace",
+        lambda folder: told(prepare(folder, subspace=narrow(RANK)), interpreter(TRAINING)),
+    )
     return folder / "train.json", (folder / "said").read_text()
-
-
-def perplexity(path, model):
-    """Of the sequences that a run with this train.json holds out."""
-    settings = read(path)
-    data = Sequences(settings, AutoTokenizer.from_pretrained(settings.model))
-    found = []
-    for (ids, positions), labels in data.held_out(2, 0, 1):
-        with torch.no_grad():
-            logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, :-1]
-        found.append(torch.nn.functional.cross_entropy(logits.mT, labels[:, 1:], ignore_index=-100).item())
-    return math.exp(sum(found) / len(found))
 
 
 def messages(path):
@@ -89,35 +106,24 @@ def test_a_merged_run_computes_the_same_with_its_pairs(run, tmp_path, capsys):
 
 def test_a_stopped_run_goes_on_as_if_nothing_had_been(run, tmp_path):
     path = copy_of(run[0], tmp_path / "copy")
-    settings = json.loads(path.read_text())
-    for steps in (4, 6):
-        path.write_text(json.dumps(settings | {"steps": steps}))
-        said = finetune("torchrun", path, python=interpreter(TRAINING)).stderr
-    assert "goes on from step 4" in said
+    in_forked_ranks(path, steps=4)
+    _, after = in_forked_ranks(path, steps=6)
     assert losses(path.parent / "out") == losses(run[0].parent / "out")
-    assert perplexities(said)[1] == perplexities(run[1])[1]
+    assert after == pytest.approx(perplexities(run[1])[1], abs=1e-4)
 
 
 def test_a_basis_as_wide_as_the_model_changes_no_perplexity(tmp_path):
-    uncompressed = json.loads(prepare(tmp_path / "none").read_text())["ds_config"]
-    del uncompressed["ds_compress"]
-    found = [
-        trained(tmp_path / str(rank), rank=rank, ds_config=uncompressed, steps=1, lora=None)
-        for rank in (WIDTH, WIDTH // 4)
-    ]
-    full, narrow = (perplexities((path.parent / "said").read_text())[0] for path in found)
-    settings = read(found[0])
-    model = AutoModelForCausalLM.from_pretrained(settings.model).eval()
-    assert perplexity(found[0], model) == pytest.approx(full, rel=1e-4)
-    assert narrow != pytest.approx(full, rel=1e-4)
+    path = prepare(tmp_path, subspace=narrow(WIDTH), ds_config=DS_CONFIG, steps=1, save_every=0, lora=None)
+    full, _ = in_forked_ranks(path)
+    small, _ = in_forked_ranks(path, subspace=narrow(RANK), out=str(tmp_path / "small"))
+    model = AutoModelForCausalLM.from_pretrained(read_settings(path).model).eval()
+    assert perplexity(path, model) == pytest.approx(full, rel=1e-5)
+    assert small != pytest.approx(full, rel=1e-4)
 
 
 def test_what_no_run_left_is_refused(run, tmp_path):
     with pytest.raises(CompressionError, match=f"{FILE} is missing"):
         restore(AutoModelForCausalLM.from_pretrained(run[0].parent / "model"), tmp_path)
     path = copy_of(run[0], tmp_path / "wide")
-    settings = json.loads(path.read_text()) | {"subspace": {"rank": WIDTH + 1}}
-    path.write_text(json.dumps(settings))
-    done = finetune("torchrun", path, check=False, python=interpreter(TRAINING))
-    assert done.returncode
-    assert f"rank {WIDTH + 1}; hidden states are {WIDTH} wide there: should be 1..{WIDTH}" in done.stderr
+    said = in_forked_ranks(path, subspace=narrow(WIDTH + 1))
+    assert f"rank {WIDTH + 1}; hidden states are {WIDTH} wide there: should be 1..{WIDTH}" in said

@@ -3,20 +3,21 @@
 import pytest
 import torch
 import transformers
+from peft import LoraConfig
 from transformers import LlamaForCausalLM
 
 from ds_compress.errors import CompressionError
-from ds_compress.hf.small import small
-from ds_compress.hf.verify import check
+from ds_compress.hf.tiny_config import make_tiny_config
+from ds_compress.hf.verify import verify_parts
 from tests.support.transformers_models import FAMILIES, config
 
 TOGETHER = {"OPT", "BLOOM", "Falcon", "GPT-OSS"}
 """Families whose tokens attend to all before them, whatever their positions."""
 
 
-def refused(given, positions=False):
+def refused(given, positions=False, lora=None):
     with pytest.raises(CompressionError) as error:
-        check(given, positions)
+        verify_parts(given, positions, lora)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -74,22 +75,47 @@ def test_documents_are_kept_apart_or_it_is_refused(family):
     if family in TOGETHER:
         assert 'choose "packing": "joined"' in refused(config(family), positions=True)
     else:
-        check(config(family), positions=True)
+        verify_parts(config(family), positions=True)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_checked_has_every_kind_of_layer_and_little_else(family):
     given = config(family)
-    made = small(given)
+    made = make_tiny_config(given)
     assert made.num_hidden_layers == 3 if not hasattr(given, "layer_types") else made.num_hidden_layers >= 2
     assert set(getattr(made, "layer_types", None) or ()) == set(getattr(given, "layer_types", None) or ())
+
+
+def llama4():
+    """Its router is a linear layer that returns two tensors."""
+    return transformers.Llama4TextConfig(
+        hidden_size=32,
+        intermediate_size=16,
+        intermediate_size_mlp=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=96,
+        num_local_experts=2,
+        attention_chunk_size=64,
+    )
+
+
+def test_adapters_with_which_a_model_does_not_run_are_named():
+    """The check was once made without adapters, and the first step ended in 200 lines of traceback."""
+    assert refused(llama4(), lora=LoraConfig(r=16, target_modules="all-linear")) == (
+        "lora.target_modules: Llama4ForCausalLM does not run with these adapters of peft: AttributeError: "
+        "'tuple' object has no attribute 'dtype'; no plain linear layer, leave out: router"
+    )
+    verify_parts(llama4(), False, LoraConfig(r=16, target_modules=["q_proj", "v_proj", "down_proj"]))
 
 
 def test_a_large_config_is_checked_in_small():
     given = transformers.LlamaConfig(
         hidden_size=8192, num_attention_heads=64, num_key_value_heads=8, num_hidden_layers=80
     )
-    made = small(given)
+    made = make_tiny_config(given)
     assert (made.hidden_size, made.num_attention_heads, made.num_key_value_heads) == (512, 4, 2)
     assert made.num_hidden_layers == 3
-    check(given, False)
+    verify_parts(given, False)

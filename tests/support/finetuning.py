@@ -1,6 +1,7 @@
 """A model, a tokenizer, text and train.json, as someone has them who fine-tunes; and the three launchers."""
 
 import json
+import math
 import os
 import random
 import re
@@ -13,8 +14,10 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from ds_compress.hf.data import Sequences
+from ds_compress.hf.settings import read_settings
 from launch.ports import reserved_port
 from tests.support.shared import once
 
@@ -25,31 +28,27 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant> {% endif %}"
 )
 BLOCK = {"forward": {"codec": {"name": "quantize", "bits": 8}}, "backward": {"codec": "bf16"}, "min_numel": 1}
+DS_CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.02, "torch_adam": True}},
+    "gradient_clipping": 0.0,
+    "steps_per_print": 100000,
+}
+"""Without the block."""
 
 
 PERPLEXITY = """
-import math, sys
+import sys
 from pathlib import Path
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from ds_compress.hf.data import Sequences
-from ds_compress.hf.settings import read
+from transformers import AutoModelForCausalLM
+from tests.support.finetuning import perplexity
 
-settings = read(Path(sys.argv[1]))
-data = Sequences(settings, AutoTokenizer.from_pretrained(settings.tokenizer or settings.model))
 model = AutoModelForCausalLM.from_pretrained(sys.argv[2])
 if sys.argv[3:]:
     from peft import PeftModel
     model = PeftModel.from_pretrained(model, sys.argv[3])
-model.eval()
-found = []
-for (ids, positions), labels in data.held_out(settings.ds_config["train_micro_batch_size_per_gpu"], 0, 1):
-    with torch.no_grad():
-        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-    wanted = labels[:, 1:].reshape(-1)
-    logits = logits[:, :-1].reshape(len(wanted), -1).float()
-    found.append(torch.nn.functional.cross_entropy(logits, wanted, ignore_index=-100).item())
-print(math.exp(sum(found) / len(found)))
+print(perplexity(Path(sys.argv[1]), model))
 """
 """Arguments: train.json, a model, and an adapter if there is one."""
 
@@ -97,14 +96,7 @@ def prepare(folder: Path, **changes: Any) -> Path:
         "stages": 2,
         "steps": 6,
         "save_every": 2,
-        "ds_config": {
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": 2,
-            "optimizer": {"type": "Adam", "params": {"lr": 0.02, "torch_adam": True}},
-            "gradient_clipping": 0.0,
-            "steps_per_print": 100000,
-            "ds_compress": {**BLOCK, "eval": "uncompressed"},
-        },
+        "ds_config": {**DS_CONFIG, "ds_compress": {**BLOCK, "eval": "uncompressed"}},
         **changes,
     }
     path = folder / "train.json"
@@ -166,12 +158,24 @@ def perplexities(said: str) -> list[float]:
     return [float(re.search(rf"perplexity {when}: ([0-9.]+)", said).group(1)) for when in ("before", "after")]
 
 
-def perplexity(path: Path, model: Path, adapter: Path | None = None) -> float:
-    """Of the sequences that a run with this train.json holds out, by Transformers, and peft where there is an
-    adapter, in a process of its own."""
+def perplexity(path: Path, model: Any) -> float:
+    """Of the sequences that a run with this train.json holds out."""
+    settings = read_settings(path)
+    data = Sequences(settings, AutoTokenizer.from_pretrained(settings.tokenizer or settings.model))
+    found = []
+    for (ids, positions), labels in data.held_out(settings.ds_config["train_micro_batch_size_per_gpu"], 0, 1):
+        with torch.no_grad():
+            logits = model.eval()(input_ids=ids, position_ids=positions, use_cache=False).logits
+        logits = logits[:, :-1].float().mT
+        found.append(torch.nn.functional.cross_entropy(logits, labels[:, 1:], ignore_index=-100).item())
+    return math.exp(sum(found) / len(found))
+
+
+def perplexity_of_folder(path: Path, model: Path, adapter: Path | None = None) -> float:
+    """The same, by Transformers, and peft where there is an adapter, in a process of its own."""
     words = [sys.executable, "-c", PERPLEXITY, str(path), str(model), *([str(adapter)] if adapter else [])]
     done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment())
-    return float(done.stdout)
+    return float(done.stdout.splitlines()[-1])
 
 
 def losses(out: Path) -> dict[int, float]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ds_compress.hf.loss import causal_lm_loss
+from ds_compress.hf.part import causal_lm_loss
 
 logging.disable_progress_bar()
 

@@ -1,0 +1,72 @@
+"""Refuse, before a model is built, settings that its config, its tokenizer or the launch does not fit."""
+
+from typing import Any
+
+import numpy as np
+from transformers import PretrainedConfig
+
+from ds_compress.errors import CompressionError, shown
+from ds_compress.hf.settings import NAME, Settings
+
+
+def check_launch(settings: Settings, processes: int) -> int:
+    """Return the number of replicas of the pipeline that so many processes hold.
+
+    Raises:
+        CompressionError: the processes cannot be divided into the stages, or DeepSpeed's pipelines do not
+            support the ZeRO stage.
+    """
+    stages = settings.stages if isinstance(settings.stages, int) else len(settings.stages)
+    if stages < 1 or processes % stages:
+        raise CompressionError(
+            f"{NAME}.stages: {shown(settings.stages)} is not allowed: {processes} processes were started; "
+            "their number should be a multiple of the number of stages"
+        )
+    zero = zero_stage(settings.ds_config)
+    if zero not in (0, 1):
+        raise CompressionError(
+            f"{NAME}.ds_config.zero_optimization.stage: {shown(zero)} is not allowed: DeepSpeed's pipelines "
+            "support 0 and 1"
+        )
+    return processes // stages
+
+
+def zero_stage(ds_config: dict[str, Any]) -> Any:
+    """Return the ZeRO stage that a DeepSpeed config asks for."""
+    zero = ds_config.get("zero_optimization")
+    return zero.get("stage", 0) if isinstance(zero, dict) else 0
+
+
+def check_length(config: PretrainedConfig, length: int) -> None:
+    """Refuse sequences that are longer than the model's table of positions.
+
+    Rotary positions beyond it would be computed, but the model has not learned them.
+
+    Raises:
+        CompressionError: `length` tokens are too many.
+    """
+    text = config.get_text_config()
+    most = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    if isinstance(most, int) and isinstance(factor := rope.get("factor"), (int, float)):
+        most = int(most * max(factor, 1))
+    if isinstance(most, int) and 0 < most < length:
+        raise CompressionError(
+            f"{NAME}.sequence_length: {length} is not allowed: the model's config.json has "
+            f'"max_position_embeddings" for {most} tokens; should be at most that'
+        )
+
+
+def check_tokens(config: PretrainedConfig, sequences: np.ndarray, tokenizer: str) -> None:
+    """Refuse token ids, of any shape, that are not in the model's vocabulary.
+
+    Raises:
+        CompressionError: the tokenizer has made one.
+    """
+    largest = int(sequences.max())
+    size = config.get_text_config().vocab_size
+    if largest >= size:
+        raise CompressionError(
+            f"{NAME}.tokenizer: {tokenizer}: it made a token {largest}, but the model's vocabulary has "
+            f"{size}; should be the tokenizer that the model was trained with"
+        )

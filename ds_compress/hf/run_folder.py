@@ -1,0 +1,168 @@
+"""The folder of a run, on one disk that all machines share or on a disk of each machine.
+
+Machines that share no folder keep the checkpoints of their own stages, which is enough to resume. When the
+run ends, rank 0's machine receives the weights of all stages, which `ds-compress merge` reads.
+"""
+
+import json
+import secrets
+from pathlib import Path
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+
+from ds_compress.errors import CompressionError
+from ds_compress.hf.settings import NAME
+
+LATEST = "latest"
+"""File that names the last complete checkpoint, for DeepSpeed and for `merge`."""
+CHUNK = 16 * 2**20
+"""Bytes of a file that are sent at once."""
+
+
+class RunFolder:
+    """Know which ranks share the folder, and make several folders serve as one."""
+
+    def __init__(self, path: Path, replicas: int):
+        """
+        Args:
+            path: the folder, on this rank's machine.
+            replicas: data-parallel replicas of the pipeline.
+
+        Raises:
+            CompressionError: on every rank, if replicas of a stage do not share the folder: only the first of
+                them writes the weights that all of them resume from.
+        """
+        self.path = path
+        self._rank, ranks = dist.get_rank(), dist.get_world_size()
+        token = gather_integers(secrets.randbits(62))[0]
+        own = path / f".rank-{token:x}-{self._rank}"
+        own.touch()
+        dist.barrier()
+        seen = [other for other in range(ranks) if (path / f".rank-{token:x}-{other}").exists()]
+        self._owners = gather_integers(seen[0])
+        """For each rank, the first rank that sees the same folder."""
+        own.unlink()
+        for rank in range(ranks):
+            first = rank - rank % replicas  # DeepSpeed numbers the replicas of a stage one after the other
+            if self._owners[rank] != self._owners[first]:
+                raise CompressionError(
+                    f"{NAME}.out: rank {rank} does not see what rank {first} writes there, and both train "
+                    "the same stage; should be a folder that all machines share, or a hostfile that puts the "
+                    "replicas of a stage on one machine"
+                )
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all ranks see one folder."""
+        return not any(self._owners)
+
+    def name_complete(self, step: int) -> None:
+        """Name the checkpoint of `step` as the last complete one, in every folder.
+
+        A process that reads at the same time gets the old name or the new one.
+        """
+        if self._owners[self._rank] == self._rank:
+            new = self.path / f"{LATEST}.new"
+            new.write_text(checkpoint_name(step))
+            new.replace(self.path / LATEST)
+
+    def find_last_step(self, file: str = "") -> int | None:
+        """Return the step of the last complete checkpoint; None if there is none.
+
+        Args:
+            file: that this rank needs from its folder.
+
+        Raises:
+            CompressionError: on every rank, if one of them does not find its file.
+        """
+        # A machine that was stopped before it wrote the name has that checkpoint too, so the largest counts
+        step = max(gather_integers(_read_latest(self.path)))
+        if step < 0:
+            return None
+        found = gather_integers((self.path / checkpoint_name(step) / file).exists())
+        if not all(found):
+            raise CompressionError(
+                f"{NAME}.out: rank {found.index(0)} does not find its part of {checkpoint_name(step)} on its "
+                "machine; start with the stages and the order of machines of before, or copy that folder "
+                "from the machine that has it, or choose a new folder"
+            )
+        return step
+
+    def collect_weights(self, step: int) -> None:
+        """Copy the weights in the checkpoint of `step` from the other folders to rank 0's.
+
+        Raises:
+            CompressionError: on every rank, if rank 0 cannot write them.
+        """
+        folder = self.path / checkpoint_name(step)
+        failure = ""
+        for source in sorted(set(self._owners) - {0}):
+            files = sorted(folder.glob("layer_*")) if self._rank == source else []
+            listed = json.dumps([(file.name, file.stat().st_size) for file in files]).encode()
+            listed = _broadcast(listed, gather_integers(len(listed))[source], source)
+            for name, size in json.loads(listed):
+                failure = _try_copy(folder / name, size, source) or failure
+        if any(gather_integers(bool(failure))):
+            raise CompressionError(f"{NAME}.out: {failure or 'rank 0 could not write the weights'}")
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of a checkpoint's folder in the folder of its run."""
+    return f"step{step}"
+
+
+def gather_integers(value: int) -> list[int]:
+    """Return the integers (up to 63 bits) of all ranks, in rank order."""
+    device = get_accelerator().current_device_name()
+    own = torch.tensor([int(value)], dtype=torch.int64, device=device)
+    everywhere = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, own)
+    return [int(each) for each in everywhere]
+
+
+def _read_latest(path: Path) -> int:
+    """Return the step that this folder's `latest` names; -1 if there is none."""
+    try:
+        return int((path / LATEST).read_text().strip().removeprefix("step"))
+    except (OSError, ValueError):
+        return -1
+
+
+def _try_copy(file: Path, size: int, source: int) -> str:
+    """Copy `file` of rank `source` to the same path on rank 0. All ranks take part: none of them waits longer
+    than a chunk takes, however long the file is.
+
+    Returns:
+        Why rank 0 could not write it, else an empty string.
+    """
+    failure = ""
+    part = file.with_name(f"{file.name}.part")
+    for start in range(0, size, CHUNK):
+        length, data = min(CHUNK, size - start), b""
+        if dist.get_rank() == source:
+            with file.open("rb") as stored:
+                stored.seek(start)
+                data = stored.read(length)
+        data = _broadcast(data, length, source)
+        if dist.get_rank() == 0 and not failure:
+            try:
+                with part.open("ab" if start else "wb") as written:
+                    written.write(data)
+            except OSError as error:  # the others go on sending
+                failure = f"{part} cannot be written: {error.strerror}"
+    if dist.get_rank() == 0 and not failure:
+        part.replace(file)
+    return failure
+
+
+def _broadcast(data: bytes, size: int, source: int) -> bytes:
+    """Send `size` bytes from rank `source` to all."""
+    device = get_accelerator().current_device_name()
+    if dist.get_rank() == source:
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    else:
+        buffer = torch.empty(size, dtype=torch.uint8, device=device)
+    dist.broadcast(buffer, source)
+    return bytes(buffer.cpu().numpy())

@@ -1,0 +1,269 @@
+"""One rank of a fine-tuning run: data, model and engine, training with checkpoints, evaluation, a sample."""
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from torch import Tensor
+from transformers import AutoTokenizer, PretrainedConfig
+
+from ds_compress.errors import CompressionError, failures_at, in_one_line
+from ds_compress.hf.data import IDS, Sequences
+from ds_compress.hf.input_checks import check_launch, check_length, check_tokens, zero_stage
+from ds_compress.hf.model import load_config, pipeline_module
+from ds_compress.hf.run_folder import RunFolder, checkpoint_name, gather_integers
+from ds_compress.hf.settings import NAME, Settings
+from ds_compress.monitor.progress import Progress
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+SAMPLE_TOKENS = 24
+"""Tokens of the sample after the prompt."""
+
+
+class FinetuneRun:
+    """Hold one rank's part of a run."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.is_first = dist.get_rank() == 0
+        replicas = check_launch(settings, dist.get_world_size())
+        self.folder = RunFolder(Path(settings.out), replicas)
+        _check_same_settings(settings)
+        config = load_config(Path(settings.model))
+        check_length(config, settings.sequence_length)
+        self.tokenizer, self.data = self._load_data(config)
+        module = pipeline_module(
+            settings.model,
+            settings.stages,
+            settings.lora.to_peft(settings.model) if settings.lora else None,
+            dtype=DTYPES[settings.dtype],
+            positions=settings.data.packing == "isolated",
+            activation_checkpoint_interval=settings.activation_checkpoint_interval,
+            seed=settings.seed,
+            rank=settings.subspace.rank if settings.subspace else None,
+            samples=self._draw_samples(),
+        )
+        self.engine, *_ = deepspeed.initialize(
+            model=module,
+            config=complete_ds_config(settings, DTYPES[settings.dtype] or getattr(config, "dtype", None)),
+            model_parameters=[p for p in module.parameters() if p.requires_grad],
+        )
+        grid = self.engine.grid
+        self.replica = grid.get_data_parallel_id(), grid.data_parallel_size
+        self.micro_batch = self.engine.train_micro_batch_size_per_gpu()
+        visits = settings.epochs * len(self.data.train)
+        self.steps = settings.steps or math.ceil(visits / self.engine.train_batch_size())
+
+    def _load_data(self, config: PretrainedConfig) -> tuple[Any, Sequences]:
+        """Load the tokenizer and the sequences, which are equal on all ranks."""
+        name = self.settings.tokenizer or self.settings.model
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise CompressionError(f"{NAME}.tokenizer: {name}: {in_one_line(error)}") from None
+        data: Sequences = _call_in_turn(lambda: Sequences(self.settings, tokenizer))
+        for sequences in (data.train, data.eval):
+            check_tokens(config, sequences[:, IDS], name)
+            _check_same(f"{NAME}.data: the text, or what the tokenizer makes of it,", sequences)
+        return tokenizer, data
+
+    def _draw_samples(self) -> list[Any]:
+        """Return inputs for the initial basis of "subspace"; one if a checkpoint will replace that basis."""
+        if self.settings.subspace is None:
+            return []
+        count = 1 if self.folder.find_last_step() is not None else self.settings.subspace.samples
+        batches = self.data.batches(1, replica=0, replicas=1, start=0)
+        return [inputs for inputs, _ in itertools.islice(batches, count)]
+
+    def run(self) -> None:
+        """Resume if there is a checkpoint, train, and evaluate before and after."""
+        if self.is_first:
+            (self.folder.path / NAME).write_text(self.settings.model_dump_json(indent=2) + "\n")
+        if not self.folder.is_shared:
+            self._say(
+                f"{NAME}.out: the machines do not share {self.folder.path}: each keeps the checkpoints of "
+                "its stages, and rank 0's gets the weights of all at the end"
+            )
+        self.resume()
+        self._say(f"perplexity before: {self.perplexity():.4f}")
+        self.train()
+        self._say(f"perplexity after: {self.perplexity():.4f}")
+        if self.settings.prompt is not None:
+            self._say(f"sample: {self.generate(self.settings.prompt)!r}")
+        if not self.folder.is_shared:
+            self.folder.collect_weights(self.engine.global_steps)
+
+    def resume(self) -> None:
+        """Load the last complete checkpoint, if there is one."""
+        engine, root = self.engine, str(self.folder.path)
+        step = self.folder.find_last_step(Path(engine._get_ckpt_name("", "")).name)
+        if step is None:
+            return
+        # DeepSpeed lists the files of all stages, which this machine may not have, to read its own of them
+        engine._get_all_ckpt_names = lambda *where: [engine._get_ckpt_name(*where)] * engine.mp_world_size
+        with failures_at(f"{NAME}.out: {checkpoint_name(step)} cannot be loaded"):
+            engine.load_checkpoint(root, checkpoint_name(step), load_module_strict=self.settings.lora is None)
+        self._say(f"goes on from step {engine.global_steps}")
+
+    def train(self) -> None:
+        """Train up to the last step; save every `save_every` steps and at the end."""
+        engine, settings = self.engine, self.settings
+        done = engine.global_steps
+        batches = self.data.batches(
+            self.micro_batch, *self.replica, start=done * engine.gradient_accumulation_steps()
+        )
+        progress = Progress("training", self.steps, done, shown=self.is_first)
+        before = self._count_bytes()
+        tokens = engine.train_batch_size() * settings.sequence_length
+        for step in range(done, self.steps):
+            # The dropout of a step follows from its number, so a resumed run needs no generator's state
+            torch.manual_seed(settings.seed * 1_000_003 + step)
+            started = time.monotonic()
+            loss = engine.train_batch(batches).item()
+            speed = tokens / (time.monotonic() - started)
+            values = {"loss": f"{loss:.4f}", "tokens/s": f"{speed:.0f}"}
+            raw, wire = (now - then for now, then in zip(self._count_bytes(), before))
+            values |= {"ratio": f"{raw / wire:.2f}x"} if wire else {}
+            progress.update(step + 1, values)
+            self._record(step + 1, loss)
+            if step + 1 == self.steps or (settings.save_every and (step + 1) % settings.save_every == 0):
+                self._save()
+        progress.close()
+
+    def _count_bytes(self) -> tuple[int, int]:
+        """Return the bytes that this stage has sent, before and after compression; zeros without it."""
+        stage = getattr(self.engine, "_compression", None)
+        sent = [channel.sent for channel in stage.sending] if stage else []
+        return sum(each.raw_bytes for each in sent), sum(each.wire_bytes for each in sent)
+
+    def _record(self, step: int, loss: float) -> None:
+        """Append a line to losses.jsonl."""
+        if self.is_first:
+            with open(self.folder.path / "losses.jsonl", "a") as file:
+                print(json.dumps({"step": step, "loss": loss}), file=file)
+
+    def _save(self) -> None:
+        """Save a checkpoint, and name it once every rank has written its part.
+
+        DeepSpeed's own `save_latest` names it once rank 0 has, so a run killed then could not be resumed.
+        """
+        step = self.engine.global_steps
+        self.engine.save_checkpoint(
+            str(self.folder.path),
+            checkpoint_name(step),
+            save_latest=False,
+            exclude_frozen_parameters=self.settings.lora is not None,
+        )
+        self.folder.name_complete(step)
+
+    def perplexity(self) -> float:
+        """Return exp of the mean loss of the held-out sequences, on every rank."""
+        batches = self.data.held_out(self.micro_batch, *self.replica)
+        loss = self.engine.eval_batch(iter(batches), num_micro_batches=len(batches))
+        return math.exp(min(float(loss), 80.0))
+
+    def generate(self, prompt: str) -> str:
+        """Return `prompt` and its likeliest continuation; all ranks call this.
+
+        DeepSpeed gives every rank one number that the last stage computes, the loss of an evaluation. Here
+        that number is the likeliest token, which fp32 holds exactly for vocabularies below 2**24.
+        """
+        length = self.settings.sequence_length
+        ids = list(self.tokenizer(prompt, add_special_tokens=False)["input_ids"])[: length // 2] or [0]
+        module = self.engine.module
+        loss_fn: Callable[..., Tensor] = module.loss_fn
+        module.loss_fn, self.engine.gives_losses = _find_next_token, False
+        try:
+            for _ in range(min(SAMPLE_TOKENS, length - len(ids))):
+                row = torch.tensor(ids + [0] * (length - len(ids)), dtype=torch.int64, device="cpu")
+                inputs: Any = row.repeat(self.micro_batch, 1)
+                if self.settings.data.packing == "isolated":
+                    positions = torch.arange(length, dtype=torch.int64, device="cpu")
+                    inputs = inputs, positions.repeat(self.micro_batch, 1)
+                last = torch.full((self.micro_batch,), len(ids) - 1, dtype=torch.int64, device="cpu")
+                ids.append(int(self.engine.eval_batch(iter([(inputs, last)]), num_micro_batches=1)))
+        finally:
+            module.loss_fn, self.engine.gives_losses = loss_fn, True
+        return str(self.tokenizer.decode(ids))
+
+    def _say(self, line: str) -> None:
+        if self.is_first:
+            print(line, file=sys.stderr, flush=True)
+
+
+def complete_ds_config(settings: Settings, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Return the DeepSpeed config, with an optimizer that has fp32 copies of 16-bit weights.
+
+    Without them a step is lost wherever it is less than half the distance between two bf16 numbers: 2e-4 near
+    1, for example. Adapters are fp32 and need none. What the user's config says of bf16 or ZeRO stays.
+
+    Args:
+        settings: of the run.
+        dtype: of the model's weights; None: fp32.
+
+    Raises:
+        CompressionError: all parameters are to be trained in fp16 without DeepSpeed's loss scaling.
+    """
+    config = settings.ds_config
+    if settings.lora or dtype not in (torch.bfloat16, torch.float16):
+        return config
+    if dtype == torch.float16:
+        if "fp16" not in config:
+            raise CompressionError(
+                f'{NAME}.dtype: "fp16" needs "fp16": {{"enabled": true}} in ds_config to train all '
+                'parameters; or choose "bf16", "fp32" or "lora"'
+            )
+        return config
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}} | config
+    if zero_stage(config) == 1:  # without ZeRO, DeepSpeed can only add up micro-batches in bf16
+        defaults = {"data_types": {"grad_accum_dtype": "fp32"}, "zero_allow_untested_optimizer": True}
+        config = defaults | config
+    return config
+
+
+def _find_next_token(logits: Tensor, last: Tensor) -> Tensor:
+    """Return the likeliest token after position `last[0]` of the first sequence, as a float."""
+    return logits[0, last[0]].argmax().float()
+
+
+def _check_same_settings(settings: Settings) -> None:
+    """Refuse settings that differ between ranks; paths may, and "ds_compress" is compared by the engine."""
+    values = settings.model_dump(mode="json", exclude={"model": True, "tokenizer": True, "out": True})
+    values["data"] |= {"train": "", "eval": ""}
+    values["ds_config"].pop("ds_compress", None)
+    for key, value in values.items():
+        _check_same(f"{NAME}.{key}", json.dumps(value).encode())
+
+
+def _check_same(what: str, data: Any) -> None:
+    """Refuse, on every rank, bytes or an array that are not equal on all ranks."""
+    digests = gather_integers(int.from_bytes(hashlib.sha256(data).digest()[:7], "little"))
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        raise CompressionError(f"{what} differs between ranks 0 and {other}; should be equal on all machines")
+
+
+def _call_in_turn(load: Callable[[], Any]) -> Any:
+    """Call `load` on the first process of each machine, then on the others, which find its cached files."""
+    is_first = int(os.environ["LOCAL_RANK"]) == 0
+    failure: CompressionError | None = None
+    loaded = None
+    for turn in (True, False):
+        if is_first is turn:
+            try:
+                loaded = load()
+            except CompressionError as error:
+                failure = error
+        if any(gather_integers(failure is not None)):
+            raise failure or CompressionError("data: another rank could not read it")
+    return loaded

@@ -1,0 +1,126 @@
+"""What a run cannot do is refused in one line on every rank, before anything is built."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from torch import distributed
+from transformers import AutoTokenizer
+
+from ds_compress.errors import CompressionError
+from ds_compress.hf.settings import read_settings
+from ds_compress.hf.training import FinetuneRun
+from tests.support.dist import run_ranks
+from tests.support.finetuning import DS_CONFIG, prepare, text
+
+
+def refusal(path, ranks=1, **changes):
+    """What each rank says to a run with that train.json, changed; it has to be the same line."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"stages": ranks} | changes))
+    (path.parent / "out").mkdir(exist_ok=True)
+    said = run_ranks(ranks, refused, path)
+    assert len({*said}) == 1
+    assert "\n" not in said[0]
+    return said[0]
+
+
+def refused(path):
+    with pytest.raises(CompressionError) as caught:
+        FinetuneRun(read_settings(path))
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture
+def path(prepared):
+    content = prepared.read_text()
+    yield prepared
+    prepared.write_text(content)
+
+
+def test_sequences_longer_than_the_model_has_positions(path):
+    """They once ran out of the table of positions in the first batch: `IndexError: index out of range in
+    self` on one rank, `Connection closed by peer` on the other, and an assertion of the device on a GPU."""
+    assert refusal(path, sequence_length=65) == (
+        "train.json.sequence_length: 65 is not allowed: the model's config.json has "
+        '"max_position_embeddings" for 64 tokens; should be at most that'
+    )
+
+
+def test_a_model_that_is_not_there(path):
+    """It was once said of the tokenizer, which was looked for first, that the hub could not be reached."""
+    assert refusal(path, model="nowhere").startswith(
+        "nowhere: model.safetensors is missing; should be the folder of a "
+    )
+
+
+def test_tokens_of_another_vocabulary(path, tmp_path):
+    """A token that was added to the tokenizer and not to the model."""
+    known = AutoTokenizer.from_pretrained(path.parent / "model")
+    known.add_tokens([f"new{number}" for number in range(20)])
+    known.save_pretrained(tmp_path / "other")
+    (tmp_path / "text.txt").write_text(text(20) + "\n\nnew19 " + text(20))
+    data = {"train": str(tmp_path / "text.txt")}
+    assert refusal(path, tokenizer=str(tmp_path / "other"), data=data) == (
+        f"train.json.tokenizer: {tmp_path / 'other'}: it made a token 42, but the model's vocabulary has 32; "
+        "should be the tokenizer that the model was trained with"
+    )
+
+
+def test_more_stages_than_processes(path):
+    """It was once an assertion inside DeepSpeed, in a traceback of every rank."""
+    assert refusal(path, 2, stages=3) == (
+        "train.json.stages: 3 is not allowed: 2 processes were started; their number should be a multiple of "
+        "the number of stages"
+    )
+
+
+def test_zero_2(path):
+    """It was once an assertion inside DeepSpeed, after the model had been read."""
+    assert refusal(path, ds_config={**DS_CONFIG, "zero_optimization": {"stage": 2}}) == (
+        "train.json.ds_config.zero_optimization.stage: 2 is not allowed: DeepSpeed's pipelines support 0 "
+        "and 1"
+    )
+
+
+def test_all_parameters_in_fp16_without_loss_scaling(path):
+    assert refusal(path, dtype="fp16", lora=None).startswith('train.json.dtype: "fp16" needs "fp16": ')
+
+
+def test_machines_with_other_settings_or_other_text(path, tmp_path):
+    """Ranks that took another number of steps would wait for each other; labels of another text would be
+    learned for these tokens."""
+    assert run_ranks(2, refused_on_rank_1, path, {"steps": 7}) == 2 * [
+        "train.json.steps differs between ranks 0 and 1; should be equal on all machines"
+    ]
+    (tmp_path / "text.txt").write_text(text(121))
+    said = run_ranks(2, refused_on_rank_1, path, {"data": {"train": str(tmp_path / "text.txt")}})
+    assert said[0] == said[1]
+    assert said[0].startswith("train.json.data: the text, or what the tokenizer makes of it, differs between")
+
+
+def refused_on_rank_1(path, changes):
+    """What this rank says if rank 1 has other settings."""
+    settings = json.loads(path.read_text()) | (changes if distributed.get_rank() else {})
+    own = path.parent / f"rank{distributed.get_rank()}.json"
+    own.write_text(json.dumps(settings))
+    (path.parent / "out").mkdir(exist_ok=True)
+    return refused(own).replace(own.name, "train.json")
+
+
+@pytest.mark.parametrize("missing", ["peft", "transformers"])
+def test_without_the_extra_it_says_what_to_install(path, missing):
+    """It was once a traceback of imports."""
+    program = (
+        f"import runpy, sys; sys.modules[{missing!r}] = None; sys.argv = ['finetune', {str(path)!r}]; "
+        "runpy.run_module('ds_compress.hf.finetune', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].endswith('; pip install "ds_compress[hf]"')

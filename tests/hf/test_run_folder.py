@@ -1,0 +1,112 @@
+"""Two machines without a shared folder once lost the run: both ended with 0, `merge` then missed the layers
+of the second stage, and a second start ended in `TypeError: 'NoneType' object is not iterable`, as the second
+machine found no `latest`."""
+
+import shutil
+
+import pytest
+from torch import distributed
+from transformers import AutoModelForCausalLM
+
+from ds_compress.errors import CompressionError
+from ds_compress.hf.merge import merge
+from ds_compress.hf.run_folder import RunFolder
+from ds_compress.hf.settings import read_settings
+from ds_compress.hf.training import FinetuneRun
+from tests.support.dist import run_ranks
+from tests.support.finetuning import losses, perplexity, prepare
+
+
+def machine(folder):
+    """The folder of this rank's machine; each rank has a machine to itself."""
+    return folder / f"machine{distributed.get_rank()}"
+
+
+def finetune(path, steps):
+    """Run up to `steps` with `out` on this rank's machine; what is refused is returned."""
+    out = machine(path.parent)
+    out.mkdir(exist_ok=True)
+    settings = read_settings(path).model_copy(update={"out": str(out), "steps": steps})
+    try:
+        run = FinetuneRun(settings)
+        run.run()
+    except CompressionError as error:
+        return str(error)
+    return run.perplexity()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """train.json of a run that was started twice, and its last perplexity."""
+    path = prepare(tmp_path_factory.mktemp("machines"), eval_sequences=4)
+    run_ranks(2, finetune, path, 2)
+    found = run_ranks(2, finetune, path, 4)
+    assert found[0] == found[1]
+    return path, found[0]
+
+
+def test_a_run_goes_on_and_is_merged_on_the_first_machine(trained, tmp_path):
+    path, after = trained
+    out = path.parent / "machine0"
+    merge(out, tmp_path / "merged")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert perplexity(path, model) == pytest.approx(after, rel=1e-5)
+    shared = prepare(tmp_path / "shared", eval_sequences=4, steps=4)
+    (tmp_path / "shared" / "out").mkdir()
+    run_ranks(2, lambda: FinetuneRun(read_settings(shared)).run())
+    assert losses(out) == losses(tmp_path / "shared" / "out")
+
+
+def test_a_machine_that_lost_its_checkpoint_is_named_on_every_rank(trained, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(trained[0].parent, copy)
+    shutil.rmtree(copy / "machine1" / "step4")
+    said = run_ranks(2, finetune, copy / "train.json", 6)
+    assert said[0] == said[1]
+    assert said[0].startswith("train.json.out: rank 1 does not find its part of step4 on its machine; ")
+    assert "\n" not in said[0]
+
+
+def test_layers_that_are_on_another_machine_are_explained(trained, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(trained[0].parent / "machine0", out)
+    (out / "latest").write_text("step2")  # of the first start, which ended before the second one
+    for file in (out / "step2").glob("layer_04*"):
+        file.unlink()
+    with pytest.raises(CompressionError, match="layer 4 of the pipeline is missing; if the machines do not"):
+        merge(out, tmp_path / "merged")
+
+
+def own_folder(folder, replicas):
+    """What a rank with a machine to itself says of that many replicas."""
+    path = machine(folder)
+    path.mkdir(exist_ok=True)
+    try:
+        return RunFolder(path, replicas).is_shared
+    except CompressionError as error:
+        return str(error)
+
+
+def test_replicas_need_a_folder_of_their_stage(tmp_path):
+    assert run_ranks(2, own_folder, tmp_path, 1) == [False, False]
+    said = run_ranks(2, own_folder, tmp_path, 2)
+    assert said[0] == said[1]
+    assert said[0].startswith("train.json.out: rank 1 does not see what rank 0 writes there, and both train")
+
+
+def full_disk(folder):
+    """What each rank says if rank 0 cannot write what rank 1 sends."""
+    path = machine(folder)
+    (path / "step1").mkdir(parents=True)
+    (path / "step1" / "layer_03-model_states.pt").write_bytes(bytes(40_000_000))
+    if distributed.get_rank() == 0:
+        (path / "step1" / "layer_03-model_states.pt.part").mkdir()
+    with pytest.raises(CompressionError) as caught:
+        RunFolder(path, 1).collect_weights(1)
+    return str(caught.value)
+
+
+def test_weights_that_cannot_be_written_are_said_on_every_rank(tmp_path):
+    first, second = run_ranks(2, full_disk, tmp_path)
+    assert first.endswith("layer_03-model_states.pt.part cannot be written: Is a directory")
+    assert second == "train.json.out: rank 0 could not write the weights"
