@@ -12,7 +12,6 @@ from ds_compress.codecs import bounds
 from ds_compress.codecs.mixed import map_size, reunite, separate
 from ds_compress.codecs.mixins import FusesFeedback
 from ds_compress.codecs.quantize_eigenbasis import EigenbasisQuantize
-from ds_compress.codecs.quantize_either import EitherWay
 from ds_compress.codecs.quantize_options import QuantizeOptions
 from ds_compress.codecs.shapes import Fill, group_shape, join, moved_spec, split
 from ds_compress.kernels.dispatch import kernels
@@ -39,7 +38,6 @@ class Quantize(Codec, FusesFeedback):
         {"bits": 4, "hadamard": True, "grid": "gaussian"},
         {"bits": 3, "hadamard": True},
         {"bits": 2, "hadamard": True},
-        {"bits": 4, "hadamard": "auto"},
         {"bits": 4, "group_size": 32, "mixed": {"share": 0.8, "low_bits": 3}},
         {"bits": 2, "rotate": "learned"},
     )
@@ -48,13 +46,7 @@ class Quantize(Codec, FusesFeedback):
 
     @classmethod
     def of(cls, options: QuantizeOptions) -> Codec:
-        if options.rotate != "none":
-            return EigenbasisQuantize(options)
-        if options.hadamard != "auto":
-            return cls(options)
-        return EitherWay(
-            options, *(cls(options.model_copy(update={"hadamard": rotated})) for rotated in (False, True))
-        )
+        return EigenbasisQuantize(options) if options.rotate != "none" else cls(options)
 
     def layout(self, spec: TensorSpec) -> Layout:
         options = self.options

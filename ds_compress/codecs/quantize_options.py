@@ -50,10 +50,10 @@ class QuantizeOptions(CodecOptions):
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """stochastic, on a uniform grid, makes the expected output equal the input."""
 
-    hadamard: bool | Literal["auto"] = False
+    hadamard: bool = False
     """Rotate each group first, with signs drawn from the seed, which spreads outliers; at 4 bits 2 to 3
     times less error on a transformer's activations. Not after a ReLU, whose many zeros a rotation
-    fills. auto: each group as it loses less, which takes no more bytes and several times as long."""
+    fills."""
 
     mixed: Mixed | None = None
     """Keep `bits` for the share of groups with the highest entropy, and give the others `low_bits`
@@ -81,11 +81,18 @@ class QuantizeOptions(CodecOptions):
             raise ValueError("goes with grid 'uniform', not with 'gaussian'")
         return value
 
+    @field_validator("hadamard", mode="before")
+    @classmethod
+    def _auto_is_removed(cls, hadamard: object) -> object:
+        if hadamard == "auto":
+            raise ValueError(
+                "was removed; allowed: true, false, or codec 'entropy', which loses less in as many bits"
+            )
+        return hadamard
+
     @field_validator("hadamard")
     @classmethod
-    def _power_of_two(cls, hadamard: bool | str, info: ValidationInfo) -> bool | str:
-        if hadamard == "auto" and info.data.get("rounding") == "stochastic":
-            raise ValueError("goes with rounding 'nearest': what is lost by chance tells nothing")
+    def _power_of_two(cls, hadamard: bool, info: ValidationInfo) -> bool:
         size = info.data.get("group_size", 8)
         if hadamard and (isinstance(size, str) or size & (size - 1)):
             raise ValueError(f"needs a group_size that is a power of two, not {size!r}")
@@ -96,8 +103,6 @@ class QuantizeOptions(CodecOptions):
     def _fewer_bits(cls, value: Mixed | None, info: ValidationInfo) -> Mixed | None:
         if value and value.low_bits >= info.data.get("bits", 8):
             raise ValueError(f"needs low_bits below bits, which is {info.data['bits']}")
-        if value and info.data.get("hadamard") == "auto":
-            raise ValueError("goes with a hadamard that is true or false, not with 'auto'")
         if value and isinstance(info.data.get("group_size"), str):
             raise ValueError(f"needs a group_size in values, not {info.data['group_size']!r}")
         return value

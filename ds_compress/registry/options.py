@@ -31,6 +31,7 @@ RENAMED = {
     "disk": "nvme",
     "loosen": "relax",
     "mirror_check": "state_check_every",
+    "first": "first_visit",
 }
 """What keys and values were called in earlier releases. Errors say the new name where it is allowed and the
 old one is not."""

@@ -64,7 +64,7 @@ def topk(percent: float, **options: Any) -> Block:
 
 def aqsgd(forward: Any, backward: Any, first: Any = "none", back: Any = "none") -> Block:
     """First visits dense and gradients without feedback, as in the paper on AQ-SGD, where nothing is said."""
-    return block(forward, backward, {"name": "aqsgd", "ids": IDS, "first": first}, back)
+    return block(forward, backward, {"name": "aqsgd", "ids": IDS, "first_visit": first}, back)
 
 
 FIRST = group(4, hadamard=True)

@@ -174,7 +174,6 @@ def test_a_warm_up_of_few_directions_sends_those():
     "options, reason",
     [
         ({"hadamard": True}, 'hadamard: True goes with "rotate": "none" alone: the basis is a rotation'),
-        ({"hadamard": "auto"}, "hadamard: 'auto' goes with "),
         ({"axis": 1}, 'axis: 1 goes with "rotate": "none" alone: a row is the last dimension'),
         ({"grid": "gaussian"}, "grid: 'gaussian' goes with "),
         ({"scheme": "asymmetric"}, "scheme: 'asymmetric' goes with "),

@@ -50,6 +50,14 @@ OLD = [
         {"guard": {"action": "loosen"}},
         "ds_compress.guard.action: 'loosen' is not allowed, now 'relax'; allowed: 'warn', ",
     ),
+    (
+        {"forward": {"feedback": {"name": "aqsgd", "first": "none"}}},
+        "ds_compress.forward.feedback.first: unknown key, now 'first_visit'; allowed: scope, ids, ",
+    ),
+    (
+        {"forward": {"codec": {"name": "quantize", "hadamard": "auto"}}},
+        "ds_compress.forward.codec.hadamard: 'auto' was removed; allowed: true, false, or codec 'entropy', ",
+    ),
 ]
 
 

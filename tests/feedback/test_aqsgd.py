@@ -91,7 +91,7 @@ def assert_sides_equal(ranks, count):
         (2, "aqsgd", {}),
         (4, {"name": "aqsgd", "ids": "hash", "offload": {"device": "cpu"}}, {"link": {"mode": "blocking"}}),
         (4, {"name": "aqsgd", "offload": {"device": "nvme"}}, {"warmup_steps": 3}),
-        (4, {"name": "aqsgd", "first": "none"}, {}),
+        (4, {"name": "aqsgd", "first_visit": "none"}, {}),
         (2, {"name": "aqsgd", "max_gb": 100 * 2 * WIDTH / 1e9}, {}),
     ],
 )
@@ -112,7 +112,7 @@ def test_bytes_memory_and_ids_in_four_stages(first):
     """Static packets after the first epoch; before them a second one, of dense rows, or of what the first
     one cannot hold of 4 bits for each value; a bf16 row of each sample on each side."""
     samples, epochs = 256, 3
-    options = {"name": "aqsgd"} | ({"first": "none"} if first == "dense" else {})
+    options = {"name": "aqsgd"} | ({"first_visit": "none"} if first == "dense" else {})
     ranks = run_ranks(4, run, 4, config(options), samples, epochs)
     values = MICRO_BATCH * WIDTH
     codes, scales = values * 2 // 8, 2 * values // 32

@@ -56,7 +56,7 @@ def test_samples_that_are_there_stay(visits, rows, device):
 
 def found_again(share, order, epochs=5, samples=64):
     """Of all samples those that had a buffer, by epoch; `order`: of an epoch."""
-    pair, found = AQPair(topk(0.25), budget(int(share * samples), first="none")), []
+    pair, found = AQPair(topk(0.25), budget(int(share * samples), first_visit="none")), []
     for epoch in range(epochs):
         before = pair.dense
         for numbers in order(epoch, samples).view(-1, 4):
@@ -91,7 +91,7 @@ def test_samples_that_have_gone_out_of_use_make_room():
 
 
 def test_what_comes_without_a_buffer_is_a_first_visit_again():
-    pair = AQPair(topk(0.25), budget(2, first="none"))
+    pair = AQPair(topk(0.25), budget(2, first_visit="none"))
     for numbers in ((1, 2), (1, 2), (3, 1), (2, 3)):
         pair(torch.randn(2, WIDTH), sample_ids=ids(*numbers))
     assert pair.dense == 2 + 0 + 1 + 1 and kept(pair.sender) == [1, 2]

@@ -174,7 +174,7 @@ def test_any_shape_and_dtype(feedback, codec, shape, dtype):
 
 
 @pytest.mark.parametrize(
-    "feedback", ["ef", "ef21", "ef_mixed", "loco", {"name": "aqsgd", "first": "bf16"}], ids=str
+    "feedback", ["ef", "ef21", "ef_mixed", "loco", {"name": "aqsgd", "first_visit": "bf16"}], ids=str
 )
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_scale(feedback, size):

@@ -83,7 +83,7 @@ def test_messages_are_as_described(codec, first, visits, width):
     """Whatever samples come together, both sides have the buffers of the reference, bit by bit, and messages
     take its bytes, and never more than a message of first visits alone."""
     torch.manual_seed(0)
-    pair = Weighed(CODECS[codec], {"name": "aqsgd", "dtype": "fp32", "first": FIRSTS[first]})
+    pair = Weighed(CODECS[codec], {"name": "aqsgd", "dtype": "fp32", "first_visit": FIRSTS[first]})
     reference = Reference(CODECS[codec], FIRSTS[first], selects=codec == "topk")
     for step, numbers in enumerate(visits):
         x = torch.randn(len(numbers), width)
@@ -125,14 +125,14 @@ def test_six_epochs_at_two_bits_take_no_more_than_two_and_a_half():
     assert set(sizes[2:]) == {channel.sent.latest.compressed_bytes(channel.codec)}
     assert (channel.sent.samples, channel.sent.returned) == (96, 80)
     assert channel.sent.latest.describe(channel.codec) == f"at most {sizes[0]:,} bytes"
-    dense = {"forward": {"codec": TWO, "feedback": {"name": "aqsgd", "first": "none"}}}
+    dense = {"forward": {"codec": TWO, "feedback": {"name": "aqsgd", "first_visit": "none"}}}
     assert 8 * sum(wire_bytes(dense, epochs)[0]) / len(sizes) / (8 * 64 * 128) > 7
 
 
 def test_check_tells_the_largest_message_too():
     """It said 2 bits, and 34 crossed."""
     spec = TensorSpec((8, 64, 128), torch.float32)
-    for first, bits in (({}, 4.27), ({"first": "none"}, 34.14)):
+    for first, bits in (({}, 4.27), ({"first_visit": "none"}, 34.14)):
         forward = {"codec": TWO, "feedback": {"name": "aqsgd", **first}}
         aqsgd, plain = message_sizes(Config({"forward": forward, "backward": {"codec": "bf16"}}), 2, spec)
         assert round(aqsgd["bits_per_value"], 2) == 2.14
@@ -177,17 +177,17 @@ def test_a_gradient_can_follow_the_selection_of_a_first_visit():
 
 
 REFUSED = [
-    ("lossless", "first: 'lossless' cannot send first visits"),
-    ({"name": "lowrank", "rank": 2}, "first: 'lowrank' cannot send first visits"),
-    ({"name": "topk", "indices": "reuse"}, "first: 'topk' cannot send first visits"),
-    ({"name": "autoencoder", "width": 4}, "first: 'autoencoder' cannot send first visits"),
-    ("quantise", "first: 'quantise' is not registered .did you mean 'quantize'"),
-    ({"name": "quantize", "bits": 9}, "first.bits: 9"),
-    (4, "first: 4 is neither a name nor an object"),
+    ("lossless", "first_visit: 'lossless' cannot send first visits"),
+    ({"name": "lowrank", "rank": 2}, "first_visit: 'lowrank' cannot send first visits"),
+    ({"name": "topk", "indices": "reuse"}, "first_visit: 'topk' cannot send first visits"),
+    ({"name": "autoencoder", "width": 4}, "first_visit: 'autoencoder' cannot send first visits"),
+    ("quantise", "first_visit: 'quantise' is not registered .did you mean 'quantize'"),
+    ({"name": "quantize", "bits": 9}, "first_visit.bits: 9"),
+    (4, "first_visit: 4 is neither a name nor an object"),
 ]
 
 
 @pytest.mark.parametrize("first, said", REFUSED, ids=[str(first) for first, _ in REFUSED])
 def test_what_cannot_send_first_visits_is_refused(first, said):
     with pytest.raises(CompressionError, match=rf"^ds_compress.forward.feedback.{said}"):
-        Config({"forward": {"codec": TWO, "feedback": {"name": "aqsgd", "first": first}}})
+        Config({"forward": {"codec": TWO, "feedback": {"name": "aqsgd", "first_visit": first}}})

@@ -8,7 +8,7 @@ from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from tests.support.feedback import INPUTS, AQPair, ids, topk
 
-AQ = {"name": "aqsgd", "dtype": "fp32", "first": "none"}
+AQ = {"name": "aqsgd", "dtype": "fp32", "first_visit": "none"}
 
 
 def test_aqsgd_golden():

@@ -6,7 +6,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from ds_compress.codec import Codec, Stability
 from ds_compress.feedback.aqsgd import sample_buffers
-from ds_compress.feedback.aqsgd.first_visits import FIRST, first_codec
+from ds_compress.feedback.aqsgd.first_visits import FIRST_VISIT, first_codec
 from ds_compress.feedback.aqsgd.sample_codec import SampleCodec
 from ds_compress.feedback.aqsgd.sample_ids import SampleIds
 from ds_compress.feedback.base import FEEDBACKS, Feedback
@@ -40,12 +40,11 @@ class Offload(Options):
 
 @FEEDBACKS.register("aqsgd")
 class AQSGD(Feedback):
-    """Forward: m += C(x - m), with a buffer m for each sample on both sides; the first visit of a sample
-    makes its buffer.
+    """Forward: m += C(x - m), with a buffer m for each sample on both sides; its first visit makes it.
 
-    Wang et al., arXiv 2206.01299, where first visits are dense (`first: "none"`); `scope: "micro_batch"` as
-    in the journal version of arXiv 2401.07788. Pays where the data set is visited several times and its
-    samples are known again: docs/aqsgd.md. Gradients are compressed without it.
+    Wang et al., arXiv 2206.01299, where first visits are dense (`first_visit: "none"`);
+    `scope: "micro_batch"` as in the journal version of arXiv 2401.07788. Pays if training visits the data set
+    several times and recognises its samples: docs/aqsgd.md. Gradients are compressed without it.
     """
 
     directions = ("forward",)
@@ -59,7 +58,7 @@ class AQSGD(Feedback):
         """How a sample is known again: by a hash of its input, which finds none that is augmented, or by an
         index that the data set returns."""
 
-        first: Any = Field(FIRST, json_schema_extra={"registry": "codec"})
+        first_visit: Any = Field(FIRST_VISIT, json_schema_extra={"registry": "codec"})
         """Codec of first visits, from whose output buffers start; "none" sends them dense, as the paper does.
         Not needed, and not used, where the codec of the messages loses no more by itself."""
 
@@ -80,7 +79,7 @@ class AQSGD(Feedback):
         on_new_shape: Literal["reset", "keep"] = "reset"
         """What a sample in another shape does: a first visit again, or a buffer for each shape."""
 
-        @field_validator("first")
+        @field_validator("first_visit")
         @classmethod
         def _sends_first_visits(cls, choice: object) -> object:
             first_codec(choice)

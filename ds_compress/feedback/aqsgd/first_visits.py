@@ -34,7 +34,7 @@ from ds_compress.codecs.mixins import (
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.base import encode_and_decode
 
-FIRST = {"name": "quantize", "bits": 4, "group_size": 128, "hadamard": True}
+FIRST_VISIT = {"name": "quantize", "bits": 4, "group_size": 128, "hadamard": True}
 """F, where nothing else is said."""
 
 
@@ -42,15 +42,15 @@ def first_codec(choice: object) -> Codec:
     """The codec F that a JSON value describes.
 
     Raises:
-        CompressionError: it cannot be one: begins with "first".
+        CompressionError: it cannot be one: begins with "first_visit".
     """
-    codec = build(choice, "first")
+    codec = build(choice, "first_visit")
     follows = isinstance(codec, ReusesForwardIndices) and codec.forward_partner() is not None
     kinds = (VariableSizePayload, BothDirections, ReceiverOnlyDecode, HardwareDependentDecode, Stateful)
     if follows or isinstance(codec, kinds):
         raise CompressionError(
-            f"first: {codec.name!r} cannot send first visits: buffers start from what it decodes to alone, "
-            "the same on both sides; use e.g. 'quantize', or 'none' for dense rows"
+            f"first_visit: {codec.name!r} cannot send first visits: buffers start from what it decodes to "
+            "alone, the same on both sides; use e.g. 'quantize', or 'none' for dense rows"
         )
     return codec
 

@@ -39,7 +39,7 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
         super().__init__(feedback, codec)
         options = feedback.options
         self.sample_ids = sample_ids
-        self.first = FirstVisits(codec, first_codec(options.first))
+        self.first = FirstVisits(codec, first_codec(options.first_visit))
         self._said = False
         self._strange: dict[tuple[int, int], int] = {}  # messages without a sample that came before
         most = None if options.max_gb is None else int(options.max_gb * 1e9)
