@@ -1,4 +1,4 @@
-"""Capture the messages of any model: what crosses the cuts of a sequence of layers, forward and backward.
+"""Capture the messages of any model: activations and gradients at the cuts of a sequence of layers.
 
     from launch.capture import capture
     messages = capture(layers, cuts=[2, 4], inputs=x, loss=lambda y: cross_entropy(y, labels))

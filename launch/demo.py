@@ -54,7 +54,7 @@ def derive_config(recipe: dict, steps: int, folder: Path) -> dict:
 
 @contextmanager
 def deepspeed_launcher(ranks: int) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """What comes before a script and its arguments to run it on so many ranks here; its environment.
+    """Return the command that runs a script on `ranks` ranks of this machine, and its environment.
 
     The port they meet on is theirs until the end of the context.
     """
@@ -96,7 +96,7 @@ def launch(config: Path, steps: int, folder: Path) -> None:
 
 
 def follow(process: subprocess.Popen, log: Path, folder: Path, progress: Progress) -> None:
-    """Until `process` ends, show how far it is by the CSV files in `folder`, and what matters of `log`."""
+    """Show progress from the CSV files in `folder`, and warnings of `log`, until `process` ends."""
     with open(log) as lines:
         ended = False
         while not ended:
@@ -104,12 +104,12 @@ def follow(process: subprocess.Popen, log: Path, folder: Path, progress: Progres
             for line in lines:
                 if line.startswith(("ds_compress", "trained")):
                     progress.say(line.rstrip())
-            progress.update(*so_far(folder))
+            progress.update(*read_progress(folder))
             time.sleep(0 if ended else POLL_S)
 
 
-def so_far(folder: Path) -> tuple[int, dict[str, str]]:
-    """Steps done, and their loss, ratio and bytes saved so far, as far as they have been written."""
+def read_progress(folder: Path) -> tuple[int, dict[str, str]]:
+    """Return the steps done, and their loss, ratio and bytes saved as far as written."""
     loss = folder / "Train_Samples_train_loss.csv"
     losses = read_series(loss) if loss.exists() else []
     values = {"loss": f"{losses[-1][1]:.3f}"} if losses else {}
@@ -127,7 +127,7 @@ def so_far(folder: Path) -> tuple[int, dict[str, str]]:
 
 
 def read_series(file: Path) -> list[tuple[int, float]]:
-    """(samples seen, value) per row of a file of DeepSpeed's CSV monitor, which names it after its label."""
+    """Read (samples seen, value) pairs from a file of DeepSpeed's CSV monitor."""
     whole, _, _ = file.read_text().rpartition("\n")  # what comes after it is being written
     return [
         (int(samples), float(value)) for samples, value in csv.reader(whole.splitlines()) if samples != "step"
@@ -155,7 +155,7 @@ def total_bytes(folder: Path, kind: str, samples: int) -> int:
 
 
 def summarize(recipe: str, folder: Path) -> dict:
-    """One row of summary.json from the CSV files in `folder`."""
+    """Return one row of summary.json, from the CSV files in `folder`."""
     losses = read_series(folder / "Train_Samples_train_loss.csv")
     times = [ms for _, ms in read_series(folder / "Train_Samples_step_ms.csv")]
     samples = losses[-1][0]

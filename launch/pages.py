@@ -2,7 +2,8 @@
 
     python launch/pages.py [--check]
 
-README.md and docs/evidence.md: the table of recipes, from results/*.jsonl and the tables of docs/speed-tables.md.
+README.md and docs/evidence.md: the table of recipes, from results/*.jsonl and the tables of
+docs/speed-tables.md.
 docs/images/bandwidth.png: step time against bandwidth, from docs/speed-tables.md.
 docs/options.md, commands.md, metrics.md: from the options, parsers and labels of the package.
 `--check` writes nothing and exits with 1 if a page differs from what would be written.
@@ -70,8 +71,9 @@ def recipes_table() -> str:
     table = markdown([*header, "fine-tuned GPT, perplexity", "ResNet, accuracy, %"], rows, texts=2)
     return f"""{table}
 
-Step time: multiple of DeepSpeed's step on an unlimited link; on this link DeepSpeed alone takes {baseline}. Losses: evaluated with compression /
-without, means of three seeds or more (WikiText-2, per byte; CIFAR-10). Empty: depends on what `auto` chooses, or not measured."""
+Step time: multiple of DeepSpeed's step on an unlimited link; on this link DeepSpeed alone takes {baseline}.
+Losses: evaluated with compression / without, means of three seeds or more (WikiText-2, per byte; CIFAR-10).
+Empty: depends on what `auto` chooses, or not measured."""
 
 
 def on_off(setting: Setting, digits: int) -> str:
@@ -123,7 +125,8 @@ def commands_page() -> str:
 def metrics_page() -> str:
     """Document every label that the monitor writes."""
     parts = [
-        "# Metrics\n\nYou get every label that the monitor writes to W&B, TensorBoard and CSV. [Monitor](monitoring.md) explains them.\n"
+        "# Metrics\n\nYou get every label that the monitor writes to W&B, TensorBoard and CSV. "
+        "[Monitor](monitoring.md) explains them.\n"
     ]
     parts.append('```json\n"ds_compress": {"recipe": "safe", "monitor": {"every": 10}}\n```\n')
     for title, where, names in (

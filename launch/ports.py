@@ -1,4 +1,4 @@
-"""A port on which ranks started here meet."""
+"""Reserve a port for ranks that start on this machine."""
 
 import socket
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port of this machine that no other process is given until the end of the context.
+    """Reserve a free port of this machine until the context ends.
 
     Once it was only asked for, and under load another process had it before rank 0 listened there. It is
     bound here without listening: where both sides allow an address to be used twice, as torch's store does,

@@ -1,4 +1,4 @@
-"""The experiments of arXiv 2401.07788, reproduced and extended: `make reproduce PRESET=cpu DATA=FOLDER`.
+"""Reproduce and extend the experiments of arXiv 2401.07788: `make reproduce PRESET=cpu DATA=FOLDER`.
 
     python launch/reproduce.py --preset cpu --data FOLDER [--jobs 4] [--seeds 0 1 2]
     python launch/reproduce.py --preset cpu --data FOLDER --only language/topk10-reuse vision/none --seed 1

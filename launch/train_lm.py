@@ -1,4 +1,4 @@
-"""Train a byte-level GPT as a DeepSpeed pipeline: plain DeepSpeed, everything else is in the JSON.
+"""Train a byte-level GPT as a DeepSpeed pipeline; compression is in the JSON alone.
 
     deepspeed --num_gpus 2 launch/train_lm.py --deepspeed_config ds_configs/none.json
     torchrun --nproc_per_node 4 launch/train_lm.py --stages 2 --deepspeed_config ds_configs/none.json
@@ -88,7 +88,7 @@ class Head(nn.Module):
 
 
 def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy per byte, in nats."""
+    """Return the mean cross-entropy per byte, in nats."""
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
@@ -122,7 +122,7 @@ def load_text(data: str | None) -> tuple[Tensor, Tensor]:
 
 
 def batches(tokens: Tensor, micro_batch: int, seq: int, seed: int, replica: int = 0, start: int = 0):
-    """Endless (inputs, labels), each (micro_batch, seq) int64: random windows, labels one byte ahead.
+    """Yield (inputs, labels) for ever, each int64 [micro_batch, seq]: random windows, labels one byte later.
 
     Batch i follows from (seed, replica, i) alone: the first and the last stage draw the same one without
     talking, and a resumed run (`start` = batches already taken) goes on where it stopped.

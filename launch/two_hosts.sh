@@ -6,7 +6,7 @@
 # The arguments go to the deepspeed launcher of both hosts, after its own --hostfile, --node_rank and so on. Needs root.
 #
 #   RATE      of the link, each direction, as tc writes it: 1gbit, 200mbit; unset: as fast as the machine
-#   RTT_MS    there and back, in milliseconds (default 0: a veth pair; else a tun device on each host, and bench/far.py
+#   RTT_MS    there and back, in milliseconds (default 0: a veth pair; else a tun device on each host, and bench/delayed_link.py
 #             between them: not every kernel has netem)
 #   SLOTS     ranks on each host (default 1)
 #   CORES     core of host A and core of host B (default "0 1"): the ranks of a host share one
@@ -52,10 +52,10 @@ if [[ ${RTT_MS:-0} == 0 ]]; then
     ip -n $a link add wire type veth peer name wire netns $b || fail "this kernel has no veth devices"
 else
     [[ -c /dev/net/tun ]] || fail "this kernel has no tun devices: /dev/net/tun is missing"
-    python3 "$(dirname "$0")/bench/far.py" $a $b wire "$RTT_MS" &
+    python3 "$(dirname "$0")/bench/delayed_link.py" $a $b wire "$RTT_MS" &
     relay=$!
     until ip -n $b link show wire >/dev/null 2>&1; do
-        kill -0 $relay 2>/dev/null || fail "bench/far.py has ended"
+        kill -0 $relay 2>/dev/null || fail "bench/delayed_link.py has ended"
         sleep 0.1
     done
 fi

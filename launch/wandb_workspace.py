@@ -17,7 +17,7 @@ LOSS = "Train/Samples/train_loss"
 
 
 def workspace(entity: str, project: str, boundaries: int) -> workspaces.Workspace:
-    """The view, not saved yet."""
+    """Build the workspace, without saving it."""
     sections = [
         workspaces.Section(name="Loss", is_open=True, panels=[panels.LinePlot(title="train loss", y=[LOSS])])
     ]

@@ -22,7 +22,7 @@ def pytest_addoption(parser):
         "--cases",
         choices=("all", "each", "rest"),
         default="all",
-        help="each: of a test's cases as few as have every value of every parameter; rest: those that 'each' leaves",
+        help="each: as few cases of a test as have every value of every parameter; rest: the others",
     )
 
 

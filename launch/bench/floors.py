@@ -1,4 +1,5 @@
-"""The least speed that the codecs must have on one CPU core, measured and judged: `make bench-floors`.
+"""Measure the codecs on one CPU core and compare them with the least speed they must have: `make
+bench-floors`.
 
 Round trips of encode + decode of [4, 1024, 1024], as ratios to what is measured in the same rounds: a copy
 of the tensor, torch.topk with int32 indices, or `quantize` of 4 bits that rounds to nearest. Instruction sets
@@ -125,7 +126,8 @@ def main() -> int:
 
 
 def by_size(rounds: int) -> tuple[Table, int]:
-    """Round trips as fractions of a copy of the same size; how many fall off beyond the caches."""
+    """Measure round trips as fractions of memcpy by size; count those that get much slower beyond the
+    caches."""
     table = Table("codec", *(f"{size} MiB" for size in SIZES), "", title="fp32, as fractions of copy")
     columns, missed = [], 0
     for size in SIZES:
@@ -140,7 +142,7 @@ def by_size(rounds: int) -> tuple[Table, int]:
 
 
 def beside_feedbacks(rounds: int) -> tuple[Table, int]:
-    """Encode + decode of training messages beside a feedback, as fractions of the speed without one."""
+    """Measure encode + decode with a feedback, as a fraction of the speed without one."""
     table, missed = Table("feedback", "ratio", "floor", "", title="4 bits, 3 MiB, fp32"), 0
     instructions = prebuilt.instructions()
     work = [call for name in ("none", *FEEDBACK) for call in small.beside(NEAREST, name)]
@@ -155,7 +157,7 @@ def beside_feedbacks(rounds: int) -> tuple[Table, int]:
 
 
 def cold_start() -> tuple[Table, int]:
-    """Seconds of the first round trip in a process of its own."""
+    """Measure the seconds of the first round trip in a new process."""
     table, missed = Table("codec", "first message, s", "", title="cold start, 4 MiB"), 0
     for codec in SIZED:
         code = FIRST_MESSAGE.format(1, codec)
@@ -171,7 +173,7 @@ def name_of(codec: dict[str, Any]) -> str:
 
 
 def measure(x: Tensor, rounds: int, codecs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Median seconds of the copy, of torch.topk and of NEAREST, and of the encode and decode of `codecs`."""
+    """Return median seconds of memcpy, torch.topk and NEAREST, and of encode and decode of `codecs`."""
     out, spec = torch.empty_like(x), TensorSpec.of(x)
     work: list[Callable[[], object]] = [lambda: out.copy_(x), lambda: torch_topk(x)]
     for choice in codecs:
@@ -196,7 +198,7 @@ def measure(x: Tensor, rounds: int, codecs: Sequence[dict[str, Any]]) -> dict[st
 
 
 def torch_topk(x: Tensor) -> Tensor:
-    """What grace and others do: the tenth of largest magnitude, int32 indices, scattered back."""
+    """Keep a tenth of the values by torch.topk, with int32 indices, and scatter them back, as grace does."""
     flat = x.flatten()
     indices = flat.abs().topk(flat.numel() // 10, sorted=False).indices
     values, indices = flat[indices], indices.int()
@@ -204,7 +206,7 @@ def torch_topk(x: Tensor) -> Tensor:
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """CPU time of one call, after one that leaves the caches as this function does."""
+    """Return the CPU seconds of one call, after a warm-up call that fills the caches."""
     function()
     start = time.thread_time()
     function()

@@ -1,4 +1,4 @@
-"""The codecs on a GPU against the bandwidth of its memory, other libraries beside them: `make bench-gpu`.
+"""Compare the codecs on a GPU with its memory bandwidth and with other libraries: `make bench-gpu`.
 
 Times of encode and decode through the channel, the packet and its header included, CUDA events round one call
 each, the cache flushed before, medians. "of copy" is the least that has to move (the tensor and the packet,
@@ -46,7 +46,7 @@ FLUSHES = 8  # in a row: meanwhile the host launches all that is measured, so th
 
 @dataclass
 class Method:
-    """encode gives tensors that decode turns back into the tensor."""
+    """A codec as two functions: `encode` returns tensors, `decode` turns them back."""
 
     name: str
     encode: Callable[[Tensor], Any]
@@ -56,11 +56,11 @@ class Method:
 
 def ours(x: Tensor) -> Iterator[Method]:
     for choice, goal in CODECS:
-        yield through_the_channel(str(build(choice)), *channels(choice, x), x, goal)
+        yield encode_and_decode_messages(str(build(choice)), *channels(choice, x), x, goal)
 
 
 def channels(choice: dict[str, Any], x: Tensor) -> tuple[Channel, Channel, MessageId]:
-    """Both sides of the channel that `choice` is for, where it has what it builds on, and its message."""
+    """Return sender's and receiver's channel of `choice`, and the message id to use."""
     follows = choice.get("indices") == "reuse"
     forward = {**choice, "indices": "auto"} if follows else choice
     config = Config({"forward": {"codec": forward}, "backward": {"codec": choice}, "min_numel": 0})
@@ -73,10 +73,10 @@ def channels(choice: dict[str, Any], x: Tensor) -> tuple[Channel, Channel, Messa
     return here.backward, there.backward, here.backward.message_id(0, 0)
 
 
-def through_the_channel(
+def encode_and_decode_messages(
     name: str, sender: Channel, receiver: Channel, message_id: MessageId, x: Tensor, goal: float | None
 ) -> Method:
-    """A message of one tensor, with the memory of the packet at hand."""
+    """Return encode and decode of a one-tensor message, with a preallocated packet."""
     layout: MessageLayout = sender.message([x], message_id)
     packet = layout.packet.allocate(x.device)
     # a backward message takes away what the forward one left: copies of the channels keep it for the next
@@ -134,7 +134,7 @@ def dense(parts: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
 
 
 def measure(x: Tensor, rounds: int) -> list[dict[str, Any]]:
-    """A row for the copy and for each method."""
+    """Return one row for memcpy and one for each method."""
     clock = clock_for(x.device)
     scratch = torch.empty(CACHE if x.is_cuda else 1, dtype=torch.uint8, device=x.device)
     out = torch.empty_like(x)
@@ -168,12 +168,12 @@ def measure(x: Tensor, rounds: int) -> list[dict[str, Any]]:
 
 
 def tensors(code: Any) -> list[Tensor]:
-    """The tensors of an encoding; bitsandbytes hides its scales in an object."""
+    """Return the tensors of an encoding; bitsandbytes hides its scales in an object."""
     return [part if isinstance(part, Tensor) else part.absmax for part in code]
 
 
 def seconds(function: Callable[[], object], rounds: int, clock: HostClock, scratch: Tensor) -> float:
-    """Median of calls that find the cache full of something else, after one unmeasured call."""
+    """Return the median seconds of a call with a flushed cache, after one warm-up call."""
     function()
     marks = []
     for _ in range(rounds):

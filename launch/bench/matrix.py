@@ -1,4 +1,5 @@
-"""The tests of the pipeline engine over releases of DeepSpeed and torch, an environment for each pair.
+"""Run the tests of the pipeline engine over releases of DeepSpeed and torch, each pair in its own
+environment.
 
     python launch/bench/matrix.py --deepspeed 0.19.3 newest --torch 2.13.0 --folder .matrix
 
@@ -29,7 +30,7 @@ TESTS = (
 
 
 def install(folder: Path, deepspeed: str, torch: str) -> Path:
-    """The Python of an environment with both."""
+    """Create an environment with both packages and return its Python."""
     python = folder / "bin" / "python"
     done = folder / "installed"
     if not done.exists():
@@ -51,14 +52,14 @@ def versions(python: Path) -> tuple[str, str]:
 
 
 def unusable(python: Path) -> str:
-    """Why DeepSpeed cannot be imported, without ds_compress; empty if it can."""
+    """Return why DeepSpeed cannot be imported there without ds_compress; empty if it can."""
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = subprocess.run([python, "-c", "import deepspeed"], env=environment, capture_output=True, text=True)
     return f"`import deepspeed` fails: {done.stderr.splitlines()[-1][:70]}..." if done.returncode else ""
 
 
 def run(python: Path, tests: list[str]) -> str:
-    """pytest's last line: how many passed and failed."""
+    """Run the tests and return pytest's last line."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [python, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

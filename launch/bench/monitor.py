@@ -1,4 +1,5 @@
-"""What watching costs: steps with and without the monitor, in turn, in one run of a 2-stage pipeline.
+"""Measure what monitoring costs: steps with and without the monitor alternate in one run of a 2-stage
+pipeline.
 
     deepspeed --num_gpus 2 launch/bench/monitor.py [--rounds 40] [--hidden 256] [--seq 128] [--json FILE]
 

@@ -1,4 +1,5 @@
-"""Two hosts and a slow link, the same training with DeepSpeed alone and with recipes: `make bench-net`.
+"""Train on two hosts with a throttled link between them, with DeepSpeed alone and with recipes: `make
+bench-net`.
 
 Needs root.
 
@@ -6,7 +7,7 @@ Needs root.
                                [--latencies 0 20 80] [--stages 2 | 4] [--steps 8] [--rounds 1] [--out FOLDER]
 
 Two stages, one core each, in two network namespaces (two_hosts.sh), or four, two of them on each host: then
-their passes are spent asleep for the most part (asleep.py), as there are not cores enough. The links are the
+their passes sleep most of the time (sleeping_passes.py), as there are not enough cores. The links are the
 machine's own and those on which DeepSpeed alone takes so many times its step on the machine's own.
 On each link every setting trains once in each of the rounds, in turn; OUT/rows.json holds one row per link,
 recipe and depth, the round with the median step, plot.png the same as bars:
@@ -69,7 +70,7 @@ BUSY = 0.5  # load average above which the numbers mean little
 
 
 class Bench:
-    """A row for each of the runs, and what `ds-compress advise` says to it."""
+    """Collects one row per run, with the step time that `ds-compress advise` predicts."""
 
     def __init__(self, runs: Runs, rounds: int):
         self.runs = runs
@@ -79,7 +80,7 @@ class Bench:
         self.losses: list[float] = []
 
     def profile(self) -> Workload:
-        """What the stages of DeepSpeed alone compute, from a run with timers around its instructions."""
+        """Measure the compute times of DeepSpeed's stages, with timers around its instructions."""
         stages = stage_times(self.runs.train(BASELINE, Wire(), through=STAGE_TIMES)["log"])
         # The step of the other stage waits for this one's last backward pass
         per_step = min(stage["step_ms"] for stage in stages) / 1e3
@@ -101,7 +102,7 @@ class Bench:
     def add(
         self, recipe: str, wire: Wire, run: dict[str, Any], workload: Workload, depth: int | str = 1
     ) -> None:
-        """A row for `run`; those of DeepSpeed alone come first on every link."""
+        """Add the row of `run`; on every link the rows of DeepSpeed alone come first."""
         if not self.rows:
             self.losses = run["losses"]
         unshaped = self.rows[0]["step_s"] if self.rows else run["step_s"]
@@ -140,7 +141,7 @@ class Bench:
     def link(
         self, wire: Wire, recipes: Sequence[str], depths: Sequence[int | str], workload: Workload
     ) -> None:
-        """Rows of DeepSpeed alone and all recipes on a link, which are written at once."""
+        """Measure DeepSpeed alone and all recipes on a link, and write the rows at once."""
         settings = [(BASELINE, 1), *((recipe, at) for recipe in recipes for at in of_depths(recipe, depths))]
         rounds = [[self.runs.train(recipe, wire, at) for recipe, at in settings] for _ in range(self.rounds)]
         for (recipe, at), runs in zip(settings, zip(*rounds, strict=True), strict=True):
@@ -149,7 +150,8 @@ class Bench:
         (self.runs.out / "rows.json").write_text(json.dumps(self.rows, indent=2) + "\n")
 
     def slow_link(self, slowdown: float, workload: Workload) -> float:
-        """Mbit/s of the link on which DeepSpeed alone takes `slowdown` times its unshaped step."""
+        """Find the bandwidth, Mbit/s, at which DeepSpeed alone takes `slowdown` times its unthrottled
+        step."""
         target = slowdown * self.rows[0]["step_s"]
         plan = self.plan(BASELINE)
         low, high = 0.1, 1e6
@@ -169,7 +171,7 @@ class Bench:
         return float(f"{mbit:.3g}")
 
     def networks(self, wire: Wire) -> tuple[Network, ...]:
-        """Of all boundaries: the one in the middle is between the hosts."""
+        """Return the network of each boundary; the middle one is between the hosts."""
         bandwidth = wire.mbit * 1e6 / 8 * PAYLOAD if wire.mbit else float("inf")
         between = Network(bandwidth, wire.rtt_ms / 2e3)
         middle = self.runs.stages // HOSTS - 1
@@ -177,7 +179,7 @@ class Bench:
 
 
 def chosen_depth(log: list[str]) -> int:
-    """What a run with depth "auto" says that it has chosen."""
+    """Read the depth that a run with depth "auto" logged."""
     return next((int(found[1]) for line in log if (found := re.search(r"link depth (\d+)", line))), 1)
 
 
@@ -192,7 +194,7 @@ def chosen_setting(log: list[str]) -> tuple[str | None, float | None]:
 
 
 def depth(word: str) -> int | str:
-    """The type of `--depths`."""
+    """Parse a value of `--depths`."""
     return word if word == "auto" else int(word)
 
 

@@ -45,7 +45,7 @@ SPEED = re.compile(r"training: (\d+)/\d+ steps,[^\n]*? tokens/s=(\d+)")
 
 
 def model(folder: Path) -> None:
-    """A checkpoint and its tokenizer, which knows the words of `text`."""
+    """Create a checkpoint and a tokenizer that knows the words of `text`."""
     known = Tokenizer(models.WordLevel({f"w{number}": number for number in range(WORDS)}, unk_token="w0"))
     known.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=known, unk_token="w0").save_pretrained(folder)
@@ -63,7 +63,7 @@ def model(folder: Path) -> None:
 
 
 def text(words: int) -> str:
-    """In which each word is followed by one of four."""
+    """Generate text in which each word is followed by one of four words."""
     draw = random.Random(0)
     follows = [[draw.randrange(WORDS) for _ in range(4)] for _ in range(WORDS)]
     found = [0]
@@ -73,7 +73,7 @@ def text(words: int) -> str:
 
 
 def settings(out: Path, folder: Path, recipe: str, steps: int) -> dict[str, Any]:
-    """train.json of a run in `folder`."""
+    """Return train.json of a run in `folder`."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": MICRO_BATCHES,
@@ -96,7 +96,7 @@ def settings(out: Path, folder: Path, recipe: str, steps: int) -> dict[str, Any]
 
 
 def train(out: Path, recipe: str, mbit: float, steps: int) -> dict[str, Any]:
-    """A row, of one run; its log stays in `out`."""
+    """Run one training and return its row; the log stays in `out`."""
     folder = out / f"{recipe}-{mbit:g}mbit"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The rows of net.py as a table and as bars."""
+"""Show the rows of net.py as a table and as a bar chart."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Trainings on two hosts, one after the other, for net.py: the recipes, the launcher, what a run leaves."""
+"""Run trainings on two hosts, one after the other, for net.py."""
 
 import csv
 import json
@@ -46,7 +46,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Wire:
-    """The link between the hosts."""
+    """The link between the hosts: bandwidth and round-trip time."""
 
     mbit: float | None = None  # each direction; None: as fast as the machine
     rtt_ms: float = 0.0
@@ -57,7 +57,7 @@ class Wire:
 
 
 def of_depths(recipe: str, depths: Sequence[int | str]) -> Sequence[int | str]:
-    """Those of `depths` that a recipe can have: one where it knows no other, or chooses."""
+    """Keep those of `depths` that a recipe supports: one if it ignores depth or chooses it."""
     block = RECIPES[recipe]
     if block.get("recipe") == "auto":
         return ["auto"]
@@ -65,7 +65,7 @@ def of_depths(recipe: str, depths: Sequence[int | str]) -> Sequence[int | str]:
 
 
 def settings(recipe: str, depth: int | str) -> dict[str, Any]:
-    """The block of a recipe at a depth."""
+    """Return the "ds_compress" block of a recipe at a depth."""
     block = RECIPES[recipe]
     return {**block, "link": {**block.get("link", {}), "depth": depth}}
 
@@ -101,7 +101,7 @@ class Runs:
         (folder / "ds_config.json").write_text(json.dumps(config, indent=2))
         words: list[Any] = [LAUNCH / "two_hosts.sh"]
         if self.stages > HOSTS:
-            words.append(LAUNCH / "bench" / "asleep.py")
+            words.append(LAUNCH / "bench" / "sleeping_passes.py")
         words += [
             *through,
             LAUNCH / "train_lm.py",
@@ -141,7 +141,7 @@ class Runs:
 
 
 def run(words: list[str], folder: Path, wire: Wire, slots: int) -> tuple[list[str], bool]:
-    """The output, by lines, of `words` on two hosts with so many ranks each, and whether they succeeded."""
+    """Run `words` on two hosts, `slots` ranks each; return the output lines and whether both succeeded."""
     environment = {
         **os.environ,
         "DEEPSPEED": str(Path(sys.executable).with_name("deepspeed")),
@@ -172,6 +172,6 @@ def stage_times(log: list[str]) -> list[dict[str, float]]:
 
 
 def read(file: Path) -> list[float]:
-    """The values in a file of DeepSpeed's CSV monitor."""
+    """Read the values of a file of DeepSpeed's CSV monitor."""
     with open(file, newline="") as lines:
         return [float(value) for samples, value in csv.reader(lines) if samples != "step"]

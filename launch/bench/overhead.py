@@ -1,4 +1,5 @@
-"""What a message costs beside DeepSpeed's own work: codec `none`, eager link, 2 stages on one machine.
+"""Measure what a message costs beside DeepSpeed's own work: codec `none`, eager link, 2 stages on one
+machine.
 
     deepspeed --num_gpus 2 launch/bench/overhead.py [--kib 16] [--rounds 40]
 
@@ -25,7 +26,7 @@ BLOCKS = {"DeepSpeed": None, "none": {}, "quantize 4 bits": {"codec": {"name": "
 
 
 class Scale(nn.Module):
-    """As little work as a layer can be."""
+    """A layer that does almost no work."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Our codecs against what pip can install, on the same tensors in the same rounds: `make bench-peers`.
+"""Compare our codecs with libraries from pip, on the same tensors in the same rounds: `make bench-peers`.
 
 One thread, encode + decode of tensors of 16 KiB to 128 MiB, medians of the thread's CPU time, GB/s of input.
 bits counts what would have to travel, scales and indices included. Ours write into memory that is there, as
@@ -77,12 +77,12 @@ def main() -> int:
 
 
 def ahead(rows: list[dict[str, Any]], size: str, dtype: str) -> list[str]:
-    """Names of the peers that are."""
+    """Return the names of peers that beat every codec of ours."""
     return [row["name"] for row in rows if row["ahead"] and (row["size"], row["dtype"]) == (size, dtype)]
 
 
 def table(rows: list[dict[str, Any]], sizes: list[str]) -> Table:
-    """A row for each method, its speed at each size; bits and error at the last of them."""
+    """Format a row per method: speed by size; bits and error at the largest size."""
     instructions = prebuilt.instructions()
     title = f"{rows[0]['dtype']}, {instructions}: GB/s of encode + decode"
     shown = Table("", "bits/value", "error", *sizes, title=title)
@@ -97,7 +97,7 @@ def table(rows: list[dict[str, Any]], sizes: list[str]) -> Table:
 
 
 def measure(size: str, dtype: str, rounds: int) -> list[dict[str, Any]]:
-    """A row for each method, on a tensor of `size`."""
+    """Return a row per method, measured on a tensor of `size`."""
     torch.compiler.reset()  # after some shapes it gives up on a function
     samples, *others = SIZES[size]
     shape = samples * 4 // DTYPES[dtype].itemsize, *others
@@ -146,7 +146,7 @@ def beats(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def seconds(function: Callable[[], object], calls: int) -> float:
-    """CPU time of one of several calls, after one that leaves the caches as this function does."""
+    """Return the CPU seconds of one of several calls, after a warm-up call that fills the caches."""
     function()
     start = time.thread_time()
     for _ in range(calls):

@@ -1,4 +1,4 @@
-"""What `peers` compares: codecs of ours, and what pip can install, as functions of one tensor."""
+"""Wrap our codecs and the libraries that `peers` compares as functions of one tensor."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a small message costs, and what a feedback adds to a large one: `make bench-small`.
+"""Measure what a small message costs, and what a feedback adds to a large one: `make bench-small`.
 
 Small: us of encode and decode through the channel, header and packet included, in fp32, 128 values a group.
 Feedback: the speed of encode + decode of 3 MiB in fp32 beside each feedback, as a fraction of that of the
@@ -52,15 +52,15 @@ def main() -> None:
 def small(rounds: int) -> Table:
     title = f"us of encode + decode through the channel, fp32, {prebuilt.instructions()}"
     table = Table("codec", *(f"{list(shape)}" for shape in SHAPES), title=title)
-    work = [call for codec in SMALL for shape in SHAPES for call in through_the_channel(codec, shape)]
+    work = [call for codec in SMALL for shape in SHAPES for call in encode_and_decode_messages(codec, shape)]
     medians = iter([1e6 * seconds for seconds in measured(work, rounds, CALLS)])
     for codec in SMALL:
         table.add_row(name_of(codec), *(f"{next(medians):.1f} + {next(medians):.1f}" for _ in SHAPES))
     return table
 
 
-def through_the_channel(codec: dict[str, Any], shape: tuple[int, ...]) -> list[Callable[[], object]]:
-    """Encode and decode of a message of one tensor, with the memory of the packet at hand."""
+def encode_and_decode_messages(codec: dict[str, Any], shape: tuple[int, ...]) -> list[Callable[[], object]]:
+    """Return encode and decode of a one-tensor message, with a preallocated packet."""
     x = benchmark_tensor(shape, torch.float32, torch.device("cpu"))
     config = Config({"forward": {"codec": codec}, "min_numel": 0})
     sender, receiver = Boundary(0, config).forward, Boundary(0, config).forward
@@ -85,7 +85,7 @@ def feedback(rounds: int) -> Table:
 
 
 def beside(codec: dict[str, Any], name: str) -> list[Callable[[], object]]:
-    """Encode and decode of training messages by `codec` with the feedback `name`."""
+    """Return encode and decode of training messages by `codec` with feedback `name`."""
     x = benchmark_tensor(LARGE, torch.float32, torch.device("cpu"))
     both = FEEDBACKS.build(name, "feedback").wrap(build(codec))
     sender, receiver = Context(step=1), Context(step=1)
@@ -94,7 +94,7 @@ def beside(codec: dict[str, Any], name: str) -> list[Callable[[], object]]:
 
 
 def measured(work: list[Callable[[], object]], rounds: int, calls: int) -> list[float]:
-    """Median seconds of one call of each of `work`."""
+    """Return the median seconds per call of each function of `work`."""
     for function in work:
         function()
     times = [[seconds(function, calls) for function in work] for _ in range(rounds)]
@@ -102,7 +102,7 @@ def measured(work: list[Callable[[], object]], rounds: int, calls: int) -> list[
 
 
 def seconds(function: Callable[[], object], calls: int) -> float:
-    """CPU time of one call, after one that leaves the caches as this function does."""
+    """Return the CPU seconds of one call, after a warm-up call that fills the caches."""
     function()
     start = time.thread_time()
     for _ in range(calls):

@@ -1,1 +1,1 @@
-"""The experiments of arXiv 2401.07788, reproduced and extended: see `launch/reproduce.py`."""
+"""Reproduce and extend the experiments of arXiv 2401.07788; see `launch/reproduce.py`."""

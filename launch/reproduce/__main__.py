@@ -1,4 +1,4 @@
-"""`python -m launch.reproduce` is `python launch/reproduce.py`."""
+"""Run `launch/reproduce.py` as `python -m launch.reproduce`."""
 
 from launch.reproduce.command import main
 

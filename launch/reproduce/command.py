@@ -1,10 +1,10 @@
-"""The command line of `launch/reproduce.py`."""
+"""Parse the command line of `launch/reproduce.py` and run what it asks for."""
 
 import argparse
 import time
 from pathlib import Path
 
-from launch.reproduce.grid import carry_out, missing, read_rows
+from launch.reproduce.grid import execute_runs, missing, read_rows
 from launch.reproduce.launched import compare
 from launch.reproduce.page import write_page
 from launch.reproduce.presets import PRESETS
@@ -57,7 +57,7 @@ def grid(preset: str, only: list[str] | None, seeds: list[int]) -> list[Run]:
 
 
 def show(run: Run, row: Row | str) -> str:
-    """A run that is done, in one line."""
+    """Format a finished run in one line."""
     name = f"{run.task}/{run.setting} seed {run.seed}"
     if isinstance(row, str):
         return f"{name}: failed: {row}"
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
     if (left or args.launched) and args.data is None:
         raise SystemExit("reproduce: --data is needed: the folder with cifar10/ and wikitext2/")
     started, failed = time.monotonic(), 0
-    for number, (run, row) in enumerate(carry_out(left, args.data, args.results, args.jobs), 1):
+    for number, (run, row) in enumerate(execute_runs(left, args.data, args.results, args.jobs), 1):
         failed += isinstance(row, str)
         minutes = (time.monotonic() - started) / number * (len(left) - number) / 60
         print(f"[{number}/{len(left)}] {show(run, row)}; about {minutes:.0f} min left", flush=True)

@@ -1,4 +1,4 @@
-"""The runs of a grid: those whose rows are there are skipped, the others are done beside each other."""
+"""Run a grid of settings: skip runs that have a row, run the others in parallel."""
 
 import json
 import multiprocessing
@@ -16,13 +16,13 @@ DEVICE = torch.device("cpu")  # of this process
 
 
 def read_rows(file: Path) -> list[Row]:
-    """The rows of a file; what an interruption cut off at its end is none."""
+    """Read the rows of a file; ignore an incomplete last line."""
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def append_row(file: Path, row: Row) -> None:
-    """Add a row in one write, after the last whole one."""
+    """Append a row in one write, after the last complete one."""
     whole = file.read_text().rpartition("\n") if file.exists() else ("", "", "")
     if whole[2]:
         file.write_text(whole[0] + whole[1])
@@ -31,16 +31,17 @@ def append_row(file: Path, row: Row) -> None:
 
 
 def is_row_of(row: Row, run: Run) -> bool:
-    """Whether `row` is of this very run: a setting or a size that has changed since makes it another one."""
+    """Return whether `row` belongs to `run`: the same setting, block and sizes."""
     return all(row.get(key) == value for key, value in json.loads(json.dumps(run.identity)).items())
 
 
 def missing(runs: Iterable[Run], rows: list[Row]) -> list[Run]:
+    """Return the runs that have no row yet."""
     return [run for run in runs if not any(is_row_of(row, run) for row in rows)]
 
 
-def carry_out(runs: list[Run], data: Path, results: Path, jobs: int) -> Iterator[tuple[Run, Row | str]]:
-    """Do `runs`, so many at a time, one a GPU or core; each row is in its file before it is given.
+def execute_runs(runs: list[Run], data: Path, results: Path, jobs: int) -> Iterator[tuple[Run, Row | str]]:
+    """Execute `runs`, `jobs` at a time, one per GPU or core; append each row to its file.
 
     Yields:
         A run that is done and its row, or in a line why it failed: the others go on.
@@ -56,7 +57,7 @@ def carry_out(runs: list[Run], data: Path, results: Path, jobs: int) -> Iterator
 
 
 def _done(runs: list[Run], data: Path, cache: Path, jobs: int) -> Iterator[tuple[Run, Row | str]]:
-    """`runs` and what became of them, in the order in which they end."""
+    """Yield runs and their results in the order in which they end."""
     if jobs == 1:
         _begin(*_devices(1))
         yield from ((run, _row(run, data, cache)) for run in runs)
@@ -84,7 +85,7 @@ def _row(run: Run, data: Path, cache: Path) -> Row | str:
 
 
 def _devices(jobs: int) -> list[str]:
-    """The device of each of so many processes."""
+    """Return a device for each of `jobs` processes."""
     gpus = torch.cuda.device_count()
     return [f"cuda:{job % gpus}" if gpus else "cpu" for job in range(jobs)]
 

@@ -1,4 +1,4 @@
-"""Fine-tuning a GPT-2 on WikiText-2: perplexity, next-token accuracy, and how good generated text is.
+"""Fine-tune a GPT-2 on WikiText-2: perplexity, next-token accuracy, quality of generated text.
 
 Where no weights are given, a small GPT is first trained without compression on the beginning of the text and
 kept in a file; every setting fine-tunes it on another part. Its tokens are bytes.
@@ -26,7 +26,7 @@ PROMPTS = 16
 
 
 class Embedding(nn.Module):
-    """Token ids [batch, seq] -> hidden states [batch, seq, hidden]."""
+    """Token ids int64 [batch, seq] -> hidden states fp32 [batch, seq, hidden]."""
 
     def __init__(self, gpt: GPT2LMHeadModel):
         super().__init__()
@@ -50,12 +50,12 @@ class Head(nn.Module):
 
 
 def as_layers(gpt: GPT2LMHeadModel) -> list[nn.Module]:
-    """The layers of `gpt`, with its weights, to run one after the other."""
+    """Return the layers of `gpt`, with its weights, as a sequence."""
     return [Embedding(gpt), *gpt.transformer.h, Head(gpt)]
 
 
 def in_stages(layers: list[nn.Module]) -> list[nn.Module]:
-    """Equally many blocks a stage, embedding and head with the first and the last."""
+    """Split layers into stages of equally many blocks; embedding and head join the first and the last."""
     each = (len(layers) - 2) // STAGES
     cuts = [0, *(1 + each * stage for stage in range(1, STAGES)), len(layers)]
     return [nn.Sequential(*layers[start:end]) for start, end in itertools.pairwise(cuts)]
@@ -83,7 +83,7 @@ class Language:
         return torch.tensor(AutoTokenizer.from_pretrained(folder)(text)["input_ids"])
 
     def _cut(self, tokens: Tensor, blocks: int | None) -> Tensor:
-        """[blocks, seq + 1]: the labels of a block are its inputs, one token on."""
+        """Cut tokens into int64 [blocks, seq + 1]: labels are the inputs, one token later."""
         seq = self.size.seq + 1
         found = tokens[: len(tokens) // seq * seq].view(-1, seq)[:blocks]
         if len(found) < (blocks or 1):
@@ -129,7 +129,7 @@ class Language:
         }
 
     def _generated(self, model: nn.Module, device: torch.device) -> Tensor:
-        """Prompts of held-out text, continued by drawing from what the model predicts."""
+        """Continue held-out prompts by sampling from the model."""
         text = self._held_out[:PROMPTS, :PROMPT].to(device)
         drawing = generator(0)
         for _ in range(min(GENERATED, self.size.seq - PROMPT)):
@@ -169,7 +169,7 @@ class Language:
         return GPT2LMHeadModel(config)
 
     def prepare(self) -> Path:
-        """Pretrain the model that every run starts from, unless its file is there."""
+        """Pretrain the model that every run starts from, unless its file exists."""
         size = self.size
         numbers = (size.layers, size.hidden, size.seq, size.pretrain_steps, size.pretrain_batch)
         path = self._cache / f"gpt-{'-'.join(map(str, numbers))}.safetensors"

@@ -1,4 +1,4 @@
-"""Runs repeated as pipelines of four ranks through the deepspeed launcher: losses and bytes of `simulate`."""
+"""Repeat runs as pipelines of four ranks through the deepspeed launcher, and compare with `simulate`."""
 
 import sys
 from pathlib import Path
@@ -9,14 +9,14 @@ from torch import nn
 from ds_compress.simulate import simulate, traffic
 from launch.reproduce.grid import append_row, is_row_of, read_rows
 from launch.reproduce.pipeline import pipeline
-from launch.reproduce.run import Row, Run, stages_of, surroundings, task_of, train
+from launch.reproduce.run import Row, Run, environment, stages_of, task_of, train
 from launch.reproduce.task import STAGES
 
 CPU = torch.device("cpu")
 
 
 def compare(runs: list[Run], data: Path, results: Path) -> None:
-    """Add a row for each of `runs` to results/launched.jsonl, unless it is there; say what came out."""
+    """Add a row for each of `runs` to results/launched.jsonl, unless it exists, and print the outcome."""
     file = results / "launched.jsonl"
     for run in runs:
         if any(is_row_of(row, run) for row in read_rows(file)):
@@ -31,7 +31,7 @@ def compare(runs: list[Run], data: Path, results: Path) -> None:
 
 
 def compared(run: Run, data: Path, results: Path) -> Row:
-    """Losses of all steps, and bytes, of a pipeline and of `simulate`."""
+    """Compare losses of all steps and bytes of a pipeline with those of `simulate`."""
     torch.set_num_threads(1)
     task = task_of(run.preset, run.task, data, results / "cache")
     model = nn.Sequential(*stages_of(run, task))
@@ -51,5 +51,5 @@ def compared(run: Run, data: Path, results: Path) -> Row:
         "raw_bytes": found.bytes[0],
         "wire_bytes": found.bytes[1],
         "bytes_equal": bytes_equal,
-        **surroundings(CPU),
+        **environment(CPU),
     }

@@ -1,4 +1,4 @@
-"""The eight orderings of arXiv 2401.07788 (its abstracts, and its journal version), judged by rows.
+"""Test the eight orderings of arXiv 2401.07788 (abstracts and journal version) on the rows.
 
 What a setting costs is its distance from the mean of the uncompressed runs: points of accuracy, or percent of
 perplexity. Two costs differ when they are further apart than the uncompressed runs are among each other; a
@@ -16,7 +16,7 @@ Settings = dict[tuple[str, str], Setting]
 
 
 class Verdict(NamedTuple):
-    """`held`: None where rows are missing."""
+    """Whether a claim held for a task; `held` is None if rows are missing."""
 
     number: int
     claim: str
@@ -30,7 +30,7 @@ class Verdict(NamedTuple):
 
 
 class Costs:
-    """What the settings of one task cost."""
+    """The loss that each setting of one task costs."""
 
     def __init__(self, settings: Settings, task: str):
         self._settings, self._task = settings, task
@@ -41,7 +41,7 @@ class Costs:
         self.spread = width if task == "vision" else 100 * width / self.baseline
 
     def of(self, name: str, evaluated: str) -> float:
-        """In the mean over its seeds; infinite where a run diverged.
+        """Return the cost of a setting, mean over seeds; infinite if a run diverged.
 
         Raises:
             KeyError: it has no rows.
@@ -60,27 +60,27 @@ class Costs:
         return "; ".join(map(self.text, names))
 
 
-Judged = tuple[bool, str]
+Judgement = tuple[bool, str]
 
 
-def gradients_tolerate_less(costs: Costs) -> Judged:
+def gradients_tolerate_less(costs: Costs) -> Judgement:
     pairs = (("minmax8/4", "minmax4/8"), ("minmax8/2", "minmax2/8"))
     held = all(costs.of(few_back, "on") > costs.of(few_on, "on") for few_back, few_on in pairs)
     return held, costs.texts(*(name for pair in pairs for name in pair))
 
 
-def off_can_be_worse_than_on(costs: Costs) -> Judged:
+def off_can_be_worse_than_on(costs: Costs) -> Judgement:
     names = ("minmax4/8", "minmax2/8", "minmax4/4")
     held = any(costs.of(name, "off") > costs.of(name, "on") + costs.spread for name in names)
     return held, costs.texts(*names)
 
 
-def ten_percent_is_the_strongest(costs: Costs) -> Judged:
+def ten_percent_is_the_strongest(costs: Costs) -> Judgement:
     held = costs.of("topk10", "on") <= SERIOUS < costs.of("topk5", "on")
     return held, costs.texts("topk20", "topk10", "topk5")
 
 
-def topk_has_to_stay_on(costs: Costs) -> Judged:
+def topk_has_to_stay_on(costs: Costs) -> Judgement:
     names = ("topk10", "topk10-reuse")
     held = all(costs.of(name, "off") > costs.of(name, "on") + max(SERIOUS, costs.spread) for name in names)
     return held, costs.texts(*names)
@@ -89,13 +89,13 @@ def topk_has_to_stay_on(costs: Costs) -> Judged:
 FEEDBACKS = ("topk10-ef", "topk10-ef21", "topk10-efmixed")
 
 
-def feedback_does_not_help(costs: Costs) -> Judged:
+def feedback_does_not_help(costs: Costs) -> Judgement:
     plain = min(costs.of("topk10", evaluated) for evaluated in ("on", "off"))
     best = (min(costs.of(name, evaluated) for evaluated in ("on", "off")) for name in FEEDBACKS)
     return all(cost >= plain - costs.spread for cost in best), costs.texts("topk10", *FEEDBACKS)
 
 
-def feedback_closes_the_gap(costs: Costs) -> Judged:
+def feedback_closes_the_gap(costs: Costs) -> Judgement:
     def gap(name: str) -> float:
         on, off = costs.of(name, "on"), costs.of(name, "off")
         return math.inf if math.isinf(on) or math.isinf(off) else abs(on - off)
@@ -104,13 +104,13 @@ def feedback_closes_the_gap(costs: Costs) -> Judged:
     return held, costs.texts("topk10", *FEEDBACKS)
 
 
-def aqsgd_needs_thirty_percent(costs: Costs) -> Judged:
+def aqsgd_needs_thirty_percent(costs: Costs) -> Judgement:
     names = ("topk30-aqsgd", "topk20-aqsgd", "topk10-aqsgd")
     best = [min(costs.of(name, "on"), costs.of(name, "off")) for name in names]
     return best[0] <= SERIOUS < min(best[1:]), costs.texts(*names)
 
 
-def reuse_is_needed_and_twenty_percent_costs(costs: Costs) -> Judged:
+def reuse_is_needed_and_twenty_percent_costs(costs: Costs) -> Judgement:
     reuse, alone = costs.of("topk20-reuse", "on"), costs.of("topk20", "on")
     rises = costs.of("topk50-reuse", "on") < reuse and reuse > costs.spread
     return rises and alone > reuse + SERIOUS, costs.texts(
@@ -118,7 +118,7 @@ def reuse_is_needed_and_twenty_percent_costs(costs: Costs) -> Judged:
     )
 
 
-CLAIMS: list[tuple[str, Callable[[Costs], Judged], tuple[str, ...]]] = [
+CLAIMS: list[tuple[str, Callable[[Costs], Judgement], tuple[str, ...]]] = [
     ("Gradients tolerate less compression than activations", gradients_tolerate_less, ("vision", "language")),
     (
         "Quantized in training, a model can be worse with compression off",
@@ -146,8 +146,8 @@ CLAIMS: list[tuple[str, Callable[[Costs], Judged], tuple[str, ...]]] = [
 ]
 
 
-def judged(settings: Settings) -> list[Verdict]:
-    """Every ordering, for each task that it speaks of."""
+def check_claims(settings: Settings) -> list[Verdict]:
+    """Test every claim for each of its tasks."""
     verdicts = []
     for number, (claim, judge, tasks) in enumerate(CLAIMS, 1):
         for task in tasks:

@@ -1,10 +1,10 @@
-"""The page of evidence, docs/evidence-tables.md, and its pictures: from rows alone."""
+"""Write docs/evidence-tables.md and its plots from the rows in results/."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
 from launch.reproduce.grid import read_rows
-from launch.reproduce.orderings import SERIOUS, Costs, Settings, Verdict, judged
+from launch.reproduce.orderings import SERIOUS, Costs, Settings, Verdict, check_claims
 from launch.reproduce.plots import pareto_plot
 from launch.reproduce.presets import PRESETS
 from launch.reproduce.run import Row
@@ -14,7 +14,8 @@ WITHIN = {"vision": 1.0, "language": 1.0}  # points of accuracy, percent of perp
 SEEDS = 3  # that a row which carries a claim has at least
 HEAD = """# All rows of the evidence
 
-Made by `python launch/reproduce.py --data FOLDER --page docs/evidence-tables.md` from the rows in `results/`. A row
+Made by `python launch/reproduce.py --data FOLDER --page docs/evidence-tables.md` from the rows in `results/`.
+A row
 holds the block, the sizes, the seed, the processor and the releases that made it;
 `python launch/reproduce.py --data FOLDER --only TASK/SETTING --seed N` makes it again.
 
@@ -37,7 +38,7 @@ holds the block, the sizes, the seed, the processor and the releases that made i
 
 
 def write_page(results: Path, page: Path) -> None:
-    """Write `page`, with a picture beside it in images/, from all rows in `results`."""
+    """Write `page`, with plots beside it in images/, from all rows in `results`."""
     rows = [row for preset in PRESETS for row in read_rows(results / f"{preset}.jsonl")]
     if not rows:
         raise SystemExit(f"reproduce: no rows in {results}; run a grid first")
@@ -46,10 +47,10 @@ def write_page(results: Path, page: Path) -> None:
         settings = grouped(rows, preset)
         tasks = [task for task in METRICS if (task, "none") in settings]
         parts.append(
-            f"## Preset `{preset}`\n\n{surroundings(row for row in rows if row['preset'] == preset)}\n"
+            f"## Preset `{preset}`\n\n{environment(row for row in rows if row['preset'] == preset)}\n"
         )
         parts += [_task(settings, task, preset, page) for task in tasks]
-        verdicts = [verdict for verdict in judged(settings) if verdict.task in tasks]
+        verdicts = [verdict for verdict in check_claims(settings) if verdict.task in tasks]
         if any(verdict.held is not None for verdict in verdicts):
             parts.append(f"### The orderings of the paper\n\n{_orderings(verdicts)}\n")
     launched = read_rows(results / "launched.jsonl")
@@ -59,8 +60,8 @@ def write_page(results: Path, page: Path) -> None:
     page.write_text("\n".join(parts))
 
 
-def surroundings(rows: Iterable[Row]) -> str:
-    """What computed `rows`, each machine and set of releases once."""
+def environment(rows: Iterable[Row]) -> str:
+    """List the machines and releases that computed `rows`, each once."""
     places = [
         f"{row['processor']}; " + ", ".join(f"{n} {v}" for n, v in row["versions"].items()) for row in rows
     ]
@@ -81,7 +82,7 @@ def _task(settings: Settings, task: str, preset: str, page: Path) -> str:
 
 
 def _recipes(settings: Settings, task: str, own: list[Setting]) -> str:
-    """Which settings are worth their bytes: no other has fewer and costs less, the better of on and off."""
+    """List the settings on the Pareto front: no other has fewer bytes and costs less."""
     costs = Costs(settings, task)
 
     def cost(setting: Setting) -> float:
@@ -128,4 +129,4 @@ def _launched(rows: list[Row]) -> str:
         for row in rows
     ]  # fmt: skip
     header = ["run", "seed", "ranks", "steps", "losses against `simulate`", "bytes"]
-    return f"{surroundings(rows)}\n\n{markdown(header, lines)}"
+    return f"{environment(rows)}\n\n{markdown(header, lines)}"

@@ -1,4 +1,4 @@
-"""A run as a real pipeline of four ranks, through the deepspeed launcher.
+"""Execute a run as a real pipeline of four ranks, through the deepspeed launcher.
 
 Runs whose settings change while they train (policies) are made so: they decide from what a pipeline measures.
 """
@@ -15,12 +15,12 @@ from torch import nn
 from ds_compress.config import DIRECTIONS
 from ds_compress.simulate import simulate
 from launch.demo import deepspeed_launcher, total_bytes
-from launch.reproduce.run import BITS, Row, Run, evaluated, outcome, stages_of, surroundings
+from launch.reproduce.run import BITS, Row, Run, environment, evaluated, outcome, stages_of
 from launch.reproduce.task import STAGES, Task
 
 
-class Piped(NamedTuple):
-    """What a pipeline left."""
+class PipelineResult(NamedTuple):
+    """The result of a run as a pipeline."""
 
     losses: list[float]
     bytes: tuple[int, int]  # of all messages, before and after compression
@@ -56,12 +56,12 @@ def executed(run: Run, task: Task, data: Path, results: Path, device: torch.devi
         "wire_bytes": found.bytes[1],
         **evaluated(model, task, device),
         "seconds": round(time.perf_counter() - started, 1),
-        **surroundings(device),
+        **environment(device),
     }
 
 
-def pipeline(run: Run, data: Path, results: Path, steps: int) -> Piped:
-    """What became of `run` on four ranks.
+def pipeline(run: Run, data: Path, results: Path, steps: int) -> PipelineResult:
+    """Train `run` on four ranks and return its result.
 
     Raises:
         RuntimeError: the launcher failed.
@@ -93,4 +93,4 @@ def pipeline(run: Run, data: Path, results: Path, steps: int) -> Piped:
         raise RuntimeError(f"{tail}\nthe launcher exited with {done.returncode}; all output: {log}")
     found = json.loads((folder / "losses.json").read_text())
     raw, wire = (total_bytes(folder / "csv", kind, found["samples"]) for kind in ("raw", "wire"))
-    return Piped(found["losses"], (raw, wire), folder)
+    return PipelineResult(found["losses"], (raw, wire), folder)

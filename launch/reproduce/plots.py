@@ -1,4 +1,4 @@
-"""Quality against bytes, as a picture."""
+"""Plot quality against bytes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +41,6 @@ def pareto_plot(settings: Sequence[Setting], image: Path) -> None:
 
 
 def _best(setting: Setting, metric: str) -> float:
-    """The better of on and off, larger is better; nothing where no run has a number."""
+    """Return the better of on and off, larger is better; -inf if no run has a number."""
     found = [setting.metric(evaluated) for evaluated in ("on", "off")]
     return max((SIGN[metric] * each.mean for each in found if each.seeds), default=float("-inf"))

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class VisionSize:
-    """An image classifier, trained from scratch with SGD on a cosine; one stage a group of its ResNet."""
+    """Size of the vision task: a ResNet trained from nothing with SGD and a cosine schedule; one group per
+    stage."""
 
     train_images: int
     test_images: int
@@ -23,7 +24,8 @@ class VisionSize:
 
 @dataclass(frozen=True)
 class LanguageSize:
-    """A GPT-2, fine-tuned with AdamW and a linear decay; four stages of equally many blocks."""
+    """Size of the language task: a GPT-2 fine-tuned with AdamW and linear decay; four stages of equally many
+    blocks."""
 
     layers: int
     hidden: int

@@ -1,4 +1,4 @@
-"""One rank of a run as a real pipeline; `launched.py` starts four through the deepspeed launcher."""
+"""Run one rank of a pipeline; `launched.py` starts four through the deepspeed launcher."""
 
 import argparse
 import itertools
@@ -38,7 +38,7 @@ def ds_config(block: Block, task: Task, steps: int, out: Path) -> dict:
 
 
 def leave(engine: Any, out: Path) -> None:
-    """This rank's weights, by their names in the whole model, what it sent, and the settings adopted."""
+    """Write this rank's weights, by their names in the whole model, its bytes, and the settings in force."""
     torch.save(engine.module.state_dict(), out / f"rank-{engine.global_rank}.pt")
     sent = {direction: {"raw": 0, "wire": 0} for direction in DIRECTIONS}
     for end in engine._compression.ends:

@@ -1,4 +1,4 @@
-"""One run: train a task under a setting, then evaluate the state it ends in with compression on and off."""
+"""Execute one run: train a task under a setting, then evaluate the result with compression on and off."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 
 class Run(NamedTuple):
-    """What makes a row: everything in it follows from these."""
+    """What identifies a row; everything in the row follows from these."""
 
     preset: str
     task: str
@@ -44,12 +44,12 @@ class Run(NamedTuple):
 
     @property
     def block(self) -> Block:
-        """What is done to messages."""
+        """The "ds_compress" block of the setting."""
         return {key: value for key, value in self._all.items() if key != SUBSPACE}
 
     @property
     def rank(self) -> int | None:
-        """Coefficients that cross in the place of a hidden state."""
+        """Coefficients sent per hidden state, or None."""
         return self._all.get(SUBSPACE)
 
     @property
@@ -58,19 +58,19 @@ class Run(NamedTuple):
 
     @property
     def identity(self) -> Row:
-        """The columns by which a row is known to be of this run, what the names stand for included."""
+        """The columns that identify the row of this run, blocks and sizes included."""
         size = dataclasses.asdict(getattr(PRESETS[self.preset], self.task))
         return {**self._asdict(), "block": self._all, "size": size}
 
 
 @functools.lru_cache(maxsize=2)
 def task_of(preset: str, name: str, data: Path, cache: Path) -> Task:
-    """The task with its data, read once by a process."""
+    """Return the task with its data, which a process reads once."""
     return TASKS[name](getattr(PRESETS[preset], name), data, cache)
 
 
 def execute(run: Run, task: Task, device: torch.device) -> Row:
-    """The row of `run`.
+    """Execute `run` in `simulate` and return its row.
 
     Perplexities that are no finite number are null. A run ends where its loss is none any more, and says so
     in "diverged".
@@ -84,15 +84,15 @@ def execute(run: Run, task: Task, device: torch.device) -> Row:
     return {
         **run.identity,
         **outcome(losses, task),
-        **in_numbers(sent, narrowness(stages)),
+        **traffic_columns(sent, narrowing_factor(stages)),
         **evaluated(model, task, device),
         "seconds": round(time.perf_counter() - started, 1),
-        **surroundings(device),
+        **environment(device),
     }
 
 
 def stages_of(run: Run, task: Task) -> list[nn.Module]:
-    """The model of a run, cut in four, with a pair of layers at each cut where the setting says so."""
+    """Build the model of a run in four stages, with a layer pair at each cut if the setting asks for one."""
     stages = task.stages(run.seed)
     if run.rank is None:
         return stages
@@ -104,14 +104,14 @@ def stages_of(run: Run, task: Task) -> list[nn.Module]:
     return [nn.Sequential(*built[start:end]) for start, end in itertools.pairwise(bounds)]
 
 
-def narrowness(stages: nn.Module) -> float:
-    """How many values of a hidden state one stands for that crosses between stages."""
+def narrowing_factor(stages: nn.Module) -> float:
+    """Return how many values of a hidden state each sent value stands for."""
     wide = [module.weight for module in stages.modules() if isinstance(module, Widen)]
     return wide[0].shape[0] / wide[0].shape[1] if wide else 1.0
 
 
 def evaluated(model: nn.Module, task: Task, device: torch.device) -> Row:
-    """What the task measures, with compression on and off; null where it is no finite number."""
+    """Evaluate the task with compression on and off; null if a value is not finite."""
     measured: Row = {}
     for name, messages in ON_AND_OFF.items():
         with torch.no_grad(), evaluating(model, messages):
@@ -120,7 +120,7 @@ def evaluated(model: nn.Module, task: Task, device: torch.device) -> Row:
 
 
 def outcome(losses: list[float], task: Task) -> Row:
-    """Of training: steps, the mean loss of the last epoch, and whether it ended in no finite loss."""
+    """Return the columns of training: steps, mean loss of the last epoch, whether it diverged."""
     last = losses[-task.steps_per_epoch :]
     diverged = not math.isfinite(last[-1])
     mean = None if diverged else sum(last) / len(last)
@@ -128,7 +128,7 @@ def outcome(losses: list[float], task: Task) -> Row:
 
 
 def train(model: nn.Sequential, task: Task, seed: int, device: torch.device) -> list[float]:
-    """The loss of every step, up to the first that is not finite."""
+    """Train and return the loss of every step, up to the first that is not finite."""
     optimizer = task.optimizer(model.parameters())
     schedule = task.schedule(optimizer)
     losses = []
@@ -146,7 +146,7 @@ def train(model: nn.Sequential, task: Task, seed: int, device: torch.device) -> 
 
 
 def step(model: nn.Module, task: Task, batch: Batch, device: torch.device) -> float:
-    """Loss and gradients of one batch."""
+    """Compute loss and gradients of one batch."""
     announce(model, batch)
     inputs, labels, _ = (tensor.to(device) for tensor in batch)
     loss = task.loss(model(inputs), labels)
@@ -168,33 +168,33 @@ def clip(model: nn.Sequential, largest: float) -> None:
             parameter.grad.mul_(coefficient)
 
 
-def in_numbers(sent: list[Traffic], narrowness: float) -> Row:
-    """What crossed all boundaries in training: bytes, bits for each value, errors.
+def traffic_columns(sent: list[Traffic], narrowing_factor: float) -> Row:
+    """Return the columns of traffic: bytes, bits per value and errors of all boundaries in training.
 
     Args:
-        narrowness: how many values of a hidden state one that crossed stands for.
+        narrowing_factor: how many values of a hidden state one that crossed stands for.
     """
     row: Row = {}
     for direction in ("forward", "backward"):
         own = [each for each in sent if each.direction == direction]
-        raw, wire = round(narrowness * sum(s.raw_bytes for s in own)), sum(s.wire_bytes for s in own)
+        raw, wire = round(narrowing_factor * sum(s.raw_bytes for s in own)), sum(s.wire_bytes for s in own)
         error = sum(each.relative_error for each in own) / len(own)
         row[f"bits_{direction}"] = round(BITS * wire / raw, 4)
         row[f"error_{direction}"] = round(error, 5) if math.isfinite(error) else None
-    row["raw_bytes"] = round(narrowness * sum(s.raw_bytes for s in sent))
+    row["raw_bytes"] = round(narrowing_factor * sum(s.raw_bytes for s in sent))
     row["wire_bytes"] = sum(s.wire_bytes for s in sent)
     return row
 
 
-def surroundings(device: torch.device) -> Row:
-    """Where a run was: the processor, and the releases of what computed it."""
+def environment(device: torch.device) -> Row:
+    """Return the processor and the releases that a run used."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
     versions = {"python": platform.python_version()} | {package: version(package) for package in PACKAGES}
     return {"processor": name, "versions": versions}
 
 
 def processor() -> str:
-    """As Linux calls it, else as Python does."""
+    """Return the processor's name as Linux reports it, else as Python does."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -1,4 +1,4 @@
-"""Every setting of the tables by its name, as the "ds_compress" block that makes it; the most telling first.
+"""Name every setting of the tables and give its "ds_compress" block; the most informative first.
 
 A new setting is a new line. The numbers in a name are forward/backward: bits, or percent kept.
 """
@@ -14,7 +14,7 @@ DENSITIES = (50, 30, 20, 10, 5, 2)
 def block(
     forward: Any, backward: Any = None, feedback: Any = "none", back: Any = None, **others: Any
 ) -> Block:
-    """`feedback` of the forward direction; `back`: of the other one, the same where nothing is said."""
+    """Build a block; `feedback` is for forward, `back` for backward, by default the same."""
     backward, back = backward or forward, back or feedback
     return {
         "forward": {"codec": forward, "feedback": feedback},
@@ -36,7 +36,7 @@ def entropy(bits: float, **options: Any) -> Block:
 
 
 def contexts(forward: float, backward: float, **others: Any) -> Block:
-    """Entropy coding with tables for columns forward and for rows back."""
+    """Entropy coding with tables by columns forward and by rows backward."""
     return block(entropy(forward, contexts="columns"), entropy(backward, contexts="rows"), **others)
 
 
@@ -48,13 +48,13 @@ def learned(forward: float, backward: float, **others: Any) -> Block:
 
 
 def filled(bits: int, **others: Any) -> Block:
-    """Coefficients in an eigenbasis forward, in fixed bits by water-filling, and rotated groups back."""
+    """Eigenbasis coefficients in fixed bits by water-filling forward, Hadamard groups backward."""
     basis = group(bits, rotate="learned")
     return block(basis, group(bits, hadamard=True), warmup_steps=1, **others)
 
 
 def subspace(rank: int, bits: float) -> Block:
-    """A pair of layers at each cut, and entropy coding of the coefficients that cross between them."""
+    """A trained layer pair at each cut, and entropy coding of the coefficients between them."""
     return contexts(bits, bits, subspace=rank)
 
 
@@ -63,7 +63,7 @@ def topk(percent: float, **options: Any) -> Block:
 
 
 def aqsgd(forward: Any, backward: Any, first: Any = "none", back: Any = "none") -> Block:
-    """First visits dense and gradients without feedback, as in the paper on AQ-SGD, where nothing is said."""
+    """AQ-SGD forward; by default dense first visits and no feedback backward, as in its paper."""
     return block(forward, backward, {"name": "aqsgd", "ids": IDS, "first_visit": first}, back)
 
 
@@ -167,7 +167,7 @@ EVERY = 50  # steps between two decisions of a policy
 
 
 def policy(name: str, bits: list[int], **options: Any) -> Block:
-    """Rotated groups of the first of `bits`, which a policy changes in both directions."""
+    """Hadamard groups with the first of `bits`, which a policy changes in both directions."""
     ladders = {direction: {"bits": bits} for direction in ("forward", "backward")}
     policy = {"name": name, "every": EVERY, **ladders, **options}
     return block(group(bits[0], hadamard=True), policy=policy)

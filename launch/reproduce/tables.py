@@ -1,4 +1,4 @@
-"""Rows put together: means and spreads over seeds, and tables in Markdown."""
+"""Aggregate rows over seeds and format them as Markdown tables."""
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +14,7 @@ UNITS = {"accuracy": "accuracy, %", "perplexity": "perplexity a token"}
 
 
 class Measured(NamedTuple):
-    """A number over seeds. `worst` is None where every run has one, else how many have none."""
+    """A number over seeds: mean, half of max - min, runs counted, runs that failed."""
 
     mean: float
     spread: float  # half of what lies between the smallest and the largest
@@ -48,17 +48,17 @@ class Setting(NamedTuple):
 
     @property
     def bits(self) -> float:
-        """Of a value, both directions together."""
+        """Mean bits per value, both directions."""
         return BITS * sum(row["wire_bytes"] for row in self.rows) / sum(row["raw_bytes"] for row in self.rows)
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes than fp32."""
+        """Times fewer bytes than fp32."""
         return BITS / self.bits
 
 
 def grouped(rows: Iterable[Row], preset: str) -> dict[tuple[str, str], Setting]:
-    """The settings of a preset that have rows, by task and name, in the order of `SETTINGS`."""
+    """Group the rows of a preset by task and setting, in the order of `SETTINGS`."""
     found: dict[tuple[str, str], Setting] = {}
     own = [row for row in rows if row["preset"] == preset]
     for task, settings in SETTINGS.items():
@@ -76,7 +76,7 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[object]], texts: int
 
 
 def table(settings: Iterable[Setting]) -> str:
-    """All settings of one task."""
+    """Format all settings of one task."""
     settings = list(settings)
     unit = UNITS[METRICS[settings[0].task]]
     header = ["setting", "seeds", "bits forward", "bits backward", "times fewer bytes"]
@@ -100,7 +100,7 @@ def _line(setting: Setting) -> list[object]:
 
 
 def matrix(settings: dict[tuple[str, str], Setting], task: str, evaluated: str) -> str:
-    """Bits forward by bits backward of the paper's quantizer; empty where there is none of it."""
+    """Format bits forward by bits backward of the paper's quantizer; empty if it has no rows."""
     bits = (2, 4, 6, 8)
 
     def cell(forward: int, backward: int) -> str:
@@ -117,7 +117,7 @@ Chooser = Callable[[Setting], float]
 
 
 def front(settings: Iterable[Setting], quality: Chooser) -> list[Setting]:
-    """Those that no other one beats in both bytes and quality (larger is better), fewest bytes first."""
+    """Return the Pareto front: settings that no other beats in bytes and quality, fewest bytes first."""
     best, found = float("-inf"), []
     for setting in sorted(settings, key=lambda each: (each.bits, -quality(each))):
         if quality(setting) > best:

@@ -1,4 +1,4 @@
-"""What both experiments have in common for whoever runs them."""
+"""Define what both experiments provide: model, data, optimizer, metric."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 class Task(Protocol):
-    """An experiment of a preset's size: model, data, optimizer, measure; all of it follows from a seed."""
+    """An experiment of one preset's size; everything follows from a seed."""
 
     name: str
     metric: str  # what `evaluate` measures first
@@ -23,31 +23,31 @@ class Task(Protocol):
     gradient_clipping: float  # 0: none
 
     def stages(self, seed: int) -> list[nn.Module]:
-        """The model of a run, cut in four."""
+        """Build the model in four stages."""
 
     def epoch(self, seed: int, number: int) -> Iterator[Batch]:
-        """The batches of an epoch, on the CPU, shuffled; samples that fill no batch are left out."""
+        """Yield the batches of an epoch, on the CPU, shuffled; drop an incomplete last batch."""
 
     def loss(self, output: Tensor, labels: Tensor) -> Tensor: ...
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer: ...
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        """Stepped after every optimizer step."""
+        """Return the schedule, to be stepped after every optimizer step."""
 
     def evaluate(self, model: nn.Module, device: torch.device) -> dict[str, float]:
-        """What the model is worth on held-out data, by measure."""
+        """Return the metrics on held-out data, by name."""
 
 
 def existing(path: Path, what: str) -> Path:
-    """`path`, or the end of the program where nothing is there."""
+    """Return `path`, or exit with a message if it does not exist."""
     if not path.exists():
         raise SystemExit(f"reproduce: {path}: no {what} there; --data names the folder that has it")
     return path
 
 
 def generator(*numbers: int) -> torch.Generator:
-    """A generator of its own for every choice of `numbers`."""
+    """Return a generator seeded by `numbers`."""
     seed = 0
     for number in numbers:
         seed = (seed * 1_000_003 + number + 1) % 2**63

@@ -1,4 +1,4 @@
-"""Training a ResNet on CIFAR-10 from scratch: accuracy. The cuts are after its groups, as in the paper."""
+"""Train a ResNet on CIFAR-10 from nothing: accuracy. Cuts are after its groups, as in the paper."""
 
 import io
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ CLASSES, SIDE, MARGIN = 10, 32, 4  # of an image: pixels, and pixels that a crop
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions beside a shortcut; what leaves it is not negative."""
+    """Two 3x3 convolutions with a shortcut and a final ReLU."""
 
     def __init__(self, inputs: int, outputs: int, stride: int):
         super().__init__()
@@ -42,14 +42,14 @@ class Block(nn.Module):
 
 
 class ChannelsLast(nn.Module):
-    """The order in memory in which convolutions are fast; a message arrives in the other one."""
+    """Convert to the memory format that convolutions are fast in."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.contiguous(memory_format=torch.channels_last)
 
 
 def resnet(size: VisionSize) -> list[nn.Module]:
-    """Stem and first group, two groups, last group and classifier."""
+    """Return four stages: stem and first group, two groups, last group and classifier."""
     stem = nn.Conv2d(3, size.width, 3, size.stem_stride, 1, bias=False)
     stages = [[stem, nn.BatchNorm2d(size.width), nn.ReLU()], *([] for _ in range(STAGES - 1))]
     inputs = size.width
@@ -77,7 +77,7 @@ class Vision:
         self.steps_per_epoch = len(self._images) // size.batch
 
     def prepare(self) -> None:
-        """Nothing: it trains from scratch."""
+        """Do nothing: training starts from nothing."""
 
     def stages(self, seed: int) -> list[nn.Module]:
         torch.manual_seed(seed)
@@ -105,7 +105,7 @@ class Vision:
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
     def evaluate(self, model: nn.Module, device: torch.device) -> dict[str, float]:
-        """Share of the test images that are recognised, in percent."""
+        """Return the accuracy on test images, in percent."""
         images, labels = (tensor.split(self.size.batch) for tensor in self._test)
         hits = 0
         for some, expected in zip(images, labels):
@@ -114,7 +114,7 @@ class Vision:
 
 
 def augmented(images: Tensor, drawing: torch.Generator) -> Tensor:
-    """Each image moved by up to 4 pixels, black beyond its edge, and mirrored or not."""
+    """Shift each image by up to 4 pixels, with black borders, and mirror it at random."""
     count = len(images)
     padded = F.pad(images, (MARGIN,) * 4)
     rows, columns = torch.randint(2 * MARGIN + 1, (2, count, 1), generator=drawing) + torch.arange(SIDE)
@@ -126,7 +126,7 @@ def augmented(images: Tensor, drawing: torch.Generator) -> Tensor:
 
 
 def read_images(file: Path, count: int) -> tuple[Tensor, Tensor]:
-    """The first images of a parquet file, uint8 [count, 3, 32, 32], and their labels, int64 [count]."""
+    """Read the first images of a parquet file, uint8 [count, 3, 32, 32], and labels, int64 [count]."""
     table = pyarrow.parquet.read_table(existing(file, "parquet file of CIFAR-10")).slice(0, count)
     if len(table) < count:
         raise SystemExit(f"reproduce: {file}: {len(table)} images, the preset needs {count}")

@@ -86,22 +86,22 @@ def test_headers_repeated_by_a_resumed_run_are_no_rows(demo, tmp_path):
 
 
 def test_progress_shows_loss_ratio_and_bytes_saved_from_what_is_written_so_far(demo, tmp_path):
-    assert demo.so_far(tmp_path) == (0, {})
+    assert demo.read_progress(tmp_path) == (0, {})
     write_csv(tmp_path, "Train/Samples/train_loss", [(32, 5.0), (64, 4.0)])
-    assert demo.so_far(tmp_path) == (2, {"loss": "4.000"})
+    assert demo.read_progress(tmp_path) == (2, {"loss": "4.000"})
     for direction in ("forward", "backward"):
         for kind, size in (("raw", 3e9), ("wire", 1e9)):
             write_csv(tmp_path, f"Train/Compression/boundary_0/{direction}/{kind}_bytes", [(64, size)])
     with open(tmp_path / "Train_Samples_train_loss.csv", "a") as file:
         file.write("96,")  # seen while DeepSpeed writes it
-    assert demo.so_far(tmp_path) == (2, {"loss": "4.000", "ratio": "3.00x", "saved": "4.000 GB"})
+    assert demo.read_progress(tmp_path) == (2, {"loss": "4.000", "ratio": "3.00x", "saved": "4.000 GB"})
 
 
 def test_a_little_more_than_nothing_saved_is_no_negative_zero(demo, tmp_path):
     write_csv(tmp_path, "Train/Samples/train_loss", [(SAMPLES, 4.0)])
     write_csv(tmp_path, "Train/Compression/boundary_0/forward/raw_bytes", [(SAMPLES, 1000)])
     write_csv(tmp_path, "Train/Compression/boundary_0/forward/wire_bytes", [(SAMPLES, 1032)])
-    assert demo.so_far(tmp_path)[1]["saved"] == "0.000 GB"
+    assert demo.read_progress(tmp_path)[1]["saved"] == "0.000 GB"
 
 
 def test_run_without_byte_counts_is_refused_in_one_line(demo, run_folder):

@@ -9,7 +9,7 @@ from ds_compress.config import DIRECTIONS, KEY, Config, recipes
 from ds_compress.config.evidence import EVIDENCE
 from launch.reproduce.command import ROOT, main
 from launch.reproduce.grid import read_rows
-from launch.reproduce.orderings import judged
+from launch.reproduce.orderings import check_claims
 from launch.reproduce.page import write_page
 from launch.reproduce.run import Run
 from launch.reproduce.tables import front, grouped
@@ -59,7 +59,7 @@ def rows(values, task="vision", seeds=(0, 1, 2)):
 
 def verdicts(values, task="vision"):
     settings = grouped(rows(values, task), "smoke")
-    return {verdict.number: verdict for verdict in judged(settings) if verdict.task == task}
+    return {verdict.number: verdict for verdict in check_claims(settings) if verdict.task == task}
 
 
 def test_the_papers_own_results_hold():

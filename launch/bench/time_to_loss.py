@@ -1,8 +1,8 @@
-"""Time until a loss is reached over a slow link, with DeepSpeed alone and with recipes.
+"""Measure the time until a loss is reached over a throttled link, with DeepSpeed alone and with recipes.
 
 Needs root.
 
-    python launch/bench/to_loss.py --mbit 60 [--recipes safe balanced auto-balanced] [--steps 200]
+    python launch/bench/time_to_loss.py --mbit 60 [--recipes safe balanced auto-balanced] [--steps 200]
 
 Two hosts as in net.py. The loss to reach is the lowest that every run has reached, means over 20 steps; all
 train on the same text in the same order. OUT/rows.json holds a row for each run:
@@ -33,12 +33,12 @@ MEAN = 20  # steps
 
 
 def means(losses: list[float]) -> list[float]:
-    """Of the last `MEAN` losses, from the first step on that has so many."""
+    """Return the running mean of the last `MEAN` losses."""
     return [sum(losses[end - MEAN : end]) / MEAN for end in range(MEAN, len(losses) + 1)]
 
 
 def reached(loss: float, run: dict[str, Any]) -> dict[str, Any]:
-    """When a run has come down to `loss`, in nats: it has."""
+    """Return when a run first reached `loss` (nats per byte)."""
     steps = next(place for place, mean in enumerate(means(run["losses"]), MEAN) if mean <= loss)
     return {
         "seconds": [*accumulate(run["steps_s"])][steps - 1],

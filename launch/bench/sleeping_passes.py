@@ -1,6 +1,6 @@
 """Run a DeepSpeed pipeline training script whose passes take a given time, most of it asleep.
 
-    PASS_MS=40 deepspeed ... launch/bench/asleep.py train.py --its --own arguments
+    PASS_MS=40 deepspeed ... launch/bench/sleeping_passes.py train.py --its --own arguments
 
 Stages that do not compute can be more than there are cores. A forward pass takes PASS_MS, a backward pass
 twice that, or as long as its computing takes.

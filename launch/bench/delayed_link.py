@@ -1,6 +1,7 @@
-"""A wire between two network namespaces that delays every packet, for two_hosts.sh: kernels without netem.
+"""Connect two network namespaces by a link that delays every packet, for two_hosts.sh on kernels without
+netem.
 
-    python launch/bench/far.py HOST_A HOST_B DEVICE RTT_MS
+    python launch/bench/delayed_link.py HOST_A HOST_B DEVICE RTT_MS
 
 Makes a tun device of that name in each namespace and carries IP packets between them, each RTT_MS / 2 late,
 in their order, until it is ended. How fast they go in is the business of tc on the devices. Needs root.
@@ -25,7 +26,8 @@ AT_ONCE = 64  # packets taken from one side before the other is looked at
 
 
 def device_in(namespace: str, name: str) -> int:
-    """A file descriptor for a new tun device in `namespace`; this process stays there."""
+    """Open a new tun device in `namespace` and return its file descriptor; this process stays in the
+    namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with Path("/run/netns", namespace).open() as host:
         if libc.setns(host.fileno(), CLONE_NEWNET):
@@ -36,7 +38,7 @@ def device_in(namespace: str, name: str) -> int:
 
 
 def carry(devices: tuple[int, int], seconds: float) -> None:
-    """Packets that come out of one device go into the other so many seconds later; never returns."""
+    """Forward packets between two devices, each `seconds` late; never returns."""
     other = dict(zip(devices, reversed(devices)))
     under_way: dict[int, deque[tuple[float, bytes]]] = {device: deque() for device in devices}  # by goal
     while True:
