@@ -10,7 +10,6 @@ docs/options.md, commands.md, metrics.md: from the options, parsers and labels o
 """
 
 import argparse
-import os
 import re
 import subprocess
 import sys
@@ -19,8 +18,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-os.environ["COLUMNS"] = "100"  # argparse breaks help at the width of the terminal
-
 from matplotlib.figure import Figure
 
 from ds_compress.cli import parser
@@ -93,7 +90,7 @@ def bandwidth_plot(image: Path) -> None:
         "`quantize2`": "2 bits",
     }
     rows = speed_table("## Two hosts and a slow link")
-    links = [link for link in dict.fromkeys(row["link"] for row in rows)][::-1]
+    links = list(dict.fromkeys(row["link"] for row in rows))[::-1]
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     axes = figure.subplots()
     for recipe, name in names.items():
