@@ -16,16 +16,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 from matplotlib.figure import Figure
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ds_compress.cli import parser
 from ds_compress.config.evidence import EVIDENCE
 from ds_compress.monitor import metrics
 from launch.reproduce.grid import read_rows
 from launch.reproduce.tables import Setting, grouped, markdown
 
+ROOT = Path(__file__).resolve().parents[1]
 RECIPES = {
     "none": "fp32, sent as soon as computed",
     "safe": "4 bits, Hadamard",
