@@ -201,7 +201,10 @@ class Quantize(Codec, FusesFeedback):
 
     def _group(self, spec: TensorSpec) -> tuple[int, int]:
         """Values per group, and how many of them the last group lacks (each group of a channel)."""
-        groups, size = group_shape(moved_spec(spec, self.options.axis), self.options.group_size)
+        axis = (
+            -1 if self.refuses(spec) else self.options.axis
+        )  # the typical message may have fewer dimensions
+        groups, size = group_shape(moved_spec(spec, axis), self.options.group_size)
         missing = groups * size - spec.numel
         return size, missing // max(groups, 1) if self.options.group_size == "channel" else missing
 

@@ -1,9 +1,35 @@
-"""Options of the block that belong together."""
+"""Check options of the block that depend on each other."""
+
+from typing import Any
 
 from ds_compress.config.block import DIRECTIONS, KEY, Block
 from ds_compress.config.quality import LIMITS
 from ds_compress.config.recipes import AUTO
-from ds_compress.errors import CompressionError, shown
+from ds_compress.errors import CompressionError, shown, shown_key
+
+MAX_NESTING = 16
+"""Objects and lists within each other; no block needs half as many."""
+
+
+def check_nesting(block: object) -> None:
+    """Refuse a block that is nested so deep that checking it would exceed Python's recursion limit.
+
+    Raises:
+        CompressionError: names the first key.
+    """
+    level: list[tuple[Any, str]] = [(block, "")]
+    for _ in range(MAX_NESTING):
+        level = [
+            (inner, path or f".{shown_key(key)}")
+            for value, path in level
+            for key, inner in (value.items() if isinstance(value, dict) else enumerate(value))
+            if isinstance(inner, (dict, list))
+        ]
+    if level:
+        raise CompressionError(
+            f"{KEY}{level[0][1]}: objects and lists are nested too deep; allowed: {MAX_NESTING} within each "
+            "other"
+        )
 
 
 def check(block: Block) -> None:
@@ -16,7 +42,17 @@ def check(block: Block) -> None:
             f"{KEY}.warmup_epochs: {block.warmup_epochs} came together with warmup_steps; use one of them"
         )
     _check_auto(block)
+    if block.guard.action != "warn" and block.guard.every == 0:
+        raise CompressionError(
+            f"{KEY}.guard.action: {block.guard.action!r} is not allowed with guard.every 0, which never "
+            "checks anything; use 1 up, or leave action out"
+        )
     link = block.link
+    if link.memory_gb is not None and link.depth != "auto":
+        raise CompressionError(
+            f"{KEY}.link.memory_gb: {link.memory_gb:g} limits depth 'auto', but depth is {link.depth}; use "
+            "depth 'auto', or leave memory_gb out"
+        )
     if link.depth != 1 and link.mode == "blocking":
         raise CompressionError(
             f"{KEY}.link.depth: {link.depth!r} is not allowed with mode 'blocking': a stage would send a "

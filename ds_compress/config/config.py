@@ -15,11 +15,12 @@ from ds_compress.codecs.mixins import (
 )
 from ds_compress.config.block import DIRECTIONS, KEY, Block
 from ds_compress.config.boundary import BoundaryCodecs
-from ds_compress.config.checks import check, check_policy
+from ds_compress.config.checks import check, check_nesting, check_policy
 from ds_compress.config.policies import POLICIES
 from ds_compress.config.policies.ladder import check as check_ladders
 from ds_compress.config.quality import Quality
 from ds_compress.config.recipes import with_changes, with_recipe
+from ds_compress.config.unused import unused_options
 from ds_compress.errors import REQUIRE, CompressionError, errors_at, is_required, shown
 from ds_compress.feedback import FEEDBACKS, Feedback
 from ds_compress.feedback.aqsgd.sample_ids import SampleIds
@@ -44,6 +45,7 @@ class Config:
             raise CompressionError(
                 f'{KEY}: {shown(block)} is not an object; write "{KEY}": {{...}} with the options'
             )
+        check_nesting(block)
         load_installed()
         self.block = validate(Block, with_recipe(block, KEY), KEY)
         check(self.block)
@@ -60,6 +62,7 @@ class Config:
         self.policy = POLICIES.build(self.block.policy, f"{KEY}.policy")
         check_policy(self.policy.name, self.block)
         check_ladders(self)
+        self.notes.update(dict.fromkeys(unused_options(self, block)))
 
     def codecs(self, boundary: int | None) -> BoundaryCodecs:
         """The codecs of `boundary`, the same objects at every call; None: one without settings of its own."""
@@ -209,7 +212,7 @@ class Config:
     @property
     def mirrors(self) -> bool:
         """Whether both sides of some boundary keep state that has to stay the same."""
-        return any(feedback.mirrors for _, feedback in self._pairs())
+        return any(feedback.mirrors for _, feedback in self.pairs())
 
     @property
     def mirrored_products(self) -> list[str]:
@@ -217,12 +220,12 @@ class Config:
         matrix products alike."""
         pairs = {
             f"{codec.name} + {feedback.name}"
-            for codec, feedback in self._pairs()
+            for codec, feedback in self.pairs()
             if feedback.mirrors and any(layers(codec, HardwareDependentDecode))
         }
         return sorted(pairs)
 
-    def _pairs(self) -> Iterator[tuple[Codec, Feedback]]:
+    def pairs(self) -> Iterator[tuple[Codec, Feedback]]:
         """Codecs, with the feedbacks round them, of all boundaries and directions."""
         for number in self.numbers:
             codecs = self.codecs(number)

@@ -186,7 +186,8 @@ def _row(workload: Workload, networks: Networks, recipe: PipelineRecipe) -> dict
     block, depth = recipe.block, recipe.depth
     if isinstance(depth, str):
         depth = choose_depth(workload, plan, networks, budgets).depth
-        block = {**block, "link": {**block.get("link", {}), "depth": depth}}
+        link = {key: value for key, value in block.get("link", {}).items() if key != "memory_gb"}
+        block = {**block, "link": {**link, "depth": depth}}
     prediction = predict(workload, replace(plan, depth=depth), networks)
     required = (
         budget.required(depth, workload.micro_batches, workload.stages, stage)

@@ -51,4 +51,5 @@ def reproducing(config: Config, chosen: dict[str, Any], step: int) -> dict[str, 
     block = config.written
     if not block.get("warmup_epochs"):
         block["warmup_steps"] = max(step, block.get("warmup_steps", 0))
+    block.get("link", {}).pop("memory_gb", None)  # it limits depth "auto" alone
     return with_changes(block, {**chosen["block"], "link": {"depth": chosen["depth"]}})
