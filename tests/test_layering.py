@@ -21,7 +21,7 @@ LONGEST = 500  # lines of a file
 MOST_PACKAGES = 24
 
 # A package, or a module at the top, may import from those before it. The runtime watches through views of
-# the engine (runtime/views.py), which owns its parts
+# the engine (runtime/interface.py), which owns its parts
 PACKAGES = [
     "version",
     "errors",

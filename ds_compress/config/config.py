@@ -51,6 +51,9 @@ class Config:
         check(self.block)
         self.warmup_steps = self.block.warmup_steps
         self._written = self.block  # before anything was adopted
+        self.adopted: dict[str, Any] = {}
+        """Settings in force beside the block as it was written, as "boundaries" of a block."""
+
         self._steps_per_epoch: int | None = None
         self.notes: dict[str, None] = {}  # lines for the user, in order, each once
         self._codecs: dict[int | None, BoundaryCodecs] = {}

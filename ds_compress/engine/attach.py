@@ -1,6 +1,5 @@
 """How the mixin gets over a live `PipelineEngine`: releases checked, settings agreed on, class changed."""
 
-import functools
 import inspect
 import itertools
 import logging
@@ -20,18 +19,12 @@ from ds_compress.config import Config
 from ds_compress.engine import cleanup
 from ds_compress.engine.handshake import Notes, agree
 from ds_compress.engine.intercept import PointToPoint
-from ds_compress.engine.mixin import CompressedEngine, steps_per_epoch
+from ds_compress.engine.mixin import CompressedEngine
 from ds_compress.engine.numerics import relied_on
-from ds_compress.engine.reconfigure import Reconfigurator
+from ds_compress.engine.session import Session, steps_per_epoch
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import dispatch
-from ds_compress.monitor.monitor import Monitor
-from ds_compress.runtime.auto import Auto
-from ds_compress.runtime.depth import DepthController
-from ds_compress.runtime.guard import Guard, GuardedEngine
-from ds_compress.runtime.policy import PolicyController
-from ds_compress.runtime.replica_check import ReplicaCheck
-from ds_compress.runtime.watchdog import Watchdog, WatchedEngine
+from ds_compress.runtime.watchdog import Watchdog
 from ds_compress.transport import staging
 from ds_compress.version import __version__
 
@@ -43,22 +36,21 @@ _engines = itertools.count()
 logger = logging.getLogger("ds_compress")
 
 
-def _mixin(base: type) -> type[CompressedEngine]:
-    """The mixin for engines of class `base`."""
+def _mixin(base: type) -> tuple[type[CompressedEngine], type[Session]]:
+    """Return the mixin, and the class of the session, for engines of class `base`."""
     if not hasattr(base, "_queue_p2p"):
-        return CompressedEngine
+        return CompressedEngine, Session
     # older releases have no DualPipeV to import
-    from ds_compress.engine.dualpipev import CompressedDualPipeV
+    from ds_compress.engine.dualpipev import CompressedDualPipeV, DualPipeVSession
 
-    return CompressedDualPipeV
+    return CompressedDualPipeV, DualPipeVSession
 
 
 def _compressed_class(mixin: type[CompressedEngine], base: Any) -> type:
     """`base` with the mixin and its instruction map."""
     entries = {instruction: getattr(mixin, name) for instruction, name in mixin._AROUND.items()}
-    stock = base._INSTRUCTION_MAP
-    members = {"_INSTRUCTION_MAP": ChainMap(entries, stock), "_stock": stock}
-    return type(f"Compressed{base.__name__}", (WatchedEngine, GuardedEngine, mixin, base), members)
+    members = {"_INSTRUCTION_MAP": ChainMap(entries, base._INSTRUCTION_MAP)}
+    return type(f"Compressed{base.__name__}", (mixin, base), members)
 
 
 def check_release(base: Any, module: Any) -> None:
@@ -105,11 +97,11 @@ def attach(engine: Any, module: Any, block: object) -> None:
         CompressionError: the same line on every rank: a bad block, or ranks that differ.
     """
     base = type(engine)
-    mixin = _mixin(base)
+    mixin, make_session = _mixin(base)
     agreed: dict[str, Any] | CompressionError
     try:
         config = Config(block)
-        boundaries = mixin._check(config, engine.num_stages)
+        make_session.check(config, engine.num_stages)
         check_release(base, module)
         config.count_epochs(steps_per_epoch(engine))
         compresses = config.block.enabled and engine.num_stages > 1
@@ -135,33 +127,12 @@ def attach(engine: Any, module: Any, block: object) -> None:
 
     if not isinstance(module.p2p, PointToPoint):
         module.p2p = PointToPoint(module.p2p)
+    stock = base._INSTRUCTION_MAP
     engine.__class__ = _compressed_class(mixin, base)
     cleanup.free_unused(engine.device)
-    engine._ahead = Auto(config) if config.quality else DepthController(config.block.link)
-    engine._connect(config, module.p2p)
-    watchdog = engine._watchdog = Watchdog(
-        _get_default_store(), dist.get_rank(), dist.get_world_size(), config.block.link.timeout_s
-    )
-    cleanup.free_with(engine, engine._compression.groups, watchdog.close)
-    engine._guard = Guard(config, engine.global_rank, boundaries)
-    engine._adoption = Reconfigurator(config, boundaries)
-    every = config.block.state_check_every if config.mirrors else 0
-    engine._compression_mirrors = ReplicaCheck(
-        every, engine._compression, engine._sides(), engine.grid, engine.device
-    )
-    monitor = engine._compression_monitor = Monitor(
-        config,
-        boundaries=boundaries,
-        ranks=engine.num_stages,
-        rank=engine.stage_id,
-        device=engine.device,
-        link=mixin._own_link or config.block.link.mode,
-        total=functools.partial(dist.all_reduce, group=engine.grid.get_pipe_parallel_group()),
-        notes=Notes(
-            _get_default_store(), f"ds_compress/notes/{next(_engines)}/{engine.grid.get_data_parallel_id()}"
-        ),
-        reports=engine.global_rank == 0,
-    )
-    engine._rungs = PolicyController(config, engine._adoption, boundaries, engine.device)
-    engine._rungs.start(engine)
-    weakref.finalize(engine, monitor.close)  # when the engine goes, at the latest when Python ends
+    store = _get_default_store()
+    watchdog = Watchdog(store, dist.get_rank(), dist.get_world_size(), config.block.link.timeout_s)
+    notes = Notes(store, f"ds_compress/notes/{next(_engines)}/{engine.grid.get_data_parallel_id()}")
+    session = engine.ds_compress = make_session(engine, config, module.p2p, stock, watchdog, notes)
+    cleanup.free_with(engine, session.stage.groups, watchdog.close)
+    weakref.finalize(engine, session.monitor.close)  # when the engine goes, at the latest when Python ends

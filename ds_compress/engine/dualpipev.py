@@ -16,6 +16,7 @@ by which the two sides of a pair match their packets, is DeepSpeed's own.
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from deepspeed import comm as dist
@@ -23,15 +24,17 @@ from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
 from ds_compress.checkpoint.search import Side
-from ds_compress.config import DIRECTIONS, KEY
+from ds_compress.config import DIRECTIONS, KEY, Config
+from ds_compress.engine.intercept import PointToPoint
 from ds_compress.engine.mixin import CompressedEngine
+from ds_compress.engine.session import Session
 from ds_compress.engine.stage import Instruction, Stage
 from ds_compress.errors import CompressionError
-from ds_compress.message.channel import Boundary
+from ds_compress.message.channel import Boundary, Channel
 from ds_compress.transport.p2p import PeerTimeout, Receiver, Sender
 from ds_compress.transport.streams import Lane
 
-Queue = Callable[[Callable, list[Tensor]], None]
+Queue = Callable[[Callable[..., Any], list[Tensor]], None]
 
 
 class QueuedSender(Sender):
@@ -74,7 +77,12 @@ class QueuedReceiver(Receiver):
 class TwoStages(Stage):
     """The stages of both phases of a rank."""
 
-    def __init__(self, config, p2p, phases: list[tuple[Boundary | None, Boundary | None]]):
+    def __init__(
+        self,
+        config: Config,
+        p2p: PointToPoint,
+        phases: list[tuple[Boundary | None, Boundary | None]],
+    ):
         """`phases`: the boundaries before and after the rank's stage of each phase."""
         super().__init__(config, p2p, *phases[0])
         self.phases = phases
@@ -84,22 +92,22 @@ class TwoStages(Stage):
         return [boundary for phase in self.phases for boundary in phase if boundary is not None]
 
 
-class CompressedDualPipeV(CompressedEngine):
-    """Runs DeepSpeed's DualPipeV with every message in one packet."""
+class DualPipeVSession(Session):
+    """The stages of one rank under DualPipeV."""
 
-    _AROUND = {
-        schedule.SendActivation: "_send_activations",
-        schedule.RecvActivation: "_recv_activations",
-        schedule.SendGrad: "_send_grads",
-        schedule.RecvGrad: "_recv_grads",
-        schedule.CommitP2P: "_commit_p2p",
-    }
+    own_link = "of DualPipeV"
 
-    _own_link = "of DualPipeV"
-    _instruction = Instruction.SEND_ACTIVATION, 0  # the one in progress that sends or receives, and its phase
+    def __init__(self, engine: Any, *args: Any):
+        self._base: Any = super(CompressedDualPipeV, engine)
+        self._instruction = Instruction.SEND_ACTIVATION, 0  # the one in progress, and its phase
+        self._buffer_id = 0
+        # the instruction, phase, buffer and tensors to fill of each packet queued to be received
+        self._arriving: list[tuple[Instruction, int, int, list[Tensor]]] = []
+        self._timeouts: list[PeerTimeout] = []  # of each operation in DeepSpeed's queue
+        super().__init__(engine, *args)
 
     @staticmethod
-    def _check(config, stages):
+    def check(config: Config, stages: int) -> int:
         for direction in DIRECTIONS:
             if config.has_rest(direction):
                 raise CompressionError(
@@ -115,119 +123,141 @@ class CompressedDualPipeV(CompressedEngine):
         config.check_boundaries(boundaries)
         return boundaries
 
-    def _connect(self, config, p2p):
-        rank, last = self.stage_id, self.num_stages - 1
+    def connect(self, p2p: PointToPoint) -> "TwoStages":
+        engine, config = self.engine, self.config
+        rank, last = engine.stage_id, engine.num_stages - 1
+        replica = engine.grid.get_data_parallel_id()
 
-        def boundary(number, exists):
-            return Boundary(number, config, self.grid.get_data_parallel_id()) if exists else None
+        def boundary(number: int, exists: bool) -> Boundary | None:
+            return Boundary(number, config, replica) if exists else None
 
         out = boundary(rank - 1, rank > 0), boundary(rank, rank < last)
         back = boundary(2 * last - 1 - rank, rank < last), boundary(2 * last - rank, rank > 0)
-        stage = self._compression = TwoStages(config, p2p, [out, back])
-        self._arriving = []  # instruction and the tensors to fill, for each packet queued to be received
-        self._patience = []  # for each operation in DeepSpeed's queue
+        stage = TwoStages(config, p2p, [out, back])
         for phase, (before, after) in enumerate(stage.phases):
             for end, neighbour, receiving, sending in (
-                (before, self._upstream_stage(phase), Instruction.RECV_ACTIVATION, Instruction.SEND_GRAD),
-                (after, self._downstream_stage(phase), Instruction.RECV_GRAD, Instruction.SEND_ACTIVATION),
+                (before, engine._upstream_stage(phase), Instruction.RECV_ACTIVATION, Instruction.SEND_GRAD),
+                (after, engine._downstream_stage(phase), Instruction.RECV_GRAD, Instruction.SEND_ACTIVATION),
             ):
                 if end is None:
                     continue
-                peer = self.grid.stage_to_global(neighbour)
+                peer = engine.grid.stage_to_global(neighbour)
                 come, go = end.channels if end is before else end.channels[::-1]
-                receiver = QueuedReceiver(peer, self.device, self._queue_to(neighbour, come), self._launch)
-                sender = QueuedSender(peer, self.device, self._queue_to(neighbour, go))
-                # no second packets: _check has refused what sends them
+                receiver = QueuedReceiver(peer, engine.device, self._queue_to(neighbour, come), self._launch)
+                sender = QueuedSender(peer, engine.device, self._queue_to(neighbour, go))
+                # no second packets: `check` has refused what sends them
                 # and no lanes: the queue starts on the compute stream
                 stage.connect_receiver(receiving, come, receiver, receiver, Lane(), phase)
                 stage.connect_sender(sending, go, sender, sender, Lane(), phase)
+        self.phases = stage.phases
+        return stage
 
-    def _sides(self):
+    def sides(self) -> list[Side]:
         return [
             Side(boundary, layer, name)
-            for phase, layers in zip(self._compression.phases, self.module.phase_bounds)
+            for phase, layers in zip(self.phases, self.engine.module.phase_bounds)
             for boundary, layer, name in zip(phase, layers, ("downstream", "upstream"))
             if boundary is not None
         ]
 
-    def _queue_to(self, stage, channel):
-        queue_p2p = super()._queue_p2p
-        patience = PeerTimeout(channel.place, self._compression.config.block.link.timeout_s)
+    def evaluated_at_least(self) -> int:
+        """Return those of a step: DeepSpeed counts the buffers of the second phase from there."""
+        return int(self.engine.micro_batches)
 
-        def queue(operation, tensors):
-            queue_p2p(operation, tensors, stage)
-            self._patience.append(patience)
+    def post_receives(self, training: bool) -> None:
+        """Do nothing: the schedule posts its receives before the sender runs."""
+        self._arriving.clear()
+
+    def _track(self) -> None:
+        """Track nothing: instructions of DualPipeV compute more than one stage's messages."""
+
+    def boundary_of_shapes(self, sends: bool) -> Boundary:
+        boundary = self.phases[self._instruction[1]][int(sends)]
+        assert boundary is not None
+        return boundary
+
+    def run(self, kind: type, instruction: Instruction, buffer_id: int, phase: int) -> None:
+        """Run DeepSpeed's instruction of class `kind`: what it queues belongs to `instruction`."""
+        self._instruction, self._buffer_id = (instruction, phase), buffer_id
+        self.stock[kind](self.engine, buffer_id, phase)
+
+    def queue(self, tensors: list[Tensor]) -> None:
+        """Queue one packet for the tensors that the instruction in progress sends or receives."""
+        instruction, phase = self._instruction
+        if instruction in (Instruction.SEND_ACTIVATION, Instruction.SEND_GRAD):
+            self.stage.dispatch(instruction, self._buffer_id, tensors, phase=phase)
+        else:
+            self.stage.queue(instruction, phase, tensors)
+            self._arriving.append((instruction, phase, self._buffer_id, tensors))
+
+    def commit(self, run: Callable[[], None]) -> None:
+        """Launch the queue and decode what arrives; `run` is DeepSpeed's own way to launch it."""
+        for instruction, phase, buffer_id, tensors in self._arriving:
+            arrived = self.stage.fetch(instruction, buffer_id, partial(tuple, tensors), phase=phase)
+            for tensor, came in zip(tensors, arrived):
+                tensor.data = came
+        self._arriving.clear()
+        self._launch()  # what nobody waited for: a queue of sends alone
+        run()  # with nothing left to do
+
+    def _queue_to(self, stage: int, channel: Channel) -> Queue:
+        timeout = PeerTimeout(channel.place, self.config.block.link.timeout_s)
+
+        def queue(operation: Callable[..., Any], tensors: list[Tensor]) -> None:
+            self._base._queue_p2p(operation, tensors, stage)
+            self._timeouts.append(timeout)
 
         return queue
 
-    def _launch(self):
-        """Do all that is queued; as DeepSpeed does it, but a failure is named."""
-        operations, patience = self._p2p_ops, self._patience
-        self._p2p_ops, self._patience = [], []
+    def _launch(self) -> None:
+        """Do all that is queued, as DeepSpeed does it; but failures name their boundary."""
+        operations, timeouts = self.engine._p2p_ops, self._timeouts
+        self.engine._p2p_ops, self._timeouts = [], []
         if not operations:
             return
         peers = ", ".join(sorted({str(operation.peer) for operation in operations}))
-        anywhere = PeerTimeout("; ".join(dict.fromkeys(p.place for p in patience)), patience[0].seconds)
+        anywhere = PeerTimeout("; ".join(dict.fromkeys(t.place for t in timeouts)), timeouts[0].seconds)
         with anywhere.naming(peers):
             requests = dist.batch_isend_irecv(operations)
         if len(requests) < len(operations):  # NCCL has one request for all
             for request in requests:
-                anywhere.wait(request, peers, self.device)
+                anywhere.wait(request, peers, self.engine.device)
         else:
-            for request, operation, own in zip(requests, operations, patience):
-                own.wait(request, operation.peer, self.device)
+            for request, operation, own in zip(requests, operations, timeouts):
+                own.wait(request, operation.peer, self.engine.device)
 
-    def evaluated_at_least(self):
-        """Those of a step: DeepSpeed counts the buffers of the second phase from there."""
-        return self.micro_batches
 
-    def _post_receives(self, training):
-        """Nothing to do: the schedule posts its receives before the sender runs."""
-        self._arriving.clear()
+class CompressedDualPipeV(CompressedEngine):
+    """Runs DeepSpeed's DualPipeV with every message in one packet."""
 
-    def _boundaries_after(self):
-        return [after for _, after in self._compression.phases if after is not None]
+    ds_compress: DualPipeVSession
 
-    def _boundary_of_shapes(self, sends):
-        return self._compression.phases[self._instruction[1]][int(sends)]
+    _AROUND = {
+        schedule.SendActivation: "_send_activations",
+        schedule.RecvActivation: "_recv_activations",
+        schedule.SendGrad: "_send_grads",
+        schedule.RecvGrad: "_recv_grads",
+        schedule.CommitP2P: "_commit_p2p",
+    }
 
-    def _queue_p2p(self, operation, tensors, stage):
-        instruction, phase = self._instruction
-        if instruction in (Instruction.SEND_ACTIVATION, Instruction.SEND_GRAD):
-            self._compression.dispatch(instruction, self._buffer_id, tensors, phase=phase)
-        else:
-            self._compression.queue(instruction, phase, tensors)
-            self._arriving.append((instruction, phase, self._buffer_id, tensors))
+    def _queue_p2p(self, operation: Any, tensors: list[Tensor], stage: int) -> None:
+        self.ds_compress.queue(tensors)
 
-    def _commit_p2p(self, *args, **kwargs):
-        self._commit(partial(self._stock[schedule.CommitP2P], self, *args, **kwargs))
+    def _commit_p2p(self, *args: Any, **kwargs: Any) -> None:
+        run = self.ds_compress.stock[schedule.CommitP2P]
+        self.ds_compress.commit(partial(run, self, *args, **kwargs))
 
-    def _commit(self, run):
-        for instruction, phase, buffer_id, tensors in self._arriving:
-            arrived = self._compression.fetch(instruction, buffer_id, partial(tuple, tensors), phase=phase)
-            for tensor, came in zip(tensors, arrived):
-                tensor.data = came
-            if instruction is Instruction.RECV_ACTIVATION and self._lookahead.tracking:
-                self._tracking.add_float(tensors, self._compression.phases[phase][0].carrying or ())
-        self._arriving.clear()
-        self._launch()  # what nobody waited for: a queue of sends alone
-        run()  # DeepSpeed's own, with nothing left to do
+    def _exec_commit_p2p(self, *args: Any, **kwargs: Any) -> None:
+        self.ds_compress.commit(partial(super()._exec_commit_p2p, *args, **kwargs))
 
-    def _exec_commit_p2p(self, *args, **kwargs):
-        self._commit(partial(super()._exec_commit_p2p, *args, **kwargs))
+    def _send_activations(self, buffer_id: int, phase: int) -> None:
+        self.ds_compress.run(schedule.SendActivation, Instruction.SEND_ACTIVATION, buffer_id, phase)
 
-    def _during(self, kind, instruction, buffer_id, phase):
-        self._instruction, self._buffer_id = (instruction, phase), buffer_id
-        self._stock[kind](self, buffer_id, phase)
+    def _send_grads(self, buffer_id: int, phase: int) -> None:
+        self.ds_compress.run(schedule.SendGrad, Instruction.SEND_GRAD, buffer_id, phase)
 
-    def _send_activations(self, buffer_id, phase):
-        self._during(schedule.SendActivation, Instruction.SEND_ACTIVATION, buffer_id, phase)
+    def _recv_activations(self, buffer_id: int, phase: int) -> None:
+        self.ds_compress.run(schedule.RecvActivation, Instruction.RECV_ACTIVATION, buffer_id, phase)
 
-    def _send_grads(self, buffer_id, phase):
-        self._during(schedule.SendGrad, Instruction.SEND_GRAD, buffer_id, phase)
-
-    def _recv_activations(self, buffer_id, phase):
-        self._during(schedule.RecvActivation, Instruction.RECV_ACTIVATION, buffer_id, phase)
-
-    def _recv_grads(self, buffer_id, phase):
-        self._during(schedule.RecvGrad, Instruction.RECV_GRAD, buffer_id, phase)
+    def _recv_grads(self, buffer_id: int, phase: int) -> None:
+        self.ds_compress.run(schedule.RecvGrad, Instruction.RECV_GRAD, buffer_id, phase)

@@ -1,18 +1,19 @@
 """Other codecs between two training steps, on a running engine.
 
-All ranks adopt the same at the same step, with nothing under way: whoever decides does so on every rank, from
-numbers that one collective has made known to all (see depth.py). From the next message on both ends of every
-channel have the layouts, sizes and fingerprints of the new codecs. What a feedback keeps goes on where its
-settings stay.
+All ranks adopt the same settings at the same step, with nothing in flight: every rank decides alike, from
+numbers that one collective has made known to all (see runtime/depth.py). From the next message on both ends
+of every channel have the layouts, sizes and fingerprints of the new codecs. The state of a feedback goes on
+where its settings stay.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ds_compress.codecs.mixins import ObservesWarmup, layers
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.recipes import with_changes
+from ds_compress.engine.stage import Stage
 from ds_compress.engine.wiring import wire_rests
 from ds_compress.errors import CompressionError
 
@@ -21,18 +22,31 @@ WRITTEN = (*DIRECTIONS, "boundaries", "policy", "quality")
 
 
 class Reconfigurator:
-    """What an engine has adopted beside the block as it was written."""
+    """Changes the settings of an engine, and knows those it has beside the block as it was written."""
 
-    def __init__(self, config: Config, boundaries: int):
-        """`boundaries`: how many the pipeline has."""
-        self.adopted: dict[str, Any] = {}
-        """As "boundaries" of a block: with these, the block as it was written gives the settings in force."""
-
-        self._config = config
-        written = {name: config.settings[name] for name in WRITTEN}
+    def __init__(
+        self,
+        engine: Any,
+        stage: Stage,
+        boundaries: int,
+        check: Callable[[Config], object],
+        follow: Callable[[], None],
+    ):
+        """
+        Args:
+            engine: DeepSpeed's.
+            boundaries: how many the pipeline has.
+            check: raises CompressionError for settings that the engine does not support.
+            follow: called when settings have changed.
+        """
+        self._engine = engine
+        self._stage = stage
+        self._check = check
+        self._follow = follow
+        written = {name: stage.config.settings[name] for name in WRITTEN}
         self._written = json.loads(json.dumps({**written, "number of boundaries": boundaries}))
 
-    def adopt(self, engine: Any, boundaries: Mapping[str, Any]) -> bool:
+    def change(self, boundaries: Mapping[str, Any]) -> bool:
         """Let boundaries have other settings from the next step on; every rank calls it alike, between two
         steps.
 
@@ -41,46 +55,44 @@ class Reconfigurator:
                 that is not given stays as it is.
 
         Returns:
-            Whether anything is other than before.
+            Whether any setting differs from those before.
 
         Raises:
-            CompressionError: it would be a bad block, or what cannot begin while training runs.
+            CompressionError: the settings are not allowed, or cannot begin while training runs.
         """
-        return self._become(engine, with_changes(self.adopted, boundaries))
+        return self._adopt(with_changes(self._stage.config.adopted, boundaries))
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, as JSON types: the same on every rank."""
-        return {"written": self._written, "adopted": self.adopted}
+        """Return what a checkpoint has to hold, as JSON types: the same on every rank."""
+        return {"written": self._written, "adopted": self._stage.config.adopted}
 
-    def resume(self, engine: Any, state: Mapping[str, Any]) -> bool:
-        """Go on with what `state`, from a checkpoint, says; every rank calls it alike.
+    def resume(self, state: Mapping[str, Any]) -> bool:
+        """Adopt the settings that `state`, from a checkpoint, holds; every rank calls it alike.
 
         Returns:
-            Whether it is of a run with the same block and boundaries; otherwise the block as it was written
-            holds.
+            Whether the checkpoint is of a run with the same block and boundaries; if not, the block holds as
+            it was written.
         """
-        same = state.get("written") == self._written
-        self._become(engine, state["adopted"] if same else {})
-        return same
+        is_same = bool(state.get("written") == self._written)
+        self._adopt(state["adopted"] if is_same else {})
+        return is_same
 
-    def _become(self, engine: Any, adopted: dict[str, Any]) -> bool:
-        stage, config = engine._compression, self._config
+    def _adopt(self, adopted: dict[str, Any]) -> bool:
+        engine, stage, config = self._engine, self._stage, self._stage.config
         if stage.in_schedule:
             raise CompressionError(
                 f"{KEY}: settings cannot change while a step runs; adopt between two steps"
             )
         other = config.changed({"boundaries": adopted})
-        engine._check(other, engine.num_stages)
+        self._check(other)
         _check_warmup(config, other, engine.global_steps)
         other.prepare()
-        self.adopted = adopted
+        config.adopted = adopted
         if not config.adopt(other):
             return False
         wire_rests(stage, engine)
         stage.adopt()
-        engine._guard.follow()
-        engine._compression_mirrors.every = config.block.state_check_every if config.mirrors else 0
-        engine._compression_monitor.follow()
+        self._follow()
         return True
 
 

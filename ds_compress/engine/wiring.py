@@ -20,13 +20,14 @@ from ds_compress.transport.streams import Lane, lane_for
 SHAPES, REST = " shapes", " rest"
 
 
-def wire(stage: Stage, engine: Any) -> None:
-    """Connect the channels of `stage` with the neighbours that `engine` has; every rank of the job calls it.
+def wire(stage: Stage, engine: Any, depth: int) -> None:
+    """Connect the channels of `stage` with the neighbours of `engine`, by links for schedules of `depth`.
 
-    On an eager link no order between the channels of a rank is left to break: see `channel_groups`.
+    Every rank of the job calls it. On an eager link no order between the channels of a rank is left to break:
+    see `channel_groups`.
     """
     config = stage.config
-    seconds, depth = config.block.link.timeout_s, engine._ahead.now
+    seconds = config.block.link.timeout_s
     eager = config.block.link.mode == "eager"
     rests = [f"{direction}{REST}" for direction in DIRECTIONS if config.has_rest(direction)]
     # NCCL's receive of a shape would hold the device

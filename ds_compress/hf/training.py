@@ -182,8 +182,11 @@ class FinetuneRun:
         ids = list(self.tokenizer(prompt, add_special_tokens=False)["input_ids"])[: length // 2] or [0]
         module = self.engine.module
         loss_fn: Callable[..., Tensor] = module.loss_fn
-        module.loss_fn, self.engine.gives_losses = _find_next_token, False
+        session = getattr(self.engine, "ds_compress", None)  # None: the key is absent
+        module.loss_fn = _find_next_token
         try:
+            if session is not None:
+                session.gives_losses = False
             for _ in range(min(SAMPLE_TOKENS, length - len(ids))):
                 row = torch.tensor(ids + [0] * (length - len(ids)), dtype=torch.int64, device="cpu")
                 inputs: Any = row.repeat(self.micro_batch, 1)
@@ -193,7 +196,9 @@ class FinetuneRun:
                 last = torch.full((self.micro_batch,), len(ids) - 1, dtype=torch.int64, device="cpu")
                 ids.append(int(self.engine.eval_batch(iter([(inputs, last)]), num_micro_batches=1)))
         finally:
-            module.loss_fn, self.engine.gives_losses = loss_fn, True
+            module.loss_fn = loss_fn
+            if session is not None:
+                session.gives_losses = True
         return str(self.tokenizer.decode(ids))
 
     def _say(self, line: str) -> None:

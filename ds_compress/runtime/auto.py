@@ -24,8 +24,8 @@ from ds_compress.runtime.candidate_profile import column, copying, tried
 from ds_compress.runtime.chosen import in_words
 from ds_compress.runtime.cluster_profile import ClusterProfile, by_stage, situation
 from ds_compress.runtime.depth import MEASURED, DepthController
+from ds_compress.runtime.interface import Change, StageView
 from ds_compress.runtime.measuring import Row, gather
-from ds_compress.runtime.views import StageView
 
 TRIES = 10
 """How often at most: a gradient that overflowed, or is zero, tells nothing of others."""
@@ -47,12 +47,13 @@ class Auto(DepthController):
         self._given_up = False
         self._tries = 1
 
-    def _open(self, engine: Any) -> bool:
+    @property
+    def _is_open(self) -> bool:
         """Whether there is still something to choose; what was chosen is in every checkpoint since."""
-        return not self._given_up and not engine._adoption.adopted
+        return not self._given_up and not self._config.adopted
 
     def _measures(self, engine: Any, pipe_schedule: Any) -> bool:
-        if not self._open(engine):
+        if not self._is_open:
             return super()._measures(engine, pipe_schedule)
         if is_deepspeed_schedule(pipe_schedule):
             return True
@@ -66,20 +67,19 @@ class Auto(DepthController):
 
     def _last_measured(self, engine: Any) -> int:
         usual = super()._last_measured(engine)
-        if not self._open(engine):
+        if not self._is_open:
             return usual
         # A resumed run chooses when it would have anyway, but not by its first batch
         least = MEASURED[0] if self._tries == 1 else usual
         return max(least, max(usual, self._config.warmup_steps) - engine.global_steps)
 
     def _watching(self, engine: Any, stage: StageView) -> AbstractContextManager[None]:
-        copies = self._open(engine) and self._batches == self._last
+        copies = self._is_open and self._batches == self._last
         return copying(stage, self._messages) if copies else nullcontext()
 
-    def _choose(self, engine: Any, stage: StageView, row: Row) -> None:
-        if not self._open(engine):
-            super()._choose(engine, stage, row)
-            return
+    def _choose(self, engine: Any, stage: StageView, row: Row) -> Change | None:
+        if not self._is_open:
+            return super()._choose(engine, stage, row)
         if engine.device.type == "cpu":
             native.wait()  # how fast they are before they are compiled says nothing
         clock = clock_for(engine.device)
@@ -91,18 +91,20 @@ class Auto(DepthController):
         if not all(row["tells"] for row in rows) and self._tries < TRIES:
             self._tries += 1
             self.measure_again()
-            return
+            return None
         found = situation(rows, engine.micro_batches, self.now, self._link.memory_gb, engine.device)
         ranked = self._ranked(found, self._evaluations(rows), engine.dynamic_shape)
         limits = LIMITS[self._quality]
         chosen = pick_best(ranked, limits) or next((r for r in ranked if r["recipe"] == UNCOMPRESSED), None)
         if chosen is None:
             self._give_up(engine, "no activation and its gradient were seen")
-            return
-        engine._adoption.adopt(engine, _everywhere(chosen["block"], len(found.networks)))
+            return None
         self.set(stage, chosen["depth"])
-        if engine.global_rank == 0:
-            print(in_words(ranked, chosen, rows, self._config, engine.global_steps), flush=True)
+        step = engine.global_steps
+        return Change(
+            _everywhere(chosen["block"], len(found.networks)),
+            lambda _: print(in_words(ranked, chosen, rows, self._config, step), flush=True),
+        )
 
     def _evaluations(self, rows: Sequence[Row]) -> list[list[Evaluation]]:
         """Return the evaluations of all candidates, by boundary: of all ranks that measured, the worst."""

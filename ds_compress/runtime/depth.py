@@ -19,8 +19,8 @@ from ds_compress.planning.depth import DepthChoice, choose_depth
 from ds_compress.planning.schedule import DepthSchedule, describe_depth, is_deepspeed_schedule
 from ds_compress.planning.step_time import TransferPlan
 from ds_compress.runtime.cluster_profile import situation, slowest_link
+from ds_compress.runtime.interface import Change, StageView
 from ds_compress.runtime.measuring import Measurement, Row, gather
-from ds_compress.runtime.views import StageView
 from ds_compress.transport.staging import receives_hold_device
 
 MEASURED = (2, 3)
@@ -50,8 +50,8 @@ class DepthController:
         place = pipe_schedule.micro_batches, pipe_schedule.stages, pipe_schedule.stage_id
         return DepthSchedule(*place, self.now)
 
-    def in_words(self, engine: Any, pipe_schedule: Any) -> str:
-        """What the start-up line adds to the name of the link, by the schedule that it runs."""
+    def describe(self, engine: Any, pipe_schedule: Any) -> str:
+        """Return what the start-up line adds to the name of the link, by the schedule that it runs."""
         if not self.auto:
             return describe_depth(self.now, pipe_schedule)
         if engine.dynamic_shape:
@@ -61,8 +61,11 @@ class DepthController:
         return ", depth auto has no effect on this schedule"
 
     @contextmanager
-    def batch(self, engine: Any, stage: StageView, pipe_schedule: Any) -> Iterator[None]:
-        """Round a batch of training that DeepSpeed wants `pipe_schedule` for; on all ranks alike."""
+    def measured(self, engine: Any, stage: StageView, pipe_schedule: Any) -> Iterator[None]:
+        """Measure a batch of training, for which DeepSpeed has `pipe_schedule`, if its turn has come.
+
+        All ranks enter it alike.
+        """
         if not self._measures(engine, pipe_schedule):
             yield
             return
@@ -85,11 +88,12 @@ class DepthController:
         finally:
             self.measuring = None
 
-    def after(self, engine: Any, stage: StageView) -> None:
-        """When a batch of training is over; on all ranks alike."""
-        if self._measurement is not None and self._batches == self._last:
-            measurement, self._measurement = self._measurement, None
-            self._choose(engine, stage, measurement.row())
+    def end_step(self, engine: Any, stage: StageView) -> Change | None:
+        """Choose the depth after the last batch that is measured; every rank calls it."""
+        if self._measurement is None or self._batches != self._last:
+            return None
+        measurement, self._measurement = self._measurement, None
+        return self._choose(engine, stage, measurement.row())
 
     def measure_again(self) -> None:
         """Find the depth anew in the next batches; until then it stays as it is."""
@@ -115,12 +119,13 @@ class DepthController:
         """Round a batch that is measured."""
         return nullcontext()
 
-    def _choose(self, engine: Any, stage: StageView, row: Row) -> None:
+    def _choose(self, engine: Any, stage: StageView, row: Row) -> Change | None:
         rows = gather(row, engine.device)
         choice = decide(rows, engine.micro_batches, self.now, self._link.memory_gb, engine.device)
         self.set(stage, choice.depth if choice else 1)
         if engine.global_rank == 0:
             print(format_choice(choice, rows), flush=True)
+        return None
 
 
 def _is_ours(engine: Any, pipe_schedule: Any) -> bool:

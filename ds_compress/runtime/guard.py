@@ -10,7 +10,7 @@ import logging
 import math
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +23,7 @@ from ds_compress.config.policies import Place
 from ds_compress.errors import CompressionError
 from ds_compress.monitor.limits import LOSSLESS, MessageQuality
 from ds_compress.monitor.metrics import LOSS_COST, label
+from ds_compress.runtime.interface import Change
 from ds_compress.runtime.relax import is_lossy, relax
 
 FIRST = 25
@@ -60,7 +61,7 @@ class Guard:
         plain = all(each.feedbacks["forward"].name == "none" for each in used)
         self._on = plain and any(is_lossy(each.forward) for each in used)
 
-    def begin(self, step: int, count: int = 1) -> None:
+    def begin_step(self, step: int, count: int = 1) -> None:
         """Before the training step with number `step`, counted from 1; `count`: micro-batches of a look."""
         self.due = self._on and not self._loads_itself and self.judges(step)
         self.batches = deque(maxlen=count)
@@ -77,8 +78,11 @@ class Guard:
             return False
         return compressed == FIRST or compressed % every == 0
 
-    def look(self, engine: Any) -> None:
-        """After a training step; every rank calls it.
+    def check_loss(self, engine: Any) -> Change | None:
+        """Compare the loss with compression and without, after a step with `due`; every rank calls it.
+
+        Returns:
+            Milder settings, where they are to be had.
 
         Raises:
             CompressionError: compression costs more than is allowed, and "action" is "stop".
@@ -92,7 +96,7 @@ class Guard:
             self._loads_itself = True
             if self._rank == 0:
                 logger.info("ds_compress: the guard is off: this program loads its micro-batches by itself")
-            return
+            return None
         losses = torch.stack([self._loss(engine, "compressed"), self._loss(engine, "uncompressed")])
         self.batches.clear()
         last = [float(engine.is_last_stage())]
@@ -100,10 +104,10 @@ class Guard:
         dist.all_reduce(sums)
         compressed, plain = (sums[:2] / sums[2]).tolist()
         if not math.isfinite(plain):  # or no number at all
-            return
+            return None
         if self._rank == 0 and engine.monitor.enabled:
             engine.monitor.write_events([(label(LOSS_COST), compressed - plain, engine.global_samples)])
-        self._judge(engine, compressed, plain)
+        return self._judge(engine, compressed, plain)
 
     def _loss(self, engine: Any, mode: Mode) -> Tensor:
         """[], fp32: mean of the micro-batches, on the last stage; 0 on the others, nan where it is none."""
@@ -121,10 +125,10 @@ class Guard:
                 return torch.full((), math.nan, dtype=torch.float32, device=engine.device)
             return torch.stack([loss.detach().float().reshape(()) for loss in losses]).mean()
 
-    def _judge(self, engine: Any, compressed: float, plain: float) -> None:
+    def _judge(self, engine: Any, compressed: float, plain: float) -> Change | None:
         cost, most = compressed - plain, self._options.loss * abs(plain)
         if -most <= cost <= most:
-            return
+            return None
         codecs = dict.fromkeys(str(self._config.codecs(number).forward) for number in range(self._boundaries))
         meaning = "the model has come to need it" if cost < 0 else "it hurts"
         advice = ": use more bits or a higher density, or another codec"
@@ -138,19 +142,24 @@ class Guard:
         if self._options.action == "stop":
             raise CompressionError(line)
         if self._options.action == "relax" and cost > 0:
-            self._relax(engine, [(number, "forward") for number in range(self._boundaries)], line)
-        elif self._rank == 0 and not self._said:
+            return self._relax([(number, "forward") for number in range(self._boundaries)], line)
+        if self._rank == 0 and not self._said:
             logger.warning(line)
             self._said = True
+        return None
 
-    def look_at_limits(self, engine: Any) -> None:
-        """After a training step that it judges; every rank calls it. Where messages are beyond a limit in any
-        replica, milder settings follow, or the end.
+    def check_limits(self, engine: Any, known: Mapping[Place, MessageQuality]) -> Change | None:
+        """Judge the messages of a training step; every rank calls it after a step that the guard judges.
+
+        Args:
+            known: what this replica measured (`Monitor.message_quality`).
+
+        Returns:
+            Milder settings for directions that are beyond a limit in any replica.
 
         Raises:
-            CompressionError: "action" is "stop".
+            CompressionError: a message is beyond a limit, and "action" is "stop".
         """
-        known = engine._compression_monitor.message_quality()
         places = [(number, direction) for number in range(self._boundaries) for direction in DIRECTIONS]
         rows = [known.get(place, LOSSLESS) for place in places]
         most = torch.tensor(rows, dtype=torch.float64, device=engine.device)
@@ -164,11 +173,11 @@ class Guard:
             if words:
                 over[place] = f"boundary {place[0]}, {place[1]}: {', '.join(words)}"
         if not over:
-            return
+            return None
         line = f"ds_compress: guard: after step {engine.global_steps} {'; '.join(over.values())}"
         if self._options.action == "stop":
             raise CompressionError(line)
-        self._relax(engine, list(over), line)
+        return self._relax(list(over), line)
 
     def _acts_at(self, limit: str) -> bool:
         """Not to end a run at a limit that nobody has set, and not to relax where that mends nothing."""
@@ -176,40 +185,18 @@ class Guard:
             return limit in self._options.model_fields_set
         return limit != "nonfinite"
 
-    def _relax(self, engine: Any, places: Sequence[Place], line: str) -> None:
-        adoption = engine._adoption
-        changes = relax(self._config, adoption.adopted, places)
-        adoption.adopt(engine, changes)
-        now = ", ".join(
-            f"boundary {number} {direction} {getattr(self._config.codecs(int(number)), direction)}"
-            for number, directions in changes.items()
-            for direction in directions
-        )
-        if self._rank == 0:
+    def _relax(self, places: Sequence[Place], line: str) -> Change:
+        changes = relax(self._config, places)
+
+        def report(_: bool) -> None:
+            now = ", ".join(
+                f"boundary {number} {direction} {getattr(self._config.codecs(int(number)), direction)}"
+                for number, directions in changes.items()
+                for direction in directions
+            )
             logger.warning(f"{line}; milder from the next step on: {now}")
 
-
-class GuardedEngine:
-    """The part of the engine's mixin that the guard is fed by."""
-
-    _guard: Guard
-
-    def train_batch(self, *args, **kwargs):
-        self._guard.begin(self.global_steps + 1, self.evaluated_at_least())
-        loss = super().train_batch(*args, **kwargs)
-        if self._guard.acts and self._guard.judges(self.global_steps):
-            self._guard.look_at_limits(self)
-        if self._guard.due:
-            self._guard.look(self)
-        return loss
-
-    def _next_batch(self):
-        if self._guard.replayed is not None:
-            return next(self._guard.replayed)
-        batch = super()._next_batch()
-        if self._guard.due and batch is not None:
-            self._guard.batches.append(batch)
-        return batch
+        return Change(changes, report)
 
 
 @contextlib.contextmanager

@@ -16,8 +16,8 @@ from ds_compress.config import DIRECTIONS
 from ds_compress.message.clock import clock_for
 from ds_compress.message.endpoint import ReceivingEnd, SendingEnd
 from ds_compress.message.meters import ReceivingMeter, SendingMeter
+from ds_compress.runtime.interface import StageView
 from ds_compress.runtime.memory_use import in_use, spare
-from ds_compress.runtime.views import StageView
 from ds_compress.transport.probe import probe
 
 NOBODY = -1
@@ -44,7 +44,9 @@ class Measurement:
     """Notes of one rank on the batches that it is told of."""
 
     def __init__(self, engine: Any, stage: StageView):
-        self._engine = engine
+        self._device: torch.device = engine.device
+        self._stage_id: int = engine.stage_id
+        self._pipe_buffers: dict[str, list[Any]] = engine.pipe_buffers
         self._stage = stage
         self._clock = clock_for(engine.device)
         self._passes: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
@@ -66,7 +68,7 @@ class Measurement:
             else:
                 end.meter = ReceivingMeter(self._clock)
         before = {id(end): (end.channel.sent.messages, end.channel.sent.wire_bytes) for end in ends}
-        self._used = [in_use(self._engine.device)] if memory else None
+        self._used = [in_use(self._device)] if memory else None
         try:
             yield
             if "backward" in self._passes:
@@ -86,7 +88,7 @@ class Measurement:
         yield
         self._passes[name].append((start, self._clock.mark()))
         if self._used is not None:
-            used = in_use(self._engine.device)
+            used = in_use(self._device)
             if used is None or self._used[-1] is None:
                 self._held.append(float("nan"))
             else:  # what came in before the pass may stand where the batch before had left as much
@@ -95,7 +97,7 @@ class Measurement:
 
     def _came_in(self, buffer_id: int) -> int:
         """Bytes of what the micro-batch in a buffer was given."""
-        buffers = self._engine.pipe_buffers
+        buffers = self._pipe_buffers
         given = [buffers[name][buffer_id] for name in ("inputs", "labels")]
         tensors = [each for item in given for each in (item if isinstance(item, (tuple, list)) else [item])]
         return sum(tensor.nbytes for tensor in tensors if torch.is_tensor(tensor))
@@ -114,7 +116,7 @@ class Measurement:
     def row(self) -> Row:
         """Everything, after a try of the links with all neighbours: on all ranks alike."""
         found = dict.fromkeys(COLUMNS, 0.0)
-        found["stage"] = float(self._engine.stage_id)
+        found["stage"] = float(self._stage_id)
         found["host"] = float(zlib.crc32(_host().encode()))
         for name, marks in self._passes.items():
             found[name] = statistics.median(self._clock.ms(*pair) for pair in marks) / 1e3
@@ -122,7 +124,7 @@ class Measurement:
             found["rest"] = statistics.median(self._clock.ms(*pair) for pair in self._rests) / 1e3
         # A program may have put instructions of its own in the place of those that tell of passes
         found["held"] = max(self._held) if self._held and self._rests else float("nan")
-        found["spare"] = spare(self._engine.device)
+        found["spare"] = spare(self._device)
         for direction, size in self._bytes.items():
             found[f"bytes {direction}"] = size
         for name, each in self._codecs.items():

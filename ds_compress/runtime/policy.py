@@ -15,13 +15,14 @@ from ds_compress.config.policies import Now, Place, ladders
 from ds_compress.config.policies.base import in_words
 from ds_compress.config.recipes import with_changes
 from ds_compress.errors import CompressionError
+from ds_compress.runtime.interface import Change, StageView
 from ds_compress.runtime.signals import Signals
 
 
 class PolicyController:
     """Where every direction of a boundary stands, and how it came there."""
 
-    def __init__(self, config: Config, adoption: Any, boundaries: int, device: Any):
+    def __init__(self, config: Config, boundaries: int, device: Any):
         """`boundaries`: how many the pipeline has.
 
         Raises:
@@ -29,7 +30,6 @@ class PolicyController:
         """
         self._config = config
         self._policy = config.policy
-        self._adoption = adoption
         # as the block was written: what is adopted later gives boundaries codecs of their own
         found = {number: ladders(config, number) for number in range(boundaries)}
         self._ladders = {(n, d): ladder for n, own in found.items() for d, ladder in own.items()}
@@ -43,32 +43,41 @@ class PolicyController:
         self.rungs: dict[Place, int] = {}
         self._state: dict[str, Any] = {}  # of the policy
 
-    def start(self, engine: Any) -> None:
-        """Before the first step, or where nothing can be resumed; every rank calls it."""
+    def start(self, engine: Any, stage: StageView) -> dict[str, Any]:
+        """Return the first settings, before the first step or where nothing can be resumed.
+
+        Every rank calls it.
+        """
         self.rungs, self._state = {}, {}
         self._signals.resume({})
         if not self._config.changes:
-            return
-        self._stand(engine, dict.fromkeys(self._ladders, 0))
+            return {}
+        self.rungs = dict.fromkeys(self._ladders, 0)
         if self._policy.norms:
-            self._signals.note_norms(engine._compression)
+            self._signals.note_norms(stage)
         if not self._policy.measures:
             self._decide(engine)
+        return self._boundaries(self.rungs)
 
-    def begin(self, engine: Any) -> None:
-        """Before a training step."""
+    def begin_step(self, engine: Any, stage: StageView) -> None:
+        """Watch the messages of the training step that begins, if the policy decides after it."""
         if not self._policy.errors:
             return
         if self._policy.due(self._compressed(engine) + 1):
             trials = {place: self._trials(place) for place in self._ladders}
-            self._signals.try_rungs(engine._compression, trials, engine.micro_batches - 1)
+            self._signals.try_rungs(stage, trials, engine.micro_batches - 1)
         else:  # of a step that was interrupted
-            self._signals.stop(engine._compression)
+            self._signals.stop(stage)
 
-    def after(self, engine: Any) -> None:
-        """After a training step, with nothing under way; every rank calls it."""
-        if self._policy.due(self._compressed(engine)) and self._decide(engine) and engine.global_rank == 0:
-            print(self._in_words(engine.global_steps + 1), flush=True)
+    def end_step(self, engine: Any) -> Change | None:
+        """Decide after a training step, with nothing in flight; every rank calls it."""
+        if not self._policy.due(self._compressed(engine)):
+            return None
+        changed = self._decide(engine)
+        if not changed:
+            return None
+        line = self._format(engine.global_steps + 1)
+        return Change(self._boundaries(changed), lambda differs: print(line, flush=True) if differs else None)
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, as JSON types: the same on every rank."""
@@ -84,20 +93,18 @@ class PolicyController:
         self._state = copy.deepcopy(state["state"])
         self._signals.resume(noted)
 
-    def _decide(self, engine: Any) -> bool:
-        """Whether anything becomes another."""
+    def _decide(self, engine: Any) -> dict[Place, int]:
+        """Return the rungs that become others."""
         lr, signals = 0.0, None
         if self._policy.measures:
             largest = max(map(float, engine.get_lr()), default=0.0)
             lr, signals = self._signals.gather(largest, self._ladder_lengths, engine.micro_batches)
         step, samples = self._compressed(engine), engine.global_samples
         now = Now(step, samples, self.rungs, self._ladder_lengths, lr, signals)
-        return self._stand(engine, self._policy.decide(now, self._state))
-
-    def _stand(self, engine: Any, rungs: Mapping[Place, int]) -> bool:
+        rungs = self._policy.decide(now, self._state)
         changed = {place: rung for place, rung in rungs.items() if rung != self.rungs.get(place)}
         self.rungs = {**self.rungs, **changed}
-        return bool(changed) and self._adoption.adopt(engine, self._boundaries(changed))
+        return changed
 
     def _boundaries(self, rungs: Mapping[Place, int]) -> dict[str, Any]:
         """As a block has them."""
@@ -111,12 +118,12 @@ class PolicyController:
         """The codecs of a place by rung, while the other direction stays where it is."""
         found = []
         for rung in range(self._ladder_lengths.get(place, 0)):
-            boundaries = with_changes(self._adoption.adopted, self._boundaries({place: rung}))
+            boundaries = with_changes(self._config.adopted, self._boundaries({place: rung}))
             codecs = self._config.changed({"boundaries": boundaries}).codecs(place[0])
             found.append(getattr(codecs, place[1]))
         return found
 
-    def _in_words(self, step: int) -> str:
+    def _format(self, step: int) -> str:
         options = {direction: self._policy.options.rungs(direction) for direction in DIRECTIONS}
         at = [f"boundary {n} {d} {in_words(options[d][rung])}" for (n, d), rung in sorted(self.rungs.items())]
         return f"ds_compress: policy {self._policy.name}: from step {step} on: {'; '.join(at)}"

@@ -21,16 +21,12 @@ def is_lossy(codec: Codec) -> bool:
     return codec.error_bound(TYPICAL) > 0
 
 
-def relax(config: Config, adopted: dict[str, Any], places: Iterable[Place]) -> dict[str, Any]:
-    """Settings, as "boundaries" of a block, that are milder at those of `places` that lose anything.
-
-    Args:
-        adopted: what holds beside the block as it was written.
-    """
+def relax(config: Config, places: Iterable[Place]) -> dict[str, Any]:
+    """Return milder settings, as "boundaries" of a block, for those of `places` whose codec is lossy."""
     found: dict[str, Any] = {}
     for number, direction in places:
         if is_lossy(getattr(config.codecs(number), direction)):
-            milder = _milder(config, with_changes(adopted, found), number, direction)
+            milder = _milder(config, with_changes(config.adopted, found), number, direction)
             found = with_changes(found, {str(number): milder})
     return found
 

@@ -15,7 +15,7 @@ from deepspeed import comm as dist
 from ds_compress.checkpoint.search import MOST_SIDES, Side
 from ds_compress.config import DIRECTIONS
 from ds_compress.feedback.digest import window_digest
-from ds_compress.runtime.views import StageView
+from ds_compress.runtime.interface import StageView
 
 log = logging.getLogger("ds_compress")
 
@@ -23,18 +23,23 @@ log = logging.getLogger("ds_compress")
 class ReplicaCheck:
     """Compares hashes every so many steps; what differs is forgotten on both sides."""
 
-    def __init__(self, every: int, stage: StageView, sides: Sequence[Side], grid: Any, device: torch.device):
-        """`every`: steps, 0 for never; `sides`: those of this rank; `grid`: DeepSpeed's, of this engine."""
-        self.every = every
+    def __init__(self, stage: StageView, sides: Sequence[Side], grid: Any, device: torch.device):
+        """`sides`: those of this rank; `grid`: DeepSpeed's, of this engine."""
         self._stage = stage
         self._sides = sides
         self._device = device
         self._group = grid.get_model_parallel_group()  # all stages and tensor-parallel ranks of a replica
         self._replica = grid.get_data_parallel_id()
         self._tensor_parallel = grid.get_slice_parallel_rank()
+        self.follow()
 
-    def after(self, step: int) -> None:
-        """Called on every rank when `step` optimizer steps are done and nothing is under way."""
+    def follow(self) -> None:
+        """Go by the codecs that the config has by now."""
+        config = self._stage.config
+        self.every = config.block.state_check_every if config.mirrors else 0  # steps; 0: never
+
+    def end_step(self, step: int) -> None:
+        """Compare when `step` optimizer steps are done and nothing is in flight; every rank calls it."""
         if not self.every or step % self.every:
             return
         rows = torch.full((MOST_SIDES * len(DIRECTIONS), 4), -1, dtype=torch.int64, device="cpu")

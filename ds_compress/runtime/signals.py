@@ -17,7 +17,7 @@ from ds_compress.config.policies import Place, Signal
 from ds_compress.message.channel import Channel
 from ds_compress.message.endpoint import SendingEnd
 from ds_compress.message.meters import error_and_cosine, largest, norms
-from ds_compress.runtime.views import StageView
+from ds_compress.runtime.interface import StageView
 
 Watch = Callable[[Channel, Sequence[Tensor], MessageId], None]
 

@@ -219,17 +219,3 @@ class Watchdog:
         flushing.start()
         flushing.join(1.0)
         os._exit(1)
-
-
-class WatchedEngine:
-    """The part of the engine's mixin that is round everything else."""
-
-    _watchdog: Watchdog
-
-    def train_batch(self, *args, **kwargs):
-        with self._watchdog.step():
-            return super().train_batch(*args, **kwargs)
-
-    def eval_batch(self, *args, **kwargs):
-        with self._watchdog.step():
-            return super().eval_batch(*args, **kwargs)

@@ -60,7 +60,7 @@ class PeerTimeout:
     def _limit(self) -> timedelta:
         return timedelta(seconds=self.seconds)
 
-    def wait(self, work: Work | Staged, peer: int, device: torch.device) -> None:
+    def wait(self, work: Work | Staged, peer: object, device: torch.device) -> None:
         """Wait for a transfer from or to the rank `peer`.
 
         Raises:

@@ -120,7 +120,7 @@ def measure(engine, data, rounds: int) -> list[dict]:
             # without DeepSpeed's own events, which would cost the same in every kind of step and hide ours
             write = sinks[kind].write_events if sinks.get(kind) else lambda events: None
             engine.monitor = SimpleNamespace(enabled=True, write_events=write, tb_monitor=None)
-            engine._compression_monitor._off = kind == "off"
+            engine.ds_compress.monitor._off = kind == "off"
             dist.barrier()
             started = time.perf_counter(), time.process_time()
             engine.train_batch(data).item()

@@ -41,11 +41,11 @@ def leave(engine: Any, out: Path) -> None:
     """Write this rank's weights, by their names in the whole model, its bytes, and the settings in force."""
     torch.save(engine.module.state_dict(), out / f"rank-{engine.global_rank}.pt")
     sent = {direction: {"raw": 0, "wire": 0} for direction in DIRECTIONS}
-    for end in engine._compression.ends:
+    for end in engine.ds_compress.stage.ends:
         own = sent[end.channel.direction]
         own["raw"] += end.channel.sent.raw_bytes
         own["wire"] += end.channel.sent.wire_bytes
-    found = {"sent": sent, "adopted": engine._adoption.adopted}
+    found = {"sent": sent, "adopted": engine.ds_compress.config.adopted}
     (out / f"rank-{engine.global_rank}.json").write_text(json.dumps(found))
 
 

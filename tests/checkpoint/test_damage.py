@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ds_compress.checkpoint.checkpointer import state_of
 from ds_compress.checkpoint.file import Metadata, StateFile, pack, write
-from ds_compress.checkpoint.mixin import state_of
 from ds_compress.checkpoint.search import (
     ABSENT,
     CHANGED,

@@ -32,7 +32,7 @@ def run(folder, load, link, latency, micro_batches=MICRO_BATCHES):
             for _ in range(SAVED * MICRO_BATCHES):
                 next(data)
         for step in range(0 if not load else SAVED, 2 * SAVED):
-            depths.append((engine._ahead.now, engine._compression.ends[0].link.depth))
+            depths.append((engine.ds_compress.depth.now, engine.ds_compress.stage.ends[0].link.depth))
             losses.append(engine.train_batch(data).item())
             if step + 1 == SAVED and not load:
                 engine.save_checkpoint(str(folder))

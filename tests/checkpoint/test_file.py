@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ds_compress  # noqa: F401
+from ds_compress.checkpoint.checkpointer import Chain, state_of
 from ds_compress.checkpoint.delta import delta_decode, delta_encode
 from ds_compress.checkpoint.file import FULL_EVERY, Damaged, StateFile, pack, write
-from ds_compress.checkpoint.mixin import Chain, state_of
 from ds_compress.checkpoint.search import ORPHANED, RESTORED, UNREADABLE, Found, Rank, Side, Verdict, load
 from ds_compress.config import Config
 from ds_compress.message.channel import Boundary
-from tests.checkpoint.test_mixin import assert_same, config, memories
+from tests.checkpoint.test_checkpointer import assert_same, config, memories
 from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, build
 

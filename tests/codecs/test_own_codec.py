@@ -46,7 +46,7 @@ def train(stages, config, steps=4):
     engine = build_engine(stages, config)
     data = batches()
     losses = [engine.train_batch(data).item() for _ in range(steps)]
-    sent = [channel.sent for channel in engine._compression.sending]
+    sent = [channel.sent for channel in engine.ds_compress.stage.sending]
     return losses, [(counters.messages, counters.raw_bytes / counters.wire_bytes) for counters in sent]
 
 

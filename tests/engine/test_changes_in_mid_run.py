@@ -19,7 +19,7 @@ def compressed_steps(sizes):
     x = torch.randn(SAMPLES, 8, WIDTH, generator=generator)
     data = torch.utils.data.TensorDataset(x, torch.sin(3 * x))
     engine = build(2, ds_config({**BF16, "warmup_epochs": 2}), training_data=data)
-    (channel,) = engine._compression.sending
+    (channel,) = engine.ds_compress.stage.sending
     steps = []
     for step, micro_batches in enumerate(sizes):
         engine.set_train_batch_size(MICRO_BATCH * micro_batches)

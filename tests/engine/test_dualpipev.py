@@ -66,7 +66,7 @@ def train(ranks, blocks):
         sent = (
             {
                 (channel.boundary.number, channel.direction): channel.sent.wire_bytes
-                for channel in engine._compression.sending
+                for channel in engine.ds_compress.stage.sending
             }
             if block is not None
             else {}
@@ -191,7 +191,7 @@ def measured(folder):
     data = batches()
     for _ in range(2):
         engine.train_batch(data)
-    return engine._compression_monitor.summary()
+    return engine.ds_compress.monitor.summary()
 
 
 def test_the_monitor_knows_both_boundaries(tmp_path):
@@ -208,10 +208,10 @@ def test_the_monitor_knows_both_boundaries(tmp_path):
 
 
 def test_it_keeps_its_schedule_at_any_depth_and_says_so():
-    from ds_compress.engine.dualpipev import CompressedDualPipeV
+    from ds_compress.engine.dualpipev import DualPipeVSession
 
     block = Config({"link": {"depth": 2}})
-    assert CompressedDualPipeV._check(block, 3) == 4
+    assert DualPipeVSession.check(block, 3) == 4
     (note,) = block.notes
     assert note == "ds_compress.link.depth: 2 has no effect: DualPipeV has a schedule of its own"
 
@@ -228,7 +228,7 @@ def guarded(block, steps=3):
         tb_monitor=None,
         write_events=lambda events: costs.extend(v for n, v, _ in events if n.endswith("/loss_cost")),
     )
-    used = engine._compression.config.codecs
+    used = engine.ds_compress.config.codecs
     try:
         for _ in range(steps):
             losses.append(engine.train_batch(data).item())

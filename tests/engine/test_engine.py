@@ -41,7 +41,7 @@ def count_bytes(block, stages):
     for _ in range(3):
         engine.train_batch(data)
     engine.eval_batch(data)
-    reported = [channel.sent for channel in engine._compression.sending]
+    reported = [channel.sent for channel in engine.ds_compress.stage.sending]
     return {
         "handed_over": sum(handed_over),
         "wire_bytes": sum(sent.wire_bytes for sent in reported),
@@ -125,12 +125,12 @@ def call_directly():
     """Some projects drive the engine by hand (a sampling loop, for example) with a positional argument."""
     engine = build(2, ds_config(TOPK))
     engine.train_batch(batches())
-    before = sum(channel.sent.messages for channel in engine._compression.sending)
+    before = sum(channel.sent.messages for channel in engine.ds_compress.stage.sending)
     engine._compute_loss = True
     if engine.is_first_stage():
         engine.pipe_buffers["outputs"][0] = torch.ones(4, 8, 32)
         engine._exec_send_activations(0)
-        return sum(channel.sent.messages for channel in engine._compression.sending) - before
+        return sum(channel.sent.messages for channel in engine.ds_compress.stage.sending) - before
     engine._exec_recv_activations(0)
     return (engine.pipe_buffers["inputs"][0] != 0).sum().item()
 
@@ -159,7 +159,7 @@ def patched_map(when):
     if when == "after":
         patch()
     engine.train_batch(batches())
-    return len(called), sum(channel.sent.messages for channel in engine._compression.sending)
+    return len(called), sum(channel.sent.messages for channel in engine.ds_compress.stage.sending)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -217,7 +217,7 @@ def raw_steps(samples, epochs, steps=5):
     data = batches()
     dataset = [next(data)[0][0] for _ in range(samples)]
     engine = build(2, ds_config({**TOPK, "warmup_epochs": epochs}), training_data=[(x, x) for x in dataset])
-    channel, raw = engine._compression.sending[0], []
+    channel, raw = engine.ds_compress.stage.sending[0], []
     for step in range(steps):
         before = channel.sent.wire_bytes
         engine.train_batch()

@@ -89,9 +89,9 @@ def trained(block, specs, stages, evaluate_first, **config):
     with contextlib.redirect_stdout(printed):
         if evaluate_first:
             engine.eval_batch(data())
-        before = [channel.sent.wire_bytes for channel in engine._compression.sending]
+        before = [channel.sent.wire_bytes for channel in engine.ds_compress.stage.sending]
         losses = [engine.train_batch(data()).item() for _ in range(2)]
-    sent = [channel.sent.wire_bytes - b for channel, b in zip(engine._compression.sending, before)]
+    sent = [channel.sent.wire_bytes - b for channel, b in zip(engine.ds_compress.stage.sending, before)]
     lines = [line for line in printed.getvalue().splitlines() if "active" in line]
     return losses, sent, lines
 
@@ -157,7 +157,7 @@ def judged_after(block, steps):
     examples = data()
     for _ in range(steps):
         engine.train_batch(examples)
-    return engine._compression_monitor.message_quality()
+    return engine.ds_compress.monitor.message_quality()
 
 
 def test_the_guard_looks_at_what_is_compressed():

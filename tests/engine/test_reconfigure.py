@@ -68,12 +68,12 @@ def trained(config, course, stages=2, folder=None, start=0, evaluates=False, **m
     losses, sent = [], []
     for step in range(start, STEPS):
         if step in course:
-            engine._adoption.adopt(engine, course[step])
+            engine.ds_compress.reconfigure(course[step])
         if evaluates:
             losses.append(engine.eval_batch(batches()).item())
-        before = sum(channel.sent.wire_bytes for channel in engine._compression.sending)
+        before = sum(channel.sent.wire_bytes for channel in engine.ds_compress.stage.sending)
         losses.append(engine.train_batch(data).item())
-        sent.append(sum(channel.sent.wire_bytes for channel in engine._compression.sending) - before)
+        sent.append(sum(channel.sent.wire_bytes for channel in engine.ds_compress.stage.sending) - before)
         if folder and not start:
             engine.save_checkpoint(str(folder), tag=f"step{step + 1}", save_latest=step == 3)
     return {"losses": losses, "sent": sent, "memory": remembered(engine), "weights": weights(engine)}
@@ -82,7 +82,7 @@ def trained(config, course, stages=2, folder=None, start=0, evaluates=False, **m
 def remembered(engine):
     return {
         f"{boundary.number}/{position}/{key}": value.clone()
-        for boundary in engine._compression.boundaries
+        for boundary in engine.ds_compress.stage.boundaries
         for position, memory in boundary.memory.items()
         for key, value in memory.items()
     }
@@ -175,7 +175,7 @@ def resumed_with_another_block(folder):
     logging.getLogger("ds_compress").addFilter(lambda record: said.append(record.getMessage()) or True)
     engine = build(2, ds_config(block("codecs", forward=bits(7))))
     engine.load_checkpoint(str(folder))
-    return str(engine._compression.config.codecs(0).forward), [line for line in said if "start again" in line]
+    return str(engine.ds_compress.config.codecs(0).forward), [line for line in said if "start again" in line]
 
 
 def test_another_block_begins_as_it_says(tmp_path):
@@ -190,12 +190,12 @@ def forgets(folder):
     engine, data = build(2, ds_config(block("codecs"))), batches()
     engine.train_batch(data)
     engine.save_checkpoint(str(folder))
-    engine._adoption.adopt(engine, {"0": {"forward": bits(2)}})
+    engine.ds_compress.reconfigure({"0": {"forward": bits(2)}})
     engine.train_batch(data)
-    changed = str(engine._compression.config.codecs(0).forward)
+    changed = str(engine.ds_compress.config.codecs(0).forward)
     engine.load_checkpoint(str(folder))
     engine.train_batch(data)
-    return changed, str(engine._compression.config.codecs(0).forward)
+    return changed, str(engine.ds_compress.config.codecs(0).forward)
 
 
 def test_loading_what_was_before_a_change_takes_it_back(tmp_path):
@@ -209,7 +209,7 @@ def kept(course):
     engine, data = build(2, ds_config(start)), batches()
     engine.train_batch(data)
     before = remembered(engine)
-    engine._adoption.adopt(engine, {"0": course})
+    engine.ds_compress.reconfigure({"0": course})
     after = remembered(engine)
     assert all(torch.equal(value, before[key]) for key, value in after.items())
     engine.train_batch(data)
@@ -244,12 +244,12 @@ def refusals():
         {"0": {"backward": {"codec": {"name": "quantize", "bits": 1}, "feedback": "ef21"}}},
     ):
         with pytest.raises(CompressionError) as error:
-            engine._adoption.adopt(engine, boundaries)
+            engine.ds_compress.reconfigure(boundaries)
         found.append(str(error.value))
-    engine._compression.in_schedule = True
+    engine.ds_compress.stage.in_schedule = True
     with pytest.raises(CompressionError) as error:
-        engine._adoption.adopt(engine, {})
-    engine._compression.in_schedule = False
+        engine.ds_compress.reconfigure({})
+    engine.ds_compress.stage.in_schedule = False
     losses = [engine.train_batch(data).item() for _ in range(2)]
     return [*found, str(error.value)], losses
 
@@ -281,9 +281,9 @@ def follows():
     )
     found = []
     for settings in ({}, {"0": {"forward": {**QUANTIZE, "feedback": "ef21"}, "backward": LARGER}}):
-        engine._adoption.adopt(engine, settings)
+        engine.ds_compress.reconfigure(settings)
         engine.train_batch(data)
-        found.append((engine._guard.judges(2), engine._compression_mirrors.every))
+        found.append((engine.ds_compress.guard.judges(2), engine.ds_compress.replica_check.every))
     return found, [line for line in said if "makes messages larger" in line]
 
 

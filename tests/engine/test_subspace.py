@@ -87,11 +87,13 @@ def trained(stages, steps=3, **changes):
     engine = narrow(modules(), stages, ds_config(BLOCK, **changes))
     data = batches()
     losses = [engine.eval_batch(data).item()]
-    before = [(channel.sent.raw_bytes, channel.sent.wire_bytes) for channel in engine._compression.sending]
+    before = [
+        (channel.sent.raw_bytes, channel.sent.wire_bytes) for channel in engine.ds_compress.stage.sending
+    ]
     losses += [engine.train_batch(data).item() for _ in range(steps)]
     sent = [
         (channel.sent.raw_bytes - raw, channel.sent.wire_bytes - wire)
-        for channel, (raw, wire) in zip(engine._compression.sending, before)
+        for channel, (raw, wire) in zip(engine.ds_compress.stage.sending, before)
     ]
     return losses, sent, [tuple(p.shape) for p in engine.module.parameters()], list(engine.module.parts)
 

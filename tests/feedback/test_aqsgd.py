@@ -59,11 +59,11 @@ def run(stages, config, samples, epochs, evaluate=False):
             if evaluate:
                 engine.eval_batch(others)
         forward_bytes.append(
-            sum(c.sent.wire_bytes for c in engine._compression.sending if c.direction == "forward")
+            sum(c.sent.wire_bytes for c in engine.ds_compress.stage.sending if c.direction == "forward")
         )
     memory = [
         value.nbytes
-        for boundary in engine._compression.boundaries
+        for boundary in engine.ds_compress.stage.boundaries
         for values in boundary.memory.values()
         for value in values.values()
     ]

@@ -40,7 +40,7 @@ BLOCKS = {
 def digests(engine, role="mirror"):
     """Hash of each boundary's state of `role`, by boundary and replica."""
     found = {}
-    for boundary in engine._compression.boundaries:
+    for boundary in engine.ds_compress.stage.boundaries:
         digest = hashlib.sha256()
         for position, memory in sorted(boundary.memory.items()):
             for key in sorted(key for key in memory if f"/{role}/" in key):

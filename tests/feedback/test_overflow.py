@@ -31,7 +31,9 @@ def train(stages, config):
         losses.append(engine.train_batch(data).item())
         skipped.append(engine.skipped_steps)
         scales.append(engine.optimizer.loss_scale)
-    memories = [memory for boundary in engine._compression.boundaries for memory in boundary.memory.values()]
+    memories = [
+        memory for boundary in engine.ds_compress.stage.boundaries for memory in boundary.memory.values()
+    ]
     state = {f"{i}/{key}": value for i, memory in enumerate(memories) for key, value in memory.items()}
     return {"losses": losses, "skipped": skipped, "scales": scales, "state": state}
 

@@ -49,14 +49,14 @@ def train_and_count(stages, config, steps=STEPS):
                     channel.sent.raw_bytes,
                     channel.sent.wire_bytes,
                 )
-                for channel in engine._compression.sending
+                for channel in engine.ds_compress.stage.sending
             }
         )
     if config.get("wandb") and engine.global_rank == 0:
         import wandb
 
         wandb.finish()
-    monitor = engine._compression_monitor
+    monitor = engine.ds_compress.monitor
     return {"losses": losses, "weights": weights(engine), "counted": counted, "summary": monitor.summary()}
 
 
@@ -228,9 +228,9 @@ def last_lines(steps, every, folder):
         for _ in range(steps):
             engine.train_batch(data)
         engine.save_checkpoint(folder)
-        sent = torch.tensor([sum(channel.sent.wire_bytes for channel in engine._compression.sending)])
+        sent = torch.tensor([sum(channel.sent.wire_bytes for channel in engine.ds_compress.stage.sending)])
         torch.distributed.all_reduce(sent)
-        said.append((engine._compression_monitor.summary(), sent.item()))
+        said.append((engine.ds_compress.monitor.summary(), sent.item()))
     return said
 
 

@@ -65,12 +65,12 @@ def trained(config, found=FAR, stages=2, folder=None, start=0, evaluates=False, 
             losses.append(engine.train_batch(data).item())
             if folder and not start:
                 engine.save_checkpoint(str(folder), tag=f"step{engine.global_steps}", save_latest=False)
-    adoption, config = engine._adoption, engine._compression.config
+    config = engine.ds_compress.config
     return {
         "losses": losses,
         "printed": printed.getvalue(),
-        "adopted": adoption.adopted,
-        "depth": engine._ahead.now,
+        "adopted": config.adopted,
+        "depth": engine.ds_compress.depth.now,
         "codecs": [config.codecs(number).settings for number in range(stages - 1)],
     }
 

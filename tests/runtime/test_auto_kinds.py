@@ -8,7 +8,7 @@ import math
 import pytest
 
 import ds_compress  # noqa: F401  (hooks the engine)
-from ds_compress.engine.reconfigure import Reconfigurator
+from ds_compress.engine.session import Session
 from ds_compress.runtime import measuring
 from ds_compress.transport.probe import LinkMeasurement
 from tests.support.dist import run_ranks
@@ -22,8 +22,8 @@ FAST = ("positions", "mask", "dynamic", "bf16", "own-map")
 def trained(kind):
     """Stock, then with each quality; what was adopted, and what was printed."""
     measuring.probe = lambda sender, receiver, first: FAR
-    adopted, printed, adopt = [], io.StringIO(), Reconfigurator.adopt
-    Reconfigurator.adopt = lambda self, engine, own: (adopted.append(own), adopt(self, engine, own))[1]
+    adopted, printed, adopt = [], io.StringIO(), Session.reconfigure
+    Session.reconfigure = lambda self, own: (adopted.append(own), adopt(self, own))[1]
     with contextlib.redirect_stdout(printed):
         found = {"stock": train(kind, None)} if kind.stock else {}
         for quality in ("lossless", "aggressive"):

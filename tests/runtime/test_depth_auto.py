@@ -59,7 +59,9 @@ def depths(stages, replicas, link, found, micro_batches=(9,) * 5):
         data = batches(engine.grid.get_data_parallel_id())
         for count in micro_batches:
             engine.set_train_batch_size(MICRO_BATCH * count * replicas)
-            ran.append((engine._ahead.now, {end.link.depth for end in engine._compression.ends}))
+            ran.append(
+                (engine.ds_compress.depth.now, {end.link.depth for end in engine.ds_compress.stage.ends})
+            )
             engine.train_batch(data)
     lines = [line for line in printed.getvalue().splitlines() if line.startswith("ds_compress")]
     return ran, lines
@@ -117,7 +119,7 @@ def memory(link):
     for _ in range(5):
         before, most[:] = in_use(CPU), []
         engine.train_batch(data)
-    return max(most) - before, engine._ahead.now
+    return max(most) - before, engine.ds_compress.depth.now
 
 
 @pytest.mark.parametrize("gigabytes, depth", [(0.08, 2), (0.12, 4)])
@@ -133,10 +135,10 @@ def own_passes():
     """The depth of a program that replaces the instruction for backward passes, on a far link."""
     measuring.probe = lambda sender, receiver, first: FAR
     engine, data = build(2, ds_config({"link": AUTO}, **counts(9))), batches()
-    stock = type(engine)._stock[BackwardPass]
+    stock = engine.ds_compress.stock[BackwardPass]
     type(engine)._INSTRUCTION_MAP[BackwardPass] = lambda self, buffer_id: stock(self, buffer_id)
     losses = [engine.train_batch(data).item() for _ in range(5)]
-    return losses[-1] < losses[0], engine._ahead.now
+    return losses[-1] < losses[0], engine.ds_compress.depth.now
 
 
 def test_a_program_with_passes_of_its_own_stays_at_depth_1():

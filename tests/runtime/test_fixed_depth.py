@@ -28,13 +28,13 @@ def trained(config, before, folder):
     that were seen; and the settings right after it was loaded."""
     measuring.probe = lambda sender, receiver, first: FAR
     engine, ran, runs, back = build(2, config), [], [], []
-    schedule = engine._ahead.schedule
+    schedule = engine.ds_compress.depth.schedule
 
     def noted(*args):
         ran.append(schedule(*args))
         return ran[-1]
 
-    engine._ahead.schedule = noted
+    engine.ds_compress.depth.schedule = noted
     for _ in range(2):
         data = batches(shape=SHAPE)
         for _ in range(engine.global_steps * engine.micro_batches):
@@ -42,22 +42,22 @@ def trained(config, before, folder):
         losses, settings, depths = [], [], set()
         for step in range(engine.global_steps, STEPS):
             losses.append(engine.train_batch(data).item())
-            settings.append(engine._compression.config.codecs(0).settings)
+            settings.append(engine.ds_compress.config.codecs(0).settings)
             depths |= _depths(engine, ran)
             if step + 1 == before and not runs:
                 engine.save_checkpoint(str(folder), tag="before")
         runs.append((losses, settings, depths))
         engine.load_checkpoint(str(folder), tag="before")
-        back.append((engine._compression.config.codecs(0).settings, _depths(engine, [])))
+        back.append((engine.ds_compress.config.codecs(0).settings, _depths(engine, [])))
     return runs, back
 
 
 def _depths(engine, ran):
     """Of the engine, of its links, and of the schedules that trained since."""
-    links = {link.depth for end in engine._compression.ends for link in (end.link, end.second)}
+    links = {link.depth for end in engine.ds_compress.stage.ends for link in (end.link, end.second)}
     schedules = {getattr(each, "depth", 1) for each in ran if isinstance(each, TrainSchedule)}
     ran.clear()
-    return {engine._ahead.now} | links | schedules
+    return {engine.ds_compress.depth.now} | links | schedules
 
 
 def config(block, depth):

@@ -57,7 +57,7 @@ def trained(stages, config, steps=3, specs=None, evaluate=False, engine_of=None,
     if evaluate:
         last = next(itertools.islice(batches(), steps * engine.micro_batches - 1, None))
         for mode in ("compressed", "uncompressed"):
-            engine._compression.config.eval = mode
+            engine.ds_compress.config.eval = mode
             evaluated[mode] = engine.eval_batch(itertools.repeat(last), num_micro_batches=1).item()
     return {
         "losses": losses,
@@ -211,7 +211,7 @@ def due(settings, steps=2000):
     guard = Guard(Config({"min_numel": 0, **settings}), 0, 2)
     found = []
     for step in range(1, steps + 1):
-        guard.begin(step)
+        guard.begin_step(step)
         if guard.due:
             found.append(step)
     return found

@@ -49,10 +49,10 @@ def trained(config, stages=2, folder=None, saved=0, evaluates=False, disturb=Non
         for step in range(saved, steps):
             if evaluates:
                 engine.eval_batch(batches())
-            rungs.append(dict(engine._rungs.rungs))
-            before = sum(channel.sent.wire_bytes for channel in engine._compression.sending)
+            rungs.append(dict(engine.ds_compress.policy.rungs))
+            before = sum(channel.sent.wire_bytes for channel in engine.ds_compress.stage.sending)
             losses.append(engine.train_batch(data).item())
-            sent.append(sum(channel.sent.wire_bytes for channel in engine._compression.sending) - before)
+            sent.append(sum(channel.sent.wire_bytes for channel in engine.ds_compress.stage.sending) - before)
             if folder and not saved:
                 engine.save_checkpoint(str(folder), tag=f"step{step + 1}")
     said = [line for line in printed.getvalue().splitlines() if "policy" in line]
@@ -194,7 +194,7 @@ def scaled(power):
     )
     engine = build(2, config)
     engine.train_batch(batches(dtype=torch.float16))
-    return engine._rungs.noted()
+    return engine.ds_compress.policy.noted()
 
 
 def test_norms_are_without_the_loss_scale():

@@ -50,7 +50,7 @@ def trained(block, stages, steps):
     with contextlib.redirect_stdout(io.StringIO()):
         engine = build(stages, ds_config(block, optimizer=ADAM))
         data = itertools.cycle(examples())
-        errors, ends = {}, [end for end in engine._compression.ends if end.sends]
+        errors, ends = {}, [end for end in engine.ds_compress.stage.ends if end.sends]
         for step in range(steps):
             if step == DROP:
                 for group in engine.optimizer.param_groups:

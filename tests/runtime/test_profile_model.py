@@ -41,11 +41,11 @@ def sent(name):
         train_batch_size=MICRO_BATCH,
     )
     engine, found = build(STAGES, config, KINDS[name]()), {}
-    for end in engine._compression.ends:
+    for end in engine.ds_compress.stage.ends:
         if end.sends:
             end.transmit = _noting(end, found)
     engine.train_batch(batches())
-    after = engine._compression.after
+    after = engine.ds_compress.stage.after
     return found, {after.number: after.carrying} if after else {}
 
 

@@ -19,13 +19,13 @@ LEARNED = {"codec": {"name": "autoencoder", "width": 8}}
 
 def course(block):
     """What the codecs of boundary 0 become, until nothing changes."""
-    config, adopted, found = Config({"min_numel": 0, **block}), {}, []
+    config, found = Config({"min_numel": 0, **block}), []
     for _ in range(12):
-        changes = relax(config, adopted, PLACES)
+        changes = relax(config, PLACES)
         if not changes:
             return found
-        adopted = with_changes(adopted, changes)
-        config.adopt(config.changed({"boundaries": adopted}))
+        config.adopted = with_changes(config.adopted, changes)
+        config.adopt(config.changed({"boundaries": config.adopted}))
         found.append(tuple(str(getattr(config.codecs(0), direction)) for _, direction in PLACES))
     raise AssertionError(found)
 
@@ -69,7 +69,7 @@ def trained(config, stages=2, folder=None, saved=0):
     losses, codecs = [], []
     for step in range(saved, STEPS):
         losses.append(engine.train_batch(data).item())
-        codecs.append([str(getattr(engine._compression.config.codecs(0), d)) for _, d in PLACES])
+        codecs.append([str(getattr(engine.ds_compress.config.codecs(0), d)) for _, d in PLACES])
         if folder and not saved:
             engine.save_checkpoint(str(folder), tag=f"step{step + 1}")
     return {"losses": losses, "codecs": codecs, "said": [line for line in said if "milder" in line]}

@@ -32,7 +32,7 @@ def config(name, every=EVERY, replicas=1, **changes):
 
 def flip(engine, direction):
     """Change one bit of what this rank mirrors, as failing memory does."""
-    for memory in engine._compression.boundaries[0].memory.values():
+    for memory in engine.ds_compress.stage.boundaries[0].memory.values():
         for key, value in memory.items():
             if key.startswith(f"{direction}/mirror/"):
                 value.flatten().view(torch.int32)[3] ^= 1 << 20
@@ -45,7 +45,7 @@ def mirrored(engine):
         (boundary.number, direction): sum(
             key.startswith(f"{direction}/mirror/") for memory in boundary.memory.values() for key in memory
         )
-        for boundary in engine._compression.boundaries
+        for boundary in engine.ds_compress.stage.boundaries
         for direction in ("forward", "backward")
     }
 

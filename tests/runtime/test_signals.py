@@ -55,7 +55,7 @@ def told(policy, guard):
     logging.getLogger("ds_compress").addFilter(lambda record: warned.append(record.getMessage()) or True)
     ladders = {"forward": BITS, "backward": BITS} if policy != "constant" else {}
     engine = build(2, ds_config(block({"name": policy, **ladders}, guard=guard)))
-    for end in engine._compression.ends:
+    for end in engine.ds_compress.stage.ends:
         if end.sends and end.channel.direction == "backward":
             end.transmit = _noting(end.transmit, norms)
     data = batches()

@@ -37,7 +37,7 @@ def counted(stages, config, steps):
     losses = [engine.train_batch(data).item() for _ in range(steps)]
     sent = {
         (channel.boundary.number, channel.direction): (channel.sent.raw_bytes, channel.sent.wire_bytes)
-        for channel in engine._compression.sending
+        for channel in engine.ds_compress.stage.sending
     }
     return losses, sent
 

@@ -77,7 +77,7 @@ def work_on(engine):
 
 def flip_bits(engine, action, byte):
     """Damage one packet that this rank sends."""
-    end = next(end for end in engine._compression.ends if end.sends)
+    end = next(end for end in engine.ds_compress.stage.ends if end.sends)
     send, calls = end.link.send, 0
 
     def damaged(packet):

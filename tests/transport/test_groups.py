@@ -12,12 +12,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.config import Config
-from ds_compress.config.block import LinkOptions
 from ds_compress.engine.intercept import PointToPoint
 from ds_compress.engine.stage import Stage
 from ds_compress.engine.wiring import wire
 from ds_compress.message.channel import Boundary
-from ds_compress.runtime.depth import DepthController
 from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, build, ds_config
 
@@ -32,7 +30,7 @@ class Engine:
         self.prev_stage, self.next_stage = stage_id - 1, stage_id + 1
         self.grid, self._topo = self, PipeDataParallelTopology(stages, replicas)
         self.global_rank = self.stage_to_global(stage_id)
-        self.dynamic_shape, self._ahead = False, DepthController(LinkOptions())
+        self.dynamic_shape = False
 
     def stage_to_global(self, stage_id):
         return self._topo.get_rank(pipe=stage_id, data=5)
@@ -58,7 +56,7 @@ def wired(stages, replicas, stage_id, block):
     before = Boundary(stage_id - 1, config, 5) if stage_id else None
     after = Boundary(stage_id, config, 5) if stage_id < stages - 1 else None
     stage = Stage(config, PointToPoint(None), before, after)
-    wire(stage, engine)
+    wire(stage, engine, depth=1)
     number = {id(group): index for index, group in enumerate(stage.groups)}
     ends = [
         (number[id(link.group)], end.channel.boundary.number, end.channel.direction, use)
@@ -98,7 +96,7 @@ def trained(stages, link):
     engine = build(stages, ds_config({"link": link} if link else None, replicas=replicas))
     data = batches(engine.grid.get_data_parallel_id())
     losses = [engine.train_batch(data).item() for _ in range(3)]
-    return losses, len(engine._compression.groups) if link else 0
+    return losses, len(engine.ds_compress.stage.groups) if link else 0
 
 
 @pytest.mark.parametrize(

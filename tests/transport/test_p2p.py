@@ -47,7 +47,7 @@ def delay_link(mean: float) -> None:
 
 def left_over(engine) -> list:
     """Transfers that are still under way, and receives that wait for a packet."""
-    ends = engine._compression.ends
+    ends = engine.ds_compress.stage.ends
     sent = [work for end in ends if end.sends for work in getattr(end.link, "_in_flight", ())]
     return sent + [work for end in ends if not end.sends for work in getattr(end.link, "_posted", ())]
 
@@ -146,8 +146,8 @@ def order_of_events(dynamic, depth):
         return run
 
     if engine.is_first_stage():
-        sender = engine._compression._sending[Instruction.SEND_ACTIVATION, 0].link
-        receiver = engine._compression._receiving[Instruction.RECV_GRAD, 0].link
+        sender = engine.ds_compress.stage._sending[Instruction.SEND_ACTIVATION, 0].link
+        receiver = engine.ds_compress.stage._receiving[Instruction.RECV_GRAD, 0].link
         sender.send = recorded("s", sender.send)
         receiver.receive = recorded("r", receiver.receive)
     data, steps = batches(), []

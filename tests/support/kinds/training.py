@@ -56,7 +56,7 @@ def train(kind: Kind, block: dict[str, Any] | None) -> dict[str, Any]:
             if kind.before_batch:
                 kind.before_batch(engine)
             results.append(run(source).item())
-    sent = [channel.sent for channel in engine._compression.sending] if block is not None else []
+    sent = [channel.sent for channel in engine.ds_compress.stage.sending] if block is not None else []
     return {
         "class": type(engine).__name__,
         "losses": losses,
@@ -79,7 +79,7 @@ def _record(engine: Any, digest: Any) -> None:
 
         return run
 
-    for end in engine._compression.ends:
+    for end in engine.ds_compress.stage.ends:
         if end.sends:
             end.link.send = recording(end.link.send)
 

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 import ds_compress  # noqa: F401
-from ds_compress.checkpoint import mixin
+from ds_compress.checkpoint import checkpointer
 from ds_compress.checkpoint.search import ABSENT, CHANGED, DIFFERENT, ORPHANED, RESTORED, UNREADABLE, Verdict
 from ds_compress.errors import CompressionError
 from tests.support.dist import run_ranks
@@ -48,7 +48,7 @@ def config(name, replicas=1, **changes):
 def memories(engine):
     return {
         f"{boundary.number}/{position}/{key}": value.clone()
-        for boundary in engine._compression.boundaries
+        for boundary in engine.ds_compress.stage.boundaries
         for position, memory in boundary.memory.items()
         for key, value in memory.items()
     }
@@ -239,7 +239,7 @@ def save_on_a_full_disk(ds_config, folder, full):
     engine, data = build(2, ds_config), batches()
     engine.train_batch(data)
     engine.save_checkpoint(folder, tag="first")
-    write, free = mixin.write, resource.getrlimit(resource.RLIMIT_FSIZE)
+    write, free = checkpointer.write, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limited(*args, **metadata):
         resource.setrlimit(resource.RLIMIT_FSIZE, (64, free[1]))
@@ -249,7 +249,7 @@ def save_on_a_full_disk(ds_config, folder, full):
             resource.setrlimit(resource.RLIMIT_FSIZE, free)
 
     if torch.distributed.get_rank() == full:
-        mixin.write = limited
+        checkpointer.write = limited
     with pytest.raises(CompressionError) as caught:
         engine.save_checkpoint(folder, tag="second")
     return str(caught.value)

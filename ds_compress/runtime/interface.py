@@ -1,7 +1,7 @@
-"""What the parts that watch and decide see of what they watch."""
+"""What the parts of the runtime see of what they watch, and what they ask for."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ds_compress.config import Config
 from ds_compress.message.channel import Boundary
@@ -22,3 +22,13 @@ class StageView(Protocol):
 
     def in_lane(self, boundary: Boundary, work: Callable[[], Made]) -> Made:
         """Run `work` on the stream where the codecs of `boundary` run; return its result."""
+
+
+class Change(NamedTuple):
+    """Settings that a part asks for, the same on every rank; they hold from the next step on."""
+
+    boundaries: dict[str, Any]
+    """As the block has them: {"0": {"forward": {"codec": "bf16"}}}."""
+
+    report: Callable[[bool], None]
+    """Called on rank 0 once the settings hold; its argument: whether any differs from those before."""

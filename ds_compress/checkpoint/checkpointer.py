@@ -28,6 +28,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from deepspeed import comm as dist
@@ -47,6 +48,7 @@ from ds_compress.checkpoint.search import (
     saved_course,
     saved_depth,
 )
+from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.version import __version__
 
@@ -80,38 +82,52 @@ class Chain:
         return Chain(self.root, (*self.tags, tag))
 
 
-class CheckpointedEngine:
-    """The part of the engine's mixin that saves and loads along with DeepSpeed."""
+class Checkpointed(Protocol):
+    """What a checkpoint is made of."""
 
-    _chain = Chain()
+    engine: Any
+    config: Config
 
-    def _save_checkpoint(self, save_dir, tag, *args, **kwargs):
-        super()._save_checkpoint(save_dir, tag, *args, **kwargs)
-        self._save_channels(Path(save_dir), str(tag))
+    @property
+    def stage(self) -> Any: ...
 
-    def _save_moe_checkpoint(self, save_dir, tag, *args, **kwargs):
-        super()._save_moe_checkpoint(save_dir, tag, *args, **kwargs)
-        self._save_channels(Path(save_dir), str(tag))
+    @property
+    def depth(self) -> Any: ...
 
-    def _load_checkpoint(self, load_dir, tag, *args, **kwargs):
-        path, client_state = super()._load_checkpoint(load_dir, tag, *args, **kwargs)
-        if path is not None:
-            self._load_channels(Path(load_dir), str(tag), restore=not kwargs.get("load_module_only"))
-        return path, client_state
+    def sides(self) -> list[Side]:
+        """Return the sides of boundaries that this rank has."""
 
-    def _rank_in_job(self):
-        grid = self.grid
-        return Rank(self.stage_id, grid.get_data_parallel_id(), grid.get_slice_parallel_rank())
+    def course(self) -> dict[str, Any]:
+        """Return the settings that training has come to: the same on every rank."""
 
-    def _sides(self):
-        stage, module = self._compression, self.module
-        before = [Side(stage.before, module._local_start, "downstream")] if stage.before else []
-        after = [Side(stage.after, module._local_stop, "upstream")] if stage.after else []
-        return before + after
+    def noted(self) -> dict[str, list[float]]:
+        """Return what this rank alone has noted for its policy."""
 
-    def _save_channels(self, root, tag):
-        sides, path = self._sides(), self._rank_in_job().path(Path(root, tag))
-        state = self._compression.config.block.checkpoint.state
+    def resume(self, course: dict[str, Any], noted: dict[str, list[float]]) -> bool:
+        """Have the settings of a checkpoint; return whether its run had the same block and boundaries."""
+
+
+class Checkpointer:
+    """Saves and loads the state of a rank's channels, when DeepSpeed saves and loads its own."""
+
+    def __init__(self, session: Checkpointed):
+        self._session = session
+        self._chain = Chain()
+
+    def _rank_in_job(self) -> Rank:
+        engine = self._session.engine
+        grid = engine.grid
+        return Rank(engine.stage_id, grid.get_data_parallel_id(), grid.get_slice_parallel_rank())
+
+    def save(self, root: Path, tag: str) -> None:
+        """Write this rank's state beside DeepSpeed's checkpoint `tag` below `root`; every rank calls it.
+
+        Raises:
+            CompressionError: on every rank, when one could not write its part.
+        """
+        session, engine = self._session, self._session.engine
+        sides, path = session.sides(), self._rank_in_job().path(Path(root, tag))
+        state = session.config.block.checkpoint.state
         packed = self._changes(root, tag, path.name) if state == "delta" else None
         entries, metadata = packed or pack(state_of(sides), eight_bits=state != "exact")
         settings = {side.key: side.settings for side in sides}
@@ -121,29 +137,31 @@ class CheckpointedEngine:
                 path,
                 entries,
                 version=__version__,
-                step=self.global_steps,
+                step=engine.global_steps,
                 settings=settings,
-                schedule=(self._ahead.now, self.num_stages, self.micro_batches),
-                course={**self._adoption.state(), "policy": self._rungs.state()},
-                noted=self._rungs.noted(),
+                schedule=(session.depth.now, engine.num_stages, engine.micro_batches),
+                course=session.course(),
+                noted=session.noted(),
                 **metadata,
             )
         except (OSError, SafetensorError) as error:
             failure = f"{path} cannot be written: {error}"
         self._all_saved(failure, tag)
 
-    def _all_saved(self, failure, tag):
+    def _all_saved(self, failure: str, tag: str) -> None:
         """Stop every rank when one has a `failure`: the others would wait for it in DeepSpeed's next barrier.
 
         DeepSpeed has not written "latest" yet, so the checkpoint before this one stays the one to load.
         """
-        number = torch.tensor(dist.get_rank() + 1 if failure else 0, dtype=torch.int64, device=self.device)
+        number = torch.tensor(
+            dist.get_rank() + 1 if failure else 0, dtype=torch.int64, device=self._session.engine.device
+        )
         dist.all_reduce(number, op=dist.ReduceOp.MAX)
         if number:
             failure = failure or f"rank {int(number) - 1} could not write its part"
             raise CompressionError(f"ds_compress: checkpoint {tag} is not complete: {failure}")
 
-    def _changes(self, root, tag, name):
+    def _changes(self, root: Path, tag: str, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The state packed as changes; None when it has to be complete.
 
         That is for all ranks to agree on: sides that were not packed alike would not be equal when they are
@@ -154,44 +172,43 @@ class CheckpointedEngine:
         if chain.tags:
             base = StateFile(root, chain.tags[-1], name)
             try:
-                packed = pack(state_of(self._sides()), True, base)
+                packed = pack(state_of(self._session.sides()), True, base)
             except Damaged as error:
                 lost = Path(root, error.tag, name)
                 log.warning(
                     "%s cannot be read; checkpoints since need it, this one is complete: %s", lost, error
                 )
-            everywhere = torch.tensor(int(packed is not None), dtype=torch.int64, device=self.device)
+            everywhere = torch.tensor(
+                int(packed is not None), dtype=torch.int64, device=self._session.engine.device
+            )
             dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
             if not everywhere:
                 chain, packed = Chain(root), None
         self._chain = chain.then(tag)
         return packed
 
-    def _load_depth(self, root, tag, rank, restore):
+    def _load_depth(self, root: Path, tag: str, rank: Rank, restore: bool) -> None:
         """Go on at the depth that was found before, until it is found anew: links or memory may be others
         now."""
-        place = self.global_steps, self.num_stages, self.micro_batches
+        session, engine = self._session, self._session.engine
+        place = engine.global_steps, engine.num_stages, engine.micro_batches
         depth = saved_depth(root, tag, rank, *place) if restore else 0
-        ends = torch.tensor([depth, -depth], dtype=torch.int64, device=self.device)
+        ends = torch.tensor([depth, -depth], dtype=torch.int64, device=self._session.engine.device)
         dist.all_reduce(ends, op=dist.ReduceOp.MIN)
         least, most = ends[0].item(), -ends[1].item()
-        self._ahead.set(self._compression, least if least == most and least > 0 else 1)
+        session.depth.set(session.stage, least if least == most and least > 0 else 1)
 
-    def _load_course(self, root, tag, rank):
+    def _load_course(self, root: Path, tag: str, rank: Rank) -> None:
         """Have the settings that training had come to, where all ranks find the same."""
-        course, noted = saved_course(root, tag, rank, self.global_steps)
+        course, noted = saved_course(root, tag, rank, self._session.engine.global_steps)
         digest = hashlib.blake2b(json.dumps(course, sort_keys=True).encode(), digest_size=7).digest()
         number = int.from_bytes(digest, "little")
         had = bool(course.get("adopted"))
-        ends = torch.tensor([number, -number, -had], dtype=torch.int64, device=self.device)
+        ends = torch.tensor([number, -number, -had], dtype=torch.int64, device=self._session.engine.device)
         dist.all_reduce(ends, op=dist.ReduceOp.MIN)
         least, most, lost = ends.tolist()
         alike = least == -most
-        resumed = self._adoption.resume(self, course if alike else {})
-        if resumed:
-            self._rungs.resume(course["policy"], noted)
-        else:
-            self._rungs.start(self)
+        resumed = self._session.resume(course if alike else {}, noted)
         if not resumed and lost and dist.get_rank() == 0:
             log.warning(
                 "ds_compress: %s: settings that changed during training start again from the block: it, or "
@@ -199,29 +216,35 @@ class CheckpointedEngine:
                 Path(root, tag),
             )
 
-    def _load_channels(self, root, tag, restore):
-        rank, sides = self._rank_in_job(), self._sides()
+    def load(self, root: Path, tag: str, restore: bool) -> None:
+        """Load this rank's state from beside DeepSpeed's checkpoint `tag` below `root`; every rank calls it.
+
+        Args:
+            restore: False where the weights alone were loaded: then all state starts from zero.
+        """
+        session, engine = self._session, self._session.engine
+        rank, sides = self._rank_in_job(), session.sides()
         if restore:
             self._load_course(root, tag, rank)
         found = [
-            load(root, tag, rank, side, self.global_steps) if restore else Found(ABSENT) for side in sides
+            load(root, tag, rank, side, engine.global_steps) if restore else Found(ABSENT) for side in sides
         ]
         rows = torch.full((MOST_SIDES, Verdict.WIDTH), -1, dtype=torch.int64, device="cpu")
         for row, side, its in zip(rows, sides, found):
             row.copy_(Verdict.row((side.layer, rank.replica, rank.tensor_parallel), side, its))
-        rows = rows.to(self.device)
+        rows = rows.to(engine.device)
         everywhere = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
         dist.all_gather(everywhere, rows)
         verdict = Verdict(row for each in everywhere for row in each.tolist())
         for side, its in zip(sides, found):
             restored = verdict.status[side.layer, rank.replica] == RESTORED
             memories = its.memories if restored else {}
-            self._compression.in_lane(
-                side.boundary, functools.partial(side.boundary.restore, memories, self.device)
+            session.stage.in_lane(
+                side.boundary, functools.partial(side.boundary.restore, memories, engine.device)
             )
-        if self._ahead.auto:
+        if session.depth.auto:
             self._load_depth(root, tag, rank, restore)
-        self._ahead.measure_again()
+        session.depth.measure_again()
         report = verdict.report(Path(root, tag))
         if restore and report and dist.get_rank() == 0:
             log.warning(report)

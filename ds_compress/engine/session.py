@@ -1,0 +1,328 @@
+"""What ds_compress has on one of DeepSpeed's engines: `engine.ds_compress`.
+
+A session owns the traffic of the rank's stage, and the parts of the runtime that watch it and decide. Parts
+know neither each other nor the session: it calls their hooks before and after each step, hands them what they
+need, and puts in force what they return.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.pipe import schedule
+from torch import Tensor
+
+from ds_compress.checkpoint.checkpointer import Checkpointer
+from ds_compress.checkpoint.search import Side
+from ds_compress.config import Config
+from ds_compress.engine.intercept import PointToPoint
+from ds_compress.engine.lookahead import Lookahead
+from ds_compress.engine.reconfigure import Reconfigurator
+from ds_compress.engine.stage import Instruction, Stage, StepContext
+from ds_compress.engine.wiring import wire
+from ds_compress.message.carrying import Tracking
+from ds_compress.message.channel import Boundary
+from ds_compress.message.layout import as_list
+from ds_compress.monitor.monitor import LineExchange, Monitor
+from ds_compress.runtime.auto import Auto
+from ds_compress.runtime.depth import DepthController
+from ds_compress.runtime.guard import Guard
+from ds_compress.runtime.interface import Change
+from ds_compress.runtime.policy import PolicyController
+from ds_compress.runtime.replica_check import ReplicaCheck
+from ds_compress.runtime.watchdog import Watchdog
+
+RECEIVED = {
+    Instruction.RECV_ACTIVATION: schedule.RecvActivation,
+    Instruction.RECV_GRAD: schedule.RecvGrad,
+}
+
+
+def steps_per_epoch(engine: Any) -> int | None:
+    """Return the training steps in one pass over the data that DeepSpeed was given; None if their number is
+    not known."""
+    try:
+        return -(-len(engine.training_data) // engine.train_batch_size())
+    except TypeError:
+        return None
+
+
+class Session:
+    """The stage of one rank, and the parts that watch it and decide."""
+
+    own_link: ClassVar[str | None] = None
+    """The name of what moves packets, where link.mode has no effect."""
+
+    gives_losses = True
+    """Whether what `eval_batch` returns is a loss; a program that makes it something else sets False."""
+
+    def __init__(
+        self,
+        engine: Any,
+        config: Config,
+        p2p: PointToPoint,
+        stock: Mapping[type, Callable[..., None]],
+        watchdog: Watchdog,
+        notes: LineExchange,
+    ):
+        """Build the boundaries, links and parts of this rank; every rank of the job calls it.
+
+        Args:
+            engine: DeepSpeed's, already of a class with the mixin.
+            config: prepared.
+            p2p: stands in for DeepSpeed's point-to-point module.
+            stock: DeepSpeed's functions, by instruction.
+            watchdog: not started yet.
+            notes: takes lines of every rank of the pipeline to the one that reports.
+        """
+        boundaries = self.check(config, engine.num_stages)
+        self.engine = engine
+        self.config = config
+        self.stock = stock
+        self.watchdog = watchdog
+        self.lookahead = Lookahead()  # of the schedule in progress, or of none
+        self.is_eager = config.block.link.mode == "eager" and self.own_link is None
+        self.depth = Auto(config) if config.quality else DepthController(config.block.link)
+        self.stage = self.connect(p2p)
+        self.tracking = self._track()
+        self.guard = Guard(config, engine.global_rank, boundaries)
+        self.replica_check = ReplicaCheck(self.stage, self.sides(), engine.grid, engine.device)
+        self.monitor = Monitor(
+            config,
+            boundaries=boundaries,
+            ranks=engine.num_stages,
+            rank=engine.stage_id,
+            device=engine.device,
+            link=self.own_link or config.block.link.mode,
+            total=functools.partial(dist.all_reduce, group=engine.grid.get_pipe_parallel_group()),
+            notes=notes,
+            reports=engine.global_rank == 0,
+        )
+        self.reconfigurator = Reconfigurator(
+            engine, self.stage, boundaries, self._check_change, self._follow_config
+        )
+        self.policy = PolicyController(config, boundaries, engine.device)
+        self.checkpointer = Checkpointer(self)
+        self._start_policy()
+
+    @staticmethod
+    def check(config: Config, stages: int) -> int:
+        """Return the number of boundaries of a pipeline of so many ranks.
+
+        Raises:
+            CompressionError: the engine does not support a setting.
+        """
+        config.check_boundaries(stages - 1)
+        return stages - 1
+
+    def connect(self, p2p: PointToPoint) -> Stage:
+        """Return this rank's stage, connected with its neighbours."""
+        engine, config = self.engine, self.config
+        number, replica = engine.stage_id, engine.grid.get_data_parallel_id()
+        before = Boundary(number - 1, config, replica) if number > 0 else None
+        after = Boundary(number, config, replica) if number < engine.num_stages - 1 else None
+        stage = Stage(config, p2p, before, after)
+        wire(stage, engine, self.depth.now)
+        return stage
+
+    def sides(self) -> list[Side]:
+        """Return the sides of boundaries that this rank has, with the layers behind them."""
+        stage, module = self.stage, self.engine.module
+        before = [Side(stage.before, module._local_start, "downstream")] if stage.before else []
+        after = [Side(stage.after, module._local_stop, "upstream")] if stage.after else []
+        return before + after
+
+    def boundary_of_shapes(self, sends: bool) -> Boundary:
+        """Return the boundary whose shapes DeepSpeed sends, or receives, at present."""
+        boundary = self.stage.after if sends else self.stage.before
+        assert boundary is not None
+        return boundary
+
+    def evaluated_at_least(self) -> int:
+        """Return the least number of micro-batches that the schedule of an evaluation takes."""
+        return 1
+
+    def step_context(self) -> StepContext:
+        """Return what messages from now on have in common."""
+        engine = self.engine
+        training = torch.is_grad_enabled() and engine.module.training
+        masked = engine.has_attention_mask or engine.has_bool_tensors
+        return StepContext(engine.global_steps, training, self._loss_scale(), int(masked))
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Wrap a `train_batch` of the engine: the guard looks at some of them."""
+        engine, guard = self.engine, self.guard
+        with self.watchdog.step():
+            guard.begin_step(engine.global_steps + 1, self.evaluated_at_least())
+            yield
+            if guard.acts and guard.judges(engine.global_steps):
+                self._put_in_force(guard.check_limits(engine, self.monitor.message_quality()))
+            if guard.due:
+                self._put_in_force(guard.check_loss(engine))
+
+    @contextmanager
+    def running(self, asked: Any) -> Iterator[Any]:
+        """Wrap a schedule of the engine; gives the one to run in the place of `asked`."""
+        engine, stage = self.engine, self.stage
+        pipe_schedule, context = self.depth.schedule(engine, asked), self.step_context()
+        measured: AbstractContextManager[None] = contextlib.nullcontext()
+        if context.training:
+            self.begin_step()
+            measured = self.depth.measured(engine, stage, asked)
+        with self._looking_ahead(pipe_schedule) as counts:
+            with measured, stage.running(context, counts):
+                self.post_receives(context.training)
+                yield pipe_schedule
+            self.monitor.link = self._link(pipe_schedule)
+        if context.training:
+            self.end_step()
+
+    def begin_step(self) -> None:
+        """Let the parts know that a training step begins."""
+        engine, step = self.engine, self.engine.global_steps + 1
+        steps = steps_per_epoch(engine) if self.config.block.warmup_epochs else None
+        if steps:
+            self.config.count_epochs(steps, engine.global_steps)
+        self.policy.begin_step(engine, self.stage)
+        self.monitor.begin_step(
+            self.stage.ends, step, engine.micro_batches, engine.monitor.enabled, self.guard.judges(step)
+        )
+
+    def end_step(self) -> None:
+        """Let the parts know that a training step is over, and do what they ask for; nothing is in flight."""
+        engine, stage = self.engine, self.stage
+        for boundary in stage.boundaries:
+            stage.in_lane(boundary, functools.partial(boundary.end_step, self._replica_mean))
+        self.replica_check.end_step(engine.global_steps)
+        self.monitor.end_step(stage.ends, engine.global_steps, engine.global_samples, engine.monitor)
+        self._put_in_force(self.depth.end_step(engine, stage))
+        self._put_in_force(self.policy.end_step(engine))
+
+    def reconfigure(self, boundaries: Mapping[str, Any]) -> bool:
+        """Let boundaries have other settings from the next step on (`Reconfigurator.change`)."""
+        return self.reconfigurator.change(boundaries)
+
+    def resume(self, course: Mapping[str, Any], noted: Mapping[str, list[float]]) -> bool:
+        """Have the settings of a checkpoint; every rank calls it alike.
+
+        Args:
+            course: of `course`, the same on every rank; empty: there are none.
+            noted: what this rank alone knew (`PolicyController.noted`).
+
+        Returns:
+            Whether the checkpoint is of a run with the same block and boundaries; if not, settings start
+            again from the block.
+        """
+        resumed = self.reconfigurator.resume(course)
+        if resumed:
+            self.policy.resume(course["policy"], noted)
+        else:
+            self._start_policy()
+        return resumed
+
+    def noted(self) -> dict[str, list[float]]:
+        """Return what this rank alone has noted for its policy, for a checkpoint."""
+        return self.policy.noted()
+
+    def course(self) -> dict[str, Any]:
+        """Return the settings that training has come to, for a checkpoint: the same on every rank."""
+        return {**self.reconfigurator.state(), "policy": self.policy.state()}
+
+    def next_batch(self, load: Callable[[], Any]) -> Any:
+        """Return the micro-batch that an instruction loads; `load()` takes one from the engine's data."""
+        guard = self.guard
+        if guard.replayed is not None:
+            return next(guard.replayed)
+        batch = load()
+        if self.stage.wants_samples:
+            loading = self.lookahead.current
+            self.stage.load(batch, loading.kwargs.get("buffer_id") if loading else None)
+        if guard.due and batch is not None:
+            guard.batches.append(batch)
+        return batch
+
+    def tracked(self) -> Tracking | None:
+        """Return a context for instructions that compute what is sent, as long as a boundary needs it."""
+        after = self.stage.after
+        return self.tracking if after is not None and after.carrying is None else None
+
+    def mark_received(self, tensors: Any, boundary: Boundary | None) -> None:
+        """Let operations on received `tensors` be followed, as far as the sender said that they carry."""
+        if self.lookahead.tracking and self.tracking and boundary is not None and boundary.carrying:
+            self.tracking.add_float(as_list(tensors), boundary.carrying)
+
+    def post_receives(self, training: bool) -> None:
+        """Let messages be received ahead whose shapes are known from the batch before."""
+        engine, stage = self.engine, self.stage
+        if stage.before is not None and engine.pipe_recv_buf is not None:
+            stage.post_receives(Instruction.RECV_ACTIVATION, as_list(engine.pipe_recv_buf))
+        if stage.after is not None and training and engine.grad_layer is not None:
+            stage.post_receives(Instruction.RECV_GRAD, as_list(engine.grad_layer))
+
+    def _track(self) -> Tracking | None:
+        """Find out which tensors carry, if a lossy codec may meet several float tensors in a message."""
+        config = self.config
+        used = {channel.codec.name for b in self.stage.boundaries for channel in b.channels}
+        lossy = config.changes or config.quality is not None or used - {"none"}
+        return Tracking(self.engine.module) if lossy and config.block.tensors == "large" else None
+
+    @contextmanager
+    def _looking_ahead(self, pipe_schedule: Any) -> Iterator[dict[Instruction, int]]:
+        """Follow the schedule's instructions inside; gives how many messages are to be received ahead."""
+        engine = self.engine
+        tracked = self.tracked if self.tracked() else None
+        lookahead = self.lookahead = Lookahead(pipe_schedule, tracked, self.depth.now)
+        if lookahead.plain:
+            pipe_schedule.steps = lookahead.steps
+        try:
+            ahead = self.is_eager and lookahead.receives_ahead(engine.device) and not engine.dynamic_shape
+            yield {key: lookahead.counts[kind] for key, kind in RECEIVED.items()} if ahead else {}
+        finally:
+            self.lookahead = Lookahead()
+            if lookahead.plain:
+                del pipe_schedule.steps
+
+    def _link(self, pipe_schedule: Any) -> str:
+        """Return what the start-up line calls the link, by what it did in the schedule in progress."""
+        if not self.is_eager:
+            return self.own_link or "blocking"
+        depth = self.depth.describe(self.engine, pipe_schedule)
+        if self.engine.dynamic_shape and not self.stage.shape_links:
+            return f"eager{depth}, activations in DeepSpeed's order because of dynamic_shape"
+        order = "" if self.lookahead.left else ", but every message in the order of the schedule"
+        return f"eager{depth}{order}"
+
+    def _loss_scale(self) -> float:
+        """Return the factor of gradients at present: the same on all stages, as all skip the same steps."""
+        optimizer = self.engine.optimizer  # None while it is not configured yet: evaluation does not need it
+        return float(optimizer.loss_scale) if self.engine.fp16_enabled() and optimizer else 1.0
+
+    def _replica_mean(self, tensor: Tensor) -> Tensor:
+        engine = self.engine
+        if engine.is_data_parallel:
+            dist.all_reduce(tensor, group=engine.grid.get_data_parallel_group())
+            tensor = tensor / engine.grid.data_parallel_size
+        return tensor
+
+    def _put_in_force(self, change: Change | None) -> None:
+        if change is not None:
+            differs = self.reconfigure(change.boundaries)
+            if self.engine.global_rank == 0:
+                change.report(differs)
+
+    def _start_policy(self) -> None:
+        first = self.policy.start(self.engine, self.stage)
+        if first:
+            self.reconfigure(first)
+
+    def _check_change(self, config: Config) -> None:
+        self.check(config, self.engine.num_stages)
+
+    def _follow_config(self) -> None:
+        for part in (self.guard, self.replica_check, self.monitor):
+            part.follow()
