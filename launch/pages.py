@@ -10,6 +10,7 @@ docs/options.md, commands.md, metrics.md: from the options, parsers and labels o
 """
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -107,6 +108,7 @@ def bandwidth_plot(image: Path) -> None:
 
 def commands_page() -> str:
     """Document every command, from its parser."""
+    os.environ["COLUMNS"] = "100"  # argparse wraps at the width of the terminal
     parts = [
         "# Commands\n\nYou get every option of `ds-compress`. `ds-compress COMMAND --help` prints the same.\n"
     ]
