@@ -6,6 +6,7 @@ TORCH ?= torch==2.13.0
 
 VENV := .venv
 BIN := $(VENV)/bin
+PACKAGES := $(VENV)/.packages
 INSTALLED := $(VENV)/.installed
 PEERS := .venv-peers
 # Tests at a time: ranks of a test wait for each other for a good part of it
@@ -18,10 +19,15 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # torch first, so that the packages depending on it find it and do not choose another build
-$(INSTALLED): setup.cfg pyproject.toml
+$(PACKAGES): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet -e '.[demo,test]'
+	touch $@
+
+# pip has compiled the C++ kernels; here that is done again for those that change later
+$(INSTALLED): $(PACKAGES) setup.py $(shell find ds_compress/kernels -name '*.cpp' -o -name '*.h')
+	$(BIN)/python setup.py -q build_ext --inplace
 	touch $@
 
 demo: $(INSTALLED) ## train a 2-stage pipeline, uncompressed and compressed; writes runs/demo/summary.json
@@ -93,3 +99,4 @@ site: $(INSTALLED) ## docs/ as a website in build/site; warnings are errors
 clean: ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) $(PEERS) .matrix runs build *.egg-info .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f ds_compress/kernels/*.so

@@ -1,83 +1,138 @@
-"""Makes the C++ of ds_compress ready when it is installed, so that training compiles nothing; the rest is in
-setup.cfg. Where there is no compiler the package is installed all the same, and plain torch serves."""
+"""Compile the C++ kernels when the package is installed; setup.cfg describes everything else.
 
-import importlib.util
+Without a C++ compiler the package is installed all the same: codecs then run in PyTorch.
+"""
+
+import os
 import re
-import tempfile
+import runpy
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build_py import build_py
+from setuptools.command.build_ext import build_ext
 from setuptools.command.sdist import sdist
+from setuptools.errors import CompileError
+from setuptools.modified import newer_group
 
-NATIVE = Path("ds_compress", "kernels", "native")
+KERNELS = Path("ds_compress", "kernels")
+JOBS = 2
+"""Compilers at a time, where `--parallel` does not say how many."""
+
+library = runpy.run_path(
+    str(KERNELS / "library.py")
+)  # to import the package torch would have to be installed
+sources = library["sources"]()
+libraries = {
+    f"ds_compress.kernels.{library['file'](name).stem}": name for name in library["instruction_sets"]()
+}
 
 
-def read(name):
-    """A module that needs nothing but the standard library; importing the package would need torch."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / NATIVE / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+class BuildKernels(build_ext):
+    """Compiles all sources into one library for each instruction set.
 
+    In place, as for an editable installation, only those for this processor and for DS_COMPRESS_CPU."""
 
-build, prebuilt = read("build"), read("prebuilt")
+    def get_ext_filename(self, fullname: str) -> str:
+        return f"{fullname.replace('.', '/')}.so"
 
-
-class BuildWithLibraries(build_py):
-    def run(self):
+    def run(self) -> None:
+        if self.inplace:
+            wanted = {*library["supported"]()[:1], os.environ.get(library["CPU"])}
+            self.extensions = [
+                each
+                for each in self.extensions
+                if (name := libraries[each.name]) in wanted
+                and (self.force or not library["is_current"](library["file"](name)))
+            ]
         super().run()
-        if not self.editable_mode:  # a source tree changes: what it compiles is kept by its hash
-            self.make_libraries(Path(self.build_lib, NATIVE, prebuilt.FOLDER))
 
-    def make_libraries(self, folder):
-        """Every source for every kind of processor that this machine may meet; what fails is left out."""
-        compiler = build.compiler()
-        folder.mkdir(exist_ok=True)
-        for old in folder.glob("*.so"):
-            old.unlink()
-        for source in (path.stem for path in build.HERE.rglob("*.cpp") if compiler):
-            for target in prebuilt.targets():
-                try:
-                    with tempfile.TemporaryDirectory() as place:
-                        made = build.compile_source(compiler, source, Path(place), target)
-                        (folder / prebuilt.name(source, target)).write_bytes(made.read_bytes())
-                except (build.Refused, build.Interrupted, OSError, ValueError) as error:
-                    self.warn(f"{source} is left uncompiled for {target}: {error}")
+    def build_extensions(self) -> None:
+        largest_first = sorted(
+            (path for path in sources if path.suffix == ".cpp"), key=lambda path: -path.stat().st_size
+        )
+        with ThreadPoolExecutor(self.parallel or JOBS) as pool:
+            objects = {
+                each.name: [pool.submit(self.compile, path, libraries[each.name]) for path in largest_first]
+                for each in self.extensions
+            }
+            for each in self.extensions:
+                Path(self.get_ext_fullpath(each.name)).unlink(missing_ok=True)  # it may be of other sources
+                with self._filter_build_errors(each):
+                    self.link(each, [made.result() for made in objects[each.name]])
+
+    def compile(self, source: Path, instruction_set: str) -> Path:
+        """Compile `source`, unless its object is newer than it and all headers."""
+        made = Path(self.build_temp, instruction_set, source).with_suffix(".o")
+        headers = [path for path in sources if path.suffix == ".h"]
+        if self.force or newer_group([source, *headers, KERNELS / "library.py"], made):
+            target = [f"-march={instruction_set}"] if instruction_set.startswith("x86-64") else []
+            call_compiler([*library["FLAGS"], *target, "-c", source], made)
+        return made
+
+    def link(self, extension: Extension, objects: Iterable[Path]) -> None:
+        """Link `objects`, and what tells the library from others, to the library of `extension`."""
+        made = Path(self.get_ext_fullpath(extension.name))
+        symbol, build_id = library["BUILD_ID"], Path(self.build_temp, "build_id.cpp")
+        said = f"{self.distribution.get_version()} {library['sources_hash']()}"
+        build_id.write_text(
+            f'extern "C" {{ extern const char* const {symbol}; const char* const {symbol} = "{said}"; }}\n'
+        )
+        call_compiler(["-shared", "-fPIC", "-pthread", *objects, build_id], made)
 
 
-class WheelWithLibraries(bdist_wheel):
-    """For one kind of machine where it holds libraries, for every Python."""
+def call_compiler(words: Iterable[str | Path], made: Path) -> None:
+    """Let the compiler, $CXX or the first one that is found, make a file.
 
-    def run(self):
+    Raises:
+        CompileError: there is none, or it fails.
+    """
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), "g++")
+    made.parent.mkdir(parents=True, exist_ok=True)
+    half = made.with_suffix(f".{os.getpid()}")  # where it is interrupted, no part of a file is taken for one
+    try:
+        subprocess.run([*shlex.split(compiler), *words, "-o", half], check=True)
+        half.replace(made)
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        raise CompileError(str(error)) from None
+
+
+class KernelWheel(bdist_wheel):
+    """A wheel for every Python; with libraries for one kind of machine, without any for all."""
+
+    def run(self) -> None:
         self.run_command("build")
-        folder = Path(self.get_finalized_command("build").build_lib, NATIVE, prebuilt.FOLDER)
-        self.root_is_pure = not any(folder.glob("*.so"))
+        made = Path(self.get_finalized_command("build").build_lib, KERNELS)
+        self.root_is_pure = not any(made.glob("*.so"))
         self.distribution.has_ext_modules = lambda: not self.root_is_pure
         super().run()
 
-    def get_tag(self):
+    def get_tag(self) -> tuple[str, str, str]:
         tag = super().get_tag()
         return tag if self.root_is_pure else ("py3", "none", tag[2])
 
 
 class WholeTree(sdist):
-    """With the link that setuptools passes over, as it has seen the folder behind it already."""
+    """With the link that setuptools passes over, because it has seen the folder behind it already."""
 
-    def make_release_tree(self, base_dir, files):
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
         super().make_release_tree(base_dir, files)
         Path(base_dir, "ds_configs").symlink_to("ds_compress/recipes")
 
 
-def described(readme):
-    """`readme` as a package index shows it, where links to files of the tree lead nowhere: their words alone,
-    and no pictures."""
+def described(readme: str) -> str:
+    """`readme` as a package index shows it: without pictures, and without links to files of the tree."""
     relative = r"\]\((?!https?:)[^)]*\)"
     return re.sub(rf"\[([^]]*){relative}", r"\1", re.sub(rf"!\[[^]]*{relative}\n*", "", readme))
 
 
 setup(
     long_description=described(Path(__file__).with_name("README.md").read_text()),
-    cmdclass={"build_py": BuildWithLibraries, "bdist_wheel": WheelWithLibraries, "sdist": WholeTree},
+    ext_modules=[Extension(name, [str(path) for path in sources], optional=True) for name in libraries],
+    cmdclass={"build_ext": BuildKernels, "bdist_wheel": KernelWheel, "sdist": WholeTree},
 )

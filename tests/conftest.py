@@ -1,4 +1,5 @@
 import os
+import shutil
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -7,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from ds_compress.kernels import native
+from ds_compress.kernels import library
 from tests.support import cases, seeds, shared
 
 # no verdict hangs on how busy the machine is
@@ -37,12 +38,15 @@ def pytest_collection_modifyitems(config, items):
     items[:] = kept
 
 
+def pytest_sessionstart():
+    """Run no test without the kernels of these sources, where they can be compiled."""
+    if library.load() is None and shutil.which("g++"):
+        pytest.exit("the C++ kernels are missing or stale: run `python setup.py build_ext --inplace`", 2)
+
+
 @pytest.fixture(scope="session", autouse=True)
-def compiled(tmp_path_factory):
-    """Tests meet C++ from the first message on, kept where the user keeps it; ranks that are forked have it
-    too."""
+def shared_files(tmp_path_factory):
     shared.begin(tmp_path_factory.getbasetemp())
-    native.wait()
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import pytest
 from tests.support.scripts import ROOT
 
 IGNORED = (ROOT / ".gitignore").read_text().replace("/", " ").split()
-LEFT_OUT = {".git", "prebuilt", *IGNORED} - {"results", "images"}
+LEFT_OUT = {".git", *IGNORED} - {"results", "images"}
 
 SOME_TESTS = ("tests/config", "tests/registry", "tests/cli/test_cli.py", "tests/test_layering.py")
 """That need most kinds of files."""

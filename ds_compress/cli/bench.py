@@ -20,7 +20,7 @@ from ds_compress.codec import CODECS, Codec, Context, TensorSpec, build, check_a
 from ds_compress.codecs.mixins import ObservesWarmup, ReusesForwardIndices, layers
 from ds_compress.errors import CompressionError, shown
 from ds_compress.feedback import FeedbackCodec
-from ds_compress.kernels import native
+from ds_compress.kernels.dispatch import prepare
 
 OUTLIERS = 6
 """Channels of the benchmark tensor that are 20 times as large, as in a transformer's hidden states."""
@@ -49,8 +49,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(args.threads)
-    if args.device.type == "cpu":
-        native.wait()
+    prepare()
     codecs = chosen(args.codec)
     if args.json:
         args.json.open("a").close()  # refused before minutes of work

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 
-from ds_compress.kernels import cpu, native, reference
+from ds_compress.kernels import cpu, library, reference
 from ds_compress.kernels.memory import is_out_of_memory
 from ds_compress.kernels.trial import check
 
@@ -29,9 +29,9 @@ def kernels(device: torch.device) -> ModuleType:
 
 
 def prepare() -> None:
-    """Messages will come: what has to be made first for the CPU is started, unless they are a GPU's."""
+    """Load the compiled kernels, or warn that there are none, before the first message; a GPU needs none."""
     if not torch.cuda.is_initialized():
-        native.prepare()
+        library.load()
 
 
 @contextmanager

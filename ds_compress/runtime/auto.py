@@ -14,7 +14,6 @@ from typing import Any
 
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.config.quality import LIMITS
-from ds_compress.kernels import native
 from ds_compress.message.clock import clock_for
 from ds_compress.planning.candidates import Candidate, startable_candidates
 from ds_compress.planning.choice import Evaluation, baseline, combine, pick_best, rank
@@ -80,8 +79,6 @@ class Auto(DepthController):
     def _choose(self, engine: Any, stage: StageView, row: Row) -> Change | None:
         if not self._is_open:
             return super()._choose(engine, stage, row)
-        if engine.device.type == "cpu":
-            native.wait()  # how fast they are before they are compiled says nothing
         clock = clock_for(engine.device)
         tells = float(is_informative(self._messages))
         row |= tried(stage, self._candidates, self._messages, clock, engine.global_steps)

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from ds_compress.cli.bench import benchmark_tensor, contexts
 from ds_compress.codec import TensorSpec, build
-from ds_compress.kernels import native
-from ds_compress.kernels.native import prebuilt
+from ds_compress.kernels import library
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from launch.bench import small
@@ -97,8 +96,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    native.wait()
-    instructions = prebuilt.instructions()
+    instructions = library.instruction_set()
     title = f"{list(SHAPE)}, {instructions}"
     table = Table("codec", "dtype", "encode ms", "decode ms", "ratio", "to", "floor", "", title=title)
     missed = 0
@@ -144,7 +142,7 @@ def by_size(rounds: int) -> tuple[Table, int]:
 def beside_feedbacks(rounds: int) -> tuple[Table, int]:
     """Measure encode + decode with a feedback, as a fraction of the speed without one."""
     table, missed = Table("feedback", "ratio", "floor", "", title="4 bits, 3 MiB, fp32"), 0
-    instructions = prebuilt.instructions()
+    instructions = library.instruction_set()
     work = [call for name in ("none", *FEEDBACK) for call in small.beside(NEAREST, name)]
     medians = small.measured(work, rounds, 1)
     alone, *others = (encode + decode for encode, decode in zip(medians[::2], medians[1::2]))

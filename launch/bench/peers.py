@@ -29,8 +29,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ds_compress.cli.bench import benchmark_tensor
-from ds_compress.kernels import native
-from ds_compress.kernels.native import prebuilt
+from ds_compress.kernels import library
 from launch.bench.peers_methods import PACKAGES, Method, ours, peers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -52,11 +51,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    native.wait()
     versions = {package: importlib.metadata.version(package) for package in PACKAGES}
     processor = {
         "cpu": cpu_name(),
-        "instructions": prebuilt.instructions(),
+        "instructions": library.instruction_set(),
         "torch": torch.backends.cpu.get_cpu_capability(),
     }
     print(
@@ -83,7 +81,7 @@ def ahead(rows: list[dict[str, Any]], size: str, dtype: str) -> list[str]:
 
 def table(rows: list[dict[str, Any]], sizes: list[str]) -> Table:
     """Format a row per method: speed by size; bits and error at the largest size."""
-    instructions = prebuilt.instructions()
+    instructions = library.instruction_set()
     title = f"{rows[0]['dtype']}, {instructions}: GB/s of encode + decode"
     shown = Table("", "bits/value", "error", *sizes, title=title)
     speeds = {(row["name"], row["size"]): row for row in rows}

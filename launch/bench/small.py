@@ -20,8 +20,7 @@ from ds_compress.cli.bench import benchmark_tensor
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.config import Config
 from ds_compress.feedback import FEEDBACKS
-from ds_compress.kernels import native
-from ds_compress.kernels.native import prebuilt
+from ds_compress.kernels import library
 from ds_compress.message.channel import Boundary
 
 SMALL: tuple[dict[str, Any], ...] = (
@@ -43,14 +42,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=31)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    native.wait()
     console = Console(width=120)
     console.print(small(args.rounds))
     console.print(feedback(args.rounds))
 
 
 def small(rounds: int) -> Table:
-    title = f"us of encode + decode through the channel, fp32, {prebuilt.instructions()}"
+    title = f"us of encode + decode through the channel, fp32, {library.instruction_set()}"
     table = Table("codec", *(f"{list(shape)}" for shape in SHAPES), title=title)
     work = [call for codec in SMALL for shape in SHAPES for call in encode_and_decode_messages(codec, shape)]
     medians = iter([1e6 * seconds for seconds in measured(work, rounds, CALLS)])
@@ -73,7 +71,7 @@ def encode_and_decode_messages(codec: dict[str, Any], shape: tuple[int, ...]) ->
 
 
 def feedback(rounds: int) -> Table:
-    title = f"{list(LARGE)} fp32, {prebuilt.instructions()}: share of the speed without feedback"
+    title = f"{list(LARGE)} fp32, {library.instruction_set()}: share of the speed without feedback"
     table = Table("codec", *FEEDBACK, title=title)
     work = [call for codec in CODECS for name in FEEDBACK for call in beside(codec, name)]
     medians = measured(work, rounds, 1)

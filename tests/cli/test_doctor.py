@@ -25,8 +25,7 @@ HOST = {
     "versions": VERSIONS,
     "switched_on": True,
     "device": "2 cores, x86_64",
-    "compiler": "g++ 12",
-    "kernels": "compiled on this machine",
+    "kernels": "x86-64-v4",
     "interfaces": [LO, ETH],
     "gloo_interface": "eth0",
     "gloo_because": "the name a is 10.0.0.1",
@@ -55,7 +54,7 @@ def test_nothing_is_found_where_all_is_well():
     assert told() == []
     assert [each.said for each in findings(report())] == [
         "python 3.11.7, ds_compress 1, torch 2, deepspeed 0.19.8, transformers 5 everywhere",
-        "C++ kernels compiled on this machine on a, b",
+        "C++ kernels for x86-64-v4 on a, b",
         "a talks over eth0",
         "b talks over eth0",
         "clocks differ by at most 0.2 ms",
@@ -164,13 +163,12 @@ def test_this_machine(capsys, monkeypatch):
     assert lines[0] == "1 machine" and [line for line in lines if line.startswith("good  python 3.")]
 
 
-def test_a_machine_without_compiler_or_entry_point(monkeypatch):
-    monkeypatch.setattr(machine.native, "wait", lambda: False)
-    monkeypatch.setattr(machine.build, "compiler", lambda: None)
+def test_a_machine_without_kernels_or_entry_point(monkeypatch):
+    monkeypatch.setattr(machine.library, "load", lambda: None)
     monkeypatch.setenv(machine.AUTOLOAD, "0")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     found = machine.facts()
-    assert found["compiler"] is None and found["kernels"] is None and not found["switched_on"]
+    assert found["kernels"] is None and not found["switched_on"]
     assert (found["gloo_interface"], found["gloo_because"]) == ("eth7", "GLOO_SOCKET_IFNAME")
     assert [each.level for each in findings({"hosts": [{**found, "way": None}]})] == ["good", "bad", "look"]
 

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from ds_compress.kernels import cpu, native
+from ds_compress.kernels import cpu
 from ds_compress.kernels.native import function
 from ds_compress.kernels.quantize.grid import Grid
 from tests.support.same_bits import assert_same_bits
@@ -18,7 +18,6 @@ NUMEL = 13 * PART // 4
 @pytest.fixture(autouse=True)
 def threads(monkeypatch):
     """How many torch has, in a list of one; every look at it adds a 0."""
-    assert native.wait("quantize", "quantize_feedback", "feedback", "fp8")
     number = [1]
     monkeypatch.setattr(function, "PART", PART)
     monkeypatch.setattr(torch, "get_num_threads", lambda: number.append(0) or number[0])

@@ -1,10 +1,11 @@
-"""The C++ sources, compiled for processors of which this one may be another kind."""
+"""Compiled kernels for instruction sets that the installation did not choose, and with other flags."""
 
 import ctypes
-import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path
@@ -13,61 +14,59 @@ from typing import Any
 import pytest
 import torch
 
-from ds_compress.kernels import native
-from ds_compress.kernels.native import build
+from ds_compress.kernels import library, native
 from tests.support.shared import once
 
-SOURCES = (
-    *("quantize", "quantize_feedback", "selection", "kth_largest", "gather_scatter"),
-    *("fp8", "fixed_point", "entropy", "feedback", "byte_shuffle"),
-)
-
-TARGETS = {"x86-64": "x86_64", "x86-64-v3": "x86_64", "x86-64-v4": "x86_64", "armv8-a": "aarch64"}
-"""Words of -march, and the machines that they are for: x86 without AVX, with AVX2, with AVX-512; ARM."""
-
-_AVX2 = {"avx2", "fma", "bmi2", "f16c", "movbe", "abm"}
-_NEEDED = {
-    "x86-64": set(),
-    "x86-64-v3": _AVX2,
-    "x86-64-v4": _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
-    "armv8-a": set(),
-}
-
-
-def compiler_for(target: str) -> str:
-    """A g++ that compiles for `target`; where there is none the test is skipped."""
-    machine = TARGETS.get(target, platform.machine())
-    name = "g++" if machine == platform.machine() else f"{machine}-linux-gnu-g++"
-    return shutil.which(name) or pytest.skip(f"no {name}")
+ROOT = Path(__file__).parents[2]
+COMPILER = shutil.which("g++")
+TARGETS = list(library.instruction_sets())
+"""The instruction sets of this kind of machine, best first."""
 
 
 def runs_here(target: str) -> bool:
     """Whether this processor has the instructions of `target`."""
-    if TARGETS[target] != platform.machine():
-        return False
-    return _NEEDED[target] <= set(Path("/proc/cpuinfo").read_text().split())
+    return target in library.supported()
+
+
+def build_all(build_lib: Path) -> None:
+    """Let setup.py make the libraries for all TARGETS; objects that are current are taken from build/."""
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(build_lib)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "failed" not in done.stderr, done.stderr
 
 
 @cache
-def built(source: str, target: str) -> Path:
-    """`source`, compiled for `target` without a warning."""
-    compiler = compiler_for(target)
-
-    def compile_into(folder: Path) -> None:
-        words = build.command(compiler, source, folder / "made.so", target)
-        done = subprocess.run([*words, "-Wall", "-Wextra", "-Werror"], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-
-    return once(f"{source}.{target}", compile_into) / "made.so"
+def built(target: str) -> ctypes.CDLL:
+    """The kernels for `target`, as a wheel has them."""
+    if COMPILER is None:
+        pytest.skip("no C++ compiler")
+    folder = once("libraries", build_all)
+    return ctypes.CDLL(str(folder / library.file(target).relative_to(ROOT)))
 
 
 @contextmanager
 def compiled_for(target: str) -> Iterator[None]:
-    """Every compiled pass is that of `target`, and taken however short the tensor is."""
+    """Let the kernels for `target` work on tensors of any length."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "library", lambda source: ctypes.CDLL(str(built(source, target))))
+        patch.setattr(library, "load", lambda: built(target))
         patch.setattr(native, "LONG", 0)
         yield
+
+
+def compile_with(folder: Path, *flags: str) -> None:
+    """Compile all sources with the usual and more flags, to kernels.so in `folder`."""
+    sources = [path for path in library.sources() if path.suffix == ".cpp"]
+
+    def compile_one(source: Path) -> Path:
+        made = folder / f"{'-'.join(source.relative_to(library.FOLDER).parts)}.o"
+        subprocess.run([COMPILER, *library.FLAGS, *flags, "-c", source, "-o", made], check=True)
+        return made
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compile_one, sources))
+    subprocess.run(
+        [COMPILER, *flags, "-shared", "-pthread", *objects, "-o", folder / "kernels.so"], check=True
+    )
 
 
 def remembered(function: Callable[..., Any]) -> Callable[..., Any]:

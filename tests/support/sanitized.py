@@ -1,4 +1,4 @@
-"""Drives the compiled passes with hostile packets and awkward sizes, built with sanitizers.
+"""Drives compiled kernels that check themselves with hostile packets and awkward sizes.
 
 `test_sanitizer` runs this file with the runtime of AddressSanitizer loaded before all else: torch then gets
 its memory from it, and any access beside a tensor ends the process with a report.
@@ -6,6 +6,7 @@ its memory from it, and any access beside a tensor ends the process with a repor
 
 import ctypes
 import itertools
+import os
 import sys
 
 import torch
@@ -13,14 +14,12 @@ import torch
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.codecs.mixins import FusesFeedback
 from ds_compress.errors import CompressionError
-from ds_compress.kernels import cpu, native
+from ds_compress.kernels import cpu, library, native
 from ds_compress.kernels.entropy.format import frame_of
 from ds_compress.kernels.entropy.sorted_blocks import RUN, Units
 from ds_compress.kernels.feedback.reference import GROUP
-from ds_compress.kernels.native import build as compiling
 from tests.message.test_fuzz import fuzz
 
-SANITIZERS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 SHAPES = [(0,), (1,), (7,), (8,), (63,), (64,), (65,), (3, 129), (2, 24, 40), (1, 8192 + 3)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 CODECS = [
@@ -113,7 +112,7 @@ def damaged_code(frame, code, decode) -> int:
 
 def overflow() -> None:
     """What the declarations are for: a buffer one byte too small."""
-    list_bits = native.library("selection").list_bits
+    list_bits = kernels.list_bits
     found = torch.zeros(16, dtype=torch.int64)[:15].clone()
     packed = torch.full((2,), 255, dtype=torch.uint8)
     words = [ctypes.c_int64(16), ctypes.c_int64(16)]
@@ -121,9 +120,9 @@ def overflow() -> None:
 
 
 if __name__ == "__main__":
-    compiling.FLAGS = (*compiling.FLAGS, *SANITIZERS)
+    kernels = ctypes.CDLL(os.environ["SANITIZED"])
+    library.load = lambda: kernels
     native.LONG = 0
-    assert native.wait()
     torch.manual_seed(0)
     if "overflow" in sys.argv:
         overflow()

@@ -31,7 +31,6 @@ from ds_compress.cli.console import importing_deepspeed
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.config.quality import ErrorLimits
 from ds_compress.errors import CompressionError, errors_at
-from ds_compress.kernels import native
 from ds_compress.message.channel import Boundary
 from ds_compress.message.clock import clock_for
 from ds_compress.planning import choice
@@ -173,8 +172,6 @@ class _Evaluator:
         self._profile, self._clock, self._codec_gbps = profile, clock_for(device), codec_gbps
         self._boundaries = range(len(profile.carrying))
         self._evaluations: list[list[Evaluation]] = [[] for _ in self._boundaries]
-        if device.type == "cpu":
-            native.wait()  # before they are compiled, their speed says nothing
 
     def of_candidates(self) -> list[list[Evaluation]]:
         """Evaluate every candidate; by boundary."""

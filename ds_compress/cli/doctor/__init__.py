@@ -66,7 +66,7 @@ def tell(report: Report, found: list[Finding]) -> None:
         {
             "machine": name,
             "device": host["device"],
-            "compiler": host["compiler"] or "none",
+            "kernels": host["kernels"] or "none",
             "interfaces": ", ".join(
                 f"{each['name']} {' '.join(each['addresses'][:1])}".strip() for each in host["interfaces"]
             ),

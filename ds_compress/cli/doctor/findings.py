@@ -92,11 +92,11 @@ def _kernels(hosts: list[Facts], names: list[str]) -> Iterator[Finding]:
         if kernels is None:
             yield Finding(
                 "look",
-                f"no C++ kernels on {on}: plain torch compresses there on the CPU, several times slower",
-                "install g++ (apt install g++), or a wheel that was built where there is one",
+                f"no C++ kernels on {on}: codecs on the CPU run in PyTorch there, several times slower",
+                "install g++ (apt install g++), then ds_compress again, or a wheel that has them",
             )
         else:
-            yield Finding("good", f"C++ kernels {kernels} on {on}")
+            yield Finding("good", f"C++ kernels for {kernels} on {on}")
 
 
 def _interfaces(hosts: list[Facts], names: list[str]) -> Iterator[Finding]:

@@ -1,9 +1,8 @@
-"""What one machine says of itself: versions, what compiles and what was compiled, interfaces."""
+"""What one machine says of itself: versions, compiled kernels, interfaces."""
 
 import ipaddress
 import os
 import platform
-import shlex
 import socket
 from contextlib import closing, suppress
 from importlib import metadata
@@ -14,8 +13,7 @@ import psutil
 import torch
 
 from ds_compress.errors import CompressionError
-from ds_compress.kernels import native
-from ds_compress.kernels.native import build, prebuilt
+from ds_compress.kernels import library
 from ds_compress.version import __version__
 
 LIBRARIES = ("torch", "deepspeed", "transformers")
@@ -35,7 +33,6 @@ def facts(meeting_point: str | None = None) -> Facts:
         "versions": versions(),
         "switched_on": switched_on(),
         "device": device(),
-        "compiler": compiler(),
         "kernels": kernels(),
         "interfaces": interfaces(),
         "gloo_interface": interface,
@@ -70,26 +67,9 @@ def device() -> str:
     return f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}"
 
 
-def compiler() -> str | None:
-    """The first line of what the C++ compiler says of itself."""
-    words = build.compiler()
-    if words is None:
-        return None
-    with suppress(OSError, ValueError, build.Interrupted):
-        status, said = build.run([*shlex.split(words), "--version"])
-        return said.partition("\n")[0] if status == 0 else None
-    return None
-
-
 def kernels() -> str | None:
-    """Where the C++ kernels of this machine come from; None where plain torch serves instead. Compiles what
-    is missing."""
-    if not native.wait():
-        return None
-    place = Path(getattr(native.library("quantize"), "_name", ""))
-    if place.parent.name == prebuilt.FOLDER:
-        return f"prebuilt for {place.name.split('.')[1]}"
-    return "compiled on this machine"
+    """The instruction set that the C++ kernels of this machine use; None where codecs run in PyTorch."""
+    return library.instruction_set() if library.load() else None
 
 
 def interfaces() -> list[dict[str, Any]]:

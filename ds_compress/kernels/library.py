@@ -1,0 +1,154 @@
+"""Choose and load the compiled kernels: setup.py makes one library for each instruction set at installation.
+
+setup.py also reads this file, before anything is installed: at the top it imports the standard library alone.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+FOLDER = Path(__file__).parent
+"""Where the libraries are, and in a source tree the C++ sources below it."""
+
+FLAGS = ("-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-fPIC", "-pthread", "-Wall", "-Wextra")
+"""How the sources are compiled, for any instruction set."""
+
+CPU = "DS_COMPRESS_CPU"
+"""Environment variable: the instruction set to use, to measure what another processor would run."""
+
+_V2 = frozenset({"cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"})
+_V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
+_V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
+_X86_64 = {"x86-64-v4": _V4, "x86-64-v3": _V3, "x86-64-v2": _V2}
+
+BUILD_ID = "ds_compress_build_id"
+"""The symbol of a library that holds its version and the hash of its sources."""
+
+
+def instruction_sets() -> dict[str, frozenset[str]]:
+    """The instruction sets of this kind of machine, best first, and the features in /proc/cpuinfo of each."""
+    machine = platform.machine()
+    return _X86_64 if machine == "x86_64" else {machine: frozenset()}
+
+
+@cache
+def features() -> frozenset[str]:
+    """The features of this processor, as /proc/cpuinfo names them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+
+
+def supported() -> list[str]:
+    """The instruction sets that this processor has, best first."""
+    return [name for name, needed in instruction_sets().items() if needed <= features()]
+
+
+def file(instruction_set: str) -> Path:
+    """The library for `instruction_set`, which need not exist."""
+    return FOLDER / f"libkernels-{instruction_set}.so"
+
+
+def sources() -> list[Path]:
+    """The C++ files of a source tree; none where the package is installed without them."""
+    return sorted(path for path in FOLDER.rglob("*") if path.suffix in (".cpp", ".h"))
+
+
+def sources_hash() -> str:
+    """The hash of all C++ files and flags: equal hashes, equal libraries."""
+    digest = hashlib.sha256(repr(FLAGS).encode())
+    for path in sources():
+        digest.update(f"\n{path.relative_to(FOLDER)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def is_current(library: Path) -> bool:
+    """Whether `library` was compiled from the sources of this tree."""
+    return library.exists() and sources_hash().encode() in library.read_bytes()
+
+
+def instruction_set() -> str | None:
+    """The instruction set whose library this process uses: the best one, or that of DS_COMPRESS_CPU.
+
+    Returns:
+        None where no library is installed that this processor can run.
+
+    Raises:
+        CompressionError: DS_COMPRESS_CPU names an instruction set that is unknown, that this processor lacks,
+            or for which nothing was compiled.
+    """
+    usable = [name for name in supported() if file(name).exists()]
+    asked = os.environ.get(CPU)
+    if not asked:
+        return next(iter(usable), None)
+    if asked not in usable:
+        raise _refusal(asked, usable)
+    return asked
+
+
+def _refusal(asked: str, usable: Iterable[str]) -> Exception:
+    from ds_compress.errors import CompressionError, shown
+
+    known = instruction_sets()
+    if asked not in known:
+        reason = f"is no instruction set of this kind of machine ({platform.machine()})"
+    elif missing := sorted(known[asked] - features()):
+        reason = f"needs {', '.join(missing)}, which this processor lacks"
+    else:
+        reason = f"is not compiled; `{CPU}={asked} python setup.py build_ext --inplace` does it"
+    return CompressionError(f"{CPU}: {shown(asked)} {reason}; expected one of: {', '.join(usable) or 'none'}")
+
+
+@cache
+def load() -> ctypes.CDLL | None:
+    """Load the library for this processor, once in a process.
+
+    Returns:
+        None where there is none that can be used: codecs run in PyTorch, and one warning says why.
+
+    Raises:
+        CompressionError: see `instruction_set`.
+    """
+    name = instruction_set()
+    try:
+        return _opened(name)
+    except OSError as error:
+        logger.warning("codecs on the CPU run in PyTorch, several times slower: %s", error)
+        return None
+
+
+def _opened(name: str | None) -> ctypes.CDLL:
+    """The library for the instruction set `name`.
+
+    Raises:
+        OSError: there is none, or it belongs to other sources or another version.
+    """
+    from ds_compress.version import __version__
+
+    if name is None:
+        reason = f"no compiled kernels for this processor in {FOLDER}"
+        raise OSError(f"{reason}; install ds_compress again where there is a C++ compiler")
+    path = file(name)
+    changed = path.stat().st_mtime
+    if any(source.stat().st_mtime > changed for source in sources()) and not is_current(path):
+        raise OSError(f"{path} is older than its C++ sources; run `python setup.py build_ext --inplace`")
+    library = ctypes.CDLL(str(path))
+    try:
+        build_id = ctypes.c_char_p.in_dll(library, BUILD_ID).value or b""
+    except ValueError:
+        raise OSError(f"{path} is no library of ds_compress; install ds_compress again") from None
+    version = build_id.decode(errors="replace").partition(" ")[0]
+    if version != __version__:
+        raise OSError(
+            f"{path} belongs to version {version}, this is {__version__}; install ds_compress again"
+        )
+    return library
