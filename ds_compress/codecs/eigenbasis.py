@@ -1,19 +1,26 @@
-"""A basis of the rows of messages, fitted to those of a warm-up on both sides alike and kept in the memory.
+"""A basis of the rows of messages, fitted to those of the warm-up and kept in the memory.
 
-Both sides accumulate the second moment of the rows that cross uncompressed, and derive the basis when the
-first compressed message comes. It is the result of subspace iteration from a start that both sides know, a
-smooth function of the moments: where two kinds of processor sum in another order, the bases differ by
-rounding and no sign or order can flip.
+Both sides accumulate the second moment of the rows that cross uncompressed, and fit the basis when the first
+compressed message comes. The basis is a smooth function of the moment: on two kinds of processor, which sum
+in another order, the bases differ by rounding, and no sign or order can flip. It equals `ITERATIONS` steps
+of subspace iteration from a start that both sides know. A full basis comes from one eigendecomposition
+instead; rows wider than `EXACT` have one in two rounds of blocks:
 
-A basis of all h directions can follow the messages: both sides have the same coefficients of what arrived,
-to the bit, and turn the basis to the eigenvectors of those from time to time.
+    first round     eigenvectors of each block of columns
+    second round    eigenvectors of each group of the directions found. A group has those of equal rank of all
+                    blocks: the strongest directions of all blocks come together.
+
+A full basis can follow the messages: both sides accumulate the moment of the same decoded coefficients, and
+turn the basis to its eigenvectors from time to time.
 
 Entries of the memory, where KEY ends with h: KEY.moment, float64 [h, h], until KEY.basis, fp32 [h, rank],
-takes its place; and a moment of coefficients under a key of its own, until the basis is turned by it.
+replaces it; and a moment of coefficients under a key of its own, until the basis is turned by it.
 """
 
+import functools
+import itertools
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -27,16 +34,29 @@ from ds_compress.codecs.mixins import (
     parse_size,
 )
 from ds_compress.codecs.shapes import as_message, boundary_noise, matrix_shape
+from ds_compress.codecs.water_filling import log_levels
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.numerics import is_finite
 
 ITERATIONS = 16
-"""Of C V -> V; in flat spectra, the slowest, the error is then within 0.1 % of the smallest possible."""
+"""Steps of subspace iteration, C V -> V; in flat spectra, the slowest, the error is then within 0.1 % of the
+smallest possible."""
+
+EXACT = 1024
+"""The widest rows of which a full basis is fitted in one piece."""
+
+BLOCK = 768
+"""The widest block of wider rows: a basis of 2,048 columns takes less than a second of one core."""
+
+WIDEST = 2**14
+"""The widest rows that a full basis is fitted to: their second moment takes 2 GiB."""
+
+Start = Callable[[int, int], Tensor]
+"""Makes the matrix [h, r] from which subspace iteration starts; any type and device."""
 
 
 def observe(x: Tensor, key: str, ctx: Context) -> None:
-    """Add the rows of `x` to the moment; not those of a message with inf or nan, and none once there is a
-    basis.
+    """Add the rows of `x` to the moment, unless the message holds inf or nan or there is a basis already.
 
     Args:
         x: any shape and float dtype; a row is its last dimension, of h values.
@@ -59,65 +79,59 @@ def accumulate(m: Tensor, key: str, ctx: Context) -> None:
     ctx.memory[f"{key}.moment"] = old + torch.where(is_finite(new), new, 0.0)
 
 
-def turn(key: str, gathered: str, ctx: Context) -> None:
-    """Turn the basis, of all directions, to the eigenvectors of the coefficients in the moment of the key
-    `gathered`, which goes.
+def fit(key: str, h: int, rank: int, ctx: Context) -> Tensor | None:
+    """Replace KEY.moment by KEY.basis, unless that is there already.
 
-    Args:
-        key: of the basis, fp32 [h, h], which is replaced.
-        gathered: GATHERED.moment is float64 [h, h], of rows in that basis.
-
-    Raises:
-        KeyError: one of the two is not there.
-    """
-    old, moment = ctx.memory[f"{key}.basis"].double(), ctx.memory.pop(f"{gathered}.moment")
-    # from the directions as they are: those in which nothing arrived stay
-    present = torch.eye(len(old), dtype=old.dtype, device=old.device)
-    new, r = torch.linalg.qr(old @ principal_subspace(moment, present))
-    new = new * torch.where(r.diagonal() < 0, -1.0, 1.0)
-    ctx.memory[f"{key}.basis"] = new.float().contiguous()
-
-
-def basis(key: str, h: int, rank: int, ctx: Context) -> Tensor:
-    """The basis of the rows observed: h x rank, orthonormal columns by falling second moment, fp32.
+    The basis is h x rank in fp32: orthonormal columns by falling second moment.
 
     Args:
         key: begins with the name of the codec.
 
+    Returns:
+        The second moments along the columns, float64 [rank]; None if the basis was there.
+
     Raises:
-        CompressionError: none were.
+        CompressionError: no rows were observed.
     """
-    if f"{key}.basis" not in ctx.memory:
-        if f"{key}.moment" not in ctx.memory:
-            codec = key.partition(".")[0]
-            raise CompressionError(
-                f"codec {codec!r} at boundary {ctx.boundary}: no message of {h} columns was observed before "
-                "the first compressed one; it needs warmup_steps >= 1"
-            )
-        moment = ctx.memory.pop(f"{key}.moment")
-        start = boundary_noise((h, rank), ctx).to(moment)
-        ctx.memory[f"{key}.basis"] = principal_subspace(moment, start).float().contiguous()
-    return ctx.memory[f"{key}.basis"]
+    if f"{key}.basis" in ctx.memory:
+        return None
+    if f"{key}.moment" not in ctx.memory:
+        codec = key.partition(".")[0]
+        raise CompressionError(
+            f"codec {codec!r} at boundary {ctx.boundary}: no message of {h} columns was observed before "
+            "the first compressed one; it needs warmup_steps >= 1"
+        )
+    moment = ctx.memory.pop(f"{key}.moment")
+    basis, variances = leading_eigenvectors(moment, rank, lambda *shape: boundary_noise(shape, ctx))
+    ctx.memory[f"{key}.basis"] = basis.float().contiguous()
+    return variances
 
 
-def variances(moment: Tensor, directions: Tensor) -> Tensor:
-    """The second moments, float64 [r], along the columns of `directions`, [h, r].
+def turn(key: str, accumulated: str, ctx: Context) -> None:
+    """Turn a full basis to the eigenvectors of the coefficients in a moment, which is removed.
 
     Args:
-        moment: float64 [h, h].
+        key: of the basis, fp32 [h, h], which is replaced.
+        accumulated: ACCUMULATED.moment is float64 [h, h], of rows in that basis.
+
+    Raises:
+        KeyError: one of the two is not there.
     """
-    directions = directions.double()
-    return (directions * (moment @ directions)).sum(0)
+    old, moment = ctx.memory[f"{key}.basis"].double(), ctx.memory.pop(f"{accumulated}.moment")
+    # from the directions as they are: those in which nothing arrived stay
+    eye = functools.partial(torch.eye, dtype=torch.float64, device=moment.device)
+    turned, _ = leading_eigenvectors(moment, len(moment), eye)
+    ctx.memory[f"{key}.basis"] = _orthonormal(old @ turned).float().contiguous()
 
 
 def check(memory: Mapping[str, Tensor], prefix: str, rank: int | None) -> None:
-    """Look at entries of keys that begin with `prefix` and end with h, just read from a checkpoint.
+    """Check entries of keys that begin with `prefix` and end with h, just read from a checkpoint.
 
     Args:
-        rank: at most, None for h.
+        rank: the largest allowed, None for h.
 
     Raises:
-        CompressionError: one is none that the functions here could have left.
+        CompressionError: the functions here never write such an entry.
     """
     for key, value in memory.items():
         if key.startswith(f"{prefix}."):
@@ -128,51 +142,108 @@ def check(memory: Mapping[str, Tensor], prefix: str, rank: int | None) -> None:
                 check_entry(key, value, torch.float32, shape=(h, h if rank is None else min(rank, h)))
 
 
-def principal_subspace(moment: Tensor, start: Tensor) -> Tensor:
-    """Orthonormal basis (h x r) of the r leading eigenvectors of `moment`, by subspace iteration.
+def leading_eigenvectors(moment: Tensor, rank: int, start: Start) -> tuple[Tensor, Tensor]:
+    """Find an orthonormal basis of the leading eigenvectors of `moment`, exact up to `EXACT` columns.
 
     Args:
         moment: h x h float64, sum over the rows x of x^T x.
-        start: h x r float64.
+        rank: r, at most h.
+
+    Returns:
+        The basis, float64 [h, r]; and the second moments along its columns, float64 [r], as parts of the
+        trace.
     """
     # The moment has rounding noise of 1e-16 of its size where it should have zeros. The ridge lifts all
     # eigenvalues above it and changes no eigenvector, so that a basis wider than the data is decided by
-    # `start`, not by noise.
-    size = moment.diagonal().sum()
+    # the start, not by noise.
+    h, size = len(moment), moment.diagonal().sum()
     moment = torch.where(size > 0, moment / size, 0.0)
     ridge = torch.full_like(size, 1e-10, dtype=torch.float32)
     moment.diagonal().add_(torch.where(size > 0, ridge, 1.0))
-    v = start
+    if rank == h > EXACT:
+        return _in_blocks(moment, start)
+    if h <= EXACT and 8 * rank > h:
+        return _by_decomposition(moment, start(h, rank).to(moment))
+    basis = start(h, rank).to(moment)
     for _ in range(ITERATIONS):
-        v, r = torch.linalg.qr(moment @ v)
-        v = v * torch.where(r.diagonal() < 0, -1.0, 1.0)  # Gram-Schmidt's sign: libraries choose freely
-    return v
+        basis = _orthonormal(moment @ basis)
+    return basis, (basis * (moment @ basis)).sum(0)
 
 
-WIDEST = 2**14
-"""Values of a row that a basis is fitted to: its second moment takes 2 GiB then."""
+def _by_decomposition(moment: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute what `ITERATIONS` steps from `start` converge to, by the eigenvectors U and eigenvalues L.
+
+    The steps span C^16 S = U L^16 (U^T S). Its QR decomposition does not depend on which eigenvectors the
+    library chooses where eigenvalues are equal. Rows fall in size, so QR is accurate in each of them.
+    """
+    values, vectors = torch.linalg.eigh(moment)
+    values, vectors = values.flip(0), vectors.flip(1)
+    powers = (values / values[0]).clamp(min=0) ** ITERATIONS
+    mixed = _orthonormal(powers.unsqueeze(1) * (vectors.T @ start))
+    return vectors @ mixed, (mixed.square() * values.unsqueeze(1)).sum(0)
+
+
+def _in_blocks(moment: Tensor, start: Start) -> tuple[Tensor, Tensor]:
+    """Find a full basis in two rounds of blocks; see the head of this file."""
+    h = len(moment)
+    count = -(-h // BLOCK)
+    sizes = [h // count + (place < h % count) for place in range(count)]
+    ends = list(itertools.accumulate(sizes))
+    columns = [slice(end - size, end) for end, size in zip(ends, sizes)]
+    starts = {size: start(size, size).to(moment) for size in set(sizes)}
+    first = [_by_decomposition(moment[own, own], starts[size])[0] for own, size in zip(columns, sizes)]
+    half = torch.cat([moment[:, own] @ vectors for own, vectors in zip(columns, first)], dim=1)
+
+    basis, variances = torch.zeros_like(moment), []
+    ranks = torch.cat([torch.arange(size, dtype=torch.int64, device=moment.device) for size in sizes])
+    place = 0
+    for group in ranks.argsort(stable=True).split(sizes):
+        group = group.sort().values  # block after block
+        members = [group[(group >= own.start) & (group < own.stop)] - own.start for own in columns]
+        chosen = [vectors[:, own] for vectors, own in zip(first, members)]
+        inner = torch.cat([own.T @ half[rows][:, group] for own, rows in zip(chosen, columns)])
+        turned, found = _by_decomposition(inner, starts[len(group)])
+        parts = turned.split([len(own) for own in members])
+        for own, rows, part in zip(chosen, columns, parts):
+            basis[rows, place : place + len(group)] = own @ part
+        variances.append(found)
+        place += len(group)
+    moments = torch.cat(variances)
+    order = log_levels(moments).argsort(descending=True, stable=True)
+    return basis[:, order], moments[order]
+
+
+def _orthonormal(m: Tensor) -> Tensor:
+    """Return Q of the QR decomposition of `m` with the signs of Gram-Schmidt: libraries choose theirs
+    freely."""
+    q, r = torch.linalg.qr(m)
+    return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
 
 
 class EigenbasisCodec(Codec, Stateful, ObservesWarmup, HardwareDependentDecode):
-    """With `"rotate": "learned"`: the coefficients of rows in the eigenbasis of those of the warm-up.
+    """With `"rotate": "learned"`: sends the coefficients of rows in the eigenbasis of those of the warm-up.
 
-    A subclass sends them, all rows' first ones first. The basis turns lengths into themselves, so the error
-    is that of the coefficients.
+    A subclass sends them, the first ones of all rows first. The basis preserves lengths, so the error of a
+    message is that of its coefficients.
     """
 
     needs_warmup = True
 
     @abstractmethod
     def encode_coefficients(self, coefficients: Tensor, h: int, ctx: Context, out: Parts | None) -> Parts:
-        """The payload of the first `coefficients` of rows of h, fp32 [at most h, n], by falling variance;
-        `out` is what `encode` was given."""
+        """Return the payload of the first coefficients of rows of h.
+
+        Args:
+            coefficients: fp32 [at most h, n], by falling variance.
+            out: what `encode` was given.
+        """
 
     @abstractmethod
     def decode_coefficients(self, parts: Parts, n: int, h: int, ctx: Context) -> Tensor:
-        """The first coefficients, fp32 [at most h, n], that `parts` stand for; the others are 0."""
+        """Return the first coefficients, fp32 [at most h, n], that `parts` stand for; the others are 0."""
 
     def sent(self, n: int, h: int, ctx: Context) -> int:
-        """How many coefficients of each row are sent."""
+        """Return how many coefficients of each row are sent."""
         return h
 
     def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
@@ -201,7 +272,9 @@ class EigenbasisCodec(Codec, Stateful, ObservesWarmup, HardwareDependentDecode):
         return ".".join([self.name, str(ctx.position), ctx.direction, *period, str(h)])
 
     def _basis(self, h: int, ctx: Context) -> Tensor:
-        return basis(self._key(h, ctx), h, h, ctx)
+        key = self._key(h, ctx)
+        fit(key, h, h, ctx)
+        return ctx.memory[f"{key}.basis"]
 
     def error_bound(self, spec: TensorSpec) -> float:
         return 1.0 + 2.0**-16  # rounding, of the basis and of two products

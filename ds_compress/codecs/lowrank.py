@@ -183,4 +183,6 @@ class PCA(Codec, Stateful, ObservesWarmup, BothDirections, HardwareDependentDeco
 
     def _basis(self, h: int, ctx: Context) -> Tensor:
         """Of the rows observed: h x r, orthonormal columns, fp32."""
-        return eigenbasis.basis(self._key(h, ctx), h, min(self.options.rank, h), ctx)
+        key = self._key(h, ctx)
+        eigenbasis.fit(key, h, min(self.options.rank, h), ctx)
+        return ctx.memory[f"{key}.basis"]

@@ -92,11 +92,10 @@ class EigenbasisQuantize(EigenbasisCodec):
 
     def _basis(self, h: int, ctx: Context) -> Tensor:
         key = self._key(h, ctx)
-        moment = ctx.memory.get(f"{key}.moment")
-        of_rows = super()._basis(h, ctx)
-        if moment is not None:  # which the basis has taken the place of
-            ctx.memory[f"{key}.levels"] = levels_of(eigenbasis.variances(moment, of_rows))
-        return of_rows
+        variances = eigenbasis.fit(key, h, h, ctx)
+        if variances is not None:
+            ctx.memory[f"{key}.levels"] = levels_of(variances)
+        return ctx.memory[f"{key}.basis"]
 
     def check_memory(self, memory: Mapping[str, Tensor]) -> None:
         super().check_memory({key: value for key, value in memory.items() if not key.endswith(".levels")})

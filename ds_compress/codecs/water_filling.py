@@ -30,15 +30,20 @@ _OCTAVES = 40
 rounding."""
 
 
-def levels_of(variances: Tensor) -> Tensor:
-    """The logarithms of `variances`, float64 [h], by falling variance: int32 [h], in steps from the largest.
-
-    The basis puts those that are nearly equal in any order: each counts as large as what comes behind it.
-    """
+def log_levels(variances: Tensor) -> Tensor:
+    """Return the logarithms of `variances`, float64 [h], as int32 [h] in steps of an eighth octave from the
+    largest."""
     largest = variances.amax()
     share = torch.where(largest > 0, variances / largest, 1.0).clamp(min=2.0**-_OCTAVES)
-    levels = (_STEPS * share.log2()).round().to(torch.int32)
-    return levels.flip(0).cummax(0).values.flip(0).contiguous()
+    return (_STEPS * share.log2()).round().to(torch.int32)
+
+
+def levels_of(variances: Tensor) -> Tensor:
+    """Return `log_levels` of variances that fall, but for those that are nearly equal: int32 [h].
+
+    A basis has those in any order: each counts as large as the largest after it, so that levels fall.
+    """
+    return log_levels(variances).flip(0).cummax(0).values.flip(0).contiguous()
 
 
 def share_out(levels: Tensor, bits: int) -> tuple[int, ...]:

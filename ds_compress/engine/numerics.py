@@ -44,6 +44,7 @@ def _products(device: torch.device) -> str:
         message = _numbers(rows, columns, device).double()
         moment = message.T @ message
         absorb(digest.update, "basis", torch.linalg.qr(moment @ basis.double()).Q)
+        absorb(digest.update, "eigenvectors", torch.linalg.eigh(moment).eigenvectors)
     return digest.hexdigest()
 
 

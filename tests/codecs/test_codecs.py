@@ -10,7 +10,6 @@ import ds_compress.codecs  # noqa: F401 - registers
 from ds_compress import testing
 from ds_compress.codec import CODECS, names
 from ds_compress.testing import CodecPair
-from tests.support.fitted import fitted_once
 
 OPTIONS = {
     "quantize": [
@@ -72,7 +71,6 @@ def test_options_are_of_registered_codecs():
 
 @pytest.mark.parametrize("check", testing.CHECKS, ids=label)
 @pytest.mark.parametrize("choice", choices(), ids=label)
-@fitted_once()
 def test_contract(choice, check):
     if choice in WORSE_THAN_ZEROS and check is testing.check_gaussian_error:
         with pytest.raises(AssertionError, match="of normal values; sending zeros loses 1, at float32"):
