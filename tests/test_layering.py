@@ -46,6 +46,8 @@ PACKAGES = [
     "cli",
     "__main__",
 ]
+IMPLEMENTATIONS = {"reference", "compiled", "cpu", "triton"}
+SHARED_CLASSES = {"Plan"}  # of kernels that are being renamed
 RANK = {name: rank for rank, name in enumerate(PACKAGES)}
 ONLY_IN = {
     # planning: replays DeepSpeed's schedule
@@ -150,6 +152,48 @@ def test_packages_are_few():
     """A module at the top counts as one."""
     assert {top(path) for path in MODULES} == set(PACKAGES)
     assert len(PACKAGES) <= MOST_PACKAGES
+
+
+def qualified_classes(tree: ast.AST, owner: str = ""):
+    """The classes in a tree: those inside another one with its name before theirs."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef):
+            yield owner + node.name
+            yield from qualified_classes(node, f"{owner}{node.name}.")
+        else:
+            yield from qualified_classes(node, owner)
+
+
+def repeated(names, most: int) -> dict[str, list[str]]:
+    """Names that occur more than `most` times, with the files where they do."""
+    places: dict[str, list[str]] = {}
+    for name, path in names:
+        places.setdefault(name, []).append(str(path.relative_to(PACKAGE)))
+    return {name: files for name, files in places.items() if len(files) > most}
+
+
+def test_two_classes_never_share_a_name():
+    """Options models inside the class of a codec, a feedback or a policy go by the name of that class."""
+    names = [(name, path) for path in MODULES for name in qualified_classes(ast.parse(path.read_text()))]
+    found = {name: files for name, files in repeated(names, 1).items() if name not in SHARED_CLASSES}
+    assert not found, f"give each class a name of its own: {found}"
+
+
+def test_a_module_is_found_by_its_name():
+    """A name occurs twice at most; in `kernels/`, the implementations of each algorithm are called alike."""
+    names = [
+        (path.stem, path)
+        for path in MODULES
+        if path.stem != "__init__" and not (top(path) == "kernels" and path.stem in IMPLEMENTATIONS)
+    ]
+    assert not repeated(names, 2), f"name modules by what they do: {repeated(names, 2)}"
+
+
+def test_repeated_names_are_found():
+    tree = ast.parse("class A:\n class Options: ...\nif True:\n class B: ...\ndef f():\n class A: ...")
+    names = [(name, PACKAGE / "x.py") for name in qualified_classes(tree)]
+    assert [name for name, _ in names] == ["A", "A.Options", "B", "A"]
+    assert repeated(names, 1) == {"A": ["x.py", "x.py"]}
 
 
 def test_switching_on_is_light():

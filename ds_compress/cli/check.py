@@ -64,9 +64,9 @@ def read_block(path: Path) -> object:
         CompressionError: no such file, not what DeepSpeed reads, or no such key.
     """
     with importing_deepspeed():
-        from ds_compress.engine.ds_config import load
+        from ds_compress.engine.attach import read_ds_config
     try:
-        ds_config = load(path)
+        ds_config = read_ds_config(path)
     except OSError as error:
         raise CompressionError(f"{path}: {error.strerror}") from None
     except ValueError as error:

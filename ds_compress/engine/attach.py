@@ -5,6 +5,7 @@ import itertools
 import logging
 import weakref
 from collections import ChainMap
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -12,15 +13,15 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import p2p
+from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from packaging.version import Version
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_compress.config import Config
 from ds_compress.engine import cleanup
-from ds_compress.engine.handshake import Notes, agree
+from ds_compress.engine.handshake import Notes, agree, relied_on
 from ds_compress.engine.intercept import PointToPoint
 from ds_compress.engine.mixin import CompressedEngine
-from ds_compress.engine.numerics import relied_on
 from ds_compress.engine.session import Session, steps_per_epoch
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import dispatch
@@ -77,6 +78,21 @@ def check_release(base: Any, module: Any) -> None:
             raise CompressionError(f"{release}: its pipeline engine has no {name}; it is not supported")
     if not all(callable(getattr(module.p2p, name, None)) for name in ("send", "recv")):
         raise CompressionError(f"{release}: its p2p has no send and recv; it is not supported")
+
+
+def read_ds_config(path: Path) -> Any:
+    """Return what a ds_config.json holds, read as `deepspeed.initialize` does: comments are allowed, and keys
+    that come twice are refused.
+
+    Raises:
+        OSError: there is no such file, or it cannot be read.
+        ValueError: DeepSpeed does not read it.
+    """
+    path.stat()  # DeepSpeed takes what is not a file for base64
+    try:
+        return load_ds_config(str(path))
+    except RecursionError as error:
+        raise ValueError("lists or objects are nested too deep") from error
 
 
 def prepare() -> None:

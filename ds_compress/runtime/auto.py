@@ -7,21 +7,22 @@ and each works out the same choice from it (planning/choice.py): the cheapest pr
 lose no more than the class of quality allows. It holds from the next step on, and goes on with a checkpoint.
 """
 
+import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
-from ds_compress.config import DIRECTIONS, Config
+from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.quality import LIMITS
+from ds_compress.config.recipes import with_changes
 from ds_compress.message.clock import clock_for
 from ds_compress.planning.candidates import Candidate, startable_candidates
 from ds_compress.planning.choice import Evaluation, baseline, combine, pick_best, rank
 from ds_compress.planning.evaluate import UNKNOWN, Messages, boundary_block, is_informative, to_evaluation
 from ds_compress.planning.schedule import is_deepspeed_schedule
 from ds_compress.runtime.candidate_profile import column, copying, tried
-from ds_compress.runtime.chosen import in_words
-from ds_compress.runtime.cluster_profile import ClusterProfile, by_stage, situation
+from ds_compress.runtime.cluster_profile import ClusterProfile, by_stage, situation, slowest_link
 from ds_compress.runtime.depth import MEASURED, DepthController
 from ds_compress.runtime.interface import Change, StageView
 from ds_compress.runtime.measuring import Row, gather
@@ -100,7 +101,7 @@ class Auto(DepthController):
         step = engine.global_steps
         return Change(
             _everywhere(chosen["block"], len(found.networks)),
-            lambda _: print(in_words(ranked, chosen, rows, self._config, step), flush=True),
+            lambda _: print(format_report(ranked, chosen, rows, self._config, step), flush=True),
         )
 
     def _evaluations(self, rows: Sequence[Row]) -> list[list[Evaluation]]:
@@ -142,3 +143,51 @@ def _everywhere(block: dict[str, Any], boundaries: int) -> dict[str, Any]:
         str(number): boundary_block(Candidate("", {**block, **own.get(str(number), {})}, False))
         for number in range(boundaries)
     }
+
+
+REPORT_HEADER = "step, ms", "speed-up", "depth", "forward", "backward", "settings (errors measured)"
+REPORT_COLUMNS = "{:>10}  {:>8}  {:>6}  {:>8}  {:>8}  {}"
+
+
+def format_report(
+    ranked: Sequence[dict[str, Any]],
+    chosen: dict[str, Any],
+    rows: Sequence[Row],
+    config: Config,
+    step: int,
+) -> str:
+    """
+    Args:
+        ranked: rows of `choice.rank`.
+        rows: of all ranks.
+        step: optimizer steps done.
+    """
+    assert config.quality is not None
+    limits = LIMITS[config.quality]
+    lines = [
+        f"ds_compress: recipe auto, quality {config.quality} (errors up to {limits.forward:g} forward, "
+        f"{limits.backward:g} backward): {chosen['recipe']}, link depth {chosen['depth']}, from step "
+        f"{step + 1} on; {slowest_link(rows)}",
+        REPORT_COLUMNS.format(
+            "step, ms", "speed-up", "depth", "forward", "backward", "settings (errors measured)"
+        ),
+    ]
+    for row in ranked:
+        numbers = f"{1e3 * row['step_s']:.1f}", f"{row['speedup']:.2f}", row["depth"]
+        errors = f"{row['error_forward']:.4f}", f"{row['error_backward']:.4f}"
+        mark = " <- chosen" if row is chosen else ""
+        lines.append(REPORT_COLUMNS.format(*numbers, *errors, f"{row['recipe']}{mark}"))
+    if chosen["speedup"] < 1.05:
+        lines.append("nothing would make a step 5 % faster than DeepSpeed's own")
+    lines.append(f'"{KEY}": {json.dumps(reproducing(config, chosen, step))}')
+    return "\n".join(lines)
+
+
+def reproducing(config: Config, chosen: dict[str, Any], step: int) -> dict[str, Any]:
+    """The block that trains the same from the beginning: as it was written, with what was chosen in the place
+    of the recipe."""
+    block = config.written
+    if not block.get("warmup_epochs"):
+        block["warmup_steps"] = max(step, block.get("warmup_steps", 0))
+    block.get("link", {}).pop("memory_gb", None)  # it limits depth "auto" alone
+    return with_changes(block, {**chosen["block"], "link": {"depth": chosen["depth"]}})

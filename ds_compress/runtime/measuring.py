@@ -1,16 +1,21 @@
 """What a stage takes in time and memory, noted in a few batches of training; and what its links carry."""
 
+import functools
 import socket
 import statistics
+import time
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_compress.config import DIRECTIONS
 from ds_compress.message.clock import clock_for
@@ -157,3 +162,43 @@ def gather(row: Row, device: torch.device) -> list[Row]:
     everywhere = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everywhere, mine)
     return [dict(zip(row, each.tolist())) for each in everywhere]
+
+
+TIMED = {
+    "forward_ms": schedule.ForwardPass,
+    "backward_ms": schedule.BackwardPass,
+    "step_ms": schedule.OptimizerStep,
+}
+
+
+class StageTimes:
+    """Of this process, from when it is made."""
+
+    def __init__(self) -> None:
+        self._stage: int | None = None
+        self._times = defaultdict[str, list[float]](list)
+        engine: Any = PipelineEngine
+        for name, instruction in TIMED.items():
+            engine._INSTRUCTION_MAP[instruction] = self._timed(name, engine._INSTRUCTION_MAP[instruction])
+
+    def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)  # ds_compress looks at the signature
+        def run(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            get_accelerator().synchronize()
+            started = time.perf_counter()
+            result = function(engine, *args, **kwargs)
+            get_accelerator().synchronize()
+            self._times[name].append(1e3 * (time.perf_counter() - started))
+            self._stage = engine.stage_id
+            return result
+
+        return run
+
+    def medians(self) -> dict[str, float] | None:
+        """The stage, and ms of each instruction; None where no pipeline was trained."""
+        if self._stage is None:
+            return None
+        return {
+            "stage": self._stage,
+            **{name: round(statistics.median(times), 3) for name, times in self._times.items()},
+        }

@@ -11,7 +11,7 @@ import torch
 from ds_compress.codec import CODECS, Context, build, names
 from ds_compress.codecs.mixins import HardwareDependentDecode
 from ds_compress.config import Config
-from ds_compress.engine.numerics import fingerprint, relied_on
+from ds_compress.engine.handshake import fingerprint, relied_on
 from ds_compress.errors import CompressionError
 from tests.support.dist import run_ranks
 from tests.support.unlike import OLDER, run, said_to
