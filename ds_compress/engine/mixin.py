@@ -60,8 +60,16 @@ class CompressedEngine(_Engine):
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         session, evaluate = self.ds_compress, super().eval_batch
-        with session.watchdog.step():
+        with session.watchdog.watch():
             return evaluate_both(self, session, evaluate, *args, **kwargs)
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        with self.ds_compress.watchdog.watch(sends_messages=False):
+            return super().save_checkpoint(*args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        with self.ds_compress.watchdog.watch(sends_messages=False):
+            return super().load_checkpoint(*args, **kwargs)
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         with self.ds_compress.running(pipe_schedule) as chosen:

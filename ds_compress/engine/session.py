@@ -76,7 +76,7 @@ class Session:
             config: prepared.
             p2p: stands in for DeepSpeed's point-to-point module.
             stock: DeepSpeed's functions, by instruction.
-            watchdog: not started yet.
+            watchdog: of the job.
             notes: takes lines of every rank of the pipeline to the one that reports.
         """
         boundaries = self.check(config, engine.num_stages)
@@ -157,7 +157,7 @@ class Session:
     def batch(self) -> Iterator[None]:
         """Wrap a `train_batch` of the engine: the guard looks at some of them."""
         engine, guard = self.engine, self.guard
-        with self.watchdog.step():
+        with self.watchdog.watch():
             guard.begin_step(engine.global_steps + 1, self.evaluated_at_least())
             yield
             if guard.acts and guard.judges(engine.global_steps):

@@ -2,17 +2,17 @@
 
 A thread of each rank tells rank 0, and that of rank 0 tells them, how far it has come:
 
-    2n - 1   inside its n-th train_batch or eval_batch        2n   through with it
+    2n - 1   inside its n-th call that takes all ranks      2n   past it
 
-How long a rank computes is its own affair, and so is what it does between steps: its thread goes on telling.
-But a step takes all ranks. One that others inside it still need has failed when it is silent for
-`link.timeout_s`, or when its connection is closed. One that leaves a step with an error of ours has failed:
-no packet is where it is expected any more. With any other error it has when its process ends, or begins no
-other step for `link.timeout_s`: a program may catch it and go on.
+Such calls are train_batch, eval_batch, save_checkpoint and load_checkpoint. A rank may compute in a call,
+or between two, as long as it likes: its thread goes on telling. A rank that others inside a call still need
+has failed when it is silent for `link.timeout_s`, or when its connection is closed. A rank that leaves a
+batch with an error of ours has failed: no packet is where it is expected any more. After any other error a
+program may go on; the rank has failed when its process ends, or begins no other call for `link.timeout_s`.
 
-Who finds that the job has failed tells the others. Ranks inside the step have GRACE seconds to raise an error
-of their own; one that stands in a collective then cannot, and its process ends. Ranks between steps raise
-when they begin the next.
+Who finds that the job has failed tells the others. Ranks inside the call have GRACE seconds to raise an
+error of their own; one that is blocked in a collective cannot, and its process is ended. Ranks between
+calls raise when they begin the next.
 """
 
 import atexit
@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from torch.distributed import Store
 
 from ds_compress.errors import CompressionError, in_one_line
-from ds_compress.runtime.watch import Peer, Watch
+from ds_compress.runtime.heartbeat import Connections, Peer
 
 GRACE = 4.0
 """Seconds for an error that is on its way."""
@@ -37,14 +37,15 @@ BEATS = 1000
 """Lines that rank 0 takes in a second, about; larger jobs tell less often than once a second."""
 
 FAILURE_KEY = "ds_compress/failure"
-LONGEST_FAILURE = 2000  # characters
+LONGEST_FAILURE = 2000
+"""Bytes of the text that ranks tell each other; a line is longer."""
 
 logger = logging.getLogger("ds_compress")
 _numbers = itertools.count()  # of engines, alike on all ranks
 
 
 class Watchdog:
-    """One rank's part, for one engine; its thread starts with the first step."""
+    """One rank's part, for one engine; its thread starts at once."""
 
     def __init__(self, store: Store, rank: int, world_size: int, seconds: float):
         """
@@ -56,155 +57,157 @@ class Watchdog:
         self._rank = rank
         self._seconds = seconds
         self._tick = min(max(1.0, world_size / BEATS), seconds / 4)
-        self._watch = Watch(store, f"ds_compress/watch/{next(_numbers)}", rank, world_size)
+        self._connections = Connections(store, f"ds_compress/watch/{next(_numbers)}", rank, world_size)
         self._process = os.getpid()
-        self._thread: threading.Thread | None = None
-        self._met = threading.Event()
-        self._closed = False
+        self._is_connected = threading.Event()
+        self._is_closed = False
         self._progress = 0
-        self._inside = False
-        self._left = ""  # the error with which this rank left its last step, if not ours
+        self._is_inside = False
+        self._error = ""  # with which this rank left its last call, if it may be caught
         self._overdue = 0.0  # seconds since then, or since the failure while inside
         self._failure = ""  # of the job
+        self._last_tick = time.monotonic()
+        atexit.register(self._at_exit)
+        self._thread = threading.Thread(target=self._run, name="ds_compress_watchdog", daemon=True)
+        self._thread.start()
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Round everything that takes all ranks.
+    def watch(self, sends_messages: bool = True) -> Iterator[None]:
+        """Watch a call that takes all ranks.
+
+        Args:
+            sends_messages: whether after an error of ours ranks cannot go on together.
 
         Raises:
             CompressionError: another rank has failed before.
         """
-        if self._inside:
+        if self._is_inside:
             yield
             return
         if self._failure:
             raise CompressionError(f"ds_compress: stopped: {self._failure}")
-        self._start()
-        self._overdue, self._left = 0.0, ""
+        self._overdue, self._error = 0.0, ""
         before = self._progress
-        self._progress, self._inside = before + 1, True
+        self._progress, self._is_inside = before + 1, True
         try:
             yield
             before += 2
-        except CompressionError as error:
-            self._fail(f"rank {self._rank}: {error}")
-            raise
         except BaseException as error:
-            self._left = f"rank {self._rank}: {in_one_line(error)}"
+            if sends_messages and isinstance(error, CompressionError):
+                self._fail(f"rank {self._rank}: {error}")
+            else:
+                self._error = f"rank {self._rank}: {in_one_line(error)}"
             raise
         finally:
-            self._progress, self._inside = before, False
-            self._watch.wake()  # the process may end before the next tick
+            self._progress, self._is_inside = before, False
+            self._connections.wake()  # the process may end before the next tick
 
     def close(self) -> None:
-        """This rank's engine has gone."""
-        if os.getpid() != self._process or self._closed:
+        """Stop watching: this rank's engine has gone."""
+        if os.getpid() != self._process or self._is_closed:
             return
-        self._closed = True
+        self._is_closed = True
         atexit.unregister(self._at_exit)
-        if self._thread is None:
-            self._watch.close()
-        elif self._thread is not threading.current_thread():
-            self._watch.wake()
+        if self._thread is not threading.current_thread():
+            self._connections.wake()
             self._thread.join(GRACE)
-
-    def _start(self) -> None:
-        if self._thread is None:
-            atexit.register(self._at_exit)
-            self._thread = threading.Thread(target=self._run, name="ds_compress_watchdog", daemon=True)
-            self._thread.start()
 
     def _at_exit(self) -> None:
         if os.getpid() != self._process:
             return
-        if self._left:
-            self._fail(self._left)
-        if self._met.wait(GRACE):  # the thread may not have come to it since the last step
-            self._tell()
+        if self._error:
+            self._fail(self._error)
+        if self._is_connected.wait(GRACE):  # the thread may not have run since the last call
+            self._report()
 
     def _fail(self, text: str) -> None:
         """The job has failed: the first to say why is heard."""
         if self._failure:
             return
-        self._failure, self._overdue = text.splitlines()[0][:LONGEST_FAILURE], 0.0
-        self._tell()
+        line = text.splitlines()[0].encode(errors="replace")[:LONGEST_FAILURE]
+        self._failure, self._overdue = line.decode(errors="ignore"), 0.0
+        self._report()
         if self._rank == 0:  # for whoever looks at the job from outside
             try:  # not here: another thread may wait in the store
-                threading.Thread(target=self._put, daemon=True).start()
+                threading.Thread(target=self._store_failure, daemon=True).start()
             except RuntimeError:  # Python is ending
-                self._put()
+                self._store_failure()
 
-    def _put(self) -> None:
+    def _store_failure(self) -> None:
         with suppress(RuntimeError):
             self._store.set(FAILURE_KEY, self._failure)
 
-    def _tell(self) -> None:
-        self._watch.tell(lambda: f"failed {self._failure}" if self._failure else f"at {self._progress}")
+    def _report(self) -> None:
+        """Tell the others how far this rank is, or that the job has failed."""
+        self._connections.send(lambda: f"failed {self._failure}" if self._failure else f"at {self._progress}")
 
     def _run(self) -> None:
         try:
-            self._watch.meet()
+            self._connections.connect()
         except OSError as error:
             logger.warning(
-                "ds_compress: rank %d does not reach rank 0 at %s, port %d (%s): of failures elsewhere it "
+                "ds_compress: rank %d does not reach rank 0 at %s (%s): of failures elsewhere it "
                 "hears only when its own transfers fail",
                 self._rank,
-                " or ".join(self._watch.hosts),
-                self._watch.port,
+                " or ".join(f"{host}, port {port}" for host, port in self._connections.addresses),
                 error,
             )
-            self._watch.close()
+            self._connections.close()
             return
         finally:
-            self._met.set()
-        self._tell()
-        before = time.monotonic()
-        while not self._closed:
-            woken = self._watch.wait(before + self._tick - time.monotonic(), self._take)
-            now = time.monotonic()
-            if woken or now >= before + self._tick:
-                self._tell()
-            if now >= before + self._tick:
-                # while the process is stopped, or the machine asleep, nobody is late
-                self._judge(min(now - before, 2 * self._tick))
-                before = now
-        self._tell()
-        self._watch.close()
+            self._is_connected.set()
+        self._report()
+        while not self._is_closed:
+            self._beat()
+        self._report()
+        self._connections.close()
 
-    def _take(self, peer: Peer, line: str) -> None:
-        word, _, rest = line.partition(" ")
-        peer.quiet = 0.0
-        if word == "at" and rest.isdecimal():
-            peer.progress, peer.heard = int(rest), True
-        elif word == "failed" and rest:
-            self._fail(rest)
+    def _beat(self) -> None:
+        """Hear the others until the next tick; at the tick report, and look who is late."""
+        due = self._last_tick + self._tick
+        woken = self._connections.wait(due - time.monotonic(), self._hear)
+        now = time.monotonic()
+        if woken or now >= due:
+            self._report()
+        if now >= due:
+            # while the process is stopped, or the machine asleep, nobody is late
+            self._judge(min(now - self._last_tick, 2 * self._tick))
+            self._last_tick = now
+
+    def _hear(self, peer: Peer, line: bytes) -> None:
+        word, _, rest = line.partition(b" ")
+        peer.silence = 0.0
+        if word == b"at" and rest.isdigit():
+            peer.progress, peer.has_reported = int(rest), True
+        elif word == b"failed" and rest:
+            self._fail(rest.decode(errors="replace"))
 
     def _judge(self, seconds: float) -> None:
-        """After so many more seconds."""
+        """Look whether the job has failed, after so many more seconds."""
         if not self._failure:
-            missing = self._missing(seconds)
-            self._overdue += seconds if self._left else 0.0
-            if missing or self._overdue > self._seconds:
-                self._fail(missing or self._left)
-        elif self._inside:
+            lost = self._find_lost(seconds)
+            self._overdue += seconds if self._error else 0.0
+            if lost or self._overdue > self._seconds:
+                self._fail(lost or self._error)
+        elif self._is_inside:
             self._overdue += seconds
             if self._overdue > GRACE:
                 self._end_process()
 
-    def _missing(self, seconds: float) -> str:
-        """Which rank others have missed for too long, and since when."""
-        inside = [peer.progress for peer in self._watch.peers if peer.progress % 2 and not peer.gone]
-        inside += [self._progress] if self._inside else []
+    def _find_lost(self, seconds: float) -> str:
+        """Which rank others have missed for too long, and why."""
+        inside = [peer.progress for peer in self._connections.peers if peer.progress % 2 and not peer.is_gone]
+        inside += [self._progress] if self._is_inside else []
         front = max(inside, default=-1)
-        for peer in self._watch.peers:
-            alone = peer.progress == front and inside.count(front) == 1
-            if not peer.heard or peer.progress > front or alone:
-                peer.quiet = 0.0
+        for peer in self._connections.peers:
+            is_alone = peer.progress == front and inside.count(front) == 1
+            if not peer.has_reported or peer.progress > front or is_alone:
+                peer.silence = 0.0
                 continue
-            peer.quiet += seconds
-            if peer.gone and peer.quiet > GRACE:
+            peer.silence += seconds
+            if peer.is_gone and peer.silence > GRACE:
                 return f"rank {peer.rank} is gone"
-            if peer.quiet > self._seconds + self._tick:
+            if peer.silence > self._seconds + self._tick:
                 return (
                     f"rank {peer.rank} was not heard of for {self._seconds:g} s "
                     "(ds_compress.link.timeout_s): its process is stopped, or its host or the link to it is "

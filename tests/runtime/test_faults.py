@@ -24,6 +24,8 @@ SAYS = {
     "cut-reduce": r"was not heard of for 3 s",
     "crash-reduce": r"ValueError: a mistake in the model",
     "stop-loss": SILENT,
+    "stop-save": SILENT,
+    "stop-load": SILENT,
     "cut-loss": r"rank \d (did not answer within|was not heard of for) 3 s",
 }
 FAST = [
@@ -33,6 +35,8 @@ FAST = [
     ("header", 0, "blocking"),
     ("stop-reduce", 1, "blocking"),
     ("cut-loss", 0, "eager"),
+    ("stop-save", 1, "eager"),
+    ("stop-load", 0, "blocking"),
     ("crash-reduce", 2, "blocking"),
 ]
 ALL = [

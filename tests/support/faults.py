@@ -23,7 +23,7 @@ TIMEOUT = 3.0  # seconds, "link": {"timeout_s": ...} of the faulty runs
 LATE = 10.0  # seconds over the time-out after which the table says that a rank was late
 GRACE = 60.0  # the same for tests, which run on busy machines
 BLOCK = {"min_numel": 0, "forward": {"codec": "bf16"}, "link": {"timeout_s": TIMEOUT, "checksum": True}}
-START = 120.0  # seconds until the fault, at most
+START = 600.0  # seconds until the fault, at most
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ FAULTS = {
     "cut-reduce": Fault("link cut for good in the sum of gradients", 2, 2, hosts=True),
     "crash-reduce": Fault("exception, others in the sum of gradients", 2, 2),
     "stop-loss": Fault("SIGSTOP, others in the broadcast of the loss", silent=True),
+    "stop-save": Fault("SIGSTOP, others save a checkpoint", silent=True),
+    "stop-load": Fault("SIGSTOP, others load a checkpoint", silent=True),
     "cut-loss": Fault("link cut for good in the broadcast of the loss", hosts=True),
 }
 

@@ -30,7 +30,12 @@ def crash():
 
 
 ACTIONS = {"kill": kill, "stop": stop, "crash": crash}
-PLACES = {"reduce": "allreduce_gradients", "loss": "_aggregate_total_loss"}
+PLACES = {
+    "reduce": "allreduce_gradients",
+    "loss": "_aggregate_total_loss",
+    "save": "_save_checkpoint",
+    "load": "_load_checkpoint",
+}
 
 
 def in_forward(engine, action):
@@ -137,6 +142,10 @@ def main():
     data = batches(engine.grid.get_data_parallel_id())
     for _ in range(FAULTY_STEP + 2):
         engine.train_batch(data)
+        if where in ("save", "load"):
+            engine.save_checkpoint(args.moment.parent / "checkpoints")
+        if where == "load":
+            engine.load_checkpoint(args.moment.parent / "checkpoints")
     if args.fault == "early":
         if here:
             happens()()

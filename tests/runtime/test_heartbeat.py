@@ -1,0 +1,222 @@
+"""The sockets and threads of heartbeats: nothing that a stranger sends to rank 0 ends a job."""
+
+import contextlib
+import itertools
+import logging
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed import HashStore
+
+from ds_compress.runtime import heartbeat, watchdog
+from ds_compress.runtime.heartbeat import HELLO_SECONDS, LONGEST_HELLO, MOST_STRANGERS, Connections
+from ds_compress.runtime.watchdog import Watchdog
+from tests.support.strangers import MESSAGES, disturb, eventually, flood
+
+RANKS = 3
+FOREVER = 1e6
+"""Seconds: no clock has a say here."""
+
+
+def made(store, create):
+    """What `create(rank)` gives on all ranks, which wait for each other."""
+    with ThreadPoolExecutor(RANKS) as starting:
+        return [each.result() for each in [starting.submit(create, rank) for rank in range(RANKS)]]
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Starts the watchdogs of a job."""
+    monkeypatch.setattr(watchdog, "_numbers", itertools.repeat(0))  # as if each had a process of its own
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with contextlib.ExitStack() as stack:
+
+        def job(tick=0.1):
+            store = HashStore()
+            ranks = made(store, lambda rank: Watchdog(store, rank, RANKS, FOREVER))
+            for each in ranks:  # no thread stays: other tests fork this process
+                each._tick = tick
+                stack.callback(each.close)
+            return ranks
+
+        yield job
+
+
+def port_of(ranks):
+    ((host, port),) = ranks[0]._connections.addresses
+    assert host == "127.0.0.1"
+    return port
+
+
+def have_heard(ranks, progress):
+    """Whether all ranks know of each other how far they are, as far as they tell."""
+    peers = [peer for each in ranks for peer in each._connections.peers]
+    return len(peers) == 2 * (RANKS - 1) and all(peer.progress == progress for peer in peers)
+
+
+def call(ranks):
+    for each in ranks:
+        with each.watch():
+            pass
+
+
+def goes_on(ranks, calls):
+    for number in range(calls):
+        call(ranks)
+        eventually(lambda: have_heard(ranks, ranks[0]._progress))
+        assert ranks[0]._progress >= 2 * (number + 1)
+    assert not any(each._failure for each in ranks) and all(each._thread.is_alive() for each in ranks)
+
+
+def test_nothing_that_strangers_send_ends_a_job(start):
+    """`hello \\xff 1` raised an error in the thread of rank 0: text that is not ASCII cannot be compared in
+    constant time. No rank was told anything any more, and all stopped."""
+    ranks = start()
+    goes_on(ranks, 1)
+    disturb([port_of(ranks)])
+    goes_on(ranks, 2)
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_strangers_are_told_nothing(start, name):
+    ranks = start()
+    with socket.create_connection(("127.0.0.1", port_of(ranks)), 60) as stranger:
+        stranger.settimeout(60)
+        with contextlib.suppress(ConnectionError):
+            stranger.sendall(MESSAGES[name])
+            if b"\n" in MESSAGES[name] or len(MESSAGES[name]) > LONGEST_HELLO:
+                assert stranger.recv(1) == b""  # closed
+    goes_on(ranks, 1)
+    eventually(lambda: not ranks[0]._connections._strangers)
+
+
+def test_who_has_the_token_must_be_a_rank(start):
+    ranks = start()
+    for rank in (b"0", b"3", b"-1", b"7" * 50, b"\xb2", b"1.0"):
+        with socket.create_connection(("127.0.0.1", port_of(ranks)), 60) as stranger:
+            stranger.sendall(b"hello %s %s\nfailed no\n" % (ranks[0]._connections._token, rank))
+            with contextlib.suppress(ConnectionError):
+                assert stranger.recv(1) == b""
+    goes_on(ranks, 1)
+
+
+def test_a_flood_of_connections(start):
+    """3,000 were all kept; 120 s later the job had not gone on."""
+    ranks = start()
+    with flood(port_of(ranks)):
+        goes_on(ranks, 2)
+        eventually(lambda: len(ranks[0]._connections._strangers) <= MOST_STRANGERS)
+    goes_on(ranks, 2)
+
+
+def test_ranks_that_start_in_a_flood(start, monkeypatch):
+    """Its backlog and strangers are full when they connect: who is dropped connects again."""
+    monkeypatch.setattr(heartbeat, "MOST_STRANGERS", 1)
+    connected = Connections.connect
+    with contextlib.ExitStack() as stack:
+
+        def connect(self):
+            if self.rank == 1:
+                stack.enter_context(flood(self.addresses[0][1], 300))
+            connected(self)
+            if self.rank == 1:
+                stack.enter_context(flood(self.addresses[0][1], 100))
+
+        monkeypatch.setattr(Connections, "connect", connect)
+        ranks = start()
+        goes_on(ranks, 2)
+
+
+def test_a_rank_that_rank_0_dropped_unheard_connects_again(start, monkeypatch):
+    admit, dropped = Connections._admit, []
+
+    def drop(self, peer, line):
+        if line.endswith(b" 1") and len(dropped) < 3:
+            dropped.append(peer)
+            peer.is_gone = True
+        else:
+            admit(self, peer, line)
+
+    monkeypatch.setattr(Connections, "_admit", drop)
+    ranks = start()
+    goes_on(ranks, 2)
+    assert len(dropped) == 3
+
+
+def test_strangers_have_little_time(monkeypatch):
+    """However slowly they send, a byte at a time."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(heartbeat, "time", clock)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    store = HashStore()
+    rank_0, *others = made(store, lambda rank: Connections(store, "key", rank, RANKS))
+    with socket.create_connection(rank_0.addresses[0], 60) as stranger, contextlib.ExitStack() as stack:
+        for each in (rank_0, *others):
+            stack.callback(each.close)
+        eventually(lambda: rank_0.wait(0.1, None) or rank_0._strangers)
+        while clock.now <= HELLO_SECONDS:
+            assert len(rank_0._strangers) == 1
+            stranger.send(b"h")
+            clock.now += 1.0
+            rank_0.wait(0.0, None)
+        rank_0.wait(0.0, None)
+        assert not rank_0._strangers and stranger.recv(1) == b""
+
+
+def test_an_error_of_ours_in_a_line_does_not_end_the_thread(start, monkeypatch, caplog):
+    ranks = start()
+    goes_on(ranks, 1)
+    hear, broken = Watchdog._hear, []
+
+    def breaks(self, peer, line):
+        if self._rank == 0 and not broken:
+            broken.append(peer.rank)
+            raise TypeError("a mistake of ours")
+        hear(self, peer, line)
+
+    monkeypatch.setattr(Watchdog, "_hear", breaks)
+    call(ranks)
+    eventually(lambda: "cannot read a heartbeat of rank" in caplog.text)
+    assert all(each._thread.is_alive() for each in ranks)
+
+
+@pytest.mark.parametrize(
+    "known, listens_at, told",
+    [
+        ([["127.0.0.1"], ["127.0.0.1"]], ["127.0.0.1"], ["127.0.0.1"]),
+        # each finds another address for the name of rank 0; the first that is its own counts
+        ([["127.0.1.1"], ["192.0.2.1", "127.0.0.1"]], ["127.0.1.1", "127.0.0.1"], ["127.0.1.1", "127.0.0.1"]),
+        # an address that others translate, or none at all
+        ([["127.0.0.1"], ["192.0.2.1"]], None, ["127.0.0.1", "192.0.2.1", socket.gethostname()]),
+        ([[], []], None, [socket.gethostname()]),
+    ],
+)
+def test_rank_0_listens_where_training_reaches_it(known, listens_at, told):
+    servers, addresses = heartbeat._listen(known)
+    try:
+        bound = [server.getsockname()[0] for server in servers]
+        assert bound == listens_at if listens_at else len(bound) == 1 and bound[0] in ("::", "0.0.0.0")
+        assert [host for host, _ in addresses] == told
+        ports = {port for _, port in addresses}
+        assert ports == {server.getsockname()[1] for server in servers}
+    finally:
+        for server in servers:
+            server.close()
+
+
+def test_training_goes_on_where_rank_0_cannot_be_reached(start, monkeypatch, caplog):
+    connect = Connections.connect
+
+    def unreachable(self):
+        self.addresses = [("127.0.0.1", 1)] if self.rank == 2 else self.addresses
+        connect(self)
+
+    monkeypatch.setattr(Connections, "connect", unreachable)
+    with caplog.at_level(logging.WARNING):
+        ranks = start()
+        for _ in range(3):
+            call(ranks)
+        eventually(lambda: "rank 2 does not reach rank 0 at 127.0.0.1, port 1 (" in caplog.text)
+    assert not any(each._failure for each in ranks)

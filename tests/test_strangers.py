@@ -1,0 +1,73 @@
+"""Strangers on every port that a job listens on, torch's among them: the job goes on."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import psutil
+
+import ds_compress  # noqa: F401  (hooks the engine)
+from launch.ports import reserved_port
+from tests.support.dist import run_ranks
+from tests.support.pipeline import batches, build, ds_config
+from tests.support.strangers import disturb, flood, listening_ports
+
+BLOCK = {"min_numel": 0, "forward": {"codec": "bf16"}, "link": {"mode": "eager", "timeout_s": 300}}
+
+
+@contextlib.contextmanager
+def disturbed():
+    """Strangers send to every port of this process until the end of the context, and at least once."""
+    ended = threading.Event()
+
+    def run():
+        disturb(listening_ports(os.getpid()))
+        while not ended.wait(0.1):
+            disturb(listening_ports(os.getpid()))
+
+    strangers = threading.Thread(target=run)
+    strangers.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        strangers.join()
+
+
+def train(has_strangers, steps=6):
+    engine, data = build(2, ds_config(BLOCK)), batches()
+    with contextlib.ExitStack() as stack:
+        if has_strangers:
+            stack.enter_context(disturbed())
+            for _, port in engine.ds_compress.watchdog._connections.addresses if engine.global_rank else ():
+                stack.enter_context(flood(port))
+        return [engine.train_batch(data).item() for _ in range(steps)]
+
+
+def test_training_goes_on():
+    assert run_ranks(2, train, True) == run_ranks(2, train, False)
+
+
+def test_doctor_goes_on():
+    with reserved_port() as port:
+        places = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
+        command = [sys.executable, "-m", "ds_compress", "doctor", "--json", "--timeout", "300"]
+        first = {**os.environ, **places, "RANK": "0"}
+        ranks = [subprocess.Popen(command, env=first, stdout=subprocess.PIPE, text=True)]
+        try:
+            while ranks[0].poll() is None and not listening_ports(ranks[0].pid):
+                disturb([port])
+            disturb(listening_ports(ranks[0].pid))
+            ranks.append(subprocess.Popen(command, env={**first, "RANK": "1"}, stdout=subprocess.PIPE))
+            while any(each.poll() is None for each in ranks):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    disturb(listening_ports(*(each.pid for each in ranks)))
+            (link,) = json.loads(ranks[0].stdout.read())["links"]
+        finally:
+            for each in ranks:
+                each.kill()
+                each.communicate()
+    assert [each.returncode for each in ranks] == [0, 0] and link["ranks"] == [0, 1]
