@@ -89,13 +89,3 @@ def test_the_merged_model_has_the_same_perplexity(run, tmp_path, capsys):
     torch.testing.assert_close(adapted(ids).logits, plain(ids).logits, rtol=1e-5, atol=1e-5)
     assert main(["merge", str(path.parent / "out"), "--to", str(merged)]) == 2
     assert capsys.readouterr().err.endswith(f"--to {merged}: the folder is not empty\n")
-
-
-def test_what_is_refused_is_refused_in_one_line(run, tmp_path):
-    path = copy_of(run[0], tmp_path / "copy")
-    settings = json.loads(path.read_text())
-    path.write_text(json.dumps(settings | {"stages": 3}))
-    done = finetune("torchrun", path, check=False, python=interpreter(TRAINING))
-    assert done.returncode
-    assert "train.json.stages: 3 is not allowed: 2 processes were started" in done.stderr
-    assert "Traceback" not in done.stderr.split("torch/distributed")[0]

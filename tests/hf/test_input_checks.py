@@ -1,5 +1,7 @@
 """What a run cannot do is refused in one line on every rank, before anything is built."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from torch import distributed
 from transformers import AutoTokenizer
 
 from ds_compress.errors import CompressionError
+from ds_compress.hf.finetune import main
 from ds_compress.hf.settings import read_settings
 from ds_compress.hf.training import FinetuneRun
 from tests.support.dist import run_ranks
@@ -72,12 +75,20 @@ def test_tokens_of_another_vocabulary(path, tmp_path):
     )
 
 
+def code_and_output(path):
+    output = io.StringIO()
+    with contextlib.redirect_stderr(output):
+        return main([str(path)]), output.getvalue()
+
+
 def test_more_stages_than_processes(path):
     """It was once an assertion inside DeepSpeed, in a traceback of every rank."""
-    assert refusal(path, 2, stages=3) == (
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"stages": 3}))
+    line = (
         "train.json.stages: 3 is not allowed: 2 processes were started; their number should be a multiple of "
-        "the number of stages"
+        "the number of stages\n"
     )
+    assert run_ranks(2, code_and_output, path) == 2 * [(2, line)]
 
 
 def test_zero_2(path):
@@ -113,11 +124,10 @@ def refused_on_rank_1(path, changes):
     return refused(own).replace(own.name, "train.json")
 
 
-@pytest.mark.parametrize("missing", ["peft", "transformers"])
-def test_without_the_extra_it_says_what_to_install(path, missing):
+def test_without_the_extra_it_says_what_to_install(path):
     """It was once a traceback of imports."""
     program = (
-        f"import runpy, sys; sys.modules[{missing!r}] = None; sys.argv = ['finetune', {str(path)!r}]; "
+        f"import runpy, sys; sys.modules['peft'] = None; sys.argv = ['finetune', {str(path)!r}]; "
         "runpy.run_module('ds_compress.hf.finetune', run_name='__main__')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

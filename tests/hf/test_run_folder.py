@@ -94,6 +94,19 @@ def test_replicas_need_a_folder_of_their_stage(tmp_path):
     assert said[0].startswith("train.json.out: rank 1 does not see what rank 0 writes there, and both train")
 
 
+def last_step(folder):
+    """What each rank resumes from if rank 0 alone had named the checkpoint of step 4 when it was killed."""
+    path = machine(folder)
+    for step in (2, 4):
+        (path / f"step{step}").mkdir(parents=True)
+    (path / "latest").write_text("step2" if distributed.get_rank() else "step4")
+    return RunFolder(path, 1).find_last_step()
+
+
+def test_a_checkpoint_that_one_machine_had_named_is_complete_on_all(tmp_path):
+    assert run_ranks(2, last_step, tmp_path) == [4, 4]
+
+
 def full_disk(folder):
     """What each rank says if rank 0 cannot write what rank 1 sends."""
     path = machine(folder)
