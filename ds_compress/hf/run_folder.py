@@ -58,12 +58,17 @@ class RunFolder:
         """Whether all ranks see one folder."""
         return not any(self._owners)
 
+    @property
+    def is_owner(self) -> bool:
+        """Whether this rank writes what its folder has once."""
+        return self._owners[self._rank] == self._rank
+
     def name_complete(self, step: int) -> None:
         """Name the checkpoint of `step` as the last complete one, in every folder.
 
         A process that reads at the same time gets the old name or the new one.
         """
-        if self._owners[self._rank] == self._rank:
+        if self.is_owner:
             new = self.path / f"{LATEST}.new"
             new.write_text(checkpoint_name(step))
             new.replace(self.path / LATEST)

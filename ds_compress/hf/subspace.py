@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ds_compress.engine.subspace import Linear
+from ds_compress.engine.subspace import PairLayer
 from ds_compress.errors import CompressionError
 from ds_compress.hf.structure import find_layer_list
 
@@ -73,13 +73,13 @@ def restore(model: Any, folder: str | Path) -> Any:
     layers: Any = base.get_submodule(find_layer_list(base))
     for number in sorted({int(name.partition(".")[0]) for name in stored}):
         parameter = next(layers[number].parameters())
-        pair = nn.Sequential(*(_load_linear(stored, f"{number}.{name}") for name in (NARROW, WIDEN)))
+        pair = nn.Sequential(*(_load_layer(stored, f"{number}.{name}") for name in (NARROW, WIDEN)))
         layers[number].register_forward_hook(_ApplyPair(pair.to(parameter.device).requires_grad_(False)))
     return model
 
 
-def _load_linear(stored: dict[str, Tensor], name: str) -> Linear:
-    return Linear(stored[f"{name}.weight"], stored[f"{name}.bias"])
+def _load_layer(stored: dict[str, Tensor], name: str) -> PairLayer:
+    return PairLayer(stored[f"{name}.weight"], stored[f"{name}.bias"])
 
 
 class _ApplyPair:

@@ -87,7 +87,7 @@ class FinetuneRun:
 
     def run(self) -> None:
         """Resume if there is a checkpoint, train, and evaluate before and after."""
-        if self.is_first:
+        if self.folder.is_owner:
             (self.folder.path / NAME).write_text(self.settings.model_dump_json(indent=2) + "\n")
         if not self.folder.is_shared:
             self._say(

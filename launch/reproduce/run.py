@@ -15,7 +15,7 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
-from ds_compress.engine.subspace import Widen, bases, with_pairs
+from ds_compress.engine.subspace import Widen, find_bases, insert_pairs
 from ds_compress.simulate import Traffic, announce, evaluating, simulate, traffic
 from launch.reproduce.language import Language
 from launch.reproduce.presets import PRESETS
@@ -98,7 +98,8 @@ def stages_of(run: Run, task: Task) -> list[nn.Module]:
         return stages
     cuts = range(1, STAGES)
     samples = [inputs for inputs, *_ in itertools.islice(task.epoch(run.seed, 0), SAMPLES)]
-    layers, inside = with_pairs(stages, cuts, bases(stages, cuts, samples, run.rank, torch.device("cpu")))
+    found = find_bases(stages, cuts, samples, run.rank, torch.device("cpu"))
+    layers, inside = insert_pairs(stages, cuts, found)
     built = [layer.build() if isinstance(layer, LayerSpec) else layer for layer in layers]
     bounds = [0, *inside, len(built)]
     return [nn.Sequential(*built[start:end]) for start, end in itertools.pairwise(bounds)]

@@ -9,7 +9,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 import ds_compress
-from ds_compress.engine.subspace import SubspacePipeline, bases, with_pairs
+from ds_compress.engine.subspace import SubspacePipeline, find_bases, insert_pairs
 from ds_compress.errors import CompressionError
 from ds_compress.simulate import simulate
 from tests.support.dist import run_ranks
@@ -35,7 +35,7 @@ def samples(count=4):
 
 def one_process(layers, cuts, config, rank=RANK):
     """The pipeline with pairs, simulated."""
-    found, inside = with_pairs(layers, cuts, bases(layers, cuts, samples(), rank, CPU))
+    found, inside = insert_pairs(layers, cuts, find_bases(layers, cuts, samples(), rank, CPU))
     built = [layer.build() if isinstance(layer, LayerSpec) else layer for layer in found]
     return simulate(nn.Sequential(*built), config, inside)
 
@@ -61,7 +61,7 @@ def test_a_basis_of_full_rank_changes_nothing(kind):
 
 def test_a_basis_is_the_best_of_its_rank():
     layers = modules()
-    (basis,) = bases(layers, [2], samples(), RANK, CPU)
+    (basis,) = find_bases(layers, [2], samples(), RANK, CPU)
     with torch.no_grad():
         rows = torch.cat([nn.Sequential(*layers[:2])(x).flatten(0, 1) for x in samples()])
     torch.testing.assert_close(basis.mean, rows.mean(0))
@@ -76,7 +76,7 @@ def test_looking_for_a_basis_leaves_no_trace():
     layers[4].eval()
     modes = [layer.training for layer in layers if isinstance(layer, nn.Module)]
     before = torch.get_rng_state()
-    first, again = (bases(layers, [2, 4], samples(), RANK, CPU) for _ in range(2))
+    first, again = (find_bases(layers, [2, 4], samples(), RANK, CPU) for _ in range(2))
     assert torch.equal(before, torch.get_rng_state())
     assert modes == [layer.training for layer in layers if isinstance(layer, nn.Module)]
     assert all(torch.equal(x, y) for one, two in zip(first, again) for x, y in zip(one, two))
@@ -219,7 +219,7 @@ def test_what_no_basis_is_found_for_is_refused(name):
     changes, message = REFUSED[name]
     given = {"samples": samples(), "rank": RANK, "second": Block(), **changes}
     with pytest.raises(CompressionError, match=message):
-        bases([Block(), given["second"], Block()], [2], given["samples"], given["rank"], CPU)
+        find_bases([Block(), given["second"], Block()], [2], given["samples"], given["rank"], CPU)
 
 
 def refused(rank):

@@ -78,12 +78,12 @@ def test_documents_are_kept_apart_or_it_is_refused(family):
         verify_parts(config(family), positions=True)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_checked_has_every_kind_of_layer_and_little_else(family):
-    given = config(family)
-    made = make_tiny_config(given)
-    assert made.num_hidden_layers == 3 if not hasattr(given, "layer_types") else made.num_hidden_layers >= 2
-    assert set(getattr(made, "layer_types", None) or ()) == set(getattr(given, "layer_types", None) or ())
+def test_what_is_checked_has_every_kind_of_layer_and_little_else():
+    for given in map(config, FAMILIES):
+        kinds = set(getattr(given, "layer_types", None) or ())
+        made = make_tiny_config(given)
+        assert made.num_hidden_layers == 3 if not kinds else made.num_hidden_layers >= 2
+        assert set(getattr(made, "layer_types", None) or ()) == kinds
 
 
 def llama4():

@@ -1,8 +1,10 @@
-"""Pipelines whose messages live in a learned subspace: a pair of small layers at every cut, trained with the
-model. Experimental; docs/subspace.md has what it costs."""
+"""A pipeline with a pair of small layers at every cut: stages send coefficients in a learned basis.
 
-from ds_compress.engine.subspace.basis import bases
+Experimental; docs/subspace.md says what it costs.
+"""
+
+from ds_compress.engine.subspace.basis import find_bases
 from ds_compress.engine.subspace.module import SubspacePipeline
-from ds_compress.engine.subspace.pair import Basis, Linear, Narrow, Widen, with_pairs
+from ds_compress.engine.subspace.pair import Basis, Narrow, PairLayer, Widen, insert_pairs
 
-__all__ = ["Basis", "Linear", "Narrow", "SubspacePipeline", "Widen", "bases", "with_pairs"]
+__all__ = ["Basis", "Narrow", "PairLayer", "SubspacePipeline", "Widen", "find_bases", "insert_pairs"]

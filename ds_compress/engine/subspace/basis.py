@@ -1,6 +1,6 @@
-"""Where the pairs start: the principal components of the hidden states that a model has at its cuts.
+"""The initial bases of the pairs: principal components of a model's hidden states at its cuts.
 
-The layers run one after the other in this process, one of them in memory at a time where specs build them.
+The layers run one after the other in this process; of those that specs build, one at a time is in memory.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,23 +16,23 @@ from ds_compress.engine.subspace.pair import Basis
 from ds_compress.errors import CompressionError
 
 
-def bases(
+def find_bases(
     layers: Sequence[Any], cuts: Sequence[int], samples: Sequence[Any], rank: int, device: torch.device
 ) -> list[Basis]:
-    """The mean and the principal components of the hidden states at each cut, on the CPU.
+    """Compute mean and principal components of the hidden states at each cut, on the CPU.
 
-    Random number generators are left as they were, and so are modules among `layers`.
+    The state of random number generators does not change, nor do modules among `layers`.
 
     Args:
         layers: modules, functions and specs, as of a `PipelineModule`.
-        cuts: index of the first layer after each, ascending.
+        cuts: index of the first layer after each cut, ascending.
         samples: inputs of the first layer: tensors, or tuples of them.
         rank: number of components.
-        device: where layers run that specs build; modules run where they are.
+        device: for layers that specs build; modules run on their own device.
 
     Raises:
-        CompressionError: no samples; or what passes a cut is no hidden state of `rank` values at least, or
-            not finite.
+        CompressionError: there are no samples, or what passes a cut is not a finite hidden state of at least
+            `rank` values.
     """
     if not samples:
         raise CompressionError("subspace: samples: none are given; should be a few inputs of the first layer")
@@ -42,19 +42,19 @@ def bases(
     devices = [device] if device.type != "cpu" else []
     with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         for number, layer in enumerate(layers[: max(cuts, default=0)]):
-            with _runnable(layer, tied, device) as (function, place):
-                states = [function(_on(place, state)) for state in states]
+            with _evaluation_function(layer, tied, device) as (function, on):
+                states = [function(_move(state, on)) for state in states]
             if number + 1 in cuts:
                 hidden = [state[0] if isinstance(state, tuple) else state for state in states]
-                found.append(_principal(hidden, rank, f"subspace: the cut after layer {number}"))
+                found.append(_principal_components(hidden, rank, f"subspace: the cut after layer {number}"))
     return found
 
 
 @contextmanager
-def _runnable(
+def _evaluation_function(
     layer: Any, tied: dict[str, nn.Module], device: torch.device
 ) -> Iterator[tuple[Callable[[Any], Any], torch.device]]:
-    """The layer as a function for evaluation, and where it computes."""
+    """Yield a layer as a function, in evaluation mode, and the device it computes on."""
     if isinstance(layer, TiedLayerSpec):
         if layer.key not in tied:
             tied[layer.key] = layer.build().to(device)
@@ -77,14 +77,14 @@ def _runnable(
             each.training = mode
 
 
-def _on(device: torch.device, state: Any) -> Any:
+def _move(state: Any, device: torch.device) -> Any:
     if isinstance(state, tuple):
-        return tuple(_on(device, each) for each in state)
+        return tuple(_move(each, device) for each in state)
     return state.to(device) if isinstance(state, Tensor) else state
 
 
-def _principal(hidden: list[Tensor], rank: int, where: str) -> Basis:
-    """Of the last dimension of all of `hidden` together; `where` begins errors."""
+def _principal_components(hidden: list[Tensor], rank: int, where: str) -> Basis:
+    """Compute them for the last dimension of all tensors together; `where` begins errors."""
     first = hidden[0]
     if not first.is_floating_point() or first.ndim < 2:
         raise CompressionError(

@@ -9,18 +9,18 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from torch import Tensor
 
-from ds_compress.engine.subspace.basis import bases
-from ds_compress.engine.subspace.pair import Basis, with_pairs
+from ds_compress.engine.subspace.basis import find_bases
+from ds_compress.engine.subspace.pair import Basis, insert_pairs
 from ds_compress.errors import CompressionError, in_one_line
 
 
 class SubspacePipeline(PipelineModule):
-    """Stages send each other `rank` coefficients in the place of a hidden state, in a basis that is trained
-    with the model and begins as the principal components of what the samples are at the cut.
+    """Send `rank` coefficients instead of each hidden state, in a basis that is trained with the model.
 
-    DeepSpeed decides where the cuts are, as for any `PipelineModule`; tied layers, tuples and activation
-    checkpoints are as there. Of a tuple the first tensor is the hidden state, the others cross beside it.
-    The layers after a cut have other numbers than without pairs, in files of checkpoints too.
+    The basis starts as the principal components of the samples' hidden states at the cut. DeepSpeed decides
+    where the cuts are, and tied layers, tuples and activation checkpointing work as in any `PipelineModule`.
+    Of a tuple the first tensor is the hidden state, the others are sent beside it. Layers after a cut have
+    other numbers than without pairs, in files of checkpoints too.
     """
 
     parts: list[int]
@@ -32,13 +32,14 @@ class SubspacePipeline(PipelineModule):
         """
         Args:
             layers, args, options: as of a `PipelineModule`.
-            rank: coefficients of a hidden state; None: no pairs, a `PipelineModule` as any other.
-            samples: a few inputs of the first layer, tensors or tuples of them; those of rank 0 count. That
-                rank runs all layers up to the last cut, one after the other. Specs of layers have to build
-                the weights that training starts from: those of a checkpoint, not random ones.
+            rank: coefficients of a hidden state; None: no pairs.
+            samples: a few inputs of the first layer, tensors or tuples of them. Rank 0 runs all layers up to
+                the last cut on its samples. Specs must build the weights that training starts from: those of
+                a checkpoint, not random ones.
 
         Raises:
-            CompressionError: as of `bases`, on every rank; or the module is also one for DualPipeV.
+            CompressionError: on every rank, for what `find_bases` refuses; or the module is also one for
+                DualPipeV.
         """
         if rank is not None and hasattr(self, "activate_phase"):
             raise CompressionError(
@@ -49,39 +50,39 @@ class SubspacePipeline(PipelineModule):
         super().__init__(layers, *args, **options)
 
     def _build(self) -> None:
-        """Where the cuts are is known here, and nothing has been built."""
+        """Insert the pairs: DeepSpeed has decided where the cuts are, and has built nothing yet."""
         if self._rank is not None and len(self.parts) > 2:
-            self._put_pairs(self._rank)
+            self._insert_pairs(self._rank)
         self._samples = ()
         super()._build()
 
-    def _put_pairs(self, rank: int) -> None:
+    def _insert_pairs(self, rank: int) -> None:
         if self._grid.get_slice_parallel_world_size() > 1:
             raise CompressionError(
                 "subspace: tensor-parallel layers are not supported, as one rank runs all layers"
             )
         cuts = list(self.parts[1:-1])
-        found = _same_on_all_ranks(self._layer_specs, cuts, self._samples, rank)
-        self._layer_specs, inside = with_pairs(self._layer_specs, cuts, found)
+        found = _find_bases_on_rank_0(self._layer_specs, cuts, self._samples, rank)
+        self._layer_specs, inside = insert_pairs(self._layer_specs, cuts, found)
         self._num_layers = len(self._layer_specs)
         self.parts = [0, *inside, self._num_layers]
         self._set_bounds(*self.parts[self.stage_id : self.stage_id + 2])
 
 
-def _same_on_all_ranks(
+def _find_bases_on_rank_0(
     layers: Sequence[Any], cuts: list[int], samples: Sequence[Any], rank: int
 ) -> list[Basis]:
-    """Bases that rank 0 computes: where processors differ, others would find other signs."""
+    """Compute the bases on rank 0 and send them to all: other processors could find other signs."""
     device = torch.device(get_accelerator().current_device_name())
     found: list[Basis] = []
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            found = bases(layers, cuts, samples, rank, device)
-        except Exception as error:  # the others wait
+            found = find_bases(layers, cuts, samples, rank, device)
+        except Exception as error:  # raised below: the others wait for a verdict
             failure = error
     known = [basis.directions.shape[1] for basis in found] or [0] * len(cuts)
-    widths = _from_rank_0(torch.tensor(known, dtype=torch.int64, device=device)).tolist()
+    widths = _broadcast(torch.tensor(known, dtype=torch.int64, device=device)).tolist()
     if not all(widths):
         if isinstance(failure, CompressionError):
             raise failure
@@ -96,10 +97,11 @@ def _same_on_all_ranks(
                     torch.empty(rank, width, dtype=torch.float32, device="cpu"),
                 )
             )
-        found[number] = Basis(*(_from_rank_0(tensor.to(device)).cpu() for tensor in found[number]))
+        found[number] = Basis(*(_broadcast(tensor.to(device)).cpu() for tensor in found[number]))
     return found
 
 
-def _from_rank_0(tensor: Tensor) -> Tensor:
+def _broadcast(tensor: Tensor) -> Tensor:
+    """Return rank 0's values, in place."""
     dist.broadcast(tensor, 0)
     return tensor

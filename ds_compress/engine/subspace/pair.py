@@ -1,4 +1,4 @@
-"""The pair of layers at a cut: one turns hidden states into few coefficients, the other turns them back."""
+"""The pair of layers at a cut: one turns hidden states into coefficients, the other turns them back."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Basis(NamedTuple):
-    """Where a pair starts."""
+    """Hold the basis that a pair starts with."""
 
     mean: Tensor
     """[width] fp32."""
@@ -17,10 +17,11 @@ class Basis(NamedTuple):
     """[rank, width] fp32, orthonormal rows."""
 
 
-class Linear(nn.Module):
-    """Acts on the last dimension of a tensor, or of the first tensor of a tuple; the rest passes by.
+class PairLayer(nn.Module):
+    """Apply a linear map to the last dimension of a tensor, or of the first tensor of a tuple.
 
-    What comes out has the dtype of what went in; the parameters may have another one, as adapters do.
+    The other tensors of a tuple are passed on. The output has the input's dtype; parameters may have another
+    one, as adapters do.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor):
@@ -28,38 +29,43 @@ class Linear(nn.Module):
         self.weight, self.bias = nn.Parameter(weight.clone()), nn.Parameter(bias.clone())
 
     def forward(self, inputs: Any) -> Any:
-        x, *rest = inputs if isinstance(inputs, tuple) else (inputs,)
+        """Map the first tensor of `inputs`."""
+        x, *others = inputs if isinstance(inputs, tuple) else (inputs,)
         y = F.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
-        return (y, *rest) if isinstance(inputs, tuple) else y
+        return (y, *others) if isinstance(inputs, tuple) else y
 
 
-class Narrow(Linear):
-    """The last layer of a stage: hidden states [..., width] -> coefficients [..., rank]."""
+class Narrow(PairLayer):
+    """End a stage: map hidden states [..., width] to coefficients [..., rank]."""
 
     def __init__(self, basis: Basis):
         super().__init__(basis.directions, -(basis.directions @ basis.mean))
 
 
-class Widen(Linear):
-    """The first layer of the next stage: coefficients [..., rank] -> hidden states [..., width]."""
+class Widen(PairLayer):
+    """Begin a stage: map coefficients [..., rank] to hidden states [..., width]."""
 
     def __init__(self, basis: Basis):
         super().__init__(basis.directions.T.contiguous(), basis.mean)
 
 
-def with_pairs(
+def insert_pairs(
     layers: Sequence[Any], cuts: Sequence[int], bases: Sequence[Basis]
 ) -> tuple[list[Any], list[int]]:
-    """`layers` with the specs of a pair at each cut, and where the cuts are then: inside the pairs.
+    """Insert the specs of a pair at each cut.
 
     Args:
+        layers: modules, functions and specs, as of a `PipelineModule`.
         cuts: index of the first layer of every stage but the first one.
         bases: of each cut.
+
+    Returns:
+        The longer list of layers, and the cuts in it, between the layers of each pair.
     """
-    found: list[Any] = []
+    longer: list[Any] = []
     inside = []
     for start, end, basis in zip([0, *cuts], cuts, bases):
-        found += [*layers[start:end], LayerSpec(Narrow, basis)]
-        inside.append(len(found))
-        found.append(LayerSpec(Widen, basis))
-    return [*found, *layers[cuts[-1] if cuts else 0 :]], inside
+        longer += [*layers[start:end], LayerSpec(Narrow, basis)]
+        inside.append(len(longer))
+        longer.append(LayerSpec(Widen, basis))
+    return [*longer, *layers[cuts[-1] if cuts else 0 :]], inside
