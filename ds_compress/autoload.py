@@ -24,6 +24,10 @@ PLAIN = "deepspeed.runtime.engine"
 KEY = "ds_compress"
 
 MARK = "_ds_compress"  # of a constructor that is wrapped
+FIRST_USES = ("_exec_schedule", "save_checkpoint", "load_checkpoint")
+"""Methods that a pipeline engine has, of which all ranks call the same one first."""
+
+_in_construction: set[int] = set()  # ids of the engines in the constructor of `PipelineEngine`
 
 logger = logging.getLogger("ds_compress")
 
@@ -87,14 +91,23 @@ def _around_pipeline(
     engine: Any, module: ModuleType, build: Callable[[], None], kwargs: dict[str, Any]
 ) -> None:
     """Have `build` make a `PipelineEngine`, then compress what it sends."""
-    if KEY in getattr(kwargs.get("config_class"), "_param_dict", {}):
-        _entrance().prepare()
-    build()
+    _prepare(kwargs)
+    _in_construction.add(id(engine))
+    try:
+        build()
+    finally:
+        _in_construction.discard(id(engine))
     ds_config = _ds_config(engine)
     if KEY in ds_config:
         _entrance().attach(engine, module, ds_config[KEY])
     else:
         _without_key(engine, ds_config)
+
+
+def _prepare(kwargs: dict[str, Any]) -> None:
+    """Before a pipeline engine with the key is built; `kwargs`: of its constructor."""
+    if KEY in getattr(kwargs.get("config_class"), "_param_dict", {}):
+        _entrance().prepare()
 
 
 def _entrance() -> ModuleType:
@@ -106,13 +119,20 @@ def _entrance() -> ModuleType:
 
 
 def _around_plain(engine: Any, module: ModuleType, build: Callable[[], None], kwargs: dict[str, Any]) -> None:
-    """Have `build` make a `DeepSpeedEngine`; where that is all it is, the key has no effect."""
+    """Have `build` make a `DeepSpeedEngine`. Compress what it sends if it is a pipeline engine that does not
+    call `PipelineEngine`'s constructor; where it is none, the key has no effect."""
+    is_pipeline = all(hasattr(type(engine), name) for name in ("_exec_schedule", "_INSTRUCTION_MAP"))
+    if is_pipeline and id(engine) not in _in_construction:
+        _prepare(kwargs)
     build()
-    if isinstance(engine, getattr(sys.modules.get(PIPELINE), "PipelineEngine", ())):
+    if id(engine) in _in_construction:  # `_around_pipeline` goes on
         return
     ds_config = _ds_config(engine)
     if KEY not in ds_config:
         _without_key(engine, ds_config)
+        return
+    if is_pipeline:
+        _attach_when_used(engine, ds_config[KEY])
         return
     from ds_compress.config import Config
 
@@ -123,6 +143,22 @@ def _around_plain(engine: Any, module: ModuleType, build: Callable[[], None], kw
     )
     for note in config.notes if engine.global_rank == 0 else ():
         logger.warning(note)
+
+
+def _attach_when_used(engine: Any, block: object) -> None:
+    """Compress what a pipeline engine sends from its first schedule or checkpoint on: its constructor is at
+    work, and has not made what `attach` needs."""
+
+    def attach_first(name: str) -> Callable[..., Any]:
+        def use(*args: Any, **kwargs: Any) -> Any:
+            for each in FIRST_USES:
+                vars(engine).pop(each, None)
+            _entrance().attach(engine, sys.modules[PIPELINE], block)
+            return getattr(engine, name)(*args, **kwargs)
+
+        return use
+
+    vars(engine).update({name: attach_first(name) for name in FIRST_USES})
 
 
 ENGINES: dict[str, tuple[str, Callable[..., None]]] = {

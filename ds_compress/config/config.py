@@ -154,11 +154,18 @@ class Config:
         Raises:
             CompressionError: "enabled" is "required", or the environment says that it is.
         """
+        self.allow_uncompressed(why if self.block.enabled else '"enabled" is false')
+        self.notes = {f'the "{KEY}" key has no effect: {why}': None} if self.block.enabled else {}
+
+    def allow_uncompressed(self, why: str) -> None:
+        """Refuse to go on uncompressed, because of `why`, where compression is required.
+
+        Raises:
+            CompressionError: "enabled" is "required", or the environment says that it is.
+        """
         if self.block.enabled == "required" or is_required():
             asked = f'"enabled": "required" in {KEY}' if self.block.enabled == "required" else f"{REQUIRE}=1"
-            reason = why if self.block.enabled else '"enabled" is false'
-            raise CompressionError(f"{KEY}: {asked} asks for compression, but {reason}")
-        self.notes = {f'the "{KEY}" key has no effect: {why}': None} if self.block.enabled else {}
+            raise CompressionError(f"{KEY}: {asked} asks for compression, but {why}")
 
     def size_note(self, boundary: int, direction: str, raw_bytes: float, wire_bytes: float) -> str:
         """What to say where the packet of a message is larger than its tensors, else nothing; headers do not

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_compress.config import Config
 from ds_compress.engine import cleanup
-from ds_compress.engine.handshake import Notes, agree, relied_on
+from ds_compress.engine.handshake import Notes, SharedWarning, agree, relied_on
 from ds_compress.engine.intercept import PointToPoint
 from ds_compress.engine.mixin import CompressedEngine
 from ds_compress.engine.session import Session, steps_per_epoch
@@ -49,8 +49,7 @@ def _mixin(base: type) -> tuple[type[CompressedEngine], type[Session]]:
 
 def _compressed_class(mixin: type[CompressedEngine], base: Any) -> type:
     """`base` with the mixin and its instruction map."""
-    entries = {instruction: getattr(mixin, name) for instruction, name in mixin._AROUND.items()}
-    members = {"_INSTRUCTION_MAP": ChainMap(entries, base._INSTRUCTION_MAP)}
+    members = {"_INSTRUCTION_MAP": ChainMap(dict(mixin._AROUND), base._INSTRUCTION_MAP)}
     return type(f"Compressed{base.__name__}", (mixin, base), members)
 
 
@@ -141,14 +140,15 @@ def attach(engine: Any, module: Any, block: object) -> None:
     if not compresses:
         return
 
-    if not isinstance(module.p2p, PointToPoint):
-        module.p2p = PointToPoint(module.p2p)
     stock = base._INSTRUCTION_MAP
     engine.__class__ = _compressed_class(mixin, base)
     cleanup.free_unused(engine.device)
     store = _get_default_store()
     watchdog = Watchdog(store, dist.get_rank(), dist.get_world_size(), config.block.link.timeout_s)
-    notes = Notes(store, f"ds_compress/notes/{next(_engines)}/{engine.grid.get_data_parallel_id()}")
-    session = engine.ds_compress = make_session(engine, config, module.p2p, stock, watchdog, notes)
+    number = next(_engines)
+    notes = Notes(store, f"ds_compress/notes/{number}/{engine.grid.get_data_parallel_id()}")
+    warning = SharedWarning(store, f"ds_compress/left/{number}")
+    parts = PointToPoint.over(p2p), stock, watchdog, notes, warning
+    session = engine.ds_compress = make_session(engine, config, *parts)
     cleanup.free_with(engine, session.stage.groups, watchdog.close)
     weakref.finalize(engine, session.monitor.close)  # when the engine goes, at the latest when Python ends

@@ -91,6 +91,11 @@ class TwoStages(Stage):
     def boundaries(self) -> list[Boundary]:
         return [boundary for phase in self.phases for boundary in phase if boundary is not None]
 
+    @property
+    def is_sending(self) -> bool:
+        """Always: what DualPipeV announces it sends through a queue of its own."""
+        return True
+
 
 class DualPipeVSession(Session):
     """The stages of one rank under DualPipeV."""
@@ -193,7 +198,7 @@ class DualPipeVSession(Session):
     def commit(self, run: Callable[[], None]) -> None:
         """Launch the queue and decode what arrives; `run` is DeepSpeed's own way to launch it."""
         for instruction, phase, buffer_id, tensors in self._arriving:
-            arrived = self.stage.fetch(instruction, buffer_id, partial(tuple, tensors), phase=phase)
+            arrived = self.stage.fetch(instruction, buffer_id, tensors, phase=phase)
             for tensor, came in zip(tensors, arrived):
                 tensor.data = came
         self._arriving.clear()
@@ -227,37 +232,35 @@ class DualPipeVSession(Session):
                 own.wait(request, operation.peer, self.engine.device)
 
 
+def _around(kind: type, instruction: Instruction) -> Callable[..., None]:
+    """Return what runs in the place of DeepSpeed's function for instructions of class `kind`."""
+
+    def run(engine: Any, buffer_id: int, phase: int) -> None:
+        engine.ds_compress.run(kind, instruction, buffer_id, phase)
+
+    return run
+
+
+def _run_commit(engine: Any, *args: Any, **kwargs: Any) -> None:
+    run = engine.ds_compress.stock[schedule.CommitP2P]
+    engine.ds_compress.commit(partial(run, engine, *args, **kwargs))
+
+
 class CompressedDualPipeV(CompressedEngine):
     """Runs DeepSpeed's DualPipeV with every message in one packet."""
 
     ds_compress: DualPipeVSession
 
     _AROUND = {
-        schedule.SendActivation: "_send_activations",
-        schedule.RecvActivation: "_recv_activations",
-        schedule.SendGrad: "_send_grads",
-        schedule.RecvGrad: "_recv_grads",
-        schedule.CommitP2P: "_commit_p2p",
+        schedule.SendActivation: _around(schedule.SendActivation, Instruction.SEND_ACTIVATION),
+        schedule.RecvActivation: _around(schedule.RecvActivation, Instruction.RECV_ACTIVATION),
+        schedule.SendGrad: _around(schedule.SendGrad, Instruction.SEND_GRAD),
+        schedule.RecvGrad: _around(schedule.RecvGrad, Instruction.RECV_GRAD),
+        schedule.CommitP2P: _run_commit,
     }
 
     def _queue_p2p(self, operation: Any, tensors: list[Tensor], stage: int) -> None:
         self.ds_compress.queue(tensors)
 
-    def _commit_p2p(self, *args: Any, **kwargs: Any) -> None:
-        run = self.ds_compress.stock[schedule.CommitP2P]
-        self.ds_compress.commit(partial(run, self, *args, **kwargs))
-
     def _exec_commit_p2p(self, *args: Any, **kwargs: Any) -> None:
         self.ds_compress.commit(partial(super()._exec_commit_p2p, *args, **kwargs))
-
-    def _send_activations(self, buffer_id: int, phase: int) -> None:
-        self.ds_compress.run(schedule.SendActivation, Instruction.SEND_ACTIVATION, buffer_id, phase)
-
-    def _send_grads(self, buffer_id: int, phase: int) -> None:
-        self.ds_compress.run(schedule.SendGrad, Instruction.SEND_GRAD, buffer_id, phase)
-
-    def _recv_activations(self, buffer_id: int, phase: int) -> None:
-        self.ds_compress.run(schedule.RecvActivation, Instruction.RECV_ACTIVATION, buffer_id, phase)
-
-    def _recv_grads(self, buffer_id: int, phase: int) -> None:
-        self.ds_compress.run(schedule.RecvGrad, Instruction.RECV_GRAD, buffer_id, phase)

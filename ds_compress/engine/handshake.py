@@ -9,6 +9,7 @@ rank, whatever the size of the job.
 import hashlib
 import itertools
 import json
+import logging
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +22,8 @@ from ds_compress.errors import CompressionError
 from ds_compress.feedback.digest import absorb
 
 _engines = itertools.count()
+
+logger = logging.getLogger("ds_compress")
 
 
 def agree(
@@ -96,6 +99,22 @@ class Notes:
         """The line left there; an empty string where there is none."""
         key = f"{self._prefix}/{key}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
+
+
+class SharedWarning:
+    """A warning that is logged once for all ranks, by the first that has reason to."""
+
+    def __init__(self, store: Store, key: str):
+        """`key`: of the store, the same on all ranks."""
+        self._store = store
+        self._key = key
+        self._is_logged = False
+
+    def log(self, line: str) -> None:
+        """Log `line`, unless a warning was logged before."""
+        if not self._is_logged and self._store.add(self._key, 1) == 1:
+            logger.warning(line)
+        self._is_logged = True
 
 
 def _wait(store: Store, key: str, seconds: float) -> bool:

@@ -1,64 +1,90 @@
-"""What stands in for DeepSpeed's point-to-point module while one of its instructions runs.
+"""Stand-ins for `send` and `recv` of DeepSpeed's point-to-point module while a pipeline instruction runs.
 
-DeepSpeed's instructions call `p2p.send` or `p2p.recv` once per tensor. The tensors that a send instruction
-sends are collected and leave as one packet when it ends; the first tensor that a receive instruction asks for
-fetches the packet, and each call hands out the next tensor of it. Before the first message of a shape
-DeepSpeed sends another one, int32 numbers that describe it; what the sender alone knows of the tensors goes
-along in its unused end.
+Pipeline instructions call `p2p.send` or `p2p.recv` once per tensor, DeepSpeed's own as well as those of
+projects that import the module themselves. A send instruction's tensors are collected and leave as one packet
+when the last of the message is there. The first tensor that a receive instruction asks for fetches the
+packet, and each call hands out the next tensor of it.
+
+Before the first message of a shape DeepSpeed sends a shape message: int32 numbers that describe the tensors.
+Its unused end says that packets follow, and what the sender alone knows of the tensors. Without that word
+both sides leave the boundary to DeepSpeed. Sender and receiver find the tensors of a message by one rule, in
+the order of the calls: the next tensor with the number of values and the dtype of the next tensor announced
+belongs to the message; every other one goes DeepSpeed's way. Both see the same sequence of tensors, so they
+agree on all of them.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_compress.errors import CompressionError
+from ds_compress.codec import TensorSpec
 from ds_compress.transport.p2p import Receiver, Sender
 
-MARK = 0x44534350
-"""Last number of a shape message that says which tensors carry; any other: it does not say."""
+PACKETS, CARRYING = 0x44534350, 0x44534351
+"""Last number of a shape message that packets follow; `CARRYING` where it also says which tensors carry."""
 
 
 class ShapeMessage:
-    """DeepSpeed's message of shapes, with one bit for each float tensor of the message that it announces.
+    """DeepSpeed's shape message, and what ds_compress adds: whether packets follow, and one bit for each
+    float tensor of them.
 
-    int32 [256]    what DeepSpeed writes | anything ... | bits of float tensors 0-30, from the lowest | MARK
+    int32 [256]    what DeepSpeed writes | anything ... | bits of float tensors 0-30, from the lowest | a mark
     """
 
     BITS = 31
 
-    def __init__(self, module: Any, carrying: tuple[bool, ...] | None = None, written: int = 0):
+    def __init__(self, module: Any, carrying: tuple[bool, ...] | None = None, written: int | None = None):
         """
         Args:
             module: `deepspeed.runtime.pipe.p2p`, or what sends and receives in its place.
             carrying: what the sender says of each float tensor; None where it cannot.
-            written: how many numbers DeepSpeed writes.
+            written: how many numbers DeepSpeed writes; None where no packets will follow.
         """
         self._module = module
         self._written = written
-        self._bits, self._says = 0, False
+        self._bits, self._mark = 0, 0
         self.carrying = carrying
+        self.announces_packets = False
+        """Whether packets follow, once it was sent or received."""
 
     def send(self, tensor: Tensor, *where: Any) -> None:
-        fits = tensor.dtype == torch.int32 and tensor.numel() >= self._written + 2
-        if not fits or self.carrying is None or len(self.carrying) > self.BITS:
-            self.carrying = None
-        if fits:
-            bits = sum(carries << place for place, carries in enumerate(self.carrying or ()))
-            end = [bits, 0 if self.carrying is None else MARK]
+        is_int32 = tensor.dtype == torch.int32
+        if self._written is not None and is_int32 and tensor.numel() >= self._written + 2:
+            self.announces_packets = True
+            if self.carrying is None or len(self.carrying) > self.BITS:
+                self.carrying, end = None, [0, PACKETS]
+            else:
+                end = [sum(carries << place for place, carries in enumerate(self.carrying)), CARRYING]
             tensor.view(-1)[-2:] = torch.tensor(end, dtype=torch.int32, device=tensor.device)
+        else:
+            self.carrying = None
+            if is_int32 and _mark(tensor):  # left in the memory by a message before
+                tensor.view(-1)[-1] = 0
         self._module.send(tensor, *where)
 
     def recv(self, tensor: Tensor, *where: Any) -> None:
         self._module.recv(tensor, *where)
-        bits, mark = tensor.view(-1)[-2:].tolist() if tensor.dtype == torch.int32 else (0, 0)
-        self._bits, self._says = int(bits), mark == MARK
+        self._mark = _mark(tensor) if tensor.dtype == torch.int32 else 0
+        self._bits = int(tensor.view(-1)[-2]) if self._mark else 0
+        self.announces_packets = self._mark != 0
 
     def received(self, floats: int) -> tuple[bool, ...] | None:
         """What the sender said of that many float tensors."""
-        return tuple(bool(self._bits >> place & 1) for place in range(floats)) if self._says else None
+        if self._mark != CARRYING:
+            return None
+        return tuple(bool(self._bits >> place & 1) for place in range(floats))
+
+
+def _mark(tensor: Tensor) -> int:
+    """The mark that a shape message ends with; 0: it has none."""
+    last = int(tensor.view(-1)[-1]) if tensor.numel() > 1 else 0
+    return last if last in (PACKETS, CARRYING) else 0
 
 
 class ShapeLinks:
@@ -108,73 +134,180 @@ def receiving(buffers: Any) -> Any:
     return type(buffers)(buffer.as_subclass(ReceiveBuffer) for buffer in buffers)
 
 
-class PointToPoint:
-    """Stand-in for the module `deepspeed.runtime.pipe.p2p` inside DeepSpeed's pipeline engine.
+Specs = Sequence[TensorSpec | Tensor]
+"""Tensors, or others like them, that a message will have."""
 
-    Engines without ds_compress, and what engines send outside their instructions, go to the module unchanged.
+
+@dataclass(slots=True)
+class Sending:
+    """The tensors that a send instruction sends to one stage: those of messages, and others."""
+
+    stage: int
+    announced: Callable[[], Specs | None]
+    """Gives the tensors of forward messages; None where the boundary is left to DeepSpeed."""
+
+    gradients: Specs | None
+    """The tensors of the backward message that is sent; empty: whatever is sent; None: a forward message is
+    sent."""
+
+    dispatch: Callable[[list[Tensor]], None]
+    """Sends a message."""
+
+    stock: Any
+    """Has DeepSpeed's own `send` and `recv`."""
+
+    specs: Specs | None = None
+    message: list[Tensor] = field(default_factory=list)
+    """As far as it has come."""
+
+    later: list[tuple[Any, ...]] = field(default_factory=list)
+    """Others that came in the middle of a message."""
+
+    def send(self, tensor: Tensor, dest_stage: int, *more: Any) -> None:
+        message = self.message
+        if not message:
+            specs = self.announced()
+            self.specs = specs if specs is None or self.gradients is None else self.gradients
+        specs = self.specs
+        if specs is None or dest_stage != self.stage:
+            self.stock.send(tensor, dest_stage, *more)
+            return
+        if not specs:
+            message.append(tensor)
+            return
+        spec = specs[len(message)]
+        is_equal = tensor.shape == spec.shape and tensor.dtype == spec.dtype
+        if is_equal or is_alike(tensor, spec):
+            message.append(tensor if is_equal else tensor.detach().reshape(spec.shape))
+            if len(message) == len(specs):
+                if self.later:
+                    self.finish()
+                else:
+                    self.message = []
+                    self.dispatch(message)
+        elif message:
+            self.later.append((tensor.clone(), dest_stage, *more))  # its memory may be used again
+        else:
+            self.stock.send(tensor, dest_stage, *more)
+
+    def finish(self) -> None:
+        """Send the message as far as it has come, then what came in the middle of it."""
+        message, self.message = self.message, []
+        self.dispatch(message)
+        while self.later:
+            self.stock.send(*self.later.pop(0))
+
+
+@dataclass(slots=True)
+class Receiving:
+    """The tensors that a receive instruction asks one stage for: those of messages, and others."""
+
+    stage: int
+    announced: Callable[[], Specs | None]
+    """See `Sending`."""
+
+    gradients: Callable[[], Specs] | None
+    """Gives the tensors of the backward message that is received; None: it is a forward message."""
+
+    fetch: Callable[[Specs], list[Tensor]]
+    """Receives a message with such tensors."""
+
+    stock: Any
+    """See `Sending`."""
+
+    copies: bool
+    """Whether a tensor keeps its memory. DeepSpeed's own instructions clone activations and use gradients
+    before they receive the next, so there the tensor becomes the arrived one instead."""
+
+    specs: Specs | None = None
+    arrived: list[Tensor] = field(default_factory=list)
+    """Of the message in progress, the last tensor first."""
+
+    def recv(self, tensor: Tensor, src_stage: int, *more: Any) -> None:
+        if not self.arrived:
+            specs = self.announced()
+            self.specs = specs if specs is None or self.gradients is None else self.gradients()
+        specs = self.specs
+        if not specs or src_stage != self.stage or not is_alike(tensor, specs[-len(self.arrived)]):
+            self.stock.recv(tensor, src_stage, *more)
+            return
+        if not self.arrived:
+            self.arrived = self.fetch(specs)[::-1]
+        arrived = self.arrived.pop()
+        if self.copies:
+            tensor.detach().copy_(arrived.view(tensor.shape))
+        elif isinstance(tensor, ReceiveBuffer):
+            tensor.become(arrived)
+        else:
+            tensor.data = arrived
+
+
+def is_alike(tensor: Tensor, spec: TensorSpec | Tensor) -> bool:
+    """Whether `tensor` has the dtype and the number of values of one like `spec`."""
+    return tensor.dtype == spec.dtype and tensor.numel() == math.prod(spec.shape)
+
+
+class PointToPoint:
+    """What stands in for `send` and `recv` of the module `deepspeed.runtime.pipe.p2p`.
+
+    Engines without ds_compress, and what engines send outside their instructions, go to the functions that
+    were there before.
     """
 
-    def __init__(self, module: Any):
-        self.module = module
+    def __init__(self, send: Callable[..., Any] | None, recv: Callable[..., Any] | None):
+        self.stock = SimpleNamespace(send=send, recv=recv)
         self._shape_message: ShapeMessage | None = None
-        self._sent: list[Tensor] | None = None
-        self._fetch: Callable[[], list[Tensor]] | None = None
-        self._arrived: Iterator[Tensor] | None = None
-        self.busy = False
-        """Whether an instruction is in progress, as when one calls the engine's method of the same name."""
+        self._sending: Sending | None = None
+        self._receiving: Receiving | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.module, name)
+    @classmethod
+    def over(cls, module: Any) -> "PointToPoint":
+        """The stand-ins in `module`, put there when they are not there yet."""
+        found = getattr(module.send, "__self__", None)
+        if not isinstance(found, cls):
+            found = cls(module.send, module.recv)
+            module.send, module.recv = found.send, found.recv
+        return found
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether a send instruction is in progress."""
+        return self._sending is not None
 
     def send(self, tensor: Tensor, dest_stage: int, async_op: bool = False) -> None:
         if self._shape_message is not None:
             self._shape_message.send(tensor, dest_stage, async_op)
-        elif self._sent is not None:
-            self._sent.append(tensor)
-        elif self._fetch is not None:
-            raise CompressionError(
-                "a receive instruction of DeepSpeed tried to send: this release is not known"
-            )
+        elif self._sending is not None:
+            self._sending.send(tensor, dest_stage, async_op)
         else:
-            self.module.send(tensor, dest_stage, async_op)
+            self.stock.send(tensor, dest_stage, async_op)
 
     def recv(self, tensor: Tensor, src_stage: int, async_op: bool = False) -> None:
         if self._shape_message is not None:
             self._shape_message.recv(tensor, src_stage, async_op)
-        elif self._fetch is not None:
-            if self._arrived is None:
-                self._arrived = iter(self._fetch())
-            # DeepSpeed clones activations and uses gradients before it receives the next, so `tensor` can be
-            # the arrived one instead of a copy of it
-            arrived = next(self._arrived)
-            if isinstance(tensor, ReceiveBuffer):
-                tensor.become(arrived)
-            else:
-                tensor.data = arrived
-        elif self._sent is not None:
-            raise CompressionError(
-                "a send instruction of DeepSpeed tried to receive: this release is not known"
-            )
+        elif self._receiving is not None:
+            self._receiving.recv(tensor, src_stage, async_op)
         else:
-            self.module.recv(tensor, src_stage, async_op)
+            self.stock.recv(tensor, src_stage, async_op)
 
-    def collect(self, run: Callable[[], None]) -> list[Tensor]:
-        """What the send instruction `run` sends."""
-        self._sent, self.busy = [], True
-        sent = self._sent
+    def collect(self, run: Callable[[], None], sending: Sending) -> None:
+        """Run the send instruction `run`, which sends to `sending`."""
+        # an instruction may call another one, the engine's of the same name for example
+        around, self._sending = self._sending, sending
+        try:
+            run()
+            if sending.message:
+                sending.finish()
+        finally:
+            self._sending = around
+
+    def serve(self, run: Callable[[], None], receiving: Receiving) -> None:
+        """Run the receive instruction `run`, which receives from `receiving`."""
+        around, self._receiving = self._receiving, receiving
         try:
             run()
         finally:
-            self._sent, self.busy = None, False
-        return sent
-
-    def serve(self, run: Callable[[], None], fetch: Callable[[], list[Tensor]]) -> None:
-        """Give the receive instruction `run` what `fetch()` returns when it asks for the first tensor."""
-        self._fetch, self._arrived, self.busy = fetch, None, True
-        try:
-            run()
-        finally:
-            self._fetch, self._arrived, self.busy = None, None, False
+            self._receiving = around
 
     @contextmanager
     def shape_messages(self, message: ShapeMessage) -> Iterator[None]:

@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import operator
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -68,12 +68,14 @@ class Lookahead:
         pipe_schedule: Any = None,
         tracking: Callable[[], Tracked | None] | None = None,
         depth: int = 1,
+        in_place: Collection[type] = (),
     ):
         """
         Args:
             pipe_schedule: None, or one that is iterated in a way of its own, is not looked into.
             tracking: gives a context for an instruction that may compute what is sent.
             depth: of the links.
+            in_place: kinds of send instructions whose messages never leave early.
         """
         self.plain = isinstance(pipe_schedule, schedule.PipeSchedule) and all(
             getattr(type(pipe_schedule), name) is getattr(schedule.PipeSchedule, name)
@@ -96,7 +98,8 @@ class Lookahead:
             self._flat += instructions
         self.counts = Counter(map(type, self._flat))
         self._sends = {kind: deque(_places(self._flat, kind)) for kind in MADE_BY}  # that may not have left
-        self._early = _early(self._flat, in_flight(depth))
+        kinds = {send: made_by for send, made_by in MADE_BY.items() if send not in in_place}
+        self._early = _early(self._flat, in_flight(depth), kinds)
 
     def steps(self) -> Iterator[list[Any]]:
         """The schedule's steps, followed while they are done."""
@@ -140,11 +143,16 @@ def _places(flat: list[Any], kind: type) -> list[int]:
     return [place for place, instruction in enumerate(flat) if type(instruction) is kind]
 
 
-def _early(flat: list[Any], most: int) -> dict[int, int]:
+def _early(flat: list[Any], most: int, kinds: dict[type, type]) -> dict[int, int]:
     """By place of the instruction that makes a message, the place of the send instruction that it may
-    forestall; `most`: messages under way before a sender waits."""
+    forestall.
+
+    Args:
+        most: messages in flight before a sender waits.
+        kinds: of send instructions that may be forestalled, each with the one that makes its message.
+    """
     early = {}
-    for kind, made_by in MADE_BY.items():
+    for kind, made_by in kinds.items():
         places = _places(flat, kind)
         for number, place in enumerate(places):
             buffer_id = flat[place].kwargs["buffer_id"]

@@ -7,7 +7,6 @@ in force. All that is ours on an engine is one attribute, its `Session`.
 """
 
 import contextlib
-import operator
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,20 +18,60 @@ from torch import Tensor
 
 from ds_compress.engine.evaluation import evaluate_both
 from ds_compress.engine.intercept import receiving
-from ds_compress.engine.session import Session
+from ds_compress.engine.session import Session, is_deepspeeds
 from ds_compress.engine.stage import Instruction
-from ds_compress.message.layout import as_list
-
-_TENSORS = {
-    Instruction.RECV_ACTIVATION: operator.attrgetter("pipe_recv_buf"),
-    Instruction.RECV_GRAD: operator.attrgetter("grad_layer"),
-}
-"""Of an engine, those that a receive instruction fills."""
+from ds_compress.message.layout import tensors_in
 
 _UNTIMED = contextlib.nullcontext()
 
 _Engine: Any = object
 """What stands behind a mixin: DeepSpeed's engine, which has no types."""
+
+
+def _run_forward_pass(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
+    session = engine.ds_compress
+    measuring = session.depth.measuring
+    with measuring.timed("forward", buffer_id) if measuring else _UNTIMED:
+        session.stock[schedule.ForwardPass](engine, buffer_id, *args, **kwargs)
+    # A shape message that goes DeepSpeed's way goes first, in its own order
+    shapes_known = bool(session.stage.shape_links) or not (engine.dynamic_shape or engine.first_output_send)
+    if session.is_eager and shapes_known and session.lookahead.leaves_early(schedule.ForwardPass, buffer_id):
+        _run_send_activations(engine, buffer_id)
+
+
+def _run_backward_pass(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
+    session = engine.ds_compress
+    measuring = session.depth.measuring
+    with measuring.timed("backward", buffer_id) if measuring else _UNTIMED:
+        session.stock[schedule.BackwardPass](engine, buffer_id, *args, **kwargs)
+    if session.is_eager and session.lookahead.leaves_early(schedule.BackwardPass, buffer_id):
+        _run_send_grads(engine, buffer_id)
+
+
+def _run_send_activations(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
+    session = engine.ds_compress
+    if session.lookahead.at[0] not in session.lookahead.left:
+        run = partial(session.stock[schedule.SendActivation], engine, buffer_id, *args, **kwargs)
+        session.send(Instruction.SEND_ACTIVATION, buffer_id, run)
+
+
+def _run_send_grads(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
+    session = engine.ds_compress
+    if session.lookahead.at[0] not in session.lookahead.left:
+        run = partial(session.stock[schedule.SendGrad], engine, buffer_id, *args, **kwargs)
+        session.send(Instruction.SEND_GRAD, buffer_id, run)
+
+
+def _run_recv_activations(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
+    stock = engine.ds_compress.stock[schedule.RecvActivation]
+    run = partial(stock, engine, buffer_id, *args, **kwargs)
+    engine.ds_compress.receive(Instruction.RECV_ACTIVATION, buffer_id, run, not is_deepspeeds(stock))
+
+
+def _run_recv_grads(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
+    stock = engine.ds_compress.stock[schedule.RecvGrad]
+    run = partial(stock, engine, buffer_id, *args, **kwargs)
+    engine.ds_compress.receive(Instruction.RECV_GRAD, buffer_id, run, not is_deepspeeds(stock))
 
 
 class CompressedEngine(_Engine):
@@ -44,15 +83,16 @@ class CompressedEngine(_Engine):
 
     ds_compress: Session
 
-    _AROUND: ClassVar[dict[type, str]] = {
-        schedule.ForwardPass: "_forward_pass",
-        schedule.BackwardPass: "_backward_pass",
-        schedule.SendActivation: "_send_activations",
-        schedule.RecvActivation: "_recv_activations",
-        schedule.SendGrad: "_send_grads",
-        schedule.RecvGrad: "_recv_grads",
+    _AROUND: ClassVar[dict[type, Callable[..., None]]] = {
+        schedule.ForwardPass: _run_forward_pass,
+        schedule.BackwardPass: _run_backward_pass,
+        schedule.SendActivation: _run_send_activations,
+        schedule.RecvActivation: _run_recv_activations,
+        schedule.SendGrad: _run_send_grads,
+        schedule.RecvGrad: _run_recv_grads,
     }
-    """By instruction, the method that runs in the place of DeepSpeed's function."""
+    """By instruction, what runs in the place of DeepSpeed's function. Functions, not methods: an engine's own
+    methods may have any name."""
 
     def train_batch(self, *args: Any, **kwargs: Any) -> Any:
         with self.ds_compress.batch():
@@ -93,97 +133,63 @@ class CompressedEngine(_Engine):
             self.ds_compress.checkpointer.load(Path(load_dir), str(tag), restores)
         return path, client_state
 
-    def _forward_pass(self, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-        session = self.ds_compress
-        measuring = session.depth.measuring
-        with measuring.timed("forward", buffer_id) if measuring else _UNTIMED:
-            session.stock[schedule.ForwardPass](self, buffer_id, *args, **kwargs)
-        # A shape message that goes DeepSpeed's way goes first, in its own order
-        shapes_known = bool(session.stage.shape_links) or not (self.dynamic_shape or self.first_output_send)
-        if (
-            session.is_eager
-            and shapes_known
-            and session.lookahead.leaves_early(schedule.ForwardPass, buffer_id)
-        ):
-            self._INSTRUCTION_MAP[schedule.SendActivation](self, buffer_id)
-
-    def _backward_pass(self, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-        session = self.ds_compress
-        measuring = session.depth.measuring
-        with measuring.timed("backward", buffer_id) if measuring else _UNTIMED:
-            session.stock[schedule.BackwardPass](self, buffer_id, *args, **kwargs)
-        if session.is_eager and session.lookahead.leaves_early(schedule.BackwardPass, buffer_id):
-            self._INSTRUCTION_MAP[schedule.SendGrad](self, buffer_id)
-
-    def _send_activations(self, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-        session = self.ds_compress
-        if session.lookahead.at[0] not in session.lookahead.left:
-            run = partial(session.stock[schedule.SendActivation], self, buffer_id, *args, **kwargs)
-            self._send(Instruction.SEND_ACTIVATION, buffer_id, run)
-
-    def _send_grads(self, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-        session = self.ds_compress
-        if session.lookahead.at[0] not in session.lookahead.left:
-            run = partial(session.stock[schedule.SendGrad], self, buffer_id, *args, **kwargs)
-            self._send(Instruction.SEND_GRAD, buffer_id, run)
-
-    def _recv_activations(self, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-        run = partial(self.ds_compress.stock[schedule.RecvActivation], self, buffer_id, *args, **kwargs)
-        self._receive(Instruction.RECV_ACTIVATION, buffer_id, run)
-
-    def _recv_grads(self, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-        run = partial(self.ds_compress.stock[schedule.RecvGrad], self, buffer_id, *args, **kwargs)
-        self._receive(Instruction.RECV_GRAD, buffer_id, run)
-
-    def _send(self, instruction: Instruction, buffer_id: int, run: Callable[[], None]) -> None:
-        session = self.ds_compress
-        if not session.stage.in_schedule:
-            session.stage.enter_unscheduled(session.step_context())
-        session.stage.send(instruction, buffer_id, run)
-
-    def _receive(self, instruction: Instruction, buffer_id: int, run: Callable[[], None]) -> None:
-        session, stage = self.ds_compress, self.ds_compress.stage
-        if not stage.in_schedule:
-            stage.enter_unscheduled(session.step_context())
-        stage.receive(instruction, buffer_id, run, partial(_TENSORS[instruction], self))
-        if instruction is Instruction.RECV_ACTIVATION:
-            session.mark_received(self.pipe_buffers["inputs"][buffer_id], stage.before)
-
     # Some projects call these directly instead of through a schedule
 
     def _exec_send_activations(self, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-        run = partial(super()._exec_send_activations, buffer_id, *args, **kwargs)
-        self._send(Instruction.SEND_ACTIVATION, buffer_id, run)
+        stock = super()._exec_send_activations
+        run = partial(stock, buffer_id, *args, **kwargs)
+        self.ds_compress.send(Instruction.SEND_ACTIVATION, buffer_id, run)
 
     def _exec_send_grads(self, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-        run = partial(super()._exec_send_grads, buffer_id, *args, **kwargs)
-        self._send(Instruction.SEND_GRAD, buffer_id, run)
+        stock = super()._exec_send_grads
+        run = partial(stock, buffer_id, *args, **kwargs)
+        self.ds_compress.send(Instruction.SEND_GRAD, buffer_id, run)
 
     def _exec_recv_activations(self, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-        run = partial(super()._exec_recv_activations, buffer_id, *args, **kwargs)
-        self._receive(Instruction.RECV_ACTIVATION, buffer_id, run)
+        stock = super()._exec_recv_activations
+        run = partial(stock, buffer_id, *args, **kwargs)
+        self.ds_compress.receive(Instruction.RECV_ACTIVATION, buffer_id, run, not is_deepspeeds(stock))
 
     def _exec_recv_grads(self, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-        run = partial(super()._exec_recv_grads, buffer_id, *args, **kwargs)
-        self._receive(Instruction.RECV_GRAD, buffer_id, run)
+        stock = super()._exec_recv_grads
+        run = partial(stock, buffer_id, *args, **kwargs)
+        self.ds_compress.receive(Instruction.RECV_GRAD, buffer_id, run, not is_deepspeeds(stock))
 
     def _send_tensor_meta(self, buffer: Any, *args: Any, **kwargs: Any) -> None:
-        session, tensors = self.ds_compress, as_list(buffer)
+        session, stage = self.ds_compress, self.ds_compress.stage
         boundary = session.boundary_of_shapes(sends=True)
-        carrying = session.tracking.of(tensors, boundary.carrying) if session.tracking is not None else None
-        written = 2 + sum(2 + tensor.dim() for tensor in tensors)
-        message = session.stage.shape_message(carrying, written)
-        with session.stage.shape_messages(message):
+        tensors = tensors_in(buffer) if stage.is_sending else None
+        carrying = written = None
+        if tensors is not None:
+            tracking = session.tracking
+            carrying = tracking.of(tensors, boundary.carrying) if tracking is not None else None
+            written = 2 + sum(2 + tensor.dim() for tensor in tensors)
+        message = stage.shape_message(carrying, written)
+        with stage.shape_messages(message):
             super()._send_tensor_meta(buffer, *args, **kwargs)
         boundary.carrying = message.carrying
+        if message.announces_packets:
+            stage.announce(boundary.number, tensors)
+            return
+        why = "its shape message is not DeepSpeed's"
+        if not stage.is_sending:
+            why = "its tensors are announced outside of a send instruction"
+        elif tensors is None:
+            why = f"its message is a {type(buffer).__name__}, not tensors"
+        stage.announce(boundary.number, None, why)
 
     def _recv_tensor_meta(self, *args: Any, **kwargs: Any) -> Any:
-        session = self.ds_compress
-        message = session.stage.shape_message()
-        with session.stage.shape_messages(message):
+        stage = self.ds_compress.stage
+        boundary = self.ds_compress.boundary_of_shapes(sends=False)
+        message = stage.shape_message()
+        with stage.shape_messages(message):
             buffers = super()._recv_tensor_meta(*args, **kwargs)
-        floats = sum(tensor.dtype.is_floating_point for tensor in as_list(buffers))
-        session.boundary_of_shapes(sends=False).carrying = message.received(floats)
+        tensors = tensors_in(buffers) if message.announces_packets else None
+        stage.announce(boundary.number, tensors, "the sender announced no packets")
+        boundary.carrying = None
+        if tensors is None:
+            return buffers
+        boundary.carrying = message.received(sum(tensor.dtype.is_floating_point for tensor in tensors))
         return receiving(buffers)
 
     def _allocate_or_extend_buffers(self, idx: int, shape: Any, dtype: torch.dtype) -> Tensor:

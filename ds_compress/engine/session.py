@@ -7,26 +7,28 @@ need, and puts in force what they return.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.pipe import engine as pipe_engine
 from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
 from ds_compress.checkpoint.checkpointer import Checkpointer
 from ds_compress.checkpoint.search import Side
 from ds_compress.config import Config
-from ds_compress.engine.intercept import PointToPoint
-from ds_compress.engine.lookahead import Lookahead
+from ds_compress.engine.handshake import SharedWarning
+from ds_compress.engine.intercept import PointToPoint, Specs
+from ds_compress.engine.lookahead import MADE_BY, Lookahead
 from ds_compress.engine.reconfigure import Reconfigurator
 from ds_compress.engine.stage import Instruction, Stage, StepContext
 from ds_compress.engine.wiring import wire
 from ds_compress.message.carrying import Tracking
 from ds_compress.message.channel import Boundary
-from ds_compress.message.layout import as_list
+from ds_compress.message.layout import as_list, tensors_in
 from ds_compress.monitor.monitor import LineExchange, Monitor
 from ds_compress.runtime.auto import Auto
 from ds_compress.runtime.depth import DepthController
@@ -40,6 +42,11 @@ RECEIVED = {
     Instruction.RECV_ACTIVATION: schedule.RecvActivation,
     Instruction.RECV_GRAD: schedule.RecvGrad,
 }
+
+
+def is_deepspeeds(function: Any) -> bool:
+    """Return whether `function` is one of DeepSpeed's own pipeline engine."""
+    return getattr(function, "__globals__", None) is vars(pipe_engine)
 
 
 def steps_per_epoch(engine: Any) -> int | None:
@@ -68,6 +75,7 @@ class Session:
         stock: Mapping[type, Callable[..., None]],
         watchdog: Watchdog,
         notes: LineExchange,
+        left_alone: SharedWarning,
     ):
         """Build the boundaries, links and parts of this rank; every rank of the job calls it.
 
@@ -78,12 +86,14 @@ class Session:
             stock: DeepSpeed's functions, by instruction.
             watchdog: of the job.
             notes: takes lines of every rank of the pipeline to the one that reports.
+            left_alone: takes the warning that messages are left to DeepSpeed.
         """
         boundaries = self.check(config, engine.num_stages)
         self.engine = engine
         self.config = config
         self.stock = stock
         self.watchdog = watchdog
+        self._left_alone = left_alone
         self.lookahead = Lookahead()  # of the schedule in progress, or of none
         self.is_eager = config.block.link.mode == "eager" and self.own_link is None
         self.depth = Auto(config) if config.quality else DepthController(config.block.link)
@@ -259,10 +269,67 @@ class Session:
     def post_receives(self, training: bool) -> None:
         """Let messages be received ahead whose shapes are known from the batch before."""
         engine, stage = self.engine, self.stage
-        if stage.before is not None and engine.pipe_recv_buf is not None:
-            stage.post_receives(Instruction.RECV_ACTIVATION, as_list(engine.pipe_recv_buf))
-        if stage.after is not None and training and engine.grad_layer is not None:
-            stage.post_receives(Instruction.RECV_GRAD, as_list(engine.grad_layer))
+        if stage.before is not None:
+            stage.post_receives(Instruction.RECV_ACTIVATION, tensors_in(engine.pipe_recv_buf))
+        if stage.after is not None and training:
+            stage.post_receives(Instruction.RECV_GRAD, tensors_in(engine.grad_layer))
+
+    def send(self, instruction: Instruction, buffer_id: int, run: Callable[[], None]) -> None:
+        """Run a send instruction of the engine: what it sends leaves as packets, or is left to DeepSpeed."""
+        engine, stage, forward = self.engine, self.stage, instruction is Instruction.SEND_ACTIVATION
+        if not stage.in_schedule:
+            stage.enter_unscheduled(self.step_context())
+        peer, gradients = engine.next_stage, None
+        if not forward:
+            peer, gradients = engine.prev_stage, self._gradients_sent(buffer_id)
+        why = stage.send(instruction, buffer_id, run, peer, gradients)
+        if not why:
+            return
+        boundary = self.boundary_of_shapes(sends=forward)
+        # of a boundary that is left to DeepSpeed the sender of activations says so
+        if forward or (gradients and boundary.number in stage.announced):
+            place = (boundary.forward if forward else boundary.backward).place
+            self.config.allow_uncompressed(f"{place}: {why}")
+            self._left_alone.log(f"{place}: left to DeepSpeed, uncompressed: {why}")
+
+    def receive(
+        self, instruction: Instruction, buffer_id: int, run: Callable[[], None], copies: bool
+    ) -> None:
+        """Run a receive instruction of the engine; `copies`: see `Receiving`."""
+        engine, stage = self.engine, self.stage
+        if not stage.in_schedule:
+            stage.enter_unscheduled(self.step_context())
+        if instruction is Instruction.RECV_ACTIVATION:
+            stage.receive(instruction, buffer_id, run, engine.prev_stage, None, copies)
+            self.mark_received(engine.pipe_buffers["inputs"][buffer_id], stage.before)
+        else:
+            stage.receive(instruction, buffer_id, run, engine.next_stage, self._gradients_received, copies)
+
+    def _gradients_sent(self, buffer_id: int) -> Sequence[Tensor]:
+        """Return tensors like the gradients that are sent of a buffer; empty where they are not known."""
+        engine = self.engine
+        if engine.is_grad_partitioned:
+            return ()
+        inputs = engine.pipe_buffers["inputs"][buffer_id]
+        if torch.is_tensor(inputs):
+            return (inputs,)
+        return [tensor for tensor in tensors_in(inputs) or () if tensor.is_floating_point()]
+
+    def _gradients_received(self) -> Specs:
+        """Return tensors like the gradients that are received next."""
+        found = tensors_in(self.engine.grad_layer)
+        if found is None:
+            announced = self.stage.announced[self.boundary_of_shapes(sends=True).number]
+            return [spec for spec in announced if spec.dtype.is_floating_point]
+        return found
+
+    def may_leave_early(self, send: type) -> bool:
+        """Return whether the send instruction of class `send` does nothing but send its message. Another one
+        than DeepSpeed's own may wait for what its neighbour does later."""
+        boundary = self.stage.after if send is schedule.SendActivation else self.stage.before
+        is_left = boundary is not None and boundary.number in self.stage.left_because
+        is_ours = self.engine._INSTRUCTION_MAP[send] is self.engine._AROUND[send]
+        return not is_left and is_ours and is_deepspeeds(self.stock[send])
 
     def _track(self) -> Tracking | None:
         """Find out which tensors carry, if a lossy codec may meet several float tensors in a message."""
@@ -276,7 +343,8 @@ class Session:
         """Follow the schedule's instructions inside; gives how many messages are to be received ahead."""
         engine = self.engine
         tracked = self.tracked if self.tracked() else None
-        lookahead = self.lookahead = Lookahead(pipe_schedule, tracked, self.depth.now)
+        in_place = [send for send in MADE_BY if not self.may_leave_early(send)]
+        lookahead = self.lookahead = Lookahead(pipe_schedule, tracked, self.depth.now, in_place)
         if lookahead.plain:
             pipe_schedule.steps = lookahead.steps
         try:

@@ -8,12 +8,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from ds_compress.codec import MessageId
+from ds_compress.codec import MessageId, TensorSpec
 from ds_compress.config import Config
-from ds_compress.engine.intercept import PointToPoint, ShapeLinks, ShapeMessage
+from ds_compress.engine.intercept import (
+    PointToPoint,
+    Receiving,
+    Sending,
+    ShapeLinks,
+    ShapeMessage,
+    Specs,
+)
 from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.endpoint import ReceivingEnd, SendingEnd
 from ds_compress.transport.p2p import Receiver, Sender
@@ -70,6 +76,12 @@ class Stage:
         self.groups: list[Any] = []  # process groups of its channels
         self.rests: set[str] = set()  # directions whose second packets have a group of their own
         self.shape_links: ShapeLinks | None = None  # None: shape messages go DeepSpeed's way
+        self.announced: dict[int, Specs] = {}
+        """The tensors of forward messages, by boundary, which both sides know from the latest shape message;
+        none of a boundary that is left to DeepSpeed."""
+
+        self.left_because: dict[int, str] = {}  # why boundaries are left to DeepSpeed
+        self._unused: set[Instruction] = set()  # those that asked for no message when they ran last
         self.step = 0
         self.training = False
 
@@ -200,13 +212,23 @@ class Stage:
             else:
                 self._samples[buffer_id] = ids
 
-    def post_receives(self, instruction: Instruction, tensors: Sequence[Tensor]) -> None:
+    def post_receives(self, instruction: Instruction, tensors: Specs | None) -> None:
         """Messages of this schedule will have tensors like `tensors`: let them be received ahead."""
         end = self._receiving[instruction, 0]
-        if end.to_post:
+        expected = instruction not in self._unused and end.channel.boundary.number in self.announced
+        if end.to_post and tensors and expected:
             message = end.channel.message(tensors, end.channel.message_id(self.step, 0, self.training))
             count, end.to_post = end.to_post, 0
             end.lane.run(lambda: end.link.expect(message.packet.nbytes, count))
+
+    def announce(self, number: int, tensors: Sequence[Tensor] | None, why: str = "") -> None:
+        """Take note of what a shape message announces for a boundary: `tensors`, or that it is left to
+        DeepSpeed, and `why`."""
+        self.announced.pop(number, None)
+        if tensors:
+            self.announced[number] = [TensorSpec.of(tensor) for tensor in tensors]
+        else:
+            self.left_because[number] = why
 
     def queue(self, instruction: Instruction, phase: int, tensors: Sequence[Tensor]) -> None:
         """Queue the receipt of one message with tensors like `tensors`."""
@@ -214,12 +236,32 @@ class Stage:
         message = end.channel.message(tensors, end.channel.message_id(self.step, 0, self.training))
         end.link.expect(message.packet.nbytes, 1)
 
-    def send(self, instruction: Instruction, buffer_id: int, run: Callable[[], None]) -> None:
-        """Collect what the send instruction `run` sends, and send it as one packet."""
-        if self._p2p.busy:
-            run()
-        else:
-            self.dispatch(instruction, buffer_id, self._p2p.collect(run))
+    def send(
+        self,
+        instruction: Instruction,
+        buffer_id: int,
+        run: Callable[[], None],
+        peer: int,
+        gradients: Specs | None,
+    ) -> str:
+        """Collect what the send instruction `run` sends to the stage `peer`, and send it as packets.
+
+        Args:
+            gradients: see `Sending`.
+
+        Returns:
+            Why there was no message; empty where there was one.
+        """
+        end = self._sending[instruction, 0]
+        number, before = end.channel.boundary.number, end.messages
+        announced = functools.partial(self.announced.get, number)
+        dispatch = functools.partial(self.dispatch, instruction, buffer_id)
+        self._p2p.collect(run, Sending(peer, announced, gradients, dispatch, self._p2p.stock))
+        if end.messages != before:
+            return ""
+        if number in self.announced:
+            return "its instruction sends no tensor through deepspeed.runtime.pipe.p2p"
+        return self.left_because.get(number, "its tensors are not announced")
 
     def dispatch(
         self, instruction: Instruction, buffer_id: int, tensors: Sequence[Tensor], phase: int = 0
@@ -237,23 +279,31 @@ class Stage:
         instruction: Instruction,
         buffer_id: int,
         run: Callable[[], None],
-        tensors: Callable[[], Any],
+        peer: int,
+        gradients: Callable[[], Specs] | None,
+        copies: bool,
     ) -> None:
-        """Serve what the receive instruction `run` asks for; `tensors()`: all it will ask for, at its first
-        call."""
-        if self._p2p.busy:
-            run()
-        else:
-            self._p2p.serve(run, functools.partial(self.fetch, instruction, buffer_id, tensors))
+        """Serve what the receive instruction `run` asks the stage `peer` for.
 
-    def fetch(
-        self, instruction: Instruction, buffer_id: int, tensors: Callable[[], Any], phase: int = 0
-    ) -> list[Tensor]:
-        """The next message, with tensors like `tensors()`, for a buffer."""
-        wanted = tensors()
+        Args:
+            gradients: see `Receiving`.
+            copies: see `Receiving`.
+        """
+        end = self._receiving[instruction, 0]
+        before = end.messages
+        announced = functools.partial(self.announced.get, end.channel.boundary.number)
+        fetch = functools.partial(self.fetch, instruction, buffer_id)
+        self._p2p.serve(run, Receiving(peer, announced, gradients, fetch, self._p2p.stock, copies))
+        if end.messages == before:
+            self._unused.add(instruction)
+        else:
+            self._unused.discard(instruction)
+
+    def fetch(self, instruction: Instruction, buffer_id: int, tensors: Specs, phase: int = 0) -> list[Tensor]:
+        """The next message, with tensors like `tensors`, for a buffer."""
         end = self._receiving[instruction, phase]
         message_id = self._next_id(instruction, end, buffer_id)
-        message = end.channel.message((wanted,) if torch.is_tensor(wanted) else wanted, message_id)
+        message = end.channel.message(tensors, message_id)
         arrived = end.lane.run(functools.partial(end.take, message, message_id), gives=True)
         if message.ids and self.after:
             self._samples[buffer_id] = end.channel.boundary.sample_ids[message_id.micro_batch]
@@ -264,8 +314,15 @@ class Stage:
         """Context for what an instruction sends beside its message: DeepSpeed's shape messages."""
         return self._p2p.shape_messages(message)
 
-    def shape_message(self, carrying: tuple[bool, ...] | None = None, written: int = 0) -> ShapeMessage:
-        return ShapeMessage(self.shape_links or self._p2p.module, carrying, written)
+    def shape_message(
+        self, carrying: tuple[bool, ...] | None = None, written: int | None = None
+    ) -> ShapeMessage:
+        return ShapeMessage(self.shape_links or self._p2p.stock, carrying, written)
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether a send instruction is in progress, so that what it announces will be collected."""
+        return self._p2p.is_sending
 
     def _next_id(self, instruction: Instruction, end: SendingEnd | ReceivingEnd, buffer_id: int) -> MessageId:
         number, end.messages = end.messages, end.messages + 1

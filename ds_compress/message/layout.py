@@ -189,6 +189,15 @@ def explain(error: Exception, codec: Codec, place: str, message_id: MessageId) -
     ) from error
 
 
+def tensors_in(message: Any) -> list[Tensor] | None:
+    """The tensors of a message, if it is a tensor, or a tuple or a list of nothing else."""
+    if torch.is_tensor(message):
+        return [message]
+    if isinstance(message, (tuple, list)) and all(map(torch.is_tensor, message)):
+        return list(message)
+    return None
+
+
 def as_list(tensors: Any) -> list[Tensor]:
     """The tensors of a message, which DeepSpeed has as a tensor, a tuple or a list."""
     return [tensors] if torch.is_tensor(tensors) else list(tensors)

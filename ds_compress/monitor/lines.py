@@ -23,7 +23,7 @@ def announcement(config: Config, channels: Channels, link: str, tensors: Callabl
         for name, values in directions.items():
             raw, wire = values["message_raw_bytes"], values["message_wire_bytes"]
             sizes = f"{raw:,.0f} -> {wire:,.0f} bytes ({ratio(raw, wire):.2f}x)"
-            part = f"{name} {getattr(codecs, name)} {sizes}"
+            part = f"{name} {getattr(codecs, name)} {sizes}" if raw else f"{name} no packets"
             found = tensors(f"boundary {number}, {name}")
             parts.append(f"{part} [{found}]" if found else part)
         boundaries.append(f"boundary {number}: {', '.join(parts)}")

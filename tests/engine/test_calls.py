@@ -15,12 +15,12 @@ QUANTIZE = {direction: {"codec": {"name": "quantize", "bits": 4}} for direction 
 LENGTH = 512
 MOST = 34
 KINDS = {
-    "_forward_pass": "sent",
-    "_backward_pass": "sent",
-    "_send_activations": "sent",
-    "_send_grads": "sent",
-    "_recv_activations": "received",
-    "_recv_grads": "received",
+    "_run_forward_pass": "sent",
+    "_run_backward_pass": "sent",
+    "_run_send_activations": "sent",
+    "_run_send_grads": "sent",
+    "_run_recv_activations": "received",
+    "_run_recv_grads": "received",
 }
 """What functions are there for, with all that they call; an eager message leaves when it is computed."""
 

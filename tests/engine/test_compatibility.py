@@ -4,15 +4,20 @@ The shapes are those of public projects over the pipeline engine; DeepSpeed's ow
 the end.
 """
 
+import contextlib
+import io
+
 import deepspeed
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
-from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe import engine as pipe_engine
+from deepspeed.runtime.pipe import p2p, schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from tests.support import foreign
+from tests.support import foreign_engines as engines
 from tests.support.dist import run_ranks
 from tests.support.foreign import Program, with_schedule
 from tests.support.models import Causal, causal_batches
@@ -52,6 +57,10 @@ def sample(engine):
                 found.append(engine.loss.item())
     engine.module.train()
     return found
+
+
+def evaluate(engine):
+    return [engine.eval_batch(batches()).item() for _ in range(2)]
 
 
 def reset(engine, step):
@@ -96,14 +105,34 @@ PROGRAMS = {
     ),
     "another batch size at every step": Program(before_batch=other_batch_size, steps=6),
     "other micro-batches at every step": Program(before_batch=other_micro_batches, steps=4),
+    "names and tensors through a p2p of its own": Program(
+        engines.NamedTensors, stages=3, blocks=foreign.LOSSLESS, steps_aside=True
+    ),
+    "instructions copied into another module": Program(engines.CopiedInstructions, stages=3),
+    "an engine copied into another module": Program(engines.CopiedEngine, stages=3),
+    "an engine that builds itself": Program(engines.BuiltItsOwnWay),
+    "functions taken from p2p": Program(engines.OwnFunctions, blocks=foreign.LOSSLESS, steps_aside=True),
+    "a note behind each message": Program(engines.SendsMore, stages=3, after_batch=engines.told),
+    "a note before each message": Program(engines.SendsFirst, stages=3, after_batch=engines.told),
+    "a note like the message": Program(
+        engines.SendsAlike, after_batch=engines.told, blocks=(*foreign.LOSSLESS, "quantize")
+    ),
+    "zero bubble": Program(
+        engines.ZeroBubble, stages=3, specs=lambda: [LayerSpec(engines.LaterBlock) for _ in range(6)]
+    ),
+    "preference training": Program(engines.Preference, stages=3, after_batch=evaluate),
     "a late optimizer": Program(config={"optimizer": None}, prepare=late_optimizer),
-    "compiled": Program(prepare=compiled, lossy=False),
+    "compiled": Program(prepare=compiled, blocks=foreign.LOSSLESS),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program(name):
-    for rank, runs in enumerate(run_ranks(PROGRAMS[name].stages, foreign.train_all, PROGRAMS[name])):
+    program = PROGRAMS[name]
+    ranks = run_ranks(program.stages, foreign.train_all, program, timeout=60)
+    for block in ("blocking", "eager"):
+        assert sum(len(runs[block]["left alone"]) for runs in ranks) == program.steps_aside, block
+    for rank, runs in enumerate(ranks):
         stock = runs["stock"]
         for link in ("blocking", "eager"):
             assert runs[link]["class"] == f"Compressed{stock['class']}"
@@ -117,7 +146,52 @@ def test_program(name):
         if "quantize" in runs:
             assert runs["quantize"]["losses"] == pytest.approx(stock["losses"], rel=0.03)
             assert runs["quantize"]["losses"] != stock["losses"]
+        if "topk eager" in runs:
             assert runs["topk eager"]["losses"] == runs["topk blocking"]["losses"] != stock["losses"]
+
+
+def said_of(engine_class, block):
+    """What is logged of messages that are left to DeepSpeed, and the line that tells what is active."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        run = foreign.train(Program(engine_class), block)
+    return run["left alone"] + [line for line in printed.getvalue().splitlines() if " active" in line]
+
+
+NOT_TENSORS = "boundary 0, forward: its message is a dict, not tensors"
+
+
+def test_what_is_said_of_messages_that_are_left_to_deepspeed():
+    said, other = run_ranks(2, said_of, engines.NamedTensors, foreign.EIGHT_BITS, timeout=60)
+    assert said[0] == NOT_TENSORS.replace("forward: ", "forward: left to DeepSpeed, uncompressed: ")
+    assert said[1].endswith("boundary 0: forward no packets, backward no packets")
+    assert len(said) == 2 and other == []
+    said, other = run_ranks(2, said_of, engines.OwnFunctions, foreign.EIGHT_BITS, timeout=60)
+    assert said[0].endswith("its instruction sends no tensor through deepspeed.runtime.pipe.p2p")
+    assert "forward no packets, backward quantize(bits=8) 4,096 -> 1,088 bytes" in said[1]
+    assert len(said) == 2 and other == []
+
+
+def test_messages_are_not_left_to_deepspeed_where_compression_is_required():
+    block = {**foreign.EIGHT_BITS, "enabled": "required", "link": {"timeout_s": 10}}
+    error, _ = run_ranks(2, said_of, engines.NamedTensors, block, check=False, timeout=60)
+    assert '"enabled": "required" in ds_compress asks for compression, but ' + NOT_TENSORS in error
+
+
+def changed_by_training(block):
+    """What of DeepSpeed's pipeline modules is another object after training."""
+    parts = (p2p, schedule, pipe_engine, PipelineEngine, PipelineEngine._INSTRUCTION_MAP)
+    before = [dict(part if isinstance(part, dict) else vars(part)) for part in parts]
+    run = foreign.train(Program(), block)
+    after = [part if isinstance(part, dict) else vars(part) for part in parts]
+    # p2p keeps the topology of the latest engine
+    changed = {name for a, b in zip(before, after, strict=True) for name in b if a.get(name) is not b[name]}
+    return run["class"], changed - {"_grid"}
+
+
+def test_without_the_key_nothing_of_deepspeed_is_changed():
+    assert run_ranks(2, changed_by_training, None) == [("PipelineEngine", set())] * 2
+    assert run_ranks(2, changed_by_training, {}) == [("CompressedPipelineEngine", {"send", "recv"})] * 2
 
 
 def image_layers():

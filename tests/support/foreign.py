@@ -3,6 +3,7 @@ own."""
 
 import contextlib
 import io
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,7 @@ BLOCKS = {
     "topk blocking": {**REUSE, "link": {"mode": "blocking"}},
     "topk eager": REUSE,
 }
+LOSSLESS = ("blocking", "eager")
 
 
 class Reference(schedule.BufferOpInstruction):
@@ -168,7 +170,8 @@ class Program:
     before_batch: Callable[[Any, int], None] = lambda engine, step: None
     after_batch: Callable[[Any], list[float]] = lambda engine: []  # gives more to compare
     steps: int = STEPS
-    lossy: bool = True  # whether the blocks with a loss are run too
+    blocks: tuple[str, ...] = tuple(BLOCKS)
+    steps_aside: bool = False  # whether its messages are left to DeepSpeed
 
 
 def train(program: Program, block: dict[str, Any] | None) -> dict[str, Any]:
@@ -182,15 +185,36 @@ def train(program: Program, block: dict[str, Any] | None) -> dict[str, Any]:
         deepspeed.PipelineEngine = before
     program.prepare(engine)
     data, losses, more = program.data(), [], []
-    for step in range(program.steps):
-        program.before_batch(engine, step)
-        losses.append(engine.train_batch(data).item())
-        more += program.after_batch(engine)
-    return {"class": type(engine).__name__, "losses": losses, "more": more, "weights": weights(engine)}
+    with warnings_of_ours() as lines:
+        for step in range(program.steps):
+            program.before_batch(engine, step)
+            losses.append(engine.train_batch(data).item())
+            more += program.after_batch(engine)
+    return {
+        "class": type(engine).__name__,
+        "losses": losses,
+        "more": more,
+        "weights": weights(engine),
+        "left alone": [line for line in lines if "left to DeepSpeed" in line],
+    }
+
+
+@contextlib.contextmanager
+def warnings_of_ours() -> Iterator[list[str]]:
+    """The lines that ds_compress logs inside."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ds_compress").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("ds_compress").removeHandler(handler)
 
 
 def train_all(program: Program) -> dict[str, dict[str, Any]]:
     """One engine after the other in the same processes: stock, then with each block."""
     with contextlib.redirect_stdout(io.StringIO()):
-        names = BLOCKS if program.lossy else ("blocking", "eager")
-        return {"stock": train(program, None)} | {name: train(program, BLOCKS[name]) for name in names}
+        return {"stock": train(program, None)} | {
+            name: train(program, BLOCKS[name]) for name in program.blocks
+        }

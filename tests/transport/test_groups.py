@@ -55,7 +55,7 @@ def wired(stages, replicas, stage_id, block):
     config = Config(block)
     before = Boundary(stage_id - 1, config, 5) if stage_id else None
     after = Boundary(stage_id, config, 5) if stage_id < stages - 1 else None
-    stage = Stage(config, PointToPoint(None), before, after)
+    stage = Stage(config, PointToPoint(None, None), before, after)
     wire(stage, engine, depth=1)
     number = {id(group): index for index, group in enumerate(stage.groups)}
     ends = [
