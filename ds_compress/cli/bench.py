@@ -20,7 +20,7 @@ from ds_compress.codec import CODECS, Codec, Context, TensorSpec, build, check_a
 from ds_compress.codecs.mixins import ObservesWarmup, ReusesForwardIndices, layers
 from ds_compress.errors import CompressionError, shown
 from ds_compress.feedback import FeedbackCodec
-from ds_compress.kernels.dispatch import prepare
+from ds_compress.kernels.backends import prepare
 
 OUTLIERS = 6
 """Channels of the benchmark tensor that are 20 times as large, as in a transformer's hidden states."""

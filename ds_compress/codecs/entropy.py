@@ -13,9 +13,8 @@ from ds_compress.codecs import eigenbasis
 from ds_compress.codecs.eigenbasis import EigenbasisCodec
 from ds_compress.codecs.shapes import matrix_shape
 from ds_compress.errors import CompressionError
-from ds_compress.kernels.dispatch import kernels
-from ds_compress.kernels.entropy.format import LARGEST_NUMEL, Frame, frame_of
-from ds_compress.kernels.entropy.sorted_blocks import CLASSES, RUN, Units
+from ds_compress.kernels.backends import kernels
+from ds_compress.kernels.entropy.format import CLASSES, LARGEST_NUMEL, RUN, Frame, SortedBlocks, frame_of
 from ds_compress.registry.options import Steps
 
 MIN_SORTED_NUMEL = 2**12
@@ -66,7 +65,7 @@ class EntropyBase(Codec):
     def gaussian_error_bound(self, spec: TensorSpec) -> float:
         # at high rates an ideal coder has 1.2 * 2^-rate; tables cost most in small messages
         frame = frame_of(max(spec.numel, 1), self.options.bits)
-        rate = 16 * frame.room / (frame.numel + 256)
+        rate = 16 * frame.capacity / (frame.numel + 256)
         return min(0.99, 1.3 * 2**-rate)
 
     def refuses(self, spec: TensorSpec) -> str:
@@ -140,17 +139,17 @@ class SortedContexts(EntropyBase):
         units = self._units(spec)
         if units is None:
             return super().encode(x, ctx)
-        return (kernels(x.device).encode_units(x.detach().reshape(-1), self._frame(spec, units), units),)
+        return (kernels(x.device).encode_sorted(x.detach().reshape(-1), self._frame(spec, units), units),)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         units = self._units(spec)
         if units is None:
             return super().decode(parts, spec, ctx)
         frame, words = self._frame(spec, units), parts[0]
-        values = self._checked(*kernels(words.device).decode_units(words, frame, units, spec.dtype))
+        values = self._checked(*kernels(words.device).decode_sorted(words, frame, units, spec.dtype))
         return values.view(spec.shape)
 
-    def _units(self, spec: TensorSpec) -> Units | None:
+    def _units(self, spec: TensorSpec) -> SortedBlocks | None:
         """Return the units of a tensor of `spec`, None if their classes would take too many of its words."""
         columns = self.options.contexts == "columns"
         if columns:
@@ -161,9 +160,9 @@ class SortedContexts(EntropyBase):
         else:
             count, size = spec.numel // RUN, RUN
         few = spec.numel < MIN_SORTED_NUMEL or size < MIN_UNIT or count < CLASSES
-        return None if few else Units(count, size, columns)
+        return None if few else SortedBlocks(count, size, columns)
 
-    def _frame(self, spec: TensorSpec, units: Units) -> Frame:
+    def _frame(self, spec: TensorSpec, units: SortedBlocks) -> Frame:
         return frame_of(spec.numel, self.options.bits, units.cuts, taken=units.words)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, Parts, TensorSpec, register
 from ds_compress.codecs.shapes import GroupSize, group_shape, join, split
-from ds_compress.kernels.dispatch import kernels
+from ds_compress.kernels.backends import kernels
 
 _FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -34,13 +34,13 @@ class Float8(Codec):
         return ((groups, size), torch.uint8), ((groups,), torch.float32)
 
     def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
-        return kernels(x.device).encode_float8(split(x, self.options.group_size), self._dtype, out)
+        return kernels(x.device).encode_fp8(split(x, self.options.group_size), self._dtype, out)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         codes, scales = parts
         # what `join` does to fp16 is done in fp32
         wide = spec.dtype if spec.dtype == torch.bfloat16 else torch.float32
-        values = kernels(codes.device).decode_float8(codes, scales, self._dtype, wide)
+        values = kernels(codes.device).decode_fp8(codes, scales, self._dtype, wide)
         return join(values, spec, self.options.group_size)
 
     def error_bound(self, spec: TensorSpec) -> float:

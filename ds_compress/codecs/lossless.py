@@ -6,7 +6,7 @@ from torch import Tensor
 from ds_compress.codec import Codec, Context, Layout, TensorSpec, register
 from ds_compress.codecs.mixins import VariableSizePayload
 from ds_compress.errors import CompressionError
-from ds_compress.kernels.dispatch import kernels
+from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.lossless.zstd import pack, unpack
 
 
@@ -41,14 +41,14 @@ class Lossless(Codec, VariableSizePayload):
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         here = x.detach().cpu().contiguous()
-        body = pack(kernels(here.device).sort_bytes(here), tail=x.numel())  # of sign and exponent
+        body = pack(kernels(here.device).byte_shuffle(here), tail=x.numel())  # of sign and exponent
         return torch.tensor([body.numel()], dtype=torch.int64, device=x.device), body.to(x.device)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         body = parts[1].cpu()
         if body.numel() < spec.nbytes:
             body = unpack(body, spec.nbytes)
-        return kernels(body.device).join_bytes(body, spec.dtype, spec.shape).to(spec.device)
+        return kernels(body.device).byte_unshuffle(body, spec.dtype, spec.shape).to(spec.device)
 
     def error_bound(self, spec: TensorSpec) -> float:
         return 0.0

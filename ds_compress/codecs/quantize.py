@@ -14,7 +14,7 @@ from ds_compress.codecs.mixins import FusesFeedback
 from ds_compress.codecs.quantize_eigenbasis import EigenbasisQuantize
 from ds_compress.codecs.quantize_options import QuantizeOptions
 from ds_compress.codecs.shapes import Fill, group_shape, join, moved_spec, split
-from ds_compress.kernels.dispatch import kernels
+from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.quantize import gaussian
 from ds_compress.kernels.quantize.bits import packed_size
 from ds_compress.kernels.quantize.grid import Grid

@@ -17,7 +17,7 @@ from ds_compress.codecs.mixins import check_entry, parse_size
 from ds_compress.codecs.shapes import WIRE_DTYPES, group_shape, split
 from ds_compress.codecs.water_filling import MOST_BITS, levels_of, share_out
 from ds_compress.errors import CompressionError
-from ds_compress.kernels.dispatch import kernels
+from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.quantize import gaussian
 from ds_compress.kernels.quantize.bits import packed_size
 from ds_compress.kernels.quantize.grid import Grid

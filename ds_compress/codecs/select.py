@@ -2,8 +2,9 @@
 
 Every function takes `x` [rows, d] and returns a `Selection` of entries of `x.flatten()`, ascending, with the
 same number of entries in every row whatever the data, so that packets have a static size and carry no counts.
-`values`: memory for the kept entries, where they are made on the way (see `reference.exact`).
-nan and infinity count as the largest magnitude: a selection from non-finite input holds a non-finite entry.
+`values`: memory for the kept entries, where they are made on the way (see `select_largest` in
+kernels/topk/reference.py). nan and infinity count as the largest magnitude: a selection from non-finite input
+holds a non-finite entry.
 """
 
 import math
@@ -12,12 +13,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ds_compress.kernels.dispatch import kernels
-from ds_compress.kernels.topk import exact as topk
-from ds_compress.kernels.topk import sampling
-from ds_compress.kernels.topk import sidco as fit
-from ds_compress.kernels.topk.keys import INFINITY, keys
-from ds_compress.kernels.topk.selection import Selection
+from ds_compress.kernels.backends import kernels
+from ds_compress.kernels.topk.magnitudes import INFINITY, SAMPLE, keys
+from ds_compress.kernels.topk.selection import Selection, banded, largest, sidco_thresholds
 
 
 @lru_cache(maxsize=1024)  # a message has the shape of the one before
@@ -43,7 +41,7 @@ def rows_of(shape: tuple[int, ...], row: str) -> tuple[int, int]:
 
 def exact(x: Tensor, k: int, values: Tensor | None = None) -> Selection:
     """The k largest magnitudes of each row, equal ones in the order of their index."""
-    return topk.exact(x, k, values)
+    return largest(x, k, values)
 
 
 def threshold(x: Tensor, k: int, values: Tensor | None = None) -> Selection:
@@ -54,27 +52,28 @@ def threshold(x: Tensor, k: int, values: Tensor | None = None) -> Selection:
     entries of the band, evenly spaced over the row so that no part of it is favoured. Rows no longer than the
     sample are exact.
     """
-    if x.shape[1] <= sampling.SAMPLE or not x.numel():
-        return topk.exact(x, k, values)
-    high, low = kernels(x.device).sampled_band(x, k)
+    if x.shape[1] <= SAMPLE or not x.numel():
+        return largest(x, k, values)
+    high, low = kernels(x.device).sample_bounds(x, k)
     # where more than k entries tie with `high`, as in a row of zeros, those above it still go first
-    return topk.banded(x, (low, high, high + 1, INFINITY[x.dtype]), k)
+    return banded(x, (low, high, high + 1, INFINITY[x.dtype]), k)
 
 
 def sidco(x: Tensor, k: int, values: Tensor | None = None) -> Selection:
-    """About the k largest of each row, by thresholds fitted to the distribution of |x| (see kernels.sidco).
+    """About the k largest of each row, by thresholds fitted to the distribution of |x| (see
+    `sidco_thresholds`).
 
     What lies above the upper fitted threshold is kept, the other places go evenly spaced to entries between
     the two. Where the best fit of some row keeps less than 0.8 k or more than 1.25 k, the selection is exact:
     looking at that costs a synchronisation with the GPU.
     """
     if not x.numel():
-        return topk.exact(x, k, values)
-    high, low, achieved = fit.bracket(x, k)
+        return largest(x, k, values)
+    high, low, achieved = sidco_thresholds(x, k)
     if not bool(((achieved >= 0.8 * k) & (achieved <= 1.25 * k)).all()):
-        return topk.exact(x, k, values)
+        return largest(x, k, values)
     low, high = keys(low.to(x.dtype)), keys(high.to(x.dtype))
-    return topk.banded(x, (low, high, INFINITY[x.dtype]), k)
+    return banded(x, (low, high, INFINITY[x.dtype]), k)
 
 
 def blockwise(x: Tensor, density: float, block: int, values: Tensor | None = None) -> Selection:
@@ -82,15 +81,15 @@ def blockwise(x: Tensor, density: float, block: int, values: Tensor | None = Non
     block."""
     rows, d = x.shape
     if not x.numel():
-        return topk.exact(x, 0)
+        return largest(x, 0)
     block = min(block, d)
     if d % block == 0:
-        return topk.exact(x.reshape(-1, block), kept_of(block, density), values)
+        return largest(x.reshape(-1, block), kept_of(block, density), values)
     whole = d // block * block
     places = []
     for start, length, width in ((0, whole, block), (whole, d - whole, d - whole)):
         blocks = x[:, start : start + length].reshape(-1, width)
-        inside = topk.exact(blocks, kept_of(width, density)).indices.view(rows, -1)
+        inside = largest(blocks, kept_of(width, density)).indices.view(rows, -1)
         row = torch.arange(rows, dtype=torch.int64, device=x.device).unsqueeze(1)
         places.append(inside + (row * (d - length) + start))
     return Selection.at(torch.cat(places, dim=1).flatten(), x.numel())

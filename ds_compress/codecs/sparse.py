@@ -29,7 +29,7 @@ from ds_compress.codecs import bounds, select
 from ds_compress.codecs.mixins import BothDirections, ObservesWarmup, Selects, VariableSizePayload
 from ds_compress.codecs.shapes import as_message
 from ds_compress.errors import CompressionError
-from ds_compress.kernels.dispatch import kernels
+from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.topk import index_coding as coding
 from ds_compress.kernels.topk.selection import Selection
 
@@ -114,7 +114,7 @@ def gather(x: Tensor, selection: Selection) -> Tensor:
 
     For selections that were not made from `x`: an overflow outside of them must reach the receiver too.
     """
-    return kernels(x.device).gather(x, selection.held, selection.count)
+    return kernels(x.device).gather(x, selection.entries, selection.count)
 
 
 @register("randomk")

@@ -24,7 +24,7 @@ from ds_compress.config.unused import unused_options
 from ds_compress.errors import REQUIRE, CompressionError, errors_at, is_required, shown
 from ds_compress.feedback import FEEDBACKS, Feedback
 from ds_compress.feedback.aqsgd.sample_ids import SampleIds
-from ds_compress.kernels.dispatch import prepare
+from ds_compress.kernels.backends import prepare
 from ds_compress.registry import validate
 from ds_compress.registry.plugins import load_installed
 

@@ -24,7 +24,7 @@ from ds_compress.engine.intercept import PointToPoint
 from ds_compress.engine.mixin import CompressedEngine
 from ds_compress.engine.session import Session, steps_per_epoch
 from ds_compress.errors import CompressionError
-from ds_compress.kernels import dispatch
+from ds_compress.kernels.backends import kernels
 from ds_compress.runtime.watchdog import Watchdog
 from ds_compress.transport import staging
 from ds_compress.version import __version__
@@ -125,11 +125,11 @@ def attach(engine: Any, module: Any, block: object) -> None:
         else:
             config.leave_uncompressed("a pipeline of one stage sends no messages; use two or more")
         # Triton sums the magnitudes of 1-bit grids in another order than torch: mirrored state would drift
-        kernels = dispatch.kernels(engine.device).__name__.rpartition(".")[2]
+        backend = kernels(engine.device).name
         agreed = {
             "version": __version__,
             **config.settings,
-            "kernels": kernels,
+            "kernels": backend,
             **relied_on(config, engine.device),
         }
     except CompressionError as error:

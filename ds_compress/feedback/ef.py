@@ -10,7 +10,7 @@ from ds_compress.codec import Codec, Context, Parts, Stability, TensorSpec
 from ds_compress.codecs.mixins import FusesFeedback, ReusesForwardIndices
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.state import KeepsState, State, StateOptions
-from ds_compress.kernels.dispatch import kernels
+from ds_compress.kernels.backends import kernels
 
 
 class ErrorFeedbackOptions(StateOptions):
@@ -86,11 +86,11 @@ class ErrorFeedbackCodec(FeedbackCodec, KeepsState):
         """What `FusesFeedback.encode_with_residual` returns, of which the whole message is one group; and
         whether it and the next state are finite, a bool of one element."""
         residual, backend = self.state.values(stored, spec), kernels(x.device)
-        finite = backend.finite(x)
-        total = backend.compensated(x, residual, ctx.loss_scale, finite)
+        finite = backend.is_finite(x)
+        total = backend.add_residual(x, residual, ctx.loss_scale, finite)
         parts, sent = encode_and_decode(self.codec, total, ctx, out)
         carried = self._follows.sent(spec, ctx) if self._follows is not None else None
         if carried is not None:  # what is not sent keeps its residual
             x, sent = (torch.where(carried, each, torch.zeros_like(each)) for each in (x, sent))
-        new, kept = backend.renewed(x, residual, sent, ctx.loss_scale, *self.shares)
+        new, kept = backend.update_residual(x, residual, sent, ctx.loss_scale, *self.shares)
         return parts, self.state.kept(new, spec), finite & kept

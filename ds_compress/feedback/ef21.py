@@ -8,7 +8,7 @@ from ds_compress.codec import Codec, Context, Parts, Stability, TensorSpec
 from ds_compress.codecs.mixins import FusesFeedback, ObservesWarmup
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.state import KeepsState, State, StateOptions
-from ds_compress.kernels.dispatch import kernels
+from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.numerics import as_divisor, is_finite, wide
 
 
@@ -53,9 +53,9 @@ class EF21Codec(FeedbackCodec, KeepsState, ObservesWarmup):
                 self.state.put(ctx, spec, (new,))
                 return parts
         state = self.state.load(ctx, spec)
-        change = kernels(x.device).changed(x, state, ctx.loss_scale)
+        change = kernels(x.device).delta(x, state, ctx.loss_scale)
         parts, sent = encode_and_decode(self.codec, change, ctx, out)
-        self.state.save(ctx, spec, *kernels(x.device).advanced(state, sent, ctx.loss_scale))
+        self.state.save(ctx, spec, *kernels(x.device).update_state(state, sent, ctx.loss_scale))
         return parts
 
     def decode_training(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
@@ -67,7 +67,7 @@ class EF21Codec(FeedbackCodec, KeepsState, ObservesWarmup):
                 self.state.put(ctx, spec, (new,))
                 return arrived
         change, state = self.codec.decode(parts, spec, ctx), self.state.load(ctx, spec)
-        new, finite = kernels(change.device).advanced(state, change, ctx.loss_scale)
+        new, finite = kernels(change.device).update_state(state, change, ctx.loss_scale)
         self.state.save(ctx, spec, new, finite)
         return (new * ctx.loss_scale).to(spec.dtype)
 

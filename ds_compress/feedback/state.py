@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ds_compress.codec import Context, TensorSpec
 from ds_compress.codecs.mixins import Stateful, check_entry
-from ds_compress.kernels.dispatch import kernels
+from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.feedback.reference import GROUP
 from ds_compress.kernels.numerics import wide
 from ds_compress.registry import Options
@@ -61,7 +61,7 @@ class State:
     def replace(self, ctx: Context, spec: TensorSpec, kept: tuple[Tensor, ...], finite: Tensor) -> None:
         """The same of what `kept` made of a value, which bf16 may not hold."""
         if self.dtype == "bf16":
-            finite = finite & kernels(finite.device).finite(kept[0])
+            finite = finite & kernels(finite.device).is_finite(kept[0])
         choose = kernels(finite.device).choose
         self.put(ctx, spec, tuple(choose(finite, *both) for both in zip(kept, self.stored(ctx, spec))))
 

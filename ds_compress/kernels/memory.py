@@ -27,7 +27,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @lru_cache  # a size that came before changes nothing
-def keep_freed(nbytes: int) -> None:
+def retain_freed_memory(nbytes: int) -> None:
     """Let malloc of this process keep what is freed, up to blocks of `nbytes`, once that is much.
 
     By default it returns the end of the heap and blocks of 32 MiB to the system and gets them anew, page by
@@ -46,7 +46,7 @@ def keep_freed(nbytes: int) -> None:
 
 
 @lru_cache
-def unmade(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def empty_template(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """What `torch.empty_like` makes a tensor of the CPU of `shape` from, sooner than `torch.empty` has parsed
     its arguments; it has no memory for it itself."""
     return torch.empty((), dtype=dtype, device="cpu").expand(shape)
@@ -67,6 +67,6 @@ def scratch(role: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return part
 
 
-def delivered(parts: tuple[Tensor, ...], out: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
-    """`parts`, in the memory `out` where there is some."""
+def copy_into(out: tuple[Tensor, ...] | None, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Copy `parts` into the memory `out` and return it; without `out` return `parts`."""
     return parts if out is None else tuple(place.copy_(part) for place, part in zip(out, parts, strict=True))

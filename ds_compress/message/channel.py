@@ -22,7 +22,7 @@ from ds_compress.codecs.mixins import (
 )
 from ds_compress.config import DIRECTIONS, BoundaryCodecs, Config
 from ds_compress.errors import CompressionError
-from ds_compress.kernels.memory import keep_freed
+from ds_compress.kernels.memory import retain_freed_memory
 from ds_compress.message.layout import Counters, Encoded, MessageLayout, explain, why_exempt
 from ds_compress.message.packet import PacketLayout
 from ds_compress.message.state import BoundaryState
@@ -87,7 +87,7 @@ class Channel:
         source = self.boundary.config.sample_ids
         ids = source.count(specs) if source and training and self.direction == "forward" else 0
         if specs[0].device.type == "cpu":  # whatever is made of it is at most in fp32
-            keep_freed(max(spec.numel for spec in specs) * torch.float32.itemsize)
+            retain_freed_memory(max(spec.numel for spec in specs) * torch.float32.itemsize)
         sealed = self.boundary.config.block.link.checksum
         return MessageLayout(specs, self.codec if compressed else None, exempt, ids, sealed)
 

@@ -7,8 +7,8 @@ import torch
 
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.errors import CompressionError
-from ds_compress.kernels import reference
-from ds_compress.kernels.entropy import rate
+from ds_compress.kernels.backends import reference
+from ds_compress.kernels.entropy import reference as rate
 from ds_compress.kernels.entropy.format import LARGEST_NUMEL, STEPS, frame_of
 from tests.support.measure import relative_error, roundtrip
 

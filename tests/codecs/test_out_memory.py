@@ -8,8 +8,8 @@ from ds_compress.cli.bench import contexts
 from ds_compress.codec import CODECS, Codec, TensorSpec, build, fill, names
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FEEDBACKS
-from ds_compress.kernels import native, reference
-from ds_compress.kernels.dispatch import using
+from ds_compress.kernels import native
+from ds_compress.kernels.backends import reference, using
 from tests.support.same_bits import assert_same_bits
 
 CHOICES = [{"name": name, **options} for name in names() for options in CODECS.find(name, "").examples]

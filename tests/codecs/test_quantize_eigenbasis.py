@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
-from ds_compress.kernels import dispatch, reference
+from ds_compress.kernels import backends
+from ds_compress.kernels.backends import reference
 from tests.support import captured
 from tests.support.matrices import any_shape, observed, of_rank, relative_error, send, with_spectrum
 from tests.support.measure import relative_error as error_of
@@ -105,7 +106,7 @@ def test_all_backends_make_the_same_packet():
     parts = codec.encode(x, sender)
     runs = {run.bits for plans in codec._plans.values() for plan in plans.values() for run in plan.runs}
     assert runs >= {1, 2, 3, 4, 5, 6}
-    with dispatch.using(reference):
+    with backends.using(reference):
         assert all(map(torch.equal, codec.encode(x, sender), parts))
         decoded = codec.decode(parts, TensorSpec.of(x), receiver)
     assert torch.equal(codec.decode(parts, TensorSpec.of(x), receiver), decoded)

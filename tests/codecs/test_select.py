@@ -6,12 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.codecs import select
-from ds_compress.kernels import native, reference
-from ds_compress.kernels.topk import compiled_kth_largest as compiled
-from ds_compress.kernels.topk import exact as topk
-from ds_compress.kernels.topk import sampling, sidco
-from ds_compress.kernels.topk.keys import keys
-from ds_compress.kernels.topk.selection import Selection
+from ds_compress.kernels import native
+from ds_compress.kernels.backends import reference
+from ds_compress.kernels.topk import cpu as compiled
+from ds_compress.kernels.topk.magnitudes import keys, sample_plan
+from ds_compress.kernels.topk.selection import Selection, banded, sidco_thresholds
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -63,12 +62,12 @@ def test_exact_is_the_specification_ties_and_nan_included(x, dtype, data):
     k = data.draw(st.integers(1, x.shape[1]))
     expected = by_sorting(x, k)
     assert select.exact(x, k).indices.tolist() == expected
-    assert reference.exact(x, k)[0].tolist() == expected
+    assert reference.select_largest(x, k)[0].tolist() == expected
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "LONG", 0)
         assert select.exact(x, k).indices.tolist() == expected
-        patch.setattr(compiled, "_plan", compiled.Plan)
-        patch.setattr(sampling, "first_look", lambda d, k: sampling.plan(d, k, 3))
+        patch.setattr(compiled, "_largest_plan", compiled.LargestPlan)
+        patch.setattr(compiled, "first_look", lambda d, k: sample_plan(d, k, 3))
         assert select.exact(x, k).indices.tolist() == expected
 
 
@@ -89,7 +88,7 @@ def test_two_stages_on_long_rows_equal_the_reference(kind, density):
         "rising": torch.arange(2.0 * 150 * 1024),
     }[kind].view(2, -1)
     k = select.kept_of(x.shape[1], density)
-    assert torch.equal(select.exact(x, k).indices, reference.exact(x, k)[0])
+    assert torch.equal(select.exact(x, k).indices, reference.select_largest(x, k)[0])
 
 
 def test_the_unit_vector_of_the_paper():
@@ -143,11 +142,11 @@ def test_bands_fill_from_the_highest_and_the_cpu_equals_the_reference(dtype, row
         keys(torch.full((rows, 1), low).to(dtype)),
         *(keys(x.new_tensor(v)).item() for v in others),
     )
-    expected = reference.banded(x, bounds, k)[0]
-    assert torch.equal(topk.banded(x, bounds, k).indices, expected)
+    expected = reference.select_banded(x, bounds, k)[0]
+    assert torch.equal(banded(x, bounds, k).indices, expected)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "LONG", 0)
-        selection = topk.banded(x, bounds, k)
+        selection = banded(x, bounds, k)
     assert torch.equal(selection.indices, expected)
     assert_k_per_row(selection, rows, d, k)
     level = sum((x.abs() >= bound).int() for bound in (low, *others))
@@ -157,7 +156,7 @@ def test_bands_fill_from_the_highest_and_the_cpu_equals_the_reference(dtype, row
 
 def test_equal_entries_of_a_band_are_evenly_spaced():
     one = keys(torch.ones(1, 1))
-    assert topk.banded(torch.ones(1, 12), (one, one.item() + 1), 4).indices.tolist() == [2, 5, 8, 11]
+    assert banded(torch.ones(1, 12), (one, one.item() + 1), 4).indices.tolist() == [2, 5, 8, 11]
 
 
 @pytest.mark.parametrize("density", [0.1, 0.01])
@@ -225,12 +224,12 @@ def distribution(name: str) -> torch.Tensor:
 def test_sidco_comes_near_the_target_or_is_exact(name, density, monkeypatch):
     x = distribution(name).unsqueeze(0)
     k = select.kept_of(x.shape[1], density)
-    high, low, achieved = sidco.bracket(x, k)
+    high, low, achieved = sidco_thresholds(x, k)
     assert (x.abs() >= high).sum() <= k <= (x.abs() >= low).sum()
     near = 0.8 <= achieved.item() / k <= 1.25
     assert near or (name, density) == ("outliers", 0.01)  # k lies in the gap between outliers and bulk
     fell_back = []
-    monkeypatch.setattr(topk, "exact", lambda *args: fell_back.append(1))
+    monkeypatch.setattr(select, "largest", lambda *args: fell_back.append(1))
     select.sidco(x, k)
     assert bool(fell_back) == (not near)
 

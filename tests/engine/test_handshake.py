@@ -7,7 +7,8 @@ import torch
 
 import ds_compress  # noqa: F401
 from ds_compress.engine import attach as attach_module
-from ds_compress.kernels import dispatch, reference
+from ds_compress.kernels import backends
+from ds_compress.kernels.backends import reference
 from tests.support.dist import run_ranks
 from tests.support.pipeline import build, ds_config
 
@@ -54,7 +55,7 @@ def test_different_blocks(blocks, path, values):
 
 def start_without_triton_on_one(config):
     if torch.distributed.get_rank() == 1:
-        with dispatch.using(reference):
+        with backends.using(reference):
             return start([config, config])
     return start([config, config])
 

@@ -19,7 +19,8 @@ from tests.support.shared import once
 USES = """
 import json, logging
 import torch
-from ds_compress.kernels import cpu, library, reference
+from ds_compress.kernels import library
+from ds_compress.kernels.backends import cpu, reference
 from ds_compress.kernels.quantize.grid import Grid
 logging.basicConfig(format="%(message)s")
 x = torch.randn(256, 128)

@@ -11,7 +11,7 @@ import torch
 from ds_compress.cli import main
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.errors import CompressionError
-from ds_compress.kernels import dispatch, library
+from ds_compress.kernels import backends, library
 from tests.support.same_bits import assert_same_bits
 
 SETS = library._X86_64
@@ -74,7 +74,7 @@ def test_what_cannot_run_is_refused_in_one_line(asked, features, names, said, in
     monkeypatch.setenv(library.CPU, asked)
     monkeypatch.setattr(library, "load", load)
     with pytest.raises(CompressionError, match=f"^DS_COMPRESS_CPU: .*{said}"):
-        dispatch.prepare()
+        backends.prepare()
     assert main(["bench", "--shape", "8,64", "--codec", "quantize"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("DS_COMPRESS_CPU: ") and error.count("\n") == 1
@@ -148,7 +148,7 @@ def test_without_kernels_one_warning_is_logged_and_the_bytes_are_the_same(instal
     installed(features=())
     library.load.cache_clear()
     with caplog.at_level(logging.WARNING):
-        dispatch.prepare()
+        backends.prepare()
         for choice, expected in zip(choices, compiled):
             assert_same_bits(packet(choice), expected)
     library.load.cache_clear()

@@ -26,8 +26,8 @@ def faults_per_allocation() -> float:
     """Page faults for each 64 MiB tensor that is filled and freed, in a process of its own."""
     code = """
 import resource, torch
-from ds_compress.kernels.memory import keep_freed
-keep_freed(1 << 26)
+from ds_compress.kernels.memory import retain_freed_memory
+retain_freed_memory(1 << 26)
 for _ in range(20):  # until the heap has grown
     torch.empty(1 << 24).fill_(1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from ds_compress import config  # noqa: F401  (registers the codecs)
 from ds_compress.codec import Context, TensorSpec
 from ds_compress.codec import build as build_codec
-from ds_compress.kernels import cpu, library, native, reference
+from ds_compress.kernels import library, native
+from ds_compress.kernels.backends import cpu, reference
 from ds_compress.kernels.quantize.grid import Grid
 from tests.support.native import TARGETS, compiled_for, runs_here
 from tests.support.same_bits import any_grid, assert_same_bits, values

@@ -3,24 +3,20 @@
 import re
 import shutil
 import subprocess
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
-from ds_compress.kernels import native
-from ds_compress.kernels.feedback import compiled as feedback
-from ds_compress.kernels.feedback import compiled_quantize_feedback as stateful
-from ds_compress.kernels.fp8 import compiled as float8
-from ds_compress.kernels.lossless import compiled as planes
+from ds_compress.kernels import library, native
+from ds_compress.kernels.backends import ALGORITHMS, cpu
 from ds_compress.kernels.native.function import FLAG, Buffer, Function
-from ds_compress.kernels.quantize import compiled as quantize
 from ds_compress.kernels.quantize.grid import Grid
-from ds_compress.kernels.topk import compiled_selection as selection
 
 FUNCTIONS = {
     function.name: function
-    for module in (quantize, stateful, feedback, float8, planes, selection)
+    for module in (import_module(f"ds_compress.kernels.{algorithm}.cpu") for algorithm in ALGORITHMS)
     for held in vars(module).values()
     for function in (held.values() if isinstance(held, dict) else [held])
     if isinstance(function, Function)
@@ -38,7 +34,7 @@ def sound(function):
     for name, kind in function.arguments.items():
         if isinstance(kind, Buffer):
             numel = torch.tensor([given.get(dim, dim) for dim in kind.dims]).prod().item()
-            dtype = kind.dtypes[given[kind.by] if kind.by else 0]
+            dtype = kind.dtypes[given[kind.dtype_from] if kind.dtype_from else 0]
             given[name] = torch.zeros(-(-numel // kind.per), dtype=dtype)
     return given
 
@@ -63,7 +59,7 @@ def wrong(name, kind, value):
 def test_what_is_not_as_declared_never_reaches_c(name, monkeypatch):
     """Buffers of another dtype, device or size were written past their end."""
     entered = []
-    monkeypatch.setattr(native, "library", lambda source: entered.append(source) or {}["entered"])
+    monkeypatch.setattr(library, "load", lambda: entered.append(True) or {}["entered"])
     function = FUNCTIONS[name]
     for argument, kind in function.arguments.items():
         for value, error in wrong(argument, kind, sound(function)[argument]):
@@ -80,15 +76,15 @@ def test_what_is_not_as_declared_never_reaches_c(name, monkeypatch):
 def test_what_is_known_is_checked_once_and_the_rest_at_every_call(name, monkeypatch):
     """A call whose integers had been seen before could have let its buffers through."""
     entered = []
-    monkeypatch.setattr(native, "library", lambda source: entered.append(source) or {}["entered"])
+    monkeypatch.setattr(library, "load", lambda: entered.append(True) or {}["entered"])
     function = FUNCTIONS[name]
     good = sound(function)
     integers = {key: good[key] for key, kind in function.arguments.items() if isinstance(kind, range)}
     for argument in integers:
         for value, error in wrong(argument, function.arguments[argument], good[argument]):
             with pytest.raises(error, match=f"{function.source}.{name}: {argument}: .* came"):
-                function.given(**{**integers, argument: value})
-    call = function.given(**integers)
+                function.bind(**{**integers, argument: value})
+    call = function.bind(**integers)
     others = {key: good[key] for key in function.arguments if key not in integers}
     for argument in others:
         kind = function.arguments[argument]
@@ -107,9 +103,9 @@ def test_what_is_known_is_checked_once_and_the_rest_at_every_call(name, monkeypa
 def test_a_call_needs_to_know_what_sizes_follow_from():
     function = FUNCTIONS["dequantize_groups"]
     with pytest.raises(TypeError, match="dequantize_groups: .* came, expected at least .*'size'"):
-        function.given(n=3)
+        function.bind(n=3)
     with pytest.raises(TypeError, match="dequantize_groups: .*'depth'.* came"):
-        function.given(**sound(function), depth=3)
+        function.bind(**sound(function), depth=3)
 
 
 def test_an_offset_may_be_left_out_of_a_symmetric_grid_only():
@@ -125,6 +121,7 @@ C_TYPES = {
     "uint16_t*": {torch.bfloat16, torch.float16, torch.int16},
     "uint32_t*": {torch.float32, torch.int32},
     "uint64_t*": {torch.float64, torch.int64},
+    "int32_t*": {torch.int32},
     "int64_t*": {torch.int64},
     "float*": {torch.float32},
     "void*": {torch.float32, torch.bfloat16},
@@ -146,26 +143,23 @@ def test_the_declaration_is_that_of_the_source(name):
             assert its_type == {range: "int64_t", type: "float"}[type(kind)], parameter
 
 
-def test_wrappers_refuse_what_would_be_written_past_a_buffer():
+def test_wrappers_refuse_what_would_be_written_past_a_buffer(monkeypatch):
     values = torch.zeros(16, 24)
     with pytest.raises(ValueError, match="a rotation of 24 values came"):
-        quantize.quantize(values, 24, Grid(4, hadamard=True))
-    with pytest.raises(ValueError, match="size: 4104 came"):
-        quantize.quantize(torch.zeros(1, 4104), 4104, Grid(4))
+        cpu.quantize(values, Grid(4, hadamard=True))
     with pytest.raises(ValueError, match="size: 20 came"):
-        quantize.quantize(torch.zeros(2, 20), 20, Grid(4))
+        cpu.quantize(torch.zeros(20, 20), Grid(4))
     with pytest.raises(ValueError, match="384 values came, expected a multiple of 40"):
-        quantize.quantize(values, 40, Grid(4))
-    with pytest.raises(TypeError, match="held: torch.float64"):
-        stateful.quantize_with_residual(values, (values.double(),), 1.0, 0.0, 1.0, Grid(4), 24)
-    with pytest.raises(ValueError, match="held: 24 entries came, expected 384"):
-        stateful.quantize_change(values, values[:1], 1.0, Grid(4), 24)
+        cpu.quantize(values, Grid(4), size=40)
+    with pytest.raises(ValueError, match="state: 24 entries came, expected 384"):
+        cpu.quantize_change(values, values[:1], 1.0, Grid(4), 24)
     with pytest.raises(ValueError, match="scales: 2 entries came, expected 3"):
         codes = values.to(torch.int8), torch.zeros(2)
-        stateful.quantize_with_residual(values, codes, 1.0, 0.0, 1.0, Grid(4), 24)
+        cpu.quantize_with_residual(values, codes, 1.0, 0.0, 1.0, Grid(4), 32)
     with pytest.raises(ValueError, match="steps: 7 entries came, expected 16"):
         parts = torch.zeros(16, 12, dtype=torch.uint8), *torch.zeros(2, 7).bfloat16()
-        quantize.back((16, 12), Grid(4), torch.float32, None).call(values, *parts)
+        cpu.dequantize(parts, Grid(4))
+    monkeypatch.setattr(native, "LONG", 0)
     for index in (-1, 20):
         with pytest.raises(IndexError, match=f"index {index} came, of 20 entries"):
-            selection.set_bits(torch.tensor([3, index, 5]), 20)
+            cpu.set_bits(torch.tensor([3, index, 5]), 20)

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from ds_compress.kernels import cpu
+from ds_compress.kernels.backends import cpu
 from ds_compress.kernels.native import function
 from ds_compress.kernels.quantize.grid import Grid
 from tests.support.same_bits import assert_same_bits
@@ -101,11 +101,11 @@ def test_passes_of_feedbacks(alike, dtype, special):
     if special:
         x[-1] = special
     state = state.float()
-    alike(lambda: cpu.changed(x, state, 2.0))
-    alike(lambda: cpu.advanced(state, x, 2.0))
-    alike(lambda: cpu.finite(x))
-    alike(lambda: cpu.compensated(x, state, 2.0, x.isfinite().all()))
-    alike(lambda: cpu.renewed(x, state, x, 2.0, 0.3, 0.7))
+    alike(lambda: cpu.delta(x, state, 2.0))
+    alike(lambda: cpu.update_state(state, x, 2.0))
+    alike(lambda: cpu.is_finite(x))
+    alike(lambda: cpu.add_residual(x, state, 2.0, x.isfinite().all()))
+    alike(lambda: cpu.update_residual(x, state, x, 2.0, 0.3, 0.7))
     alike(lambda: cpu.encode_int8(state))
     codes = cpu.encode_int8(state)
     alike(lambda: cpu.decode_int8(*codes))
@@ -115,9 +115,9 @@ def test_passes_of_feedbacks(alike, dtype, special):
 @pytest.mark.parametrize("size", [8, 100, 128])
 def test_short_floats(alike, size, dtype):
     x = values(size)
-    alike(lambda: cpu.encode_float8(x, dtype))
-    codes, scales = cpu.encode_float8(x, dtype)
-    alike(lambda: cpu.decode_float8(codes, scales, dtype, torch.float32))
+    alike(lambda: cpu.encode_fp8(x, dtype))
+    codes, scales = cpu.encode_fp8(x, dtype)
+    alike(lambda: cpu.decode_fp8(codes, scales, dtype, torch.float32))
 
 
 def processor_time(count, threads):

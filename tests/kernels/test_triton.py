@@ -18,23 +18,20 @@ triton = pytest.importorskip("triton")
 from ds_compress.kernels.entropy import triton as entropy  # noqa: E402
 from ds_compress.kernels.quantize import triton as groups  # noqa: E402
 from ds_compress.kernels.topk import triton as selection  # noqa: E402
-from ds_compress.kernels.topk import triton_bitstring as bitstring  # noqa: E402
-from ds_compress.kernels.topk import triton_gather_scatter as held  # noqa: E402
-from ds_compress.kernels.topk import triton_order_statistics as ranks  # noqa: E402
-from ds_compress.kernels.topk import triton_threshold_histogram as band  # noqa: E402
-from tests.support.triton_aot import ARCHITECTURES, compile_launch, recorded  # noqa: E402
+from ds_compress.kernels.topk import triton_order_statistics as order  # noqa: E402
+from tests.support.triton import ARCHITECTURES, compile_launch, recorded  # noqa: E402
 
-SUPPORT = Path(__file__).parents[1] / "support"
+HERE = Path(__file__).parent
 
 
-EACH_FILE = pytest.mark.parametrize("name", ["triton_kernels", "triton_topk", "triton_entropy"])
+EACH_FILE = pytest.mark.parametrize("name", ["quantize", "topk", "entropy"])
 
 
 def run_kernels(name, **environment):
-    file = str(SUPPORT / f"{name}.py")
+    file = str(HERE / name / "test_triton.py")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file]
     done = subprocess.run(
-        command, capture_output=True, text=True, cwd=SUPPORT.parents[1], env={**os.environ, **environment}
+        command, capture_output=True, text=True, cwd=HERE.parents[1], env={**os.environ, **environment}
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
@@ -77,18 +74,18 @@ def every_setting(widths):
         groups.dequantize(groups.quantize(x, grid, dither), grid, torch.float16)
     for dtype, d in ((torch.bfloat16, 100_000), (torch.float32, 100_001), (torch.float16, 1000)):
         x = torch.zeros(2, d, dtype=dtype)  # with a sample or without, for bits or for indices
-        selection.exact(x, 100)
-        selection.banded(x, (1, 2, 3, 4), 100)
+        selection.select_largest(x, 100)
+        selection.select_banded(x, (1, 2, 3, 4), 100)
     bits = torch.zeros(125, dtype=torch.uint8)
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         for entries in (torch.arange(10), bits):
-            held.gather(torch.zeros(1000, dtype=dtype), entries, 10)
-        held.scatter(torch.zeros(10, dtype=dtype), bits, (1000,))
+            selection.gather(torch.zeros(1000, dtype=dtype), entries, 10)
+        selection.scatter(torch.zeros(10, dtype=dtype), bits, (1000,))
     for n in (100, 100_000):
         frame = frame_of(n, 2.5)
         entropy.decode_entropy(entropy.encode_entropy(torch.zeros(n), frame), frame, torch.float32)
-    bitstring.list_bits(bits, 1000, 10)
-    bitstring.pack_bits(bitstring.unpack_bits(bits, 1000))
+    selection.list_bits(bits, 1000, 10)
+    selection.pack_bits(selection.unpack_bits(bits, 1000))
 
 
 @pytest.mark.timeout(0)
@@ -102,7 +99,7 @@ def every_setting(widths):
 )
 def test_every_kernel_compiles(architecture, widths, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    with recorded(monkeypatch, groups, ranks, band, selection, held, bitstring, entropy) as launches:
+    with recorded(monkeypatch, groups, order, selection, entropy) as launches:
         every_setting(widths)
     names = {kernel.fn.__name__ for kernel, _, _ in launches}
     assert names == {
@@ -121,9 +118,9 @@ def test_every_kernel_compiles(architecture, widths, monkeypatch, tmp_path):
         "_popcount",
         "_list",
         "_compress",
-        "_spoil",
+        "_fill_nan",
         "_expand",
-        "_look",
+        "_scan_finite",
         "_gather",
         "_encode",
         "_decode",

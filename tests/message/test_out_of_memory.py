@@ -1,15 +1,12 @@
 """Out of memory is called what it is: neither a damaged packet, nor a lost neighbour, nor a bad Triton."""
 
-import sys
-import types
-
 import pytest
 import torch
 import zstandard
 
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
-from ds_compress.kernels import dispatch, trial
+from ds_compress.kernels import backends
 from ds_compress.message.channel import Boundary
 from ds_compress.transport.p2p import PeerTimeout
 
@@ -76,10 +73,9 @@ def test_a_lost_neighbour_is_still_named():
 
 def test_while_triton_is_tried(monkeypatch):
     """The device went on with plain torch, for good, or stopped at the handshake as unlike the others."""
-    broken = types.ModuleType("ds_compress.kernels.triton")
-    broken.quantize = lambda *args, **options: of_a_device()
-    monkeypatch.setitem(sys.modules, "ds_compress.kernels.triton", broken)
-    monkeypatch.setattr("ds_compress.kernels.triton", broken, raising=False)
-    monkeypatch.setattr(trial, "_values", lambda *args: torch.zeros(40, 128))  # there is no such device here
-    dispatch.kernels.cache_clear()
-    assert error_of(lambda: dispatch.kernels(torch.device("cuda", 7))) == error_of(of_a_device)
+    broken = backends.Backend("triton", {"quantize": lambda *args, **options: of_a_device()})
+    monkeypatch.setattr(backends, "load", lambda *args: broken)
+    # there is no such device here
+    monkeypatch.setattr(backends, "_values", lambda *args: torch.zeros(40, 128))
+    backends.kernels.cache_clear()
+    assert error_of(lambda: backends.kernels(torch.device("cuda", 7))) == error_of(of_a_device)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels.quantize.grid import Grid
-from ds_compress.kernels.topk.keys import as_integers
+from ds_compress.kernels.topk.magnitudes import as_integers
 
 
 def any_grid(

@@ -14,9 +14,9 @@ import torch
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.codecs.mixins import FusesFeedback
 from ds_compress.errors import CompressionError
-from ds_compress.kernels import cpu, library, native
-from ds_compress.kernels.entropy.format import frame_of
-from ds_compress.kernels.entropy.sorted_blocks import RUN, Units
+from ds_compress.kernels import library, native
+from ds_compress.kernels.backends import cpu
+from ds_compress.kernels.entropy.format import RUN, SortedBlocks, frame_of
 from ds_compress.kernels.feedback.reference import GROUP
 from tests.message.test_fuzz import fuzz
 
@@ -84,11 +84,15 @@ def damaged_codes() -> int:
         count += damaged_code(
             frame, cpu.encode_entropy(x, frame), lambda code: cpu.decode_entropy(code, frame, dtype)
         )
-        for units in (Units(70_011 // RUN, RUN, False), Units(693, 101, True), Units(101, 693, True)):
+        for units in (
+            SortedBlocks(70_011 // RUN, RUN, False),
+            SortedBlocks(693, 101, True),
+            SortedBlocks(101, 693, True),
+        ):
             n = units.count * units.size + (0 if units.columns else 70_011 % RUN)
             frame = frame_of(n, bits, units.cuts, taken=units.words)
-            code = cpu.encode_units(x[:n], frame, units)
-            count += damaged_code(frame, code, lambda code: cpu.decode_units(code, frame, units, dtype))
+            code = cpu.encode_sorted(x[:n], frame, units)
+            count += damaged_code(frame, code, lambda code: cpu.decode_sorted(code, frame, units, dtype))
     return count
 
 

@@ -7,7 +7,8 @@ import re
 import pytest
 
 import ds_compress  # noqa: F401  (hooks the engine)
-from ds_compress.kernels import dispatch, reference
+from ds_compress.kernels import backends
+from ds_compress.kernels.backends import reference
 from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, build, ds_config
 from tests.support.streams import install
@@ -42,7 +43,7 @@ STAGED = (
 
 def train(folder, stages, block, **device_options):
     """Losses of training and evaluation, and what is wrong with the order of the work."""
-    with dispatch.using(reference):  # numpy's work would not be seen
+    with backends.using(reference):  # numpy's work would not be seen
         return train_in_torch(folder, stages, block, **device_options)
 
 

@@ -1,25 +1,171 @@
-"""Entropy coding on the CPU: `reference` in C++ (entropy.cpp)."""
+"""Entropy coding on the CPU by entropy.cpp."""
+
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_compress.kernels import native, reference
-from ds_compress.kernels.entropy import compiled
-from ds_compress.kernels.entropy.format import Frame
+from ds_compress.kernels import native
+from ds_compress.kernels.entropy import reference
+from ds_compress.kernels.entropy.format import (
+    CLASSES,
+    FINER,
+    KEYS,
+    LEVELS,
+    MOST_CONTEXTS,
+    PER_WORD,
+    STEPS,
+    TOTAL,
+    Frame,
+    SortedBlocks,
+    tables,
+)
+from ds_compress.kernels.memory import scratch
+from ds_compress.kernels.native.function import FLAG, FLOATS, SIZE, Buffer, Function
+
+__all__ = reference.__all__
+
+_COPIES = 4  # of the histogram
+_COUNTS = 4 * KEYS + 2  # of each context
+_SPACE = 2 * KEYS * _COPIES + MOST_CONTEXTS * _COUNTS
+_AT_ONCE = 2  # blocks that are coded together
+
+_FRAME: dict[str, Any] = {
+    "numel": range(1, 1 << 32),
+    "size": SIZE,
+    "lanes": range(1, 33),
+    "length": SIZE,
+    "blocks": SIZE,
+    "contexts": range(1, MOST_CONTEXTS + 1),
+    "ends": Buffer((torch.int64,), ("contexts",)),
+}
+_CODE = Buffer((torch.int16,), ("size",))
+_VALUES: dict[str, Any] = {"values": Buffer((*FLOATS,), ("numel",), dtype_from="bf16"), "bf16": FLAG}
+_ENCODE: dict[str, Any] = {
+    **_VALUES,
+    **_FRAME,
+    "first": Buffer((torch.int32,), (FINER, LEVELS[-1] + 1)),
+    "units": Buffer((torch.int64,), (STEPS,)),
+    "cost": Buffer((torch.int32,), (TOTAL + 1,)),
+    "keys": Buffer((torch.int16,), ("numel",)),
+    "space": Buffer((torch.int32,), (_SPACE,)),
+    "scratch": Buffer((torch.int16,), (_AT_ONCE, "length")),
+    "code": _CODE,
+}
+_DECODE: dict[str, Any] = {
+    "code": _CODE,
+    **_FRAME,
+    "steps": Buffer((torch.float32,), (STEPS,)),
+    "q": Buffer((torch.int8,), ("numel",)),
+    **_VALUES,
+}
+_SORTED: dict[str, Any] = {
+    "count": range(CLASSES, 1 << 31),
+    "rest": SIZE,
+    "columns": FLAG,
+    "order": Buffer((torch.int32,), (2, "count")),
+    "classes": Buffer((torch.int16,), ("count",), per=PER_WORD),
+}
+_encode_entropy = Function("entropy", "encode_entropy", **_ENCODE)
+_decode_entropy = Function("entropy", "decode_entropy", **_DECODE)
+_encode_sorted = Function("entropy", "encode_sorted", **_ENCODE, **_SORTED)
+_decode_sorted = Function("entropy", "decode_sorted", **_DECODE, **_SORTED)
 
 
 def encode_entropy(x: Tensor, frame: Frame) -> Tensor:
     """See `reference.encode_entropy`."""
-    if not native.serves("entropy", x.numel()):
+    if not native.serves(x.numel()):
         return reference.encode_entropy(x, frame)
-    return compiled.encode(x if x.dtype in compiled.FLOATS else x.float(), frame)
+    code = torch.empty(frame.words, dtype=torch.int16, device="cpu")
+    _encode_entropy(**_encode_arguments(x, frame), code=code)
+    return code
 
 
 def decode_entropy(words: Tensor, frame: Frame, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """See `reference.decode_entropy`."""
-    if not native.serves("entropy", frame.numel):
+    if not native.serves(frame.numel):
         return reference.decode_entropy(words, frame, dtype)
-    values, valid = compiled.decode(words, frame, dtype if dtype in compiled.FLOATS else torch.float32)
-    if not valid:
+    arguments = _decode_arguments(words, frame, dtype)
+    return _checked(arguments["values"], _decode_entropy(**arguments), dtype)
+
+
+def encode_sorted(x: Tensor, frame: Frame, units: SortedBlocks) -> Tensor:
+    """See `reference.encode_sorted`."""
+    if not native.serves(x.numel()):
+        return reference.encode_sorted(x, frame, units)
+    words = torch.empty(frame.words + units.words, dtype=torch.int16, device="cpu")
+    code, classes = words[: frame.words], words[frame.words :]
+    arguments = {**_encode_arguments(x, frame), **_sorted_arguments(frame, units)}
+    _encode_sorted(**arguments, code=code, classes=classes)
+    return words
+
+
+def decode_sorted(
+    words: Tensor, frame: Frame, units: SortedBlocks, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """See `reference.decode_sorted`."""
+    if not native.serves(frame.numel):
+        return reference.decode_sorted(words, frame, units, dtype)
+    words = words.contiguous()
+    arguments = _decode_arguments(words[: frame.words], frame, dtype)
+    arguments |= {**_sorted_arguments(frame, units), "classes": words[frame.words :]}
+    return _checked(arguments["values"], _decode_sorted(**arguments), dtype)
+
+
+def _checked(values: Tensor, is_valid: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    if not is_valid:
         values = values.fill_(torch.nan)
-    return values.to(dtype), torch.tensor(valid, dtype=torch.bool, device="cpu")
+    return values.to(dtype), torch.tensor(bool(is_valid), dtype=torch.bool, device="cpu")
+
+
+def _encode_arguments(x: Tensor, frame: Frame) -> dict[str, Any]:
+    """Return the arguments of _ENCODE except `code`."""
+    values, made = x if x.dtype in FLOATS else x.float(), tables(torch.device("cpu"))
+    return {
+        "values": values.contiguous(),
+        "bf16": values.dtype == torch.bfloat16,
+        **_frame_arguments(frame),
+        "first": made.first,
+        "units": made.units,
+        "cost": made.cost,
+        "keys": scratch("entropy.keys", (frame.numel,), torch.int16),
+        "space": scratch("entropy.space", (_SPACE,), torch.int32),
+        "scratch": scratch("entropy.words", (_AT_ONCE, frame.length), torch.int16),
+    }
+
+
+def _decode_arguments(code: Tensor, frame: Frame, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the arguments of _DECODE, with new memory for `values`."""
+    made = dtype if dtype in FLOATS else torch.float32
+    return {
+        "code": code.contiguous(),
+        **_frame_arguments(frame),
+        "steps": tables(torch.device("cpu")).step,
+        "q": scratch("entropy.q", (frame.numel,), torch.int8),
+        "values": torch.empty(frame.numel, dtype=made, device="cpu"),
+        "bf16": made == torch.bfloat16,
+    }
+
+
+@lru_cache(maxsize=1024)
+def _frame_arguments(frame: Frame) -> dict[str, Any]:
+    return {
+        "numel": frame.numel,
+        "size": frame.words,
+        "lanes": frame.lanes,
+        "length": frame.length,
+        "blocks": frame.blocks,
+        "contexts": frame.contexts,
+        "ends": torch.tensor(frame.ends, dtype=torch.int64, device="cpu"),
+    }
+
+
+def _sorted_arguments(frame: Frame, units: SortedBlocks) -> dict[str, Any]:
+    """Return the arguments of _SORTED except `classes`."""
+    return {
+        "count": units.count,
+        "rest": frame.numel - units.count * units.size,
+        "columns": units.columns,
+        "order": scratch("entropy.order", (2, units.count), torch.int32),
+    }

@@ -4,26 +4,26 @@
 // The lanes of a block are the elements of vectors; only the words that some of them write and read are moved apart.
 
 #include "../native/calls.h"
+#include "decoder.h"
 #include "encoder.h"
 #include "sorted_blocks.h"
-#include "values.h"
 
 namespace {
 
 template <class In>
-void encode_units_of(const In* x, const Frame& frame, Units units, const Tables& tables, int32_t* order, uint16_t* keys,
+void encode_units_of(const In* x, const Frame& frame, SortedBlocks units, const Tables& tables, int32_t* order, uint16_t* keys,
                      uint32_t* space, uint16_t* scratch, uint16_t* words, uint16_t* classes) {
     uint32_t* sizes = reinterpret_cast<uint32_t*>(order);  // until the order is there
     const uint32_t largest = measure_units(x, units, sizes);
     classify(sizes, units.count, space, classes);
-    const InUnits<In> values{x, frame.numel, units, largest, Order(classes, units.count, order)};
+    const InBlockOrder<In> values{x, frame.numel, units, largest, Order(classes, units.count, order)};
     encode_tensor(values, frame, tables, keys, space, scratch, words);
 }
 
 template <class Out>
-bool decode_units_to(const uint16_t* words, const uint16_t* classes, const Frame& frame, Units units,
+bool decode_units_to(const uint16_t* words, const uint16_t* classes, const Frame& frame, SortedBlocks units,
                      const float* steps, int32_t* order, int8_t* q, Out* y) {
-    const ToUnits<Out> to{y, units, Order(classes, units.count, order)};
+    const BlockOrder<Out> to{y, units, Order(classes, units.count, order)};
     return decode_tensor(words, frame, steps, q, to);
 }
 
@@ -41,7 +41,7 @@ void encode_entropy(const void* x, int64_t bf16, int64_t numel, int64_t size, in
     const Frame frame{numel, size, lanes, length, blocks, contexts, ends};
     const Tables tables{first, units, cost};
     auto encode = [&](auto* values) {
-        encode_tensor(InOrder<std::decay_t<decltype(*values)>>{values, numel}, frame, tables, keys, space, scratch, words);
+        encode_tensor(InTensorOrder<std::decay_t<decltype(*values)>>{values, numel}, frame, tables, keys, space, scratch, words);
     };
     if (bf16) encode(static_cast<const uint16_t*>(x));
     else encode(static_cast<const float*>(x));
@@ -51,36 +51,36 @@ int64_t decode_entropy(const uint16_t* words, int64_t numel, int64_t size, int64
                        int64_t blocks, int64_t contexts, const int64_t* ends, const float* steps, int8_t* q, void* y,
                        int64_t bf16) {
     const Frame frame{numel, size, lanes, length, blocks, contexts, ends};
-    return bf16 ? decode_tensor(words, frame, steps, q, ToOrder<uint16_t>{static_cast<uint16_t*>(y)})
-                : decode_tensor(words, frame, steps, q, ToOrder<float>{static_cast<float*>(y)});
+    return bf16 ? decode_tensor(words, frame, steps, q, TensorOrder<uint16_t>{static_cast<uint16_t*>(y)})
+                : decode_tensor(words, frame, steps, q, TensorOrder<float>{static_cast<float*>(y)});
 }
 
 // `rest` values are behind those of the `count` units.
 
-void encode_units(const void* x, int64_t bf16, int64_t numel, int64_t size, int64_t lanes, int64_t length,
+void encode_sorted(const void* x, int64_t bf16, int64_t numel, int64_t size, int64_t lanes, int64_t length,
                   int64_t blocks, int64_t contexts, const int64_t* ends, const int32_t* first, const int64_t* units,
                   const int32_t* cost, uint16_t* keys, uint32_t* space, uint16_t* scratch, uint16_t* words,
                   int64_t count, int64_t rest, int64_t columns, int32_t* order, uint16_t* classes) {
     const Frame frame{numel, size, lanes, length, blocks, contexts, ends};
     const Tables tables{first, units, cost};
-    const Units its{count, (numel - rest) / count, columns != 0};
+    const SortedBlocks its{count, (numel - rest) / count, columns != 0};
     if (bf16)
         encode_units_of(static_cast<const uint16_t*>(x), frame, its, tables, order, keys, space, scratch, words, classes);
     else encode_units_of(static_cast<const float*>(x), frame, its, tables, order, keys, space, scratch, words, classes);
 }
 
-int64_t decode_units(const uint16_t* words, int64_t numel, int64_t size, int64_t lanes, int64_t length, int64_t blocks,
+int64_t decode_sorted(const uint16_t* words, int64_t numel, int64_t size, int64_t lanes, int64_t length, int64_t blocks,
                      int64_t contexts, const int64_t* ends, const float* steps, int8_t* q, void* y, int64_t bf16,
                      int64_t count, int64_t rest, int64_t columns, int32_t* order, const uint16_t* classes) {
     const Frame frame{numel, size, lanes, length, blocks, contexts, ends};
-    const Units its{count, (numel - rest) / count, columns != 0};
+    const SortedBlocks its{count, (numel - rest) / count, columns != 0};
     return bf16 ? decode_units_to(words, classes, frame, its, steps, order, q, static_cast<uint16_t*>(y))
                 : decode_units_to(words, classes, frame, its, steps, order, q, static_cast<float*>(y));
 }
 
-BY_WORDS(encode_entropy)
-BY_WORDS(decode_entropy)
-BY_WORDS(encode_units)
-BY_WORDS(decode_units)
+EXPORT(encode_entropy)
+EXPORT(decode_entropy)
+EXPORT(encode_sorted)
+EXPORT(decode_sorted)
 
 }  // extern "C"

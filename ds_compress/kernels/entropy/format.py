@@ -1,36 +1,42 @@
-"""One step for a whole tensor and an entropy coder: the format, whose every number is an integer.
+"""One step for a whole tensor and an entropy coder: the format, all of whose numbers are integers.
 
 Quantization. A message is scaled by the power of two that brings its largest magnitude into [1, 2). A
-magnitude is then known by its key, the octave and the 8 leading binary digits behind the point: 24 octaves
-of 256 keys, key 0 standing for all that is smaller. Step j is 4 * 2^(-j / 64), and a key becomes q where
-(q - 7/16) * step <= magnitude < (q + 9/16) * step, a dead zone a little wider than a step. So what a step
-makes of a message, how many of each q, follows from the histogram of its keys, to the last one.
+magnitude is then known by its key: its octave and the 8 leading binary digits behind the point. There are 24
+octaves of 256 keys; key 0 stands for all smaller magnitudes. Step j is 4 * 2^(-j / 64), and a key becomes q
+if (q - 7/16) * step <= magnitude < (q + 9/16) * step, a dead zone slightly wider than a step. So the
+histogram of the keys says exactly how many values become each q with a step.
 
-Symbols. q = -below .. above, and one that says that q is beyond. Such a value travels by its key and sign.
+Symbols. q = -below .. above, and one that means "beyond". Such a value travels as its key and sign.
 
-Coding. rANS (Duda, arXiv 1311.2540; interleaved as by Giesen, arXiv 1402.3392): states of 32 bits, 16 bits
-at a time, frequencies that add up to 4096. Values are cut into blocks, and those of a block dealt to its
-lanes in turn, one state each; the lanes of a block move in step and share one run of words, so they are a
-vector register on a CPU and a warp on a GPU. Where the decoder ends each lane is at state 2^16.
+Coding. rANS (Duda, arXiv 1311.2540; interleaved as by Giesen, arXiv 1402.3392): states of 32 bits, 16 bits at
+a time, frequencies that add up to 4096. Values are cut into blocks, and those of a block are dealt to its
+lanes in turn, one state each. The lanes of a block move in step and share one run of words: they are a vector
+register on a CPU and a warp on a GPU. The decoder ends with each lane at state 2^16.
 
-Contexts. Values that lie one behind the other may be cut into contexts, where it is known beforehand that
-those of one are larger than those of another: each has a table of its own, and all have the same step. They
-begin at multiples of the lanes, so that values coded at once have the same table.
+Contexts. Consecutive values may be cut into contexts if those of one are known to be larger than those of
+another: each has a table of its own, and all have the same step. Contexts begin at multiples of the lanes, so
+that values coded at once have the same table.
 
-Size. The search takes a step whose code fits, see `reference.rate`; the coarsest makes all values 0 and
-costs nothing, so something always fits and the size is constant. It is one row of 16-bit words:
+Size. The search takes a step whose code fits, see `reference`. The coarsest makes all values 0 and costs
+nothing, so something always fits and the size is constant. It is one row of 16-bit words:
 
-    states    2 words for each lane of each block: where the decoder starts
-    sizes     2 words for each block: its words below
+    states    2 words per lane of each block: where the decoder starts
+    sizes     2 words per block: its words below
     head      exponent (biased as in a float; 255: not finite, nothing follows), j
-    reach     of each context: below | above << 8, shift
-    tables    of each context: frequencies of -below .. -1, 1 .. above and "beyond"; 0 has what is missing to
-              4096
+    reach     per context: below | above << 8, shift
+    tables    per context: frequencies of -below .. -1, 1 .. above and "beyond"; 0 has what is missing to 4096
     words     block after block, as the decoder reads them
     ...       zeros
-    beyond    key | sign << 15 of each value that is, the first one last
+    beyond    key | sign << 15 of each value that is beyond, the first one last
 
-q is decoded to a magnitude of (|q| - shift / 1024) * step: the mean of the values that became such a q.
+q is decoded to a magnitude of (|q| - shift / 1024) * step: the mean of the values that became this q.
+
+Sorted blocks. Values may be sorted into contexts by the size of the units that they come in. A unit is a run
+of values or a column. Units are ranked by their largest magnitude, of which the exponent and 7 digits count;
+of equals the first one comes first; inf and nan are of one size. The first quarter of them is class 0, and so
+on. Values are coded in this order: units of class 0, then of 1, 2 and 3, those of a class in the order of the
+tensor; then what follows the last whole unit. Contexts begin where classes do, if there are enough words. The
+classes of the units follow the code, 8 to a word, the first one in the lowest bits.
 """
 
 import math
@@ -83,22 +89,22 @@ _TINY = 64
 
 @dataclass(frozen=True)
 class Frame:
-    """How the values of a tensor lie in its words; follows from the two numbers."""
+    """Where the parts of a code lie; follows from the two numbers."""
 
     numel: int
     words: int
     cuts: tuple[int, ...] = ()
-    """Values that contexts should begin with, beside the first one: those that matter most come first. Where
-    the words are few, the last ones are left out."""
+    """Values at which further contexts should begin, most important first. If there are few words, the last
+    ones are left out."""
 
     @cached_property
     def lanes(self) -> int:
-        """Of a block: a power of two."""
+        """Lanes of a block, a power of two."""
         return min(_LANES, 1 << max(1, self.words // _SHARE).bit_length() - 1)
 
     @cached_property
     def length(self) -> int:
-        """Values of a block, a multiple of `lanes`; the last one may have fewer."""
+        """Values of a block, a multiple of `lanes`; the last block may have fewer."""
         wanted = max(1, self.words // _BLOCK, -(-self.numel // _LONGEST))
         return -(-self.numel // (wanted * self.lanes)) * self.lanes
 
@@ -113,7 +119,7 @@ class Frame:
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Of each context: the value behind its last one; a multiple of `lanes`, but for the last one."""
+        """Per context the value behind its last one; a multiple of `lanes`, except for the last context."""
         most = min(MOST_CONTEXTS, max(1, self.words // _CONTEXT))
         begins = {cut // self.lanes * self.lanes for cut in self.cuts[: most - 1]}
         return (*sorted(begins - {0}), self.numel)
@@ -133,15 +139,21 @@ class Frame:
         return self.head + HEAD + REACHES * self.contexts
 
     @property
-    def room(self) -> int:
-        """Words from there on."""
+    def capacity(self) -> int:
+        """Words from the tables on."""
         return self.words - self.tables
 
 
 @lru_cache(maxsize=1024)
 def frame_of(numel: int, bits: float, cuts: tuple[int, ...] = (), taken: int = 0) -> Frame:
-    """The frame of `numel` values, more than 0, of `bits` bits each, at least 0.1; a few have 2 bytes each
-    and 32 for all. `cuts`: see `Frame`; each is less than `numel`. `taken`: so many words less."""
+    """Return the frame of a tensor; few values have 2 bytes each and 32 for all.
+
+    Args:
+        numel: above 0.
+        bits: of each value, at least 0.1.
+        cuts: see `Frame`; each is below `numel`.
+        taken: words to leave free.
+    """
     return Frame(numel, max(min(numel, _TINY) + 16, int(numel * bits / 16)) - taken, cuts)
 
 
@@ -171,7 +183,7 @@ class Tables:
 
 @lru_cache
 def tables(device: torch.device) -> Tables:
-    """Made from integers alone, so that no library of any machine has a say."""
+    """Make them from integers alone: libraries of different machines round differently."""
     ratios = [_root_of_two(FINER - b) for b in range(FINER)]  # 2^(1 - b / FINER) * 2^64, [b]
     first = [[_key((q << 4) - _DEAD, ratio) for q in range(1, 129)] for ratio in ratios]
     near = torch.tensor(
@@ -193,7 +205,7 @@ def tables(device: torch.device) -> Tables:
 
 
 def _root_of_two(sixty_fourths: int) -> int:
-    """floor(2^(sixty_fourths / 64) * 2^64): six square roots, each rounded down."""
+    """Return floor(2^(sixty_fourths / 64) * 2^64) by six square roots, each rounded down."""
     number = 1 << (sixty_fourths + 64 * 64)
     for _ in range(6):
         number = math.isqrt(number)
@@ -201,7 +213,7 @@ def _root_of_two(sixty_fourths: int) -> int:
 
 
 def _key(sixteenths: int, ratio: int) -> int:
-    """The first key that is not below sixteenths / 16 * 2 * ratio / 2^64, rounded up."""
+    """Return the first key that is at least sixteenths / 16 * 2 * ratio / 2^64."""
     value = sixteenths * ratio  # in units of 2^-67
     octave = value.bit_length() - 1
     leading = -(-value * PER_OCTAVE >> octave)
@@ -209,7 +221,7 @@ def _key(sixteenths: int, ratio: int) -> int:
 
 
 def _cost(frequency: int) -> int:
-    """log2(TOTAL / frequency), digit by digit, by squaring what is left of the frequency; 0 for 0."""
+    """Return log2(TOTAL / frequency), digit by digit, by squaring the remainder of the frequency; 0 for 0."""
     if not frequency:
         return 0
     whole = frequency.bit_length() - 1
@@ -219,3 +231,35 @@ def _cost(frequency: int) -> int:
         digits = 2 * digits + (rest >> 65)
         rest >>= rest >> 65
     return (SCALE_BITS << COST_BITS) - digits
+
+
+CLASSES, CLASS_BITS = 4, 2
+PER_WORD = 16 // CLASS_BITS
+"""Classes of units in a word."""
+
+RUN = 64
+"""Values of a unit that is a run."""
+
+
+@dataclass(frozen=True)
+class SortedBlocks:
+    """How a tensor is cut into units."""
+
+    count: int
+    """At least CLASSES."""
+
+    size: int
+    """Values of each; RUN if they are runs."""
+
+    columns: bool
+    """Whether the values of a unit lie `count` apart; otherwise they are consecutive."""
+
+    @property
+    def words(self) -> int:
+        """Words that the classes take."""
+        return -(-self.count // PER_WORD)
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The values at which classes begin, except for the first one; see `Frame`."""
+        return tuple(-(-self.count * number // CLASSES) * self.size for number in range(1, CLASSES))

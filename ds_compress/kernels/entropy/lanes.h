@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "../simd/vectors.h"
+#include "entropy.h"
 
 constexpr int MOST_LANES = 32, VECTORS = MOST_LANES / LANES;
 
@@ -59,7 +60,7 @@ inline int64_t pull(Words& state, Mask wanted, const uint16_t* words) {
     return __builtin_popcount(wanted);
 }
 
-inline void keep_bytes(Words x, int8_t* bytes) {
+inline void store_bytes(Words x, int8_t* bytes) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes), _mm512_maskz_cvtepi32_epi8(ALL, (__m512i)x));
 }
 
@@ -122,7 +123,7 @@ inline int64_t pull(Words& state, Mask wanted, const uint16_t* words) {
     return __builtin_popcount(set);
 }
 
-inline void keep_bytes(Words x, int8_t* bytes) {
+inline void store_bytes(Words x, int8_t* bytes) {
     const __m256i order = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 4, 8, 12, -1,
                                            -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
     const __m256i halves = _mm256_shuffle_epi8((__m256i)x, order);
@@ -162,7 +163,7 @@ inline int64_t pull(Words& state, Mask wanted, const uint16_t* words) {
     return place;
 }
 
-inline void keep_bytes(Words x, int8_t* bytes) {
+inline void store_bytes(Words x, int8_t* bytes) {
     for (int i = 0; i < LANES; ++i) bytes[i] = static_cast<int8_t>(x[i]);
 }
 
@@ -179,4 +180,13 @@ inline Words look_up(const uint32_t* table, Words index) {
     uint32_t lanes[LANES];
     std::memcpy(lanes, &index, sizeof lanes);
     return look_up(table, lanes);
+}
+
+constexpr int AT_ONCE = 2;  // the states of one wait less for each other than for themselves
+
+// Whether AT_ONCE blocks begin here that are whole, have all lanes and are in one context.
+inline bool together(const Frame& frame, int64_t block) {
+    const int64_t first = block * frame.length, behind = first + AT_ONCE * frame.length;
+    return frame.lanes == MOST_LANES && behind <= frame.numel &&
+           frame.context_of(first) == frame.context_of(behind - 1);
 }

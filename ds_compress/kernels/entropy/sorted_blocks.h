@@ -1,15 +1,15 @@
-// Units in the order of their classes, by kernels/units.py: how values are taken from a tensor in it, and put back.
+// SortedBlocks in the order of their classes, by kernels/units.py: how values are taken from a tensor in it, and put back.
 
 #pragma once
 
-#include "log_magnitude_bins.h"
+#include "entropy.h"
 #include "../simd/transpose.h"
 
 constexpr int64_t CLASSES = 4, CLASS_BITS = 2, PER_WORD = 16 / CLASS_BITS;
 constexpr int64_t RUN = 64;
 constexpr uint32_t RANKS = (INFINITE >> 16) + 1;
 
-struct Units {
+struct SortedBlocks {
     int64_t count, size;  // as many units, of so many values
     bool columns;         // or runs, of RUN values
 
@@ -18,7 +18,7 @@ struct Units {
 
 // For each unit, [count], the bits of its largest magnitude; of infinity, where it has inf or nan. Returns the largest.
 template <class In>
-uint32_t measure_units(const In* x, Units units, uint32_t* largest) {
+uint32_t measure_units(const In* x, SortedBlocks units, uint32_t* largest) {
     if (units.columns) {
         for (int64_t unit = 0; unit < units.count; ++unit) largest[unit] = 0;
         for (int64_t row = 0; row < units.size; ++row)
@@ -80,12 +80,12 @@ struct Order {
     }
 };
 
-// The values of a tensor in the order of its units, see `InOrder`.
+// The values of a tensor in the order of its units, see `InTensorOrder`.
 template <class In>
-struct InUnits {
+struct InBlockOrder {
     const In* x;
     int64_t numel;
-    Units units;
+    SortedBlocks units;
     uint32_t largest;
     Order order;
 
@@ -125,7 +125,7 @@ struct InUnits {
                 const int64_t wide = units.count - first < WIDE ? units.count - first : WIDE;
                 for (int64_t i = 0; i < high; ++i)
                     make_keys(x + (row + i) * units.count + first, wide, exponent, tile + i * WIDE);
-                turn_rows<uint16_t>(high, wide, [&](int64_t i) { return tile + i * WIDE; },
+                transpose<uint16_t>(high, wide, [&](int64_t i) { return tile + i * WIDE; },
                                     [&](int64_t j) { return keys + order.places[first + j] * units.size + row; });
             }
     }

@@ -1,7 +1,7 @@
-"""Entropy coding on a GPU: the coder in one launch each way, a program for each block; the rest in torch.
+"""Entropy coding on a GPU: one launch codes all blocks, one program per block; the rest is PyTorch.
 
-What torch does is a few passes over the keys and some hundreds of launches on the histogram, none of which
-makes the host wait.
+PyTorch makes a few passes over the keys and some hundreds of launches on the histogram. The host does not
+wait.
 """
 
 import torch
@@ -9,35 +9,45 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ds_compress.kernels.entropy.format import SCALE_BITS, START, Frame
-from ds_compress.kernels.entropy.rans import Coded, contexts_of, slots
-from ds_compress.kernels.entropy.reference import Coder, decode_entropy_by, encode_entropy_by
-from ds_compress.kernels.entropy.reference_sorted_blocks import decode_units_by, encode_units_by
-from ds_compress.kernels.entropy.sorted_blocks import Units
+from ds_compress.kernels.entropy.format import SCALE_BITS, START, Frame, SortedBlocks
+from ds_compress.kernels.entropy.reference import (
+    Coded,
+    Coder,
+    contexts_of,
+    decode_sorted_with,
+    decode_with,
+    encode_sorted_with,
+    encode_with,
+    slots,
+)
+
+__all__ = ["decode_entropy", "decode_sorted", "encode_entropy", "encode_sorted"]
 
 
 def encode_entropy(x: Tensor, frame: Frame) -> Tensor:
     """See `reference.encode_entropy`."""
-    return encode_entropy_by(_CODER, x, frame)
+    return encode_with(_CODER, x, frame)
 
 
 def decode_entropy(words: Tensor, frame: Frame, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """See `reference.decode_entropy`."""
-    return decode_entropy_by(_CODER, words, frame, dtype)
+    return decode_with(_CODER, words, frame, dtype)
 
 
-def encode_units(x: Tensor, frame: Frame, units: Units) -> Tensor:
-    """See `reference.encode_units`."""
-    return encode_units_by(encode_entropy, x, frame, units)
+def encode_sorted(x: Tensor, frame: Frame, units: SortedBlocks) -> Tensor:
+    """See `reference.encode_sorted`."""
+    return encode_sorted_with(encode_entropy, x, frame, units)
 
 
-def decode_units(words: Tensor, frame: Frame, units: Units, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """See `reference.decode_units`."""
-    return decode_units_by(decode_entropy, words, frame, units, dtype)
+def decode_sorted(
+    words: Tensor, frame: Frame, units: SortedBlocks, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """See `reference.decode_sorted`."""
+    return decode_sorted_with(decode_entropy, words, frame, units, dtype)
 
 
 def rans_encode(symbols: Tensor, frequencies: Tensor, frame: Frame) -> Coded:
-    """See `reference.rans.rans_encode`."""
+    """See `reference.rans_encode`."""
     shape = frame.blocks, frame.steps, frame.lanes
     states = torch.empty(frame.blocks, frame.lanes, dtype=torch.int64, device=symbols.device)
     words = torch.empty(shape, dtype=torch.int32, device=symbols.device)
@@ -64,7 +74,7 @@ def rans_encode(symbols: Tensor, frequencies: Tensor, frame: Frame) -> Coded:
 def rans_decode(
     states: Tensor, words: Tensor, places: Tensor, frequencies: Tensor, frame: Frame
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `reference.rans.rans_decode`."""
+    """See `reference.rans_decode`."""
     symbol_of, size_of, offset_of = slots(frequencies)
     symbols = torch.zeros(frame.numel, dtype=torch.int16, device=words.device)
     ends, left = torch.empty_like(states), torch.empty_like(places)

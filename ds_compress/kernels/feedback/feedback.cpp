@@ -1,34 +1,32 @@
-// What feedbacks do to a state and a message, in one pass each, as kernels/reference/feedback.py specifies it.
+// State updates of feedbacks, one pass each, as feedback/reference.py specifies them.
 
 #include "../native/calls.h"
-#include "../simd/floats.h"
 #include "../simd/reduce.h"
-#include "int8.h"
 #include "feedback_update.h"
 #include "../simd/vectors.h"
 
 namespace {
 
 // Whether none of some bits of floats is that of inf or nan, of which `most` are the largest magnitudes.
-bool finite(Ints most) { return folded(most, larger<Ints>)[0] < INFINITE; }
+bool finite(Ints most) { return reduce(most, larger<Ints>)[0] < INFINITE; }
 
 template <class Float>
-void changed(const Float* x, const float* state, float factor, int64_t n, Float* y) {
+void delta(const Float* x, const float* state, float factor, int64_t n, Float* y) {
     const Floats most = Floats{} + to_float(largest(x));
     in_vectors(n, [&](int64_t i, int64_t count) {
-        const Floats value = some(x + i, count), change = value - some(state + i, count) * factor;
+        const Floats value = load_partial(x + i, count), change = value - load_partial(state + i, count) * factor;
         const Floats within = larger(smaller(change, most), -most);
-        keep_some(within + (value - value), y + i, count);  // nan, where the value is not finite
+        store_partial(within + (value - value), y + i, count);  // nan, where the value is not finite
     });
 }
 
 template <class In>
-int64_t advanced(const float* state, const In* change, float divisor, int64_t n, float* made) {
+int64_t update_state(const float* state, const In* change, float divisor, int64_t n, float* made) {
     Ints most = {};
     in_vectors(n, [&](int64_t i, int64_t count) {
-        const Floats sum = some(state + i, count) + some(change + i, count) / divisor;
+        const Floats sum = load_partial(state + i, count) + load_partial(change + i, count) / divisor;
         most = larger(most, (Ints)sum & MAGNITUDE);
-        keep_some(sum, made + i, count);
+        store_partial(sum, made + i, count);
     });
     return finite(most);
 }
@@ -40,63 +38,54 @@ int64_t all_finite(const In* x, int64_t n) {
     for (; i + 4 * LANES <= n; i += 4 * LANES)
         for (int j = 0; j < 4; ++j) most[j] = larger(most[j], (Ints)load(x + i + j * LANES) & MAGNITUDE);
     in_vectors(n - i, [&](int64_t j, int64_t count) {
-        most[0] = larger(most[0], (Ints)some(x + i + j, count) & MAGNITUDE);
+        most[0] = larger(most[0], (Ints)load_partial(x + i + j, count) & MAGNITUDE);
     });
     return finite(larger(larger(most[0], most[1]), larger(most[2], most[3])));
 }
 
-template <class In, class Kept>
-int64_t renewed(const In* x, const float* residual, const In* sent, Kept kept, int64_t n, float* made) {
+template <class In, class Update>
+int64_t update_residual(const In* x, const float* residual, const In* sent, Update update, int64_t n, float* made) {
     Ints most = {};
     in_vectors(n, [&](int64_t i, int64_t count) {
-        const Floats before = some(residual + i, count), total = kept.sum(some(x + i, count), before);
-        const Floats next = kept.next(before, total, some(sent + i, count));
+        const Floats before = load_partial(residual + i, count), total = update.sum(load_partial(x + i, count), before);
+        const Floats next = update.next(before, total, load_partial(sent + i, count));
         most = larger(most, (Ints)next & MAGNITUDE);
-        keep_some(next, made + i, count);
+        store_partial(next, made + i, count);
     });
     return finite(most);
 }
 
 template <class In>
-int64_t renewed(const In* x, const float* residual, const In* sent, float scale, float share, float rest, int64_t n,
-                float* made) {
-    if (scale != 1) return renewed(x, residual, sent, Residual<Scaled>(Scaled(scale), share, rest), n, made);
-    return renewed(x, residual, sent, Residual<Unscaled>(Unscaled(), share, rest), n, made);
+int64_t update_residual(const In* x, const float* residual, const In* sent, float scale, float residual_decay,
+                        float error_weight, int64_t n, float* made) {
+    if (scale != 1) return update_residual(x, residual, sent, WeightedErrorFeedback<Scaled>(Scaled(scale), residual_decay, error_weight), n, made);
+    return update_residual(x, residual, sent, WeightedErrorFeedback<Unscaled>(Unscaled(), residual_decay, error_weight), n, made);
 }
 
 }  // namespace
 
+// For messages of each type; `next` is the state that results. They return whether it, or x, is finite.
+#define FEEDBACK(NAME, FLOAT)                                                                                          \
+    void delta_##NAME(const FLOAT* x, const float* state, float factor, int64_t n, FLOAT* y) {                         \
+        delta(x, state, factor, n, y);                                                                                 \
+    }                                                                                                                  \
+    int64_t update_state_##NAME(const float* state, const FLOAT* change, float divisor, int64_t n, float* next) {      \
+        return update_state(state, change, divisor, n, next);                                                          \
+    }                                                                                                                  \
+    int64_t is_finite_##NAME(const FLOAT* x, int64_t n) { return all_finite(x, n); }                                   \
+    int64_t update_residual_##NAME(const FLOAT* x, const float* residual, const FLOAT* sent, float scale,              \
+                                   float residual_decay, float error_weight, int64_t n, float* next) {                 \
+        return update_residual(x, residual, sent, scale, residual_decay, error_weight, n, next);                       \
+    }                                                                                                                  \
+    EXPORT_PARALLEL(delta_##NAME)                                                                                      \
+    EXPORT_PARALLEL(update_state_##NAME)                                                                               \
+    EXPORT_PARALLEL(is_finite_##NAME)                                                                                  \
+    EXPORT_PARALLEL(update_residual_##NAME)
+
 extern "C" {
 
-void changed_fp32(const float* x, const float* state, float factor, int64_t n, float* y) {
-    changed(x, state, factor, n, y);
-}
-
-void changed_bf16(const uint16_t* x, const float* state, float factor, int64_t n, uint16_t* y) {
-    changed(x, state, factor, n, y);
-}
-
-int64_t advanced_fp32(const float* state, const float* change, float divisor, int64_t n, float* made) {
-    return advanced(state, change, divisor, n, made);
-}
-
-int64_t advanced_bf16(const float* state, const uint16_t* change, float divisor, int64_t n, float* made) {
-    return advanced(state, change, divisor, n, made);
-}
-
-int64_t finite_fp32(const float* x, int64_t n) { return all_finite(x, n); }
-
-int64_t finite_bf16(const uint16_t* x, int64_t n) { return all_finite(x, n); }
-
-int64_t renewed_fp32(const float* x, const float* residual, const float* sent, float scale, float share, float rest,
-                     int64_t n, float* made) {
-    return renewed(x, residual, sent, scale, share, rest, n, made);
-}
-
-int64_t renewed_bf16(const uint16_t* x, const float* residual, const uint16_t* sent, float scale, float share, float rest,
-                     int64_t n, float* made) {
-    return renewed(x, residual, sent, scale, share, rest, n, made);
-}
+FEEDBACK(fp32, float)
+FEEDBACK(bf16, uint16_t)
 
 void encode_int8(const float* values, int64_t n, int8_t* codes, float* scales) { to_int8(values, n, codes, scales); }
 
@@ -104,15 +93,7 @@ void decode_int8(const int8_t* codes, const float* scales, int64_t n, float* val
     from_int8(codes, scales, n, values);
 }
 
-IN_PARTS(changed_fp32)
-IN_PARTS(changed_bf16)
-IN_PARTS(advanced_fp32)
-IN_PARTS(advanced_bf16)
-IN_PARTS(finite_fp32)
-IN_PARTS(finite_bf16)
-IN_PARTS(renewed_fp32)
-IN_PARTS(renewed_bf16)
-IN_PARTS(encode_int8)
-IN_PARTS(decode_int8)
+EXPORT_PARALLEL(encode_int8)
+EXPORT_PARALLEL(decode_int8)
 
 }  // extern "C"

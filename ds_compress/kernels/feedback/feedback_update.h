@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "../simd/floats.h"
+#include "../simd/reduce.h"
 #include "../simd/vectors.h"
 
 // A loss scale of 1, as the forward direction has.
@@ -34,49 +34,110 @@ struct Scaled {
 };
 
 // What a message is with which the residual is not sent.
-struct Alone {
+struct Uncompensated {
     Floats sum(Floats x, Floats before) const { return x + before * 0.0f; }
 };
 
 // Error feedback keeps what was lost.
-struct Lost {
+struct ErrorFeedback {
     Unscaled scale;
 
     Floats sum(Floats x, Floats before) const { return x + before; }
 
     Floats next(Floats, Floats total, Floats sent) const { return total - sent; }
 
-    Alone not_finite() const { return {}; }  // what is sent of a group that is not
+    Uncompensated not_finite() const { return {}; }  // what is sent of a group that is not
 };
 
 // Or a part of it beside a part of what it kept before.
 template <class Scale>
-struct Residual {
+struct WeightedErrorFeedback {
     Scale scale;
-    float share, rest;
+    float residual_decay, error_weight;
     int32_t none;  // makes -0, which no sum feels, of 0, where there is no share
 
-    Residual(Scale scale, float share, float rest)
-        : scale(scale), share(share), rest(rest), none(share == 0 ? INT32_MIN : 0) {}
+    WeightedErrorFeedback(Scale scale, float residual_decay, float error_weight)
+        : scale(scale), residual_decay(residual_decay), error_weight(error_weight),
+          none(residual_decay == 0 ? INT32_MIN : 0) {}
 
     Floats sum(Floats x, Floats before) const { return x + scale.times(before); }
 
     Floats next(Floats before, Floats total, Floats sent) const {
-        const Floats share_of_lost = scale.divide(total - sent) * rest;
-        return (Floats)((Ints)(before * share) | none) + share_of_lost;
+        const Floats weighted_error = scale.divide(total - sent) * error_weight;
+        return (Floats)((Ints)(before * residual_decay) | none) + weighted_error;
     }
 
-    Alone not_finite() const { return {}; }
+    Uncompensated not_finite() const { return {}; }
 };
 
 // EF21 adds, and keeps, all that was sent.
 template <class Scale>
-struct Mirror {
+struct Ef21 {
     Scale scale;
 
     Floats sum(Floats x, Floats before) const { return x - scale.times(before); }
 
     Floats next(Floats before, Floats, Floats sent) const { return before + scale.divide(sent); }
 
-    Mirror not_finite() const { return *this; }
+    Ef21 not_finite() const { return *this; }
 };
+
+constexpr int64_t CODED = 128;  // values that share a scale
+
+// The codes of groups of CODED values, as bytes, which are any where one is not finite, and their scales: of no more groups
+// than there are lanes, so that none waits alone for its divisions.
+inline void to_int8(const float* values, int64_t groups, uint8_t* codes, float* scales) {
+    constexpr float smallest = 0x1p-126f;
+    Ints largest[LANES] = {};
+    for (int64_t k = 0; k < groups; ++k) {
+        Ints most = {};
+        for (int64_t i = k * CODED; i < (k + 1) * CODED; i += LANES)
+            most = larger(most, (Ints)load(values + i) & MAGNITUDE);
+        largest[k] = most;
+    }
+    Floats scale = (Floats)reduce_each(largest, larger<Ints>) / 127.0f;
+    scale = scale > 0.0f ? larger(scale, Floats{} + smallest) : scale;
+    store_partial(scale, scales, groups);
+    float inverses[LANES];
+    store(scale > 0.0f ? 1.0f / scale : Floats{}, inverses);
+    for (int64_t k = 0; k < groups; ++k)
+        for (int64_t i = k * CODED; i < (k + 1) * CODED; i += 4 * LANES) {
+            Ints made[4];  // less than half a code beyond -127 and 127
+            for (int j = 0; j < 4; ++j) made[j] = nearest(load(values + i + j * LANES) * inverses[k]);
+            store(in_order(narrowed_signed(made)), codes + i);
+        }
+}
+
+inline void to_int8(const float* values, int64_t n, int8_t* codes, float* scales) {
+    const int64_t whole = n / CODED;
+    for (int64_t group = 0; group < whole; group += LANES) {
+        const int64_t groups = whole - group < LANES ? whole - group : LANES, start = group * CODED;
+        to_int8(values + start, groups, reinterpret_cast<uint8_t*>(codes + start), scales + group);
+    }
+    const int64_t start = whole * CODED;
+    if (start < n) {
+        float padded[CODED] = {};
+        uint8_t made[CODED];
+        std::memcpy(padded, values + start, (n - start) * sizeof(float));
+        to_int8(padded, 1, made, scales + whole);
+        std::memcpy(codes + start, made, n - start);
+    }
+}
+
+inline void from_int8(const int8_t* codes, const float* scales, int64_t n, float* values) {
+    const auto decode = [](const int8_t* from, float scale, float* to) {
+        store(__builtin_convertvector(load(from), Floats) * scale, to);
+    };
+    int64_t start = 0;
+    for (; start + CODED <= n; start += CODED) {
+        const float scale = *scales++;
+        for (int64_t i = start; i < start + CODED; i += LANES) decode(codes + i, scale, values + i);
+    }
+    if (start < n) {
+        int8_t last[CODED] = {};
+        float made[CODED];
+        std::memcpy(last, codes + start, n - start);
+        for (int64_t i = 0; i < CODED; i += LANES) decode(last + i, *scales, made + i);
+        std::memcpy(values + start, made, (n - start) * sizeof(float));
+    }
+}

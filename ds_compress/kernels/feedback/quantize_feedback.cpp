@@ -1,13 +1,11 @@
-// Group-wise quantization of messages that follow a state, as kernels/reference/stateful.py specifies it: what a feedback
-// adds to a message and what it keeps of it, while the group is in the first-level cache.
+// Group-wise quantization fused with the state update of a feedback, as FusedFeedback in feedback/reference.py specifies
+// it, while a group is in the first-level cache.
 
 #include <type_traits>
 
-#include "../quantize/batch.h"
+#include "../quantize/group.h"
 #include "../native/calls.h"
 #include "../simd/reduce.h"
-#include "../quantize/group.h"
-#include "int8.h"
 #include "feedback_update.h"
 
 namespace {
@@ -17,7 +15,7 @@ Floats rounded(Floats x, const float*) { return x; }
 
 Floats rounded(Floats x, const uint16_t*) {
     uint16_t halves[LANES];
-    keep(x, halves);
+    store(x, halves);
     return load(halves);
 }
 
@@ -33,24 +31,24 @@ struct State {
     const float* read(int64_t place, int64_t count, float* room) const {
         if (floats) return floats + place;
         if (codes) from_int8(codes + place, scales + place / CODED, count, room);
-        else in_vectors(count, [&](int64_t i, int64_t n) { keep_some(some(halves + place + i, n), room + i, n); });
+        else in_vectors(count, [&](int64_t i, int64_t n) { store_partial(load_partial(halves + place + i, n), room + i, n); });
         return room;
     }
 
     void write(int64_t place, int64_t count, const float* values) const {
         if (floats) std::memcpy(floats + place, values, count * sizeof(float));
         else if (codes) to_int8(values, count, codes + place, scales + place / CODED);
-        else in_vectors(count, [&](int64_t i, int64_t n) { keep_some(some(values + i, n), halves + place + i, n); });
+        else in_vectors(count, [&](int64_t i, int64_t n) { store_partial(load_partial(values + i, n), halves + place + i, n); });
     }
 
     // Whether it can hold them.
     bool holds(const float* values, int64_t count) const {
         Ints most = {};
         in_vectors(count, [&](int64_t i, int64_t n) {
-            const Floats x = some(values + i, n);
+            const Floats x = load_partial(values + i, n);
             most = larger(most, (Ints)(halves ? rounded(x, halves) : x) & MAGNITUDE);
         });
-        return folded(most, larger<Ints>)[0] < INFINITE;
+        return reduce(most, larger<Ints>)[0] < INFINITE;
     }
 
     // Have it brought into the caches.
@@ -68,7 +66,7 @@ State state_of(void* memory, int64_t bf16) {
 
 Ints largest_of(Ints most, Floats x) { return larger(most, (Ints)x & MAGNITUDE); }
 
-bool finite(Ints most) { return folded(most, larger<Ints>)[0] < INFINITE; }
+bool finite(Ints most) { return reduce(most, larger<Ints>)[0] < INFINITE; }
 
 // What `kept` makes of x and a state: as it is in `total`, and in `values` within the range of x's type, in which a value
 // of x that is not finite is nan; see `narrow` in kernels/numerics.py. Returns the bits of the largest magnitudes of x.
@@ -77,11 +75,11 @@ Ints narrow_sum(const In* x, const float* state, Kept kept, int64_t size, float*
     const Floats most = Floats{} + to_float(largest(x));
     Ints seen = {};
     in_vectors<SIZE>(size, [&](int64_t i, int64_t count) {
-        const Floats value = some(x + i, count), sum = kept.sum(value, some(state + i, count));
+        const Floats value = load_partial(x + i, count), sum = kept.sum(value, load_partial(state + i, count));
         const Floats within = larger(smaller(sum, most), -most);
         seen = largest_of(seen, value);
-        keep(sum, total + i);
-        keep(rounded(within + (value - value), x), values + i);
+        store(sum, total + i);
+        store(rounded(within + (value - value), x), values + i);
     });
     return seen;
 }
@@ -94,14 +92,14 @@ void load_sums(Batch<SIZE>& batch, int count, const In* x, const float* state, K
         typename Batch<SIZE>::Ranges ranges;  // found group by group: what the next one reads comes meanwhile
         Ints doubts = {};
         for (int k = 0; k < count; ++k) {
-            Limits seen;
+            MinMax seen;
             for (int64_t i = k * SIZE; i < (k + 1) * SIZE; i += LANES) {
                 const Floats sum = kept.sum(load(x + i), load(state + i));
-                seen.see(sum);
-                keep(sum, totals + i);
+                seen.update(sum);
+                store(sum, totals + i);
             }
             ranges.least[k] = seen.least(), ranges.most[k] = seen.most();
-            doubts |= seen.doubts();
+            doubts |= seen.nonfinite_mask();
         }
         if (!any(doubts)) {
             for (int k = 0; k < count; ++k) batch.groups[k].load(totals + k * SIZE, format.diagonal);
@@ -151,8 +149,8 @@ void quantize(const In* x, State state, Kept kept, int64_t n, int64_t size, Form
             }
             const auto renew = [&](int64_t j, int64_t lanes, Floats value) __attribute__((always_inline)) {
                 const int64_t place = i * size + j;  // lanes that are too many may be anything
-                const Floats next = kept.next(some(old + place, lanes), load(totals + place), rounded(value, x));
-                keep_some(next, made + place, lanes);
+                const Floats next = kept.next(load_partial(old + place, lanes), load(totals + place), rounded(value, x));
+                store_partial(next, made + place, lanes);
             };
             batch.groups[i].pack_and_return(format, batch.grids[i], packed, renew);
         }
@@ -166,14 +164,14 @@ void quantize(const In* x, State state, Kept kept, int64_t n, int64_t size, Form
 }
 
 template <int SIZE, class In>
-void with_residual(const In* x, State state, float scale, float share, float rest, int64_t n, int64_t size,
+void with_residual(const In* x, State state, float scale, float residual_decay, float error_weight, int64_t n, int64_t size,
                    Format format, uint8_t* packed, void* steps, void* offsets) {
     const auto pass = [&](const auto& kept) {
         quantize<SIZE>(x, state, kept, n, size, format, packed, steps, offsets);
     };
-    if (scale != 1) pass(Residual<Scaled>(Scaled(scale), share, rest));
-    else if (share == 0 && rest == 1) pass(Lost());
-    else pass(Residual<Unscaled>(Unscaled(), share, rest));
+    if (scale != 1) pass(WeightedErrorFeedback<Scaled>(Scaled(scale), residual_decay, error_weight));
+    else if (residual_decay == 0 && error_weight == 1) pass(ErrorFeedback());
+    else pass(WeightedErrorFeedback<Unscaled>(Unscaled(), residual_decay, error_weight));
 }
 
 template <int SIZE, class In>
@@ -182,8 +180,8 @@ void with_change(const In* x, State state, float scale, int64_t n, int64_t size,
     const auto pass = [&](const auto& kept) {
         quantize<SIZE>(x, state, kept, n, size, format, packed, steps, offsets);
     };
-    if (scale == 1) pass(Mirror<Unscaled>());
-    else pass(Mirror<Scaled>{Scaled(scale)});
+    if (scale == 1) pass(Ef21<Unscaled>());
+    else pass(Ef21<Scaled>{Scaled(scale)});
 }
 
 template <int SIZE, class Scale, class Out>
@@ -192,7 +190,7 @@ void onto(const uint8_t* packed, const void* steps, const void* offsets, State s
     constexpr int64_t TOGETHER = SIZE ? 8 : 1, ROOM = SIZE ? TOGETHER * SIZE : MAX_GROUP;
     alignas(64) float before[ROOM], after[ROOM];
     alignas(64) Out delivered[ROOM];
-    const Mirror<Scale> kept = {scale};
+    const Ef21<Scale> kept = {scale};
     const float most = harmless(scale);
     const bool streams = size % LANES == 0 && to_be_streamed(y, n * size);
     Group<SIZE> group;
@@ -209,16 +207,16 @@ void onto(const uint8_t* packed, const void* steps, const void* offsets, State s
             const bool sure = grid.within(most);  // that the group is finite
             float* made = sure && state.floats ? state.floats + place : after;
             const auto add = [&](int64_t j, int64_t lanes, Floats value) __attribute__((always_inline)) {
-                const Floats next = kept.next(some(held + j, lanes), Floats{}, rounded(value, y));
-                keep_some(next, made + j, lanes);
-                keep_some(scale.times(next), arrived + i * size + j, lanes);
+                const Floats next = kept.next(load_partial(held + j, lanes), Floats{}, rounded(value, y));
+                store_partial(next, made + j, lanes);
+                store_partial(scale.times(next), arrived + i * size + j, lanes);
             };
             group.return_values(format, grid, packed, add);
             if (sure ? !state.floats : state.holds(made, size)) state.write(place, size, made);
             if (streams) stream_all(arrived + i * size, size, y + place);
         }
     }
-    if (streams) streamed();
+    if (streams) store_fence();
 }
 
 template <int SIZE, class Out>
@@ -238,25 +236,25 @@ extern "C" {
 void quantize_with_residual(const void* x, int64_t bf16, int64_t n, int64_t size, int64_t bits, int64_t symmetric,
                             int64_t wide_scale, int64_t unrotated, const float* diagonal, int64_t uniform,
                             const float* levels, uint8_t* packed, void* steps, void* offsets, float scale,
-                            float share, float rest, int64_t halved, void* residual) {
+                            float residual_decay, float error_weight, int64_t halved, void* residual) {
     const Format form = format(size, bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
     const State state = state_of(residual, halved);
     const uint16_t* halves = static_cast<const uint16_t*>(x);
     const float* floats = static_cast<const float*>(x);
-    if (bf16) FOR_SIZE(with_residual, halves, state, scale, share, rest, n, size, form, packed, steps, offsets)
-    else FOR_SIZE(with_residual, floats, state, scale, share, rest, n, size, form, packed, steps, offsets)
+    if (bf16) FOR_SIZE(with_residual, halves, state, scale, residual_decay, error_weight, n, size, form, packed, steps, offsets)
+    else FOR_SIZE(with_residual, floats, state, scale, residual_decay, error_weight, n, size, form, packed, steps, offsets)
 }
 
-void quantize_with_coded_residual(const void* x, int64_t bf16, int64_t n, int64_t size, int64_t bits,
+void quantize_with_residual_int8(const void* x, int64_t bf16, int64_t n, int64_t size, int64_t bits,
                                   int64_t symmetric, int64_t wide_scale, int64_t unrotated, const float* diagonal,
                                   int64_t uniform, const float* levels, uint8_t* packed, void* steps, void* offsets,
-                                  float scale, float share, float rest, int8_t* codes, float* scales) {
+                                  float scale, float residual_decay, float error_weight, int8_t* codes, float* scales) {
     const Format form = format(size, bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
     const State state = {nullptr, nullptr, codes, scales};
     const uint16_t* halves = static_cast<const uint16_t*>(x);
     const float* floats = static_cast<const float*>(x);
-    if (bf16) FOR_SIZE(with_residual, halves, state, scale, share, rest, n, size, form, packed, steps, offsets)
-    else FOR_SIZE(with_residual, floats, state, scale, share, rest, n, size, form, packed, steps, offsets)
+    if (bf16) FOR_SIZE(with_residual, halves, state, scale, residual_decay, error_weight, n, size, form, packed, steps, offsets)
+    else FOR_SIZE(with_residual, floats, state, scale, residual_decay, error_weight, n, size, form, packed, steps, offsets)
 }
 
 void quantize_change(const void* x, int64_t bf16, int64_t n, int64_t size, int64_t bits, int64_t symmetric,
@@ -281,9 +279,9 @@ void dequantize_change(void* y, int64_t bf16, int64_t n, int64_t size, int64_t b
     else FOR_SIZE(with_all, packed, steps, offsets, state, scale, n, size, form, static_cast<float*>(y))
 }
 
-IN_PARTS(quantize_with_residual)
-IN_PARTS(quantize_with_coded_residual)
-IN_PARTS(quantize_change)
-IN_PARTS(dequantize_change)
+EXPORT_PARALLEL(quantize_with_residual)
+EXPORT_PARALLEL(quantize_with_residual_int8)
+EXPORT_PARALLEL(quantize_change)
+EXPORT_PARALLEL(dequantize_change)
 
 }  // extern "C"

@@ -1,88 +1,231 @@
-"""What feedbacks do to a state and to a message."""
+"""State updates of feedbacks in PyTorch, alone and fused with quantization: the specification."""
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_compress.kernels.numerics import as_divisor, is_finite, narrow
-from ds_compress.kernels.quantize.grid import SMALLEST_STEP
+from ds_compress.kernels.numerics import as_divisor, is_finite, narrow, rows_finite
+from ds_compress.kernels.quantize import reference as quantize
+from ds_compress.kernels.quantize.grid import SMALLEST_STEP, Grid
+
+__all__ = [
+    "add_residual",
+    "choose",
+    "decode_int8",
+    "delta",
+    "dequantize_change",
+    "encode_int8",
+    "is_finite",
+    "quantize_change",
+    "quantize_with_residual",
+    "update_residual",
+    "update_state",
+]
 
 GROUP = 128
-"""Values that share a scale in an int8 store."""
+"""Values that share a scale in int8 storage."""
 
 
-def changed(x: Tensor, state: Tensor, factor: float) -> Tensor:
-    """x - factor * state, in x's dtype: within its range, and nan where `x` is not finite."""
+def delta(x: Tensor, state: Tensor, factor: float) -> Tensor:
+    """Return x - factor * state in x's dtype, saturated at its range, and nan where `x` is not finite."""
     return narrow(x.to(state.dtype) - state * factor, x)
 
 
-def moved(state: Tensor, change: Tensor, divisor: float) -> Tensor:
-    """state + change / divisor."""
+def add_delta(state: Tensor, change: Tensor, divisor: float) -> Tensor:
+    """Return state + change / divisor."""
     return state + change.to(state.dtype) / as_divisor(divisor, state)
 
 
-def advanced(state: Tensor, change: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
-    """The same, and whether all of that is finite: a bool of one element."""
-    new = moved(state, change, divisor)
+def update_state(state: Tensor, change: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
+    """Return state + change / divisor, and whether all of it is finite, a bool of one element."""
+    new = add_delta(state, change, divisor)
     return new, is_finite(new)
 
 
-def finite(x: Tensor) -> Tensor:
-    """Whether all of `x` is: a bool of one element."""
-    return is_finite(x)
+def add_residual(x: Tensor, residual: Tensor, factor: float, finite: Tensor) -> Tensor:
+    """Return x + factor * residual in x's dtype, saturated at its range.
 
-
-def compensated(x: Tensor, residual: Tensor, factor: float, finite: Tensor) -> Tensor:
-    """x + factor * residual, in x's dtype: within its range. Unless `finite`, a bool of one element, is true,
-    `x` alone, and nan where it is not finite."""
+    Args:
+        finite: a bool of one element. If it is false the result is `x`, and nan where `x` is not finite.
+    """
     return narrow(x.to(residual.dtype) + residual * (finite.float() * factor), x)
 
 
-def renewed(
-    x: Tensor, residual: Tensor, sent: Tensor, scale: float, share: float, rest: float
+def update_residual(
+    x: Tensor, residual: Tensor, sent: Tensor, scale: float, residual_decay: float, error_weight: float
 ) -> tuple[Tensor, Tensor]:
-    """What remains of x + scale * residual when `sent` has been delivered, share * residual + rest * lost /
-    scale; and whether all of that is finite, a bool of one element."""
+    """Return the residual after x + scale * residual was encoded and `sent` delivered.
+
+    Returns:
+        residual_decay * residual + error_weight * lost / scale, where `lost` is the part of the sum that was
+        not delivered; and whether all of it is finite, a bool of one element.
+    """
     lost = x.to(residual.dtype) + residual * scale - sent
-    new = blended(residual, lost, scale, share, rest)
+    new = blend(residual, lost, scale, residual_decay, error_weight)
     return new, is_finite(new)
 
 
-def blended(residual: Tensor, lost: Tensor, scale: float, share: float, rest: float) -> Tensor:
-    """share * residual + rest * lost / scale; a share of 0 leaves the first out, a scale or a rest of 1
-    nothing to do."""
+def blend(residual: Tensor, lost: Tensor, scale: float, residual_decay: float, error_weight: float) -> Tensor:
+    """Return residual_decay * residual + error_weight * lost / scale; factors of 0 and 1 are no
+    operations."""
     lost = lost if scale == 1 else lost / as_divisor(scale, lost)
-    lost = lost if rest == 1 else rest * lost
-    return share * residual + lost if share else lost
+    lost = lost if error_weight == 1 else error_weight * lost
+    return residual_decay * residual + lost if residual_decay else lost
+
+
+def choose(condition: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Return `first` if `condition`, a bool of one element, is true, else `second`, of the same shape and
+    dtype. The host does not wait for a GPU."""
+    return torch.where(condition, first, second)
 
 
 def encode_int8(value: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 codes of value's shape, and one fp32 scale for each group of values in their order; of a group
-    that is not finite, any codes."""
+    """Return int8 codes of value's shape, and one fp32 scale per GROUP values. The codes of a group that is
+    not finite may be anything."""
     groups = grouped(value)
     scales = int8_scales(groups)
     return int8_codes(groups, scales, value.shape), scales
 
 
 def decode_int8(codes: Tensor, scales: Tensor) -> Tensor:
-    """fp32 values of what `encode_int8` gave."""
+    """Return the fp32 values of what `encode_int8` returned."""
     return (grouped(codes) * scales[:, None]).flatten()[: codes.numel()].view(codes.shape)
 
 
 def int8_scales(groups: Tensor) -> Tensor:
-    """fp32 [groups]: the steps in which the largest of each is 127; of a finite inverse, or 0."""
+    """Return fp32 [groups]: steps that make the largest code of each group 127; 0, or of finite inverse."""
     scales = groups.abs().amax(1) / as_divisor(127, groups) if groups.numel() else groups.new_zeros(0)
     return torch.where(scales > 0, scales.clamp(min=SMALLEST_STEP), scales)
 
 
 def int8_codes(groups: Tensor, scales: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """`groups` in steps of `scales`, one for each group, as int8 of `shape`."""
-    # one division for a group instead of one for each value
-    inverse = torch.where(scales > 0, 1 / scales, 0)
+    """Return `groups`, fp32 [groups, GROUP], in steps of `scales`, [groups], as int8 of `shape`."""
+    inverse = torch.where(scales > 0, 1 / scales, 0)  # one division per group, not one per value
     codes = (groups * inverse[:, None]).round().clamp(-127, 127)
     return codes.to(torch.int8).flatten()[: torch.Size(shape).numel()].view(shape)
 
 
 def grouped(value: Tensor) -> Tensor:
-    """fp32 [groups, GROUP]: the values in their order, then zeros."""
+    """Return the values as fp32 [groups, GROUP], padded with zeros."""
     flat = value.float().flatten()
     return torch.nn.functional.pad(flat, (0, -flat.numel() % GROUP)).view(-1, GROUP)
+
+
+class Passes(NamedTuple):
+    """Functions of a backend that `FusedFeedback` is made of."""
+
+    delta: Callable[[Tensor, Tensor, float], Tensor]
+    add_delta: Callable[[Tensor, Tensor, float], Tensor]
+    encode_int8: Callable[[Tensor], tuple[Tensor, Tensor]]
+    decode_int8: Callable[[Tensor, Tensor], Tensor]
+
+
+PASSES = Passes(delta, add_delta, encode_int8, decode_int8)
+
+
+class FusedFeedback:
+    """Quantization of messages together with the state update of a feedback, made of the functions of a
+    backend.
+
+    Values are float32 or bfloat16 and lie in groups. A state has their shape; it is stored as float32, as
+    bfloat16, or as int8 codes and their scales (`encode_int8`). A group of which the values or the next state
+    are not finite keeps its state; other groups do not.
+    """
+
+    def __init__(self, quantize: ModuleType, passes: Passes):
+        """
+        Args:
+            quantize: has the functions of `quantize/reference.py`.
+        """
+        self._quantize, self._passes = quantize, passes
+
+    def quantize_with_residual(
+        self,
+        values: Tensor,
+        residual: tuple[Tensor, ...],
+        scale: float,
+        residual_decay: float,
+        error_weight: float,
+        grid: Grid,
+        size: int,
+        out: tuple[Tensor, ...] | None = None,
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Quantize values + scale * residual in the dtype of `values`.
+
+        Args:
+            residual: as stored; finite. It may be overwritten. Groups that are not finite are sent without
+                it.
+            residual_decay: at most 1, like `error_weight`.
+            size: of the groups; the number of values is a multiple of it.
+            out: see `quantize`.
+
+        Returns:
+            What `quantize` returns; and the next residual as stored, see `update_residual`.
+        """
+        before = self._passes.decode_int8(*residual) if len(residual) == 2 else residual[0].float()
+        groups = before.reshape(-1, size)
+        parts, lost = self._quantize.quantize_with_error(values.reshape(-1, size), groups, scale, grid, out)
+        return parts, self._stored(residual, blend(groups, lost, scale, residual_decay, error_weight))
+
+    def quantize_change(
+        self,
+        values: Tensor,
+        state: Tensor,
+        scale: float,
+        grid: Grid,
+        size: int,
+        out: tuple[Tensor, ...] | None = None,
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Quantize values - scale * state in the dtype of `values`.
+
+        Args:
+            state: finite. It may be overwritten.
+            size, out: see `quantize_with_residual`.
+
+        Returns:
+            What `quantize` returns; and the next state, equal to that of `dequantize_change`.
+        """
+        change = self._passes.delta(values, state.float(), scale).reshape(-1, size)
+        parts = self._quantize.quantize(change, grid, None, out)
+        return parts, self._advance(parts, state, scale, grid, values.dtype)[1]
+
+    def dequantize_change(
+        self, parts: Sequence[Tensor], state: Tensor, scale: float, grid: Grid, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Decode what `quantize_change` returned as `parts`. `state` may be overwritten.
+
+        Returns:
+            The values, of `dtype` and state's shape: scale times the next state in fp32, or what is not
+            finite; and the next state.
+        """
+        new, stored = self._advance(parts, state, scale, grid, dtype)
+        return (new * scale).to(dtype).view(state.shape), stored
+
+    def _advance(
+        self, parts: Sequence[Tensor], state: Tensor, scale: float, grid: Grid, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return the next state, fp32 [n, G], and as stored."""
+        change = self._quantize.dequantize(parts, grid, dtype)
+        new = self._passes.add_delta(state.float().reshape(change.shape), change, scale)
+        return new, self._stored((state,), new)[0]
+
+    def _stored(self, old: tuple[Tensor, ...], new: Tensor) -> tuple[Tensor, ...]:
+        """Return `new`, fp32 [n, G], stored as `old` is; groups that are not finite as stored keep `old`.
+        Groups that share the scale of an int8 code with such a group keep theirs too."""
+        if len(old) == 1:
+            stored = new.bfloat16() if old[0].dtype == torch.bfloat16 else new
+            before = old[0].reshape(new.shape).to(stored.dtype)
+            return (torch.where(rows_finite(stored), stored, before).view(old[0].shape),)
+        lost = grouped(~rows_finite(new).expand(new.shape)).amax(1) > 0  # [scales]
+        codes, scales = (part.view(its.shape) for part, its in zip(self._passes.encode_int8(new), old))
+        of_codes = lost[:, None].expand(-1, GROUP).flatten()[: codes.numel()].view(codes.shape)
+        return torch.where(of_codes, old[0], codes), torch.where(lost, old[1], scales)
+
+
+_fused = FusedFeedback(quantize, PASSES)
+quantize_with_residual = _fused.quantize_with_residual
+quantize_change = _fused.quantize_change
+dequantize_change = _fused.dequantize_change

@@ -1,10 +1,11 @@
-"""Quantization of messages that follow a state: the steps of `reference`, with the kernels of groups.py."""
+"""Fused feedback on a GPU: the steps of the reference, with the kernels of quantize/triton.py."""
 
-from ds_compress.kernels.feedback import reference as feedback
-from ds_compress.kernels.feedback.quantize_feedback import Following
-from ds_compress.kernels.quantize import triton as groups
+from ds_compress.kernels.feedback import reference
+from ds_compress.kernels.quantize import triton as quantize
 
-_following = Following(groups, feedback)
-quantize_with_residual = _following.quantize_with_residual
-quantize_change = _following.quantize_change
-dequantize_change = _following.dequantize_change
+__all__ = ["dequantize_change", "quantize_change", "quantize_with_residual"]
+
+_fused = reference.FusedFeedback(quantize, reference.PASSES)
+quantize_with_residual = _fused.quantize_with_residual
+quantize_change = _fused.quantize_change
+dequantize_change = _fused.dequantize_change

@@ -1,23 +1,80 @@
-"""8-bit floats: `reference` in C++ (fp8.cpp)."""
+"""8-bit floats on the CPU by fp8.cpp."""
+
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ds_compress.kernels import native, reference
-from ds_compress.kernels.fp8 import compiled
+from ds_compress.kernels import native
+from ds_compress.kernels.fp8 import reference
+from ds_compress.kernels.memory import empty_template
+from ds_compress.kernels.native.function import FLOATS, SIZE, Buffer, Call, Function
+
+__all__ = reference.__all__
+
+_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+_SHAPE = {"groups": SIZE, "size": SIZE}
+_CODES = Buffer((torch.uint8,), ("groups", "size"))
+_SCALES = Buffer((torch.float32,), ("groups",))
+_encode = {
+    (dtype, wide): Function(
+        "fp8",
+        f"encode_{name}_{FLOATS[wide]}",
+        "groups",
+        values=Buffer((wide,), ("groups", "size")),
+        **_SHAPE,
+        largest=float,
+        codes=_CODES,
+        scales=_SCALES,
+    )
+    for dtype, name in _FORMATS.items()
+    for wide in FLOATS
+}
+_decode = {
+    (dtype, wide): Function(
+        "fp8",
+        f"decode_{name}_{FLOATS[wide]}",
+        "groups",
+        codes=_CODES,
+        scales=_SCALES,
+        **_SHAPE,
+        values=Buffer((wide,), ("groups", "size")),
+    )
+    for dtype, name in _FORMATS.items()
+    for wide in FLOATS
+}
 
 
-def encode_float8(
+@lru_cache  # most messages have the shape of the one before
+def _encoder(dtype: torch.dtype, wide: torch.dtype, groups: int, size: int) -> Call:
+    return _encode[dtype, wide].bind(groups=groups, size=size, largest=torch.finfo(dtype).max)
+
+
+@lru_cache
+def _decoder(dtype: torch.dtype, wide: torch.dtype, groups: int, size: int) -> Call:
+    return _decode[dtype, wide].bind(groups=groups, size=size)
+
+
+def encode_fp8(
     values: Tensor, dtype: torch.dtype, out: tuple[Tensor, ...] | None = None
 ) -> tuple[Tensor, ...]:
-    """See `reference.encode_float8`."""
-    if values.dtype in compiled.FLOATS and native.serves("fp8", values.numel()):
-        return compiled.encode(values, dtype, out)
-    return reference.encode_float8(values, dtype, out)
+    """See `reference.encode_fp8`."""
+    if values.dtype not in FLOATS or not native.serves(values.numel()):
+        return reference.encode_fp8(values, dtype, out)
+    groups, size = values.shape
+    codes, scales = out or (
+        torch.empty(values.shape, dtype=torch.uint8, device="cpu"),
+        torch.empty(groups, dtype=torch.float32, device="cpu"),
+    )
+    _encoder(dtype, values.dtype, groups, size)(values.contiguous(), codes, scales)
+    return codes, scales
 
 
-def decode_float8(codes: Tensor, scales: Tensor, dtype: torch.dtype, out: torch.dtype) -> Tensor:
-    """See `reference.decode_float8`."""
-    if out in compiled.FLOATS and native.serves("fp8", codes.numel()):
-        return compiled.decode(codes, scales, dtype, out)
-    return reference.decode_float8(codes, scales, dtype, out)
+def decode_fp8(codes: Tensor, scales: Tensor, dtype: torch.dtype, out: torch.dtype) -> Tensor:
+    """See `reference.decode_fp8`."""
+    if out not in FLOATS or not native.serves(codes.numel()):
+        return reference.decode_fp8(codes, scales, dtype, out)
+    groups, size = codes.shape
+    values = torch.empty_like(empty_template((groups, size), out))
+    _decoder(dtype, out, groups, size)(codes.contiguous(), scales.contiguous(), values)
+    return values

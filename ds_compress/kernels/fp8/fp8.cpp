@@ -4,7 +4,6 @@
 #include <type_traits>
 
 #include "../native/calls.h"
-#include "../simd/floats.h"
 #include "../simd/reduce.h"
 #include "../simd/nontemporal.h"
 #include "../simd/vectors.h"
@@ -53,7 +52,7 @@ uint32_t reach(const In* x, int64_t size) {
     for (; i + STEP <= size; i += STEP)
         for (int j = 0; j < 4; ++j) most[j] = larger(most[j], (Ints)load(x + i + j * LANES) & MAGNITUDE);
     const Ints both = larger(larger(most[0], most[1]), larger(most[2], most[3]));
-    int32_t key = folded(both, larger<Ints>)[0];
+    int32_t key = reduce(both, larger<Ints>)[0];
     for (; i < size; ++i) {
         const int32_t all = as_bits(to_float(x[i])) & MAGNITUDE;
         key = all > key ? all : key;
@@ -65,7 +64,7 @@ template <class Format, class In>
 void encode_step(const In* x, Floats scale, Ints largest, uint8_t* codes) {
     Ints made[4];
     for (int i = 0; i < 4; ++i) made[i] = Format::to_codes(load(x + i * LANES) / scale, largest);
-    keep(made, codes);
+    store(made, codes);
 }
 
 // The same by a scale that is finite and a normal number: shares are finite then, and go no further than the largest.
@@ -76,7 +75,7 @@ void encode_normal_step(const In* x, Floats scale, uint8_t* codes) {
         signs[i] = (Ints)(load(x + i * LANES) / scale);
         made[i] = Format::rounded(signs[i] & MAGNITUDE);
     }
-    keep(in_order(narrowed(made) | (narrowed_signed(signs) & 0x80)), codes);
+    store(in_order(narrowed(made) | (narrowed_signed(signs) & 0x80)), codes);
 }
 
 template <class Format, class In>
@@ -117,10 +116,10 @@ template <class Format, bool STREAMS, class Out>
 void decode_halves(const uint8_t* codes, Floats scale, Out* y) {
     const __m256i halves = as_halves<Format>(codes);
 #if defined(__AVX512F__)
-    place<STREAMS>((Floats)_mm512_maskz_cvtph_ps(ALL, halves) * scale, y);
+    store_streamed<STREAMS>((Floats)_mm512_maskz_cvtph_ps(ALL, halves) * scale, y);
 #else
-    place<STREAMS>((Floats)_mm256_cvtph_ps(_mm256_castsi256_si128(halves)) * scale, y);
-    place<STREAMS>((Floats)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)) * scale, y + LANES);
+    store_streamed<STREAMS>((Floats)_mm256_cvtph_ps(_mm256_castsi256_si128(halves)) * scale, y);
+    store_streamed<STREAMS>((Floats)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)) * scale, y + LANES);
 #endif
 }
 
@@ -136,12 +135,12 @@ void decode(const uint8_t* codes, const float* scales, int64_t groups, int64_t s
         if (std::fabs(scales[group] * factor) < as_float(INFINITE))  // the product is exact
             for (; i + 16 <= size; i += 16) decode_halves<Format, STREAMS>(codes + i, scale * factor, y + i);
 #endif
-        for (; i + LANES <= size; i += LANES) place<STREAMS>(Format::to_values(load(codes + i)) * scale, y + i);
+        for (; i + LANES <= size; i += LANES) store_streamed<STREAMS>(Format::to_values(load(codes + i)) * scale, y + i);
         if (i < size) {
             uint8_t last[LANES] = {};
             Out made[LANES];
             std::memcpy(last, codes + i, size - i);
-            keep(Format::to_values(load(last)) * scale, made);
+            store(Format::to_values(load(last)) * scale, made);
             std::memcpy(y + i, made, (size - i) * sizeof(Out));
         }
     }
@@ -152,7 +151,7 @@ void decode(const uint8_t* codes, const float* scales, int64_t groups, int64_t s
     if ((groups > 1 && size % LANES != 0) || !to_be_streamed(y, groups * size))
         return decode<Format, false>(codes, scales, groups, size, y);
     decode<Format, true>(codes, scales, groups, size, y);
-    streamed();
+    store_fence();
 }
 
 }  // namespace
@@ -167,8 +166,8 @@ extern "C" {
     void decode_##NAME##_##WIDE(const uint8_t* codes, const float* scales, int64_t groups, int64_t size, FLOAT* y) { \
         decode<FORMAT>(codes, scales, groups, size, y);                                                              \
     }                                                                                                                \
-    IN_PARTS(encode_##NAME##_##WIDE)                                                                                 \
-    IN_PARTS(decode_##NAME##_##WIDE)
+    EXPORT_PARALLEL(encode_##NAME##_##WIDE)                                                                                 \
+    EXPORT_PARALLEL(decode_##NAME##_##WIDE)
 
 FLOAT8(e4m3, E4M3, fp32, float)
 FLOAT8(e4m3, E4M3, bf16, uint16_t)

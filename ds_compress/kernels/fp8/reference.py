@@ -1,25 +1,34 @@
-"""8-bit floats, with a scale for each group."""
+"""8-bit floats with a scale per group in PyTorch: the specification."""
 
 import torch
 from torch import Tensor
 
-from ds_compress.kernels.memory import delivered
+from ds_compress.kernels.memory import copy_into
 from ds_compress.kernels.numerics import as_divisor
 
+__all__ = ["decode_fp8", "encode_fp8"]
 
-def encode_float8(
+
+def encode_fp8(
     values: Tensor, dtype: torch.dtype, out: tuple[Tensor, ...] | None = None
 ) -> tuple[Tensor, ...]:
-    """Codes, uint8 [groups, size], of `values`, [groups, size] of any float dtype, as `dtype`; and scales,
-    fp32 [groups]. `out`: see `quantize`."""
+    """Encode `values`, [groups, size] of any float dtype.
+
+    Args:
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        out: memory for the results; new memory if None.
+
+    Returns:
+        Codes, uint8 [groups, size]; scales, fp32 [groups].
+    """
     values = values.float()
     largest = torch.finfo(dtype).max
     scales = values.abs().amax(1) / as_divisor(largest, values)
-    # e4m3 has no inf: a group that holds inf or nan shows it by its scale, which makes all of it nan
+    # e4m3 has no inf: the scale of a group that is not finite makes all of its values nan
     scaled = values / torch.where(scales != 0, scales, 1)[:, None]
-    return delivered((scaled.clamp_(-largest, largest).to(dtype).view(torch.uint8), scales), out)
+    return copy_into(out, (scaled.clamp_(-largest, largest).to(dtype).view(torch.uint8), scales))
 
 
-def decode_float8(codes: Tensor, scales: Tensor, dtype: torch.dtype, out: torch.dtype) -> Tensor:
-    """The values, [groups, size] of `out`, of `codes`, which are of `dtype`."""
+def decode_fp8(codes: Tensor, scales: Tensor, dtype: torch.dtype, out: torch.dtype) -> Tensor:
+    """Return the values, [groups, size] of dtype `out`, of `codes`, which are of `dtype`."""
     return codes.view(dtype).float().mul_(scales[:, None]).to(out)

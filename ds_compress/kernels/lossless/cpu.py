@@ -1,21 +1,60 @@
-"""Bytes sorted by their place: `reference` in C++ (byte_shuffle.cpp)."""
+"""Byte shuffle on the CPU by byte_shuffle.cpp."""
+
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ds_compress.kernels import native, reference
-from ds_compress.kernels.lossless import compiled
+from ds_compress.kernels import native
+from ds_compress.kernels.lossless import reference
+from ds_compress.kernels.memory import empty_template
+from ds_compress.kernels.native.function import SIZE, Buffer, Call, Function
+
+__all__ = reference.__all__
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_shuffle = {
+    dtype: Function(
+        "byte_shuffle",
+        f"byte_shuffle{8 * dtype.itemsize}",
+        x=Buffer((dtype,), ("n",)),
+        n=SIZE,
+        shuffled=Buffer((torch.uint8,), ("n", dtype.itemsize)),
+    )
+    for dtype in _DTYPES
+}
+_unshuffle = {
+    dtype: Function(
+        "byte_shuffle",
+        f"byte_unshuffle{8 * dtype.itemsize}",
+        shuffled=Buffer((torch.uint8,), ("n", dtype.itemsize)),
+        n=SIZE,
+        y=Buffer((dtype,), ("n",)),
+    )
+    for dtype in _DTYPES
+}
 
 
-def sort_bytes(x: Tensor) -> Tensor:
-    """See `reference.sort_bytes`."""
-    if x.dtype in compiled.FLOATS and native.serves("byte_shuffle", x.numel()):
-        return compiled.sort_bytes(x)
-    return reference.sort_bytes(x)
+@lru_cache  # most messages have the shape of the one before
+def _calls(dtype: torch.dtype, n: int) -> tuple[Call, Call]:
+    return _shuffle[dtype].bind(n=n), _unshuffle[dtype].bind(n=n)
 
 
-def join_bytes(planes: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """See `reference.join_bytes`."""
-    if dtype in compiled.FLOATS and native.serves("byte_shuffle", planes.numel() // dtype.itemsize):
-        return compiled.join_bytes(planes, dtype, shape)
-    return reference.join_bytes(planes, dtype, shape)
+def byte_shuffle(x: Tensor) -> Tensor:
+    """See `reference.byte_shuffle`."""
+    n = x.numel()
+    if x.dtype not in _DTYPES or not native.serves(n):
+        return reference.byte_shuffle(x)
+    shuffled = torch.empty_like(empty_template((n * x.itemsize,), torch.uint8))
+    _calls(x.dtype, n)[0](x, shuffled)
+    return shuffled
+
+
+def byte_unshuffle(shuffled: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """See `reference.byte_unshuffle`."""
+    if dtype not in _DTYPES or not native.serves(shuffled.numel() // dtype.itemsize):
+        return reference.byte_unshuffle(shuffled, dtype, shape)
+    template = empty_template(shape, dtype)
+    values = torch.empty_like(template)
+    _calls(dtype, template.numel())[1](shuffled, values)
+    return values

@@ -1,34 +1,24 @@
-"""Kernels for CPU tensors in C++, compiled at installation.
+"""Calls of the C++ kernels, which are compiled at installation (see `library`).
 
 Each has a bit-identical counterpart in PyTorch, which runs for small tensors and where nothing was compiled.
 """
 
-import ctypes
-
 import torch
 
-from ds_compress.kernels import library as compiled
-from ds_compress.kernels.memory import LARGE, keep_freed
+from ds_compress.kernels import library
+from ds_compress.kernels.memory import LARGE, retain_freed_memory
 
 LONG = 1 << 8
-"""From so many entries on compiled kernels are used."""
+"""Entries from which on compiled kernels are used."""
 
-_FP32 = torch.float32.itemsize  # whatever is made of an entry is at most that
-_MUCH = LARGE // _FP32  # of fewer nothing has to be kept
-
-
-def library(source: str) -> ctypes.CDLL | None:
-    """The compiled functions, or None where there are none."""
-    return compiled.load()
+_FP32 = torch.float32.itemsize  # the largest type of what is made of an entry
+_MANY = LARGE // _FP32
 
 
-def serves(source: str, entries: int) -> bool:
-    """Whether a CPU tensor of so many entries is worth a compiled kernel, and there is one."""
+def serves(entries: int) -> bool:
+    """Return whether compiled kernels are there, and a CPU tensor of so many entries is worth one."""
     if entries < LONG:
         return False
-    if entries >= _MUCH:
-        keep_freed(entries * _FP32)
-    return library(source) is not None
-
-
-__all__ = ["LONG", "library", "serves"]
+    if entries >= _MANY:
+        retain_freed_memory(entries * _FP32)
+    return library.load() is not None

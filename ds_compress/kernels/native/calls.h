@@ -91,12 +91,12 @@ int64_t call(Result (*function)(Values...), const Word* known, const Word* given
     return result;
 }
 
-#define BY_WORDS(NAME) \
+#define EXPORT(NAME) \
     int64_t NAME##_by_words(const Word* known, const Word* given) { return call(NAME, known, given); }
 
 // For functions with rows that have nothing to do with each other.
-#define IN_PARTS(NAME)                                                                                          \
-    BY_WORDS(NAME)                                                                                              \
+#define EXPORT_PARALLEL(NAME)                                                                                          \
+    EXPORT(NAME)                                                                                              \
     int64_t NAME##_in_parts(const Word* known, const Word* given, const Word* moves, int64_t threads) {         \
         return call(NAME, known, given, moves, threads);                                                        \
     }

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ds_compress.kernels import native
+from ds_compress.kernels import library
 
 SIZE = range(1 << 62)
 NUMBER = range(-(1 << 63), 1 << 63)
@@ -35,15 +35,15 @@ class Buffer:
     """An argument that is contiguous memory of the CPU: a tensor, of which the function gets the address."""
 
     dtypes: tuple[torch.dtype, ...]
-    """What it may hold: the one whose place among them the argument `by` is, or the only one."""
+    """What it may hold: the one whose place among them the argument `dtype_from` is, or the only one."""
 
     dims: tuple[str | int, ...]
     """Numbers, and integer arguments by name, whose product over `per`, rounded up, is the least size."""
 
-    by: str | None = None
+    dtype_from: str | None = None
     per: int = 1
 
-    unless: str | None = None
+    optional_if: str | None = None
     """The argument that is true where there may be None in its place."""
 
 
@@ -53,23 +53,23 @@ Kind = Buffer | range | type[float]
 class Function:
     """A C function of a source, which takes addresses, int64_t and float and returns int64_t or nothing."""
 
-    def __init__(self, source: str, name: str, along: str | None = None, /, **arguments: Kind):
+    def __init__(self, source: str, name: str, parallel_dim: str | None = None, /, **arguments: Kind):
         """
         Args:
-            along: the integer argument that counts rows which have nothing to do with each other: as many
-                threads as torch has share them out. Of what the function returns then every bit is set that
-                all of them set.
+            parallel_dim: the integer argument that counts rows which have nothing to do with each other: as
+                many threads as torch has share them out. Of what the function returns then every bit is set
+                that all of them set.
             arguments: in C's order; of integers the range that is allowed.
         """
-        self.source, self.name, self.along, self.arguments = source, name, along, arguments
+        self.source, self.name, self.parallel_dim, self.arguments = source, name, parallel_dim, arguments
         self._integers = [name for name, kind in arguments.items() if isinstance(kind, range)]
         self._others = [name for name, kind in arguments.items() if not isinstance(kind, range)]
         # typed: 1.0 is no integer, though it equals one
         self._with_integers = functools.lru_cache(typed=True)(
-            lambda *integers: self.given(**dict(zip(self._integers, integers)))
+            lambda *integers: self.bind(**dict(zip(self._integers, integers)))
         )
 
-    def given(self, **known: Any) -> "Call":
+    def bind(self, **known: Any) -> "Call":
         """This function with the arguments `known`, which are checked now and not again. What sizes and
         dtypes of buffers follow from has to be among them.
 
@@ -113,7 +113,12 @@ class Call:
             name, kind = self._kinds[place]
             asked: tuple[int, torch.dtype | None, int, bool] = place, None, 0, False
             if isinstance(kind, Buffer):
-                asked = place, self._dtype(kind), self._least(kind), bool(kind.unless and known[kind.unless])
+                asked = (
+                    place,
+                    self._dtype(kind),
+                    self._least(kind),
+                    bool(kind.optional_if and known[kind.optional_if]),
+                )
             if name in known:
                 words[place] = self._word(known[name], *asked)
             else:
@@ -124,7 +129,7 @@ class Call:
         given = [asked[0] for asked in self._left]
         self._fixed = struct.pack(f"={1 + len(given)}q{''.join(types)}", len(given), *given, *words)
         self._pack = struct.Struct("=" + "".join(types[place] for place in given)).pack
-        self._moves, self._parts = self._shared_out(function.along)
+        self._moves, self._parts = self._shared_out(function.parallel_dim)
         self._entry: tuple[Any, Any] = 0, None  # a library and what it has of that name
 
     def __call__(self, *values: Any, threads: int | None = None) -> int:
@@ -151,31 +156,33 @@ class Call:
                 words.append(value.data_ptr())
             else:
                 words.append(self._word(value, *self._left[len(words)]))
-        library, (known, entry) = native.library(self._source), self._entry
-        if library is not known:
-            entry = getattr(library, f"{self._name}_{'in_parts' if self._parts > 1 else 'by_words'}")
+        loaded, (known, entry) = library.load(), self._entry
+        if loaded is not known:
+            entry = getattr(loaded, f"{self._name}_{'in_parts' if self._parts > 1 else 'by_words'}")
             entry.restype = ctypes.c_int64
-            self._entry = library, entry  # in one go, as other threads may be here
+            self._entry = loaded, entry  # in one go, as other threads may be here
         if self._parts > 1:
             most = min(threads or torch.get_num_threads(), self._parts)
             return entry(self._fixed, self._pack(*words), self._moves, ctypes.c_int64(most))
         return entry(self._fixed, self._pack(*words))
 
-    def _shared_out(self, along: str | None) -> tuple[bytes, int]:
+    def _shared_out(self, parallel_dim: str | None) -> tuple[bytes, int]:
         """For C where the number of rows is, the rows that a part is a multiple of, and by how many bytes
         such a multiple moves each argument; and how many parts there are at most."""
-        if along is None:
+        if parallel_dim is None:
             return b"", 1
-        rows = self._known[along]
-        buffers = [kind for _, kind in self._kinds if isinstance(kind, Buffer) and along in kind.dims]
+        rows = self._known[parallel_dim]
+        buffers = [kind for _, kind in self._kinds if isinstance(kind, Buffer) and parallel_dim in kind.dims]
         largest = max(self._least(kind) for kind in buffers)
-        row = {kind: self._least(kind, **{along: kind.per}) for kind in buffers}  # entries of so many rows
+        row = {
+            kind: self._least(kind, **{parallel_dim: kind.per}) for kind in buffers
+        }  # entries of so many rows
         unit = math.lcm(64, *(kind.per // math.gcd(kind.per, row[kind]) for kind in buffers))
         moves = [
             row[kind] * unit // kind.per * self._dtype(kind).itemsize if kind in row else 0
             for _, kind in self._kinds
         ]
-        place = [name for name, _ in self._kinds].index(along)
+        place = [name for name, _ in self._kinds].index(parallel_dim)
         parts = min(largest // PART, -(-rows // unit))
         return struct.pack(f"={2 + len(moves)}q", place, unit, *moves), max(1, parts)
 
@@ -211,7 +218,7 @@ class Call:
         raise error(f"{self._source}.{self._name}: {argument}: {reason}")
 
     def _dtype(self, buffer: Buffer) -> torch.dtype:
-        return buffer.dtypes[self._known[buffer.by] if buffer.by else 0]
+        return buffer.dtypes[self._known[buffer.dtype_from] if buffer.dtype_from else 0]
 
     def _least(self, buffer: Buffer, **instead: int) -> int:
         numel, known = 1, {**self._known, **instead}
@@ -224,4 +231,4 @@ def _needs(kind: Kind) -> set[str]:
     """The integers that tell the size and dtype of an argument, and whether it may be left out."""
     if not isinstance(kind, Buffer):
         return set()
-    return {name for name in (*kind.dims, kind.by, kind.unless) if isinstance(name, str)}
+    return {name for name in (*kind.dims, kind.dtype_from, kind.optional_if) if isinstance(name, str)}

@@ -23,13 +23,13 @@ INLINED uint8_t* pack_vectors(const F& codes, uint8_t* __restrict packed) {
                 const Ints four[4] = {first, second, codes(from + 2 * LANES), codes(from + 3 * LANES)};
                 made |= (Bytes)((Halves)narrowed(four) << (WIDTH * i));  // no code has bits that reach the next byte
             }
-            keep(in_order(made), packed + j);
+            store(in_order(made), packed + j);
         }
     } else {
         for (int j = 0; j < run; j += LANES) {
             Words made = {};
             for (int i = 0; i < planes; ++i) made |= (Words)codes(i * run + j) << (WIDTH * i);
-            keep((Ints)made, packed + j);
+            store((Ints)made, packed + j);
         }
     }
     return packed + run;

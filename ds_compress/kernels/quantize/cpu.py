@@ -1,21 +1,93 @@
-"""Quantization on the CPU: `reference` in C++ (quantize.cpp), equal to it bit for bit.
+"""Quantization on the CPU by quantize.cpp.
 
-The reference writes the result of every operation to memory. Without a C++ compiler, and for what the
-compiled passes do not know, it runs in blocks that fit in the cache.
+Without compiled kernels, and for what they do not support, the reference runs in blocks that fit in the
+cache.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_compress.kernels import native, reference
-from ds_compress.kernels.memory import delivered
-from ds_compress.kernels.quantize import compiled
-from ds_compress.kernels.quantize.grid import Grid
-from ds_compress.kernels.quantize.reference import with_error
+from ds_compress.kernels import native
+from ds_compress.kernels.memory import copy_into, empty_template
+from ds_compress.kernels.native.function import FLAG, FLOATS, SIZE, WORD, Buffer, Function
+from ds_compress.kernels.quantize import gaussian, reference
+from ds_compress.kernels.quantize.bits import packed_size
+from ds_compress.kernels.quantize.grid import Grid, key_halves
+from ds_compress.kernels.quantize.hadamard import diagonal
 
-BLOCK = 1 << 18  # values that the reference takes at a time: what it makes of them stays in the cache
+__all__ = ["dequantize", "quantize"]
+
+LARGEST_GROUP = 4096
+"""Values of a group for which the kernels have memory."""
+
+BLOCK = 1 << 18
+"""Values that the reference takes at a time, so that its intermediate results stay in the cache."""
+
+_SCALES = (torch.bfloat16, torch.float32)
+
+VALUES: dict[str, Any] = {"values": Buffer((*FLOATS,), ("n", "size"), dtype_from="bf16"), "bf16": FLAG}
+FORMAT: dict[str, Any] = {
+    "n": SIZE,
+    "size": range(8, LARGEST_GROUP + 1, 8),
+    "bits": range(1, 9),
+    "symmetric": FLAG,
+    "wide_scale": FLAG,
+    "unrotated": FLAG,
+    "diagonal": Buffer((torch.float32,), ("size",), optional_if="unrotated"),
+    "uniform": FLAG,
+    "levels": Buffer((torch.float32,), (2, 16), optional_if="uniform"),
+}
+PARTS: dict[str, Any] = {
+    "packed": Buffer((torch.uint8,), ("n", "size", "bits"), per=8),
+    "steps": Buffer(_SCALES, ("n",), dtype_from="wide_scale"),
+    "offsets": Buffer(_SCALES, ("n",), dtype_from="wide_scale", optional_if="symmetric"),
+}
+_DITHER: dict[str, Any] = {"dithered": FLAG, "first": WORD, "second": WORD}
+_quantize = Function("quantize", "quantize_groups", "n", **VALUES, **_DITHER, **FORMAT, **PARTS)
+# on one thread: a draw depends on the number of values before its own
+_dithered = Function("quantize", "quantize_groups", **VALUES, **_DITHER, **FORMAT, **PARTS)
+_dequantize = Function("quantize", "dequantize_groups", "n", **VALUES, **FORMAT, **PARTS)
+
+
+class Plan:
+    """Calls for `numel` values of one dtype, fp32 or bf16, in groups of `size`."""
+
+    def __init__(self, numel: int, size: int, grid: Grid, dtype: torch.dtype):
+        """
+        Raises:
+            ValueError: `numel` is not a multiple of `size`.
+        """
+        self.n, rest = divmod(numel, size)
+        if rest:
+            raise ValueError(f"{numel} values came, expected a multiple of {size}")
+        known = format_arguments(self.n, size, grid, dtype)
+        self.nearest = _quantize.bind(**known, dithered=False, first=0, second=0)
+        self.dithered = _dithered.bind(**known, dithered=True)
+        self.decode = _dequantize.bind(**known)
+
+
+class DecodePlan:
+    """A call for packed codes of shape `packed`, and a template of the result."""
+
+    def __init__(
+        self, packed: tuple[int, int], grid: Grid, dtype: torch.dtype, shape: tuple[int, ...] | None
+    ):
+        n, width = packed
+        size = width * 8 // grid.bits
+        self.dtype = dtype if dtype in FLOATS else torch.float32
+        self.template = empty_template((n, size) if shape is None else shape, self.dtype)
+        self.numel = self.template.numel()
+        self.is_supported = size <= LARGEST_GROUP
+        if self.is_supported:
+            self.call = _plan(self.numel, size, grid, self.dtype).decode.__call__
+
+
+_plan = lru_cache(Plan)  # most messages have the shape of the one before
+_decode_plan = lru_cache(DecodePlan)
 
 
 def quantize(
@@ -27,14 +99,20 @@ def quantize(
 ) -> tuple[Tensor, ...]:
     """See `reference.quantize`."""
     numel, size = groups.numel(), size or groups.shape[1]
-    is_mean = grid.is_mean and dither is None  # the order of a sum is left to torch
-    if is_mean or size > compiled.LARGEST_GROUP or not native.serves("quantize", numel):
+    is_mean = grid.is_mean and dither is None  # the reference leaves the order of that sum to PyTorch
+    if is_mean or size > LARGEST_GROUP or not native.serves(numel):
         if numel <= BLOCK or dither is not None:
             return reference.quantize(groups, grid, dither, out, size)
         blocks = [reference.quantize(block, grid) for (block,) in _blocks(groups.reshape(-1, size))]
-        return delivered(tuple(map(torch.cat, zip(*blocks))), out)
-    groups = groups.contiguous() if groups.dtype in compiled.FLOATS else groups.float().contiguous()
-    return compiled.quantize(groups, size, grid, dither, out)
+        return copy_into(out, tuple(map(torch.cat, zip(*blocks))))
+    groups = groups.contiguous() if groups.dtype in FLOATS else groups.float().contiguous()
+    plan = _plan(numel, size, grid, groups.dtype)
+    parts = empty_parts(plan.n, size, grid) if out is None else out
+    if dither is None:
+        plan.nearest(groups, *parts)
+    else:
+        plan.dithered(groups, *key_halves(dither), *parts)
+    return parts
 
 
 def dequantize(
@@ -44,26 +122,64 @@ def dequantize(
     shape: tuple[int, ...] | None = None,
 ) -> Tensor:
     """See `reference.dequantize`."""
-    made = dtype if dtype in compiled.FLOATS else torch.float32
-    way = compiled.back(parts[0].shape, grid, made, shape)
-    if way is not None and native.serves("quantize", way.numel):
-        values = torch.empty_like(way.template)
-        way.call(values, *parts)
-        return values if made is dtype else values.to(dtype)
-    n, width = parts[0].shape
-    size = width * 8 // grid.bits
-    if n * size <= BLOCK:
+    plan = _decode_plan(parts[0].shape, grid, dtype, shape)
+    if plan.is_supported and native.serves(plan.numel):
+        values = torch.empty_like(plan.template)
+        plan.call(values, *parts)
+    elif plan.numel <= BLOCK:
         return reference.dequantize(parts, grid, dtype, shape)
-    values = torch.empty(n, size, dtype=made, device="cpu")
-    for block, *its_parts in _blocks(values, *parts):
-        block.copy_(reference.dequantize(its_parts, grid))
-    return values.to(dtype).view((n, size) if shape is None else shape)
+    else:
+        values = torch.empty_like(plan.template)
+        for block, *its_parts in _blocks(values.view(len(parts[0]), -1), *parts):
+            block.copy_(reference.dequantize(its_parts, grid))
+    return values if values.dtype is dtype else values.to(dtype)
 
 
-quantize_with_error = with_error(quantize, dequantize)
+quantize_with_error = reference.with_error(quantize, dequantize)
+
+
+def empty_parts(n: int, size: int, grid: Grid) -> tuple[Tensor, ...]:
+    """Return memory for what `quantize` returns for [n, size] values."""
+    packed = torch.empty(n, packed_size(size, grid.bits), dtype=torch.uint8, device="cpu")
+    steps = torch.empty(n, dtype=grid.scale_dtype, device="cpu")
+    if grid.symmetric:
+        return packed, steps
+    return packed, steps, torch.empty(n, dtype=grid.scale_dtype, device="cpu")
+
+
+def format_arguments(n: int, size: int, grid: Grid, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the arguments of C++ that are known before a message comes, for [n, size] values of `dtype`.
+
+    Raises:
+        ValueError: a rotation or a Gaussian grid needs a power of two as `size`.
+    """
+    if (grid.hadamard or grid.gaussian) and size & (size - 1):
+        raise ValueError(f"a rotation of {size} values came, expected a power of two")
+    no_offsets = {"offsets": None} if grid.symmetric else {}
+    return {
+        **no_offsets,
+        "bf16": dtype == torch.bfloat16,
+        "n": n,
+        "size": size,
+        "bits": grid.bits,
+        "symmetric": grid.symmetric,
+        "wide_scale": grid.scale_dtype == torch.float32,
+        "unrotated": not grid.hadamard,
+        "diagonal": diagonal(size, grid.key, torch.device("cpu")) if grid.hadamard else None,
+        "uniform": not grid.gaussian,
+        "levels": _levels(grid.bits) if grid.gaussian else None,
+    }
+
+
+def _levels(bits: int) -> Tensor:
+    """Return fp32 [2, 16]: the levels above 0, repeated, and the squared boundaries between them, padded with
+    0."""
+    levels, boundaries = gaussian.levels(bits), gaussian.squared_boundaries(bits)
+    rows = [[*levels] * (16 // len(levels)), [*boundaries, *[0.0] * (16 - len(boundaries))]]
+    return torch.tensor(rows, dtype=torch.float32, device="cpu")
 
 
 def _blocks(groups: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """`groups` and others of the same length, so many rows at a time as make a block of `groups`."""
+    """Yield as many rows of `groups` at a time as make a block, and the same rows of `others`."""
     rows = max(1, BLOCK // groups.shape[1])
     return zip(*(tensor.split(rows) for tensor in (groups, *others)))

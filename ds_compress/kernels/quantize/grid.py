@@ -1,10 +1,12 @@
-"""A uniform grid per group: value = offset + step * code, code in 0 .. top.
+"""A uniform grid per group: value = offset + step * code, with code in 0 .. top.
 
-Scales are rounded to their wire dtype before the codes are made, and outwards (offset down, step up), so the
-grid that the receiver rebuilds always covers the group: no value is more than half a step away from its
-code's value.
+Scales are rounded to their wire dtype before the codes are made, offsets down and steps up. So the grid that
+the receiver rebuilds always covers the group, and no value is more than half a step from that of its code. A
+group that holds inf or nan has an infinite or nan step and decodes to nan.
 
-A group that holds inf or nan has an infinite or nan step and decodes to nan.
+Stochastic rounding draws 16 bits per value from a key and from the place of the value, so that every kernel
+makes the draws that it needs where it needs them. Of each 64 values of a group the first 32 take the lower
+halves of 32 words, the others the upper halves; every group begins with words of its own.
 """
 
 from collections.abc import Sequence
@@ -15,86 +17,89 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels.numerics import as_divisor
-from ds_compress.kernels.quantize.dither import draws
 
 SMALLEST_STEP = 2.0**-126
 """Above 0: the smallest normal number."""
 
+_WORD = 0xFFFFFFFF
 
-@dataclass(frozen=True, eq=False)  # codecs keep theirs, and every message looks something up by it
+
+@dataclass(frozen=True, eq=False)  # codecs keep their grids, and plans are looked up by them
 class Grid:
-    """What the grids of all groups of a tensor share; where each lies follows from its group."""
+    """What the grids of all groups of a tensor have in common."""
 
     bits: int
-    """Of one code, 1 to 8."""
+    """Bits of a code, 1 to 8."""
 
     symmetric: bool = False
-    """Around 0, given by its step alone, instead of one from the smallest to the largest value."""
+    """Around 0, given by its step alone; otherwise from the smallest to the largest value."""
 
     scale_dtype: torch.dtype = torch.bfloat16
     """Of step and offset: float32 or bfloat16."""
 
     hadamard: bool = False
-    """For the rotation of a group (`kernels.hadamard`), whose size is then a power of two."""
+    """Rotate each group first (see `hadamard`); its size is then a power of two."""
 
     key: int = 0
-    """Of the rotation's signs."""
+    """Of the signs of the rotation."""
 
     gaussian: bool = False
-    """Not uniform, but for normal values (`kernels.gaussian`): symmetric, 1 to 4 bits, of groups whose size
-    is a power of two."""
+    """Not uniform, but for normal values (see `gaussian`): symmetric, 1 to 4 bits, group size a power of
+    two."""
 
     @cached_property
     def top(self) -> int:
-        """The largest code. From 2 bits on 0 is on a symmetric grid, which takes an odd number of levels:
+        """The largest code. A symmetric grid of 2 or more bits has an odd number of levels, so that 0 is one:
         -1, 0, 1 at 2 bits."""
         return 2**self.bits - 2 if self.symmetric and self.bits > 1 else 2**self.bits - 1
 
     @cached_property
     def is_mean(self) -> bool:
-        """Whether the step follows from the mean magnitude, unless dithered codes have to be unbiased: it is
-        that of least squared error when a value becomes -m or m (1-bit SGD, XNOR-Net)."""
+        """Whether the step follows from the mean magnitude (1-bit SGD, XNOR-Net), which has the least squared
+        error when a value becomes -m or m. Stochastic rounding takes the largest magnitude, to be
+        unbiased."""
         return self.symmetric and self.bits == 1 and not self.gaussian
 
 
 def minmax_scales(low: Tensor, high: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Step and offset, [n] of the scale dtype, of grids from `low` to `high`, fp32 [n]."""
+    """Return step and offset, [n] of the scale dtype, of grids from `low` to `high`, fp32 [n]."""
     low, high = low + 0.0, high + 0.0  # which of two zeros a reduction meets first depends on the processor
     offset = _at_most(low, grid.scale_dtype)
     return _step((high - offset.float()) / as_divisor(grid.top, high), grid), offset
 
 
 def symmetric_scale(reach: Tensor, grid: Grid) -> Tensor:
-    """Step, [n] of the scale dtype, of grids from -reach to reach, fp32 [n]."""
+    """Return the step, [n] of the scale dtype, of grids from -reach to reach, fp32 [n]."""
     return _step(2 * reach / as_divisor(grid.top, reach), grid)
 
 
 def _step(least: Tensor, grid: Grid) -> Tensor:
-    """The smallest step, [n] of the scale dtype, that is not below `least`, fp32 [n], and whose inverse is
-    finite; 0 stays 0."""
+    """Return the smallest step of the scale dtype that is at least `least` and has a finite inverse; 0 stays
+    0."""
     step = _at_least(least, grid.scale_dtype)
     return torch.where(step > 0, step.clamp(min=SMALLEST_STEP), step)
 
 
 def offset_of(scales: Sequence[Tensor], grid: Grid) -> Tensor:
-    """The offset, [n], of grids whose `scales` are step and offset, or step alone, which implies it."""
+    """Return the offset, [n], of grids whose `scales` are step and offset, or step alone."""
     return scales[0].float() * (-grid.top / 2) if grid.symmetric else scales[1]
 
 
 def to_codes(groups: Tensor, scales: Sequence[Tensor], grid: Grid, dither: int | None) -> Tensor:
-    """The codes, uint8 [n, G], of `groups`, fp32 [n, G], on grids whose scales are `scales`, [n] each.
+    """Return the codes, uint8 [n, G], of `groups`, fp32 [n, G].
 
-    Rounds to the nearest code, or by the draws of `dither` to one of the two neighbours with probabilities
-    that make the expected value equal to the input.
+    Args:
+        scales: step and offset, [n] each, or step alone.
+        dither: None rounds to nearest. Otherwise the key of draws that round to one of the two neighbours,
+            so that the expected value equals the input.
     """
     step, offset = scales[0].float(), offset_of(scales, grid).float()
-    # all values of a group of step 0 equal its offset: code 0; one division for a group instead of one for
-    # each value, which is most of what a GPU would have to do
+    # all values of a group of step 0 equal its offset: code 0. One division per group, not one per value
     inverse = torch.where(step > 0, 1 / step, 1)
     position = (groups - offset[:, None]).mul_(inverse[:, None])
     if dither is None:
-        return position.add_(0.5).clamp_(0, grid.top).to(torch.uint8)  # the cast cuts the fraction off
-    # in 16 bits behind the point, which a draw as long carries over as often as they say
+        return position.add_(0.5).clamp_(0, grid.top).to(torch.uint8)  # the cast truncates
+    # fixed point with 16 fractional bits: adding a draw of 16 bits carries as often as the fraction says
     position = torch.where(position > 0, position, 0).clamp_(max=grid.top)
     fixed = position.mul_(65536).add_(0.5).to(torch.int32)
     n, size = groups.shape
@@ -102,16 +107,16 @@ def to_codes(groups: Tensor, scales: Sequence[Tensor], grid: Grid, dither: int |
 
 
 def from_codes(codes: Tensor, scales: Sequence[Tensor], grid: Grid) -> Tensor:
-    """The values, fp32 [n, G], of `codes`, uint8 [n, G]."""
+    """Return the values, fp32 [n, G], of `codes`, uint8 [n, G]."""
     step, offset = scales[0].float(), offset_of(scales, grid).float()
     return codes.float().mul_(step[:, None]).add_(offset[:, None])
 
 
 def _at_least(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The smallest number of `dtype`, float32 or bfloat16, that is not below `x`, fp32; nan stays nan.
+    """Return the smallest number of `dtype`, float32 or bfloat16, that is at least `x`, fp32; nan stays nan.
 
-    A bfloat16 is the upper half of a float32: cutting the lower half off goes towards 0, which is up for
-    negative numbers. In integers, because a compiler may leave the detour over bfloat16 out.
+    A bfloat16 is the upper half of a float32: truncation rounds towards 0, which is up for negative numbers.
+    Integers are used because a compiler may remove a conversion to bfloat16 and back.
     """
     if dtype == torch.float32:
         return x
@@ -122,3 +127,38 @@ def _at_least(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _at_most(x: Tensor, dtype: torch.dtype) -> Tensor:
     return -_at_least(-x, dtype)
+
+
+def draws(shape: tuple[int, int], key: int, device: torch.device) -> Tensor:
+    """Return int32 of `shape`, [n, G], in 0 .. 65535, from `key`, 64 bits.
+
+    Each word is a hash of its number, Wellons' triple32. Half of the key goes in before the first product,
+    the other half after it: keys that differ there do not give the same draws in another order.
+    """
+    n, size = shape
+    first, second = key_halves(key)
+    words = -(-size // 64) * 32
+    bits = torch.arange(n * words, dtype=torch.int64, device=device).to(torch.int32) ^ first
+    bits = _mixed(bits, 17, 0xED5AD4BB).bitwise_xor_(second)
+    bits = _mixed(_mixed(bits, 11, 0xAC4C1B51), 15, 0x31848BAB)
+    bits ^= _shifted(bits, 14)
+    both = torch.stack([bits & 0xFFFF, _shifted(bits, 16)]).view(2, n, words // 32, 32)
+    return both.permute(1, 2, 0, 3).reshape(n, 2 * words)[:, :size]
+
+
+def key_halves(key: int) -> tuple[int, int]:
+    """Return the lower and the upper half of 64 bits, each as an int32."""
+    return _signed(key & _WORD), _signed(key >> 32)
+
+
+def _mixed(bits: Tensor, shift: int, factor: int) -> Tensor:
+    return bits.bitwise_xor_(_shifted(bits, shift)).mul_(_signed(factor))
+
+
+def _shifted(bits: Tensor, shift: int) -> Tensor:
+    """Shift int32 right as if it were unsigned."""
+    return (bits >> shift).bitwise_and_((1 << 32 - shift) - 1)
+
+
+def _signed(word: int) -> int:
+    return (word + 2**31 & _WORD) - 2**31

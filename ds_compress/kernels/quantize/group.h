@@ -7,12 +7,9 @@
 #include <type_traits>
 
 #include "bits.h"
-#include "dither.h"
-#include "../simd/floats.h"
-#include "gaussian.h"
-#include "grids.h"
+#include "grid.h"
 #include "hadamard.h"
-#include "../simd/minmax.h"
+#include "../simd/reduce.h"
 #include "../simd/nontemporal.h"
 
 constexpr int MAX_GROUP = 4096;
@@ -54,7 +51,7 @@ struct Group {
             else values = x;
             return;
         }
-        in_vectors<SIZE>(size, [&](int64_t i, int64_t lanes) { keep(some(x + i, lanes), own + i); });
+        in_vectors<SIZE>(size, [&](int64_t i, int64_t lanes) { store(load_partial(x + i, lanes), own + i); });
         if (diagonal) rotate<SIZE>(own, own, size, diagonal);
     }
 
@@ -83,7 +80,7 @@ struct Group {
     void to_codes(Grid grid) {
         const Floats top = Floats{} + grid.top;
         in_vectors<SIZE>(size, [&](int64_t i, int64_t) {
-            keep(truncated(smaller(larger(positions(values + i, grid), Floats{}), top) + 0.5f), codes + i);
+            store(truncated(smaller(larger(positions(values + i, grid), Floats{}), top) + 0.5f), codes + i);
         });
     }
 
@@ -116,7 +113,7 @@ struct Group {
         const int64_t count = SIZE ? SIZE : size;
         const auto round = [&](int64_t i, Words draws) {
             const Floats position = smaller(larger(positions(values + i, grid), Floats{}), Floats{} + grid.top);
-            keep((truncated(position * 65536.0f + 0.5f) + (Ints)draws) >> 16, codes + i);
+            store((truncated(position * 65536.0f + 0.5f) + (Ints)draws) >> 16, codes + i);
         };
         for (int64_t i = 0; i < count; i += 64)
             for (int64_t j = i; j < i + 32 && j < count; j += LANES) {
@@ -213,17 +210,17 @@ private:
 
     // The same with the values in `own`, as they are before they are rotated back.
     void pack_and_keep(const Format& format, Grid grid, uint8_t* packed) {
-        const auto keep_own = [this](int64_t i, int64_t, Floats x) { keep(x, own + i); };
+        const auto keep_own = [this](int64_t i, int64_t, Floats x) { store(x, own + i); };
         if (!format.levels) return pack_uniform(format.bits, grid, packed, keep_own);
         pack<SIZE>(codes, size, format.bits, packed);
         keep_levels(format, grid);
     }
 
     void keep_values(const Format& format, Grid grid, const uint8_t* packed) {
-        const auto keep_own = [this](int64_t i, int64_t, Floats x) { keep(x, own + i); };
+        const auto keep_own = [this](int64_t i, int64_t, Floats x) { store(x, own + i); };
         if (!format.levels) return return_uniform(format.bits, grid, packed, keep_own);
         unpack<SIZE>(packed, size, format.bits, bytes);
-        in_vectors<SIZE>(size, [&](int64_t i, int64_t) { keep(::load(bytes + i), codes + i); });
+        in_vectors<SIZE>(size, [&](int64_t i, int64_t) { store(::load(bytes + i), codes + i); });
         keep_levels(format, grid);
     }
 
@@ -259,3 +256,74 @@ INLINED Grid load_grid(const Format& format, const void* steps, const void* offs
         case 128: return FUNCTION<128>(__VA_ARGS__);     \
         default: return FUNCTION<0>(__VA_ARGS__);        \
     }
+
+// Groups whose ranges are found while others wait for theirs, at most so many; beside a state, which takes its place in
+// the first-level cache, not more than divisions need.
+template <int SIZE, int MOST = (LANES > 8 ? LANES : 8)>
+struct Batch {
+    static constexpr int GROUPS = SIZE ? MOST : 1;
+
+    static constexpr int ROOM = GROUPS < LANES ? LANES : GROUPS;
+
+    struct Ranges {
+        alignas(64) float least[ROOM], most[ROOM];
+
+        Ranges() {  // so that none is anything
+            for (int i = 0; i < ROOM; i += LANES) store(Floats{}, least + i), store(Floats{}, most + i);
+        }
+
+        // Of groups without nan.
+        explicit Ranges(const MinMax (&seen)[ROOM]) {
+            for (int i = 0; i < ROOM; i += LANES) {
+                Floats low[LANES], high[LANES];
+                for (int j = 0; j < LANES; ++j) low[j] = seen[i + j].low, high[j] = seen[i + j].high;
+                store(reduce_each(low, smaller<Floats>) + 0.0f, least + i);  // of zeros, +0
+                store(reduce_each(high, larger<Floats>) + 0.0f, most + i);
+            }
+        }
+    };
+
+    Group<SIZE> groups[GROUPS];
+    Grids<ROOM> grids;
+
+    Batch(int64_t size, const Format& format) : grids() {
+        grids.top = format.top();
+        for (Group<SIZE>& group : groups) group.size = size;
+    }
+
+    // Of the first `count` groups.
+    void make_grids(int count, const Format& format) {
+        Ranges ranges;
+        if (format.levels) {
+            for (int i = 0; i < count; ++i) grids.steps[i] = groups[i].gaussian(format);
+        } else if (format.symmetric) {
+            for (int i = 0; i < count; ++i)
+                ranges.most[i] = as_float(largest_magnitude<SIZE>(groups[i].values, groups[i].size));
+            grids.around_zero(ranges.most, format.wide_scale);
+        } else {
+            if constexpr (SIZE != 0 && SIZE % LANES == 0) {
+                MinMax seen[ROOM];
+                Ints doubts = {};
+                for (int i = 0; i < count; ++i) {
+                    MinMax its;
+                    for (int j = 0; j < SIZE; j += LANES) its.update(load(groups[i].values + j));
+                    doubts |= its.nonfinite_mask();
+                    seen[i] = its;
+                }
+                if (!any(doubts)) return make_grids(Ranges(seen), format);
+            }
+            for (int i = 0; i < count; ++i)
+                minmax<SIZE>(groups[i].values, groups[i].size, ranges.least[i], ranges.most[i]);
+            make_grids(ranges, format);
+        }
+    }
+
+    // From what they are known to reach from, and to.
+    void make_grids(const Ranges& ranges, const Format& format) {
+        grids.between(ranges.least, ranges.most, format.wide_scale);
+    }
+
+    void store_scales(int count, const Format& format, int64_t first, void* steps, void* offsets) const {
+        grids.store_scales(count, format.wide_scale, first, steps, format.symmetric ? nullptr : offsets);
+    }
+};

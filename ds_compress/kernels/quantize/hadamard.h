@@ -32,7 +32,7 @@ inline void join_vectors(const float* from, float* values, const float* factors,
                 x[i] = first + second;
                 x[i + distance] = first - second;
             }
-    for (int i = 0; i < COUNT; ++i) keep(x[i], values + i * LANES);
+    for (int i = 0; i < COUNT; ++i) store(x[i], values + i * LANES);
 }
 
 // The unscaled transform of `from` [size] in `values`, which may be the same, and behind which there is room for LANES
@@ -59,8 +59,8 @@ INLINED int64_t first_butterflies(const float* from, float* values, int64_t size
         for (int64_t start = 0; start < count; start += 2 * distance)
             for (int64_t i = start; i < start + distance; i += LANES) {
                 const Floats first = load(values + i), second = load(values + i + distance);
-                keep(first + second, values + i);
-                keep(first - second, values + i + distance);
+                store(first + second, values + i);
+                store(first - second, values + i + distance);
             }
     return distance;
 }
@@ -71,8 +71,8 @@ inline void rotate(const float* from, float* values, int64_t size, const float* 
     const int64_t count = SIZE ? SIZE : size, distance = first_butterflies<SIZE>(from, values, size, diagonal);
     for (int64_t i = 0; distance < count && i < distance; i += LANES) {
         const Floats first = load(values + i), second = load(values + i + distance);
-        keep(first + second, values + i);
-        keep(first - second, values + i + distance);
+        store(first + second, values + i);
+        store(first - second, values + i + distance);
     }
 }
 
@@ -82,7 +82,7 @@ INLINED void rotate_back(float* values, int64_t size, const float* diagonal, con
     const int64_t count = SIZE ? SIZE : size, distance = first_butterflies<SIZE>(values, values, size, nullptr);
     if (distance == count) {
         in_vectors<SIZE>(size, [&](int64_t i, int64_t lanes) {
-            work(i, lanes, load(values + i) * some(diagonal + i, lanes));
+            work(i, lanes, load(values + i) * load_partial(diagonal + i, lanes));
         });
     } else {
         for (int64_t i = 0; i < distance; i += LANES) {

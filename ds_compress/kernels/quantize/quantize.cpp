@@ -1,8 +1,7 @@
 // Group-wise quantization, as kernels/reference/groups.py specifies it: equal to the bit.
 
-#include "batch.h"
-#include "../native/calls.h"
 #include "group.h"
+#include "../native/calls.h"
 
 namespace {
 
@@ -32,7 +31,7 @@ void dequantize(const uint8_t* packed, const void* steps, const void* offsets, i
     Group<SIZE> group;
     group.size = size;
     for (int64_t i = 0; i < n; ++i, packed += size * format.bits / 8, y += size) {
-        const auto deliver = [=](int64_t j, int64_t lanes, Floats x) { place_some<STREAMS>(x, y + j, lanes); };
+        const auto deliver = [=](int64_t j, int64_t lanes, Floats x) { store_partial<STREAMS>(x, y + j, lanes); };
         group.return_values(format, load_grid(format, steps, offsets, i), packed, deliver);
     }
 }
@@ -43,7 +42,7 @@ void dequantize(const uint8_t* packed, const void* steps, const void* offsets, i
     if (size % LANES != 0 || !to_be_streamed(y, n * size))
         return dequantize<SIZE, false>(packed, steps, offsets, n, size, format, y);
     dequantize<SIZE, true>(packed, steps, offsets, n, size, format, y);
-    streamed();
+    store_fence();
 }
 
 }  // namespace
@@ -72,7 +71,7 @@ void dequantize_groups(void* y, int64_t bf16, int64_t n, int64_t size, int64_t b
     else FOR_SIZE(dequantize, packed, steps, offsets, n, size, form, static_cast<float*>(y))
 }
 
-IN_PARTS(quantize_groups)
-IN_PARTS(dequantize_groups)
+EXPORT_PARALLEL(quantize_groups)
+EXPORT_PARALLEL(dequantize_groups)
 
 }  // extern "C"

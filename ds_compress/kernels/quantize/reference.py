@@ -1,4 +1,4 @@
-"""Quantization of groups of values, one call per direction."""
+"""Quantization of groups of values in PyTorch: the specification."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_compress.kernels.memory import delivered
+from ds_compress.kernels.memory import copy_into
 from ds_compress.kernels.numerics import narrow, rows_finite
 from ds_compress.kernels.quantize import gaussian
 from ds_compress.kernels.quantize.bits import pack, unpack
 from ds_compress.kernels.quantize.grid import Grid, from_codes, minmax_scales, symmetric_scale, to_codes
 from ds_compress.kernels.quantize.hadamard import rotate, rotate_back
+
+__all__ = ["dequantize", "quantize"]
 
 
 def quantize(
@@ -26,19 +28,18 @@ def quantize(
     Args:
         groups: [n, G] of any float dtype, G a multiple of 8, and a power of two for `grid.hadamard` and
             `grid.gaussian`.
-        dither: 64 bits from which the draws of stochastic rounding follow, on a uniform grid; None rounds
-            to nearest.
-        out: contiguous memory for what is returned; new where it is None.
-        size: G, where `groups` are of any other shape.
+        dither: 64 bits, the key of stochastic rounding on a uniform grid; None rounds to nearest.
+        out: contiguous memory for the results; new memory if None.
+        size: G, if `groups` have any other shape.
 
     Returns:
-        packed uint8 [n, G * bits / 8]; step [n], and unless the grid is symmetric offset [n].
+        Packed codes, uint8 [n, G * bits / 8]; step [n]; offset [n], unless the grid is symmetric.
     """
     groups = groups if size is None else groups.reshape(-1, size)
     groups = rotate(groups.float(), grid.key) if grid.hadamard else groups.float()
     if grid.gaussian:
         codes, scale = gaussian.to_codes(groups, grid)
-        return delivered((pack(codes, grid.bits), scale), out)
+        return copy_into(out, (pack(codes, grid.bits), scale))
     scales: tuple[Tensor, ...]
     if grid.symmetric:
         magnitude = groups.abs()
@@ -46,7 +47,7 @@ def quantize(
         scales = (symmetric_scale(magnitude.mean(1) if mean else magnitude.amax(1), grid),)
     else:
         scales = minmax_scales(groups.amin(1), groups.amax(1), grid)
-    return delivered((pack(to_codes(groups, scales, grid, dither), grid.bits), *scales), out)
+    return copy_into(out, (pack(to_codes(groups, scales, grid, dither), grid.bits), *scales))
 
 
 def dequantize(
@@ -55,8 +56,11 @@ def dequantize(
     dtype: torch.dtype = torch.float32,
     shape: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """The values, [n, G] of `dtype`, or as many of another `shape`, of what `quantize` returned, which is
-    contiguous."""
+    """Return the values of `parts`, which `quantize` returned and which are contiguous.
+
+    Returns:
+        [n, G], or `shape` with as many entries, of `dtype`.
+    """
     packed, *scales = parts
     codes = unpack(packed, grid.bits)
     groups = gaussian.from_codes(codes, scales[0], grid) if grid.gaussian else from_codes(codes, scales, grid)
@@ -65,22 +69,22 @@ def dequantize(
 
 
 def with_error(quantize: Callable[..., Any], dequantize: Callable[..., Tensor]) -> Callable[..., Any]:
-    """What quantizes a sum, and tells what it loses, by these two."""
+    """Return `quantize_with_error` made of these two functions of a backend."""
 
     def quantize_with_error(
         groups: Tensor, residual: Tensor, factor: float, grid: Grid, out: tuple[Tensor, ...] | None = None
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """`quantize` of groups + factor * residual in the dtype of `groups`, and what of that sum is lost.
+        """Quantize groups + factor * residual, in the dtype of `groups`.
 
         Args:
             groups: [n, G], float32 or bfloat16.
-            residual: fp32 [n, G], finite. Left out of a group that is not.
-            factor: a number that fp32 holds.
+            residual: fp32 [n, G], finite. Groups that are not finite are quantized without it.
+            factor: a number that fp32 can represent.
             out: see `quantize`.
 
         Returns:
-            what `quantize` returns; the error, fp32 [n, G], in which a group that is not finite has values
-            that are not.
+            What `quantize` returns; and the part of the sum that is lost, fp32 [n, G], which is not finite
+            where the group is not.
         """
         total = groups.float() + residual * (rows_finite(groups).float() * factor)
         parts = quantize(narrow(total, groups), grid, None, out)

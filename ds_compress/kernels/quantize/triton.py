@@ -14,17 +14,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ds_compress.kernels import reference
-from ds_compress.kernels.quantize import gaussian
+from ds_compress.kernels.quantize import gaussian, reference
 from ds_compress.kernels.quantize.bits import packed_size
-from ds_compress.kernels.quantize.dither import halves
-from ds_compress.kernels.quantize.grid import Grid
+from ds_compress.kernels.quantize.grid import Grid, key_halves
 from ds_compress.kernels.quantize.hadamard import diagonal
-from ds_compress.kernels.quantize.reference import quantize_with_error as quantize_in_steps
-from ds_compress.kernels.quantize.triton_dither import draws
-from ds_compress.kernels.quantize.triton_gaussian import gaussian_codes, gaussian_values
-from ds_compress.kernels.quantize.triton_scales import at_least, fp32, limits, reach, rounded, step_from
-from ds_compress.kernels.quantize.triton_tiles import load_piece, places, rotate, rotate_back, store_piece
+from ds_compress.kernels.quantize.triton_tiles import (
+    at_least,
+    draws,
+    fp32,
+    gaussian_codes,
+    gaussian_values,
+    limits,
+    load_piece,
+    places,
+    reach,
+    rotate,
+    rotate_back,
+    rounded,
+    step_from,
+    store_piece,
+)
+
+__all__ = ["dequantize", "quantize"]
 
 MAX_GROUP = 4096
 """Larger groups do not fit in the registers of one program; the reference serves them."""
@@ -52,10 +63,10 @@ def quantize(
 def quantize_with_error(
     groups: Tensor, residual: Tensor, factor: float, grid: Grid, out: tuple[Tensor, ...] | None = None
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """See `quantize_with_error` of `reference.groups`."""
+    """See `reference.with_error`."""
     n, size = groups.shape
     if not n or size > MAX_GROUP:
-        return quantize_in_steps(groups, residual, factor, grid, out)
+        return reference.quantize_with_error(groups, residual, factor, grid, out)
     error = torch.empty(groups.shape, dtype=torch.float32, device=groups.device)
     return _launch(groups, None, residual.contiguous(), factor, error, grid, out), error
 
@@ -78,7 +89,7 @@ def _launch(
     with torch.cuda.device_of(groups):
         _quantize[programs](
             groups,
-            *halves(dither or 0),
+            *key_halves(dither or 0),
             residual,
             factor,
             error,

@@ -147,3 +147,137 @@ def _across(tile, DISTANCE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.conste
     own = tl.reshape(tile.to(tl.int32, bitcast=True), [ROWS, COLUMNS // (2 * DISTANCE), 2, DISTANCE])
     other = tl.sum(own, 2, keep_dims=True) - own
     return tl.reshape(other, [ROWS, COLUMNS]).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rounded(x, like):
+    """`x`, fp32, rounded to nearest, ties to even, where `like` points at bfloat16."""
+    if like.dtype.element_ty == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        upper = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, upper, x)
+    return x
+
+
+@triton.jit
+def fp32(x: tl.constexpr):
+    return tl.full([1], x, tl.float32)
+
+
+@triton.jit
+def filled(x, exists, value, WHOLE: tl.constexpr):
+    """`x`, with `value` in the columns that do not exist; all of them do where rows are WHOLE."""
+    return x if WHOLE else tl.where(exists, x, value)
+
+
+@triton.jit
+def limits(values, exists, TILES: tl.constexpr, WHOLE: tl.constexpr):
+    """The smallest and the largest value of each row; nan if it holds one, which tl.min and tl.max pass
+    over. Of a row that does not exist, anything."""
+    low = filled(values[0], exists, float("inf"), WHOLE)
+    high = filled(values[0], exists, float("-inf"), WHOLE)
+    for t in tl.static_range(1, TILES):
+        low = tl.minimum(low, filled(values[t], exists, float("inf"), WHOLE))
+        # one instruction, where a comparison of every value is two more
+        here = filled(values[t], exists, float("-inf"), WHOLE)
+        high = tl.maximum(high, here, propagate_nan=tl.PropagateNan.ALL)
+    nan = tl.max((high != high).to(tl.int32), 1) > 0
+    return tl.where(nan, float("nan"), tl.min(low, 1)), tl.where(nan, float("nan"), tl.max(high, 1))
+
+
+@triton.jit
+def reach(values, exists, TILES: tl.constexpr, WIDTH: tl.constexpr, MEAN: tl.constexpr, WHOLE: tl.constexpr):
+    """The largest, or the mean, magnitude of each row."""
+    magnitudes = ()
+    for t in tl.static_range(TILES):
+        magnitudes = magnitudes + (filled(tl.abs(values[t]), exists, 0.0, WHOLE),)
+    if MEAN:
+        total = magnitudes[0]
+        for t in tl.static_range(1, TILES):
+            total += magnitudes[t]
+        return tl.div_rn(tl.sum(total, 1), fp32(TILES * WIDTH))
+    else:
+        _, high = limits(magnitudes, exists, TILES, WHOLE)
+        return high
+
+
+@triton.jit
+def at_least(x, scale):
+    """`x`, fp32, or where `scale` points at bfloat16 the smallest one that is not below it (see `affine`)."""
+    if scale.dtype.element_ty == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        upper = (tl.where(bits < 0, bits, bits + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, upper, x)
+    return x
+
+
+@triton.jit
+def step_from(least, scale):
+    """The smallest step that is not below `least`, in the format that `scale` points at (see `affine`)."""
+    step = at_least(least, scale)
+    return tl.where((step > 0) & (step < 1.1754943508222875e-38), 1.1754943508222875e-38, step)
+
+
+@triton.jit
+def gaussian_codes(
+    values,
+    LEVELS: tl.constexpr,
+    BOUNDARIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The codes, int32, and the scale of each row, fp32 [ROWS], before it is rounded."""
+    largest = values[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    for t in tl.static_range(1, TILES):
+        largest = tl.maximum(largest, values[t].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    largest = tl.max(largest, 1)
+    exponent = tl.minimum(tl.maximum((largest >> 23) - 127, -126), 126)
+    down = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+    up = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
+    scaled, squares = (), ()
+    for t in tl.static_range(TILES):
+        x = values[t] * down[:, None]
+        scaled = scaled + (x,)
+        squares = squares + (x * x,)
+    mean = tree_sum(squares, ROWS, TILES, COLUMNS) * (1.0 / (TILES * COLUMNS))
+    codes, products, energies = (), (), ()
+    for t in tl.static_range(TILES):
+        place = tl.zeros([ROWS, COLUMNS], tl.int32)
+        level = tl.full([ROWS, COLUMNS], LEVELS[0], tl.float32)
+        for j in tl.static_range(len(LEVELS) - 1):
+            beyond = squares[t] > (mean * BOUNDARIES[j])[:, None]
+            place += beyond.to(tl.int32)
+            level = tl.where(beyond, LEVELS[j + 1], level)
+        codes = codes + (tl.where(scaled[t] < 0, len(LEVELS) - 1 - place, len(LEVELS) + place),)
+        products = products + (tl.abs(scaled[t]) * level,)
+        energies = energies + (level * level,)
+    fitted = tl.div_rn(tree_sum(products, ROWS, TILES, COLUMNS), tree_sum(energies, ROWS, TILES, COLUMNS))
+    scale = fitted * up
+    return codes, scale + (scale - scale)
+
+
+@triton.jit
+def gaussian_values(codes, scale, LEVELS: tl.constexpr, TILES: tl.constexpr):
+    """The values, fp32, of codes."""
+    decoded = ()
+    for t in tl.static_range(TILES):
+        below = codes[t] < len(LEVELS)
+        place = tl.where(below, ~codes[t], codes[t]) & (len(LEVELS) - 1)  # they are as many as a power of two
+        value = tl.zeros(codes[t].shape, tl.float32) + (scale * LEVELS[0])[:, None]
+        for j in tl.static_range(1, len(LEVELS)):
+            value = tl.where(place >= j, (scale * LEVELS[j])[:, None], value)
+        decoded = decoded + (tl.where(below, -value, value),)
+    return decoded
+
+
+@triton.jit
+def draws(row, column, first, second, SIZE: tl.constexpr):
+    """int32, from 0 to 65535: of the values at `row` and `column` of groups of SIZE values."""
+    number = row * ((SIZE + 63) // 64 * 32) + (column // 64 * 32 + column % 32)
+    bits = number.to(tl.uint32) ^ first.to(tl.uint32)
+    bits = (bits ^ (bits >> 17)) * 0xED5AD4BB ^ second.to(tl.uint32)
+    bits = (bits ^ (bits >> 11)) * 0xAC4C1B51
+    bits = (bits ^ (bits >> 15)) * 0x31848BAB
+    bits ^= bits >> 14
+    return tl.where(column // 32 % 2 == 1, bits >> 16, bits & 0xFFFF).to(tl.int32)

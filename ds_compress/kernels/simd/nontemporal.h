@@ -27,34 +27,34 @@ inline void stream(Floats x, float* y) {
 #elif defined(__x86_64__)
     _mm_stream_ps(y, (__m128)x);
 #else
-    keep(x, y);
+    store(x, y);
 #endif
 }
 
 // After the last of them.
-inline void streamed() {
+inline void store_fence() {
 #if defined(__x86_64__)
     _mm_sfence();
 #endif
 }
 
 template <bool STREAMS, class Out>
-inline void place(Floats x, Out* y) {
+inline void store_streamed(Floats x, Out* y) {
     if constexpr (STREAMS && std::is_same_v<Out, float>) stream(x, y);
-    else keep(x, y);
+    else store(x, y);
 }
 
 // x [n], a multiple of LANES, in `y`, which begins at one of a vector.
 template <class Out>
 inline void stream_all(const Out* x, int64_t n, Out* y) {
-    for (int64_t i = 0; i < n; i += LANES) place<true>(load(x + i), y + i);
+    for (int64_t i = 0; i < n; i += LANES) store_streamed<true>(load(x + i), y + i);
 }
 
 // The first `count` values of x; what goes past the caches is a multiple of a vector.
 template <bool STREAMS, class Out>
-inline void place_some(Floats x, Out* y, int64_t count) {
-    if (STREAMS || count == LANES) place<STREAMS>(x, y);
-    else keep_some(x, y, count);
+inline void store_partial(Floats x, Out* y, int64_t count) {
+    if (STREAMS || count == LANES) store_streamed<STREAMS>(x, y);
+    else store_partial(x, y, count);
 }
 
 // Have x [n] brought into the caches, as far as it exists.

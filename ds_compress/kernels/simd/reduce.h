@@ -1,4 +1,4 @@
-// What is made of the lanes of a vector.
+// Reductions of the lanes of vectors, and of the values of a group.
 
 #pragma once
 
@@ -6,9 +6,9 @@
 
 // What is left of a vector when each half is joined with the other, until one lane is left.
 template <int DISTANCE = LANES / 2, class Vector, class F>
-INLINED Vector folded(Vector x, F join) {
+INLINED Vector reduce(Vector x, F join) {
     if constexpr (DISTANCE == 0) return x;
-    else return folded<DISTANCE / 2>(join(x, swapped<DISTANCE>(x)), join);
+    else return reduce<DISTANCE / 2>(join(x, swapped<DISTANCE>(x)), join);
 }
 
 // Two vectors as one: lanes of x, and of y where their number has the bit DISTANCE, each joined with its neighbour so many
@@ -33,13 +33,13 @@ INLINED Vector paired(Vector x, Vector y, F join) {
     return join(first, second);
 }
 
-// Of each of LANES vectors what `folded` has, in their order; they are lost.
+// Of each of LANES vectors what `reduce` has, in their order; they are lost.
 template <int DISTANCE = LANES / 2, class Vector, class F>
-INLINED Vector folded_each(Vector* vectors, F join) {
+INLINED Vector reduce_each(Vector* vectors, F join) {
     if constexpr (DISTANCE == 0) return *vectors;
     else {
         for (int i = 0; i < DISTANCE; ++i) vectors[i] = paired<DISTANCE>(vectors[i], vectors[i + DISTANCE], join);
-        return folded_each<DISTANCE / 2>(vectors, join);
+        return reduce_each<DISTANCE / 2>(vectors, join);
     }
 }
 
@@ -50,6 +50,58 @@ inline bool any(Ints x) {
 #elif defined(__AVX2__)
     return !_mm256_testz_si256((__m256i)x, (__m256i)x);
 #else
-    return folded(x, [](Ints x, Ints y) { return x | y; })[0];
+    return reduce(x, [](Ints x, Ints y) { return x | y; })[0];
 #endif
+}
+
+// The bits of the largest magnitude of `values` [size]: of nan, if there is one.
+template <int SIZE>
+inline uint32_t largest_magnitude(const float* values, int64_t size) {
+    const int64_t count = SIZE ? SIZE : size;
+    int32_t largest = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const int32_t bits = as_bits(values[i]) & MAGNITUDE;
+        largest = bits > largest ? bits : largest;
+    }
+    return largest;
+}
+
+inline bool holds_nan(const float* values, int64_t size) {
+    bool found = false;
+    for (int64_t i = 0; i < size; ++i) found |= values[i] != values[i];
+    return found;
+}
+
+// MinMax of what is seen, vector by vector, unless a value is nan.
+struct MinMax {
+    Floats low = Floats{} + as_float(INFINITE), high = -low, zeros = {};
+
+    void update(Floats x) {
+        low = smaller(x, low);  // passes over nan
+        high = larger(x, high);
+        zeros = signed_sum(x, Floats{}, zeros);  // where a product costs less than one more sum
+    }
+
+    float least() const { return reduce(low, smaller<Floats>)[0] + 0.0f; }  // of zeros, +0
+    float most() const { return reduce(high, larger<Floats>)[0] + 0.0f; }
+
+    // No bits, unless a value is infinite or nan.
+    Ints nonfinite_mask() const { return (Ints)(zeros - zeros); }
+};
+
+// The smallest and the largest of `values` [size]; nan, both, where one is.
+template <int SIZE>
+inline void minmax(const float* values, int64_t size, float& least, float& most) {
+    const int64_t count = SIZE ? SIZE : size;
+    MinMax seen;
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) seen.update(load(values + i));
+    if (i < count) {
+        Floats x = Floats{} + values[i];
+        for (int64_t j = 1; i + j < count; ++j) x[j] = values[i + j];
+        seen.update(x);
+    }
+    const bool unordered = any(seen.nonfinite_mask()) && holds_nan(values, count);
+    least = unordered ? as_float(MAGNITUDE) : seen.least();
+    most = unordered ? as_float(MAGNITUDE) : seen.most();
 }

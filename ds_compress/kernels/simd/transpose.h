@@ -8,13 +8,13 @@
 #include <immintrin.h>
 #endif
 
-constexpr int64_t TURNED = 8;  // rows and columns of a block
+constexpr int64_t TILE = 8;  // rows and columns of a block
 
 #if defined(__x86_64__)
 
 // to(j)[i] = from(i)[j] of a block: both give the address of a row.
 template <class From, class To>
-inline void turn_block(const uint16_t*, From from, To to) {
+inline void transpose_tile(const uint16_t*, From from, To to) {
     __m128i x[8], y[8];
     for (int i = 0; i < 8; ++i) x[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from(i)));
     for (int i = 0; i < 4; ++i) {
@@ -36,7 +36,7 @@ inline void turn_block(const uint16_t*, From from, To to) {
 }
 
 template <class From, class To>
-inline void turn_block(const int8_t*, From from, To to) {
+inline void transpose_tile(const int8_t*, From from, To to) {
     __m128i x[8], y[4];
     for (int i = 0; i < 8; ++i) x[i] = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from(i)));
     for (int i = 0; i < 4; ++i) y[i] = _mm_unpacklo_epi8(x[2 * i], x[2 * i + 1]);
@@ -57,24 +57,24 @@ inline void turn_block(const int8_t*, From from, To to) {
 #else
 
 template <class T, class From, class To>
-inline void turn_block(const T*, From from, To to) {
-    for (int64_t i = 0; i < TURNED; ++i)
-        for (int64_t j = 0; j < TURNED; ++j) to(j)[i] = from(i)[j];
+inline void transpose_tile(const T*, From from, To to) {
+    for (int64_t i = 0; i < TILE; ++i)
+        for (int64_t j = 0; j < TILE; ++j) to(j)[i] = from(i)[j];
 }
 
 #endif
 
 // to(j)[i] = from(i)[j] for all i below `rows` and j below `columns`; T is what they hold.
 template <class T, class From, class To>
-inline void turn_rows(int64_t rows, int64_t columns, From from, To to) {
-    for (int64_t j = 0; j < columns; j += TURNED)
-        for (int64_t i = 0; i < rows; i += TURNED) {
-            if (rows - i >= TURNED && columns - j >= TURNED) {
-                turn_block(static_cast<const T*>(nullptr), [&](int64_t row) { return from(i + row) + j; },
+inline void transpose(int64_t rows, int64_t columns, From from, To to) {
+    for (int64_t j = 0; j < columns; j += TILE)
+        for (int64_t i = 0; i < rows; i += TILE) {
+            if (rows - i >= TILE && columns - j >= TILE) {
+                transpose_tile(static_cast<const T*>(nullptr), [&](int64_t row) { return from(i + row) + j; },
                            [&](int64_t column) { return to(j + column) + i; });
                 continue;
             }
-            const int64_t last = rows - i < TURNED ? rows : i + TURNED, behind = columns - j < TURNED ? columns : j + TURNED;
+            const int64_t last = rows - i < TILE ? rows : i + TILE, behind = columns - j < TILE ? columns : j + TILE;
             for (int64_t column = j; column < behind; ++column)
                 for (int64_t row = i; row < last; ++row) to(column)[row] = from(row)[column];
         }

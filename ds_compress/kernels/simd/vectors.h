@@ -30,6 +30,37 @@ typedef uint8_t Bytes __attribute__((vector_size(4 * LANES)));
 constexpr __mmask16 ALL = 0xFFFF;  // without a mask g++ 12 warns of its own headers
 #endif
 
+// Floats and their bits. bf16, the upper half of a float, is passed as uint16_t.
+
+constexpr int32_t MAGNITUDE = 0x7FFFFFFF, INFINITE = 0x7F800000;
+
+inline float as_float(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+inline uint32_t as_bits(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+}
+
+inline float to_float(float x) { return x; }
+inline float to_float(uint16_t x) { return as_float(static_cast<uint32_t>(x) << 16); }
+
+// The largest finite number of the type.
+inline float largest(const float*) { return as_float(INFINITE - 1); }
+inline uint16_t largest(const uint16_t*) { return 0x7F7F; }
+
+inline void store(float value, float& y) { y = value; }
+
+// Rounds to nearest, ties to even.
+inline void store(float value, uint16_t& y) {
+    const uint32_t bits = as_bits(value), rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    y = static_cast<uint16_t>(value != value ? 0x7FC0 : rounded);
+}
+
 inline Floats load(const float* values) {
     Floats x;
     std::memcpy(&x, values, sizeof x);
@@ -79,12 +110,12 @@ inline Ints load(const int32_t* values) {
     return x;
 }
 
-inline void keep(Floats x, float* values) { std::memcpy(values, &x, sizeof x); }
+inline void store(Floats x, float* values) { std::memcpy(values, &x, sizeof x); }
 
-inline void keep(Ints x, int32_t* values) { std::memcpy(values, &x, sizeof x); }
+inline void store(Ints x, int32_t* values) { std::memcpy(values, &x, sizeof x); }
 
 // As bf16: rounds to nearest, ties to even.
-inline void keep(Floats x, uint16_t* values) {
+inline void store(Floats x, uint16_t* values) {
     const Words bits = (Words)x, upper = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
     const Words rounded = x != x ? Words{} + 0x7FC0 : upper;
 #if defined(__AVX512F__)
@@ -179,13 +210,13 @@ inline Bytes in_order(Bytes x) {
 #endif
 }
 
-inline void keep(Bytes x, uint8_t* values) { std::memcpy(values, &x, sizeof x); }
+inline void store(Bytes x, uint8_t* values) { std::memcpy(values, &x, sizeof x); }
 
 // Four vectors of numbers from 0 to 255.
-inline void keep(const Ints (&x)[4], uint8_t* values) { keep(in_order(narrowed(x)), values); }
+inline void store(const Ints (&x)[4], uint8_t* values) { store(in_order(narrowed(x)), values); }
 
 // One of them; below 0 a number becomes 0.
-inline void keep(Ints x, uint8_t* values) {
+inline void store(Ints x, uint8_t* values) {
     const Bytes bytes = in_order(narrowed({x, x, x, x}));
     std::memcpy(values, &bytes, LANES);
 }
@@ -237,7 +268,7 @@ INLINED void in_vectors(int64_t n, const F& work) {
 }
 
 template <class In>
-inline Floats some(const In* x, int64_t count) {
+inline Floats load_partial(const In* x, int64_t count) {
     if (count == LANES) return load(x);
     In last[LANES] = {};
     std::memcpy(last, x, count * sizeof(In));
@@ -245,10 +276,10 @@ inline Floats some(const In* x, int64_t count) {
 }
 
 template <class Out>
-inline void keep_some(Floats x, Out* y, int64_t count) {
-    if (count == LANES) return keep(x, y);
+inline void store_partial(Floats x, Out* y, int64_t count) {
+    if (count == LANES) return store(x, y);
     Out last[LANES];
-    keep(x, last);
+    store(x, last);
     std::memcpy(y, last, count * sizeof(Out));
 }
 
@@ -256,6 +287,6 @@ inline void keep_some(Floats x, Out* y, int64_t count) {
 inline Floats first_of(Floats x, int64_t count) {
     if (count == LANES) return x;
     float lanes[LANES];
-    keep(x, lanes);
-    return some(lanes, count);
+    store(x, lanes);
+    return load_partial(lanes, count);
 }

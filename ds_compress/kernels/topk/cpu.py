@@ -1,47 +1,279 @@
-"""Selections of long tensors in C++ (kth_largest.cpp, selection.cpp)."""
+"""Selection on the CPU by kth_largest.cpp, selection.cpp and gather_scatter.cpp; short tensors in numpy."""
 
+from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ds_compress.kernels import native
-from ds_compress.kernels.topk import compiled_kth_largest as compiled
-from ds_compress.kernels.topk.compiled_selection import Candidates
-from ds_compress.kernels.topk.cpu_bitstring import positions
-from ds_compress.kernels.topk.cpu_small_ops import count_true, kth_largest
-from ds_compress.kernels.topk.keys import INFINITY, as_integers
-from ds_compress.kernels.topk.reference import Steps, banded_by, exact_by, sampled_band_by
+from ds_compress.kernels.feedback.cpu import is_finite
+from ds_compress.kernels.memory import empty_template, scratch
+from ds_compress.kernels.native.function import INTEGERS, NUMBER, SIZE, Buffer, Call, Function
+from ds_compress.kernels.topk import reference
+from ds_compress.kernels.topk.magnitudes import INFINITY, as_integers, first_look
+from ds_compress.kernels.topk.reference import Primitives, banded_indices, largest_indices, sampled_keys
 
-_STEPS = Steps(kth_largest, count_true, positions)
+__all__ = reference.__all__
+
+_ABOVE_0 = range(1, 1 << 62)
+_WORD = 64
+_BITS = Buffer((torch.uint8,), ("n",), per=8)
+_ROWS = Buffer((torch.int64,), ("rows",))
+_set_bits = Function(
+    "selection", "set_bits", indices=Buffer((torch.int64,), ("count",)), count=SIZE, packed=_BITS, n=SIZE
+)
+_list_bits = Function(
+    "selection", "list_bits", packed=_BITS, n=SIZE, most=SIZE, found=Buffer((torch.int64,), ("most",))
+)
+_reaching = {
+    dtype: Function(
+        "selection",
+        f"reaching{bits}",
+        x=Buffer((dtype,), ("rows", "d")),
+        rows=SIZE,
+        d=SIZE,
+        bounds=_ROWS,
+        infinity=NUMBER,
+        found=Buffer((torch.int64,), ("rows", "d")),
+        keys=Buffer((dtype,), ("rows", "d")),
+        counts=_ROWS,
+    )
+    for bits, dtype in INTEGERS.items()
+}
+_pick = {
+    dtype: Function(
+        "selection",
+        f"pick{bits}",
+        found=Buffer((torch.int64,), ("total",)),
+        keys=Buffer((dtype,), ("total",)),
+        total=SIZE,
+        rows=SIZE,
+        counts=_ROWS,
+        lows=_ROWS,
+        highs=_ROWS,
+        k=SIZE,
+        out=Buffer((torch.int64,), ("rows", "k")),
+    )
+    for bits, dtype in INTEGERS.items()
+}
+_largest = {
+    dtype: Function(
+        "kth_largest",
+        f"select_largest{8 * dtype.itemsize}",
+        x=Buffer((dtype,), ("rows", "d")),
+        rows=SIZE,
+        d=SIZE,
+        words=SIZE,
+        k=SIZE,
+        stride=_ABOVE_0,
+        first=_ABOVE_0,
+        last=_ABOVE_0,
+        infinity=NUMBER,
+        space=Buffer((dtype,), ("words", _WORD)),
+        packed=Buffer((torch.uint8,), ("rows", "d"), per=8),
+        values=Buffer((dtype,), ("rows", "k")),
+    )
+    for dtype in INFINITY
+}
+_gather = {
+    dtype: Function(
+        "gather_scatter",
+        f"gather{8 * dtype.itemsize}",
+        x=Buffer((dtype,), ("n",)),
+        n=_ABOVE_0,
+        packed=_BITS,
+        count=SIZE,
+        out=Buffer((dtype,), ("count",)),
+    )
+    for dtype in INFINITY
+}
+_scatter = {
+    dtype: Function(
+        "gather_scatter",
+        f"scatter{8 * dtype.itemsize}",
+        values=Buffer((dtype,), ("count",)),
+        count=SIZE,
+        packed=_BITS,
+        n=SIZE,
+        y=Buffer((dtype,), ("n",)),
+    )
+    for dtype in INFINITY
+}
 
 
-def exact(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """See `reference.exact`."""
-    if native.serves("kth_largest", x.numel()):
-        return compiled.exact(x, k, values)
-    return exact_by(_STEPS, x, k), None
+class Plan(NamedTuple):
+    """A call, and a template of what it writes (see `empty_template`)."""
+
+    call: Call
+    template: Tensor
 
 
-def banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> tuple[Tensor, Tensor | None]:
-    """See `reference.banded`."""
-    chosen = _banded(x, bounds, k) if native.serves("selection", x.numel()) else None
-    return banded_by(_STEPS, x, bounds, k) if chosen is None else chosen, None
+@lru_cache  # most messages have the shape of the one before
+def _list_plan(numel: int, count: int) -> Plan:
+    return Plan(_list_bits.bind(n=numel, most=count), empty_template((count,), torch.int64))
 
 
-def sampled_band(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """See `reference.sampled_band`."""
-    return sampled_band_by(_STEPS, x, k)
+@lru_cache
+def _gather_plan(dtype: torch.dtype, n: int, count: int) -> Plan:
+    return Plan(_gather[dtype].bind(n=n, count=count), empty_template((count,), dtype))
 
 
-def _banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Tensor | None:
-    """By the first two bounds, which decide unless one of them was a bad guess or many entries tie: then
-    None."""
+@lru_cache
+def _scatter_plan(dtype: torch.dtype, shape: tuple[int, ...], count: int) -> Plan:
+    template = empty_template(shape, dtype)
+    return Plan(_scatter[dtype].bind(n=template.numel(), count=count), template)
+
+
+class LargestPlan:
+    """A call that selects the k largest of each row of [rows, d] floats of one dtype; 0 < k <= d."""
+
+    def __init__(self, dtype: torch.dtype, rows: int, d: int, k: int):
+        stride, first, last = first_look(d, k)
+        words = -(-d // _WORD)
+        known = {"rows": rows, "d": d, "words": words, "k": k, "stride": stride, "first": first, "last": last}
+        self.call = _largest[dtype].bind(**known, infinity=INFINITY[dtype])
+        self.space = (words * _WORD,)
+        self.packed = empty_template((-(-rows * d // 8),), torch.uint8)
+        self.values = empty_template((rows * k,), dtype)
+
+
+_largest_plan = lru_cache(LargestPlan)
+
+
+def pack_bits(bits: Tensor) -> Tensor:
+    """See `reference.pack_bits`."""
+    return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
+
+
+def unpack_bits(packed: Tensor, numel: int) -> Tensor:
+    """See `reference.unpack_bits`."""
+    return torch.from_numpy(np.unpackbits(packed.numpy(), count=numel, bitorder="little").view(np.bool_))
+
+
+def set_bits(indices: Tensor, numel: int) -> Tensor:
+    """See `reference.set_bits`.
+
+    Raises:
+        IndexError: an index is not below `numel`.
+    """
+    if not native.serves(numel):
+        return pack_bits(reference.as_mask(indices, numel))
+    packed = torch.zeros(-(-numel // 8), dtype=torch.uint8, device="cpu")
+    done = _set_bits(indices=indices.contiguous(), count=indices.numel(), packed=packed, n=numel)
+    if done < indices.numel():
+        raise IndexError(f"index {indices[done]} came, of {numel} entries")
+    return packed
+
+
+def list_bits(packed: Tensor, numel: int, count: int) -> Tensor:
+    """See `reference.list_bits`; 0 where fewer than `count` bits are set."""
+    if not native.serves(numel):
+        return positions(unpack_bits(packed, numel), count)
+    call, template = _list_plan(numel, count)
+    found = torch.empty_like(template)
+    call(packed.contiguous(), found)
+    return found
+
+
+def copy_bits(packed: Tensor, numel: int, count: int) -> Tensor:
+    """See `reference.copy_bits`."""
+    if native.serves(numel):
+        return packed.clone()
+    return list_bits(packed, numel, count)
+
+
+def gather(x: Tensor, entries: Tensor, count: int) -> Tensor:
+    """See `reference.gather`; of damaged bits, of which fewer than `count` are set, the first entry."""
+    if entries.dtype != torch.uint8 or not native.serves(x.numel()):
+        return reference.gather(x, entries, count)
+    call, template = _gather_plan(x.dtype, x.numel(), count)
+    out = torch.empty_like(template)
+    call(x.contiguous(), entries, out)
+    return torch.where(is_finite(x), out, torch.nan)
+
+
+def scatter(values: Tensor, entries: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """See `reference.scatter`; of damaged bits, of which another number is set, all values that fit."""
+    if entries.dtype == torch.uint8:
+        call, template = _scatter_plan(values.dtype, shape, values.numel())
+        if native.serves(template.numel()):
+            y = torch.empty_like(template)
+            call(values.contiguous(), entries, y)
+            return y
+    return reference.scatter(values, entries, shape)
+
+
+def positions(mask: Tensor, count: int) -> Tensor:
+    """See `reference.positions`."""
+    return torch.from_numpy(np.flatnonzero(mask.numpy())[:count])
+
+
+def kth_largest(size: Tensor, k: int) -> Tensor:
+    """See `reference.kth_largest`."""
+    place = size.shape[1] - k
+    return torch.from_numpy(np.partition(size.numpy(), place, axis=1)[:, place : place + 1])
+
+
+def count_true(mask: Tensor) -> Tensor:
+    """See `reference.count_true`; PyTorch counts along a dimension ten times slower."""
+    counts = [[np.count_nonzero(row)] for row in mask.numpy()]
+    return torch.tensor(counts, dtype=torch.int64, device="cpu").view(-1, 1)
+
+
+_PRIMITIVES = Primitives(kth_largest, count_true, positions)
+
+
+def select_largest(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """See `reference.select_largest`; as bits, with values."""
+    if not native.serves(x.numel()):
+        return largest_indices(x, k, _PRIMITIVES), None
+    plan = _largest_plan(x.dtype, *x.shape, k)
+    packed = torch.empty_like(plan.packed)
+    values = torch.empty_like(plan.values) if values is None else values
+    plan.call(x.contiguous(), scratch("keys", plan.space, x.dtype), packed, values)
+    return packed, values
+
+
+def select_banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> tuple[Tensor, Tensor | None]:
+    """See `reference.select_banded`."""
+    chosen = _between_first_bounds(x, bounds, k) if native.serves(x.numel()) else None
+    return banded_indices(x, bounds, k, _PRIMITIVES) if chosen is None else chosen, None
+
+
+def sample_bounds(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """See `reference.sample_bounds`."""
+    return sampled_keys(x, k, _PRIMITIVES)
+
+
+def _between_first_bounds(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Tensor | None:
+    """Return the indices for `select_banded` from the first two bounds, which decide in most cases. None if
+    one of them was a bad guess or too many entries tie."""
+    (rows, d), infinity = x.shape, INFINITY[x.dtype]
     levels = [
-        torch.as_tensor(bound, dtype=torch.int64, device="cpu").flatten().expand(len(x))
-        for bound in (*bounds, INFINITY[x.dtype] + 1)
+        torch.as_tensor(bound, dtype=torch.int64, device="cpu").flatten().expand(rows)
+        for bound in (*bounds, infinity + 1)
     ]
     if any((lower > upper).any() for lower, upper in pairwise(levels)):
         return None
-    reached = Candidates.reaching(as_integers(x), levels[0], INFINITY[x.dtype])
-    return reached.pick(levels[0], levels[1], k)
+    bits, (low, high) = as_integers(x), (level.contiguous() for level in levels[:2])
+    found, keys = scratch("found", (rows * d,), torch.int64), scratch("keys", (rows * d,), bits.dtype)
+    counts = torch.empty(rows, dtype=torch.int64, device="cpu")
+    total = _reaching[bits.dtype](
+        x=bits, rows=rows, d=d, bounds=low, infinity=infinity, found=found, keys=keys, counts=counts
+    )
+    chosen = torch.empty(rows * k, dtype=torch.int64, device="cpu")
+    is_found = _pick[bits.dtype](
+        found=found[:total],
+        keys=keys[:total],
+        total=total,
+        rows=rows,
+        counts=counts,
+        lows=low,
+        highs=high,
+        k=k,
+        out=chosen,
+    )
+    return chosen if is_found else None

@@ -39,8 +39,8 @@ void scatter(const Entry* values, int64_t count, const uint8_t* packed, int64_t 
                        uint##BITS##_t* y) {                                                                          \
         scatter(values, count, packed, n, y);                                                                        \
     }                                                                                                                \
-    BY_WORDS(gather##BITS)                                                                                           \
-    BY_WORDS(scatter##BITS)
+    EXPORT(gather##BITS)                                                                                           \
+    EXPORT(scatter##BITS)
 
 extern "C" {
 

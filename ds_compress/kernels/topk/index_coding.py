@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_compress.kernels.dispatch import kernels
-from ds_compress.kernels.memory import delivered
+from ds_compress.kernels.backends import kernels
+from ds_compress.kernels.memory import copy_into
 from ds_compress.kernels.topk.selection import Selection
 
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -34,7 +34,7 @@ class Bitmask:
 
     @staticmethod
     def decode(parts: Parts, numel: int, count: int) -> Selection:
-        return Selection.received(parts[0], numel, count)
+        return Selection.from_packet(parts[0], numel, count)
 
 
 class Int32:
@@ -135,7 +135,7 @@ class Rice:
         planes = [backend.pack_bits((low & (1 << bit)) != 0) for bit in range(r)]
         unary = backend.set_bits((distance >> r).add_(order), Rice._unary_bits(r, numel, count))
         empty = torch.empty(0, -(-count // 8), dtype=torch.uint8, device=indices.device)
-        return delivered((torch.stack(planes) if r else empty, unary), out)
+        return copy_into(out, (torch.stack(planes) if r else empty, unary))
 
     @staticmethod
     def decode(parts: Parts, numel: int, count: int) -> Selection:

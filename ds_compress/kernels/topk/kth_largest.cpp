@@ -106,7 +106,7 @@ void put(uint64_t word, uint8_t* packed, int64_t bytes, int64_t place) {
 }
 
 template <class Bits>
-void exact(const Bits* x, int64_t rows, int64_t d, int64_t k, int64_t stride, int64_t first, int64_t last, Bits infinity,
+void select_largest(const Bits* x, int64_t rows, int64_t d, int64_t k, int64_t stride, int64_t first, int64_t last, Bits infinity,
            Bits* space, uint8_t* packed, Bits* values) {
     const int64_t bytes = (rows * d + 7) / 8;
     const Bits* end = values + rows * k;
@@ -130,17 +130,17 @@ void exact(const Bits* x, int64_t rows, int64_t d, int64_t k, int64_t stride, in
 extern "C" {
 
 // `space` is memory with anything in it, of whole words; what the arguments may be is declared in exact.py.
-#define EXACT(BITS)                                                                                                \
-    void exact##BITS(const uint##BITS##_t* x, int64_t rows, int64_t d, int64_t, int64_t k, int64_t stride,         \
+#define SELECT_LARGEST(BITS)                                                                                                \
+    void select_largest##BITS(const uint##BITS##_t* x, int64_t rows, int64_t d, int64_t, int64_t k, int64_t stride,         \
                      int64_t first, int64_t last, int64_t infinity, uint##BITS##_t* space, uint8_t* packed,        \
                      uint##BITS##_t* values) {                                                                     \
-        exact<uint##BITS##_t>(x, rows, d, k, stride, first, last, static_cast<uint##BITS##_t>(infinity), space,    \
+        select_largest<uint##BITS##_t>(x, rows, d, k, stride, first, last, static_cast<uint##BITS##_t>(infinity), space,    \
                               packed, values);                                                                     \
     }                                                                                                              \
-    BY_WORDS(exact##BITS)
+    EXPORT(select_largest##BITS)
 
-EXACT(16)
-EXACT(32)
-EXACT(64)
+SELECT_LARGEST(16)
+SELECT_LARGEST(32)
+SELECT_LARGEST(64)
 
 }  // extern "C"

@@ -164,7 +164,7 @@ inline const Entry* spread(const Entry* values, const Entry* end, int64_t width,
     // long to start
     constexpr int64_t FLOATS = WORD * sizeof(Entry) / 4;
     if (width < WORD) std::memset(y, 0, width * sizeof(Entry));
-    else for (int64_t i = 0; i < FLOATS; i += LANES) keep(Floats{}, reinterpret_cast<float*>(y) + i);
+    else for (int64_t i = 0; i < FLOATS; i += LANES) store(Floats{}, reinterpret_cast<float*>(y) + i);
     if (end - values >= __builtin_popcountll(word)) for_each(word, [&](int j) { y[j] = *values++; });
     else for_each(word, [&](int j) { if (values < end) y[j] = *values++; });
     return values;

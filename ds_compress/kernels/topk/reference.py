@@ -1,6 +1,7 @@
-"""The k largest magnitudes of each row, exactly k of them whatever the data; compared as `keys`.
+"""Selection of the largest magnitudes, bit strings, gather and scatter in PyTorch: the specification.
 
-What `exact` and `banded` return: `held`, ascending, and the kept entries too where they were made on the way.
+A set of entries of a flat tensor is stored as int64 indices or as bits: bit j of byte i belongs to entry 8 *
+i + j, and unused bits are zero. `entries` is one of the two. Magnitudes are compared by their `keys`.
 """
 
 from collections.abc import Callable
@@ -9,80 +10,184 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_compress.kernels.topk import sampling
-from ds_compress.kernels.topk.bitstring import positions
-from ds_compress.kernels.topk.keys import keys
-from ds_compress.kernels.topk.small_ops import count_true, kth_largest
+from ds_compress.kernels.numerics import is_finite
+from ds_compress.kernels.topk.magnitudes import keys, sample_plan
+
+__all__ = [
+    "copy_bits",
+    "count_true",
+    "gather",
+    "list_bits",
+    "pack_bits",
+    "sample_bounds",
+    "scatter",
+    "select_banded",
+    "select_largest",
+    "set_bits",
+    "unpack_bits",
+]
 
 
-class Steps(NamedTuple):
-    """Functions that the others are made of, as a backend has them."""
+def pack_bits(bits: Tensor) -> Tensor:
+    """Return bools [n] as uint8 [ceil(n / 8)]."""
+    padded = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(torch.uint8).view(-1, 8)
+    return (padded << torch.arange(8, device=bits.device, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor, numel: int) -> Tensor:
+    """Return the first `numel` bits of uint8 [m] as bools."""
+    bits = packed.unsqueeze(1) >> torch.arange(8, device=packed.device, dtype=torch.uint8)
+    return (bits & 1).bool().flatten()[:numel]
+
+
+def set_bits(indices: Tensor, numel: int) -> Tensor:
+    """Return uint8 [ceil(numel / 8)] with the bits at `indices`, int64 [count], set."""
+    return pack_bits(as_mask(indices, numel))
+
+
+def list_bits(packed: Tensor, numel: int, count: int) -> Tensor:
+    """Return the ascending int64 indices of the `count` bits that are set among the first `numel` of
+    `packed`."""
+    return positions(unpack_bits(packed, numel), count)
+
+
+def as_mask(indices: Tensor, numel: int) -> Tensor:
+    """Return bools [numel], true at `indices`, int64 [count]."""
+    mask = torch.zeros(numel, dtype=torch.bool, device=indices.device)
+    return mask.index_fill_(0, indices, True)
+
+
+def positions(mask: Tensor, count: int) -> Tensor:
+    """Return the ascending int64 indices of the `count` true entries of `mask` [n].
+
+    Unlike `nonzero` it does not make the host wait for the data; entries beyond `count` are left out.
+    """
+    slot = torch.where(mask, mask.cumsum(0) - 1, count).clamp_(max=count)
+    found = torch.zeros(count + 1, dtype=torch.int64, device=mask.device)
+    return found.scatter_(0, slot, torch.arange(mask.numel(), dtype=torch.int64, device=mask.device))[:count]
+
+
+def copy_bits(packed: Tensor, numel: int, count: int) -> Tensor:
+    """Return the entries whose bits are set in `packed`, uint8 [ceil(numel / 8)] in a packet, in memory of
+    their own; `count` are set."""
+    return list_bits(packed, numel, count)
+
+
+def gather(x: Tensor, entries: Tensor, count: int) -> Tensor:
+    """Return the `entries` of `x`, [count], or nan for each of them if any entry of `x` is not finite.
+
+    For sets that were not made from `x`: an overflow outside of them must be visible too.
+    """
+    return torch.where(
+        is_finite(x), x.flatten().index_select(0, _indices(entries, x.numel(), count)), torch.nan
+    )
+
+
+def scatter(values: Tensor, entries: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor of `shape` with `values`, [count] of any float dtype, at `entries`, and zeros
+    elsewhere."""
+    y = values.new_zeros(shape)
+    y.view(-1).index_copy_(0, _indices(entries, y.numel(), values.numel()), values.reshape(-1))
+    return y
+
+
+def _indices(entries: Tensor, numel: int, count: int) -> Tensor:
+    return list_bits(entries, numel, count) if entries.dtype == torch.uint8 else entries
+
+
+def kth_largest(size: Tensor, k: int) -> Tensor:
+    """Return the k-th largest of each row of `size` [rows, d], [rows, 1]."""
+    return size.topk(k, dim=1, sorted=False).values.amin(1, keepdim=True)
+
+
+def count_true(mask: Tensor) -> Tensor:
+    """Return how many entries of each row of `mask` [rows, d] are true, int64 [rows, 1]."""
+    return mask.count_nonzero(1).unsqueeze(1)
+
+
+class Primitives(NamedTuple):
+    """Functions of a backend that selections are made of."""
 
     kth_largest: Callable[[Tensor, int], Tensor]
     count_true: Callable[[Tensor], Tensor]
     positions: Callable[[Tensor, int], Tensor]
 
 
-_STEPS = Steps(kth_largest, count_true, positions)
+_PRIMITIVES = Primitives(kth_largest, count_true, positions)
 
 
-def exact(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """The k entries of each row of `x` [rows, d] with the largest keys, ties to the lowest index; 0 < k.
+def select_largest(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Select the k entries of each row of `x` [rows, d] with the largest keys; of equal keys the lowest
+    index.
 
-    `values`: contiguous memory [rows * k] for the kept entries, where they are made on the way.
+    Args:
+        k: above 0.
+        values: contiguous memory [rows * k] for the kept entries, if the backend makes them.
+
+    Returns:
+        The entries, ascending; and their values if the backend made them.
     """
-    return exact_by(_STEPS, x, k), None
+    return largest_indices(x, k, _PRIMITIVES), None
 
 
-def banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> tuple[Tensor, Tensor | None]:
-    """k entries of each row of `x` [rows, d]: those first whose key reaches more of the `bounds`, each [rows,
-    1] or a number, the lowest in front; of entries that reach equally many, as many as are needed, evenly
-    spaced; 0 < k."""
-    return banded_by(_STEPS, x, bounds, k), None
+def select_banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> tuple[Tensor, Tensor | None]:
+    """Select k entries of each row of `x` [rows, d], first those whose key reaches more of the `bounds`.
+
+    Of the entries that reach equally many, as many as needed are kept, evenly spaced.
+
+    Args:
+        bounds: keys, each [rows, 1] or a number, ascending.
+        k: above 0.
+
+    Returns:
+        See `select_largest`.
+    """
+    return banded_indices(x, bounds, k, _PRIMITIVES), None
 
 
-def sampled_band(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Two keys [rows, 1], the higher one first, between which that of the k-th largest of each row of `x`
-    [rows, d] almost surely lies: order statistics of a sample (see `sampling`)."""
-    return sampled_band_by(_STEPS, x, k)
+def sample_bounds(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return two keys [rows, 1], the higher one first, that almost surely bracket the k-th largest of each
+    row of `x` [rows, d]: order statistics of a sample (see `sample_plan`)."""
+    return sampled_keys(x, k, _PRIMITIVES)
 
 
-def exact_by(steps: Steps, x: Tensor, k: int) -> Tensor:
-    """The indices of `exact`.
+def largest_indices(x: Tensor, k: int, use: Primitives) -> Tensor:
+    """Return the indices for `select_largest`.
 
-    `torch.topk` leaves open which of tied entries it returns, so only the k-th value is taken from it.
+    `torch.topk` does not specify which of equal entries it returns, so only the k-th value is taken from it.
     """
     size = keys(x)
-    return _filled(steps, size, steps.kth_largest(size, k), k, spread=False)
+    return _filled(size, use.kth_largest(size, k), k, False, use)
 
 
-def banded_by(steps: Steps, x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Tensor:
-    """The indices of `banded`."""
+def banded_indices(x: Tensor, bounds: tuple[Tensor | int, ...], k: int, use: Primitives) -> Tensor:
+    """Return the indices for `select_banded`."""
     size = keys(x)
     level = torch.zeros_like(size, dtype=torch.int8)
     cut = level.new_zeros(size.shape[0], 1)
     for bound in bounds:
         reached = size >= bound
         level += reached
-        cut += steps.count_true(reached) >= k
-    return _filled(steps, level, cut, k, spread=True)
+        cut += use.count_true(reached) >= k
+    return _filled(level, cut, k, True, use)
 
 
-def sampled_band_by(steps: Steps, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    stride, high, low = sampling.plan(x.shape[1], k)
+def sampled_keys(x: Tensor, k: int, use: Primitives) -> tuple[Tensor, Tensor]:
+    """Return the keys for `sample_bounds`."""
+    stride, high, low = sample_plan(x.shape[1], k)
     sample = keys(x[:, ::stride])
-    return steps.kth_largest(sample, high), steps.kth_largest(sample, low)
+    return use.kth_largest(sample, high), use.kth_largest(sample, low)
 
 
-def _filled(steps: Steps, size: Tensor, cut: Tensor, k: int, spread: bool) -> Tensor:
-    """All entries above `cut` [rows, 1], at most k, and as many of those equal to it as make k: the first
-    ones, or evenly spaced ones."""
+def _filled(size: Tensor, cut: Tensor, k: int, spread: bool, use: Primitives) -> Tensor:
+    """Return the indices of all entries above `cut` [rows, 1], at most k, and of as many equal to it as make
+    k: the first ones, or evenly spaced ones."""
     above, tied = size > cut, size == cut
-    room = k - steps.count_true(above)
+    left = k - use.count_true(above)
     rank = tied.cumsum(1, dtype=torch.int64 if spread else torch.int32)
     if spread:
         equal = rank[:, -1:].clamp(min=1)
-        tied &= rank * room // equal > (rank - 1) * room // equal
+        tied &= rank * left // equal > (rank - 1) * left // equal
     else:
-        tied &= rank <= room
-    return steps.positions((above | tied).flatten(), size.shape[0] * k)
+        tied &= rank <= left
+    return use.positions((above | tied).flatten(), size.shape[0] * k)

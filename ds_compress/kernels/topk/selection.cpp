@@ -70,8 +70,8 @@ bool pick(const int64_t* found, const Bits* keys, int64_t n, int64_t low, int64_
         }                                                                                                             \
         return 1;                                                                                                     \
     }                                                                                                                 \
-    BY_WORDS(reaching##BITS)                                                                                          \
-    BY_WORDS(pick##BITS)
+    EXPORT(reaching##BITS)                                                                                          \
+    EXPORT(pick##BITS)
 
 extern "C" {
 
@@ -103,7 +103,7 @@ void list_bits(const uint8_t* packed, int64_t n, int64_t most, int64_t* found) {
     while (count < most) found[count++] = 0;
 }
 
-BY_WORDS(set_bits)
-BY_WORDS(list_bits)
+EXPORT(set_bits)
+EXPORT(list_bits)
 
 }  // extern "C"

@@ -1,22 +1,40 @@
-"""Selection on a GPU, of 16- and 32-bit floats, equal to the reference.
+"""Selection, bit strings, gather and scatter on a GPU, equal to the reference.
 
-Each reads the tensor twice. The first read counts, per block of a row, the entries whose key reaches each
-bound; `exact` finds its bounds in the same read (`band`), but for short rows, which are read before, once for
-each byte of a key. After a running sum of the counts over the blocks, the second read writes every kept entry
-where it belongs and sets its bit. The host never waits.
+Selection of 16- and 32-bit floats reads the tensor twice. The first read counts, per block of a row, the
+entries whose key reaches each bound; `select_largest` finds its bounds in the same read (see `kth_largest`),
+except for short rows, which are read once more for each byte of a key. After a running sum of the counts over
+the blocks, the second read writes every kept entry to its place and sets its bit. The host never waits.
+
+To list or move the entries of set bits, one read counts the bits per block, and a running sum adds the counts
+up (`block_ends`). If entries are stored as bits, the tensor and the bits are read and written in order, and
+indices of 8 bytes each are never made. If they are stored as indices, `index_copy_` into zeros does the same
+writes as a kernel would. Floats are moved as integers of their size.
 """
+
+import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ds_compress.kernels import reference
-from ds_compress.kernels.topk import sampling
-from ds_compress.kernels.topk import triton_order_statistics as ranks
-from ds_compress.kernels.topk import triton_threshold_histogram as band
-from ds_compress.kernels.topk.keys import INFINITY, as_integers
-from ds_compress.kernels.topk.triton_keys import key_of
+from ds_compress.kernels.topk import reference
+from ds_compress.kernels.topk import triton_order_statistics as order
+from ds_compress.kernels.topk.magnitudes import INFINITY, as_integers, sample_plan
+from ds_compress.kernels.topk.triton_order_statistics import key_of
+
+__all__ = [
+    "copy_bits",
+    "gather",
+    "list_bits",
+    "pack_bits",
+    "sample_bounds",
+    "scatter",
+    "select_banded",
+    "select_largest",
+    "set_bits",
+    "unpack_bits",
+]
 
 BLOCK = 4096
 """Entries of one program, a multiple of 8; below 2^15, as two counts share an int32."""
@@ -28,33 +46,36 @@ LONGEST_ROW = 1 << 30
 
 NO_KEY = tl.constexpr(2**31 - 1)  # larger than the key of infinity
 
+COUNTED = 16  # blocks whose bits one program counts
+SCANNED = 4  # blocks in which one program looks for inf and nan
 
-def exact(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """See `reference.exact`."""
+
+def select_largest(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """See `reference.select_largest`."""
     if not _takes(x):
-        return reference.exact(x, k)
+        return reference.select_largest(x, k)
     d = x.shape[1]
     bits, infinity, block = as_integers(x), INFINITY[x.dtype], _block(d)
-    stride, high, low = sampling.plan(d, k)
+    stride, high, low = sample_plan(d, k)
     with torch.cuda.device_of(x):
         if stride == 1:  # a short row is its own sample
-            bounds = ranks.order_statistics(bits, infinity, 1, (k,))
+            bounds = order.order_statistics(bits, infinity, 1, (k,))
             counts = _reaching(bits, bounds, infinity, block)
         else:
-            bounds = ranks.order_statistics(bits, infinity, stride, (low, high))
+            bounds = order.order_statistics(bits, infinity, stride, (low, high))
             # the sample says nothing of keys beyond its largest and its smallest
             if low == triton.cdiv(d, stride):
                 bounds[0].zero_()
             if high == 1:
                 bounds[1].fill_(infinity + 1)
-            bounds, counts = band.narrow(bits, bounds, infinity, k, block)
+            bounds, counts = order.kth_largest(bits, bounds, infinity, k, block)
         return _chosen(x, bits, bounds, counts, k, block, spread=False, out=values)
 
 
-def banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> tuple[Tensor, Tensor | None]:
-    """See `reference.banded`."""
+def select_banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> tuple[Tensor, Tensor | None]:
+    """See `reference.select_banded`."""
     if not _takes(x):
-        return reference.banded(x, bounds, k)
+        return reference.select_banded(x, bounds, k)
     rows, d = x.shape
     bits, infinity, block = as_integers(x), INFINITY[x.dtype], _block(d)
     ascending = torch.empty(len(bounds), rows, dtype=torch.int32, device=x.device)
@@ -69,13 +90,13 @@ def banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> tuple[Tensor,
         return _chosen(x, bits, ascending, counts, k, block, spread=True)
 
 
-def sampled_band(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """See `reference.sampled_band`."""
+def sample_bounds(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """See `reference.sample_bounds`."""
     if not _takes(x):
-        return reference.sampled_band(x, k)
-    stride, high, low = sampling.plan(x.shape[1], k)
+        return reference.sample_bounds(x, k)
+    stride, high, low = sample_plan(x.shape[1], k)
     with torch.cuda.device_of(x):
-        at_least, above = ranks.order_statistics(as_integers(x), INFINITY[x.dtype], stride, (low, high))
+        at_least, above = order.order_statistics(as_integers(x), INFINITY[x.dtype], stride, (low, high))
     return above.unsqueeze(1) - 1, at_least.unsqueeze(1)
 
 
@@ -123,15 +144,15 @@ def _chosen(
     of which would have to write it together."""
     rows, d = x.shape
     if rows == 1 or d % 8 == 0:
-        held = torch.empty(triton.cdiv(x.numel(), 8), dtype=torch.uint8, device=x.device)
+        entries = torch.empty(triton.cdiv(x.numel(), 8), dtype=torch.uint8, device=x.device)
     else:
-        held = torch.empty(rows * k, dtype=torch.int64, device=x.device)
+        entries = torch.empty(rows * k, dtype=torch.int64, device=x.device)
     values = torch.empty(rows * k, dtype=x.dtype, device=x.device) if out is None else out
     _write[(rows * counts.shape[2],)](
         bits,
         bounds,
         counts.cumsum(2, dtype=torch.int32),
-        held,
+        entries,
         as_integers(values),
         rows,
         d,
@@ -143,7 +164,7 @@ def _chosen(
         BLOCK=block,
         num_warps=WARPS,
     )
-    return held, values
+    return entries, values
 
 
 @triton.jit(do_not_specialize=["rows", "d", "blocks"])
@@ -164,7 +185,7 @@ def _write(
     bits,
     bounds,
     reaching,
-    held,
+    entries,
     values,
     rows,
     d,
@@ -175,7 +196,7 @@ def _write(
     INFINITY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the kept entries of a block to `values`, and to `held` their indices or, if it is uint8, their
+    """Write the kept entries of a block to `values`, and to `entries` their indices or, if it is uint8, their
     bits; `reaching` is the running sum of the counts over the blocks of a row.
 
     `level` bounds are reached by at least k entries. What reaches more of them is above and kept; what
@@ -210,12 +231,12 @@ def _write(
     kept = above | (tied & (filled > _filled(rank - 1, room, tied_total, SPREAD)))
     slot = row * k + above_before + (both >> 16) + filled - 1
     tl.store(values + slot, value, mask=kept)
-    if held.dtype.element_ty == tl.uint8:
+    if entries.dtype.element_ty == tl.uint8:
         byte = block * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
         eight = tl.reshape(kept.to(tl.int32), [BLOCK // 8, 8]) << tl.arange(0, 8)[None, :]
-        tl.store(held + row * (d // 8) + byte, tl.sum(eight, 1).to(tl.uint8), mask=byte * 8 < d)
+        tl.store(entries + row * (d // 8) + byte, tl.sum(eight, 1).to(tl.uint8), mask=byte * 8 < d)
     else:
-        tl.store(held + slot, row * d + column, mask=kept)
+        tl.store(entries + slot, row * d + column, mask=kept)
 
 
 @triton.jit
@@ -225,3 +246,209 @@ def _filled(rank, room, tied, SPREAD: tl.constexpr):
         return rank.to(tl.int64) * room // tl.maximum(tied, 1)
     else:
         return tl.minimum(rank, room)
+
+
+def pack_bits(bits: Tensor) -> Tensor:
+    """See `reference.pack_bits`."""
+    bits = bits.contiguous().view(torch.uint8)
+    packed = bits.new_empty(triton.cdiv(bits.numel(), 8))
+    if bits.numel():
+        with torch.cuda.device_of(bits):
+            _pack[(triton.cdiv(bits.numel(), BLOCK),)](bits, packed, bits.numel(), BLOCK=BLOCK)
+    return packed
+
+
+def unpack_bits(packed: Tensor, numel: int) -> Tensor:
+    """See `reference.unpack_bits`."""
+    bits = packed.new_empty(numel)
+    if numel:
+        with torch.cuda.device_of(packed):
+            _unpack[(triton.cdiv(numel, BLOCK),)](packed.contiguous(), bits, numel, BLOCK=BLOCK)
+    return bits.view(torch.bool)
+
+
+def set_bits(indices: Tensor, numel: int) -> Tensor:
+    """See `reference.set_bits`."""
+    return pack_bits(reference.as_mask(indices, numel))
+
+
+def list_bits(packed: Tensor, numel: int, count: int) -> Tensor:
+    """See `reference.list_bits`; 0 where fewer than `count` bits are set."""
+    found = torch.zeros(count, dtype=torch.int64, device=packed.device)
+    if count:
+        packed = packed.contiguous()
+        with torch.cuda.device_of(packed):
+            ends = block_ends(packed, numel)
+            _list[(len(ends),)](packed, ends, found, numel, count, BLOCK=BLOCK)
+    return found
+
+
+def block_ends(packed: Tensor, numel: int) -> Tensor:
+    """int64 [ceil(numel / BLOCK)]: how many of the first `numel` bits of `packed` are set up to the end of a
+    block."""
+    blocks = triton.cdiv(numel, BLOCK)
+    counts = torch.empty(blocks, dtype=torch.int32, device=packed.device)
+    _popcount[(triton.cdiv(blocks, COUNTED),)](packed, counts, numel, blocks, BLOCK=BLOCK, TILES=COUNTED)
+    return counts.cumsum(0)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def _pack(bits, packed, numel, BLOCK: tl.constexpr):
+    byte = tl.program_id(0).to(tl.int64) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
+    place = tl.arange(0, 8)[None, :]
+    entry = byte[:, None] * 8 + place
+    bit = tl.load(bits + entry, mask=entry < numel, other=0).to(tl.int32)
+    tl.store(packed + byte, tl.sum(bit << place, 1).to(tl.uint8), mask=byte * 8 < numel)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def _unpack(packed, bits, numel, BLOCK: tl.constexpr):
+    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(bits + entry, bit_of(packed, entry, numel).to(tl.uint8), mask=entry < numel)
+
+
+@triton.jit(do_not_specialize=["numel", "blocks"])
+def _popcount(packed, counts, numel, blocks, BLOCK: tl.constexpr, TILES: tl.constexpr):
+    """counts[block] = how many bits of it are set; those behind the last entry do not count."""
+    block = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
+    byte = block[:, None] * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, :]
+    entries = tl.minimum(tl.maximum(numel - byte * 8, 0), 8).to(tl.int32)
+    value = tl.load(packed + byte, mask=entries > 0, other=0).to(tl.int32) & ((1 << entries) - 1)
+    value -= (value >> 1) & 0x55
+    value = (value & 0x33) + ((value >> 2) & 0x33)
+    tl.store(counts + block, tl.sum((value + (value >> 4)) & 0x0F, 1), mask=block < blocks)
+
+
+@triton.jit(do_not_specialize=["numel", "count"])
+def _list(packed, ends, found, numel, count, BLOCK: tl.constexpr):
+    entry, kept, slot = listed(packed, ends, numel, count, BLOCK)
+    tl.store(found + slot, entry, mask=kept)
+
+
+@triton.jit
+def listed(packed, ends, numel, count, BLOCK: tl.constexpr):
+    """The entries of the program's block, whether each is set and among the first `count` that are, and which
+    of them."""
+    block = tl.program_id(0).to(tl.int64)
+    entry = block * BLOCK + tl.arange(0, BLOCK)
+    bit = bit_of(packed, entry, numel)
+    slot = tl.load(ends + block - 1, mask=block > 0, other=0) + tl.cumsum(bit, 0) - 1
+    return entry, (bit > 0) & (slot < count), slot
+
+
+@triton.jit
+def bit_of(packed, entry, numel):
+    """0 or 1 for each entry; 0 from `numel` on."""
+    byte = tl.load(packed + entry // 8, mask=entry < numel, other=0).to(tl.int32)
+    return (byte >> (entry % 8).to(tl.int32)) & 1
+
+
+def copy_bits(packed: Tensor, numel: int, count: int) -> Tensor:
+    """See `reference.copy_bits`: the bits, as they are."""
+    return packed.clone()
+
+
+def gather(x: Tensor, entries: Tensor, count: int) -> Tensor:
+    """See `reference.gather`."""
+    bits, numel = as_integers(x.detach()), x.numel()
+    values = bits.new_empty(count)
+    if not count:
+        return values.view(x.dtype)
+    overflow = torch.zeros(1, dtype=torch.int32, device=x.device)
+    infinity = INFINITY[x.dtype]
+    nan = torch.tensor(math.nan, dtype=x.dtype, device="cpu").view(bits.dtype).item()
+    block = BLOCK
+    with torch.cuda.device_of(x):
+        if entries.dtype == torch.uint8:
+            ends = block_ends(entries, numel)
+            _compress[(len(ends),)](
+                bits, entries, ends, values, overflow, numel, count, INFINITY=infinity, BLOCK=block
+            )
+            _fill_nan[(triton.cdiv(count, block),)](
+                values, ends, overflow, len(ends), count, NAN=nan, BLOCK=block
+            )
+        else:
+            _scan_finite[(triton.cdiv(numel, block * SCANNED),)](
+                bits, overflow, numel, INFINITY=infinity, BLOCK=block, TILES=SCANNED
+            )
+            _gather[(triton.cdiv(count, block),)](
+                bits, entries, overflow, values, count, NAN=nan, BLOCK=block
+            )
+    return values.view(x.dtype)
+
+
+def scatter(values: Tensor, entries: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """See `reference.scatter`."""
+    if entries.dtype != torch.uint8:
+        return reference.scatter(values, entries, shape)
+    bits = as_integers(values)
+    out = bits.new_empty(shape)
+    numel = out.numel()
+    if numel:
+        with torch.cuda.device_of(values):
+            ends = block_ends(entries, numel)
+            _expand[(len(ends),)](bits, entries, ends, out, numel, bits.numel(), BLOCK=BLOCK)
+    return out.view(values.dtype)
+
+
+@triton.jit(do_not_specialize=["numel", "count"])
+def _compress(
+    bits, packed, ends, values, overflow, numel, count, INFINITY: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write the entries of a block whose bits are set, and set `overflow` if any of the block is not
+    finite."""
+    entry, kept, slot = listed(packed, ends, numel, count, BLOCK)
+    value = tl.load(bits + entry, mask=entry < numel, other=0)
+    tl.store(values + slot, value, mask=kept)
+    if tl.max(_not_finite(value, INFINITY), 0) > 0:
+        tl.store(overflow, 1)
+
+
+@triton.jit(do_not_specialize=["blocks", "count"])
+def _fill_nan(values, ends, overflow, blocks, count, NAN: tl.constexpr, BLOCK: tl.constexpr):
+    """Write nan to all values if there was an overflow; if not, only zero to those that a damaged bitmask
+    lacks."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    spoilt = tl.load(overflow) > 0
+    first = tl.where(spoilt, 0, tl.load(ends + blocks - 1))
+    fill = tl.where(spoilt, tl.full([BLOCK], NAN, values.dtype.element_ty), 0)
+    tl.store(values + place, fill, mask=(place >= first) & (place < count))
+
+
+@triton.jit(do_not_specialize=["numel", "count"])
+def _expand(values, packed, ends, out, numel, count, BLOCK: tl.constexpr):
+    entry, kept, slot = listed(packed, ends, numel, count, BLOCK)
+    tl.store(out + entry, tl.load(values + slot, mask=kept, other=0), mask=entry < numel)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def _scan_finite(bits, overflow, numel, INFINITY: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):
+    """Set `overflow` if an entry is not finite."""
+    start = tl.program_id(0).to(tl.int64) * (BLOCK * TILES)
+    found = tl.zeros([BLOCK], tl.int32)
+    for i in range(TILES):
+        place = start + i * BLOCK + tl.arange(0, BLOCK)
+        found |= _not_finite(tl.load(bits + place, mask=place < numel, other=0), INFINITY)
+    if tl.max(found, 0) > 0:
+        tl.store(overflow, 1)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _gather(bits, selection, overflow, values, count, NAN: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.load(selection + place, mask=place < count, other=0)
+    value = tl.load(bits + index, mask=place < count, other=0)
+    value = tl.where(tl.load(overflow) > 0, tl.full([BLOCK], NAN, values.dtype.element_ty), value)
+    tl.store(values + place, value, mask=place < count)
+
+
+@triton.jit
+def _not_finite(bits, INFINITY: tl.constexpr):
+    """0 or 1: whether the float of these bits is inf or nan."""
+    if bits.dtype.primitive_bitwidth == 16:
+        bits = bits.to(tl.int32) & 0x7FFF
+    elif bits.dtype.primitive_bitwidth == 32:
+        bits = bits & 0x7FFFFFFF
+    else:
+        bits = bits & 0x7FFFFFFFFFFFFFFF
+    return (bits >= INFINITY).to(tl.int32)

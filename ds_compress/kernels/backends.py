@@ -1,0 +1,184 @@
+"""Which kernels run on a device: one table of functions per backend, and one override.
+
+`reference` is plain PyTorch: it specifies every operation and runs on any device. `cpu` is C++ and numpy,
+`triton` is for GPUs. Each algorithm has a folder with a file of that name per backend; the operations in its
+`__all__` are registered. An operation that a backend lacks is that of the reference. All backends give the
+same bits.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ds_compress.kernels import library
+from ds_compress.kernels.entropy.format import frame_of
+from ds_compress.kernels.memory import is_out_of_memory
+from ds_compress.kernels.quantize.grid import Grid
+
+logger = logging.getLogger(__name__)
+
+ALGORITHMS = ("quantize", "feedback", "topk", "entropy", "fp8", "lossless")
+ON_GPU = ALGORITHMS[:4]
+"""Those with kernels in Triton."""
+
+CPU_DEVICE = torch.device("cpu")
+
+
+class Backend:
+    """Functions by the name of their operation, as attributes."""
+
+    def __init__(self, name: str, functions: Mapping[str, Callable[..., Any]]):
+        self.name, self.functions = name, dict(functions)
+        vars(self).update(functions)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, operation: str) -> Any: ...
+
+
+def load(name: str, algorithms: tuple[str, ...] = ALGORITHMS) -> Backend:
+    """Import the files `name`.py of `algorithms` and return the backend that their functions make up.
+
+    Raises:
+        ImportError: a file needs a package that is not installed.
+    """
+    functions = {} if name == "reference" else dict(reference.functions)
+    for algorithm in algorithms:
+        module = import_module(f"ds_compress.kernels.{algorithm}.{name}")
+        functions |= {operation: getattr(module, operation) for operation in module.__all__}
+    return Backend(name, functions)
+
+
+reference = load("reference")
+cpu = load("cpu")
+
+_override: Backend | None = None
+
+
+@cache  # every message asks: a known device costs no Python frame
+def kernels(device: torch.device) -> Backend:
+    """Return the backend for tensors on `device`."""
+    return _override or (cpu if device.type == "cpu" else on_gpu(device) or reference)
+
+
+@contextmanager
+def using(backend: Backend) -> Iterator[None]:
+    """Use `backend` for all devices; for tests."""
+    global _override
+    _override, before = backend, _override
+    kernels.cache_clear()
+    try:
+        yield
+    finally:
+        _override = before
+        kernels.cache_clear()
+
+
+@cache
+def on_gpu(device: torch.device) -> Backend | None:
+    """Return the Triton backend if it works on `device`, else None; each device is tested once, and one
+    warning is logged."""
+    if device.type != "cuda":
+        return None
+    try:
+        triton = load("triton", ON_GPU)
+        self_test(triton, device)  # an old Triton, or a missing C compiler, fails only at the first launch
+    except Exception as error:
+        if is_out_of_memory(error):  # says nothing about Triton
+            raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        logger.warning("Triton kernels are off on %s, PyTorch is used and slower: %s", device, reason)
+        return None
+    return triton
+
+
+def prepare() -> None:
+    """Load the compiled kernels before the first message, or log a warning that there are none; a GPU needs
+    none."""
+    if not torch.cuda.is_initialized():
+        library.load()
+
+
+def self_test(backend: Backend, device: torch.device) -> None:
+    """Run one small example of each algorithm on `device`, and wait for it.
+
+    Kernels are compiled at their first launch. Without this test a failure would stop training at its first
+    message.
+
+    Raises:
+        RuntimeError: an algorithm failed, or gave other bits than the reference; the message names it.
+        Exception: memory is used up.
+    """
+    for name, example in EXAMPLES.items():
+        try:
+            results = example(backend, device)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise RuntimeError(f"{name}: {reason}") from error
+        if not all(map(_is_same, results, example(reference, CPU_DEVICE))):
+            raise RuntimeError(f"{name}: its bits differ from those of PyTorch")
+
+
+LONG = 40_000
+"""Entries of a row that is long enough to be sampled."""
+
+
+def _quantize(backend: Backend, device: torch.device) -> tuple[Tensor, ...]:
+    groups, grid = _values(40 * 128, torch.float32, device).view(40, 128), Grid(4, hadamard=True)
+    parts = backend.quantize(groups, grid)
+    return (*parts, backend.dequantize(parts, grid))
+
+
+def _feedback(backend: Backend, device: torch.device) -> tuple[Tensor, ...]:
+    groups = _values(40 * 128, torch.float32, device).view(40, 128)
+    parts, state = backend.quantize_with_residual(groups, (groups.flip(0),), 3.0, 0.0, 1.0, Grid(4), 128)
+    return *parts, *state
+
+
+def _selection(backend: Backend, device: torch.device) -> tuple[Tensor, ...]:
+    x, k = _values(LONG, torch.bfloat16, device), LONG // 10
+    results: list[Tensor] = []
+    for select in (backend.select_largest, lambda x, k: backend.select_banded(x, (0x4300, 0x4380), k)):
+        entries, _ = select(x.view(1, -1), k)
+        bits = entries if entries.dtype == torch.uint8 else backend.set_bits(entries, LONG)
+        kept = backend.gather(x, bits, k)
+        results += [bits, kept, backend.scatter(kept, bits, (LONG,))]
+    return tuple(results)
+
+
+def _bit_strings(backend: Backend, device: torch.device) -> tuple[Tensor, ...]:
+    packed = backend.pack_bits(_values(LONG, torch.float32, device) >= 0)
+    return packed, backend.unpack_bits(packed, LONG), backend.list_bits(packed, LONG, 100)
+
+
+def _entropy(backend: Backend, device: torch.device) -> tuple[Tensor, ...]:
+    frame = frame_of(LONG, 2.5)
+    words = backend.encode_entropy(_values(LONG, torch.float32, device), frame)
+    return words, *backend.decode_entropy(words, frame, torch.float32)
+
+
+EXAMPLES: dict[str, Callable[[Backend, torch.device], tuple[Tensor, ...]]] = {
+    "quantize": _quantize,
+    "feedback": _feedback,
+    "bit strings": _bit_strings,
+    "selection": _selection,
+    "entropy coding": _entropy,
+}
+
+
+def _values(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers of both signs with many ties."""
+    numbers = torch.arange(count, dtype=torch.int64, device=CPU_DEVICE) * 7919 % 1021 - 510
+    return numbers.to(dtype).to(device)
+
+
+def _is_same(result: Tensor, expected: Tensor) -> bool:
+    return result.dtype == expected.dtype and torch.equal(result.cpu(), expected)

@@ -1,0 +1,69 @@
+"""The Triton kernels of entropy coding against the reference; see quantize/test_triton.py."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_compress.kernels.backends import reference
+from ds_compress.kernels.entropy.format import RUN, Frame, SortedBlocks, frame_of
+from tests.support.same_bits import assert_same_bits
+from tests.support.triton_launch import EXAMPLES, SPECIAL, fused, launched
+
+
+@given(
+    n=st.integers(1, 600),
+    bits=st.floats(0.1, 6),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    spread=st.integers(0, 6),
+    cuts=st.lists(st.floats(0, 0.99), max_size=3),
+    seed=st.integers(0, 99),
+    special=st.sampled_from((None, None, *SPECIAL)),
+)
+@settings(max_examples=EXAMPLES // 2, deadline=None)
+@patch("ds_compress.kernels.entropy.format._CONTEXT", 24)
+def test_equals_the_reference(n, bits, dtype, spread, cuts, seed, special):
+    generator = torch.Generator().manual_seed(seed)
+    x = (torch.randn(n, generator=generator) * torch.exp2(spread * torch.randn(n, generator=generator))).to(
+        dtype
+    )
+    if special is not None:
+        x[seed % n] = special
+    frame = Frame(n, frame_of(n, bits).words, tuple(int(cut * n) for cut in cuts))
+    code = reference.encode_entropy(x, frame)
+    assert torch.equal(launched(fused.encode_entropy, x, frame), code)
+    for words in (code, code ^ (torch.arange(frame.words) == seed % frame.words).short()):
+        ours = launched(fused.decode_entropy, words, frame, torch.float32)
+        assert_same_bits(ours, reference.decode_entropy(words, frame, torch.float32))
+
+
+@pytest.mark.parametrize("units", [SortedBlocks(20, RUN, False), SortedBlocks(48, 27, True)], ids=str)
+def test_sorted_units_equal_the_reference(units):
+    n = 1296
+    x = torch.randn(n, generator=torch.Generator().manual_seed(0)).view(-1, 48)
+    x = (x * torch.exp2(torch.arange(48) % 5)).flatten()
+    frame = frame_of(n, 3, units.cuts, taken=units.words)
+    words = reference.encode_sorted(x, frame, units)
+    assert torch.equal(launched(fused.encode_sorted, x, frame, units), words)
+    ours = launched(fused.decode_sorted, words, frame, units, torch.float32)
+    assert_same_bits(ours, reference.decode_sorted(words, frame, units, torch.float32))
+
+
+@pytest.mark.parametrize("n, bits", [(3000, 6), (8200, 6)])
+def test_several_lanes_and_blocks(n, bits):
+    """The second has blocks of its own where a block is made smaller."""
+    with pytest.MonkeyPatch.context() as smaller:
+        smaller.setattr("ds_compress.kernels.entropy.format._BLOCK", 1000)
+        smaller.setattr("ds_compress.kernels.entropy.format._SHARE", 32)
+        frame_of.cache_clear()
+        x = torch.randn(n, generator=torch.Generator().manual_seed(n))
+        frame = frame_of(n, bits, (n // 2, n // 3))
+        assert frame.contexts == 3 and frame.lanes == 32 and frame.blocks == frame.words // 1000
+        code = reference.encode_entropy(x, frame)
+        assert torch.equal(launched(fused.encode_entropy, x, frame), code)
+        ours = launched(fused.decode_entropy, code, frame, torch.bfloat16)
+        assert ours[1].item() and ours[0].isfinite().all()
+        assert torch.equal(ours[0].float(), reference.decode_entropy(code, frame, torch.bfloat16)[0].float())
+    frame_of.cache_clear()

@@ -1,0 +1,93 @@
+"""The compiled kernels of the CPU against their specification, bit for bit."""
+
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_compress import config  # noqa: F401  (registers the codecs)
+from ds_compress.kernels import native
+from ds_compress.kernels.backends import cpu, reference
+from ds_compress.kernels.quantize.cpu import BLOCK
+from ds_compress.kernels.quantize.grid import Grid
+from tests.support.same_bits import any_grid, assert_same_bits, values
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+
+
+@settings(max_examples=300, deadline=None, database=None)
+@given(
+    bits=st.integers(1, 8),
+    size=st.sampled_from([8, 16, 24, 32, 40, 64, 128, 256, 512]),
+    symmetric=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    hadamard=st.booleans(),
+    n=st.integers(1, 300),
+    special=st.sampled_from([None, float("inf"), -float("inf"), float("nan")]),
+    seed=st.integers(0, 1000),
+    scale_dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    dither=st.none() | st.integers(0, 2**64 - 1),
+)
+def test_equals_the_reference(bits, size, symmetric, dtype, hadamard, n, special, seed, scale_dtype, dither):
+    grid = any_grid(bits, symmetric, scale_dtype, hadamard, size, seed)
+    dither = None if grid.gaussian else dither
+    x = values(n, size, dtype, seed, special)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "LONG", 0)
+        parts = cpu.quantize(x, grid, dither)
+        assert_same_bits(parts, reference.quantize(x, grid, dither))
+        for wide in (torch.bfloat16, torch.float32):
+            decoded = cpu.dequantize(parts, grid, wide)
+            assert_same_bits([decoded], [reference.dequantize(parts, grid, wide)])
+
+
+@pytest.mark.parametrize(
+    "bits, size, symmetric, scale_dtype, dtype, hadamard",
+    [
+        (1, 64, False, torch.float32, torch.float32, False),
+        (1, 64, True, torch.bfloat16, torch.float32, False),  # not compiled: a mean
+        (7, 64, True, torch.float32, torch.float16, False),
+        (4, 24, False, torch.bfloat16, torch.bfloat16, False),  # no whole vectors
+        (8, 1 << 16, False, torch.bfloat16, torch.float32, False),  # not compiled: too large
+        (5, 128, False, torch.bfloat16, torch.float64, False),
+    ],
+)
+def test_other_settings_equal_the_reference(bits, size, symmetric, scale_dtype, dtype, hadamard):
+    grid = Grid(bits, symmetric, scale_dtype, hadamard)
+    x = values(2 * native.LONG // size + 1, size, dtype, 3)
+    parts = cpu.quantize(x, grid)
+    assert_same_bits(parts, reference.quantize(x, grid))
+    wide = torch.float32 if dtype == torch.float16 else dtype
+    assert_same_bits([cpu.dequantize(parts, grid, wide)], [reference.dequantize(parts, grid, wide)])
+
+
+def test_uncompiled_blocks_equal_the_reference(monkeypatch):
+    monkeypatch.setattr(native, "serves", lambda *_: False)
+    x = values(3 * BLOCK // 128 - 1, 128, torch.bfloat16, 5)
+    for grid in (Grid(4), Grid(4, hadamard=True), Grid(2, True, hadamard=True, gaussian=True)):
+        parts = cpu.quantize(x, grid)
+        assert_same_bits(parts, reference.quantize(x, grid))
+        for dtype in (torch.bfloat16, torch.float32):
+            decoded = cpu.dequantize(parts, grid, dtype)
+            assert_same_bits([decoded], [reference.dequantize(parts, grid, dtype)])
+
+
+@pytest.mark.parametrize("served", [True, False])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_groups_may_lie_in_a_tensor_of_any_shape(served, symmetric, monkeypatch):
+    """A view of each message took as long as its arithmetic."""
+    if not served:
+        monkeypatch.setattr(native, "serves", lambda *_: False)
+    shape, grid = (2, 3, 384), Grid(4, symmetric)
+    x = values(18, 128, torch.float32, 7)
+    parts = reference.quantize(x, grid)
+    for backend in (cpu, reference):
+        assert_same_bits(backend.quantize(x.view(shape), grid, None, None, 128), parts)
+        decoded = backend.dequantize(parts, grid, torch.float32, shape)
+        assert_same_bits([decoded], [reference.dequantize(parts, grid).view(shape)])
+        with pytest.raises((ValueError, RuntimeError)):  # packets may be damaged
+            backend.dequantize(parts, grid, torch.float32, (2, 3, 385))
+        with pytest.raises((ValueError, RuntimeError)):
+            backend.dequantize(parts, grid, torch.float32, (2, 3, 512))

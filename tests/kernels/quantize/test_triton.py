@@ -1,0 +1,221 @@
+"""The Triton kernels of quantization against the reference.
+
+They need a GPU, or TRITON_INTERPRET=1, which must be set before triton is first imported; `test_triton` in
+the folder above runs all files of this name in such a process.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ds_compress.codecs  # noqa: F401  (registers)
+from ds_compress.kernels import backends
+from ds_compress.kernels.backends import reference
+from ds_compress.kernels.quantize import triton as groups_in_triton
+from ds_compress.kernels.quantize.grid import Grid
+from ds_compress.kernels.quantize.reference import quantize_with_error
+from tests.support.same_bits import any_grid, assert_same_bits, values
+from tests.support.triton_launch import DEVICE, DTYPES, EXAMPLES, INTERPRETED, SPECIAL, fused, launched
+
+
+def dequantize(*arguments):
+    """`fused.dequantize`, whose tensors are moved one by one: parts, grid, dtype."""
+    parts = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+    return fused.dequantize(parts, *arguments[len(parts) :])
+
+
+def assert_rounded(ours, exact):
+    """`ours` is `exact`, fp32, rounded to its own dtype; the interpreter cuts off instead of rounding to
+    bfloat16."""
+    if INTERPRETED and ours.dtype == torch.bfloat16:
+        torch.testing.assert_close(ours.float(), exact, rtol=2**-7, atol=0, equal_nan=True)
+    else:
+        torch.testing.assert_close(ours, exact.to(ours.dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@given(
+    size=st.sampled_from([8, 24, 128, 136]),
+    n=st.integers(0, 40),
+    symmetric=st.booleans(),
+    stochastic=st.booleans(),
+    scale_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dtype=DTYPES,
+    out=DTYPES,
+    scale=st.integers(-30, 30),
+)
+@settings(max_examples=EXAMPLES // 4, deadline=None)
+def test_quantize_equals_the_reference(bits, size, n, symmetric, stochastic, scale_dtype, dtype, out, scale):
+    if dtype == torch.float16:
+        scale //= 10
+    groups = (torch.randn(n, size) * 10.0**scale + 10.0**scale).to(dtype)
+    if n > 3:
+        groups[1], groups[2] = 0, groups[2, 0]
+        groups[1, n % size] = -0.0
+    if symmetric and bits == 1:
+        stochastic = True  # the mean magnitude is compared in a test of its own
+    grid = Grid(bits, symmetric, scale_dtype)
+    dither = (n * 0x9E3779B97F4A7C15 + size) % 2**64 if stochastic else None
+    expected = reference.quantize(groups, grid, dither)
+    parts = launched(fused.quantize, groups, grid, dither)
+    assert_same_bits(parts, expected)
+    decoded = launched(dequantize, *expected, grid, out)
+    assert decoded.dtype == out
+    assert_rounded(decoded, reference.dequantize(expected, grid))
+
+
+@given(
+    bits=st.integers(1, 8),
+    size=st.sampled_from([8, 32, 128, 512]),
+    symmetric=st.booleans(),
+    dtype=DTYPES,
+    scale_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 2**31 - 1),
+)
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_the_rotation_equals_the_reference(bits, size, symmetric, dtype, scale_dtype, seed):
+    groups = torch.randn(9, size).to(dtype)
+    grid = any_grid(2 if symmetric and bits == 1 else bits, symmetric, scale_dtype, True, size, seed)
+    expected = reference.quantize(groups, grid)
+    assert_same_bits(launched(fused.quantize, groups, grid), expected)
+    decoded = launched(dequantize, *expected, grid)
+    assert torch.equal(decoded, reference.dequantize(expected, grid))
+
+
+@given(
+    bits=st.integers(1, 8),
+    size=st.sampled_from([8, 24, 128]),
+    n=st.integers(1, 20),
+    hadamard=st.booleans(),
+    symmetric=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    special=st.sampled_from((None, *SPECIAL)),
+    factor=st.sampled_from([0.0, 1.0, 1024.0]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_error_feedback_in_one_pass_equals_the_reference(
+    bits, size, n, hadamard, symmetric, dtype, special, factor, seed
+):
+    bits = 2 if symmetric and bits == 1 else bits
+    grid = any_grid(bits, symmetric, torch.float32, hadamard, size, seed)
+    groups, residual = values(n, size, dtype, seed, special), values(n, size, torch.float32, seed + 1)
+    # the interpreter gets the subnormal numbers of bfloat16 wrong
+    groups = torch.where(groups.abs() < torch.finfo(dtype).tiny, 0, groups)
+    residual = residual.clamp(-1e36, 1e36)
+    residual[0, 0], groups[0, 0] = torch.finfo(torch.float32).max / 1024, torch.finfo(dtype).max
+    expected, expected_error = quantize_with_error(groups, residual, factor, grid)
+    parts = launched(
+        lambda *args: (lambda parts, error: (*parts, error))(
+            *groups_in_triton.quantize_with_error(*args, factor, grid)
+        ),
+        groups,
+        residual,
+    )
+    finite = (groups.isfinite()).all(1)
+    for ours, theirs in zip(parts, (*expected, expected_error), strict=True):
+        torch.testing.assert_close(ours[finite], theirs[finite], rtol=0, atol=0, equal_nan=True)
+    assert not parts[-1][~finite].isfinite().all() or finite.all()
+
+
+# the interpreter cuts off instead of rounding to bfloat16
+@pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_messages_that_follow_a_state_equal_the_reference(dtype, scale):
+    grid = Grid(4, hadamard=True, scale_dtype=torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    groups, state = (torch.randn(20, 128, generator=generator).to(dtype) for _ in range(2))
+    for kept in ((state.float(),), (state.bfloat16(),), reference.encode_int8(state.float())):
+        parts, new = fused.quantize_with_residual(
+            groups.to(DEVICE), tuple(part.to(DEVICE) for part in kept), scale, 0.75, 0.25, grid, 128
+        )
+        expected, its_new = reference.quantize_with_residual(groups, kept, scale, 0.75, 0.25, grid, 128)
+        assert_same_bits(map(torch.Tensor.cpu, (*parts, *new)), (*expected, *its_new))
+    state = state.float()
+    parts, new = fused.quantize_change(groups.to(DEVICE), state.to(DEVICE), scale, grid, 128)
+    expected = reference.quantize_change(groups, state, scale, grid, 128)
+    assert_same_bits(map(torch.Tensor.cpu, (*parts, new)), (*expected[0], expected[1]))
+    back = fused.dequantize_change(parts, state.to(DEVICE), scale, grid, dtype)
+    assert_same_bits(
+        map(torch.Tensor.cpu, back), reference.dequantize_change(expected[0], state, scale, grid, dtype)
+    )
+
+
+def test_mean_magnitude_is_within_its_bound():
+    groups = torch.randn(40, 128)
+    grid = Grid(1, True, torch.float32)
+    packed, step = launched(fused.quantize, groups, grid)
+    expected, step_expected = reference.quantize(groups, grid)
+    assert torch.equal(packed, expected)
+    assert ((step - step_expected).abs() <= 2 * 7 * 2**-24 * step_expected).all()
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [8, 16, 128, 4096])
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_normal_values_have_the_same_bits(bits, size, hadamard):
+    """With every kind of group, not only with what is random."""
+    grid = Grid(bits, True, torch.bfloat16, hadamard, 2**31 - 1, gaussian=True)
+    groups = values(14, size, torch.float32, bits)  # the 14th is the last that is of a kind of its own
+    groups[groups.abs().amax(1) < 1e-36] = 0  # the interpreter gets the subnormal numbers of bfloat16 wrong
+    expected = reference.quantize(groups, grid)
+    assert_same_bits(launched(fused.quantize, groups, grid), expected)
+    assert_same_bits([launched(dequantize, *expected, grid)], [reference.dequantize(expected, grid)])
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("bits", [1, 4, 7])
+def test_non_finite_groups_decode_to_non_finite(bits, symmetric, hadamard, special):
+    groups = torch.randn(4, 32)
+    groups[2, 5] = special
+    grid = Grid(bits, symmetric, torch.bfloat16, hadamard)
+    decoded = launched(dequantize, *launched(fused.quantize, groups, grid), grid)
+    assert not decoded[2].isfinite().any() or (special == torch.inf and not decoded[2].isfinite().all())
+    assert decoded[[0, 1, 3]].isfinite().all()
+
+
+def test_groups_that_are_not_contiguous_or_too_large():
+    groups = torch.randn(64, 10).t()
+    assert_same_bits(launched(fused.quantize, groups, Grid(4)), reference.quantize(groups, Grid(4)))
+    groups = torch.randn(2, 2 * groups_in_triton.MAX_GROUP)
+    assert_same_bits(fused.quantize(groups, Grid(4)), reference.quantize(groups, Grid(4)))
+
+
+def test_codes_and_scales_are_written_where_the_packet_has_them():
+    groups, grid = values(50, 128, torch.float32, 0), Grid(4, hadamard=True, scale_dtype=torch.float32)
+    expected = reference.quantize(groups, grid)
+    out = tuple(torch.empty_like(part, device=DEVICE) for part in expected)
+    parts = fused.quantize(groups.to(DEVICE), grid, None, out)
+    assert all(part is place for part, place in zip(parts, out, strict=True))
+    assert_same_bits(map(torch.Tensor.cpu, out), expected)
+
+
+def test_with_a_residual_too():
+    groups, residual, grid = *values(50, 128, torch.float32, 0).chunk(2), Grid(4, scale_dtype=torch.float32)
+    expected, state = reference.quantize_with_residual(groups, (residual,), 2.0, 0.75, 0.25, grid, 128)
+    out = tuple(torch.empty_like(part, device=DEVICE) for part in expected)
+    parts, new = fused.quantize_with_residual(
+        groups.to(DEVICE), (residual.to(DEVICE),), 2.0, 0.75, 0.25, grid, 128, out
+    )
+    assert all(part is place for part, place in zip(parts, out, strict=True))
+    assert_same_bits(map(torch.Tensor.cpu, (*out, *new)), (*expected, *state))
+
+
+def test_every_family_passes_its_trial():
+    backends.self_test(fused, DEVICE)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the GPU needs no override")
+def test_a_test_can_override():
+    from ds_compress.codec import Context, TensorSpec, build
+
+    x, codec = values(50, 40, torch.float32, 0), build({"name": "quantize", "bits": 3})
+    parts = codec.encode(x, Context())
+    with backends.using(fused):
+        ours = codec.encode(x, Context())
+        decoded = codec.decode(ours, TensorSpec.of(x), Context())
+    assert all(torch.equal(a, b) for a, b in zip(parts, ours, strict=True))
+    assert torch.equal(decoded, codec.decode(parts, TensorSpec.of(x), Context()))

@@ -1,0 +1,136 @@
+"""One backend serves a device, whatever a codec asks of it; they all have the functions of the reference."""
+
+import functools
+import inspect
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_compress.kernels import backends
+from ds_compress.kernels.backends import cpu, reference
+from tests.support.same_bits import assert_same_bits
+from tests.test_ambient import SETTINGS, SHAPES, codecs_of, expected, messages
+
+KERNELS = Path(backends.__file__).parent
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def asked_again():
+    """No device has been asked before."""
+    forget()
+    yield
+    forget()
+
+
+def forget():
+    backends.kernels.cache_clear()
+    backends.on_gpu.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["cpu", "triton"])
+def test_backends_have_the_same_functions(name):
+    if name == "triton":
+        pytest.importorskip("triton")
+    backend = backends.load(name, backends.ON_GPU if name == "triton" else backends.ALGORITHMS)
+    assert backend.functions.keys() == reference.functions.keys()
+    for operation, function in backend.functions.items():
+        assert inspect.signature(function) == inspect.signature(reference.functions[operation]), operation
+
+
+def recording():
+    """The reference as a backend of its own, and how often each of its functions was asked for."""
+    asked = Counter()
+
+    def recorded(name):
+        function = reference.functions[name]
+
+        @functools.wraps(function)
+        def ask(*args):
+            asked[name] += 1
+            return function(*args)
+
+        return ask
+
+    return backends.Backend("recording", {name: recorded(name) for name in reference.functions}), asked
+
+
+def rooms_entered(function):
+    """What `function` returns, and the packages and modules of `kernels` whose functions it calls."""
+    found = set()
+
+    def look(frame, event, argument):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(KERNELS):
+            found.update((path.parent.name, path.stem.partition("_")[0]))
+
+    sys.setprofile(look)
+    try:
+        return function(), found
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("number", range(len(SETTINGS)), ids=lambda number: str(SETTINGS[number]))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_override_reaches_every_codec_and_feedback(number, shape):
+    """It reached quantization alone: to see the plain torch of a GPU the others were patched one by one."""
+    backend, _ = recording()
+    with backends.using(backend):
+        ours, entered = rooms_entered(lambda: list(messages(codecs_of(number), shape, torch.float32)))
+    assert not entered & {"cpu", "native", "triton"}
+    assert_same_bits(ours, expected(number, shape, torch.float32))
+
+
+def test_every_function_is_asked_for_by_some_codec():
+    asking = {"quantize", "topk", "fp8", "acsgd", "minmax", "randomk", "entropy", "lossless"}
+    backend, asked = recording()
+    with backends.using(backend):
+        for number, (choice, _) in enumerate(SETTINGS):
+            if choice["name"] in asking:
+                list(messages(codecs_of(number), SHAPES[1], torch.float32))
+    assert set(asked) == set(reference.functions)
+
+
+def test_the_override_ends_and_can_be_nested():
+    backend, _ = recording()
+    device = torch.device("cpu")
+    assert backends.kernels(device) is cpu
+    with backends.using(reference):
+        assert backends.kernels(device) is backends.kernels(CUDA) is reference
+        with backends.using(backend):
+            assert backends.kernels(device) is backend
+        assert backends.kernels(device) is reference
+    assert backends.kernels(device) is cpu
+
+
+def test_asking_again_costs_no_call():
+    device = torch.device("cpu")
+    backends.kernels(device)
+    assert rooms_entered(lambda: backends.kernels(device)) == (cpu, set())
+
+
+def test_without_triton_plain_torch_serves_gpus_and_says_so_once(monkeypatch, caplog, asked_again):
+    monkeypatch.setitem(sys.modules, "ds_compress.kernels.quantize.triton", None)
+    for _ in range(2):
+        assert backends.kernels(CUDA) is backends.kernels(CUDA) is reference
+        with backends.using(cpu):
+            assert backends.kernels(CUDA) is cpu
+    assert len(caplog.records) == 1 and "Triton kernels are off on cuda:0" in caplog.text
+
+
+def test_triton_that_cannot_launch_is_not_used(caplog, asked_again):
+    """As here: no driver."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert backends.kernels(CUDA) is reference
+    assert len(caplog.records) == 1
+    assert backends.kernels(torch.device("cpu")) is cpu
+
+
+def test_plain_torch_serves_devices_that_nothing_else_knows():
+    assert backends.kernels(torch.device("meta")) is reference

@@ -1,0 +1,125 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_compress.kernels import backends, native
+from ds_compress.kernels.backends import cpu, reference
+from ds_compress.kernels.topk import cpu as selection
+from ds_compress.kernels.topk import index_coding as coding
+from ds_compress.kernels.topk.selection import Selection
+
+
+@st.composite
+def subsets(draw):
+    """(ascending distinct indices, numel), from none to all of the entries."""
+    numel = draw(st.integers(0, 400))
+    seed = draw(st.integers(0, 2**16))
+    count = draw(st.integers(0, numel))
+    chosen = np.random.default_rng(seed).choice(numel, count, replace=False) if numel else []
+    return torch.tensor(np.sort(chosen), dtype=torch.int64), numel
+
+
+@pytest.mark.parametrize("name", coding.CODERS)
+@settings(deadline=None, max_examples=60)
+@given(subsets())
+def test_decode_returns_what_encode_was_given_in_the_declared_layout(name, subset):
+    indices, numel = subset
+    coder = coding.CODERS[name]
+    parts = coder.encode(Selection.at(indices, numel))
+    assert tuple((tuple(p.shape), p.dtype) for p in parts) == coder.layout(numel, indices.numel())
+    assert sum(p.nbytes for p in parts) == coding.nbytes(name, numel, indices.numel())
+    decoded = coder.decode(parts, numel, indices.numel()).indices
+    assert decoded.dtype == torch.int64
+    assert decoded.tolist() == indices.tolist()
+
+
+def test_the_bitmask_is_little_endian():
+    (packed,) = coding.Bitmask.encode(Selection.at(torch.tensor([0, 3, 9]), 11))
+    assert packed.tolist() == [0b00001001, 0b00000010]
+
+
+@settings(deadline=None)
+@given(st.lists(st.booleans(), max_size=70))
+def test_packed_bits_come_back(bits):
+    packed = cpu.pack_bits(torch.tensor(bits, dtype=torch.bool))
+    assert packed.numel() == (len(bits) + 7) // 8
+    assert cpu.unpack_bits(packed, len(bits)).tolist() == bits
+
+
+def test_the_smallest_coder_follows_the_density():
+    assert coding.smallest(("bitmask", "int32"), 6400, 201) == "bitmask"
+    assert coding.smallest(("bitmask", "int32"), 6400, 199) == "int32"
+    assert coding.smallest(tuple(coding.CODERS), 6400, 640) == "rice"
+    assert coding.smallest(tuple(coding.CODERS), 6400, 6000) == "bitmask"
+
+
+def test_rice_by_hand():
+    """r is 1. index - i: 0 0 3 6 6 15 24 32; their low bits 0 0 1 0 0 1 0 0; i + high part: 0 1 3 6 7 12 18
+    23."""
+    planes, unary = coding.Rice.encode(Selection.at(torch.tensor([0, 1, 5, 9, 10, 20, 30, 39]), 40))
+    assert planes.tolist() == [[0b00100100]]
+    assert unary.tolist() == [0b11001011, 0b00010000, 0b10000100]
+
+
+@pytest.mark.parametrize("density", [0.003, 0.01, 0.1, 0.3, 0.5])
+def test_rice_is_within_a_tenth_of_the_information_bound(density):
+    numel = 1 << 20
+    count = round(density * numel)
+    bound = (math.lgamma(numel + 1) - math.lgamma(count + 1) - math.lgamma(numel - count + 1)) / math.log(2)
+    assert bound <= 8 * coding.nbytes("rice", numel, count) <= 1.12 * bound
+
+
+@pytest.mark.parametrize("name", coding.CODERS)
+@pytest.mark.parametrize("numel", [65535, 65536, 65537, 200000])
+@pytest.mark.parametrize("chosen", ["first", "last", "ends", "all but one", "scattered"])
+def test_extremes_of_long_tensors(name, numel, chosen):
+    """The static size holds for the worst gaps, and the 16-bit offsets at and beyond their range."""
+    indices = {
+        "first": torch.arange(1000),
+        "last": torch.arange(numel - 1000, numel),
+        "ends": torch.tensor([0, numel - 1]),
+        "all but one": torch.cat([torch.arange(65000), torch.arange(65001, numel)]),
+        "scattered": torch.arange(3, numel, 4093),
+    }[chosen]
+    parts = coding.CODERS[name].encode(Selection.at(indices, numel))
+    assert tuple((tuple(p.shape), p.dtype) for p in parts) == coding.CODERS[name].layout(
+        numel, indices.numel()
+    )
+    assert torch.equal(coding.CODERS[name].decode(parts, numel, indices.numel()).indices, indices)
+
+
+@pytest.mark.parametrize("name", coding.CODERS)
+@settings(deadline=None, max_examples=30)
+@given(subsets())
+def test_plain_torch_gives_the_same_bytes(name, subset):
+    indices, numel = subset
+    coder = coding.CODERS[name]
+    parts = coder.encode(Selection.at(indices, numel))
+    with backends.using(reference):
+        for part, same in zip(parts, coder.encode(Selection.at(indices, numel))):
+            assert torch.equal(part, same)
+        assert torch.equal(coder.decode(parts, numel, indices.numel()).indices, indices)
+
+
+@settings(deadline=None)
+@given(subsets())
+def test_compiled_passes_give_the_same_bits(subset):
+    indices, numel = subset
+    packed = reference.set_bits(indices, numel)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "LONG", 0)
+        assert torch.equal(selection.set_bits(indices, numel), packed)
+        assert torch.equal(selection.list_bits(packed, numel, indices.numel()), indices)
+
+
+def test_bits_beyond_the_entries_and_beyond_the_count_are_not_listed(monkeypatch):
+    """A damaged bitmask must not name entries that do not exist."""
+    monkeypatch.setattr(native, "LONG", 0)
+    everything = torch.full((9,), 255, dtype=torch.uint8)
+    assert selection.list_bits(everything, 67, 100).tolist() == [*range(67), *[0] * 33]
+    assert selection.list_bits(everything, 67, 5).tolist() == [*range(5)]
+    assert selection.list_bits(everything, 67, 66).tolist() == [*range(66)]

@@ -1,0 +1,85 @@
+"""The k largest in C++, as bits and values, and what bits hold, on every processor: as in torch."""
+
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_compress.kernels.backends import cpu, reference
+from ds_compress.kernels.topk.magnitudes import first_look
+from tests.support.native import TARGETS, compiled_for, runs_here
+from tests.support.same_bits import assert_same_bits
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+
+EACH_TARGET = pytest.mark.parametrize("target", [*filter(runs_here, TARGETS)])
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
+
+
+def rows_of(kind, rows, d, seed):
+    x = torch.randn(rows, d, generator=torch.Generator().manual_seed(seed))
+    if kind == "tied":
+        x = (2 * x).round()
+    elif kind == "zeros":
+        x[:, seed % d :] = -0.0
+    elif kind == "not finite":
+        x[0, :: seed % 7 + 1], x[-1, seed % d] = torch.nan, -torch.inf
+    return x
+
+
+def assert_kept(x, k):
+    """`exact`, and what its bits then hold."""
+    expected, _ = reference.select_largest(x, k)
+    bits, values = cpu.select_largest(x, k)
+    assert torch.equal(bits, reference.set_bits(expected, x.numel()))
+    assert_same_bits([values], [x.flatten()[expected]])
+    memory = torch.empty_like(values)
+    again, there = cpu.select_largest(x, k, memory)
+    assert there is memory and torch.equal(again, bits)
+    assert_same_bits([there], [values])
+    held, again = cpu.copy_bits(bits, x.numel(), values.numel()), x.flip(0).contiguous()
+    assert_same_bits([cpu.scatter(values, held, x.shape)], [reference.scatter(values, expected, x.shape)])
+    gathered = cpu.gather(again, held, values.numel())
+    assert_same_bits([gathered], [reference.gather(again, expected, values.numel())])
+
+
+@EACH_TARGET
+@settings(max_examples=150, deadline=None, database=None)
+@given(
+    rows=st.integers(1, 5),
+    d=st.integers(1, 300),
+    share=st.floats(0, 1),
+    kind=st.sampled_from(["normal", "tied", "zeros", "not finite"]),
+    dtype=DTYPES,
+    seed=st.integers(0, 1000),
+)
+def test_the_largest_of_short_rows(target, rows, d, share, kind, dtype, seed):
+    with compiled_for(target):
+        assert_kept(rows_of(kind, rows, d, seed).to(dtype), max(1, int(share * d)))
+
+
+@EACH_TARGET
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", ["normal", "tied", "not finite", "the sample misleads"])
+def test_the_largest_of_long_rows(target, dtype, kind):
+    d = 4099
+    x, k = rows_of(kind, 2, d, 1).to(dtype), d // 10
+    if kind == "the sample misleads":  # to a band that is far too high
+        x[:, :: first_look(d, k)[0]] += 100
+    with compiled_for(target):
+        assert_kept(x, k)
+
+
+@EACH_TARGET
+def test_damaged_bits_move_what_they_can(target):
+    """A packet may hold any bits: more than are sent values, or fewer."""
+    x = torch.arange(1.0, 201)
+    with compiled_for(target):
+        for byte, count in ((255, 3), (0, 3), (1, 200)):
+            bits = torch.full((25,), byte, dtype=torch.uint8)
+            held = min(count, int(reference.unpack_bits(bits, 200).sum()))
+            values = x[:count].contiguous()
+            assert cpu.scatter(values, bits, (200,)).count_nonzero() == held
+            assert cpu.gather(x, bits, count).shape == (count,)
