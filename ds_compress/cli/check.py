@@ -11,6 +11,7 @@ from ds_compress.cli.arguments import DTYPES, add_import, add_message
 from ds_compress.cli.console import importing_deepspeed, show
 from ds_compress.codec import TensorSpec
 from ds_compress.config import DIRECTIONS, KEY, Config
+from ds_compress.config.quality import LIMITS
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary
 
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     rows = message_sizes(config, args.stages, TensorSpec(args.shape, DTYPES[args.dtype]))
     keys = ("boundary", "direction", "raw_bytes", "wire_bytes")
     larger = dict.fromkeys(config.size_note(*(row[key] for key in keys)) for row in rows)
-    for note in filter(None, (*config.notes, *larger)):
+    for note in filter(None, (_auto_note(config), *config.notes, *larger)):
         print(note, file=sys.stderr)
     if args.json:
         print(json.dumps(rows, indent=2))
@@ -55,6 +56,18 @@ def run(args: argparse.Namespace) -> int:
     ]
     show(title, table)
     return 0
+
+
+def _auto_note(config: Config) -> str:
+    """Say that recipe "auto" has nothing to show yet; empty for every other recipe."""
+    if config.quality is None or not config.block.enabled:
+        return ""
+    limits = LIMITS[config.quality]
+    return (
+        f"{KEY}.recipe: 'auto' chooses codecs in the first steps of training, with relative errors up to "
+        f"{limits.forward:g} forward and {limits.backward:g} backward; these are the sizes until then. "
+        "ds-compress advise makes the same choice without training"
+    )
 
 
 def read_block(path: Path) -> object:

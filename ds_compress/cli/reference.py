@@ -93,13 +93,21 @@ def _allowed(schema: dict[str, Any], root: dict[str, Any]) -> str:
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema of the block: a codec is a name, or one of the objects with its name and options."""
+    """Return the JSON Schema of a ds_config.json, which checks its "ds_compress" block alone.
+
+    A codec is a name, or one of the objects with its name and options.
+    """
     definitions: dict[str, Any] = {}
     for registry in (CODECS, FEEDBACKS, POLICIES):
         objects = [_object(registry.find(name, "")) for name in registry.names()]
         definitions[registry.kind] = {"oneOf": [{"enum": registry.names()}, *objects]}
-    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": KEY}
-    return {**head, **_inlined(Block), "$defs": definitions}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "ds_config.json",
+        "type": "object",
+        "properties": {KEY: _inlined(Block)},
+        "$defs": definitions,
+    }
 
 
 def _object(cls: Any) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""ds-compress report: plots of runs, from what DeepSpeed's monitors wrote, as PNG files and one HTML page."""
+"""ds-compress report: compare runs by what DeepSpeed's monitors wrote, as text, PNG files and a HTML page."""
 
 import argparse
 import base64
 import html
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ def add_parser(subparsers: Any) -> None:
         nargs="+",
         type=Path,
         metavar="RUN",
-        help="a folder of DeepSpeed's csv_monitor, an offline W&B run, or any folder above such",
+        help="a folder of DeepSpeed's csv_monitor or of TensorBoard, an offline W&B run, or any folder "
+        "above such",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("report"), help="folder to write to (default: report)"
@@ -37,14 +39,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        from ds_compress.cli.plots import PLOTS
-    except ImportError as error:
-        raise CompressionError(f"report: {error}; install matplotlib, or ds_compress[report]") from None
     runs = _distinct([run for path in args.runs for run in read_runs(path)])
     args.out.mkdir(parents=True, exist_ok=True)
     figures = []
-    for name, (plot, caption) in PLOTS.items():
+    for name, (plot, caption) in _plots().items():
         figure = plot(runs)
         if figure is not None:
             file = args.out / f"{name}.png"
@@ -55,6 +53,16 @@ def run(args: argparse.Namespace) -> int:
     print("\n".join(headlines(runs)))
     print(f"wrote {page} and {len(figures)} PNG files beside it")
     return 0
+
+
+def _plots() -> dict[str, Any]:
+    """Return `plots.PLOTS`; without matplotlib there are none, and a line says so."""
+    try:
+        from ds_compress.cli.plots import PLOTS
+    except ImportError as error:
+        print(f"report: no plots: {error}; pip install matplotlib, or ds_compress[report]", file=sys.stderr)
+        return {}
+    return PLOTS
 
 
 def summarize(run: RecordedRun) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Runs read back from what DeepSpeed's monitors wrote: a folder of CSV files, or an offline W&B run."""
+"""Read runs from what DeepSpeed's monitors wrote: CSV files, TensorBoard events or an offline W&B run."""
 
 import csv
 import json
@@ -6,7 +6,7 @@ import math
 import re
 import statistics
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ from ds_compress.monitor.metrics import CHANNEL, LOSS_COST, PIPELINE, label
 
 LOSS = "Train/Samples/train_loss"
 FINAL = 5  # losses whose mean is the final loss
-COMMON = r"csv|files|wandb|(offline-)?run-\d+_\d+-\w+"
+COMMON = r"csv|files|tensorboard|wandb|(offline-)?run-\d+_\d+-\w+"
 """Names of folders that monitors give to all runs, as a pattern."""
 
 Series = list[tuple[int, float]]
+Recording = tuple[dict[str, Series], dict[str, Any]]
+"""Series by label, and the config of the run."""
 
 
 @dataclass
@@ -64,41 +66,60 @@ class RecordedRun:
 
 
 def read_runs(path: Path) -> list[RecordedRun]:
-    """The runs at `path`: folders of DeepSpeed's CSV monitor, or .wandb files, wherever they are below it.
+    """Read the runs at `path`, or wherever they are below it.
 
-    What both monitors wrote of one run is one run: its losses are the same.
+    What several monitors wrote of one run is one run: its losses and labels are the same.
 
     Raises:
         CompressionError: there is no run, or one that holds no training loss.
     """
     if not path.exists():
         raise CompressionError(f"report: {path} is not there")
-    files = sorted(path.rglob("*.wandb")) if path.is_dir() else [path] if path.suffix == ".wandb" else []
-    folders = sorted({file.parent for file in path.rglob(_file(LOSS))}) if path.is_dir() else []
-    if not folders and not files:
+    places = _places(path)
+    if not places:
         raise CompressionError(
-            f"report: {path} holds no run; allowed: a folder of DeepSpeed's csv_monitor, an offline W&B run, "
-            "or a folder with such folders"
+            f"report: {path} holds no run; allowed: a folder of DeepSpeed's csv_monitor or of TensorBoard, "
+            "an offline W&B run, or a folder with such folders"
         )
-    alone = len(folders) + len(files) == 1
     runs: list[RecordedRun] = []
-    for place in (*folders, *files):
-        series, config = _read_wandb(place) if place in files else (_read_csv(place), {})
+    kinds: list[set[str]] = []  # of the monitors that wrote each run
+    for place, kind in places:
+        series, config = READERS[kind](place)
+        series = {name: sorted(dict(points).items()) for name, points in series.items()}
         if not series.get(LOSS):
             raise CompressionError(f"report: {place} holds no {LOSS}: the run wrote no step")
-        series = {name: sorted(dict(points).items()) for name, points in series.items()}
-        same = next((run for run in runs if _is_same(run.series[LOSS], series[LOSS])), None)
-        if same and place in files:
-            same.config = config
+        same = next(
+            (n for n, run in enumerate(runs) if kind not in kinds[n] and _is_same(run.series, series)), None
+        )
+        if same is None:
+            runs.append(RecordedRun(_name(path, path if len(places) == 1 else place), series, config))
+            kinds.append({kind})
         else:
-            runs.append(RecordedRun(_name(path, path if alone else place), series, config))
+            runs[same].config |= config
+            kinds[same].add(kind)
     return runs
 
 
-def _is_same(one: Series, other: Series) -> bool:
-    return len(one) == len(other) and all(
-        a[0] == b[0] and math.isclose(a[1], b[1], rel_tol=1e-6) for a, b in zip(one, other)
-    )
+def _places(path: Path) -> list[tuple[Path, str]]:
+    """Return folders and files that hold a run, and which monitor wrote each."""
+    if not path.is_dir():
+        return [(path, "wandb")] if path.suffix == ".wandb" else []
+    csv_folders = {file.parent for file in path.rglob(_file(LOSS))}
+    event_folders = {file.parent for file in path.rglob("events.out.tfevents.*")}
+    return [
+        *((folder, "csv") for folder in sorted(csv_folders)),
+        *((folder, "tensorboard") for folder in sorted(event_folders)),
+        *((file, "wandb") for file in sorted(path.rglob("*.wandb"))),
+    ]
+
+
+def _is_same(one: dict[str, Series], other: dict[str, Series]) -> bool:
+    """Return whether two monitors wrote these of one run; TensorBoard keeps 24 bits of a value."""
+    sent = label("wire_bytes", 0, "forward")
+    if (sent in one) != (sent in other) or len(one[LOSS]) != len(other[LOSS]):
+        return False
+    pairs = zip(one[LOSS], other[LOSS])
+    return all(a[0] == b[0] and math.isclose(a[1], b[1], rel_tol=1e-6) for a, b in pairs)
 
 
 def _name(path: Path, place: Path) -> str:
@@ -109,14 +130,15 @@ def _name(path: Path, place: Path) -> str:
     return "/".join(parts[len(above) :]) or parts[-1]
 
 
-def _read_csv(folder: Path) -> dict[str, Series]:
-    """A file per label; DeepSpeed has replaced / by _, so only labels of a known form can be told."""
+def _read_csv(folder: Path) -> Recording:
+    """Read a file per label. DeepSpeed replaces / by _, so only labels of a known form are found."""
     known = {name: _file(name) for name in (LOSS, *map(label, (*PIPELINE, LOSS_COST)))}
     for file in folder.glob("Train_Compression_boundary_*.csv"):
         match = re.fullmatch(r"Train_Compression_boundary_(\d+)_(forward|backward)_(\w+)\.csv", file.name)
         if match and match[3] in CHANNEL:
             known[label(match[3], int(match[1]), match[2])] = file.name
-    return {name: _read_series(folder / file) for name, file in known.items() if (folder / file).exists()}
+    files = {name: folder / file for name, file in known.items()}
+    return {name: _read_series(file) for name, file in files.items() if file.exists()}, {}
 
 
 def _file(name: str) -> str:
@@ -133,7 +155,17 @@ def _read_series(file: Path) -> Series:
         raise CompressionError(f"report: {file} is not lines of a step and a value: {error}") from None
 
 
-def _read_wandb(file: Path) -> tuple[dict[str, Series], dict[str, Any]]:
+def _read_tensorboard(folder: Path) -> Recording:
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    except ImportError as error:
+        raise CompressionError(f"report: {folder}: {error}; install tensorboard") from None
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    names = events.Tags()["scalars"]
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in names}, {}
+
+
+def _read_wandb(file: Path) -> Recording:
     try:
         from google.protobuf.message import DecodeError
         from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
@@ -180,3 +212,10 @@ def _wandb_records(data: bytes, file: Path) -> Iterator[bytes]:
         at += length
         if kind in (1, 4):
             yield record
+
+
+READERS: dict[str, Callable[[Path], Recording]] = {
+    "csv": _read_csv,
+    "tensorboard": _read_tensorboard,
+    "wandb": _read_wandb,
+}

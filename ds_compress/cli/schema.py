@@ -1,4 +1,4 @@
-"""ds-compress schema: JSON Schema of the block, for editors."""
+"""ds-compress schema: JSON Schema of a ds_config.json with the block in it, for editors."""
 
 import argparse
 import json
@@ -9,7 +9,9 @@ from ds_compress.cli.reference import schema
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("schema", help='JSON Schema of the "ds_compress" block, for editors')
+    parser = subparsers.add_parser(
+        "schema", help='JSON Schema of a ds_config.json that checks its "ds_compress" block'
+    )
     add_import(parser)
     parser.set_defaults(run=run)
 

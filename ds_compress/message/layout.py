@@ -92,9 +92,10 @@ class MessageLayout:
     def _fates(self) -> str:
         if len(self.specs) == 1:
             return ""
-        fates = (f"as it is, {reason}" if reason else "compressed" for reason in self.exempt)
-        shapes = ("x".join(map(str, spec.shape)) for spec in self.specs)
-        return "; ".join(f"tensor {n} ({shape}) {fate}" for n, (shape, fate) in enumerate(zip(shapes, fates)))
+        numbers: dict[str, list[str]] = {}
+        for number, reason in enumerate(self.exempt):
+            numbers.setdefault(f"uncompressed, {reason}" if reason else "compressed", []).append(str(number))
+        return "; ".join(f"tensor {', '.join(own)} {fate}" for fate, own in numbers.items())
 
 
 class Encoded(NamedTuple):

@@ -9,24 +9,30 @@ from ds_compress.version import __version__
 
 
 def announcement(config: Config, channels: Channels, link: str, tensors: Callable[[str], str]) -> str:
-    """What is active on every boundary.
+    """Return the start-up line: what is active on every boundary.
 
     Args:
         link: what to call it.
         tensors: what becomes of the tensors of a message, by the place of its channel; empty where that is
             not known.
     """
-    boundaries = []
+    numbers: dict[str, list[int]] = {}  # by what is said of a boundary
     for number, directions in enumerate(channels):
-        codecs = config.codecs(number)
-        parts = []
+        parts, said = [], ""
         for name, values in directions.items():
             raw, wire = values["message_raw_bytes"], values["message_wire_bytes"]
             sizes = f"{raw:,.0f} -> {wire:,.0f} bytes ({ratio(raw, wire):.2f}x)"
-            part = f"{name} {getattr(codecs, name)} {sizes}" if raw else f"{name} no packets"
+            codec = getattr(config.codecs(number), name)
+            part = f"{name} {codec} {sizes}" if raw else f"{name} no packets"
             found = tensors(f"boundary {number}, {name}")
-            parts.append(f"{part} [{found}]" if found else part)
-        boundaries.append(f"boundary {number}: {', '.join(parts)}")
+            note = f" [{'as forward' if found == said else found}]" if found else ""
+            parts.append(f"{part}{note}")
+            said = found
+        numbers.setdefault(", ".join(parts), []).append(number)
+    boundaries = [
+        f"boundar{'y' if len(own) == 1 else 'ies'} {', '.join(map(str, own))}: {said}"
+        for said, own in numbers.items()
+    ]
     warmup = f", after {config.warmup_steps} warm-up steps" if config.warmup_steps else ""
     recipe = f"recipe {config.block.recipe}, " if config.block.recipe else ""
     return (
@@ -67,8 +73,9 @@ def summary(channels: Channels, first: int, step: int, waited: list[float], seco
         seconds: of training.
     """
     raw, wire = (sum(c[key] for b in channels for c in b.values()) for key in ("raw_bytes", "wire_bytes"))
+    difference = f"{_bytes(raw - wire)} saved" if wire <= raw else f"{_bytes(wire - raw)} more"
     line = (
-        f"ds_compress: {_bytes(wire)} sent instead of {_bytes(raw)}, {_bytes(raw - wire)} saved "
+        f"ds_compress: {_bytes(wire)} sent instead of {_bytes(raw)}, {difference} "
         f"({ratio(raw, wire):.2f}x) by step {step}"
     )
     if first > 1:

@@ -7,6 +7,7 @@ import json
 import shutil
 import struct
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,9 +98,7 @@ def test_stock_runs_have_a_loss_but_no_bytes(tmp_path):
 
 def test_refusals(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
-    allowed = (
-        "allowed: a folder of DeepSpeed's csv_monitor, an offline W&B run, or a folder with such folders"
-    )
+    allowed = "allowed: a folder of DeepSpeed's csv_monitor or of TensorBoard, an offline W&B run, or a"
     assert f"holds no run; {allowed}" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "nowhere")]) == 2
     assert "nowhere is not there" in capsys.readouterr().err
@@ -119,26 +118,75 @@ def test_a_folder_of_runs(tmp_path):
     assert [run.name for run in read_runs(tmp_path / "runs" / "later")] == ["later"]
 
 
-def test_one_run_that_two_monitors_wrote(tmp_path):
-    """It is one run, with the name of its folder and the settings that W&B has."""
+def write_wandb(folder, name, series, **config):
+    """As an offline run below `folder`."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    write_run(tmp_path / "mine" / "csv", 100)
     records = [Record()]
-    setting = records[0].run.config.update.add()
-    setting.key, setting.value_json = "ds_compress", '{"seed": 7}'
-    for samples, loss in read_run(tmp_path / "mine").series[LOSS]:
+    for key, value in config.items():
+        setting = records[0].run.config.update.add()
+        setting.key, setting.value_json = key, json.dumps(value)
+    for key, samples, value in ((key, *point) for key, points in series.items() for point in points):
         records.append(Record())
         records[-1].history.step.num = samples
         item = records[-1].history.item.add()
-        item.nested_key.append(LOSS)
-        item.value_json = json.dumps(loss)
-    folder = tmp_path / "mine" / "wandb" / "offline-run-20261122_000000-abc123"
+        item.nested_key.append(key)
+        item.value_json = json.dumps(value)
+    folder = folder / "wandb" / f"offline-run-20261122_000000-{name}"
     folder.mkdir(parents=True)
-    wandb_log(folder / "run-abc123.wandb", [record.SerializeToString() for record in records])
+    wandb_log(folder / f"run-{name}.wandb", [record.SerializeToString() for record in records])
+
+
+def test_one_run_that_two_monitors_wrote(tmp_path):
+    """It is one run, with the name of its folder and the settings that W&B has."""
+    write_run(tmp_path / "mine" / "csv", 100)
+    series = read_run(tmp_path / "mine").series
+    write_wandb(tmp_path / "mine", "abc123", series, ds_compress={"seed": 7})
     write_run(tmp_path / "other" / "csv", 100, loss=3.0)
     found = {run.name: run.config for run in read_runs(tmp_path)}
     assert found == {"mine": {"ds_compress": {"seed": 7}}, "other": {}}
+
+
+def test_runs_of_one_monitor_with_equal_losses_stay_apart(tmp_path):
+    """Codec `none` has the losses of DeepSpeed alone, bit for bit: one of two W&B runs was passed over, and a
+    W&B run of `none` was taken for the CSV files of DeepSpeed alone."""
+    write_run(tmp_path / "none" / "csv", 1000)
+    series = read_run(tmp_path / "none").series
+    plain = {LOSS: series[LOSS]}
+    write_wandb(tmp_path, "one", series)
+    write_wandb(tmp_path, "two", plain)
+    write_wandb(tmp_path, "three", plain)
+    found = {run.name: run.boundaries for run in read_runs(tmp_path)}
+    assert found == {"none": 2, "run-two": 0, "run-three": 0}
+
+
+def test_a_tensorboard_folder(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    write_run(tmp_path / "mine" / "csv", 100)
+    series = read_run(tmp_path / "mine").series
+    for folder in ("mine/tensorboard", "alone"):
+        with SummaryWriter(tmp_path / folder) as writer:
+            for name, points in series.items():
+                for samples, value in points:
+                    writer.add_scalar(name, value, samples)
+    alone = read_run(tmp_path / "alone")
+    assert alone.name == "alone" and alone.series.keys() == series.keys()
+    assert alone.final_loss == pytest.approx(read_run(tmp_path / "mine").final_loss)
+    assert [run.name for run in read_runs(tmp_path / "mine")] == ["mine"]
+
+
+def test_without_matplotlib_there_is_still_text(tmp_path, capsys, monkeypatch):
+    """It was once refused, headlines and table included."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.delitem(sys.modules, "ds_compress.cli.plots", raising=False)
+    assert main(["report", *runs(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("none: messages as they are") and "and 0 PNG files" in printed.out
+    assert (
+        "report: no plots: " in printed.err
+        and "10x fewer bytes" in (tmp_path / "out/report.html").read_text()
+    )
 
 
 def test_headlines(tmp_path, capsys):

@@ -208,11 +208,12 @@ class BlockGenerator:
 
     def __init__(self, seed: int):
         self._random, self._root = random.Random(seed), schema()
+        self._block = self._root["properties"][KEY]
 
     def block(self) -> dict[str, Any]:
-        block = self._object(self._root, keys=self._random.randint(0, 3))
+        block = self._object(self._block, keys=self._random.randint(0, 3))
         direction = self._random.choice(["forward", "backward"])
-        return block | {direction: self._value(self._root["properties"][direction])}
+        return block | {direction: self._value(self._block["properties"][direction])}
 
     def _value(self, schema: dict[str, Any]) -> Any:
         draw = self._random
