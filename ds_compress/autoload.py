@@ -191,7 +191,7 @@ def near_misses(ds_config: dict[str, Any]) -> list[str]:
     """Keys that look like a misspelt "ds_compress"."""
     import difflib
 
-    def plain(key):
+    def plain(key: object) -> str:
         return str(key).lower().replace("_", "").replace("-", "")
 
     return [key for key in ds_config if difflib.SequenceMatcher(None, plain(key), plain(KEY)).ratio() >= 0.85]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
@@ -22,7 +23,7 @@ COLORS = {
 }
 
 
-def _axes(title: str, x: str, y: str):
+def _axes(title: str, x: str, y: str) -> tuple[Figure, Any]:
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.add_subplot(title=title, xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
@@ -30,7 +31,7 @@ def _axes(title: str, x: str, y: str):
     return figure, axes
 
 
-def _logarithmic_x(axes) -> None:
+def _logarithmic_x(axes: Any) -> None:
     """With plain numbers, 20 and 400, instead of powers of ten."""
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(LogFormatter())

@@ -232,7 +232,7 @@ class TopColumns(Sparse):
         return (spec.numel // channels, channels) if spec.numel else (0, 0)
 
     @staticmethod
-    def _coder(channels: int, kept: int):
+    def _coder(channels: int, kept: int) -> Any:
         return coding.CODERS[coding.smallest(tuple(coding.CODERS), channels, kept)]
 
     @staticmethod

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_compress.codec import MessageId
 from ds_compress.codecs.mixins import ReceiverOnlyDecode
 from ds_compress.errors import in_one_line
 from ds_compress.message.channel import Channel
 from ds_compress.message.clock import HostClock
+from ds_compress.message.layout import Encoded, MessageLayout
+from ds_compress.transport.p2p import Receiver, Sender
 
 Memory = Callable[[int], Tensor]
 
@@ -77,7 +80,14 @@ class SendingMeter(_Meter):
         self._tensors: Sequence[Tensor] = ()  # those that count, of the message between encode and send
         self._decode: Callable[[Tensor], list[Tensor]] | None = None
 
-    def encode(self, channel, tensors, message_id, memory):
+    def encode(
+        self,
+        channel: Channel,
+        tensors: Sequence[Tensor],
+        message_id: MessageId,
+        memory: Callable[[int], Tensor],
+    ) -> Encoded:
+        """Encode a message as `channel` does, and measure how."""
         listener: Channel | None = None
         decodes = not isinstance(channel.codec, ReceiverOnlyDecode)
         with self._measuring():
@@ -102,7 +112,8 @@ class SendingMeter(_Meter):
             self._decode = decode
         return encoded
 
-    def send(self, sender, packet):
+    def send(self, sender: Sender, packet: Tensor) -> None:
+        """Send a packet, and measure what it did to the message."""
         with self._timed("send"):
             sender.send(packet)
         with self._measuring():
@@ -112,7 +123,8 @@ class SendingMeter(_Meter):
                 self._norms = norms(self._tensors, self._decode(packet), self._scale)
         self._tensors, self._decode = (), None
 
-    def drain(self, sender):
+    def drain(self, sender: Sender) -> None:
+        """Wait for what was sent, and measure how long."""
         with self._timed("drain"):
             sender.drain()
 
@@ -152,11 +164,20 @@ class ReceivingMeter(_Meter):
 
     COLUMNS = ("decode_ms", "wait_ms")
 
-    def receive(self, receiver, nbytes):
+    def receive(self, receiver: Receiver, nbytes: int) -> Tensor:
+        """Receive a packet, and measure how long it takes."""
         with self._timed("wait"):
             return receiver.receive(nbytes)
 
-    def decode(self, channel, packet, message, message_id, fetch):
+    def decode(
+        self,
+        channel: Channel,
+        packet: Tensor,
+        message: MessageLayout,
+        message_id: MessageId,
+        fetch: Callable[[int], Tensor | None] | None,
+    ) -> list[Tensor]:
+        """Decode a message as `channel` does, and measure how long it takes."""
         with self._timed("decode"):
             return channel.decode(packet, message, message_id, fetch)
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,7 +140,9 @@ class _Cross(torch.autograd.Function):
     """Forward: a packet from upstream to downstream; backward: a packet back."""
 
     @staticmethod
-    def forward(ctx, boundary: SimulatedBoundary, message_id: MessageId, *tensors: Tensor):
+    def forward(
+        ctx: Any, boundary: SimulatedBoundary, message_id: MessageId, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.boundary, ctx.message_id = boundary, message_id
         ctx.floats = [tensor.dtype.is_floating_point for tensor in tensors]
         upstream, downstream = boundary.upstream.forward, boundary.downstream.forward
@@ -148,7 +151,7 @@ class _Cross(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx, *gradients: Tensor):
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         sent = [gradient for gradient, is_float in zip(gradients, ctx.floats) if is_float]
         source, target = ctx.boundary.downstream.backward, ctx.boundary.upstream.backward
         message_id = replace(ctx.message_id, direction="backward")
