@@ -48,8 +48,9 @@ from ds_compress.checkpoint.search import (
     saved_course,
     saved_depth,
 )
+from ds_compress.codecs.mixins import needs_warmup
 from ds_compress.config import Config
-from ds_compress.errors import CompressionError
+from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.version import __version__
 
 log = logging.getLogger("ds_compress")
@@ -139,6 +140,7 @@ class Checkpointer:
                 version=__version__,
                 step=engine.global_steps,
                 settings=settings,
+                warmup_ends={side.key: side.boundary.warmup_end for side in sides},
                 schedule=(session.depth.now, engine.num_stages, engine.micro_batches),
                 course=session.course(),
                 noted=session.noted(),
@@ -208,8 +210,25 @@ class Checkpointer:
         dist.all_reduce(ends, op=dist.ReduceOp.MIN)
         least, most, lost = ends.tolist()
         alike = least == -most
-        resumed = self._session.resume(course if alike else {}, noted)
-        if not resumed and lost and dist.get_rank() == 0:
+        resumed, failure = False, ""
+        try:
+            resumed = self._session.resume(course if alike else {}, noted)
+        except (
+            Exception
+        ) as error:  # hashes fit, contents do not: all start again, as all have the same course
+            failure = in_one_line(error)
+        own, size = dist.get_rank(), dist.get_world_size()
+        failed = torch.tensor(own if failure else size, dtype=torch.int64, device=self._session.engine.device)
+        dist.all_reduce(failed, op=dist.ReduceOp.MIN)
+        if failed < size:
+            resumed = self._session.resume({}, {})
+            if failed == own:
+                log.warning(
+                    "ds_compress: %s: settings that changed during training start again from the block: %s",
+                    Path(root, tag),
+                    failure,
+                )
+        elif not resumed and lost and dist.get_rank() == 0:
             log.warning(
                 "ds_compress: %s: settings that changed during training start again from the block: it, or "
                 "the number of stages, is another than that run had, or a file cannot be read",
@@ -239,6 +258,7 @@ class Checkpointer:
         for side, its in zip(sides, found):
             restored = verdict.status[side.layer, rank.replica] == RESTORED
             memories = its.memories if restored else {}
+            side.boundary.warmup_end = self._warmup_end(side, its, restored)
             session.stage.in_lane(
                 side.boundary, functools.partial(side.boundary.restore, memories, engine.device)
             )
@@ -247,4 +267,25 @@ class Checkpointer:
         session.depth.measure_again()
         report = verdict.report(Path(root, tag))
         if restore and report and dist.get_rank() == 0:
-            log.warning(report)
+            log.warning(report + self._warmup_again())
+
+    def _warmup_end(self, side: Side, found: Found, restored: bool) -> int:
+        """Return `BoundaryState.warmup_end` after a checkpoint was loaded; both sides find the same."""
+        session, step = self._session, self._session.engine.global_steps
+        if restored:
+            return found.warmup_end
+        return step + max(1, session.config.warmup_steps) if side.needs_warmup else 0
+
+    def _warmup_again(self) -> str:
+        """Return what to add to a report of lost state where codecs need a warm-up."""
+        session = self._session
+        found = [session.config.codecs(number) for number in session.config.numbers]
+        codecs = [codec for each in found for codec in (each.forward, each.backward)]
+        names = sorted({codec.name for codec in codecs if needs_warmup(codec)})
+        if not names:
+            return ""
+        end = session.engine.global_steps + max(1, session.config.warmup_steps)
+        return (
+            f"; {', '.join(names)}, which learn from the warm-up, go through it again: there messages are "
+            f"uncompressed until step {end}"
+        )

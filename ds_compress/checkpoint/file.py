@@ -19,11 +19,11 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import zstandard
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -34,6 +34,7 @@ from ds_compress.feedback.digest import absorb
 from ds_compress.feedback.state import GROUP, int8_decode, int8_encode
 from ds_compress.kernels.lossless.zstd import unpack
 from ds_compress.kernels.numerics import is_finite
+from ds_compress.planning.depth import MAX_DEPTH
 
 FULL_EVERY = 8
 """Files of changes in a row at most, so that loading reads no more bases than that; a complete file
@@ -53,10 +54,39 @@ class Unhashed(Damaged):
     """It is of a release that wrote no hashes."""
 
 
-class Metadata(BaseModel):
-    """What a file says about itself."""
+class Record(BaseModel):
+    """A part of a file's metadata."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+FROM_JSON = Field(strict=False)
+"""A tuple that may come as a list, as JSON has it."""
+
+
+class PolicyRecord(Record):
+    """Where a policy stands."""
+
+    rungs: list[Annotated[tuple[int, str, int], FROM_JSON]]
+    """Boundary, direction and rung."""
+    state: dict[str, Any]
+    """What the policy has noted itself."""
+
+
+class Course(Record):
+    """The settings that training has come to."""
+
+    written: dict[str, Any]
+    """The parts of the block that have to be the same for the settings to go on."""
+    adopted: dict[str, Any]
+    """As "boundaries" of a block: what holds beside the block as it was written."""
+    policy: PolicyRecord
+
+
+class Metadata(Record):
+    """What a file says about itself."""
 
     version: str
     """Release that wrote the file."""
@@ -64,12 +94,14 @@ class Metadata(BaseModel):
     """Optimizer steps done."""
     settings: dict[str, dict[str, Any]]
     """Of the codecs of each side in the file."""
-    schedule: tuple[int, int, int] = (1, 0, 0)
+    schedule: tuple[Annotated[int, Field(ge=1, le=MAX_DEPTH)], int, int] = (1, 0, 0)
     """Depth, stages and micro-batches of the steps before."""
-    course: dict[str, Any] = {}
-    """What settings have come to be since training began; the same in the files of all ranks."""
-    noted: dict[str, list[float]] = {}
-    """What a policy will decide from, as far as this rank has noted it."""
+    warmup_ends: dict[str, int] = {}
+    """Of each side in the file: see `BoundaryState.warmup_end`."""
+    course: Course | None = None
+    """The settings that training has come to; the same in the files of all ranks."""
+    noted: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[tuple[float, float], FROM_JSON]] = {}
+    """What this rank alone has noted for its policy: by boundary, a sum of norms and their number."""
     name: str
     """Of the file itself: that of another rank must not take its place."""
     id: str

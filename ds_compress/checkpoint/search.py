@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.checkpoint.file import Damaged, StateFile, Unhashed
+from ds_compress.codecs.mixins import needs_warmup
 from ds_compress.feedback.digest import mirror_digest
 from ds_compress.message.channel import Boundary
 
@@ -68,6 +69,11 @@ class Side:
         return f"{self.layer}/{self.name}"
 
     @property
+    def needs_warmup(self) -> bool:
+        """Whether a codec here works only with what it has learned in the warm-up."""
+        return any(needs_warmup(channel.codec) for channel in self.boundary.channels)
+
+    @property
     def settings(self) -> dict[str, Any]:
         return self.boundary.config.codecs(self.boundary.number).settings
 
@@ -78,6 +84,7 @@ class Found(NamedTuple):
     status: int
     memories: dict[int, dict[str, Tensor]] = {}
     lost: str = ""  # ORPHANED: tag of the checkpoint that is missing or damaged
+    warmup_end: int = 0  # see `BoundaryState.warmup_end`
 
 
 def load(root: Path, tag: str, rank: Rank, side: Side, step: int) -> Found:
@@ -94,7 +101,7 @@ def load(root: Path, tag: str, rank: Rank, side: Side, step: int) -> Found:
                 return Found(CHANGED)
             memories = file.memories(side.key)
             side.boundary.check(memories)
-            return Found(RESTORED, memories)
+            return Found(RESTORED, memories, warmup_end=metadata.warmup_ends.get(side.key, 0))
         except Damaged as error:  # the side may still be in another one
             why = f"{Path(root, error.tag, path.name)} cannot be read: {error}"
             kind = UNHASHED if isinstance(error, Unhashed) else UNREADABLE
@@ -132,7 +139,9 @@ def saved_course(
             continue
         if metadata.step != step:
             break
-        return metadata.course, metadata.noted if name == own else {}
+        course = metadata.course.model_dump(mode="json") if metadata.course else {}
+        noted = {boundary: list(pair) for boundary, pair in metadata.noted.items()}
+        return course, noted if name == own else {}
     return {}, {}
 
 

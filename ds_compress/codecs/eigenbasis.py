@@ -135,8 +135,11 @@ def check(memory: Mapping[str, Tensor], prefix: str, rank: int | None) -> None:
     """
     for key, value in memory.items():
         if key.startswith(f"{prefix}."):
-            h = parse_size(key.split(".")[-2])
-            if key.endswith(".moment"):
+            *stem, digits, what = key.split(".")
+            h, base = parse_size(digits), ".".join([*stem[:3], digits, "basis"])
+            if len(stem) > 3 and base not in memory:  # a moment to turn the basis by
+                raise CompressionError(f"entry {key!r} came without {base!r}")
+            if what == "moment":
                 check_entry(key, value, torch.float64, shape=(h, h))
             else:
                 check_entry(key, value, torch.float32, shape=(h, h if rank is None else min(rank, h)))

@@ -82,6 +82,11 @@ class ObservesWarmup(ABC):
         """Read the message `x`; both sides call it with the same `x`."""
 
 
+def needs_warmup(codec: Codec) -> bool:
+    """Return whether `codec`, or one that it wraps, works only after at least one warm-up step."""
+    return any(layer.needs_warmup for layer in layers(codec, ObservesWarmup))  # type: ignore[type-abstract]
+
+
 class Learns(ABC):
     """Changes entries of the memory once per training step."""
 

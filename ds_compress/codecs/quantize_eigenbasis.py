@@ -105,6 +105,8 @@ class EigenbasisQuantize(EigenbasisCodec):
                 continue
             if what == "levels":
                 check_entry(key, value, torch.int32, shape=(parse_size(stem.rpartition(".")[2]),))
+                if (value.diff() > 0).any():
+                    raise CompressionError(f"entry {key!r} rises; variances fall")
             if what == "basis" and f"{stem}.levels" not in memory:
                 raise CompressionError(f"entry {key!r} came without {stem + '.levels'!r}")
 

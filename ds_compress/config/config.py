@@ -8,10 +8,10 @@ from ds_compress.codec import CODECS, Codec
 from ds_compress.codecs.mixins import (
     BothDirections,
     HardwareDependentDecode,
-    ObservesWarmup,
     ReusesForwardIndices,
     VariableSizePayload,
     layers,
+    needs_warmup,
 )
 from ds_compress.config.block import DIRECTIONS, KEY, Block
 from ds_compress.config.boundary import BoundaryCodecs
@@ -133,9 +133,7 @@ class Config:
             with errors_at(f"{path}.backward.codec"):
                 backward = backward.paired(forward)
         for codec, direction in ((forward, "forward"), (backward, "backward")):
-            observers = layers(codec, ObservesWarmup)  # type: ignore[type-abstract]
-            needs_warmup = any(layer.needs_warmup for layer in observers)
-            if needs_warmup and not (self.block.warmup_steps or self.block.warmup_epochs):
+            if needs_warmup(codec) and not (self.block.warmup_steps or self.block.warmup_epochs):
                 raise CompressionError(
                     f"{KEY}.warmup_steps: 0 is not allowed with codec {codec.name!r} in "
                     f"{path}.{direction}; use 1 up"

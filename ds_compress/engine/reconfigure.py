@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ds_compress.codecs.mixins import ObservesWarmup, layers
+from ds_compress.codecs.mixins import needs_warmup
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.recipes import with_changes
 from ds_compress.engine.stage import Stage
@@ -103,8 +103,7 @@ def _check_warmup(config: Config, other: Config, step: int) -> None:
     for number in other.numbers:
         for direction in DIRECTIONS:
             old, new = (getattr(each.codecs(number), direction) for each in (config, other))
-            needs = any(layer.needs_warmup for layer in layers(new, ObservesWarmup))  # type: ignore[type-abstract]
-            if needs and new.settings != old.settings:
+            if needs_warmup(new) and new.settings != old.settings:
                 raise CompressionError(
                     f"{KEY}.{direction}.codec: {new} learns from the warm-up, which is over after "
                     f"{config.warmup_steps} steps: it cannot begin at step {step}; allowed: other codecs"

@@ -63,7 +63,7 @@ class Channel:
         config, training = self.boundary.config, message_id.training
         # both sides find the same
         compressed = training or config.eval == "compressed"
-        compressed = compressed and message_id.step >= config.warmup_steps
+        compressed = compressed and message_id.step >= max(config.warmup_steps, self.boundary.warmup_end)
         kind = compressed, training, self.raw_tail, self.boundary.carrying
         layout = self._latest.get(kind)
         if layout is not None and len(layout.specs) == len(tensors):

@@ -21,6 +21,9 @@ class BoundaryState:
         self.memory: dict[int, dict[str, Tensor]] = {}  # by tensor position
         self.sample_ids: dict[int, Tensor] = {}  # of the present step, by micro-batch
         self.loss_scale = 1.0  # of the gradients of the present step
+        self.warmup_end = 0
+        """Step until which messages cross uncompressed, beside the warm-up of the block: a boundary that lost
+        what its codecs learned goes through the warm-up again. Both sides have the same."""
         self.carrying: tuple[bool, ...] | None = None
         """Of each float tensor of a message, whether it carries what the model has learned (see `carrying`);
         None where nobody has said. Both sides are told the same."""

@@ -14,7 +14,7 @@ from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.policies import Now, Place, ladders
 from ds_compress.config.policies.base import in_words
 from ds_compress.config.recipes import with_changes
-from ds_compress.errors import CompressionError
+from ds_compress.errors import CompressionError, shown
 from ds_compress.runtime.interface import Change, StageView
 from ds_compress.runtime.signals import Signals
 
@@ -88,10 +88,18 @@ class PolicyController:
         return self._signals.state()
 
     def resume(self, state: Mapping[str, Any], noted: Mapping[str, list[float]]) -> None:
-        """Go on as `state` and `noted` say, of a checkpoint whose settings have been adopted."""
-        self.rungs = {(number, direction): rung for number, direction, rung in state["rungs"]}
-        self._state = copy.deepcopy(state["state"])
+        """Continue from `state` and `noted`, of a checkpoint whose settings have been adopted.
+
+        Raises:
+            CompressionError: this policy, on this pipeline, never leaves such a state.
+        """
+        rungs = {(number, direction): rung for number, direction, rung in state["rungs"]}
+        ladders = self._ladder_lengths if self._config.changes else {}
+        if rungs.keys() != ladders.keys() or not all(0 <= rungs[n] < length for n, length in ladders.items()):
+            raise CompressionError(f"policy: rungs {shown(state['rungs'])} do not fit {shown(ladders)}")
+        self._policy.check_state(state["state"])
         self._signals.resume(noted)
+        self.rungs, self._state = rungs, copy.deepcopy(state["state"])
 
     def _decide(self, engine: Any) -> dict[Place, int]:
         """Return the rungs that become others."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from ds_compress.codec import Codec, MessageId
 from ds_compress.config import DIRECTIONS
 from ds_compress.config.policies import Place, Signal
+from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Channel
 from ds_compress.message.endpoint import SendingEnd
 from ds_compress.message.meters import error_and_cosine, largest, norms
@@ -91,6 +92,13 @@ class Signals:
         return {str(number): noted.tolist() for number, noted in self._norms.items()}
 
     def resume(self, state: Mapping[str, list[float]]) -> None:
+        """Continue with the notes of a checkpoint.
+
+        Raises:
+            CompressionError: one is of a boundary that the pipeline does not have.
+        """
+        if not all(int(number) < self._boundaries for number in state):
+            raise CompressionError(f"policy: notes of boundaries {list(state)}, there are {self._boundaries}")
         self._norms = {
             int(number): torch.tensor(noted, dtype=torch.float64, device=self._device)
             for number, noted in state.items()

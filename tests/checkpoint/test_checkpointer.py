@@ -190,6 +190,56 @@ def test_a_damaged_side_resets_both(tmp_path):
     assert all(torch.tensor(upstream["losses"]).isfinite())
 
 
+LEARNED = {
+    "pca": {"name": "pca", "rank": 16},
+    "entropy": {"name": "entropy", "bits": 3, "rotate": "learned", "refresh_steps": 2},
+    "quantize": {"name": "quantize", "bits": 3, "rotate": "learned"},
+}
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_lost_file_sends_codecs_that_learn_through_their_warm_up_again(name, tmp_path):
+    """It said that state starts from zero, and the first step ended: "it needs warmup_steps >= 1"."""
+    direction = {"codec": LEARNED[name]}
+    block = {"forward": direction, "backward": direction, "min_numel": 0, "warmup_steps": 2}
+    ranks(2, 2, ds_config(block), tmp_path, end=SAVED)
+    (tmp_path / f"global_step{SAVED}" / "ds_compress_pp01_dp00_tp00.safetensors").unlink()
+    upstream, downstream = ranks(2, 2, ds_config(block), tmp_path, start=SAVED, end=SAVED + 3)
+    assert all(torch.tensor(upstream["losses"]).isfinite())
+    assert upstream["warnings"] == [
+        f"ds_compress: {tmp_path}/global_step{SAVED}: state of channels starts from zero: the checkpoint has "
+        f"none for both sides (layer 4, replica 0); {name}, which learn from the warm-up, go through it "
+        f"again: there messages are uncompressed until step {SAVED + 2}"
+    ]
+    assert not downstream["warnings"]
+    assert any(key.endswith(".basis") for key in upstream["end"])
+    assert_same(upstream["end"], downstream["end"])
+
+
+def in_the_middle_of_a_second_warm_up(ds_config, folder, interrupts):
+    """Losses after a file was lost; with `interrupts`, saved and loaded once more before the warm-up ends."""
+    engine, data = build(2, ds_config), batches()
+    engine.load_checkpoint(str(folder), tag=f"global_step{SAVED}")
+    losses = [engine.train_batch(data).item()]
+    if interrupts:
+        engine.save_checkpoint(str(folder), tag="between")
+        engine = build(2, ds_config)
+        engine.load_checkpoint(str(folder), tag="between")
+    return losses + [engine.train_batch(data).item() for _ in range(3)]
+
+
+def test_a_second_warm_up_goes_on_after_a_restart(tmp_path):
+    direction = {"codec": LEARNED["pca"]}
+    block = {"forward": direction, "backward": direction, "min_numel": 0, "warmup_steps": 2}
+    ranks(2, 2, ds_config(block), tmp_path, end=SAVED)
+    (tmp_path / f"global_step{SAVED}" / "ds_compress_pp00_dp00_tp00.safetensors").unlink()
+    whole, again = (
+        run_ranks(2, in_the_middle_of_a_second_warm_up, ds_config(block), tmp_path, interrupts)
+        for interrupts in (False, True)
+    )
+    assert whole == again
+
+
 def test_eight_bits_are_the_same_on_both_sides(tmp_path):
     eight = config("ef21", checkpoint={"state": "int8"})
     sizes = []

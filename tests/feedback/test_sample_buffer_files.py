@@ -13,6 +13,7 @@ import torch
 
 import ds_compress.codecs  # noqa: F401  (registers)
 from ds_compress.codec import Context, build
+from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FEEDBACKS
 from ds_compress.feedback.aqsgd import sample_buffers
@@ -159,3 +160,14 @@ def test_nothing_is_touched_where_compression_is_off(tmp_path):
 
 def build_engine_alone(block):
     build_engine(2, ds_config(block))
+
+
+@pytest.mark.parametrize("path", ["/tmp/a\0b", "/tmp/\ud800"], ids=["NUL", "surrogate"])
+def test_what_is_no_path_is_refused_in_one_line(path):
+    """os.makedirs raised ValueError and UnicodeEncodeError."""
+    feedback = {"name": "aqsgd", "offload": {"device": "nvme", "nvme_path": path}}
+    with pytest.raises(CompressionError) as caught:
+        Config({"forward": {"codec": "bf16", "feedback": feedback}}).prepare()
+    line = str(caught.value)
+    assert line.startswith("ds_compress.forward.feedback.offload.nvme_path: ") and "\n" not in line
+    line.encode()

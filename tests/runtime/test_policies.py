@@ -2,6 +2,8 @@
 
 import contextlib
 import io
+import json
+import logging
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.errors import CompressionError
 from ds_compress.runtime.signals import Signals
 from ds_compress.simulate import simulate
+from tests.support.damage import opened, signed
 from tests.support.dist import run_ranks
 from tests.support.kinds.training import fp16_on_cpu
 from tests.support.pipeline import batches, build, ds_config, weights
@@ -89,6 +92,53 @@ def test_a_rank_without_a_file_has_the_settings_of_the_others(tmp_path):
     resumed = run_ranks(2, trained, ds_config(block(POLICIES["ramp"])), 2, tmp_path, 5)
     for ours, theirs in zip(resumed, whole):
         assert ours["rungs"] == theirs["rungs"][5:] and ours["sent"] == theirs["sent"][5:]
+
+
+REWRITTEN = {
+    "no policy": lambda course, noted: ({**course, "policy": {}}, noted),
+    "no settings": lambda course, noted: ({}, noted),
+    "adopted is no block": lambda course, noted: ({**course, "adopted": {"0": {"forward": 5}}}, noted),
+    "another boundary": lambda course, noted: (
+        {**course, "policy": {**course["policy"], "rungs": [[7, "forward", 0]]}},
+        noted,
+    ),
+    "no such rung": lambda course, noted: (
+        {**course, "policy": {**course["policy"], "rungs": [[0, "forward", 9], [0, "backward", -1]]}},
+        noted,
+    ),
+    "state": lambda course, noted: (
+        {**course, "policy": {**course["policy"], "state": {"lr": "x", "norms": [1]}}},
+        noted,
+    ),
+    "noted of nothing": lambda course, noted: (course, {"x": [1.0, 2.0]}),
+    "noted of another boundary": lambda course, noted: (course, {"99": [1.0, 2.0]}),
+    "noted too short": lambda course, noted: (course, {"0": [1.0]}),
+}
+
+
+def resumed_from(config, folder):
+    """Go on after step 5; what is logged."""
+    said = []
+    logging.getLogger("ds_compress").addFilter(lambda record: said.append(record.getMessage()) or True)
+    return {**trained(config, 2, folder, 5, steps=7), "logged": said}
+
+
+@pytest.mark.parametrize("how", REWRITTEN)
+def test_a_rewritten_state_of_the_policy_starts_again(how, tmp_path):
+    """Hashes match, as if a program had written it: ranks raised KeyError, TypeError and the like."""
+    config = ds_config(block(POLICIES["accordion"]))
+    run_ranks(2, trained, config, 2, tmp_path, 0, False, None, 5)
+    for path in (tmp_path / "step5").glob("ds_compress_pp*.safetensors"):
+        entries, texts = opened(path)
+        metadata = json.loads(texts["state"])
+        course, noted = REWRITTEN[how](metadata["course"], metadata["noted"])
+        path.write_bytes(signed(path, entries, course=course, noted=noted))
+    upstream, downstream = run_ranks(2, resumed_from, config, tmp_path)
+    assert upstream["rungs"] == downstream["rungs"]
+    assert all(torch.tensor(upstream["losses"]).isfinite())
+    logged = upstream["logged"] + downstream["logged"]
+    assert any("start" in line and f"{tmp_path}/step5" in line for line in logged), logged
+    assert not any("\n" in line for line in logged)
 
 
 def lie():

@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from ds_compress.config.policies.base import POLICIES, LadderOptions, Now, Place, Policy, State
+from ds_compress.errors import CompressionError, shown
 
 
 @POLICIES.register("accordion")
@@ -37,6 +38,12 @@ class Accordion(Policy):
             if any(len(values) != 2 for values in value.values()):
                 raise ValueError('is not allowed; allowed: two values each, such as {"bits": [8, 4]}')
             return value
+
+    def check_state(self, state: State) -> None:
+        norms = state.get("norms", {})
+        numbers = [state.get("lr", 0.0), *(norms.values() if isinstance(norms, dict) else [None])]
+        if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
+            raise CompressionError(f"policy: state {shown(state)} is none of 'accordion'")
 
     def decide(self, now: Now, state: State) -> dict[Place, int]:
         signals = now.signals or {}

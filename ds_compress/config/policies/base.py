@@ -106,6 +106,13 @@ class Policy(Named, ABC):
         """Whether it decides after `step` steps since the warm-up."""
         return step > 0 and step % self.options.every == 0
 
+    def check_state(self, state: State) -> None:
+        """Check `state`, just read from a checkpoint.
+
+        Raises:
+            CompressionError: `decide` never leaves such a state.
+        """
+
     @abstractmethod
     def decide(self, now: Now, state: State) -> dict[Place, int]:
         """The rung of every place from the next step on.

@@ -1,5 +1,6 @@
 """AQ-SGD: messages are changes against the last message of the same sample."""
 
+import os
 from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -20,6 +21,13 @@ class IdColumn(Options):
     """Which of the things that the data loader returns, 0 being the inputs: an integer tensor [samples]."""
 
 
+def _is_path(value: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
+
+
 class Offload(Options):
     """Where buffers are kept."""
 
@@ -35,6 +43,8 @@ class Offload(Options):
     def _for_files(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None and info.data.get("device") != "nvme":
             raise ValueError('is not used; set it together with "device": "nvme"')
+        if value is not None and not _is_path(value):
+            raise ValueError("is no path: it has a NUL or a character that no file name can have")
         return value
 
 
