@@ -81,9 +81,9 @@ def test_it_is_not_simulated():
 def test_the_schema_knows_it(capsys):
     assert main(["schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
-    jsonschema.validate({**AUTO, "quality": "balanced"}, schema)
+    jsonschema.validate({KEY: {**AUTO, "quality": "balanced"}}, schema)
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({**AUTO, "quality": "good"}, schema)
+        jsonschema.validate({KEY: {**AUTO, "quality": "good"}}, schema)
 
 
 def test_check_says_what_it_sends_until_then(capsys, tmp_path):
