@@ -9,9 +9,12 @@ __all__ = ["pipeline_module"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use, so that the command can say what to install where Transformers is missing."""
+    """Import on first use, so that `finetune` can start, and say what to install, without the extra."""
     if name != "pipeline_module":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ds_compress.hf.model import pipeline_module
+    try:
+        from ds_compress.hf.model import pipeline_module
+    except ImportError as error:
+        raise ImportError(f'{error}; pip install "ds_compress[hf]"') from error
 
     return pipeline_module

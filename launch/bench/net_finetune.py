@@ -1,22 +1,21 @@
-"""Fine-tuning a Transformers model with LoRA over a slow link between two hosts, with DeepSpeed alone and
-with recipes. Needs root.
+"""Measure LoRA fine-tuning over a slow link between two hosts, uncompressed and with recipes. Needs root.
 
     python launch/bench/net_finetune.py [--rates 100 1000] [--recipes balanced safe auto] [--steps 24]
                                         [--out FOLDER]
 
-Two hosts are two network namespaces (two_hosts.sh) with one core and one stage each, `deepspeed --module
-ds_compress.hf.finetune` on both. The model is a Llama of random weights with two layers, hidden size 512 and
-little more, in fp32, so that a core computes as many tokens a second as a link of 100 Mbit/s carries
-uncompressed; sequences have 512 tokens, a step has 16 micro-batches of one. OUT/rows.json and a table on
-standard output have, for each link and recipe,
+The hosts are two network namespaces (two_hosts.sh) with one core and one stage each, which run `deepspeed
+--module ds_compress.hf.finetune`. The model is an fp32 Llama with random weights, two layers and hidden size
+512: so thin that a core computes as many tokens a second as a link of 100 Mbit/s carries uncompressed.
+Sequences have 512 tokens, and a step has 16 micro-batches of one. OUT/rows.json and a table on standard
+output have, for each link and recipe,
 
-    tokens_per_second    of the fastest step but the first ones: other programs on the machine slow down some
-    median               the same, in the middle of these steps
+    tokens_per_second    of the fastest step after the first ones; other programs slow some steps down
+    median               of the tokens per second of these steps
     over_stock           tokens_per_second over that of DeepSpeed alone on this link
-    bytes_per_token      both directions of all steps, TCP and IP headers included, and two evaluations of a
-                         sequence; with "auto" also the steps before it has chosen, which are uncompressed
+    bytes_per_token      of all steps and two evaluations of a sequence, both directions, with TCP and IP
+                         headers; with "auto" they include its first steps, which are uncompressed
     loss                 of the last step
-    load                 processes that wanted a core, on average over the last minute of the run
+    load                 mean number of processes that wanted a core during the last minute of the run
 """
 
 import argparse
@@ -40,12 +39,12 @@ from launch.bench.net_runs import BASELINE, LAUNCH, WARM_UP, Wire, run
 
 LENGTH, MICRO_BATCHES = 512, 16
 WORDS = 1000
-MOST_STEPS = 25  # of which every one has a line in the log
+MOST_STEPS = 25  # up to here the log has a line for each
 SPEED = re.compile(r"training: (\d+)/\d+ steps,[^\n]*? tokens/s=(\d+)")
 
 
-def model(folder: Path) -> None:
-    """Create a checkpoint and a tokenizer that knows the words of `text`."""
+def save_model(folder: Path) -> None:
+    """Create a checkpoint and a tokenizer that knows the words of `generate_text`."""
     known = Tokenizer(models.WordLevel({f"w{number}": number for number in range(WORDS)}, unk_token="w0"))
     known.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=known, unk_token="w0").save_pretrained(folder)
@@ -62,7 +61,7 @@ def model(folder: Path) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
 
-def text(words: int) -> str:
+def generate_text(words: int) -> str:
     """Generate text in which each word is followed by one of four words."""
     draw = random.Random(0)
     follows = [[draw.randrange(WORDS) for _ in range(4)] for _ in range(WORDS)]
@@ -72,7 +71,7 @@ def text(words: int) -> str:
     return " ".join(f"w{number}" for number in found)
 
 
-def settings(out: Path, folder: Path, recipe: str, steps: int) -> dict[str, Any]:
+def make_settings(out: Path, folder: Path, recipe: str, steps: int) -> dict[str, Any]:
     """Return train.json of a run in `folder`."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -101,7 +100,7 @@ def train(out: Path, recipe: str, mbit: float, steps: int) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     file = folder / "train.json"
-    file.write_text(json.dumps(settings(out, folder, recipe, steps)))
+    file.write_text(json.dumps(make_settings(out, folder, recipe, steps)))
     words = [str(LAUNCH / "two_hosts.sh"), "--module", "ds_compress.hf.finetune", str(file)]
     log, succeeded = run(words, folder, Wire(mbit), 1)
     speeds = {int(step): int(speed) for step, speed in SPEED.findall("\n".join(log))}
@@ -137,11 +136,11 @@ def main() -> None:
     args = parser.parse_args()
     if not 6 <= args.steps <= MOST_STEPS:
         parser.error(f"--steps: {args.steps} is not allowed: should be 6 to {MOST_STEPS}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that run() can clean up
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # run() cleans up
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    model(out / "model")
-    (out / "text.txt").write_text(text(100_000))
+    save_model(out / "model")
+    (out / "text.txt").write_text(generate_text(100_000))
     rows: list[dict[str, Any]] = []
     print("| Mbit/s | recipe | tokens/s | median | / DeepSpeed alone | bytes a token | last loss | load |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
