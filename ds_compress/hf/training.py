@@ -142,8 +142,8 @@ class FinetuneRun:
 
     def _count_bytes(self) -> tuple[int, int]:
         """Return the bytes that this stage has sent, before and after compression; zeros without it."""
-        stage = getattr(self.engine, "_compression", None)
-        sent = [channel.sent for channel in stage.sending] if stage else []
+        session = getattr(self.engine, "ds_compress", None)  # None: the key is absent
+        sent = [channel.sent for channel in session.stage.sending] if session else []
         return sum(each.raw_bytes for each in sent), sum(each.wire_bytes for each in sent)
 
     def _record(self, step: int, loss: float) -> None:
