@@ -107,6 +107,36 @@ inline void for_each(uint64_t word, F visit) {
     for (; word; word &= word - 1) visit(__builtin_ctzll(word));
 }
 
+#if defined(__AVX512F__)
+
+// x86-64-v4 moves lanes of 16 bits by a mask only where the processor has more: that is looked up when the library is loaded.
+#define WITH_VBMI2 __attribute__((target("avx512vbmi2")))
+inline const bool HAS_VBMI2 = (__builtin_cpu_init(), __builtin_cpu_supports("avx512vbmi2"));
+
+// `take` for 64 entries of 16 bits.
+template <class Entry>
+WITH_VBMI2 Entry* take_halves(const Entry* x, uint64_t word, Entry* place) {
+    for (int i = 0; i < WORD; i += 32) {
+        const __mmask32 kept = static_cast<__mmask32>(word >> i);
+        _mm512_storeu_si512(place, _mm512_maskz_compress_epi16(kept, _mm512_loadu_si512(x + i)));
+        place += __builtin_popcount(kept);
+    }
+    return place;
+}
+
+// `spread` for 64 entries of 16 bits.
+template <class Entry>
+WITH_VBMI2 const Entry* spread_halves(const Entry* values, uint64_t word, Entry* y) {
+    for (int i = 0; i < WORD; i += 32) {
+        const __mmask32 held = static_cast<__mmask32>(word >> i);
+        _mm512_storeu_si512(y + i, _mm512_maskz_expand_epi16(held, _mm512_loadu_si512(values)));
+        values += __builtin_popcount(held);
+    }
+    return values;
+}
+
+#endif
+
 // Copies those of the first `width` of 64 entries that are set, in order, to `place`, from which on up to `end` there is
 // room for them. Returns where they end.
 template <class Entry>
@@ -120,16 +150,7 @@ inline Entry* take(const Entry* x, int64_t width, uint64_t word, Entry* place, c
         }
         return place;
     }
-#endif
-#if defined(__AVX512VBMI2__)
-    if (sizeof(Entry) == 2 && width >= WORD && end - place >= WORD) {
-        for (int i = 0; i < WORD; i += 32) {
-            const __mmask32 kept = static_cast<__mmask32>(word >> i);
-            _mm512_storeu_si512(place, _mm512_maskz_compress_epi16(kept, _mm512_loadu_si512(x + i)));
-            place += __builtin_popcount(kept);
-        }
-        return place;
-    }
+    if (sizeof(Entry) == 2 && HAS_VBMI2 && width >= WORD && end - place >= WORD) return take_halves(x, word, place);
 #endif
     static_cast<void>(width), static_cast<void>(end);
     for_each(word, [&](int j) { *place++ = x[j]; });
@@ -149,16 +170,7 @@ inline const Entry* spread(const Entry* values, const Entry* end, int64_t width,
         }
         return values;
     }
-#endif
-#if defined(__AVX512VBMI2__)
-    if (sizeof(Entry) == 2 && width >= WORD && end - values >= WORD) {
-        for (int i = 0; i < WORD; i += 32) {
-            const __mmask32 held = static_cast<__mmask32>(word >> i);
-            _mm512_storeu_si512(y + i, _mm512_maskz_expand_epi16(held, _mm512_loadu_si512(values)));
-            values += __builtin_popcount(held);
-        }
-        return values;
-    }
+    if (sizeof(Entry) == 2 && HAS_VBMI2 && width >= WORD && end - values >= WORD) return spread_halves(values, word, y);
 #endif
     // zeros by the stores of vectors: compilers make of a short memset, whose length they know, an instruction that takes
     // long to start
