@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ds_compress.cli import parser
-from ds_compress.config.evidence import EVIDENCE
+from ds_compress.config.recipes import EVIDENCE
 from ds_compress.monitor import metrics
 from launch.reproduce.grid import read_rows
 from launch.reproduce.tables import Setting, grouped, markdown

@@ -9,10 +9,15 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from ds_compress.cli.arguments import add_import
-from ds_compress.cli.console import terminal_width
-from ds_compress.cli.recipes import list_recipes
+from ds_compress.cli.check import message_sizes
+from ds_compress.cli.console import show, terminal_width
 from ds_compress.cli.reference import reference
+from ds_compress.codec import TensorSpec
+from ds_compress.config import DIRECTIONS, KEY, Config, recipes
+from ds_compress.config.recipes import EVIDENCE
 from ds_compress.errors import CompressionError
 
 TITLES = {
@@ -22,6 +27,9 @@ TITLES = {
     "block": 'Keys of the "ds_compress" block',
 }
 Entries = list[dict[str, Any]]
+
+MESSAGE = TensorSpec((4, 1024, 1024), torch.float32)
+"""Whose bits `--recipes` shows."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -38,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if args.recipes:
         if args.markdown:
             raise CompressionError("--markdown: not allowed with --recipes; allowed: --json")
-        list_recipes(args.json)
+        _list_recipes(args.json)
         return 0
     found = reference()
     if args.json:
@@ -128,3 +136,37 @@ def _table(options: dict[str, dict[str, Any]]) -> Iterator[str]:
     for name, option in options.items():
         cells = (f"`{name}`", f"`{_default(option)}`", option["allowed"], option["description"])
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _list_recipes(as_json: bool) -> None:
+    """Print all recipes, what they send and the block of each."""
+    rows = [_recipe_row(name) for name in recipes.names()]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    table = [
+        {
+            "recipe": row["recipe"],
+            **{direction: row[direction] for direction in DIRECTIONS},
+            "bits per value": " / ".join(f"{row[f'bits_{direction}']:.2f}" for direction in DIRECTIONS),
+            "ratio": f"{row['ratio']:.2f}",
+            "cost, on / off": str(EVIDENCE.get(row["recipe"], "not measured over three seeds")),
+        }
+        for row in rows
+    ]
+    show(f'{KEY}: {{"recipe": NAME}}; messages of {MESSAGE}, after a warm-up', table)
+
+
+def _recipe_row(name: str) -> dict[str, Any]:
+    block = recipes.recipe(name, KEY)
+    config = Config(block)
+    sizes = {row["direction"]: row for row in message_sizes(config, 2, MESSAGE)}
+    raw, wire = (sum(row[key] for row in sizes.values()) for key in ("raw_bytes", "wire_bytes"))
+    return {
+        "recipe": name,
+        **{direction: str(getattr(config.codecs(None), direction)) for direction in DIRECTIONS},
+        **{f"bits_{direction}": sizes[direction]["bits_per_value"] for direction in DIRECTIONS},
+        "ratio": raw / wire,
+        "block": block,
+        "evidence": EVIDENCE[name]._asdict() if name in EVIDENCE else None,
+    }

@@ -1,7 +1,6 @@
 """The "ds_compress" block of ds_config.json: what may be written, and what it means for each boundary."""
 
 from ds_compress.config.block import DIRECTIONS, KEY, Block
-from ds_compress.config.boundary import BoundaryCodecs
-from ds_compress.config.config import Config
+from ds_compress.config.config import BoundaryCodecs, Config
 
 __all__ = ["DIRECTIONS", "KEY", "Block", "BoundaryCodecs", "Config"]

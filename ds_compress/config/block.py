@@ -1,6 +1,6 @@
 """The "ds_compress" block of ds_config.json as the user writes it: every option, its default, its check.
 
-Codec and feedback options stand with their classes (`ds-compress list`); everything else stands here.
+Options of codecs, feedbacks and policies are defined with their classes (`ds-compress list`).
 """
 
 import re
@@ -17,11 +17,11 @@ DIRECTIONS = ("forward", "backward")
 
 
 NUMBER = "0|[1-9][0-9]{0,4}"
-"""Of a boundary, as a pattern."""
+"""Pattern of a boundary's number."""
 
 
 def _number(key: object) -> object:
-    """A boundary's number as it is written everywhere: "01", or digits but 0 to 9, would never be found."""
+    """Check that a boundary's number is written as everywhere: "01" or other digits would never be found."""
     if not isinstance(key, str) or not re.fullmatch(NUMBER, key):
         raise ValueError('is not the number of a boundary; allowed: "0", "1", ...')
     return key
@@ -42,7 +42,7 @@ class DirectionOptions(Options):
 
 
 class BoundaryOptions(Options):
-    """What a boundary changes: a direction that is given replaces codec, feedback, or both."""
+    """Settings of one boundary; a direction that is given replaces codec, feedback, or both."""
 
     forward: DirectionOptions | None = None
     """For activations."""
@@ -52,92 +52,90 @@ class BoundaryOptions(Options):
 
 class LinkOptions(Options):
     mode: Literal["blocking", "eager"] = "eager"
-    """blocking: DeepSpeed's own order of sends and receives; eager: sent when computed, received ahead.
-    DualPipeV posts its receives ahead by itself and has one order for both."""
+    """blocking: DeepSpeed's own order of sends and receives. eager: messages are sent as soon as they are
+    computed, and receives are posted ahead. DualPipeV posts receives ahead in both modes."""
 
     depth: Annotated[int, Field(ge=1, le=32)] | Literal["auto"] = 1
-    """How far stages run ahead of the gradients they wait for: stage s of S has depth * (S - 1 - s) + 1
-    forward passes done before its first backward pass, where there are as many micro-batches. 1 is
-    DeepSpeed's own schedule; more hides longer round trips, with equal losses, and keeps the activations of
-    more micro-batches in memory. "auto": the smallest that is nearly the fastest within `memory_gb`, as
-    predicted from what the first steps of training measure; 1 where the link is fast. Over 1 it needs the
-    eager link; a schedule that is not DeepSpeed's own, DualPipeV's among them, stays as it is."""
+    """How many more micro-batches stages keep in flight: stage s of S does depth * (S - 1 - s) + 1 forward
+    passes before its first backward pass, if there are as many micro-batches. 1 is DeepSpeed's own schedule.
+    A greater depth hides longer round trips, with equal losses, and keeps more activations in memory. "auto":
+    the first steps are measured, then the smallest depth is chosen whose predicted step is nearly the fastest
+    within `memory_gb`; 1 where the link is fast. A depth over 1 needs the eager link. Schedules other than
+    DeepSpeed's own, such as DualPipeV's, ignore it."""
 
     memory_gb: float | None = Field(default=None, gt=0, le=1e6)
-    """GB (10^9 bytes) that activations, and packets of the links, under way on a stage may take at most, by
-    choice of depth "auto"; null: what a GPU has free after the first steps less a tenth of all it has, on a
-    CPU an equal part for each rank of half of what its host has free. What a micro-batch takes is measured in
-    the first steps: give a number where later ones are larger."""
+    """With depth "auto": GB (10^9 bytes) that activations and packets in flight may take on a stage. null: on
+    a GPU, what is free after the first steps less a tenth of its memory; on a CPU, an equal share per rank of
+    half of the host's free memory. The first steps tell what a micro-batch takes: give a number if later
+    ones are larger."""
 
     timeout_s: float = Field(default=1800.0, ge=1, le=7 * 24 * 3600)
-    """Seconds that a neighbour may take to send or to take a message (on a GPU NCCL counts them), or that a
-    rank may be silent while others need it, DeepSpeed's collectives included, before every rank stops with
-    one message."""
+    """Seconds after which all ranks stop with one message: a neighbour neither sends nor receives (on a GPU,
+    NCCL counts them), or a rank is silent while others need it, DeepSpeed's collectives included."""
 
     checksum: bool = False
-    """Add a CRC-32 of every packet and check it; on a GPU each packet is then copied to the host for it."""
+    """Add a CRC-32 to every packet and check it; on a GPU this copies each packet to the host."""
 
 
 class CheckpointOptions(Options):
     state: Literal["exact", "int8", "delta"] = "exact"
-    """How checkpoints hold the state of feedbacks. int8 (a scale for each 128 values) changes it on resuming,
-    on both sides alike. delta: the same error, and what both sides hold (ef21, aqsgd) is stored as changes to
-    the checkpoint before, which has to stay; the first checkpoint of a run and every ninth after it are
-    complete."""
+    """How checkpoints store the state of feedbacks. int8 (one scale per 128 values) rounds it, on both sides
+    alike. delta: rounded in the same way, and mirrored state (ef21, aqsgd) is incremental: keep every
+    checkpoint back to the last full one. The first checkpoint of a run and every ninth after it are full."""
 
 
 class MonitorOptions(Options):
     every: Steps = 10
-    """Write the counters every so many steps; 0: never."""
+    """Steps between two writes of the counters; 0: never."""
 
 
 class GuardOptions(Options):
     every: Steps = 200
-    """Every so many steps, and once 25 steps after the warm-up, the last micro-batch passes the pipeline
-    twice more without training: with compression and without; under DualPipeV, which takes no fewer, all of
-    that step. 0: never. Not where activations have a feedback, which evaluation leaves out."""
+    """Steps between two checks; the first comes 25 steps after the warm-up. A check runs the last micro-batch
+    (under DualPipeV: all of the step) through the pipeline twice, compressed and uncompressed, without
+    training on it. 0: never. The loss is not checked if activations have a feedback: evaluation omits it."""
 
     loss: float = Field(default=0.05, gt=0, le=1e9)
-    """Share of the uncompressed loss that compression may change it by. More: it hurts; less: the model has
-    come to need it, and evaluating it without compression would hurt."""
+    """Largest change of the loss by compression, as a share of the uncompressed loss. A higher loss means
+    that compression hurts; a lower one, that the model now depends on it and loses when evaluated without."""
 
     error: float = Field(default=0.5, gt=0, le=1e9)
-    """Relative error of a message, in a step that is looked at or that the monitor measures, beyond which
-    there is a warning, once for each boundary and direction; so with the next three."""
+    """Largest relative error of a message, in steps that the guard checks or the monitor measures. Beyond it
+    one warning is logged per boundary and direction; the same holds for the next three options."""
 
     cosine: float = Field(default=0.5, ge=-1, le=1)
-    """Cosine between a message and what arrives; less is too little."""
+    """Smallest cosine between a message and what arrives."""
 
     residual: float = Field(default=100.0, gt=0, le=1e9)
-    """What error feedback holds back for a message, as a multiple of that message's norm, in two measured
-    steps after each other. A TopK that keeps up may come to half of one over its density."""
+    """Largest residual of error feedback, as a multiple of the message's norm, in two consecutive measured
+    steps. A TopK that keeps up may reach 0.5 / density."""
 
     nonfinite: float = Field(default=0.0, ge=0, le=1)
-    """Share of a step's messages that hold inf or nan, in two measured steps after each other."""
+    """Largest share of a step's messages that hold inf or nan, in two consecutive measured steps."""
 
     action: Literal["warn", "relax", "stop"] = "warn"
-    """What happens where compression changes the loss by more, or a message is beyond a limit: one warning,
-    or the end of all ranks, of the limits beside `loss` at those alone that the block says. relax: where
-    the loss is larger all activations, and where an error, a cosine or a residual is beyond its limit that
-    boundary's direction, have twice the bits, the density or the rank from the next step on, and lastly none;
-    one line says so. Not together with a policy."""
+    """What happens beyond a limit. warn: one warning. stop: all ranks stop, beyond `loss` and beyond those
+    other limits that the block gives. relax: the codec gets twice the bits, density or rank from the next
+    step on, and finally becomes `none`: for all activations if the loss is higher, for one boundary and
+    direction if its error, cosine or residual is beyond a limit; one line says so. relax does not go with a
+    policy."""
 
 
 class Block(Options):
     """The block as the user wrote it, with defaults filled in."""
 
     enabled: bool | Literal["required"] = True
-    """false: nothing of DeepSpeed is changed, as if the key were absent; "required": an engine that cannot
-    compress, such as one without a pipeline, is an error rather than a warning. The environment variable
-    DS_COMPRESS_REQUIRE=1 says the same for every engine."""
+    """false: DeepSpeed is not changed, as if the key were absent. "required": an engine that cannot compress,
+    such as one without a pipeline, is an error, not a warning. The environment variable DS_COMPRESS_REQUIRE=1
+    does the same for every engine."""
     recipe: str | None = Field(default=None, json_schema_extra=recipes.as_schema)
-    """Name of settings that come with the package, as `ds-compress list --recipes` shows them; every other
-    key changes them. A codec or a feedback that is given replaces that of the recipe, with all its
-    options. "auto": the first three steps, or the last two of a longer warm-up, are measured uncompressed;
-    then codecs and depth are chosen for each boundary."""
+    """Name of a recipe (`ds-compress list --recipes`); every other key of the block changes it. A codec or a
+    feedback in the block replaces that of the recipe with all its options. "auto": the first three steps, or
+    the last two of a longer warm-up, are measured uncompressed; then codecs are chosen for each boundary, and
+    the depth."""
     quality: Quality | None = None
-    """Of recipe "auto": the largest relative errors that messages may have, by direction; "safe" if not
-    given. lossless: every bit arrives. docs/auto.md says what each class has cost."""
+    """With recipe "auto": the class of relative errors that messages may have in each direction; null is
+    "safe". lossless: every bit arrives. docs/auto.md lists what each class costs."""
     forward: DirectionOptions = DirectionOptions()
     """Activations, from stage b to b+1."""
     backward: DirectionOptions = DirectionOptions()
@@ -145,37 +143,37 @@ class Block(Options):
     boundaries: dict[Annotated[str, BeforeValidator(_number)], BoundaryOptions] = Field(
         {}, json_schema_extra={"propertyNames": {"pattern": f"^({NUMBER})$"}}
     )
-    """Other settings for single boundaries, by number: "0" is the cut between stages 0 and 1."""
+    """Settings of single boundaries, by number: "0" is the cut between stages 0 and 1."""
     warmup_steps: Steps = 0
-    """Optimizer steps at the start of training in which every message crosses uncompressed."""
+    """Optimizer steps at the start of training in which all messages are uncompressed."""
     warmup_epochs: int = Field(default=0, ge=0, le=10**6)
     """The same in passes over the `training_data` given to `deepspeed.initialize`, instead of steps."""
     policy: Any = Field(default="constant", json_schema_extra={"registry": "policy"})
-    """Which settings hold at which step: name of a policy, or an object with its name and options."""
+    """Name of a policy, which changes settings during training, or an object with its name and options."""
     eval: Literal["compressed", "uncompressed", "both"] | None = None
-    """Whether messages of eval_batch are compressed (without feedback); after the warm-up. null: where
-    activations have a feedback that sends changes (aqsgd, ef21), which have no meaning without it,
-    uncompressed, else compressed. both: each batch is evaluated in both ways, one line and two values of the
-    monitor say so; eval_batch returns what it does with null."""
+    """How messages of eval_batch are sent after the warm-up; feedback is not used. null: uncompressed if
+    activations have a feedback that sends changes (aqsgd, ef21), which mean nothing without it, else
+    compressed. both: each batch is evaluated in both ways, which are logged as one line and two values;
+    eval_batch returns what it returns with null."""
     min_numel: int = Field(default=4096, ge=0, le=2**40)
-    """Tensors with fewer elements cross as they are."""
+    """Tensors with fewer elements are sent uncompressed."""
     tensors: Any = Field(default="large", json_schema_extra={"anyOf": [{"const": "large"}, _POSITIONS]})
-    """Which float tensors of a message are compressed, in both directions: "large", those of min_numel
-    elements or more that parameters have touched, or a list of positions, [0, 2], whatever their size.
-    Positions count the float tensors of a message alone; all other tensors, and masks, cross as they are."""
+    """Which float tensors of a message are compressed, in both directions. "large": those of at least
+    min_numel elements that depend on parameters. A list of positions, such as [0, 2]: those, whatever their
+    size. Positions count the float tensors alone; all other tensors, and masks, are sent uncompressed."""
     link: LinkOptions = LinkOptions()
-    """How messages travel, and how long one may take."""
+    """How messages are sent, and how long one may take."""
     state_check_every: int = Field(default=100, ge=0, le=1_000_000_000)
-    """Compare what both sides of a boundary hold alike (ef21, aqsgd) every so many steps, by hash; where it
-    differs both start from zero, and a line says so. 0: never."""
+    """Steps between two comparisons, by hash, of the state that both sides of a boundary mirror (ef21,
+    aqsgd). If it differs, both start from zero and a warning is logged. 0: never."""
     checkpoint: CheckpointOptions = CheckpointOptions()
-    """What `save_checkpoint` keeps of the feedbacks."""
+    """How `save_checkpoint` stores the state of feedbacks."""
     guard: GuardOptions = GuardOptions()
-    """Says when compression hurts."""
+    """Warns, relaxes or stops when compression hurts."""
     monitor: MonitorOptions = MonitorOptions()
-    """What is written where DeepSpeed's monitor writes: W&B, TensorBoard, CSV."""
+    """What is written to DeepSpeed's monitors: W&B, TensorBoard, CSV."""
     seed: int = Field(default=1234, ge=0, lt=2**63)
-    """Seed of every random choice; with boundary, direction, step and micro-batch."""
+    """Seed of every random choice, together with boundary, direction, step and micro-batch."""
 
     @field_validator("enabled", mode="before")
     @classmethod

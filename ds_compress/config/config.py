@@ -1,6 +1,7 @@
 """The block as it is meant: the codecs of every boundary, and the checks of options that belong together."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import ds_compress.codecs  # noqa: F401  (registers them)
@@ -14,7 +15,6 @@ from ds_compress.codecs.mixins import (
     needs_warmup,
 )
 from ds_compress.config.block import DIRECTIONS, KEY, Block
-from ds_compress.config.boundary import BoundaryCodecs
 from ds_compress.config.checks import check, check_nesting, check_policy
 from ds_compress.config.policies import POLICIES
 from ds_compress.config.policies.ladder import check as check_ladders
@@ -30,6 +30,26 @@ from ds_compress.registry.plugins import load_installed
 
 HEADERS = 128
 """Bytes that the headers of a message and the places between its parts take, at most."""
+
+
+@dataclass(frozen=True)
+class BoundaryCodecs:
+    """The codecs of one boundary, each wrapped in its feedback, and the feedbacks alone."""
+
+    forward: Codec
+    backward: Codec
+    feedbacks: dict[str, Feedback]  # by direction
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {direction: getattr(self, direction).settings for direction in DIRECTIONS}
+
+    def replaced_by(self, other: "BoundaryCodecs") -> "BoundaryCodecs":
+        """Return `other`, but keep this forward codec, and its state, if the settings are equal."""
+        if self.forward.settings != other.forward.settings:
+            return other
+        forward, backward = self.feedbacks["forward"], other.feedbacks["backward"]
+        return BoundaryCodecs(self.forward, other.backward, {"forward": forward, "backward": backward})
 
 
 class Config:

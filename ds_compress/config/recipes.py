@@ -7,7 +7,7 @@ its "ds_compress" block counts here.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_compress.config.quality import DEFAULT
 from ds_compress.errors import CompressionError, did_you_mean, shown
@@ -73,3 +73,30 @@ def with_changes(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dic
             value = with_changes(before, value)
         changed[key] = value
     return changed
+
+
+class Evidence(NamedTuple):
+    """What a recipe costs, as means over seeds: a row of `make reproduce PRESET=cpu` (docs/evidence.md).
+
+    A small ResNet on CIFAR-10 (accuracy in %), and a small GPT fine-tuned on WikiText-2 (perplexity), each
+    evaluated with compression and without.
+    """
+
+    row: str  # its name in docs/evidence-tables.md
+    seeds: int  # the fewer of the two tasks
+    accuracy: tuple[float, float]
+    perplexity: tuple[float, float]
+
+    def __str__(self) -> str:
+        on, off = self.accuracy
+        with_it, without = self.perplexity
+        return f"ResNet {on:.1f} / {off:.1f} %, GPT {with_it:.3f} / {without:.3f} ({self.seeds} seeds)"
+
+
+EVIDENCE = {
+    "none": Evidence("none", 5, (53.7, 53.7), (5.445, 5.445)),
+    **dict.fromkeys(("safe", "quant4"), Evidence("group4/4-hadamard", 3, (53.2, 53.2), (5.496, 5.432))),
+    **dict.fromkeys(("balanced", "quant3"), Evidence("group3/3-hadamard", 3, (52.8, 53.0), (5.661, 5.451))),
+    "aggressive": Evidence("entropy2.5/2.5", 3, (53.3, 53.4), (5.956, 5.605)),
+}
+"""By recipe; those with rows of at least three seeds."""

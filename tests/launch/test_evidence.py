@@ -6,7 +6,7 @@ import json
 import pytest
 
 from ds_compress.config import DIRECTIONS, KEY, Config, recipes
-from ds_compress.config.evidence import EVIDENCE
+from ds_compress.config.recipes import EVIDENCE
 from launch.reproduce.command import ROOT, main
 from launch.reproduce.grid import read_rows
 from launch.reproduce.orderings import check_claims
