@@ -1,7 +1,6 @@
-// One step for a tensor and interleaved rANS, as kernels/entropy.py draws it, and kernels/units.py where values are
-// sorted first.
+// Entropy coding with one step per tensor and interleaved rANS, bit-identical to reference.py; format.py draws the format.
 //
-// The lanes of a block are the elements of vectors; only the words that some of them write and read are moved apart.
+// The lanes of a block are the elements of vectors; only the words that some lanes write or read are handled one by one.
 
 #include "../native/calls.h"
 #include "decoder.h"
@@ -11,7 +10,7 @@
 namespace {
 
 template <class In>
-void encode_units_of(const In* x, const Frame& frame, SortedBlocks units, const Tables& tables, int32_t* order, uint16_t* keys,
+void encode_sorted_blocks(const In* x, const Frame& frame, SortedBlocks units, const Tables& tables, int32_t* order, uint16_t* keys,
                      uint32_t* space, uint16_t* scratch, uint16_t* words, uint16_t* classes) {
     uint32_t* sizes = reinterpret_cast<uint32_t*>(order);  // until the order is there
     const uint32_t largest = measure_units(x, units, sizes);
@@ -21,7 +20,7 @@ void encode_units_of(const In* x, const Frame& frame, SortedBlocks units, const 
 }
 
 template <class Out>
-bool decode_units_to(const uint16_t* words, const uint16_t* classes, const Frame& frame, SortedBlocks units,
+bool decode_sorted_blocks(const uint16_t* words, const uint16_t* classes, const Frame& frame, SortedBlocks units,
                      const float* steps, int32_t* order, int8_t* q, Out* y) {
     const BlockOrder<Out> to{y, units, Order(classes, units.count, order)};
     return decode_tensor(words, frame, steps, q, to);
@@ -29,53 +28,51 @@ bool decode_units_to(const uint16_t* words, const uint16_t* classes, const Frame
 
 }  // namespace
 
+// The arguments of exported functions, which cpu.py declares. ends [contexts], keys [numel], q [numel],
+// space [2 * KEYS * COPIES + contexts * (4 * KEYS + 2)], scratch [AT_ONCE, length], classes [count / PER_WORD],
+// order [2, count]; `rest` values follow those of the `count` units.
+#define FRAME_PARAMETERS                                                                                             \
+    int64_t numel, int64_t size, int64_t lanes, int64_t length, int64_t blocks, int64_t contexts, const int64_t* ends
+#define ENCODE_PARAMETERS                                                                                            \
+    const void* x, int64_t bf16, FRAME_PARAMETERS, const int32_t* first, const int64_t* units, const int32_t* cost,  \
+        uint16_t* keys, uint32_t* space, uint16_t* scratch, uint16_t* words
+#define DECODE_PARAMETERS const uint16_t* words, FRAME_PARAMETERS, const float* steps, int8_t* q, void* y, int64_t bf16
+#define SORTED_PARAMETERS int64_t count, int64_t rest, int64_t columns, int32_t* order
+
 extern "C" {
 
-// What the arguments may be is declared in entropy.py and units.py. ends [contexts], keys [numel], q [numel],
-// space [2 * KEYS * COPIES + contexts * (4 * KEYS + 2)], scratch [AT_ONCE, length], classes [units / PER_WORD],
-// order [2, units].
-
-void encode_entropy(const void* x, int64_t bf16, int64_t numel, int64_t size, int64_t lanes, int64_t length,
-                    int64_t blocks, int64_t contexts, const int64_t* ends, const int32_t* first, const int64_t* units,
-                    const int32_t* cost, uint16_t* keys, uint32_t* space, uint16_t* scratch, uint16_t* words) {
+void encode_entropy(ENCODE_PARAMETERS) {
     const Frame frame{numel, size, lanes, length, blocks, contexts, ends};
     const Tables tables{first, units, cost};
     auto encode = [&](auto* values) {
-        encode_tensor(InTensorOrder<std::decay_t<decltype(*values)>>{values, numel}, frame, tables, keys, space, scratch, words);
+        encode_tensor(InTensorOrder<std::decay_t<decltype(*values)>>{values, numel}, frame, tables, keys, space, scratch,
+                      words);
     };
     if (bf16) encode(static_cast<const uint16_t*>(x));
     else encode(static_cast<const float*>(x));
 }
 
-int64_t decode_entropy(const uint16_t* words, int64_t numel, int64_t size, int64_t lanes, int64_t length,
-                       int64_t blocks, int64_t contexts, const int64_t* ends, const float* steps, int8_t* q, void* y,
-                       int64_t bf16) {
+int64_t decode_entropy(DECODE_PARAMETERS) {
     const Frame frame{numel, size, lanes, length, blocks, contexts, ends};
     return bf16 ? decode_tensor(words, frame, steps, q, TensorOrder<uint16_t>{static_cast<uint16_t*>(y)})
                 : decode_tensor(words, frame, steps, q, TensorOrder<float>{static_cast<float*>(y)});
 }
 
-// `rest` values are behind those of the `count` units.
-
-void encode_sorted(const void* x, int64_t bf16, int64_t numel, int64_t size, int64_t lanes, int64_t length,
-                  int64_t blocks, int64_t contexts, const int64_t* ends, const int32_t* first, const int64_t* units,
-                  const int32_t* cost, uint16_t* keys, uint32_t* space, uint16_t* scratch, uint16_t* words,
-                  int64_t count, int64_t rest, int64_t columns, int32_t* order, uint16_t* classes) {
+void encode_sorted(ENCODE_PARAMETERS, SORTED_PARAMETERS, uint16_t* classes) {
     const Frame frame{numel, size, lanes, length, blocks, contexts, ends};
-    const Tables tables{first, units, cost};
     const SortedBlocks its{count, (numel - rest) / count, columns != 0};
-    if (bf16)
-        encode_units_of(static_cast<const uint16_t*>(x), frame, its, tables, order, keys, space, scratch, words, classes);
-    else encode_units_of(static_cast<const float*>(x), frame, its, tables, order, keys, space, scratch, words, classes);
+    auto encode = [&](auto* values) {
+        encode_sorted_blocks(values, frame, its, Tables{first, units, cost}, order, keys, space, scratch, words, classes);
+    };
+    if (bf16) encode(static_cast<const uint16_t*>(x));
+    else encode(static_cast<const float*>(x));
 }
 
-int64_t decode_sorted(const uint16_t* words, int64_t numel, int64_t size, int64_t lanes, int64_t length, int64_t blocks,
-                     int64_t contexts, const int64_t* ends, const float* steps, int8_t* q, void* y, int64_t bf16,
-                     int64_t count, int64_t rest, int64_t columns, int32_t* order, const uint16_t* classes) {
+int64_t decode_sorted(DECODE_PARAMETERS, SORTED_PARAMETERS, const uint16_t* classes) {
     const Frame frame{numel, size, lanes, length, blocks, contexts, ends};
     const SortedBlocks its{count, (numel - rest) / count, columns != 0};
-    return bf16 ? decode_units_to(words, classes, frame, its, steps, order, q, static_cast<uint16_t*>(y))
-                : decode_units_to(words, classes, frame, its, steps, order, q, static_cast<float*>(y));
+    return bf16 ? decode_sorted_blocks(words, classes, frame, its, steps, order, q, static_cast<uint16_t*>(y))
+                : decode_sorted_blocks(words, classes, frame, its, steps, order, q, static_cast<float*>(y));
 }
 
 EXPORT(encode_entropy)

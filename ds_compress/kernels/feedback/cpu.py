@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ds_compress.kernels import native
 from ds_compress.kernels.feedback import reference
-from ds_compress.kernels.feedback.reference import GROUP, FusedFeedback, Passes
+from ds_compress.kernels.feedback.reference import GROUP
 from ds_compress.kernels.native.function import FLAG, FLOATS, SIZE, Buffer, Function
 from ds_compress.kernels.quantize import cpu as quantize
 from ds_compress.kernels.quantize.cpu import FORMAT, LARGEST_GROUP, PARTS, VALUES
@@ -182,16 +182,6 @@ class Plan:
 
 _plan = lru_cache(Plan)  # most messages have the shape of the one before
 
-_fused = FusedFeedback(
-    quantize,
-    Passes(
-        delta,
-        lambda state, change, divisor: update_state(state, change, divisor)[0],
-        encode_int8,
-        decode_int8,
-    ),
-)
-
 
 def quantize_with_residual(
     values: Tensor,
@@ -205,7 +195,7 @@ def quantize_with_residual(
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """See `reference.FusedFeedback`. The next residual overwrites the old one."""
     if not _is_fused(values.numel(), size, values.dtype, residual, grid):
-        return _fused.quantize_with_residual(
+        return reference.quantize_with_residual(
             values, residual, scale, residual_decay, error_weight, grid, size, out
         )
     plan = _plan(values.numel(), size, grid, values.dtype, residual[0].dtype)
@@ -220,7 +210,7 @@ def quantize_change(
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """See `reference.FusedFeedback`. The next state overwrites the old one."""
     if not _is_fused(values.numel(), size, values.dtype, (state,), grid):
-        return _fused.quantize_change(values, state, scale, grid, size, out)
+        return reference.quantize_change(values, state, scale, grid, size, out)
     plan = _plan(values.numel(), size, grid, values.dtype, state.dtype)
     parts, state = out or quantize.empty_parts(plan.n, size, grid), state.contiguous()
     plan.change(values.contiguous(), *parts, scale, state)
@@ -233,7 +223,7 @@ def dequantize_change(
     """See `reference.FusedFeedback`. The next state overwrites the old one."""
     size = parts[0].shape[1] * 8 // grid.bits
     if not _is_fused(state.numel(), size, dtype, (state,), grid):
-        return _fused.dequantize_change(parts, state, scale, grid, dtype)
+        return reference.dequantize_change(parts, state, scale, grid, dtype)
     values, state = torch.empty(state.shape, dtype=dtype, device="cpu"), state.contiguous()
     plan = _plan(parts[0].shape[0] * size, size, grid, dtype, state.dtype)
     plan.decode(values, *map(Tensor.contiguous, parts), scale, state)

@@ -68,14 +68,14 @@ Ints largest_of(Ints most, Floats x) { return larger(most, (Ints)x & MAGNITUDE);
 
 bool finite(Ints most) { return reduce(most, larger<Ints>)[0] < INFINITE; }
 
-// What `kept` makes of x and a state: as it is in `total`, and in `values` within the range of x's type, in which a value
+// What `update` makes of x and a state: as it is in `total`, and in `values` within the range of x's type, in which a value
 // of x that is not finite is nan; see `narrow` in kernels/numerics.py. Returns the bits of the largest magnitudes of x.
-template <int SIZE, class In, class Kept>
-Ints narrow_sum(const In* x, const float* state, Kept kept, int64_t size, float* total, float* values) {
+template <int SIZE, class In, class Update>
+Ints narrow_sum(const In* x, const float* state, Update update, int64_t size, float* total, float* values) {
     const Floats most = Floats{} + to_float(largest(x));
     Ints seen = {};
     in_vectors<SIZE>(size, [&](int64_t i, int64_t count) {
-        const Floats value = load_partial(x + i, count), sum = kept.sum(value, load_partial(state + i, count));
+        const Floats value = load_partial(x + i, count), sum = update.sum(value, load_partial(state + i, count));
         const Floats within = larger(smaller(sum, most), -most);
         seen = largest_of(seen, value);
         store(sum, total + i);
@@ -85,8 +85,8 @@ Ints narrow_sum(const In* x, const float* state, Kept kept, int64_t size, float*
 }
 
 // The sums of a batch, which gets its values and its grids.
-template <int SIZE, class In, class Kept>
-void load_sums(Batch<SIZE>& batch, int count, const In* x, const float* state, Kept kept, int64_t size,
+template <int SIZE, class In, class Update>
+void load_sums(Batch<SIZE>& batch, int count, const In* x, const float* state, Update update, int64_t size,
                const Format& format, float* totals) {
     if constexpr (std::is_same_v<In, float> && SIZE != 0) {  // a finite sum is within the range
         typename Batch<SIZE>::Ranges ranges;  // found group by group: what the next one reads comes meanwhile
@@ -94,7 +94,7 @@ void load_sums(Batch<SIZE>& batch, int count, const In* x, const float* state, K
         for (int k = 0; k < count; ++k) {
             MinMax seen;
             for (int64_t i = k * SIZE; i < (k + 1) * SIZE; i += LANES) {
-                const Floats sum = kept.sum(load(x + i), load(state + i));
+                const Floats sum = update.sum(load(x + i), load(state + i));
                 seen.update(sum);
                 store(sum, totals + i);
             }
@@ -114,7 +114,7 @@ void load_sums(Batch<SIZE>& batch, int count, const In* x, const float* state, K
         const auto sums = [&](const auto& its) {
             return narrow_sum<SIZE>(x + place, state + place, its, size, totals + place, group.own);
         };
-        if (!finite(sums(kept))) sums(kept.not_finite());
+        if (!finite(sums(update))) sums(update.not_finite());
         group.values = group.own;
         if (format.diagonal) rotate<SIZE>(group.own, group.own, size, format.diagonal);
     }
@@ -128,18 +128,18 @@ float harmless(const Scale& scale) {
     return scale.by < 1 ? scale.by * 0x1p64f : 0x1p64f;
 }
 
-template <int SIZE, class In, class Kept>
-void quantize(const In* x, State state, Kept kept, int64_t n, int64_t size, Format format, uint8_t* packed, void* steps,
+template <int SIZE, class In, class Update>
+void quantize(const In* x, State state, Update update, int64_t n, int64_t size, Format format, uint8_t* packed, void* steps,
               void* offsets) {
     Batch<SIZE> batch(size, format);
     constexpr int ROOM = (SIZE ? batch.GROUPS * SIZE : MAX_GROUP) + LANES;
     alignas(64) float totals[ROOM], before[ROOM], after[ROOM];
-    const float most = harmless(kept.scale);
+    const float most = harmless(update.scale);
     const int64_t unit = state.codes && size < CODED ? CODED : size;  // values that are kept, or not
     for (int64_t start = 0; start < n; start += batch.GROUPS) {
         const int count = n - start < batch.GROUPS ? n - start : batch.GROUPS;
         const float* old = state.read(start * size, count * size, before);
-        load_sums(batch, count, x + start * size, old, kept, size, format, totals);
+        load_sums(batch, count, x + start * size, old, update, size, format, totals);
         const bool sure = batch.grids.within(most);  // that all of it is finite
         float* made = sure && state.floats ? state.floats + start * size : after;
         for (int i = 0; i < count; ++i, packed += size * format.bits / 8) {
@@ -149,7 +149,7 @@ void quantize(const In* x, State state, Kept kept, int64_t n, int64_t size, Form
             }
             const auto renew = [&](int64_t j, int64_t lanes, Floats value) __attribute__((always_inline)) {
                 const int64_t place = i * size + j;  // lanes that are too many may be anything
-                const Floats next = kept.next(load_partial(old + place, lanes), load(totals + place), rounded(value, x));
+                const Floats next = update.next(load_partial(old + place, lanes), load(totals + place), rounded(value, x));
                 store_partial(next, made + place, lanes);
             };
             batch.groups[i].pack_and_return(format, batch.grids[i], packed, renew);
@@ -166,8 +166,8 @@ void quantize(const In* x, State state, Kept kept, int64_t n, int64_t size, Form
 template <int SIZE, class In>
 void with_residual(const In* x, State state, float scale, float residual_decay, float error_weight, int64_t n, int64_t size,
                    Format format, uint8_t* packed, void* steps, void* offsets) {
-    const auto pass = [&](const auto& kept) {
-        quantize<SIZE>(x, state, kept, n, size, format, packed, steps, offsets);
+    const auto pass = [&](const auto& update) {
+        quantize<SIZE>(x, state, update, n, size, format, packed, steps, offsets);
     };
     if (scale != 1) pass(WeightedErrorFeedback<Scaled>(Scaled(scale), residual_decay, error_weight));
     else if (residual_decay == 0 && error_weight == 1) pass(ErrorFeedback());
@@ -177,20 +177,20 @@ void with_residual(const In* x, State state, float scale, float residual_decay, 
 template <int SIZE, class In>
 void with_change(const In* x, State state, float scale, int64_t n, int64_t size, Format format, uint8_t* packed,
                  void* steps, void* offsets) {
-    const auto pass = [&](const auto& kept) {
-        quantize<SIZE>(x, state, kept, n, size, format, packed, steps, offsets);
+    const auto pass = [&](const auto& update) {
+        quantize<SIZE>(x, state, update, n, size, format, packed, steps, offsets);
     };
     if (scale == 1) pass(Ef21<Unscaled>());
     else pass(Ef21<Scaled>{Scaled(scale)});
 }
 
 template <int SIZE, class Scale, class Out>
-void onto(const uint8_t* packed, const void* steps, const void* offsets, State state, Scale scale, int64_t n,
+void decode_scaled(const uint8_t* packed, const void* steps, const void* offsets, State state, Scale scale, int64_t n,
           int64_t size, Format format, Out* y) {
     constexpr int64_t TOGETHER = SIZE ? 8 : 1, ROOM = SIZE ? TOGETHER * SIZE : MAX_GROUP;
     alignas(64) float before[ROOM], after[ROOM];
     alignas(64) Out delivered[ROOM];
-    const Ef21<Scale> kept = {scale};
+    const Ef21<Scale> update = {scale};
     const float most = harmless(scale);
     const bool streams = size % LANES == 0 && to_be_streamed(y, n * size);
     Group<SIZE> group;
@@ -207,7 +207,7 @@ void onto(const uint8_t* packed, const void* steps, const void* offsets, State s
             const bool sure = grid.within(most);  // that the group is finite
             float* made = sure && state.floats ? state.floats + place : after;
             const auto add = [&](int64_t j, int64_t lanes, Floats value) __attribute__((always_inline)) {
-                const Floats next = kept.next(load_partial(held + j, lanes), Floats{}, rounded(value, y));
+                const Floats next = update.next(load_partial(held + j, lanes), Floats{}, rounded(value, y));
                 store_partial(next, made + j, lanes);
                 store_partial(scale.times(next), arrived + i * size + j, lanes);
             };
@@ -220,63 +220,54 @@ void onto(const uint8_t* packed, const void* steps, const void* offsets, State s
 }
 
 template <int SIZE, class Out>
-void with_all(const uint8_t* packed, const void* steps, const void* offsets, State state, float scale, int64_t n,
+void decode_change(const uint8_t* packed, const void* steps, const void* offsets, State state, float scale, int64_t n,
               int64_t size, Format format, Out* y) {
-    if (scale == 1) onto<SIZE>(packed, steps, offsets, state, Unscaled(), n, size, format, y);
-    else onto<SIZE>(packed, steps, offsets, state, Scaled(scale), n, size, format, y);
+    if (scale == 1) decode_scaled<SIZE>(packed, steps, offsets, state, Unscaled(), n, size, format, y);
+    else decode_scaled<SIZE>(packed, steps, offsets, state, Scaled(scale), n, size, format, y);
 }
 
 }  // namespace
 
 extern "C" {
 
-// What the arguments may be is declared in stateful.py; they are those of quantize.cpp, then those of the state, in which
-// they leave the next one. A group of which something is not finite keeps its own.
+// feedback/cpu.py declares what the arguments may be: those of quantize.cpp, then those of the state. The next state
+// overwrites the old one. A group keeps its state if its values or its next state are not finite.
 
-void quantize_with_residual(const void* x, int64_t bf16, int64_t n, int64_t size, int64_t bits, int64_t symmetric,
-                            int64_t wide_scale, int64_t unrotated, const float* diagonal, int64_t uniform,
-                            const float* levels, uint8_t* packed, void* steps, void* offsets, float scale,
-                            float residual_decay, float error_weight, int64_t halved, void* residual) {
-    const Format form = format(size, bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
-    const State state = state_of(residual, halved);
-    const uint16_t* halves = static_cast<const uint16_t*>(x);
-    const float* floats = static_cast<const float*>(x);
-    if (bf16) FOR_SIZE(with_residual, halves, state, scale, residual_decay, error_weight, n, size, form, packed, steps, offsets)
-    else FOR_SIZE(with_residual, floats, state, scale, residual_decay, error_weight, n, size, form, packed, steps, offsets)
+void quantize_with_residual(const void* x, int64_t bf16, FORMAT_PARAMETERS, uint8_t* packed, void* steps, void* offsets,
+                            float scale, float residual_decay, float error_weight, int64_t stored_bf16, void* residual) {
+    const Format format = FORMAT_OF_ARGUMENTS;
+    const State state = state_of(residual, stored_bf16);
+    with_type(x, bf16, [&](auto* values) {
+        FOR_SIZE(with_residual, values, state, scale, residual_decay, error_weight, n, size, format, packed, steps, offsets)
+    });
 }
 
-void quantize_with_residual_int8(const void* x, int64_t bf16, int64_t n, int64_t size, int64_t bits,
-                                  int64_t symmetric, int64_t wide_scale, int64_t unrotated, const float* diagonal,
-                                  int64_t uniform, const float* levels, uint8_t* packed, void* steps, void* offsets,
-                                  float scale, float residual_decay, float error_weight, int8_t* codes, float* scales) {
-    const Format form = format(size, bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
+void quantize_with_residual_int8(const void* x, int64_t bf16, FORMAT_PARAMETERS, uint8_t* packed, void* steps,
+                                 void* offsets, float scale, float residual_decay, float error_weight, int8_t* codes,
+                                 float* scales) {
+    const Format format = FORMAT_OF_ARGUMENTS;
     const State state = {nullptr, nullptr, codes, scales};
-    const uint16_t* halves = static_cast<const uint16_t*>(x);
-    const float* floats = static_cast<const float*>(x);
-    if (bf16) FOR_SIZE(with_residual, halves, state, scale, residual_decay, error_weight, n, size, form, packed, steps, offsets)
-    else FOR_SIZE(with_residual, floats, state, scale, residual_decay, error_weight, n, size, form, packed, steps, offsets)
+    with_type(x, bf16, [&](auto* values) {
+        FOR_SIZE(with_residual, values, state, scale, residual_decay, error_weight, n, size, format, packed, steps, offsets)
+    });
 }
 
-void quantize_change(const void* x, int64_t bf16, int64_t n, int64_t size, int64_t bits, int64_t symmetric,
-                     int64_t wide_scale, int64_t unrotated, const float* diagonal, int64_t uniform,
-                     const float* levels, uint8_t* packed, void* steps, void* offsets, float scale,
-                     int64_t halved, void* held) {
-    const Format form = format(size, bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
-    const State state = state_of(held, halved);
-    const uint16_t* halves = static_cast<const uint16_t*>(x);
-    const float* floats = static_cast<const float*>(x);
-    if (bf16) FOR_SIZE(with_change, halves, state, scale, n, size, form, packed, steps, offsets)
-    else FOR_SIZE(with_change, floats, state, scale, n, size, form, packed, steps, offsets)
+void quantize_change(const void* x, int64_t bf16, FORMAT_PARAMETERS, uint8_t* packed, void* steps, void* offsets,
+                     float scale, int64_t stored_bf16, void* mirror) {
+    const Format format = FORMAT_OF_ARGUMENTS;
+    const State state = state_of(mirror, stored_bf16);
+    with_type(x, bf16, [&](auto* values) {
+        FOR_SIZE(with_change, values, state, scale, n, size, format, packed, steps, offsets)
+    });
 }
 
-void dequantize_change(void* y, int64_t bf16, int64_t n, int64_t size, int64_t bits, int64_t symmetric,
-                       int64_t wide_scale, int64_t unrotated, const float* diagonal, int64_t uniform,
-                       const float* levels, const uint8_t* packed, const void* steps, const void* offsets,
-                       float scale, int64_t halved, void* held) {
-    const Format form = format(size, bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
-    const State state = state_of(held, halved);
-    if (bf16) FOR_SIZE(with_all, packed, steps, offsets, state, scale, n, size, form, static_cast<uint16_t*>(y))
-    else FOR_SIZE(with_all, packed, steps, offsets, state, scale, n, size, form, static_cast<float*>(y))
+void dequantize_change(void* y, int64_t bf16, FORMAT_PARAMETERS, const uint8_t* packed, const void* steps,
+                       const void* offsets, float scale, int64_t stored_bf16, void* mirror) {
+    const Format format = FORMAT_OF_ARGUMENTS;
+    const State state = state_of(mirror, stored_bf16);
+    with_type(y, bf16, [&](auto* values) {
+        FOR_SIZE(decode_change, packed, steps, offsets, state, scale, n, size, format, values)
+    });
 }
 
 EXPORT_PARALLEL(quantize_with_residual)

@@ -1,8 +1,7 @@
 """State updates of feedbacks in PyTorch, alone and fused with quantization: the specification."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,18 +113,6 @@ def grouped(value: Tensor) -> Tensor:
     return torch.nn.functional.pad(flat, (0, -flat.numel() % GROUP)).view(-1, GROUP)
 
 
-class Passes(NamedTuple):
-    """Functions of a backend that `FusedFeedback` is made of."""
-
-    delta: Callable[[Tensor, Tensor, float], Tensor]
-    add_delta: Callable[[Tensor, Tensor, float], Tensor]
-    encode_int8: Callable[[Tensor], tuple[Tensor, Tensor]]
-    decode_int8: Callable[[Tensor, Tensor], Tensor]
-
-
-PASSES = Passes(delta, add_delta, encode_int8, decode_int8)
-
-
 class FusedFeedback:
     """Quantization of messages together with the state update of a feedback, made of the functions of a
     backend.
@@ -135,12 +122,12 @@ class FusedFeedback:
     are not finite keeps its state; other groups do not.
     """
 
-    def __init__(self, quantize: ModuleType, passes: Passes):
+    def __init__(self, quantize: ModuleType):
         """
         Args:
             quantize: has the functions of `quantize/reference.py`.
         """
-        self._quantize, self._passes = quantize, passes
+        self._quantize = quantize
 
     def quantize_with_residual(
         self,
@@ -165,7 +152,7 @@ class FusedFeedback:
         Returns:
             What `quantize` returns; and the next residual as stored, see `update_residual`.
         """
-        before = self._passes.decode_int8(*residual) if len(residual) == 2 else residual[0].float()
+        before = decode_int8(*residual) if len(residual) == 2 else residual[0].float()
         groups = before.reshape(-1, size)
         parts, lost = self._quantize.quantize_with_error(values.reshape(-1, size), groups, scale, grid, out)
         return parts, self._stored(residual, blend(groups, lost, scale, residual_decay, error_weight))
@@ -188,7 +175,7 @@ class FusedFeedback:
         Returns:
             What `quantize` returns; and the next state, equal to that of `dequantize_change`.
         """
-        change = self._passes.delta(values, state.float(), scale).reshape(-1, size)
+        change = delta(values, state.float(), scale).reshape(-1, size)
         parts = self._quantize.quantize(change, grid, None, out)
         return parts, self._advance(parts, state, scale, grid, values.dtype)[1]
 
@@ -209,7 +196,7 @@ class FusedFeedback:
     ) -> tuple[Tensor, Tensor]:
         """Return the next state, fp32 [n, G], and as stored."""
         change = self._quantize.dequantize(parts, grid, dtype)
-        new = self._passes.add_delta(state.float().reshape(change.shape), change, scale)
+        new = add_delta(state.float().reshape(change.shape), change, scale)
         return new, self._stored((state,), new)[0]
 
     def _stored(self, old: tuple[Tensor, ...], new: Tensor) -> tuple[Tensor, ...]:
@@ -220,12 +207,12 @@ class FusedFeedback:
             before = old[0].reshape(new.shape).to(stored.dtype)
             return (torch.where(rows_finite(stored), stored, before).view(old[0].shape),)
         lost = grouped(~rows_finite(new).expand(new.shape)).amax(1) > 0  # [scales]
-        codes, scales = (part.view(its.shape) for part, its in zip(self._passes.encode_int8(new), old))
+        codes, scales = (part.view(its.shape) for part, its in zip(encode_int8(new), old))
         of_codes = lost[:, None].expand(-1, GROUP).flatten()[: codes.numel()].view(codes.shape)
         return torch.where(of_codes, old[0], codes), torch.where(lost, old[1], scales)
 
 
-_fused = FusedFeedback(quantize, PASSES)
+_fused = FusedFeedback(quantize)
 quantize_with_residual = _fused.quantize_with_residual
 quantize_change = _fused.quantize_change
 dequantize_change = _fused.dequantize_change

@@ -5,7 +5,7 @@ from ds_compress.kernels.quantize import triton as quantize
 
 __all__ = ["dequantize_change", "quantize_change", "quantize_with_residual"]
 
-_fused = reference.FusedFeedback(quantize, reference.PASSES)
+_fused = reference.FusedFeedback(quantize)
 quantize_with_residual = _fused.quantize_with_residual
 quantize_change = _fused.quantize_change
 dequantize_change = _fused.dequantize_change

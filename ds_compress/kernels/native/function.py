@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels import library
+from ds_compress.kernels.memory import retain_freed_memory
 
 SIZE = range(1 << 62)
 NUMBER = range(-(1 << 63), 1 << 63)
@@ -131,6 +132,8 @@ class Call:
         self._pack = struct.Struct("=" + "".join(types[place] for place in given)).pack
         self._moves, self._parts = self._shared_out(function.parallel_dim)
         self._entry: tuple[Any, Any] = 0, None  # a library and what it has of that name
+        most = max((self._least(kind) for _, kind in self._kinds if isinstance(kind, Buffer)), default=0)
+        retain_freed_memory(most * torch.float32.itemsize)  # callers allocate that for each message
 
     def __call__(self, *values: Any, threads: int | None = None) -> int:
         """Call it with the other arguments, in C's order.

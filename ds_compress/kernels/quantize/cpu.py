@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_compress.kernels import native
+from ds_compress.kernels import library, native
 from ds_compress.kernels.memory import copy_into, empty_template
 from ds_compress.kernels.native.function import FLAG, FLOATS, SIZE, WORD, Buffer, Function
 from ds_compress.kernels.quantize import gaussian, reference
@@ -100,7 +100,8 @@ def quantize(
     """See `reference.quantize`."""
     numel, size = groups.numel(), size or groups.shape[1]
     is_mean = grid.is_mean and dither is None  # the reference leaves the order of that sum to PyTorch
-    if is_mean or size > LARGEST_GROUP or not native.serves(numel):
+    # as `native.serves`, without its frame
+    if is_mean or size > LARGEST_GROUP or numel < native.LONG or library.load() is None:
         if numel <= BLOCK or dither is not None:
             return reference.quantize(groups, grid, dither, out, size)
         blocks = [reference.quantize(block, grid) for (block,) in _blocks(groups.reshape(-1, size))]
@@ -123,7 +124,7 @@ def dequantize(
 ) -> Tensor:
     """See `reference.dequantize`."""
     plan = _decode_plan(parts[0].shape, grid, dtype, shape)
-    if plan.is_supported and native.serves(plan.numel):
+    if plan.is_supported and plan.numel >= native.LONG and library.load() is not None:
         values = torch.empty_like(plan.template)
         plan.call(values, *parts)
     elif plan.numel <= BLOCK:
@@ -133,9 +134,6 @@ def dequantize(
         for block, *its_parts in _blocks(values.view(len(parts[0]), -1), *parts):
             block.copy_(reference.dequantize(its_parts, grid))
     return values if values.dtype is dtype else values.to(dtype)
-
-
-quantize_with_error = reference.with_error(quantize, dequantize)
 
 
 def empty_parts(n: int, size: int, grid: Grid) -> tuple[Tensor, ...]:

@@ -249,6 +249,21 @@ INLINED Grid load_grid(const Format& format, const void* steps, const void* offs
     return {step, format.symmetric ? step * (-format.top() / 2.0f) : load_scale(offsets, i, format.wide_scale), 0, 0};
 }
 
+// The arguments of exported functions that describe groups, in the order of FORMAT in cpu.py; and what they mean.
+// `diagonal` is not read if groups are not rotated, `levels` if the grid is uniform.
+#define FORMAT_PARAMETERS                                                                                            \
+    int64_t n, int64_t size, int64_t bits, int64_t symmetric, int64_t wide_scale, int64_t unrotated,                 \
+        const float* diagonal, int64_t uniform, const float* levels
+#define FORMAT_OF_ARGUMENTS ::format(size, bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels)
+
+// Calls f with `values` as bf16 or fp32.
+template <class Values, class F>
+inline void with_type(Values* values, int64_t bf16, const F& f) {
+    constexpr bool IS_CONST = std::is_const_v<Values>;
+    if (bf16) f(static_cast<std::conditional_t<IS_CONST, const uint16_t, uint16_t>*>(values));
+    else f(static_cast<std::conditional_t<IS_CONST, const float, float>*>(values));
+}
+
 #define FOR_SIZE(FUNCTION, ...)                          \
     switch (size) {                                      \
         case 32: return FUNCTION<32>(__VA_ARGS__);       \

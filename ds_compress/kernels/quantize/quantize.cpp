@@ -1,4 +1,4 @@
-// Group-wise quantization, as kernels/reference/groups.py specifies it: equal to the bit.
+// Group-wise quantization, bit-identical to reference.py.
 
 #include "group.h"
 #include "../native/calls.h"
@@ -16,7 +16,7 @@ void quantize(const In* x, Dither dither, int64_t n, int64_t size, Format format
         for (int i = 0; i < count; ++i, packed += size * format.bits / 8) {
             Group<SIZE>& group = batch.groups[i];
             const Grid grid = batch.grids[i];
-            fetch(x + (start + batch.GROUPS + i) * size, size);  // of the next batch, while this one is worked on
+            fetch(x + (start + batch.GROUPS + i) * size, size);  // the next batch, while this one is computed
             if (dither.on) group.dither_codes(grid, dither, (start + i) * Dither::words_of(size));
             if (dither.on || format.levels) pack<SIZE>(group.codes, size, format.bits, packed);
             else group.pack_codes(format, grid, packed);
@@ -49,26 +49,23 @@ void dequantize(const uint8_t* packed, const void* steps, const void* offsets, i
 
 extern "C" {
 
-// What the arguments may be is declared in quantize.py. `offsets` is not touched where the grid is symmetric, `diagonal`
-// where groups are not rotated, `levels` where the grid is uniform.
+// cpu.py declares what the arguments may be. `offsets` is not touched if the grid is symmetric.
 
-void quantize_groups(const void* x, int64_t bf16, int64_t dithered, int64_t first, int64_t second, int64_t n, int64_t size,
-                     int64_t bits, int64_t symmetric, int64_t wide_scale, int64_t unrotated, const float* diagonal,
-                     int64_t uniform, const float* levels, uint8_t* packed, void* steps, void* offsets) {
-    const Format form = format(size, bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
+void quantize_groups(const void* x, int64_t bf16, int64_t dithered, int64_t first, int64_t second, FORMAT_PARAMETERS,
+                     uint8_t* packed, void* steps, void* offsets) {
     const Dither dither = {dithered != 0, static_cast<uint32_t>(first), static_cast<uint32_t>(second)};
-    const uint16_t* halves = static_cast<const uint16_t*>(x);
-    const float* floats = static_cast<const float*>(x);
-    if (bf16) FOR_SIZE(quantize, halves, dither, n, size, form, packed, steps, offsets)
-    else FOR_SIZE(quantize, floats, dither, n, size, form, packed, steps, offsets)
+    const Format format = FORMAT_OF_ARGUMENTS;
+    with_type(x, bf16, [&](auto* values) {
+        FOR_SIZE(quantize, values, dither, n, size, format, packed, steps, offsets)
+    });
 }
 
-void dequantize_groups(void* y, int64_t bf16, int64_t n, int64_t size, int64_t bits, int64_t symmetric,
-                       int64_t wide_scale, int64_t unrotated, const float* diagonal, int64_t uniform,
-                       const float* levels, const uint8_t* packed, const void* steps, const void* offsets) {
-    const Format form = format(size, bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels);
-    if (bf16) FOR_SIZE(dequantize, packed, steps, offsets, n, size, form, static_cast<uint16_t*>(y))
-    else FOR_SIZE(dequantize, packed, steps, offsets, n, size, form, static_cast<float*>(y))
+void dequantize_groups(void* y, int64_t bf16, FORMAT_PARAMETERS, const uint8_t* packed, const void* steps,
+                       const void* offsets) {
+    const Format format = FORMAT_OF_ARGUMENTS;
+    with_type(y, bf16, [&](auto* values) {
+        FOR_SIZE(dequantize, packed, steps, offsets, n, size, format, values)
+    });
 }
 
 EXPORT_PARALLEL(quantize_groups)

@@ -1,7 +1,6 @@
 """Quantization of groups of values in PyTorch: the specification."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -68,29 +67,21 @@ def dequantize(
     return groups if shape is None else groups.view(shape)
 
 
-def with_error(quantize: Callable[..., Any], dequantize: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Return `quantize_with_error` made of these two functions of a backend."""
+def quantize_with_error(
+    groups: Tensor, residual: Tensor, factor: float, grid: Grid, out: tuple[Tensor, ...] | None = None
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Quantize groups + factor * residual, in the dtype of `groups`.
 
-    def quantize_with_error(
-        groups: Tensor, residual: Tensor, factor: float, grid: Grid, out: tuple[Tensor, ...] | None = None
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Quantize groups + factor * residual, in the dtype of `groups`.
+    Args:
+        groups: [n, G], float32 or bfloat16.
+        residual: fp32 [n, G], finite. Groups that are not finite are quantized without it.
+        factor: a number that fp32 can represent.
+        out: see `quantize`.
 
-        Args:
-            groups: [n, G], float32 or bfloat16.
-            residual: fp32 [n, G], finite. Groups that are not finite are quantized without it.
-            factor: a number that fp32 can represent.
-            out: see `quantize`.
-
-        Returns:
-            What `quantize` returns; and the part of the sum that is lost, fp32 [n, G], which is not finite
-            where the group is not.
-        """
-        total = groups.float() + residual * (rows_finite(groups).float() * factor)
-        parts = quantize(narrow(total, groups), grid, None, out)
-        return parts, total - dequantize(parts, grid, groups.dtype).float()
-
-    return quantize_with_error
-
-
-quantize_with_error = with_error(quantize, dequantize)
+    Returns:
+        What `quantize` returns; and the part of the sum that is lost, fp32 [n, G], which is not finite where
+        the group is not.
+    """
+    total = groups.float() + residual * (rows_finite(groups).float() * factor)
+    parts = quantize(narrow(total, groups), grid, None, out)
+    return parts, total - dequantize(parts, grid, groups.dtype).float()

@@ -63,7 +63,7 @@ def quantize(
 def quantize_with_error(
     groups: Tensor, residual: Tensor, factor: float, grid: Grid, out: tuple[Tensor, ...] | None = None
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """See `reference.with_error`."""
+    """See `reference.quantize_with_error`."""
     n, size = groups.shape
     if not n or size > MAX_GROUP:
         return reference.quantize_with_error(groups, residual, factor, grid, out)
@@ -144,10 +144,7 @@ def _shape(n: int, size: int, grid: Grid, itemsize: int) -> tuple[tuple[int], di
     shape: dict[str, Any] = {"ROWS": rows, "TILES": tiles, "WIDTH": size // tiles, "COLUMNS": columns}
     tables: dict[str, Any] = {"LEVELS": None, "BOUNDARIES": None}
     if grid.gaussian:
-        tables = {
-            "LEVELS": gaussian.levels(grid.bits),
-            "BOUNDARIES": gaussian.squared_boundaries(grid.bits),
-        }
+        tables = {"LEVELS": gaussian.levels(grid.bits), "BOUNDARIES": gaussian.squared_boundaries(grid.bits)}
     shape |= {"BITS": grid.bits, "TOP": grid.top, **tables}
     return (triton.cdiv(n, rows),), shape
 

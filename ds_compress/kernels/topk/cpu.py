@@ -13,8 +13,7 @@ from ds_compress.kernels.feedback.cpu import is_finite
 from ds_compress.kernels.memory import empty_template, scratch
 from ds_compress.kernels.native.function import INTEGERS, NUMBER, SIZE, Buffer, Call, Function
 from ds_compress.kernels.topk import reference
-from ds_compress.kernels.topk.magnitudes import INFINITY, as_integers, first_look
-from ds_compress.kernels.topk.reference import Primitives, banded_indices, largest_indices, sampled_keys
+from ds_compress.kernels.topk.magnitudes import INFINITY, as_integers, first_look, keys, sample_plan
 
 __all__ = reference.__all__
 
@@ -171,7 +170,8 @@ def set_bits(indices: Tensor, numel: int) -> Tensor:
 def list_bits(packed: Tensor, numel: int, count: int) -> Tensor:
     """See `reference.list_bits`; 0 where fewer than `count` bits are set."""
     if not native.serves(numel):
-        return positions(unpack_bits(packed, numel), count)
+        mask = np.unpackbits(packed.numpy(), count=numel, bitorder="little")
+        return torch.from_numpy(np.flatnonzero(mask)[:count])
     call, template = _list_plan(numel, count)
     found = torch.empty_like(template)
     call(packed.contiguous(), found)
@@ -206,30 +206,16 @@ def scatter(values: Tensor, entries: Tensor, shape: tuple[int, ...]) -> Tensor:
     return reference.scatter(values, entries, shape)
 
 
-def positions(mask: Tensor, count: int) -> Tensor:
-    """See `reference.positions`."""
-    return torch.from_numpy(np.flatnonzero(mask.numpy())[:count])
-
-
-def kth_largest(size: Tensor, k: int) -> Tensor:
-    """See `reference.kth_largest`."""
-    place = size.shape[1] - k
-    return torch.from_numpy(np.partition(size.numpy(), place, axis=1)[:, place : place + 1])
-
-
 def count_true(mask: Tensor) -> Tensor:
     """See `reference.count_true`; PyTorch counts along a dimension ten times slower."""
     counts = [[np.count_nonzero(row)] for row in mask.numpy()]
     return torch.tensor(counts, dtype=torch.int64, device="cpu").view(-1, 1)
 
 
-_PRIMITIVES = Primitives(kth_largest, count_true, positions)
-
-
 def select_largest(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """See `reference.select_largest`; as bits, with values."""
     if not native.serves(x.numel()):
-        return largest_indices(x, k, _PRIMITIVES), None
+        return reference.select_largest(x, k)
     plan = _largest_plan(x.dtype, *x.shape, k)
     packed = torch.empty_like(plan.packed)
     values = torch.empty_like(plan.values) if values is None else values
@@ -240,12 +226,16 @@ def select_largest(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Ten
 def select_banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> tuple[Tensor, Tensor | None]:
     """See `reference.select_banded`."""
     chosen = _between_first_bounds(x, bounds, k) if native.serves(x.numel()) else None
-    return banded_indices(x, bounds, k, _PRIMITIVES) if chosen is None else chosen, None
+    return reference.select_banded(x, bounds, k) if chosen is None else (chosen, None)
 
 
 def sample_bounds(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """See `reference.sample_bounds`."""
-    return sampled_keys(x, k, _PRIMITIVES)
+    """See `reference.sample_bounds`; numpy ranks faster than PyTorch."""
+    stride, *ranks = sample_plan(x.shape[1], k)
+    places = [len(range(0, x.shape[1], stride)) - rank for rank in ranks]
+    ranked = np.partition(keys(x[:, ::stride]).numpy(), places, axis=1)
+    high, low = (torch.from_numpy(ranked[:, place : place + 1]) for place in places)
+    return high, low
 
 
 def _between_first_bounds(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Tensor | None:
@@ -259,15 +249,15 @@ def _between_first_bounds(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -
     if any((lower > upper).any() for lower, upper in pairwise(levels)):
         return None
     bits, (low, high) = as_integers(x), (level.contiguous() for level in levels[:2])
-    found, keys = scratch("found", (rows * d,), torch.int64), scratch("keys", (rows * d,), bits.dtype)
+    found, its_keys = scratch("found", (rows * d,), torch.int64), scratch("keys", (rows * d,), bits.dtype)
     counts = torch.empty(rows, dtype=torch.int64, device="cpu")
     total = _reaching[bits.dtype](
-        x=bits, rows=rows, d=d, bounds=low, infinity=infinity, found=found, keys=keys, counts=counts
+        x=bits, rows=rows, d=d, bounds=low, infinity=infinity, found=found, keys=its_keys, counts=counts
     )
     chosen = torch.empty(rows * k, dtype=torch.int64, device="cpu")
     is_found = _pick[bits.dtype](
         found=found[:total],
-        keys=keys[:total],
+        keys=its_keys[:total],
         total=total,
         rows=rows,
         counts=counts,

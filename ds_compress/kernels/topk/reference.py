@@ -4,9 +4,6 @@ A set of entries of a flat tensor is stored as int64 indices or as bits: bit j o
 i + j, and unused bits are zero. `entries` is one of the two. Magnitudes are compared by their `keys`.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -105,17 +102,6 @@ def count_true(mask: Tensor) -> Tensor:
     return mask.count_nonzero(1).unsqueeze(1)
 
 
-class Primitives(NamedTuple):
-    """Functions of a backend that selections are made of."""
-
-    kth_largest: Callable[[Tensor, int], Tensor]
-    count_true: Callable[[Tensor], Tensor]
-    positions: Callable[[Tensor, int], Tensor]
-
-
-_PRIMITIVES = Primitives(kth_largest, count_true, positions)
-
-
 def select_largest(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Select the k entries of each row of `x` [rows, d] with the largest keys; of equal keys the lowest
     index.
@@ -127,7 +113,9 @@ def select_largest(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Ten
     Returns:
         The entries, ascending; and their values if the backend made them.
     """
-    return largest_indices(x, k, _PRIMITIVES), None
+    # `torch.topk` does not specify which of equal entries it returns: only the k-th value is taken from it
+    size = keys(x)
+    return _filled(size, kth_largest(size, k), k, spread=False), None
 
 
 def select_banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> tuple[Tensor, Tensor | None]:
@@ -142,52 +130,33 @@ def select_banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> tuple[
     Returns:
         See `select_largest`.
     """
-    return banded_indices(x, bounds, k, _PRIMITIVES), None
-
-
-def sample_bounds(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return two keys [rows, 1], the higher one first, that almost surely bracket the k-th largest of each
-    row of `x` [rows, d]: order statistics of a sample (see `sample_plan`)."""
-    return sampled_keys(x, k, _PRIMITIVES)
-
-
-def largest_indices(x: Tensor, k: int, use: Primitives) -> Tensor:
-    """Return the indices for `select_largest`.
-
-    `torch.topk` does not specify which of equal entries it returns, so only the k-th value is taken from it.
-    """
-    size = keys(x)
-    return _filled(size, use.kth_largest(size, k), k, False, use)
-
-
-def banded_indices(x: Tensor, bounds: tuple[Tensor | int, ...], k: int, use: Primitives) -> Tensor:
-    """Return the indices for `select_banded`."""
     size = keys(x)
     level = torch.zeros_like(size, dtype=torch.int8)
     cut = level.new_zeros(size.shape[0], 1)
     for bound in bounds:
         reached = size >= bound
         level += reached
-        cut += use.count_true(reached) >= k
-    return _filled(level, cut, k, True, use)
+        cut += count_true(reached) >= k
+    return _filled(level, cut, k, spread=True), None
 
 
-def sampled_keys(x: Tensor, k: int, use: Primitives) -> tuple[Tensor, Tensor]:
-    """Return the keys for `sample_bounds`."""
+def sample_bounds(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return two keys [rows, 1], the higher one first, that almost surely bracket the k-th largest of each
+    row of `x` [rows, d]: order statistics of a sample (see `sample_plan`)."""
     stride, high, low = sample_plan(x.shape[1], k)
     sample = keys(x[:, ::stride])
-    return use.kth_largest(sample, high), use.kth_largest(sample, low)
+    return kth_largest(sample, high), kth_largest(sample, low)
 
 
-def _filled(size: Tensor, cut: Tensor, k: int, spread: bool, use: Primitives) -> Tensor:
+def _filled(size: Tensor, cut: Tensor, k: int, spread: bool) -> Tensor:
     """Return the indices of all entries above `cut` [rows, 1], at most k, and of as many equal to it as make
     k: the first ones, or evenly spaced ones."""
     above, tied = size > cut, size == cut
-    left = k - use.count_true(above)
+    left = k - count_true(above)
     rank = tied.cumsum(1, dtype=torch.int64 if spread else torch.int32)
     if spread:
         equal = rank[:, -1:].clamp(min=1)
         tied &= rank * left // equal > (rank - 1) * left // equal
     else:
         tied &= rank <= left
-    return use.positions((above | tied).flatten(), size.shape[0] * k)
+    return positions((above | tied).flatten(), size.shape[0] * k)
