@@ -78,7 +78,7 @@ class EntropyBase(Codec):
 class Entropy(EntropyBase):
     """One uniform step for the whole tensor, entropy coded: the finest one that fits in `bits` per value.
 
-    The size is constant, the error varies. `ds_compress.kernels.entropy` draws the packet.
+    The size is constant, the error varies. `ds_compress.kernels.entropy.format` draws the packet.
     """
 
     examples = (
@@ -131,7 +131,7 @@ class Entropy(EntropyBase):
 class SortedContexts(EntropyBase):
     """With "contexts": runs or columns in four classes by falling magnitude, each with its own table.
 
-    See `kernels.units`.
+    See `kernels.entropy.format`.
     """
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:

@@ -37,7 +37,7 @@ def separate(tiles: Tensor, high: int) -> tuple[Tensor, Tensor, Tensor]:
     """The map, and the `high` tiles of highest entropy and the others, both in the order they have in
     `tiles`, [n, G].
 
-    The map is uint8 [map_size(n)]: 1 for a high tile, packed as in `kernels.bits`.
+    The map is uint8 [map_size(n)]: 1 for a high tile, packed as in `kernels.quantize.bits`.
     """
     ranked = _entropy(tiles).argsort(descending=True, stable=True)
     is_high = torch.zeros(tiles.shape[0], dtype=torch.uint8, device=tiles.device)

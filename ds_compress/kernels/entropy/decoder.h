@@ -1,5 +1,5 @@
-// Decoding as kernels/reference/entropy.py specifies it, of any bytes, to the q of each value: nothing beside them is
-// read.
+// Decoding, bit-identical to reference.py: code to the q of each value, then to values in their places. Nothing outside the
+// code is read, whatever it holds.
 
 #pragma once
 

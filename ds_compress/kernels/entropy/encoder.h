@@ -1,4 +1,4 @@
-// Encoding as kernels/reference/entropy.py specifies it: equal to the bit.
+// Encoding, bit-identical to reference.py: the search for a step, then the code.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// The numbers of kernels/entropy.py.
+// The numbers of format.py, the frame of a code, and the histogram of keys: bins of the logarithm of magnitudes.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// SortedBlocks in the order of their classes, by kernels/units.py: how values are taken from a tensor in it, and put back.
+// Units in the order of their classes (see format.py): how values are taken from a tensor in that order, and put back.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// The bytes of numbers, sorted by their place, as kernels/reference/planes.py specifies it.
+// Byte shuffle, bit-identical to reference.py.
 
 #include "../native/calls.h"
 

@@ -1,4 +1,4 @@
-// Codes of 1 to 8 bits, packed as kernels/bits.py draws it. SIZE is that of the group, or 0 where it is known at run
+// Codes of 1 to 8 bits, packed as bits.py draws it. SIZE is that of the group, or 0 where it is known at run
 // time only.
 
 #pragma once

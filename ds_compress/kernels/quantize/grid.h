@@ -66,7 +66,7 @@ struct Grids {
     }
 
 private:
-    // A step's inverse is finite, and of no step 1: see `_step` in kernels/affine.py.
+    // A step's inverse is finite, and of no step 1: see `_step` in grid.py.
     void make(Floats step, int i) {
         constexpr float smallest = 0x1p-126f;
         step = step > 0.0f ? larger(step, Floats{} + smallest) : step;

@@ -1,6 +1,6 @@
-// A group of values and its grid, as kernels/reference/groups.py specifies them: equal to the bit.
-//
-// A group is read once, and everything else happens in the first-level cache.
+// A group of values and its grid, bit-identical to reference.py. A group is read once; everything else happens in the
+// first-level cache. A batch makes the grids of several groups together: a step is one division, for which no group waits
+// alone.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// The rotation of kernels/hadamard.py: signs, and butterflies, nearest values first.
+// The rotation of hadamard.py: signs, then butterflies, nearest values first.
 
 #pragma once
 

@@ -68,7 +68,7 @@ def load_piece(
 
 @triton.jit
 def rotate(values, diagonal, ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr):
-    """See `kernels.hadamard`: signs, then butterflies within tiles, then between them."""
+    """See `hadamard`: signs, then butterflies within tiles, then between them."""
     return _transformed(_signed(values, diagonal, TILES, COLUMNS), ROWS, TILES, COLUMNS)
 
 
@@ -80,7 +80,7 @@ def rotate_back(values, diagonal, ROWS: tl.constexpr, TILES: tl.constexpr, COLUM
 
 @triton.jit
 def tree_sum(values, ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sum of each row, [ROWS]: halves are added until one value is left, see `kernels.gaussian`."""
+    """The sum of each row, [ROWS]: halves are added until one value is left, see `gaussian`."""
     for i in tl.static_range(3):
         if (TILES >> (i + 1)) > 0:
             folded = ()

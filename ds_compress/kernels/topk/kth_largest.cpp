@@ -129,7 +129,7 @@ void select_largest(const Bits* x, int64_t rows, int64_t d, int64_t k, int64_t s
 
 extern "C" {
 
-// `space` is memory with anything in it, of whole words; what the arguments may be is declared in exact.py.
+// `space` is uninitialized memory of whole words; cpu.py declares what the arguments may be.
 #define SELECT_LARGEST(BITS)                                                                                                \
     void select_largest##BITS(const uint##BITS##_t* x, int64_t rows, int64_t d, int64_t, int64_t k, int64_t stride,         \
                      int64_t first, int64_t last, int64_t infinity, uint##BITS##_t* space, uint8_t* packed,        \
