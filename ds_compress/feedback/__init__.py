@@ -1,4 +1,4 @@
-"""State that travels with training, wrapped round a codec: one recipe per file."""
+"""Feedbacks: state that wraps a codec and lives as long as training; one feedback per file."""
 
 from ds_compress.feedback import ef, ef21, loco, mixed  # noqa: F401  (registers them)
 from ds_compress.feedback.aqsgd import aqsgd  # noqa: F401

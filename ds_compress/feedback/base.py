@@ -1,13 +1,12 @@
-"""Feedback: state that travels with training, wrapped round a codec.
+"""Feedback: state that wraps a codec and lives as long as training.
 
-A feedback is itself a codec that delegates to the one it wraps, so a channel treats both alike; what it
-remembers lives in `ctx.memory`, which the boundary keeps and checkpoints. In evaluation every feedback is the
-plain codec.
+A wrapped codec is itself a codec, so a channel treats both alike. Its state lives in `ctx.memory`, which the
+boundary keeps and checkpoints. In evaluation every feedback is the plain codec.
 
-Two rules hold for all of them. What the sender remembers follows from what the receiver decodes, computed by
-the receiver's own code. And what is not finite crosses visibly and leaves no trace: of a message, or of a
-group of its values where a codec does both in one pass (`FusesFeedback`). That is decided on the device, and
-where both sides keep state, from the decoded message, so both decide alike.
+Two rules hold for all feedbacks. The sender's state follows from what the receiver decodes, computed by the
+receiver's own code. And a message that is not finite arrives as such and does not change the state; with
+`FusesFeedback` the same holds for each group of values. The device decides that; where both sides have state,
+it decides from the decoded message, so both sides decide alike.
 """
 
 import math
@@ -25,26 +24,28 @@ from ds_compress.registry import Named, Registry
 
 
 class Feedback(Named, ABC):
-    """A recipe for wrapping a codec."""
+    """Options of a feedback, and the way it wraps a codec."""
 
     directions: ClassVar[tuple[str, ...]] = ("forward", "backward")  # it may be asked for
-    mirrors: ClassVar[bool] = False  # True: both sides keep the same state, and each makes it for itself
+    mirrors: ClassVar[bool] = False  # True: both sides keep the same state; each computes its own
 
     @property
     def sample_ids(self) -> SampleIds | None:
-        """Those it needs with every training message."""
+        """The sample ids that it needs with every training message, None for none."""
         return None
 
     def growth(self, stability: Stability) -> float:
-        """How many times as large as it was, at most, what is kept is after a message of zeros; from 1 up it
-        may grow for ever. 0: nothing that could."""
+        """Return the largest factor by which a message of zeros changes the norm of the state.
+
+        From 1 up the state may grow for ever. 0: there is no state that could grow.
+        """
         return 0.0
 
     def check_growth(self, codec: Codec) -> None:
-        """
+        """Refuse `codec` if the state beside it may grow for ever; codecs without `error_bound` pass.
+
         Raises:
-            CompressionError: what is kept beside `codec` may grow for ever; nothing is known of codecs that
-                declare no `error_bound`.
+            CompressionError: it may.
         """
         stability = codec.stability(TYPICAL)
         if 1 <= self.growth(stability) < math.inf:
@@ -54,18 +55,18 @@ class Feedback(Named, ABC):
             )
 
     damping_hint: ClassVar[str] = ""
-    """What else is allowed where it could grow."""
+    """What else an error about growth allows."""
 
     @abstractmethod
     def wrap(self, codec: Codec) -> Codec:
-        """`codec` with this feedback.
+        """Return `codec` with this feedback.
 
         Raises:
             CompressionError: the two cannot work together.
         """
 
     def prepare(self) -> None:
-        """Called on every rank before training: make what this machine has to have, a folder for instance.
+        """Make what this machine needs, such as a folder; every rank calls it before training.
 
         Raises:
             CompressionError: it cannot; the first words name the option.
@@ -78,7 +79,7 @@ register_feedback = FEEDBACKS.register
 
 @FEEDBACKS.register("none")
 class NoFeedback(Feedback):
-    """The codec as it is: what it loses is lost."""
+    """The plain codec: nothing makes up for its errors."""
 
     def wrap(self, codec: Codec) -> Codec:
         return codec
@@ -87,10 +88,12 @@ class NoFeedback(Feedback):
 def encode_and_decode(
     codec: Codec, x: Tensor, ctx: Context, out: Parts | None = None
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """What `codec` encodes `x` to, in `out` where there is some, and what the receiver will decode from it,
-    in x's dtype.
+    """Encode `x`, into `out` if that is given, and decode it as the receiver will.
 
-    The sender decodes in a context as the receiver has it: without what encoding leaves behind.
+    The sender decodes with the receiver's context: without the entries that encoding leaves in it.
+
+    Returns:
+        The payload, and what the receiver decodes in x's dtype.
     """
     receiver = replace(ctx, stash=dict(ctx.stash), memory=dict(ctx.memory))
     parts = codec.encode_into(x, ctx, out)
@@ -98,16 +101,15 @@ def encode_and_decode(
 
 
 class FeedbackCodec(Codec, CodecWrapper):
-    """A codec with a feedback round it: in evaluation, and where a method is not overridden, the codec
-    itself.
+    """A codec wrapped by a feedback; in evaluation, and in methods not overridden, the codec itself.
 
-    What the codec can do beyond that is found behind it, by `mixins.layers`.
+    `mixins.layers` finds the optional abilities of the codec inside.
     """
 
     def __init__(self, feedback: Feedback, codec: Codec):
         """
         Raises:
-            CompressionError: the sender cannot know what `codec` delivers.
+            CompressionError: the sender cannot know what `codec` decodes to.
         """
         super().__init__(codec.options)
         if isinstance(codec, VariableSizePayload):
@@ -147,9 +149,12 @@ class FeedbackCodec(Codec, CodecWrapper):
 
     @abstractmethod
     def encode_training(self, x: Tensor, ctx: Context, out: Parts | None) -> Parts:
-        """`encode` of a training message, which may read and replace entries of `ctx.memory`. `out`: see
-        `Codec.supports_out`."""
+        """Encode a training message; may read and replace entries of `ctx.memory`.
+
+        Args:
+            out: see `Codec.supports_out`.
+        """
 
     def decode_training(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
-        """`decode` of a training message; overridden where the receiver has state too."""
+        """Decode a training message; overridden if the receiver has state too."""
         return self.codec.decode(parts, spec, ctx)

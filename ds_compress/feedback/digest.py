@@ -1,4 +1,4 @@
-"""Hashes of what boundaries remember: to see damage, and whether both sides still have the same."""
+"""Hashes of the state of boundaries, to find damage and differences between the two sides."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -12,14 +12,13 @@ WINDOW = 1 << 26
 
 
 def absorb(update: Callable[[bytes | memoryview], None], name: str, value: Tensor) -> None:
-    """Add a tensor to the hash that `update` feeds: its name, shape, dtype and bytes."""
+    """Add the name, shape, dtype and bytes of a tensor to the hash that `update` feeds."""
     update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
     update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def mirror_digest(memories: Mapping[int, Mapping[str, Tensor]]) -> int:
-    """64-bit hash of all that both sides of a boundary should have alike, from its memory by tensor
-    position."""
+    """Return a 64-bit hash of the mirrored state in a boundary's memory, by tensor position."""
     digest = hashlib.blake2b(digest_size=8)
     for position, memory in sorted(memories.items()):
         for key in sorted(memory):
@@ -29,11 +28,11 @@ def mirror_digest(memories: Mapping[int, Mapping[str, Tensor]]) -> int:
 
 
 def window_digest(memories: Mapping[int, Mapping[str, Tensor]], direction: str, turn: int) -> int:
-    """64-bit hash of what both sides have alike in `direction`: all of it up to `WINDOW` bytes, else that
-    many of them, others at each `turn`, so that all is seen in so many turns.
+    """Return a 64-bit hash of `WINDOW` bytes of the mirrored state of `direction`.
 
-    Of the rest, which may be the rows of a whole data set, only number and size are looked at. Both sides
-    come upon their entries in the same order: that in which messages made them.
+    Each `turn` reads the next window, so all state is read in some turns. Of the state outside the window,
+    which may be the buffers of a whole data set, only number and size are hashed. Both sides have their
+    entries in the same order: that of the messages that made them.
     """
     mirrored = [
         (position, key, value)

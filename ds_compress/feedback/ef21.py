@@ -7,7 +7,7 @@ from torch import Tensor
 from ds_compress.codec import Codec, Context, Parts, Stability, TensorSpec
 from ds_compress.codecs.mixins import FusesFeedback, ObservesWarmup
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
-from ds_compress.feedback.state import KeepsState, State, StateOptions
+from ds_compress.feedback.state import State, StatefulFeedback, StateOptions
 from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.numerics import as_divisor, is_finite, wide
 
@@ -24,19 +24,21 @@ class EF21(Feedback):
 
     class Options(StateOptions):
         dtype: Literal["fp32", "bf16"] = "fp32"
-        """How A is kept."""
+        """Dtype of the stored A."""
 
     def growth(self, stability: Stability) -> float:
-        # what a projection never sends stays as it is
+        # the part that a projection never sends stays constant
         return stability.constant if stability.constant > 1 else 0.0
 
     def wrap(self, codec: Codec) -> Codec:
         return EF21Codec(self, codec)
 
 
-class EF21Codec(FeedbackCodec, KeepsState, ObservesWarmup):
-    """Both sides hold A in units that the loss scale does not change, and add the same decoded message to it;
-    a state that is not finite, as the message was not, is not kept."""
+class EF21Codec(FeedbackCodec, StatefulFeedback, ObservesWarmup):
+    """Adds the same decoded message to A on both sides; A is stored with the loss scale taken out.
+
+    A message that is not finite leaves A as it was.
+    """
 
     def __init__(self, feedback: Feedback, codec: Codec):
         super().__init__(feedback, codec)
@@ -46,7 +48,7 @@ class EF21Codec(FeedbackCodec, KeepsState, ObservesWarmup):
     def encode_training(self, x: Tensor, ctx: Context, out: Parts | None) -> Parts:
         spec = TensorSpec.of(x)
         if self._fused is not None:
-            (held,) = self.state.own(ctx, spec)
+            (held,) = self.state.stored_for_writing(ctx, spec)
             found = self._fused.encode_change(x, held, ctx, out)
             if found is not None:
                 parts, new = found
@@ -60,7 +62,7 @@ class EF21Codec(FeedbackCodec, KeepsState, ObservesWarmup):
 
     def decode_training(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         if self._fused is not None:
-            (held,) = self.state.own(ctx, spec)
+            (held,) = self.state.stored_for_writing(ctx, spec)
             found = self._fused.decode_change(parts, held, spec, ctx)
             if found is not None:
                 arrived, new = found

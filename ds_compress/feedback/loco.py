@@ -16,20 +16,20 @@ from ds_compress.registry import Steps
 class LoCo(Feedback):
     """Damped error feedback: m = C(x + e), then e = beta e + (1 - beta) (x + e - m), kept in 8 bits.
 
-    Xie et al., arXiv 2407.04480, with beta and the 8-bit store as DeepSpeed's ZeRO++ has them. e estimates
-    the usual error of a message instead of carrying all of it, so it stays bounded where messages have little
-    in common.
+    Xie et al., arXiv 2407.04480, with beta and the 8-bit store of DeepSpeed's ZeRO++. e estimates the usual
+    error of a message instead of accumulating all of it, so it stays bounded if messages have little in
+    common.
     """
 
     class Options(StateOptions):
         beta: float = Field(0.8, ge=0, lt=1)
-        """How much of the old residual stays."""
+        """Weight of the old residual in the next one."""
 
         reset_every: Steps = 1024
         """Start from zero again every so many optimizer steps; 0: never."""
 
         dtype: Literal["fp32", "bf16", "int8"] = "int8"
-        """How the residual is kept; int8 has a scale for each 128 values."""
+        """Dtype of the stored residual; int8 has a scale for each 128 values."""
 
     def growth(self, stability: Stability) -> float:
         return self.options.beta + (1 - self.options.beta) * stability.constant
@@ -39,7 +39,7 @@ class LoCo(Feedback):
 
 
 class LoCoCodec(ErrorFeedbackCodec):
-    """EF with another update, and a reset that every rank finds in the step number."""
+    """Updates the residual with `beta`, and resets it at step numbers that all ranks know."""
 
     def residual(self, ctx: Context, spec: TensorSpec) -> tuple[Tensor, ...]:
         options = self.feedback.options
@@ -48,6 +48,6 @@ class LoCoCodec(ErrorFeedbackCodec):
         return self.state.zeros(spec) if due and first else super().residual(ctx, spec)
 
     @property
-    def shares(self) -> tuple[float, float]:
+    def weights(self) -> tuple[float, float]:
         beta = self.feedback.options.beta
         return beta, 1 - beta

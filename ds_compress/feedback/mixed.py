@@ -1,4 +1,4 @@
-"""EF-mixed: one part of the message for the input, one for what earlier messages lost."""
+"""EF-mixed: sends the input and the residual as two parts of a message."""
 
 from dataclasses import replace
 
@@ -11,15 +11,14 @@ from ds_compress.codecs.mixins import ReusesForwardIndices, Selects
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.ef import ErrorFeedbackOptions
-from ds_compress.feedback.state import KeepsState, State
+from ds_compress.feedback.state import State, StatefulFeedback
 from ds_compress.kernels.numerics import as_divisor, is_finite, narrow, wide
 from ds_compress.kernels.topk.selection import Selection
 
 
 @FEEDBACKS.register("ef_mixed")
 class MixedErrorFeedback(Feedback):
-    """Input and residual compressed apart: m = C'(x) + C''(e), then e = e + x - m; C' and C'' share the
-    density.
+    """Input and residual compressed apart: m = C'(x) + C''(e), then e = e + x - m, in one density.
 
     Our reading of "EF-mixed" in Rudakov et al., arXiv 2401.07788, whose code does not contain it. A codec
     without a density stands for both C' and C'', at twice the bytes. Entries that both parts send are added.
@@ -44,25 +43,25 @@ class MixedErrorFeedback(Feedback):
         return (SelectingMixedCodec if selects else MixedErrorFeedbackCodec)(self, codec)
 
 
-class MixedErrorFeedbackCodec(FeedbackCodec, KeepsState):
-    """The payload is that of C' followed by that of C''."""
+class MixedErrorFeedbackCodec(FeedbackCodec, StatefulFeedback):
+    """Sends the payload of C' followed by that of C''."""
 
     def __init__(self, feedback: Feedback, codec: Codec):
         super().__init__(feedback, codec)
         options = feedback.options
         self.state = State(feedback.name, "sender", options, options.dtype)
-        self.shares = _share(codec, options.split), _share(codec, 1 - options.split)
+        self.parts = _with_density(codec, options.split), _with_density(codec, 1 - options.split)
 
     def layout(self, spec: TensorSpec) -> Layout:
-        return sum((share.layout(spec) for share in self.shares), ())
+        return sum((part.layout(spec) for part in self.parts), ())
 
     def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
         if ctx.training:
             return self.encode_training(x, ctx, out)
         contexts, places = _contexts(ctx), self._places(x, out)
-        first, sent = encode_and_decode(self.shares[0], x, contexts[0], places[0])
+        first, sent = encode_and_decode(self.parts[0], x, contexts[0], places[0])
         rest = narrow(x.to(wide(x.dtype)) - sent, x)
-        return first + self.shares[1].encode_into(rest, contexts[1], places[1])
+        return first + self.parts[1].encode_into(rest, contexts[1], places[1])
 
     def encode_training(self, x: Tensor, ctx: Context, out: Parts | None) -> Parts:
         spec, places = TensorSpec.of(x), self._places(x, out)
@@ -70,58 +69,57 @@ class MixedErrorFeedbackCodec(FeedbackCodec, KeepsState):
         finite = is_finite(x)
         residual = torch.where(finite, old * ctx.loss_scale, 0.0)
         contexts = _contexts(ctx)
-        first, sent = encode_and_decode(self.shares[0], x, contexts[0], places[0])
-        second, resent = encode_and_decode(self.shares[1], narrow(residual, x), contexts[1], places[1])
+        first, sent = encode_and_decode(self.parts[0], x, contexts[0], places[0])
+        second, resent = encode_and_decode(self.parts[1], narrow(residual, x), contexts[1], places[1])
         _merge_selections(ctx, contexts)
         new = (x.to(old.dtype) + residual - _sum(sent, resent)) / as_divisor(ctx.loss_scale, old)
         self.state.save(ctx, spec, new, finite & is_finite(new))
         return first + second
 
     def _places(self, x: Tensor, out: Parts | None) -> list[Parts | None]:
-        """Of the memory for a message of `x` that of either part."""
-        split = len(self.shares[0].layout(TensorSpec.of(x)))
+        """Split the memory for a message of `x` into that of its two parts."""
+        split = len(self.parts[0].layout(TensorSpec.of(x)))
         return [out and out[:split], out and out[split:]]
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         contexts = _contexts(ctx)
-        split = len(self.shares[0].layout(spec))
-        sent = self.shares[0].decode(parts[:split], spec, contexts[0])
-        resent = self.shares[1].decode(parts[split:], spec, contexts[1])
+        split = len(self.parts[0].layout(spec))
+        sent = self.parts[0].decode(parts[:split], spec, contexts[0])
+        resent = self.parts[1].decode(parts[split:], spec, contexts[1])
         _merge_selections(ctx, contexts)
         return _sum(sent, resent)
 
 
 class SelectingMixedCodec(MixedErrorFeedbackCodec, Selects):
-    """The same where the codec selects: what is kept are the entries of both parts."""
+    """The same for a codec that selects entries: those of both parts are kept."""
 
     def kept(self, spec: TensorSpec) -> int:
-        return sum(share.kept(spec) for share in self._selecting)
+        return sum(part.kept(spec) for part in self._selecting)
 
     def gain(self, spec: TensorSpec) -> Tensor | None:
-        gains = [gain for share in self._selecting if (gain := share.gain(spec)) is not None]
+        gains = [gain for part in self._selecting if (gain := part.gain(spec)) is not None]
         return torch.cat(gains) if gains else None
 
     @property
     def _selecting(self) -> list[Selects]:
-        return [share for share in self.shares if isinstance(share, Selects)]
+        return [part for part in self.parts if isinstance(part, Selects)]
 
 
-def _share(codec: Codec, fraction: float) -> Codec:
-    """`codec` with that fraction of its density; itself where it has none."""
+def _with_density(codec: Codec, fraction: float) -> Codec:
+    """Return `codec` with `fraction` of its density, or `codec` itself if it has none."""
     if not hasattr(codec.options, "density"):
         return codec
     return type(codec)(codec.options.model_copy(update={"density": fraction * codec.options.density}))
 
 
 def _contexts(ctx: Context) -> tuple[Context, Context]:
-    """One for each part, with stashes of their own; and with seeds, so that both do not draw the same
-    entries."""
+    """Return a context for each part, with a stash and a seed of its own: the parts draw other entries."""
     # codecs that draw twice use the seed and the one after it
     return replace(ctx, stash=dict(ctx.stash)), replace(ctx, stash=dict(ctx.stash), seed=ctx.seed + 2)
 
 
 def _merge_selections(ctx: Context, contexts: tuple[Context, Context]) -> None:
-    """Leave the entries of both parts for the backward message; one that is in both stands there twice."""
+    """Store the entries of both parts for the backward message; an entry of both is there twice."""
     selections = [each.selection for each in contexts if each.selection is not None]
     if selections:
         ctx.selection = Selection.joined(selections)

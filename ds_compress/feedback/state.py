@@ -1,4 +1,4 @@
-"""A buffer of a feedback: one entry of `ctx.memory` for each boundary, direction and tensor position.
+"""The state of a feedback: one entry of `ctx.memory` for each boundary, direction and tensor position.
 
     key                                        entry
     forward/sender/ef                          residual of all micro-batches
@@ -6,7 +6,7 @@
     backward/sender/loco/4x128x64.codes        on_new_shape "keep": of messages of this shape; int8 values
     backward/sender/loco/4x128x64.scales       and their scales
 
-"sender" is known to the sender alone; "mirror" is kept by both sides and equal on both, bit by bit.
+Only the sender has "sender" entries. Both sides have "mirror" entries, bit-identical.
 """
 
 import logging
@@ -38,50 +38,55 @@ class StateOptions(Options):
 
 
 class State:
-    """Reads and replaces one buffer. Values are fp32, or float64 for float64 messages, whatever the store
-    holds."""
+    """Reads and replaces one buffer.
+
+    Its values are fp32, or float64 for float64 messages, whatever dtype it is stored in.
+    """
 
     def __init__(self, name: str, role: Role, options: StateOptions, dtype: Literal["fp32", "bf16", "int8"]):
-        """`dtype`: of the store; fp32 means float64 for float64 messages."""
+        """
+        Args:
+            name: of the feedback.
+            dtype: in which the buffer is stored; fp32 means float64 for float64 messages.
+        """
         self.name = name
         self.role = role
         self.options = options
         self.dtype = dtype
-        self._said = False
+        self._warned = False
 
     def load(self, ctx: Context, spec: TensorSpec) -> Tensor:
-        """The buffer for messages of `spec`: zeros until something was saved."""
+        """Return the buffer for messages of `spec`: zeros until something was saved."""
         return self.values(self.stored(ctx, spec), spec)
 
     def save(self, ctx: Context, spec: TensorSpec, value: Tensor, finite: Tensor) -> None:
-        """Make `value` the buffer where `finite` (bool, one element on the device) is true, else leave the
-        old one."""
-        self.replace(ctx, spec, self.kept(value, spec), finite)
+        """Store `value` if `finite` (bool, one element on the device) is true, else keep the old buffer."""
+        self.replace(ctx, spec, self.to_stored(value, spec), finite)
 
-    def replace(self, ctx: Context, spec: TensorSpec, kept: tuple[Tensor, ...], finite: Tensor) -> None:
-        """The same of what `kept` made of a value, which bf16 may not hold."""
+    def replace(self, ctx: Context, spec: TensorSpec, new: tuple[Tensor, ...], finite: Tensor) -> None:
+        """Store what `to_stored` returned if `finite` is true and it is within the range of bf16."""
         if self.dtype == "bf16":
-            finite = finite & kernels(finite.device).is_finite(kept[0])
+            finite = finite & kernels(finite.device).is_finite(new[0])
         choose = kernels(finite.device).choose
-        self.put(ctx, spec, tuple(choose(finite, *both) for both in zip(kept, self.stored(ctx, spec))))
+        self.put(ctx, spec, tuple(choose(finite, *both) for both in zip(new, self.stored(ctx, spec))))
 
-    def put(self, ctx: Context, spec: TensorSpec, kept: tuple[Tensor, ...]) -> None:
-        """Make `kept` the buffer as it is stored."""
-        for key, entry in zip(self._keys(ctx, spec), kept):
+    def put(self, ctx: Context, spec: TensorSpec, new: tuple[Tensor, ...]) -> None:
+        """Store `new`, which `to_stored` returned."""
+        for key, entry in zip(self._keys(ctx, spec), new):
             ctx.memory[key] = entry
 
     def values(self, stored: tuple[Tensor, ...], spec: TensorSpec) -> Tensor:
-        """What `stored` holds."""
+        """Return the values of `stored`."""
         return (int8_decode(*stored) if len(stored) == 2 else stored[0]).to(wide(spec.dtype))
 
-    def kept(self, value: Tensor, spec: TensorSpec) -> tuple[Tensor, ...]:
-        """`value` as it is stored."""
+    def to_stored(self, value: Tensor, spec: TensorSpec) -> tuple[Tensor, ...]:
+        """Return `value` as it is stored."""
         if self.dtype == "int8":
             return int8_encode(value)
         return (value.to(torch.bfloat16 if self.dtype == "bf16" else wide(spec.dtype)),)
 
     def check(self, memory: Mapping[str, Tensor]) -> None:
-        """Look at the entries of one direction, just read from a checkpoint; see `Stateful.check_memory`."""
+        """Check the entries of one direction, just read from a checkpoint; see `Stateful.check_memory`."""
         for key, value in memory.items():
             stem = key.partition(".")[0]
             if stem.split("/")[1:3] != [self.role, self.name]:
@@ -104,13 +109,13 @@ class State:
         return [f"{key}.codes", f"{key}.scales"] if self.dtype == "int8" else [key]
 
     def stored(self, ctx: Context, spec: TensorSpec) -> tuple[Tensor, ...]:
-        """The buffer as it is kept: one tensor, or int8 codes and their scales."""
+        """Return the buffer as it is stored: one tensor, or int8 codes and their scales."""
         keys = self._keys(ctx, spec)
         found = [ctx.memory[key] for key in keys if key in ctx.memory]
         if found and found[0].shape == spec.shape:
             return tuple(entry.to(spec.device) for entry in found)
-        if found and not self._said:
-            self._said = True
+        if found and not self._warned:
+            self._warned = True
             log.warning(
                 "%s: boundary %d, %s, tensor %d: messages of shape %s instead of %s; its state "
                 "starts from zero, here and at every later change",
@@ -123,16 +128,17 @@ class State:
             )
         return self.zeros(spec)
 
-    def own(self, ctx: Context, spec: TensorSpec) -> tuple[Tensor, ...]:
-        """The same to be written to: a copy where somebody else holds one of its tensors, too, as a copy of
-        the memory does."""
+    def stored_for_writing(self, ctx: Context, spec: TensorSpec) -> tuple[Tensor, ...]:
+        """Return the stored buffer to overwrite: a copy if a copy of the memory refers to its tensors too."""
         memory = ctx.memory
-        shared = any(_holders(memory, key) > _ALONE for key in self._keys(ctx, spec) if key in memory)
+        shared = any(
+            _references(memory, key) > _ONE_REFERENCE for key in self._keys(ctx, spec) if key in memory
+        )
         stored = self.stored(ctx, spec)
         return tuple(map(torch.clone, stored)) if shared else stored
 
     def zeros(self, spec: TensorSpec) -> tuple[Tensor, ...]:
-        """What is kept before anything was saved."""
+        """Return the buffer before anything was saved."""
         if self.dtype == "int8":
             groups = -(-spec.numel // GROUP)
             return (
@@ -143,16 +149,16 @@ class State:
         return (torch.zeros(spec.shape, dtype=dtype, device=spec.device),)
 
 
-def _holders(memory: Mapping[str, object], key: str) -> int:
-    """How many hold the entry: `_ALONE` if it is but `memory`."""
+def _references(memory: Mapping[str, object], key: str) -> int:
+    """Count references to the entry: `_ONE_REFERENCE` if only `memory` has one."""
     return sys.getrefcount(memory[key])
 
 
-_ALONE = _holders({"": object()}, "")
+_ONE_REFERENCE = _references({"": object()}, "")
 
 
-class KeepsState(Stateful):
-    """A feedback whose entries in the memory are those of one state."""
+class StatefulFeedback(Stateful):
+    """A feedback whose entries in the memory are those of one `State`."""
 
     state: State
 
@@ -161,7 +167,7 @@ class KeepsState(Stateful):
 
 
 def residuals(memory: Mapping[str, Tensor], direction: str) -> Iterator[Tensor]:
-    """What the sender holds back in `direction`: the values of every buffer that it alone knows."""
+    """Yield the residuals of `direction`: the values of every buffer that only the sender has."""
     for key, entry in memory.items():
         if key.startswith(f"{direction}/sender/") and not key.endswith(".scales"):
             buffer = key.removesuffix(".codes")
@@ -169,10 +175,10 @@ def residuals(memory: Mapping[str, Tensor], direction: str) -> Iterator[Tensor]:
 
 
 def int8_encode(value: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 codes of value's shape, and one fp32 scale for each group of values in their order."""
+    """Return int8 codes of value's shape, and an fp32 scale for each group of successive values."""
     return kernels(value.device).encode_int8(value)
 
 
 def int8_decode(codes: Tensor, scales: Tensor) -> Tensor:
-    """fp32 values of what `int8_encode` gave."""
+    """Return the fp32 values of what `int8_encode` returned."""
     return kernels(codes.device).decode_int8(codes, scales)

@@ -161,7 +161,7 @@ def test_an_order_that_is_none_is_refused(order):
     ],
 )
 def test_samples_that_never_return_are_said_once(options, advice, monkeypatch, caplog):
-    monkeypatch.setattr(sample_codec, "STRANGE", 3)
+    monkeypatch.setattr(sample_codec, "NO_HITS", 3)
     caplog.set_level(logging.WARNING, "ds_compress")
     strange, calm = (AQPair(topk(0.25), {"name": "aqsgd", **options}) for _ in range(2))
     for number in range(9):

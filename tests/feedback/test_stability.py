@@ -96,7 +96,7 @@ def test_what_is_kept_stays_below_its_bound(choice, messages, feedback):
     pair, spec = Pair(choice, feedback), TensorSpec((3, 17), torch.float32)
     declared = pair.codec.codec.stability(spec)
     if name == "ef_mixed":
-        declared = pair.codec.shares[1].stability(spec)
+        declared = pair.codec.parts[1].stability(spec)
     generator = torch.Generator().manual_seed(0)
     common, kept = torch.randn(spec.shape, generator=generator), 0.0
     stream = common + torch.randn(64, *spec.shape, generator=generator)

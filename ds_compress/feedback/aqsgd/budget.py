@@ -1,16 +1,16 @@
-"""Which samples keep their buffers where these may not take any number of bytes.
+"""The eviction policy of sample buffers under a limit of bytes.
 
-An epoch visits every sample once, so of what does not fit no sample deserves its buffer more than another,
-and who forgets one for each that comes finds few again, or none: it has gone when its turn comes. What is
-there stays, and newcomers have to do without, until a sample has not come for so long that it has gone out of
-use. Messages alone decide, so both sides keep the same ones.
+An epoch visits every sample once, so no sample deserves its buffer more than another. Evicting the least
+recently used buffer for each new sample finds few again, or none: each is evicted before its next visit. So
+buffers stay and new samples get none, until a buffer was not used for so long that its sample has left the
+data. Messages alone decide, so both sides keep the same buffers.
 
-    epochs        room for   found again here   forgetting the one visited longest ago
-    one order       50 %           50 %            0 %
-    shuffled        50 %           50 %           16 %
-    shuffled        90 %           90 %           67 %
+    epochs        buffers for   hits here   hits of least recently used
+    one order       50 %          50 %         0 %
+    shuffled        50 %          50 %        16 %
+    shuffled        90 %          90 %        67 %
 
-Of 512 samples, in 8 epochs; tests/feedback/test_budget.py asks for what is found here.
+Of 512 samples, in 8 epochs; tests/feedback/test_budget.py checks the hits here.
 """
 
 from collections.abc import Callable, Mapping, MutableMapping
@@ -22,21 +22,23 @@ from ds_compress.codecs.mixins import check_entry
 from ds_compress.errors import CompressionError
 
 UNUSED = 2
-"""Times the longest that a sample stayed away so far: who stays away for longer is out of use. Where epochs
-are shuffled, a sample may be away for nearly twice as long as an epoch is, and not at once."""
+"""A buffer is unused after this many times the longest time between two visits of a sample so far. In
+shuffled epochs a sample may stay away for nearly two epochs, and not in the first ones."""
 UNKNOWN = 32
-"""Times the visits that fill the memory: who stays away for longer is out of use, while none has come again
-but those that came twice in a short time."""
+"""The same in visits that fill the budget, as long as samples came a second time only within a short time."""
 SHORT = 0.25
-"""Of the visits that fill the memory: what it takes to be more than a short time."""
+"""Part of the visits that fill the budget up to which a time is short."""
 
 
 class BufferBudget:
-    """Bytes that rows may take. They stand in the memory in the order of their last visits, each with its
-    number, by which visits of samples are counted, as an attribute: who copies the memory has it too."""
+    """Limits the bytes of the buffers in a memory.
+
+    Buffers are in the memory in the order of their last visits. Each has the number of that visit as an
+    attribute, so a copy of the memory has it too.
+    """
 
     BYTES = "forward/mirror/host/aqsgd.bytes"
-    """Entry of the memory, int64 [1]: what all rows take."""
+    """Entry of the memory, int64 [1]: bytes of all buffers."""
     VISITS = "forward/mirror/host/aqsgd.visits"
     """Entry of the memory, int64 [2]: visits so far; the most between two of the same sample."""
     ORDER = "forward/mirror/host/aqsgd.order"
@@ -60,14 +62,18 @@ class BufferBudget:
         rows: Mapping[str, Tensor],
         make: Callable[[Tensor], Tensor],
     ) -> None:
-        """Let each of `rows`, in the dtype that they are kept in, be a visit; `make` brings what stays to
-        where rows live."""
+        """Count a visit of each of `rows`, and store those that fit.
+
+        Args:
+            rows: by key, in the dtype that they are stored in.
+            make: moves a row to where buffers are stored.
+        """
         taken = int(memory[self.BYTES]) if self.BYTES in memory else 0
         visits, longest = memory[self.VISITS].tolist() if self.VISITS in memory else (0, 0)
-        for key in sorted(rows, key=lambda key: key not in memory):  # what is there stays, so it is first
+        for key in sorted(rows, key=lambda key: key not in memory):  # known samples first: their buffers stay
             visits += 1
             if key in memory:
-                row = memory.pop(key)  # what comes new into a dict comes last
+                row = memory.pop(key)  # a new key of a dict comes last
                 taken -= row.nbytes
                 longest = max(longest, visits - _visited(row))
             nbytes = rows[key].nbytes
@@ -82,10 +88,10 @@ class BufferBudget:
         self._count(memory, taken, visits, longest)
 
     def _is_unused(self, row: Tensor, visits: int, longest: int, nbytes: int) -> bool:
-        """`nbytes`: of a row like those that fill the memory."""
+        """Return whether the sample of `row` has left the data; `nbytes`: of a row."""
         fill = self.most // max(1, nbytes)
-        patience = UNUSED * max(longest, fill) if longest >= SHORT * fill else UNKNOWN * fill
-        return visits - _visited(row) > patience
+        limit = UNUSED * max(longest, fill) if longest >= SHORT * fill else UNKNOWN * fill
+        return visits - _visited(row) > limit
 
     def _oldest(self, memory: Mapping[str, Tensor]) -> str | None:
         return next((key for key in memory if key.startswith(self.prefix)), None)
@@ -98,7 +104,7 @@ class BufferBudget:
         return [key for key in memory if key.startswith(self.prefix)]
 
     def saved(self, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What a checkpoint holds beside the entries of `memory`."""
+        """Return what a checkpoint holds beside the entries of `memory`."""
         keys = self._keys(memory)
         places = {key: place for place, key in enumerate(sorted(keys))}
         order, visited = [places[key] for key in keys], [_visited(memory[key]) for key in keys]
@@ -108,7 +114,7 @@ class BufferBudget:
         }
 
     def adopt(self, memory: MutableMapping[str, Tensor], make: Callable[[Tensor], Tensor]) -> None:
-        """Bring rows that were read from a checkpoint into their order, as `make` makes them."""
+        """Put rows that were read from a checkpoint into their order; `make` as in `write`."""
         names = sorted(self._keys(memory))
         order = memory.pop(self.ORDER, torch.arange(len(names), dtype=torch.int64, device="cpu")).tolist()
         # older files have the order alone
@@ -120,7 +126,7 @@ class BufferBudget:
         self._count(memory, sum(memory[key].nbytes for key in names), visits, longest)
 
     def check(self, memory: Mapping[str, Tensor]) -> None:
-        """Look at entries just read from a checkpoint; see `Stateful.check_memory`."""
+        """Check entries just read from a checkpoint; see `Stateful.check_memory`."""
         rows = len(self._keys(memory))
         for key, shape in ((self.BYTES, 1), (self.VISITS, 2), (self.ORDER, rows), (self.VISITED, rows)):
             if key in memory:

@@ -1,4 +1,4 @@
-"""How samples cross that have no buffer yet, and what their buffers start from.
+"""First visits: how samples without a buffer are sent, and what their buffers start from.
 
 C is the codec of the messages, which are changes; F that of first visits. S and F(n) are the bytes of their
 payloads, of a message and of n samples.
@@ -35,11 +35,11 @@ from ds_compress.errors import CompressionError
 from ds_compress.feedback.base import encode_and_decode
 
 FIRST_VISIT = {"name": "quantize", "bits": 4, "group_size": 128, "hadamard": True}
-"""F, where nothing else is said."""
+"""The default of F."""
 
 
 def first_codec(choice: object) -> Codec:
-    """The codec F that a JSON value describes.
+    """Build the codec F that a JSON value describes.
 
     Raises:
         CompressionError: it cannot be one: begins with "first_visit".
@@ -56,7 +56,7 @@ def first_codec(choice: object) -> Codec:
 
 
 class FirstVisits:
-    """Payloads of the rows [n, ...] of unseen samples, and where their bytes go."""
+    """Makes the payloads of unseen samples, rows [n, ...], and places their bytes."""
 
     def __init__(self, codec: Codec, first: Codec):
         """`codec`: C; `first`: F."""
@@ -68,10 +68,11 @@ class FirstVisits:
         self.dense = first.name == "none"
 
     def all_at_once(self, spec: TensorSpec, rows: TensorSpec, unseen: int) -> bool:
-        """Whether all samples of a message cross by F alone, `unseen` of them being so.
+        """Return whether all samples of a message are sent by F alone.
 
         Args:
             spec: of the message.
+            unseen: how many of its samples have no buffer.
             rows: the same as rows of all its samples.
         """
         layout = self._codec.layout(spec)
@@ -94,21 +95,21 @@ class FirstVisits:
         return (((self._nbytes(_some(rows, unseen)),), torch.uint8),)
 
     def refuses(self, rows: TensorSpec) -> str:
-        """Why rows like these cannot cross, "" where they can."""
+        """Return why F refuses rows like these, "" if it does not."""
         return "" if self.are_changes else self._first.refuses(rows)
 
     def encode(self, rows: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        """The bytes of F(rows), uint8 [n], and what they decode to."""
+        """Return the bytes of F(rows), uint8 [n], and what they decode to."""
         parts, decoded = encode_and_decode(self._first, rows, _apart(ctx))
         return to_bytes(parts, rows.device), decoded
 
     def decode(self, payload: Tensor, rows: TensorSpec, ctx: Context) -> Tensor:
-        """The rows that bytes, uint8 [n], stand for; what stands behind them is nothing."""
+        """Decode bytes, uint8 [n], to rows; bytes after the payload are padding."""
         parts = from_bytes(payload, self._first.layout(rows))
         return self._first.decode(parts, rows, _apart(ctx))
 
     def share_out(self, payload: Tensor, spec: TensorSpec) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Bytes of all samples' F in the place of C's payload, and what goes into a second packet."""
+        """Split F's bytes of all samples into the place of C's payload and a second packet."""
         layout = self._codec.layout(spec)
         held = nbytes_of(layout)
         filled = torch.nn.functional.pad(payload, (0, max(0, held - payload.numel())))
@@ -119,7 +120,7 @@ class FirstVisits:
 
 
 def _lost(codec: Codec) -> float:
-    """What is lost of normal values, at most; of a message as good as any, so that all agree on it."""
+    """Return the largest error of normal values, for one typical message, so that all ranks agree."""
     return math.inf if codec.refuses(TYPICAL) else codec.gaussian_error_bound(TYPICAL)
 
 
@@ -128,23 +129,23 @@ def _some(rows: TensorSpec, count: int) -> TensorSpec:
 
 
 def _apart(ctx: Context) -> Context:
-    """What F leaves behind is not for the codec of the other direction."""
+    """Return a context for F: what F leaves in it is not for the codec of the other direction."""
     return replace(ctx, stash={}, memory={})
 
 
 def nbytes_of(layout: Layout) -> int:
-    """Of all its tensors."""
+    """Return the bytes of all tensors of `layout`."""
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout)
 
 
 def to_bytes(parts: tuple[Tensor, ...], device: torch.device) -> Tensor:
-    """uint8 [n]: the bytes of tensors, one behind the other, with nothing between them."""
+    """Return the bytes of tensors, uint8 [n], without padding between them."""
     flat = [part.contiguous().view(-1).view(torch.uint8) for part in parts]
     return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=device)
 
 
 def from_bytes(payload: Tensor, layout: Layout) -> tuple[Tensor, ...]:
-    """The tensors whose bytes stand at the beginning of `payload`, uint8 [n]."""
+    """Return the tensors whose bytes are at the beginning of `payload`, uint8 [n]."""
     sizes = [nbytes_of((part,)) for part in layout]
     ends = itertools.accumulate(sizes)
     # copies: a view of another dtype may begin at some places only

@@ -1,4 +1,4 @@
-"""Where the buffers of single samples live: on the device, in host memory, or in mapped files."""
+"""Stores the buffers of samples: on the device, in host memory, or in memory-mapped files."""
 
 import os
 import tempfile
@@ -17,17 +17,17 @@ from ds_compress.errors import CompressionError
 from ds_compress.feedback.aqsgd.budget import BufferBudget
 
 FILE_BYTES = 1 << 26
-"""Of a file, unless a row alone is larger. All of it is reserved, and maps are few: Linux allows 65,530 in a
-process."""
+"""Bytes of a file, unless one row is larger. All of it is reserved. Large files keep the number of maps
+small: Linux allows a process 65,530."""
 ROWS_PER_FILE = 1024
-"""At most: each is an object, made with the file."""
+"""The most rows in a file: each is an object, made with the file."""
 
 
 class SampleBuffers:
-    """Reads and replaces rows of `ctx.memory`.
+    """Reads and replaces the buffers in `ctx.memory`, one row for each sample.
 
-    Rows are replaced, never written to: whoever holds a copy of the memory keeps what was there. A place in
-    the file is used again when the last holder of its row is gone.
+    Rows are replaced, never overwritten, so a copy of the memory keeps its values. The place in a file is
+    used again after the last reference to its row is gone.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class SampleBuffers:
     ):
         """
         Args:
-            offload: where rows are kept, as in `aqsgd.Offload`.
+            offload: where rows are stored, as in `aqsgd.Offload`.
             folder: of the files of "nvme", None for the system's temporary folder.
             most: bytes that the rows of a memory may take, None for any number.
         """
@@ -53,7 +53,7 @@ class SampleBuffers:
         self._reader = ThreadPoolExecutor(1, "ds_compress_rows") if offload == "nvme" else None
 
     def read(self, rows: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """`rows`, at least one, as [rows, ...] of `dtype` on `device`."""
+        """Stack `rows`, at least one, to [rows, ...] of `dtype` on `device`."""
         out = None
         if self.offload == "cpu" and device.type == "cuda":
             shape = len(rows), *rows[0].shape
@@ -61,10 +61,10 @@ class SampleBuffers:
         return torch.stack(list(rows), out=out).to(device, non_blocking=True).to(dtype)
 
     def write(self, memory: MutableMapping[str, Tensor], keys: Sequence[str], values: Tensor) -> None:
-        """Make `values` [rows, ...] the rows of `keys`; where a key comes twice, the last one counts.
+        """Store `values` [rows, ...] under `keys`; of a key that comes twice, the last value.
 
         Raises:
-            OSError: there is no room for another file; in words for the user.
+            OSError: the disk is full; its text is for the user.
         """
         pinned = values.is_cuda
         values = values.to(device=None if self.offload == "none" else "cpu", dtype=self.dtype)
@@ -79,34 +79,34 @@ class SampleBuffers:
             memory.update((key, make(value)) for key, value in rows.items())
 
     def keys(self, memory: Mapping[str, Tensor]) -> list[str]:
-        """Of the rows, in the order of `memory`."""
+        """Return the keys of the rows, in the order of `memory`."""
         return [key for key in memory if key.startswith(self.prefix)]
 
     def saved(self, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What a checkpoint holds beside the entries of `memory`."""
+        """Return what a checkpoint holds beside the entries of `memory`."""
         return {} if self._budget is None else self._budget.saved(memory)
 
     def adopt(self, memory: MutableMapping[str, Tensor]) -> None:
-        """Bring rows that were read from a checkpoint to where rows live."""
+        """Move rows that were read from a checkpoint to where rows are stored."""
         if self._budget is not None:
             self._budget.adopt(memory, self._moved)
         else:
             memory.update((key, self._moved(memory[key])) for key in self.keys(memory))
 
     def _moved(self, row: Tensor) -> Tensor:
-        """A copy of a row where rows live."""
+        """Copy a row to where rows are stored."""
         value = row.to(device=None if self.offload == "none" else "cpu", dtype=self.dtype)
         return self._new(value, row.is_cuda).copy_(value)
 
     def check(self, memory: Mapping[str, Tensor]) -> None:
-        """Look at rows just read from a checkpoint; see `Stateful.check_memory`."""
+        """Check rows just read from a checkpoint; see `Stateful.check_memory`."""
         for key in self.keys(memory):
             check_entry(key, memory[key], self.dtype)
         if self._budget is not None:
             self._budget.check(memory)
 
     def prefetch(self, rows: Sequence[Tensor]) -> None:
-        """Have the operating system read rows from disk while the stage computes; returns at once."""
+        """Let the operating system read rows from disk in the background."""
         if self._reader and rows:
             self._reader.submit(_touch, list(rows))
 
@@ -124,8 +124,7 @@ class SampleBuffers:
         return row
 
     def _map(self, numel: int) -> Sequence[Tensor]:
-        """Rows of a new file, which has no name from the start: it goes with the process, however that
-        ends."""
+        """Return the rows of a new file, which is unlinked at once: it disappears with the process."""
         row_bytes = numel * self.dtype.itemsize
         rows = max(1, min(ROWS_PER_FILE, FILE_BYTES // row_bytes))
         with _reserved(self.folder, rows * row_bytes) as path:
@@ -134,10 +133,10 @@ class SampleBuffers:
 
 
 def check(folder: str | None) -> None:
-    """Make `folder`, and see whether it takes a file.
+    """Make `folder`, and check that a file can be reserved there.
 
     Raises:
-        OSError: it does not; in words for the user.
+        OSError: it cannot; its text is for the user.
     """
     if folder is not None:
         with _in_words(f"{folder} cannot be made"):
@@ -148,7 +147,7 @@ def check(folder: str | None) -> None:
 
 @contextmanager
 def named(place: str) -> Iterator[None]:
-    """Turn what the store cannot do at `place` into our error."""
+    """Turn an OSError into a CompressionError that begins with `place`."""
     try:
         yield
     except OSError as error:
@@ -159,8 +158,10 @@ def named(place: str) -> Iterator[None]:
 
 @contextmanager
 def _reserved(folder: str | None, nbytes: int) -> Iterator[str]:
-    """The path, inside only, of a new file of `nbytes` that has the room: writing to a map of a file with
-    holes ends the process where the disk is full."""
+    """Reserve a new file of `nbytes` and yield its path; it is unlinked afterwards.
+
+    A map of a file that is not reserved ends the process when the disk is full.
+    """
     where = "the system's temporary folder" if folder is None else folder
     with _in_words(f"{nbytes:,} bytes cannot be reserved in {where}"):
         descriptor, path = tempfile.mkstemp(prefix="ds_compress_rows_", dir=folder)
@@ -179,7 +180,7 @@ def _reserved(folder: str | None, nbytes: int) -> Iterator[str]:
 
 @contextmanager
 def _in_words(failure: str) -> Iterator[None]:
-    """Let an OSError say what failed, before its reason."""
+    """Begin the text of an OSError with what failed."""
     try:
         yield
     except OSError as error:

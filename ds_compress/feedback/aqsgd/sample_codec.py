@@ -1,4 +1,4 @@
-"""A codec round which samples have buffers: messages are changes to them, as in AQ-SGD.
+"""The codec of AQ-SGD: messages are changes to buffers that both sides hold for each sample.
 
     packet                                        a second packet, only when the message has unseen samples
       payload of C(x - m)                           see ds_compress.feedback.aqsgd.first_visits
@@ -28,20 +28,20 @@ from ds_compress.kernels.numerics import is_finite, narrow, wide
 log = logging.getLogger("ds_compress")
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-STRANGE = 1000
-"""Messages from the first one on, without a sample that came before, that ask for a word."""
+NO_HITS = 1000
+"""Messages without a known sample, from the first one on, after which a warning is logged."""
 
 
 class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, VariableSizePayload):
-    """Both sides hold the buffers and apply the same decoded changes to them."""
+    """Applies the same decoded changes to the buffers on both sides."""
 
     def __init__(self, feedback: Feedback, codec: Codec, sample_ids: SampleIds):
         super().__init__(feedback, codec)
         options = feedback.options
         self.sample_ids = sample_ids
-        self.first = FirstVisits(codec, first_codec(options.first_visit))
-        self._said = False
-        self._strange: dict[tuple[int, int], int] = {}  # messages without a sample that came before
+        self.first_visits = FirstVisits(codec, first_codec(options.first_visit))
+        self._warned = False
+        self._no_hits: dict[tuple[int, int], int] = {}  # messages without a known sample
         most = None if options.max_gb is None else int(options.max_gb * 1e9)
         self.buffers = sample_buffers.SampleBuffers(
             options.offload.device, DTYPES[options.dtype], options.offload.nvme_path, most
@@ -52,14 +52,14 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
         return self.codec.layout(spec) + (((samples,), torch.uint8),)
 
     def extra_payload(self, parts: tuple[Tensor, ...], spec: TensorSpec) -> Layout:
-        return self.first.extra_payload(spec, self._rows_spec(spec), parts[-1].tolist().count(0))
+        return self.first_visits.extra_payload(spec, self._rows_spec(spec), parts[-1].tolist().count(0))
 
     def largest_extra_payload(self, spec: TensorSpec) -> Layout:
         rows = self._rows_spec(spec)
-        return self.first.extra_payload(spec, rows, rows.shape[0])
+        return self.first_visits.extra_payload(spec, rows, rows.shape[0])
 
     def refuses(self, spec: TensorSpec) -> str:
-        return self.codec.refuses(spec) or self.first.refuses(self._rows_spec(spec))
+        return self.codec.refuses(spec) or self.first_visits.refuses(self._rows_spec(spec))
 
     def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
         if ctx.training:
@@ -77,21 +77,21 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
         spec = TensorSpec.of(x)
         keys = self._keys(spec, ctx)
         seen = [key in ctx.memory and ctx.memory[key].shape == self._row_shape(spec) for key in keys]
-        self._look(keys, seen, spec, ctx)
+        self._note_hits(keys, seen, spec, ctx)
         by_sample = self._by_sample(x)
         unseen = [i for i, known in enumerate(seen) if not known]
-        if unseen and self.first.all_at_once(spec, self._rows_spec(spec), len(unseen)):
-            payload, new = self.first.encode(by_sample, ctx)
-            self._begin(new, keys, ctx)
-            held, left = self.first.share_out(payload, spec)
+        if unseen and self.first_visits.all_at_once(spec, self._rows_spec(spec), len(unseen)):
+            payload, new = self.first_visits.encode(by_sample, ctx)
+            self._store_first_visits(new, keys, ctx)
+            held, left = self.first_visits.share_out(payload, spec)
             return (*held, x.new_zeros(len(keys), dtype=torch.uint8), *left)
         rest: tuple[Tensor, ...] = ()
         start = None
-        if unseen and not self.first.are_changes:
+        if unseen and not self.first_visits.are_changes:
             start = by_sample[unseen]
             rest = (start,)
-            if not self.first.dense:
-                payload, start = self.first.encode(start, ctx)
+            if not self.first_visits.dense:
+                payload, start = self.first_visits.encode(start, ctx)
                 rest = (payload,)
         old = self._buffers(keys, seen, start, spec, ctx)
         change = by_sample.to(old.dtype) - old
@@ -112,14 +112,14 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
                 "side has none; load both from one checkpoint, or neither"
             )
         unseen, rows = seen.count(False), self._rows_spec(spec)
-        if unseen and unseen == len(seen) and self.first.all_at_once(spec, rows, unseen):
-            new = self.first.decode(to_bytes((*parts, *rest), spec.device), rows, ctx)
-            self._begin(new, keys, ctx)
+        if unseen and unseen == len(seen) and self.first_visits.all_at_once(spec, rows, unseen):
+            new = self.first_visits.decode(to_bytes((*parts, *rest), spec.device), rows, ctx)
+            self._store_first_visits(new, keys, ctx)
             return self._by_message(new)
         start = rest[0] if rest else None
-        if start is not None and not self.first.dense:
+        if start is not None and not self.first_visits.dense:
             unseen_rows = TensorSpec((unseen, *rows.shape[1:]), spec.dtype, spec.device)
-            start = self.first.decode(start, unseen_rows, ctx)
+            start = self.first_visits.decode(start, unseen_rows, ctx)
         old = self._buffers(keys, seen, start, spec, ctx)
         change = self.codec.decode(parts, spec, ctx)
         return self._by_message(self._advance(old, change, keys, seen, ctx)).to(spec.dtype)
@@ -142,11 +142,11 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
         keys = (self.buffers.prefix + _name(number) for number in ids.tolist())
         self.buffers.prefetch([memory[key] for key in keys if key in memory])
 
-    def _look(self, keys: Sequence[str], seen: Sequence[bool], spec: TensorSpec, ctx: Context) -> None:
-        """Take note of which samples are known again, and say what a user should do something about."""
+    def _note_hits(self, keys: Sequence[str], seen: Sequence[bool], spec: TensorSpec, ctx: Context) -> None:
+        """Note which samples have a buffer, and log what the user should change."""
         ctx.known = seen
-        if not self._said and any(key in ctx.memory and not known for key, known in zip(keys, seen)):
-            self._said = True
+        if not self._warned and any(key in ctx.memory and not known for key, known in zip(keys, seen)):
+            self._warned = True
             log.warning(
                 "aqsgd: boundary %d: samples come in another shape, now %s; each starts from a first visit, "
                 "here and later",
@@ -154,12 +154,12 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
                 list(self._row_shape(spec)),
             )
         place = ctx.boundary, ctx.position
-        count = self._strange.get(place, 0)
-        if any(seen) or count >= STRANGE:
-            self._strange[place] = STRANGE
+        count = self._no_hits.get(place, 0)
+        if any(seen) or count >= NO_HITS:
+            self._no_hits[place] = NO_HITS
             return
-        self._strange[place] = count + 1
-        if count + 1 == STRANGE and ctx.replica == 0:
+        self._no_hits[place] = count + 1
+        if count + 1 == NO_HITS and ctx.replica == 0:
             log.warning(no_hit_warning(self.feedback.options, ctx.boundary))
 
     def _keys(self, spec: TensorSpec, ctx: Context) -> list[str]:
@@ -181,27 +181,29 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
         return spec.shape[:dim] + spec.shape[dim + 1 :]
 
     def _by_sample(self, x: Tensor) -> Tensor:
-        """`x` as [samples, ...]."""
+        """Return `x` as [samples, ...]."""
         if self.feedback.options.scope == "micro_batch":
             return x[None]
         return x.movedim(self.feedback.options.batch_dim, 0)
 
     def _by_message(self, rows: Tensor) -> Tensor:
-        """The inverse of `_by_sample`."""
+        """Invert `_by_sample`."""
         if self.feedback.options.scope == "micro_batch":
             return rows[0]
         return rows.movedim(0, self.feedback.options.batch_dim)
 
     def _rows_spec(self, spec: TensorSpec) -> TensorSpec:
-        """`spec` as [samples, ...]."""
+        """Return `spec` as [samples, ...]."""
         samples = self.sample_ids.count([spec])
         return TensorSpec((samples, *self._row_shape(spec)), spec.dtype, spec.device)
 
     def _buffers(
         self, keys: Sequence[str], seen: Sequence[bool], start: Tensor | None, spec: TensorSpec, ctx: Context
     ) -> Tensor:
-        """[samples, ...] what the message is a change to: buffers of the seen samples, rows of `start` of the
-        others, or zeros."""
+        """Return what the message is a change to, [samples, ...].
+
+        These are the buffers of the seen samples, and rows of `start`, or zeros, of the others.
+        """
         dtype = wide(spec.dtype)
         known = [i for i, is_known in enumerate(seen) if is_known]
         make = torch.zeros if start is None and len(known) < len(keys) else torch.empty
@@ -215,9 +217,11 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
     def _advance(
         self, old: Tensor, change: Tensor, keys: Sequence[str], seen: Sequence[bool], ctx: Context
     ) -> Tensor:
-        """The new buffers, [samples, ...]; not finite, and not kept, where the message was not."""
+        """Return the new buffers, [samples, ...], and store them if they are finite."""
         new = old + self._by_sample(change).to(old.dtype)
-        if self.first.dense and not self.first.are_changes:  # what C makes of no change may be one
+        if (
+            self.first_visits.dense and not self.first_visits.are_changes
+        ):  # what C makes of no change may be one
             known = torch.tensor(seen, dtype=torch.bool, device=old.device)
             new = torch.where(known.view(-1, *[1] * (old.dim() - 1)), new, old)
         finite = is_finite(new)
@@ -227,8 +231,8 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
             self._write(keys, torch.where(finite, new, old), ctx)
         return new
 
-    def _begin(self, new: Tensor, keys: Sequence[str], ctx: Context) -> None:
-        """Buffers of samples that crossed by themselves; none where the message was not finite."""
+    def _store_first_visits(self, new: Tensor, keys: Sequence[str], ctx: Context) -> None:
+        """Store buffers of samples that were sent by the first-visit codec alone, if they are finite."""
         if is_finite(new):
             self._write(keys, new, ctx)
 
@@ -238,7 +242,7 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
 
 
 def no_hit_warning(options: Any, boundary: int) -> str:
-    """What to say where no sample has come before."""
+    """Return the warning that no sample has come twice."""
     advice = "an epoch may be longer than that, else look at `ids`"
     if options.ids == "hash":
         advice = (
@@ -247,7 +251,7 @@ def no_hit_warning(options: Any, boundary: int) -> str:
     if options.max_gb is not None:
         advice += f", or raise max_gb, which is {options.max_gb:g}"
     return (
-        f"aqsgd: boundary {boundary}: in {STRANGE} messages no sample came a second time, so buffers are of "
+        f"aqsgd: boundary {boundary}: in {NO_HITS} messages no sample came a second time, so buffers are of "
         f"no use: {advice} (docs/aqsgd.md)"
     )
 

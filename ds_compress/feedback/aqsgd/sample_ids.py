@@ -1,7 +1,7 @@
-"""Which samples a micro-batch holds: 64-bit ids taken at the first stage, without touching model or data set.
+"""64-bit ids of the samples in a micro-batch, made at the first stage from what the data loader returns.
 
-An id belongs to a sample's content or to an index that the data set returns, never to its place in an epoch,
-so it survives shuffling, RepeatingLoader and data-parallel shards. Messages carry the ids on to the later
+An id is a hash of the sample's content or an index that the data set returns, never its position in an
+epoch. So it survives shuffling, RepeatingLoader and data-parallel shards. Messages carry the ids to the later
 stages.
 """
 
@@ -19,7 +19,7 @@ from ds_compress.errors import CompressionError
 
 @dataclass(frozen=True)
 class SampleIds:
-    """How ids are made, and how many a message has."""
+    """Makes the ids of samples, and tells how many a message has."""
 
     column: int | None = None
     """Place of an integer tensor [samples] in what the data loader returns; None: a hash of each sample's
@@ -30,7 +30,7 @@ class SampleIds:
     """Dimension of the messages that counts the samples; unused with `per_batch`."""
 
     def count(self, specs: Sequence[TensorSpec]) -> int:
-        """How many ids go with a message of tensors with `specs`."""
+        """Return how many ids go with a message of tensors of `specs`."""
         if self.per_batch:
             return 1
         shape = next((spec.shape for spec in specs if spec.dtype.is_floating_point), ())
@@ -41,7 +41,7 @@ class SampleIds:
         return shape[self.dim]
 
     def of(self, batch: Sequence[Any]) -> Tensor:
-        """int64 ids, on the CPU, of what the data loader returned: (inputs, labels, ...).
+        """Return int64 ids, on the CPU, for what the data loader returned: (inputs, labels, ...).
 
         Raises:
             CompressionError: there is no such column, or it is not one of integers.
@@ -50,7 +50,7 @@ class SampleIds:
         return _hash_rows([ids[None]]) if self.per_batch else ids
 
     def of_inputs(self, inputs: Tensor | Sequence[Tensor]) -> Tensor:
-        """int64 [samples]: hashes of the bytes of each sample, dim 0 of the inputs."""
+        """Return int64 [samples]: hashes of the bytes of each sample; dim 0 of the inputs counts samples."""
         tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         samples = tensors[0].shape[0]
         return _hash_rows([tensor for tensor in tensors if tensor.dim() and tensor.shape[0] == samples])
@@ -70,7 +70,7 @@ class SampleIds:
 
 
 def _hash_rows(tensors: list[Tensor]) -> Tensor:
-    """int64 [rows]: BLAKE2b of the bytes of each index of dim 0, over all `tensors`."""
+    """Return int64 [rows]: BLAKE2b of the bytes of each index of dim 0, over all `tensors`."""
     rows = tensors[0].shape[0]
     bytes_of = [
         t.detach().cpu().contiguous().flatten().view(torch.uint8).view(rows, -1).numpy() for t in tensors
