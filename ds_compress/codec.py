@@ -1,8 +1,7 @@
-"""The codec contract: what a compressor promises, and how one is found by name.
+"""The codec contract: what a codec promises, and how it is registered and built by name.
 
-A codec turns one float tensor into a fixed number of payload tensors whose shapes and dtypes follow from the
-input's shape and dtype alone (`layout`), so that the receiver can allocate them before anything arrives.
-Adding one:
+A codec turns one float tensor into a fixed number of payload tensors. Their shapes and dtypes follow from the
+input's shape and dtype alone (`layout`), so the receiver allocates them before anything arrives. To add one:
 
     @register("mine")
     class Mine(Codec):
@@ -16,9 +15,8 @@ Adding one:
         def decode(self, parts, spec, ctx): ...
         def error_bound(self, spec): return 0.1
 
-Training, `simulate`, `ds-compress list`, `check` and `bench` find it by name, and `check_codec("mine")` of
-`ds_compress` holds it to what it promises and declares. What few codecs need beyond that is in
-`ds_compress.codecs.mixins`.
+Training, `simulate`, `ds-compress list`, `check` and `bench` find it by name. `check_codec("mine")` of
+`ds_compress` tests its promises. Optional abilities of codecs are base classes in `codecs.mixins`.
 """
 
 import functools
@@ -42,7 +40,7 @@ Parts = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape, dtype and device of a tensor: all that a receiver knows before the packet arrives."""
+    """Shape, dtype and device of a tensor: what a receiver knows before the packet arrives."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -53,7 +51,7 @@ class TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
 
     def __str__(self) -> str:
-        """As errors show it: bfloat16 [4, 1024, 768]."""
+        """Format it for errors: bfloat16 [4, 1024, 768]."""
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
     @functools.cached_property
@@ -67,7 +65,7 @@ class TensorSpec:
 
 @dataclass
 class MessageId:
-    """Which message: what its header and the contexts of its tensors say alike."""
+    """Identifies a message in its header and in the contexts of its tensors."""
 
     boundary: int = 0
     direction: str = "forward"  # or "backward"
@@ -78,10 +76,10 @@ class MessageId:
 
 @dataclass
 class Context(MessageId):
-    """What a codec may need for one tensor of one message, and must not keep.
+    """What a codec may need for one tensor of one message; it keeps no reference to it.
 
-    Sender and receiver of a message hold equal contexts, except for `memory`, which each side fills itself;
-    in evaluation it is a copy that is thrown away.
+    Sender and receiver of a message have equal contexts, except for `memory`, which each side fills itself.
+    In evaluation `memory` is a copy that is discarded.
     """
 
     position: int = 0  # which float tensor of the message this is
@@ -90,28 +88,28 @@ class Context(MessageId):
     loss_scale: float = 1.0  # what fp16 training has multiplied the tensor by: 1 forward
 
     sample_ids: Tensor | None = None
-    """int64, on the CPU: which samples a forward training message holds, where a feedback asks for it."""
+    """int64, on the CPU: the samples of a forward training message, if a feedback needs them."""
 
     known: Sequence[bool] = ()
-    """Set at the sender by a feedback that tells samples apart: which samples of the message that it just
-    encoded it still has from an earlier one."""
+    """Set at the sender by feedback aqsgd: which samples of the message just encoded have a buffer."""
 
     stash: MutableMapping[str, Any] = field(default_factory=dict)
-    """What the forward message of a micro-batch leaves, on both sides, for the backward message of the same
-    one. Dropped after that message; in evaluation dropped at once. Holds the selection and tensors that a
-    codec adds."""
+    """Entries that the forward message of a micro-batch leaves, on both sides, for its backward message:
+    the selection, and tensors of the codec. Discarded after that message, in evaluation at once."""
 
     memory: MutableMapping[str, Tensor] = field(default_factory=dict)
-    """Tensors that outlive the message (a warm-started basis, learned weights), kept and checkpointed by the
-    boundary, shared by its two directions. Replace entries, never modify them in place. Feedbacks do that to
-    theirs where nobody else holds the tensor: who wants one to stay holds the tensor itself, or a clone, not
-    its memory alone. Entries are contiguous: that is how a checkpoint brings them back, and a product's last
-    bits depend on the memory layout."""
+    """Tensors that outlive the message (a warm-started basis, learned weights). The boundary keeps and
+    checkpoints them; its two directions share them. Replace entries, never modify them in place: only
+    feedbacks overwrite theirs, if there is no other reference to the tensor. Entries are contiguous, as a
+    checkpoint restores them so and the last bits of a product depend on the memory layout."""
 
     @property
     def selection(self) -> Any:
-        """The kept entries, a `kernels.selection.Selection`, or None. A sparsifying codec sets it in encode
-        and in decode of the forward message; `indices: "reuse"` reads it in the backward message."""
+        """The kept entries, a `kernels.selection.Selection`, or None.
+
+        A sparsifying codec sets it in encode and decode of the forward message; `indices: "reuse"` reads it
+        in the backward message.
+        """
         return self.stash.get("selection")
 
     @selection.setter
@@ -119,12 +117,11 @@ class Context(MessageId):
         self.stash["selection"] = selection
 
     def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
-        """A generator seeded from the fields above: equal on both sides, new for every message, nothing to
-        save."""
+        """Return a generator seeded from the fields above: equal on both sides, new for every message."""
         return torch.Generator(device).manual_seed(self.key() >> 1)
 
     def key(self, *uses: str) -> int:
-        """64 bits from the fields above, others for other `uses`: what random bits are drawn from."""
+        """Return 64 bits from the fields above, other bits for other `uses`, to draw random bits from."""
         place = (
             self.seed,
             self.boundary,
@@ -140,22 +137,21 @@ class Context(MessageId):
 
 @dataclass(frozen=True)
 class Stability:
-    """What a feedback can count on: how much of a message is lost at worst, or on average where it is random
-    what is lost."""
+    """How much of a message a codec loses at worst, or on average if the loss is random."""
 
     constant: float
-    """The root of the expected ||x - C(x)||^2 / ||x||^2, of any x. Below 1 the codec is a contraction: what
-    error feedback keeps stays below constant / (1 - constant) times the largest message."""
+    """The root of the expected ||x - C(x)||^2 / ||x||^2, of any x. Below 1 the codec is a contraction: the
+    residual of error feedback stays below constant / (1 - constant) times the largest message."""
 
     unbiased: bool = False
-    """Whether the mean of what many messages of one x decode to approaches x."""
+    """Whether the mean of many decoded messages of one x approaches x."""
 
     norm: Literal["l2", "max"] = "l2"
-    """Of the constant; max: the largest magnitude, of the rotated values where the codec rotates."""
+    """Norm of the constant; max: the largest magnitude, of rotated values if the codec rotates."""
 
     @property
     def kind(self) -> str:
-        """ "contraction", else "unbiased", else "neither"."""
+        """One of "contraction", "unbiased" and "neither"."""
         return "contraction" if self.constant < 1 else "unbiased" if self.unbiased else "neither"
 
     def __str__(self) -> str:
@@ -166,7 +162,7 @@ class Stability:
 
 
 TYPICAL = TensorSpec((8, 64, 768), torch.float32)
-"""A message, where no other is at hand."""
+"""A message to judge a codec by, if no other is known."""
 
 
 CodecOptions = Options
@@ -175,13 +171,13 @@ CodecOptions = Options
 class Codec(Named, ABC):
     """A stateless compressor of one tensor.
 
-    Promises, each held by `check_codec` for every registered codec: deterministic for a given context;
-    inf or nan in the input shows as a non-finite value in the output; C(s*x) = s*C(x) up to rounding; any
-    float dtype and any shape but those that it `refuses` is sent, with no more error than its `error_bound`.
+    Promises, which `check_codec` tests for every registered codec: it is deterministic for a given context;
+    inf or nan in the input gives a non-finite value in the output; C(s*x) = s*C(x) up to rounding; it sends
+    any float dtype and shape that it does not `refuse`, with no more error than its `error_bound`.
     """
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)
-    """Option sets that the tests and `ds-compress bench` walk."""
+    """Option sets for the tests and `ds-compress bench`."""
 
     supports_out: ClassVar[bool] = False
     """Whether `encode` has a third argument, `out: Parts | None = None`: contiguous memory as `layout`
@@ -196,12 +192,15 @@ class Codec(Named, ABC):
 
     @abstractmethod
     def layout(self, spec: TensorSpec) -> Layout:
-        """(shape, dtype) of each payload tensor for an input of `spec`, without seeing data."""
+        """Return (shape, dtype) of each payload tensor for an input of `spec`."""
 
     @abstractmethod
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
-        """Compress `x` (any float dtype, possibly non-contiguous, never modified) to tensors that match
-        `layout`."""
+        """Compress `x` to tensors that match `layout`.
+
+        Args:
+            x: any float dtype, possibly non-contiguous; not modified.
+        """
 
     def encode_into(self, x: Tensor, ctx: Context, out: Parts | None) -> Parts:
         """Call `encode` with `out` if it supports that: then this is `encode` itself."""
@@ -209,37 +208,41 @@ class Codec(Named, ABC):
 
     @abstractmethod
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
-        """The tensor of `spec`'s shape, dtype and device that `parts` stand for.
+        """Decode `parts` to a tensor of `spec`'s shape, dtype and device.
 
-        `parts` are views of a packet whose memory is used again: what must stay (in `ctx.stash`) is copied.
-        What is returned may be one of them; any other memory it has is the caller's from then on.
+        `parts` are views of a packet whose memory is used again: clone what stays (in `ctx.stash`). The
+        result may be one of them; other memory of it belongs to the caller from then on.
         """
 
     def error_bound(self, spec: TensorSpec) -> float:
-        """The largest ||x - C(x)|| / ||x|| of any finite `x` of `spec`, before rounding to its dtype.
+        """Return the largest ||x - C(x)|| / ||x|| of any finite `x` of `spec`, before rounding to its dtype.
 
-        Below 1 the codec is a contraction. Of one that learns: before it has learned.
+        Below 1 the codec is a contraction. For a codec that learns: before it has learned.
         """
-        return math.inf  # nothing is declared: the contract asks for a number
+        return math.inf  # not declared; `check_codec` asks for a number
 
     def gaussian_error_bound(self, spec: TensorSpec) -> float:
-        """The same for `x` of independent normal values, for codecs that a few outliers can make useless."""
+        """Return the same for `x` of independent normal values; smaller if outliers are the worst case."""
         return self.error_bound(spec)
 
     def stability(self, spec: TensorSpec) -> Stability:
-        """What a feedback can count on for tensors of `spec`; overridden where more is known than the
-        `error_bound` of one message, of which one of 1 or more says nothing of many."""
+        """Return the `Stability` for tensors of `spec`.
+
+        Override it if more is known than `error_bound`: a bound of 1 or more says nothing of many messages.
+        """
         error = self.error_bound(spec)
         return Stability(error if error < 1 else math.inf, self.unbiased)
 
     @property
     def unbiased(self) -> bool:
-        """Whether the mean of what many messages of one `x` decode to approaches `x`, up to rounding. Where
-        not, the error of normal values must be below 1, that of sending zeros."""
+        """Whether the mean of many decoded messages of one `x` approaches `x`, up to rounding.
+
+        If not, the error of normal values must be below 1, that of sending zeros.
+        """
         return False
 
     def refuses(self, spec: TensorSpec) -> str:
-        """Why a tensor of `spec` cannot be compressed, "" where it can; the boundary says so and stops."""
+        """Return why a tensor of `spec` cannot be compressed, "" if it can; the boundary raises it."""
         return ""
 
 
@@ -249,8 +252,10 @@ names = CODECS.names
 
 
 def build(choice: object, path: str = "codec") -> Codec:
-    """The codec that a JSON value (a name, or an object of `"name"` and options) describes; see
-    `Registry.build`."""
+    """Build the codec that a JSON value (a name, or an object of `"name"` and options) describes.
+
+    See `Registry.build`.
+    """
     return CODECS.build(choice, path)
 
 
@@ -274,9 +279,10 @@ def fill(places: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
 
 
 def check_accepted(codec: Codec, spec: TensorSpec, place: str) -> None:
-    """
+    """Check that `codec` accepts tensors of `spec`.
+
     Raises:
-        CompressionError: `codec` refuses tensors of `spec`; begins with `place`.
+        CompressionError: it refuses them; begins with `place`.
     """
     reason = codec.refuses(spec)
     if reason:

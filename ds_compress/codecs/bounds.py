@@ -1,4 +1,4 @@
-"""How much of a message codecs lose: the pieces that their declared error bounds are made of.
+"""Error bounds: the formulas from which codecs compute the errors that they declare.
 
 All errors are relative, ||x - C(x)|| / ||x||.
 """
@@ -11,23 +11,22 @@ import torch
 
 
 def rounding(wire: torch.dtype, message: torch.dtype) -> float:
-    """The error of a cast of `message` to `wire`; 0 where `wire` holds all its values."""
+    """Return the error of a cast of `message` to `wire`; 0 if `wire` holds all its values."""
     return 0.0 if torch.promote_types(wire, message) == wire else torch.finfo(wire).eps / 2
 
 
 def largest_part(share: float, error: float) -> float:
-    """The error where the largest values, a `share` of all, are sent with `error` and the others are not."""
+    """Return the error if the largest values, a `share` of all, are sent with `error`, the others not."""
     return math.sqrt(1 - share * (1 - error**2)) if error < 1 else error
 
 
 def random_part(share: float, error: float = 0.0) -> float:
-    """The same for a random `share` of normal values, or of their dimensions, with a margin for chance."""
+    """Return the same for a random `share` of normal values, or of dimensions, with a margin for chance."""
     return math.sqrt((1 - share) * (1 + share / 2) + 1.2 * share * error**2)
 
 
 def grid(values: int, steps: int) -> float:
-    """The error of `values` numbers, whatever they are, on a grid of `steps` from their smallest to their
-    largest.
+    """Return the largest error of `values` numbers on a grid of `steps` from the smallest to the largest.
 
     Each is at most half a step off, and two of them make up the range.
     """
@@ -35,14 +34,16 @@ def grid(values: int, steps: int) -> float:
 
 
 def largest_normal(values: int) -> float:
-    """A magnitude that one of `values` standard normal numbers exceeds once in a hundred times."""
+    """Return the magnitude that one of `values` standard normal numbers exceeds once in a hundred times."""
     return -NormalDist().inv_cdf(0.005 / values)
 
 
 @functools.cache
 def normal_on_grid(low: float, high: float, steps: int, stochastic: bool = False) -> float:
-    """The error of standard normal numbers on a grid of `steps` from `low` to `high`, rounded to the nearest
-    point or `stochastic`ally to one of the two beside it."""
+    """Return the error of standard normal numbers on a grid of `steps` from `low` to `high`.
+
+    They are rounded to the nearest point, or at random to one of the two beside it (`stochastic`).
+    """
     x = torch.linspace(-8, 8, 16001, dtype=torch.float64, device="cpu")
     weight = torch.exp(-x.square() / 2)
     step = (high - low) / steps

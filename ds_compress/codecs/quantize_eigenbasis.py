@@ -1,4 +1,4 @@
-"""Codec quantize with "rotate": "learned": coefficients in a basis of the rows, more bits for the larger."""
+"""Codec quantize with "rotate": "learned": more bits for coefficients of larger variance."""
 
 import functools
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from ds_compress.codecs import bounds, eigenbasis
 from ds_compress.codecs.eigenbasis import EigenbasisCodec
 from ds_compress.codecs.mixins import check_entry, parse_size
 from ds_compress.codecs.shapes import WIRE_DTYPES, group_shape, split
-from ds_compress.codecs.water_filling import MOST_BITS, levels_of, share_out
+from ds_compress.codecs.water_filling import MOST_BITS, allocate_bits, levels_of
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.quantize import gaussian
@@ -24,19 +24,19 @@ from ds_compress.kernels.quantize.grid import Grid
 
 
 class EigenbasisQuantize(EigenbasisCodec):
-    """Groups are runs of the coefficients by falling variance, all rows' first ones first, so that one holds
-    values of one variance; each has 0 to 8 bits by `water_filling`, and `bits` on average, exactly. Up to 4
-    bits the grid is that of normal values, from 5 on a uniform one around 0. The last group is filled up
-    with zeros.
+    """Quantizes coefficients of rows in a learned basis with 0 to 8 bits each, exactly `bits` on average.
 
-    The packet holds the codes of all groups, the first and widest ones first; a scale for each group, 0 for
-    those of 0 bits; and how many groups have at least 1, 2, ... 8 bits. Both sides know these numbers
-    beforehand, by what they have observed: so no GPU has to tell its host, and sizes are constant. Should two
-    sides disagree all the same, the codes would be read as others: they are refused on a CPU, on a GPU all
-    values become nan.
+    Groups are runs of the coefficients by falling variance, the first ones of all rows first, so a group
+    holds values of one variance. `water_filling` allocates the bits. Up to 4 bits the grid is that of normal
+    values, from 5 on a uniform one around 0. The last group is padded with zeros.
 
-    Memory has, beside the basis, KEY.levels, int32 [h]: the variances as `water_filling` counts them. What
-    follows from them for a shape is worked out once, which reads them back from a GPU.
+    The packet holds the codes of all groups, the widest first; a scale for each group, 0 for those of 0 bits;
+    and how many groups have at least 1, 2, ... 8 bits. Both sides know these numbers from what they observed,
+    so no host waits for its GPU, and sizes are constant. If the two sides differ all the same, a CPU refuses
+    the packet, and on a GPU all values become nan.
+
+    Memory has, beside the basis, KEY.levels, int32 [h]: the variances as `water_filling` counts them. The
+    plan of a shape is computed once, which reads them back from a GPU.
     """
 
     name = "quantize"
@@ -82,12 +82,12 @@ class EigenbasisQuantize(EigenbasisCodec):
         values.append(torch.zeros(missing, dtype=torch.float32, device=codes.device))
         return torch.cat(values)[: plan.sent * n].view(plan.sent, n)
 
-    def _plan(self, n: int, h: int, ctx: Context) -> "_Plan":
+    def _plan(self, n: int, h: int, ctx: Context) -> "_BitPlan":
         """For a message of n rows."""
         levels = ctx.memory[f"{self._key(h, ctx)}.levels"]
         plans = self._plans.setdefault(levels, {})
         if n not in plans:
-            plans[n] = _Plan.of(levels, n, self.options.group_size, self.options.bits)
+            plans[n] = _BitPlan.of(levels, n, self.options.group_size, self.options.bits)
         return plans[n]
 
     def _basis(self, h: int, ctx: Context) -> Tensor:
@@ -132,24 +132,24 @@ class EigenbasisQuantize(EigenbasisCodec):
 
 @dataclass(frozen=True)
 class _Run:
-    """Groups of as many bits, one behind the other."""
+    """Successive groups with as many bits."""
 
     bits: int
     groups: slice
     bytes: slice
 
     def of(self, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        """What is theirs of the codes and scales of all groups."""
+        """Return their part of the codes and scales of all groups."""
         count = self.groups.stop - self.groups.start
         return codes.view(-1)[self.bytes].view(count, -1), scales[self.groups]
 
 
 @dataclass(frozen=True, eq=False)
-class _Plan:
-    """Which groups have how many bits."""
+class _BitPlan:
+    """The bits of each group of a message."""
 
     runs: tuple[_Run, ...]
-    """Of groups that have any, widest first."""
+    """Groups that have bits, widest first."""
 
     counts: Tensor
     """int32: how many groups have at least 1, 2, ... MOST_BITS bits."""
@@ -158,13 +158,13 @@ class _Plan:
     """How many coefficients of each row have bits, or share a group with some that have."""
 
     @classmethod
-    def of(cls, levels: Tensor, n: int, size: int, bits: int) -> "_Plan":
+    def of(cls, levels: Tensor, n: int, size: int, bits: int) -> "_BitPlan":
         """For n rows, of coefficients of `levels`, in groups of `size` values."""
         h = len(levels)
         groups = -(-n * h // size)
         # of the ranks in a group the first is the largest
         ranks = torch.arange(groups, dtype=torch.int64, device="cpu") * size // n
-        counts = share_out(levels.cpu()[ranks], bits)
+        counts = allocate_bits(levels.cpu()[ranks], bits)
         runs, place = [], 0
         for width, (last, first) in reversed([*enumerate(pairwise((*counts, 0)), 1)]):
             if last > first:
@@ -175,8 +175,7 @@ class _Plan:
         return cls(tuple(runs), known, min(h, -(-counts[0] * size // n)))
 
     def agreed(self, scales: Tensor, counts: Tensor) -> Tensor:
-        """The `scales` where the other side has the same `counts`, else nan; all rows' first coefficients
-        have bits, so all values become nan.
+        """Return `scales` if the other side has the same `counts`, else nan, which makes all values nan.
 
         Raises:
             CompressionError: other counts came, to a CPU.

@@ -17,22 +17,20 @@ WIRE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of a tensor of `shape`."""
+    """Return the rows and columns of a tensor of `shape`."""
     columns = shape[-1] if shape else 1
     return torch.Size(shape[:-1]).numel(), columns
 
 
 def arithmetic_dtype(message: torch.dtype, wire: torch.dtype) -> torch.dtype:
-    """The message's own dtype when the wire has it too, as its own layers would compute, else fp32: fp16
-    overflows."""
+    """Return the message's dtype if the wire has it too, as the model would compute; else fp32."""
     return message if message == wire else torch.float32
 
 
 def as_message(matrix: Tensor, spec: TensorSpec) -> Tensor:
-    """`matrix` in the shape and dtype of `spec`; in fp16 finite values beyond its range become its largest
-    ones.
+    """Return `matrix` in the shape and dtype of `spec`, with finite values clamped to the range of fp16.
 
-    An approximation of numbers near 65504 can pass it, and inf would be taken for an overflow of the model.
+    An approximation of numbers near 65504 can exceed that, and inf would look like an overflow of the model.
     """
     if spec.dtype == torch.float16:
         largest = torch.finfo(torch.float16).max
@@ -41,13 +39,12 @@ def as_message(matrix: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def boundary_noise(shape: tuple[int, int], ctx: Context) -> Tensor:
-    """Standard normal fp32 numbers on the CPU, the same for all messages, replicas and both sides of a
-    boundary."""
+    """Return standard normal fp32 numbers on the CPU, equal for all messages, replicas and both sides."""
     fixed = dataclasses.replace(ctx, direction="forward", step=0, micro_batch=0, replica=0)
     return torch.randn(shape, generator=fixed.generator(), dtype=torch.float32, device="cpu")
 
 
-LARGEST = 2**20  # a message is filled up to whole groups, so groups beyond its size only cost
+LARGEST = 2**20  # a message is padded to whole groups, so groups beyond its size only cost
 
 
 def _check_group_size(value: object) -> object:
@@ -69,7 +66,7 @@ Fill = Literal["last", "zeros", "mean"]
 
 
 def group_shape(spec: TensorSpec, group_size: int | str) -> tuple[int, int]:
-    """(groups, values per group), the latter a multiple of 8; no groups for a tensor without elements."""
+    """Return (groups, values per group): no groups for a tensor without elements, else a multiple of 8."""
     if not spec.numel:
         return 0, 8
     if group_size == "tensor":
@@ -82,10 +79,10 @@ def group_shape(spec: TensorSpec, group_size: int | str) -> tuple[int, int]:
 
 
 def split(x: Tensor, group_size: int | str, axis: int = -1, fill: Fill = "last") -> Tensor:
-    """`x` as [groups, values per group], with dimension `axis` in the place of the last.
+    """Cut `x` into [groups, values per group], with dimension `axis` as the last.
 
-    What is missing at the end repeats the last value, so that no range grows; or is zero, so that no sum
-    does; or the mean magnitude of the group, so that this stays.
+    The last group is padded with the last value, which keeps the range; with zeros, which keep the sum; or
+    with the mean magnitude of the group, which keeps that.
     """
     if axis != -1:
         x = x.movedim(axis, -1)
@@ -96,7 +93,7 @@ def split(x: Tensor, group_size: int | str, axis: int = -1, fill: Fill = "last")
     shape = group_shape(TensorSpec.of(x), group_size)
     if not x.numel():
         return x.new_empty(shape)
-    # torch turns matrices in blocks, and what has more dimensions value by value
+    # torch transposes matrices in blocks, and tensors of more dimensions value by value
     rows = x.reshape(-1, shape[0]).t().contiguous() if group_size == "channel" else x.reshape(1, -1)
     missing = shape[0] * shape[1] // rows.shape[0] - rows.shape[1]
     if missing:
@@ -104,17 +101,16 @@ def split(x: Tensor, group_size: int | str, axis: int = -1, fill: Fill = "last")
         if fill == "zeros":
             more = torch.zeros_like(more)
         elif fill == "mean":
-            own = rows[:, missing - shape[1] :]  # what the last group has
+            own = rows[:, missing - shape[1] :]  # the values of the last group
             more = own.abs().mean(1, keepdim=True, dtype=torch.float32).to(rows.dtype)
         rows = torch.cat([rows, more.expand(-1, missing)], dim=1)
     return rows.reshape(shape)
 
 
 def join(groups: Tensor, spec: TensorSpec, group_size: int | str, axis: int = -1) -> Tensor:
-    """The tensor of `spec` that `split` cut into `groups`, [groups, values per group] of fp32 or of its
-    dtype.
+    """Invert `split`: return the tensor of `spec` from `groups`, in fp32 or in its dtype.
 
-    A value that its grid lifted just beyond the range of fp16 becomes the largest fp16; nan stays.
+    A value that its grid rounded beyond the range of fp16 becomes the largest fp16; nan stays.
     """
     if axis != -1:
         moved = join(groups, moved_spec(spec, axis), group_size)
@@ -132,7 +128,7 @@ def join(groups: Tensor, spec: TensorSpec, group_size: int | str, axis: int = -1
 
 
 def moved_spec(spec: TensorSpec, axis: int) -> TensorSpec:
-    """That of a tensor of `spec` with dimension `axis` in the place of the last."""
+    """Return `spec` with dimension `axis` moved to the end."""
     if axis == -1:
         return spec
     shape = [*spec.shape]

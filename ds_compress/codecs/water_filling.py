@@ -1,13 +1,12 @@
-"""How many bits each coefficient of an eigenbasis gets: reverse water-filling, in whole bits.
+"""Bits for each coefficient of an eigenbasis: reverse water-filling, in whole bits.
 
-One bit more than b for values of variance v takes v (D(b) - D(b + 1)) off their squared error, D(b) being
-that of b bits for a normal value of variance 1. Bits are given one at a time where that is most; each is
-worth less than the one before it, so no other way of giving them leaves a smaller error (Gersho and Gray,
-Vector Quantization and Signal Compression, 8.3).
+One bit more than b for values of variance v reduces their squared error by v (D(b) - D(b + 1)), where D(b)
+is that of b bits for a normal value of variance 1. Each bit goes where it reduces the error most, by less
+than the one before. So no other allocation has a smaller error (Gersho and Gray, Vector Quantization and
+Signal Compression, 8.3).
 
-Both sides have to choose alike, and where two kinds of processor add up moments their last bits differ. So
-everything is counted in whole eighths of an octave, and of values that are worth the same the first ones get
-the bit: of equal variances none is a little larger by chance.
+Both sides must allocate alike, and the last bits of moments differ between kinds of processor. So everything
+is counted in whole eighths of an octave, and among equal values the first ones get the bit.
 """
 
 import math
@@ -20,14 +19,13 @@ from torch import Tensor
 from ds_compress.kernels.quantize import gaussian
 
 MOST_BITS = 8
-"""Of one coefficient."""
+"""The most bits of one coefficient."""
 
 _STEPS = 8
-"""Of an octave of variance."""
+"""Steps in an octave of variance."""
 
 _OCTAVES = 40
-"""Below the largest variance lie those that count as all the same: what is left of zeros in a moment is
-rounding."""
+"""Variances so far below the largest count as equal: they are the rounding of zeros in a moment."""
 
 
 def log_levels(variances: Tensor) -> Tensor:
@@ -46,14 +44,14 @@ def levels_of(variances: Tensor) -> Tensor:
     return log_levels(variances).flip(0).cummax(0).values.flip(0).contiguous()
 
 
-def share_out(levels: Tensor, bits: int) -> tuple[int, ...]:
-    """Give so many groups of values `bits` bits each on average, exactly.
+def allocate_bits(levels: Tensor, bits: int) -> tuple[int, ...]:
+    """Allocate bits to groups of values: `bits` for each on average, exactly.
 
     Args:
-        levels: of the groups, int32 on the CPU, none larger than the one before it.
+        levels: of the groups, int32 on the CPU, falling.
 
     Returns:
-        How many groups have at least 1, 2, ... MOST_BITS bits; they are the first ones.
+        How many groups, the first ones, have at least 1, 2, ... MOST_BITS bits.
     """
     worth = torch.tensor(_worth(), dtype=torch.int32, device="cpu")
     offers = (levels.unsqueeze(1) + worth).flatten()
@@ -64,7 +62,7 @@ def share_out(levels: Tensor, bits: int) -> tuple[int, ...]:
 
 @cache
 def _worth() -> tuple[int, ...]:
-    """What the first, second, ... bit takes off the squared error of a value of variance 1, as a level."""
+    """Return, as levels, by how much each bit reduces the squared error of a value of variance 1."""
     left = [1.0, *(gaussian.normal_error(bits) ** 2 for bits in range(1, gaussian.LARGEST_BITS + 1))]
     found = [round(_STEPS * math.log2(before - after)) for before, after in pairwise(left)]
     while len(found) < MOST_BITS:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.codec import build
-from ds_compress.codecs.water_filling import MOST_BITS, levels_of, share_out
+from ds_compress.codecs.water_filling import MOST_BITS, allocate_bits, levels_of
 from tests.support.matrices import observed, relative_error, send, with_spectrum
 
 
@@ -106,7 +106,7 @@ def test_loses_what_the_reference_loses(h, size, decay, bits, seed):
 def test_bits_are_shared_out_as_one_at_a_time(variances, bits):
     """On average exactly, the larger variance never fewer; one may go where it is worth nearly as much."""
     variances = np.sort(variances)[::-1].copy()
-    counts = share_out(levels_of(torch.from_numpy(variances)), bits)
+    counts = allocate_bits(levels_of(torch.from_numpy(variances)), bits)
     widths = [sum(place < count for count in counts) for place in range(len(variances))]
     assert sum(widths) == bits * len(variances) and list(counts) == sorted(counts, reverse=True)
     lost, least = (
@@ -120,6 +120,6 @@ def test_equal_variances_share_alike_whatever_the_last_bits():
     """The first ones get what is left over, not those that are larger by chance."""
     noise = torch.randn(60, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for variances in (torch.ones(60).double(), torch.tensor([1.0] * 20 + [0.25] * 20 + [0.0] * 20).double()):
-        expected = share_out(levels_of(variances), 3)
+        expected = allocate_bits(levels_of(variances), 3)
         moved = (variances * (1 + 1e-13 * noise) + 1e-15 * noise).clamp(min=-1)
-        assert share_out(levels_of(moved), 3) == expected
+        assert allocate_bits(levels_of(moved), 3) == expected

@@ -108,7 +108,7 @@ class FirstVisits:
         parts = from_bytes(payload, self._first.layout(rows))
         return self._first.decode(parts, rows, _apart(ctx))
 
-    def share_out(self, payload: Tensor, spec: TensorSpec) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def split_bytes(self, payload: Tensor, spec: TensorSpec) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Split F's bytes of all samples into the place of C's payload and a second packet."""
         layout = self._codec.layout(spec)
         held = nbytes_of(layout)
