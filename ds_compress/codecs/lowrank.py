@@ -68,13 +68,15 @@ class LowRank(Codec, Stateful, HardwareDependentDecode):
         key = f"lowrank.{ctx.position}.{ctx.direction}.{h}x{rank}"
         q = ctx.memory[key] if key in ctx.memory else boundary_noise((h, rank), ctx).to(x.device)
 
-        finite = is_finite(m)
-        p = torch.where(finite, (m @ q.to(m.dtype)).float(), 0.0)  # what QR makes of nan is up to the library
+        p = (m @ q.to(m.dtype)).float()
+        finite = is_finite(m) & is_finite(p)  # a sum of finite numbers may not be
+        p = torch.where(finite, p, 0.0)  # what QR makes of nan is up to the library
         p = torch.linalg.qr(_near_one(p)).Q
         q_next = (p.T.to(m.dtype) @ m).float().T
 
         # only the directions of Q's columns matter; of equal length, the weak are not lost beside the strong
         largest = q_next.abs().amax(dim=0)
+        finite &= largest.isfinite().all()
         ctx.memory[key] = torch.where(finite & (largest > 0), q_next / largest, q).contiguous()
         return p.to(dtype), torch.where(finite, q_next, torch.nan).to(dtype)
 

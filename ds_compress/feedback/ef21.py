@@ -9,7 +9,7 @@ from ds_compress.codecs.mixins import FusesFeedback, ObservesWarmup
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.state import State, StatefulFeedback, StateOptions
 from ds_compress.kernels.backends import kernels
-from ds_compress.kernels.numerics import as_divisor, is_finite, wide
+from ds_compress.kernels.numerics import as_divisor, can_follow, wide
 
 
 @FEEDBACKS.register("ef21")
@@ -77,4 +77,4 @@ class EF21Codec(FeedbackCodec, StatefulFeedback, ObservesWarmup):
         spec = TensorSpec.of(x)
         new = x.to(wide(x.dtype))
         new = new / as_divisor(ctx.loss_scale, new)
-        self.state.save(ctx, spec, new, is_finite(new))
+        self.state.save(ctx, spec, new, can_follow(new))

@@ -23,11 +23,29 @@ def narrow(value: Tensor, x: Tensor) -> Tensor:
     return value.clamp(limits.min, limits.max).add_(x - x).to(x.dtype)
 
 
-def is_finite(matrix: Tensor) -> Tensor:
-    """0-dim bool: no inf and no nan in `matrix`; one pass without a temporary of its size."""
+def is_finite(matrix: Tensor, headroom: float = 1.0) -> Tensor:
+    """Find out whether `matrix` holds no inf and no nan; one pass without a temporary of its size.
+
+    Args:
+        headroom: by which values must fit into the range of the dtype, too.
+
+    Returns:
+        0-dim bool.
+    """
     if not matrix.numel():
         return torch.ones((), dtype=torch.bool, device=matrix.device)
-    return torch.stack(torch.aminmax(matrix)).isfinite().all()
+    limits = torch.stack(torch.aminmax(matrix))
+    return (limits if headroom == 1 else limits * headroom).isfinite().all()
+
+
+def can_follow(state: Tensor) -> Tensor:
+    """Find out whether messages can be changes to `state`: whether it is finite, also when it is narrowed to
+    bf16, and so far below the range of fp32 that a change as large as it is can be encoded.
+
+    Returns:
+        0-dim bool.
+    """
+    return is_finite(state, 4.0)
 
 
 def rows_finite(matrix: Tensor) -> Tensor:
