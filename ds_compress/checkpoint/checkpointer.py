@@ -259,7 +259,7 @@ class Checkpointer:
             restored = verdict.status[side.layer, rank.replica] == RESTORED
             memories = its.memories if restored else {}
             side.boundary.warmup_end = self._warmup_end(side, its, restored)
-            session.stage.in_lane(
+            session.stage.on_codec_stream(
                 side.boundary, functools.partial(side.boundary.restore, memories, engine.device)
             )
         if session.depth.auto:

@@ -153,15 +153,15 @@ class ReusesForwardIndices(ABC):
 
 
 class VariableSizePayload(ABC):
-    """May send an extra payload in a second packet, whose size the first packet tells.
+    """May send an extra payload in an extra packet, whose size the first packet tells.
 
     `encode` returns its parts after those of `layout`, and `decode` receives them there. To read the size
-    the host waits for the device, and the second packet cannot be received ahead.
+    the host waits for the device, and the extra packet cannot be received ahead.
     """
 
     @abstractmethod
     def extra_payload(self, parts: tuple[Tensor, ...], spec: TensorSpec) -> Layout:
-        """Return the layout of the second packet, () for none; `parts` are those that `layout` describes."""
+        """Return the layout of the extra packet, () for none; `parts` are those that `layout` describes."""
 
     def planned_extra_payload(self, spec: TensorSpec) -> Layout:
         """Return the largest `extra_payload` to plan with, after first visits and the like."""

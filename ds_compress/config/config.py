@@ -259,7 +259,7 @@ class Config:
             codecs = self.codecs(number)
             yield from ((getattr(codecs, direction), codecs.feedbacks[direction]) for direction in DIRECTIONS)
 
-    def has_rest(self, direction: str) -> bool:
+    def has_extra_payload(self, direction: str) -> bool:
         """Whether messages of any boundary may come with a second packet."""
         return any(isinstance(getattr(self.codecs(n), direction), VariableSizePayload) for n in self.numbers)
 

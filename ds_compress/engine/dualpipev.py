@@ -32,7 +32,7 @@ from ds_compress.engine.stage import Instruction, Stage
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary, Channel
 from ds_compress.transport.p2p import PeerTimeout, Receiver, Sender
-from ds_compress.transport.streams import Lane
+from ds_compress.transport.streams import CodecStream
 
 Queue = Callable[[Callable[..., Any], list[Tensor]], None]
 
@@ -114,7 +114,7 @@ class DualPipeVSession(Session):
     @staticmethod
     def check(config: Config, stages: int) -> int:
         for direction in DIRECTIONS:
-            if config.has_rest(direction):
+            if config.has_extra_payload(direction):
                 raise CompressionError(
                     f"{KEY}.{direction}: DualPipeV posts receives before the size of a message that "
                     "follows from the "
@@ -150,10 +150,10 @@ class DualPipeVSession(Session):
                 come, go = end.channels if end is before else end.channels[::-1]
                 receiver = QueuedReceiver(peer, engine.device, self._queue_to(neighbour, come), self._launch)
                 sender = QueuedSender(peer, engine.device, self._queue_to(neighbour, go))
-                # no second packets: `check` has refused what sends them
+                # no extra packets: `check` has refused what sends them
                 # and no lanes: the queue starts on the compute stream
-                stage.connect_receiver(receiving, come, receiver, receiver, Lane(), phase)
-                stage.connect_sender(sending, go, sender, sender, Lane(), phase)
+                stage.connect_receiver(receiving, come, receiver, receiver, CodecStream(), phase)
+                stage.connect_sender(sending, go, sender, sender, CodecStream(), phase)
         self.phases = stage.phases
         return stage
 

@@ -39,17 +39,17 @@ class ShapeMessage:
 
     BITS = 31
 
-    def __init__(self, module: Any, carrying: tuple[bool, ...] | None = None, written: int | None = None):
+    def __init__(self, module: Any, dependence: tuple[bool, ...] | None = None, written: int | None = None):
         """
         Args:
             module: `deepspeed.runtime.pipe.p2p`, or what sends and receives in its place.
-            carrying: what the sender says of each float tensor; None where it cannot.
+            dependence: what the sender says of each float tensor; None where it cannot.
             written: how many numbers DeepSpeed writes; None where no packets will follow.
         """
         self._module = module
         self._written = written
         self._bits, self._mark = 0, 0
-        self.carrying = carrying
+        self.dependence = dependence
         self.announces_packets = False
         """Whether packets follow, once it was sent or received."""
 
@@ -57,13 +57,13 @@ class ShapeMessage:
         is_int32 = tensor.dtype == torch.int32
         if self._written is not None and is_int32 and tensor.numel() >= self._written + 2:
             self.announces_packets = True
-            if self.carrying is None or len(self.carrying) > self.BITS:
-                self.carrying, end = None, [0, PACKETS]
+            if self.dependence is None or len(self.dependence) > self.BITS:
+                self.dependence, end = None, [0, PACKETS]
             else:
-                end = [sum(carries << place for place, carries in enumerate(self.carrying)), CARRYING]
+                end = [sum(carries << place for place, carries in enumerate(self.dependence)), CARRYING]
             tensor.view(-1)[-2:] = torch.tensor(end, dtype=torch.int32, device=tensor.device)
         else:
-            self.carrying = None
+            self.dependence = None
             if is_int32 and _mark(tensor):  # left in the memory by a message before
                 tensor.view(-1)[-1] = 0
         self._module.send(tensor, *where)

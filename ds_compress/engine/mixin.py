@@ -159,15 +159,15 @@ class CompressedEngine(_Engine):
         session, stage = self.ds_compress, self.ds_compress.stage
         boundary = session.boundary_of_shapes(sends=True)
         tensors = tensors_in(buffer) if stage.is_sending else None
-        carrying = written = None
+        dependence = written = None
         if tensors is not None:
             tracking = session.tracking
-            carrying = tracking.of(tensors, boundary.carrying) if tracking is not None else None
+            dependence = tracking.dependence(tensors, boundary.dependence) if tracking is not None else None
             written = 2 + sum(2 + tensor.dim() for tensor in tensors)
-        message = stage.shape_message(carrying, written)
+        message = stage.shape_message(dependence, written)
         with stage.shape_messages(message):
             super()._send_tensor_meta(buffer, *args, **kwargs)
-        boundary.carrying = message.carrying
+        boundary.dependence = message.dependence
         if message.announces_packets:
             stage.announce(boundary.number, tensors)
             return
@@ -186,10 +186,10 @@ class CompressedEngine(_Engine):
             buffers = super()._recv_tensor_meta(*args, **kwargs)
         tensors = tensors_in(buffers) if message.announces_packets else None
         stage.announce(boundary.number, tensors, "the sender announced no packets")
-        boundary.carrying = None
+        boundary.dependence = None
         if tensors is None:
             return buffers
-        boundary.carrying = message.received(sum(tensor.dtype.is_floating_point for tensor in tensors))
+        boundary.dependence = message.received(sum(tensor.dtype.is_floating_point for tensor in tensors))
         return receiving(buffers)
 
     def _allocate_or_extend_buffers(self, idx: int, shape: Any, dtype: torch.dtype) -> Tensor:

@@ -26,8 +26,8 @@ from ds_compress.engine.lookahead import MADE_BY, Lookahead
 from ds_compress.engine.reconfigure import Reconfigurator
 from ds_compress.engine.stage import Instruction, Stage, StepContext
 from ds_compress.engine.wiring import wire
-from ds_compress.message.carrying import Tracking
 from ds_compress.message.channel import Boundary
+from ds_compress.message.dependence import DependencyTracker
 from ds_compress.message.layout import as_list, tensors_in
 from ds_compress.monitor.monitor import LineExchange, Monitor
 from ds_compress.runtime.auto import Auto
@@ -207,7 +207,7 @@ class Session:
         """Let the parts know that a training step is over, and do what they ask for; nothing is in flight."""
         engine, stage = self.engine, self.stage
         for boundary in stage.boundaries:
-            stage.in_lane(boundary, functools.partial(boundary.end_step, self._replica_mean))
+            stage.on_codec_stream(boundary, functools.partial(boundary.end_step, self._replica_mean))
         self.replica_check.end_step(engine.global_steps)
         self.monitor.end_step(stage.ends, engine.global_steps, engine.global_samples, engine.monitor)
         self._put_in_force(self.depth.end_step(engine, stage))
@@ -256,15 +256,15 @@ class Session:
             guard.batches.append(batch)
         return batch
 
-    def tracked(self) -> Tracking | None:
+    def tracked(self) -> DependencyTracker | None:
         """Return a context for instructions that compute what is sent, as long as a boundary needs it."""
         after = self.stage.after
-        return self.tracking if after is not None and after.carrying is None else None
+        return self.tracking if after is not None and after.dependence is None else None
 
     def mark_received(self, tensors: Any, boundary: Boundary | None) -> None:
         """Let operations on received `tensors` be followed, as far as the sender said that they carry."""
-        if self.lookahead.tracking and self.tracking and boundary is not None and boundary.carrying:
-            self.tracking.add_float(as_list(tensors), boundary.carrying)
+        if self.lookahead.tracking and self.tracking and boundary is not None and boundary.dependence:
+            self.tracking.mark_received(as_list(tensors), boundary.dependence)
 
     def post_receives(self, training: bool) -> None:
         """Let messages be received ahead whose shapes are known from the batch before."""
@@ -331,12 +331,12 @@ class Session:
         is_ours = self.engine._INSTRUCTION_MAP[send] is self.engine._AROUND[send]
         return not is_left and is_ours and is_deepspeeds(self.stock[send])
 
-    def _track(self) -> Tracking | None:
+    def _track(self) -> DependencyTracker | None:
         """Find out which tensors carry, if a lossy codec may meet several float tensors in a message."""
         config = self.config
         used = {channel.codec.name for b in self.stage.boundaries for channel in b.channels}
         lossy = config.changes or config.quality is not None or used - {"none"}
-        return Tracking(self.engine.module) if lossy and config.block.tensors == "large" else None
+        return DependencyTracker(self.engine.module) if lossy and config.block.tensors == "large" else None
 
     @contextmanager
     def _looking_ahead(self, pipe_schedule: Any) -> Iterator[dict[Instruction, int]]:

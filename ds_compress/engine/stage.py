@@ -21,9 +21,9 @@ from ds_compress.engine.intercept import (
     Specs,
 )
 from ds_compress.message.channel import Boundary, Channel
-from ds_compress.message.endpoint import ReceivingEnd, SendingEnd
+from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.transport.p2p import Receiver, Sender
-from ds_compress.transport.streams import Lane, Made
+from ds_compress.transport.streams import CodecStream, Made
 
 
 class Instruction(enum.Enum):
@@ -44,7 +44,7 @@ class StepContext(NamedTuple):
     step: int  # optimizer steps done before
     training: bool
     loss_scale: float = 1.0
-    raw_tail: int = 0
+    uncompressed_tail: int = 0
     """How many tensors at the end of a forward message are never compressed: DeepSpeed sends a bool mask in
     last place, as half precision, so it is float."""
 
@@ -67,14 +67,14 @@ class Stage:
         self._p2p = p2p
         self._sending: dict[tuple[Instruction, int], SendingEnd] = {}
         self._receiving: dict[tuple[Instruction, int], ReceivingEnd] = {}
-        self._lanes: dict[int, Lane] = {}  # by boundary
+        self._codec_streams: dict[int, CodecStream] = {}  # by boundary
         self._numbers: dict[tuple[int, int], int] = {}  # of the forward message, by boundary and buffer
         self._samples: dict[int, Tensor] = {}  # ids, by buffer
         self._unplaced: deque[Tensor] = deque()  # ids of batches in unknown buffers
         self.in_schedule = False
         self.wants_samples = config.sample_ids is not None and before is None
         self.groups: list[Any] = []  # process groups of its channels
-        self.rests: set[str] = set()  # directions whose second packets have a group of their own
+        self.rests: set[str] = set()  # directions whose extra packets have a group of their own
         self.shape_links: ShapeLinks | None = None  # None: shape messages go DeepSpeed's way
         self.announced: dict[int, Specs] = {}
         """The tensors of forward messages, by boundary, which both sides know from the latest shape message;
@@ -90,33 +90,36 @@ class Stage:
         instruction: Instruction,
         channel: Channel,
         link: Sender,
-        second: Sender,
-        lane: Lane,
+        extra_link: Sender,
+        codec_stream: CodecStream,
         phase: int = 0,
     ) -> None:
         """Let `instruction` send on `channel` over `link`.
 
         Args:
-            second: for packets that only some messages have.
-            lane: of the boundary, for both its channels.
+            extra_link: for packets that only some messages have.
+            codec_stream: of the boundary, for both its channels.
             phase: of DualPipeV, which has each instruction twice.
         """
-        self._sending[instruction, phase] = SendingEnd(channel, link, second, lane)
-        self._lanes[channel.boundary.number] = lane
+        self._sending[instruction, phase] = SendingEnd(channel, link, extra_link, codec_stream)
+        self._codec_streams[channel.boundary.number] = codec_stream
 
     def connect_receiver(
         self,
         instruction: Instruction,
         channel: Channel,
         link: Receiver,
-        second: Receiver,
-        lane: Lane,
+        extra_link: Receiver,
+        codec_stream: CodecStream,
         phase: int = 0,
     ) -> None:
-        """Let `instruction` receive on `channel` over `link`; see `connect_sender`. `second`: on a group of
-        its own where receives are posted ahead."""
-        self._receiving[instruction, phase] = ReceivingEnd(channel, link, second, lane)
-        self._lanes[channel.boundary.number] = lane
+        """Let `instruction` receive on `channel` over `link`; see `connect_sender`.
+
+        Args:
+            extra_link: on a group of its own where receives are posted ahead.
+        """
+        self._receiving[instruction, phase] = ReceivingEnd(channel, link, extra_link, codec_stream)
+        self._codec_streams[channel.boundary.number] = codec_stream
 
     @property
     def boundaries(self) -> list[Boundary]:
@@ -147,11 +150,11 @@ class Stage:
         try:
             yield
             for end in self._sending.values():
-                end.lane.run(end.drain)
+                end.codec_stream.run(end.drain)
             if self.shape_links is not None:
                 self.shape_links.drain()
-            for lane in self._lanes.values():
-                lane.join()
+            for codec_stream in self._codec_streams.values():
+                codec_stream.join()
         finally:
             self.in_schedule = False
 
@@ -171,7 +174,7 @@ class Stage:
 
     def _set_raw_tail(self, context: StepContext) -> None:
         for boundary in self.boundaries:
-            boundary.forward.raw_tail = context.raw_tail
+            boundary.forward.uncompressed_tail = context.uncompressed_tail
 
     def enter_unscheduled(self, context: StepContext) -> None:
         """Before a message that no schedule asked for: programs call the engine's instructions by hand, to
@@ -180,18 +183,18 @@ class Stage:
             self._begin(context)
         self._set_raw_tail(context)  # a program may have said meanwhile that there is a mask
 
-    def in_lane(self, boundary: Boundary, work: Callable[[], Made]) -> Made:
+    def on_codec_stream(self, boundary: Boundary, work: Callable[[], Made]) -> Made:
         """Do `work`, on what `boundary` remembers, where its codecs work, and before anything that follows;
         returns what it does."""
-        lane = self._lanes[boundary.number]
-        made = lane.run(work)
-        lane.join()
+        codec_stream = self._codec_streams[boundary.number]
+        made = codec_stream.run(work)
+        codec_stream.join()
         return made
 
     def adopt(self) -> None:
         """Follow the codecs of `config`, which are others than in the step before."""
         for boundary in self.boundaries:
-            self.in_lane(boundary, boundary.adopt)
+            self.on_codec_stream(boundary, boundary.adopt)
         for end in self.ends:
             end.link.renew()
         self.wants_samples = self.config.sample_ids is not None and self.before is None
@@ -219,7 +222,7 @@ class Stage:
         if end.to_post and tensors and expected:
             message = end.channel.message(tensors, end.channel.message_id(self.step, 0, self.training))
             count, end.to_post = end.to_post, 0
-            end.lane.run(lambda: end.link.expect(message.packet.nbytes, count))
+            end.codec_stream.run(lambda: end.link.expect(message.packet.nbytes, count))
 
     def announce(self, number: int, tensors: Sequence[Tensor] | None, why: str = "") -> None:
         """Take note of what a shape message announces for a boundary: `tensors`, or that it is left to
@@ -272,7 +275,7 @@ class Stage:
         if instruction is Instruction.SEND_ACTIVATION and (buffer_id in self._samples or self._unplaced):
             ids = self._samples[buffer_id] if buffer_id in self._samples else self._unplaced.popleft()
             end.channel.boundary.sample_ids[message_id.micro_batch] = ids
-        end.lane.run(functools.partial(end.transmit, tensors, message_id), takes=tensors)
+        end.codec_stream.run(functools.partial(end.transmit, tensors, message_id), takes=tensors)
 
     def receive(
         self,
@@ -304,7 +307,7 @@ class Stage:
         end = self._receiving[instruction, phase]
         message_id = self._next_id(instruction, end, buffer_id)
         message = end.channel.message(tensors, message_id)
-        arrived = end.lane.run(functools.partial(end.take, message, message_id), gives=True)
+        arrived = end.codec_stream.run(functools.partial(end.take, message, message_id), gives=True)
         if message.ids and self.after:
             self._samples[buffer_id] = end.channel.boundary.sample_ids[message_id.micro_batch]
             self.after.prefetch(self._samples[buffer_id])
@@ -315,9 +318,9 @@ class Stage:
         return self._p2p.shape_messages(message)
 
     def shape_message(
-        self, carrying: tuple[bool, ...] | None = None, written: int | None = None
+        self, dependence: tuple[bool, ...] | None = None, written: int | None = None
     ) -> ShapeMessage:
-        return ShapeMessage(self.shape_links or self._p2p.stock, carrying, written)
+        return ShapeMessage(self.shape_links or self._p2p.stock, dependence, written)
 
     @property
     def is_sending(self) -> bool:

@@ -15,7 +15,7 @@ from ds_compress.transport.p2p import (
     channel_groups,
 )
 from ds_compress.transport.staging import receives_hold_device
-from ds_compress.transport.streams import Lane, lane_for
+from ds_compress.transport.streams import CodecStream, codec_stream_for
 
 SHAPES, REST = " shapes", " rest"
 
@@ -29,27 +29,29 @@ def wire(stage: Stage, engine: Any, depth: int) -> None:
     config = stage.config
     seconds = config.block.link.timeout_s
     eager = config.block.link.mode == "eager"
-    rests = [f"{direction}{REST}" for direction in DIRECTIONS if config.has_rest(direction)]
+    rests = [f"{direction}{REST}" for direction in DIRECTIONS if config.has_extra_payload(direction)]
     # NCCL's receive of a shape would hold the device
     shapes = [f"forward{SHAPES}"] if engine.dynamic_shape and not receives_hold_device(engine.device) else []
     groups = channel_groups(engine.num_stages - 1, [*DIRECTIONS, *rests, *shapes], seconds) if eager else {}
     stage.groups = list(groups.values())
-    stage.rests = {direction for direction in DIRECTIONS if config.has_rest(direction)}
+    stage.rests = {direction for direction in DIRECTIONS if config.has_extra_payload(direction)}
 
     def link(kind: type[Any], channel: Channel, neighbour: int, use: str = "") -> Any:
         group = groups.get((channel.boundary.number % 2, f"{channel.direction}{use}"))
         timeout = PeerTimeout(channel.place, seconds)
         return kind(engine.grid.stage_to_global(neighbour), engine.device, group, timeout, depth)
 
-    def send(instruction: Instruction, channel: Channel, neighbour: int, lane: Lane) -> None:
+    def send(instruction: Instruction, channel: Channel, neighbour: int, codec_stream: CodecStream) -> None:
         kind = EagerSender if eager else Sender
         ends = link(kind, channel, neighbour), link(kind, channel, neighbour, REST)
-        stage.connect_sender(instruction, channel, *ends, lane)
+        stage.connect_sender(instruction, channel, *ends, codec_stream)
 
-    def receive(instruction: Instruction, channel: Channel, neighbour: int, lane: Lane) -> None:
+    def receive(
+        instruction: Instruction, channel: Channel, neighbour: int, codec_stream: CodecStream
+    ) -> None:
         kind = EagerReceiver if eager else Receiver
         ends = link(kind, channel, neighbour), link(kind, channel, neighbour, REST)
-        stage.connect_receiver(instruction, channel, *ends, lane)
+        stage.connect_receiver(instruction, channel, *ends, codec_stream)
 
     if eager and shapes:
         after, before = stage.after, stage.before
@@ -58,23 +60,23 @@ def wire(stage: Stage, engine: Any, depth: int) -> None:
             link(EagerReceiver, before.forward, engine.prev_stage, SHAPES) if before else None,
         )
     if stage.before:
-        lane = lane_for(engine.device) if eager else Lane()
-        receive(Instruction.RECV_ACTIVATION, stage.before.forward, engine.prev_stage, lane)
-        send(Instruction.SEND_GRAD, stage.before.backward, engine.prev_stage, lane)
+        codec_stream = codec_stream_for(engine.device) if eager else CodecStream()
+        receive(Instruction.RECV_ACTIVATION, stage.before.forward, engine.prev_stage, codec_stream)
+        send(Instruction.SEND_GRAD, stage.before.backward, engine.prev_stage, codec_stream)
     if stage.after:
-        lane = lane_for(engine.device) if eager else Lane()
-        send(Instruction.SEND_ACTIVATION, stage.after.forward, engine.next_stage, lane)
-        receive(Instruction.RECV_GRAD, stage.after.backward, engine.next_stage, lane)
+        codec_stream = codec_stream_for(engine.device) if eager else CodecStream()
+        send(Instruction.SEND_ACTIVATION, stage.after.forward, engine.next_stage, codec_stream)
+        receive(Instruction.RECV_GRAD, stage.after.backward, engine.next_stage, codec_stream)
 
 
 def wire_rests(stage: Stage, engine: Any) -> None:
-    """Give second packets groups of their own where codecs send them that did not when the stage was wired;
+    """Give extra packets groups of their own where codecs send them that did not when the stage was wired;
     every rank of the job calls it.
     """
     config = stage.config
     if config.block.link.mode != "eager":
         return
-    missing = [d for d in DIRECTIONS if config.has_rest(d) and d not in stage.rests]
+    missing = [d for d in DIRECTIONS if config.has_extra_payload(d) and d not in stage.rests]
     uses = [f"{direction}{REST}" for direction in missing]
     groups = channel_groups(engine.num_stages - 1, uses, config.block.link.timeout_s)
     stage.groups += groups.values()
@@ -83,4 +85,4 @@ def wire_rests(stage: Stage, engine: Any) -> None:
         link, channel = end.link, end.channel
         if channel.direction in missing:
             group = groups[channel.boundary.number % 2, f"{channel.direction}{REST}"]
-            end.second = type(link)(link.peer, link.device, group, link.patience, link.depth)
+            end.extra_link = type(link)(link.peer, link.device, group, link.timeout, link.depth)

@@ -23,7 +23,7 @@ from ds_compress.codecs.mixins import (
 from ds_compress.config import DIRECTIONS, BoundaryCodecs, Config
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.memory import retain_freed_memory
-from ds_compress.message.layout import Counters, Encoded, MessageLayout, explain, why_exempt
+from ds_compress.message.layout import Counters, Encoded, MessageLayout, explain, find_exemptions
 from ds_compress.message.packet import PacketLayout
 from ds_compress.message.state import BoundaryState
 
@@ -39,7 +39,7 @@ class Channel:
         self.direction = direction
         self.codec = codec
         self.sent = Counters()
-        self.raw_tail = 0  # tensors at the end of its messages that are never compressed
+        self.uncompressed_tail = 0  # tensors at the end of its messages that are never compressed
         self._layouts: dict[tuple[tuple[TensorSpec, ...], Kind], MessageLayout] = {}
         self._latest: dict[Kind, MessageLayout] = {}
 
@@ -64,7 +64,7 @@ class Channel:
         # both sides find the same
         compressed = training or config.eval == "compressed"
         compressed = compressed and message_id.step >= max(config.warmup_steps, self.boundary.warmup_end)
-        kind = compressed, training, self.raw_tail, self.boundary.carrying
+        kind = compressed, training, self.uncompressed_tail, self.boundary.dependence
         layout = self._latest.get(kind)
         if layout is not None and len(layout.specs) == len(tensors):
             for spec, tensor in zip(layout.specs, tensors):
@@ -79,8 +79,8 @@ class Channel:
         return self._latest[kind]
 
     def _layout(self, specs: tuple[TensorSpec, ...], kind: Kind) -> MessageLayout:
-        compressed, training, raw_tail, carrying = kind
-        exempt = why_exempt(specs, raw_tail, self.boundary.config.block, carrying, self.place)
+        compressed, training, uncompressed_tail, dependence = kind
+        exempt = find_exemptions(specs, uncompressed_tail, self.boundary.config.block, dependence, self.place)
         for spec, reason in zip(specs, exempt):
             if not reason:  # refused in the warm-up already, and on both sides alike
                 check_accepted(self.codec, spec, self.place)
@@ -88,8 +88,8 @@ class Channel:
         ids = source.count(specs) if source and training and self.direction == "forward" else 0
         if specs[0].device.type == "cpu":  # whatever is made of it is at most in fp32
             retain_freed_memory(max(spec.numel for spec in specs) * torch.float32.itemsize)
-        sealed = self.boundary.config.block.link.checksum
-        return MessageLayout(specs, self.codec if compressed else None, exempt, ids, sealed)
+        has_checksum = self.boundary.config.block.link.checksum
+        return MessageLayout(specs, self.codec if compressed else None, exempt, ids, has_checksum)
 
     def encode(
         self,
@@ -106,11 +106,11 @@ class Channel:
         message = self.message(tensors, message_id)
         layout = message.packet
         packet = memory(layout.nbytes) if memory else layout.allocate(message.device)
-        views, rest, known = layout.views(packet), list[Tensor](), list[bool]()
+        views, extra, known = layout.views(packet), list[Tensor](), list[bool]()
         with torch.no_grad():
             if not message.compressed and message_id.training:
                 self._observe(tensors, message, message_id)
-            for tensor, (codec, place, position, _) in zip(tensors, message.ways):
+            for tensor, (codec, place, position, _) in zip(tensors, message.tensor_plans):
                 if codec is None:
                     self.boundary.pass_by(message_id, position)
                     fill(views[place], (tensor,))
@@ -119,14 +119,14 @@ class Channel:
                 tensor = tensor.detach() if tensor.requires_grad else tensor
                 out = views[place]
                 parts = codec.encode_into(tensor, ctx, out)
-                if parts is not out:  # some may be made elsewhere, and some go into the second packet
+                if parts is not out:  # some may be made elsewhere, and some go into the extra packet
                     fill(out, parts[: len(out)])
-                    rest += parts[len(out) :]
+                    extra += parts[len(out) :]
                 known += ctx.known
             if message.ids:
                 fill(views[-1:], (self.boundary.sample_ids[message_id.micro_batch],))
-            layout.seal(packet, message_id)
-            encoded = Encoded(packet, self._rest_packet(rest, message_id) if rest else None, message)
+            layout.write_header(packet, message_id)
+            encoded = Encoded(packet, self._extra_packet(extra, message_id) if extra else None, message)
         self.sent.add(encoded, known)
         return encoded
 
@@ -140,26 +140,26 @@ class Channel:
         """The tensors in `packet`, with the message's specs; those sent as they are are views of the packet.
 
         Args:
-            fetch: gives the second packet, of so many bytes, when there is one.
+            fetch: gives the extra packet, of so many bytes, when there is one.
 
         Raises:
             CompressionError: the packet is not the expected message.
         """
         layout = message.packet
-        if packet.is_cpu or message.headers_left > 0 or layout.sealed:
+        if packet.is_cpu or message.headers_left > 0 or layout.has_checksum:
             message.headers_left -= 1
             layout.check(packet, message_id)
         views = layout.views(packet)
         parts = [views[place] for place in message.places]
         if message.ids:
             self.boundary.sample_ids[message_id.micro_batch] = views[-1].cpu().clone()
-        if message.has_rest:
-            parts = self._with_rest(parts, message, message_id, fetch)
+        if message.has_extra_payload:
+            parts = self._with_extra(parts, message, message_id, fetch)
         with torch.no_grad():
             if not message.compressed and message_id.training:
                 self._observe([own[0] for own in parts], message, message_id)
             arrived = []
-            for own, (codec, _, position, spec) in zip(parts, message.ways):
+            for own, (codec, _, position, spec) in zip(parts, message.tensor_plans):
                 if codec is None:
                     self.boundary.pass_by(message_id, position)
                     arrived.append(own[0].detach())  # the next packet of this memory has the same views
@@ -181,25 +181,25 @@ class Channel:
                 for observer in observers:
                     observer.observe(tensor.detach(), ctx)
 
-    def _rest_packet(self, rest: list[Tensor], message_id: MessageId) -> Tensor:
-        layout = self._rest_layout(tuple((tuple(part.shape), part.dtype) for part in rest))
-        packet = layout.allocate(rest[0].device)
-        layout.write(packet, layout.header(message_id), tuple(rest))
+    def _extra_packet(self, extra: list[Tensor], message_id: MessageId) -> Tensor:
+        layout = self._extra_layout(tuple((tuple(part.shape), part.dtype) for part in extra))
+        packet = layout.allocate(extra[0].device)
+        layout.write(packet, layout.header(message_id), tuple(extra))
         return packet
 
-    def _with_rest(
+    def _with_extra(
         self,
         parts: list[tuple[Tensor, ...]],
         message: MessageLayout,
         message_id: MessageId,
         fetch: Callable[[int], Tensor | None] | None,
     ) -> list[tuple[Tensor, ...]]:
-        """`parts` of each tensor, with those that came in a second packet."""
-        rests = [
+        """`parts` of each tensor, with those that came in an extra packet."""
+        extras = [
             codec.extra_payload(own, spec) if isinstance(codec, VariableSizePayload) else ()
             for codec, own, spec in zip(message.codecs, parts, message.specs)
         ]
-        layout = self._rest_layout(tuple(itertools.chain.from_iterable(rests)))
+        layout = self._extra_layout(tuple(itertools.chain.from_iterable(extras)))
         if not layout.parts:
             return parts
         packet = fetch(layout.nbytes) if fetch else None
@@ -207,7 +207,7 @@ class Channel:
             raise CompressionError(f"{self.place}: no packet follows, expected one of {layout.nbytes} bytes")
         layout.check(packet, message_id)
         views = iter(layout.views(packet))
-        return [own + tuple(next(views) for _ in rest) for own, rest in zip(parts, rests)]
+        return [own + tuple(next(views) for _ in extra) for own, extra in zip(parts, extras)]
 
     def trial(self, codec: Codec) -> "Channel":
         """This channel as it would be with `codec`: what it encodes is not counted, and leaves no trace."""
@@ -222,7 +222,7 @@ class Channel:
         channel.boundary = self.boundary.copied()
         return channel
 
-    def _rest_layout(self, parts: Layout) -> PacketLayout:
+    def _extra_layout(self, parts: Layout) -> PacketLayout:
         return PacketLayout(parts, "rest", self.boundary.config.block.link.checksum)
 
 

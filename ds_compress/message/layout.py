@@ -30,14 +30,14 @@ class MessageLayout:
         codec: Codec | None,
         exempt: list[str],
         ids: int = 0,
-        sealed: bool = False,
+        has_checksum: bool = False,
     ):
         """
         Args:
             codec: None sends all as it is.
             exempt: why it does not apply to each tensor, empty where it does.
             ids: how many, of samples, are sent last.
-            sealed: see `PacketLayout`.
+            has_checksum: see `PacketLayout`.
         """
         self.specs = specs
         self.compressed = codec is not None
@@ -51,15 +51,15 @@ class MessageLayout:
         self.ids = ids
         id_layout = (((ids,), torch.int64),) if ids else ()
         parts = tuple(part for layout in layouts for part in layout) + id_layout
-        self.packet = PacketLayout(parts, identity, sealed)
-        self.has_rest = any(isinstance(codec, VariableSizePayload) for codec in self.codecs)
+        self.packet = PacketLayout(parts, identity, has_checksum)
+        self.has_extra_payload = any(isinstance(codec, VariableSizePayload) for codec in self.codecs)
         floats = [spec.dtype.is_floating_point for spec in specs]
         self.positions = [sum(floats[:index]) for index in range(len(specs))]
         """Of each tensor among those that are float, so that a gradient finds its activation."""
         used = [None if type(codec) is Identity else codec for codec in self.codecs]
         # an exempt tensor has no stash; if it is not float, its position is that of the next one that is
         stashes = [position if codec else -1 for codec, position in zip(self.codecs, self.positions)]
-        self.ways = [*zip(used, self.places, stashes, specs)]
+        self.tensor_plans = [*zip(used, self.places, stashes, specs)]
         """Of each tensor: what encodes and decodes it, None where it crosses as it is; place; position, or -1
         where nothing is left for it; spec."""
         self.raw_bytes = sum(spec.nbytes for spec in specs)
@@ -67,20 +67,20 @@ class MessageLayout:
         self.headers_left = HEADERS_CHECKED
 
     def compressed_bytes(self, codec: Codec) -> int:
-        """Bytes that such a message takes on the wire with `codec`, a second packet included."""
+        """Bytes that such a message takes on the wire with `codec`, an extra packet included."""
         return self._bytes(codec, lambda each, spec: each.planned_extra_payload(spec))
 
     def most_bytes(self, codec: Codec) -> int:
         """The same of the largest such message, of first visits for instance."""
         return self._bytes(codec, lambda each, spec: each.largest_extra_payload(spec))
 
-    def _bytes(self, codec: Codec, rest_of: Callable[[VariableSizePayload, TensorSpec], Layout]) -> int:
+    def _bytes(self, codec: Codec, extra_of: Callable[[VariableSizePayload, TensorSpec], Layout]) -> int:
         compressed = MessageLayout(self.specs, codec, self.exempt, self.ids)
         takers = [spec for taker, spec in zip(compressed.codecs, self.specs) if taker]
         if not isinstance(codec, VariableSizePayload):
             return compressed.packet.nbytes
-        rest = tuple(part for spec in takers for part in rest_of(codec, spec))
-        return compressed.packet.nbytes + (PacketLayout(rest, "rest").nbytes if rest else 0)
+        extra = tuple(part for spec in takers for part in extra_of(codec, spec))
+        return compressed.packet.nbytes + (PacketLayout(extra, "rest").nbytes if extra else 0)
 
     def describe(self, codec: Codec) -> str:
         """What becomes of each tensor, after the warm-up, with `codec`, and what the largest message takes;
@@ -102,7 +102,7 @@ class Encoded(NamedTuple):
     """What a channel made of a message."""
 
     packet: Tensor
-    rest: Tensor | None  # a second packet that has to follow
+    extra: Tensor | None  # an extra packet that has to follow
     layout: MessageLayout
 
 
@@ -129,46 +129,50 @@ class Counters:
         self.returned += sum(known)
         self.raw_bytes += encoded.layout.raw_bytes
         self.wire_bytes += encoded.packet.numel()
-        if encoded.rest is not None:
-            self.wire_bytes += encoded.rest.numel()
+        if encoded.extra is not None:
+            self.wire_bytes += encoded.extra.numel()
         self.latest = encoded.layout
 
 
-def why_exempt(
+def find_exemptions(
     specs: Sequence[TensorSpec],
-    raw_tail: int,
+    uncompressed_tail: int,
     block: Block,
-    carrying: tuple[bool, ...] | None,
+    dependence: tuple[bool, ...] | None,
     place: str,
 ) -> list[str]:
-    """Why each tensor of a message is not compressed, after the warm-up; empty for those that are.
+    """Find out why each tensor of a message is sent uncompressed after the warm-up.
 
     Args:
-        raw_tail: how many tensors at the end are masks.
-        carrying: see `Boundary.carrying`.
+        specs: of the tensors.
+        uncompressed_tail: how many tensors at the end are masks.
+        block: of the config.
+        dependence: see `BoundaryState.dependence`.
         place: of the message, for errors.
+
+    Returns:
+        A reason for each tensor, empty for those that are compressed.
 
     Raises:
         CompressionError: the "tensors" of the block leave none.
     """
-    lone = sum(spec.dtype.is_floating_point for spec in specs) == 1
+    is_lone = sum(spec.dtype.is_floating_point for spec in specs) == 1
     position, reasons = 0, []
     for index, spec in enumerate(specs):
         is_float = spec.dtype.is_floating_point
+        is_known = dependence is not None and position < len(dependence)
         if not is_float:
             reasons.append(f"it is {str(spec.dtype).removeprefix('torch.')}")
-        elif index >= len(specs) - raw_tail:
+        elif index >= len(specs) - uncompressed_tail:
             reasons.append("it is a mask")
         elif block.tensors != "large":
             reasons.append("" if position in block.tensors else f'"tensors" is {shown(block.tensors)}')
         elif spec.numel < block.min_numel:
             reasons.append(f"{spec.numel} values are fewer than min_numel")
-        elif lone:
-            reasons.append("")
-        elif carrying is None or position >= len(carrying):
-            reasons.append("nobody knows whether it carries a gradient")
-        else:
-            reasons.append("" if carrying[position] else "it carries no gradient")
+        elif dependence is not None and is_known:
+            reasons.append("" if dependence[position] else "it does not depend on parameters")
+        else:  # without a tracker a lone float tensor is taken for the hidden state
+            reasons.append("" if is_lone else "not known to depend on parameters")
         position += is_float
     if block.tensors != "large" and all(reasons):
         raise CompressionError(

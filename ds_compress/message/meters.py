@@ -20,8 +20,6 @@ from ds_compress.message.clock import HostClock
 from ds_compress.message.layout import Encoded, MessageLayout
 from ds_compress.transport.p2p import Receiver, Sender
 
-Memory = Callable[[int], Tensor]
-
 
 class _Meter:
     """Times by name, as pairs of marks."""
@@ -100,13 +98,13 @@ class SendingMeter(_Meter):
 
         with self._timed("encode"):
             encoded = channel.encode(tensors, message_id, timed_memory)
-        _, rest, message = encoded
+        _, extra, message = encoded
         counts = _counting(message.exempt)
         self._tensors = [tensors[place] for place in counts]
         if listener is not None:
 
             def decode(packet: Tensor) -> list[Tensor]:
-                decoded = listener.decode(packet, message, message_id, lambda nbytes: rest)
+                decoded = listener.decode(packet, message, message_id, lambda nbytes: extra)
                 return [decoded[place] for place in counts]
 
             self._decode = decode

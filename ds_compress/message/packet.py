@@ -45,7 +45,7 @@ class Header(MessageId):
 
     fingerprint: bytes
     nbytes: int
-    sealed: bool = False  # whether a checksum of the body goes along
+    has_checksum: bool = False  # whether a checksum of the body goes along
 
     def pack(self, checksum: int = 0) -> bytes:
         """The bytes, with the checksum of the body."""
@@ -74,9 +74,9 @@ class Header(MessageId):
         nbytes = units * ALIGNMENT
         return cls(boundary, direction, step, micro_batch, training, fingerprint=fingerprint, nbytes=nbytes)
 
-    def seal(self, packet: Tensor) -> None:
+    def write_header(self, packet: Tensor) -> None:
         """Write this header in front of a packet whose body is complete."""
-        _write(packet, self.pack(_checksum(packet) if self.sealed else 0))
+        _write(packet, self.pack(_checksum(packet) if self.has_checksum else 0))
 
     def check(self, packet: Tensor) -> None:
         """Refuse `packet` unless it is the message that this header describes.
@@ -84,7 +84,7 @@ class Header(MessageId):
         Raises:
             CompressionError: naming the first field that differs, what came and what was expected.
         """
-        data, expected = _front(packet).tobytes(), self.pack(_checksum(packet) if self.sealed else 0)
+        data, expected = _front(packet).tobytes(), self.pack(_checksum(packet) if self.has_checksum else 0)
         if data == expected:
             return
         came, wanted = Header.unpack(data), Header.unpack(expected)
@@ -94,7 +94,7 @@ class Header(MessageId):
             theirs, ours = getattr(came, name), getattr(wanted, name)
             if theirs != ours:
                 raise CompressionError(f"{place}: its {name} is {_shown(theirs)}, expected {_shown(ours)}")
-        if self.sealed:
+        if self.has_checksum:
             raise CompressionError(f"{place}: its checksum is another: it was damaged on its way")
         raise CompressionError(f"{place}: the header has unknown bits set")
 
@@ -102,11 +102,11 @@ class Header(MessageId):
 class PacketLayout:
     """Where the payload tensors of one kind of message lie in its packet."""
 
-    def __init__(self, parts: Layout, settings: object, sealed: bool = False):
+    def __init__(self, parts: Layout, settings: object, has_checksum: bool = False):
         """
         Args:
             settings: whatever else both sides must agree on; it enters the fingerprint by its `repr`.
-            sealed: whether a checksum of the body goes along.
+            has_checksum: whether a checksum of the body goes along.
         """
         self.parts = parts
         # of each part: dtype, shape, strides, and how many entries of the dtype stand before it
@@ -117,7 +117,7 @@ class PacketLayout:
             self._places.append((dtype, shape, strides, end // dtype.itemsize))
             end += -(-torch.Size(shape).numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         self.nbytes = end
-        self.sealed = sealed
+        self.has_checksum = has_checksum
         identity = repr((VERSION, parts, settings))
         self.fingerprint = hashlib.blake2b(identity.encode(), digest_size=8).digest()
 
@@ -154,11 +154,11 @@ class PacketLayout:
             CompressionError: a part has another shape or dtype than its layout promised.
         """
         fill(self.views(packet), parts)
-        header.seal(packet)
+        header.write_header(packet)
 
-    def seal(self, packet: Tensor, message_id: MessageId) -> None:
-        """See `Header.seal`; of the message `message_id`."""
-        data = _packed(message_id, self, _checksum(packet) if self.sealed else 0)
+    def write_header(self, packet: Tensor, message_id: MessageId) -> None:
+        """See `Header.write_header`; of the message `message_id`."""
+        data = _packed(message_id, self, _checksum(packet) if self.has_checksum else 0)
         front = packet.__dict__.get(_FRONT)
         if front is None:
             _write(packet, data)
@@ -167,14 +167,17 @@ class PacketLayout:
 
     def check(self, packet: Tensor, message_id: MessageId) -> None:
         """See `Header.check`; of the message `message_id`."""
-        data = _packed(message_id, self, _checksum(packet) if self.sealed else 0)
+        data = _packed(message_id, self, _checksum(packet) if self.has_checksum else 0)
         if packet.__dict__.get(_FRONT) != data:
             self.header(message_id).check(packet)
 
     def header(self, message_id: MessageId) -> Header:
         """That of the message `message_id`."""
         return Header(
-            **vars(message_id), fingerprint=self.fingerprint, nbytes=self.nbytes, sealed=self.sealed
+            **vars(message_id),
+            fingerprint=self.fingerprint,
+            nbytes=self.nbytes,
+            has_checksum=self.has_checksum,
         )
 
 

@@ -24,9 +24,9 @@ class BoundaryState:
         self.warmup_end = 0
         """Step until which messages cross uncompressed, beside the warm-up of the block: a boundary that lost
         what its codecs learned goes through the warm-up again. Both sides have the same."""
-        self.carrying: tuple[bool, ...] | None = None
-        """Of each float tensor of a message, whether it carries what the model has learned (see `carrying`);
-        None where nobody has said. Both sides are told the same."""
+        self.dependence: tuple[bool, ...] | None = None
+        """Of each float tensor of a message, whether it depends on parameters; None while that is not known.
+        Equal on both sides."""
         self._stashes: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     def begin_step(self, loss_scale: float = 1.0) -> None:

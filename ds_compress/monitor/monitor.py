@@ -13,8 +13,8 @@ from torch import Tensor
 from ds_compress.config import Config
 from ds_compress.errors import in_one_line
 from ds_compress.message.channel import Channel
+from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.message.clock import clock_for
-from ds_compress.message.endpoint import ReceivingEnd, SendingEnd
 from ds_compress.message.meters import ReceivingMeter, SendingMeter
 from ds_compress.monitor import lines
 from ds_compress.monitor.limits import MessageQuality

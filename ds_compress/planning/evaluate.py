@@ -118,10 +118,10 @@ def _same_shape(pair: Sequence[ByMicroBatch]) -> list[int]:
 def _separate_end(boundary: Boundary, config: Config) -> Boundary:
     """Return an end of `boundary` under `config` that shares no state with it."""
     other = Boundary(boundary.number, config, boundary.replica)
-    other.carrying = boundary.carrying
+    other.dependence = boundary.dependence
     other.begin_step(boundary.loss_scale)
     for own, their in zip(other.channels, boundary.channels):
-        own.raw_tail = their.raw_tail
+        own.uncompressed_tail = their.uncompressed_tail
     return other
 
 
@@ -137,13 +137,13 @@ def _measure(
     sender, receiver = (getattr(end, direction) for end in ends)
     message_id = sender.message_id(max(step, sender.boundary.config.warmup_steps), micro_batch)
     start = clock.mark()
-    packet, rest, message = sender.encode(tensors, message_id)
+    packet, extra, message = sender.encode(tensors, message_id)
     middle = clock.mark()
-    decoded = receiver.decode(packet, message, message_id, lambda nbytes: rest)
+    decoded = receiver.decode(packet, message, message_id, lambda nbytes: extra)
     end = clock.mark()
     pairs = [each for each, codec in zip(zip(tensors, decoded), message.codecs) if codec is not None]
     return {
-        "bytes": float(packet.numel() + (rest.numel() if rest is not None else 0)),
+        "bytes": float(packet.numel() + (extra.numel() if extra is not None else 0)),
         "encode": clock.ms(start, middle) / 1e3,
         "decode": clock.ms(middle, end) / 1e3,
         "error": _error(sender.codec, pairs),

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ds_compress.config import DIRECTIONS
 from ds_compress.message.channel import Channel
+from ds_compress.message.channel_end import SendingEnd
 from ds_compress.message.clock import HostClock
-from ds_compress.message.endpoint import SendingEnd
 from ds_compress.planning.candidates import Candidate
 from ds_compress.planning.evaluate import REPEATS, UNKNOWN, Measurements, Messages, evaluate
 from ds_compress.runtime.interface import StageView
@@ -74,7 +74,9 @@ def tried(
         for candidate in candidates:
             found: dict[str, Measurements] = dict.fromkeys(DIRECTIONS, UNKNOWN)
             if boundary is not None and all(pair):
-                found = stage.in_lane(boundary, partial(evaluate, boundary, candidate, pair, clock, step))
+                found = stage.on_codec_stream(
+                    boundary, partial(evaluate, boundary, candidate, pair, clock, step)
+                )
             for direction, own in found.items():
                 for what, value in own.items():
                     row[column(side, candidate, direction, what)] = value

@@ -103,8 +103,8 @@ class DepthController:
         """Let the next batches run at `depth`; between two batches, on all ranks alike."""
         self.now = depth
         for end in stage.ends:
-            end.link.keep_up_with(depth)
-            end.second.keep_up_with(depth)
+            end.link.set_depth(depth)
+            end.extra_link.set_depth(depth)
 
     def _measures(self, engine: Any, pipe_schedule: Any) -> bool:
         """Whether there is something to find."""

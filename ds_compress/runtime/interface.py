@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ds_compress.config import Config
 from ds_compress.message.channel import Boundary
-from ds_compress.message.endpoint import ReceivingEnd, SendingEnd
+from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.transport.streams import Made
 
 
@@ -20,7 +20,7 @@ class StageView(Protocol):
     def ends(self) -> Sequence[SendingEnd | ReceivingEnd]:
         """Ends of all channels that the stage sends or receives on."""
 
-    def in_lane(self, boundary: Boundary, work: Callable[[], Made]) -> Made:
+    def on_codec_stream(self, boundary: Boundary, work: Callable[[], Made]) -> Made:
         """Run `work` on the stream where the codecs of `boundary` run; return its result."""
 
 

@@ -18,8 +18,8 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_compress.config import DIRECTIONS
+from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.message.clock import clock_for
-from ds_compress.message.endpoint import ReceivingEnd, SendingEnd
 from ds_compress.message.meters import ReceivingMeter, SendingMeter
 from ds_compress.runtime.interface import StageView
 from ds_compress.runtime.memory_use import in_use, spare

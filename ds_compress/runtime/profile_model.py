@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ds_compress.errors import CompressionError, failures_at
-from ds_compress.message.carrying import Tracking, tensors_in
 from ds_compress.message.clock import clock_for
+from ds_compress.message.dependence import DependencyTracker, tensors_in
 from ds_compress.message.layout import as_list
 from ds_compress.planning.evaluate import REPEATS, Messages, is_informative
 from ds_compress.runtime.local_stages import Stages
@@ -43,7 +43,7 @@ class ModelProfile:
     backward: tuple[float, ...]
     activation_bytes: tuple[float, ...]  # by stage, held between the passes of a micro-batch; nan: not known
     messages: Messages  # of the last micro-batches
-    carrying: tuple[tuple[bool, ...], ...]  # by boundary: which float tensors depend on parameters
+    dependence: tuple[tuple[bool, ...], ...]  # by boundary: which float tensors depend on parameters
     loss_scale: float
 
     @property
@@ -88,8 +88,8 @@ class _Profiler:
         self._loss_fn = loss_fn
         self._device = device
         self._clock = clock_for(device)
-        self._tracking = Tracking(stages.modules)
-        self._carrying: dict[int, tuple[bool, ...]] = {}  # by boundary, once it is known
+        self._tracking = DependencyTracker(stages.modules)
+        self._dependence: dict[int, tuple[bool, ...]] = {}  # by boundary, once it is known
         self._micro_batch = 0
 
     def clear(self) -> None:
@@ -107,7 +107,7 @@ class _Profiler:
             seconds("backward"),
             tuple(max(self._activation_bytes[stage]) for stage in range(len(self._stages))),
             self.messages,
-            tuple(self._carrying[boundary] for boundary in range(len(self._stages) - 1)),
+            tuple(self._dependence[boundary] for boundary in range(len(self._stages) - 1)),
             scale,
         )
 
@@ -116,7 +116,7 @@ class _Profiler:
         inputs, labels = tree_map(self._to_device, batch)
         received, outputs = [inputs], []
         last = len(self._stages) - 1
-        with nullcontext() if self._carrying else self._tracking:
+        with nullcontext() if self._dependence else self._tracking:
             for stage, layers in enumerate(self._stages):
                 outputs.append(self._forward(stage, layers, received[-1], labels if stage == last else None))
                 if stage < last:
@@ -160,14 +160,14 @@ class _Profiler:
             )
         tensors = as_list(sent)
         self._keep(boundary, "forward", [tensor.detach() for tensor in tensors])
-        is_known = boundary in self._carrying
+        is_known = boundary in self._dependence
         if not is_known:
-            self._carrying[boundary] = self._tracking.of(tensors, None)
+            self._dependence[boundary] = self._tracking.dependence(tensors, None)
         with self._tracking.paused():
             copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
         received = [copy.requires_grad_(copy.is_floating_point()) for copy in copies]
         if not is_known:
-            self._tracking.add_float(received, self._carrying[boundary])
+            self._tracking.mark_received(received, self._dependence[boundary])
         return received[0] if torch.is_tensor(sent) else tuple(received)
 
     def _gradients(self, boundary: int, received: Any) -> list[Tensor]:

@@ -45,7 +45,7 @@ class ReplicaCheck:
         rows = torch.full((MOST_SIDES * len(DIRECTIONS), 4), -1, dtype=torch.int64, device="cpu")
         places = [(side, number) for side in self._sides for number in range(len(DIRECTIONS))]
         for row, (side, number) in zip(rows, places):
-            digest = self._stage.in_lane(
+            digest = self._stage.on_codec_stream(
                 side.boundary,
                 functools.partial(
                     window_digest, side.boundary.memory, DIRECTIONS[number], step // self.every
@@ -63,7 +63,7 @@ class ReplicaCheck:
 
     def _start_anew(self, side: Side, direction: str, step: int) -> None:
         forget = functools.partial(side.boundary.forget_mirrored, direction)
-        self._stage.in_lane(side.boundary, forget)
+        self._stage.on_codec_stream(side.boundary, forget)
         if side.name == "upstream" and self._tensor_parallel == 0:
             log.warning(
                 "boundary %d, %s: both sides no longer hold the same after step %d, so both start from zero "

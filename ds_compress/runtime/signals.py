@@ -16,7 +16,7 @@ from ds_compress.config import DIRECTIONS
 from ds_compress.config.policies import Place, Signal
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Channel
-from ds_compress.message.endpoint import SendingEnd
+from ds_compress.message.channel_end import SendingEnd
 from ds_compress.message.meters import error_and_cosine, largest, norms
 from ds_compress.runtime.interface import StageView
 
@@ -71,10 +71,10 @@ class Signals:
             for codec in trials.get(place, ()):
                 trial = channel.trial(codec)
                 receiver = trial.listener()  # as the other side has it before the message
-                packet, rest, message = trial.encode(tensors, message_id)
+                packet, extra, message = trial.encode(tensors, message_id)
                 message.headers_left = 0  # looking at one would wait for the device
-                decoded = receiver.decode(packet, message, message_id, functools.partial(_given, rest))
-                nbytes = packet.numel() + (rest.numel() if rest is not None else 0)
+                decoded = receiver.decode(packet, message, message_id, functools.partial(_given, extra))
+                nbytes = packet.numel() + (extra.numel() if extra is not None else 0)
                 self._losses.setdefault(place, []).append((norms(tensors, decoded, scale), nbytes))
 
         for end in stage.ends:
@@ -141,6 +141,6 @@ class Signals:
         return Signal(total / count if count else math.nan, errors, sizes)
 
 
-def _given(rest: Tensor | None, nbytes: int) -> Tensor | None:
-    """A second packet, which is there already."""
-    return rest
+def _given(extra: Tensor | None, nbytes: int) -> Tensor | None:
+    """An extra packet, which is there already."""
+    return extra

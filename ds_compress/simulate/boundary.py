@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ds_compress.codec import MessageId
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.errors import CompressionError
-from ds_compress.message.carrying import Tracking
 from ds_compress.message.channel import Boundary, Channel
+from ds_compress.message.dependence import DependencyTracker
 
 
 class SimulatedBoundary(nn.Module):
@@ -23,7 +23,7 @@ class SimulatedBoundary(nn.Module):
     would send again.
     """
 
-    def __init__(self, number: int, config: Config, micro_batches: int, tracking: Tracking | None):
+    def __init__(self, number: int, config: Config, micro_batches: int, tracking: DependencyTracker | None):
         """`tracking`: of the whole model, where the boundary may have to know which tensors carry."""
         super().__init__()
         self.config = config
@@ -43,11 +43,11 @@ class SimulatedBoundary(nn.Module):
         if self._tracking is None:
             outputs = _Cross.apply(self, message_id, *sent)
         else:
-            carrying = self._tracking.of(sent, self.upstream.carrying)
-            self.upstream.carrying = self.downstream.carrying = carrying
+            dependence = self._tracking.dependence(sent, self.upstream.dependence)
+            self.upstream.dependence = self.downstream.dependence = dependence
             with self._tracking.paused():
                 outputs = _Cross.apply(self, message_id, *sent)
-            self._tracking.add_float(outputs, carrying)
+            self._tracking.mark_received(outputs, dependence)
         if message_id.training:
             self.upstream.sample_ids.pop(message_id.micro_batch, None)  # the next pass has others
         return outputs[0] if isinstance(tensors, Tensor) else outputs
@@ -100,8 +100,8 @@ class SimulatedBoundary(nn.Module):
         self, source: Channel, target: Channel, tensors: Sequence[Tensor], message_id: MessageId
     ) -> list[Tensor]:
         """`tensors` as they arrive."""
-        packet, rest, message = source.encode(tensors, message_id)
-        arrived = target.decode(packet, target.message(tensors, message_id), message_id, lambda nbytes: rest)
+        packet, extra, message = source.encode(tensors, message_id)
+        arrived = target.decode(packet, target.message(tensors, message_id), message_id, lambda nbytes: extra)
         if message_id.training:
             pairs = [(x, y) for x, y, codec in zip(tensors, arrived, message.codecs) if codec is not None]
             self.errors[source.direction].add(pairs)

@@ -10,7 +10,7 @@ from torch import nn
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.errors import CompressionError, shown
 from ds_compress.feedback.aqsgd.sample_ids import SampleIds
-from ds_compress.message.carrying import Tracking
+from ds_compress.message.dependence import DependencyTracker
 from ds_compress.simulate.boundary import SimulatedBoundary
 
 
@@ -103,20 +103,20 @@ def _micro_batches(ds_config: dict[str, Any]) -> int:
     return steps
 
 
-def _tracking(config: Config, boundaries: int, model: nn.Module) -> Tracking | None:
+def _tracking(config: Config, boundaries: int, model: nn.Module) -> DependencyTracker | None:
     """What finds out which tensors carry, if a codec with a loss may meet several of them in a message."""
     codecs = [
         getattr(config.codecs(number), direction) for number in range(boundaries) for direction in DIRECTIONS
     ]
     lossy = any(codec.name != "none" for codec in codecs)
-    return Tracking(model) if lossy and config.block.tensors == "large" else None
+    return DependencyTracker(model) if lossy and config.block.tensors == "large" else None
 
 
-def _follow(model: nn.Module, boundaries: list[SimulatedBoundary], tracking: Tracking) -> None:
+def _follow(model: nn.Module, boundaries: list[SimulatedBoundary], tracking: DependencyTracker) -> None:
     """Track what carries in passes through `model` until every boundary knows."""
 
     def begin(*_: Any) -> None:
-        if any(boundary.upstream.carrying is None for boundary in boundaries):
+        if any(boundary.upstream.dependence is None for boundary in boundaries):
             tracking.__enter__()
             running.append(True)
 

@@ -72,7 +72,7 @@ class PeerTimeout:
             else:  # with a time-out of its own a wait on NCCL would stop the host, not only the stream
                 work.wait()
         except RuntimeError as error:
-            self.blame(error, peer)
+            self.raise_for_peer(error, peer)
 
     @contextmanager
     def naming(self, peer: object) -> Iterator[None]:
@@ -80,9 +80,9 @@ class PeerTimeout:
         try:
             yield
         except RuntimeError as error:
-            self.blame(error, peer)
+            self.raise_for_peer(error, peer)
 
-    def blame(self, error: RuntimeError, peer: object) -> NoReturn:
+    def raise_for_peer(self, error: RuntimeError, peer: object) -> NoReturn:
         """Raise `error` of torch.distributed as one line that names place and peer, or as it is if it is this
         rank's own."""
         # of this rank's own work, which a transfer is the first to notice, or of its memory
@@ -98,7 +98,7 @@ class PeerTimeout:
 
 
 @dataclass(eq=False)
-class End:
+class Endpoint:
     """An end of a channel on one rank."""
 
     peer: int
@@ -108,14 +108,14 @@ class End:
     group: Any = None
     """Process group, see `channel_groups`; None for the default one."""
 
-    patience: PeerTimeout = PeerTimeout()
+    timeout: PeerTimeout = PeerTimeout()
     depth: int = 1
     """Of the schedule, which an eager end keeps up with."""
 
     def __post_init__(self) -> None:
         self._transport = transport_for(self.device)
 
-    def keep_up_with(self, depth: int) -> None:
+    def set_depth(self, depth: int) -> None:
         """Serve a schedule of `depth` from the next batch on."""
         self.depth = depth
 
@@ -123,7 +123,7 @@ class End:
         """Packets from now on are laid out otherwise; called while none is under way."""
 
 
-class Sender(End):
+class Sender(Endpoint):
     """The sending end of a channel, blocking."""
 
     def __post_init__(self) -> None:
@@ -139,7 +139,7 @@ class Sender(End):
 
     def send(self, packet: Tensor) -> None:
         """Send `packet`, which came from `memory`."""
-        self.patience.wait(self._isend(packet), self.peer, self.device)
+        self.timeout.wait(self._isend(packet), self.peer, self.device)
         self._free.append(packet)
 
     def renew(self) -> None:
@@ -152,10 +152,10 @@ class Sender(End):
         try:
             return self._transport.isend(packet, self.peer, group=self.group)
         except RuntimeError as error:
-            self.patience.blame(error, self.peer)
+            self.timeout.raise_for_peer(error, self.peer)
 
 
-class Receiver(End):
+class Receiver(Endpoint):
     """The receiving end of a channel, blocking."""
 
     def __post_init__(self) -> None:
@@ -169,14 +169,14 @@ class Receiver(End):
         """The next packet; it stays as it is until the next call."""
         if self._packet is None or self._packet.numel() != nbytes:
             self._packet = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self.patience.wait(self._irecv(self._packet), self.peer, self.device)
+        self.timeout.wait(self._irecv(self._packet), self.peer, self.device)
         return self._packet
 
     def _irecv(self, memory: Tensor) -> Work | Staged:
         try:
             return self._transport.irecv(memory, self.peer, group=self.group)
         except RuntimeError as error:
-            self.patience.blame(error, self.peer)
+            self.timeout.raise_for_peer(error, self.peer)
 
 
 class EagerSender(Sender):
@@ -185,10 +185,10 @@ class EagerSender(Sender):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._in_flight: deque[tuple[Tensor, Work | Staged]] = deque()
-        self.keep_up_with(self.depth)
+        self.set_depth(self.depth)
 
-    def keep_up_with(self, depth: int) -> None:
-        super().keep_up_with(depth)
+    def set_depth(self, depth: int) -> None:
+        super().set_depth(depth)
         self._most = in_flight(depth)
 
     def memory(self, nbytes: int) -> Tensor:
@@ -207,7 +207,7 @@ class EagerSender(Sender):
 
     def _release(self) -> None:
         packet, work = self._in_flight.popleft()
-        self.patience.wait(work, self.peer, self.device)
+        self.timeout.wait(work, self.peer, self.device)
         self._free.append(packet)
 
 
@@ -251,7 +251,7 @@ class EagerReceiver(Receiver):
         if not self._posted:
             return super().receive(nbytes)
         self._in_use, work = self._posted.popleft()
-        self.patience.wait(work, self.peer, self.device)
+        self.timeout.wait(work, self.peer, self.device)
         return self._in_use
 
     def _post_all(self) -> None:

@@ -59,7 +59,7 @@ def probe(sender: Sender, receiver: Receiver, first: bool) -> LinkMeasurement:
     """
     depth = sender.depth
     for end in (sender, receiver):
-        end.keep_up_with(AHEAD)
+        end.set_depth(AHEAD)
     latency, incoming = math.inf, 0.0
     for asks in (first, not first):
         if asks:
@@ -70,7 +70,7 @@ def probe(sender: Sender, receiver: Receiver, first: bool) -> LinkMeasurement:
         else:
             _answer(sender, receiver)
     for end in (sender, receiver):
-        end.keep_up_with(depth)
+        end.set_depth(depth)
     return LinkMeasurement(incoming, latency)
 
 

@@ -1,7 +1,9 @@
-"""Packets through pinned memory of the host, where torch.distributed cannot read a device's.
+"""Move packets through pinned memory of the host, where torch.distributed cannot read a device's.
 
-    send      lane: packet -> host memory, event    thread: waits for the event, then sends from there
-    receive   thread: waits until the memory is free, posts the receive      lane: host memory -> packet
+    send      codec stream: packet -> host memory, event
+              thread: waits for the event, then sends from there
+    receive   thread: waits until the memory is free, posts the receive
+              codec stream: host memory -> packet
 
 The thread keeps the caller from waiting for the device. It belongs to one end of a channel, so the packets of
 the channel stay in order, and no channel waits for another.

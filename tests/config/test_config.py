@@ -47,7 +47,7 @@ def test_codecs_are_built_once(monkeypatch):
     assert config.codecs(0) is first and config.codecs(1) is not first
     before = len(built)
     for _ in range(3):
-        config.settings, config.has_rest("forward"), config.codecs(0).settings, config.prepare()
+        config.settings, config.has_extra_payload("forward"), config.codecs(0).settings, config.prepare()
     assert len(built) == before == 3 * 3, "forward, backward, first visits"
 
 

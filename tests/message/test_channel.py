@@ -44,7 +44,7 @@ def test_no_layout_is_hashed_for_a_message_like_the_one_before(codec, warmup, ha
 
 def test_other_shapes_dtypes_and_kinds_get_their_own_layout():
     boundary, _ = boundaries("bf16")
-    boundary.carrying = True, True
+    boundary.dependence = True, True
     channel = boundary.forward
     x, now = torch.randn(4, 64), MessageId(2)
     layout = channel.message([x], now)
@@ -54,9 +54,9 @@ def test_other_shapes_dtypes_and_kinds_get_their_own_layout():
         channel.message([x.to("meta")], now),
         channel.message([x, x], now),
     ]
-    channel.raw_tail = 1
+    channel.uncompressed_tail = 1
     others.append(channel.message([x, x], now))
-    channel.raw_tail = 0
+    channel.uncompressed_tail = 0
     assert len({id(each) for each in (layout, *others)}) == 6
     assert channel.message([x], now) is layout is channel.message((TensorSpec.of(x),), now)
     assert [each.packet.nbytes for each in others[3:]] == [32 + 2 * 512, 32 + 512 + 1024]
@@ -75,7 +75,7 @@ def test_what_forward_left_goes_though_the_answer_crosses_as_it_is():
 
 def test_the_process_keeps_the_memory_that_messages_of_a_kind_take(monkeypatch):
     kept = []
-    monkeypatch.setattr("ds_compress.message.channel.keep_freed", kept.append)
+    monkeypatch.setattr("ds_compress.message.channel.retain_freed_memory", kept.append)
     channel = boundaries("fp16")[0].forward
     for _ in range(2):
         channel.message([torch.zeros(4, 64, dtype=torch.bfloat16), torch.arange(7)], MessageId(2))
@@ -83,14 +83,27 @@ def test_the_process_keeps_the_memory_that_messages_of_a_kind_take(monkeypatch):
     assert kept == [1024]
 
 
-def test_what_carries_changes_the_layout():
+def test_what_depends_on_parameters_changes_the_layout():
     boundary, _ = boundaries("bf16")
     x, now = torch.randn(4, 64), MessageId(2)
-    assert boundary.forward.message([x, x], now).exempt == ["nobody knows whether it carries a gradient"] * 2
-    boundary.carrying = True, False
-    assert boundary.forward.message([x, x], now).exempt == ["", "it carries no gradient"]
-    boundary.carrying = None
+    assert boundary.forward.message([x, x], now).exempt == ["not known to depend on parameters"] * 2
+    boundary.dependence = True, False
+    assert boundary.forward.message([x, x], now).exempt == ["", "it does not depend on parameters"]
+    boundary.dependence = None
     assert all(boundary.forward.message([x, x], now).exempt)
+
+
+def test_a_lone_mask_is_sent_uncompressed():
+    """It was compressed, as the only float tensor of its message: its finfo.min arrived as nan."""
+    sender, receiver = boundaries({"name": "quantize", "bits": 8})
+    mask = torch.zeros(4, 1, 32, 32).masked_fill(torch.ones(32, 32).triu(1).bool(), torch.finfo().min)
+    now = MessageId(2)
+    assert sender.forward.message([mask], now).exempt == [""]  # before anything is known
+    sender.dependence = receiver.dependence = (False,)
+    packet, _, message = sender.forward.encode([mask], now)
+    assert message.exempt == ["it does not depend on parameters"]
+    (arrived,) = receiver.forward.decode(packet, receiver.forward.message([mask], now), now)
+    assert torch.equal(arrived, mask)
 
 
 def test_both_packets_come_back_and_are_counted():

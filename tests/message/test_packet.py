@@ -113,11 +113,11 @@ def test_wrong_sizes_are_refused():
 def test_no_flipped_bit_passes_a_checksum(bit):
     layout = PacketLayout((((4,), torch.float32), ((20,), torch.uint8)), None)
     packet = layout.allocate(torch.device("cpu"))
-    layout.write(packet, header(layout, sealed=True), payload(layout))
-    header(layout, sealed=True).check(packet)
+    layout.write(packet, header(layout, has_checksum=True), payload(layout))
+    header(layout, has_checksum=True).check(packet)
     packet[bit // 8] ^= 1 << bit % 8
     with pytest.raises(CompressionError) as caught:
-        header(layout, sealed=True).check(packet)
+        header(layout, has_checksum=True).check(packet)
     assert "\n" not in str(caught.value)
     if bit >= HEADER_SIZE * 8:
         assert str(caught.value).endswith("its checksum is another: it was damaged on its way")
@@ -128,7 +128,7 @@ def test_only_one_side_with_a_checksum_is_refused():
     packet = layout.allocate(torch.device("cpu"))
     layout.write(packet, header(layout), (torch.ones(4),))
     with pytest.raises(CompressionError, match="its checksum is another"):
-        header(layout, sealed=True).check(packet)
+        header(layout, has_checksum=True).check(packet)
 
 
 def test_a_packet_is_looked_at_through_the_same_views_and_goes_with_them():

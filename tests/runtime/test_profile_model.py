@@ -46,7 +46,7 @@ def sent(name):
             end.transmit = _noting(end, found)
     engine.train_batch(batches())
     after = engine.ds_compress.stage.after
-    return found, {after.number: after.carrying} if after else {}
+    return found, {after.number: after.dependence} if after else {}
 
 
 def _noting(end, found):
@@ -69,10 +69,10 @@ def profiled(name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_messages_are_those_of_a_pipeline(name):
-    messages, carrying = {}, {}
+    messages, dependence = {}, {}
     for found, known in run_ranks(STAGES, sent, name):
         messages |= found
-        carrying |= known
+        dependence |= known
     ours = profiled(name)
     assert ours.messages.keys() == messages.keys() and len(messages) == 2 * (STAGES - 1)
     for place, tensors in messages.items():
@@ -81,7 +81,7 @@ def test_messages_are_those_of_a_pipeline(name):
         for mine, theirs in others:
             scale = theirs.abs().max().item() if theirs.is_floating_point() else 0.0
             torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-7 * scale)
-    assert dict(enumerate(ours.carrying)) == carrying
+    assert dict(enumerate(ours.dependence)) == dependence
 
 
 def test_every_stage_is_measured():

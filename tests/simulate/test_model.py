@@ -89,6 +89,7 @@ def test_index_reuse_is_the_gradient_of_the_sparsified_forward():
     """With reuse, what comes back is exactly the gradient of x -> mask * x; independent TopK is another
     estimate."""
     block = {**both({"name": "topk", "density": 0.3}, {"name": "topk", "indices": "reuse"}), "min_numel": 0}
+    block["tensors"] = [0]  # no parameter comes before the boundary
     model = simulate(nn.Sequential(nn.Identity(), nn.Linear(40, 40)), ds_config(block), [1])
     x = torch.randn(4, 40, requires_grad=True)
     model(x).square().sum().backward()

@@ -55,9 +55,8 @@ def test_bytes_and_samples_are_those_of_a_pipeline():
 
 
 def test_errors_are_those_of_what_arrives():
-    model = simulate(
-        nn.Sequential(nn.Identity(), nn.Identity()), ds_config({**BLOCK, "forward": {"codec": TOPK}}), [1]
-    )
+    block = {**BLOCK, "forward": {"codec": TOPK}, "tensors": [0]}  # no parameter comes before the boundary
+    model = simulate(nn.Sequential(nn.Identity(), nn.Identity()), ds_config(block), [1])
     assert all(math.isnan(row.relative_error) for row in traffic(model)), "nothing was sent"
     errors = []
     for seed in range(3):

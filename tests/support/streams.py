@@ -223,7 +223,7 @@ def install(staged, deaf=()):
     )
     torch.get_device_module = lambda which=None: module
     torch.Tensor.record_stream = lambda tensor, stream: device.recorded(tensor, stream)
-    wiring.lane_for = streams.StreamLane
+    wiring.codec_stream_for = streams.DeviceCodecStream
     staging.pinned = _pinned
     if staged:
         staging.is_needed = lambda which: True

@@ -36,9 +36,6 @@ class SimulatedLink:
         self.now += self._delay()
         return self.now
 
-    def keep_up_with(self, depth):
-        pass
-
     def set_depth(self, depth):
         pass
 

@@ -61,9 +61,9 @@ def failing(how, said):
         while how == "sleeps" and not said.exists():
             time.sleep(0.01)
         os._exit(0)
-    patience = PeerTimeout("boundary 0, backward", 2 if how == "sleeps" else 600)
+    timeout = PeerTimeout("boundary 0, backward", 2 if how == "sleeps" else 600)
     with pytest.raises(CompressionError) as caught:
-        EagerReceiver(1, CPU, group, patience).receive(64)
+        EagerReceiver(1, CPU, group, timeout).receive(64)
     said.write_text(str(caught.value))
     os._exit(0)
 

@@ -170,7 +170,7 @@ class _Evaluator:
     def __init__(self, profile: "ModelProfile", device: torch.device, codec_gbps: float | None):
         """`codec_gbps`: the speed of all codecs, instead of what is measured."""
         self._profile, self._clock, self._codec_gbps = profile, clock_for(device), codec_gbps
-        self._boundaries = range(len(profile.carrying))
+        self._boundaries = range(len(profile.dependence))
         self._evaluations: list[list[Evaluation]] = [[] for _ in self._boundaries]
 
     def of_candidates(self) -> list[list[Evaluation]]:
@@ -219,7 +219,7 @@ class _Evaluator:
 
     def _evaluate(self, number: int, config: Config, candidate: Candidate) -> Evaluation:
         boundary = Boundary(number, config)
-        boundary.carrying = self._profile.carrying[number]
+        boundary.dependence = self._profile.dependence[number]
         boundary.begin_step(self._profile.loss_scale)
         pair = [self._profile.messages[number, direction] for direction in DIRECTIONS]
         own = to_evaluation(candidate, evaluate(boundary, candidate, pair, self._clock))

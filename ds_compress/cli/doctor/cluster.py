@@ -44,7 +44,7 @@ class Meeting:
                 "torchrun, or without RANK in the environment"
             ) from None
         theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self.patience = timedelta(seconds=seconds)
+        self.timeout = timedelta(seconds=seconds)
         with self._failing(
             f"cannot meet the others at {self.address}:{port}; does a firewall stand between?"
         ):
@@ -52,7 +52,7 @@ class Meeting:
                 self.address,
                 port,
                 is_master=self.rank == 0 and not theirs,
-                timeout=self.patience,
+                timeout=self.timeout,
                 wait_for_workers=False,
                 multi_tenant=True,
             )
@@ -131,7 +131,7 @@ class Meeting:
                 store=dist.PrefixStore("group", self.store),
                 rank=self.rank,
                 world_size=self.world,
-                timeout=self.patience,
+                timeout=self.timeout,
             )
             try:
                 return self.links(device), self.clocks()

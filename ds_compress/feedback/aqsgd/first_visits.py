@@ -4,8 +4,8 @@ C is the codec of the messages, which are changes; F that of first visits. S and
 payloads, of a message and of n samples.
 
     F loses no less than C    nothing more: the message is C of a change to zeros
-    F "none"                  payload of C, then a second packet: dense rows of the unseen samples
-    F, some are unseen        payload of C, then a second packet: F(n) bytes; C refines what F gave
+    F "none"                  payload of C, then an extra packet: dense rows of the unseen samples
+    F, some are unseen        payload of C, then an extra packet: F(n) bytes; C refines what F gave
     F, all are unseen         F(all) bytes in the place of C's payload, and what it does not hold in a second
                               packet; the same of all samples where F(all) is less than S + F(unseen)
 
@@ -84,7 +84,7 @@ class FirstVisits:
         return max(changes, self._nbytes(rows)) < changes + self._nbytes(_some(rows, unseen))
 
     def extra_payload(self, spec: TensorSpec, rows: TensorSpec, unseen: int) -> Layout:
-        """Of the second packet that goes with `unseen` first visits."""
+        """Of the extra packet that goes with `unseen` first visits."""
         if not unseen or self.are_changes:
             return ()
         if self.dense:
@@ -109,7 +109,7 @@ class FirstVisits:
         return self._first.decode(parts, rows, _apart(ctx))
 
     def split_bytes(self, payload: Tensor, spec: TensorSpec) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Split F's bytes of all samples into the place of C's payload and a second packet."""
+        """Split F's bytes of all samples into the place of C's payload and an extra packet."""
         layout = self._codec.layout(spec)
         held = nbytes_of(layout)
         filled = torch.nn.functional.pad(payload, (0, max(0, held - payload.numel())))

@@ -1,6 +1,6 @@
 """The codec of AQ-SGD: messages are changes to buffers that both sides hold for each sample.
 
-    packet                                        a second packet, only when the message has unseen samples
+    packet                                        an extra packet, only when the message has unseen samples
       payload of C(x - m)                           see ds_compress.feedback.aqsgd.first_visits
       uint8 [samples]: 1 where it is a change to m
       int64 [samples]: ids, see ds_compress.feedback.aqsgd.sample_ids

@@ -11,21 +11,21 @@ from ds_compress.message.channel import Channel
 from ds_compress.message.layout import MessageLayout
 from ds_compress.message.meters import ReceivingMeter, SendingMeter
 from ds_compress.transport.p2p import Receiver, Sender
-from ds_compress.transport.streams import Lane
+from ds_compress.transport.streams import CodecStream
 
 Link = TypeVar("Link", Sender, Receiver)
 
 
 @dataclass
-class Endpoint(Generic[Link]):
+class ChannelEnd(Generic[Link]):
     """A channel and the link that it sends on, or receives from."""
 
     channel: Channel
     link: Link
-    second: Link
+    extra_link: Link
     """For packets that only some messages have."""
 
-    lane: Lane
+    codec_stream: CodecStream
     messages: int = 0
     """That passed in the schedule in progress."""
 
@@ -35,7 +35,7 @@ class Endpoint(Generic[Link]):
 
 
 @dataclass
-class SendingEnd(Endpoint[Sender]):
+class SendingEnd(ChannelEnd[Sender]):
     meter: SendingMeter | None = None
     """In a step that is measured."""
 
@@ -48,13 +48,13 @@ class SendingEnd(Endpoint[Sender]):
         if self.watch is not None:
             self.watch(self.channel, tensors, message_id)
         if meter is None:
-            packet, rest, _ = self.channel.encode(tensors, message_id, link.memory)
+            packet, extra, _ = self.channel.encode(tensors, message_id, link.memory)
             link.send(packet)
         else:
-            packet, rest, _ = meter.encode(self.channel, tensors, message_id, link.memory)
+            packet, extra, _ = meter.encode(self.channel, tensors, message_id, link.memory)
             meter.send(link, packet)
-        if rest is not None:
-            self.second.send(self.second.memory(rest.numel()).copy_(rest))
+        if extra is not None:
+            self.extra_link.send(self.extra_link.memory(extra.numel()).copy_(extra))
 
     def drain(self) -> None:
         """Return when everything sent has left this process."""
@@ -62,11 +62,11 @@ class SendingEnd(Endpoint[Sender]):
             self.link.drain()
         else:
             self.meter.drain(self.link)
-        self.second.drain()
+        self.extra_link.drain()
 
 
 @dataclass
-class ReceivingEnd(Endpoint[Receiver]):
+class ReceivingEnd(ChannelEnd[Receiver]):
     meter: ReceivingMeter | None = None
     """In a step that is measured."""
 
@@ -81,5 +81,5 @@ class ReceivingEnd(Endpoint[Receiver]):
             link.expect(nbytes, self.to_post - 1)
         self.to_post = 0
         if meter is None:
-            return self.channel.decode(packet, message, message_id, self.second.receive)
-        return meter.decode(self.channel, packet, message, message_id, self.second.receive)
+            return self.channel.decode(packet, message, message_id, self.extra_link.receive)
+        return meter.decode(self.channel, packet, message, message_id, self.extra_link.receive)

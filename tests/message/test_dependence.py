@@ -5,12 +5,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_compress.message.carrying import Tracking
+from ds_compress.message.dependence import DependencyTracker
 
 
 def layer():
     module = nn.Linear(4, 4)
-    return module, Tracking(module), torch.ones(2, 4)
+    return module, DependencyTracker(module), torch.ones(2, 4)
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -30,8 +30,8 @@ def test_in_any_mode(grad, frozen, reentrant):
             hidden, passed = both(x, mask)
         else:
             hidden, passed = checkpoint(both, x, mask, use_reentrant=reentrant)
-    assert tracking.carries(hidden)
-    assert not tracking.carries(mask) and not tracking.carries(passed)
+    assert tracking.depends_on_parameters(hidden)
+    assert not tracking.depends_on_parameters(mask) and not tracking.depends_on_parameters(passed)
 
 
 @pytest.mark.parametrize("name, made_of", [
@@ -46,7 +46,7 @@ def test_what_carries(name, made_of):
     module, tracking, x = layer()
     with tracking:
         made = made_of(module(x))
-    assert tracking.carries(made), name
+    assert tracking.depends_on_parameters(made), name
 
 
 def test_a_tensor_that_is_written_to_through_a_view():
@@ -55,7 +55,7 @@ def test_a_tensor_that_is_written_to_through_a_view():
         base = torch.zeros(3, 4)
         base[1:, :2] = module(x)[:, :2]
         later = base * 2
-    assert tracking.carries(base) and tracking.carries(later)
+    assert tracking.depends_on_parameters(base) and tracking.depends_on_parameters(later)
 
 
 @pytest.mark.parametrize("name, made_of", [
@@ -69,27 +69,27 @@ def test_what_does_not(name, made_of):
     module, tracking, x = layer()
     with tracking:
         made = made_of(module(x))
-    assert not tracking.carries(made), name
+    assert not tracking.depends_on_parameters(made), name
 
 
 def test_received_tensors_carry_what_the_sender_says():
     _, tracking, _ = layer()
     hidden, ids, mask = torch.ones(2), torch.ones(2, dtype=torch.int64), torch.ones(2)
-    tracking.add_float([hidden, ids, mask], (True, False))
+    tracking.mark_received([hidden, ids, mask], (True, False))
     with tracking:
         hidden, mask = hidden.clone(), mask.clone()
-    assert tracking.of([hidden, ids, mask], None) == (True, False)
-    assert tracking.of([hidden, mask], (False, True)) == (False, True)  # known before
+    assert tracking.dependence([hidden, ids, mask], None) == (True, False)
+    assert tracking.dependence([hidden, mask], (False, True)) == (False, True)  # known before
 
 
 def test_a_compiled_layer():
     module = torch.compile(nn.Linear(4, 4), backend="eager")
-    tracking = Tracking(module)
+    tracking = DependencyTracker(module)
     with tracking:
-        assert tracking.carries(module(torch.ones(2, 4)))
+        assert tracking.depends_on_parameters(module(torch.ones(2, 4)))
 
 
 def test_nothing_is_followed_while_paused():
     module, tracking, x = layer()
     with tracking, tracking.paused():
-        assert not tracking.carries(module(x))
+        assert not tracking.depends_on_parameters(module(x))
