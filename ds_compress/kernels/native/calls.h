@@ -91,7 +91,24 @@ int64_t call(Result (*function)(Values...), const Word* known, const Word* given
     return result;
 }
 
-#define EXPORT(NAME) \
+// How function.py writes the type of an argument: q for an integer, d for a float, the size of what an address leads to, or
+// Q where it leads to anything.
+template <class Value>
+constexpr char type_code() {
+    using Target = std::remove_pointer_t<Value>;
+    if constexpr (!std::is_pointer_v<Value>) return std::is_floating_point_v<Value> ? 'd' : 'q';
+    else if constexpr (std::is_void_v<Target>) return 'Q';
+    else return '0' + sizeof(Target);
+}
+
+template <class Result, class... Values>
+const char* type_codes(Result (*)(Values...)) {
+    static const char codes[] = {type_code<Values>()..., 0};
+    return codes;
+}
+
+#define EXPORT(NAME)                                            \
+    const char* NAME##_types() { return type_codes(NAME); }     \
     int64_t NAME##_by_words(const Word* known, const Word* given) { return call(NAME, known, given); }
 
 // For functions with rows that have nothing to do with each other.

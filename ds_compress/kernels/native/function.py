@@ -79,6 +79,22 @@ class Function:
         """
         return Call(self, known)
 
+    def check_types(self, loaded: ctypes.CDLL | None) -> None:
+        """Compare the declared arguments with those of the function in a library.
+
+        Raises:
+            RuntimeError: they differ, because the library was compiled from other sources.
+        """
+        types = getattr(loaded, f"{self.name}_types")
+        types.restype = ctypes.c_char_p
+        codes = types().decode()
+        kinds = self.arguments.values()
+        if len(codes) != len(kinds) or not all(map(_has_type, kinds, codes)):
+            raise RuntimeError(
+                f"{self.name}: the compiled function takes {codes}, which is not what is declared in Python; "
+                "compile the kernels again: `python setup.py build_ext --inplace`"
+            )
+
     def __call__(self, **arguments: Any) -> int:
         """
         Raises:
@@ -95,12 +111,20 @@ _WORDS = {range: "q", Buffer: "Q", type: "d"}
 """Of integers, addresses and floats, as `struct` has them."""
 
 
+def _has_type(kind: Kind, code: str) -> bool:
+    """Whether an argument of `kind` may go where C has the type `code` (`type_code` in calls.h)."""
+    if isinstance(kind, Buffer) and code.isdigit():
+        return all(dtype.itemsize == int(code) for dtype in kind.dtypes)
+    return code == _WORDS[type(kind)]
+
+
 class Call:
     """A function some of whose arguments are known and have been checked: so that a message, which has the
     shape of the one before, has only its own memory checked."""
 
     def __init__(self, function: Function, known: dict[str, Any]):
         self._source, self._name = function.source, function.name
+        self._check_types = function.check_types
         self._known = known  # with the tensors, whose memory must stay
         self._kinds = [*function.arguments.items()]
         needed = {name for kind in function.arguments.values() for name in _needs(kind)}
@@ -161,6 +185,7 @@ class Call:
                 words.append(self._word(value, *self._left[len(words)]))
         loaded, (known, entry) = library.load(), self._entry
         if loaded is not known:
+            self._check_types(loaded)
             entry = getattr(loaded, f"{self._name}_{'in_parts' if self._parts > 1 else 'by_words'}")
             entry.restype = ctypes.c_int64
             self._entry = loaded, entry  # in one go, as other threads may be here
