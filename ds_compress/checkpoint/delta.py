@@ -1,4 +1,4 @@
-"""A tensor as 8-bit changes to one that the reader has."""
+"""Encodes a tensor as 8-bit changes to another one, which the reader has."""
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ def delta_encode(value: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def delta_decode(codes: Tensor, scales: Tensor, base: Tensor) -> Tensor:
-    """The fp32 value, in base's shape, of what `delta_encode` gave."""
+    """Return the fp32 value, in base's shape, of what `delta_encode` returned."""
     if codes.numel() != base.numel():
         raise ValueError(f"{codes.numel()} codes came for a change to {base.numel()} values")
     near = (scales > 0).repeat_interleave(GROUP)[: base.numel()].view(base.shape)

@@ -8,8 +8,8 @@
 A base has the same name under another tag of the same folder, and may have a base itself. The id tells it
 from a file that was written there later.
 
-What is read has been compared with its hash, and with what the metadata says of it: whatever is wrong with a
-file is `Damaged`, never another exception.
+Everything read is compared with its hash and with the metadata. Whatever is wrong with a file raises
+`Damaged`, never another exception.
 """
 
 import functools
@@ -37,13 +37,12 @@ from ds_compress.kernels.numerics import is_finite
 from ds_compress.planning.depth import MAX_DEPTH
 
 FULL_EVERY = 8
-"""Files of changes in a row at most, so that loading reads no more bases than that; a complete file
-follows."""
+"""The most files of changes in a row; then follows a complete file. Loading reads no more bases than that."""
 HASH_BYTES = 8
 
 
 class Damaged(Exception):
-    """A file that must not be loaded, or cannot be: `tag` says under which tag it lies."""
+    """A file that must not, or cannot, be loaded; `tag` is that of its checkpoint."""
 
     def __init__(self, reason: str, tag: str):
         super().__init__(reason)
@@ -51,7 +50,7 @@ class Damaged(Exception):
 
 
 class Unhashed(Damaged):
-    """It is of a release that wrote no hashes."""
+    """A file of a release that wrote no hashes."""
 
 
 class Record(BaseModel):
@@ -86,7 +85,7 @@ class Course(Record):
 
 
 class Metadata(Record):
-    """What a file says about itself."""
+    """The metadata of a file."""
 
     version: str
     """Release that wrote the file."""
@@ -124,8 +123,10 @@ class _Link(NamedTuple):
 
 
 class StateFile:
-    """The file `name` under `tag`; it is opened, and so are its bases, when something is read that needs
-    them. All that is read may raise `Damaged`."""
+    """Reads the file `name` under `tag`; opens it, and its bases, when they are needed.
+
+    Every read may raise `Damaged`.
+    """
 
     def __init__(self, root: Path, tag: str, name: str):
         self.root, self.tag, self.name = root, tag, name
@@ -140,7 +141,7 @@ class StateFile:
         return frozenset(entry.split("#")[0] for entry in self._link(0).hashes)
 
     def read(self, key: str) -> Tensor:
-        """The tensor in the dtype in which it was given; on the CPU, and finite."""
+        """Return the tensor in the dtype in which it was saved; on the CPU, and finite."""
         value, dtype = self.decoded(key), self.metadata.eight_bits.get(key)
         with _blaming(self.tag):
             value = value.to(getattr(torch, dtype)) if dtype else value
@@ -149,7 +150,7 @@ class StateFile:
         return value
 
     def memories(self, side: str) -> dict[int, dict[str, Tensor]]:
-        """All tensors of `side`, by tensor position and key in memory."""
+        """Return all tensors of `side`, by tensor position and key in memory."""
         found: dict[int, dict[str, Tensor]] = {}
         for name in sorted(name for name in self.keys if name.startswith(f"{side}/")):
             with _blaming(self.tag):
@@ -159,7 +160,7 @@ class StateFile:
         return found
 
     def decoded(self, key: str, depth: int = 0) -> Tensor:
-        """The tensor as the file so many bases down has it; fp32 if it is in codes."""
+        """Return the tensor from the file `depth` bases down; fp32 if it is in codes."""
         link = self._link(depth)
         with _blaming(link.tag):
             if key in link.hashes:
@@ -184,7 +185,7 @@ class StateFile:
         return self._links[depth]
 
     def _open(self, tag: str, written: str | None) -> _Link:
-        """The file under `tag`; `written`: its id, None for the one that is asked for."""
+        """Open the file under `tag`; `written`: its id, None for the file of this object."""
         path = Path(self.root, tag, self.name)
         if written is not None and not path.resolve().is_relative_to(Path(self.root).resolve()):
             raise ValueError(f"{path} is not inside {self.root}")
@@ -213,8 +214,10 @@ class StateFile:
 
 @contextmanager
 def _blaming(tag: str) -> Iterator[None]:
-    """Whatever goes wrong while the file under `tag` is read is `Damaged`: a rank that raised something else
-    would leave the others waiting for its verdict."""
+    """Turn every exception while the file under `tag` is read into `Damaged`.
+
+    A rank that raised anything else would leave the others waiting for its verdict.
+    """
     try:
         yield
     except Damaged:
@@ -252,12 +255,12 @@ def _hash_of_entry(name: str, value: Tensor) -> str:
 def pack(
     tensors: Mapping[str, Tensor], eight_bits: bool, base: StateFile | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Entries, and what the metadata says of them, of a file for `write`.
+    """Return the entries of a file for `write`, and their part of the metadata.
 
     Args:
         tensors: by key; a key is LAYER/SIDE/POSITION/KEY IN MEMORY.
-        eight_bits: whether large buffers of feedbacks are stored so.
-        base: mirrored ones that it has, in the same shape, are stored as changes to it.
+        eight_bits: whether large buffers of feedbacks are stored in 8 bits.
+        base: mirrored buffers that it has, in the same shape, are stored as changes to it.
 
     Raises:
         Damaged: `base` cannot be read.
@@ -283,10 +286,10 @@ def pack(
 
 
 def write(path: Path, entries: dict[str, Tensor], **metadata: Any) -> None:
-    """Write a file; complete or not at all.
+    """Write a file, complete or not at all.
 
     Args:
-        metadata: fields of `Metadata`, but those that follow from the file.
+        metadata: fields of `Metadata`, except those that follow from the file.
     """
     names = sorted(entries)
     complete = Metadata(

@@ -1,7 +1,7 @@
-"""Which state a boundary gets from a checkpoint: each rank searches, all decide alike.
+"""Finds the state of boundaries in a checkpoint: each rank searches, all decide alike.
 
-A side is searched for in the files of every stage of its replica. Nothing that a search comes upon raises:
-what is wrong is a status, which all ranks learn of, so that both sides start from zero where one has to.
+A rank searches for a side in the files of every stage of its replica. No search raises: a problem is a
+status, which all ranks learn of, so both sides start from zero if one has to.
 """
 
 import json
@@ -38,7 +38,7 @@ log = logging.getLogger("ds_compress")
 
 @dataclass(frozen=True)
 class Rank:
-    """Where a rank stands in the job."""
+    """Coordinates of a rank in the job."""
 
     stage: int
     replica: int
@@ -48,7 +48,7 @@ class Rank:
         return folder / f"ds_compress_pp{self.stage:02d}_{self._shard}"
 
     def shards(self, folder: Path) -> list[Path]:
-        """The files of all stages for this rank's replica."""
+        """Return the files of all stages for this rank's replica."""
         return sorted(folder.glob(f"ds_compress_pp*_{self._shard}"))
 
     @property
@@ -79,7 +79,7 @@ class Side:
 
 
 class Found(NamedTuple):
-    """How the search for a side ended, and its memory by tensor position, on the CPU."""
+    """The result of a search: a status, and the memory by tensor position, on the CPU."""
 
     status: int
     memories: dict[int, dict[str, Tensor]] = {}
@@ -88,7 +88,7 @@ class Found(NamedTuple):
 
 
 def load(root: Path, tag: str, rank: Rank, side: Side, step: int) -> Found:
-    """Search the files of checkpoint `tag` for `side`; says why what it needs cannot be read."""
+    """Search the files of checkpoint `tag` for `side`; log why a file that it needs cannot be read."""
     result, why = Found(ABSENT), ""
     for path in rank.shards(Path(root, tag)):
         file = StateFile(root, tag, path.name)
@@ -114,8 +114,7 @@ def load(root: Path, tag: str, rank: Rank, side: Side, step: int) -> Found:
 
 
 def saved_depth(root: Path, tag: str, rank: Rank, step: int, stages: int, micro_batches: int) -> int:
-    """Depth of the schedule that checkpoint `tag` was trained with; 0 where this rank cannot say, or the
-    pipeline was another one."""
+    """Return the schedule depth of checkpoint `tag`; 0 if it is unknown or the pipeline was another one."""
     try:
         metadata = StateFile(root, tag, rank.path(Path()).name).metadata
     except Damaged:  # `load` says so
@@ -127,9 +126,10 @@ def saved_depth(root: Path, tag: str, rank: Rank, step: int, stages: int, micro_
 def saved_course(
     root: Path, tag: str, rank: Rank, step: int
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """What settings had come to be at checkpoint `tag`, and what this rank had noted since the last decision;
-    empty where nobody can say. A rank without a file, as new replicas are, reads the first in those of
-    others."""
+    """Return the settings and this rank's notes at checkpoint `tag`, empty if they are unknown.
+
+    A rank without a file, as in a new replica, reads the settings in the files of others.
+    """
     own = rank.path(Path()).name
     others = sorted(path.name for path in Path(root, tag).glob("ds_compress_pp*.safetensors"))
     for name in dict.fromkeys([own, *others]):
@@ -146,7 +146,7 @@ def saved_course(
 
 
 class Verdict:
-    """What all ranks found, known to all: a status for each layer and replica.
+    """What all ranks found: a status for each layer and replica, known to all.
 
     It is one for all tensor-parallel ranks: they send the same bytes, so they have to remember the same. From
     int64 rows of (layer, replica, tensor-parallel rank, side, status, hash), then the lost tag, UTF-8 and
@@ -180,7 +180,7 @@ class Verdict:
         return worst if worst != RESTORED or same else DIFFERENT
 
     def report(self, folder: Path) -> str:
-        """What starts from zero and why; an empty string when nothing does."""
+        """Return what starts from zero and why, an empty string for nothing."""
         reasons: dict[tuple[int, str], dict[int, set[int]]] = {}
         for place, status in sorted(self.status.items()):
             if status != RESTORED:

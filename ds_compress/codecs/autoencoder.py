@@ -91,7 +91,7 @@ class Autoencoder(Codec, Stateful, Learns, BothDirections, ReceiverOnlyDecode, H
 
     @property
     def _rounding(self) -> float:
-        """What rounding of the code, and of weights in a message of 16 bits, costs at most."""
+        """The largest error of rounding the code, and the weights in a message of 16 bits."""
         return 4 * torch.finfo(WIRE_DTYPES[self.options.dtype]).eps
 
     def end_step(self, memory: MutableMapping[str, Tensor], average: Callable[[Tensor], Tensor]) -> None:
@@ -108,7 +108,7 @@ class Autoencoder(Codec, Stateful, Learns, BothDirections, ReceiverOnlyDecode, H
                 check_entry(key, value, torch.float32, shape=() if part == "step" else shape)
 
     def _adam(self, name: str, gradient: Tensor, memory: MutableMapping[str, Tensor]) -> None:
-        """One step of Adam (arXiv 1412.6980); none at all where the gradient overflowed."""
+        """Make one step of Adam (arXiv 1412.6980), or none if the gradient overflowed."""
         step = memory.get(f"{name}.step", gradient.new_zeros(())) + 1
         first = torch.lerp(gradient, memory.get(f"{name}.first", torch.zeros_like(gradient)), BETAS[0])
         second = torch.lerp(gradient**2, memory.get(f"{name}.second", torch.zeros_like(gradient)), BETAS[1])
@@ -129,7 +129,7 @@ class Autoencoder(Codec, Stateful, Learns, BothDirections, ReceiverOnlyDecode, H
         return f"autoencoder.{ctx.position}.{h}.{weight}"
 
     def _weight(self, weight: str, h: int, ctx: Context, device: torch.device) -> Tensor:
-        """fp32 encoder (h x c) or decoder (c x h); its start is equal on all replicas and both sides."""
+        """Return the fp32 encoder (h x c) or decoder (c x h); it starts equal on all ranks."""
         name = self._name(weight, h, ctx)
         if name not in ctx.memory:
             e = torch.linalg.qr(boundary_noise((h, self._width(h)), ctx)).Q

@@ -27,7 +27,7 @@ class Identity(Codec):
 
 
 class Cast(Codec):
-    """A cast to `wire_dtype` and back; inf, nan and values beyond its range arrive non-finite."""
+    """Casts to `wire_dtype` and back; inf, nan and values beyond its range arrive non-finite."""
 
     wire_dtype: torch.dtype
 

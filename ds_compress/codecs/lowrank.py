@@ -44,7 +44,7 @@ class LowRank(Codec, Stateful, HardwareDependentDecode):
         """How the factors travel."""
 
     def _factor_rank(self, shape: tuple[int, ...]) -> int | None:
-        """Rank of the factors for a message of `shape`, None where the message itself is no larger."""
+        """Return the rank of the factors for a message of `shape`, None if the message is no larger."""
         n, h = matrix_shape(shape)
         rank = min(self.options.rank, n, h)
         return rank if rank * (n + h) < n * h else None
@@ -92,8 +92,7 @@ class LowRank(Codec, Stateful, HardwareDependentDecode):
         return 1 + self._rounding(rank)
 
     def stability(self, spec: TensorSpec) -> Stability:
-        """As of normal values: a message may miss the basis, but what it left turns the next one
-        (PowerSGD)."""
+        """Return that of normal values: what misses the basis turns the next one (PowerSGD)."""
         return Stability(self.gaussian_error_bound(spec))
 
     def gaussian_error_bound(self, spec: TensorSpec) -> float:
@@ -103,7 +102,7 @@ class LowRank(Codec, Stateful, HardwareDependentDecode):
         return bounds.random_part(rank / min(matrix_shape(spec.shape)), self._rounding(rank))
 
     def _rounding(self, rank: int) -> float:
-        """What rounding both factors costs at most."""
+        """Return the largest error of rounding both factors."""
         return math.sqrt(rank) * torch.finfo(WIRE_DTYPES[self.options.dtype]).eps
 
     def check_memory(self, memory: Mapping[str, Tensor]) -> None:
@@ -114,8 +113,10 @@ class LowRank(Codec, Stateful, HardwareDependentDecode):
 
 
 def _near_one(p: Tensor) -> Tensor:
-    """`p` times the power of two that brings its largest magnitude to [0.5, 1): QR's squares of 1e-30 would
-    vanish."""
+    """Scale `p` by the power of two that brings its largest magnitude to [0.5, 1).
+
+    Without it QR's squares of 1e-30 would vanish.
+    """
     _, exponent = torch.frexp(p.abs().amax())
     return p * torch.exp2(-exponent.clamp(-126, 126).float())
 
@@ -169,7 +170,7 @@ class PCA(Codec, Stateful, ObservesWarmup, BothDirections, HardwareDependentDeco
         return rounding + (0 if self.options.rank >= h else 1)
 
     def stability(self, spec: TensorSpec) -> Stability:
-        return Stability(min(1.0, self.error_bound(spec)))  # a projection: it loses the same part every time
+        return Stability(min(1.0, self.error_bound(spec)))  # a projection loses the same part every time
 
     def gaussian_error_bound(self, spec: TensorSpec) -> float:
         _, h = matrix_shape(spec.shape)
@@ -184,7 +185,7 @@ class PCA(Codec, Stateful, ObservesWarmup, BothDirections, HardwareDependentDeco
         return f"pca.{ctx.position}.{h}"
 
     def _basis(self, h: int, ctx: Context) -> Tensor:
-        """Of the rows observed: h x r, orthonormal columns, fp32."""
+        """Return the basis of the observed rows: h x r, orthonormal columns, fp32."""
         key = self._key(h, ctx)
         eigenbasis.fit(key, h, min(self.options.rank, h), ctx)
         return ctx.memory[f"{key}.basis"]

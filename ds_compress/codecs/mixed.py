@@ -1,8 +1,8 @@
-"""Two widths in one message, after TAH-Quant (arXiv 2506.01352): tiles of high entropy get more bits.
+"""Two widths of codes in one message (TAH-Quant, arXiv 2506.01352): tiles of high entropy get more bits.
 
-The entropy of a tile is that of |x| / sum |x| over its values: high when they are of equal size, so that none
-can be neglected, low when a few stand out. Counts are fixed by the share alone, so the size of a message is
-known beforehand; which tile is where goes along as one bit per tile.
+The entropy of a tile is that of |x| / sum |x| over its values: high if they have equal magnitudes, low if a
+few are much larger. The share alone fixes how many tiles have which width, so the size of a message is known
+beforehand. One bit per tile tells its width.
 """
 
 import torch
@@ -14,7 +14,7 @@ from ds_compress.kernels.quantize.bits import pack, packed_size, unpack
 
 
 class Mixed(CodecOptions):
-    """Which tiles get how many bits."""
+    """Options of mixed widths."""
 
     share: float = Field(0.8, ge=0, le=1)
     """Part of the tiles that keep the full width: those of highest entropy."""
@@ -23,13 +23,13 @@ class Mixed(CodecOptions):
     """Bits of one code in all others."""
 
     def counts(self, tiles: int) -> tuple[int, int]:
-        """How many of `tiles` are high and how many low."""
+        """Return how many of `tiles` are high and how many low."""
         high = round(self.share * tiles)
         return high, tiles - high
 
 
 def map_size(tiles: int) -> int:
-    """Bytes of the map of `tiles` tiles."""
+    """Return the bytes of the map of `tiles` tiles."""
     return packed_size(tiles + -tiles % 8, bits=1)
 
 
@@ -49,13 +49,13 @@ def separate(tiles: Tensor, high: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def reunite(tile_map: Tensor, high: Tensor, low: Tensor) -> Tensor:
-    """The tiles, [n, G], that `separate` took apart."""
+    """Invert `separate`: return the tiles, [n, G]."""
     is_high = unpack(tile_map[None], bits=1)[0, : len(high) + len(low)]
     return torch.cat([high, low])[_places(is_high)]
 
 
 def _places(is_high: Tensor) -> Tensor:
-    """int64, where each tile is among the high ones, which come first, or the low ones."""
+    """Return the position of each tile, int64, among the high tiles followed by the low ones."""
     until = is_high.cumsum(0)
     return torch.where(is_high > 0, until - 1, is_high.sum() + _numbers(is_high) - until)
 

@@ -27,7 +27,7 @@ from ds_compress.kernels.topk.selection import Selection
 
 
 class _TopKPlan(NamedTuple):
-    """What the options make of a shape."""
+    """What follows from the options for a shape."""
 
     rows: int
     length: int
@@ -188,7 +188,7 @@ class TopK(Sparse, ReusesForwardIndices):
 
     @functools.cached_property
     def _plan(self) -> Callable[[tuple[int, ...]], _TopKPlan]:
-        """That of a shape: kept, as each message asks for it."""
+        """Return the plan of a shape, from a cache: each message needs it."""
         options, block = self.options, self._block
 
         @functools.lru_cache

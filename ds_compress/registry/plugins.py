@@ -1,13 +1,13 @@
-"""Codecs and feedbacks of the user: the modules that register them, imported.
+"""Imports the modules that register codecs and feedbacks of the user.
 
-A training script imports its own. What an installed package has is declared in its setup.cfg and known in
-every process that uses ds_compress, training, `simulate` and the commands alike:
+A training script imports its own. An installed package declares its modules in setup.cfg; every process
+that uses ds_compress imports them, in training, `simulate` and the commands alike:
 
     [options.entry_points]
     ds_compress.plugins =
         mine = my_codecs
 
-Commands take others by `--import`, a module or a file.
+Commands import others with `--import`, a module or a file.
 """
 
 import functools
@@ -29,7 +29,7 @@ GROUP = "ds_compress.plugins"
 
 @functools.cache
 def load_installed() -> None:
-    """Import what installed packages declare, once in a process.
+    """Import the modules that installed packages declare, once in a process.
 
     Raises:
         CompressionError: a module cannot be imported; one line that names it.
@@ -54,7 +54,7 @@ def load(place: str) -> None:
 
 
 def module_at(path: Path) -> ModuleType:
-    """The file at an absolute path as a module, imported once; whatever it raises is raised here."""
+    """Import the file at an absolute path as a module, once; what it raises is raised here."""
     for module in [*sys.modules.values()]:
         if getattr(module, "__file__", None) == str(path):
             return module
