@@ -1,6 +1,6 @@
 """What the living ranks say when something goes wrong, and how long that takes them.
 
-python -m tests.support.faults        prints the table of docs/pipelines.md; `make faults`
+python -m tests.support.faults        prints the table of docs/failures.md; `make faults`
 """
 
 import argparse
@@ -51,10 +51,10 @@ FAULTS = {
     "body": Fault("a flipped bit in a packet's body"),
     "header": Fault("a flipped bit in a packet's header"),
     "mismatch": Fault("another block"),
-    "kill-reduce": Fault("SIGKILL, others in the sum of gradients", 2, 2, silent=True),
-    "stop-reduce": Fault("SIGSTOP, others in the sum of gradients", 2, 2, silent=True),
-    "cut-reduce": Fault("link cut for good in the sum of gradients", 2, 2, hosts=True),
-    "crash-reduce": Fault("exception, others in the sum of gradients", 2, 2),
+    "kill-reduce": Fault("SIGKILL, others in the all-reduce of gradients", 2, 2, silent=True),
+    "stop-reduce": Fault("SIGSTOP, others in the all-reduce of gradients", 2, 2, silent=True),
+    "cut-reduce": Fault("link cut for good in the all-reduce of gradients", 2, 2, hosts=True),
+    "crash-reduce": Fault("exception, others in the all-reduce of gradients", 2, 2),
     "stop-loss": Fault("SIGSTOP, others in the broadcast of the loss", silent=True),
     "stop-save": Fault("SIGSTOP, others save a checkpoint", silent=True),
     "stop-load": Fault("SIGSTOP, others load a checkpoint", silent=True),
