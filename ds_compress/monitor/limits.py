@@ -1,4 +1,4 @@
-"""What was measured of a channel against the limits of the guard."""
+"""Compare measurements of a channel with the limits of the guard."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ BREAKS = "look for what overflows before this boundary: compression neither make
 
 
 class Violation(NamedTuple):
-    """A limit that a channel is over."""
+    """A limit that a channel exceeds."""
 
     limit: str  # option of the guard
     words: str  # what was found, and the limit
@@ -20,7 +20,7 @@ class Violation(NamedTuple):
 
 
 class MessageQuality(NamedTuple):
-    """What the guard has limits for; larger is worse."""
+    """Measurements that the guard has limits for; larger is worse."""
 
     error: float
     negative_cosine: float
@@ -29,11 +29,13 @@ class MessageQuality(NamedTuple):
 
     @classmethod
     def of(cls, values: Mapping[str, float], before: Mapping[str, float]) -> "MessageQuality":
-        """
+        """Take the measurements of one channel.
+
         Args:
             values: of a channel, by name as in `metrics.CHANNEL`.
-            before: of the step that was measured before, empty where there was none. fp16 training overflows
-                now and then, and skips that step; one small gradient is no growth of a residual.
+            before: of the step that was measured before; empty at first. Residual and non-finite share count
+                only if they persist: fp16 training skips a step that overflows, and one small gradient makes
+                any residual large.
         """
         lasting = [min(values[name], before.get(name, 0.0)) for name in ("residual_share", "nonfinite_share")]
         # with feedback something arrives where nothing was to be sent
@@ -42,7 +44,7 @@ class MessageQuality(NamedTuple):
         return cls(error, -cosine, *lasting)
 
     def violations(self, guard: GuardOptions) -> list[Violation]:
-        """The limits that it is over; nan, where nothing can be known, is over none."""
+        """Return the limits that are exceeded; nan, which means not known, exceeds none."""
         found = (
             (self.error > guard.error, "error", f"a relative error of {self.error:.2f}", LOST),
             (
@@ -72,4 +74,4 @@ class MessageQuality(NamedTuple):
 
 
 LOSSLESS = MessageQuality(0.0, -1.0, 0.0, 0.0)
-"""Of a message that arrives as it was."""
+"""Measurements of a message that arrives bit-identical."""

@@ -1,4 +1,4 @@
-"""What the monitor says in words: a line when training begins, warnings of sizes, a line at the end."""
+"""Format the lines of the monitor: one when training begins, warnings, and one at the end."""
 
 from collections.abc import Callable, Sequence
 
@@ -41,7 +41,7 @@ def announcement(config: Config, channels: Channels, link: str, tensors: Callabl
 
 
 def size_notes(config: Config, channels: Channels) -> list[str]:
-    """What there is to say of codecs that make messages larger, once for all channels that share one."""
+    """Return a warning for each codec that makes messages larger, once for all channels that share it."""
     notes = {
         config.size_note(number, name, values["message_raw_bytes"], values["message_wire_bytes"]): None
         for number, directions in enumerate(channels)
@@ -51,7 +51,7 @@ def size_notes(config: Config, channels: Channels) -> list[str]:
 
 
 def violation_note(config: Config, boundary: int, direction: str, violations: Sequence[Violation]) -> str:
-    """What there is to say of a channel that is beyond limits of the guard."""
+    """Return the warning about a channel that exceeds limits of the guard."""
     codec = getattr(config.codecs(boundary), direction)
     found = ", ".join(each.words for each in violations)
     advice = dict.fromkeys(each.advice for each in violations)
@@ -65,10 +65,10 @@ def is_early(steps: int, every: int) -> bool:
 
 
 def summary(channels: Channels, first: int, step: int, waited: list[float], seconds: float) -> str:
-    """What training has sent until `step`, and what it spared.
+    """Return the last line: what training sent until `step`, and what that saved.
 
     Args:
-        first: step that it began, or was resumed, with.
+        first: step that training began, or was resumed, with.
         waited: shares of the measured steps in which a stage waited.
         seconds: of training.
     """

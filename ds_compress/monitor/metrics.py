@@ -16,26 +16,26 @@ COUNTERS = (*TOTALS, "message_raw_bytes", "message_wire_bytes")
 SIDES = 2  # of a channel: where it sends, where it receives
 
 CHANNEL = {
-    "raw_bytes": "bytes of the tensors, running total",
+    "raw_bytes": "uncompressed bytes of the tensors, running total",
     "wire_bytes": "bytes of the packets, headers included, running total",
     "ratio": "raw over wire bytes, of the messages since the last value",
     "relative_error": "||x - C(x)|| / ||x|| of one message of the step",
     "cosine": "between x and C(x) of one message of the step",
-    "hit_rate": "share of the samples since the last value that had come before, where aqsgd looks for them",
-    "buffer_bytes": "what the sender keeps for a feedback",
-    "residual_norm": "norm of what error feedback holds back at the sender",
-    "residual_share": "what error feedback holds back for a message, as a multiple of the message's norm",
+    "hit_rate": "with aqsgd: share of the samples since the last value that had a buffer",
+    "buffer_bytes": "memory of the feedback at the sender",
+    "residual_norm": "norm of the residual of error feedback at the sender",
+    "residual_share": "norm of the residual of a message, as a multiple of the message's norm",
     "nonfinite_share": "share of the step's messages that hold inf or nan",
     "encode_ms": "the sender compresses, per step",
-    "send_ms": "the sender stands still for packets to leave, per step",
-    "transfer_ms": "packets are on their way, per step, if each takes as long as the quickest",
+    "send_ms": "the sender waits for packets to leave, per step",
+    "transfer_ms": "packets are in flight, per step, if each takes as long as the fastest",
     "link_busy": "transfer_ms as a share of the step",
-    "wait_ms": "the receiver stands still for packets to arrive, per step",
+    "wait_ms": "the receiver waits for packets to arrive, per step",
     "decode_ms": "the receiver decompresses, per step",
 }
 PIPELINE = {
-    "step_ms": "the step as the first stage sees it",
-    "uncompressed_step_ms": "estimate of the step with every message sent as it is",
+    "step_ms": "duration of the step on the first stage",
+    "uncompressed_step_ms": "estimate of the step with all messages uncompressed",
 }
 LOSS_COST = "loss_cost"
 """Label of the loss of one micro-batch with compression minus that without, every `guard.every` steps."""
@@ -79,7 +79,7 @@ def ratio(raw: float, wire: float) -> float:
 
 
 def complete(channels: Channels, before: Channels, stamps: Tensor, step_ms: float) -> None:
-    """Add to `channels` what only both ends of a channel together tell.
+    """Add to `channels` the values that need both ends of a channel.
 
     Args:
         before: what was written last; empty at first.

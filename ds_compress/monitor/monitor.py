@@ -1,5 +1,4 @@
-"""Counters and measurements of a pipeline, gathered on its first stage, written where DeepSpeed's monitor
-writes."""
+"""Gather counters and measurements on the first stage, and write them to DeepSpeed's monitors."""
 
 import logging
 import time
@@ -38,7 +37,7 @@ logger = logging.getLogger("ds_compress")
 
 
 class LineExchange(Protocol):
-    """Lines that reach the rank that reports."""
+    """Takes lines of every rank to the one that reports."""
 
     def leave(self, lines: dict[str, str]) -> None: ...
 
@@ -46,7 +45,7 @@ class LineExchange(Protocol):
 
 
 class Monitor:
-    """Says once what is active, writes every so many steps, and sums up at the end.
+    """Prints what is active, writes values every so many steps, and prints a summary at the end.
 
     Only a step that will be written is measured; all stages know beforehand which one that is. It never stops
     training: the first error of any stage, its own or a sink's, is one warning, and switches it off on all
