@@ -99,6 +99,10 @@ class GuardOptions(Options):
     """Largest change of the loss by compression, as a share of the uncompressed loss. A higher loss means
     that compression hurts; a lower one, that the model now depends on it and loses when evaluated without."""
 
+    loss_floor: float = Field(default=0.001, ge=0, le=1e9)
+    """Change of the loss, in its own unit, that is allowed whatever `loss` says: any share of a loss near
+    zero is nothing."""
+
     error: float = Field(default=0.5, gt=0, le=1e9)
     """Largest relative error of a message, in steps that the guard checks or the monitor measures. Beyond it
     one warning is logged per boundary and direction; the same holds for the next three options."""
@@ -114,11 +118,11 @@ class GuardOptions(Options):
     """Largest share of a step's messages that hold inf or nan, in two consecutive measured steps."""
 
     action: Literal["warn", "relax", "stop"] = "warn"
-    """What happens beyond a limit. warn: one warning. stop: all ranks stop, beyond `loss` and beyond those
-    other limits that the block gives. relax: the codec gets twice the bits, density or rank from the next
-    step on, and finally becomes `none`: for all activations if the loss is higher, for one boundary and
-    direction if its error, cosine or residual is beyond a limit; one line says so. relax does not go with a
-    policy."""
+    """What happens beyond a limit. warn: one warning. stop: all ranks stop; but `error`, `cosine` and
+    `residual` of gradients, and `nonfinite`, stop them only if the block gives these limits. relax: the
+    codec gets twice the bits, density or rank from the next step on, and finally becomes `none`: for
+    all activations if the loss is higher, for one boundary and direction if its error, cosine or
+    residual is beyond a limit; one line says so. relax does not go with a policy."""
 
 
 class Block(Options):

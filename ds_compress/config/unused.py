@@ -56,7 +56,7 @@ def _of_codecs(config: Any) -> dict[str, str]:
 def _of_guard(config: Any) -> dict[str, str]:
     """Return why an option of the guard has no effect, by path; "" where it has one."""
     guard, used = config.block.guard, [config.codecs(number) for number in config.numbers]
-    names = ("every", "loss", "error", "cosine", "residual", "nonfinite", "action")
+    names = ("every", "loss", "loss_floor", "error", "cosine", "residual", "nonfinite", "action")
     loses_forward = any(each.forward.error_bound(TYPICAL) > 0 for each in used)
     if not loses_forward and not any(each.backward.error_bound(TYPICAL) > 0 for each in used):
         return dict.fromkeys(
@@ -74,6 +74,7 @@ def _of_guard(config: Any) -> dict[str, str]:
     has_residual = any(f.name != "none" and not f.mirrors for _, f in config.pairs())
     return {
         "guard.loss": not_compared,
+        "guard.loss_floor": not_compared,
         **{f"guard.{name}": not_measured for name in ("error", "cosine", "nonfinite")},
         "guard.residual": not_measured or ("" if has_residual else "no feedback keeps a residual"),
     }

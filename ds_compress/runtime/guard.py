@@ -126,7 +126,7 @@ class Guard:
             return torch.stack([loss.detach().float().reshape(()) for loss in losses]).mean()
 
     def _judge(self, engine: Any, compressed: float, plain: float) -> Change | None:
-        cost, most = compressed - plain, self._options.loss * abs(plain)
+        cost, most = compressed - plain, max(self._options.loss * abs(plain), self._options.loss_floor)
         if -most <= cost <= most:
             return None
         codecs = dict.fromkeys(str(self._config.codecs(number).forward) for number in range(self._boundaries))
@@ -158,7 +158,7 @@ class Guard:
             Milder settings for directions that are beyond a limit in any replica.
 
         Raises:
-            CompressionError: a message is beyond a limit, and "action" is "stop".
+            CompressionError: a message is beyond a limit that ends the run, and "action" is "stop".
         """
         places = [(number, direction) for number in range(self._boundaries) for direction in DIRECTIONS]
         rows = [known.get(place, LOSSLESS) for place in places]
@@ -169,7 +169,7 @@ class Guard:
         over: dict[Place, str] = {}
         for place, row in zip(places, most.tolist()):
             violations = MessageQuality(*row).violations(self._options)
-            words = [each.words for each in violations if self._acts_at(each.limit)]
+            words = [each.words for each in violations if self._acts_at(each.limit, place[1])]
             if words:
                 over[place] = f"boundary {place[0]}, {place[1]}: {', '.join(words)}"
         if not over:
@@ -179,11 +179,16 @@ class Guard:
             raise CompressionError(line)
         return self._relax(list(over), line)
 
-    def _acts_at(self, limit: str) -> bool:
-        """Not to end a run at a limit that nobody has set, and not to relax where that mends nothing."""
-        if self._options.action == "stop":
-            return limit in self._options.model_fields_set
-        return limit != "nonfinite"
+    def _acts_at(self, limit: str, direction: str) -> bool:
+        """Return whether a limit does more than to warn.
+
+        Gradients may be far from what was sent, if they are right on average, and train well; inf and nan are
+        not of compression's making. A run ends there only if the block sets the limit, and is not relaxed for
+        inf and nan, which that does not mend.
+        """
+        if self._options.action == "stop" and limit in self._options.model_fields_set:
+            return True
+        return limit != "nonfinite" and (self._options.action == "relax" or direction == "forward")
 
     def _relax(self, places: Sequence[Place], line: str) -> Change:
         changes = relax(self._config, places)
