@@ -118,7 +118,7 @@ class ReceiveBuffer(Tensor):
     _given = False
 
     def become(self, arrived: Tensor) -> None:
-        """Become `arrived`. What is a part of other memory, as a packet is, will be cloned as ever."""
+        """Become `arrived`. A part of other memory, as of a packet, will be cloned as ever."""
         self.data = arrived
         self._given = arrived.untyped_storage().nbytes() == arrived.nbytes
 
@@ -163,33 +163,6 @@ class Sending:
     later: list[tuple[Any, ...]] = field(default_factory=list)
     """Others that came in the middle of a message."""
 
-    def send(self, tensor: Tensor, dest_stage: int, *more: Any) -> None:
-        message = self.message
-        if not message:
-            specs = self.announced()
-            self.specs = specs if specs is None or self.gradients is None else self.gradients
-        specs = self.specs
-        if specs is None or dest_stage != self.stage:
-            self.stock.send(tensor, dest_stage, *more)
-            return
-        if not specs:
-            message.append(tensor)
-            return
-        spec = specs[len(message)]
-        is_equal = tensor.shape == spec.shape and tensor.dtype == spec.dtype
-        if is_equal or is_alike(tensor, spec):
-            message.append(tensor if is_equal else tensor.detach().reshape(spec.shape))
-            if len(message) == len(specs):
-                if self.later:
-                    self.finish()
-                else:
-                    self.message = []
-                    self.dispatch(message)
-        elif message:
-            self.later.append((tensor.clone(), dest_stage, *more))  # its memory may be used again
-        else:
-            self.stock.send(tensor, dest_stage, *more)
-
     def finish(self) -> None:
         """Send the message as far as it has come, then what came in the middle of it."""
         message, self.message = self.message, []
@@ -223,24 +196,6 @@ class Receiving:
     arrived: list[Tensor] = field(default_factory=list)
     """Of the message in progress, the last tensor first."""
 
-    def recv(self, tensor: Tensor, src_stage: int, *more: Any) -> None:
-        if not self.arrived:
-            specs = self.announced()
-            self.specs = specs if specs is None or self.gradients is None else self.gradients()
-        specs = self.specs
-        if not specs or src_stage != self.stage or not is_alike(tensor, specs[-len(self.arrived)]):
-            self.stock.recv(tensor, src_stage, *more)
-            return
-        if not self.arrived:
-            self.arrived = self.fetch(specs)[::-1]
-        arrived = self.arrived.pop()
-        if self.copies:
-            tensor.detach().copy_(arrived.view(tensor.shape))
-        elif isinstance(tensor, ReceiveBuffer):
-            tensor.become(arrived)
-        else:
-            tensor.data = arrived
-
 
 def is_alike(tensor: Tensor, spec: TensorSpec | Tensor) -> bool:
     """Whether `tensor` has the dtype and the number of values of one like `spec`."""
@@ -257,8 +212,11 @@ class PointToPoint:
     def __init__(self, send: Callable[..., Any] | None, recv: Callable[..., Any] | None):
         self.stock = SimpleNamespace(send=send, recv=recv)
         self._shape_message: ShapeMessage | None = None
-        self._sending: Sending | None = None
-        self._receiving: Receiving | None = None
+        self.sending: Sending | None = None
+        """What the send instruction in progress sends."""
+
+        self.receiving: Receiving | None = None
+        """What the receive instruction in progress receives."""
 
     @classmethod
     def over(cls, module: Any) -> "PointToPoint":
@@ -269,45 +227,69 @@ class PointToPoint:
             module.send, module.recv = found.send, found.recv
         return found
 
-    @property
-    def is_sending(self) -> bool:
-        """Whether a send instruction is in progress."""
-        return self._sending is not None
-
     def send(self, tensor: Tensor, dest_stage: int, async_op: bool = False) -> None:
+        sending = self.sending
         if self._shape_message is not None:
             self._shape_message.send(tensor, dest_stage, async_op)
-        elif self._sending is not None:
-            self._sending.send(tensor, dest_stage, async_op)
+            return
+        if sending is None or dest_stage != sending.stage:
+            self.stock.send(tensor, dest_stage, async_op)
+            return
+        message = sending.message
+        if not message:
+            specs = sending.announced()
+            sending.specs = specs if specs is None or sending.gradients is None else sending.gradients
+        specs = sending.specs
+        if specs is None:
+            self.stock.send(tensor, dest_stage, async_op)
+            return
+        if not specs:
+            message.append(tensor)
+            return
+        spec = specs[len(message)]
+        is_equal = tensor.shape == spec.shape and tensor.dtype == spec.dtype
+        if is_equal or is_alike(tensor, spec):
+            message.append(tensor if is_equal else tensor.detach().reshape(spec.shape))
+            if len(message) == len(specs):
+                if sending.later:
+                    sending.finish()
+                else:
+                    sending.message = []
+                    sending.dispatch(message)
+        elif message:
+            sending.later.append((tensor.clone(), dest_stage, async_op))  # its memory may be used again
         else:
             self.stock.send(tensor, dest_stage, async_op)
 
     def recv(self, tensor: Tensor, src_stage: int, async_op: bool = False) -> None:
+        receiving = self.receiving
         if self._shape_message is not None:
             self._shape_message.recv(tensor, src_stage, async_op)
-        elif self._receiving is not None:
-            self._receiving.recv(tensor, src_stage, async_op)
-        else:
+            return
+        if receiving is None:
             self.stock.recv(tensor, src_stage, async_op)
-
-    def collect(self, run: Callable[[], None], sending: Sending) -> None:
-        """Run the send instruction `run`, which sends to `sending`."""
-        # an instruction may call another one, the engine's of the same name for example
-        around, self._sending = self._sending, sending
-        try:
-            run()
-            if sending.message:
-                sending.finish()
-        finally:
-            self._sending = around
-
-    def serve(self, run: Callable[[], None], receiving: Receiving) -> None:
-        """Run the receive instruction `run`, which receives from `receiving`."""
-        around, self._receiving = self._receiving, receiving
-        try:
-            run()
-        finally:
-            self._receiving = around
+            return
+        if not receiving.arrived:
+            specs, gradients = receiving.announced(), receiving.gradients
+            receiving.specs = specs if specs is None or gradients is None else gradients()
+        specs = receiving.specs
+        if not specs or src_stage != receiving.stage:
+            self.stock.recv(tensor, src_stage, async_op)
+            return
+        spec = specs[-len(receiving.arrived)]
+        is_equal = tensor.shape == spec.shape and tensor.dtype == spec.dtype
+        if not is_equal and not is_alike(tensor, spec):
+            self.stock.recv(tensor, src_stage, async_op)
+            return
+        if not receiving.arrived:
+            receiving.arrived = receiving.fetch(specs)[::-1]
+        arrived = receiving.arrived.pop()
+        if receiving.copies:
+            tensor.detach().copy_(arrived.view(tensor.shape))
+        elif isinstance(tensor, ReceiveBuffer):
+            tensor.become(arrived)
+        else:
+            tensor.data = arrived
 
     @contextmanager
     def shape_messages(self, message: ShapeMessage) -> Iterator[None]:

@@ -47,10 +47,15 @@ class _Step(list[Any]):
     places: range  # of the first one and those behind it in the schedule
 
     def __iter__(self) -> Iterator[Any]:
-        # Noted by C alone, without a call of ours for each instruction; those that somebody puts behind the
-        # last one are nowhere
-        noted = map(self.of.at.append, itertools.chain(self.places, itertools.repeat(NOWHERE)))
-        taken = map(operator.itemgetter(1), zip(noted, super().__iter__()))
+        # All in C, without a call of ours for each instruction. Sends whose message has left early are passed
+        # over; instructions that somebody puts behind the last one, and the time after them, are nowhere
+        at = self.of.at
+        places, asked = itertools.tee(itertools.chain(self.places, itertools.repeat(NOWHERE)))
+        stays = map(operator.not_, map(self.of.left.__contains__, asked))
+        first, second = itertools.tee(itertools.compress(zip(places, super().__iter__()), stays))
+        noted = map(at.append, map(operator.itemgetter(0), first))
+        taken: Iterator[Any] = map(operator.itemgetter(1), zip(noted, map(operator.itemgetter(1), second)))
+        taken = itertools.chain(taken, filter(None, map(at.append, (NOWHERE,))))
         return self._tracked(taken) if self.of.tracking else taken
 
     def _tracked(self, instructions: Iterator[Any]) -> Iterator[Any]:
@@ -99,7 +104,8 @@ class Lookahead:
         self.counts = Counter(map(type, self._flat))
         self._sends = {kind: deque(_places(self._flat, kind)) for kind in MADE_BY}  # that may not have left
         kinds = {send: made_by for send, made_by in MADE_BY.items() if send not in in_place}
-        self._early = _early(self._flat, in_flight(depth), kinds)
+        self.early = _early(self._flat, in_flight(depth), kinds)
+        """By place of the instruction that makes a message, that of the send instruction it may forestall."""
 
     def steps(self) -> Iterator[list[Any]]:
         """The schedule's steps, followed while they are done."""
@@ -119,7 +125,7 @@ class Lookahead:
         """Whether the message that `made_by`, in progress, has just put into `buffer_id` may leave now; if so
         it counts as gone."""
         place = self.at[0]
-        send = self._early.get(place, NOWHERE)
+        send = self.early.get(place, NOWHERE)
         if send == NOWHERE:
             return False
         made = self._flat[place]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ds_compress.engine.evaluation import evaluate_both
 from ds_compress.engine.intercept import receiving
-from ds_compress.engine.session import Session, is_deepspeeds
+from ds_compress.engine.session import DEEPSPEED, Session, is_deepspeeds
 from ds_compress.engine.stage import Instruction
 from ds_compress.message.layout import tensors_in
 
@@ -35,8 +35,11 @@ def _run_forward_pass(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) ->
         session.stock[schedule.ForwardPass](engine, buffer_id, *args, **kwargs)
     # A shape message that goes DeepSpeed's way goes first, in its own order
     shapes_known = bool(session.stage.shape_links) or not (engine.dynamic_shape or engine.first_output_send)
-    if session.is_eager and shapes_known and session.lookahead.leaves_early(schedule.ForwardPass, buffer_id):
-        _run_send_activations(engine, buffer_id)
+    lookahead = session.lookahead
+    may_leave = session.is_eager and shapes_known and lookahead.at[0] in lookahead.early
+    if may_leave and lookahead.leaves_early(schedule.ForwardPass, buffer_id):
+        run = partial(session.stock[schedule.SendActivation], engine, buffer_id)
+        session.send(Instruction.SEND_ACTIVATION, buffer_id, run)
 
 
 def _run_backward_pass(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
@@ -44,8 +47,11 @@ def _run_backward_pass(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -
     measuring = session.depth.measuring
     with measuring.timed("backward", buffer_id) if measuring else _UNTIMED:
         session.stock[schedule.BackwardPass](engine, buffer_id, *args, **kwargs)
-    if session.is_eager and session.lookahead.leaves_early(schedule.BackwardPass, buffer_id):
-        _run_send_grads(engine, buffer_id)
+    lookahead = session.lookahead
+    may_leave = session.is_eager and lookahead.at[0] in lookahead.early
+    if may_leave and lookahead.leaves_early(schedule.BackwardPass, buffer_id):
+        run = partial(session.stock[schedule.SendGrad], engine, buffer_id)
+        session.send(Instruction.SEND_GRAD, buffer_id, run)
 
 
 def _run_send_activations(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
@@ -63,15 +69,19 @@ def _run_send_grads(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> N
 
 
 def _run_recv_activations(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-    stock = engine.ds_compress.stock[schedule.RecvActivation]
+    session = engine.ds_compress
+    stock = session.stock[schedule.RecvActivation]
+    copies = getattr(stock, "__globals__", None) is not DEEPSPEED  # as `is_deepspeeds`, without a call
     run = partial(stock, engine, buffer_id, *args, **kwargs)
-    engine.ds_compress.receive(Instruction.RECV_ACTIVATION, buffer_id, run, not is_deepspeeds(stock))
+    session.receive(Instruction.RECV_ACTIVATION, buffer_id, run, copies)
 
 
 def _run_recv_grads(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-    stock = engine.ds_compress.stock[schedule.RecvGrad]
+    session = engine.ds_compress
+    stock = session.stock[schedule.RecvGrad]
+    copies = getattr(stock, "__globals__", None) is not DEEPSPEED  # as `is_deepspeeds`, without a call
     run = partial(stock, engine, buffer_id, *args, **kwargs)
-    engine.ds_compress.receive(Instruction.RECV_GRAD, buffer_id, run, not is_deepspeeds(stock))
+    session.receive(Instruction.RECV_GRAD, buffer_id, run, copies)
 
 
 class CompressedEngine(_Engine):
@@ -116,7 +126,16 @@ class CompressedEngine(_Engine):
             super()._exec_schedule(chosen)
 
     def _next_batch(self) -> Any:
-        return self.ds_compress.next_batch(super()._next_batch)
+        session, guard = self.ds_compress, self.ds_compress.guard
+        if guard.replayed is not None:
+            return next(guard.replayed)
+        batch = super()._next_batch()
+        if session.stage.wants_samples:
+            loading = session.lookahead.current
+            session.stage.load(batch, loading.kwargs.get("buffer_id") if loading else None)
+        if guard.due and batch is not None:
+            guard.batches.append(batch)
+        return batch
 
     def _save_checkpoint(self, save_dir: Any, tag: Any, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(save_dir, tag, *args, **kwargs)

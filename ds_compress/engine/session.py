@@ -21,12 +21,12 @@ from ds_compress.checkpoint.checkpointer import Checkpointer
 from ds_compress.checkpoint.search import Side
 from ds_compress.config import Config
 from ds_compress.engine.handshake import SharedWarning
-from ds_compress.engine.intercept import PointToPoint, Specs
+from ds_compress.engine.intercept import PointToPoint, Receiving, Sending, Specs
 from ds_compress.engine.lookahead import MADE_BY, Lookahead
 from ds_compress.engine.reconfigure import Reconfigurator
 from ds_compress.engine.stage import Instruction, Stage, StepContext
 from ds_compress.engine.wiring import wire
-from ds_compress.message.channel import Boundary
+from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.dependence import DependencyTracker
 from ds_compress.message.layout import as_list, tensors_in
 from ds_compress.monitor.monitor import LineExchange, Monitor
@@ -44,9 +44,13 @@ RECEIVED = {
 }
 
 
+DEEPSPEED = vars(pipe_engine)
+"""Globals of the functions of DeepSpeed's own pipeline engine."""
+
+
 def is_deepspeeds(function: Any) -> bool:
     """Return whether `function` is one of DeepSpeed's own pipeline engine."""
-    return getattr(function, "__globals__", None) is vars(pipe_engine)
+    return getattr(function, "__globals__", None) is DEEPSPEED
 
 
 def steps_per_epoch(engine: Any) -> int | None:
@@ -243,28 +247,10 @@ class Session:
         """Return the settings that training has come to, for a checkpoint: the same on every rank."""
         return {**self.reconfigurator.state(), "policy": self.policy.state()}
 
-    def next_batch(self, load: Callable[[], Any]) -> Any:
-        """Return the micro-batch that an instruction loads; `load()` takes one from the engine's data."""
-        guard = self.guard
-        if guard.replayed is not None:
-            return next(guard.replayed)
-        batch = load()
-        if self.stage.wants_samples:
-            loading = self.lookahead.current
-            self.stage.load(batch, loading.kwargs.get("buffer_id") if loading else None)
-        if guard.due and batch is not None:
-            guard.batches.append(batch)
-        return batch
-
     def tracked(self) -> DependencyTracker | None:
         """Return a context for instructions that compute what is sent, as long as a boundary needs it."""
         after = self.stage.after
         return self.tracking if after is not None and after.dependence is None else None
-
-    def mark_received(self, tensors: Any, boundary: Boundary | None) -> None:
-        """Let operations on received `tensors` be followed, as far as the sender said that they carry."""
-        if self.lookahead.tracking and self.tracking and boundary is not None and boundary.dependence:
-            self.tracking.mark_received(as_list(tensors), boundary.dependence)
 
     def post_receives(self, training: bool) -> None:
         """Let messages be received ahead whose shapes are known from the batch before."""
@@ -276,48 +262,85 @@ class Session:
 
     def send(self, instruction: Instruction, buffer_id: int, run: Callable[[], None]) -> None:
         """Run a send instruction of the engine: what it sends leaves as packets, or is left to DeepSpeed."""
-        engine, stage, forward = self.engine, self.stage, instruction is Instruction.SEND_ACTIVATION
+        engine, stage, p2p = self.engine, self.stage, self.stage.p2p
         if not stage.in_schedule:
             stage.enter_unscheduled(self.step_context())
-        peer, gradients = engine.next_stage, None
+        end = stage.senders[instruction, 0]
+        before, forward = end.messages, instruction is Instruction.SEND_ACTIVATION
+        gradients: Specs | None = None
         if not forward:
-            peer, gradients = engine.prev_stage, self._gradients_sent(buffer_id)
-        why = stage.send(instruction, buffer_id, run, peer, gradients)
-        if not why:
-            return
-        boundary = self.boundary_of_shapes(sends=forward)
-        # of a boundary that is left to DeepSpeed the sender of activations says so
-        if forward or (gradients and boundary.number in stage.announced):
-            place = (boundary.forward if forward else boundary.backward).place
-            self.config.allow_uncompressed(f"{place}: {why}")
-            self._left_alone.log(f"{place}: left to DeepSpeed, uncompressed: {why}")
+            inputs = engine.pipe_buffers["inputs"][buffer_id]
+            is_alike = isinstance(inputs, Tensor) and not engine.is_grad_partitioned
+            gradients = (inputs,) if is_alike else self._gradients_sent(inputs)
+        sending = Sending(
+            stage=engine.next_stage if forward else engine.prev_stage,
+            announced=functools.partial(stage.announced.get, end.channel.boundary.number),
+            gradients=gradients,
+            dispatch=functools.partial(stage.dispatch, instruction, buffer_id),
+            stock=p2p.stock,
+        )
+        # an instruction may call another one, the engine's of the same name for example
+        around, p2p.sending = p2p.sending, sending
+        try:
+            run()
+            if sending.message:
+                sending.finish()
+        finally:
+            p2p.sending = around
+        if end.messages == before:
+            self._note_left_alone(end.channel, sending)
 
     def receive(
         self, instruction: Instruction, buffer_id: int, run: Callable[[], None], copies: bool
     ) -> None:
         """Run a receive instruction of the engine; `copies`: see `Receiving`."""
-        engine, stage = self.engine, self.stage
+        engine, stage, p2p = self.engine, self.stage, self.stage.p2p
         if not stage.in_schedule:
             stage.enter_unscheduled(self.step_context())
-        if instruction is Instruction.RECV_ACTIVATION:
-            stage.receive(instruction, buffer_id, run, engine.prev_stage, None, copies)
-            self.mark_received(engine.pipe_buffers["inputs"][buffer_id], stage.before)
+        end = stage.receivers[instruction, 0]
+        before, forward = end.messages, instruction is Instruction.RECV_ACTIVATION
+        receiving = Receiving(
+            stage=engine.prev_stage if forward else engine.next_stage,
+            announced=functools.partial(stage.announced.get, end.channel.boundary.number),
+            gradients=None if forward else self._gradients_received,
+            fetch=functools.partial(stage.fetch, instruction, buffer_id),
+            stock=p2p.stock,
+            copies=copies,
+        )
+        around, p2p.receiving = p2p.receiving, receiving
+        try:
+            run()
+        finally:
+            p2p.receiving = around
+        if end.messages == before:
+            stage.unused.add(instruction)
         else:
-            stage.receive(instruction, buffer_id, run, engine.next_stage, self._gradients_received, copies)
+            stage.unused.discard(instruction)
+        if forward and self.lookahead.tracking and self.tracking and end.channel.boundary.dependence:
+            inputs = as_list(engine.pipe_buffers["inputs"][buffer_id])
+            self.tracking.mark_received(inputs, end.channel.boundary.dependence)
 
-    def _gradients_sent(self, buffer_id: int) -> Sequence[Tensor]:
-        """Return tensors like the gradients that are sent of a buffer; empty where they are not known."""
-        engine = self.engine
-        if engine.is_grad_partitioned:
+    def _note_left_alone(self, channel: Channel, sending: Sending) -> None:
+        """Warn once that a send instruction sent no message; raise where compression is required."""
+        stage, number, forward = self.stage, channel.boundary.number, sending.gradients is None
+        why = stage.left_because.get(number, "its tensors are not announced")
+        if number in stage.announced:
+            why = "its instruction sends no tensor through deepspeed.runtime.pipe.p2p"
+        # of a boundary that is left to DeepSpeed the sender of activations says so
+        if forward or (sending.gradients and number in stage.announced):
+            self.config.allow_uncompressed(f"{channel.place}: {why}")
+            self._left_alone.log(f"{channel.place}: left to DeepSpeed, uncompressed: {why}")
+
+    def _gradients_sent(self, inputs: Any) -> Sequence[Tensor]:
+        """Return tensors like the gradients of several `inputs`; empty where they are not known."""
+        if self.engine.is_grad_partitioned:
             return ()
-        inputs = engine.pipe_buffers["inputs"][buffer_id]
-        if torch.is_tensor(inputs):
-            return (inputs,)
         return [tensor for tensor in tensors_in(inputs) or () if tensor.is_floating_point()]
 
     def _gradients_received(self) -> Specs:
         """Return tensors like the gradients that are received next."""
-        found = tensors_in(self.engine.grad_layer)
+        layer = self.engine.grad_layer
+        found = (layer,) if torch.is_tensor(layer) else tensors_in(layer)
         if found is None:
             announced = self.stage.announced[self.boundary_of_shapes(sends=True).number]
             return [spec for spec in announced if spec.dtype.is_floating_point]

@@ -14,8 +14,6 @@ from ds_compress.codec import MessageId, TensorSpec
 from ds_compress.config import Config
 from ds_compress.engine.intercept import (
     PointToPoint,
-    Receiving,
-    Sending,
     ShapeLinks,
     ShapeMessage,
     Specs,
@@ -33,9 +31,6 @@ class Instruction(enum.Enum):
     RECV_ACTIVATION = enum.auto()
     SEND_GRAD = enum.auto()
     RECV_GRAD = enum.auto()
-
-
-FORWARD = (Instruction.SEND_ACTIVATION, Instruction.RECV_ACTIVATION)
 
 
 class StepContext(NamedTuple):
@@ -64,9 +59,9 @@ class Stage:
         self.config = config
         self.before = before
         self.after = after
-        self._p2p = p2p
-        self._sending: dict[tuple[Instruction, int], SendingEnd] = {}
-        self._receiving: dict[tuple[Instruction, int], ReceivingEnd] = {}
+        self.p2p = p2p
+        self.senders: dict[tuple[Instruction, int], SendingEnd] = {}
+        self.receivers: dict[tuple[Instruction, int], ReceivingEnd] = {}
         self._codec_streams: dict[int, CodecStream] = {}  # by boundary
         self._numbers: dict[tuple[int, int], int] = {}  # of the forward message, by boundary and buffer
         self._samples: dict[int, Tensor] = {}  # ids, by buffer
@@ -81,7 +76,7 @@ class Stage:
         none of a boundary that is left to DeepSpeed."""
 
         self.left_because: dict[int, str] = {}  # why boundaries are left to DeepSpeed
-        self._unused: set[Instruction] = set()  # those that asked for no message when they ran last
+        self.unused: set[Instruction] = set()  # those that asked for no message when they ran last
         self.step = 0
         self.training = False
 
@@ -101,7 +96,7 @@ class Stage:
             codec_stream: of the boundary, for both its channels.
             phase: of DualPipeV, which has each instruction twice.
         """
-        self._sending[instruction, phase] = SendingEnd(channel, link, extra_link, codec_stream)
+        self.senders[instruction, phase] = SendingEnd(channel, link, extra_link, codec_stream)
         self._codec_streams[channel.boundary.number] = codec_stream
 
     def connect_receiver(
@@ -118,7 +113,7 @@ class Stage:
         Args:
             extra_link: on a group of its own where receives are posted ahead.
         """
-        self._receiving[instruction, phase] = ReceivingEnd(channel, link, extra_link, codec_stream)
+        self.receivers[instruction, phase] = ReceivingEnd(channel, link, extra_link, codec_stream)
         self._codec_streams[channel.boundary.number] = codec_stream
 
     @property
@@ -127,12 +122,12 @@ class Stage:
 
     @property
     def ends(self) -> list[SendingEnd | ReceivingEnd]:
-        return [*self._sending.values(), *self._receiving.values()]
+        return [*self.senders.values(), *self.receivers.values()]
 
     @property
     def sending(self) -> list[Channel]:
         """The channels this stage sends on."""
-        return [end.channel for end in self._sending.values()]
+        return [end.channel for end in self.senders.values()]
 
     @contextmanager
     def running(
@@ -144,12 +139,12 @@ class Stage:
             counts: how many messages the schedule receives, where they are to be received ahead.
         """
         self._begin(context)
-        for (instruction, _), receiving in self._receiving.items():
+        for (instruction, _), receiving in self.receivers.items():
             receiving.to_post = (counts or {}).get(instruction, 0)
         self.in_schedule = True
         try:
             yield
-            for end in self._sending.values():
+            for end in self.senders.values():
                 end.codec_stream.run(end.drain)
             if self.shape_links is not None:
                 self.shape_links.drain()
@@ -165,7 +160,7 @@ class Stage:
         self._unplaced.clear()
         for end in self.ends:
             end.messages = 0
-        for receiving in self._receiving.values():
+        for receiving in self.receivers.values():
             receiving.to_post = 0
         for boundary in self.boundaries:
             boundary.begin_step(context.loss_scale)
@@ -217,8 +212,8 @@ class Stage:
 
     def post_receives(self, instruction: Instruction, tensors: Specs | None) -> None:
         """Messages of this schedule will have tensors like `tensors`: let them be received ahead."""
-        end = self._receiving[instruction, 0]
-        expected = instruction not in self._unused and end.channel.boundary.number in self.announced
+        end = self.receivers[instruction, 0]
+        expected = instruction not in self.unused and end.channel.boundary.number in self.announced
         if end.to_post and tensors and expected:
             message = end.channel.message(tensors, end.channel.message_id(self.step, 0, self.training))
             count, end.to_post = end.to_post, 0
@@ -235,78 +230,38 @@ class Stage:
 
     def queue(self, instruction: Instruction, phase: int, tensors: Sequence[Tensor]) -> None:
         """Queue the receipt of one message with tensors like `tensors`."""
-        end = self._receiving[instruction, phase]
+        end = self.receivers[instruction, phase]
         message = end.channel.message(tensors, end.channel.message_id(self.step, 0, self.training))
         end.link.expect(message.packet.nbytes, 1)
-
-    def send(
-        self,
-        instruction: Instruction,
-        buffer_id: int,
-        run: Callable[[], None],
-        peer: int,
-        gradients: Specs | None,
-    ) -> str:
-        """Collect what the send instruction `run` sends to the stage `peer`, and send it as packets.
-
-        Args:
-            gradients: see `Sending`.
-
-        Returns:
-            Why there was no message; empty where there was one.
-        """
-        end = self._sending[instruction, 0]
-        number, before = end.channel.boundary.number, end.messages
-        announced = functools.partial(self.announced.get, number)
-        dispatch = functools.partial(self.dispatch, instruction, buffer_id)
-        self._p2p.collect(run, Sending(peer, announced, gradients, dispatch, self._p2p.stock))
-        if end.messages != before:
-            return ""
-        if number in self.announced:
-            return "its instruction sends no tensor through deepspeed.runtime.pipe.p2p"
-        return self.left_because.get(number, "its tensors are not announced")
 
     def dispatch(
         self, instruction: Instruction, buffer_id: int, tensors: Sequence[Tensor], phase: int = 0
     ) -> None:
         """Send `tensors`, those of a buffer, as one packet."""
-        end = self._sending[instruction, phase]
-        message_id = self._next_id(instruction, end, buffer_id)
-        if instruction is Instruction.SEND_ACTIVATION and (buffer_id in self._samples or self._unplaced):
-            ids = self._samples[buffer_id] if buffer_id in self._samples else self._unplaced.popleft()
-            end.channel.boundary.sample_ids[message_id.micro_batch] = ids
-        end.codec_stream.run(functools.partial(end.transmit, tensors, message_id), takes=tensors)
-
-    def receive(
-        self,
-        instruction: Instruction,
-        buffer_id: int,
-        run: Callable[[], None],
-        peer: int,
-        gradients: Callable[[], Specs] | None,
-        copies: bool,
-    ) -> None:
-        """Serve what the receive instruction `run` asks the stage `peer` for.
-
-        Args:
-            gradients: see `Receiving`.
-            copies: see `Receiving`.
-        """
-        end = self._receiving[instruction, 0]
-        before = end.messages
-        announced = functools.partial(self.announced.get, end.channel.boundary.number)
-        fetch = functools.partial(self.fetch, instruction, buffer_id)
-        self._p2p.serve(run, Receiving(peer, announced, gradients, fetch, self._p2p.stock, copies))
-        if end.messages == before:
-            self._unused.add(instruction)
+        end = self.senders[instruction, phase]
+        number, end.messages = end.messages, end.messages + 1
+        channel, at = end.channel, (end.channel.boundary.number, buffer_id)
+        if instruction is Instruction.SEND_ACTIVATION:
+            self._numbers[at] = number
+            if buffer_id in self._samples or self._unplaced:
+                ids = self._samples[buffer_id] if buffer_id in self._samples else self._unplaced.popleft()
+                channel.boundary.sample_ids[number] = ids
         else:
-            self._unused.discard(instruction)
+            number = self._numbers.pop(at, number)
+        message_id = MessageId(at[0], channel.direction, self.step, number, self.training)
+        end.codec_stream.run(functools.partial(end.transmit, tensors, message_id), takes=tensors)
 
     def fetch(self, instruction: Instruction, buffer_id: int, tensors: Specs, phase: int = 0) -> list[Tensor]:
         """The next message, with tensors like `tensors`, for a buffer."""
-        end = self._receiving[instruction, phase]
-        message_id = self._next_id(instruction, end, buffer_id)
-        message = end.channel.message(tensors, message_id)
+        end = self.receivers[instruction, phase]
+        number, end.messages = end.messages, end.messages + 1
+        channel, at = end.channel, (end.channel.boundary.number, buffer_id)
+        if instruction is Instruction.RECV_ACTIVATION:
+            self._numbers[at] = number
+        else:
+            number = self._numbers.pop(at, number)
+        message_id = MessageId(at[0], channel.direction, self.step, number, self.training)
+        message = channel.message(tensors, message_id)
         arrived = end.codec_stream.run(functools.partial(end.take, message, message_id), gives=True)
         if message.ids and self.after:
             self._samples[buffer_id] = end.channel.boundary.sample_ids[message_id.micro_batch]
@@ -315,24 +270,14 @@ class Stage:
 
     def shape_messages(self, message: ShapeMessage) -> Any:
         """Context for what an instruction sends beside its message: DeepSpeed's shape messages."""
-        return self._p2p.shape_messages(message)
+        return self.p2p.shape_messages(message)
 
     def shape_message(
         self, dependence: tuple[bool, ...] | None = None, written: int | None = None
     ) -> ShapeMessage:
-        return ShapeMessage(self.shape_links or self._p2p.stock, dependence, written)
+        return ShapeMessage(self.shape_links or self.p2p.stock, dependence, written)
 
     @property
     def is_sending(self) -> bool:
         """Whether a send instruction is in progress, so that what it announces will be collected."""
-        return self._p2p.is_sending
-
-    def _next_id(self, instruction: Instruction, end: SendingEnd | ReceivingEnd, buffer_id: int) -> MessageId:
-        number, end.messages = end.messages, end.messages + 1
-        channel = end.channel
-        place = channel.boundary.number, buffer_id
-        if instruction in FORWARD:
-            self._numbers[place] = number
-        else:
-            number = self._numbers.pop(place, number)
-        return MessageId(place[0], channel.direction, self.step, number, self.training)
+        return self.p2p.sending is not None

@@ -150,7 +150,7 @@ class Channel:
             message.headers_left -= 1
             layout.check(packet, message_id)
         views = layout.views(packet)
-        parts = [views[place] for place in message.places]
+        parts = list(map(views.__getitem__, message.places))
         if message.ids:
             self.boundary.sample_ids[message_id.micro_batch] = views[-1].cpu().clone()
         if message.has_extra_payload:

@@ -20,6 +20,7 @@ a copy of large ones, which is little beside their time on a link. One packet of
 what receives are posted for, and an eager send would read what the program may write to by then.
 """
 
+import functools
 import hashlib
 import struct
 import zlib
@@ -35,8 +36,14 @@ MAGIC = b"DSCP"
 VERSION = 2
 ALIGNMENT = 16
 _HEADER = struct.Struct("<4sBBHII8sII")
+_PACK = functools.partial(_HEADER.pack, MAGIC, VERSION)
 HEADER_SIZE = _HEADER.size
 _BACKWARD, _EVALUATION = 1, 2
+_FLAGS = {
+    (direction, training): _BACKWARD * (direction == "backward") + _EVALUATION * (not training)
+    for direction in ("forward", "backward")
+    for training in (False, True)
+}
 
 
 @dataclass(kw_only=True)
@@ -49,7 +56,9 @@ class Header(MessageId):
 
     def pack(self, checksum: int = 0) -> bytes:
         """The bytes, with the checksum of the body."""
-        return _packed(self, self, checksum)
+        flags, step = _FLAGS[self.direction, self.training], self.step % 2**32
+        units = self.nbytes // ALIGNMENT
+        return _PACK(flags, self.boundary, step, self.micro_batch, self.fingerprint, checksum, units)
 
     @classmethod
     def unpack(cls, data: bytes) -> "Header":
@@ -116,7 +125,7 @@ class PacketLayout:
             strides = torch.empty(shape, dtype=dtype, device="meta").stride()
             self._places.append((dtype, shape, strides, end // dtype.itemsize))
             end += -(-torch.Size(shape).numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        self.nbytes = end
+        self.nbytes, self._units = end, end // ALIGNMENT
         self.has_checksum = has_checksum
         identity = repr((VERSION, parts, settings))
         self.fingerprint = hashlib.blake2b(identity.encode(), digest_size=8).digest()
@@ -158,7 +167,10 @@ class PacketLayout:
 
     def write_header(self, packet: Tensor, message_id: MessageId) -> None:
         """See `Header.write_header`; of the message `message_id`."""
-        data = _packed(message_id, self, _checksum(packet) if self.has_checksum else 0)
+        flags, boundary = _FLAGS[message_id.direction, message_id.training], message_id.boundary
+        step, number = message_id.step % 2**32, message_id.micro_batch
+        checksum = _checksum(packet) if self.has_checksum else 0
+        data = _PACK(flags, boundary, step, number, self.fingerprint, checksum, self._units)
         front = packet.__dict__.get(_FRONT)
         if front is None:
             _write(packet, data)
@@ -167,7 +179,10 @@ class PacketLayout:
 
     def check(self, packet: Tensor, message_id: MessageId) -> None:
         """See `Header.check`; of the message `message_id`."""
-        data = _packed(message_id, self, _checksum(packet) if self.has_checksum else 0)
+        flags, boundary = _FLAGS[message_id.direction, message_id.training], message_id.boundary
+        step, number = message_id.step % 2**32, message_id.micro_batch
+        checksum = _checksum(packet) if self.has_checksum else 0
+        data = _PACK(flags, boundary, step, number, self.fingerprint, checksum, self._units)
         if packet.__dict__.get(_FRONT) != data:
             self.header(message_id).check(packet)
 
@@ -180,9 +195,6 @@ class PacketLayout:
             has_checksum=self.has_checksum,
         )
 
-
-_Stamp = Header | PacketLayout
-"""What has a fingerprint, a size, and whether a checksum goes along."""
 
 # What a packet is looked at through is made once for its memory, which links use again, and kept in
 # attributes of the tensor: each operation of torch costs what a thousand values cost.
@@ -203,21 +215,6 @@ def _front(packet: Tensor) -> memoryview:
     if front is None:
         front = packet.__dict__[_FRONT] = _memory(packet).numpy().data[:HEADER_SIZE]
     return front
-
-
-def _packed(message_id: MessageId, stamp: _Stamp, checksum: int) -> bytes:
-    flags = _BACKWARD * (message_id.direction == "backward") + _EVALUATION * (not message_id.training)
-    return _HEADER.pack(
-        MAGIC,
-        VERSION,
-        flags,
-        message_id.boundary,
-        message_id.step % 2**32,
-        message_id.micro_batch,
-        stamp.fingerprint,
-        checksum,
-        stamp.nbytes // ALIGNMENT,
-    )
 
 
 def _write(packet: Tensor, data: bytes) -> None:

@@ -199,7 +199,11 @@ class EagerSender(Sender):
         return free.pop() if free and free[-1].numel() == nbytes else super().memory(nbytes)
 
     def send(self, packet: Tensor) -> None:
-        self._in_flight.append((packet, self._isend(packet)))
+        try:
+            work = self._transport.isend(packet, self.peer, group=self.group)
+        except RuntimeError as error:
+            self.timeout.raise_for_peer(error, self.peer)
+        self._in_flight.append((packet, work))
 
     def drain(self) -> None:
         while self._in_flight:

@@ -13,7 +13,7 @@ from tests.support.pipeline import MICRO_BATCH, WIDTH, batches, build, ds_config
 OURS = str(Path(ds_compress.__file__).parent)
 QUANTIZE = {direction: {"codec": {"name": "quantize", "bits": 4}} for direction in ("forward", "backward")}
 LENGTH = 512
-MOST = 34
+MOST = 24
 KINDS = {
     "_run_forward_pass": "sent",
     "_run_backward_pass": "sent",

@@ -18,20 +18,20 @@ from tests.support.foreign import LateSchedule, OnceOnly, Reference, ShuffledSch
 
 def left_early(schedule, depth=1):
     """The places, counted per kind, of sends whose message left early when the schedule is done."""
-    lookahead, early = Lookahead(schedule, None, depth), {SendActivation: [], SendGrad: []}
-    numbers = dict.fromkeys(early, 0)
+    lookahead, done = Lookahead(schedule, None, depth), []
     for step in lookahead.steps():
         for instruction in step:
             kind = type(instruction)
             assert lookahead.current is instruction
             if kind in (ForwardPass, BackwardPass):
                 lookahead.leaves_early(kind, instruction.buffer_id)
-            if kind in early:
-                early[kind] += [numbers[kind]] if lookahead.at[0] in lookahead.left else []
-                numbers[kind] += 1
+            assert lookahead.at[0] not in lookahead.left
+            done.append(lookahead.at[0])
         assert lookahead.current is None
-    assert len(lookahead.left) == sum(map(len, early.values()))
-    return early[SendActivation], early[SendGrad]
+    flat = [instruction for step in lookahead.steps() for instruction in list.__iter__(step)]
+    assert sorted([*done, *lookahead.left]) == list(range(len(flat)))
+    sends = [[n for n, each in enumerate(flat) if type(each) is kind] for kind in (SendActivation, SendGrad)]
+    return tuple([number for number, place in enumerate(own) if place in lookahead.left] for own in sends)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 5])

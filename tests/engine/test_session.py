@@ -2,7 +2,10 @@
 
 import types
 
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
 import ds_compress  # noqa: F401  (hooks the engine)
+from ds_compress.engine.mixin import CompressedEngine
 from ds_compress.engine.session import Session
 from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, build, ds_config
@@ -72,6 +75,12 @@ def test_one_attribute_and_parts_apart():
         assert ours == [["ds_compress"]] * 3
         assert known == []
         assert classes == ["CompressedPipelineEngine", "CompressedEngine"]
+
+
+def test_the_mixin_adds_one_name_to_the_class():
+    """An engine of another project may have methods of any name."""
+    own = {name for name in vars(CompressedEngine) if not name.startswith("__")}
+    assert own - set(dir(PipelineEngine)) == {"_AROUND"}
 
 
 def test_reaching_is_found():

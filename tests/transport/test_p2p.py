@@ -146,8 +146,8 @@ def order_of_events(dynamic, depth):
         return run
 
     if engine.is_first_stage():
-        sender = engine.ds_compress.stage._sending[Instruction.SEND_ACTIVATION, 0].link
-        receiver = engine.ds_compress.stage._receiving[Instruction.RECV_GRAD, 0].link
+        sender = engine.ds_compress.stage.senders[Instruction.SEND_ACTIVATION, 0].link
+        receiver = engine.ds_compress.stage.receivers[Instruction.RECV_GRAD, 0].link
         sender.send = recorded("s", sender.send)
         receiver.receive = recorded("r", receiver.receive)
     data, steps = batches(), []
