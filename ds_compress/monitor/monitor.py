@@ -37,7 +37,7 @@ logger = logging.getLogger("ds_compress")
 
 
 class LineExchange(Protocol):
-    """Takes lines of every rank to the one that reports."""
+    """Transfers text lines of every rank to the reporting rank."""
 
     def leave(self, lines: dict[str, str]) -> None: ...
 
@@ -45,11 +45,11 @@ class LineExchange(Protocol):
 
 
 class Monitor:
-    """Prints what is active, writes values every so many steps, and prints a summary at the end.
+    """Prints the active settings, writes metrics every N steps, and prints a summary at the end.
 
-    Only a step that will be written is measured; all stages know beforehand which one that is. It never stops
-    training: the first error of any stage, its own or a sink's, is one warning, and switches it off on all
-    stages of the pipeline at the next sum, which all enter whatever has happened to them.
+    Only steps that will be written are measured; all stages know beforehand which ones. Monitoring never
+    stops training. The first error of any stage or sink is logged as one warning, and switches monitoring
+    off on all stages at the next all-reduce, which every stage enters even after an error.
     """
 
     def __init__(
@@ -64,15 +64,16 @@ class Monitor:
         notes: LineExchange,
         reports: bool,
     ):
-        """
+        """Create the monitor of one rank.
+
         Args:
-            boundaries: how many the pipeline has.
-            ranks: how many ranks the pipeline has, each with one stage or more.
-            rank: which of them this one is.
-            link: what the start-up line calls it.
+            boundaries: number of boundaries of the pipeline.
+            ranks: number of ranks of the pipeline, each with one stage or more.
+            rank: index of this rank in the pipeline.
+            link: name of the link in the start-up line.
             total: sums a tensor in place over the stages of this pipeline.
-            notes: takes lines of every rank to the one that reports.
-            reports: True on the one rank that speaks for all, a first stage.
+            notes: transfers text lines of every rank to the reporting rank.
+            reports: True on the one rank that reports for all; it has a first stage.
         """
         self.config = config
         self.boundaries = boundaries
@@ -86,31 +87,33 @@ class Monitor:
         self._meters: list[tuple[End, SendingMeter | ReceivingMeter]] = []
         self._clock = clock_for(device)
         self._table = Table(boundaries, ranks, device)
-        self._due = False  # whether the step in progress is to be summed up over the stages
-        self._writes = False  # and written
-        self._began: Any = None  # mark of the measured step
-        self._failure = ""  # of this rank, in one line
-        self._said, self._off, self._sizes_unsaid = False, False, True  # sizes: of the codecs in force
-        self._warned: set[tuple[int, str, str]] = set()  # of: boundary, direction, limit
+        self._due = False  # whether the current step is reduced over the stages
+        self._writes = False  # whether it is also written
+        self._began: Any = None  # clock mark at the start of the measured step
+        self._failure = ""  # first error of this rank, in one line
+        self._said, self._off, self._sizes_unsaid = False, False, True  # sizes: of the active codecs
+        self._warned: set[tuple[int, str, str]] = set()  # (boundary, direction, limit)
         self._gathered: Channels = []
-        self._last: tuple[Channels, Channels] = [], []  # measured last, and before
+        self._last: tuple[Channels, Channels] = [], []  # last measured step, and the one before
         self._written: Channels = []
-        # steps that were measured; number of the first step of this run, and of the last summed up
+        # count of measured steps; number of the first step of this run, and of the last reduced one
         self._measured = self._first = self._steps = 0
-        self._started = self._ended = 0.0  # of training, seconds
-        self._waited: list[float] = []  # share of a written step
+        self._started = self._ended = 0.0  # start and end of training, in seconds
+        self._waited: list[float] = []  # fraction of each written step spent waiting
 
     def follow(self) -> None:
-        """The config has other codecs from now on: what there is to say of them is said anew."""
+        """Report codecs again after the config has changed: message sizes and limit warnings."""
         self._warned.clear()
         self._sizes_unsaid = True
 
     def begin_step(
         self, ends: Sequence[End], step: int, micro_batches: int, watched: bool, judged: bool = False
     ) -> None:
-        """Before the training step with number `step`, counted from 1.
+        """Prepare the training step with number `step`, counted from 1.
 
-        `watched`: whether DeepSpeed's monitor has a sink; `judged`: whether the guard looks at this step.
+        Args:
+            watched: whether DeepSpeed's monitor has a sink.
+            judged: whether the guard checks this step.
         """
         self._started, self._first = self._started or time.perf_counter(), self._first or step
         every = self.config.block.monitor.every
@@ -118,7 +121,7 @@ class Monitor:
         summed = counted or judged or lines.is_early(step - self._first + 1, every)
         self._due = summed and not self._off
         self._writes = counted and watched
-        self._take_meters()  # of a step that was interrupted
+        self._take_meters()  # left by an interrupted step
         if not self._due or not (self._writes or judged):
             return
         with self._guarded():
@@ -133,10 +136,10 @@ class Monitor:
             self._began = self._clock.mark()
 
     def end_step(self, ends: Sequence[End], step: int, samples: int, sinks: Any) -> None:
-        """After a training step, on all stages alike.
+        """Collect, reduce and report the values of a training step; all stages call it.
 
         Args:
-            samples: seen by all replicas so far, the x-axis of DeepSpeed's own events.
+            samples: number of samples that all replicas have seen, the x-axis of DeepSpeed's own events.
             sinks: DeepSpeed's monitor.
         """
         if self._off or (self._announced and not self._due):
@@ -170,12 +173,14 @@ class Monitor:
 
     @property
     def _is_measured(self) -> bool:
-        """Whether the step that was summed up last was measured, on all stages."""
+        """Whether the last reduced step was measured on all stages."""
         return all(status is Status.MEASURED for status in self._table.statuses)
 
     def message_quality(self) -> dict[tuple[int, str], MessageQuality]:
-        """What the guard has limits for, of the step that was summed up last, by boundary and direction,
-        known to all stages of the pipeline; empty where that was not measured."""
+        """Return the values that the guard limits, of the last reduced step, by boundary and direction.
+
+        All stages of the pipeline get the same values; the dict is empty if the step was not measured.
+        """
         if self._off or not self._is_measured:
             return {}
         now, before = self._last
@@ -186,7 +191,7 @@ class Monitor:
         }
 
     def _collect(self, ends: Sequence[End]) -> float:
-        """Fill the table with what this stage knows; returns how long the step took, in milliseconds."""
+        """Fill the table with this stage's values; return the duration of the step in ms."""
         meters, step_ms = self._take_meters(), 0.0
         self._table.clear()
         with self._guarded():
@@ -206,29 +211,33 @@ class Monitor:
         return step_ms
 
     def _take_meters(self) -> list[tuple[End, SendingMeter | ReceivingMeter]]:
+        """Detach all meters from their endpoints and return them."""
         meters, self._meters = self._meters, []
         for end, _ in meters:
             end.meter = None
         return meters
 
     def _announce(self, channels: Channels, sinks: Any) -> None:
+        """Print the start-up line and add the TensorBoard layout."""
         print(lines.announcement(self.config, channels, self.link, self._notes.read), flush=True)
         if sinks.tb_monitor is not None:
             add_tensorboard_layout(sinks.tb_monitor.summary_writer, self.boundaries)
 
     def _say_sizes(self, channels: Channels) -> None:
+        """Record the settings, and log notes on the message sizes of the active codecs."""
         self._sizes_unsaid = False
         record_settings(self.config.settings)
         for note in lines.size_notes(self.config, channels):
             logger.warning(note)
 
     def _write(self, channels: Channels, step_ms: float, samples: int, sinks: Any) -> None:
+        """Write the metrics of a measured step to DeepSpeed's monitors."""
         complete(channels, self._written, self._table.stamps, step_ms)
         self._written = channels
         sinks.write_events(self._events(channels, step_ms, samples))
 
     def _warn(self) -> None:
-        """Of what is beyond the guard's limits, once for each of them and channel."""
+        """Log each value beyond the guard's limits, once per channel and limit."""
         for place, judged in self.message_quality().items():
             found = judged.violations(self.config.block.guard)
             violations = [each for each in found if (*place, each.limit) not in self._warned]
@@ -238,31 +247,31 @@ class Monitor:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Round everything that may fail on this rank alone."""
+        """Catch errors of this rank and record the first, so that monitoring never stops training."""
         try:
             yield
         except Exception as error:
             self._failure = self._failure or in_one_line(error)
 
     def _say(self) -> None:
+        """Log the failure that switched monitoring off, once."""
         if not self._said:
             logger.warning(
-                "ds_compress: monitoring is off from here on, training goes on: stage %d: %s",
+                "ds_compress: monitoring is off from now on, training continues: stage %d: %s",
                 self._rank,
                 self._failure,
             )
         self._said = True
 
     def summary(self) -> str:
-        """One line on the whole training as far as it was gathered; empty when it never was, or never
-        again."""
+        """Return a one-line summary of the training so far; empty if nothing was gathered."""
         if not self._gathered or not self.config.block.monitor.every:
             return ""
         seconds = self._ended - self._started
         return lines.summary(self._gathered, self._first, self._steps, self._waited, seconds)
 
     def close(self) -> None:
-        """At the end of training, on any rank at any time: no other rank is needed."""
+        """Print the summary at the end of training; needs no other rank, so any rank calls it at any time."""
         with self._guarded():
             line = self.summary()
             if line:
@@ -272,18 +281,19 @@ class Monitor:
 
     @staticmethod
     def _counters(channel: Channel) -> dict[str, float]:
+        """Return the totals of a sending channel and the sizes of its latest message."""
         sent, latest = channel.sent, channel.sent.latest
         sizes = (latest.raw_bytes, latest.compressed_bytes(channel.codec)) if latest else (0, 0)
         return dict(zip(COUNTERS, (*sent.totals, *sizes)))
 
     def _leave_notes(self, ends: Sequence[End]) -> None:
-        """What becomes of the tensors of each message that this rank sends."""
+        """Publish how each message that this rank sends is compressed, tensor by tensor."""
         with self._guarded():
             sent = [(end.channel, end.channel.sent.latest) for end in ends if end.sends]
             self._notes.leave({c.place: layout.describe(c.codec) for c, layout in sent if layout})
 
     def _events(self, channels: Channels, step_ms: float, samples: int) -> Events:
-        """All values of a measured step."""
+        """Return the metrics of a measured step as (label, value, samples)."""
         events = [
             (label(name, number, direction), values[name], samples)
             for number, directions in enumerate(channels)

@@ -1,4 +1,4 @@
-"""Things found by name, and their options."""
+"""Registries of named classes, and the models of their options."""
 
 from ds_compress.registry.named import Named, Registry
 from ds_compress.registry.options import Options, Steps, Width, validate

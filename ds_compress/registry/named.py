@@ -1,4 +1,4 @@
-"""Things found by name (codecs and feedbacks), each with its own options model."""
+"""Registries: classes found by name (codecs, feedbacks, policies), each with an options model."""
 
 import ast
 import inspect
@@ -11,26 +11,26 @@ from ds_compress.registry.options import Options, validate
 
 
 class Named:
-    """What a registry holds: a class with a name and an options model."""
+    """Base of the classes in a registry: a name and an options model."""
 
     Options: ClassVar[Any] = Options  # a subclass of it
     name: str
 
     @classmethod
     def of(cls, options: Any) -> Any:
-        """What a registry builds: an instance of this class, or of the subclass that serves such options."""
+        """Build an instance for `options`; a class may return one of a subclass instead."""
         return cls(options)
 
     @classmethod
     def summary(cls) -> str:
-        """First paragraph of the class's docstring, in one line; empty if there is none."""
+        """Return the first paragraph of the class's docstring in one line; empty if there is none."""
         return " ".join(_docstring(cls).split("\n\n")[0].split())
 
     def __init__(self, options: Any = None):
         self.options: Any = options if options is not None else self.Options()
 
     def __str__(self) -> str:
-        """Name and the options that were given, for logs."""
+        """Format the name and the options that were set, for logs."""
         given = ", ".join(
             f"{key}={getattr(self.options, key)}" for key in sorted(self.options.model_fields_set)
         )
@@ -43,12 +43,15 @@ class Named:
 
 
 def _docstring(cls: type) -> str:
-    """Read from the source where `python -OO` has thrown it away, as pydantic reads those of options."""
+    """Return the docstring of a class, read from its source under `python -OO`.
+
+    pydantic reads the docstrings of options in the same way.
+    """
     if cls.__doc__:
         return inspect.cleandoc(cls.__doc__)
     try:
         definition = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    except (OSError, TypeError, SyntaxError):  # typed in by hand, or its file is gone
+    except (OSError, TypeError, SyntaxError):  # defined interactively, or its file is gone
         return ""
     return (ast.get_docstring(definition) if isinstance(definition, ast.ClassDef) else None) or ""
 
@@ -58,7 +61,7 @@ Member = TypeVar("Member", bound=Named)
 
 
 class Registry(Generic[Kind]):
-    """Name to class, for one `kind` of thing, which all derive from `base`."""
+    """Maps names to classes of one `kind`, all of which derive from `base`."""
 
     def __init__(self, kind: str, base: type[Named]):
         self.kind = kind
@@ -66,10 +69,10 @@ class Registry(Generic[Kind]):
         self._classes: dict[str, type[Kind]] = {}
 
     def register(self, name: str) -> Callable[[type[Member]], type[Member]]:
-        """Class decorator that makes a class known as `name`.
+        """Return a class decorator that registers a class as `name`.
 
         Raises:
-            CompressionError: the name is taken or none, or the class is not one of this kind.
+            CompressionError: the name is taken or empty, or the class is not of this kind.
         """
 
         def add(cls: type[Member]) -> type[Member]:
@@ -83,7 +86,7 @@ class Registry(Generic[Kind]):
         return add
 
     def _mistake(self, name: object, cls: type[Named]) -> str:
-        """Why `cls` cannot be known as `name`, or an empty string."""
+        """Return why `cls` cannot be registered as `name`, or an empty string."""
         if not isinstance(name, str) or not name:
             return "a name is a string with something in it"
         if not isinstance(cls, type) or not issubclass(cls, self._base):
@@ -100,11 +103,18 @@ class Registry(Generic[Kind]):
         return ""
 
     def names(self) -> list[str]:
-        """All registered names, sorted."""
+        """Return all registered names, sorted."""
         return sorted(self._classes)
 
     def find(self, name: object, path: str) -> type[Kind]:
-        """The class registered as `name`; `path` is the JSON path that an error names."""
+        """Return the class registered as `name`.
+
+        Args:
+            path: JSON path of the name, for errors.
+
+        Raises:
+            CompressionError: no such name.
+        """
         if not isinstance(name, str) or name not in self._classes:
             near = did_you_mean(name, self.names())
             own = "" if near else "; one of your own is known once its module is imported"
@@ -113,10 +123,10 @@ class Registry(Generic[Kind]):
         return self._classes[name]
 
     def build(self, choice: object, path: str) -> Kind:
-        """Build what a JSON value describes.
+        """Build an instance from a JSON value.
 
         Args:
-            choice: a name, or a dict of `"name"` and options.
+            choice: a name, or a dict with `"name"` and options.
             path: JSON path of `choice`, for errors.
 
         Raises:

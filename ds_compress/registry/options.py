@@ -1,6 +1,6 @@
-"""Options models and how they are checked.
+"""Models of options, and their validation.
 
-pydantic's errors become one line: JSON path, what came, what is allowed, the nearest name.
+Errors of pydantic become one line: JSON path, the value that came, what is allowed, the most similar name.
 """
 
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ from ds_compress.errors import CompressionError, did_you_mean, shown, shown_key
 Model = TypeVar("Model", bound=BaseModel)
 
 Steps = Annotated[int, Field(ge=0, le=10**9)]
-"""A number of training steps."""
+"""Number of training steps."""
 
 Width = Annotated[int, Field(ge=1, le=2**16)]
-"""A number of columns: of a hidden state, a basis, a code."""
+"""Number of columns of a hidden state, a basis or a code."""
 
 
 RENAMED = {
@@ -33,12 +33,11 @@ RENAMED = {
     "mirror_check": "state_check_every",
     "first": "first_visit",
 }
-"""What keys and values were called in earlier releases. Errors say the new name where it is allowed and the
-old one is not."""
+"""Old names of keys and values, from earlier releases. An error names the new one if it is allowed."""
 
 
 class Options(BaseModel):
-    """Base of every options model: unknown keys, values of the wrong type, inf and nan are refused."""
+    """Base of every options model; refuses unknown keys, wrong types, inf and nan."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -46,10 +45,10 @@ class Options(BaseModel):
 
 
 def validate(model: type[Model], value: object, path: str) -> Model:
-    """`value` as an instance of `model`.
+    """Validate `value` and return it as an instance of `model`.
 
-    A validator of a model raises ValueError with what follows on the value in the line ("is not allowed;
-    allowed: ..."), or a CompressionError that begins with the option's name, as `Registry.build` makes it.
+    Validators of models raise a ValueError whose text continues the line after the value ("is not allowed;
+    allowed: ..."), or a CompressionError that begins with the option's name, as `Registry.build` does.
 
     Raises:
         CompressionError: the first thing wrong with `value`, at its JSON path below `path`.
@@ -62,12 +61,13 @@ def validate(model: type[Model], value: object, path: str) -> Model:
 
 
 def _one_line(model: type[BaseModel], value: object, error: ValidationError, path: str) -> str:
-    # a misspelt key before the one that is missing for it
+    # report a misspelt key before the missing key that it causes
+    """Format the most specific problem of a ValidationError as one line."""
     found = sorted(error.errors(include_url=False), key=lambda problem: problem["type"] == "missing")
     problems = [(_keys(value, problem), problem) for problem in found]
     first = problems[0][0]
-    # a value that may be of several kinds has a problem for each of them: the one deepest inside is meant,
-    # and with a word the one that knows words
+    # a value of a union type has a problem for each member type: report the most deeply nested one and, for
+    # a string, the one of the literal type
     same = [(keys, problem) for keys, problem in problems if keys[: len(first)] == first]
     keys, problem = max(
         same,
@@ -86,7 +86,7 @@ def _one_line(model: type[BaseModel], value: object, error: ValidationError, pat
 
 
 def _keys(value: Any, problem: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Where in `value` a problem is: its `loc` without what pydantic adds, such as the name of a type."""
+    """Return the keys at which a problem is: its `loc` without what pydantic adds, such as type names."""
     keys: list[Any] = []
     for part in problem["loc"]:
         if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
@@ -98,13 +98,18 @@ def _keys(value: Any, problem: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _joined(path: str, keys: tuple[Any, ...]) -> str:
+    """Append keys to a JSON path."""
     return ".".join([path, *map(shown_key, keys)])
 
 
 def _reason(
     model: type[BaseModel], problem: Mapping[str, Any], keys: tuple[Any, ...], kinds: list[str]
 ) -> str:
-    """`kinds`: the types of all problems that the value has."""
+    """Describe a problem: the value that came and what is allowed.
+
+    Args:
+        kinds: types of all problems of this value.
+    """
     came = shown(problem["input"])
     if problem["type"] == "extra_forbidden":
         known = _fields_at(model, keys[:-1])
@@ -119,20 +124,20 @@ def _reason(
         return f"{came} is not allowed{_instead(problem['input'], names)}; allowed: {allowed}{also}"
     if problem["type"] in ("model_type", "dict_type"):
         return f"{came} is not allowed: should be an object"
-    if problem["type"] == "value_error":  # raised by a validator of ours, in our own words
+    if problem["type"] == "value_error":  # raised by a validator of this package
         return f"{came} {problem['ctx']['error']}"
     return f"{came} is not allowed: {problem['msg'].replace('Input should', 'should')}"
 
 
 def _instead(word: object, known: list[str]) -> str:
-    """What `word` is called now, or the nearest of the names that are known."""
+    """Suggest the new name of `word` if it was renamed, else the most similar known name."""
     if not isinstance(word, str):
         return did_you_mean(word, known)
     return f", now {RENAMED[word]!r}" if RENAMED.get(word) in known else did_you_mean(word, known)
 
 
 def _fields_at(model: type[BaseModel], keys: tuple[Any, ...]) -> list[str]:
-    """Names of the fields of the model found at `keys` below `model`."""
+    """Return the field names of the model found at `keys` below `model`."""
     for part in keys:
         field = model.model_fields.get(part) if isinstance(part, str) else None
         candidates = [field.annotation, *getattr(field.annotation, "__args__", ())] if field else []

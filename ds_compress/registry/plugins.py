@@ -1,13 +1,13 @@
-"""Imports the modules that register codecs and feedbacks of the user.
+"""Import modules that register the user's codecs and feedbacks.
 
-A training script imports its own. An installed package declares its modules in setup.cfg; every process
-that uses ds_compress imports them, in training, `simulate` and the commands alike:
+A training script imports its own modules. An installed package declares its modules in setup.cfg, and every
+process that uses ds_compress imports them (training, `simulate` and the commands):
 
     [options.entry_points]
     ds_compress.plugins =
         mine = my_codecs
 
-Commands import others with `--import`, a module or a file.
+Commands import further modules or files with `--import`.
 """
 
 import functools
@@ -29,10 +29,10 @@ GROUP = "ds_compress.plugins"
 
 @functools.cache
 def load_installed() -> None:
-    """Import the modules that installed packages declare, once in a process.
+    """Import the modules that installed packages declare, once per process.
 
     Raises:
-        CompressionError: a module cannot be imported; one line that names it.
+        CompressionError: a module cannot be imported; the line names it.
     """
     for point in entry_points(group=GROUP):
         package = f" of {point.dist.name}" if point.dist else ""
@@ -40,10 +40,10 @@ def load_installed() -> None:
 
 
 def load(place: str) -> None:
-    """Import a module, which may lie in the working directory, or the file at a path that ends in .py.
+    """Import a module by name, also from the working directory, or a file by a path that ends in .py.
 
     Raises:
-        CompressionError: it cannot be imported; one line that names it.
+        CompressionError: it cannot be imported; the line names it.
     """
     if place.endswith(".py"):
         _run(lambda: module_at(Path(place).resolve()), f"--import {place}")
@@ -54,14 +54,14 @@ def load(place: str) -> None:
 
 
 def module_at(path: Path) -> ModuleType:
-    """Import the file at an absolute path as a module, once; what it raises is raised here."""
+    """Import the file at an absolute path as a module, once; errors of the file propagate."""
     for module in [*sys.modules.values()]:
         if getattr(module, "__file__", None) == str(path):
             return module
     name = f"ds_compress_import_{path.stem}"
     loader = SourceFileLoader(name, str(path))
     spec = cast(ModuleSpec, importlib.util.spec_from_file_location(name, path, loader=loader))
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # there its classes find their source
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # inspect.getsource looks there
     try:
         loader.exec_module(module)
     except BaseException:
@@ -71,6 +71,7 @@ def module_at(path: Path) -> ModuleType:
 
 
 def _run(load: Callable[[], object], what: str) -> None:
+    """Call `load` and convert any error to a CompressionError of one line."""
     try:
         load()
     except (Exception, SystemExit) as error:

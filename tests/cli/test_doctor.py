@@ -104,13 +104,13 @@ NAMED_LO = {"gloo_interface": "lo", "gloo_because": "the name b is 127.0.1.1"}
         (
             {"gbps_forward": 0.1, "gbps_backward": 0.1},
             "look",
-            "a - b: 0.1 Gbit/s there, 0.1 back, 0.30 ms round trip: the interface promises 1",
+            "a - b: 0.1 Gbit/s there, 0.1 back, 0.30 ms round trip: the interface is rated 1 Gbit/s",
             "cable",
         ),
         (
             {"rtt_ms": 80.0, "gbps_forward": 0.3, "gbps_backward": 0.3},
             "look",
-            "80.00 ms round trip: buffers for 4 MiB under way allow 0.419 Gbit/s at that distance",
+            "80.00 ms round trip: TCP buffers (4 MiB in flight) allow at most 0.419 Gbit/s",
             'tcp_wmem="4096 65536 16777216" net.ipv4.tcp_rmem="4096 131072 33554432"',
         ),
     ],

@@ -1,4 +1,4 @@
-"""ds-compress doctor: this machine, or those of a hostfile, before a run."""
+"""ds-compress doctor: check this machine, or all machines of a hostfile, before a run."""
 
 import argparse
 import dataclasses
@@ -19,27 +19,30 @@ MARKS = {"good": "good", "look": "LOOK", "bad": "BAD "}
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("doctor", help="this machine, or all of a hostfile, before a run")
+    """Add the `doctor` command and its options."""
+    parser = subparsers.add_parser(
+        "doctor", help="check this machine, or all machines of a hostfile, before a run"
+    )
     parser.add_argument(
         "--hostfile",
         type=Path,
         metavar="FILE",
-        help="of deepspeed: starts a doctor on each of its machines; without it: this machine, or under a "
-        "launcher the machines of all its ranks",
+        help="DeepSpeed hostfile: check each machine in it; default: this machine, or the machines of all "
+        "ranks when started by a launcher",
     )
     parser.add_argument(
         "--timeout",
         type=number(1, 1e6),
         default=120.0,
         metavar="SECONDS",
-        help="to wait for another machine (default: 120)",
+        help="time to wait for another machine (default: 120)",
     )
-    parser.add_argument("--json", action="store_true", help="JSON instead of text")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: nothing is bad; 1: something has to be mended."""
+    """Print the findings; return 1 if any of them is bad, else 0."""
     report: Report | None
     if args.hostfile:
         if "RANK" in os.environ:
@@ -60,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tell(report: Report, found: list[Finding]) -> None:
-    """For people."""
+    """Print the report as text."""
     hosts = report["hosts"]
     rows = [
         {

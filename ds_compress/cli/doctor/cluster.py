@@ -1,5 +1,7 @@
-"""One process of each machine, started by a launcher: they meet at rank 0, tell it what they are, and try
-their links one after the other."""
+"""Compare the machines of a launched job: one process per machine reports to rank 0.
+
+Rank 0 gathers the facts of all machines; then each pair of neighbours measures its link.
+"""
 
 import json
 import os
@@ -20,16 +22,17 @@ from ds_compress.transport.probe import probe_neighbours
 CLOCK_QUESTIONS = 8
 
 Report = dict[str, Any]
-"""`hosts`: the facts of each rank; `links`: of rank b and b + 1; `clocks`: of each rank against rank 0."""
+"""`hosts`: facts of each rank; `links`: between ranks b and b + 1; `clocks`: offset of each to rank 0."""
 
 
 class Meeting:
-    """All ranks, at a store of rank 0."""
+    """All ranks of the job, connected through a TCP store on rank 0."""
 
     def __init__(self, seconds: float):
-        """
+        """Connect to the store on rank 0.
+
         Args:
-            seconds: how long to wait for any of the others, each time.
+            seconds: timeout of each wait for another rank.
 
         Raises:
             CompressionError: rank 0 cannot be reached.
@@ -59,14 +62,14 @@ class Meeting:
         self.store = dist.PrefixStore("ds_compress doctor", store)
 
     def report(self) -> Report | None:
-        """What was found, on rank 0; None on the others.
+        """Gather the report of all machines; return it on rank 0 and None on the others.
 
         Raises:
-            CompressionError: a rank did not come, or was lost.
+            CompressionError: a rank did not join in time, or the connection to it was lost.
         """
         mine = facts(self.address)
         hosts = self.gather("facts", mine)
-        # gloo waits for half an hour for those that it has told a wrong address
+        # gloo would wait half an hour for a rank that has published an unreachable address
         if self.agree(not any(lost(host, hosts) for host in hosts)):
             links, clocks = self.measure()
         else:
@@ -75,7 +78,7 @@ class Meeting:
         return {"hosts": hosts, "links": everywhere, "clocks": clocks} if self.rank == 0 else None
 
     def gather(self, what: str, mine: Any) -> list[Any]:
-        """What all ranks have, on rank 0; an empty list on the others."""
+        """Gather one value of every rank; return them on rank 0 and an empty list on the others."""
         with self._failing("lost rank 0"):
             self.store.set(f"{what} {self.rank}", json.dumps(mine))
         if self.rank:
@@ -84,7 +87,7 @@ class Meeting:
         if missing:
             names = ", ".join(map(str, missing))
             self.store.set("go on", "")
-            time.sleep(1.0)  # the store ends with this process: let the others read that
+            time.sleep(1.0)  # the store ends with this process: give the others time to read the key
             raise CompressionError(
                 f"ds-compress doctor: of {self.world} ranks {names} did not answer within "
                 f"{self.seconds:g} s: see what the launcher says of that machine"
@@ -92,7 +95,7 @@ class Meeting:
         return [json.loads(self.store.get(f"{what} {rank}")) for rank in range(self.world)]
 
     def agree(self, value: bool) -> bool:
-        """Rank 0's value, on every rank."""
+        """Broadcast rank 0's value to every rank."""
         if self.rank == 0:
             self.store.set("go on", str(value))
             return value
@@ -102,7 +105,7 @@ class Meeting:
         return said == b"True"
 
     def _came(self, key: str, seconds: float) -> bool:
-        """Whether someone sets `key` within that time."""
+        """Return whether `key` is set within `seconds`."""
         end = time.monotonic() + seconds
         with self._failing("lost rank 0"):
             while not self.store.check([key]):
@@ -113,7 +116,7 @@ class Meeting:
 
     @contextmanager
     def _failing(self, what: str) -> Iterator[None]:
-        """Say what failed where torch.distributed fails."""
+        """Convert errors of torch.distributed to a CompressionError that says what failed."""
         try:
             yield
         except RuntimeError as error:
@@ -122,7 +125,7 @@ class Meeting:
             ) from None
 
     def measure(self) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
-        """This rank's part of its links; on rank 0 the clocks, too."""
+        """Measure this rank's links and, on rank 0, the clocks; return both."""
         gpu = torch.cuda.is_available()
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
         with self._failing("could not connect to its neighbours"):
@@ -139,7 +142,7 @@ class Meeting:
                 dist.destroy_process_group()
 
     def clocks(self) -> list[dict[str, float]]:
-        """How far the clock of each rank is ahead of rank 0's, in ms, and how sure that is; on rank 0."""
+        """Measure the offset of each rank's clock to rank 0's, in ms, with its uncertainty; on rank 0."""
         found = []
         told = torch.zeros(1, dtype=torch.float64, device="cpu")
         for other in range(1, self.world):
@@ -160,7 +163,7 @@ class Meeting:
         return found
 
     def links(self, device: torch.device) -> list[dict[str, Any]]:
-        """What comes in on the links to the ranks before and after this one, and their round trips."""
+        """Measure incoming bandwidth and round-trip time of the links to the neighbouring ranks."""
         links = []
         timeout = PeerTimeout("ds-compress doctor: link", self.seconds, "--timeout")
         for peer, found in probe_neighbours(device, timeout).items():
@@ -171,7 +174,7 @@ class Meeting:
 
 
 def joined(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each link from those of its two sides: both directions, and the shorter round trip."""
+    """Merge what both ends of each link measured: both directions, and the shorter round trip."""
     found: dict[tuple[int, ...], dict[str, Any]] = {}
     for part in parts:
         other = found.setdefault(tuple(part["ranks"]), part)
@@ -180,6 +183,6 @@ def joined(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def lost(host: Facts, hosts: list[Facts]) -> bool:
-    """Whether gloo would tell other machines an address at which they do not find this one."""
+    """Return whether gloo would publish an address at which other machines cannot reach this one."""
     usable = [each["name"] for each in host["interfaces"] if each["name"] != LOOPBACK]
     return any(each["way"] != LOOPBACK for each in hosts) and host["gloo_interface"] not in usable

@@ -1,4 +1,4 @@
-"""What a report of the machines means: a verdict a line, and what to do."""
+"""Derive findings from a report of the machines: one verdict per line, with what to do."""
 
 import math
 from collections import defaultdict
@@ -10,17 +10,17 @@ from ds_compress.cli.doctor.cluster import Report, lost
 from ds_compress.cli.doctor.machine import AUTOLOAD, LOOPBACK, Facts
 
 MUST_BE_ALIKE = ("ds_compress", "torch", "deepspeed")
-"""Of other libraries a difference is worth a look."""
+"""Libraries that need one version everywhere; others only get the level `look` if versions differ."""
 
 CLOCK_MS = 1000.0
-"""Clocks that differ by more than that put the lines of two logs into a wrong order."""
+"""Offset between two clocks, in ms, above which log lines of two machines are hard to order."""
 
 UNEVEN = 2.0
-"""Ratio of the two directions of a link, and of what an interface promises to what comes, worth a look."""
+"""Ratio above which a link gets the level `look`: faster to slower direction, nominal to measured."""
 
 
 NEARLY = 2.0
-"""Times faster than a link is, and TCP's buffers would not let it be."""
+"""A link is limited by TCP buffers if it reaches 1/NEARLY of the bandwidth that they allow."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Finding:
 
 
 def findings(report: Report) -> list[Finding]:
-    """All of them; `bad` is what stops or spoils a training."""
+    """Return all findings of a report; level `bad` marks what stops or degrades training."""
     hosts = report["hosts"]
     names = named(hosts)
     found = [*_versions(hosts, names), *_switched_on(hosts, names), *_kernels(hosts, names)]
@@ -41,13 +41,13 @@ def findings(report: Report) -> list[Finding]:
 
 
 def named(hosts: list[Facts]) -> list[str]:
-    """A name for each rank: that of its machine, with the rank where two are called alike."""
+    """Return a name for each rank: its host name, with the rank appended if two hosts share it."""
     names = [host["host"] for host in hosts]
     return [name if names.count(name) == 1 else f"{name} (rank {rank})" for rank, name in enumerate(names)]
 
 
 def _by(values: list[Any], names: list[str]) -> dict[Any, list[str]]:
-    """Names of the machines, by what they have."""
+    """Group the names of the machines by their values."""
     found = defaultdict(list)
     for value, name in zip(values, names):
         found[value].append(name)
@@ -143,12 +143,12 @@ def _links(report: Report, names: list[str]) -> Iterator[Finding]:
         window = min((hosts[rank]["window_bytes"] or math.inf for rank in (before, after)), default=math.inf)
         most = 8e-6 * window / max(link["rtt_ms"], 1e-3)  # Gbit/s
         if fast * NEARLY > most:
-            held = f"buffers for {window / 2**20:.3g} MiB under way allow {most:.3g} Gbit/s at that distance"
+            held = f"TCP buffers ({window / 2**20:.3g} MiB in flight) allow at most {most:.3g} Gbit/s"
             yield Finding("look", f"{said}: {held}", _WINDOW.format(int(4 * window), int(8 * window)))
         elif fast > UNEVEN * slow:
             yield Finding("look", f"{said}: one direction is {fast / slow:.1f} times the other", _LOOK)
-        elif promised > UNEVEN * slow and slow < 10:  # faster links take more than one connection to fill
-            yield Finding("look", f"{said}: the interface promises {promised:.3g}", _LOOK)
+        elif promised > UNEVEN * slow and slow < 10:  # one connection cannot saturate faster links
+            yield Finding("look", f"{said}: the interface is rated {promised:.3g} Gbit/s", _LOOK)
         else:
             yield Finding("good", said)
     if report["links"]:
@@ -160,7 +160,7 @@ def _links(report: Report, names: list[str]) -> Iterator[Finding]:
             f"ds-compress advise ... --gbps {gbps:.3g} --latency-ms {slowest['rtt_ms'] / 2:.2g}",
         )
     elif len(hosts) > 1:
-        yield Finding("bad", "no link was tried, as gloo would not find the machines", "mend that first")
+        yield Finding("bad", "no link was tried: gloo cannot reach the machines", "fix the interfaces first")
 
 
 _WINDOW = 'on both: sysctl -w net.ipv4.tcp_wmem="4096 65536 {}" net.ipv4.tcp_rmem="4096 131072 {}"'
@@ -168,5 +168,5 @@ _LOOK = "look for other traffic, a bad cable, or a limit of the provider"
 
 
 def _promised(host: Facts) -> float:
-    """Gbit/s of the interface over which a machine talks; 0 where it does not say."""
+    """Return the nominal Gbit/s of the interface to rank 0; 0 if the interface does not report it."""
     return next((each["mbit"] / 1e3 for each in host["interfaces"] if each["name"] == host["way"]), 0.0)

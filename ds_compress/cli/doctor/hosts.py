@@ -1,4 +1,4 @@
-"""The machines of a hostfile, and a doctor on each of them, started as DeepSpeed starts a training."""
+"""Run a doctor on each machine of a hostfile, started as DeepSpeed starts a training."""
 
 import json
 import os
@@ -16,13 +16,13 @@ from ds_compress.version import __version__
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15")
 SSH_SECONDS = 120.0
-"""For a login and the start of a Python."""
+"""Timeout of a login and the start of a Python process."""
 
 COMMAND = "ds-compress doctor"
 
 
 def read(file: Path) -> list[str]:
-    """Names of the machines in a hostfile, as DeepSpeed reads it: a line NAME slots=NUMBER for each."""
+    """Read the names of the machines from a hostfile of DeepSpeed (lines NAME slots=NUMBER)."""
     names: list[str] = []
     for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1):
         if not line.strip() or line.strip().startswith("#"):
@@ -39,10 +39,10 @@ def read(file: Path) -> list[str]:
 
 
 def examine(file: Path, seconds: float) -> Report:
-    """What a doctor on each machine of a hostfile finds.
+    """Run a doctor on each machine of a hostfile and return the joint report.
 
     Raises:
-        CompressionError: one cannot be reached, cannot start ds_compress, or has not answered.
+        CompressionError: a machine cannot be reached, cannot start ds_compress, or does not answer.
     """
     names = read(file)
     for tool, package in (("pdsh", "pdsh"), ("ssh", "openssh-client")):
@@ -70,7 +70,7 @@ def examine(file: Path, seconds: float) -> Report:
 
 
 def _reason_for_none(name: str) -> str:
-    """Why a machine cannot run ds_compress; empty where it can."""
+    """Return why a machine cannot run ds_compress; an empty string if it can."""
     python = shlex.join(
         [sys.executable, "-c", "from ds_compress.version import __version__; print(__version__)"]
     )
@@ -98,7 +98,7 @@ def _reason_for_none(name: str) -> str:
 
 
 def _report(output: str) -> Report:
-    """What rank 0 has printed among the lines of the launchers, which pdsh begins with a machine's name."""
+    """Extract rank 0's JSON report from the launcher's output; pdsh prefixes lines with host names."""
     for line in output.splitlines():
         start = line.find('{"hosts": ')
         if start >= 0:

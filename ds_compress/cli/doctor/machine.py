@@ -1,4 +1,4 @@
-"""What one machine says of itself: versions, compiled kernels, interfaces."""
+"""Collect the facts of one machine: versions, compiled kernels, network interfaces."""
 
 import ipaddress
 import os
@@ -26,7 +26,11 @@ Facts = dict[str, Any]
 
 
 def facts(meeting_point: str | None = None) -> Facts:
-    """Of this machine, as JSON; `meeting_point` is the address of rank 0, where there is one."""
+    """Collect the facts of this machine, as JSON types.
+
+    Args:
+        meeting_point: address of rank 0; None outside of a launched job.
+    """
     interface, why = gloo_interface()
     return {
         "host": socket.gethostname(),
@@ -43,37 +47,37 @@ def facts(meeting_point: str | None = None) -> Facts:
 
 
 def versions() -> dict[str, str | None]:
-    """None for what is not installed."""
+    """Return the version of each library; None for those that are not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "ds_compress": __version__}
     for name in LIBRARIES:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
-    found["torch"] = torch.__version__  # "+cpu" and the like are not in the metadata of every build
+    found["torch"] = torch.__version__  # not every build has suffixes such as "+cpu" in its metadata
     return found
 
 
 def switched_on() -> bool:
-    """Whether torch loads ds_compress by itself."""
+    """Return whether `import torch` loads ds_compress automatically."""
     points = metadata.entry_points(group="torch.backends")
     return os.environ.get(AUTOLOAD, "1") == "1" and "ds_compress" in points.names
 
 
 def device() -> str:
-    """What trains here."""
+    """Describe the device that trains: GPUs, or CPU cores and architecture."""
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     return f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}"
 
 
 def kernels() -> str | None:
-    """The instruction set that the C++ kernels of this machine use; None where codecs run in PyTorch."""
+    """Return the instruction set of the C++ kernels; None if codecs run in PyTorch."""
     return library.instruction_set() if library.load() else None
 
 
 def interfaces() -> list[dict[str, Any]]:
-    """Those that are up: name, addresses, Mbit/s (0: it does not say) and bytes of a packet."""
+    """List the interfaces that are up: name, addresses, Mbit/s (0 if unknown) and MTU in bytes."""
     states = psutil.net_if_stats()
     return [
         {
@@ -88,9 +92,11 @@ def interfaces() -> list[dict[str, Any]]:
 
 
 def window() -> int | None:
-    """Bytes that a TCP connection of this machine can have under way: what the system lets its buffers grow
-    to, half of it where it receives, which is what it offers (tcp(7), tcp_adv_win_scale); None: it does not
-    say."""
+    """Return the most bytes that one TCP connection can have in flight; None if unknown.
+
+    This is the maximum send buffer, or half of the maximum receive buffer, which is the window that the
+    receiver advertises (tcp(7), tcp_adv_win_scale).
+    """
     try:
         most = [int((BUFFERS / name).read_text().split()[2]) for name in ("tcp_wmem", "tcp_rmem")]
     except (OSError, IndexError, ValueError):
@@ -99,15 +105,17 @@ def window() -> int | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has `address`."""
+    """Return the name of the interface that has `address`; None if there is none."""
     if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         return LOOPBACK
     return next((each["name"] for each in interfaces() if address in each["addresses"]), None)
 
 
 def gloo_interface() -> tuple[str | None, str]:
-    """The interface that gloo takes, and why: the one it is told, else the one whose address is that of this
-    machine's name."""
+    """Return the interface that gloo selects, and why.
+
+    gloo takes GLOO_SOCKET_IFNAME if it is set, else the interface whose address the host name resolves to.
+    """
     told = os.environ.get("GLOO_SOCKET_IFNAME")
     if told:
         return told, "GLOO_SOCKET_IFNAME"
@@ -121,15 +129,15 @@ def gloo_interface() -> tuple[str | None, str]:
 
 
 def way_to(address: str) -> str | None:
-    """The interface over which this machine reaches `address`.
+    """Return the interface through which this machine reaches `address`.
 
     Raises:
-        CompressionError: there is no way.
+        CompressionError: there is no route to it.
     """
     try:
         family, kind, *_, where = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with closing(socket.socket(family, kind)) as trial:
-            trial.connect(where)  # sends nothing: the system only looks for the way
+            trial.connect(where)  # sends nothing: the system only selects the route
             return interface_of(trial.getsockname()[0])
     except OSError as error:
         raise CompressionError(

@@ -1,4 +1,4 @@
-"""Which settings of the codecs hold at which step: one policy per file."""
+"""Policies: which settings the codecs use at which step. One policy per file."""
 
 from ds_compress.config.policies import accordion, budget, ramp  # noqa: F401  (registers them)
 from ds_compress.config.policies.base import POLICIES, Constant, Now, Place, Policy, Signal

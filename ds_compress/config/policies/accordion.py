@@ -1,4 +1,4 @@
-"""Accordion: mild where the gradient changes fast, strong elsewhere."""
+"""Policy accordion: the mild setting while the gradient changes fast, else the strong one."""
 
 import math
 from typing import Any
@@ -11,26 +11,27 @@ from ds_compress.errors import CompressionError, shown
 
 @POLICIES.register("accordion")
 class Accordion(Policy):
-    """Mild while the gradient's norm changes fast or the learning rate has dropped, else strong.
+    """Mild setting while the gradient norm changes fast or after a drop of the learning rate, else strong.
 
-    Agarwal et al., arXiv 2010.16248: every E steps, with G the norm of the gradient, critical is where
-    |G_before - G| / G_before >= threshold, where the learning rate has dropped, and at first. Here G is the
-    mean norm of a boundary's gradient messages before compression, loss scale taken out, and holds for both
-    of its directions: norms of activations hardly fall while a model trains. Learning rates that fall a
-    little at every step are no drop.
+    Agarwal et al., arXiv 2010.16248. Every E steps, with G the norm of the gradient, a phase is critical if
+    |G_before - G| / G_before >= threshold, if the learning rate has dropped, and at the first decision. Here
+    G
+    is the mean norm of a boundary's gradient messages before compression, divided by the loss scale. It
+    decides for both directions, as norms of activations hardly fall during training. A learning rate that
+    decays a little at every step does not count as a drop.
     """
 
     norms = True
 
     class Options(LadderOptions):
         every: int = Field(default=100, ge=1, le=10**9)
-        """Steps between two decisions, over which the norm is averaged."""
+        """Steps between two decisions; the norm is averaged over them."""
 
         threshold: float = Field(default=0.5, gt=0, le=1e6)
-        """Relative change of the norm from which on a boundary is critical."""
+        """Relative change of the norm above which a boundary is in a critical phase."""
 
         lr_drop: float = Field(default=0.5, gt=0, lt=1)
-        """A learning rate of at most this part of the one at the decision before is a drop."""
+        """The learning rate has dropped if it is at most this fraction of that at the previous decision."""
 
         @field_validator("forward", "backward")
         @classmethod
@@ -40,12 +41,14 @@ class Accordion(Policy):
             return value
 
     def check_state(self, state: State) -> None:
+        """Check that a state read from a checkpoint holds finite numbers only."""
         norms = state.get("norms", {})
         numbers = [state.get("lr", 0.0), *(norms.values() if isinstance(norms, dict) else [None])]
         if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
             raise CompressionError(f"policy: state {shown(state)} is none of 'accordion'")
 
     def decide(self, now: Now, state: State) -> dict[Place, int]:
+        """Choose the mild rung for boundaries in a critical phase, the strong rung for the others."""
         signals = now.signals or {}
         dropped = "lr" in state and now.lr <= self.options.lr_drop * state["lr"]
         state["lr"] = now.lr
@@ -59,6 +62,7 @@ class Accordion(Policy):
         return rungs
 
     def _critical(self, before: float | None, norm: float) -> bool:
+        """Return whether the norm has changed by the threshold or more, or cannot be compared."""
         if before is None or not math.isfinite(norm):
             return True
         return abs(before - norm) >= self.options.threshold * before and norm != before

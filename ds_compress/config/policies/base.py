@@ -1,11 +1,13 @@
-"""What a policy is: it says between steps on which rung of its ladder each direction of a boundary stands.
+"""The policy contract: a policy selects, between steps, the rung of each direction of each boundary.
 
-A ladder is a list of values of options of the codec of a direction, from mild to strong:
+A ladder lists values of options of a direction's codec, from mild to strong; each entry is a rung:
 
     "policy": {"name": "accordion", "forward": {"bits": [8, 4]}, "backward": {"density": [0.5, 0.1]}}
 
-Adding a policy is one class with `@POLICIES.register("mine")`: `decide` gets numbers that are the same on all
-ranks, and a state of JSON types that checkpoints keep; so all ranks decide alike, and a resumed run goes on.
+To add a policy, register a class with `@POLICIES.register("mine")`. Its `decide` gets numbers that are equal
+on
+all ranks, so all ranks decide alike. It also gets a state of JSON types, which checkpoints store for a
+resume.
 """
 
 import math
@@ -28,47 +30,49 @@ MOST_RUNGS = 16
 
 @dataclass(frozen=True)
 class Signal:
-    """What is known of a direction of a boundary, from all replicas together."""
+    """What all replicas measured in one direction of a boundary."""
 
     norm: float = math.nan
-    """Mean of the norms of the boundary's gradient messages since the decision before, loss scale taken out,
-    before compression; nan where none was finite."""
+    """Mean norm of the boundary's gradient messages since the previous decision, before compression, divided
+    by the loss scale; nan if none was finite."""
 
     errors: tuple[float, ...] = ()
-    """By rung: the relative error that a message of this step would have there, the largest of all replicas;
-    nan where it was not finite."""
+    """For each rung: relative error of a message of this step, the largest of all replicas; nan if not
+    finite."""
 
     step_bytes: tuple[float, ...] = ()
-    """By rung: bytes of a step, of one replica."""
+    """For each rung: bytes that one replica sends in a step."""
 
 
 @dataclass(frozen=True)
 class Now:
-    """What a policy decides from, the same on all ranks."""
+    """The input of a decision, equal on all ranks."""
 
     step: int
-    """Optimizer steps done since the warm-up."""
+    """Number of optimizer steps since the warm-up."""
 
     samples: int
-    """That training has seen, in all replicas, warm-up included."""
+    """Number of samples that all replicas have seen, warm-up included."""
 
     rungs: Mapping[Place, int]
-    """In force; 0 is the mildest."""
+    """Current rungs; 0 is the mildest."""
 
     ladder_lengths: Mapping[Place, int]
-    """How many rungs there are."""
+    """Number of rungs of each ladder."""
 
     lr: float = 0.0
-    """Largest learning rate of the optimizer, where the policy asks for signals."""
+    """Largest learning rate of the optimizer, if the policy needs signals."""
 
     signals: Mapping[Place, Signal] | None = None
-    """Where the policy asks for them."""
+    """None if the policy needs no signals."""
 
 
 class LadderOptions(Options):
+    """Options of a policy with ladders, one for each direction."""
+
     forward: dict[str, list[Any]] = {}
-    """For activations: options of the codec, each with its values from mild to strong; none: nothing
-    changes."""
+    """For activations: options of the codec, each with its values from mild to strong; empty: settings do
+    not change."""
 
     backward: dict[str, list[Any]] = {}
     """The same for gradients."""
@@ -85,29 +89,29 @@ class LadderOptions(Options):
         return value
 
     def rungs(self, direction: str) -> list[dict[str, Any]]:
-        """The values of each rung, by option."""
+        """Return the options of each rung, mildest first."""
         values: dict[str, list[Any]] = getattr(self, direction)
         return [dict(zip(values, rung)) for rung in zip(*values.values())]
 
 
 class Policy(Named, ABC):
-    """Decides between steps."""
+    """Base class of policies, which select rungs between steps."""
 
     Options: ClassVar[Any] = LadderOptions
     norms: ClassVar[bool] = False  # whether it needs `Signal.norm`
-    errors: ClassVar[bool] = False  # whether it needs `Signal.errors`: each rung tries a message of the step
+    errors: ClassVar[bool] = False  # whether it needs `Signal.errors`: every rung is tried on a message
 
     @property
     def measures(self) -> bool:
-        """Whether what it decides from takes a collective."""
+        """Whether a decision needs a collective."""
         return self.norms or self.errors
 
     def due(self, step: int) -> bool:
-        """Whether it decides after `step` steps since the warm-up."""
+        """Return whether the policy decides after `step` steps since the warm-up."""
         return step > 0 and step % self.options.every == 0
 
     def check_state(self, state: State) -> None:
-        """Check `state`, just read from a checkpoint.
+        """Check a state that was read from a checkpoint.
 
         Raises:
             CompressionError: `decide` never leaves such a state.
@@ -115,10 +119,10 @@ class Policy(Named, ABC):
 
     @abstractmethod
     def decide(self, now: Now, state: State) -> dict[Place, int]:
-        """The rung of every place from the next step on.
+        """Return the rung of every boundary and direction from the next step on.
 
         Args:
-            state: what it noted itself, of JSON types; it may change it.
+            state: the policy's own state, of JSON types; `decide` may change it.
         """
 
 
@@ -127,7 +131,7 @@ POLICIES: Registry[Policy] = Registry("policy", Policy)
 
 @POLICIES.register("constant")
 class Constant(Policy):
-    """Settings stay as they are."""
+    """Settings do not change."""
 
     Options = Options
 
@@ -139,5 +143,5 @@ class Constant(Policy):
 
 
 def in_words(rung: Mapping[str, Any]) -> str:
-    """Of options and values: "bits 4, group_size 64"."""
+    """Format options and values, as in "bits 4, group_size 64"."""
     return ", ".join(f"{name} {shown(value)}" for name, value in rung.items())

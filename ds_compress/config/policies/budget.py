@@ -1,4 +1,4 @@
-"""Budget: as few bytes as an error allows, or as little error as the bytes allow."""
+"""Policy budget: fewest bytes within an error limit, or smallest error within a byte limit."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,10 @@ from ds_compress.config.policies.base import POLICIES, LadderOptions, Now, Place
 
 @POLICIES.register("budget")
 class Budget(Policy):
-    """The fewest bytes whose error stays under a limit at every boundary, or the smallest total error within
-    so many bytes per step.
+    """Fewest bytes within an error limit at every boundary, or smallest total error within a byte limit.
 
-    Every so many steps each rung tries a message of the step, feedback included, and what is lost there is
-    known before it is in force. It begins with the mildest.
+    At each decision every rung compresses a message of the step, feedback included, so its error is known
+    before it is used. Training begins at the mildest rung.
     """
 
     errors = True
@@ -24,16 +23,16 @@ class Budget(Policy):
         """Steps between two decisions; each costs an encode and a decode per rung."""
 
         error: float | None = Field(default=None, gt=0, le=1e6)
-        """Limit of the relative error of a message, in each direction of each boundary."""
+        """Limit of a message's relative error, in each direction of each boundary."""
 
         step_bytes: int | None = Field(default=None, ge=1, le=10**15, validate_default=True)
-        """Limit of the bytes of a step, of all boundaries with a ladder together, in both directions, for one
-        replica; instead of `error`."""
+        """Limit of the bytes that one replica sends in a step, summed over all boundaries with a ladder and
+        both directions; excludes `error`."""
 
         hysteresis: float = Field(default=0.2, ge=0, lt=1)
-        """A stronger rung has to stay under the limit by this part of it, as messages between two decisions
-        differ from the one that was tried (by up to a fifth in tests/runtime/test_policies_pay.py); with
-        `step_bytes`: other rungs have to be better by this part of the total error."""
+        """With `error`: a stronger rung must stay below the limit by this fraction, because messages between
+        two decisions differ from the measured one (by up to a fifth in tests/runtime/test_policies_pay.py).
+        With `step_bytes`: other rungs must reduce the total error by this fraction."""
 
         @field_validator("step_bytes")
         @classmethod
@@ -43,15 +42,16 @@ class Budget(Policy):
             return value
 
     def decide(self, now: Now, state: State) -> dict[Place, int]:
+        """Choose rungs by the error limit or the byte limit, whichever is set."""
         signals = now.signals or {}
         if self.options.error is not None:
             return {place: self._under(now.rungs[place], signals[place]) for place in now.rungs}
         return self._within(now.rungs, signals)
 
     def _under(self, present: int, signal: Signal) -> int:
-        """The rung of the fewest bytes under the limit of the error."""
+        """Return the rung with the fewest bytes within the error limit."""
         errors, sizes, limit = signal.errors, signal.step_bytes, self.options.error
-        if any(map(math.isnan, errors)):  # a message that overflowed tells nothing
+        if any(map(math.isnan, errors)):  # the message overflowed: no information
             return present
 
         most = (1 - self.options.hysteresis) * limit
@@ -60,8 +60,12 @@ class Budget(Policy):
         return best if errors[present] > limit or sizes[best] < sizes[present] else present
 
     def _within(self, present: Mapping[Place, int], signals: Mapping[Place, Signal]) -> dict[Place, int]:
-        """The rungs of the smallest total error within the bytes: from the mildest on, always the step that
-        adds the least error for the bytes that it spares."""
+        """Return the rungs with the smallest total error within the byte limit.
+
+        A greedy search: start at the smallest errors, and repeat the change of rung that adds the least error
+        per
+        byte saved.
+        """
         if any(math.isnan(error) for signal in signals.values() for error in signal.errors):
             return dict(present)
         found = {place: signals[place].errors.index(min(signals[place].errors)) for place in present}
@@ -77,11 +81,12 @@ class Budget(Policy):
 
 
 def _total(signals: Mapping[Place, Signal], rungs: Mapping[Place, int], what: str) -> float:
+    """Sum one signal over all boundaries and directions, at the given rungs."""
     return math.fsum(getattr(signals[place], what)[rung] for place, rung in sorted(rungs.items()))
 
 
 def _steps(place: Place, rung: int, signal: Signal) -> Sequence[tuple[float, Place, int]]:
-    """Error added per byte spared, place and rung, of each rung that takes fewer bytes."""
+    """List the rungs with fewer bytes as (error added per byte saved, boundary and direction, rung)."""
     errors, sizes = signal.errors, signal.step_bytes
     return [
         ((errors[other] - errors[rung]) / (sizes[rung] - sizes[other]), place, other)

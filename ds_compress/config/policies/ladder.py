@@ -1,4 +1,4 @@
-"""The ladders of a policy as codecs: what each rung is at each boundary, checked before training."""
+"""Ladders: the codec of each rung at each boundary, checked before training."""
 
 import itertools
 from typing import Any
@@ -10,12 +10,18 @@ from ds_compress.config.policies.base import LadderOptions, in_words
 from ds_compress.errors import CompressionError, did_you_mean
 
 Ladder = tuple[dict[str, Any], ...]
-"""The codec of each rung, as JSON describes it."""
+"""The codec of each rung, as a JSON object."""
 
 
 def ladders(config: Any, boundary: int | None) -> dict[str, Ladder]:
-    """By direction, for those where the policy of `config`, a `Config`, has a ladder for the codec of the
-    boundary; one with a codec of its own that lacks the options has none."""
+    """Return the ladder of each direction of a boundary.
+
+    A direction whose codec lacks the options of the ladder, or for which the policy has none, is left out.
+
+    Args:
+        config: a `Config`.
+        boundary: its number; None: the settings of boundaries without their own.
+    """
     options = config.policy.options
     found = {}
     for direction in DIRECTIONS if isinstance(options, LadderOptions) else ():
@@ -27,11 +33,11 @@ def ladders(config: Any, boundary: int | None) -> dict[str, Ladder]:
 
 
 def check(config: Any) -> None:
-    """Look at every rung of every boundary.
+    """Check every rung of every boundary.
 
     Raises:
-        CompressionError: no codec has the options, a value is not allowed, or one cannot be in force while
-            training runs.
+        CompressionError: no codec has the options, a value is not allowed, or a codec does not support
+            changes during training.
     """
     options, path = config.policy.options, f"{KEY}.policy"
     if not isinstance(options, LadderOptions):
@@ -53,12 +59,13 @@ def check(config: Any) -> None:
 
 
 def _described(config: Any, boundary: int | None, direction: str) -> dict[str, Any]:
-    """The codec as the block describes it, as an object."""
+    """Return the JSON object of the codec of a boundary and direction."""
     choice = config.chosen(boundary, direction)["codec"][0]
     return {"name": choice} if isinstance(choice, str) else choice
 
 
 def _refuse_options(config: Any, direction: str, rung: dict[str, Any], path: str) -> None:
+    """Raise a CompressionError for the first option that the codec lacks."""
     name = _described(config, None, direction)["name"]
     known = sorted(CODECS.find(name, "").Options.model_fields)
     option = next(option for option in rung if option not in known)
@@ -69,7 +76,7 @@ def _refuse_options(config: Any, direction: str, rung: dict[str, Any], path: str
 
 
 def _check_alone(codec: Codec, path: str) -> None:
-    """Refuse codecs whose learned state another setting throws away."""
+    """Refuse codecs whose learned state is lost when settings change."""
     learns = isinstance(codec, (BothDirections, Learns, ObservesWarmup))
     if learns:
         raise CompressionError(
@@ -81,7 +88,7 @@ def _check_alone(codec: Codec, path: str) -> None:
 def _check_together(
     config: Any, every: dict[int | None, dict[str, Ladder]], at: dict[str, int], path: str
 ) -> None:
-    """Refuse rungs that the codec of the other direction, or the feedback, cannot go along with."""
+    """Refuse rungs that conflict with the codec of the other direction or with the feedback."""
 
     def override(found: dict[str, Ladder]) -> dict[str, Any]:
         return {d: {"codec": ladder[at[d]]} for d, ladder in found.items()}

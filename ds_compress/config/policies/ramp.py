@@ -1,4 +1,4 @@
-"""Ramp: from mild to strong as training goes on."""
+"""Policy ramp: from the mildest to the strongest setting during training."""
 
 from typing import Literal
 
@@ -9,22 +9,22 @@ from ds_compress.config.policies.base import POLICIES, LadderOptions, Now, Place
 
 @POLICIES.register("ramp")
 class Ramp(Policy):
-    """From the mildest rung to the strongest, at equal distances between two points of training.
+    """From the mildest to the strongest rung, in equal intervals between two points of training.
 
-    Early steps, which turn the most, lose the least. It takes no number from any rank but the steps that are
-    done.
+    Early steps, which change the direction of training most, then have the smallest error. Decisions need no
+    collective: they only depend on the number of steps done.
     """
 
     class Options(LadderOptions):
         unit: Literal["steps", "samples"] = "steps"
-        """What is counted: optimizer steps since the warm-up, or samples of all replicas, with the
-        warm-up."""
+        """Unit of `start` and `end`: optimizer steps since the warm-up, or samples of all replicas, warm-up
+        included."""
 
         start: int = Field(default=0, ge=0, le=10**12)
-        """Up to here the mildest rung holds."""
+        """The mildest rung is used up to here."""
 
         end: int = Field(ge=1, le=10**12)
-        """From here on the strongest holds; after `start`."""
+        """The strongest rung is used from here on; larger than `start`."""
 
         @field_validator("end")
         @classmethod
@@ -37,6 +37,7 @@ class Ramp(Policy):
         return step >= 0
 
     def decide(self, now: Now, state: State) -> dict[Place, int]:
+        """Choose the rung by the number of steps or samples done."""
         options, done = self.options, now.step if self.options.unit == "steps" else now.samples
         way, whole = done - options.start, options.end - options.start
         return {
