@@ -1,4 +1,4 @@
-"""The plots of `ds-compress report`: each takes runs and gives a figure, or None where they hold nothing."""
+"""Plot runs for `ds-compress report`: each function returns a figure, or None if the runs lack the data."""
 
 import math
 from collections.abc import Callable

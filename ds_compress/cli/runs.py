@@ -123,8 +123,10 @@ def _is_same(one: dict[str, Series], other: dict[str, Series]) -> bool:
 
 
 def _name(path: Path, place: Path) -> str:
-    """What tells the run at `place` from others below `path`, or the last part of both: not the folders that
-    every run has."""
+    """Name the run at `place` after the folders below `path`, leaving out those that every run has.
+
+    If none is left, use the last part of `place`.
+    """
     parts = [part for part in place.resolve().with_suffix("").parts if not re.fullmatch(COMMON, part)]
     above = [part for part in path.resolve().with_suffix("").parts if not re.fullmatch(COMMON, part)]
     return "/".join(parts[len(above) :]) or parts[-1]

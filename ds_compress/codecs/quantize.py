@@ -249,7 +249,7 @@ class Quantize(Codec, FusesFeedback):
 
     @functools.cached_property
     def _run(self) -> int:
-        """Values in a row that share a scale and the width of their codes; 0 where it takes more to say."""
+        """Return how many consecutive values of a row share scale and bit width; 0 if no constant does."""
         options = self.options
         plain = options.mixed is None and options.axis == -1 and isinstance(options.group_size, int)
         return options.group_size if plain else 0

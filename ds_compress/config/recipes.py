@@ -50,7 +50,9 @@ def recipe(name: object, key: str) -> dict[str, Any]:
 
 
 def with_recipe(block: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """`block`, the value of `key`, with all that its recipe says where it says nothing itself.
+    """Fill in the settings of the recipe that `block`, the value of `key`, names.
+
+    What `block` sets itself overrides the recipe.
 
     Raises:
         CompressionError: it names a recipe that does not exist.

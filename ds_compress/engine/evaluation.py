@@ -48,7 +48,7 @@ def _report(engine: Any, losses: Mapping[str, float]) -> None:
 
 
 def _twice(data_iter: Any) -> tuple[Iterator[Any] | None, Iterator[Any] | None]:
-    """What `data_iter` gives, twice; it is asked once. None, on a rank that loads nothing, stays None."""
+    """Return two iterators over the items of `data_iter`, which is read once; twice None for None."""
     if data_iter is None:
         return None, None
     once, again = itertools.tee(iter(lambda: next(data_iter), object()))

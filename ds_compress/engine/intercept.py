@@ -111,8 +111,10 @@ class ShapeLinks:
 
 
 class ReceiveBuffer(Tensor):
-    """What DeepSpeed receives activations into, and clones to keep what came: here that is no copy where the
-    memory of what came is nobody else's, as it is of all that a codec has decoded to new memory."""
+    """Give DeepSpeed received activations without the copy that its `clone()` would make.
+
+    Decoded tensors own their memory, so `clone()` returns them; views of a packet are still copied.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _given = False

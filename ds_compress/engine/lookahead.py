@@ -150,8 +150,9 @@ def _places(flat: list[Any], kind: type) -> list[int]:
 
 
 def _early(flat: list[Any], most: int, kinds: dict[type, type]) -> dict[int, int]:
-    """By place of the instruction that makes a message, the place of the send instruction that it may
-    forestall.
+    """Find the messages that may be sent as soon as they are computed.
+
+    Return, by the position of the instruction that computes a message, the position of its send instruction.
 
     Args:
         most: messages in flight before a sender waits.

@@ -181,7 +181,7 @@ class Session:
 
     @contextmanager
     def running(self, asked: Any) -> Iterator[Any]:
-        """Wrap a schedule of the engine; gives the one to run in the place of `asked`."""
+        """Run a batch of the engine; yield the schedule to execute instead of `asked`."""
         engine, stage = self.engine, self.stage
         pipe_schedule, context = self.depth.schedule(engine, asked), self.step_context()
         measured: AbstractContextManager[None] = contextlib.nullcontext()
@@ -363,7 +363,7 @@ class Session:
 
     @contextmanager
     def _looking_ahead(self, pipe_schedule: Any) -> Iterator[dict[Instruction, int]]:
-        """Follow the schedule's instructions inside; gives how many messages are to be received ahead."""
+        """Track the instructions of a schedule; yield how many receives to post early."""
         engine = self.engine
         tracked = self.tracked if self.tracked() else None
         in_place = [send for send in MADE_BY if not self.may_leave_early(send)]

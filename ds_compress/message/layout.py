@@ -183,8 +183,10 @@ def find_exemptions(
 
 
 def explain(error: Exception, codec: Codec, place: str, message_id: MessageId) -> None:
-    """Raise what says where decoding went wrong: an index beyond the tensor, a broken frame, ...; nothing for
-    errors that say it themselves."""
+    """Raise a decoding `error` again, with the place and number of its packet.
+
+    Return if `error` needs no such line: it is a `CompressionError` or says that memory ran out.
+    """
     if isinstance(error, CompressionError) or is_out_of_memory(error):
         return
     number = f"step {message_id.step}, micro-batch {message_id.micro_batch}"

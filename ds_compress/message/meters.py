@@ -190,8 +190,10 @@ class ReceivingMeter(_Meter):
 
 
 def _counting(exempt: Sequence[str]) -> list[int]:
-    """Places of the tensors that say how a message fares: those that a codec is for, as a mask beside them
-    may hold -inf, or numbers in whose light all others are nothing; all, where it is for none."""
+    """Return the positions of the tensors whose error is measured: those that are compressed, or else all.
+
+    Others would distort the error: masks may contain -inf, or numbers far larger than the rest.
+    """
     return [place for place, why in enumerate(exempt) if not why] or [*range(len(exempt))]
 
 

@@ -65,8 +65,7 @@ class BoundaryState:
         )
 
     def pass_by(self, message_id: MessageId, position: int) -> None:
-        """The float tensor at `position` in a message crosses as it is: what the forward message has left for
-        it is of no use."""
+        """Drop what the forward message kept for the gradient at `position`, which is sent uncompressed."""
         if message_id.training and message_id.direction == "backward":
             self._stashes.pop((message_id.micro_batch, position), None)
 

@@ -120,7 +120,7 @@ def stage_ms(channels: Channels, stage: int) -> dict[str, float]:
 def transfer_ms(
     sent: Mapping[str, Sequence[float]], arrived: Mapping[str, Sequence[float]], nbytes: Mapping[str, float]
 ) -> dict[str, float]:
-    """How long the packet of one message of a boundary is on its way when nothing holds it up, by direction.
+    """Estimate how long one message of a boundary takes on an idle link, by direction.
 
     The two sides have clocks of their own, so from one direction's stamps this cannot be known. But the
     quickest packets of both directions together are a round trip, in which the difference of the clocks

@@ -12,7 +12,7 @@ LINES = 25
 
 
 class Progress:
-    """Shows steps and values beside them. Where nobody watches a bar move, a log file gets `LINES` lines."""
+    """Show the progress of a run: a bar on a terminal, `LINES` lines in a log file."""
 
     def __init__(
         self, title: str, steps: int, done: int = 0, output: TextIO | None = None, shown: bool = True

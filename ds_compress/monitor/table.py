@@ -66,7 +66,7 @@ class Table:
         self._status[rank] = status
 
     def add_up(self, total: Callable[[Tensor], object]) -> None:
-        """Exchange everything: on all stages alike. `total` sums a tensor in place over them."""
+        """Sum the table over all stages, each of which calls this; `total` sums a tensor in place."""
         self._sum.copy_(torch.cat([part.flatten() for part in self._parts]))
         total(self._sum)
         sums = self._sum.cpu().split([part.numel() for part in self._parts])

@@ -184,8 +184,7 @@ def format_report(
 
 
 def reproducing(config: Config, chosen: dict[str, Any], step: int) -> dict[str, Any]:
-    """The block that trains the same from the beginning: as it was written, with what was chosen in the place
-    of the recipe."""
+    """Return the block that trains the same without profiling: the user's, with the choice for the recipe."""
     block = config.written
     if not block.get("warmup_epochs"):
         block["warmup_steps"] = max(step, block.get("warmup_steps", 0))

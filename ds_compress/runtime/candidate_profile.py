@@ -61,9 +61,10 @@ def column(side: str, candidate: Candidate, direction: str, what: str) -> str:
 def tried(
     stage: StageView, candidates: Sequence[Candidate], messages: Messages, clock: HostClock, step: int
 ) -> Row:
-    """Bytes, seconds and relative errors of `candidates` at the boundaries before and after this stage, by
-    `column`; the same columns on every rank. An error that nobody knows is infinite: there is no such
-    boundary, its messages were not copied, or the setting cannot be used.
+    """Evaluate `candidates` at the boundaries before and after this stage.
+
+    Return bytes, seconds and relative errors by `column`, with equal columns on every rank. An unknown error
+    is infinite: there is no such boundary, its messages were not copied, or the setting cannot be used.
 
     Args:
         step: optimizer steps done, those of the warm-up included.

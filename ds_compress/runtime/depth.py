@@ -139,7 +139,7 @@ def _is_ours(engine: Any, pipe_schedule: Any) -> bool:
 def decide(
     rows: Sequence[Row], micro_batches: int, depth: int, memory_gb: float | None, device: torch.device
 ) -> DepthChoice | None:
-    """The depth for what all ranks have measured at `depth`; None where nobody knows what it would take."""
+    """Choose the depth from what all ranks measured at `depth`; None if the memory use is unknown."""
     found = situation(rows, micro_batches, depth, memory_gb, device)
     if found.memory_budgets is None:
         return None

@@ -66,7 +66,7 @@ class Peer:
         self._incomplete = b""
 
     def send(self, line: str) -> None:
-        """Send a line; lost when the other end takes nothing any more, which receiving will tell."""
+        """Send a line; drop it if the connection takes no more: `receive` finds out why."""
         with suppress(OSError):
             self.connection.send(line.encode() + b"\n", NO_SIGNAL)
 

@@ -151,7 +151,7 @@ class Measurement:
 
 
 def _host() -> str:
-    """A name that processes have alike which share a host's memory."""
+    """Return a name of this host: equal for all processes that share its memory."""
     booted = Path("/proc/sys/kernel/random/boot_id")
     return booted.read_text() if booted.exists() else socket.gethostname()
 

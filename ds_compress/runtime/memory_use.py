@@ -53,8 +53,11 @@ def in_use(device: torch.device) -> int | None:
 
 
 def spare(device: torch.device) -> float:
-    """Bytes that could be taken beside the most that was in use so far, on a GPU; on the CPU, by all
-    processes of the host together beside what is in use now."""
+    """Return how many more bytes may be allocated.
+
+    On a GPU: above this process's highest use so far. On the CPU: above the current use, by all processes of
+    the host together.
+    """
     if device.type == "cpu":
         return (1 - HOST_MARGIN) * _host_available()
     module = torch.get_device_module(device)

@@ -20,7 +20,7 @@ from ds_compress.runtime.signals import Signals
 
 
 class PolicyController:
-    """Where every direction of a boundary stands, and how it came there."""
+    """Choose the rung of each direction of a boundary by the policy, and resume it from checkpoints."""
 
     def __init__(self, config: Config, boundaries: int, device: Any):
         """`boundaries`: how many the pipeline has.

@@ -133,7 +133,7 @@ class Signals:
         }
 
     def _signal(self, rows: Sequence[Sequence[float]], length: int) -> Signal:
-        """Of what all ranks say of a place; those that do not send there say zeros."""
+        """Combine the rows of all ranks for one place; ranks that do not send there have zeros."""
         total, count = (math.fsum(row[column] for row in rows) for column in (0, 1))
         columns = [[row[2 + rung] for row in rows] for rung in range(length)]
         errors = tuple(math.nan if any(map(math.isnan, column)) else max(column) for column in columns)

@@ -139,9 +139,11 @@ def _chosen(
     spread: bool,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What `banded` returns for ascending bounds, its values in `out` if there is some; of the entries that
-    reach equally many the first ones unless `spread`. As bits, but for rows that share a byte, two programs
-    of which would have to write it together."""
+    """Select the k largest entries of each row, given ascending `bounds`; return what `banded` returns.
+
+    Values are written to `out` if it is given. Of tied entries the first are kept, unless `spread`. Entries
+    are returned as a bitmask, or as indices if rows share a byte, which two programs would have to write.
+    """
     rows, d = x.shape
     if rows == 1 or d % 8 == 0:
         entries = torch.empty(triton.cdiv(x.numel(), 8), dtype=torch.uint8, device=x.device)
