@@ -137,7 +137,8 @@ def metrics_page() -> str:
         ("Of each boundary and direction", f"{metrics.PREFIX}/boundary_0/forward/", metrics.CHANNEL),
         ("Of the pipeline", f"{metrics.PREFIX}/", metrics.PIPELINE),
     ):
-        rows = "\n".join(f"| `{where}{name}` | {meaning} |" for name, meaning in names.items())
+        meanings = {name: meaning.replace("|", r"\|") for name, meaning in names.items()}  # no new column
+        rows = "\n".join(f"| `{where}{name}` | {meaning} |" for name, meaning in meanings.items())
         parts.append(f"## {title}\n\n| label | meaning |\n|---|---|\n{rows}\n")
     return "\n".join(parts)
 
