@@ -9,13 +9,13 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from ds_compress.kernels import library
-from tests.support import cases, seeds, shared
+from tests.support import cases, ranks
 
 # no verdict hangs on how busy the machine is
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 
-seeds.only_where_devices_are()
+ranks.only_where_devices_are()
 
 
 def pytest_addoption(parser):
@@ -46,7 +46,7 @@ def pytest_sessionstart(session):
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_files(tmp_path_factory):
-    shared.begin(tmp_path_factory.getbasetemp())
+    ranks.begin(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from ds_compress.feedback import FEEDBACKS
 from ds_compress.kernels import native
 from ds_compress.message.channel import Boundary, MessageId
 from ds_compress.message.meters import largest, norms
-from tests.support.same_bits import assert_same_bits
+from tests.support.codecs import assert_same_bits
 
 PACKAGE = Path(ds_compress.__file__).parent
 

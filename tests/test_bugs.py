@@ -8,10 +8,9 @@ import torch
 from ds_compress.codec import names
 from ds_compress.config import Config
 from ds_compress.message.channel import Boundary
-from tests.support.dist import run_ranks
-from tests.support.kinds.catalogue import KINDS
-from tests.support.kinds.training import BLOCKS, train
+from tests.support.kinds import BLOCKS, KINDS, train
 from tests.support.pipeline import batches, build, ds_config
+from tests.support.ranks import run_ranks
 
 MIXED, DYNAMIC = KINDS["mixed-middle"], KINDS["mixed-dynamic"]
 

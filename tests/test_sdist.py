@@ -10,7 +10,7 @@ from email.parser import Parser
 
 import pytest
 
-from tests.support.scripts import ROOT
+from tests.support.launch_scripts import ROOT
 
 IGNORED = (ROOT / ".gitignore").read_text().replace("/", " ").split()
 LEFT_OUT = {".git", *IGNORED} - {"results", "images"}

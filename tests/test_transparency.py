@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import ds_compress  # noqa: F401  (hooks the engine)
-from tests.support.dist import run_ranks
 from tests.support.pipeline import ds_config, train
+from tests.support.ranks import run_ranks
 
 
 def assert_equal(ours, stock):

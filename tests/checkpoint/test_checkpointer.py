@@ -15,8 +15,8 @@ import ds_compress  # noqa: F401
 from ds_compress.checkpoint import checkpointer
 from ds_compress.checkpoint.search import ABSENT, CHANGED, DIFFERENT, ORPHANED, RESTORED, UNREADABLE, Verdict
 from ds_compress.errors import CompressionError
-from tests.support.dist import run_ranks
 from tests.support.pipeline import MICRO_BATCHES, batches, build, ds_config
+from tests.support.ranks import run_ranks
 
 SAVED, END = 2, 5
 TOPK = {"name": "topk", "density": 0.3}
@@ -103,6 +103,7 @@ def assert_same(ours, theirs):
         ("aqsgd on disk", 1),
     ],
 )
+@pytest.mark.extended(keep=4)
 def test_resuming_equals_going_on(name, replicas, tmp_path):
     world = 2 * replicas
     killed = ranks(world, 2, config(name, replicas), tmp_path, kill_at=SAVED + 1, check=False)
@@ -131,6 +132,7 @@ def test_resuming_equals_going_on(name, replicas, tmp_path):
     ],
     ids=lambda codec: codec["name"],
 )
+@pytest.mark.extended(keep=2)
 def test_codecs_that_learn_train_and_resume(codec, tmp_path):
     """Bases and weights are state too; with 2 replicas the autoencoder's gradients are averaged over them."""
     direction = {"codec": codec}

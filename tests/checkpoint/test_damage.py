@@ -110,6 +110,7 @@ def attack(saved, target, count, seed):
     return refused, held
 
 
+@pytest.mark.extended
 def test_no_damaged_file_is_loaded(saved, caplog):
     """Without hashes 100 of 100 flipped bits were."""
     caplog.set_level(logging.ERROR, "ds_compress")

@@ -9,8 +9,8 @@ import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.runtime import measuring
 from ds_compress.runtime.depth import MEASURED
 from ds_compress.transport.probe import LinkMeasurement
-from tests.support.dist import run_ranks
 from tests.support.pipeline import MICRO_BATCH, batches, build, ds_config
+from tests.support.ranks import run_ranks
 
 MICRO_BATCHES = 9
 SAVED = MEASURED[-1] + 1

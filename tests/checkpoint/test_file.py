@@ -18,8 +18,8 @@ from ds_compress.checkpoint.search import ORPHANED, RESTORED, UNREADABLE, Found,
 from ds_compress.config import Config
 from ds_compress.message.channel import Boundary
 from tests.checkpoint.test_checkpointer import assert_same, config, memories
-from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, build
+from tests.support.ranks import run_ranks
 
 NAME = "state.safetensors"
 KEY = "4/upstream/0/forward/mirror/ef21"

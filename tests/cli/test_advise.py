@@ -13,8 +13,8 @@ from ds_compress.cli import main
 from ds_compress.cli.advise.inputs import slowest_link_gbps
 from ds_compress.config import DIRECTIONS, Config, recipes
 from ds_compress.config.quality import DEFAULT, LIMITS, ErrorLimits
-from tests.support.dist import run_ranks
-from tests.support.scripts import load_script
+from tests.support.launch_scripts import load_script
+from tests.support.ranks import run_ranks
 
 ARGUMENTS = [
     "--stages",
@@ -38,6 +38,7 @@ def advise(capsys, *arguments):
     return code, output.out, output.err
 
 
+@pytest.mark.extended
 def test_on_a_slow_link_compression_pays(capsys):
     code, out, _ = advise(capsys, "--gbps", "1", *FAST_CODECS, "--json")
     found = json.loads(out)

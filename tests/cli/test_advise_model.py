@@ -16,8 +16,8 @@ from ds_compress.hf.part import causal_lm_loss
 from ds_compress.hf.pretrained import PretrainedModel
 from ds_compress.planning.evaluate import REPEATS
 from ds_compress.runtime import profile_model
-from tests.support.crossing import agree, crossing
-from tests.support.transformers_models import save
+from tests.support.finetuning import save
+from tests.support.pipeline import agree, crossing
 
 SEQUENCES, LENGTH, WIDTH = 4, 64, 32
 

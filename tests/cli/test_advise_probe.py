@@ -7,8 +7,8 @@ import pytest
 import torch
 from deepspeed.pipe import PipelineModule
 
-from tests.support.crossing import agree, crossing
-from tests.support.dist import run_ranks
+from tests.support.pipeline import agree, crossing
+from tests.support.ranks import run_ranks
 
 SCRIPT = """
     import torch

@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from tests.support.hosts import ADDRESSES, WIRE, reason_for_none, two_hosts
-from tests.support.logins import logins
-from tests.support.scripts import ROOT
+from tests.support.hosts import ADDRESSES, WIRE, logins, reason_for_none, two_hosts
+from tests.support.launch_scripts import ROOT
 from tests.support.warm import interpreter
 
 HOSTFILE = "worker-1 slots=8\n# the other one\n\nworker-2 slots=8\n"
@@ -31,6 +30,7 @@ def refusal(done):
 
 
 @TWO_HOSTS
+@pytest.mark.extended
 def test_two_hosts_are_measured(tmp_path):
     (tmp_path / ".deepspeed_env").write_text(f"GLOO_SOCKET_IFNAME={WIRE}\n")
     with two_hosts() as hosts:

@@ -100,6 +100,7 @@ def is_refused(block):
     return False
 
 
+@pytest.mark.extended
 def test_the_schema_refuses_what_the_block_refuses(validator):
     """Value by value, for each option alone."""
     count = 0

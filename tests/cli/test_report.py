@@ -19,7 +19,7 @@ from ds_compress.cli.runs import LOSS, read_runs
 from ds_compress.config import DIRECTIONS
 from ds_compress.errors import CompressionError
 from ds_compress.monitor.metrics import label
-from tests.support.one_run import read_run
+from tests.support.launch_scripts import read_run
 
 PLOTS = {"first_page.png", "loss_steps.png", "loss_bytes.png", "error.png", "step_time.png", "pareto.png"}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -8,8 +8,8 @@ import subprocess
 import pytest
 
 from launch.ports import reserved_port
+from tests.support.launch_scripts import ROOT
 from tests.support.pipeline import MICRO_BATCHES, ds_config
-from tests.support.scripts import ROOT
 from tests.support.warm import TRAINING, interpreter
 
 ENDS = f"""
@@ -27,6 +27,7 @@ def run(*words, python=None):
 
 
 @pytest.mark.parametrize("block", [None, {"forward": {"codec": "bf16"}}], ids=["stock", "compressed"])
+@pytest.mark.extended(keep=1)
 def test_every_stage_says_what_it_takes(block, tmp_path):
     """Also where the script ends with sys.exit, as many do."""
     (tmp_path / "train.py").write_text(ENDS)

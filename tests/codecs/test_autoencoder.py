@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.errors import CompressionError
-from tests.support.autoencoder import Boundary, randn, relative_error
+from tests.support.captured_messages import Boundary, randn, relative_error
 from tests.support.matrices import any_shape
 
 

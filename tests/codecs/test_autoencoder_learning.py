@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.autoencoder import Boundary, randn, relative_error, same
+from tests.support.captured_messages import Boundary, randn, relative_error, same
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp32"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_compress.codec import Context, build
-from tests.support.measure import roundtrip
+from tests.support.codecs import roundtrip
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

@@ -7,7 +7,7 @@ import torch
 
 from ds_compress import Codec, CompressionError, check_codec, register
 from ds_compress.codecs.mixins import ObservesWarmup
-from tests.support.registered import own_codecs
+from tests.support.codecs import own_codecs
 
 
 class Honest(Codec):

@@ -10,7 +10,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import reference
 from ds_compress.kernels.entropy import reference as rate
 from ds_compress.kernels.entropy.format import LARGEST_NUMEL, STEPS, frame_of
-from tests.support.measure import relative_error, roundtrip
+from tests.support.codecs import relative_error, roundtrip
 
 GENERATOR = torch.Generator()
 HOSTILE = {

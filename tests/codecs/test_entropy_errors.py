@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.support import captured
-from tests.support.measure import bits_per_value, relative_error, residual_stream
+from tests.support import captured_messages
+from tests.support.codecs import bits_per_value, relative_error, residual_stream
 
 FOUR_BITS = {"name": "quantize", "bits": 4, "hadamard": True}
 TENTH = {"name": "topk", "indices": "rice", "values": "bf16"}
@@ -26,8 +26,9 @@ def mean(measure, choice, messages):
         ("cnn", 0, TENTH, 0.8),
     ],
 )
+@pytest.mark.extended(keep=2)
 def test_reaches_the_error_of_another_codec(model, direction, other, bits):
-    messages, choice = getattr(captured, model)()[direction], {"name": "entropy", "bits": bits}
+    messages, choice = getattr(captured_messages, model)()[direction], {"name": "entropy", "bits": bits}
     assert mean(bits_per_value, choice, messages) <= bits < mean(bits_per_value, other, messages)
     assert mean(relative_error, choice, messages) <= mean(relative_error, other, messages)
 

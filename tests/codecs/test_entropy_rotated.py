@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
-from tests.support import captured
+from tests.support import captured_messages
+from tests.support.codecs import relative_error as error_of
 from tests.support.feedback import Pair
 from tests.support.matrices import any_shape, drifting, observed, relative_error, send, with_spectrum
-from tests.support.measure import relative_error as error_of
 
 FOUR_BITS = {"name": "quantize", "bits": 4, "hadamard": True}
 
@@ -24,14 +24,14 @@ def rotated(bits):
 
 def errors(bits):
     """Of the hidden states of a transformer, in the basis of those that crossed 20 steps before."""
-    codec, before = rotated(bits), captured.transformer_before()[0]
-    pairs = zip(before, captured.transformer()[0])
+    codec, before = rotated(bits), captured_messages.transformer_before()[0]
+    pairs = zip(before, captured_messages.transformer()[0])
     return [relative_error(send(codec, x, *observed(codec, warmup)), x) for warmup, x in pairs]
 
 
 def test_reaches_the_error_of_4_bits_on_hidden_states():
     """Of rotated groups, which take 4.25 bits; without the basis it takes 3.6, see test_entropy_errors."""
-    messages, ours = captured.transformer()[0], errors(3.0)
+    messages, ours = captured_messages.transformer()[0], errors(3.0)
     others = [error_of(FOUR_BITS, x) for x in messages]
     assert sum(errors(2.0)) <= sum(others)
     plain = [error_of({"name": "entropy", "bits": 3.0}, x) for x in messages]

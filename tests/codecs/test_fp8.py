@@ -6,7 +6,7 @@ import torch
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.kernels import native
 from ds_compress.kernels.fp8 import cpu as float8
-from tests.support.measure import relative_error, residual_stream, roundtrip
+from tests.support.codecs import relative_error, residual_stream, roundtrip
 
 
 @pytest.mark.parametrize("format, digits, normal_range", [("e4m3", 4, 2.0**-14), ("e5m2", 3, 2.0**-29)])

@@ -9,7 +9,7 @@ from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.quantize import gaussian
 from ds_compress.kernels.quantize.hadamard import diagonal, key_of, rotate, rotate_back
-from tests.support.measure import bits_per_value, relative_error, residual_stream, roundtrip
+from tests.support.codecs import bits_per_value, relative_error, residual_stream, roundtrip
 
 ERRORS = {1: 0.3634, 2: 0.1175, 3: 0.0345, 4: 0.0095}  # squared, of normal values: Max 1960, table I
 CPU = torch.device("cpu")

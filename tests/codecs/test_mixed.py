@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.codec import TensorSpec, build
-from tests.support.measure import roundtrip
+from tests.support.codecs import roundtrip
 
 TILE = 32
 

@@ -10,7 +10,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.feedback import FEEDBACKS
 from ds_compress.kernels import native
 from ds_compress.kernels.backends import reference, using
-from tests.support.same_bits import assert_same_bits
+from tests.support.codecs import assert_same_bits
 
 CHOICES = [{"name": name, **options} for name in names() for options in CODECS.find(name, "").examples]
 MORE = [

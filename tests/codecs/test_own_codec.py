@@ -12,11 +12,10 @@ import torch
 from ds_compress import CompressionError, TensorSpec, build, check_codec
 from ds_compress.cli import main
 from ds_compress.feedback import FEEDBACKS
-from tests.support.dist import run_ranks
-from tests.support.pipeline import MICRO_BATCHES, batches, ds_config
+from tests.support.codecs import own_codecs
+from tests.support.pipeline import MICRO_BATCHES, batches, ds_config, train_simulated
 from tests.support.pipeline import build as build_engine
-from tests.support.registered import own_codecs
-from tests.support.simulated import train_simulated
+from tests.support.ranks import run_ranks
 
 MODULE = "tests.support.my_codecs"
 FILE = Path(__file__).parent.parent / "support" / "my_codecs.py"

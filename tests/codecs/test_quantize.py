@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.quantize.hadamard import diagonal, key_of
-from tests.support.measure import bits_per_value, relative_error, residual_stream, roundtrip
+from tests.support.codecs import bits_per_value, relative_error, residual_stream, roundtrip
 
 
 @pytest.fixture(scope="module")

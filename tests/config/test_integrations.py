@@ -8,7 +8,7 @@ import pytest
 
 from ds_compress.config import Config
 from tests.engine.test_compatibility import PROGRAMS
-from tests.support.scripts import ROOT
+from tests.support.launch_scripts import ROOT
 
 PAGE = (ROOT / "docs" / "integrations.md").read_text()
 

@@ -11,7 +11,7 @@ from ds_compress.config import DIRECTIONS, KEY, Config, recipes
 from ds_compress.config.quality import LIMITS
 from ds_compress.errors import CompressionError
 from ds_compress.monitor.lines import announcement
-from tests.support.scripts import ROOT
+from tests.support.launch_scripts import ROOT
 
 NAMES = recipes.names()
 

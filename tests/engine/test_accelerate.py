@@ -7,8 +7,8 @@ import pytest
 import torch
 from deepspeed.pipe import PipelineModule
 
-from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, ds_config, layers, loss_fn, train
+from tests.support.ranks import run_ranks
 
 BLOCK = {"forward": {"codec": {"name": "quantize", "bits": 4}}, "backward": {"codec": "bf16"}, "min_numel": 1}
 STEPS = 3

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import ds_compress
-from tests.support.dist import run_ranks
 from tests.support.pipeline import MICRO_BATCH, WIDTH, batches, build, ds_config
+from tests.support.ranks import run_ranks
 
 OURS = str(Path(ds_compress.__file__).parent)
 QUANTIZE = {direction: {"codec": {"name": "quantize", "bits": 4}} for direction in ("forward", "backward")}

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import ds_compress  # noqa: F401  (hooks the engine)
-from tests.support.dist import run_ranks
-from tests.support.kinds.training import fp16_on_cpu
+from tests.support.kinds import fp16_on_cpu
 from tests.support.pipeline import MICRO_BATCH, WIDTH, batches, build, ds_config
+from tests.support.ranks import run_ranks
 
 SAMPLES = 64
 BF16 = {"forward": {"codec": "bf16"}, "backward": {"codec": "bf16"}, "min_numel": 0}
@@ -35,6 +35,7 @@ def compressed_steps(sizes):
     [((4,) * 10, 8), ((4,) * 4 + (8,) * 4, 6), ((8,) * 2 + (4,) * 6, 6), ((4,) * 3 + (16,) * 4, 5)],
     ids=["same", "larger", "smaller", "not whole"],
 )
+@pytest.mark.extended(keep=1)
 def test_warmup_epochs_are_epochs_of_the_batch_size_in_force(sizes, first):
     """Once they were so many steps of the first batch size."""
     for steps in run_ranks(2, compressed_steps, sizes):

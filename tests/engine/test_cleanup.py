@@ -14,8 +14,8 @@ from torch.distributed import distributed_c10d
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.engine import attach, cleanup
 from ds_compress.errors import CompressionError
-from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, build, ds_config, layers
+from tests.support.ranks import run_ranks
 from tests.support.streams import install
 
 ENGINES = 3

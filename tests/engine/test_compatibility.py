@@ -18,10 +18,10 @@ from torch import nn
 
 from tests.support import foreign
 from tests.support import foreign_engines as engines
-from tests.support.dist import run_ranks
 from tests.support.foreign import Program, with_schedule
 from tests.support.models import Causal, causal_batches
 from tests.support.pipeline import MICRO_BATCH, MICRO_BATCHES, WIDTH, batches
+from tests.support.ranks import run_ranks
 
 
 class OwnInstructions(PipelineEngine):
@@ -127,6 +127,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.extended(keep=4)
 def test_program(name):
     program = PROGRAMS[name]
     ranks = run_ranks(program.stages, foreign.train_all, program, timeout=60)
@@ -212,6 +213,7 @@ def images():
 
 
 @pytest.mark.parametrize("stages, ranks", [(2, 2), (4, 4), (2, 4)])
+@pytest.mark.extended
 def test_a_convolutional_network_for_100_steps(stages, ranks):
     """DeepSpeed's TestPipeCifar10, on data that this file makes: pipelines, and a pipeline with replicas."""
     config = {

@@ -13,9 +13,17 @@ import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.config import Config
 from ds_compress.engine.subspace import SubspacePipeline
 from ds_compress.errors import CompressionError
-from tests.support.dist import run_ranks
-from tests.support.pipeline import batches, ds_config, layers, loss_fn, weights
-from tests.support.simulated import evaluate, simulated, train_step
+from tests.support.pipeline import (
+    batches,
+    ds_config,
+    evaluate,
+    layers,
+    loss_fn,
+    simulated,
+    train_step,
+    weights,
+)
+from tests.support.ranks import run_ranks
 
 dualpipev = pytest.importorskip("deepspeed.runtime.pipe.dualpipev", reason="this DeepSpeed has no DualPipeV")
 
@@ -284,6 +292,7 @@ def with_subspace(bases, rank):
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["before", "behind"])
+@pytest.mark.extended(keep=1)
 def test_a_subspace_is_refused(order):
     """It trained without a word, with pairs in places where nothing crosses, or none where it does."""
     kinds = [SubspacePipeline, dualpipev.DualPipeVModule][::order]

@@ -11,8 +11,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 import ds_compress
 from ds_compress.engine import attach as attach_module
 from ds_compress.errors import CompressionError
-from tests.support.dist import run_ranks
 from tests.support.pipeline import MICRO_BATCHES, batches, build, ds_config, train
+from tests.support.ranks import run_ranks
 
 TOPK = {
     "forward": {"codec": {"name": "topk", "density": 0.1}},

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ds_compress.config import Config
-from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, build, ds_config, weights
+from tests.support.ranks import run_ranks
 
 TOPK = {"name": "topk", "density": 0.1}
 BLOCK = {"forward": {"codec": TOPK}, "backward": {"codec": "bf16"}, "min_numel": 0}

@@ -9,8 +9,8 @@ import ds_compress  # noqa: F401
 from ds_compress.engine import attach as attach_module
 from ds_compress.kernels import backends
 from ds_compress.kernels.backends import reference
-from tests.support.dist import run_ranks
 from tests.support.pipeline import build, ds_config
+from tests.support.ranks import run_ranks
 
 
 def start(configs, timeout=None):

@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests.support.kinds.catalogue import KINDS
-from tests.support.kinds.checks import problems
+from tests.support.kinds import KINDS, problems
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.extended(keep=7)
 def test_kind(name):
     if not KINDS[name].possible():
         pytest.skip("DeepSpeed itself cannot do this here")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from launch.ports import reserved_port
+from tests.support.launch_scripts import ROOT
 from tests.support.pipeline import ds_config
-from tests.support.scripts import ROOT
 from tests.support.warm import TRAINING, interpreter
 
 SCRIPT = ROOT / "tests" / "support" / "launched.py"

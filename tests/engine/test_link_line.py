@@ -6,8 +6,8 @@ import io
 import pytest
 
 from tests.support import foreign
-from tests.support.dist import run_ranks
 from tests.support.foreign import Program, with_schedule
+from tests.support.ranks import run_ranks
 
 
 def said(program, block):

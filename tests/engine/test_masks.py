@@ -10,10 +10,18 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 import ds_compress  # noqa: F401  (hooks the engine)
-from tests.support.dist import run_ranks
 from tests.support.models import Causal
-from tests.support.pipeline import MICRO_BATCHES, WIDTH, Block, batches, build, ds_config
-from tests.support.simulated import simulated, train_step
+from tests.support.pipeline import (
+    MICRO_BATCHES,
+    WIDTH,
+    Block,
+    batches,
+    build,
+    ds_config,
+    simulated,
+    train_step,
+)
+from tests.support.ranks import run_ranks
 
 LENGTH = 64
 CODECS = {

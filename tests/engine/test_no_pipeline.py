@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import ds_compress  # noqa: F401
-from tests.support.dist import run_ranks
 from tests.support.pipeline import build, ds_config, layers
+from tests.support.ranks import run_ranks
 
 GOOD = {"forward": {"codec": "bf16"}}
 REQUIRED = {**GOOD, "enabled": "required"}

@@ -13,7 +13,7 @@ from ds_compress.codecs.mixins import HardwareDependentDecode
 from ds_compress.config import Config
 from ds_compress.engine.handshake import fingerprint, relied_on
 from ds_compress.errors import CompressionError
-from tests.support.dist import run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.unlike import OLDER, run, said_to
 
 CPU = torch.device("cpu")
@@ -28,6 +28,7 @@ def settings_of(codec, feedback="ef21"):
     return {"forward": direction, "backward": backward, "min_numel": 0, "warmup_steps": 1}
 
 
+@pytest.mark.extended
 def test_unlike_processors():
     """The two sides of EF21 over PCA drifted apart, 4e-3 after 12 steps, without a word."""
     *exact, pca, lowrank = run(*map(settings_of, (TOPK, ROTATED, PCA, LOWRANK)))
@@ -43,6 +44,7 @@ def test_unlike_processors():
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch computes products without MKL")
+@pytest.mark.extended
 def test_a_library_that_computes_otherwise_is_refused():
     """The same processor to torch: only what comes out shows it."""
     (both,) = run(settings_of(PCA), environments=({}, {"MKL_CBWR": "COMPATIBLE"}))
@@ -108,6 +110,7 @@ def packets():
                 yield choice, parts, shape, dtype, dict(ctx.memory)
 
 
+@pytest.mark.extended
 def test_a_packet_is_the_same_to_every_processor(tmp_path):
     """Of all codecs but those that say otherwise."""
     made = list(packets())

@@ -6,8 +6,8 @@ import torch
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.schedule import SendActivation
 
-from tests.support.dist import run_ranks
 from tests.support.pipeline import Block, batches, build, ds_config
+from tests.support.ranks import run_ranks
 
 
 def sends_another_buffer(block):

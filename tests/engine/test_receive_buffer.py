@@ -3,8 +3,8 @@
 import torch
 
 from ds_compress.engine.intercept import ReceiveBuffer, receiving
-from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, build, ds_config
+from tests.support.ranks import run_ranks
 
 
 def test_memory_of_its_own_is_handed_over_once():

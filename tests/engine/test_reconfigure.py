@@ -8,9 +8,18 @@ import torch
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.errors import CompressionError
 from ds_compress.simulate.boundary import SimulatedBoundary
-from tests.support.dist import run_ranks
-from tests.support.pipeline import batches, build, ds_config, layers, weights
-from tests.support.simulated import evaluate, even_cuts, simulated, train_step
+from tests.support.pipeline import (
+    batches,
+    build,
+    ds_config,
+    evaluate,
+    even_cuts,
+    layers,
+    simulated,
+    train_step,
+    weights,
+)
+from tests.support.ranks import run_ranks
 
 STEPS = 6
 TOPK = {"codec": {"name": "topk", "density": 0.25}}
@@ -111,6 +120,7 @@ def trained_simulated(config, course, evaluates):
     *((name, {"mode": "blocking"}) for name in ("codecs", "learned")),
     ("codecs", {"depth": 3}),
 ])  # fmt: skip
+@pytest.mark.extended(keep=2)
 def test_a_pipeline_changes_as_its_simulation_does(name, link):
     """With evaluation before every step, which meets the new settings first."""
     config = ds_config(block(name, link=link))

@@ -7,8 +7,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.engine.mixin import CompressedEngine
 from ds_compress.engine.session import Session
-from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, build, ds_config
+from tests.support.ranks import run_ranks
 
 PARTS = ("monitor", "guard", "policy", "depth", "replica_check", "watchdog")
 SHARED = ("stage", "config")

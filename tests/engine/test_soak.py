@@ -5,8 +5,8 @@ import os
 import pytest
 
 import ds_compress  # noqa: F401  (hooks the engine)
-from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, build, ds_config, layers
+from tests.support.ranks import run_ranks
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 EF21 = {"codec": {"name": "topk", "density": 0.2}, "feedback": "ef21"}
@@ -46,6 +46,7 @@ def assert_steady(results):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.extended(keep=1)
 def test_a_short_run_is_steady(name):
     assert_steady(run_ranks(3, soak, BLOCKS[name], 120, 60))
 

@@ -12,9 +12,18 @@ import ds_compress
 from ds_compress.engine.subspace import SubspacePipeline, find_bases, insert_pairs
 from ds_compress.errors import CompressionError
 from ds_compress.simulate import simulate
-from tests.support.dist import run_ranks
-from tests.support.pipeline import MICRO_BATCH, MICRO_BATCHES, WIDTH, Block, batches, build, ds_config
-from tests.support.simulated import evaluate, train_step
+from tests.support.pipeline import (
+    MICRO_BATCH,
+    MICRO_BATCHES,
+    WIDTH,
+    Block,
+    batches,
+    build,
+    ds_config,
+    evaluate,
+    train_step,
+)
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 RANK, LENGTH = 4, 8

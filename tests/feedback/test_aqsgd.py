@@ -10,9 +10,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ds_compress  # noqa: F401
 from tests.feedback.test_feedback_pipeline import digests
-from tests.support.dist import run_ranks
-from tests.support.pipeline import MICRO_BATCHES, WIDTH, Block, build, ds_config
-from tests.support.simulated import even_cuts, simulated, train_step
+from tests.support.pipeline import (
+    MICRO_BATCHES,
+    WIDTH,
+    Block,
+    build,
+    ds_config,
+    even_cuts,
+    simulated,
+    train_step,
+)
+from tests.support.ranks import run_ranks
 
 MICRO_BATCH = 8
 SPECS = [LayerSpec(nn.Linear, 64, WIDTH), *[LayerSpec(Block)] * 6, LayerSpec(nn.Linear, WIDTH, 10)]
@@ -95,6 +103,7 @@ def assert_sides_equal(ranks, count):
         (2, {"name": "aqsgd", "max_gb": 100 * 2 * WIDTH / 1e9}, {}),
     ],
 )
+@pytest.mark.extended(keep=3)
 def test_pipeline_equals_simulate(stages, feedback, changes):
     settings = config(feedback, **changes)
     ranks = run_ranks(stages, run, stages, settings, 128, 3)
@@ -108,6 +117,7 @@ def aligned(nbytes):
 
 
 @pytest.mark.parametrize("first", ["4 bits", "dense"])
+@pytest.mark.extended
 def test_bytes_memory_and_ids_in_four_stages(first):
     """Static packets after the first epoch; before them a second one, of dense rows, or of what the first
     one cannot hold of 4 bits for each value; a bf16 row of each sample on each side."""
@@ -131,6 +141,7 @@ def test_bytes_memory_and_ids_in_four_stages(first):
     assert ranks[0]["losses"] == by_column[0]["losses"] == on_disk[0]["losses"]
 
 
+@pytest.mark.extended
 def test_shards_of_replicas_and_batches():
     ranks = run_ranks(4, run, 2, config("aqsgd", replicas=2), 256, 3)
     assert_sides_equal(ranks, 2)

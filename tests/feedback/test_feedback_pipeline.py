@@ -7,9 +7,8 @@ import pytest
 import torch
 
 import ds_compress  # noqa: F401
-from tests.support.dist import run_ranks
-from tests.support.pipeline import batches, build, ds_config, train
-from tests.support.simulated import train_simulated
+from tests.support.pipeline import batches, build, ds_config, train, train_simulated
+from tests.support.ranks import run_ranks
 
 TOPK = {"name": "topk", "density": 0.3}
 QUANTIZE = {"name": "quantize", "bits": 4, "group_size": 32}
@@ -69,6 +68,7 @@ def train_with_evaluation(stages, config, steps, interleaved):
 
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.extended(keep=3)
 def test_pipeline_equals_simulate(name, stages):
     config = ds_config(BLOCKS[name])
     real = run_ranks(stages, train, stages, config)

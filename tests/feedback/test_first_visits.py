@@ -11,8 +11,7 @@ from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary
 from tests.support.feedback import AQPair, ids, topk
-from tests.support.pipeline import batches, ds_config, layers
-from tests.support.simulated import simulated, train_step
+from tests.support.pipeline import batches, ds_config, layers, simulated, train_step
 
 TWO = {"name": "quantize", "bits": 2, "group_size": 128, "hadamard": True}
 FOUR = {**TWO, "bits": 4}

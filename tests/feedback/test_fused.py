@@ -8,7 +8,7 @@ import torch
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.feedback import FEEDBACKS
 from ds_compress.kernels import native
-from tests.support.same_bits import assert_same_bits
+from tests.support.codecs import assert_same_bits
 
 FEEDBACK = [
     "ef",

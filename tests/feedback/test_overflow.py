@@ -6,8 +6,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import ds_compress  # noqa: F401
-from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, build, ds_config
+from tests.support.ranks import run_ranks
 
 STEPS = 25
 FP16 = {
@@ -39,6 +39,7 @@ def train(stages, config):
 
 
 @pytest.mark.parametrize("feedback", CODECS)
+@pytest.mark.extended(keep=1)
 def test_fp16_survives_overflow(feedback):
     direction = {"codec": CODECS[feedback], "feedback": feedback}
     block = {"forward": direction, "backward": direction, "min_numel": 0, "link": {"mode": "blocking"}}

@@ -17,9 +17,9 @@ from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FEEDBACKS
 from ds_compress.feedback.aqsgd import sample_buffers
-from tests.support.dist import run_ranks
 from tests.support.pipeline import build as build_engine
 from tests.support.pipeline import ds_config
+from tests.support.ranks import run_ranks
 
 FILE = sample_buffers.FILE_BYTES
 WIDTH = 1024

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from ds_compress.hf.merge import merge
 from ds_compress.hf.settings import read_settings
 from ds_compress.hf.training import FinetuneRun
-from tests.support.dist import run_ranks
 from tests.support.finetuning import losses, prepare
+from tests.support.ranks import run_ranks
 
 STEPS = 40
 DS_CONFIG = {

@@ -7,7 +7,7 @@ from peft import LoraConfig, inject_adapter_in_model
 
 from ds_compress.hf.model import make_layer_specs
 from ds_compress.hf.part import causal_lm_loss
-from tests.support.transformers_models import FAMILIES, LAYERS, batch, outcome, save, whole
+from tests.support.finetuning import FAMILIES, LAYERS, batch, outcome, save, whole
 
 
 def lora():
@@ -52,6 +52,7 @@ def assert_equal(parts, model, ids, labels):
         assert (ours[name] - gradient).norm() <= 1e-5 * (gradient.norm() + 1e-3 * scale), name
 
 
+@pytest.mark.extended(keep=8)
 def test_logits_loss_and_gradients_are_those_of_the_whole(checkpoint):
     parts, model = built(checkpoint), whole(checkpoint)
     assert_equal(parts, model, *batch())
@@ -59,6 +60,7 @@ def test_logits_loss_and_gradients_are_those_of_the_whole(checkpoint):
     assert sum(own.values()) == sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.extended(keep=5)
 def test_adapters_learn_what_they_learn_in_the_whole(checkpoint):
     parts = built(checkpoint, lora())
     model = inject_adapter_in_model(lora(), whole(checkpoint).requires_grad_(False))

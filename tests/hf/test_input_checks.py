@@ -14,8 +14,8 @@ from ds_compress.errors import CompressionError
 from ds_compress.hf.finetune import main
 from ds_compress.hf.settings import read_settings
 from ds_compress.hf.training import FinetuneRun
-from tests.support.dist import run_ranks
 from tests.support.finetuning import DS_CONFIG, prepare, text
+from tests.support.ranks import run_ranks
 
 
 def refusal(path, ranks=1, **changes):

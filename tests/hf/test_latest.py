@@ -10,8 +10,8 @@ from torch import distributed
 
 from ds_compress.hf.settings import read_settings
 from ds_compress.hf.training import FinetuneRun
-from tests.support.dist import run_ranks
 from tests.support.finetuning import BLOCK, prepare
+from tests.support.ranks import run_ranks
 
 
 def saved(path):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.support.dist import run_ranks
 from tests.support.hf_memory import MB, measured, save
+from tests.support.ranks import run_ranks
 
 CONSTANT = 400 * MB
 """Imports, activations of four micro-batches, packets; measured: up to 290 MB."""

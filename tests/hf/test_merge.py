@@ -9,8 +9,8 @@ from safetensors import safe_open
 from ds_compress.errors import CompressionError
 from ds_compress.hf.merge import merge
 from tests.hf.test_stages import LORA, MICRO_BATCHES, one_step
-from tests.support.dist import run_ranks
-from tests.support.transformers_models import batch, outcome, save, whole
+from tests.support.finetuning import batch, outcome, save, whole
+from tests.support.ranks import run_ranks
 
 FAMILIES = ("GPT-2", "GPT-NeoX", "Mixtral", "Qwen2, tied")
 

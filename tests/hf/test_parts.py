@@ -12,7 +12,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.hf import weights
 from ds_compress.hf.lora import check_lora
 from ds_compress.hf.model import assign_layers, make_layer_specs
-from tests.support.transformers_models import save
+from tests.support.finetuning import save
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=8), st.data())

@@ -21,10 +21,10 @@ from tests.support.finetuning import (
     environment,
     finetune,
     losses,
+    material,
     perplexities,
     perplexity_of_folder,
 )
-from tests.support.material import material
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from ds_compress.hf.merge import merge
 from ds_compress.hf.run_folder import RunFolder
 from ds_compress.hf.settings import read_settings
 from ds_compress.hf.training import FinetuneRun
-from tests.support.dist import run_ranks
 from tests.support.finetuning import losses, perplexity, prepare
+from tests.support.ranks import run_ranks
 
 
 def machine(folder):

@@ -8,9 +8,9 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 
 from ds_compress.hf import pipeline_module
-from tests.support.dist import run_ranks
+from tests.support.finetuning import FAMILIES, batch, outcome, save, whole
 from tests.support.pipeline import ds_config
-from tests.support.transformers_models import FAMILIES, batch, outcome, save, whole
+from tests.support.ranks import run_ranks
 
 MICRO_BATCHES = 2
 FEW = ("GPT-2", "Qwen2, tied", "OPT", "Mixtral")

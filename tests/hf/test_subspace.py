@@ -12,7 +12,6 @@ from ds_compress.errors import CompressionError
 from ds_compress.hf.settings import read_settings
 from ds_compress.hf.subspace import FILE, restore
 from ds_compress.hf.training import FinetuneRun
-from tests.support.dist import run_ranks
 from tests.support.finetuning import (
     DS_CONFIG,
     copy_of,
@@ -23,7 +22,7 @@ from tests.support.finetuning import (
     prepare,
     told,
 )
-from tests.support.shared import once
+from tests.support.ranks import once, run_ranks
 from tests.support.warm import TRAINING, interpreter
 
 WIDTH = 32  # of the hidden states
@@ -112,6 +111,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(run, tmp_path):
     assert after == pytest.approx(perplexities(run[1])[1], abs=1e-4)
 
 
+@pytest.mark.extended
 def test_a_basis_as_wide_as_the_model_changes_no_perplexity(tmp_path):
     path = prepare(tmp_path, subspace=narrow(WIDTH), ds_config=DS_CONFIG, steps=1, save_every=0, lora=None)
     full, _ = in_forked_ranks(path)
@@ -121,6 +121,7 @@ def test_a_basis_as_wide_as_the_model_changes_no_perplexity(tmp_path):
     assert small != pytest.approx(full, rel=1e-4)
 
 
+@pytest.mark.extended
 def test_what_no_run_left_is_refused(run, tmp_path):
     with pytest.raises(CompressionError, match=f"{FILE} is missing"):
         restore(AutoModelForCausalLM.from_pretrained(run[0].parent / "model"), tmp_path)

@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 from ds_compress.errors import CompressionError
 from ds_compress.hf.tiny_config import make_tiny_config
 from ds_compress.hf.verify import verify_parts
-from tests.support.transformers_models import FAMILIES, config
+from tests.support.finetuning import FAMILIES, config
 
 TOGETHER = {"OPT", "BLOOM", "Falcon", "GPT-OSS"}
 """Families whose tokens attend to all before them, whatever their positions."""
@@ -71,6 +71,7 @@ def test_what_a_pipeline_cannot_do_is_refused(key):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.extended(keep=5)
 def test_documents_are_kept_apart_or_it_is_refused(family):
     if family in TOGETHER:
         assert 'choose "packing": "joined"' in refused(config(family), positions=True)
@@ -78,6 +79,7 @@ def test_documents_are_kept_apart_or_it_is_refused(family):
         verify_parts(config(family), positions=True)
 
 
+@pytest.mark.extended(keep=5)
 def test_what_is_checked_has_every_kind_of_layer_and_little_else():
     for given in map(config, FAMILIES):
         kinds = set(getattr(given, "layer_types", None) or ())

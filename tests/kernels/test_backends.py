@@ -11,7 +11,7 @@ import torch
 
 from ds_compress.kernels import backends
 from ds_compress.kernels.backends import cpu, reference
-from tests.support.same_bits import assert_same_bits
+from tests.support.codecs import assert_same_bits
 from tests.test_ambient import SETTINGS, SHAPES, codecs_of, expected, messages
 
 KERNELS = Path(backends.__file__).parent
@@ -85,6 +85,7 @@ def test_the_override_reaches_every_codec_and_feedback(number, shape):
     assert_same_bits(ours, expected(number, shape, torch.float32))
 
 
+@pytest.mark.extended
 def test_every_function_is_asked_for_by_some_codec():
     asking = {"quantize", "topk", "fp8", "acsgd", "minmax", "randomk", "entropy", "lossless"}
     backend, asked = recording()

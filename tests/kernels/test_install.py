@@ -14,7 +14,7 @@ import pytest
 from ds_compress.config import recipes
 from ds_compress.kernels import library
 from tests.support.native import COMPILER, ROOT, TARGETS, build_all
-from tests.support.shared import once
+from tests.support.ranks import once
 
 USES = """
 import json, logging

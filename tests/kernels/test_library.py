@@ -12,7 +12,7 @@ from ds_compress.cli import main
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import backends, library
-from tests.support.same_bits import assert_same_bits
+from tests.support.codecs import assert_same_bits
 
 SETS = library._X86_64
 V4, V3, V2 = SETS

@@ -15,8 +15,8 @@ from ds_compress.codec import build as build_codec
 from ds_compress.kernels import library, native
 from ds_compress.kernels.backends import cpu, reference
 from ds_compress.kernels.quantize.grid import Grid
+from tests.support.codecs import any_grid, assert_same_bits, values
 from tests.support.native import TARGETS, compiled_for, runs_here
-from tests.support.same_bits import any_grid, assert_same_bits, values
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 
@@ -29,6 +29,7 @@ FOREIGN = {"aarch64": "aarch64-linux-gnu-g++"}
 @pytest.mark.parametrize(
     "source", [path for path in library.sources() if path.suffix == ".cpp"], ids=lambda path: path.stem
 )
+@pytest.mark.extended
 def test_every_source_compiles_without_a_warning(source, target, tmp_path):
     """Version 0.1 passed vectors of 16 floats by value: a warning, and an error here, without AVX-512."""
     compiler = shutil.which(FOREIGN.get(target, "g++")) or pytest.skip("no such compiler")

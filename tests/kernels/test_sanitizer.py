@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.native import compile_with
-from tests.support.shared import once
+from tests.support.ranks import once
 
 ROOT = Path(__file__).parents[2]
 SANITIZERS = ("-O1", "-g", "-march=native", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
@@ -41,6 +41,7 @@ def sanitized(*arguments):
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
 
 
+@pytest.mark.extended
 def test_hostile_packets_and_awkward_sizes():
     done = sanitized()
     assert done.returncode == 0, done.stderr[-6000:]

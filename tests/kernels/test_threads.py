@@ -8,7 +8,7 @@ import torch
 from ds_compress.kernels.backends import cpu
 from ds_compress.kernels.native import function
 from ds_compress.kernels.quantize.grid import Grid
-from tests.support.same_bits import assert_same_bits
+from tests.support.codecs import assert_same_bits
 
 PART = 1 << 14
 NUMEL = 13 * PART // 4

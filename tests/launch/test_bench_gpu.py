@@ -8,7 +8,7 @@ import pytest
 from ds_compress.cli.bench import benchmark_tensor
 from ds_compress.codec import TensorSpec, build
 from ds_compress.message.packet import PacketLayout
-from tests.support.scripts import load_script
+from tests.support.launch_scripts import load_script
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import socket
 import pytest
 import torch
 
-from tests.support.scripts import ROOT, load_script
+from tests.support.launch_scripts import ROOT, load_script
 
 RECIPES = sorted((ROOT / "ds_configs").glob("*.json"))
 SAMPLES = 32  # per step

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tests.support.finetuning import losses, prepare
-from tests.support.scripts import ROOT
+from tests.support.launch_scripts import ROOT
 
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 SLURM = ROOT / "deploy" / "finetune.slurm"

@@ -20,7 +20,7 @@ from launch.reproduce.pipeline import executed
 from launch.reproduce.presets import PRESETS
 from launch.reproduce.run import Run, clip, task_of
 from launch.reproduce.settings import SETTINGS
-from tests.support.shared import once
+from tests.support.ranks import once
 from tests.support.warm import TRAINING, interpreter
 
 NAMES = ["vision/none", "vision/topk10-aqsgd", "language/none", "language/topk10-ef-warmup"]
@@ -115,6 +115,7 @@ def test_narrow_messages_are_measured_against_wide_ones(whole, data, tmp_path):
     assert row["bits_forward"] == pytest.approx(32 * 16 / PRESETS["smoke"].language.hidden, rel=0.1)
 
 
+@pytest.mark.extended
 def test_an_interrupted_grid_goes_on_to_the_same_rows(whole, data, tmp_path):
     """Its file ends in the middle of a row; the rest is done by two processes."""
     lines = (whole / "smoke.jsonl").read_text().splitlines(keepends=True)
@@ -196,6 +197,7 @@ def test_gradients_are_clipped_by_the_norm_of_the_first_stage():
 
 
 @pytest.mark.parametrize("name", ["language/topk10-ef-warmup", "vision/topk10-aqsgd"])
+@pytest.mark.extended
 def test_a_real_pipeline_has_the_same_losses_and_bytes(name, data, tmp_path, warm):
     """Through the deepspeed launcher; the language task clips its gradients, which no norm of the whole model
     explained."""
@@ -205,6 +207,7 @@ def test_a_real_pipeline_has_the_same_losses_and_bytes(name, data, tmp_path, war
 
 
 @pytest.mark.parametrize("name", ["language/topk10-ef-warmup", "vision/topk10-aqsgd"])
+@pytest.mark.extended(keep=1)
 def test_a_row_from_a_pipeline_is_that_from_simulate(name, whole, data, tmp_path, warm):
     """But for the errors, which are not measured there."""
     run = Run("smoke", *name.split("/", 1), 0)
@@ -214,6 +217,7 @@ def test_a_row_from_a_pipeline_is_that_from_simulate(name, whole, data, tmp_path
     assert {k: v for k, v in row.items() if k not in PASSING} == expected
 
 
+@pytest.mark.extended
 def test_a_policy_trains_as_a_pipeline(data, tmp_path, monkeypatch, warm):
     """4 bits in the first two of eight steps, then 2: the smallest budget that there is."""
     ladders = {direction: {"bits": [4, 2]} for direction in ("forward", "backward")}

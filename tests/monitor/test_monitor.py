@@ -13,9 +13,9 @@ from ds_compress.message.clock import HostClock
 from ds_compress.message.meters import SendingMeter
 from ds_compress.monitor import lines, monitor
 from ds_compress.monitor.metrics import CHANNEL, PIPELINE, label
-from tests.support.dist import run_ranks
-from tests.support.one_run import read_run
+from tests.support.launch_scripts import read_run
 from tests.support.pipeline import MICRO_BATCH, MICRO_BATCHES, batches, build, ds_config, weights
+from tests.support.ranks import run_ranks
 
 STEPS = 4
 BLOCK = {

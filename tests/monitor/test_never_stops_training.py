@@ -16,10 +16,10 @@ from ds_compress.message import meters
 from ds_compress.message.clock import HostClock
 from ds_compress.monitor import monitor
 from ds_compress.monitor.metrics import CHANNEL, PREFIX, label
-from tests.support.dist import run_ranks
-from tests.support.kinds.catalogue import KINDS
-from tests.support.one_run import read_run
+from tests.support.kinds import KINDS
+from tests.support.launch_scripts import read_run
 from tests.support.pipeline import MICRO_BATCH, MICRO_BATCHES, batches, build, ds_config, weights
+from tests.support.ranks import run_ranks
 
 STEPS = 6
 SIZES = (6, 6, 9, 9, 4, 5)

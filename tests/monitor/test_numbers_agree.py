@@ -11,9 +11,9 @@ from ds_compress.cli import main
 from ds_compress.config import DIRECTIONS
 from ds_compress.monitor.metrics import label
 from launch.demo import summarize
-from tests.support.dist import run_ranks
-from tests.support.one_run import read_run
+from tests.support.launch_scripts import read_run
 from tests.support.pipeline import MICRO_BATCH, MICRO_BATCHES, WIDTH, batches, build, ds_config
+from tests.support.ranks import run_ranks
 
 STEPS = 4
 BLOCK = {

@@ -2,8 +2,8 @@
 
 import logging
 
-from tests.support.dist import run_ranks
 from tests.support.pipeline import ds_config, train
+from tests.support.ranks import run_ranks
 
 LARGER = {"codec": {"name": "topk", "density": 0.9, "indices": "int32"}}
 

@@ -72,6 +72,7 @@ def ranked(settings, limits, networks, forward, **link):
 
 
 @pytest.mark.parametrize("quality", LIMITS)
+@pytest.mark.extended(keep=1)
 def test_no_pick_is_above_its_limits_or_slower_than_deepspeed(evaluations, quality):
     limits, picked, speedups = LIMITS[quality], set(), []
     for bits, forward, kind, latency in SITUATIONS:

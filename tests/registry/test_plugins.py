@@ -13,8 +13,8 @@ from ds_compress.codec import CODECS
 from ds_compress.feedback import FEEDBACKS
 from ds_compress.registry import plugins
 from ds_compress.simulate import simulate
-from tests.support.dist import run_ranks
 from tests.support.pipeline import ds_config, train
+from tests.support.ranks import run_ranks
 
 MINE = '''
     """A codec in twenty lines."""

@@ -13,8 +13,8 @@ import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.config.quality import LIMITS
 from ds_compress.runtime import auto, measuring
 from ds_compress.transport.probe import LinkMeasurement
-from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, build, ds_config
+from tests.support.ranks import run_ranks
 
 FAR = LinkMeasurement(incoming=1e5, latency=0.01)  # slower than every processor, however busy
 FREE = LinkMeasurement(incoming=1e15, latency=0.0)

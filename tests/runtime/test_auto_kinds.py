@@ -11,9 +11,8 @@ import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.engine.session import Session
 from ds_compress.runtime import measuring
 from ds_compress.transport.probe import LinkMeasurement
-from tests.support.dist import run_ranks
-from tests.support.kinds.catalogue import KINDS
-from tests.support.kinds.training import train
+from tests.support.kinds import KINDS, train
+from tests.support.ranks import run_ranks
 
 FAR = LinkMeasurement(incoming=1e5, latency=0.01)
 FAST = ("positions", "mask", "dynamic", "bf16", "own-map")

@@ -9,10 +9,9 @@ from torch import nn
 
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.config import Config
-from tests.support.dist import run_ranks
-from tests.support.kinds.catalogue import KINDS
-from tests.support.kinds.training import BLOCKS, train_all
+from tests.support.kinds import BLOCKS, KINDS, train_all
 from tests.support.pipeline import MICRO_BATCH, Block, batches, build, ds_config
+from tests.support.ranks import run_ranks
 
 MICRO_BATCHES = 9  # enough for 1F1B at depth 3 and two stages
 COUNTS = {"gradient_accumulation_steps": MICRO_BATCHES, "train_batch_size": MICRO_BATCH * MICRO_BATCHES}
@@ -78,6 +77,7 @@ def check(name, blocks, **changes):
 
 
 @pytest.mark.parametrize("name", FAST)
+@pytest.mark.extended(keep=2)
 def test_none_equals_stock(name):
     check(name, NONE)
 
@@ -98,6 +98,7 @@ def test_codecs_with_a_loss_give_the_same_in_every_kind(name):
     check(name, LOSSY)
 
 
+@pytest.mark.extended
 def test_state_of_codecs_and_feedbacks_does_not_depend_on_the_depth():
     """It follows the messages of one direction, and these keep their order."""
     check("tensor", WITH_STATE)

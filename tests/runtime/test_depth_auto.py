@@ -17,9 +17,9 @@ from ds_compress.runtime.measuring import COLUMNS
 from ds_compress.runtime.memory_use import in_use
 from ds_compress.transport.probe import LinkMeasurement
 from tests.runtime.test_depth import at_depths, check
-from tests.support.dist import run_ranks
-from tests.support.kinds.training import BLOCKS
+from tests.support.kinds import BLOCKS
 from tests.support.pipeline import MICRO_BATCH, batches, build, ds_config
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 FAR = LinkMeasurement(incoming=1e7, latency=0.5)  # far from every processor, however busy
@@ -34,6 +34,7 @@ def far(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["tensor", "data-parallel", "bf16", "tied"])
+@pytest.mark.extended(keep=1)
 def test_none_equals_stock(far, name):
     check(name, at_depths({"none": {}}, "auto"))
 

@@ -59,6 +59,7 @@ def check(fault, at, mode, depth=1):
 
 
 @pytest.mark.parametrize("fault, at, mode", FAST)
+@pytest.mark.extended(keep=2)
 def test_living_ranks_stop(fault, at, mode):
     """Once those that stood in a collective of DeepSpeed stood there for its 30 minutes."""
     check(fault, at, mode)
@@ -81,6 +82,7 @@ def test_living_ranks_stop_everywhere_at_depth_3(fault, at):
 
 
 @pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.extended(keep=1)
 def test_a_rank_that_ends_first_is_no_fault(at):
     """The others are inside their last step for longer than the time-out, but nobody is needed for it."""
     (fault,) = HARMLESS

@@ -10,8 +10,8 @@ from deepspeed.runtime.pipe.schedule import TrainSchedule
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.runtime import measuring
 from ds_compress.transport.probe import LinkMeasurement
-from tests.support.dist import run_ranks
 from tests.support.pipeline import MICRO_BATCH, batches, build, ds_config
+from tests.support.ranks import run_ranks
 
 DEPTH, MICRO_BATCHES, SHAPE, STEPS = 3, 6, (64, 32), 6
 FAR = LinkMeasurement(incoming=1e5, latency=0.01)

@@ -11,8 +11,8 @@ from torch import nn
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.runtime.guard import FIRST, Guard, evaluation_mode
-from tests.support.dist import run_ranks
 from tests.support.pipeline import Block, batches, build, ds_config, weights
+from tests.support.ranks import run_ranks
 
 COARSE = {"codec": {"name": "topk", "density": 0.02}}
 REUSE = {"codec": {"name": "topk", "density": 0.02, "indices": "reuse"}}

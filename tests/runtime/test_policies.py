@@ -14,9 +14,9 @@ from ds_compress.errors import CompressionError
 from ds_compress.runtime.signals import Signals
 from ds_compress.simulate import simulate
 from tests.support.damage import opened, signed
-from tests.support.dist import run_ranks
-from tests.support.kinds.training import fp16_on_cpu
+from tests.support.kinds import fp16_on_cpu
 from tests.support.pipeline import batches, build, ds_config, weights
+from tests.support.ranks import run_ranks
 
 STEPS = 9
 QUANTIZE = {"codec": {"name": "quantize", "bits": 6, "group_size": 32}}
@@ -159,6 +159,7 @@ def lie():
 
 
 @pytest.mark.parametrize("name", ["accordion", "budget", "bytes"])
+@pytest.mark.extended(keep=1)
 def test_signals_that_differ_cannot_make_the_ends_disagree(name):
     """3 stages, 2 replicas; a packet of another size or fingerprint than expected would end the run."""
     changes = {"every": 1} | ({"threshold": 0.6} if name == "accordion" else {})
@@ -247,6 +248,7 @@ def scaled(power):
     return engine.ds_compress.policy.noted()
 
 
+@pytest.mark.extended
 def test_norms_are_without_the_loss_scale():
     """Noted where gradients leave, rank 1; fp16 rounds alike at powers of two."""
     (none, small), (_, large) = (run_ranks(2, scaled, power) for power in (4, 9))

@@ -13,8 +13,8 @@ import torch
 
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.message.meters import error_and_cosine, largest, norms
-from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, build, ds_config
+from tests.support.ranks import run_ranks
 
 STEPS, DROP = 530, 490  # long enough to converge before the learning rate drops
 DISTINCT = 40  # micro-batches

@@ -11,9 +11,9 @@ import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.planning.evaluate import REPEATS
 from ds_compress.runtime.local_stages import Stages
 from ds_compress.runtime.profile_model import PASSES, profile_model
-from tests.support.dist import run_ranks
 from tests.support.models import Causal, Masked, Mixed, Skip
 from tests.support.pipeline import MICRO_BATCH, batches, build, ds_config, layers, loss_fn
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 COUNT, STAGES = 6, 3

@@ -8,8 +8,8 @@ from ds_compress.config import Config
 from ds_compress.config.recipes import with_changes
 from ds_compress.errors import CompressionError
 from ds_compress.runtime.relax import relax
-from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, build, ds_config
+from tests.support.ranks import run_ranks
 
 STEPS = 6
 PLACES = [(0, "forward"), (0, "backward")]

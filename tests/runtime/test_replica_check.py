@@ -10,9 +10,9 @@ from deepspeed.pipe import LayerSpec
 
 import ds_compress  # noqa: F401
 from tests.feedback.test_feedback_pipeline import digests
-from tests.support.dist import run_ranks
 from tests.support.models import ParallelBlock
 from tests.support.pipeline import batches, build, ds_config
+from tests.support.ranks import run_ranks
 
 TOPK = {"name": "topk", "density": 0.3}
 EVERY, STEPS = 3, 8
@@ -98,6 +98,7 @@ def test_a_healthy_run_is_left_alone(name):
         ("aqsgd", "forward", 1),
     ],
 )
+@pytest.mark.extended(keep=2)
 def test_a_flipped_bit_is_found_and_both_sides_start_anew(name, direction, at):
     """Unnoticed, the two sides never came together again."""
     damage = (at, EVERY + 2, direction)

@@ -9,8 +9,8 @@ import torch
 
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.config.policies.base import POLICIES, LadderOptions, Policy
-from tests.support.dist import run_ranks
 from tests.support.pipeline import MICRO_BATCHES, batches, build, ds_config
+from tests.support.ranks import run_ranks
 
 STEPS, EVERY = 6, 2
 BITS = {"bits": [8, 2]}
@@ -83,6 +83,7 @@ def ranks():
     return found
 
 
+@pytest.mark.extended
 def test_each_signal_is_what_it_is_alone(ranks):
     alone = ranks["norms", 0][0]["heard"], ranks["errors", 0][0]["heard"]
     for every in (0, 1):

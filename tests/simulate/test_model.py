@@ -7,11 +7,10 @@ from torch import nn
 import ds_compress  # noqa: F401
 from ds_compress.errors import CompressionError
 from ds_compress.simulate import simulate
-from tests.support.dist import run_ranks
-from tests.support.kinds import training
-from tests.support.kinds.catalogue import KINDS
-from tests.support.pipeline import batches, build, ds_config, layers, train
-from tests.support.simulated import simulated, train_simulated
+from tests.support import kinds
+from tests.support.kinds import KINDS
+from tests.support.pipeline import batches, build, ds_config, layers, simulated, train, train_simulated
+from tests.support.ranks import run_ranks
 
 
 def both(codec, backward=None):
@@ -115,7 +114,7 @@ def test_a_one_stage_pipeline_module_is_simulated_in_place():
 
 def real_losses(block):
     """Losses of training and of the evaluations in between."""
-    runs = training.train(KINDS["tensor"], block)
+    runs = kinds.train(KINDS["tensor"], block)
     return runs["losses"], runs["evaluated"]
 
 
@@ -128,4 +127,4 @@ def test_evaluation_sees_what_the_step_before_it_learned(codec):
     """`simulate` updated the autoencoder at the start of the next step, so it evaluated the one before."""
     block = {"forward": {"codec": codec}, "backward": {"codec": codec}, "warmup_steps": 1}
     (losses, evaluated), *_ = run_ranks(3, real_losses, block)
-    assert training.train_simulated(KINDS["tensor"], block) == (losses, evaluated)
+    assert kinds.train_simulated(KINDS["tensor"], block) == (losses, evaluated)

@@ -10,9 +10,18 @@ from torch import nn
 import ds_compress  # noqa: F401
 from ds_compress.errors import CompressionError
 from ds_compress.simulate import announce, evaluating, simulate, traffic
-from tests.support.dist import run_ranks
-from tests.support.pipeline import MICRO_BATCH, MICRO_BATCHES, batches, build, ds_config, layers
-from tests.support.simulated import even_cuts, simulated, train_step
+from tests.support.pipeline import (
+    MICRO_BATCH,
+    MICRO_BATCHES,
+    batches,
+    build,
+    ds_config,
+    even_cuts,
+    layers,
+    simulated,
+    train_step,
+)
+from tests.support.ranks import run_ranks
 
 TOPK = {"name": "topk", "density": 0.2}
 QUANTIZE = {"name": "quantize", "bits": 4, "group_size": 32}

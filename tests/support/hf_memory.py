@@ -11,8 +11,8 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from ds_compress.hf import pipeline_module
-from tests.support.dist import run_ranks
 from tests.support.pipeline import ds_config
+from tests.support.ranks import run_ranks
 
 MB = 1e6
 LAYERS, VOCABULARY = 8, 4096

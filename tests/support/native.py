@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ds_compress.kernels import library, native
-from tests.support.shared import once
+from tests.support.ranks import once
 
 ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which("g++")

@@ -1,13 +1,29 @@
-"""A small pipeline to train in tests, the same in every process."""
+"""Build small pipelines, and the same models in `simulate`.
+
+A small pipeline to train in tests, the same in every process.
+
+The model of a pipeline in one process, trained as DeepSpeed trains it: equal losses, bit for bit.
+
+What crosses between layers, and what codecs make of it, found without what `advise` measures them with.
+"""
 
 import copy
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
-from torch import nn
+from torch import Tensor, nn
+
+from ds_compress.config import DIRECTIONS
+from ds_compress.planning.candidates import startable_candidates
+from ds_compress.planning.evaluate import REPEATS
+from ds_compress.simulate import announce, simulate
+from tests.support.codecs import relative_error
 
 WIDTH = 32
 MICRO_BATCH = 4
@@ -103,3 +119,104 @@ def train(stages: int, config: dict[str, Any], steps: int = 4, **options: Any) -
     data = batches(engine.grid.get_data_parallel_id(), dtype)
     losses = [engine.train_batch(data).item() for _ in range(steps)]
     return {"losses": losses, "weights": weights(engine), "class": type(engine).__name__}
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def even_cuts(count: int, stages: int) -> list[int]:
+    """Where DeepSpeed cuts so many layers when all weigh the same."""
+    return [count * stage // stages for stage in range(1, stages)]
+
+
+def simulated(
+    specs: Sequence[LayerSpec], config: dict[str, Any], cuts: Sequence[int], **options: Any
+) -> nn.Module:
+    """The layers with the weights that a pipeline gives them; DeepSpeed seeds layer i with base seed + i."""
+    built = []
+    for index, spec in enumerate(specs):
+        torch.manual_seed(1234 + index)
+        built.append(spec.build())
+    return simulate(nn.Sequential(*built), config, cuts, **options)
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Iterator,
+    loss_fn: Loss = loss_fn,
+    micro_batches: int = MICRO_BATCHES,
+) -> float:
+    """The mean loss over the micro-batches of a step."""
+    model.train()
+    loss = _mean_loss(model, data, loss_fn, micro_batches)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def evaluate(model: nn.Module, data: Iterator, micro_batches: int = MICRO_BATCHES) -> float:
+    """The mean loss over as many micro-batches as a step has."""
+    model.eval()
+    with torch.no_grad():
+        return _mean_loss(model, data, loss_fn, micro_batches)
+
+
+def train_simulated(stages: int, config: dict[str, Any], steps: int = 4) -> list[float]:
+    """The losses of `tests.support.pipeline.train`."""
+    specs = layers()
+    model = simulated(specs, config, even_cuts(len(specs), stages))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    data = batches()
+    return [train_step(model, optimizer, data) for _ in range(steps)]
+
+
+def _mean_loss(model: nn.Module, data: Iterator, loss_fn: Loss, micro_batches: int) -> float:
+    total = torch.tensor(0.0)
+    for x, target, *others in itertools.islice(data, micro_batches):
+        announce(model, (x, target, *others))
+        loss = loss_fn(model(x), target)
+        if model.training:
+            (loss / micro_batches).backward()
+        total += loss.detach()
+    return (total / micro_batches).item()
+
+
+SEED = 1234
+
+
+def crossing(layers, cuts, x, loss):
+    """What crosses whole layers at `cuts` and comes back, found without any of what is tested."""
+    forward = []
+    for number, layer in enumerate(layers):
+        if number in cuts:
+            x.retain_grad()
+            forward.append(x)
+        x = layer(x)
+    loss(x).backward()
+    return [(x.detach(), x.grad) for x in forward]
+
+
+def agree(measured, *micro_batches):
+    """Assert that settings without state or partner have the errors of their codecs on the same tensors, cut
+    by cut, of each of the micro-batches in turn."""
+    blocks = {
+        candidate.name: candidate.block
+        for candidate in startable_candidates()
+        if candidate.name.startswith(("quantize", "entropy", "fp8", "bf16"))
+    }
+    assert len(blocks) > 10
+    for message in measured["messages"]:
+        place = {"boundary": message["boundary"], "direction": message["direction"]}
+        direction = place["direction"]
+        sent = [own[message["boundary"]][DIRECTIONS.index(direction)] for own in micro_batches]
+        x = sent[0]
+        assert message["tensors"] == [{"shape": list(x.shape), "dtype": str(x.dtype).split(".")[1]}]
+        assert message["bytes"] == x.nbytes
+        for name, block in blocks.items():
+            codec = block[direction]["codec"]  # rotations are others for each micro-batch
+            error = max(
+                relative_error(codec, sent[n % len(sent)], seed=SEED, micro_batch=n, **place)
+                for n in range(REPEATS)
+            )
+            assert message["settings"][name]["error"] == pytest.approx(error, rel=1e-4)

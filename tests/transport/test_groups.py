@@ -16,8 +16,8 @@ from ds_compress.engine.intercept import PointToPoint
 from ds_compress.engine.stage import Stage
 from ds_compress.engine.wiring import wire
 from ds_compress.message.channel import Boundary
-from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, build, ds_config
+from tests.support.ranks import run_ranks
 
 LOSSLESS = {direction: {"codec": "lossless"} for direction in ("forward", "backward")}  # a rest both ways
 

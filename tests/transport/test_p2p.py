@@ -14,8 +14,8 @@ from ds_compress.engine.stage import Instruction
 from ds_compress.errors import CompressionError
 from ds_compress.transport import p2p
 from ds_compress.transport.p2p import EagerReceiver, EagerSender, Receiver, Sender, channel_groups
-from tests.support.dist import run_ranks
 from tests.support.pipeline import WIDTH, Block, batches, build, ds_config, weights
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 EAGER = {"link": {"mode": "eager"}, "min_numel": 0}
@@ -95,6 +95,7 @@ TUPLES = [LayerSpec(Halves) for _ in range(7)] + [LayerSpec(Joined)]
 
 
 @pytest.mark.parametrize("stages, specs, depth", [(2, TUPLES, 1), (3, None, 1), (4, None, 1), (3, None, 3)])
+@pytest.mark.extended(keep=1)
 def test_random_delays_change_nothing(stages, specs, depth):
     evaluate = 9  # micro-batches; more than a training step has
     ours = run_ranks(stages, train, stages, deep(depth), 4, 0.003, evaluate, specs)

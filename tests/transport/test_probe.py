@@ -13,7 +13,7 @@ from torch import distributed as dist
 from ds_compress.transport import probe as module
 from ds_compress.transport.p2p import EagerReceiver, EagerSender, PeerTimeout, channel_groups
 from ds_compress.transport.probe import PACKET_BYTES, PING_BYTES, probe, probe_neighbours
-from tests.support.dist import run_ranks
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 ASKS_FOR_NOTHING = torch.full((8,), -1).view(torch.uint8)

@@ -20,7 +20,7 @@ from ds_compress.transport.p2p import (
     Sender,
     channel_groups,
 )
-from tests.support.dist import run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.streams import install
 
 CPU = torch.device("cpu")

@@ -5,8 +5,8 @@ import math
 import pytest
 
 import ds_compress  # noqa: F401  (hooks the engine)
-from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, build, ds_config
+from tests.support.ranks import run_ranks
 
 BLOCKS = {
     "topk": {"forward": {"codec": "topk"}, "backward": {"codec": {"name": "topk", "indices": "reuse"}}},

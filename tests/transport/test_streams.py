@@ -9,8 +9,8 @@ import pytest
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.kernels import backends
 from ds_compress.kernels.backends import reference
-from tests.support.dist import run_ranks
 from tests.support.pipeline import batches, build, ds_config
+from tests.support.ranks import run_ranks
 from tests.support.streams import install
 
 TOPK = {
@@ -63,6 +63,7 @@ def train_in_torch(folder, stages, block, **device_options):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.extended(keep=2)
 def test_work_is_in_order(recipe, tmp_path):
     plain = run_ranks(3, functools.partial(train, str(tmp_path / "plain"), 3, RECIPES[recipe]))
     for staged in (False, True) if recipe in STAGED else (False,):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from ds_compress.kernels.backends import cpu, reference
 from ds_compress.kernels.entropy.format import MOST_CONTEXTS, Frame, frame_of
+from tests.support.codecs import assert_same_bits
 from tests.support.native import TARGETS, compiled_for, remembered, runs_here
-from tests.support.same_bits import assert_same_bits
 
 
 def by_the_book(words, frame):
@@ -74,6 +74,7 @@ def mixed(n, cuts, seed, spread):
     n=291, bits=1.0, places=[0.5, 0.5, 0.25, 0.0, 0.0, 0.5, 0.0], spread=2, seed=7
 )  # the largest is beyond
 @settings(max_examples=40, deadline=None)
+@pytest.mark.extended
 def test_the_book_reads_what_was_written(n, bits, places, spread, seed):
     """And no value is further off than its cell is wide, or its key says; in the example one of the largest
     keys is beyond."""
@@ -133,6 +134,7 @@ encode, decode = map(remembered, (reference.encode_entropy, reference.decode_ent
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.parametrize("target", filter(runs_here, TARGETS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.extended(keep=1)
 def test_cpp_equals_the_reference(target, dtype, monkeypatch):
     """Contexts that begin in the midst of blocks, several in a block, and blocks in the midst of a context;
     damaged words are refused by both, or decoded alike."""

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ds_compress.kernels.backends import cpu, reference
 from ds_compress.kernels.entropy.format import CLASSES, RUN, SortedBlocks, frame_of
+from tests.support.codecs import assert_same_bits
 from tests.support.native import TARGETS, compiled_for, remembered, runs_here
-from tests.support.same_bits import assert_same_bits
 
 
 def framed(n, bits, units):
@@ -43,6 +43,7 @@ def numbers_of(units):
     seed=st.integers(0, 99),
 )
 @settings(max_examples=40, deadline=None)
+@pytest.mark.extended
 def test_the_book_finds_every_value(count, size, columns, rest, seed):
     """What is behind the code says which units come first, and the largest do."""
     units = SortedBlocks(count, size if columns else RUN, columns)
@@ -81,6 +82,7 @@ encode, decode = map(remembered, (reference.encode_sorted, reference.decode_sort
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.parametrize("target", filter(runs_here, TARGETS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.extended(keep=1)
 def test_cpp_equals_the_reference(target, dtype, monkeypatch):
     """Values behind the units, contexts that begin in the midst of one, all lanes and several blocks, inf and
     nan; damaged words are refused by both, or decoded alike, and damaged classes are an order of both."""

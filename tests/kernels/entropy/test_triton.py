@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ds_compress.kernels.backends import reference
 from ds_compress.kernels.entropy.format import RUN, Frame, SortedBlocks, frame_of
-from tests.support.same_bits import assert_same_bits
+from tests.support.codecs import assert_same_bits
 from tests.support.triton_launch import EXAMPLES, SPECIAL, fused, launched
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from ds_compress.kernels.backends import cpu, reference
 from ds_compress.kernels.feedback.reference import GROUP
 from ds_compress.kernels.quantize.grid import Grid
+from tests.support.codecs import any_grid, assert_same_bits, values
 from tests.support.native import TARGETS, compiled_for, runs_here
-from tests.support.same_bits import any_grid, assert_same_bits, values
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.kernels.backends import cpu, reference
+from tests.support.codecs import assert_same_bits, values
 from tests.support.native import TARGETS, compiled_for, runs_here
-from tests.support.same_bits import assert_same_bits, values
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 
@@ -27,6 +27,7 @@ SIZES = st.sampled_from([1, 7, 8, 15, 16, 24, 31, 32, 63, 64, 65, 128, 200, 1031
     special=st.sampled_from([None, float("inf"), -float("inf"), float("nan")]),
     seed=st.integers(0, 1000),
 )
+@pytest.mark.extended(keep=1)
 def test_codes_are_those_of_torch(target, format, size, n, dtype, special, seed):
     x = values(n, size, dtype, seed, special)
     with compiled_for(target):

@@ -15,7 +15,7 @@ from ds_compress.kernels.backends import reference
 from ds_compress.kernels.quantize import triton as groups_in_triton
 from ds_compress.kernels.quantize.grid import Grid
 from ds_compress.kernels.quantize.reference import quantize_with_error
-from tests.support.same_bits import any_grid, assert_same_bits, values
+from tests.support.codecs import any_grid, assert_same_bits, values
 from tests.support.triton_launch import DEVICE, DTYPES, EXAMPLES, INTERPRETED, SPECIAL, fused, launched
 
 

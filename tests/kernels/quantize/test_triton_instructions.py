@@ -49,6 +49,7 @@ def instructions(launch, folder):
 
 
 @pytest.mark.parametrize("grid, dtype, most_to_encode, most_to_decode", LIMITS.values(), ids=LIMITS)
+@pytest.mark.extended
 def test_few_instructions_stand_between_a_load_and_a_store(
     grid, dtype, most_to_encode, most_to_decode, monkeypatch, tmp_path
 ):

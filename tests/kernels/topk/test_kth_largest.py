@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from ds_compress.kernels.backends import cpu, reference
 from ds_compress.kernels.topk.magnitudes import first_look
+from tests.support.codecs import assert_same_bits
 from tests.support.native import TARGETS, compiled_for, runs_here
-from tests.support.same_bits import assert_same_bits
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 
@@ -55,6 +55,7 @@ def assert_kept(x, k):
     dtype=DTYPES,
     seed=st.integers(0, 1000),
 )
+@pytest.mark.extended(keep=1)
 def test_the_largest_of_short_rows(target, rows, d, share, kind, dtype, seed):
     with compiled_for(target):
         assert_kept(rows_of(kind, rows, d, seed).to(dtype), max(1, int(share * d)))

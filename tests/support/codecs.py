@@ -1,10 +1,55 @@
-"""Floats to try kernels with, and how their results are compared."""
+"""Measure, register and compare codecs.
+
+What the tests of codecs measure.
+
+Codecs that are known for the time of one test.
+
+Floats to try kernels with, and how their results are compared.
+"""
+
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+import ds_compress.codecs  # noqa: F401 - registers
+from ds_compress.codec import CODECS, Context, TensorSpec, build
 from ds_compress.kernels.quantize.grid import Grid
 from ds_compress.kernels.topk.magnitudes import as_integers
+
+
+def roundtrip(choice, x, **context):
+    codec = build(choice)
+    parts = codec.encode(x, Context(**context))
+    return codec.decode(parts, TensorSpec.of(x), Context(**context))
+
+
+def bits_per_value(choice, x):
+    return 8 * sum(part.nbytes for part in build(choice).encode(x, Context())) / x.numel()
+
+
+def relative_error(choice, x, **context):
+    return ((roundtrip(choice, x, **context).double() - x.double()).norm() / x.double().norm()).item()
+
+
+def residual_stream():
+    """[4, 1024, 1024] like the hidden state of a transformer: Gaussian, with 6 of 1024 channels 20 times
+    larger."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 1024, 1024, generator=generator)
+    x[..., torch.randperm(1024, generator=generator)[:6]] *= 20
+    return x
+
+
+@contextmanager
+def own_codecs():
+    """What is registered inside is forgotten at the end."""
+    before = CODECS._classes
+    CODECS._classes = dict(before)
+    try:
+        yield
+    finally:
+        CODECS._classes = before
 
 
 def any_grid(

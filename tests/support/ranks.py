@@ -1,12 +1,24 @@
-"""Real ranks for tests: forked processes that share the imports of this one, over gloo, with a time-out."""
+"""Run functions on real ranks, and make what all workers of pytest share once.
+
+Real ranks for tests: forked processes that share the imports of this one, over gloo, with a time-out.
+
+What the workers of pytest all need, and one of them makes.
+
+Seeds for devices that are not there.
+`torch.manual_seed` keeps a seed for each kind of device until one is first used, with the stack of the caller
+as text: a millisecond, and DeepSpeed seeds before every layer of every forward pass.
+"""
 
 import contextlib
+import fcntl
 import gc
 import os
 import pickle
+import shutil
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +96,37 @@ def _wait(children: list[int], timeout: float) -> None:
         os.waitpid(pid, 0)
     if running:
         raise AssertionError(f"{len(running)} of {len(children)} ranks still ran after {timeout} s")
+
+
+folder_of_run: Path
+
+
+def begin(basetemp: Path) -> None:
+    """Tell where this run of pytest has its temporary files; a worker has a folder of its own there."""
+    global folder_of_run
+    folder_of_run = basetemp.parent if basetemp.name.startswith("popen-") else basetemp
+
+
+def once(name: str, make: Callable[[Path], object]) -> Path:
+    """The folder `name` of this run of pytest, which `make` has filled: for the worker that came first, while
+    others waited. Nobody may change what is in it. Where `make` failed the next worker calls it again."""
+    folder, whole = folder_of_run / name, folder_of_run / f"{name}.whole"
+    with (folder_of_run / f"{name}.lock").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        if not whole.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make(folder)
+            whole.touch()
+    return folder
+
+
+def only_where_devices_are() -> None:
+    """Let this process, and those forked from it, keep none for a kind of device that the machine has not."""
+    for kind in (torch.cuda, torch.xpu, torch.mtia):
+        if not kind.is_available():
+            kind.manual_seed_all = _nowhere
+
+
+def _nowhere(seed: int) -> None:
+    pass

@@ -1,9 +1,16 @@
-"""The scripts in launch/ as modules."""
+"""Load the scripts of launch/ as modules, and read the runs that they write.
+
+The scripts in launch/ as modules.
+
+A run read back from what monitors wrote.
+"""
 
 import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+
+from ds_compress.cli.runs import RecordedRun, read_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -16,3 +23,9 @@ def load_script(name: str) -> ModuleType:
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def read_run(path: Path) -> RecordedRun:
+    """The only run at `path`."""
+    (run,) = read_runs(path)
+    return run

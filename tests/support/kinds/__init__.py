@@ -1,1 +1,0 @@
-"""Every kind of pipeline that DeepSpeed can run, to train as stock and with ds_compress."""
