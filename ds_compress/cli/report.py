@@ -6,6 +6,7 @@ import html
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,9 @@ def headlines(runs: list[RecordedRun]) -> list[str]:
 
 
 def _distinct(runs: list[RecordedRun]) -> list[RecordedRun]:
+    """Name runs of equal names after their files of W&B; two that have the same name then are refused."""
+    names = [run.name for run in runs]
+    runs = [replace(r, name=r.wandb_name) if r.wandb_name and names.count(r.name) > 1 else r for r in runs]
     names = [run.name for run in runs]
     for name in names:
         if names.count(name) > 1:

@@ -6,6 +6,7 @@ import math
 import re
 import statistics
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,8 @@ class RecordedRun:
     name: str
     series: dict[str, Series]
     config: dict[str, Any] = field(default_factory=dict)
+    wandb_name: str = ""
+    """Of the file of W&B, which no other run has; empty where it wrote none."""
 
     @property
     def boundaries(self) -> int:
@@ -68,10 +71,11 @@ class RecordedRun:
 def read_runs(path: Path) -> list[RecordedRun]:
     """Read the runs at `path`, or wherever they are below it.
 
-    What several monitors wrote of one run is one run: its losses and labels are the same.
+    What several monitors wrote of one run is one run: its losses and labels are the same. One that cannot
+    be read, or holds no training loss, is passed over with a line on stderr where there are others.
 
     Raises:
-        CompressionError: there is no run, or one that holds no training loss.
+        CompressionError: there is no run that can be read.
     """
     if not path.exists():
         raise CompressionError(f"report: {path} is not there")
@@ -83,21 +87,38 @@ def read_runs(path: Path) -> list[RecordedRun]:
         )
     runs: list[RecordedRun] = []
     kinds: list[set[str]] = []  # of the monitors that wrote each run
+    unusable: list[CompressionError] = []
     for place, kind in places:
-        series, config = READERS[kind](place)
-        series = {name: sorted(dict(points).items()) for name, points in series.items()}
-        if not series.get(LOSS):
-            raise CompressionError(f"report: {place} holds no {LOSS}: the run wrote no step")
+        try:
+            series, config = _read(place, kind)
+        except CompressionError as error:
+            unusable.append(error)
+            continue
         same = next(
             (n for n, run in enumerate(runs) if kind not in kinds[n] and _is_same(run.series, series)), None
         )
         if same is None:
-            runs.append(RecordedRun(_name(path, path if len(places) == 1 else place), series, config))
-            kinds.append({kind})
-        else:
-            runs[same].config |= config
-            kinds[same].add(kind)
+            runs.append(RecordedRun(_name(path, path if len(places) == 1 else place), series))
+            kinds.append(set())
+            same = -1
+        runs[same].config |= config
+        kinds[same].add(kind)
+        if kind == "wandb":
+            runs[same].wandb_name = place.stem
+    if not runs:
+        raise unusable[0]
+    for reason in unusable:
+        print(f"{reason}; passed over", file=sys.stderr)
     return runs
+
+
+def _read(place: Path, kind: str) -> Recording:
+    """Read one run; its series are in the order of the samples."""
+    series, config = READERS[kind](place)
+    series = {name: sorted(dict(points).items()) for name, points in series.items()}
+    if not series.get(LOSS):
+        raise CompressionError(f"report: {place} holds no {LOSS}: the run wrote no step")
+    return series, config
 
 
 def _places(path: Path) -> list[tuple[Path, str]]:

@@ -160,6 +160,30 @@ def test_runs_of_one_monitor_with_equal_losses_stay_apart(tmp_path):
     assert found == {"none": 2, "run-two": 0, "run-three": 0}
 
 
+def test_runs_of_wandb_given_one_by_one(tmp_path, capsys):
+    """`report runs/wandb/offline-run-*` was refused: all of them had the name of the folder `runs`."""
+    write_run(tmp_path / "runs" / "csv", 1000)
+    series = read_run(tmp_path / "runs").series
+    for name in ("one", "two"):
+        write_wandb(tmp_path / "runs", name, series)
+    folders = sorted(map(str, (tmp_path / "runs" / "wandb").iterdir()))
+    assert main(["report", *folders, "--out", str(tmp_path / "out")]) == 0
+    assert "run-one: " in (printed := capsys.readouterr().out) and "run-two: " in printed
+    assert main(["report", folders[0], folders[0]]) == 2
+    assert "2 runs are named 'run-one'" in capsys.readouterr().err
+
+
+def test_a_run_that_cannot_be_read_is_passed_over(tmp_path, capsys):
+    """A run that ended before its first step, or a profiler's events, ended the report of all others."""
+    write_run(tmp_path / "good" / "csv", 100)
+    write_wandb(tmp_path, "died", {})
+    (tmp_path / "empty.wandb").write_bytes(b"")
+    assert [run.name for run in read_runs(tmp_path)] == ["good"]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and all(line.endswith("; passed over") for line in lines)
+    assert "run-died.wandb holds no Train/Samples/train_loss" in "".join(lines)
+
+
 def test_a_tensorboard_folder(tmp_path):
     from torch.utils.tensorboard import SummaryWriter
 
