@@ -1,13 +1,14 @@
-"""Switching on: `pip install` is enough.
+"""Hook DeepSpeed's engines when torch is imported, so that `pip install` is enough.
 
 torch calls `hook` at the end of `import torch` (entry point of group "torch.backends"); `import ds_compress`
-calls it too. It waits for the import of DeepSpeed's engines and wraps their constructors: `PipelineEngine`'s,
-to compress, and that of `DeepSpeedEngine`, from which it derives, to say where nothing can be compressed. So
-it reaches every engine, also of projects with their own `initialize` or subclass. Not the module `deepspeed`:
-when a script imports deepspeed before torch, that one is only half imported at this point.
+calls it too. The hook wraps the constructors of DeepSpeed's engines when these are imported: that of
+`PipelineEngine` to compress, and that of its base `DeepSpeedEngine` to warn if nothing can be compressed.
+This covers every engine, also in projects with their own `initialize` or subclass. The hook does not touch
+the module `deepspeed`: if a script imports deepspeed before torch, that module is only partly imported at
+this point.
 
-An engine whose ds_config has no "ds_compress" key is left alone, unless the environment variable
-DS_COMPRESS_REQUIRE=1 makes training uncompressed an error.
+An engine whose ds_config has no "ds_compress" key is not changed. With the environment variable
+DS_COMPRESS_REQUIRE=1, training uncompressed is an error.
 """
 
 import functools
@@ -23,18 +24,20 @@ PIPELINE = "deepspeed.runtime.pipe.engine"
 PLAIN = "deepspeed.runtime.engine"
 KEY = "ds_compress"
 
-MARK = "_ds_compress"  # of a constructor that is wrapped
+MARK = "_ds_compress"  # attribute of wrapped constructors
 FIRST_USES = ("_exec_schedule", "save_checkpoint", "load_checkpoint")
-"""Methods that a pipeline engine has, of which all ranks call the same one first."""
+"""Methods of a pipeline engine; all ranks call the same one of them first."""
 
-_in_construction: set[int] = set()  # ids of the engines in the constructor of `PipelineEngine`
+_in_construction: set[int] = set()  # ids of the engines whose `PipelineEngine` constructor is running
 
 logger = logging.getLogger("ds_compress")
 
 
 def hook() -> None:
-    """Wrap DeepSpeed's engines, now or when they are imported; raises only where compression is required, as
-    anything else would break `import torch`."""
+    """Wrap DeepSpeed's engines, now or when they are imported.
+
+    Errors are only raised if compression is required; otherwise they would break `import torch`.
+    """
     try:
         for target in ENGINES:
             if target in sys.modules:
@@ -50,7 +53,7 @@ def hook() -> None:
 
 
 class _Finder:
-    """Lets the import system find an engine's module as it would without us, then wraps what was loaded."""
+    """Finds an engine's module through the other finders, and wraps its engine after it has loaded."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name not in ENGINES:
@@ -58,7 +61,7 @@ class _Finder:
         others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
         specs = (finder.find_spec(name, path, target) for finder in others)
         spec = next((spec for spec in specs if spec is not None), None)
-        if spec is None or spec.loader is None:  # not there: the import system says so
+        if spec is None or spec.loader is None:  # not installed: the import system raises
             return spec
         loader: Any = spec.loader
         execute = loader.exec_module
@@ -72,7 +75,7 @@ class _Finder:
 
 
 def _wrap(module: ModuleType) -> None:
-    """Put `ENGINES`' function for `module` round the constructor of its engine, once."""
+    """Wrap the constructor of the engine in `module` with its function from `ENGINES`, once."""
     name, around = ENGINES[module.__name__]
     engine_class: Any = getattr(module, name, None)
     if engine_class is None or getattr(engine_class.__init__, MARK, None) == name:
@@ -90,7 +93,7 @@ def _wrap(module: ModuleType) -> None:
 def _around_pipeline(
     engine: Any, module: ModuleType, build: Callable[[], None], kwargs: dict[str, Any]
 ) -> None:
-    """Have `build` make a `PipelineEngine`, then compress what it sends."""
+    """Construct a `PipelineEngine` by calling `build`, then compress what it sends."""
     _prepare(kwargs)
     _in_construction.add(id(engine))
     try:
@@ -105,12 +108,17 @@ def _around_pipeline(
 
 
 def _prepare(kwargs: dict[str, Any]) -> None:
-    """Before a pipeline engine with the key is built; `kwargs`: of its constructor."""
+    """Prepare for a pipeline engine whose ds_config has the key, before it is constructed.
+
+    Args:
+        kwargs: those of its constructor.
+    """
     if KEY in getattr(kwargs.get("config_class"), "_param_dict", {}):
         _entrance().prepare()
 
 
 def _entrance() -> ModuleType:
+    """Import the module that attaches to engines."""
     try:
         from ds_compress.engine import attach
     except ImportError as error:
@@ -119,13 +127,16 @@ def _entrance() -> ModuleType:
 
 
 def _around_plain(engine: Any, module: ModuleType, build: Callable[[], None], kwargs: dict[str, Any]) -> None:
-    """Have `build` make a `DeepSpeedEngine`. Compress what it sends if it is a pipeline engine that does not
-    call `PipelineEngine`'s constructor; where it is none, the key has no effect."""
+    """Construct a `DeepSpeedEngine` by calling `build`, and compress what it sends if it is a pipeline.
+
+    This handles pipeline engines that do not call `PipelineEngine`'s constructor. For engines without a
+    pipeline the key has no effect, and a warning says so.
+    """
     is_pipeline = all(hasattr(type(engine), name) for name in ("_exec_schedule", "_INSTRUCTION_MAP"))
     if is_pipeline and id(engine) not in _in_construction:
         _prepare(kwargs)
     build()
-    if id(engine) in _in_construction:  # `_around_pipeline` goes on
+    if id(engine) in _in_construction:  # `_around_pipeline` continues
         return
     ds_config = _ds_config(engine)
     if KEY not in ds_config:
@@ -146,8 +157,10 @@ def _around_plain(engine: Any, module: ModuleType, build: Callable[[], None], kw
 
 
 def _attach_when_used(engine: Any, block: object) -> None:
-    """Compress what a pipeline engine sends from its first schedule or checkpoint on: its constructor is at
-    work, and has not made what `attach` needs."""
+    """Attach to a pipeline engine at its first schedule or checkpoint.
+
+    Its constructor is still running and has not created what `attach` needs.
+    """
 
     def attach_first(name: str) -> Callable[..., Any]:
         def use(*args: Any, **kwargs: Any) -> Any:
@@ -165,17 +178,18 @@ ENGINES: dict[str, tuple[str, Callable[..., None]]] = {
     PIPELINE: ("PipelineEngine", _around_pipeline),
     PLAIN: ("DeepSpeedEngine", _around_plain),
 }
-"""By module: the class, and what goes round its constructor."""
+"""For each module: the class, and the function that wraps its constructor."""
 
 
 def _ds_config(engine: Any) -> dict[str, Any]:
+    """Return the ds_config dict of an engine."""
     return getattr(engine._config, "_param_dict", {})
 
 
 def _without_key(engine: Any, ds_config: dict[str, Any]) -> None:
-    """Refuse to train, where compression is required; else look for a misspelt key.
+    """Raise an error if compression is required, else warn about a misspelt key.
 
-    DeepSpeed ignores keys it does not know, so a misspelt one would train uncompressed without a word.
+    DeepSpeed ignores unknown keys, so with a misspelt key training would silently run uncompressed.
     """
     near = near_misses(ds_config)
     if is_required():
@@ -188,7 +202,7 @@ def _without_key(engine: Any, ds_config: dict[str, Any]) -> None:
 
 
 def near_misses(ds_config: dict[str, Any]) -> list[str]:
-    """Keys that look like a misspelt "ds_compress"."""
+    """Return the keys that look like a misspelt "ds_compress"."""
     import difflib
 
     def plain(key: object) -> str:

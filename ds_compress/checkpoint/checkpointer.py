@@ -1,24 +1,26 @@
-"""State of the channels beside DeepSpeed's checkpoint: a safetensors file per rank in the folder of the tag.
+"""Save and load the state of channels beside DeepSpeed's checkpoints.
+
+Each rank writes one safetensors file into the folder of the tag:
 
     ds_compress_pp01_dp00_tp00.safetensors            stage 1, data-parallel rank 0, tensor-parallel rank 0
       4/downstream/0/backward/sender/ef               layer 4 begins here; float tensor 0; key in memory
       8/upstream/0/forward/mirror/ef21                layer 8 begins on the next stage
       metadata: see `file.Metadata`
 
-A boundary is known by the first layer behind it, so it is found again where it still exists after a change of
-the stages. Its state is restored, on both sides, when both find theirs with equal settings in files of the
-loaded step and what both sides share is equal, compared by hash. Otherwise both start from zero, and rank 0
-says which and why. Replica r reads what replica r wrote; `load_module_only` restores nothing.
+The first layer behind a boundary identifies it, so its state is found even if the stages have changed. Both
+sides restore their state if both find it in files of the loaded step with equal settings, and if their
+mirrored state is equal, compared by hash. Otherwise both start from zero, and rank 0 logs which and why.
+Replica r reads what replica r wrote. `load_module_only` restores nothing.
 
-Settings that have changed since training began (`course`) go on as they were, where all ranks find the same
-and the block and the boundaries are those of that run.
+Settings that changed during training (`course`) are restored if all ranks find the same ones, and if the
+block and the boundaries are those of the saved run.
 
-With depth "auto" training goes on at the depth it had, where all ranks find it and stages and micro-batches
-are as many.
+With depth "auto" the saved depth is restored if all ranks find it, and if the numbers of stages and
+micro-batches are unchanged.
 
-With `"state": "delta"` a file may hold changes to the checkpoint before. The first one of a run is complete,
-and so is the next after `FULL_EVERY` of the others, and any one when a rank cannot read what it would build
-on.
+With `"state": "delta"` checkpoints are incremental: a file may contain changes to the previous checkpoint. A
+full one is written first, again after `FULL_EVERY` incremental ones, and whenever a rank cannot read the
+checkpoint that it would be based on.
 """
 
 import functools
@@ -57,7 +59,7 @@ log = logging.getLogger("ds_compress")
 
 
 def state_of(sides: Iterable[Side]) -> dict[str, Tensor]:
-    """All that boundaries remember, by key in a file."""
+    """Return the state of all boundaries, by key in the file."""
     return {
         f"{side.key}/{position}/{name}": value
         for side in sides
@@ -68,23 +70,24 @@ def state_of(sides: Iterable[Side]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Chain:
-    """Checkpoints of this run, a complete one first and each the base of the next."""
+    """A chain of incremental checkpoints of this run: a full one, then each based on the one before."""
 
     root: Path | None = None
     tags: tuple[str, ...] = ()
 
     def before(self, root: Path, tag: str) -> "Chain":
-        """What is left to build on when `tag` is written below `root`."""
+        """Return the part of the chain that a checkpoint `tag` below `root` can be based on."""
         if root != self.root or len(self.tags) > FULL_EVERY:
             return Chain(root)
         return Chain(root, self.tags[: self.tags.index(tag)] if tag in self.tags else self.tags)
 
     def then(self, tag: str) -> "Chain":
+        """Return the chain with `tag` appended."""
         return Chain(self.root, (*self.tags, tag))
 
 
 class Checkpointed(Protocol):
-    """What a checkpoint is made of."""
+    """What a session provides for its checkpoints."""
 
     engine: Any
     config: Config
@@ -99,23 +102,24 @@ class Checkpointed(Protocol):
         """Return the sides of boundaries that this rank has."""
 
     def course(self) -> dict[str, Any]:
-        """Return the settings that training has come to: the same on every rank."""
+        """Return the settings after all changes during training, equal on every rank."""
 
     def noted(self) -> dict[str, list[float]]:
-        """Return what this rank alone has noted for its policy."""
+        """Return what this rank alone has recorded for its policy."""
 
     def resume(self, course: dict[str, Any], noted: dict[str, list[float]]) -> bool:
-        """Have the settings of a checkpoint; return whether its run had the same block and boundaries."""
+        """Apply the settings of a checkpoint; return whether its run had the same block and boundaries."""
 
 
 class Checkpointer:
-    """Saves and loads the state of a rank's channels, when DeepSpeed saves and loads its own."""
+    """Saves and loads the state of a rank's channels together with DeepSpeed's checkpoints."""
 
     def __init__(self, session: Checkpointed):
         self._session = session
         self._chain = Chain()
 
     def _rank_in_job(self) -> Rank:
+        """Return the stage, replica and tensor-parallel index of this rank."""
         engine = self._session.engine
         grid = engine.grid
         return Rank(engine.stage_id, grid.get_data_parallel_id(), grid.get_slice_parallel_rank())
@@ -124,7 +128,7 @@ class Checkpointer:
         """Write this rank's state beside DeepSpeed's checkpoint `tag` below `root`; every rank calls it.
 
         Raises:
-            CompressionError: on every rank, when one could not write its part.
+            CompressionError: on every rank, if any rank could not write its file.
         """
         session, engine = self._session, self._session.engine
         sides, path = session.sides(), self._rank_in_job().path(Path(root, tag))
@@ -151,9 +155,11 @@ class Checkpointer:
         self._all_saved(failure, tag)
 
     def _all_saved(self, failure: str, tag: str) -> None:
-        """Stop every rank when one has a `failure`: the others would wait for it in DeepSpeed's next barrier.
+        """Raise an error on every rank if one has a `failure`.
 
-        DeepSpeed has not written "latest" yet, so the checkpoint before this one stays the one to load.
+        Otherwise the others would wait for it in DeepSpeed's next barrier.
+
+        DeepSpeed has not written "latest" yet, so that file still names the previous checkpoint.
         """
         number = torch.tensor(
             dist.get_rank() + 1 if failure else 0, dtype=torch.int64, device=self._session.engine.device
@@ -164,10 +170,9 @@ class Checkpointer:
             raise CompressionError(f"ds_compress: checkpoint {tag} is not complete: {failure}")
 
     def _changes(self, root: Path, tag: str, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The state packed as changes; None when it has to be complete.
+        """Pack the state as changes to the previous checkpoint; return None if a full one is needed.
 
-        That is for all ranks to agree on: sides that were not packed alike would not be equal when they are
-        loaded.
+        All ranks must agree: sides that are packed differently would not be equal after loading.
         """
         chain = self._chain.before(root, tag)
         packed = None
@@ -178,7 +183,9 @@ class Checkpointer:
             except Damaged as error:
                 lost = Path(root, error.tag, name)
                 log.warning(
-                    "%s cannot be read; checkpoints since need it, this one is complete: %s", lost, error
+                    "%s cannot be read; later checkpoints are based on it, this one is complete: %s",
+                    lost,
+                    error,
                 )
             everywhere = torch.tensor(
                 int(packed is not None), dtype=torch.int64, device=self._session.engine.device
@@ -190,8 +197,10 @@ class Checkpointer:
         return packed
 
     def _load_depth(self, root: Path, tag: str, rank: Rank, restore: bool) -> None:
-        """Go on at the depth that was found before, until it is found anew: links or memory may be others
-        now."""
+        """Restore the saved depth if all ranks find the same, else depth 1.
+
+        The depth is measured again afterwards, because links or memory may have changed.
+        """
         session, engine = self._session, self._session.engine
         place = engine.global_steps, engine.num_stages, engine.micro_batches
         depth = saved_depth(root, tag, rank, *place) if restore else 0
@@ -201,7 +210,7 @@ class Checkpointer:
         session.depth.set(session.stage, least if least == most and least > 0 else 1)
 
     def _load_course(self, root: Path, tag: str, rank: Rank) -> None:
-        """Have the settings that training had come to, where all ranks find the same."""
+        """Restore the settings that had changed during training, if all ranks find the same."""
         course, noted = saved_course(root, tag, rank, self._session.engine.global_steps)
         digest = hashlib.blake2b(json.dumps(course, sort_keys=True).encode(), digest_size=7).digest()
         number = int.from_bytes(digest, "little")
@@ -213,9 +222,7 @@ class Checkpointer:
         resumed, failure = False, ""
         try:
             resumed = self._session.resume(course if alike else {}, noted)
-        except (
-            Exception
-        ) as error:  # hashes fit, contents do not: all start again, as all have the same course
+        except Exception as error:  # equal on all ranks, but not valid: all ranks start again from the block
             failure = in_one_line(error)
         own, size = dist.get_rank(), dist.get_world_size()
         failed = torch.tensor(own if failure else size, dtype=torch.int64, device=self._session.engine.device)
@@ -230,8 +237,8 @@ class Checkpointer:
                 )
         elif not resumed and lost and dist.get_rank() == 0:
             log.warning(
-                "ds_compress: %s: settings that changed during training start again from the block: it, or "
-                "the number of stages, is another than that run had, or a file cannot be read",
+                "ds_compress: %s: settings that changed during training start again from the block: the "
+                "block or the number of stages differs from the saved run, or a file cannot be read",
                 Path(root, tag),
             )
 
@@ -239,7 +246,7 @@ class Checkpointer:
         """Load this rank's state from beside DeepSpeed's checkpoint `tag` below `root`; every rank calls it.
 
         Args:
-            restore: False where the weights alone were loaded: then all state starts from zero.
+            restore: False if only the weights were loaded; all state then starts from zero.
         """
         session, engine = self._session, self._session.engine
         rank, sides = self._rank_in_job(), session.sides()

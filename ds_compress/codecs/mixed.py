@@ -1,8 +1,8 @@
-"""Two widths of codes in one message (TAH-Quant, arXiv 2506.01352): tiles of high entropy get more bits.
+"""Two code widths in one message (TAH-Quant, arXiv 2506.01352): tiles of high entropy get more bits.
 
-The entropy of a tile is that of |x| / sum |x| over its values: high if they have equal magnitudes, low if a
-few are much larger. The share alone fixes how many tiles have which width, so the size of a message is known
-beforehand. One bit per tile tells its width.
+The entropy of a tile is that of |x| / sum |x| over its values: high if magnitudes are equal, low if a few are
+much larger. The number of tiles of each width depends on the option `share` alone, so messages have a static
+size. One bit per tile gives its width.
 """
 
 import torch
@@ -17,10 +17,10 @@ class Mixed(CodecOptions):
     """Options of mixed widths."""
 
     share: float = Field(0.8, ge=0, le=1)
-    """Part of the tiles that keep the full width: those of highest entropy."""
+    """Fraction of the tiles with the full width: those of highest entropy."""
 
     low_bits: int = Field(3, ge=1, le=7)
-    """Bits of one code in all others."""
+    """Bits per code in the other tiles."""
 
     def counts(self, tiles: int) -> tuple[int, int]:
         """Return how many of `tiles` are high and how many low."""
@@ -29,13 +29,18 @@ class Mixed(CodecOptions):
 
 
 def map_size(tiles: int) -> int:
-    """Return the bytes of the map of `tiles` tiles."""
+    """Return the size of the width map of `tiles` tiles, in bytes."""
     return packed_size(tiles + -tiles % 8, bits=1)
 
 
 def separate(tiles: Tensor, high: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The map, and the `high` tiles of highest entropy and the others, both in the order they have in
-    `tiles`, [n, G].
+    """Separate the `high` tiles of highest entropy from the others.
+
+    Args:
+        tiles: [n, G].
+
+    Returns:
+        the map, the high tiles and the others, both in the order they have in `tiles`.
 
     The map is uint8 [map_size(n)]: 1 for a high tile, packed as in `kernels.quantize.bits`.
     """
@@ -49,7 +54,7 @@ def separate(tiles: Tensor, high: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def reunite(tile_map: Tensor, high: Tensor, low: Tensor) -> Tensor:
-    """Invert `separate`: return the tiles, [n, G]."""
+    """Invert `separate`: return the tiles, [n, G], in their original order."""
     is_high = unpack(tile_map[None], bits=1)[0, : len(high) + len(low)]
     return torch.cat([high, low])[_places(is_high)]
 
@@ -61,10 +66,12 @@ def _places(is_high: Tensor) -> Tensor:
 
 
 def _numbers(tiles: Tensor) -> Tensor:
+    """Return the indices 0 ... n - 1 of the tiles, int64."""
     return torch.arange(len(tiles), dtype=torch.int64, device=tiles.device)
 
 
 def _entropy(tiles: Tensor) -> Tensor:
+    """Return the entropy of |x| / sum |x| of each tile."""
     magnitude = tiles.float().abs()
     total = magnitude.sum(1, keepdim=True)
     return torch.special.entr(magnitude / torch.where(total > 0, total, 1)).sum(1)

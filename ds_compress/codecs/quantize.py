@@ -1,4 +1,4 @@
-"""Group-wise quantization."""
+"""Codec quantize: quantization in groups of values."""
 
 import functools
 import math
@@ -21,14 +21,14 @@ from ds_compress.kernels.quantize.grid import Grid
 from ds_compress.kernels.quantize.hadamard import key_of
 
 _MADE = (torch.float32, torch.bfloat16)
-"""What kernels make of codes."""
+"""Dtypes that kernels decode to."""
 
 _SCALE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @register("quantize")
 class Quantize(Codec, FusesFeedback):
-    """Quantization to 1-8 bits, with one scale for each group of values."""
+    """Quantizes to 1-8 bits, with one scale for each group of values."""
 
     examples = (
         {"bits": 8},
@@ -65,7 +65,7 @@ class Quantize(Codec, FusesFeedback):
         options, backend, run = self.options, kernels(x.device), self._run
         dither = ctx.key("dither") if self._drawn else None
         grid, numel = self._grid(options.bits, ctx.seed), x.numel()
-        if run and numel and numel % run == 0:  # whole groups, as they lie in memory
+        if run and numel and numel % run == 0:  # whole groups, contiguous in memory
             return backend.quantize(x, grid, dither, out, run)
         groups = self._split(x)
         if options.mixed is None:
@@ -115,31 +115,37 @@ class Quantize(Codec, FusesFeedback):
         return self._joined(values, spec.shape), self._joined(new, spec.shape)
 
     def _in_groups(self, x: Tensor, held: Tensor, *scales: Tensor) -> tuple[list[Tensor], int] | None:
-        """`x` and a state for kernels, and the size of their groups; None where they have no pass."""
+        """Arrange `x` and its state in groups for a kernel; return them with the group size, or None.
+
+        None: no fused kernel supports these options.
+        """
         run = self._run
         if not self._fuses(x.dtype):
             return None
-        if run and x.numel() and x.numel() % run == 0:  # whole groups, as they lie in memory
+        if run and x.numel() and x.numel() % run == 0:  # whole groups, contiguous in memory
             return [x, held, *scales], run
-        if scales:  # codes share scales in the order of values
+        if scales:  # the scales of the state refer to values in memory order
             return None
         groups = self._split(x)
         return [groups, self._split(held)], groups.shape[1]
 
     def _fuses(self, dtype: torch.dtype) -> bool:
+        """Return whether kernels fuse quantization with feedback for these options."""
         plain = self.options.mixed is None and self.options.rounding == "nearest"
-        # the mean of a sum is not the sum of those of its terms
+        # x and state are padded separately, and mean |x + state| is not mean |x| + mean |state|
         return plain and dtype in _MADE and self._fill != "mean"
 
     def _split(self, x: Tensor) -> Tensor:
+        """Split a tensor into groups."""
         return split(x, self.options.group_size, self.options.axis, self._fill)
 
     def _joined(self, groups: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Join groups into a tensor of `shape`, without a copy if possible."""
         if groups.shape == shape:
             return groups
         options = self.options
         in_order = options.axis == -1 and isinstance(options.group_size, int)
-        if in_order and groups.numel() == torch.Size(shape).numel():  # nothing was missing
+        if in_order and groups.numel() == torch.Size(shape).numel():  # no padding
             return groups.view(shape)
         spec = TensorSpec(shape, groups.dtype, groups.device)
         return join(groups, spec, self.options.group_size, self.options.axis)
@@ -150,7 +156,7 @@ class Quantize(Codec, FusesFeedback):
         run, numel, dtype = self._run, spec.numel, spec.dtype
         if run and numel and numel % run == 0 and dtype in _MADE:
             return backend.dequantize(parts, grid, dtype, spec.shape)
-        # what `join` does to fp16 is done in fp32
+        # kernels do not decode to fp16: decode to fp32, and `join` converts
         wide = dtype if dtype in _MADE else torch.float32
         if options.mixed is None:
             groups = backend.dequantize(parts, grid, wide)
@@ -175,14 +181,14 @@ class Quantize(Codec, FusesFeedback):
         error = max(self._normal_error(bits, size) for bits in self._widths)
         if not (missing and self._gaussian) or self.options.hadamard:
             return error
-        # zeros in the last group make its scale smaller: it may lose all
+        # zeros in the last group reduce its scale, so it may lose all its values
         return math.sqrt(error**2 + (size - missing) / spec.numel)
 
     def stability(self, spec: TensorSpec) -> Stability:
         stochastic = self.options.rounding == "stochastic"
         if self._gaussian or (self._symmetric and self.options.bits == 1 and not stochastic):
             return Stability(self.error_bound(spec))
-        # each value is half a step off, or a step; rounding the scales makes that up to 2 % larger
+        # the error of a value is half a step, or a step; rounding the scales adds up to 2 %
         steps = min(self._grid(bits).top for bits in self._widths)
         return Stability((2 if stochastic else 1) * 1.02 / steps, self.unbiased, "max")
 
@@ -192,15 +198,17 @@ class Quantize(Codec, FusesFeedback):
 
     @functools.cached_property
     def _drawn(self) -> bool:
+        """Whether rounding is stochastic."""
         return self.options.rounding == "stochastic"
 
     @property
     def _widths(self) -> list[int]:
+        """Bits per code of each width in use."""
         mixed = self.options.mixed
         return [self.options.bits] + ([mixed.low_bits] if mixed else [])
 
     def _group(self, spec: TensorSpec) -> tuple[int, int]:
-        """Values per group, and how many of them the last group lacks (each group of a channel)."""
+        """Return the values per group and the number of padded values in the last group (of each channel)."""
         axis = (
             -1 if self.refuses(spec) else self.options.axis
         )  # the typical message may have fewer dimensions
@@ -209,20 +217,24 @@ class Quantize(Codec, FusesFeedback):
         return size, missing // max(groups, 1) if self.options.group_size == "channel" else missing
 
     def _worst_error(self, bits: int, size: int) -> float:
-        """Of one group, whatever its values; rounding the scales makes a step up to 1 % larger."""
+        """Return the largest relative error of a group, for any values.
+
+        Rounding the scales makes a step up to 1 % larger.
+        """
         if self._gaussian:
             return gaussian.error_bound(bits, size)
         stochastic = self.options.rounding == "stochastic"
         if bits == 1 and self._symmetric and not stochastic:
             return math.sqrt(1 - 0.999 / size)  # every value becomes the mean magnitude, with its sign
         steps = self._grid(bits).top
-        # two values make up the range of a grid from minimum to maximum, one that of a symmetric grid
+        # two values determine the range of an asymmetric grid, one value that of a symmetric grid
         nearest = 1.02 * bounds.grid(2 * size if self._symmetric else size, steps)
         if stochastic:
             return 2 * nearest
         return min(1.0, nearest) if self._symmetric else nearest  # 0 is on a symmetric grid
 
     def _normal_error(self, bits: int, size: int) -> float:
+        """Return the relative error of a group of Gaussian values."""
         if self._gaussian:
             return 1.1 * gaussian.normal_error(bits)
         stochastic = self.options.rounding == "stochastic"
@@ -231,13 +243,17 @@ class Quantize(Codec, FusesFeedback):
         return 1.02 * bounds.normal_on_grid(-reach, reach, self._grid(bits).top, stochastic)
 
     def _layout(self, groups: int, size: int, bits: int) -> Layout:
+        """Return the shapes and dtypes of the codes and scales of one width."""
         scale = ((groups,), _SCALE_DTYPES[self.options.scale_dtype])
         scales = 1 if self._symmetric else 2
         return ((groups, packed_size(size, bits)), torch.uint8), *[scale] * scales
 
     @functools.cached_property
     def _grid(self) -> Callable[..., Grid]:
-        """Of codes so many bits wide, under the seed of a block: kept, as each message asks for it."""
+        """Return a cached function that makes the grid for a number of bits and the seed of a block.
+
+        Every message asks for it.
+        """
         scale_dtype, hadamard = _SCALE_DTYPES[self.options.scale_dtype], self.options.hadamard
 
         @functools.lru_cache
@@ -249,13 +265,14 @@ class Quantize(Codec, FusesFeedback):
 
     @functools.cached_property
     def _run(self) -> int:
-        """Return how many consecutive values of a row share scale and bit width; 0 if no constant does."""
+        """Number of consecutive values that share a scale and a code width; 0 for other groupings."""
         options = self.options
         plain = options.mixed is None and options.axis == -1 and isinstance(options.group_size, int)
         return options.group_size if plain else 0
 
     @functools.cached_property
     def _gaussian(self) -> bool:
+        """Whether the grid has Gaussian levels."""
         options = self.options
         if options.grid is not None:
             return options.grid == "gaussian"
@@ -264,11 +281,12 @@ class Quantize(Codec, FusesFeedback):
 
     @functools.cached_property
     def _symmetric(self) -> bool:
+        """Whether grids are symmetric around 0."""
         return self._gaussian or self.options.scheme == "symmetric"
 
     @functools.cached_property
     def _fill(self) -> Fill:
-        """What fills up the last group."""
+        """Padding of the last group."""
         if self.options.hadamard or self._gaussian:
             return "zeros"
         return "mean" if self._grid(self.options.bits).is_mean else "last"

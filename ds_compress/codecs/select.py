@@ -1,10 +1,10 @@
-"""Which k entries of each row are kept.
+"""Selection of k entries in each row of a tensor.
 
-Every function takes `x` [rows, d] and returns a `Selection` of entries of `x.flatten()`, ascending, with the
-same number of entries in every row whatever the data, so that packets have a static size and carry no counts.
-`values`: memory for the kept entries, where they are made on the way (see `select_largest` in
-kernels/topk/reference.py). nan and infinity count as the largest magnitude: a selection from non-finite input
-holds a non-finite entry.
+Every function takes `x` [rows, d] and returns a `Selection` of entries of `x.flatten()`, in ascending order.
+The number of entries per row does not depend on the data, so packets have a static size and contain no
+counts. `values` is an optional output buffer for the selected entries (see `select_largest` in
+kernels/topk/reference.py). nan and infinity count as the largest magnitude, so a selection from non-finite
+input contains a non-finite entry.
 """
 
 import math
@@ -18,54 +18,54 @@ from ds_compress.kernels.topk.magnitudes import INFINITY, SAMPLE, keys
 from ds_compress.kernels.topk.selection import Selection, banded, largest, sidco_thresholds
 
 
-@lru_cache(maxsize=1024)  # a message has the shape of the one before
+@lru_cache(maxsize=1024)  # successive messages have the same shape
 def kept_of(length: int, density: float) -> int:
-    """How many of `length` entries `density` keeps: at least one; the 1e-9 absorbs the rounding of the
-    product."""
+    """Return how many of `length` entries are selected at `density`, at least one.
+
+    Subtracting 1e-9 absorbs the rounding of the product.
+    """
     return min(length, max(1, math.ceil(density * length - 1e-9)))
 
 
 @lru_cache(maxsize=1024)
 def kept_in_blocks(length: int, density: float, block: int) -> int:
-    """How many of `length` entries `blockwise` keeps."""
+    """Return how many of `length` entries `blockwise` selects."""
     return length // block * kept_of(block, density) + kept_of(length % block, density)
 
 
 @lru_cache(maxsize=1024)
 def rows_of(shape: tuple[int, ...], row: str) -> tuple[int, int]:
-    """(rows, entries per row): a row is one sample (dim 0 counts them) or the whole tensor."""
+    """Return (rows, entries per row): a row is one sample (an index of dim 0) or the whole tensor."""
     numel = torch.Size(shape).numel()
     rows = shape[0] if row == "sample" and len(shape) > 1 else 1
     return rows, numel // rows if rows else 0
 
 
 def exact(x: Tensor, k: int, values: Tensor | None = None) -> Selection:
-    """The k largest magnitudes of each row, equal ones in the order of their index."""
+    """Select the k largest magnitudes of each row; ties go to the lowest index."""
     return largest(x, k, values)
 
 
 def threshold(x: Tensor, k: int, values: Tensor | None = None) -> Selection:
-    """About the k largest of each row: those above a threshold taken from a sample, without sorting all (as
-    in Deep Gradient Compression, Lin et al., ICLR 2018).
+    """Select about the k largest of each row by a threshold estimated from a sample, without sorting.
 
-    The sample gives a band for the threshold. What lies above the band is kept; the other places go to
-    entries of the band, evenly spaced over the row so that no part of it is favoured. Rows no longer than the
-    sample are exact.
+    The sample gives a lower and an upper threshold. Entries above the upper one are selected. Entries between
+    the two fill up the selection to k, evenly spaced over the row to avoid a bias. Rows no longer than the
+    sample are selected exactly. Source: Deep Gradient Compression, Lin et al., ICLR 2018.
     """
     if x.shape[1] <= SAMPLE or not x.numel():
         return largest(x, k, values)
     high, low = kernels(x.device).sample_bounds(x, k)
-    # where more than k entries tie with `high`, as in a row of zeros, those above it still go first
+    # if more than k entries equal `high`, as in a row of zeros, entries above it still take precedence
     return banded(x, (low, high, high + 1, INFINITY[x.dtype]), k)
 
 
 def sidco(x: Tensor, k: int, values: Tensor | None = None) -> Selection:
-    """About the k largest of each row, by thresholds fitted to the distribution of |x| (see
-    `sidco_thresholds`).
+    """Select about the k largest of each row by thresholds fitted to the distribution of |x|.
 
-    What lies above the upper fitted threshold is kept, the other places go evenly spaced to entries between
-    the two. Where the best fit of some row keeps less than 0.8 k or more than 1.25 k, the selection is exact:
-    looking at that costs a synchronisation with the GPU.
+    Entries above the upper fitted threshold are selected; evenly spaced entries between the two thresholds
+    fill up the selection to k (see `sidco_thresholds`). If the best fit of any row would select less than 0.8
+    k or more than 1.25 k, all rows are selected exactly. This check synchronises with the GPU.
     """
     if not x.numel():
         return largest(x, k, values)
@@ -77,8 +77,11 @@ def sidco(x: Tensor, k: int, values: Tensor | None = None) -> Selection:
 
 
 def blockwise(x: Tensor, density: float, block: int, values: Tensor | None = None) -> Selection:
-    """The largest of each block of `block` entries of a row (the last one may be shorter), at least one per
-    block."""
+    """Select the largest entries of each block of a row, at least one per block.
+
+    Args:
+        block: entries per block; the last block of a row may be shorter.
+    """
     rows, d = x.shape
     if not x.numel():
         return largest(x, 0)
@@ -96,7 +99,7 @@ def blockwise(x: Tensor, density: float, block: int, values: Tensor | None = Non
 
 
 def stratified(rows: int, d: int, k: int, generator: torch.Generator) -> Selection:
-    """A random selection: each row is cut in k stretches (`stretches`), and one entry of each is drawn."""
+    """Draw one random entry from each of k segments of every row (see `stretches`)."""
     draw = torch.rand(rows, k, generator=generator, device=generator.device, dtype=torch.float64)
     length = stretches(d, k, generator.device)
     inside = (draw * length).long() + (length.cumsum(0) - length)
@@ -105,6 +108,6 @@ def stratified(rows: int, d: int, k: int, generator: torch.Generator) -> Selecti
 
 
 def stretches(d: int, k: int, device: torch.device) -> Tensor:
-    """Lengths, int64 [k], of k stretches that make up a row of d entries and differ by one at most."""
+    """Return the lengths, int64 [k], of k segments of a row of d entries; they differ by one at most."""
     ends = torch.arange(k + 1, dtype=torch.int64, device=device) * d
     return ends.div(max(k, 1), rounding_mode="floor").diff()

@@ -1,8 +1,8 @@
-"""Codecs that keep some of the entries and send zero for the others: what they share, and two of them.
+"""Sparsifying codecs: their shared base class, random selection and selection of channels.
 
-A packet holds the indices of the kept entries (ds_compress.kernels.indices), where the receiver cannot know
-them, then their values through a second codec. What is kept follows from the indices alone: a kept zero is
-still kept.
+A packet contains the indices of the selected entries (kernels/topk/index_coding), unless the receiver knows
+them, and then their values, coded by a second codec. The selection depends on the indices alone: a selected
+zero is still selected.
 """
 
 import math
@@ -39,15 +39,17 @@ def _values_codec(choice: object) -> Codec:
 
 
 _row = lru_cache(lambda count, dtype, device: TensorSpec((count,), dtype, device))
-"""That of so many values: kept, as each message asks for it."""
+"""Spec of `count` values; cached because every message needs it."""
 
 
 class SparseOptions(CodecOptions):
+    """Options of all sparsifying codecs."""
+
     density: float = Field(0.1, gt=0, le=1)
-    """Fraction of the entries that is kept."""
+    """Fraction of the entries that are sent."""
 
     values: Any = Field("raw", json_schema_extra={"anyOf": [{"const": "raw"}, {"registry": "codec"}]})
-    """How the kept values travel: as they are, or through the codec of that name or description."""
+    """How the selected values are sent: uncompressed, or through the codec with this name or description."""
 
     @field_validator("values")
     @classmethod
@@ -59,8 +61,7 @@ class SparseOptions(CodecOptions):
 
 
 class Sparse(Codec, Selects):
-    """What sparsifying codecs share: the values of a selection, gathered, sent through a second codec,
-    scattered."""
+    """Base of sparsifying codecs: gathers the selected values, codes them, and scatters them."""
 
     def __init__(self, options: CodecOptions | None = None):
         super().__init__(options)
@@ -68,14 +69,17 @@ class Sparse(Codec, Selects):
         self._raw = self.values.name == "none"
 
     def gain(self, spec: TensorSpec) -> Tensor | None:
+        """Return the factor of each decoded value, fp32; None: no scaling."""
         return None
 
     def _values_spec(self, spec: TensorSpec) -> TensorSpec:
+        """Return the shape, dtype and device of the selected values."""
         return _row(self.kept(spec), spec.dtype, spec.device)
 
     def _scatter(
         self, parts: tuple[Tensor, ...], selection: Selection, spec: TensorSpec, ctx: Context
     ) -> Tensor:
+        """Decode the values and scatter them into a tensor of zeros."""
         values, gain = parts[0], self.gain(spec)
         if not self._raw:
             values = self.values.decode(parts, self._values_spec(spec), ctx)
@@ -92,15 +96,16 @@ class Sparse(Codec, Selects):
         return bounds.largest_part(self.options.density, values)
 
     def _blind_error_bound(self, spec: TensorSpec) -> float:
-        """The error bound where entries are not chosen by their size."""
+        """Return the error bound of a selection that ignores magnitudes."""
         return max(1.0, self._with_gain(spec, self.values.error_bound(self._values_spec(spec))))
 
     def _blind_gaussian_error_bound(self, spec: TensorSpec) -> float:
+        """Return the error bound on Gaussian messages of a selection that ignores magnitudes."""
         values = self.values.gaussian_error_bound(self._values_spec(spec))
         return bounds.random_part(self.kept(spec) / max(spec.numel, 1), self._with_gain(spec, values))
 
     def _with_gain(self, spec: TensorSpec, error: float) -> float:
-        """The error of values that come with `error`, times the gain."""
+        """Return the relative error of values coded with `error` after multiplication by the gain."""
         gain = self.gain(spec)
         largest = 1.0 if gain is None or not gain.numel() else gain.max().item()
         return largest - 1 + largest * error
@@ -110,32 +115,31 @@ class Sparse(Codec, Selects):
 
 
 def gather(x: Tensor, selection: Selection) -> Tensor:
-    """The kept entries of `x`, or nan in their place if any entry of `x` is not finite.
+    """Return the selected entries of `x`; all of them are nan if any entry of `x` is not finite.
 
-    For selections that were not made from `x`: an overflow outside of them must reach the receiver too.
+    This is for selections that do not depend on `x`: the receiver must also see an overflow outside of them.
     """
     return kernels(x.device).gather(x, selection.entries, selection.count)
 
 
 @register("randomk")
 class RandomK(Sparse):
-    """Keeps random entries, one from each of k equal stretches of a row; both sides draw them, no index is
-    sent.
+    """Keeps one random entry of each of k equal segments of a row; both sides draw them, so no index is sent.
 
-    Stich et al., Sparsified SGD with Memory, NeurIPS 2018, with stratified sampling in place of a uniform
-    subset: each entry is still kept with probability about density, but the indices come out sorted and cost
-    no pass over x.
+    Stich et al., Sparsified SGD with Memory, NeurIPS 2018, with stratified sampling instead of a uniform
+    subset. The probability of each entry is still about `density`, but indices are sorted and need no pass
+    over x.
     """
 
     examples = ({"values": "bf16"},)
 
     class Options(SparseOptions):
         rows: Literal["sample", "tensor"] = "sample"
-        """What counts as a row: each index of dim 0, or the tensor as a whole."""
+        """What is a row: each index of dim 0, or the whole tensor."""
 
         unbiased: bool = False
-        """Whether the receiver divides each value by the probability of its being kept, so that the mean of
-        many messages is x. The error of one message grows; leave it off with error feedback."""
+        """Whether the receiver divides each value by its selection probability, so that the mean of many
+        messages is x. The error of a single message grows; do not combine with error feedback."""
 
     def kept(self, spec: TensorSpec) -> int:
         rows, length = select.rows_of(spec.shape, self.options.rows)
@@ -166,7 +170,7 @@ class RandomK(Sparse):
         return self._blind_gaussian_error_bound(spec)
 
     def stability(self, spec: TensorSpec) -> Stability:
-        longest = math.ceil(spec.numel / max(self.kept(spec), 1)) or 1  # entries of which one is kept
+        longest = math.ceil(spec.numel / max(self.kept(spec), 1)) or 1  # entries of the longest segment
         values = self.values.stability(self._values_spec(spec)).constant
         if self.options.unbiased:
             return Stability(math.sqrt(longest * (1 + values**2) - 1), unbiased=True)
@@ -177,18 +181,19 @@ class RandomK(Sparse):
         return self.options.unbiased
 
     def _draw(self, spec: TensorSpec, ctx: Context) -> Selection:
+        """Draw the selection from the seed of the message, equal on both sides."""
         rows, length = select.rows_of(spec.shape, self.options.rows)
-        # another seed than the values codec's, whose rounding must not depend on what was selected
+        # a different seed than that of the values codec, whose rounding must not depend on the selection
         generator = replace(ctx, seed=ctx.seed + 1).generator(spec.device)
         return select.stratified(rows, length, select.kept_of(length, self.options.density), generator)
 
 
 @register("column")
 class TopColumns(Sparse):
-    """Keeps whole hidden channels (indices of the last dim), those of largest L2 norm over all other dims.
+    """Keeps whole hidden channels (indices of the last dim): those with the largest L2 norm.
 
-    Structured sparsity: one index per channel instead of one per entry. The values travel as [rows, channels
-    kept].
+    Structured sparsity: one index per channel instead of one per entry. Values are sent as [rows, selected
+    channels].
     """
 
     Options = SparseOptions
@@ -227,24 +232,25 @@ class TopColumns(Sparse):
 
     @staticmethod
     def _matrix(spec: TensorSpec) -> tuple[int, int]:
-        """(rows, channels); a 0-dim tensor is one channel, a tensor without entries has none."""
+        """Return (rows, channels); a 0-dim tensor is one channel, a tensor without entries has none."""
         channels = spec.shape[-1] if spec.shape else 1
         return (spec.numel // channels, channels) if spec.numel else (0, 0)
 
     @staticmethod
     def _coder(channels: int, kept: int) -> Any:
+        """Return the index coder with the smallest packet."""
         return coding.CODERS[coding.smallest(tuple(coding.CODERS), channels, kept)]
 
     @staticmethod
     def _entries(columns: Tensor, shape: tuple[int, int]) -> Selection:
+        """Return the selection of all entries in `columns`."""
         rows, channels = shape
         row = torch.arange(rows, dtype=torch.int64, device=columns.device).unsqueeze(1)
         return Selection.at((row * channels + columns).flatten(), rows * channels)
 
 
 def _column_norms(matrix: Tensor) -> Tensor:
-    """L2 norm of each column, in units of the largest finite magnitude, so that no square leaves the
-    range."""
+    """Return the L2 norm of each column, divided by the largest finite magnitude to avoid overflow."""
     if not matrix.numel():
         return matrix.new_zeros(matrix.shape[1])
     wide = matrix if matrix.dtype == torch.float64 else matrix.float()

@@ -28,7 +28,7 @@ class Accordion(Policy):
         """Steps between two decisions; the norm is averaged over them."""
 
         threshold: float = Field(default=0.5, gt=0, le=1e6)
-        """Relative change of the norm above which a boundary is in a critical phase."""
+        """Relative change of the norm at or above which a boundary is in a critical phase."""
 
         lr_drop: float = Field(default=0.5, gt=0, lt=1)
         """The learning rate has dropped if it is at most this fraction of that at the previous decision."""
