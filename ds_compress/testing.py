@@ -53,7 +53,7 @@ def check_codec(choice: object, backward: object = None, device: torch.device | 
 
 
 def settings_of(choice: object) -> list[Any]:
-    """What is checked for `choice`: the settings that a name stands for."""
+    """Return the settings to check: `choice` itself, or for a codec's name its defaults and examples."""
     if not isinstance(choice, str):
         return [choice]
     cls = CODECS.find(choice, "codec")
@@ -85,7 +85,7 @@ class CodecPair:
         raise AssertionError(f"codec {self._codec}: {what}{where}")
 
     def expect(self, held: object, what: str, spec: TensorSpec) -> None:
-        """Fail unless `held`."""
+        """Fail with `what`, unless `held` is true."""
         if not held:
             self.fail(what, spec)
 
@@ -101,7 +101,7 @@ class CodecPair:
             yield from (spec for spec in found if not self.refusal(spec))
 
     def exchange(self, activation: Tensor, gradient: Tensor, **place: Any) -> tuple[Tensor, Tensor]:
-        """What arrives of both over a new boundary; `place`: fields of the contexts."""
+        """Send both tensors over a new boundary and return what arrives; `place`: fields of the contexts."""
         return BoundarySides(self).exchange(activation, gradient, **place)
 
 
@@ -381,7 +381,7 @@ def check_gaussian_error(pair: CodecPair) -> None:
 
 
 def check_unbiased(pair: CodecPair) -> None:
-    """Where a codec says so, the mean of many messages approaches what was sent."""
+    """Check that the mean of many messages approaches the input, for codecs declared unbiased."""
     if not any(codec.unbiased for codec in pair.codecs):
         return
     for spec in pair.specs(ORDINARY[:1], DTYPES[:1]):

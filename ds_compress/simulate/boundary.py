@@ -16,7 +16,7 @@ from ds_compress.message.dependence import DependencyTracker
 
 
 class SimulatedBoundary(nn.Module):
-    """Both sides of one boundary as a layer: its input comes out as the next stage would receive it.
+    """Both sides of one boundary as a layer: it returns its input as the next stage would receive it.
 
     A forward pass in training mode with gradients on is one micro-batch, and every `micro_batches` of them
     are one step; all other passes are evaluation. Do not put it inside an activation checkpoint: recomputing
@@ -24,7 +24,7 @@ class SimulatedBoundary(nn.Module):
     """
 
     def __init__(self, number: int, config: Config, micro_batches: int, tracking: DependencyTracker | None):
-        """`tracking`: of the whole model, where the boundary may have to know which tensors carry."""
+        """`tracking`: of the whole model, if tensors that do not depend on parameters are exempt."""
         super().__init__()
         self.config = config
         self.upstream = Boundary(number, config)

@@ -104,7 +104,7 @@ def _micro_batches(ds_config: dict[str, Any]) -> int:
 
 
 def _tracking(config: Config, boundaries: int, model: nn.Module) -> DependencyTracker | None:
-    """What finds out which tensors carry, if a codec with a loss may meet several of them in a message."""
+    """Return a tracker of parameter dependence, if a lossy codec may meet several tensors in a message."""
     codecs = [
         getattr(config.codecs(number), direction) for number in range(boundaries) for direction in DIRECTIONS
     ]
@@ -113,7 +113,7 @@ def _tracking(config: Config, boundaries: int, model: nn.Module) -> DependencyTr
 
 
 def _follow(model: nn.Module, boundaries: list[SimulatedBoundary], tracking: DependencyTracker) -> None:
-    """Track what carries in passes through `model` until every boundary knows."""
+    """Track which tensors depend on parameters in passes of `model`, until every boundary knows."""
 
     def begin(*_: Any) -> None:
         if any(boundary.upstream.dependence is None for boundary in boundaries):

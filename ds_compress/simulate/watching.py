@@ -45,7 +45,7 @@ def traffic(model: nn.Module) -> list[Traffic]:
 
 @contextmanager
 def evaluating(model: nn.Module, messages: Evaluation) -> Iterator[None]:
-    """Evaluation mode inside, with messages compressed or not, whatever "eval" in the config says.
+    """Switch to evaluation mode, with messages compressed or not; overrides "eval" of the config.
 
     Nothing of the training state changes: one state can be evaluated both ways, and trained on.
 

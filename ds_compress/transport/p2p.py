@@ -120,7 +120,7 @@ class Endpoint:
         self.depth = depth
 
     def renew(self) -> None:
-        """Packets from now on are laid out otherwise; called while none is under way."""
+        """Prepare for packets of another layout; called while none is in flight."""
 
 
 class Sender(Endpoint):
@@ -166,7 +166,7 @@ class Receiver(Endpoint):
         """Announce that the next `count` packets have `nbytes` each."""
 
     def receive(self, nbytes: int) -> Tensor:
-        """The next packet; it stays as it is until the next call."""
+        """Return the next packet; the next call overwrites it."""
         if self._packet is None or self._packet.numel() != nbytes:
             self._packet = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self.timeout.wait(self._irecv(self._packet), self.peer, self.device)

@@ -95,7 +95,7 @@ def probe_neighbours(device: torch.device, timeout: PeerTimeout) -> dict[int, Li
 
 
 def _incoming(sender: Sender, receiver: Receiver, ping: float) -> float:
-    """Bytes per second that come from the other side, which answers; `ping`: seconds of a round trip."""
+    """Measure the bandwidth from the other side in bytes per second; `ping` is the round trip in seconds."""
     enough = max(SECONDS, ROUND_TRIPS * ping)
     count = 1
     while True:
@@ -124,7 +124,7 @@ def _ask(sender: Sender, count: int) -> None:
 
 
 def _answer(sender: Sender, receiver: Receiver) -> None:
-    """Send what the other side asks for, until it asks for less than nothing."""
+    """Send as many packets as the other side requests, until it requests a negative number."""
     while (count := int(receiver.receive(PING_BYTES).view(torch.int64)[0])) >= 0:
         for _ in range(count or 1):
             sender.send(sender.memory(PACKET_BYTES if count else PING_BYTES))

@@ -45,7 +45,7 @@ def transport_for(device: torch.device) -> "ModuleType | Staging":
 
 
 class _Buffer:
-    """Pinned memory, and the event after which nothing on the device uses it."""
+    """Pinned memory, and the event after which the device no longer uses it."""
 
     def __init__(self, nbytes: int, event: Any):
         self.memory = pinned(nbytes)
@@ -53,7 +53,7 @@ class _Buffer:
 
 
 class Staged:
-    """A transfer under way; stands for a `torch.distributed.Work`."""
+    """A transfer through host memory; replaces a `torch.distributed.Work`."""
 
     def __init__(self, started: "Future[Work]", finish: Callable[[], None]):
         self._started = started
