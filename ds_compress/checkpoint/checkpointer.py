@@ -277,14 +277,14 @@ class Checkpointer:
             log.warning(report + self._warmup_again())
 
     def _warmup_end(self, side: Side, found: Found, restored: bool) -> int:
-        """Return `BoundaryState.warmup_end` after a checkpoint was loaded; both sides find the same."""
+        """Return `BoundaryState.warmup_end` after a checkpoint was loaded; it is equal on both sides."""
         session, step = self._session, self._session.engine.global_steps
         if restored:
             return found.warmup_end
         return step + max(1, session.config.warmup_steps) if side.needs_warmup else 0
 
     def _warmup_again(self) -> str:
-        """Return what to add to a report of lost state where codecs need a warm-up."""
+        """Return the part of a report that lists codecs that repeat their warm-up; empty if none does."""
         session = self._session
         found = [session.config.codecs(number) for number in session.config.numbers]
         codecs = [codec for each in found for codec in (each.forward, each.backward)]

@@ -35,6 +35,7 @@ from ds_compress.kernels.topk.selection import Selection
 
 
 def _values_codec(choice: object) -> Codec:
+    """Build the codec of the selected values."""
     return build("none" if choice == "raw" else choice, "values")
 
 

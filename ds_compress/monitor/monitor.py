@@ -39,9 +39,11 @@ logger = logging.getLogger("ds_compress")
 class LineExchange(Protocol):
     """Transfers text lines of every rank to the reporting rank."""
 
-    def leave(self, lines: dict[str, str]) -> None: ...
+    def leave(self, lines: dict[str, str]) -> None:
+        """Publish lines of this rank, by key."""
 
-    def read(self, key: str) -> str: ...
+    def read(self, key: str) -> str:
+        """Return the line that any rank has published as `key`."""
 
 
 class Monitor:

@@ -25,6 +25,8 @@ NEARLY = 2.0
 
 @dataclass(frozen=True)
 class Finding:
+    """One verdict on the machines, with what to do if it is not good."""
+
     level: Literal["good", "look", "bad"]
     said: str
     do: str = ""
@@ -55,10 +57,12 @@ def _by(values: list[Any], names: list[str]) -> dict[Any, list[str]]:
 
 
 def _differences(groups: dict[Any, list[str]]) -> str:
+    """Format groups of machines that have different values."""
     return "; ".join(f"{value or 'none'} on {', '.join(names)}" for value, names in groups.items())
 
 
 def _versions(hosts: list[Facts], names: list[str]) -> Iterator[Finding]:
+    """Compare the versions of the libraries."""
     alike = []
     for library in hosts[0]["versions"]:
         groups = _by([host["versions"].get(library) for host in hosts], names)
@@ -77,6 +81,7 @@ def _versions(hosts: list[Facts], names: list[str]) -> Iterator[Finding]:
 
 
 def _switched_on(hosts: list[Facts], names: list[str]) -> Iterator[Finding]:
+    """Check that torch loads ds_compress automatically on every machine."""
     off = _by([host["switched_on"] for host in hosts], names).get(False, [])
     if off:
         yield Finding(
@@ -87,6 +92,7 @@ def _switched_on(hosts: list[Facts], names: list[str]) -> Iterator[Finding]:
 
 
 def _kernels(hosts: list[Facts], names: list[str]) -> Iterator[Finding]:
+    """Check which machines have compiled kernels."""
     for kernels, where in _by([host["kernels"] for host in hosts], names).items():
         on = ", ".join(where)
         if kernels is None:
@@ -100,6 +106,7 @@ def _kernels(hosts: list[Facts], names: list[str]) -> Iterator[Finding]:
 
 
 def _interfaces(hosts: list[Facts], names: list[str]) -> Iterator[Finding]:
+    """Check that gloo uses the interface that reaches rank 0."""
     for host, name in zip(hosts, names):
         taken, way, why = host["gloo_interface"], host["way"], host["gloo_because"]
         others = [each["name"] for each in host["interfaces"] if each["name"] != LOOPBACK]
@@ -115,6 +122,7 @@ def _interfaces(hosts: list[Facts], names: list[str]) -> Iterator[Finding]:
 
 
 def _clocks(report: Report, names: list[str]) -> Iterator[Finding]:
+    """Check that the clocks agree within `CLOCK_MS`."""
     clocks = report["clocks"]
     for clock in clocks:
         if abs(clock["ahead_ms"]) - clock["within_ms"] > CLOCK_MS:
@@ -132,6 +140,7 @@ def _clocks(report: Report, names: list[str]) -> Iterator[Finding]:
 
 
 def _links(report: Report, names: list[str]) -> Iterator[Finding]:
+    """Check the bandwidth of each link against its other direction, its interface and its TCP buffers."""
     hosts = report["hosts"]
     for link in report["links"]:
         before, after = link["ranks"]
