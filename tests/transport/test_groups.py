@@ -61,7 +61,7 @@ def wired(stages, replicas, stage_id, block):
     ends = [
         (number[id(link.group)], end.channel.boundary.number, end.channel.direction, use)
         for end in stage.ends
-        for use, link in (("packets", end.link), ("rest", end.second))
+        for use, link in (("packets", end.link), ("rest", end.extra_link))
         if link.group is not None
     ]
     return sum(calls.values()), ends
