@@ -181,7 +181,8 @@ class CompressedEngine(_Engine):
         dependence = written = None
         if tensors is not None:
             tracking = session.tracking
-            dependence = tracking.dependence(tensors, boundary.dependence) if tracking is not None else None
+            if tracking is not None and tracking.has_looked:
+                dependence = tracking.dependence(tensors, boundary.dependence)
             written = 2 + sum(2 + tensor.dim() for tensor in tensors)
         message = stage.shape_message(dependence, written)
         with stage.shape_messages(message):

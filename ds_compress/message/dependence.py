@@ -42,8 +42,11 @@ class DependencyTracker(TorchDispatchMode):
         self._parameters: set[int] = set()
         self._marked: Any = WeakTensorKeyDictionary()
         self._is_paused = False
+        self.has_looked = False
+        """Whether it saw any operation; it sees none under schedules that programs iterate themselves."""
 
     def __enter__(self) -> Any:
+        self.has_looked = True
         self._parameters = {id(parameter) for parameter in self._module.parameters()}
         return super().__enter__()
 

@@ -77,9 +77,7 @@ def test_a_code_that_comes_out_too_long_is_made_anew():
         x = torch.randn(300, generator=torch.Generator().manual_seed(seed))
         frame = frame_of(300, 1)
         (code,) = codec.encode(x, Context())
-        keys = rate._keys(
-            x.view(torch.int32), (x.abs().amax().view(torch.int32) >> 23).clamp(min=1)
-        )
+        keys = rate._keys(x.view(torch.int32), (x.abs().amax().view(torch.int32) >> 23).clamp(min=1))
         histogram = torch.bincount(keys, minlength=2 * 6144).view(1, 2, 6144)
         first, second = (rate.search(histogram, frame, sure).step.item() for sure in (False, True))
         assert code[frame.head + 1] in (first, second) and second <= first
