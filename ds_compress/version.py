@@ -1,3 +1,3 @@
 """The release, in a module of its own: reading it imports nothing."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
