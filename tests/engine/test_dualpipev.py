@@ -258,7 +258,10 @@ def test_the_guard_measures_what_compression_costs_and_leaves_training_as_it_is(
 
 @pytest.mark.parametrize(
     "block, limits, said",
-    [(NOISE, {"loss": 0.01, "error": 9.0}, "a loss of"), (LOST, {"error": 0.5}, "boundary 1, backward: a relative error")],
+    [
+        (NOISE, {"loss": 0.01, "error": 9.0}, "a loss of"),
+        (LOST, {"error": 0.5}, "boundary 1, backward: a relative error"),
+    ],
     ids=["loss", "error"],
 )
 def test_the_guard_stops_all_ranks(block, limits, said):
