@@ -24,8 +24,7 @@ def unused_options(config: Any, written: Mapping[str, Any]) -> Iterator[str]:
     yield from _of_ladders(config, written)
     if config.quality is not None:  # the codecs are not chosen yet
         return
-    yield from _of_feedback_on_none(config, written)
-    for path, reason in {**_of_codecs(config), **_of_guard(config)}.items():
+    for path, reason in {**_of_codecs(config), **_of_feedbacks(config), **_of_guard(config)}.items():
         value: Any = written
         for key in path.split("."):
             value = value.get(key, _MISSING) if isinstance(value, Mapping) else _MISSING
@@ -80,13 +79,17 @@ def _of_guard(config: Any) -> dict[str, str]:
     }
 
 
-def _of_feedback_on_none(config: Any, written: Mapping[str, Any]) -> Iterator[str]:
-    for direction in DIRECTIONS:
-        own, chosen = written.get(direction), config.chosen(None, direction)
-        feedback = config.codecs(None).feedbacks[direction].name
-        is_given = isinstance(own, Mapping) and "feedback" in own and feedback != "none"
-        if is_given and chosen["codec"][0] in ("none", {"name": "none"}):
-            yield f"{KEY}.{direction}.feedback: {feedback!r} has no effect with codec 'none'"
+def _of_feedbacks(config: Any) -> dict[str, str]:
+    """Return why a feedback has no effect, by path; "" where it has one at some boundary."""
+    reasons: dict[str, str] = {}
+    for number in (*config.numbers, None):
+        for direction in DIRECTIONS:
+            chosen = config.chosen(number, direction)
+            path = chosen["feedback"][1].removeprefix(f"{KEY}.")
+            is_alone = chosen["codec"][0] in ("none", {"name": "none"})
+            is_alone &= config.codecs(number).feedbacks[direction].name != "none"
+            reasons[path] = "its codec is 'none'" if is_alone and reasons.get(path, True) else ""
+    return reasons
 
 
 def _of_aqsgd(config: Any) -> Iterator[str]:

@@ -30,7 +30,15 @@ UNUSED = [
     ),
     (
         {"forward": {"codec": "none", "feedback": "ef"}},
-        "forward.feedback: 'ef' has no effect with codec 'none'",
+        "forward.feedback: 'ef' has no effect: its codec is 'none'",
+    ),
+    (
+        {"boundaries": {"1": {"backward": {"codec": "none", "feedback": "ef"}}}},
+        "boundaries.1.backward.feedback: 'ef' has no effect: its codec is 'none'",
+    ),
+    (
+        {"boundaries": {"1": {"forward": {"feedback": "ef"}}}},
+        "boundaries.1.forward.feedback: 'ef' has no effect: its codec is 'none'",
     ),
     ({**LOSSY, "guard": {"loss": 0.1, "every": 0}}, "guard.loss: 0.1 has no effect: guard.every is 0"),
     ({**WITH_EF, "guard": {"loss": 0.1}}, "guard.loss: 0.1 has no effect: activations have a feedback"),
@@ -87,6 +95,9 @@ USED = [
     {"recipe": "balanced", "warmup_steps": 5},
     {"enabled": False, "warmup_steps": 5},
     {**LOSSY, "policy": RAMP},
+    {**LOSSY, "boundaries": {"1": {"forward": {"feedback": "ef"}}}},
+    {**WITH_EF, "boundaries": {"1": {"forward": {"codec": "none"}}}},
+    {"forward": {"feedback": "ef"}, "boundaries": {"1": {"forward": {"codec": "topk"}}}},
 ]
 
 
