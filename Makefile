@@ -26,7 +26,7 @@ $(PACKAGES): setup.cfg pyproject.toml
 	touch $@
 
 # pip has compiled the C++ kernels; here that is done again for those that change later
-$(INSTALLED): $(PACKAGES) setup.py $(shell find ds_compress/kernels -name '*.cpp' -o -name '*.h')
+$(INSTALLED): $(PACKAGES) setup.py ds_compress/version.py $(shell find ds_compress/kernels -name '*.cpp' -o -name '*.h')
 	$(BIN)/python setup.py -q build_ext --inplace
 	touch $@
 

@@ -64,10 +64,10 @@ def sources() -> list[Path]:
 
 
 def sources_hash() -> str:
-    """The hash of all C++ files and flags: equal hashes, equal libraries."""
+    """Hash all C++ files, the version and the compiler's flags: equal hashes, equal libraries."""
     digest = hashlib.sha256(repr(FLAGS).encode())
-    for path in sources():
-        digest.update(f"\n{path.relative_to(FOLDER)}\n".encode() + path.read_bytes())
+    for path in [FOLDER.parent / "version.py", *sources()]:
+        digest.update(f"\n{path.name}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
