@@ -43,13 +43,12 @@ class BuildKernels(build_ext):
 
     def run(self) -> None:
         if self.inplace:
-            version = self.distribution.get_version()
             wanted = {*library["supported"]()[:1], os.environ.get(library["CPU"])}
             self.extensions = [
                 each
                 for each in self.extensions
                 if (name := libraries[each.name]) in wanted
-                and (self.force or not library["is_current"](library["file"](name), version))
+                and (self.force or not library["is_current"](library["file"](name)))
             ]
         super().run()
 

@@ -71,10 +71,9 @@ def sources_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def is_current(library: Path, version: str = "") -> bool:
-    """Whether `library` was compiled from the sources of this tree, and for `version` if it is given."""
-    build_id = f"{version} {sources_hash()}".lstrip()
-    return library.exists() and build_id.encode() in library.read_bytes()
+def is_current(library: Path) -> bool:
+    """Whether `library` was compiled from the sources of this tree."""
+    return library.exists() and sources_hash().encode() in library.read_bytes()
 
 
 def instruction_set() -> str | None:

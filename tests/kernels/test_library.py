@@ -162,11 +162,3 @@ def packet(choice):
     codec = build(choice)
     parts = codec.encode(x, Context())
     return *parts, codec.decode(tuple(part.clone() for part in parts), TensorSpec.of(x), Context())
-
-
-def test_a_library_of_another_version_is_made_again(tmp_path):
-    """After a new version `build_ext --inplace` did nothing, and the library was refused for its version."""
-    made = tmp_path / "libkernels.so"
-    made.write_bytes(f"0.2.0 {library.sources_hash()}".encode())
-    assert library.is_current(made) and library.is_current(made, "0.2.0")
-    assert not library.is_current(made, "0.3.0")
