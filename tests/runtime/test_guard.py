@@ -180,7 +180,7 @@ least 1.5 times that of none."""
 
 @pytest.mark.parametrize("name", COLLAPSING)
 def test_a_setting_that_collapses_is_stopped(name):
-    """Five of five ran on with a warning: "stop" ended a run only at limits that the block had set."""
+    """Two, TopK with a feedback, ran on with a warning: "stop" acted only at limits that the block set."""
     ranks = run_ranks(2, trained, 2, ds_config(block(COLLAPSING[name], FINE, every=5, action="stop")), 5)
     (line,) = {rank["error"] for rank in ranks}
     assert "guard: after step 5 " in line
