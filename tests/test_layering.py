@@ -46,8 +46,7 @@ PACKAGES = [
     "cli",
     "__main__",
 ]
-IMPLEMENTATIONS = {"reference", "compiled", "cpu", "triton"}
-SHARED_CLASSES = {"Plan"}  # of kernels that are being renamed
+IMPLEMENTATIONS = {"reference", "cpu", "triton"}
 RANK = {name: rank for rank, name in enumerate(PACKAGES)}
 ONLY_IN = {
     # planning: replays DeepSpeed's schedule
@@ -175,7 +174,7 @@ def repeated(names, most: int) -> dict[str, list[str]]:
 def test_two_classes_never_share_a_name():
     """Options models inside the class of a codec, a feedback or a policy go by the name of that class."""
     names = [(name, path) for path in MODULES for name in qualified_classes(ast.parse(path.read_text()))]
-    found = {name: files for name, files in repeated(names, 1).items() if name not in SHARED_CLASSES}
+    found = repeated(names, 1)
     assert not found, f"give each class a name of its own: {found}"
 
 

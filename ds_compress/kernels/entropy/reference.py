@@ -144,7 +144,7 @@ def _dealt(values: Tensor, frame: Frame, fill: int) -> Tensor:
     return padded.view(frame.blocks, frame.steps, frame.lanes)
 
 
-class Plan(NamedTuple):
+class CodePlan(NamedTuple):
     """How a message is coded with a step."""
 
     step: Tensor
@@ -311,7 +311,7 @@ def _place(symbol: Tensor, below: Tensor) -> Tensor:
     return symbol - (symbol > below).long()
 
 
-def _frequencies(symbol: Tensor, chosen: Plan) -> Tensor:
+def _frequencies(symbol: Tensor, chosen: CodePlan) -> Tensor:
     """Return the frequency of each symbol, int64 [contexts, SYMBOLS]."""
     above, below = chosen.reach.unsqueeze(2).unbind(1)
     q = symbol - below
@@ -322,7 +322,7 @@ def _frequencies(symbol: Tensor, chosen: Plan) -> Tensor:
     return torch.where(q == 0, TOTAL - found.sum(1, keepdim=True), found)
 
 
-def _symbol_of(chosen: Plan) -> Tensor:
+def _symbol_of(chosen: CodePlan) -> Tensor:
     """Return the symbol of each key, of positive and of negative values, int64 [contexts * 2 * KEYS]; each
     context adds SYMBOLS to those of the one before."""
     above, below = chosen.reach.unsqueeze(2).unbind(1)
@@ -411,7 +411,7 @@ def _shifts(device: torch.device) -> Tensor:
     return torch.arange(0, 16, CLASS_BITS, dtype=torch.int32, device=device)
 
 
-def search(histogram: Tensor, frame: Frame, sure: bool) -> Plan:
+def search(histogram: Tensor, frame: Frame, sure: bool) -> CodePlan:
     """Return the plan with the finest step that a binary search finds to fit.
 
     Args:
@@ -429,7 +429,7 @@ def search(histogram: Tensor, frame: Frame, sure: bool) -> Plan:
     return plan(counts, low, made, sure)
 
 
-def plan(counts: Tensor, step: Tensor, made: Tables, sure: bool) -> Plan:
+def plan(counts: Tensor, step: Tensor, made: Tables, sure: bool) -> CodePlan:
     """Return how a message is coded with `step`.
 
     Args:
@@ -455,10 +455,10 @@ def plan(counts: Tensor, step: Tensor, made: Tables, sure: bool) -> Plan:
     zeros = n - from_q[:, :, 0].sum(1)
     total = (each * cost[frequencies]).sum() + (escapes * cost[beyond] + zeros * cost[rest]).sum()
     words = reach.sum() + len(reach) + escapes.sum() + (total >> COST_BITS + 4)
-    return Plan(step, reach, first, frequencies, beyond, escapes, words)
+    return CodePlan(step, reach, first, frequencies, beyond, escapes, words)
 
 
-def shift_of(histogram: Tensor, chosen: Plan) -> Tensor:
+def shift_of(histogram: Tensor, chosen: CodePlan) -> Tensor:
     """Return how far magnitudes lie below their q on average, int64 [contexts], in units of 2^-SHIFT_BITS
     steps."""
     made = tables(histogram.device)

@@ -166,7 +166,7 @@ _change = _fused_function("quantize_change", **_STORED)
 _decode_change = _fused_function("dequantize_change", **_STORED)
 
 
-class Plan:
+class FeedbackPlan:
     """Calls for values of one dtype, fp32 or bf16, in groups of `size`, with a state stored as `store`."""
 
     def __init__(self, numel: int, size: int, grid: Grid, dtype: torch.dtype, store: torch.dtype):
@@ -180,7 +180,7 @@ class Plan:
             self.change, self.decode = _change.bind(**known), _decode_change.bind(**known)
 
 
-_plan = lru_cache(Plan)  # most messages have the shape of the one before
+_plan = lru_cache(FeedbackPlan)  # most messages have the shape of the one before
 
 
 def quantize_with_residual(

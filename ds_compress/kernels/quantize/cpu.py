@@ -53,7 +53,7 @@ _dithered = Function("quantize", "quantize_groups", **VALUES, **_DITHER, **FORMA
 _dequantize = Function("quantize", "dequantize_groups", "n", **VALUES, **FORMAT, **PARTS)
 
 
-class Plan:
+class QuantizePlan:
     """Calls for `numel` values of one dtype, fp32 or bf16, in groups of `size`."""
 
     def __init__(self, numel: int, size: int, grid: Grid, dtype: torch.dtype):
@@ -86,7 +86,7 @@ class DecodePlan:
             self.call = _plan(self.numel, size, grid, self.dtype).decode.__call__
 
 
-_plan = lru_cache(Plan)  # most messages have the shape of the one before
+_plan = lru_cache(QuantizePlan)  # most messages have the shape of the one before
 _decode_plan = lru_cache(DecodePlan)
 
 

@@ -103,7 +103,7 @@ _scatter = {
 }
 
 
-class Plan(NamedTuple):
+class CopyPlan(NamedTuple):
     """A call, and a template of what it writes (see `empty_template`)."""
 
     call: Call
@@ -111,19 +111,19 @@ class Plan(NamedTuple):
 
 
 @lru_cache  # most messages have the shape of the one before
-def _list_plan(numel: int, count: int) -> Plan:
-    return Plan(_list_bits.bind(n=numel, most=count), empty_template((count,), torch.int64))
+def _list_plan(numel: int, count: int) -> CopyPlan:
+    return CopyPlan(_list_bits.bind(n=numel, most=count), empty_template((count,), torch.int64))
 
 
 @lru_cache
-def _gather_plan(dtype: torch.dtype, n: int, count: int) -> Plan:
-    return Plan(_gather[dtype].bind(n=n, count=count), empty_template((count,), dtype))
+def _gather_plan(dtype: torch.dtype, n: int, count: int) -> CopyPlan:
+    return CopyPlan(_gather[dtype].bind(n=n, count=count), empty_template((count,), dtype))
 
 
 @lru_cache
-def _scatter_plan(dtype: torch.dtype, shape: tuple[int, ...], count: int) -> Plan:
+def _scatter_plan(dtype: torch.dtype, shape: tuple[int, ...], count: int) -> CopyPlan:
     template = empty_template(shape, dtype)
-    return Plan(_scatter[dtype].bind(n=template.numel(), count=count), template)
+    return CopyPlan(_scatter[dtype].bind(n=template.numel(), count=count), template)
 
 
 class LargestPlan:
