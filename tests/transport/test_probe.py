@@ -113,7 +113,7 @@ def test_one_interruption_is_not_a_slow_link(monkeypatch):
 
 @pytest.mark.parametrize("packets", [0.5, 3, 7, 20])
 def test_a_burst_allowance_is_not_what_a_link_carries(monkeypatch, packets):
-    """20 MB/s after a burst: of two rounds the first one, with the burst, was the shorter, and counted."""
+    """A link that lets a burst through at first is measured at its sustained rate."""
     rate = 20 * PACKET_BYTES
     assert (
         measured(monkeypatch, SimulatedLink(rate, 1e-4, packets * PACKET_BYTES)).incoming <= 1.000001 * rate
