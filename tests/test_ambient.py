@@ -17,7 +17,7 @@ from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FEEDBACKS
 from ds_compress.kernels import native
-from ds_compress.message.channel import Boundary, MessageId
+from ds_compress.message.channel import Boundary
 from ds_compress.message.meters import largest, norms
 from tests.support.codecs import assert_same_bits
 
@@ -192,8 +192,9 @@ def packets(shape):
     sender, receiver = (Boundary(0, Config(block)) for _ in range(2))
     ids = torch.arange(7, dtype=torch.int64, device="cpu")
     for step in range(2):
-        x, moment = random(shape, torch.float32, step), MessageId(step, 0, training=True)
+        x = random(shape, torch.float32, step)
         for source, target in ((sender.forward, receiver.forward), (receiver.backward, sender.backward)):
+            moment = source.message_id(step, 0)
             packet, rest, _ = source.encode((x, ids), moment)
             message = target.message((TensorSpec.of(x), TensorSpec.of(ids)), moment)
             outputs = target.decode(packet, message, moment, lambda nbytes, rest=rest: rest)

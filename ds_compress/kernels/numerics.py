@@ -23,19 +23,9 @@ def narrow(value: Tensor, x: Tensor) -> Tensor:
     return value.clamp(limits.min, limits.max).add_(x - x).to(x.dtype)
 
 
-def is_finite(matrix: Tensor, headroom: float = 1.0) -> Tensor:
-    """Find out whether `matrix` holds no inf and no nan; one pass without a temporary of its size.
-
-    Args:
-        headroom: by which values must fit into the range of the dtype, too.
-
-    Returns:
-        0-dim bool.
-    """
-    if not matrix.numel():
-        return torch.ones((), dtype=torch.bool, device=matrix.device)
-    limits = torch.stack(torch.aminmax(matrix))
-    return (limits if headroom == 1 else limits * headroom).isfinite().all()
+def is_finite(matrix: Tensor) -> Tensor:
+    """Return whether `matrix` holds no inf and no nan, 0-dim bool; one pass without a large temporary."""
+    return _limits(matrix).isfinite().all()
 
 
 def can_follow(state: Tensor) -> Tensor:
@@ -45,7 +35,12 @@ def can_follow(state: Tensor) -> Tensor:
     Returns:
         0-dim bool.
     """
-    return is_finite(state, 4.0)
+    return (4 * _limits(state)).isfinite().all()
+
+
+def _limits(matrix: Tensor) -> Tensor:
+    """Return the smallest and the largest value, [2]; empty if there is none."""
+    return torch.stack(torch.aminmax(matrix)) if matrix.numel() else matrix.flatten()
 
 
 def rows_finite(matrix: Tensor) -> Tensor:

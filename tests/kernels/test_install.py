@@ -105,7 +105,7 @@ def test_nothing_is_left_in_the_home_of_a_user(tmp_path):
     assert not [path for path in tmp_path.rglob("*") if "ds_compress" in path.name]
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "g++ '"])
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
 def test_without_a_compiler_the_package_is_installed_and_warns_once(compiler, tree, tmp_path):
     """There was one warning for each of ten sources."""
     (tree / "setup.cfg").write_text((ROOT / "setup.cfg").read_text())  # without objects of this tree

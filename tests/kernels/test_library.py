@@ -89,6 +89,7 @@ def copied(tmp_path, monkeypatch):
     made, source = tmp_path / library.file(name).name, tmp_path / "changed.cpp"
     shutil.copy(library.file(name), made)
     monkeypatch.setattr(library, "FOLDER", tmp_path)
+    (tmp_path.parent / "version.py").write_text("another version")
     source.write_text("// another source")
     os.utime(source, (made.stat().st_mtime + 5,) * 2)
     return made

@@ -54,7 +54,7 @@ def trained(config, before, folder):
 
 def _depths(engine, ran):
     """Of the engine, of its links, and of the schedules that trained since."""
-    links = {link.depth for end in engine.ds_compress.stage.ends for link in (end.link, end.second)}
+    links = {link.depth for end in engine.ds_compress.stage.ends for link in (end.link, end.extra_link)}
     schedules = {getattr(each, "depth", 1) for each in ran if isinstance(each, TrainSchedule)}
     ran.clear()
     return {engine.ds_compress.depth.now} | links | schedules
