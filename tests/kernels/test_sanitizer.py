@@ -51,6 +51,7 @@ def test_hostile_packets_and_awkward_sizes():
     assert count > 1000 and refused > 300 and decoded > 100
 
 
+@pytest.mark.extended
 def test_the_sanitizer_sees_an_overflow():
     """The suite would notice: a buffer that is too small ends the process."""
     done = sanitized("overflow")

@@ -40,6 +40,7 @@ def run_kernels(name, **environment):
 @pytest.mark.timeout(0)  # it computes all the time, and waits for nothing
 @pytest.mark.parametrize("examples", [16, pytest.param(80, marks=pytest.mark.slow)])
 @EACH_FILE
+@pytest.mark.extended
 def test_equal_to_the_reference_under_the_interpreter(name, examples):
     """Every test of the files, with so many examples where hypothesis draws them."""
     run_kernels(name, TRITON_INTERPRET="1", EXAMPLES=str(examples))
@@ -97,6 +98,7 @@ def every_setting(widths):
     ],
     ids=str,
 )
+@pytest.mark.extended
 def test_every_kernel_compiles(architecture, widths, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with recorded(monkeypatch, groups, order, selection, entropy) as launches:

@@ -134,7 +134,7 @@ encode, decode = map(remembered, (reference.encode_entropy, reference.decode_ent
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.parametrize("target", filter(runs_here, TARGETS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_cpp_equals_the_reference(target, dtype, monkeypatch):
     """Contexts that begin in the midst of blocks, several in a block, and blocks in the midst of a context;
     damaged words are refused by both, or decoded alike."""
