@@ -31,7 +31,7 @@ holds the block, the sizes, the seed, the processor and the releases that made i
 - Generated text: its perplexity to the model before fine-tuning, drawn after prompts of held-out text.
 - What `auto` chooses depends on the link: over that of one machine, which its rows have, it leaves messages
   as they are. [All tables](speed-tables.md) has its losses over a slow link, time to a loss included.
-- Preset `revisits` is `cpu` with six epochs of the language task in the place of four: AQ-SGD sends changes
+- Preset `revisits` is `cpu` with six epochs of the language task instead of four: AQ-SGD sends changes
   of samples that come back.
 - ± is half of what lies between the largest and the smallest seed. A row of one seed carries no claim.
 """
