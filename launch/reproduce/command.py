@@ -16,12 +16,12 @@ MEASURES = ("accuracy_on", "accuracy_off", "perplexity_on", "perplexity_off")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="reproduce", description="The experiments of arXiv 2401.07788.")
+    parser = argparse.ArgumentParser(prog="reproduce", description="The experiments of docs/evidence.md.")
     parser.add_argument("--preset", choices=PRESETS, default="cpu", help="default: %(default)s")
     parser.add_argument("--data", type=Path, help="folder with the data sets; needed to run anything")
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="default: results/")
     parser.add_argument(
-        "--only", nargs="+", metavar="TASK/SETTING", help="default: all settings of both tasks"
+        "--only", nargs="+", metavar="TASK/SETTING", help="default: all settings of all tasks"
     )
     parser.add_argument("--seeds", "--seed", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--jobs", type=int, default=1, help="runs beside each other (default: %(default)s)")
@@ -32,7 +32,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--page", type=Path, help="tables of all rows (default: evidence.md in --results)")
     args = parser.parse_args(arguments)
-    known = [f"{task}/{setting}" for task, settings in SETTINGS.items() for setting in settings]
+    known = [f"{task}/{setting}" for task in PRESETS[args.preset] for setting in SETTINGS[task]]
     for name in args.only or ():
         if name not in known:
             parser.error(f"--only: {name!r} is not a setting; known: {', '.join(known)}")
@@ -46,8 +46,8 @@ def grid(preset: str, only: list[str] | None, seeds: list[int]) -> list[Run]:
     settings of both tasks first."""
     named = {
         (task, setting): place
-        for task, settings in SETTINGS.items()
-        for place, setting in enumerate(settings)
+        for task in PRESETS[preset]
+        for place, setting in enumerate(SETTINGS[task])
         if only is None or f"{task}/{setting}" in only
     }
     runs = [Run(preset, task, setting, seed) for task, setting in named for seed in seeds]

@@ -1,7 +1,8 @@
-"""Fine-tune a GPT-2 on WikiText-2: perplexity, next-token accuracy, quality of generated text.
+"""Train a language model on WikiText-2: perplexity, next-token accuracy, quality of generated text.
 
-Where no weights are given, a small GPT is first trained without compression on the beginning of the text and
-kept in a file; every setting fine-tunes it on another part. Its tokens are bytes.
+To fine-tune where no weights are given, a small model is first trained without compression on the beginning
+of the text and kept in a file; every setting fine-tunes it on another part. Its tokens are bytes. Without
+such steps every setting trains from random weights.
 """
 
 import itertools
@@ -12,46 +13,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoTokenizer, GPT2LMHeadModel
 
+from launch.reproduce.architectures import ARCHITECTURES, as_layers
 from launch.reproduce.presets import LanguageSize
-from launch.reproduce.task import STAGES, Batch, existing, generator
+from launch.reproduce.task import STAGES, Batch, existing, generator, weights_file
 
-BYTES = 256
 PRETRAINED_ON = 0.9  # share of train.txt, at its start, where the model is pretrained here
 PROMPT, GENERATED = 12, 32  # tokens given, and tokens drawn after them
 PROMPTS = 16
-
-
-class Embedding(nn.Module):
-    """Token ids int64 [batch, seq] -> hidden states fp32 [batch, seq, hidden]."""
-
-    def __init__(self, gpt: GPT2LMHeadModel):
-        super().__init__()
-        body = gpt.transformer
-        self.token, self.position, self.dropout = body.wte, body.wpe, body.drop
-
-    def forward(self, ids: Tensor) -> Tensor:
-        places = torch.arange(ids.size(1), device=ids.device)
-        return self.dropout(self.token(ids) + self.position(places))
-
-
-class Head(nn.Module):
-    """Hidden states [batch, seq, hidden] -> logits [batch, seq, vocabulary]."""
-
-    def __init__(self, gpt: GPT2LMHeadModel):
-        super().__init__()
-        self.norm, self.logits = gpt.transformer.ln_f, gpt.lm_head
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.logits(self.norm(x))
-
-
-def as_layers(gpt: GPT2LMHeadModel) -> list[nn.Module]:
-    """Return the layers of `gpt`, with its weights, as a sequence."""
-    return [Embedding(gpt), *gpt.transformer.h, Head(gpt)]
 
 
 def in_stages(layers: list[nn.Module]) -> list[nn.Module]:
@@ -62,14 +34,13 @@ def in_stages(layers: list[nn.Module]) -> list[nn.Module]:
 
 
 class Language:
-    name = "language"
     metric = "perplexity"
 
     def __init__(self, size: LanguageSize, data: Path, cache: Path):
         """`data`: folder with wikitext2/{train,valid}.txt; `cache`: where a pretrained model is kept."""
         self.size, self._data, self._cache = size, data, cache
         text = self._tokens("train")
-        split = int(len(text) * PRETRAINED_ON) if size.weights is None else 0
+        split = int(len(text) * PRETRAINED_ON) if size.pretrain_steps else 0
         self._pretraining, self._blocks = text[:split], self._cut(text[split:], size.blocks)
         self._held_out = self._cut(self._tokens("valid"), size.test_blocks)
         self.epochs, self.gradient_clipping = size.epochs, size.gradient_clipping
@@ -94,8 +65,8 @@ class Language:
         return found
 
     def stages(self, seed: int) -> list[nn.Module]:
-        torch.manual_seed(seed)  # of dropout; the weights are the same for every seed
-        return in_stages(as_layers(self._pretrained()))
+        torch.manual_seed(seed)
+        return in_stages(self._layers())
 
     def epoch(self, seed: int, number: int) -> Iterator[Batch]:
         order = torch.randperm(len(self._blocks), generator=generator(seed, number))
@@ -114,7 +85,7 @@ class Language:
 
     def evaluate(self, model: nn.Module, device: torch.device) -> dict[str, float]:
         """Perplexity a token, share of tokens predicted, and the perplexity of generated text to the model
-        before fine-tuning."""
+        before fine-tuning, if there was one."""
         loss, hits = 0.0, 0
         for block in self._held_out.split(self.size.batch):
             inputs, labels = block[:, :-1].to(device), block[:, 1:].to(device)
@@ -122,11 +93,15 @@ class Language:
             loss += F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").item()
             hits += (logits.argmax(-1) == labels).sum().item()
         tokens = self._held_out[:, 1:].numel()
-        return {
-            "perplexity": _exp(loss / tokens),
-            "token_accuracy": hits / tokens,
-            "generated_perplexity": self._judged(self._generated(model, device)),
-        }
+        measured = {"perplexity": _exp(loss / tokens), "token_accuracy": hits / tokens}
+        if self.is_pretrained:
+            measured["generated_perplexity"] = self._judged(self._generated(model, device))
+        return measured
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether training starts from weights that all seeds share."""
+        return bool(self.size.pretrain_steps) or self.size.weights is not None
 
     def _generated(self, model: nn.Module, device: torch.device) -> Tensor:
         """Continue held-out prompts by sampling from the model."""
@@ -138,53 +113,35 @@ class Language:
         return text
 
     def _judged(self, text: Tensor) -> float:
-        judge = nn.Sequential(*as_layers(self._pretrained())).to(text.device).eval()
+        judge = nn.Sequential(*self._layers()).to(text.device).eval()
         logits = judge(text[:, :-1])[:, PROMPT - 1 :]
         return _exp(F.cross_entropy(logits.flatten(0, 1), text[:, PROMPT:].flatten()).item())
 
-    def _pretrained(self) -> GPT2LMHeadModel:
+    def _layers(self) -> list[nn.Module]:
+        """Return the layers that training starts from."""
         if self.size.weights is not None:
-            return GPT2LMHeadModel.from_pretrained(
-                existing(self._data / self.size.weights, "weights of GPT-2")
-            )
-        gpt = self._new()
-        gpt.load_state_dict(load_file(self.prepare()), strict=True)
-        return gpt
+            folder = existing(self._data / self.size.weights, "weights of GPT-2")
+            return as_layers(GPT2LMHeadModel.from_pretrained(folder))
+        layers = ARCHITECTURES[self.size.architecture](self.size)
+        if self.is_pretrained:
+            nn.Sequential(*layers).load_state_dict(load_file(self._weights()), strict=True)
+        return layers
 
-    def _new(self) -> GPT2LMHeadModel:
-        size = self.size
-        config = GPT2Config(
-            vocab_size=BYTES,
-            n_positions=size.seq,
-            n_embd=size.hidden,
-            n_layer=size.layers,
-            n_head=size.heads,
-            resid_pdrop=size.dropout,
-            embd_pdrop=size.dropout,
-            attn_pdrop=size.dropout,
-            bos_token_id=None,
-            eos_token_id=None,
-            tie_word_embeddings=False,
-        )
-        return GPT2LMHeadModel(config)
+    def prepare(self) -> None:
+        """Pretrain the model that every run starts from, if there is one."""
+        if self.size.pretrain_steps:
+            self._weights()
 
-    def prepare(self) -> Path:
-        """Pretrain the model that every run starts from, unless its file exists."""
+    def _weights(self) -> Path:
         size = self.size
         numbers = (size.layers, size.hidden, size.seq, size.pretrain_steps, size.pretrain_batch)
-        path = self._cache / f"gpt-{'-'.join(map(str, numbers))}.safetensors"
-        if size.weights is None and not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(".part")
-            save_file(self._pretrain().state_dict(), part)
-            part.rename(path)
-        return path
+        name = f"{size.architecture}-{'-'.join(map(str, numbers))}.safetensors"
+        return weights_file(self._cache / name, self._pretrain)
 
-    def _pretrain(self) -> GPT2LMHeadModel:
+    def _pretrain(self) -> nn.Module:
         size, text = self.size, self._pretraining
         torch.manual_seed(0)
-        gpt = self._new()
-        model = nn.Sequential(*as_layers(gpt)).train()
+        model = nn.Sequential(*ARCHITECTURES[size.architecture](size)).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=size.pretrain_lr)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, size.pretrain_steps)
         drawing, window = generator(1), torch.arange(size.seq + 1)
@@ -199,7 +156,7 @@ class Language:
             optimizer.zero_grad()
             if step % 100 == 0:
                 print(f"pretraining, step {step}: loss {loss.item():.3f} a byte", flush=True)
-        return gpt
+        return model
 
 
 def _exp(loss: float) -> float:

@@ -38,7 +38,7 @@ class Costs:
         self.baseline = none.metric("on").mean
         values = [row[f"{METRICS[task]}_on"] for row in none.rows]
         width = max(values) - min(values)
-        self.spread = width if task == "vision" else 100 * width / self.baseline
+        self.spread = width if METRICS[task] == "accuracy" else 100 * width / self.baseline
 
     def of(self, name: str, evaluated: str) -> float:
         """Return the cost of a setting, mean over seeds; infinite if a run diverged.
@@ -49,7 +49,7 @@ class Costs:
         measured = self._settings[self._task, name].metric(evaluated)
         if measured.failed:
             return math.inf
-        if self._task == "vision":
+        if METRICS[self._task] == "accuracy":
             return self.baseline - measured.mean
         return 100 * (measured.mean / self.baseline - 1)
 

@@ -10,7 +10,7 @@ from launch.reproduce.presets import PRESETS
 from launch.reproduce.run import Row
 from launch.reproduce.tables import METRICS, Setting, front, grouped, markdown, matrix, table
 
-WITHIN = {"vision": 1.0, "language": 1.0}  # points of accuracy, percent of perplexity
+WITHIN = 1.0  # points of accuracy, percent of perplexity
 SEEDS = 3  # that a row which carries a claim has at least
 HEAD = """# All rows of the evidence
 
@@ -91,8 +91,8 @@ def _recipes(settings: Settings, task: str, own: list[Setting]) -> str:
     rows = []
     for setting in front(own, lambda each: -cost(each)):
         verdict = "within the spread" if cost(setting) <= costs.spread else ""
-        if not verdict and cost(setting) <= WITHIN[task]:
-            verdict = "within 1 %" if task == "language" else "within 1 point"
+        if not verdict and cost(setting) <= WITHIN:
+            verdict = "within 1 %" if METRICS[task] == "perplexity" else "within 1 point"
         seeds = len(setting.rows)
         number = "1 seed" if seeds == 1 else f"{seeds} seeds"
         claim = verdict if seeds >= SEEDS else f"{verdict} ({number}, no claim)".strip()
@@ -103,7 +103,7 @@ def _recipes(settings: Settings, task: str, own: list[Setting]) -> str:
         "costs",
         "against no compression",
     ]
-    unit = "points of accuracy" if task == "vision" else "percent of perplexity"
+    unit = "points of accuracy" if METRICS[task] == "accuracy" else "percent of perplexity"
     seeds = len(settings[task, "none"].rows)
     baseline = (
         f"Without compression {costs.baseline:.2f}, {costs.spread:.2f} {unit} between the best and the worst "

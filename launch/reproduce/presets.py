@@ -1,14 +1,23 @@
-"""How large the two experiments are: `paper` as published, `cpu` for small machines, `revisits` the same with
-samples that come back more often, `smoke` for tests."""
+"""The tasks of each preset and their sizes.
 
+paper       the two experiments of arXiv 2401.07788 as published
+cpu         the same for small machines
+revisits    the same with samples that come back more often
+small       several architectures, fine-tuned and from scratch: a minute a run
+wide        the same task with hidden states of 256 values
+smoke       for tests
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True)
 class VisionSize:
-    """Size of the vision task: a ResNet trained from nothing with SGD and a cosine schedule; one group per
-    stage."""
+    """Size of a vision task: a ResNet trained with SGD and a cosine schedule; one group per stage."""
 
+    kind: ClassVar = "vision"
     train_images: int
     test_images: int
     width: int  # channels of the first group; each later one has twice as many
@@ -20,20 +29,23 @@ class VisionSize:
     lr: float
     momentum: float = 0.9
     weight_decay: float = 5e-4
+    pretrain_images: int = 0  # images of their own, on which the model is pretrained here; 0: from scratch
+    pretrain_epochs: int = 0
 
 
 @dataclass(frozen=True)
 class LanguageSize:
-    """Size of the language task: a GPT-2 fine-tuned with AdamW and linear decay; four stages of equally many
+    """Size of a language task: a model trained with AdamW and linear decay; four stages of equally many
     blocks."""
 
+    kind: ClassVar = "language"
     layers: int
     hidden: int
     heads: int
     seq: int  # tokens of a block of text
     tokenizer: str | None  # folder beside the text; None: a token is a byte
-    weights: str | None  # folder beside the text; None: pretrained here, without compression
-    pretrain_steps: int
+    weights: str | None  # folder beside the text; None: trained here
+    pretrain_steps: int  # without compression; 0: from scratch
     pretrain_batch: int
     pretrain_lr: float
     blocks: int | None  # of text to fine-tune on; None: all of train.txt
@@ -43,17 +55,16 @@ class LanguageSize:
     lr: float
     dropout: float
     gradient_clipping: float = 1.0  # DeepSpeed's default, and that of the paper's trainer
+    architecture: str = "gpt"  # of `architectures.py`
 
 
-@dataclass(frozen=True)
-class Preset:
-    vision: VisionSize
-    language: LanguageSize
+Size = VisionSize | LanguageSize
+Preset = Mapping[str, Size]
+"""By the name of the task."""
 
-
-CPU = Preset(
-    VisionSize(10_000, 5_000, 16, 1, stem_stride=2, epochs=8, cosine_epochs=8, batch=128, lr=0.01),
-    LanguageSize(
+CPU: Preset = {
+    "vision": VisionSize(10_000, 5_000, 16, 1, stem_stride=2, epochs=8, cosine_epochs=8, batch=128, lr=0.01),
+    "language": LanguageSize(
         layers=4,
         hidden=128,
         heads=4,
@@ -70,15 +81,55 @@ CPU = Preset(
         lr=3e-4,
         dropout=0.0,
     ),
+}
+
+FINETUNED = LanguageSize(
+    layers=4,
+    hidden=64,
+    heads=4,
+    seq=128,
+    tokenizer=None,
+    weights=None,
+    pretrain_steps=800,
+    pretrain_batch=8,
+    pretrain_lr=2e-3,
+    blocks=800,
+    test_blocks=192,
+    epochs=1,
+    batch=8,
+    lr=1e-3,
+    dropout=0.0,
 )
 
-PRESETS = {
+
+def both(name: str, **options: Any) -> dict[str, LanguageSize]:
+    """An architecture in its two tasks: 100 steps of fine-tuning, and 300 steps from scratch."""
+    finetuned = replace(FINETUNED, architecture=name, **options)
+    scratch = replace(finetuned, pretrain_steps=0, blocks=2400, lr=2e-3)
+    return {f"{name}-finetuned": finetuned, f"{name}-scratch": scratch}
+
+
+WIDE_CNN = VisionSize(4_000, 2_000, 32, 1, stem_stride=2, epochs=3, cosine_epochs=3, batch=64, lr=0.02)
+
+SMALL: Preset = {
+    **both("llama"),
+    **both("gpt", hidden=96),
+    **both("neox", hidden=96),
+    "cnn-finetuned": replace(WIDE_CNN, epochs=2, cosine_epochs=2, pretrain_images=8_000, pretrain_epochs=3),
+    "cnn-scratch": WIDE_CNN,
+}
+
+PRESETS: dict[str, Preset] = {
     "cpu": CPU,
+    "small": SMALL,
+    "wide": both("llama", hidden=256),
     # how often a sample comes back is what AQ-SGD lives on
-    "revisits": replace(CPU, language=replace(CPU.language, epochs=6)),
-    "paper": Preset(
-        VisionSize(50_000, 10_000, 64, 2, stem_stride=1, epochs=100, cosine_epochs=200, batch=128, lr=0.01),
-        LanguageSize(
+    "revisits": {"vision": CPU["vision"], "language": replace(CPU["language"], epochs=6)},
+    "paper": {
+        "vision": VisionSize(
+            50_000, 10_000, 64, 2, stem_stride=1, epochs=100, cosine_epochs=200, batch=128, lr=0.01
+        ),
+        "language": LanguageSize(
             layers=12,
             hidden=768,
             heads=12,
@@ -95,10 +146,10 @@ PRESETS = {
             lr=5e-5,
             dropout=0.1,
         ),
-    ),
-    "smoke": Preset(
-        VisionSize(32, 16, 8, 1, stem_stride=2, epochs=2, cosine_epochs=2, batch=8, lr=0.01),
-        LanguageSize(
+    },
+    "smoke": {
+        "vision": VisionSize(32, 16, 8, 1, stem_stride=2, epochs=2, cosine_epochs=2, batch=8, lr=0.01),
+        "language": LanguageSize(
             layers=4,
             hidden=32,
             heads=2,
@@ -115,5 +166,5 @@ PRESETS = {
             lr=1e-3,
             dropout=0.0,
         ),
-    ),
+    },
 }

@@ -23,7 +23,7 @@ from launch.reproduce.settings import SETTINGS, Block
 from launch.reproduce.task import STAGES, Batch, Task
 from launch.reproduce.vision import Vision
 
-TASKS: dict[str, Any] = {"vision": Vision, "language": Language}
+KINDS: dict[str, Any] = {"vision": Vision, "language": Language}
 PACKAGES = ("torch", "ds_compress", "deepspeed", "transformers")
 SUBSPACE = "subspace"
 """Key of a setting beside those of its block: how many coefficients cross in the place of a hidden state."""
@@ -59,14 +59,15 @@ class Run(NamedTuple):
     @property
     def identity(self) -> Row:
         """The columns that identify the row of this run, blocks and sizes included."""
-        size = dataclasses.asdict(getattr(PRESETS[self.preset], self.task))
+        size = dataclasses.asdict(PRESETS[self.preset][self.task])
         return {**self._asdict(), "block": self._all, "size": size}
 
 
 @functools.lru_cache(maxsize=2)
 def task_of(preset: str, name: str, data: Path, cache: Path) -> Task:
     """Return the task with its data, which a process reads once."""
-    return TASKS[name](getattr(PRESETS[preset], name), data, cache)
+    size = PRESETS[preset][name]
+    return KINDS[size.kind](size, data, cache)
 
 
 def execute(run: Run, task: Task, device: torch.device) -> Row:

@@ -5,6 +5,8 @@ A new setting is a new line. The numbers in a name are forward/backward: bits, o
 
 from typing import Any
 
+from launch.reproduce.presets import PRESETS
+
 Block = dict[str, Any]
 
 IDS = {"column": 2}  # of the batches of both tasks
@@ -43,14 +45,18 @@ def contexts(forward: float, backward: float, **others: Any) -> Block:
 def learned(forward: float, backward: float, **others: Any) -> Block:
     """Entropy coding in an eigenbasis forward, and with tables for rows back. The rows of a step are many
     times as many as a basis has directions, so the warm-up is short."""
-    basis = entropy(forward, rotate="learned", refresh_steps=50)
-    return block(basis, entropy(backward, contexts="rows"), warmup_steps=1, **others)
+    return block(basis(forward), entropy(backward, contexts="rows"), warmup_steps=1, **others)
+
+
+def basis(bits: float) -> Block:
+    """Entropy coding in an eigenbasis, for activations."""
+    return entropy(bits, rotate="learned", refresh_steps=50)
 
 
 def filled(bits: int, **others: Any) -> Block:
     """Eigenbasis coefficients in fixed bits by water-filling forward, Hadamard groups backward."""
-    basis = group(bits, rotate="learned")
-    return block(basis, group(bits, hadamard=True), warmup_steps=1, **others)
+    fixed = group(bits, rotate="learned")
+    return block(fixed, group(bits, hadamard=True), warmup_steps=1, **others)
 
 
 def subspace(rank: int, bits: float) -> Block:
@@ -192,11 +198,44 @@ ROWS_OF_CHANNELS: dict[str, Block] = {
     "autoencoder16": block({"name": "autoencoder", "width": 16}),
 }
 
+FORWARD = {
+    "group4": (group(4, hadamard=True), {}),
+    **{f"columns{bits:g}": (entropy(bits, contexts="columns"), {}) for bits in (4, 3, 2.5, 2)},
+    **{f"basis{bits:g}": (basis(bits), {"warmup_steps": 1}) for bits in (4, 3, 2.5, 2, 1.5)},
+}
+"""Codecs of activations, and what their block has beside them."""
+
+BACKWARD = {
+    "group4": group(4, hadamard=True),
+    **{f"stochastic{bits}": group(bits, hadamard=True, rounding="stochastic") for bits in (4, 3, 2)},
+}
+"""Codecs of gradients."""
+
+ONE_DIRECTION: dict[str, Block] = {
+    **{f"{name}/none": block(codec, "none", **others) for name, (codec, others) in FORWARD.items()},
+    **{f"none/{name}": block("none", codec) for name, codec in BACKWARD.items()},
+}
+BOTH_DIRECTIONS: dict[str, Block] = {
+    f"{forward}/{backward}": block(codec, BACKWARD[backward], **others)
+    for forward, (codec, others) in FORWARD.items()
+    for backward in BACKWARD
+    if (forward, backward) != ("group4", "group4")  # has a name already
+}
+RECIPES: dict[str, Block] = {
+    "quant4_8": block(group(4, hadamard=True), group(8)),
+    "topk10_bf16-reuse": block(topk(10, values="bf16"), {**REUSE, "density": 0.1, "values": "bf16"}),
+}
+"""Of recipes that have no other name here."""
+
 LAUNCHED = ("none", "minmax4/8", "topk10-reuse", "topk10-ef-warmup", "topk30-aqsgd", "autoencoder16")
 """Those repeated as real pipelines where nobody names others."""
 
+LANGUAGE = NONE | PAPER | BEYOND | CHANGING | ROWS_OF_CHANNELS | ONE_DIRECTION | BOTH_DIRECTIONS | RECIPES
+VISION = NONE | PAPER | BEYOND | CHANGING | ONE_DIRECTION | BOTH_DIRECTIONS | RECIPES
+
 SETTINGS: dict[str, dict[str, Block]] = {
-    "vision": NONE | PAPER | BEYOND | CHANGING,
-    "language": NONE | PAPER | BEYOND | CHANGING | ROWS_OF_CHANNELS,
+    task: VISION if size.kind == "vision" else LANGUAGE
+    for preset in PRESETS.values()
+    for task, size in preset.items()
 }
 """By task and name."""

@@ -4,12 +4,14 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from launch.reproduce.presets import PRESETS
 from launch.reproduce.run import BITS, Row
 from launch.reproduce.settings import SETTINGS
 
-METRICS = {"vision": "accuracy", "language": "perplexity"}
-EXTRA = {"vision": {}, "language": {"generated_perplexity": "generated text"}}
-"""Further measures that have columns, and what these are called."""
+KINDS = {task: size.kind for preset in PRESETS.values() for task, size in preset.items()}
+METRICS = {task: {"vision": "accuracy", "language": "perplexity"}[kind] for task, kind in KINDS.items()}
+EXTRA = {"generated_perplexity": "generated text"}
+"""Further measures that have columns where they were taken, and what these are called."""
 UNITS = {"accuracy": "accuracy, %", "perplexity": "perplexity a token"}
 
 
@@ -81,11 +83,12 @@ def table(settings: Iterable[Setting]) -> str:
     unit = UNITS[METRICS[settings[0].task]]
     header = ["setting", "seeds", "bits forward", "bits backward", "times fewer bytes"]
     header += [f"{unit}, on", "off", "error forward", "error backward"]
-    header += [f"{name}, {way}" for name in EXTRA[settings[0].task].values() for way in ("on", "off")]
-    return markdown(header, map(_line, settings))
+    extra = [measure for measure in EXTRA if any(f"{measure}_on" in row for row in settings[0].rows)]
+    header += [f"{EXTRA[measure]}, {way}" for measure in extra for way in ("on", "off")]
+    return markdown(header, (_line(setting, extra) for setting in settings))
 
 
-def _line(setting: Setting) -> list[object]:
+def _line(setting: Setting, extra: Sequence[str]) -> list[object]:
     errors = [setting.over_seeds(f"error_{direction}") for direction in ("forward", "backward")]
     return [
         f"`{setting.name}`",
@@ -95,7 +98,7 @@ def _line(setting: Setting) -> list[object]:
         setting.metric("on"),
         setting.metric("off"),
         *(f"{error.mean:.3f}" if error.seeds else "" for error in errors),
-        *(setting.over_seeds(f"{measure}_{way}") for measure in EXTRA[setting.task] for way in ("on", "off")),
+        *(setting.over_seeds(f"{measure}_{way}") for measure in extra for way in ("on", "off")),
     ]
 
 

@@ -1,10 +1,11 @@
-"""Define what both experiments provide: model, data, optimizer, metric."""
+"""Define what an experiment provides: model, data, optimizer, metric."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 STAGES = 4
@@ -16,11 +17,13 @@ Batch = tuple[Tensor, Tensor, Tensor]
 class Task(Protocol):
     """An experiment of one preset's size; everything follows from a seed."""
 
-    name: str
     metric: str  # what `evaluate` measures first
     epochs: int
     steps_per_epoch: int
     gradient_clipping: float  # 0: none
+
+    def prepare(self) -> None:
+        """Make what all runs start from."""
 
     def stages(self, seed: int) -> list[nn.Module]:
         """Build the model in four stages."""
@@ -43,6 +46,16 @@ def existing(path: Path, what: str) -> Path:
     """Return `path`, or exit with a message if it does not exist."""
     if not path.exists():
         raise SystemExit(f"reproduce: {path}: no {what} there; --data names the folder that has it")
+    return path
+
+
+def weights_file(path: Path, pretrain: Callable[[], nn.Module]) -> Path:
+    """Return `path`, where the weights of a pretrained model are kept; make them first if there are none."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        save_file(pretrain().state_dict(), part)
+        part.rename(path)
     return path
 
 

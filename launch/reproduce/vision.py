@@ -1,4 +1,7 @@
-"""Train a ResNet on CIFAR-10 from nothing: accuracy. Cuts are after its groups, as in the paper."""
+"""Train a ResNet on CIFAR-10: accuracy. Cuts are after its groups, as in the paper.
+
+To fine-tune, the model is first trained without compression on other images and kept in a file.
+"""
 
 import io
 from collections.abc import Iterator
@@ -10,10 +13,11 @@ import pyarrow.parquet
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from launch.reproduce.presets import VisionSize
-from launch.reproduce.task import STAGES, Batch, existing, generator
+from launch.reproduce.task import STAGES, Batch, existing, generator, weights_file
 
 CLASSES, SIDE, MARGIN = 10, 32, 4  # of an image: pixels, and pixels that a crop may be off
 
@@ -63,13 +67,12 @@ def resnet(size: VisionSize) -> list[nn.Module]:
 
 
 class Vision:
-    name = "vision"
     metric = "accuracy"
     gradient_clipping = 0.0
 
     def __init__(self, size: VisionSize, data: Path, cache: Path):
-        """`data`: folder with cifar10/{train,test}.parquet; `cache`: unused."""
-        self.size = size
+        """`data`: folder with cifar10/{train,test}.parquet; `cache`: where a pretrained model is kept."""
+        self.size, self._data, self._cache = size, data, cache
         self._images, self._labels = read_images(data / "cifar10" / "train.parquet", size.train_images)
         self._std, self._mean = torch.std_mean(self._images / 255, dim=(0, 2, 3), keepdim=True)
         self._test = read_images(data / "cifar10" / "test.parquet", size.test_images)
@@ -77,18 +80,47 @@ class Vision:
         self.steps_per_epoch = len(self._images) // size.batch
 
     def prepare(self) -> None:
-        """Do nothing: training starts from nothing."""
+        """Pretrain the model that every run starts from, if there is one."""
+        if self.size.pretrain_images:
+            self._weights()
+
+    def _weights(self) -> Path:
+        size = self.size
+        numbers = (size.width, size.blocks, size.pretrain_images, size.pretrain_epochs)
+        name = f"resnet-{'-'.join(map(str, numbers))}.safetensors"
+        return weights_file(self._cache / name, self._pretrain)
+
+    def _pretrain(self) -> nn.Module:
+        size = self.size
+        file = self._data / "cifar10" / "train.parquet"
+        images, labels = read_images(file, size.pretrain_images, size.train_images)
+        torch.manual_seed(0)
+        model = nn.Sequential(*resnet(size)).train()
+        optimizer = self.optimizer(model.parameters())
+        steps = size.pretrain_epochs * (len(images) // size.batch)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        for number in range(size.pretrain_epochs):
+            for inputs, expected, _ in self._batches(images, labels, generator(0, number)):
+                self.loss(model(inputs), expected).backward()
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+        return model
 
     def stages(self, seed: int) -> list[nn.Module]:
         torch.manual_seed(seed)
-        return resnet(self.size)
+        stages = resnet(self.size)
+        if self.size.pretrain_images:
+            nn.Sequential(*stages).load_state_dict(load_file(self._weights()), strict=True)
+        return stages
 
     def epoch(self, seed: int, number: int) -> Iterator[Batch]:
-        drawing = generator(seed, number)
-        order = torch.randperm(len(self._images), generator=drawing)
-        for index in order[: self.steps_per_epoch * self.size.batch].split(self.size.batch):
-            images = self._normalised(augmented(self._images[index], drawing))
-            yield images, self._labels[index], index
+        return self._batches(self._images, self._labels, generator(seed, number))
+
+    def _batches(self, images: Tensor, labels: Tensor, drawing: torch.Generator) -> Iterator[Batch]:
+        order, batch = torch.randperm(len(images), generator=drawing), self.size.batch
+        for index in order[: len(images) // batch * batch].split(batch):
+            yield self._normalised(augmented(images[index], drawing)), labels[index], index
 
     def _normalised(self, images: Tensor) -> Tensor:
         return (images / 255 - self._mean) / self._std
@@ -125,9 +157,9 @@ def augmented(images: Tensor, drawing: torch.Generator) -> Tensor:
     )
 
 
-def read_images(file: Path, count: int) -> tuple[Tensor, Tensor]:
-    """Read the first images of a parquet file, uint8 [count, 3, 32, 32], and labels, int64 [count]."""
-    table = pyarrow.parquet.read_table(existing(file, "parquet file of CIFAR-10")).slice(0, count)
+def read_images(file: Path, count: int, skipped: int = 0) -> tuple[Tensor, Tensor]:
+    """Read images of a parquet file, uint8 [count, 3, 32, 32], and labels, int64 [count]."""
+    table = pyarrow.parquet.read_table(existing(file, "parquet file of CIFAR-10")).slice(skipped, count)
     if len(table) < count:
         raise SystemExit(f"reproduce: {file}: {len(table)} images, the preset needs {count}")
     files = (io.BytesIO(image["bytes"]) for image in table["img"].to_pylist())

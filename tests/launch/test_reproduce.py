@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pyarrow
@@ -11,14 +12,16 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from launch.reproduce.architectures import ARCHITECTURES, as_layers
 from launch.reproduce.command import main
 from launch.reproduce.grid import missing, read_rows
-from launch.reproduce.language import Language, as_layers
+from launch.reproduce.language import in_stages
 from launch.reproduce.launched import compared
 from launch.reproduce.pipeline import executed
 from launch.reproduce.presets import PRESETS
-from launch.reproduce.run import Run, clip, task_of
+from launch.reproduce.run import KINDS, Run, clip, task_of
 from launch.reproduce.settings import SETTINGS
 from tests.support.ranks import once
 from tests.support.warm import TRAINING, interpreter
@@ -112,7 +115,7 @@ def test_narrow_messages_are_measured_against_wide_ones(whole, data, tmp_path):
     name = "language/subspace16-entropy4/4"
     row = grid(data, tmp_path, "--seed", "0", "--only", name)[name, 0]
     assert row["raw_bytes"] == rows_of(whole)["language/none", 0]["raw_bytes"]
-    assert row["bits_forward"] == pytest.approx(32 * 16 / PRESETS["smoke"].language.hidden, rel=0.1)
+    assert row["bits_forward"] == pytest.approx(32 * 16 / PRESETS["smoke"]["language"].hidden, rel=0.1)
 
 
 @pytest.mark.extended
@@ -174,13 +177,44 @@ def test_a_name_that_is_no_setting(capsys):
 
 
 def test_the_layers_of_a_gpt_compute_what_it_computes(data, tmp_path):
-    task = Language(PRESETS["smoke"].language, data, tmp_path)
-    gpt, ids = task._pretrained().eval(), torch.randint(256, (2, 32))
+    config = GPT2Config(vocab_size=256, n_positions=32, n_embd=32, n_layer=4, n_head=2, bos_token_id=None)
+    gpt, ids = GPT2LMHeadModel(config).eval(), torch.randint(256, (2, 32))
+    layers = as_layers(gpt)
     with torch.no_grad():
         expected = gpt(ids).logits
-        assert torch.equal(nn.Sequential(*as_layers(gpt))(ids), expected)
-        assert torch.equal(nn.Sequential(*task.stages(0)).eval()(ids), expected)
-    assert len(task.stages(0)) == 4
+        assert torch.equal(nn.Sequential(*layers)(ids), expected)
+        assert torch.equal(nn.Sequential(*in_stages(layers))(ids), expected)
+    assert len(in_stages(layers)) == 4
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_predicts_from_earlier_tokens_alone(name):
+    """A token that changes leaves what was predicted before it."""
+    size = replace(PRESETS["smoke"]["language"], architecture=name)
+    torch.manual_seed(0)
+    model, ids = nn.Sequential(*ARCHITECTURES[name](size)).eval(), torch.randint(256, (1, 32))
+    changed = ids.clone()
+    changed[0, 20] = (ids[0, 20] + 1) % 256
+    with torch.no_grad():
+        before, after = model(ids), model(changed)
+    assert before.shape == (1, 32, 256)
+    assert torch.equal(before[:, :20], after[:, :20]) and not torch.equal(before[:, 20:], after[:, 20:])
+    swapped = ids.clone()
+    swapped[0, :2] = ids[0, [1, 0]]
+    with torch.no_grad():
+        assert not torch.allclose(model(swapped)[:, -1], before[:, -1], atol=1e-7), "positions count"
+
+
+@pytest.mark.parametrize("name", ["language", "vision"])
+def test_runs_start_from_shared_weights_or_from_their_seed(name, data, tmp_path):
+    scratch = {"language": {"pretrain_steps": 0}, "vision": {}}[name]
+    finetuned = {"language": {}, "vision": {"train_images": 16, "pretrain_images": 16, "pretrain_epochs": 1}}
+    for changes, is_shared in ((scratch, False), (finetuned[name], True)):
+        size = replace(PRESETS["smoke"][name], **changes)
+        task = KINDS[size.kind](size, data, tmp_path)
+        task.prepare()
+        weights = [nn.Sequential(*task.stages(seed)).state_dict() for seed in (0, 1)]
+        assert all(torch.equal(*pair) for pair in zip(*(own.values() for own in weights))) is is_shared
 
 
 def test_gradients_are_clipped_by_the_norm_of_the_first_stage():

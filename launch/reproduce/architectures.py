@@ -1,0 +1,152 @@
+"""Build small language models as sequences of layers: embedding, equal blocks, head.
+
+gpt      LayerNorm, learned positions, GELU (Radford et al. 2019), by transformers
+llama    RMSNorm, rotary positions, SwiGLU (Touvron et al. 2023)
+neox     attention and MLP in parallel, LayerNorm, rotary positions in a quarter of each head (Black et
+         al. 2022)
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from launch.reproduce.presets import LanguageSize
+
+BYTES = 256  # tokens of a model that is pretrained here
+ROTARY_BASE = 10_000.0
+
+
+class GptEmbedding(nn.Module):
+    """Token ids int64 [batch, seq] -> hidden states fp32 [batch, seq, hidden]."""
+
+    def __init__(self, gpt: GPT2LMHeadModel):
+        super().__init__()
+        body = gpt.transformer
+        self.token, self.position, self.dropout = body.wte, body.wpe, body.drop
+
+    def forward(self, ids: Tensor) -> Tensor:
+        places = torch.arange(ids.size(1), device=ids.device)
+        return self.dropout(self.token(ids) + self.position(places))
+
+
+class Head(nn.Module):
+    """Hidden states [batch, seq, hidden] -> logits [batch, seq, vocabulary]."""
+
+    def __init__(self, norm: nn.Module, logits: nn.Module):
+        super().__init__()
+        self.norm, self.logits = norm, logits
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(self.norm(x))
+
+
+def as_layers(gpt: GPT2LMHeadModel) -> list[nn.Module]:
+    """Return the layers of `gpt`, with its weights, as a sequence."""
+    return [GptEmbedding(gpt), *gpt.transformer.h, Head(gpt.transformer.ln_f, gpt.lm_head)]
+
+
+class RotaryAttention(nn.Module):
+    """Causal attention; the first `rotated` values of each head turn with the position (Su et al. 2021)."""
+
+    def __init__(self, hidden: int, heads: int, rotated: int, bias: bool):
+        super().__init__()
+        self.heads, self.rotated = heads, rotated
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=bias)
+        self.out = nn.Linear(hidden, hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq, hidden = x.shape
+        split = self.qkv(x).view(batch, seq, 3, self.heads, hidden // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(self._turn(query), self._turn(key), value, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, seq, hidden))
+
+    def _turn(self, x: Tensor) -> Tensor:
+        """`x`: [batch, heads, seq, values of a head]."""
+        half = self.rotated // 2
+        speeds = ROTARY_BASE ** (-torch.arange(half, device=x.device) / half)
+        angles = torch.arange(x.size(2), device=x.device).unsqueeze(1) * speeds
+        first, second, rest = x.split([half, half, x.size(3) - 2 * half], dim=3)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=3)
+
+
+class LlamaBlock(nn.Module):
+    """Attention, then a gated MLP of 8/3 the width."""
+
+    def __init__(self, hidden: int, heads: int):
+        super().__init__()
+        wide = 8 * hidden // 3
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(hidden, eps=1e-5), nn.RMSNorm(hidden, eps=1e-5)
+        self.attention = RotaryAttention(hidden, heads, hidden // heads, bias=False)
+        self.gate_up = nn.Linear(hidden, 2 * wide, bias=False)
+        self.down = nn.Linear(wide, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class NeoxBlock(nn.Module):
+    """Attention and MLP beside each other, each of the block's input."""
+
+    def __init__(self, hidden: int, heads: int):
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.attention = RotaryAttention(hidden, heads, hidden // heads // 4, bias=True)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(self.attention_norm(x)) + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+def gpt(size: LanguageSize) -> list[nn.Module]:
+    config = GPT2Config(
+        vocab_size=BYTES,
+        n_positions=size.seq,
+        n_embd=size.hidden,
+        n_layer=size.layers,
+        n_head=size.heads,
+        resid_pdrop=size.dropout,
+        embd_pdrop=size.dropout,
+        attn_pdrop=size.dropout,
+        bos_token_id=None,
+        eos_token_id=None,
+        tie_word_embeddings=False,
+    )
+    return as_layers(GPT2LMHeadModel(config))
+
+
+def llama(size: LanguageSize) -> list[nn.Module]:
+    blocks = [LlamaBlock(size.hidden, size.heads) for _ in range(size.layers)]
+    return _rotary(size, blocks, nn.RMSNorm(size.hidden, eps=1e-5))
+
+
+def neox(size: LanguageSize) -> list[nn.Module]:
+    return _rotary(
+        size, [NeoxBlock(size.hidden, size.heads) for _ in range(size.layers)], nn.LayerNorm(size.hidden)
+    )
+
+
+def _rotary(size: LanguageSize, blocks: list[nn.Module], norm: nn.Module) -> list[nn.Module]:
+    """Put an embedding without positions before `blocks`, and a head after them; weights as in GPT-2."""
+    layers = [
+        nn.Embedding(BYTES, size.hidden),
+        *blocks,
+        Head(norm, nn.Linear(size.hidden, BYTES, bias=False)),
+    ]
+    for module in nn.ModuleList(layers).modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+    return layers
+
+
+ARCHITECTURES: dict[str, Callable[[LanguageSize], list[nn.Module]]] = {
+    "gpt": gpt,
+    "llama": llama,
+    "neox": neox,
+}
