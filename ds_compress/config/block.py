@@ -89,6 +89,10 @@ class MonitorOptions(Options):
     """Steps between two writes of the counters; 0: never."""
 
 
+FIRST_CHECK = 25
+"""Steps after the warm-up until the guard's first check: a setting that hurts does so early."""
+
+
 class GuardOptions(Options):
     every: Steps = 200
     """Steps between two checks; the first comes 25 steps after the warm-up. A check runs the last micro-batch
@@ -123,6 +127,10 @@ class GuardOptions(Options):
     codec gets twice the bits, density or rank from the next step on, and finally becomes `none`: for
     all activations if the loss is higher, for one boundary and direction if its error, cosine or
     residual is beyond a limit; one line says so. relax does not go with a policy."""
+
+    def is_due(self, steps: int) -> bool:
+        """Return whether there is a check after so many steps since the warm-up."""
+        return self.every > 0 and steps > 0 and (steps == FIRST_CHECK or steps % self.every == 0)
 
 
 class Block(Options):

@@ -34,6 +34,7 @@ from ds_compress.runtime.auto import Auto
 from ds_compress.runtime.depth import DepthController
 from ds_compress.runtime.guard import Guard
 from ds_compress.runtime.interface import Change
+from ds_compress.runtime.measuring import all_gather
 from ds_compress.runtime.policy import PolicyController
 from ds_compress.runtime.replica_check import ReplicaCheck
 from ds_compress.runtime.watchdog import Watchdog
@@ -119,7 +120,7 @@ class Session:
         self.reconfigurator = Reconfigurator(
             engine, self.stage, boundaries, self._check_change, self._follow_config
         )
-        self.policy = PolicyController(config, boundaries, engine.device)
+        self.policy = PolicyController(config, boundaries, engine.device, all_gather)
         self.checkpointer = Checkpointer(self)
         self._start_policy()
 

@@ -26,9 +26,6 @@ from ds_compress.monitor.metrics import LOSS_COST, label
 from ds_compress.runtime.interface import Change
 from ds_compress.runtime.relax import is_lossy, relax
 
-FIRST = 25
-"""Steps after the warm-up until the first look: a setting that hurts does so early."""
-
 _LEFT_BY_EVALUATION = ("total_loss", "total_additional_losses", "fwd_outputs", "loss", "_compute_loss")
 """What a schedule writes on an engine that programs read after a training step."""
 
@@ -73,10 +70,7 @@ class Guard:
 
     def judges(self, step: int) -> bool:
         """Whether the guard looks at that step."""
-        compressed, every = step - self._config.warmup_steps, self._options.every
-        if not self._loses or every == 0 or compressed <= 0:
-            return False
-        return compressed == FIRST or compressed % every == 0
+        return self._loses and self._options.is_due(step - self._config.warmup_steps)
 
     def check_loss(self, engine: Any) -> Change | None:
         """Compare the loss with compression and without, after a step with `due`; every rank calls it.

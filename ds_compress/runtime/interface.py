@@ -3,10 +3,45 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from torch import Tensor
+
+from ds_compress.codec import MessageId
 from ds_compress.config import Config
-from ds_compress.message.channel import Boundary
+from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.transport.streams import Made
+
+Watch = Callable[[Channel, Sequence[Tensor], MessageId], None]
+"""Sees a message before it is encoded."""
+
+
+class Trainer(Protocol):
+    """The course of training: DeepSpeed's engine, or that of a simulated pipeline."""
+
+    @property
+    def global_steps(self) -> int:
+        """Return the optimizer steps done."""
+
+    @property
+    def global_samples(self) -> int:
+        """Return the samples that all replicas have seen."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Return the micro-batches of a step."""
+
+    def get_lr(self) -> Sequence[float]:
+        """Return the learning rates of the optimizer."""
+
+
+class MessageSource(Protocol):
+    """Ends of channels that messages pass; where an end `sends`, its `watch` sees them."""
+
+    config: Config
+
+    @property
+    def ends(self) -> Sequence[Any]:
+        """Ends of all channels that the stage sends or receives on."""
 
 
 class StageView(Protocol):

@@ -159,9 +159,14 @@ def _host() -> str:
 def gather(row: Row, device: torch.device) -> list[Row]:
     """The rows of all ranks, which have the same columns in the same order, on every rank."""
     mine = torch.tensor(list(row.values()), dtype=torch.float64, device=device)
+    return [dict(zip(row, each.tolist())) for each in all_gather(mine)]
+
+
+def all_gather(mine: torch.Tensor) -> list[torch.Tensor]:
+    """Return `mine` of every rank, on every rank."""
     everywhere = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everywhere, mine)
-    return [dict(zip(row, each.tolist())) for each in everywhere]
+    return everywhere
 
 
 TIMED = {

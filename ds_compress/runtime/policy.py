@@ -1,8 +1,8 @@
-"""The policy of one engine: when it decides, from what, and what follows.
+"""The policy of one engine, or simulated pipeline: when it decides, from what, and what follows.
 
 Every rank decides for all boundaries, from numbers that one collective makes known to all, in steps where
 the policy may change something; other steps cost no collective and no wait. What is decided holds from the
-next step on (adoption.py).
+next step on (engine/reconfigure.py).
 """
 
 import copy
@@ -15,14 +15,14 @@ from ds_compress.config.policies import Now, Place, ladders
 from ds_compress.config.policies.base import in_words
 from ds_compress.config.recipes import with_changes
 from ds_compress.errors import CompressionError, shown
-from ds_compress.runtime.interface import Change, StageView
-from ds_compress.runtime.signals import Signals
+from ds_compress.runtime.interface import Change, MessageSource, Trainer
+from ds_compress.runtime.signals import Gather, Signals
 
 
 class PolicyController:
     """Choose the rung of each direction of a boundary by the policy, and resume it from checkpoints."""
 
-    def __init__(self, config: Config, boundaries: int, device: Any):
+    def __init__(self, config: Config, boundaries: int, device: Any, all_gather: Gather):
         """`boundaries`: how many the pipeline has.
 
         Raises:
@@ -39,11 +39,11 @@ class PolicyController:
                 "give them to forward or backward, or use 'constant'"
             )
         self._ladder_lengths = {place: len(ladder) for place, ladder in self._ladders.items()}
-        self._signals = Signals(boundaries, max(self._ladder_lengths.values(), default=0), device)
+        self._signals = Signals(boundaries, max(self._ladder_lengths.values(), default=0), device, all_gather)
         self.rungs: dict[Place, int] = {}
         self._state: dict[str, Any] = {}  # of the policy
 
-    def start(self, engine: Any, stage: StageView) -> dict[str, Any]:
+    def start(self, engine: Trainer, source: MessageSource) -> dict[str, Any]:
         """Return the first settings, before the first step or where nothing can be resumed.
 
         Every rank calls it.
@@ -54,22 +54,22 @@ class PolicyController:
             return {}
         self.rungs = dict.fromkeys(self._ladders, 0)
         if self._policy.norms:
-            self._signals.note_norms(stage)
+            self._signals.note_norms(source)
         if not self._policy.measures:
             self._decide(engine)
         return self._boundaries(self.rungs)
 
-    def begin_step(self, engine: Any, stage: StageView) -> None:
+    def begin_step(self, engine: Trainer, source: MessageSource) -> None:
         """Watch the messages of the training step that begins, if the policy decides after it."""
         if not self._policy.errors:
             return
         if self._policy.due(self._compressed(engine) + 1):
             trials = {place: self._trials(place) for place in self._ladders}
-            self._signals.try_rungs(stage, trials, engine.micro_batches - 1)
+            self._signals.try_rungs(source, trials, engine.micro_batches - 1)
         else:  # of a step that was interrupted
-            self._signals.stop(stage)
+            self._signals.stop(source)
 
-    def end_step(self, engine: Any) -> Change | None:
+    def end_step(self, engine: Trainer) -> Change | None:
         """Decide after a training step, with nothing in flight; every rank calls it."""
         if not self._policy.due(self._compressed(engine)):
             return None
@@ -101,7 +101,7 @@ class PolicyController:
         self._signals.resume(noted)
         self.rungs, self._state = rungs, copy.deepcopy(state["state"])
 
-    def _decide(self, engine: Any) -> dict[Place, int]:
+    def _decide(self, engine: Trainer) -> dict[Place, int]:
         """Return the rungs that become others."""
         lr, signals = 0.0, None
         if self._policy.measures:
@@ -136,6 +136,6 @@ class PolicyController:
         at = [f"boundary {n} {d} {in_words(options[d][rung])}" for (n, d), rung in sorted(self.rungs.items())]
         return f"ds_compress: policy {self._policy.name}: from step {step} on: {'; '.join(at)}"
 
-    def _compressed(self, engine: Any) -> int:
+    def _compressed(self, engine: Trainer) -> int:
         """Steps done since the warm-up."""
         return int(engine.global_steps) - self._config.warmup_steps

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from deepspeed import comm as dist
 from torch import Tensor
 
 from ds_compress.codec import Codec, MessageId
@@ -16,11 +15,11 @@ from ds_compress.config import DIRECTIONS
 from ds_compress.config.policies import Place, Signal
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Channel
-from ds_compress.message.channel_end import SendingEnd
 from ds_compress.message.meters import error_and_cosine, largest, norms
-from ds_compress.runtime.interface import StageView
+from ds_compress.runtime.interface import MessageSource, Watch
 
-Watch = Callable[[Channel, Sequence[Tensor], MessageId], None]
+Gather = Callable[[Tensor], Sequence[Tensor]]
+"""Return a tensor of every rank, in the order of the ranks."""
 
 Trials = Mapping[Place, Sequence[Codec]]
 """The codecs, by rung, that a message of a place is tried with."""
@@ -29,20 +28,21 @@ Trials = Mapping[Place, Sequence[Codec]]
 class Signals:
     """Notes of one rank."""
 
-    def __init__(self, boundaries: int, rungs: int, device: torch.device):
+    def __init__(self, boundaries: int, rungs: int, device: torch.device, all_gather: Gather):
         """`rungs`: of the highest ladder."""
         self._boundaries = boundaries
         self._rungs = rungs
         self._device = device
+        self._all_gather = all_gather
         self._norms: dict[int, Tensor] = {}  # by boundary: sum of finite norms, and how many they are
         self._losses: dict[Place, list[tuple[Tensor, int]]] = {}  # by rung: three norms, bytes
         self._note: Watch | None = None  # of the norms
 
-    def note_norms(self, stage: StageView) -> None:
+    def note_norms(self, source: MessageSource) -> None:
         """From now on, note the norms of gradient messages of training after the warm-up."""
 
         def watch(channel: Channel, tensors: Sequence[Tensor], message_id: MessageId) -> None:
-            if not message_id.training or message_id.step < stage.config.warmup_steps:
+            if not message_id.training or message_id.step < source.config.warmup_steps:
                 return
             floats = [tensor for tensor in tensors if tensor.dtype.is_floating_point]
             found = torch.stack(
@@ -55,9 +55,9 @@ class Signals:
             self._norms[message_id.boundary] = noted if before is None else before + noted
 
         self._note = watch
-        self.stop(stage)
+        self.stop(source)
 
-    def try_rungs(self, stage: StageView, trials: Trials, micro_batch: int) -> None:
+    def try_rungs(self, source: MessageSource, trials: Trials, micro_batch: int) -> None:
         """Until `stop`, try the rungs on the messages of a micro-batch."""
         self._losses = {}
 
@@ -77,14 +77,14 @@ class Signals:
                 nbytes = packet.numel() + (extra.numel() if extra is not None else 0)
                 self._losses.setdefault(place, []).append((norms(tensors, decoded, scale), nbytes))
 
-        for end in stage.ends:
-            if isinstance(end, SendingEnd):
+        for end in source.ends:
+            if end.sends:
                 end.watch = watch
 
-    def stop(self, stage: StageView) -> None:
+    def stop(self, source: MessageSource) -> None:
         """Try nothing more."""
-        for end in stage.ends:
-            if isinstance(end, SendingEnd):
+        for end in source.ends:
+            if end.sends:
                 end.watch = self._note if end.channel.direction == "backward" else None
 
     def state(self) -> dict[str, list[float]]:
@@ -124,8 +124,7 @@ class Signals:
         mine = torch.cat([torch.tensor([lr], dtype=torch.float64, device="cpu"), table.flatten()]).to(
             self._device
         )
-        everywhere = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everywhere, mine)
+        everywhere = self._all_gather(mine)
         tables = [each[1:].cpu().view_as(table).tolist() for each in everywhere]
         return everywhere[0][0].item(), {
             place: self._signal([each[place[0]][DIRECTIONS.index(place[1])] for each in tables], length)

@@ -1,8 +1,9 @@
 """Both sides of a boundary as a layer of a model."""
 
+import logging
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +14,27 @@ from ds_compress.config import DIRECTIONS, Config
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.dependence import DependencyTracker
+from ds_compress.message.meters import error_and_cosine, largest, norms
+from ds_compress.monitor.limits import MessageQuality
+from ds_compress.monitor.lines import violation_note
+from ds_compress.monitor.residual import residual_values
+from ds_compress.runtime.interface import Watch
+
+logger = logging.getLogger("ds_compress")
+
+Pairs = Sequence[tuple[Tensor, Tensor]]
+"""Tensors of a message that were compressed, and what they arrived as."""
+
+
+@dataclass
+class SimulatedEnd:
+    """The sending end of a channel."""
+
+    channel: Channel
+    watch: Watch | None = None
+    """Sees each message before it is encoded."""
+
+    sends = True
 
 
 class SimulatedBoundary(nn.Module):
@@ -31,6 +53,8 @@ class SimulatedBoundary(nn.Module):
         self.downstream = Boundary(number, config)
         self.micro_batches = micro_batches
         self.errors = {direction: MeanError() for direction in DIRECTIONS}
+        self.ends = {channel.direction: SimulatedEnd(channel) for channel in self.sending}
+        self._limits = {direction: LimitCheck() for direction in DIRECTIONS}
         self._tracking = tracking
         self._trained = 0  # micro-batches so far
         self._evaluated = 0
@@ -56,6 +80,16 @@ class SimulatedBoundary(nn.Module):
     def sending(self) -> tuple[Channel, Channel]:
         """The channels that send, forward and backward."""
         return self.upstream.forward, self.downstream.backward
+
+    @property
+    def trained(self) -> int:
+        """Training passes so far."""
+        return self._trained
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether all gradients of the latest step have crossed."""
+        return not self._step_open
 
     def announce(self, ids: Tensor) -> None:
         """The next training pass is about the samples `ids`."""
@@ -95,16 +129,23 @@ class SimulatedBoundary(nn.Module):
             self._step_open = False
             for side in (self.upstream, self.downstream):
                 side.end_step(average=lambda tensor: tensor)
+            for channel in self.sending:
+                self._limits[channel.direction].warn(channel)
 
     def transfer(
         self, source: Channel, target: Channel, tensors: Sequence[Tensor], message_id: MessageId
     ) -> list[Tensor]:
         """`tensors` as they arrive."""
+        watch = self.ends[source.direction].watch
+        if watch is not None:
+            watch(source, tensors, message_id)
         packet, extra, message = source.encode(tensors, message_id)
         arrived = target.decode(packet, target.message(tensors, message_id), message_id, lambda nbytes: extra)
-        if message_id.training:
-            pairs = [(x, y) for x, y, codec in zip(tensors, arrived, message.codecs) if codec is not None]
+        pairs = [(x, y) for x, y, codec in zip(tensors, arrived, message.codecs) if codec is not None]
+        if message_id.training and pairs:
             self.errors[source.direction].add(pairs)
+            if self.config.block.guard.is_due(message_id.step + 1 - self.config.warmup_steps):
+                self._limits[source.direction].add(pairs, message_id.micro_batch)
         return arrived
 
 
@@ -115,10 +156,8 @@ class MeanError:
         self._messages = 0
         self._total: Tensor | float = 0.0  # where the messages are: nobody waits for a device
 
-    def add(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Take note of a message: what was sent, and what arrived."""
-        if not pairs:
-            return
+    def add(self, pairs: Pairs) -> None:
+        """Take note of a message."""
         with torch.no_grad():
             sent = _norm([x for x, _ in pairs])
             lost = _norm([x - y for x, y in pairs])
@@ -134,6 +173,50 @@ class MeanError:
 def _norm(tensors: Sequence[Tensor]) -> Tensor:
     norms = [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64) for tensor in tensors]
     return torch.linalg.vector_norm(torch.stack(norms))
+
+
+class LimitCheck:
+    """Messages of one direction against the limits of the guard, in the steps that it checks."""
+
+    def __init__(self) -> None:
+        self._norms: Tensor | None = None  # of the message of the first micro-batch, divided by its scale
+        self._largest: list[Tensor] = []  # of each message
+        self._before: dict[str, float] = {}  # values of the check before
+        self._warned: set[tuple[str, str]] = set()  # (codec, limit)
+
+    def add(self, pairs: Pairs, micro_batch: int) -> None:
+        """Take note of a message of the step."""
+        sent, arrived = zip(*pairs)
+        self._largest.append(largest(sent))
+        if micro_batch == 0:
+            self._norms = norms(sent, arrived, self._largest[-1])
+
+    def warn(self, channel: Channel) -> None:
+        """Log each value of the step beyond a limit, once per limit and codec, as a pipeline's monitor
+        does."""
+        if self._norms is None:
+            return
+        found, scale = self._norms.tolist(), self._largest[0].item()
+        error, cosine = error_and_cosine(*found)
+        finite = torch.stack(self._largest).isfinite().double().mean().item()
+        self._norms, self._largest = None, []
+        values = {
+            "message_norm": found[0] * (scale or 1.0),
+            "relative_error": error,
+            "cosine": cosine,
+            "nonfinite_share": 1 - finite,
+        }
+        values |= residual_values(channel, values["message_norm"])
+        config, codec = channel.boundary.config, str(channel.codec)
+        violations = [
+            each
+            for each in MessageQuality.of(values, self._before).violations(config.block.guard)
+            if (codec, each.limit) not in self._warned
+        ]
+        self._before = values
+        self._warned.update((codec, each.limit) for each in violations)
+        if violations:
+            logger.warning(violation_note(config, channel.boundary.number, channel.direction, violations))
 
 
 class _Cross(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 import itertools
 import operator
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 from torch import nn
@@ -12,10 +12,15 @@ from ds_compress.errors import CompressionError, shown
 from ds_compress.feedback.aqsgd.sample_ids import SampleIds
 from ds_compress.message.dependence import DependencyTracker
 from ds_compress.simulate.boundary import SimulatedBoundary
+from ds_compress.simulate.training import SimulatedTraining
 
 
 def simulate(
-    model: nn.Module, ds_config: dict[str, Any], cuts: Sequence[int], steps_per_epoch: int | None = None
+    model: nn.Module,
+    ds_config: dict[str, Any],
+    cuts: Sequence[int],
+    steps_per_epoch: int | None = None,
+    lr: Callable[[], Sequence[float]] | None = None,
 ) -> nn.Module:
     """Put simulated boundaries between the layers of `model`.
 
@@ -25,6 +30,8 @@ def simulate(
             "gradient_accumulation_steps", or what follows from the batch sizes; 1 where neither is given.
         cuts: index of the first layer after each boundary, ascending: [4, 8] makes three stages.
         steps_per_epoch: optimizer steps in one pass over the data; "warmup_epochs" needs it.
+        lr: returns the learning rates of the optimizer, as `scheduler.get_last_lr` does; policy "accordion"
+            needs it.
 
     Returns:
         A new `nn.Sequential` that shares the layers of `model`; a `PipelineModule` is changed in place and
@@ -47,11 +54,6 @@ def simulate(
             f"{KEY}.recipe: 'auto' is not simulated, as it chooses from what a pipeline measures; use the "
             "block that it prints there"
         )
-    if config.changes:
-        raise CompressionError(
-            f"{KEY}.policy: {config.policy.name!r} is not simulated, as it decides from what a pipeline "
-            "measures; allowed: 'constant'"
-        )
     cuts = _between(cuts, len(layers))
     config.check_boundaries(len(cuts))
     config.count_epochs(steps_per_epoch)
@@ -69,6 +71,8 @@ def simulate(
     simulated = nn.Sequential(*layers) if isinstance(model, nn.Sequential) else model
     if tracking is not None:
         _follow(simulated, boundaries, tracking)
+    if boundaries and config.changes:
+        SimulatedTraining(config, boundaries, ds_config, lr).follow(simulated)
     if boundaries and config.sample_ids:
         _follow_samples(simulated, boundaries, config.sample_ids)
     return simulated

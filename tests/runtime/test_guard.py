@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from ds_compress.config import Config
+from ds_compress.config.block import FIRST_CHECK
 from ds_compress.errors import CompressionError
-from ds_compress.runtime.guard import FIRST, Guard, evaluation_mode
+from ds_compress.runtime.guard import Guard, evaluation_mode
 from tests.support.pipeline import Block, batches, build, ds_config, weights
 from tests.support.ranks import run_ranks
 
@@ -293,9 +294,9 @@ def due(settings, steps=2000):
 
 
 def test_when_it_looks():
-    assert due({"forward": COARSE}, 450) == [FIRST, 200, 400]
+    assert due({"forward": COARSE}, 450) == [FIRST_CHECK, 200, 400]
     assert due({"forward": COARSE, "guard": {"every": 10}}, 30) == [10, 20, 25, 30]
-    assert due({"forward": COARSE, "warmup_steps": 100}, 350) == [100 + FIRST, 300]
+    assert due({"forward": COARSE, "warmup_steps": 100}, 350) == [100 + FIRST_CHECK, 300]
 
 
 @pytest.mark.parametrize(
@@ -316,7 +317,7 @@ def test_where_there_is_nothing_to_look_at(settings):
 
 def test_errors_are_looked_at_wherever_something_is_lost():
     guard = Guard(Config({"backward": {**COARSE, "feedback": "ef"}}), 0, 2)
-    assert [step for step in range(1, 450) if guard.judges(step)] == [FIRST, 200, 400]
+    assert [step for step in range(1, 450) if guard.judges(step)] == [FIRST_CHECK, 200, 400]
     assert not any(map(Guard(Config({"forward": {"codec": "lossless"}}), 0, 2).judges, range(1, 450)))
 
 

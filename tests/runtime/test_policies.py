@@ -12,10 +12,19 @@ from torch import distributed as dist
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.errors import CompressionError
 from ds_compress.runtime.signals import Signals
-from ds_compress.simulate import simulate
+from ds_compress.simulate import evaluating, simulate
 from tests.support.damage import opened, signed
 from tests.support.kinds import fp16_on_cpu
-from tests.support.pipeline import batches, build, ds_config, weights
+from tests.support.pipeline import (
+    batches,
+    build,
+    ds_config,
+    even_cuts,
+    layers,
+    simulated,
+    train_step,
+    weights,
+)
 from tests.support.ranks import run_ranks
 
 STEPS = 9
@@ -231,8 +240,45 @@ def test_a_policy_is_never_ignored_in_silence():
     for line in run_ranks(2, no_ladder_here):
         assert line.startswith("ds_compress.policy: no boundary of this pipeline has a codec")
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    with pytest.raises(CompressionError, match="ds_compress.policy: 'ramp' is not simulated"):
-        simulate(model, ds_config(block(POLICIES["ramp"])), [1])
+    with pytest.raises(CompressionError, match="policy 'accordion' follows the learning rate"):
+        simulate(model, ds_config(block(POLICIES["accordion"])), [1])
+    samples = {"policy": {"name": "ramp", "unit": "samples", "end": 7, "forward": BITS}}
+    with pytest.raises(CompressionError, match="policy 'ramp' counts samples"):
+        simulate(model, {"ds_compress": {"forward": QUANTIZE, **samples}}, [1])
+
+
+def simulated_steps(config, stages, steps=STEPS, evaluates=False):
+    """Losses and rungs by step of the same training in one process."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        options = {"lr": lambda: [group["lr"] for group in groups]}
+        model = simulated(layers(), config, even_cuts(8, stages), **options)
+        optimizer, data = torch.optim.SGD(model.parameters(), lr=0.05), batches()
+        groups, losses = optimizer.param_groups, []
+        for _ in range(steps):
+            if evaluates:
+                with evaluating(model, "compressed"):
+                    model(next(batches())[0])
+            losses.append(train_step(model, optimizer, data))
+    return losses, [line for line in printed.getvalue().splitlines() if "policy" in line]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_simulated_policy_gives_the_losses_of_a_pipeline(name):
+    """`simulate` refused every policy."""
+    config = ds_config(block(POLICIES[name]))
+    real = run_ranks(2, trained, config)[0]
+    assert len({str(rungs) for rungs in real["rungs"]}) > 1
+    for evaluates in (False, True):
+        losses, said = simulated_steps(config, 2, evaluates=evaluates)
+        assert losses == real["losses"]
+        assert said == real["said"][: len(said)] and len(real["said"]) - len(said) <= 1  # after the last step
+
+
+def test_a_simulated_policy_counts_samples_as_a_pipeline_does():
+    ramp = {"name": "ramp", "unit": "samples", "end": 96, "forward": BITS, "backward": BITS}
+    config = ds_config(block(ramp, warmup_steps=1))
+    assert simulated_steps(config, 4)[0] == run_ranks(4, trained, config, 4)[0]["losses"]
 
 
 def scaled(power):

@@ -141,3 +141,27 @@ def test_samples_must_be_announced_anew():
         announce(model, (x, target))
     with torch.no_grad():
         model.eval()(x)  # needs none
+
+
+def test_what_a_pipeline_warns_of_is_warned_of(caplog):
+    """A collapsing run went without a word: LoCo beside 2 bits had a backward error of 3,089."""
+    config = ds_config(
+        {
+            "forward": {"codec": QUANTIZE},
+            "backward": {"codec": {"name": "quantize", "bits": 1, "group_size": "tensor"}},
+            "guard": {"every": 2},
+            "warmup_steps": 1,
+            "min_numel": 0,
+        }
+    )
+    model, data = simulated(layers(), config, [4]), batches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    lines = []
+    with caplog.at_level("WARNING", "ds_compress"):
+        for _ in range(5):
+            train_step(model, optimizer, data)
+            lines.append([record.getMessage() for record in caplog.records])
+    assert lines[1] == [], "no step of the guard"
+    assert len(lines[2]) == 1 and lines[2] == lines[4], "once"
+    assert lines[2][0].startswith("boundary 0, backward: quantize")
+    assert "a relative error of" in lines[2][0] and "ds_compress.guard.error: 0.5" in lines[2][0]
