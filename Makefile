@@ -82,7 +82,7 @@ reproduce: $(INSTALLED) ## the experiments of arXiv 2401.07788: PRESET=cpu|paper
 	OMP_NUM_THREADS=1 $(BIN)/python launch/reproduce.py --preset $(PRESET) $(if $(DATA),--data $(DATA)) --jobs $(JOBS) $(ARGS)
 
 pipelines: $(INSTALLED) ## every kind of pipeline, as the table of docs/pipelines.md
-	$(BIN)/python -m tests.support.kinds
+	$(BIN)/python -m tests.support.pipeline_kinds
 
 faults: $(INSTALLED) ## killed and stopped ranks, damaged packets: time until all have stopped, as a table
 	$(BIN)/python -m tests.support.faults

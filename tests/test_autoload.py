@@ -1,5 +1,4 @@
-"""The hook: whatever is imported first, the engine's constructor is wrapped once, and errors never reach
-torch."""
+"""The hook: the engine's constructor is wrapped once in any import order, and errors never reach torch."""
 
 import os
 import subprocess

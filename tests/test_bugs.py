@@ -8,8 +8,8 @@ import torch
 from ds_compress.codec import names
 from ds_compress.config import Config
 from ds_compress.message.channel import Boundary
-from tests.support.kinds import BLOCKS, KINDS, train
 from tests.support.pipeline import batches, build, ds_config
+from tests.support.pipeline_kinds import BLOCKS, KINDS, train
 from tests.support.ranks import run_ranks
 
 MIXED, DYNAMIC = KINDS["mixed-middle"], KINDS["mixed-dynamic"]
@@ -20,10 +20,9 @@ def losses(kind, block, stages=3):
 
 
 def test_receive_buffers_of_middle_stages():
-    """DeepSpeed, to 0.19.8 at least: a middle stage has one receive buffer for each position in a tuple, for
-    activations and gradients, and takes it whatever its dtype. (fp32, int64, bool, fp32) forward and (fp32,
-    fp32) backward makes it read the second gradient into int64 memory and train on what comes out of that:
-    nan. A stock pipeline of two stages has no middle stage.
+    """DeepSpeed (to 0.19.8) gives a middle stage one receive buffer per position, whatever the dtype.
+
+    (fp32, int64, bool, fp32) forward and (fp32, fp32) backward: the second gradient is read as int64: nan.
     """
     right = losses(MIXED, None, stages=2)
     assert losses(MIXED, BLOCKS["eager"]) == pytest.approx(right, rel=1e-5)
@@ -32,14 +31,12 @@ def test_receive_buffers_of_middle_stages():
 
 
 def test_receive_buffers_of_middle_stages_with_dynamic_shape():
-    """The same where every micro-batch has another shape: memory of the wrong size, and the connection
-    breaks."""
+    """With another shape in every micro-batch the memory has the wrong size, and the connection breaks."""
     assert losses(DYNAMIC, BLOCKS["eager"]) == pytest.approx(losses(DYNAMIC, None, stages=2), rel=1e-5)
 
 
 def test_tensors_that_are_not_float_leave_the_selection_alone():
-    """A partitioned gradient crosses behind an int64 tensor that describes it. That one has no position, yet
-    it took the selection of position 0 from the gradient, which then had no indices to reuse."""
+    """The int64 tensor before a partitioned gradient took the selection of position 0 from the gradient."""
     channels = {
         "forward": {"codec": {"name": "topk", "density": 0.5}},
         "backward": {"codec": {"name": "topk", "indices": "reuse"}},
@@ -71,8 +68,7 @@ def train_watched_with_every_codec(folder):
 
 
 def test_every_codec_trains_while_the_monitor_watches(tmp_path):
-    """0.1.0 in development: the meter decoded what it had sent, which only the receiver of an autoencoder's
-    message can do, and so the first logged step stopped the training."""
+    """The meter decoded what it had sent; of an autoencoder only the receiver can: training stopped."""
     finals = run_ranks(2, train_watched_with_every_codec, str(tmp_path))[0]
     assert sorted(finals) == names()
     assert all(0 < ratio < float("inf") for ratio in finals.values()), finals

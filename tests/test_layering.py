@@ -1,5 +1,4 @@
-"""Imports run against the way of the data: nothing knows what comes after it, and nothing goes in circles;
-heavy libraries stay in place; files and packages stay few enough and small enough to be read."""
+"""Imports run against the data, never in circles; heavy libraries stay in place; files stay short."""
 
 import ast
 import subprocess
@@ -94,8 +93,7 @@ def test_imports_run_against_the_data(path):
 
 
 def graph() -> dict[str, set[str]]:
-    """Which modules of the package each of them imports, anywhere in its file. That a module's packages are
-    imported before it is left out: they need not know of it."""
+    """Return the modules of the package that each imports, anywhere in its file, parents left out."""
     files = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
         for path in MODULES
@@ -196,8 +194,7 @@ def test_repeated_names_are_found():
 
 
 def test_switching_on_is_light():
-    """What runs inside `import torch` of every process must not import torch, deepspeed or pydantic
-    itself."""
+    """`import torch` of every process runs this: no import of torch, deepspeed or pydantic."""
     heavy = ("torch", "deepspeed", "pydantic", "numpy")
     code = f"import sys, ds_compress; print([m for m in {heavy} if m in sys.modules])"
     command = [sys.executable, "-c", code]

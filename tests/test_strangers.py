@@ -11,9 +11,9 @@ import psutil
 
 import ds_compress  # noqa: F401  (hooks the engine)
 from launch.ports import reserved_port
+from tests.support.network import disturb, flood, listening_ports
 from tests.support.pipeline import batches, build, ds_config
 from tests.support.ranks import run_ranks
-from tests.support.strangers import disturb, flood, listening_ports
 
 BLOCK = {"min_numel": 0, "forward": {"codec": "bf16"}, "link": {"mode": "eager", "timeout_s": 300}}
 

@@ -29,7 +29,7 @@ from ds_compress.checkpoint.search import (
 )
 from ds_compress.config import Config
 from ds_compress.message.channel import Boundary
-from tests.support.damage import damaged, opened, signed
+from tests.support.damaged_files import damaged, opened, signed
 
 RANK, STEP = Rank(1, 0, 0), 7
 LOWRANK = {"name": "lowrank", "rank": 2}
@@ -203,11 +203,7 @@ def test_what_lies_at_the_path_is_not_a_file(saved, path):
 @pytest.mark.parametrize(
     "key, value, said",
     [
-        (
-            "forward/mirror/ef21",
-            torch.zeros(4, 8, 16, dtype=torch.bfloat16),
-            "is torch.bfloat16 .4, 8",
-        ),
+        ("forward/mirror/ef21", torch.zeros(4, 8, 16, dtype=torch.bfloat16), "is torch.bfloat16 .4, 8"),
         ("backward/sender/loco.scales", torch.zeros(3), "expected torch.float32 .4."),
         ("backward/sender/loco.codes", None, "loco.scales' is torch.float32 .4., expected torch.int8"),
         ("lowrank.0.forward.16x2", torch.zeros(16, 3), "expected torch.float32 .16, 2."),

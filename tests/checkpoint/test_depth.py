@@ -20,10 +20,7 @@ AUTO = {"depth": "auto", "memory_gb": 1}
 def run(folder, load, link, latency, micro_batches=MICRO_BATCHES):
     """Losses, and the depth of each batch; of a run that saves, or of one that goes on from there."""
     measuring.probe = lambda sender, receiver, first: LinkMeasurement(incoming=1e9, latency=latency)
-    counts = {
-        "gradient_accumulation_steps": micro_batches,
-        "train_batch_size": MICRO_BATCH * micro_batches,
-    }
+    counts = {"gradient_accumulation_steps": micro_batches, "train_batch_size": MICRO_BATCH * micro_batches}
     losses, depths = [], []
     with contextlib.redirect_stdout(io.StringIO()):
         engine, data = build(2, ds_config({"link": link}, **counts)), batches()

@@ -1,5 +1,4 @@
-"""Checkpoints that hold changes to the one before: the error of one quantization, fewer bytes, and what a gap
-does."""
+"""Checkpoints that hold changes to the one before: size, error, and what happens if one is missing."""
 
 import functools
 import itertools
@@ -220,8 +219,7 @@ def test_rank_0_names_the_tag_that_another_rank_misses():
 
 
 def train(settings, folder, steps=(), start=0, forget=None):
-    """Train and save at each of `steps`; `forget`: (step, file) that is deleted after the save of that
-    step."""
+    """Train and save at each of `steps`; `forget`: (step, file) to delete after the save of that step."""
     warnings = []
     logging.getLogger("ds_compress").addFilter(lambda record: warnings.append(record.getMessage()) or True)
     engine = build(2, settings)

@@ -9,8 +9,7 @@ LINK = ("--micro-batches", "4", "--gbps", "0.0001")
 
 @pytest.fixture
 def advise(capsys):
-    """Runs it over a link slower than every processor; gives stdout, or stderr where it is to be
-    refused, which `advise.err` has in any case."""
+    """Return a function that runs advise over a slow link; it returns stdout, or stderr if `refused`."""
 
     def run(*arguments, code=0):
         try:

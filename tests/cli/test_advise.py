@@ -110,8 +110,7 @@ def test_on_a_fast_link_it_says_that_nothing_pays(capsys):
 
 
 def test_nothing_is_faster_than_a_link_without_any_cost(capsys):
-    """Where stages differ a deeper schedule computes faster too: a step was once said to be 3.92 times as
-    fast, and with a free link 3.67 times."""
+    """A deeper schedule also computes faster between unequal stages: advise once claimed 3.92 times."""
     unlike = ("--stages", "2", "--micro-batches", "4", "--shape", "4,64,32", "--dtype", "fp32")
     times = ("--forward-ms", "9.05,6.53", "--backward-ms", "8.54,6.41", "--codec-gbps", "100")
     out = advise(capsys, *unlike, *times, "--gbps", "0.01")[1]

@@ -1,5 +1,4 @@
-"""ds-compress advise --model: what it measures in one process is what crosses a pipeline of that checkpoint,
-and what it proposes keeps its limits."""
+"""`advise --model` measures in one process what crosses a pipeline, and its proposal keeps its limits."""
 
 import itertools
 import json

@@ -1,5 +1,4 @@
-"""The commands: their JSON is relied on, their tables are for people, their errors are one line and exit code
-2."""
+"""The commands: their JSON is stable, their tables are readable, an error is one line and exit code 2."""
 
 import json
 import subprocess

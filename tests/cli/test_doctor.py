@@ -15,7 +15,7 @@ from ds_compress.cli.doctor.cluster import joined
 from ds_compress.cli.doctor.findings import findings
 from ds_compress.version import __version__
 from launch.ports import reserved_port
-from tests.support.warm import interpreter
+from tests.support.interpreters import interpreter
 
 VERSIONS = {"python": "3.11.7", "ds_compress": "1", "torch": "2", "deepspeed": "0.19.8", "transformers": "5"}
 LO = {"name": "lo", "addresses": ["127.0.0.1"], "mbit": 0, "mtu": 65536}

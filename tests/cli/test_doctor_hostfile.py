@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from tests.support.hosts import ADDRESSES, WIRE, logins, reason_for_none, two_hosts
+from tests.support.interpreters import interpreter
 from tests.support.launch_scripts import ROOT
-from tests.support.warm import interpreter
+from tests.support.network import ADDRESSES, WIRE, logins, reason_for_none, two_hosts
 
 HOSTFILE = "worker-1 slots=8\n# the other one\n\nworker-2 slots=8\n"
 TWO_HOSTS = pytest.mark.skipif(bool(reason_for_none()), reason=reason_for_none())

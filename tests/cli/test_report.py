@@ -83,8 +83,7 @@ def test_numbers_are_those_of_the_files(tmp_path):
 
 
 def test_a_run_that_went_on_in_the_same_folder(tmp_path):
-    """DeepSpeed appends; after a resume there is a second header, and steps that were done before count
-    once."""
+    """DeepSpeed appends to its CSV: a resume adds a second header, and repeated steps count once."""
     write_csv(tmp_path, LOSS, [(32, 5.0), (64, 4.0), (96, 3.5)])
     write_csv(tmp_path, LOSS, [(96, 3.4), (128, 3.0)])
     assert read_run(tmp_path).series[LOSS] == [(32, 5.0), (64, 4.0), (96, 3.4), (128, 3.0)]
@@ -148,8 +147,7 @@ def test_one_run_that_two_monitors_wrote(tmp_path):
 
 
 def test_runs_of_one_monitor_with_equal_losses_stay_apart(tmp_path):
-    """Codec `none` has the losses of DeepSpeed alone, bit for bit: one of two W&B runs was passed over, and a
-    W&B run of `none` was taken for the CSV files of DeepSpeed alone."""
+    """A run with codec `none` was once left out, or taken for the CSV files of DeepSpeed alone."""
     write_run(tmp_path / "none" / "csv", 1000)
     series = read_run(tmp_path / "none").series
     plain = {LOSS: series[LOSS]}

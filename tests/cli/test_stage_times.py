@@ -8,14 +8,14 @@ import subprocess
 import pytest
 
 from launch.ports import reserved_port
+from tests.support.interpreters import TRAINING, interpreter
 from tests.support.launch_scripts import ROOT
 from tests.support.pipeline import MICRO_BATCHES, ds_config
-from tests.support.warm import TRAINING, interpreter
 
 ENDS = f"""
 import runpy, sys
 assert sys.argv[1].startswith("--local_rank=")
-runpy.run_path({str(ROOT / "tests/support/launched.py")!r}, run_name="__main__")
+runpy.run_path({str(ROOT / "tests/support/training_script.py")!r}, run_name="__main__")
 sys.exit(0)
 """
 

@@ -1,7 +1,4 @@
-"""Every registered codec is held to its contract: one added anywhere is tested here without being named.
-
-Each with its defaults, its `examples`, and the rarer option sets that OPTIONS lists.
-"""
+"""Hold every registered codec to its contract, with defaults, `examples` and the options in OPTIONS."""
 
 import pytest
 import torch

@@ -5,7 +5,7 @@ import torch
 
 from ds_compress.codecs import eigenbasis
 from ds_compress.codecs.eigenbasis import leading_eigenvectors
-from tests.support.matrices import of_rank, with_spectrum
+from tests.support.messages import of_rank, with_spectrum
 
 H = 48
 
@@ -61,8 +61,7 @@ def test_equals_subspace_iteration(kind, rank):
 @pytest.mark.parametrize("block, rank", [(1024, 5), (1024, 12), (1024, H), (16, H), (20, H)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_survives_another_order_of_summation(kind, block, rank, monkeypatch):
-    """Moments that differ in the last bits, as from another kind of processor, move the basis by rounding
-    only."""
+    """Moments that differ in the last bits, as between processors, change the basis by rounding only."""
     use_blocks(monkeypatch, block)
     rows = rows_of(kind)
     moment = rows.T @ rows

@@ -9,7 +9,7 @@ from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.entropy import reference as rate
 from ds_compress.kernels.entropy.format import LARGEST_NUMEL, STEPS, frame_of
-from tests.support.codecs import relative_error, roundtrip
+from tests.support.codecs import error_of, roundtrip
 
 GENERATOR = torch.Generator()
 HOSTILE = {
@@ -82,7 +82,7 @@ def test_a_code_that_comes_out_too_long_is_made_anew():
         first, second = (rate.search(histogram, frame, sure).step.item() for sure in (False, True))
         assert code[frame.head + 1] in (first, second) and second <= first
         again += code[frame.head + 1].item() != first
-        assert relative_error({"name": "entropy", "bits": 1}, x) < 1
+        assert error_of({"name": "entropy", "bits": 1}, x) < 1
     assert 0 < again < 20
 
 
@@ -126,11 +126,9 @@ def test_the_largest_number_arrives_finite(dtype):
 
 def test_a_finer_step_with_more_bits():
     x = torch.randn(20_000, generator=torch.Generator().manual_seed(0))
-    errors = [
-        relative_error({"name": "entropy", "bits": bits}, x) for bits in (0.25, 0.5, 1, 1.5, 2, 3, 4, 5, 6)
-    ]
+    errors = [error_of({"name": "entropy", "bits": bits}, x) for bits in (0.25, 0.5, 1, 1.5, 2, 3, 4, 5, 6)]
     assert errors == sorted(errors, reverse=True) and errors[-1] < 0.025
-    constant = relative_error({"name": "entropy"}, torch.full((5000,), -0.3))
+    constant = error_of({"name": "entropy"}, torch.full((5000,), -0.3))
     assert constant < 2**-9  # a key's width
     assert frame_of(5000, 6).words * 16 == 30_000 and STEPS == 1537
 

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
-from tests.support import captured_messages
-from tests.support.codecs import relative_error as error_of
-from tests.support.feedback import Pair
-from tests.support.matrices import any_shape, drifting, observed, relative_error, send, with_spectrum
+from tests.support import messages as captured
+from tests.support.codecs import Pair, error_of, observed, relative_error, send
+from tests.support.messages import any_shape, drifting, with_spectrum
 
 FOUR_BITS = {"name": "quantize", "bits": 4, "hadamard": True}
 
@@ -24,14 +23,14 @@ def rotated(bits):
 
 def errors(bits):
     """Of the hidden states of a transformer, in the basis of those that crossed 20 steps before."""
-    codec, before = rotated(bits), captured_messages.transformer_before()[0]
-    pairs = zip(before, captured_messages.transformer()[0])
+    codec, before = rotated(bits), captured.transformer_before()[0]
+    pairs = zip(before, captured.transformer()[0])
     return [relative_error(send(codec, x, *observed(codec, warmup)), x) for warmup, x in pairs]
 
 
 def test_reaches_the_error_of_4_bits_on_hidden_states():
     """Of rotated groups, which take 4.25 bits; without the basis it takes 3.6, see test_entropy_errors."""
-    messages, ours = captured_messages.transformer()[0], errors(3.0)
+    messages, ours = captured.transformer()[0], errors(3.0)
     others = [error_of(FOUR_BITS, x) for x in messages]
     assert sum(errors(2.0)) <= sum(others)
     plain = [error_of({"name": "entropy", "bits": 3.0}, x) for x in messages]
@@ -40,8 +39,7 @@ def test_reaches_the_error_of_4_bits_on_hidden_states():
 
 @pytest.mark.parametrize("bits, over", [(1, 1.0), (2, 1.05), (3, 1.1)])
 def test_normal_rows_cost_little_more_than_reverse_water_filling(bits, over):
-    """The bound of rate and distortion for Gaussian rows of this spectrum, and a quarter of a bit that a
-    uniform quantizer costs; the tables, of some hundred words each, cost the rest."""
+    """Compare with the rate-distortion bound plus the quarter of a bit that a uniform quantizer costs."""
     h, decay = 64, 0.95
     x = with_spectrum(decay, 8192, h)
     variances = decay ** (2.0 * torch.arange(h, dtype=torch.float64))

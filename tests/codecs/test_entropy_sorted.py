@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.errors import CompressionError
-from tests.support import captured_messages
-from tests.support.codecs import bits_per_value, relative_error, roundtrip
-from tests.support.matrices import any_shape
+from tests.support import messages as captured
+from tests.support.codecs import bits_per_value, error_of, roundtrip
+from tests.support.messages import any_shape
 
 
 def mean(measure, choice, messages):
@@ -27,11 +27,11 @@ def mean(measure, choice, messages):
 )
 def test_saves_bits_on_messages_of_models(model, direction, contexts, bits, saved):
     """The error of `bits` in so much less, what says which table is whose included."""
-    messages = getattr(captured_messages, model)()[direction]
+    messages = getattr(captured, model)()[direction]
     ours, plain = ({"name": "entropy", "bits": b} for b in (bits - saved, bits))
     ours["contexts"] = contexts
     assert mean(bits_per_value, ours, messages) <= bits - saved
-    assert mean(relative_error, ours, messages) <= mean(relative_error, plain, messages)
+    assert mean(error_of, ours, messages) <= mean(error_of, plain, messages)
 
 
 @pytest.mark.parametrize("contexts", ["rows", "columns"])

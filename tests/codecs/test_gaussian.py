@@ -9,7 +9,8 @@ from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.quantize import gaussian
 from ds_compress.kernels.quantize.hadamard import diagonal, key_of, rotate, rotate_back
-from tests.support.codecs import bits_per_value, relative_error, residual_stream, roundtrip
+from tests.support.codecs import bits_per_value, error_of, roundtrip
+from tests.support.messages import residual_stream
 
 ERRORS = {1: 0.3634, 2: 0.1175, 3: 0.0345, 4: 0.0095}  # squared, of normal values: Max 1960, table I
 CPU = torch.device("cpu")
@@ -26,8 +27,7 @@ def quantize(**options):
 
 @pytest.mark.parametrize("bits", ERRORS)
 def test_levels_are_those_of_lloyd_and_max(bits):
-    """Each is the mean of the values nearest to it, by numerical integration, and the error is the known
-    one."""
+    """Each level is the mean of the values nearest to it, and the error is the published one."""
     x = torch.linspace(0, 9, 900_001, dtype=torch.float64)
     weight = torch.exp(-x.square() / 2)
     levels = torch.tensor(gaussian.levels(bits), dtype=torch.float64)
@@ -79,10 +79,10 @@ def test_sizes_and_errors_promised(hidden):
         new, old = {**rotated, "grid": "gaussian"}, {**rotated, "grid": "uniform"}
         assert bits_per_value(new, hidden) == bits + 0.125
         assert bits_per_value(old, hidden) == bits + 0.25
-        assert relative_error(new, hidden) <= error
+        assert error_of(new, hidden) <= error
         assert bits_per_value(rotated, hidden) == bits + (0.125 if bits <= 3 else 0.25)
     assert bits_per_value(quantize(bits=2, hadamard=True, scheme="symmetric"), hidden) == 2.125
-    assert relative_error(quantize(bits=2, hadamard=True), hidden) < relative_error(
+    assert error_of(quantize(bits=2, hadamard=True), hidden) < error_of(
         quantize(bits=2, hadamard=True, grid="uniform"), hidden
     )
 
@@ -93,9 +93,7 @@ def test_a_partial_group_loses_no_more_than_a_whole_one(bits, numel, group_size)
     """The last 5 of 5,125 values came out with an error of 2.59, and a group of 4096 ruined all of them."""
     x = torch.randn(numel, generator=torch.Generator().manual_seed(3)) + 3
     choice = quantize(bits=bits, group_size=group_size, hadamard=True)
-    whole = relative_error(
-        choice, torch.randn(64 * group_size, generator=torch.Generator().manual_seed(4)) + 3
-    )
+    whole = error_of(choice, torch.randn(64 * group_size, generator=torch.Generator().manual_seed(4)) + 3)
     decoded = roundtrip(choice, x)
     tail = slice(numel // group_size * group_size, None)
     lost = (decoded - x)[tail].norm() / x[tail].norm()
@@ -134,14 +132,14 @@ def test_a_mean_costs_nothing(mean):
     x = torch.randn(512, 128, generator=torch.Generator().manual_seed(0))
     for bits in (2, 4):
         choice = quantize(bits=bits, hadamard=True)
-        assert relative_error(choice, x + mean) <= 1.1 * relative_error(choice, x)
+        assert error_of(choice, x + mean) <= 1.1 * error_of(choice, x)
 
 
 def test_maps_behind_a_relu():
     """Signs halve what a rotation loses there; with uniform grids none of them beats no rotation."""
     maps = torch.randn(8, 16, 32, 32, generator=torch.Generator().manual_seed(0)).sub(0.5).relu()
-    signs = relative_error(quantize(bits=4, hadamard=True), maps)
-    assert relative_error(quantize(bits=4), maps) < signs < 0.12
+    signs = error_of(quantize(bits=4, hadamard=True), maps)
+    assert error_of(quantize(bits=4), maps) < signs < 0.12
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, 3, -2, -1])

@@ -34,14 +34,9 @@ def bits(x):
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    data=st.binary(max_size=2000),
-    repeat=st.integers(1, 40),
-    dtype=st.sampled_from(DTYPES),
-)
+@given(data=st.binary(max_size=2000), repeat=st.integers(1, 40), dtype=st.sampled_from(DTYPES))
 def test_any_bits_survive(data, repeat, dtype):
-    """Whatever the bytes mean as numbers: nan with any payload, -0.0, denormals; compressible when
-    repeated."""
+    """Any bytes as numbers: nan with any payload, -0.0, denormals; compressible when repeated."""
     data = data * repeat
     data = data[: len(data) // dtype.itemsize * dtype.itemsize]
     x = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)

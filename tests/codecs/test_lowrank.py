@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.codecs.shapes import boundary_noise
-from tests.support.matrices import DTYPES, TOLERANCE, any_shape, of_rank, relative_error, send, with_spectrum
+from tests.support.codecs import DTYPES, TOLERANCE, relative_error, send
+from tests.support.messages import any_shape, of_rank, with_spectrum
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp32"])
@@ -143,8 +144,7 @@ def test_constant():
 
 
 def test_memory_keeps_weak_directions():
-    """Columns of Q' differ by the square of the singular values' ratio from message to message, 1e-10
-    here."""
+    """Columns of Q' differ by the squared ratio of singular values from message to message, here 1e-10."""
     codec = build({"name": "lowrank", "rank": 4, "dtype": "fp32"})
     generator = torch.Generator().manual_seed(0)
     u, v = (torch.linalg.qr(torch.randn(n, 4, generator=generator)).Q for n in (96, 48))

@@ -17,8 +17,8 @@ from tests.support.pipeline import MICRO_BATCHES, batches, ds_config, train_simu
 from tests.support.pipeline import build as build_engine
 from tests.support.ranks import run_ranks
 
-MODULE = "tests.support.my_codecs"
-FILE = Path(__file__).parent.parent / "support" / "my_codecs.py"
+MODULE = "tests.codecs.half_scale"
+FILE = Path(__file__).with_name("half_scale.py")
 BLOCK = {
     "forward": {"codec": "half_scale"},
     "backward": {"codec": "half_scale", "feedback": "ef"},

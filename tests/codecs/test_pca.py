@@ -7,16 +7,8 @@ from hypothesis import strategies as st
 
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.errors import CompressionError
-from tests.support.matrices import (
-    DTYPES,
-    TOLERANCE,
-    any_shape,
-    observed,
-    of_rank,
-    relative_error,
-    send,
-    with_spectrum,
-)
+from tests.support.codecs import DTYPES, TOLERANCE, observed, relative_error, send
+from tests.support.messages import any_shape, of_rank, with_spectrum
 
 
 def offset(rank, n, h, seed=0):

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.quantize.hadamard import diagonal, key_of
-from tests.support.codecs import bits_per_value, relative_error, residual_stream, roundtrip
+from tests.support.codecs import bits_per_value, error_of, roundtrip
+from tests.support.messages import residual_stream
 
 
 @pytest.fixture(scope="module")
@@ -114,11 +115,11 @@ def test_sizes_and_errors_promised(hidden):
     """Bits include scales; the errors are those of a float64 model, with a margin."""
     plain, rotated = {"name": "quantize"}, {"name": "quantize", "hadamard": True}
     assert bits_per_value(plain, hidden) == bits_per_value(rotated, hidden) == 4.25
-    assert relative_error(rotated, hidden) <= 0.09
-    assert relative_error(plain, hidden) >= 2 * relative_error(rotated, hidden)
+    assert error_of(rotated, hidden) <= 0.09
+    assert error_of(plain, hidden) >= 2 * error_of(rotated, hidden)
     assert bits_per_value({**rotated, "bits": 2, "grid": "uniform"}, hidden) == 2.25
-    assert relative_error({**rotated, "bits": 2, "grid": "uniform"}, hidden) <= 0.45
-    assert relative_error({**plain, "bits": 8}, hidden) <= 0.015
+    assert error_of({**rotated, "bits": 2, "grid": "uniform"}, hidden) <= 0.45
+    assert error_of({**plain, "bits": 8}, hidden) <= 0.015
     assert bits_per_value({**plain, "scheme": "symmetric"}, hidden) == 4.125
 
 

@@ -12,9 +12,9 @@ from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import backends
 from ds_compress.kernels.backends import reference
-from tests.support import captured_messages
-from tests.support.codecs import relative_error as error_of
-from tests.support.matrices import any_shape, observed, of_rank, relative_error, send, with_spectrum
+from tests.support import messages as captured
+from tests.support.codecs import error_of, observed, relative_error, send
+from tests.support.messages import any_shape, of_rank, with_spectrum
 
 
 def learned(bits, **options):
@@ -29,7 +29,7 @@ def rows_of(n, h):
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_loses_less_than_a_rotation_that_knows_nothing(bits):
     """Of the hidden states of a transformer, in the basis of those that crossed 20 steps before."""
-    messages, before = captured_messages.transformer()[0], captured_messages.transformer_before()[0]
+    messages, before = captured.transformer()[0], captured.transformer_before()[0]
     codec = learned(bits)
     ours = [relative_error(send(codec, x, *observed(codec, old)), x) for old, x in zip(before, messages)]
     other = {"name": "quantize", "bits": bits, "hadamard": True, "grid": "gaussian"}

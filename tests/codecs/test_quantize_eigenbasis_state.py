@@ -6,8 +6,8 @@ import torch
 from ds_compress.codec import build
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
-from tests.support.feedback import AQPair, Pair, ids
-from tests.support.matrices import drifting, observed, relative_error, send, with_spectrum
+from tests.support.codecs import AQPair, Pair, ids, observed, relative_error, send
+from tests.support.messages import drifting, with_spectrum
 
 CHOICE = {"name": "quantize", "bits": 2, "rotate": "learned"}
 

@@ -16,8 +16,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def by_sorting(x: torch.Tensor, k: int) -> list[int]:
-    """The specification: a stable sort of each row by falling |x|, nan as infinity, then the first k,
-    ascending."""
+    """The specification: sort each row stably by falling |x|, nan as infinity; the first k, ascending."""
     chosen = []
     for number, row in enumerate(x.double()):
         size = [math.inf if v != v else abs(v) for v in row.tolist()]
@@ -34,8 +33,7 @@ def assert_k_per_row(selection: Selection, rows: int, d: int, k: int):
 
 
 def outliers(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Gaussian [..., 1024], 6 channels of which are 20 times larger, as in the hidden states of
-    transformers."""
+    """Gaussian [..., 1024] with 6 channels 20 times larger, as in hidden states of transformers."""
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
     x[..., [3, 100, 411, 412, 800, 1023]] *= 20
     return x
@@ -138,10 +136,7 @@ def test_bands_fill_from_the_highest_and_the_cpu_equals_the_reference(dtype, row
     x = torch.randint(-8, 9, (rows, d), generator=torch.Generator().manual_seed(seed)).to(dtype)
     values = data.draw(st.lists(st.integers(0, 9), min_size=2, max_size=3))
     low, *others = sorted(values) if data.draw(st.integers(0, 3)) else values
-    bounds = (
-        keys(torch.full((rows, 1), low).to(dtype)),
-        *(keys(x.new_tensor(v)).item() for v in others),
-    )
+    bounds = (keys(torch.full((rows, 1), low).to(dtype)), *(keys(x.new_tensor(v)).item() for v in others))
     expected = reference.select_banded(x, bounds, k)[0]
     assert torch.equal(banded(x, bounds, k).indices, expected)
     with pytest.MonkeyPatch.context() as patch:

@@ -147,10 +147,7 @@ def test_a_kept_zero_is_kept():
 def test_rows_of_a_sample_do_not_starve_each_other():
     x = torch.stack([torch.full((4,), 100.0), torch.tensor([1.0, 2.0, 3.0, 4.0])])
     assert (send(build({"name": "topk", "density": 0.5}), x) != 0).sum(1).tolist() == [2, 2]
-    assert (send(build({"name": "topk", "density": 0.5, "rows": "tensor"}), x) != 0).sum(1).tolist() == [
-        4,
-        0,
-    ]
+    assert (send(build({"name": "topk", "density": 0.5, "rows": "tensor"}), x) != 0).sum(1).tolist() == [4, 0]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

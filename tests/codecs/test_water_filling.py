@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from ds_compress.codec import build
 from ds_compress.codecs.water_filling import MOST_BITS, allocate_bits, levels_of
-from tests.support.matrices import observed, relative_error, send, with_spectrum
+from tests.support.codecs import observed, relative_error, send
+from tests.support.messages import with_spectrum
 
 
 def lloyd_max(count):
@@ -99,10 +100,7 @@ def test_loses_what_the_reference_loses(h, size, decay, bits, seed):
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    variances=st.lists(st.floats(1e-6, 1), min_size=1, max_size=60),
-    bits=st.integers(1, MOST_BITS),
-)
+@given(variances=st.lists(st.floats(1e-6, 1), min_size=1, max_size=60), bits=st.integers(1, MOST_BITS))
 def test_bits_are_shared_out_as_one_at_a_time(variances, bits):
     """On average exactly, the larger variance never fewer; one may go where it is worth nearly as much."""
     variances = np.sort(variances)[::-1].copy()

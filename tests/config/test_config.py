@@ -53,8 +53,7 @@ def test_codecs_are_built_once(monkeypatch):
 
 @pytest.mark.parametrize("codec, times", [("none", 0), ("quantize", 1)])
 def test_compilers_start_for_training_alone(codec, times, monkeypatch):
-    """`ds-compress check`, which makes boundaries to know their messages, started compilers and killed them
-    when it ended."""
+    """`ds-compress check` builds boundaries to know their messages; it once started compilers."""
     started = []
     monkeypatch.setattr("ds_compress.config.config.prepare", lambda: started.append(codec))
     config = Config({"forward": {"codec": codec}})

@@ -1,8 +1,4 @@
-"""Some thousand bad blocks: each is one line that names its place, and nothing that is accepted is ignored.
-
-There is no list of what is wrong: whatever a block says at some place is either refused, or found again in
-the settings.
-"""
+"""Some thousand bad blocks: each is refused in one line with its place, or found in the settings."""
 
 import contextlib
 import copy

@@ -1,5 +1,4 @@
-"""accelerate.prepare of a PipelineModule trains as deepspeed.initialize does; of any other model it is said
-that nothing is compressed."""
+"""accelerate.prepare of a PipelineModule trains as deepspeed.initialize does; other models get a warning."""
 
 import logging
 

@@ -50,8 +50,7 @@ def calls_in_a_step(engine, data):
 
 
 def calls_per_message(block):
-    """Calls that one more micro-batch adds for its message sent and for its message received; those of either
-    are half."""
+    """Return the calls added by one more micro-batch, for a message sent and one received."""
     engine, data = build(2, ds_config(block)), batches(shape=(LENGTH, WIDTH))
     counts = []
     for micro_batches in (4, 8):

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import ds_compress  # noqa: F401  (hooks the engine)
-from tests.support.kinds import fp16_on_cpu
 from tests.support.pipeline import MICRO_BATCH, WIDTH, batches, build, ds_config
+from tests.support.pipeline_kinds import fp16_on_cpu
 from tests.support.ranks import run_ranks
 
 SAMPLES = 64

@@ -1,8 +1,4 @@
-"""Programs that do more with the engine than DeepSpeed's own examples train the same with ds_compress.
-
-The shapes are those of public projects over the pipeline engine; DeepSpeed's own tests of pipelines come at
-the end.
-"""
+"""Programs that do more with the engine than DeepSpeed's examples train the same with ds_compress."""
 
 import contextlib
 import io
@@ -16,11 +12,10 @@ from deepspeed.runtime.pipe import p2p, schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-from tests.support import foreign
-from tests.support import foreign_engines as engines
-from tests.support.foreign import Program, with_schedule
-from tests.support.models import Causal, causal_batches
-from tests.support.pipeline import MICRO_BATCH, MICRO_BATCHES, WIDTH, batches
+from tests.support import engine_subclasses as engines
+from tests.support import programs
+from tests.support.pipeline import MICRO_BATCH, MICRO_BATCHES, WIDTH, Causal, batches, causal_batches
+from tests.support.programs import Program, with_schedule
 from tests.support.ranks import run_ranks
 
 
@@ -86,14 +81,15 @@ def compiled(engine):
 
 PROGRAMS = {
     "instructions of its own": Program(OwnInstructions, stages=3),
-    "two messages a micro-batch": Program(with_schedule(foreign.TwiceSchedule)),
-    "backward passes in reverse": Program(with_schedule(foreign.ReversedSchedule), stages=3),
+    "two messages a micro-batch": Program(with_schedule(programs.TwiceSchedule)),
+    "backward passes in reverse": Program(with_schedule(programs.ReversedSchedule), stages=3),
     "all sent at the end": Program(
-        with_schedule(foreign.LateSchedule), config={"gradient_accumulation_steps": 9, "train_batch_size": 36}
+        with_schedule(programs.LateSchedule),
+        config={"gradient_accumulation_steps": 9, "train_batch_size": 36}
     ),
-    "sent in another order": Program(with_schedule(foreign.ShuffledSchedule)),
-    "a schedule iterated its own way": Program(with_schedule(foreign.OnceOnly), stages=3),
-    "micro-batches are loaded first": Program(with_schedule(foreign.LoadsFirst), stages=3),
+    "sent in another order": Program(with_schedule(programs.ShuffledSchedule)),
+    "a schedule iterated its own way": Program(with_schedule(programs.OnceOnly), stages=3),
+    "micro-batches are loaded first": Program(with_schedule(programs.LoadsFirst), stages=3),
     "passes by hand": Program(after_batch=sample),
     "shapes reset before every batch": Program(before_batch=reset, stages=3),
     "masks and tables, shapes reset": Program(
@@ -106,23 +102,23 @@ PROGRAMS = {
     "another batch size at every step": Program(before_batch=other_batch_size, steps=6),
     "other micro-batches at every step": Program(before_batch=other_micro_batches, steps=4),
     "names and tensors through a p2p of its own": Program(
-        engines.NamedTensors, stages=3, blocks=foreign.LOSSLESS, steps_aside=True
+        engines.NamedTensors, stages=3, blocks=programs.LOSSLESS, steps_aside=True
     ),
     "instructions copied into another module": Program(engines.CopiedInstructions, stages=3),
     "an engine copied into another module": Program(engines.CopiedEngine, stages=3),
     "an engine that builds itself": Program(engines.BuiltItsOwnWay),
-    "functions taken from p2p": Program(engines.OwnFunctions, blocks=foreign.LOSSLESS, steps_aside=True),
+    "functions taken from p2p": Program(engines.OwnFunctions, blocks=programs.LOSSLESS, steps_aside=True),
     "a note behind each message": Program(engines.SendsMore, stages=3, after_batch=engines.told),
     "a note before each message": Program(engines.SendsFirst, stages=3, after_batch=engines.told),
     "a note like the message": Program(
-        engines.SendsAlike, after_batch=engines.told, blocks=(*foreign.LOSSLESS, "quantize")
+        engines.SendsAlike, after_batch=engines.told, blocks=(*programs.LOSSLESS, "quantize")
     ),
     "zero bubble": Program(
         engines.ZeroBubble, stages=3, specs=lambda: [LayerSpec(engines.LaterBlock) for _ in range(6)]
     ),
     "preference training": Program(engines.Preference, stages=3, after_batch=evaluate),
     "a late optimizer": Program(config={"optimizer": None}, prepare=late_optimizer),
-    "compiled": Program(prepare=compiled, blocks=foreign.LOSSLESS),
+    "compiled": Program(prepare=compiled, blocks=programs.LOSSLESS),
 }  # fmt: skip
 
 
@@ -130,7 +126,7 @@ PROGRAMS = {
 @pytest.mark.extended(keep=4)
 def test_program(name):
     program = PROGRAMS[name]
-    ranks = run_ranks(program.stages, foreign.train_all, program, timeout=60)
+    ranks = run_ranks(program.stages, programs.train_all, program, timeout=60)
     for block in ("blocking", "eager"):
         assert sum(len(runs[block]["left alone"]) for runs in ranks) == program.steps_aside, block
     for rank, runs in enumerate(ranks):
@@ -155,7 +151,7 @@ def said_of(engine_class, block):
     """What is logged of messages that are left to DeepSpeed, and the line that tells what is active."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        run = foreign.train(Program(engine_class), block)
+        run = programs.train(Program(engine_class), block)
     return run["left alone"] + [line for line in printed.getvalue().splitlines() if " active" in line]
 
 
@@ -163,18 +159,18 @@ NOT_TENSORS = "boundary 0, forward: its message is a dict, not tensors"
 
 
 def test_what_is_said_of_messages_that_are_left_to_deepspeed():
-    said, other = run_ranks(2, said_of, engines.NamedTensors, foreign.EIGHT_BITS, timeout=60)
+    said, other = run_ranks(2, said_of, engines.NamedTensors, programs.EIGHT_BITS, timeout=60)
     assert said[0] == NOT_TENSORS.replace("forward: ", "forward: left to DeepSpeed, uncompressed: ")
     assert said[1].endswith("boundary 0: forward no packets, backward no packets")
     assert len(said) == 2 and other == []
-    said, other = run_ranks(2, said_of, engines.OwnFunctions, foreign.EIGHT_BITS, timeout=60)
+    said, other = run_ranks(2, said_of, engines.OwnFunctions, programs.EIGHT_BITS, timeout=60)
     assert said[0].endswith("its instruction sends no tensor through deepspeed.runtime.pipe.p2p")
     assert "forward no packets, backward quantize(bits=8) 4,096 -> 1,088 bytes" in said[1]
     assert len(said) == 2 and other == []
 
 
 def test_messages_are_not_left_to_deepspeed_where_compression_is_required():
-    block = {**foreign.EIGHT_BITS, "enabled": "required", "link": {"timeout_s": 10}}
+    block = {**programs.EIGHT_BITS, "enabled": "required", "link": {"timeout_s": 10}}
     error, _ = run_ranks(2, said_of, engines.NamedTensors, block, check=False, timeout=60)
     assert '"enabled": "required" in ds_compress asks for compression, but ' + NOT_TENSORS in error
 
@@ -183,7 +179,7 @@ def changed_by_training(block):
     """What of DeepSpeed's pipeline modules is another object after training."""
     parts = (p2p, schedule, pipe_engine, PipelineEngine, PipelineEngine._INSTRUCTION_MAP)
     before = [dict(part if isinstance(part, dict) else vars(part)) for part in parts]
-    run = foreign.train(Program(), block)
+    run = programs.train(Program(), block)
     after = [part if isinstance(part, dict) else vars(part) for part in parts]
     # p2p keeps the topology of the latest engine
     changed = {name for a, b in zip(before, after, strict=True) for name in b if a.get(name) is not b[name]}
@@ -232,28 +228,27 @@ def test_a_convolutional_network_for_100_steps(stages, ranks):
 
 
 def stock_and_eager(program):
-    blocks = {"stock": None, "eager": {}, "quantize": foreign.EIGHT_BITS}
-    return {name: foreign.train(program, block) for name, block in blocks.items()}
+    blocks = {"stock": None, "eager": {}, "quantize": programs.EIGHT_BITS}
+    return {name: programs.train(program, block) for name, block in blocks.items()}
 
 
 def saved_and_loaded(folder, block):
-    """Losses after a checkpoint, in the run that went on and in one that loaded it, as DeepSpeed's test has
-    them."""
+    """Return the losses after a checkpoint, of the run that went on and of one that loaded it."""
     program = Program(steps=2)
-    config = foreign.ds_config(block)
-    engine = foreign.build(2, config, program.specs())
+    config = programs.ds_config(block)
+    engine = programs.build(2, config, program.specs())
     data = batches()
     for _ in range(2):
         engine.train_batch(data)
     engine.save_checkpoint(folder, tag="two")
     upcoming = [next(data) for _ in range(2 * MICRO_BATCHES)]
     went_on = [engine.train_batch(iter(upcoming[i * 4 :])).item() for i in range(2)]
-    other = foreign.build(2, config, program.specs())
+    other = programs.build(2, config, program.specs())
     other.load_checkpoint(folder, tag="two")
     return went_on, [other.train_batch(iter(upcoming[i * 4 :])).item() for i in range(2)]
 
 
-@pytest.mark.parametrize("block", [{}, foreign.EIGHT_BITS], ids=["none", "quantize"])
+@pytest.mark.parametrize("block", [{}, programs.EIGHT_BITS], ids=["none", "quantize"])
 def test_a_checkpoint_continues(tmp_path, block):
     for went_on, loaded in run_ranks(2, saved_and_loaded, str(tmp_path), block):
         assert loaded == went_on

@@ -158,10 +158,7 @@ def test_boundaries_are_counted_without_the_turn_around():
 
 @pytest.mark.parametrize(
     "direction, settings",
-    [
-        ("forward", {"codec": "bf16", "feedback": "aqsgd"}),
-        ("backward", {"codec": "lossless"}),
-    ],
+    [("forward", {"codec": "bf16", "feedback": "aqsgd"}), ("backward", {"codec": "lossless"})],
 )
 def test_messages_of_unknown_size_are_refused(direction, settings):
     errors = run_ranks(2, refused, {direction: settings})

@@ -140,8 +140,7 @@ def test_direct_calls_are_compressed_too():
 
 
 def patched_map(when):
-    """Projects replace entries of the instruction map, in their own subclass before or in DeepSpeed's map
-    after."""
+    """Projects replace entries of the instruction map: in a subclass before, or in DeepSpeed's map after."""
     called = []
 
     def patch():

@@ -61,8 +61,7 @@ def start_without_triton_on_one(config):
 
 
 def test_different_kernels():
-    """The last bits of a rotation differ between Triton and torch: ef21's two copies of a state would drift
-    apart."""
+    """The last bits of a rotation differ between Triton and torch: the states of ef21 would drift apart."""
     for error in run_ranks(2, start_without_triton_on_one, ds_config({}), check=False):
         assert error == (
             "CompressionError: ds_compress.kernels: rank 0 has 'cpu', rank 1 has 'reference'; "
@@ -82,8 +81,7 @@ def test_one_bad_block_stops_all(bad):
 
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_rank_without_the_key_is_named(absent):
-    """A node where the package or the key is missing trains on uncompressed; the others must not wait for
-    ever."""
+    """A node without the package or the key trains on uncompressed; the others must not wait for ever."""
     configs = [ds_config(None if rank == absent else {}) for rank in range(2)]
     results = run_ranks(2, start, configs, 3.0, check=False)
     error = results[1 - absent]

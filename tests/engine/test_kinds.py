@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.kinds import KINDS, problems
+from tests.support.pipeline_kinds import KINDS, problems
 
 
 @pytest.mark.parametrize("name", KINDS)

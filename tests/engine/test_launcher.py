@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 
 from launch.ports import reserved_port
+from tests.support.interpreters import TRAINING, interpreter
 from tests.support.launch_scripts import ROOT
 from tests.support.pipeline import ds_config
-from tests.support.warm import TRAINING, interpreter
 
-SCRIPT = ROOT / "tests" / "support" / "launched.py"
+SCRIPT = ROOT / "tests" / "support" / "training_script.py"
 
 
 def launch(folder: Path, *configs, python=None):
-    """Exit code and output of two ranks; each config is one rank's, one alone is that of both. One test has
-    the interpreter itself, as a user has; the others need not import DeepSpeed four times each."""
+    """Run two ranks, one config each or one for both, and return exit code and output."""
     files = []
     for number, config in enumerate(configs):
         files.append(folder / f"ds_config{number}.json")

@@ -5,15 +5,15 @@ import io
 
 import pytest
 
-from tests.support import foreign
-from tests.support.foreign import Program, with_schedule
+from tests.support import programs
+from tests.support.programs import Program, with_schedule
 from tests.support.ranks import run_ranks
 
 
 def said(program, block):
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        foreign.train(program, block)
+        programs.train(program, block)
     return [line for line in printed.getvalue().splitlines() if "active" in line]
 
 
@@ -22,13 +22,13 @@ def said(program, block):
     (Program(), {"link": {"mode": "blocking"}}, "link blocking;"),
     (Program(before_batch=lambda engine, step: engine.reset_activation_shape()), {}, "link eager;"),
     (Program(module={"dynamic_shape": True}), {}, "link eager;"),
-    (Program(with_schedule(foreign.TwiceSchedule)), {}, "but every message in the order of the schedule;"),
-    (Program(with_schedule(foreign.OnceOnly)), {}, "but every message in the order of the schedule;"),
+    (Program(with_schedule(programs.TwiceSchedule)), {}, "but every message in the order of the schedule;"),
+    (Program(with_schedule(programs.OnceOnly)), {}, "but every message in the order of the schedule;"),
     (Program(), {"link": {"depth": 2}}, "link eager, depth 2;"),
     (Program(), {"link": {"depth": 9}}, "link eager, depth 3 instead of 9 (too few micro-batches);"),
     (Program(module={"dynamic_shape": True}), {"link": {"depth": 2}}, "link eager, depth 2;"),
     (Program(module={"dynamic_shape": True}), {"link": {"depth": "auto"}}, "auto, 1 because of dynamic"),
-    (Program(with_schedule(foreign.TwiceSchedule)), {"link": {"depth": 2}},
+    (Program(with_schedule(programs.TwiceSchedule)), {"link": {"depth": 2}},
      "link eager, depth 2 has no effect on this schedule, but every message in the order of the schedule;"),
 ], ids=["eager", "blocking", "reset", "dynamic", "twice", "own iteration",
         "deep", "short of micro-batches", "deep and dynamic", "auto and dynamic",

@@ -13,7 +13,7 @@ from deepspeed.runtime.pipe.schedule import (
 
 from ds_compress.engine.lookahead import Lookahead
 from ds_compress.planning.schedule import DepthSchedule
-from tests.support.foreign import LateSchedule, OnceOnly, Reference, ShuffledSchedule, TwiceSchedule
+from tests.support.programs import LateSchedule, OnceOnly, Reference, ShuffledSchedule, TwiceSchedule
 
 
 def left_early(schedule, depth=1):
@@ -49,8 +49,7 @@ def test_all_messages_of_1f1b_leave_early(stages, micro_batches):
 
 
 def test_a_message_waits_while_another_one_is_to_be_sent_first():
-    """The eager link trained wrong: it sent the policy's activations, just computed, in place of the
-    reference's."""
+    """The eager link once sent the policy's activations, just computed, instead of the reference's."""
     assert left_early(TwiceSchedule(3, 2, 0)) == ([], [])
     assert left_early(TwiceSchedule(3, 2, 1)) == ([], [0, 1, 2])
 
@@ -60,8 +59,7 @@ def test_of_two_that_change_places_only_the_one_computed_last_leaves():
 
 
 def test_no_more_leave_early_than_may_be_under_way():
-    """Message 4 waits until message 0 was taken: in the order of the schedule that is not before everything
-    is computed, so it must not be waited for earlier."""
+    """Message 4 waits for message 0, which is taken after everything is computed: do not wait earlier."""
     assert left_early(LateSchedule(9, 2, 0))[0] == [0, 1, 2, 3]
 
 
@@ -108,8 +106,7 @@ def test_schedules_that_are_iterated_their_own_way_are_left_alone():
 
 
 def followed(change):
-    """Of a step and the one behind it, each instruction with what is said to be in progress when it is done;
-    `change(step, number)` comes after each, and before the first one, number -1."""
+    """Return each instruction of two steps with the steps in progress after it; call `change` after each."""
 
     class Two(TrainSchedule):
         def steps(self):

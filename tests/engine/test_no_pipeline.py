@@ -1,8 +1,4 @@
-"""The key is never ignored in silence: what engines say, or refuse, that have no messages to compress.
-
-DeepSpeed reads a config of its own keys only. Whoever trains with ZeRO, Trainer or accelerate has no
-pipeline, and once put a "ds_compress" block there that did nothing, however wrong it was.
-"""
+"""The key is never ignored in silence: engines without messages to compress warn, or refuse a bad block."""
 
 import logging
 

@@ -1,10 +1,12 @@
-"""Processors of different capability: what both sides mirror is the same still, or the start is refused."""
+"""Ranks whose processors or libraries compute differently: what must agree does, or the start is refused."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import deepspeed
 import pytest
 import torch
 
@@ -13,8 +15,48 @@ from ds_compress.codecs.mixins import HardwareDependentDecode
 from ds_compress.config import Config
 from ds_compress.engine.handshake import fingerprint, relied_on
 from ds_compress.errors import CompressionError
+from launch.ports import reserved_port
+from tests.feedback.test_feedback_pipeline import digests
+from tests.support.pipeline import batches, ds_config
+from tests.support.pipeline import build as build_engine
 from tests.support.ranks import run_ranks
-from tests.support.unlike import OLDER, run, said_to
+
+OLDER = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}
+"""What makes torch and MKL compute as on a processor without vector instructions."""
+ROOT = Path(__file__).parents[2]
+STEPS = 12
+MARK = "result: "
+
+
+def run_unlike(*blocks, environments=({}, OLDER)):
+    """Train each block on two such ranks; return both outcomes of each."""
+    common = {**os.environ, "DS_ACCELERATOR": "cpu", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    command = [sys.executable, "-m", "tests.engine.test_numerics", json.dumps(blocks)]
+    with reserved_port() as port:
+        ranks = [
+            subprocess.Popen(
+                command,
+                env={**common, "MASTER_PORT": str(port), "RANK": rank, "LOCAL_RANK": rank, **environment},
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+            )
+            for rank, environment in zip("01", environments)
+        ]
+        outputs = [rank.communicate(timeout=1200)[0].splitlines() for rank in ranks]
+    return list(zip(*([line.partition(MARK)[2] for line in lines if MARK in line] for lines in outputs)))
+
+
+def outcome_of(block):
+    """Return hashes of what this rank mirrors after some steps, or the error that stopped it."""
+    try:
+        engine, data = build_engine(2, ds_config(block)), batches()
+        for _ in range(STEPS):
+            engine.train_batch(data)
+        return str(digests(engine))
+    except CompressionError as error:
+        return str(error)
+
 
 CPU = torch.device("cpu")
 PCA, LOWRANK = {"name": "pca", "rank": 16}, {"name": "lowrank", "rank": 4}
@@ -31,7 +73,7 @@ def settings_of(codec, feedback="ef21"):
 @pytest.mark.extended
 def test_unlike_processors():
     """The two sides of EF21 over PCA drifted apart, 4e-3 after 12 steps, without a word."""
-    *exact, pca, lowrank = run(*map(settings_of, (TOPK, ROTATED, PCA, LOWRANK)))
+    *exact, pca, lowrank = run_unlike(*map(settings_of, (TOPK, ROTATED, PCA, LOWRANK)))
     for ours, theirs in exact:
         assert ours == theirs and ours.startswith("{(0, 0): ")
     for name, both in (("pca", pca), ("lowrank", lowrank)):
@@ -47,13 +89,13 @@ def test_unlike_processors():
 @pytest.mark.extended
 def test_a_library_that_computes_otherwise_is_refused():
     """The same processor to torch: only what comes out shows it."""
-    (both,) = run(settings_of(PCA), environments=({}, {"MKL_CBWR": "COMPATIBLE"}))
+    (both,) = run_unlike(settings_of(PCA), environments=({}, {"MKL_CBWR": "COMPATIBLE"}))
     assert both[0] == both[1]
     assert both[0].startswith("ds_compress.numerics.products (both sides of pca + ef21 have to compute alike")
 
 
 def test_products_on_like_processors_mirror():
-    both = run_ranks(2, said_to, {**settings_of(PCA), "state_check_every": 5})
+    both = run_ranks(2, outcome_of, {**settings_of(PCA), "state_check_every": 5})
     assert both[0] == both[1] and both[0].startswith("{(0, 0): ")
 
 
@@ -119,11 +161,23 @@ def test_a_packet_is_the_same_to_every_processor(tmp_path):
     decoded = []
     for environment, threads in (({}, 1), (OLDER, 3)):
         command = [sys.executable, "-c", DECODES, str(tmp_path / "packets.pt"), str(threads)]
-        root = Path(__file__).parents[2]
         done = subprocess.run(
-            command, capture_output=True, text=True, cwd=root, env={**os.environ, **environment}
+            command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment}
         )
         assert done.returncode == 0, done.stderr
         decoded.append(done.stdout.splitlines())
     assert len(decoded[0]) == len(made)
     assert decoded[0] == decoded[1]
+
+
+def main():
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    for block in json.loads(sys.argv[1]):
+        print(MARK, outcome_of(block), sep="")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,4 @@
-"""Programs that put functions of their own over the engine's instructions, and messages before any
-schedule."""
+"""Programs that put functions of their own over the engine's instructions, and messages before a schedule."""
 
 import pytest
 import torch

@@ -26,8 +26,7 @@ EVERYTHING = {
 
 
 def reached(start, stops):
-    """All objects that `start` refers to, directly or not, without passing `stops`; classes and modules are
-    everybody's."""
+    """Return all objects that `start` refers to without passing `stops`, classes and modules left out."""
     found, waiting = {}, [start]
     while waiting:
         each = waiting.pop()

@@ -119,8 +119,7 @@ def aligned(nbytes):
 @pytest.mark.parametrize("first", ["4 bits", "dense"])
 @pytest.mark.extended
 def test_bytes_memory_and_ids_in_four_stages(first):
-    """Static packets after the first epoch; before them a second one, of dense rows, or of what the first
-    one cannot hold of 4 bits for each value; a bf16 row of each sample on each side."""
+    """Later epochs have static packets; the first adds dense rows, or what 4 bits do not hold."""
     samples, epochs = 256, 3
     options = {"name": "aqsgd"} | ({"first_visit": "none"} if first == "dense" else {})
     ranks = run_ranks(4, run, 4, config(options), samples, epochs)

@@ -12,7 +12,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.feedback.aqsgd import sample_codec
 from ds_compress.feedback.aqsgd.budget import BufferBudget
 from ds_compress.message.channel import Boundary
-from tests.support.feedback import AQPair, ids, topk
+from tests.support.codecs import AQPair, ids, topk
 
 WIDTH = 16
 ROW = 2 * WIDTH  # bytes
@@ -77,8 +77,7 @@ def shuffled(epoch, samples):
 @pytest.mark.parametrize("order", [in_order, shuffled])
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 def test_of_an_epoch_that_is_too_large_what_fits_is_found_again(share, order):
-    """It forgot the sample visited longest ago, which comes next: with half of an epoch's buffers 0 %, and
-    15 % where epochs are shuffled."""
+    """Eviction of the least recent sample gave 0 % hits with buffers for half an epoch."""
     assert found_again(share, order) == [0.0, *[share] * 4]
 
 

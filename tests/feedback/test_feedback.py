@@ -8,13 +8,12 @@ from ds_compress.codecs.mixins import ReceiverOnlyDecode
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FEEDBACKS
-from tests.support.feedback import CODEC_IDS, CODECS, AQPair, FourBits, Pair, ids, topk
+from tests.support.codecs import SETTING_IDS, SETTINGS, AQPair, FourBits, Pair, ids, topk
 
 
 @pytest.mark.parametrize("feedback", ["ef", "ef21", "ef_mixed", "loco"])
 def test_the_mean_of_the_messages_approaches_a_repeated_input(feedback):
-    """Plain top-k never sends the small entries; with feedback the mean of the messages approaches the
-    input."""
+    """Plain top-k never sends small entries; with feedback the mean of messages approaches the input."""
     x = torch.arange(1.0, 11)
     pair = Pair(topk(0.3), feedback)
     mean = sum(pair(x) for _ in range(300)) / 300
@@ -38,7 +37,7 @@ def test_evaluation_is_the_plain_codec_and_leaves_no_trace(feedback):
 
 @pytest.mark.parametrize("feedback", ["ef", "ef21", "ef_mixed", "loco"])
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-@pytest.mark.parametrize("codec", CODECS, ids=CODEC_IDS)
+@pytest.mark.parametrize("codec", SETTINGS, ids=SETTING_IDS)
 @pytest.mark.parametrize("width", [20, 24])  # of whole groups, or not
 def test_what_is_not_finite_is_seen_and_forgotten(width, codec, feedback, bad):
     """With a codec that has one pass for a message and its state: the group; with others, the message."""
@@ -84,8 +83,7 @@ def test_sums_beyond_fp16_saturate():
 
 @pytest.mark.parametrize("feedback", ["ef", "ef21", "ef_mixed", "loco"])
 def test_messages_of_another_shape(feedback, caplog):
-    """Alternating shapes: kept apart as if each had a channel of its own, or begun anew each time and
-    said."""
+    """Alternating shapes have a state each, as if each had a channel, or start anew with a warning."""
     shapes = [(4, 6), (2, 6), (4, 6), (2, 6)]
     torch.manual_seed(0)
     inputs = [torch.randn(shape) for shape in shapes]
@@ -188,11 +186,10 @@ def test_scale(feedback, size):
 
 
 @pytest.mark.parametrize("value", [torch.finfo(torch.float32).min, -1e38])
-@pytest.mark.parametrize("codec", [*CODECS, "lowrank"], ids=[*CODEC_IDS, "lowrank"])
+@pytest.mark.parametrize("codec", [*SETTINGS, "lowrank"], ids=[*SETTING_IDS, "lowrank"])
 @pytest.mark.parametrize("feedback", ["none", "ef", "ef21", "ef_mixed", "loco", "aqsgd"])
 def test_a_message_at_the_end_of_the_range_leaves_no_trace_for_good(feedback, codec, value):
-    """A mask of `finfo.min` in the warm-up became the state of ef21, and -inf that of aqsgd; sums of it made
-    the basis of lowrank nan. Every later message arrived as nan."""
+    """A mask of `finfo.min` in the warm-up became state: every later message arrived as nan."""
     torch.manual_seed(0)
     x = torch.randn(3, 16, 24)
     extreme = x.clone()

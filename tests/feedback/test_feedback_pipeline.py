@@ -1,5 +1,4 @@
-"""Feedback in real pipelines: equal to `simulate`, both sides in step, evaluation apart, overflow
-survived."""
+"""Feedback in real pipelines: equal to `simulate`, both sides in step, overflow survived."""
 
 import hashlib
 

@@ -10,7 +10,7 @@ from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary
-from tests.support.feedback import AQPair, ids, topk
+from tests.support.codecs import AQPair, ids, topk
 from tests.support.pipeline import batches, ds_config, layers, simulated, train_step
 
 TWO = {"name": "quantize", "bits": 2, "group_size": 128, "hadamard": True}
@@ -79,8 +79,7 @@ class Weighed(AQPair):
     width=st.sampled_from([1, 7, 128, 200]),
 )
 def test_messages_are_as_described(codec, first, visits, width):
-    """Whatever samples come together, both sides have the buffers of the reference, bit by bit, and messages
-    take its bytes, and never more than a message of first visits alone."""
+    """Both sides have the buffers of the reference; no message is larger than all first visits."""
     torch.manual_seed(0)
     pair = Weighed(CODECS[codec], {"name": "aqsgd", "dtype": "fp32", "first_visit": FIRSTS[first]})
     reference = Reference(CODECS[codec], FIRSTS[first], selects=codec == "topk")
@@ -114,8 +113,7 @@ def wire_bytes(block, messages, shape=(8, 64, 128)):
 
 
 def test_six_epochs_at_two_bits_take_no_more_than_two_and_a_half():
-    """Headers, flags and ids included; dense first visits took 7.6. What is said beforehand of the largest
-    message, and of the others, is what they take."""
+    """The declared sizes of the largest message and of the others are exact, headers included."""
     epochs = [range(8), range(8, 16)] * 6
     block = {"forward": {"codec": TWO, "feedback": "aqsgd"}}
     sizes, channel = wire_bytes(block, epochs)

@@ -63,8 +63,7 @@ def test_passes_of_a_codec_change_nothing(feedback, options, dtype, shape, monke
 
 @pytest.mark.parametrize("feedback", ["ef", "ef21", "loco"])
 def test_who_holds_a_copy_of_the_memory_keeps_what_was_there(feedback, monkeypatch):
-    """The next state takes the place of the old one where nobody else has that: a trial of another setting
-    has."""
+    """The next state reuses the memory of the old one, unless another trial of settings holds it too."""
     monkeypatch.setattr(native, "LONG", 0)
     codec = FEEDBACKS.build(feedback, "feedback").wrap(build("quantize"))
     sender, receiver = {}, {}

@@ -1,5 +1,4 @@
-"""fp16 training with a dynamic loss scale: steps that overflow are skipped by all stages and leave no
-trace."""
+"""fp16 training with a dynamic loss scale: all stages skip a step that overflows and keep nothing of it."""
 
 import pytest
 import torch

@@ -9,7 +9,7 @@ from ds_compress.codec import Context, TensorSpec
 from ds_compress.config import Config
 from ds_compress.feedback import FEEDBACKS
 from ds_compress.feedback.state import int8_decode, int8_encode
-from tests.support.feedback import CODEC_IDS, CODECS, INPUTS, FourBits, Pair, topk
+from tests.support.codecs import INPUTS, SETTING_IDS, SETTINGS, FourBits, Pair, topk
 
 
 def golden(pair):
@@ -57,7 +57,7 @@ def test_loco_golden(dtype, tolerance):
         torch.testing.assert_close(state, torch.tensor(residual), atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=CODEC_IDS)
+@pytest.mark.parametrize("codec", SETTINGS, ids=SETTING_IDS)
 @pytest.mark.parametrize("feedback", ["ef", "ef_mixed"])
 @pytest.mark.parametrize("scope", ["boundary", "micro_batch"])
 def test_what_was_sent_and_what_is_left_add_up(codec, feedback, scope):
@@ -85,7 +85,7 @@ def test_ef21_of_a_constant_is_exact_after_all_entries_were_sent(numel, density,
 
 def test_ef21_sides_stay_equal():
     torch.manual_seed(0)
-    for codec in CODECS:
+    for codec in SETTINGS:
         for dtype in ("fp32", "bf16"):
             pair = Pair(codec, {"name": "ef21", "dtype": dtype, "scope": "micro_batch"})
             for i in range(50):
@@ -127,8 +127,7 @@ def test_loco_starts_again():
 
 
 def test_gradients_return_at_the_entries_that_were_sent():
-    """Index reuse follows the mask of the message, C(x + e) or C(x - A), and works under a feedback of its
-    own."""
+    """Index reuse follows the mask of the message, C(x + e) or C(x - A), and works under a feedback."""
     for forward, backward in [("ef", "ef"), ("ef21", "ef21"), ("ef_mixed", "none"), ("loco", "ef")]:
         config = Config(
             {

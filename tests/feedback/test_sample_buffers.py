@@ -6,7 +6,7 @@ import torch
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
-from tests.support.feedback import INPUTS, AQPair, ids, topk
+from tests.support.codecs import INPUTS, AQPair, ids, topk
 
 AQ = {"name": "aqsgd", "dtype": "fp32", "first_visit": "none"}
 
@@ -19,8 +19,7 @@ def test_aqsgd_golden():
 
 
 def test_aqsgd_keeps_samples_apart():
-    """However samples are mixed into micro-batches, each row is what a channel for that sample alone would
-    give."""
+    """However samples are mixed into micro-batches, each row is what a channel for that sample would give."""
     torch.manual_seed(0)
     codec = topk(0.25, "sample")
     together = AQPair(codec, AQ)

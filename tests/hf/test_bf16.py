@@ -1,5 +1,4 @@
-"""All parameters trained in bf16: steps are added up in fp32. Without that copy a step of 2e-4 was lost where
-a weight is near 1: none of a model's norms moved."""
+"""Parameters in bf16: steps are added up in fp32, or a step of 2e-4 is lost at weights near 1."""
 
 import pytest
 import torch

@@ -1,5 +1,4 @@
-"""Every family that the documentation names computes in parts what it computes whole, in one process: the
-parts are the same wherever a pipeline is cut (test_stages.py cuts some)."""
+"""Every documented family computes in parts, in one process, what it computes whole."""
 
 import pytest
 import torch

@@ -15,7 +15,7 @@ from ds_compress.cli import main
 from launch.ports import reserved_port
 from tests.support import finetuning
 from tests.support.finetuning import copy_of, finetune, losses, perplexities, perplexity, plain_run
-from tests.support.warm import TRAINING, interpreter
+from tests.support.interpreters import TRAINING, interpreter
 
 
 @pytest.fixture(scope="module")

@@ -47,8 +47,7 @@ def path(prepared):
 
 
 def test_sequences_longer_than_the_model_has_positions(path):
-    """They once ran out of the table of positions in the first batch: `IndexError: index out of range in
-    self` on one rank, `Connection closed by peer` on the other, and an assertion of the device on a GPU."""
+    """Sequences longer than the position table once ended in `IndexError` and a lost peer."""
     assert refusal(path, sequence_length=65) == (
         "train.json.sequence_length: 65 is not allowed: the model's config.json has "
         '"max_position_embeddings" for 64 tokens; should be at most that'
@@ -104,8 +103,7 @@ def test_all_parameters_in_fp16_without_loss_scaling(path):
 
 
 def test_machines_with_other_settings_or_other_text(path, tmp_path):
-    """Ranks that took another number of steps would wait for each other; labels of another text would be
-    learned for these tokens."""
+    """Other numbers of steps would hang ranks; labels of another text would be learned."""
     assert run_ranks(2, refused_on_rank_1, path, {"steps": 7}) == 2 * [
         "train.json.steps differs between ranks 0 and 1; should be equal on all machines"
     ]

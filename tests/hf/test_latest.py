@@ -1,7 +1,4 @@
-"""`latest` names a checkpoint that every rank has written. DeepSpeed names it once rank 0 has written its
-part: killed between that and the end of rank 1's, a run that was started again found a checkpoint without the
-layers of the second stage, and ended; with ZeRO-1, whose optimizer is written last, also one that is
-compressed."""
+"""`latest` names a checkpoint only after every rank has written its part: a kill in between lost the run."""
 
 import time
 

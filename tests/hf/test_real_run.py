@@ -1,7 +1,7 @@
-"""From a checkpoint that `save_pretrained` wrote to a merged model, as a user goes: trained whole, then with
-LoRA on other text, through every launcher, one rank killed and later all; read by Transformers and peft.
+"""From a `save_pretrained` checkpoint to a merged model: LoRA, each launcher, kills, Transformers, peft.
 
-`DS_COMPRESS_DATA=FOLDER pytest -m slow tests/hf/test_real_run.py` does it with real text."""
+With real text: `DS_COMPRESS_DATA=FOLDER pytest -m slow tests/hf/test_real_run.py`.
+"""
 
 import json
 import subprocess
@@ -104,8 +104,7 @@ def uninterrupted(pretrained, tmp_path_factory):
 
 
 def killed(launcher: str, path: Path, after: int, victim: int | None) -> list[int]:
-    """The steps that were written down when a run was killed, once it had done `after` of them and all of its
-    processes, or rank `victim` alone, were gone at once; the others then have to end by themselves."""
+    """Kill all processes, or rank `victim`, after `after` steps; return the steps logged by then."""
     out = path.parent / "out"
     with reserved_port() as port, (path.parent / "log").open("w") as log:
         process = psutil.Popen(
@@ -145,8 +144,7 @@ def test_perplexity_falls_from_there_when_adapters_are(pretrained, uninterrupted
 
 @pytest.mark.parametrize(("launcher", "victim"), [("deepspeed", 0), ("torchrun", 1), ("accelerate", 0)])
 def test_killed_and_started_again_it_is_as_if_nothing_had_been(uninterrupted, tmp_path, launcher, victim):
-    """Killed twice, one rank and then all, it has the losses of the run that nobody killed, to the bit, those
-    of steps that it did twice included; and what it learned is read alike by all."""
+    """Killed twice, one rank and then all, the run has the losses, bit by bit, of an uninterrupted one."""
     path = copy_of(uninterrupted[0], tmp_path / "killed")
     out = path.parent / "out"
     expected = losses(uninterrupted[0].parent / "out")

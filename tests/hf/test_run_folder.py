@@ -1,6 +1,4 @@
-"""Two machines without a shared folder once lost the run: both ended with 0, `merge` then missed the layers
-of the second stage, and a second start ended in `TypeError: 'NoneType' object is not iterable`, as the second
-machine found no `latest`."""
+"""Two machines without a shared folder once lost the run: `merge` missed the layers of the second stage."""
 
 import shutil
 

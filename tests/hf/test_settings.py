@@ -28,10 +28,7 @@ def test_what_is_left_out_has_a_default(tmp_path):
         ({"lora": {"r": 0}}, "train.json.lora.r: 0 is not allowed: should be greater than or equal to 1"),
         ({"data": {}}, "train.json.data.train: missing"),
         ({"steps": "ten"}, "train.json.steps: 'ten' is not allowed: should be a valid integer"),
-        (
-            {"dtype": "bf61"},
-            "train.json.dtype: 'bf61' is not allowed (did you mean 'bf16'?)",
-        ),
+        ({"dtype": "bf61"}, "train.json.dtype: 'bf61' is not allowed (did you mean 'bf16'?)"),
         (
             {"data": {"train": "t", "packing": "off"}},
             "train.json.data.packing: 'off' is not allowed; allowed: 'isolated', 'joined'",

@@ -22,8 +22,8 @@ from tests.support.finetuning import (
     prepare,
     told,
 )
+from tests.support.interpreters import TRAINING, interpreter
 from tests.support.ranks import once, run_ranks
-from tests.support.warm import TRAINING, interpreter
 
 WIDTH = 32  # of the hidden states
 RANK = 8
@@ -59,8 +59,7 @@ def narrow(rank):
 def run():
     """train.json of a finished run with adapters, and what it said."""
     folder = once(
-        "subspace",
-        lambda folder: told(prepare(folder, subspace=narrow(RANK)), interpreter(TRAINING)),
+        "subspace", lambda folder: told(prepare(folder, subspace=narrow(RANK)), interpreter(TRAINING))
     )
     return folder / "train.json", (folder / "said").read_text()
 
@@ -73,8 +72,7 @@ def messages(path):
 
 
 def test_it_sends_no_more_than_its_coefficients(run):
-    """Of a quarter of the values, that many bytes: 8 bits forward with a scale for 128, bf16 back; and of a
-    hidden state it was once asked only for a ratio above 1."""
+    """A quarter of the values cost that many bytes: 8 bits forward with a scale for 128, bf16 back."""
     (raw, wire), (raw_back, wire_back) = messages(run[0])
     assert (raw - POSITIONS, raw_back) == (4 * TOKENS * RANK, 4 * TOKENS * RANK)
     assert wire <= HEADER + POSITIONS + TOKENS * RANK * (1 + 4 / 128) + 16

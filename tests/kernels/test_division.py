@@ -1,6 +1,6 @@
-"""A division gives the same bits on a GPU: there torch divides by a number by multiplying with its inverse.
+"""Divisions give the same bits on a GPU, where torch multiplies with the inverse of a number.
 
-No GPU is needed to see what is divided by what: tensors of the device "meta" have no values, but operations.
+Tensors of device "meta" have no values, but operations: they show what is divided by what.
 """
 
 import math

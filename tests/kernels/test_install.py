@@ -13,7 +13,7 @@ import pytest
 
 from ds_compress.config import recipes
 from ds_compress.kernels import library
-from tests.support.native import COMPILER, ROOT, TARGETS, build_all
+from tests.support.kernels import COMPILER, ROOT, TARGETS, build_all
 from tests.support.ranks import once
 
 USES = """
@@ -92,8 +92,7 @@ def test_a_wheel_has_a_library_for_every_instruction_set(tree, tmp_path):
 
 
 def test_a_machine_where_nothing_can_be_written_uses_the_kernels():
-    """They were compiled beside training into ~/.cache, or another folder of the user's alone. Where there
-    was none, or others might write to it, codecs ran several times slower. In /sys nobody can write."""
+    """Kernels were once compiled into the user's cache: without one, codecs were several times slower."""
     if library.load() is None:
         pytest.skip("no compiled kernels")
     nowhere = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME"), "/sys/ds_compress")

@@ -15,8 +15,9 @@ from ds_compress.codec import build as build_codec
 from ds_compress.kernels import library, native
 from ds_compress.kernels.backends import cpu, reference
 from ds_compress.kernels.quantize.grid import Grid
-from tests.support.codecs import any_grid, assert_same_bits, values
-from tests.support.native import TARGETS, compiled_for, runs_here
+from tests.support.codecs import any_grid, assert_same_bits
+from tests.support.kernels import TARGETS, compiled_for, runs_here
+from tests.support.messages import values
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 

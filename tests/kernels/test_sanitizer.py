@@ -1,5 +1,7 @@
-"""No compiled pass touches memory beside its buffers, or does what C++ leaves undefined."""
+"""Drive compiled kernels with hostile packets and awkward sizes under AddressSanitizer."""
 
+import ctypes
+import itertools
 import os
 import re
 import shutil
@@ -8,8 +10,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.support.native import compile_with
+from ds_compress.codec import Context, TensorSpec, build
+from ds_compress.codecs.mixins import FusesFeedback
+from ds_compress.errors import CompressionError
+from ds_compress.kernels import library, native
+from ds_compress.kernels.backends import cpu
+from ds_compress.kernels.entropy.format import RUN, SortedBlocks, frame_of
+from ds_compress.kernels.feedback.reference import GROUP
+from tests.message.test_fuzz import fuzz
+from tests.support.kernels import compile_with
 from tests.support.ranks import once
 
 ROOT = Path(__file__).parents[2]
@@ -57,3 +68,120 @@ def test_the_sanitizer_sees_an_overflow():
     done = sanitized("overflow")
     assert done.returncode != 0 and "AddressSanitizer: heap-buffer-overflow" in done.stderr
     assert "kernels.so" in done.stderr
+
+
+SHAPES = [(0,), (1,), (7,), (8,), (63,), (64,), (65,), (3, 129), (2, 24, 40), (1, 8192 + 3)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+CODECS = [
+    *(
+        {"name": "quantize", "bits": bits, "group_size": size, "scheme": scheme, "hadamard": hadamard}
+        for bits in range(1, 9)
+        for size, hadamard in ((8, True), (24, False), (64, True), (128, False), (4096, True))
+        for scheme in ("asymmetric", "symmetric")
+    ),
+    *({"name": "quantize", "rounding": "stochastic", "group_size": size} for size in (8, 24, 4096)),
+    *({"name": name, "bits": bits} for name in ("acsgd", "minmax") for bits in range(1, 9)),
+    *(
+        {"name": "fp8", "format": name, "group_size": size}
+        for name in ("e4m3", "e5m2")
+        for size in (24, "tensor")
+    ),
+    *({"name": "topk", "indices": coder, "density": 0.3} for coder in ("bitmask", "int16", "int32", "rice")),
+    *({"name": "topk", "select": select} for select in ("threshold", "sidco", "block")),
+    *({"name": "entropy", "bits": bits} for bits in (0.1, 1, 2.5, 6)),
+    *({"name": "entropy", "contexts": contexts} for contexts in ("rows", "columns")),
+]
+
+
+def noise(part: torch.Tensor) -> torch.Tensor:
+    """Bytes that nobody sent, of the same size."""
+    noise = torch.randint(0, 256, (part.nbytes,), dtype=torch.uint8)
+    return noise.view(part.dtype).view(part.shape)
+
+
+def messages() -> int:
+    """Encodes, decodes, and decodes noise, for every codec, shape and dtype; how many times."""
+    count = 0
+    for choice, shape, dtype in itertools.product(CODECS, SHAPES, DTYPES):
+        codec, x = build(choice), torch.randn(shape).to(dtype)
+        x.view(-1)[::5] = [0, torch.inf, torch.nan, 1e-40, 1][count % 5]
+        parts = codec.encode(x, Context())
+        codec.decode(parts, TensorSpec.of(x), Context())
+        residual = torch.zeros_like(x, dtype=torch.promote_types(dtype, torch.float32))
+        if isinstance(codec, FusesFeedback):
+            coded = torch.zeros_like(x, dtype=torch.int8), torch.zeros(-(-x.numel() // GROUP))
+            halves = residual.bfloat16()
+            for state in ((residual,), (halves,), coded):
+                codec.encode_with_residual(x, state, 0.5, 0.5, Context())
+            for held in (residual, halves):
+                codec.encode_change(x, held, Context())
+                codec.decode_change(parts, held, TensorSpec.of(x), Context())
+        try:
+            codec.decode(tuple(map(noise, parts)), TensorSpec.of(x), Context())
+        except (CompressionError, IndexError, RuntimeError) as error:  # an index that is none of the tensor's
+            assert any(word in str(error).lower() for word in ("index", "repeat", "damaged code")), error
+        count += 1
+    return count
+
+
+def damaged_codes() -> int:
+    """Entropy codes of all lanes and several blocks, with some words replaced; how many."""
+    count = 0
+    kinds = itertools.product((1, 2.5, 6), (torch.float32, torch.bfloat16), (0.0, 1.0), (0, 9))
+    for bits, dtype, tail, cuts in kinds:
+        x = (torch.randn(70_011) * torch.exp2(8 * tail * torch.randn(70_011))).to(dtype)
+        frame = frame_of(70_011, bits, tuple(70_011 >> cut for cut in range(1, cuts)))
+        count += damaged_code(
+            frame, cpu.encode_entropy(x, frame), lambda code: cpu.decode_entropy(code, frame, dtype)
+        )
+        for units in (
+            SortedBlocks(70_011 // RUN, RUN, False),
+            SortedBlocks(693, 101, True),
+            SortedBlocks(101, 693, True),
+        ):
+            n = units.count * units.size + (0 if units.columns else 70_011 % RUN)
+            frame = frame_of(n, bits, units.cuts, taken=units.words)
+            code = cpu.encode_sorted(x[:n], frame, units)
+            count += damaged_code(frame, code, lambda code: cpu.decode_sorted(code, frame, units, dtype))
+    return count
+
+
+def damaged_code(frame, code, decode) -> int:
+    """`code`, as it is and with words replaced, decoded; how many."""
+    assert decode(code)[1]
+    for span in (
+        frame.head,
+        frame.tables + 4,
+        frame.tables + 300,
+        len(code),
+    ):  # states; step; table; anything
+        for _ in range(8):
+            damaged = code.clone()
+            damaged[torch.randint(max(0, span - 300), span, (3,))] = torch.randint(
+                -(2**15), 2**15, (3,)
+            ).short()
+            decode(damaged)
+    return 32
+
+
+def overflow() -> None:
+    """What the declarations are for: a buffer one byte too small."""
+    list_bits = kernels.list_bits
+    found = torch.zeros(16, dtype=torch.int64)[:15].clone()
+    packed = torch.full((2,), 255, dtype=torch.uint8)
+    words = [ctypes.c_int64(16), ctypes.c_int64(16)]
+    list_bits(ctypes.c_void_p(packed.data_ptr()), *words, ctypes.c_void_p(found.data_ptr()))
+
+
+if __name__ == "__main__":
+    kernels = ctypes.CDLL(os.environ["SANITIZED"])
+    library.load = lambda: kernels
+    native.LONG = 0
+    torch.manual_seed(0)
+    if "overflow" in sys.argv:
+        overflow()
+    refused, decoded = fuzz(1000, seed=0)
+    print(
+        f"{messages() + damaged_codes()} messages, {refused} mutated packets refused, {decoded} decoded",
+        flush=True,
+    )

@@ -53,8 +53,7 @@ def test_equal_to_the_reference_on_a_gpu(name):
 
 
 WIDTHS = (1, 4, 5)
-"""Of one plane and of two, in two tiles and in eight, rotated and not, in bf16 and fp32. What takes the
-compiler longest, 3 bits rotated across eight tiles, is left to the slow tests, and to the interpreter."""
+"""One plane and two, two tiles and eight, rotated and not; slow tests take the other widths."""
 
 
 def every_setting(widths):

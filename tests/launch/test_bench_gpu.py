@@ -26,17 +26,7 @@ def test_every_codec_has_its_row(script, monkeypatch, tmp_path):
     monkeypatch.setattr(
         sys,
         "argv",
-        [
-            "bench_gpu",
-            "--device",
-            "cpu",
-            "--shape",
-            "2,64,256",
-            "--rounds",
-            "3",
-            "--json",
-            str(path),
-        ],
+        ["bench_gpu", "--device", "cpu", "--shape", "2,64,256", "--rounds", "3", "--json", str(path)],
     )
     script.main()
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}

@@ -25,8 +25,7 @@ def train_lm():
 
 
 def write_csv(folder, label, rows):
-    """One file as DeepSpeed's csvMonitor writes it: named after the label, headed by its last part, CRLF line
-    ends."""
+    """Write one file as DeepSpeed's csvMonitor does: named after the label, CRLF line ends."""
     with open(folder / (label.replace("/", "_") + ".csv"), "a+", newline="") as file:
         csv.writer(file).writerows([["step", label.split("/")[-1]], *rows])
 

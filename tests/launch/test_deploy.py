@@ -1,5 +1,4 @@
-"""deploy/: without a Docker daemon and Slurm the Dockerfile is read word by word, and the batch script is run
-with an srun that starts both machines' tasks here."""
+"""deploy/ without Docker and Slurm: read the Dockerfile, and run the batch script with an srun of ours."""
 
 import json
 import os

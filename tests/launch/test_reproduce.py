@@ -23,8 +23,8 @@ from launch.reproduce.pipeline import executed
 from launch.reproduce.presets import PRESETS
 from launch.reproduce.run import KINDS, Run, clip, task_of
 from launch.reproduce.settings import SETTINGS
+from tests.support.interpreters import TRAINING, interpreter
 from tests.support.ranks import once
-from tests.support.warm import TRAINING, interpreter
 
 NAMES = ["vision/none", "vision/topk10-aqsgd", "language/none", "language/topk10-ef-warmup"]
 PASSING = ("seconds",)  # columns that differ from run to run
@@ -233,8 +233,7 @@ def test_gradients_are_clipped_by_the_norm_of_the_first_stage():
 @pytest.mark.parametrize("name", ["language/topk10-ef-warmup", "vision/topk10-aqsgd"])
 @pytest.mark.extended
 def test_a_real_pipeline_has_the_same_losses_and_bytes(name, data, tmp_path, warm):
-    """Through the deepspeed launcher; the language task clips its gradients, which no norm of the whole model
-    explained."""
+    """The deepspeed launcher gives the same run; the language task clips gradients by the global norm."""
     row = compared(Run("smoke", *name.split("/", 1), 0), data, tmp_path)
     assert row["losses_equal"] and row["bytes_equal"], json.dumps(row)
     assert row["steps"] == 8 and row["first_difference"] is None

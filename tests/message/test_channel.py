@@ -155,8 +155,7 @@ def test_a_message_header_and_context_share_their_fields():
 
 @pytest.mark.parametrize("codec", ["none", "bf16", "quantize"])
 def test_what_arrives_is_a_tensor_of_its_own_each_time(codec):
-    """The views of a packet are kept with its memory: one that wants a gradient, or has one, must not come
-    again."""
+    """The views of a packet are kept with its memory: one with a gradient must not come again."""
     sender, receiver = (side.forward for side in boundaries(codec))
     packet, arrived = None, []
 

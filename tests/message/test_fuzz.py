@@ -1,5 +1,4 @@
-"""Damaged packets: our error in one line, or tensors as expected; never a crash, never memory without
-bound."""
+"""Damaged packets: our error in one line, or tensors as expected; no crash, no unbounded memory."""
 
 import copy
 import random
@@ -27,8 +26,7 @@ def settings():
 
 
 def messages():
-    """For every codec: both sides of a boundary, a forward packet, the tensors it was made of, and what
-    follows it."""
+    """For every codec: two sides of a boundary, a forward packet, its tensors, and what follows it."""
     for name, options in settings():
         codec, found = {"codec": {"name": name, **options}}, build({"name": name, **options})
         block = {"min_numel": 0, "forward": codec, "warmup_steps": int(isinstance(found, ObservesWarmup))}

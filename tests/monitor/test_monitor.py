@@ -1,5 +1,4 @@
-"""What the sinks hold is what the channels counted, for every boundary and direction, and watching changes
-nothing."""
+"""The sinks hold what the channels counted, for each boundary and direction; monitoring changes nothing."""
 
 import itertools
 
@@ -158,8 +157,7 @@ COLLECTIVES = (
 
 
 def train_counting_work(config):
-    """How often this rank called each collective of torch.distributed in training steps, and a clock of
-    ours."""
+    """Count this rank's calls of each collective in training steps; also return a fake clock."""
     counts = dict.fromkeys((*COLLECTIVES, "clock"), 0)
 
     def counting(name, original):
@@ -180,8 +178,7 @@ def train_counting_work(config):
 
 
 def test_a_monitor_that_is_off_does_nothing(tmp_path):
-    """Beside what stock DeepSpeed does there is one sum, for the line that says what is active, even with
-    sinks on."""
+    """Beside DeepSpeed's own collectives there is one sum, for the start-up line, even with sinks on."""
 
     def trained(every=None):
         block = None if every is None else {**BLOCK, "monitor": {"every": every}}
@@ -211,8 +208,7 @@ def compared_messages(config):
 
 
 def test_every_message_of_a_step_is_compared_in_turn(tmp_path):
-    """Once the step number chose it: with "every" a multiple of the micro-batches it was always the same
-    one."""
+    """The step number once chose the micro-batch: with some "every" it was always the same one."""
     csv = {"enabled": True, "output_path": str(tmp_path), "job_name": "turns"}
     config = ds_config({"monitor": {"every": 2}}, csv_monitor=csv)
     assert run_ranks(2, compared_messages, config)[0] == [0, 1, 2, 3]

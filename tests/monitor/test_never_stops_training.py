@@ -1,5 +1,4 @@
-"""Monitoring never stops training: DeepSpeed changes what it likes, sinks and meters fail, losses stay those
-of stock."""
+"""Monitoring never stops training: settings change, sinks and meters fail, losses stay the baseline's."""
 
 import contextlib
 import errno
@@ -16,9 +15,9 @@ from ds_compress.message import meters
 from ds_compress.message.clock import HostClock
 from ds_compress.monitor import monitor
 from ds_compress.monitor.metrics import CHANNEL, PREFIX, label
-from tests.support.kinds import KINDS
 from tests.support.launch_scripts import read_run
 from tests.support.pipeline import MICRO_BATCH, MICRO_BATCHES, batches, build, ds_config, weights
+from tests.support.pipeline_kinds import KINDS
 from tests.support.ranks import run_ranks
 
 STEPS = 6
@@ -80,8 +79,7 @@ def train_with_other_sizes(kind, folder):
 
 @pytest.mark.parametrize("kind", [name for name in ("tensor", "dualpipev") if name in KINDS])
 def test_the_batch_size_may_change(kind, tmp_path):
-    """Once the number of micro-batches was kept from the start: the first written step after a change ended
-    the job."""
+    """The number of micro-batches was kept from the start: the first logged step after a change failed."""
     for runs in run_ranks(2, train_with_other_sizes, KINDS[kind], tmp_path):
         for name, run in runs.items():
             assert same(run, runs["stock"]), name

@@ -25,8 +25,7 @@ BLOCK = {
 
 
 def train_counting_packets(config):
-    """Sizes of the uint8 tensors that this rank hands to torch.distributed while it trains as train_lm.py
-    does."""
+    """Return the sizes of the uint8 tensors handed to torch.distributed in train_lm.py's training."""
     packets = []
 
     def counting(original):

@@ -1,5 +1,4 @@
-"""The choice over a grid of profiles: never above its limits, never slower than DeepSpeed, nearly the
-best."""
+"""The choice over a grid of profiles: within its limits, not slower than DeepSpeed, nearly the best."""
 
 import itertools
 import json
@@ -112,8 +111,7 @@ def test_each_boundary_gets_what_its_link_needs(evaluations):
 
 
 def test_each_boundary_has_errors_of_its_own(evaluations):
-    """What is mild for the Gaussian messages of boundary 0 loses the heavy tails of boundary 1, or the other
-    way round; nothing that is allowed at one alone is used at both."""
+    """What is mild at boundary 0 loses heavy tails at boundary 1: only what is allowed at both is used."""
     networks = (Network(1e6),) * 2
     for limits in LIMITS.values():
         rows = ranked([evaluations["gaussian"], evaluations["heavy-tailed"]], limits, networks, 0.01)

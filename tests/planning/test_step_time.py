@@ -50,8 +50,7 @@ def test_one_micro_batch_pays_for_every_hop_both_ways(eager):
     ],
 )
 def test_blocking_order_agrees_with_another_simulator(gbps, step, speedup_of_4_bits, ceiling):
-    """Written independently on the same schedule: 4 stages, 8 micro-batches, 16.8 MB messages, 4.25 of 16
-    bits."""
+    """A replay of its own: 4 stages, 8 micro-batches, 16.8 MB messages, 4.25 of 16 bits."""
     workload, network = uniform(4, 8, 0.0164, 0.0328), Network(gbps * 1e9 / 8)
     raw, packed = MessageCost(16777216), MessageCost(16777216 * 17 // 64)
     stock = predict(workload, TransferPlan(raw, raw, eager=False), network)
@@ -82,9 +81,7 @@ def test_the_codec_is_named_where_it_limits():
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_a_deeper_schedule_waits_for_a_round_trip_less_often(depth):
-    """Two stages, a forward pass of 1 and a backward pass of 2. An activation is there after 3.5, its
-    gradient comes 3 + 3.5 later, and 2 + 1 more until the next activation that waited for it: 13 for each
-    depth + 1 micro-batches, or else the 3 that each takes to compute."""
+    """Forward takes 1, backward 2, a message 3.5: 13 for depth + 1 micro-batches, or 3 for each."""
     plan = TransferPlan(FREE, FREE, eager=True, depth=depth)
 
     def step(micro_batches):

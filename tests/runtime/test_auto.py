@@ -1,5 +1,4 @@
-"""`"recipe": "auto"`: training as stock until the choice, then as the block that it prints, on all ranks
-alike."""
+"""`"recipe": "auto"`: training as the baseline until the choice, then by the printed block, on all ranks."""
 
 import contextlib
 import io
@@ -41,11 +40,11 @@ def knows(name):
 
 
 def trained(config, found=FAR, stages=2, folder=None, start=0, evaluates=False, says=None):
-    """Losses, what was printed, and the settings in force at the end.
+    """Train with `auto`; return losses, output and final settings.
 
     Args:
-        start: step that is loaded from `folder`; else every step is saved there.
-        says: by rank, what becomes of the row that it has measured.
+        start: the step to load from `folder`; 0 saves every step there.
+        says: by rank, a change to the row that it measured.
     """
     measuring.probe = lambda sender, receiver, first: found
     tried, printed = auto.tried, io.StringIO()

@@ -1,5 +1,4 @@
-"""`"recipe": "auto"` on all kinds of pipeline: a choice, alike on all ranks, or a word on why there is
-none."""
+"""`"recipe": "auto"` on all kinds of pipeline: one choice on all ranks, or the reason for none."""
 
 import contextlib
 import io
@@ -11,7 +10,7 @@ import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.engine.session import Session
 from ds_compress.runtime import measuring
 from ds_compress.transport.probe import LinkMeasurement
-from tests.support.kinds import KINDS, train
+from tests.support.pipeline_kinds import KINDS, train
 from tests.support.ranks import run_ranks
 
 FAR = LinkMeasurement(incoming=1e5, latency=0.01)

@@ -9,8 +9,8 @@ from torch import nn
 
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.config import Config
-from tests.support.kinds import BLOCKS, KINDS, train_all
 from tests.support.pipeline import MICRO_BATCH, Block, batches, build, ds_config
+from tests.support.pipeline_kinds import BLOCKS, KINDS, train_all
 from tests.support.ranks import run_ranks
 
 MICRO_BATCHES = 9  # enough for 1F1B at depth 3 and two stages

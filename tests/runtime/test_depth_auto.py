@@ -17,8 +17,8 @@ from ds_compress.runtime.measuring import COLUMNS
 from ds_compress.runtime.memory_use import in_use
 from ds_compress.transport.probe import LinkMeasurement
 from tests.runtime.test_depth import at_depths, check
-from tests.support.kinds import BLOCKS
 from tests.support.pipeline import MICRO_BATCH, batches, build, ds_config
+from tests.support.pipeline_kinds import BLOCKS
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -111,8 +111,7 @@ INPUT = 4 * 8 * 32768 * 4  # bytes of a micro-batch
 
 
 def memory(link):
-    """Bytes that each batch had in use at most after a forward pass, over those at its start, and the
-    depth."""
+    """Return the most bytes in use after a forward pass, over those at the start, by batch, and the depth."""
     measuring.probe = lambda sender, receiver, first: FAR
     engine = build(2, ds_config({"link": link}, **counts(9)), specs=[LayerSpec(Wide) for _ in range(6)])
     data, most = batches(shape=(8, 32768)), []
@@ -125,8 +124,7 @@ def memory(link):
 
 @pytest.mark.parametrize("gigabytes, depth", [(0.08, 2), (0.12, 4)])
 def test_no_more_memory_is_taken_than_is_allowed(gigabytes, depth):
-    """Stage 0 holds 3 inputs of layers and what it sends for each of depth + 1 micro-batches, 16.8 MB each;
-    what it was given is counted too, and so are two packets for each further depth."""
+    """Stage 0 holds 3 layer inputs and a message per micro-batch, 16.8 MB each, and 2 packets per depth."""
     (taken, found), _ = run_ranks(2, memory, {"depth": "auto", "memory_gb": gigabytes})
     assert 1 < found <= depth
     assert (found + 1) * 3 * INPUT < taken <= gigabytes * 1e9
@@ -174,8 +172,7 @@ def test_ranks_of_a_host_share_its_memory():
 
 
 def test_what_a_gpu_has_free_comes_on_top_of_what_is_in_use():
-    """At depth 2 stage 0 of 3 holds 5 micro-batches; there is room for 2.9 more, packets of 0.2 for each
-    further depth included."""
+    """At depth 2 stage 0 of 3 holds 5 micro-batches; memory for 2.9 more, with packets of 0.2 per depth."""
     choice = decide(rows(spare=2.9e6), 32, 2, None, torch.device("cuda"))
     assert choice.depth == 3 and choice.capped
 

@@ -1,5 +1,4 @@
-"""A depth that the configuration says holds whatever else changes: while settings become others, and when a
-checkpoint of before takes them back."""
+"""A configured depth holds while other settings change, and after a checkpoint of before is loaded."""
 
 import contextlib
 import io
@@ -24,8 +23,7 @@ AUTO = {"recipe": "auto", "quality": "balanced", "guard": {"every": 0}}
 
 
 def trained(config, before, folder):
-    """Twice, the second time from the checkpoint after `before` steps: losses, settings by step, all depths
-    that were seen; and the settings right after it was loaded."""
+    """Train, then again from step `before`: losses, settings by step, depths, loaded settings."""
     measuring.probe = lambda sender, receiver, first: FAR
     engine, ran, runs, back = build(2, config), [], [], []
     schedule = engine.ds_compress.depth.schedule

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 from ds_compress.runtime import heartbeat, watchdog
 from ds_compress.runtime.heartbeat import HELLO_SECONDS, LONGEST_HELLO, MOST_STRANGERS, Connections
 from ds_compress.runtime.watchdog import Watchdog
-from tests.support.strangers import MESSAGES, disturb, eventually, flood
+from tests.support.network import MESSAGES, disturb, eventually, flood
 
 RANKS = 3
 FOREVER = 1e6
@@ -71,8 +71,7 @@ def goes_on(ranks, calls):
 
 
 def test_nothing_that_strangers_send_ends_a_job(start):
-    """`hello \\xff 1` raised an error in the thread of rank 0: text that is not ASCII cannot be compared in
-    constant time. No rank was told anything any more, and all stopped."""
+    """`hello \\xff 1`, which is not ASCII, once ended the thread of rank 0, and all ranks stopped."""
     ranks = start()
     goes_on(ranks, 1)
     disturb([port_of(ranks)])

@@ -13,8 +13,7 @@ import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.errors import CompressionError
 from ds_compress.runtime.signals import Signals
 from ds_compress.simulate import evaluating, simulate
-from tests.support.damage import opened, signed
-from tests.support.kinds import fp16_on_cpu
+from tests.support.damaged_files import opened, signed
 from tests.support.pipeline import (
     batches,
     build,
@@ -25,6 +24,7 @@ from tests.support.pipeline import (
     train_step,
     weights,
 )
+from tests.support.pipeline_kinds import fp16_on_cpu
 from tests.support.ranks import run_ranks
 
 STEPS = 9
@@ -45,8 +45,7 @@ def block(policy, forward=QUANTIZE, backward=QUANTIZE, **changes):
 
 
 def trained(config, stages=2, folder=None, saved=0, evaluates=False, disturb=None, steps=STEPS):
-    """By step: loss, rungs, bytes sent; and the weights at the end. Saves after every step, or goes on after
-    `saved` ones."""
+    """Return losses, rungs and bytes by step, and the weights; save every step, or go on after `saved`."""
     if disturb:
         disturb()
     printed = io.StringIO()

@@ -1,8 +1,4 @@
-"""What policies are for, in longer runs: bytes, losses and errors of accordion and budget beside constant
-settings.
-
-The figures are printed (pytest -s).
-"""
+"""Accordion and budget against constant settings in longer runs: bytes, losses, errors (`pytest -s`)."""
 
 import contextlib
 import io
@@ -45,8 +41,7 @@ def examples():
 
 
 def trained(block, stages, steps):
-    """Loss of the weights over all data without compression, bytes that this rank sent, and by channel the
-    error of a message of every step."""
+    """Return the loss on all data uncompressed, the bytes sent, and each channel's error by step."""
     with contextlib.redirect_stdout(io.StringIO()):
         engine = build(stages, ds_config(block, optimizer=ADAM))
         data = itertools.cycle(examples())

@@ -1,5 +1,4 @@
-"""A pipeline profiled in one process sends what a real one sends: the same tensors, for every kind of
-message, bit by bit but for the order in which autograd adds up gradients of what is used twice."""
+"""A pipeline profiled in one process sends what a real one sends, for every kind of message."""
 
 import itertools
 
@@ -11,8 +10,18 @@ import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.planning.evaluate import REPEATS
 from ds_compress.runtime.local_stages import Stages
 from ds_compress.runtime.profile_model import PASSES, profile_model
-from tests.support.models import Causal, Masked, Mixed, Skip
-from tests.support.pipeline import MICRO_BATCH, batches, build, ds_config, layers, loss_fn
+from tests.support.pipeline import (
+    MICRO_BATCH,
+    Causal,
+    Masked,
+    Mixed,
+    Skip,
+    batches,
+    build,
+    ds_config,
+    layers,
+    loss_fn,
+)
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")

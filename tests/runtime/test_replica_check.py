@@ -10,8 +10,7 @@ from deepspeed.pipe import LayerSpec
 
 import ds_compress  # noqa: F401
 from tests.feedback.test_feedback_pipeline import digests
-from tests.support.models import ParallelBlock
-from tests.support.pipeline import batches, build, ds_config
+from tests.support.pipeline import ParallelBlock, batches, build, ds_config
 from tests.support.ranks import run_ranks
 
 TOPK = {"name": "topk", "density": 0.3}

@@ -1,5 +1,4 @@
-"""What policies decide from, where one configuration asks for all of it: norms of gradients, errors of rungs,
-and what the guard and the monitor measure beside them. Each gets what it would get alone."""
+"""What policies decide from, all at once: gradient norms, errors of rungs, meters of guard and monitor."""
 
 import logging
 import math

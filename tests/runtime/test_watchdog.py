@@ -1,8 +1,4 @@
-"""What one rank's watchdog makes of the others: failures go round, nobody who owes nothing is suspected.
-
-No thread runs and no clock counts here but those of the test: `Job.pass_time` lets time pass on all ranks.
-tests/runtime/test_heartbeat.py has the threads and the strangers.
-"""
+"""What one rank's watchdog concludes about the others; `Job.pass_time` is the only clock, no thread runs."""
 
 import contextlib
 import itertools
@@ -209,8 +205,7 @@ def test_a_rank_that_is_gone_and_needed(gone, job):
 @pytest.mark.parametrize("how", [Job.silence, Job.end])
 @pytest.mark.parametrize("done", range(RANKS))
 def test_a_rank_that_is_past_its_last_call_is_not_missed(done, how, job):
-    """At the end of a run ranks end when they like, while others still write or evaluate. On a busy machine
-    the thread may not run again, and the others stopped: what it has to say is said at the end."""
+    """At the end of a run ranks end at any time; a rank that finished says so before its thread stops."""
     job.enter(*range(RANKS))
     job.pass_time(1.0)
     job.leave(done)

@@ -7,9 +7,9 @@ from torch import nn
 import ds_compress  # noqa: F401
 from ds_compress.errors import CompressionError
 from ds_compress.simulate import simulate
-from tests.support import kinds
-from tests.support.kinds import KINDS
+from tests.support import pipeline_kinds
 from tests.support.pipeline import batches, build, ds_config, layers, simulated, train, train_simulated
+from tests.support.pipeline_kinds import KINDS
 from tests.support.ranks import run_ranks
 
 
@@ -85,8 +85,7 @@ def test_a_config_is_a_dict():
 
 
 def test_index_reuse_is_the_gradient_of_the_sparsified_forward():
-    """With reuse, what comes back is exactly the gradient of x -> mask * x; independent TopK is another
-    estimate."""
+    """With reuse, the gradient is exactly that of x -> mask * x; independent TopK is another estimate."""
     block = {**both({"name": "topk", "density": 0.3}, {"name": "topk", "indices": "reuse"}), "min_numel": 0}
     block["tensors"] = [0]  # no parameter comes before the boundary
     model = simulate(nn.Sequential(nn.Identity(), nn.Linear(40, 40)), ds_config(block), [1])
@@ -114,7 +113,7 @@ def test_a_one_stage_pipeline_module_is_simulated_in_place():
 
 def real_losses(block):
     """Losses of training and of the evaluations in between."""
-    runs = kinds.train(KINDS["tensor"], block)
+    runs = pipeline_kinds.train(KINDS["tensor"], block)
     return runs["losses"], runs["evaluated"]
 
 
@@ -127,4 +126,4 @@ def test_evaluation_sees_what_the_step_before_it_learned(codec):
     """`simulate` updated the autoencoder at the start of the next step, so it evaluated the one before."""
     block = {"forward": {"codec": codec}, "backward": {"codec": codec}, "warmup_steps": 1}
     (losses, evaluated), *_ = run_ranks(3, real_losses, block)
-    assert kinds.train_simulated(KINDS["tensor"], block) == (losses, evaluated)
+    assert pipeline_kinds.train_simulated(KINDS["tensor"], block) == (losses, evaluated)

@@ -1,19 +1,13 @@
-"""Measure, register and compare codecs.
-
-What the tests of codecs measure.
-
-Codecs that are known for the time of one test.
-
-Floats to try kernels with, and how their results are compared.
-"""
+"""Send tensors through codecs and feedbacks, and compare what arrives."""
 
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 import ds_compress.codecs  # noqa: F401 - registers
-from ds_compress.codec import CODECS, Context, TensorSpec, build
+from ds_compress.codec import CODECS, Codec, CodecOptions, Context, TensorSpec, build
+from ds_compress.codecs.mixins import ObservesWarmup, VariableSizePayload, layers
+from ds_compress.feedback import FEEDBACKS
 from ds_compress.kernels.quantize.grid import Grid
 from ds_compress.kernels.topk.magnitudes import as_integers
 
@@ -28,17 +22,8 @@ def bits_per_value(choice, x):
     return 8 * sum(part.nbytes for part in build(choice).encode(x, Context())) / x.numel()
 
 
-def relative_error(choice, x, **context):
+def error_of(choice, x, **context):
     return ((roundtrip(choice, x, **context).double() - x.double()).norm() / x.double().norm()).item()
-
-
-def residual_stream():
-    """[4, 1024, 1024] like the hidden state of a transformer: Gaussian, with 6 of 1024 channels 20 times
-    larger."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, 1024, 1024, generator=generator)
-    x[..., torch.randperm(1024, generator=generator)[:6]] *= 20
-    return x
 
 
 @contextmanager
@@ -55,26 +40,10 @@ def own_codecs():
 def any_grid(
     bits: int, symmetric: bool, scale_dtype: torch.dtype, hadamard: bool, size: int, seed: int
 ) -> Grid:
-    """A grid for groups of `size`, rotated only where they can be; that for normal values in every third case
-    that allows it."""
+    """Return a grid for groups of `size`, rotated and for normal values only where that is allowed."""
     whole = not size & (size - 1)
     gaussian = whole and bits <= 4 and seed % 3 == 0
     return Grid(bits, symmetric or gaussian, scale_dtype, hadamard and whole, seed, gaussian)
-
-
-def values(n: int, size: int, dtype: torch.dtype, seed: int, special: float | None = None) -> Tensor:
-    """[n, size]: groups of very different magnitudes; some constant, some zero of either sign, some
-    subnormal, and, if given, some holding `special`."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, size, generator=generator) * torch.exp2(torch.randn(n, 1, generator=generator) * 20)
-    x[::7] = x[::7, :1]
-    x[::11] = 0
-    x[::11, seed % size] = -0.0
-    x[::13] *= 1e-30
-    x[::19] *= 1e-38
-    if special is not None:
-        x[::17, seed % size] = special
-    return x.to(dtype)
 
 
 def assert_same_bits(ours, theirs) -> None:
@@ -85,3 +54,127 @@ def assert_same_bits(ours, theirs) -> None:
             assert torch.equal(mine.isnan(), its.isnan())
             mine, its = (as_integers(part.masked_fill(part.isnan(), 0)) for part in (mine, its))
         assert torch.equal(mine, its)
+
+
+def relative_error(out, x):
+    return ((out.double() - x.double()).norm() / x.double().norm()).item()
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+TOLERANCE = {"bf16": 2e-2, "fp32": 1e-5}
+
+
+def observed(codec, *tensors, **context):
+    """Contexts of both sides after a warm-up of `tensors`."""
+    sides = Context(**context), Context(**context)
+    for x in tensors:
+        for side in sides:
+            codec.observe(x, side)
+    return sides
+
+
+def send(codec, x, sender, receiver):
+    """What arrives; the parts must be what `layout` says."""
+    spec = TensorSpec.of(x)
+    parts = codec.encode(x, sender)
+    assert tuple((tuple(part.shape), part.dtype) for part in parts) == codec.layout(spec)
+    out = codec.decode(parts, spec, receiver)
+    assert TensorSpec.of(out) == spec
+    return out
+
+
+INPUTS = torch.tensor([[4.0, 3, 2, 1], [1, -2, 2, 0], [0, 1, -3, 2]])
+
+
+def topk(density, rows="tensor"):
+    return {"name": "topk", "density": density, "rows": rows}
+
+
+SETTINGS = [topk(0.3), topk(0.3, "sample"), {"name": "quantize", "bits": 3, "group_size": 8}, "bf16"]
+SETTING_IDS = [str(c if isinstance(c, str) else c["name"]) + str(i) for i, c in enumerate(SETTINGS)]
+
+
+class Pair:
+    """Sender and receiver of one channel, each with a memory of its own."""
+
+    def __init__(self, codec, feedback, direction="forward"):
+        self.codec = FEEDBACKS.build(feedback, "feedback").wrap(build(codec))
+        self.direction = direction
+        self.sender, self.receiver = {}, {}
+        self.sent = 0
+
+    def _contexts(self, changes):
+        place = {"direction": self.direction, "step": self.sent, **changes}
+        self.sent += 1
+        return Context(memory=self.sender, **place), Context(memory=self.receiver, **place)
+
+    def __call__(self, x, **changes):
+        """What the receiver gets for `x`."""
+        sender, receiver = self._contexts(changes)
+        before = x.clone()
+        parts = self.codec.encode(x, sender)
+        assert torch.equal(x, before) or not x.isfinite().all()
+        assert tuple((tuple(p.shape), p.dtype) for p in parts) == self.codec.layout(TensorSpec.of(x))
+        decoded = self.codec.decode(tuple(p.clone() for p in parts), TensorSpec.of(x), receiver)
+        assert decoded.dtype == x.dtype and decoded.shape == x.shape
+        return decoded
+
+    def observe(self, x, **changes):
+        for ctx in self._contexts(changes):
+            for layer in layers(self.codec, ObservesWarmup):
+                layer.observe(x, ctx)
+
+    def state(self, memory=None):
+        (value,) = (self.sender if memory is None else memory).values()
+        return value
+
+
+class FourBits(Codec):
+    """The quantizer of LoCo's golden vector: symmetric, one scale for the tensor, steps of max / 7."""
+
+    Options = CodecOptions
+    name = "four_bits"
+
+    def layout(self, spec):
+        return ((spec.shape, torch.int8), ((), torch.float32))
+
+    def encode(self, x, ctx):
+        scale = x.abs().max() / 7
+        return (x / scale).round().to(torch.int8), scale
+
+    def decode(self, parts, spec, ctx):
+        codes, scale = parts
+        return codes * scale
+
+
+def ids(*numbers):
+    return torch.tensor(numbers)
+
+
+class AQPair(Pair):
+    """Gives the receiver what a second packet would hold, and counts its rows."""
+
+    dense = 0
+
+    def __call__(self, x, **changes):
+        sender, receiver = self._contexts(changes)
+        spec = TensorSpec.of(x)
+        parts = self.codec.encode(x, sender)
+        split = len(self.codec.layout(spec))
+        rest = (
+            self.codec.extra_payload(parts[:split], spec)
+            if isinstance(self.codec, VariableSizePayload)
+            else ()
+        )
+        assert tuple((tuple(part.shape), part.dtype) for part in parts) == self.codec.layout(spec) + rest
+        self.dense += sum(part.shape[0] for part in parts[split:])
+        return self.codec.decode(tuple(part.clone() for part in parts), spec, receiver)
+
+    def state_of(self, number):
+        (row,) = (value for key, value in self.sender.items() if key.endswith(f"{number:016x}"))
+        return row
+
+    def in_step(self):
+        return self.sender.keys() == self.receiver.keys() and all(
+            torch.equal(self.sender[key], self.receiver[key]) for key in self.sender
+        )

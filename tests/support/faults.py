@@ -1,13 +1,11 @@
-"""What the living ranks say when something goes wrong, and how long that takes them.
-
-python -m tests.support.faults        prints the table of docs/failures.md; `make faults`
-"""
+"""Kill, stop or damage ranks of real runs, and time how long the others take to end: `make faults`."""
 
 import argparse
 import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,9 +13,156 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import deepspeed
+import torch
+
+import ds_compress  # noqa: F401  (hooks the engine)
 from launch.ports import reserved_port
-from tests.support.hosts import ADDRESSES, WIRE, Hosts, reason_for_none, two_hosts
-from tests.support.warm import TRAINING, interpreter
+from tests.support.interpreters import TRAINING, interpreter
+from tests.support.network import ADDRESSES, WIRE, Hosts, reason_for_none, two_hosts
+from tests.support.pipeline import MICRO_BATCHES, batches, build, ds_config, layers
+
+STEP_OF_FAULT = 2
+LONG = 12.0  # seconds, more than the time-out of these runs and all grace
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def crash():
+    raise ValueError("a mistake in the model")
+
+
+ACTIONS = {"kill": kill, "stop": stop, "crash": crash}
+PLACES = {
+    "reduce": "allreduce_gradients",
+    "loss": "_aggregate_total_loss",
+    "save": "_save_checkpoint",
+    "load": "_load_checkpoint",
+}
+
+
+def in_forward(engine, action):
+    """`action` in the middle of a step, in the forward pass of a micro-batch."""
+    calls = 0
+
+    def hook(*_):
+        nonlocal calls
+        calls += 1
+        if calls == STEP_OF_FAULT * MICRO_BATCHES + 3:
+            action()
+
+    engine.module.forward_funcs[0].register_forward_pre_hook(hook)
+
+
+def before(engine, method, action):
+    """Before this rank calls `method` of the engine in a step."""
+    original, calls = getattr(engine, method), 0
+
+    def call(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == STEP_OF_FAULT + 1:
+            action()
+        return original(*args, **kwargs)
+
+    setattr(engine, method, call)
+
+
+def work_on(engine):
+    """In the last step, when nobody is needed for it any more."""
+    original, calls = engine._aggregate_total_loss, 0
+
+    def call():
+        nonlocal calls
+        calls += 1
+        loss = original()
+        if calls == STEP_OF_FAULT + 2:
+            time.sleep(LONG)
+        return loss
+
+    engine._aggregate_total_loss = call
+
+
+def flip_bits(engine, action, byte):
+    """Damage one packet that this rank sends."""
+    end = next(end for end in engine.ds_compress.stage.ends if end.sends)
+    send, calls = end.link.send, 0
+
+    def damaged(packet):
+        nonlocal calls
+        calls += 1
+        if calls == STEP_OF_FAULT * MICRO_BATCHES + 3:
+            packet[byte] ^= 0x10
+            action()
+        send(packet)
+
+    end.link.send = damaged
+
+
+def run_rank():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fault", required=True)
+    parser.add_argument("--at", type=int, required=True, help="rank")
+    parser.add_argument("--stages", type=int, required=True)
+    parser.add_argument("--block", type=json.loads, required=True)
+    parser.add_argument("--moment", type=Path, required=True, help="file for the time at which it happens")
+    args = parser.parse_args(sys.argv[2:])
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    rank = torch.distributed.get_rank()
+    block = args.block
+
+    def cut():
+        while not args.moment.with_name("cut").exists():
+            time.sleep(0.01)
+
+    def happens(action=lambda: None):
+        def run():
+            # complete when it is seen
+            args.moment.with_name("now").write_text(str(time.time()))
+            args.moment.with_name("now").rename(args.moment)
+            action()
+
+        return run
+
+    here = rank == args.at
+    if here and args.fault == "mismatch":
+        block = {**block, "seed": 5}
+        happens()()
+    replicas = torch.distributed.get_world_size() // args.stages
+    engine = build(args.stages, ds_config(block, replicas=replicas), layers(2 * args.stages))
+    what, _, where = args.fault.partition("-")
+    action = {**ACTIONS, "cut": cut}.get(what)
+    if here and action and where:
+        before(engine, PLACES[where], happens(action))
+    elif here and action:
+        in_forward(engine, happens(action))
+    if here and args.fault in ("body", "header"):
+        flip_bits(engine, happens(), 40 if args.fault == "body" else 9)
+    if not here and args.fault == "early":
+        work_on(engine)
+    data = batches(engine.grid.get_data_parallel_id())
+    for _ in range(STEP_OF_FAULT + 2):
+        engine.train_batch(data)
+        if where in ("save", "load"):
+            engine.save_checkpoint(args.moment.parent / "checkpoints")
+        if where == "load":
+            engine.load_checkpoint(args.moment.parent / "checkpoints")
+    if args.fault == "early":
+        if here:
+            happens()()
+        return
+    print("trained to the end", flush=True)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
 
 TIMEOUT = 3.0  # seconds, "link": {"timeout_s": ...} of the faulty runs
 LATE = 10.0  # seconds over the time-out after which the table says that a rank was late
@@ -84,7 +229,7 @@ def run(name: str, at: int, mode: str, depth: int = 1) -> list[Ending]:
         logs = [Path(folder, f"rank{rank}") for rank in range(fault.ranks)]
         # a fork of another process would not be on the host of the program that asks for it
         python = sys.executable if hosts else interpreter(TRAINING)
-        words = [python, "-m", "tests.support.faulty", "--fault", name, "--at", str(at)]
+        words = [python, "-m", "tests.support.faults", "rank", "--fault", name, "--at", str(at)]
         words += ["--stages", str(fault.stages), "--block", json.dumps(block), "--moment", str(moment)]
         # rank 0 is where all meet
         address, port = (
@@ -180,4 +325,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_rank() if sys.argv[1:2] == ["rank"] else main()

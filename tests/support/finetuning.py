@@ -164,8 +164,7 @@ def told(path: Path, python: str = sys.executable) -> None:
 
 
 def plain_run() -> Path:
-    """train.json of a finished run, which tests share. It is the interpreter's own, with every import to
-    make; others are compared with it."""
+    """Return train.json of a finished run, which tests share; the plain interpreter ran it."""
     return once("finetuned", lambda folder: told(prepare(folder, prompt="the cat"))) / "train.json"
 
 

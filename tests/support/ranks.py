@@ -37,11 +37,10 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def run_ranks(world_size: int, function, *args: Any, timeout: float = 600, check: bool = True) -> list[Any]:
-    """`function(*args)` on `world_size` ranks of an initialised process group; what each returned, in rank
-    order.
+    """Run `function(*args)` on `world_size` ranks of a process group; return the results in rank order.
 
-    An exception on a rank is raised here; with `check=False` it is returned as a string in the rank's place
-    instead. After `timeout` seconds, which only ranks that hang need, all are killed and the test fails.
+    Raises what a rank raised; with `check=False` its traceback is in the results instead. After `timeout`
+    seconds, which only ranks that hang need, all are killed and the test fails.
     """
     with tempfile.TemporaryDirectory() as folder, reserved_port() as port:
         children = [_fork(rank, world_size, port, Path(folder), function, args) for rank in range(world_size)]
@@ -108,8 +107,7 @@ def begin(basetemp: Path) -> None:
 
 
 def once(name: str, make: Callable[[Path], object]) -> Path:
-    """The folder `name` of this run of pytest, which `make` has filled: for the worker that came first, while
-    others waited. Nobody may change what is in it. Where `make` failed the next worker calls it again."""
+    """Return the folder `name` of this run of pytest, which the first worker fills by `make`; read only."""
     folder, whole = folder_of_run / name, folder_of_run / f"{name}.whole"
     with (folder_of_run / f"{name}.lock").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)

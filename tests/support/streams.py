@@ -1,12 +1,9 @@
-"""A device with streams for machines that have none: work is done at once, on the CPU, and its order is
-checked.
+"""Simulate a device with streams on the CPU, and check the order of accesses with vector clocks.
 
-On a real device work that the host asks for runs later, in the order of its stream; what runs on another
-stream, in a transfer or on the host is ordered only by what waits. Here every tensor operation notes what it
-reads and writes, with what its timeline (a stream, a host thread or a transfer) knows to be done: a vector
-clock. An access that does not know an earlier one it conflicts with is a race, whether or not it shows in the
-result. Memory that is freed goes back to the stream that allocated it, as in torch's caching allocator:
-handed out again before another stream that used it is done, and without `record_stream`, it is a race too.
+Every tensor operation notes what it reads and writes, with what its timeline (a stream, a host thread or a
+transfer) knows to be done. An access that does not know an earlier one it conflicts with is a race. Freed
+memory goes back to the stream that allocated it, as in torch's caching allocator: handed out again before
+another stream is done with it, and without `record_stream`, it is a race too.
 """
 
 import threading
@@ -97,8 +94,7 @@ class Device(TorchDispatchMode):
     now = None
 
     def __init__(self, deaf=()):
-        """`deaf`: names of timelines that do not wait when told to, and "allocator"; for tests of the
-        checks."""
+        """`deaf`: names of timelines that do not wait when told to, and "allocator"; to test the checks."""
         super().__init__()
         self.deaf = deaf
         self.problems = []

@@ -1,11 +1,16 @@
-"""Compiles for a GPU what a call of our Triton kernels would launch on it, on a machine that has none."""
+"""Launch Triton kernels on a GPU or in the interpreter, and compile them for GPUs that are not here."""
 
+import os
 from contextlib import contextmanager
 
+import pytest
 import torch
 import triton
+from hypothesis import strategies as st
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from ds_compress.kernels import backends
 
 ARCHITECTURES = (80, 90)
 _DTYPES = {
@@ -65,3 +70,30 @@ def compile_launch(kernel, args, named, architecture):
             signature[name] = "i64" if abs(value) >= 2**31 else "i32"
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+
+
+def need_device():
+    """Skip the module that calls this unless Triton kernels can be launched."""
+    if not (INTERPRETED or torch.cuda.is_available()):
+        pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+fused = backends.load("triton", backends.ON_GPU)
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+EXAMPLES = int(os.environ.get("EXAMPLES", "40"))
+SPECIAL = (torch.inf, -torch.inf, torch.nan)
+
+
+def launched(function, *args, **named):
+    """Run `function` with arguments on DEVICE, without a host sync, and return its result on the CPU."""
+    args = [arg.to(DEVICE) if isinstance(arg, torch.Tensor) else arg for arg in args]
+    if INTERPRETED:
+        return function(*args, **named)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = function(*args, **named)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return tuple(part.cpu() for part in result) if isinstance(result, tuple) else result.cpu()

@@ -53,8 +53,7 @@ def left_over(engine) -> list:
 
 
 def train(stages, block, steps, mean_delay=0.0, evaluate=0, specs=None):
-    """Losses of `steps` training batches, `evaluate` micro-batches evaluated after each, and the final
-    weights."""
+    """Return losses of `steps` batches, of `evaluate` micro-batches after each, and the final weights."""
     if mean_delay:
         delay_link(mean_delay)
     engine = build(stages, ds_config(block), specs)
@@ -221,8 +220,7 @@ def interrupted():
 
 @pytest.mark.parametrize("holds, posted", [(False, [2, 2, 3, 4, 4]), (True, [0, 2, 3, 4, 4])])
 def test_a_receive_that_holds_the_device_is_posted_when_it_is_asked_for(holds, posted, monkeypatch):
-    """Posted at the start of the step, NCCL's would spin until this rank has launched its warm-up: a deadlock
-    with whatever waits for the device meanwhile."""
+    """Posted at the start of a step, NCCL's receive would spin until this rank's warm-up: a deadlock."""
 
     class Transport:
         def irecv(self, memory, peer, group=None):

@@ -1,6 +1,8 @@
-"""At any depth, stage count and micro-batch count no schedule waits for itself: not with the limits of the
-links, and not on a device that a posted receive, or a send, holds until its packet has come or been taken, so
-that it must need nothing that is launched later."""
+"""No schedule waits for itself, at any depth, stage count and micro-batch count.
+
+Neither with the limits of the links, nor on a device that a posted receive or a send holds until its packet
+has come or been taken.
+"""
 
 from collections import Counter
 
@@ -32,14 +34,7 @@ class Pipeline:
     """The programs of all stages, (kind, micro-batch) each, and what the links let happen of them."""
 
     def __init__(self, schedules, depth=1, announced=True, waits=()):
-        """
-        Args:
-            schedules: stage by stage.
-            depth: of the links.
-            announced: whether receives are posted ahead, as from the second batch on.
-            waits: sends that stay in their place and wait until they are asked for; all others leave when
-                they are computed.
-        """
+        """`announced`: receives are posted ahead; `waits`: sends that stay until they are asked for."""
         self.stages = len(schedules)
         self.most, self.ahead = in_flight(depth), posted_ahead(depth) if announced else 1
         self.waits = waits
@@ -58,8 +53,7 @@ class Pipeline:
         return program
 
     def taken(self, stage, send, number, begun):
-        """Whether the receive of this message is posted: with the one that is asked for, or with the
-        first."""
+        """Whether the receive of this message is posted, with the one asked for or with the first."""
         away, asked = SENT_TO[send]
         first = number if send in self.waits else max(0, number - self.ahead + 1)
         return (stage + away, asked, first) in begun
@@ -76,8 +70,7 @@ class Pipeline:
         return True
 
     def begun(self, frozen=None, launched=0):
-        """(stage, kind, micro-batch) of all that begins if stage `frozen` launches its first instructions
-        only."""
+        """Return (stage, kind, micro-batch) of all that begins if `frozen` launches only `launched`."""
         position, begun, before = [0] * self.stages, set(), None
         while before != (position, len(begun)):
             before = list(position), len(begun)
@@ -100,8 +93,7 @@ class Pipeline:
         return len(self.begun()) < self.length
 
     def messages_that_need_more(self, micro_batches):
-        """Of those sent, that are not taken, and of those with a receive posted, that do not come, unless
-        their own rank launches more."""
+        """Return messages that are sent and not taken, or posted and not sent, without further launches."""
         for stage, kind, number, begun in self.moments(SENT_TO):
             if not self.taken(stage, kind, number, begun):
                 yield stage, kind, number
@@ -145,8 +137,7 @@ def test_shape_messages_that_wait_lock_nothing(stages, micro_batches, depth):
 
 
 def test_why_dynamic_shape_stays_at_depth_1_where_sends_hold_the_device():
-    """Stage 1 has sent a gradient; stage 0 asks for it when a shape message is taken, which stage 1 does
-    later."""
+    """Stage 1 has sent a gradient; stage 0 asks for it when stage 1 takes a shape message, which is later."""
     dynamic = {"announced": False, "waits": (SendActivation,)}
     assert not list(pipeline(3, 8, 1, **dynamic).messages_that_need_more(8))
     assert (1, SendGrad, 0) in pipeline(3, 8, 2, **dynamic).messages_that_need_more(8)

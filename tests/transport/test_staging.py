@@ -1,5 +1,4 @@
-"""Packets through host memory, where the backend cannot send a device's: bytes, order, failures, DeepSpeed's
-part."""
+"""Packets through host memory, where the backend cannot send a device's: bytes, order, failures."""
 
 import os
 import time

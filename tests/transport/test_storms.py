@@ -16,8 +16,7 @@ BLOCKS = {
 
 
 def storm(block):
-    """Losses of training batches and evaluations: calm, one bad number in an input, calm again; the weights
-    stay."""
+    """Train and evaluate: calm, one bad number in an input, calm again; return losses and weights."""
     engine = build(3, ds_config({**block, "min_numel": 0}))
     engine.optimizer.step = lambda *args, **kwargs: None  # as a loss scaler does that sees an overflow
     data, losses = batches(), []

@@ -1,5 +1,4 @@
-"""Codecs beside the compute stream: nothing is read before it is there, or overwritten or freed while in
-use."""
+"""Codecs beside the compute stream: nothing is read too early, or overwritten or freed while in use."""
 
 import functools
 import re

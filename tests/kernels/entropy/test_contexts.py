@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ds_compress.kernels.backends import cpu, reference
 from ds_compress.kernels.entropy.format import MOST_CONTEXTS, Frame, frame_of
 from tests.support.codecs import assert_same_bits
-from tests.support.native import TARGETS, compiled_for, remembered, runs_here
+from tests.support.kernels import TARGETS, compiled_for, remembered, runs_here
 
 
 def by_the_book(words, frame):
@@ -76,8 +76,7 @@ def mixed(n, cuts, seed, spread):
 @settings(max_examples=40, deadline=None)
 @pytest.mark.extended
 def test_the_book_reads_what_was_written(n, bits, places, spread, seed):
-    """And no value is further off than its cell is wide, or its key says; in the example one of the largest
-    keys is beyond."""
+    """No value is further off than its cell is wide, or its key says; one of the largest keys is beyond."""
     cuts = tuple(int(place * n) for place in places)
     x, frame = mixed(n, cuts, seed, spread), frame_of(n, bits, cuts)
     assert 1 <= frame.contexts <= min(MOST_CONTEXTS, 1 + len(cuts))
@@ -136,8 +135,7 @@ encode, decode = map(remembered, (reference.encode_entropy, reference.decode_ent
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.extended
 def test_cpp_equals_the_reference(target, dtype, monkeypatch):
-    """Contexts that begin in the midst of blocks, several in a block, and blocks in the midst of a context;
-    damaged words are refused by both, or decoded alike."""
+    """Contexts begin inside blocks and span blocks; both refuse damaged words, or decode them alike."""
     monkeypatch.setattr("ds_compress.kernels.entropy.format._BLOCK", 2000)
     rng = np.random.default_rng(0)
     frame_of.cache_clear()

@@ -1,5 +1,4 @@
-"""Entropy coding of sorted units: the format of kernels.units read by a program of its own, and C++ against
-the reference."""
+"""Entropy coding of sorted blocks: the format read by a program of its own, and C++ against the reference."""
 
 import shutil
 
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from ds_compress.kernels.backends import cpu, reference
 from ds_compress.kernels.entropy.format import CLASSES, RUN, SortedBlocks, frame_of
 from tests.support.codecs import assert_same_bits
-from tests.support.native import TARGETS, compiled_for, remembered, runs_here
+from tests.support.kernels import TARGETS, compiled_for, remembered, runs_here
 
 
 def framed(n, bits, units):
@@ -84,8 +83,7 @@ encode, decode = map(remembered, (reference.encode_sorted, reference.decode_sort
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.extended(keep=1)
 def test_cpp_equals_the_reference(target, dtype, monkeypatch):
-    """Values behind the units, contexts that begin in the midst of one, all lanes and several blocks, inf and
-    nan; damaged words are refused by both, or decoded alike, and damaged classes are an order of both."""
+    """Tails, cut contexts, all lanes, several blocks, inf and nan; both refuse or decode damage alike."""
     monkeypatch.setattr("ds_compress.kernels.entropy.format._BLOCK", 400)
     monkeypatch.setattr("ds_compress.kernels.entropy.format._SHARE", 16)
     frame_of.cache_clear()

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from ds_compress.kernels.backends import reference
 from ds_compress.kernels.entropy.format import RUN, Frame, SortedBlocks, frame_of
 from tests.support.codecs import assert_same_bits
-from tests.support.triton_launch import EXAMPLES, SPECIAL, fused, launched
+from tests.support.triton import EXAMPLES, SPECIAL, fused, launched, need_device
+
+need_device()
 
 
 @given(

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.kernels.backends import cpu, reference
-from tests.support.codecs import assert_same_bits, values
-from tests.support.native import TARGETS, compiled_for, runs_here
+from tests.support.codecs import assert_same_bits
+from tests.support.kernels import TARGETS, compiled_for, runs_here
+from tests.support.messages import values
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 

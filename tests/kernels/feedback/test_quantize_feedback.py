@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from ds_compress.kernels.backends import cpu, reference
 from ds_compress.kernels.feedback.reference import GROUP
 from ds_compress.kernels.quantize.grid import Grid
-from tests.support.codecs import any_grid, assert_same_bits, values
-from tests.support.native import TARGETS, compiled_for, runs_here
+from tests.support.codecs import any_grid, assert_same_bits
+from tests.support.kernels import TARGETS, compiled_for, runs_here
+from tests.support.messages import values
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 
@@ -98,8 +99,7 @@ def test_more_than_the_caches_hold(target, scale):
     "size, store", [(24, "fp32"), (128, "fp32"), (32, "int8"), (128, "int8"), (256, "int8")]
 )
 def test_groups_that_are_finite_do_not_notice_another(size, store):
-    """A message in which one group had overflowed was once sent without any residual, and left all as they
-    were."""
+    """A message in which one group had overflowed was once sent without any residual."""
     grid, n, together = any_grid(4, False, torch.bfloat16, False, size, 1), 40, size
     if store == "int8":
         together = max(size, GROUP)  # values with one scale

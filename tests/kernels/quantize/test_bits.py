@@ -16,8 +16,7 @@ def planar(codes, width):
 
 
 def drawn(codes, bits):
-    """Any width: pieces of the binary expansion of `bits`, largest first, taking the codes' bits from
-    below."""
+    """Split `bits` into powers of two, largest first; the codes' bits are taken from below."""
     packed, shift = [], 0
     for width in (8, 4, 2, 1):
         if bits & width:

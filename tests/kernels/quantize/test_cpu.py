@@ -12,7 +12,8 @@ from ds_compress.kernels import native
 from ds_compress.kernels.backends import cpu, reference
 from ds_compress.kernels.quantize.cpu import BLOCK
 from ds_compress.kernels.quantize.grid import Grid
-from tests.support.codecs import any_grid, assert_same_bits, values
+from tests.support.codecs import any_grid, assert_same_bits
+from tests.support.messages import values
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 

@@ -1,8 +1,4 @@
-"""The Triton kernels of quantization against the reference.
-
-They need a GPU, or TRITON_INTERPRET=1, which must be set before triton is first imported; `test_triton` in
-the folder above runs all files of this name in such a process.
-"""
+"""The Triton kernels of quantization against the reference; tests/kernels/test_triton.py runs this file."""
 
 import pytest
 import torch
@@ -15,8 +11,11 @@ from ds_compress.kernels.backends import reference
 from ds_compress.kernels.quantize import triton as groups_in_triton
 from ds_compress.kernels.quantize.grid import Grid
 from ds_compress.kernels.quantize.reference import quantize_with_error
-from tests.support.codecs import any_grid, assert_same_bits, values
-from tests.support.triton_launch import DEVICE, DTYPES, EXAMPLES, INTERPRETED, SPECIAL, fused, launched
+from tests.support.codecs import any_grid, assert_same_bits
+from tests.support.messages import values
+from tests.support.triton import DEVICE, DTYPES, EXAMPLES, INTERPRETED, SPECIAL, fused, launched, need_device
+
+need_device()
 
 
 def dequantize(*arguments):
@@ -26,8 +25,7 @@ def dequantize(*arguments):
 
 
 def assert_rounded(ours, exact):
-    """`ours` is `exact`, fp32, rounded to its own dtype; the interpreter cuts off instead of rounding to
-    bfloat16."""
+    """`ours` is `exact`, in fp32, rounded to its own dtype; the interpreter truncates to bfloat16."""
     if INTERPRETED and ours.dtype == torch.bfloat16:
         torch.testing.assert_close(ours.float(), exact, rtol=2**-7, atol=0, equal_nan=True)
     else:

@@ -1,8 +1,7 @@
-"""What the kernels for GPUs cost, by the instructions they are compiled to: no GPU is needed to count those.
+"""Count the instructions that GPU kernels compile to; no GPU is needed.
 
-A kernel that only moves memory is limited by it as long as few instructions stand between a load and a store:
-version 0.1 divided every value by its step, and a division is about ten of them; a butterfly between threads
-took six, where a shuffle and a sum are two.
+A kernel is limited by memory if few instructions stand between a load and a store. Version 0.1 divided every
+value by its step (about ten instructions), and its butterflies took six where a shuffle and a sum take two.
 """
 
 import contextlib

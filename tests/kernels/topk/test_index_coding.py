@@ -58,8 +58,7 @@ def test_the_smallest_coder_follows_the_density():
 
 
 def test_rice_by_hand():
-    """r is 1. index - i: 0 0 3 6 6 15 24 32; their low bits 0 0 1 0 0 1 0 0; i + high part: 0 1 3 6 7 12 18
-    23."""
+    """r is 1. index - i: 0 0 3 6 6 15 24 32; low bits 0 0 1 0 0 1 0 0; i + high part: 0 1 3 6 7 12 18 23."""
     planes, unary = coding.Rice.encode(Selection.at(torch.tensor([0, 1, 5, 9, 10, 20, 30, 39]), 40))
     assert planes.tolist() == [[0b00100100]]
     assert unary.tolist() == [0b11001011, 0b00010000, 0b10000100]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ds_compress.kernels.backends import cpu, reference
 from ds_compress.kernels.topk.magnitudes import first_look
 from tests.support.codecs import assert_same_bits
-from tests.support.native import TARGETS, compiled_for, runs_here
+from tests.support.kernels import TARGETS, compiled_for, runs_here
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 

@@ -19,7 +19,9 @@ from ds_compress.kernels.topk import triton_order_statistics as ranks
 from ds_compress.kernels.topk.magnitudes import INFINITY, as_integers, keys
 from ds_compress.kernels.topk.reference import kth_largest, positions
 from ds_compress.kernels.topk.selection import Selection
-from tests.support.triton_launch import DEVICE, DTYPES, EXAMPLES, INTERPRETED, SPECIAL, fused, launched
+from tests.support.triton import DEVICE, DTYPES, EXAMPLES, INTERPRETED, SPECIAL, fused, launched, need_device
+
+need_device()
 
 
 @contextmanager
@@ -42,8 +44,7 @@ def small_blocks(sample=magnitudes.SAMPLE):
 
 
 def assert_selects(select, x, *args, expected):
-    """`select` on the device returns the entries of `x` [rows, d] at `expected`, as bits unless rows share a
-    byte."""
+    """`select` on the device returns the entries of `x` [rows, d] at `expected`."""
     held, values = launched(select, x, *args)
     rows, d = x.shape
     selection = Selection.at(expected, x.numel())
@@ -91,8 +92,7 @@ def test_selection_equals_the_reference(rows, d, share, sample, dtype, seed, kin
 
 
 def long_rows(dtype, k):
-    """[4, 640]: rows of which the sample gives a right idea, and two where it sees large entries alone, or
-    none."""
+    """[4, 640]: two rows that the sample represents, one where it sees large entries only, one none."""
     x = torch.randn(4, 640, generator=torch.Generator().manual_seed(0)).clamp(-5, 5)
     stride, _, _ = magnitudes.sample_plan(x.shape[1], k)
     x[1, ::stride] += 100 * x[1, ::stride].sign()
@@ -129,8 +129,7 @@ def loads_of(x):
 @pytest.mark.parametrize("k, misled", [(1, []), (160, [1, 2]), (639, [])])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_how_often_exact_reads_the_tensor(dtype, k, misled):
-    """Twice, and for the sample, which is read for each byte of two keys. Rows that the band misses are read
-    again: for each byte of a key, and to count."""
+    """Twice, and for the sample. Rows that the band misses are read again: per key byte, and to count."""
     with small_blocks(sample=64):
         x = long_rows(dtype, k)
         expected = np.full(x.shape, 2)
@@ -234,8 +233,7 @@ def interpreted():
 )
 @pytest.mark.parametrize("shape", [(3, 8, 40), (3, 7, 9)], ids=str)
 def test_packets_and_tensors_are_those_of_the_cpu(options, dtype, feedback, shape):
-    """Forward, and backward at the entries that forward kept; the packet's memory is used again in
-    between."""
+    """Forward, and backward at the entries that forward kept; the packet's memory is reused in between."""
     codecs = Config(
         {
             "forward": {"codec": {"name": "topk", **options}, "feedback": feedback},

@@ -1,9 +1,4 @@
-"""Capture the messages of small models at their cuts.
-
-Messages of small models, caught at their cuts after some steps of training: to measure codecs on.
-
-A boundary with the codec autoencoder, as training uses it.
-"""
+"""Tensors to send: messages of small trained models, matrices of a rank or a spectrum, hostile values."""
 
 import inspect
 import json
@@ -11,11 +6,11 @@ import textwrap
 from functools import cache
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ds_compress.codecs  # noqa: F401 - registers
-from ds_compress.codec import Context, TensorSpec, build
 
 WIDTH, CONTEXT, BATCH = 64, 64, 16
 
@@ -25,8 +20,7 @@ Messages = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
 
 def transformer() -> Messages:
-    """Hidden states and their gradients between the blocks of a model of bytes, trained on source code of the
-    standard library."""
+    """Return hidden states and gradients between the blocks of a byte model trained on Python source."""
     return _transformer()[1]
 
 
@@ -116,56 +110,55 @@ def _messages(loss, parameters, steps, rate):
     return found
 
 
-class Boundary:
-    """Two sides that train: messages by micro-batch, memory and stash as a boundary keeps them."""
-
-    def __init__(self, seed=0, replica=0, **options):
-        self.codec = build({"name": "autoencoder", **options})
-        self.memories = {}, {}  # forward sender, forward receiver
-        self.stashes = {}
-        self.fields = {"seed": seed, "replica": replica}
-
-    def send(self, x, direction="forward", micro_batch=0):
-        stashes = self.stashes.setdefault(micro_batch, ({}, {}))
-        sides = [
-            Context(direction=direction, micro_batch=micro_batch, memory=memory, stash=stash, **self.fields)
-            for memory, stash in zip(self.memories, stashes)
-        ]
-        sender, receiver = sides if direction == "forward" else sides[::-1]
-        spec = TensorSpec.of(x)
-        parts = self.codec.encode(x, sender)
-        assert tuple((tuple(part.shape), part.dtype) for part in parts) == self.codec.layout(spec)
-        out = self.codec.decode(parts, spec, receiver)
-        assert TensorSpec.of(out) == spec
-        for part in parts:
-            part.fill_(torch.nan)  # the buffer receives the next message
-        return out
-
-    def end_step(self, average=lambda gradient: gradient):
-        for memory in self.memories:
-            self.codec.end_step(memory, average)
-
-    def entry(self, weight, suffix=""):
-        """`encoder` or `decoder`, or what belongs to it, from the side that holds it."""
-        (found,) = (
-            memory[key] for memory in self.memories for key in memory if key.endswith(f".{weight}{suffix}")
-        )
-        return found
-
-    def snapshot(self):
-        return [dict(memory) for memory in self.memories]
+def residual_stream():
+    """[4, 1024, 1024] like the hidden state of a transformer: 6 of 1024 channels are 20 times larger."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 1024, 1024, generator=generator)
+    x[..., torch.randperm(1024, generator=generator)[:6]] *= 20
+    return x
 
 
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+def values(n: int, size: int, dtype: torch.dtype, seed: int, special: float | None = None) -> Tensor:
+    """[n, size] of very different magnitudes: constants, zeros, subnormals and `special` among them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, size, generator=generator) * torch.exp2(torch.randn(n, 1, generator=generator) * 20)
+    x[::7] = x[::7, :1]
+    x[::11] = 0
+    x[::11, seed % size] = -0.0
+    x[::13] *= 1e-30
+    x[::19] *= 1e-38
+    if special is not None:
+        x[::17, seed % size] = special
+    return x.to(dtype)
 
 
-def relative_error(out, x):
-    return ((out.double() - x.double()).norm() / x.double().norm()).item()
+@st.composite
+def any_shape(draw, longest=9):
+    """A message of any shape and dtype, not contiguous."""
+    shape = draw(st.lists(st.integers(0, longest), max_size=3))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    return torch.randn([*shape, 2], generator=generator).to(dtype)[..., 0]
 
 
-def same(memories, others):
-    return all(
-        a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-        for a, b in zip(memories, others)
-    )
+def of_rank(rank, n, h, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, rank, generator=generator) @ torch.randn(rank, h, generator=generator)
+
+
+def with_spectrum(decay, n, h, seed=0):
+    """n x h matrix with singular values near 1, decay, decay^2, ..."""
+    generator = torch.Generator().manual_seed(seed)
+    v = torch.linalg.qr(torch.randn(h, h, generator=generator)).Q
+    return (torch.randn(n, h, generator=generator) * decay ** torch.arange(h)) @ v.T
+
+
+def drifting(step, h=32):
+    """Rows whose directions turn by a little with every step, the strong ones into the weak ones."""
+    angle, turn = torch.tensor(0.01 * step), torch.eye(h)
+    cos, sin = angle.cos(), angle.sin()
+    for strong in range(h // 4):
+        weak = h - 1 - strong
+        turn[strong, strong], turn[strong, weak], turn[weak, strong], turn[weak, weak] = cos, sin, -sin, cos
+    rows = torch.randn(512, h, generator=torch.Generator().manual_seed(step))
+    return (rows * 0.8 ** torch.arange(h)) @ turn

@@ -8,7 +8,7 @@ Training a kind of pipeline: on its ranks, and in one process.
 
 What has to hold for every kind.
 
-python -m tests.support.kinds        prints the table of docs/pipelines.md
+python -m tests.support.pipeline_kinds        prints the table of docs/pipelines.md
 """
 
 import contextlib
@@ -30,9 +30,14 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 import ds_compress  # noqa: F401  (hooks the engine)
-from tests.support.models import CopiedTurned, Masked, Mixed, ParallelBlock, Skip, Turned
 from tests.support.pipeline import (
     WIDTH,
+    CopiedTurned,
+    Masked,
+    Mixed,
+    ParallelBlock,
+    Skip,
+    Turned,
     batches,
     build,
     ds_config,

@@ -1,5 +1,4 @@
-"""What public programs make of DeepSpeed's pipeline engine: engines, instructions and schedules of their
-own."""
+"""Programs like public ones over DeepSpeed's pipeline engine: schedules, instructions, training."""
 
 import contextlib
 import io

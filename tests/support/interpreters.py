@@ -1,14 +1,10 @@
-"""Processes of Python in which torch and DeepSpeed are imported already.
+"""Fork Python processes from a server in which torch and DeepSpeed are imported already.
 
-Importing both takes seconds of a processor, and a test of a launcher starts five processes that do. A server
-has done it once for each worker of pytest: `interpreter` gives the path of a program that is called as Python
-is (`-m MODULE`, `-c CODE` or a script) and has the server fork itself. The child gets the arguments, the
-environment, the folder and the standard files of that program, finds it as `sys.executable`, so that what it
-starts is warm too, and ends as an interpreter ends; the program lives as long, passes signals on to it and
-ends as it did. What a test says of imports, or of variables that are read by one, it has to try with
-`sys.executable`.
+`interpreter` returns the path of a program that is called as Python is; it has a server, one for each worker
+of pytest, fork itself. The child gets the program's arguments, environment, folder and standard files, and
+finds it as `sys.executable`. Tests of imports, or of variables read at import, need `sys.executable` itself.
 
-python tests/support/warm.py FOLDER MODULE ...      the server; started by `interpreter`
+python tests/support/interpreters.py FOLDER MODULE ...      the server; started by `interpreter`
 """
 
 import contextlib
@@ -33,8 +29,7 @@ from pathlib import Path
 MODULES = ("torch", "deepspeed")
 
 TRAINING = "torch._dynamo"
-"""Imported by the first optimizer; takes as long as the others together, and Triton, which comes with it,
-writes of leaks when the process ends."""
+"""Imported by the first optimizer; slow, and Triton, which comes with it, reports leaks at exit."""
 
 SOCKET = "socket"
 PROGRAM = """#!{python} -IS
@@ -66,8 +61,7 @@ SERVERS: list[subprocess.Popen[bytes]] = []
 
 @cache
 def interpreter(*more: str) -> str:
-    """A program that stands in for `sys.executable`, with MODULES and `more` imported; `deepspeed` is beside
-    it, as it is in an environment."""
+    """Return a program that stands in for `sys.executable`, with MODULES and `more` imported."""
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     program, log = folder / "python", folder / "log"
     text = PROGRAM.format(python=sys.executable, address=str(folder / SOCKET), log=str(log))
@@ -90,8 +84,7 @@ def interpreter(*more: str) -> str:
 
 
 def serve(folder: Path, modules: list[str]) -> tuple[list[str], dict[str, str], str]:
-    """Fork this process for all who ask; comes back in the children alone, with the arguments, environment
-    and folder that each is to have."""
+    """Fork for each request; return only in the child, with its arguments, environment and folder."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / f".{SOCKET}"))
     listener.listen(64)

@@ -70,8 +70,7 @@ def compile_with(folder: Path, *flags: str) -> None:
 
 
 def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of a tensor and of what can be hashed, computed once for equal arguments: what plain torch
-    makes of them is compared with what each target does. Nobody may change what it returns."""
+    """Compute `function` once for equal arguments; callers must not change what it returns."""
     known: dict[tuple[Any, ...], Any] = {}
 
     @wraps(function)

@@ -1,5 +1,4 @@
-"""Engines that send through a `p2p` of their own module, and schedules of two more kinds, written for these
-tests."""
+"""Engine subclasses that send through a `p2p` of their own module, and two more kinds of schedule."""
 
 import inspect
 import sys
@@ -23,8 +22,8 @@ from deepspeed.runtime.pipe.schedule import (
 )
 from torch import nn
 
-from tests.support.foreign import OwnSchedule, Reference
 from tests.support.pipeline import Block, loss_fn
+from tests.support.programs import OwnSchedule, Reference
 
 
 class NamedTensors(PipelineEngine):
@@ -138,8 +137,7 @@ class BuiltItsOwnWay(PipelineEngine):
 
 
 class SendsMore(PipelineEngine):
-    """Sends a note with each message, before or behind it; both sides count what they were told. Its methods
-    have names that ds_compress could have, too."""
+    """Sends a note with each message, before or behind it; both sides add up the notes that they received."""
 
     like_the_message = False
     first = False
@@ -275,8 +273,7 @@ class LaterBlock(Block):
 
 
 class ZeroBubbleSchedule(schedule.TrainSchedule):
-    """Sends the gradient of the input before the gradients of the weights are made, the last of which fill
-    the pause at the end."""
+    """Sends the input's gradient before it computes those of weights, the last of which fill the pause."""
 
     def steps(self):
         left = 0
@@ -316,8 +313,7 @@ class LoadTwice(PipeInstruction):
 
 
 class PreferenceSchedule(schedule.TrainSchedule):
-    """1F1B, where the result of the reference crosses before that of the policy, from a buffer that all
-    micro-batches share."""
+    """1F1B; the reference's result crosses before the policy's, from a buffer that micro-batches share."""
 
     def steps(self):
         return _with_reference(super().steps(), lambda buffer: self.num_pipe_buffers() - 1)
@@ -381,8 +377,4 @@ class Preference(OwnSchedule):
         else:
             self.pipe_buffers["outputs"][buffer_id] = found
 
-    _INSTRUCTION_MAP = {
-        **PipelineEngine._INSTRUCTION_MAP,
-        LoadTwice: _load_twice,
-        Reference: _reference,
-    }
+    _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, LoadTwice: _load_twice, Reference: _reference}
