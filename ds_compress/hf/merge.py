@@ -19,6 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from ds_compress.errors import CompressionError
 from ds_compress.hf.model import LoadedPart, make_layer_specs
+from ds_compress.hf.quantized import dequantize, make_plain
 from ds_compress.hf.run_folder import LATEST
 from ds_compress.hf.settings import NAME, Settings, read_settings
 from ds_compress.hf.structure import replace_module
@@ -49,7 +50,9 @@ def merge(run: Path, to: Path) -> None:
     model = Path(settings.model)
     lora = settings.lora.to_peft(settings.model) if settings.lora else None
     stages = settings.stages if settings.subspace else 1
-    specs, bounds = make_layer_specs(model, stages, lora, None, False, settings.seed)
+    specs, bounds = make_layer_specs(
+        model, stages, lora, None, False, settings.seed, quantize=settings.quantize
+    )
     cuts = bounds[1:-1] if settings.subspace else []
     adapters: dict[str, Tensor] = {}
     shards: list[dict[str, int]] = []
@@ -102,6 +105,9 @@ def _copy_configs(settings: Settings, to: Path) -> None:
         for file in Path(folder).iterdir():
             if file.suffix in (".json", ".txt", ".model", ".jinja") and not file.name.endswith("index.json"):
                 shutil.copyfile(file, to / file.name)
+    config = json.loads((to / "config.json").read_text())
+    if config.pop("quantization_config", None):
+        (to / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _load_parts(
@@ -141,10 +147,16 @@ def adapter_tensors(part: LoadedPart) -> dict[str, Tensor]:
 
 
 def merged_tensors(part: LoadedPart) -> dict[str, Tensor]:
-    """Add a part's adapters to its weights; return these by the names, and in the form, of the checkpoint."""
+    """Add a part's adapters to its weights; return these by the names, and in the form, of the checkpoint.
+
+    Quantized weights become whole ones, with the values that the adapters were trained over.
+    """
     adapted = {name: m for name, m in part.model.named_modules() if isinstance(m, LoraLayer)}
     for name in [name for name in adapted if not any(name.startswith(f"{other}.") for other in adapted)]:
-        replace_module(part.model, name, _merge_module(adapted[name]))
+        replace_module(part.model, name, _merge_module(adapted[name], part.dtype))
+    for name, module in list(part.model.named_modules()):
+        if (weight := dequantize(module)) is not None:
+            replace_module(part.model, name, make_plain(module, weight, part.dtype))
     tied = f"{part.tied_head}.weight"
     state: dict[str, Any] = {
         name: tensor.detach().cpu().contiguous()
@@ -155,11 +167,13 @@ def merged_tensors(part: LoadedPart) -> dict[str, Tensor]:
     return {name: tensor.clone().contiguous() for name, tensor in reverted.items()}
 
 
-def _merge_module(module: Any) -> nn.Module:
+def _merge_module(module: Any, dtype: torch.dtype) -> nn.Module:
     """Return the module that peft adapted, with the adapters added to its weights."""
     if isinstance(module, ParamWrapper):  # of experts; it may hold another one
         unwrapped: nn.Module = module.unload_and_optionally_merge_module(True, False, None)
         return unwrapped
-    module.merge()
     base: nn.Module = module.get_base_layer()
+    if (weight := dequantize(base)) is not None:  # peft would quantize the sum again
+        return make_plain(base, weight + module.get_delta_weight("default").float(), dtype)
+    module.merge()
     return base

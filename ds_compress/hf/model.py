@@ -18,6 +18,7 @@ from ds_compress.engine.subspace import SubspacePipeline
 from ds_compress.errors import CompressionError, in_one_line, shown
 from ds_compress.hf.lora import add_adapters, check_lora
 from ds_compress.hf.part import EMBEDDING, Part, PartId, causal_lm_loss, list_parts, module_paths
+from ds_compress.hf.quantized import find_quantizer, without_quantization
 from ds_compress.hf.structure import ModelTemplate
 from ds_compress.hf.verify import verify_parts
 from ds_compress.hf.weights import list_files, load_weights
@@ -41,9 +42,11 @@ class LoadedPart(Part):
         device = torch.device(get_accelerator().current_device_name())
         if self.tied_head:  # the checkpoint stores its weight as the embedding's
             self.set_head(LoadedEmbedding(template, PartId(EMBEDDING), checkpoint).weight)
-        load_weights(self.model, checkpoint, device)
+        load_weights(self.model, checkpoint, device, template.quantizer)
         if lora:
             add_adapters(self, copy.deepcopy(lora), seed)
+        if template.quantizer:
+            self.register_state_dict_post_hook(_drop_quantization_state)
 
     def set_head(self, weight: torch.nn.Parameter) -> None:
         """Compute logits with this weight."""
@@ -76,6 +79,13 @@ class TransformersPipeline(SubspacePipeline):
             for part in self.children():
                 if isinstance(part, LoadedPart) and part.tied_head:
                     part.set_head(self.tied_modules[TIED].weight)
+
+
+def _drop_quantization_state(part: LoadedPart, state: dict[str, Any], *_: Any) -> None:
+    """Leave out scales of frozen quantized weights, which each run reads from the model's checkpoint."""
+    known = dict(itertools.chain(part.named_parameters(), part.named_buffers()))
+    for name in [name for name in state if name not in known]:
+        del state[name]
 
 
 def _return_logits(module: torch.nn.Module, logits: torch.Tensor) -> torch.Tensor:
@@ -133,24 +143,26 @@ def assign_layers(costs: Sequence[float], stages: int | Sequence[int]) -> list[i
     return list(balance(0, stages)[1])
 
 
-def make_layer_specs(
-    folder: Path,
+def plan_parts(
+    config: PretrainedConfig,
     stages: int | Sequence[int],
     lora: LoraConfig | None,
     dtype: torch.dtype | None,
     positions: bool,
-    seed: int,
-) -> tuple[list[LayerSpec], list[int]]:
-    """Return the specs of all layers of the pipeline, and the bounds of its stages in them.
+    quantize: str | None = None,
+) -> tuple[ModelTemplate, list[PartId], list[int]]:
+    """Return the template of the parts, the parts, and the bounds of the stages in them; reads no weights.
 
     The embedding is on the stage of the first layer, the head on that of the last. Arguments are those of
     `pipeline_module`.
     """
-    config: Any = load_config(folder)
     if lora:
         check_lora(lora)
+    chosen: Any = dtype or config.dtype or torch.float32
+    quantizer = find_quantizer(config, quantize, chosen, lora is None)
+    config = without_quantization(config)
     structure = verify_parts(config, positions, lora)
-    template = ModelTemplate(config, dtype or config.dtype or torch.float32, structure)
+    template = ModelTemplate(config, chosen, structure, quantizer)
     parts = list_parts(config.num_hidden_layers)
     sizes = template.count_parameters()
     costs = [float(sum(sizes[path] for path in module_paths(template, part_id))) for part_id in parts]
@@ -158,13 +170,31 @@ def make_layer_specs(
     layer_costs[0] += costs[0] + costs[1]
     layer_costs[-1] += costs[-1]
     counts = assign_layers(layer_costs, stages)
+    bounds = [0, *(2 + end for end in itertools.accumulate(counts))]
+    bounds[-1] = len(parts)
+    return template, parts, bounds
+
+
+def make_layer_specs(
+    folder: Path,
+    stages: int | Sequence[int],
+    lora: LoraConfig | None,
+    dtype: torch.dtype | None,
+    positions: bool,
+    seed: int,
+    quantize: str | None = None,
+) -> tuple[list[LayerSpec], list[int]]:
+    """Return the specs of all layers of the pipeline, and the bounds of its stages in them.
+
+    Arguments are those of `pipeline_module`.
+    """
+    template, parts, bounds = plan_parts(load_config(folder), stages, lora, dtype, positions, quantize)
     specs = [LayerSpec(LoadedPart, template, part_id, folder, lora, seed) for part_id in parts]
     if template.tied_head and not lora:
         specs[0] = TiedLayerSpec(TIED, LoadedEmbedding, template, parts[0], folder)
         specs.append(
             TiedLayerSpec(TIED, LoadedEmbedding, template, parts[0], folder, forward_fn=_return_logits)
         )
-    bounds = [0, *(2 + end for end in itertools.accumulate(counts))]
     bounds[-1] = len(specs)
     return specs, bounds
 
@@ -175,6 +205,7 @@ def pipeline_module(
     lora: LoraConfig | None = None,
     *,
     dtype: torch.dtype | None = None,
+    quantize: str | None = None,
     positions: bool = False,
     activation_checkpoint_interval: int = 0,
     seed: int = 1234,
@@ -192,6 +223,8 @@ def pipeline_module(
         stages: their number, to balance parameters; or the number of layers of each.
         lora: train fp32 adapters and nothing else; None: train all parameters.
         dtype: of the weights; None: as in the checkpoint.
+        quantize: "nf4" or "int8": hold the linear layers in 4 or 8 bits of bitsandbytes; None: as in the
+            checkpoint.
         positions: batches hold positions that restart with each document, and no token attends to another
             document.
         activation_checkpoint_interval: layers to recompute together in the backward pass; 0: keep all
@@ -204,7 +237,7 @@ def pipeline_module(
     Raises:
         CompressionError: there is no such checkpoint, or the model cannot be cut into stages.
     """
-    specs, bounds = make_layer_specs(Path(checkpoint), stages, lora, dtype, positions, seed)
+    specs, bounds = make_layer_specs(Path(checkpoint), stages, lora, dtype, positions, seed, quantize)
     return TransformersPipeline(
         specs,
         bounds,

@@ -64,7 +64,7 @@ class Part(nn.Module):
 
     def __init__(self, template: ModelTemplate, part_id: PartId):
         super().__init__()
-        self.part_id = part_id
+        self.part_id, self.dtype = part_id, template.dtype
         self.model = template.build(module_paths(template, part_id))
         self.tied_head = template.tied_head if part_id.kind == AFTER else None
         self._embedding = template.structure.embedding

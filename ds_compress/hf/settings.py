@@ -94,6 +94,9 @@ class Settings(Options):
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Of the model's weights; null: as in the checkpoint. Adapters are fp32. If all parameters are trained in
     bf16, the optimizer keeps an fp32 copy of them."""
+    quantize: Literal["nf4", "int8"] | None = None
+    """Hold the linear layers of a whole checkpoint in 4 bits (nf4, double quantization) or 8 bits of
+    bitsandbytes; needs "lora". null: as in the checkpoint, whose config.json may name a quantization."""
     sequence_length: int = Field(default=1024, ge=8, le=2**20)
     """Tokens of a sequence."""
     stages: int | list[int] = Field(default=2)

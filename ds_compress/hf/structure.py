@@ -13,8 +13,10 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.quantizers.base import HfQuantizer
 
 from ds_compress.errors import CompressionError
+from ds_compress.hf.quantized import fix_skipped_modules
 
 
 class Passthrough(nn.Module):
@@ -165,9 +167,18 @@ class ModelTemplate:
     are real.
     """
 
-    def __init__(self, config: PretrainedConfig, dtype: torch.dtype, structure: ModelStructure):
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        dtype: torch.dtype,
+        structure: ModelStructure,
+        quantizer: HfQuantizer | None = None,
+    ):
+        self.dtype, self.quantizer = dtype, quantizer
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+        if quantizer:
+            fix_skipped_modules(quantizer, model)
         self.structure = structure
         self.tied_head = find_tied_head(model, structure)
         layers = model.get_submodule(structure.layers)
@@ -184,6 +195,8 @@ class ModelTemplate:
         model = copy.deepcopy(self._model)
         for path in paths:
             replace_module(model, path, copy.deepcopy(self._modules[path]))
+        if self.quantizer:  # here, as modules of bitsandbytes on the meta device cannot be copied
+            self.quantizer.preprocess_model(model, dtype=self.dtype, device_map=None)
         return model
 
     def count_parameters(self) -> dict[str, int]:

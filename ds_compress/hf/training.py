@@ -47,6 +47,7 @@ class FinetuneRun:
             settings.stages,
             settings.lora.to_peft(settings.model) if settings.lora else None,
             dtype=DTYPES[settings.dtype],
+            quantize=settings.quantize,
             positions=settings.data.packing == "isolated",
             activation_checkpoint_interval=settings.activation_checkpoint_interval,
             seed=settings.seed,

@@ -47,8 +47,6 @@ def verify_parts(config: PretrainedConfig, positions: bool, lora: LoraConfig | N
     for key in ("layerdrop", "output_router_logits"):
         if getattr(config, key, False):
             raise CompressionError(f'{name}: "{key}" is not supported in a pipeline: switch it off')
-    if getattr(config, "quantization_config", None) is not None:
-        raise CompressionError(f"{name}: quantized checkpoints are not supported")
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         with _explain_refusal(name):

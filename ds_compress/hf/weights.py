@@ -16,9 +16,11 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging as transformers_logging
 
 from ds_compress.errors import CompressionError
+from ds_compress.hf.quantized import finish_quantization
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -55,18 +57,31 @@ def open_slices(checkpoint: Path) -> Iterator[dict[str, Any]]:
         yield found
 
 
-def load_weights(model: PreTrainedModel, checkpoint: Path, device: torch.device) -> None:
+def load_weights(
+    model: PreTrainedModel, checkpoint: Path, device: torch.device, quantizer: HfQuantizer | None = None
+) -> None:
     """Read the parameters of `model`, which are on the meta device, in their own dtype.
+
+    A quantizer whose checkpoint has whole weights quantizes each tensor when it is read, before the next one.
 
     Raises:
         CompressionError: the checkpoint lacks some of them, or has them in another shape.
     """
+    mapping: Any = get_model_conversion_mapping(model)
+    dtype: Any = model.config.dtype
     settings = LoadStateDictConfig(
         device_map={"": device},
-        weight_mapping=get_model_conversion_mapping(model),  # type: ignore[arg-type]
+        dtype=dtype,
+        weight_mapping=quantizer.update_weight_conversions(mapping, model) if quantizer else mapping,
+        hf_quantizer=quantizer,
     )
     with open_slices(checkpoint) as stored, _without_progress_bar():
         info, _ = convert_and_load_state_dict_in_model(model, stored, settings)
+    if quantizer:
+        # `merge` writes whole weights: it reverts the model's conversions, not the quantizer's
+        used: Any = model._weight_conversions
+        model._weight_conversions = [each for each in mapping if each in used]  # type: ignore[assignment]
+        finish_quantization(model, quantizer)
     wrong = {name for name, *_ in info.mismatched_keys} | info.conversion_errors.keys()
     absent = {name for name, parameter in model.named_parameters() if parameter.is_meta} - wrong
     for names, why in ((wrong, "has them in another shape"), (absent, "does not have them")):

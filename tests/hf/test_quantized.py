@@ -1,0 +1,172 @@
+"""Pipelines over 4-bit and 8-bit weights train as one process does, resume, and merge into whole weights."""
+
+import contextlib
+import json
+from functools import partial
+
+import bitsandbytes
+import pytest
+import torch
+from deepspeed import initialize
+from peft import LoraConfig, PeftModel, inject_adapter_in_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.quantizers import quantizer_bnb_4bit
+
+from ds_compress.errors import CompressionError
+from ds_compress.hf import pipeline_module, weights
+from ds_compress.hf.merge import merge
+from ds_compress.hf.model import make_layer_specs
+from ds_compress.hf.settings import read_settings
+from ds_compress.hf.training import FinetuneRun
+from tests.hf.test_parts import Slice
+from tests.support.finetuning import batch, losses, outcome, perplexity, prepare, save, whole
+from tests.support.pipeline import ds_config
+from tests.support.ranks import run_ranks
+
+STEPS, RATE = 3, 0.5
+LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, "lora_alpha": 8}
+KINDS = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "int8": {"load_in_8bit": True},
+}
+CASES = [
+    ("Llama", "nf4", False),
+    ("Qwen3", "nf4", True),
+    ("GPT-2", "nf4", False),
+    ("Qwen2, tied", "int8", False),
+    ("Mixtral", "int8", True),
+]
+
+
+def load(folder, kind=None):
+    """A quantized checkpoint, or a whole one to quantize, in one process as Transformers loads it."""
+    options = {"quantization_config": BitsAndBytesConfig(**KINDS[kind])} if kind else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+    for module in model.modules():  # in evaluation, some CPUs would compute in bf16
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return model
+
+
+def train(folder, quantize, out):
+    """Losses, the adapters before the first step, and the loss after the last one, on this rank."""
+    module = pipeline_module(folder, 2, LoraConfig(**LORA), quantize=quantize)
+    named = {name.split("model.", 1)[1]: p for name, p in module.named_parameters() if p.requires_grad}
+    before = {name: p.detach().clone() for name, p in named.items()}
+    config = ds_config(train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=1, train_batch_size=2)
+    config["optimizer"]["params"]["lr"] = RATE
+    engine, *_ = initialize(model=module, config=config, model_parameters=list(named.values()))
+    found = [engine.train_batch(iter([batch(step)])).item() for step in range(STEPS)]
+    engine.save_checkpoint(str(out), exclude_frozen_parameters=True)
+    return found, before, engine.eval_batch(iter([batch(STEPS)])).item()
+
+
+def train_in_one_process(model, adapters):
+    """Losses, and what the model computes after the last step."""
+    model = inject_adapter_in_model(LoraConfig(**LORA), model.requires_grad_(False)).train()
+    assert not model.load_state_dict(adapters, strict=False).unexpected_keys
+    found = []
+    for step in range(STEPS):
+        result = outcome(model, *batch(step))
+        found.append(result["loss"].item())
+        for name, parameter in model.named_parameters():
+            if name in result:
+                parameter.data -= RATE * result[name]
+    return found, outcome(model.eval(), *batch(STEPS))
+
+
+@pytest.mark.parametrize(("family", "kind", "is_stored"), CASES)
+def test_two_stages_train_and_merge_as_one_process(tmp_path, family, kind, is_stored):
+    folder, out, merged = save(family, tmp_path / "model"), tmp_path / "out", tmp_path / "merged"
+    # In evaluation, int8 rounds activations too, so whole weights compute something else
+    tolerance = 0.05 if kind == "int8" else 1e-5
+    if is_stored:
+        load(folder, kind).save_pretrained(folder)
+        kind = None
+    ranks = run_ranks(2, train, folder, kind, out)
+    adapters = {name: value for _, before, _ in ranks for name, value in before.items()}
+    expected, end = train_in_one_process(load(folder, kind), adapters)
+    for found, _, last in ranks:
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert last == pytest.approx(end["loss"].item(), rel=1e-5)
+    for file in out.glob("*/layer_*"):  # a run's checkpoint holds what it trained
+        assert all(".lora_" in name for name in torch.load(file))
+
+    settings = {"model": str(folder), "out": "", "data": {"train": ""}, "ds_config": {}, "quantize": kind}
+    settings["lora"] = {"r": LORA["r"], "alpha": LORA["lora_alpha"]}
+    (out / "train.json").write_text(json.dumps(settings))
+    merge(out, merged)
+    assert "quantization_config" not in json.loads((merged / "config.json").read_text())
+    adapted = PeftModel.from_pretrained(load(folder, kind), str(merged / "adapter")).eval()
+    for model, allowed in ((adapted, 1e-5), (whole(merged), tolerance)):
+        with torch.no_grad():
+            logits = model(batch(STEPS)[0], use_cache=False).logits
+        assert (logits - end["logits"]).norm() <= allowed * end["logits"].norm()
+
+
+def run(path, **changes):
+    """Losses and perplexity of a whole run of this rank."""
+    (path.parent / "out").mkdir(exist_ok=True)
+    done = FinetuneRun(read_settings(path).model_copy(update=changes))
+    done.run()
+    return losses(path.parent / "out"), done.perplexity()
+
+
+def test_a_run_is_resumed_and_merged(tmp_path):
+    path = prepare(tmp_path / "whole", quantize="nf4", eval_sequences=4, steps=4)
+    (found, after), _ = run_ranks(2, run, path)
+    stopped = prepare(tmp_path / "stopped", quantize="nf4", eval_sequences=4, steps=4)
+    run_ranks(2, partial(run, steps=2), stopped)
+    resumed, _ = run_ranks(2, run, stopped)
+    assert resumed == (found, after)
+    merge(path.parent / "out", tmp_path / "merged")
+    assert perplexity(path, whole(tmp_path / "merged")) == pytest.approx(after, rel=1e-5)
+
+
+def test_a_tensor_is_quantized_before_the_next_one_is_read(tmp_path, monkeypatch):
+    """So a rank never holds more than one of them whole."""
+    save("Llama", tmp_path)
+    slices, quantize, events = weights.open_slices, bitsandbytes.functional.quantize_4bit, []
+
+    @contextlib.contextmanager
+    def watched(checkpoint):
+        with slices(checkpoint) as stored:
+            yield {name: Slice(name, each, events) for name, each in stored.items()}
+
+    def quantized(*args, **kwargs):
+        events.append("quantized")
+        return quantize(*args, **kwargs)
+
+    monkeypatch.setattr(weights, "open_slices", watched)
+    monkeypatch.setattr(bitsandbytes.functional, "quantize_4bit", quantized)
+    specs, _ = make_layer_specs(tmp_path, 2, LoraConfig(**LORA), None, False, 0, "nf4")
+    part = specs[3].build()
+    linear = [event for event in events if event == "quantized" or "proj" in event]
+    assert [event == "quantized" for event in linear] == 7 * [False, True]
+    frozen = [p for name, p in part.named_parameters() if "base_layer" in name]
+    assert {p.dtype for p in frozen} == {torch.uint8}
+
+
+def refusal(folder, lora=None, quantize=None):
+    with pytest.raises(CompressionError) as caught:
+        make_layer_specs(folder, 2, lora, None, False, 0, quantize)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_cannot_be_is_refused(tmp_path, monkeypatch):
+    folder, lora = save("Llama", tmp_path), LoraConfig(**LORA)
+    assert refusal(folder, None, "nf4").startswith("train.json.lora: missing, but the weights are quantized")
+    load(folder, "nf4").save_pretrained(folder)
+    assert refusal(folder, lora, "nf4").startswith(
+        "train.json.quantize: 'nf4' is not allowed: the checkpoint"
+    )
+    monkeypatch.setattr(quantizer_bnb_4bit, "is_bitsandbytes_available", lambda: False)
+    assert refusal(folder, lora).endswith('; pip install "ds_compress[quantized]"')
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "torchao", "quant_type": {"default": {}}}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert refusal(folder, lora) == (
+        "config.json: \"quant_method\": 'torchao' is not supported in a pipeline; should be 'bitsandbytes', "
+        'or a checkpoint with whole weights and "quantize": "nf4" in train.json'
+    )
