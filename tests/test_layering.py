@@ -33,6 +33,7 @@ PACKAGES = [
     "config",
     "transport",
     "message",
+    "replicas",
     "planning",
     "monitor",
     "checkpoint",

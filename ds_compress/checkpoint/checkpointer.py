@@ -15,6 +15,9 @@ Replica r reads what replica r wrote. `load_module_only` restores nothing.
 Settings that changed during training (`course`) are restored if all ranks find the same ones, and if the
 block and the boundaries are those of the saved run.
 
+Residuals of gradients between replicas have entries `replicas/gradients/NUMBER OF THE SLICE/...`. They are
+restored if every rank finds its own, with equal settings.
+
 With depth "auto" the saved depth is restored if all ranks find it, and if the numbers of stages and
 micro-batches are unchanged.
 
@@ -40,6 +43,7 @@ from torch import Tensor
 from ds_compress.checkpoint.file import FULL_EVERY, Damaged, StateFile, pack, write
 from ds_compress.checkpoint.search import (
     ABSENT,
+    GRADIENTS,
     MOST_SIDES,
     RESTORED,
     Found,
@@ -49,6 +53,7 @@ from ds_compress.checkpoint.search import (
     load,
     saved_course,
     saved_depth,
+    saved_gradients,
 )
 from ds_compress.codecs.mixins import needs_warmup
 from ds_compress.config import Config
@@ -98,6 +103,9 @@ class Checkpointed(Protocol):
     @property
     def depth(self) -> Any: ...
 
+    @property
+    def gradients(self) -> Any: ...
+
     def sides(self) -> list[Side]:
         """Return the sides of boundaries that this rank has."""
 
@@ -124,6 +132,16 @@ class Checkpointer:
         grid = engine.grid
         return Rank(engine.stage_id, grid.get_data_parallel_id(), grid.get_slice_parallel_rank())
 
+    def _state(self) -> dict[str, Tensor]:
+        """Return all that this rank has to save, by key in the file."""
+        gradients = self._session.gradients
+        saved = gradients.exchange.slices.saved() if gradients is not None else {}
+        return state_of(self._session.sides()) | {
+            f"{GRADIENTS}/{number}/{name}": value
+            for number, memory in saved.items()
+            for name, value in memory.items()
+        }
+
     def save(self, root: Path, tag: str) -> None:
         """Write this rank's state beside DeepSpeed's checkpoint `tag` below `root`; every rank calls it.
 
@@ -134,8 +152,10 @@ class Checkpointer:
         sides, path = session.sides(), self._rank_in_job().path(Path(root, tag))
         state = session.config.block.checkpoint.state
         packed = self._changes(root, tag, path.name) if state == "delta" else None
-        entries, metadata = packed or pack(state_of(sides), eight_bits=state != "exact")
+        entries, metadata = packed or pack(self._state(), eight_bits=state != "exact")
         settings = {side.key: side.settings for side in sides}
+        if session.gradients is not None:
+            settings[GRADIENTS] = session.gradients.settings
         failure = ""
         try:
             write(
@@ -179,7 +199,7 @@ class Checkpointer:
         if chain.tags:
             base = StateFile(root, chain.tags[-1], name)
             try:
-                packed = pack(state_of(self._session.sides()), True, base)
+                packed = pack(self._state(), True, base)
             except Damaged as error:
                 lost = Path(root, error.tag, name)
                 log.warning(
@@ -208,6 +228,27 @@ class Checkpointer:
         dist.all_reduce(ends, op=dist.ReduceOp.MIN)
         least, most = ends[0].item(), -ends[1].item()
         session.depth.set(session.stage, least if least == most and least > 0 else 1)
+
+    def _load_gradients(self, root: Path, tag: str, rank: Rank, restore: bool) -> None:
+        """Restore the residuals of gradients between replicas if every rank finds its own, else none."""
+        gradients, step = self._session.gradients, self._session.engine.global_steps
+        if gradients is None:
+            return
+        found, why = saved_gradients(root, tag, rank, step, gradients) if restore else (None, "")
+        number = torch.tensor(
+            dist.get_rank() if found is None else dist.get_world_size(),
+            dtype=torch.int64,
+            device=self._session.engine.device,
+        )
+        dist.all_reduce(number, op=dist.ReduceOp.MIN)
+        missing = int(number) < dist.get_world_size()
+        gradients.exchange.slices.load({} if missing or found is None else found)
+        if missing and restore and int(number) == dist.get_rank():
+            log.warning(
+                "ds_compress: %s: residuals of gradients between replicas start from zero: %s",
+                Path(root, tag),
+                why,
+            )
 
     def _load_course(self, root: Path, tag: str, rank: Rank) -> None:
         """Restore the settings that had changed during training, if all ranks find the same."""
@@ -269,6 +310,7 @@ class Checkpointer:
             session.stage.on_codec_stream(
                 side.boundary, functools.partial(side.boundary.restore, memories, engine.device)
             )
+        self._load_gradients(root, tag, rank, restore)
         if session.depth.auto:
             self._load_depth(root, tag, rank, restore)
         session.depth.measure_again()

@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 
 from ds_compress.checkpoint.file import Damaged, StateFile, Unhashed
-from ds_compress.codecs.mixins import needs_warmup
+from ds_compress.codecs.mixins import Stateful, layers, needs_warmup
+from ds_compress.errors import CompressionError
 from ds_compress.feedback.digest import mirror_digest
 from ds_compress.message.channel import Boundary
 
 SIDES = ("upstream", "downstream")
 MOST_SIDES = 4  # of a rank: DualPipeV gives it two stages
+GRADIENTS = "replicas/gradients"
+"""What keys of residuals of gradients between replicas begin with."""
 TAG_BYTES = 64  # of the longest tag that is named in full to other ranks
 RESTORED, ABSENT, CHANGED, UNHASHED, UNREADABLE, UNFIT, ORPHANED, DIFFERENT = range(8)
 REASONS = {
@@ -111,6 +114,30 @@ def load(root: Path, tag: str, rank: Rank, side: Side, step: int) -> Found:
     if why:
         log.warning(why)
     return result
+
+
+def saved_gradients(
+    root: Path, tag: str, rank: Rank, step: int, gradients: Any
+) -> tuple[dict[int, dict[str, Tensor]] | None, str]:
+    """Return the residuals of gradients between replicas that `rank` saved, by slice; None, and why, if they
+    cannot be used.
+
+    Args:
+        gradients: a `GradientTraffic`.
+    """
+    file = StateFile(root, tag, rank.path(Path()).name)
+    try:
+        if file.metadata.step != step or GRADIENTS not in file.metadata.settings:
+            return None, "the checkpoint has none"
+        if file.metadata.settings[GRADIENTS] != json.loads(json.dumps(gradients.settings)):
+            return None, "the codec, the number of replicas or the stages differ from the saved run"
+        memories = file.memories(GRADIENTS)
+        for memory in memories.values():
+            for layer in layers(gradients.exchange.codec.codec, Stateful):  # type: ignore[type-abstract]
+                layer.check_memory(memory)
+        return memories, ""
+    except (Damaged, CompressionError) as error:
+        return None, f"{rank.path(Path(root, tag))} cannot be read: {error}"
 
 
 def saved_depth(root: Path, tag: str, rank: Rank, step: int, stages: int, micro_batches: int) -> int:

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from ds_compress.config import recipes
 from ds_compress.config.quality import Quality
+from ds_compress.config.replicas import ReplicasOptions
 from ds_compress.registry import Options, Steps
 
 KEY = "ds_compress"
@@ -175,6 +176,8 @@ class Block(Options):
     size. Positions count the float tensors alone; all other tensors, and masks, are sent uncompressed."""
     link: LinkOptions = LinkOptions()
     """How messages are sent, and how long one may take."""
+    replicas: ReplicasOptions | None = None
+    """How gradients between data-parallel replicas are compressed; null: they are DeepSpeed's."""
     state_check_every: int = Field(default=100, ge=0, le=1_000_000_000)
     """Steps between two comparisons, by hash, of the state that both sides of a boundary mirror (ef21,
     aqsgd). If it differs, both start from zero and a warning is logged. 0: never."""

@@ -20,6 +20,7 @@ from ds_compress.config.policies import POLICIES
 from ds_compress.config.policies.ladder import check as check_ladders
 from ds_compress.config.quality import Quality
 from ds_compress.config.recipes import with_changes, with_recipe
+from ds_compress.config.replicas import build_replica_codec
 from ds_compress.config.unused import unused_options
 from ds_compress.errors import REQUIRE, CompressionError, errors_at, is_required, shown
 from ds_compress.feedback import FEEDBACKS, Feedback
@@ -80,6 +81,7 @@ class Config:
         self.numbers = (None, *map(int, self.block.boundaries))  # None: all without settings of their own
         for number in self.numbers:
             self.codecs(number)
+        self.replica_codec = build_replica_codec(self.block.replicas, f"{KEY}.replicas")
         self.sample_ids = self._sample_ids()
         self.eval = self._evaluation()  # `simulate` and the guard evaluate one state both ways
         self.policy = POLICIES.build(self.block.policy, f"{KEY}.policy")
@@ -228,7 +230,7 @@ class Config:
         """
         used = {number: self.codecs(number) for number in self.numbers}
         codecs_used = (codec for each in used.values() for codec in (each.forward, each.backward))
-        if self.quality or any(codec.name != "none" for codec in codecs_used):
+        if self.quality or self.replica_codec or any(codec.name != "none" for codec in codecs_used):
             prepare()
         for number, codecs in used.items():
             for direction, feedback in codecs.feedbacks.items():

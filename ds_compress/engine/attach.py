@@ -17,8 +17,9 @@ from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from packaging.version import Version
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ds_compress.config import Config
+from ds_compress.config import KEY, Config
 from ds_compress.engine import cleanup
+from ds_compress.engine.gradients import check_replicas
 from ds_compress.engine.handshake import Notes, SharedWarning, agree, relied_on
 from ds_compress.engine.intercept import PointToPoint
 from ds_compress.engine.mixin import CompressedEngine
@@ -119,11 +120,16 @@ def attach(engine: Any, module: Any, block: object) -> None:
         make_session.check(config, engine.num_stages)
         check_release(base, module)
         config.count_epochs(steps_per_epoch(engine))
-        compresses = config.block.enabled and engine.num_stages > 1
+        has_replicas = config.replica_codec is not None and engine.is_data_parallel
+        compresses = config.block.enabled and (engine.num_stages > 1 or has_replicas)
+        if has_replicas:
+            check_replicas(engine)
         if compresses:
             config.prepare()
         else:
             config.leave_uncompressed("a pipeline of one stage sends no messages; use two or more")
+        if config.replica_codec is not None and not engine.is_data_parallel:
+            config.notes[f"{KEY}.replicas has no effect: there is one replica"] = None
         # Triton sums the magnitudes of 1-bit grids in another order than torch: mirrored state would drift
         backend = kernels(engine.device).name
         agreed = {

@@ -17,6 +17,7 @@ from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
 from ds_compress.engine.evaluation import evaluate_both
+from ds_compress.engine.gradients import gradients_of
 from ds_compress.engine.intercept import receiving
 from ds_compress.engine.session import DEEPSPEED, Session, is_deepspeeds
 from ds_compress.engine.stage import Instruction
@@ -151,6 +152,17 @@ class CompressedEngine(_Engine):
             restores = not kwargs.get("load_module_only")
             self.ds_compress.checkpointer.load(Path(load_dir), str(tag), restores)
         return path, client_state
+
+    def allreduce_bucket(self, bucket: Any, dp_group: Any, dp_world_size: Any = None) -> Tensor:
+        reduce, traffic = super().allreduce_bucket, self.ds_compress.gradients
+        if traffic is not None:
+            size = dp_world_size or torch.distributed.get_world_size(dp_group)
+            factor = 1 / size if self.gradient_average else 1.0
+            exact = partial(reduce, dp_group=dp_group, dp_world_size=dp_world_size)
+            owners = [None] * len(bucket)
+            if traffic.all_reduce(bucket, gradients_of(self), owners, dp_group, factor, exact):
+                return self.flatten(bucket)
+        return reduce(bucket, dp_group, dp_world_size)
 
     # Some projects call these directly instead of through a schedule
 

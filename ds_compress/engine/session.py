@@ -20,6 +20,7 @@ from torch import Tensor
 from ds_compress.checkpoint.checkpointer import Checkpointer
 from ds_compress.checkpoint.search import Side
 from ds_compress.config import Config
+from ds_compress.engine.gradients import connect_replicas
 from ds_compress.engine.handshake import SharedWarning
 from ds_compress.engine.intercept import PointToPoint, Receiving, Sending, Specs
 from ds_compress.engine.lookahead import MADE_BY, Lookahead
@@ -104,6 +105,9 @@ class Session:
         self.depth = Auto(config) if config.quality else DepthController(config.block.link)
         self.stage = self.connect(p2p)
         self.tracking = self._track()
+        self.gradients = connect_replicas(engine, config)
+        if self.gradients is not None:
+            self.stage.groups.append(self.gradients.exchange.replicas.group)
         self.guard = Guard(config, engine.global_rank, boundaries)
         self.replica_check = ReplicaCheck(self.stage, self.sides(), engine.grid, engine.device)
         self.monitor = Monitor(
@@ -116,6 +120,7 @@ class Session:
             total=functools.partial(dist.all_reduce, group=engine.grid.get_pipe_parallel_group()),
             notes=notes,
             reports=engine.global_rank == 0,
+            replicas=self.gradients.describe() if self.gradients else "",
         )
         self.reconfigurator = Reconfigurator(
             engine, self.stage, boundaries, self._check_change, self._follow_config
@@ -204,6 +209,8 @@ class Session:
         if steps:
             self.config.count_epochs(steps, engine.global_steps)
         self.policy.begin_step(engine, self.stage)
+        if self.gradients is not None:
+            self.gradients.begin_step()
         self.monitor.begin_step(
             self.stage.ends, step, engine.micro_batches, engine.monitor.enabled, self.guard.judges(step)
         )
@@ -211,6 +218,8 @@ class Session:
     def end_step(self) -> None:
         """Let the parts know that a training step is over, and do what they ask for; nothing is in flight."""
         engine, stage = self.engine, self.stage
+        if self.gradients is not None:
+            self.gradients.end_step()
         for boundary in stage.boundaries:
             stage.on_codec_stream(boundary, functools.partial(boundary.end_step, self._replica_mean))
         self.replica_check.end_step(engine.global_steps)

@@ -8,13 +8,16 @@ from ds_compress.monitor.metrics import Channels, ratio
 from ds_compress.version import __version__
 
 
-def announcement(config: Config, channels: Channels, link: str, tensors: Callable[[str], str]) -> str:
-    """Return the start-up line: what is active on every boundary.
+def announcement(
+    config: Config, channels: Channels, link: str, tensors: Callable[[str], str], replicas: str = ""
+) -> str:
+    """Return the start-up line: what is active on every boundary, and between replicas.
 
     Args:
         link: what to call it.
         tensors: what becomes of the tensors of a message, by the place of its channel; empty where that is
             not known.
+        replicas: the codec of gradients between replicas; empty where there is none.
     """
     numbers: dict[str, list[int]] = {}  # by what is said of a boundary
     for number, directions in enumerate(channels):
@@ -35,9 +38,10 @@ def announcement(config: Config, channels: Channels, link: str, tensors: Callabl
     ]
     warmup = f", after {config.warmup_steps} warm-up steps" if config.warmup_steps else ""
     recipe = f"recipe {config.block.recipe}, " if config.block.recipe else ""
-    return (
-        f"ds_compress {__version__} active, {recipe}link {link}{warmup}; per message: {'; '.join(boundaries)}"
-    )
+    line = f"ds_compress {__version__} active, {recipe}link {link}{warmup}"
+    if boundaries:
+        line += f"; per message: {'; '.join(boundaries)}"
+    return f"{line}; gradients between replicas: {replicas}" if replicas else line
 
 
 def size_notes(config: Config, channels: Channels) -> list[str]:

@@ -163,5 +163,6 @@ def uncompressed_step_ms(step_ms: float, channels: Channels, ranks: int) -> floa
         touching = [c for boundary in channels[max(0, stage - 1) : stage + 1] for c in boundary.values()]
         rank = stage if stage < ranks else len(channels) - stage
         changes[rank] += sum(map(exposed, touching)) - spent["encode"] - spent["decode"]
-    saturated = max(c["transfer_ms"] * c["ratio"] for boundary in channels for c in boundary.values())
+    found = [c["transfer_ms"] * c["ratio"] for boundary in channels for c in boundary.values()]
+    saturated = max(found, default=0.0)  # a pipeline of one stage has no boundary
     return max(step_ms + max(changes), saturated)

@@ -65,6 +65,7 @@ class Monitor:
         total: Callable[[Tensor], object],
         notes: LineExchange,
         reports: bool,
+        replicas: str = "",
     ):
         """Create the monitor of one rank.
 
@@ -76,6 +77,7 @@ class Monitor:
             total: sums a tensor in place over the stages of this pipeline.
             notes: transfers text lines of every rank to the reporting rank.
             reports: True on the one rank that reports for all; it has a first stage.
+            replicas: the codec of gradients between replicas; empty where there is none.
         """
         self.config = config
         self.boundaries = boundaries
@@ -85,6 +87,7 @@ class Monitor:
         self._total = total
         self._notes = notes
         self._reports = reports
+        self._replicas = replicas
         self._announced = False
         self._meters: list[tuple[End, SendingMeter | ReceivingMeter]] = []
         self._clock = clock_for(device)
@@ -221,7 +224,8 @@ class Monitor:
 
     def _announce(self, channels: Channels, sinks: Any) -> None:
         """Print the start-up line and add the TensorBoard layout."""
-        print(lines.announcement(self.config, channels, self.link, self._notes.read), flush=True)
+        read = self._notes.read
+        print(lines.announcement(self.config, channels, self.link, read, self._replicas), flush=True)
         if sinks.tb_monitor is not None:
             add_tensorboard_layout(sinks.tb_monitor.summary_writer, self.boundaries)
 

@@ -1,0 +1,78 @@
+"""The "replicas" options of the block: how gradients between data-parallel replicas are compressed."""
+
+from typing import Any
+
+from pydantic import Field
+
+from ds_compress.codec import CODECS, Codec
+from ds_compress.codecs.mixins import (
+    BothDirections,
+    HardwareDependentDecode,
+    Learns,
+    ObservesWarmup,
+    ReceiverOnlyDecode,
+    ReusesForwardIndices,
+    Stateful,
+    VariableSizePayload,
+)
+from ds_compress.errors import CompressionError, errors_at
+from ds_compress.feedback import FEEDBACKS
+from ds_compress.registry import Options, Steps
+
+STATEFUL = (
+    BothDirections,
+    HardwareDependentDecode,
+    Learns,
+    ObservesWarmup,
+    ReceiverOnlyDecode,
+    Stateful,
+    VariableSizePayload,
+)
+"""Abilities of codecs that replicas cannot use: each packet is decoded by itself, to the same bits
+everywhere, and its size is known beforehand."""
+
+
+class ReplicasOptions(Options):
+    codec: Any = Field(default="none", json_schema_extra={"registry": "codec"})
+    """Name of a codec without state, or an object with its name and options. Each parameter's gradient is cut
+    into one slice per replica; slices are compressed on their way to the replica that averages them, and the
+    averages on their way back. Tied and one-dimensional parameters, those of fewer than 16,384 values, and
+    sparse gradients stay exact. "none": DeepSpeed's own all-reduce."""
+    feedback: Any = Field(default="none", json_schema_extra={"registry": "feedback"})
+    """Name of a feedback whose state only the sender has (ef, ef_mixed, loco), or an object with its name and
+    options. Gradients and their averages have residuals of their own, in units without the loss scale."""
+    warmup_steps: Steps = 0
+    """Optimizer steps at the start of training in which gradients are exact."""
+    bucket_mb: int = Field(default=32, ge=1, le=4096)
+    """MB (10^6 bytes) of uncompressed gradients in one exchange; a larger parameter has one of its own."""
+
+
+def build_replica_codec(options: ReplicasOptions | None, path: str) -> Codec | None:
+    """Return the codec of gradients between replicas, wrapped in its feedback; None if they stay exact.
+
+    Args:
+        path: of the options, for errors.
+
+    Raises:
+        CompressionError: the codec or the feedback cannot work between replicas.
+    """
+    if options is None:
+        return None
+    codec = CODECS.build(options.codec, f"{path}.codec")
+    feedback = FEEDBACKS.build(options.feedback, f"{path}.feedback")
+    reuses = isinstance(codec, ReusesForwardIndices) and codec.forward_partner() is not None
+    if isinstance(codec, STATEFUL) or reuses:
+        raise CompressionError(
+            f"{path}.codec: {codec} is not allowed between replicas: it depends on other messages than "
+            "the one it decodes, or its packets have no fixed size; allowed: 'quantize', 'topk' and the like"
+        )
+    if feedback.mirrors or feedback.sample_ids is not None:
+        raise CompressionError(
+            f"{path}.feedback: {feedback.name!r} is not allowed between replicas: receivers would need "
+            "its state; allowed: 'none', 'ef', 'ef_mixed', 'loco'"
+        )
+    if codec.name == "none":
+        return None
+    with errors_at(f"{path}.feedback"):
+        feedback.check_growth(codec)
+        return feedback.wrap(codec)

@@ -1,0 +1,1 @@
+"""Gradients between data-parallel replicas of a stage, compressed."""

@@ -1,0 +1,148 @@
+"""The exchange of gradients: a quantized reduce-scatter, then an all-gather of the averages.
+
+    every replica                     owner of slice j                      every replica
+    x = gradient + e_w
+    C(x) of slice j  -- all_to_all -> decodes n packets in rank order
+    e_w = x - C(x)                    y = their mean + e_o
+                                      C(y)             -- all_gather -->    gradient = C(y), the owner's too
+                                      e_o = y - C(y)
+
+Both residuals are those of the feedback round the codec. Under ZeRO only the owner needs the mean, so the
+second half is left out.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from ds_compress.codec import Codec
+from ds_compress.message.layout import Counters
+from ds_compress.replicas.slices import AVERAGE, GRADIENT, Gradient, Slice, SliceCodec, Slices
+
+
+class _Sent(NamedTuple):
+    """A slice in an exchange, and where it lies."""
+
+    slice: Slice
+    values: Tensor  # of its parameter's gradient
+    start: int  # in `values`
+    nbytes: int  # of its packet
+    gathered: bool  # every replica needs the average
+
+    def write(self, average: Tensor, scale: float) -> None:
+        """Replace this slice of the gradient by `average` times `scale`."""
+        part = self.values[self.start : self.start + self.slice.spec.numel]
+        part.copy_(average[: part.numel()] if scale == 1.0 else average[: part.numel()] * scale)
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The replicas of a stage, and this rank among them."""
+
+    size: int
+    rank: int
+    group: Any  # a process group in which nothing else is sent
+
+
+class Exchange:
+    """Averages gradients over replicas; every replica calls it alike."""
+
+    def __init__(self, replicas: Replicas, codec: Codec, bucket_bytes: int, seed: int, has_checksum: bool):
+        """
+        Args:
+            codec: wrapped in its feedback.
+            bucket_bytes: of uncompressed gradients in one exchange, if no parameter is larger.
+            seed: of random choices.
+            has_checksum: whether packets carry one.
+        """
+        self.replicas = replicas
+        self.codec = SliceCodec(codec, seed, has_checksum)
+        self.slices = Slices(replicas.size)
+        self.sent = Counters()
+        self._bucket_bytes = bucket_bytes
+
+    def average(self, gradients: Sequence[Gradient], factor: float, scale: float, step: int) -> None:
+        """Replace the values of `gradients` by `factor` times their sum over the replicas.
+
+        Args:
+            factor: 1 / replicas for a mean.
+            scale: the loss scale in them, which residuals do not have.
+            step: optimizer steps done.
+
+        Raises:
+            CompressionError: a packet is not the expected one.
+        """
+        with torch.no_grad():
+            for bucket in self._buckets(gradients):
+                self._average(bucket, factor, scale, step)
+
+    def _buckets(self, gradients: Sequence[Gradient]) -> Iterator[list[Gradient]]:
+        bucket, nbytes = list[Gradient](), 0
+        for gradient in gradients:
+            if bucket and nbytes + gradient.values.nbytes > self._bucket_bytes:
+                yield bucket
+                bucket, nbytes = [], 0
+            bucket.append(gradient)
+            nbytes += gradient.values.nbytes
+        if bucket:
+            yield bucket
+
+    def _average(self, gradients: Sequence[Gradient], factor: float, scale: float, step: int) -> None:
+        size, own, group = self.replicas.size, self.replicas.rank, self.replicas.group
+        device, plan = gradients[0].values.device, self._plan(gradients)
+        sizes = [sum(sent.nbytes for sent in each) for each in plan]
+        packets = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        for sent, packet in _cut(packets, itertools.chain(*plan)):
+            x = sent.slice.take(sent.values, sent.start, scale)
+            self.codec.encode(sent.slice, x, packet, GRADIENT, step, own)
+
+        received = torch.empty(size * sizes[own], dtype=torch.uint8, device=device)
+        dist.all_to_all_single(received, packets, [sizes[own]] * size, sizes, group=group)
+
+        gathered_bytes = [sum(sent.nbytes for sent in each if sent.gathered) for each in plan]
+        averages = torch.zeros(gathered_bytes[own], dtype=torch.uint8, device=device)
+        outgoing = iter(_cut(averages, [sent for sent in plan[own] if sent.gathered]))
+        by_sender = [_cut(each, plan[own]) for each in received.view(size, -1)]
+        for arrived in zip(*by_sender):
+            sent, total = arrived[0][0], None
+            for sender, (_, packet) in enumerate(arrived):
+                decoded = self.codec.decode(sent.slice, packet, GRADIENT, step, sender)
+                total = decoded if total is None else total.add_(decoded)
+            assert total is not None
+            mean = total.mul_(factor)
+            if sent.gathered:
+                self.codec.encode(sent.slice, mean, next(outgoing)[1], AVERAGE, step, own)
+            else:
+                sent.write(mean, scale)
+
+        if averages.numel():  # equal slices: as much on every replica
+            everywhere = torch.empty(size * averages.numel(), dtype=torch.uint8, device=device)
+            dist.all_gather_into_tensor(everywhere, averages, group=group)
+            for owner, each in enumerate(everywhere.view(size, -1)):
+                for sent, packet in _cut(each, [sent for sent in plan[owner] if sent.gathered]):
+                    sent.write(self.codec.decode(sent.slice, packet, AVERAGE, step, owner), scale)
+        self.sent.messages += 1
+        self.sent.wire_bytes += sum(sizes) - sizes[own] + (size - 1) * averages.numel()
+
+    def _plan(self, gradients: Sequence[Gradient]) -> list[list[_Sent]]:
+        """Return the slices of `gradients`, by owner."""
+        plan = [list[_Sent]() for _ in range(self.replicas.size)]
+        for gradient in gradients:
+            for number, each in enumerate(self.slices.of(gradient)):
+                nbytes, start = self.codec.layout(each.spec).nbytes, number * each.spec.numel
+                sent = _Sent(each, gradient.values, start, nbytes, gradient.owner is None)
+                plan[each.owner].append(sent)
+        return plan
+
+
+def _cut(packets: Tensor, plan: Iterator[_Sent] | Sequence[_Sent]) -> Iterator[tuple[_Sent, Tensor]]:
+    """Yield each slice of `plan` with its packet, which lie in `packets` one after another."""
+    offset = 0
+    for sent in plan:
+        yield sent, packets[offset : offset + sent.nbytes]
+        offset += sent.nbytes

@@ -1,0 +1,147 @@
+"""Slices of gradients: which replica averages which part of a parameter, and the packets of each part.
+
+A parameter of `numel` values is cut into one slice per replica, its owner:
+
+    | slice 0 | slice 1 | slice 2 ..|    equal sizes, multiples of ALIGNMENT; the last ones padded with zeros
+
+Under ZeRO the partitions of the optimizer states are the slices, whatever their sizes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_compress.codec import Codec, Context, MessageId, TensorSpec, fill
+from ds_compress.errors import errors_at
+from ds_compress.message.packet import PacketLayout
+
+ALIGNMENT = 256
+"""Values: whole groups of codecs, so that few packets end in a part of one."""
+
+GRADIENT, AVERAGE = "backward", "forward"
+"""Directions in headers and keys of the state: to the owner of a slice, and from it."""
+
+
+class Gradient(NamedTuple):
+    """A contiguous part of a parameter's gradient, to be replaced by its average over the replicas."""
+
+    parameter: int  # position among the parameters of the stage: the same on every replica
+    values: Tensor  # 1-D
+    owner: int | None = None  # the one replica that needs the average; None: every replica
+
+
+@dataclass(eq=False)
+class Slice:
+    """What one replica averages of one parameter, and the residuals that this rank keeps of it."""
+
+    number: int  # the same on every replica
+    owner: int
+    spec: TensorSpec
+    memory: dict[str, Tensor] = field(default_factory=dict)
+
+    def take(self, values: Tensor, start: int, scale: float) -> Tensor:
+        """Return this slice of `values`, from `start`, in fp32 and divided by `scale`; padded with zeros."""
+        part = values[start : start + self.spec.numel]
+        if part.numel() == self.spec.numel and part.dtype == self.spec.dtype and scale == 1.0:
+            return part
+        whole = torch.zeros(self.spec.shape, dtype=self.spec.dtype, device=self.spec.device)
+        torch.div(part, scale, out=whole[: part.numel()]) if scale != 1.0 else whole[: part.numel()].copy_(
+            part
+        )
+        return whole
+
+
+def slice_numel(numel: int, replicas: int) -> int:
+    """Return the values of each of `replicas` equal slices of a parameter of `numel` values."""
+    return -(-numel // (replicas * ALIGNMENT)) * ALIGNMENT
+
+
+class SliceCodec:
+    """Makes packets of slices and reads them, with one codec for all."""
+
+    def __init__(self, codec: Codec, seed: int, has_checksum: bool):
+        self.codec = codec
+        self._seed = seed
+        self._has_checksum = has_checksum
+        self._layouts: dict[TensorSpec, PacketLayout] = {}
+
+    def layout(self, spec: TensorSpec) -> PacketLayout:
+        """Return the layout of the packet of a slice like `spec`."""
+        if spec not in self._layouts:
+            identity = (spec.shape, spec.dtype, self.codec.settings)
+            self._layouts[spec] = PacketLayout(self.codec.layout(spec), identity, self._has_checksum)
+        return self._layouts[spec]
+
+    def encode(self, own: Slice, x: Tensor, packet: Tensor, half: str, step: int, sender: int) -> None:
+        """Write the packet of `x`, of the slice `own`, to `packet`; the residual of `half` changes."""
+        layout, message_id = self.layout(own.spec), self._message_id(own, half, step)
+        views = layout.views(packet)
+        fill(views, self.codec.encode_into(x, self._context(message_id, sender, own.memory), views))
+        layout.write_header(packet, message_id)
+
+    def decode(self, own: Slice, packet: Tensor, half: str, step: int, sender: int) -> Tensor:
+        """Return what `packet` of replica `sender` holds of the slice `own`.
+
+        Raises:
+            CompressionError: it is not that packet.
+        """
+        layout, message_id = self.layout(own.spec), self._message_id(own, half, step)
+        if packet.is_cpu or self._has_checksum:  # on a device the host would wait for it
+            with errors_at(f"gradients from replica {sender}"):
+                layout.check(packet, message_id)
+        return self.codec.decode(layout.views(packet), own.spec, self._context(message_id, sender, {}))
+
+    def _message_id(self, own: Slice, half: str, step: int) -> MessageId:
+        return MessageId(own.number % 2**16, half, step)
+
+    def _context(self, message_id: MessageId, sender: int, memory: dict[str, Tensor]) -> Context:
+        return Context(**vars(message_id), replica=sender, seed=self._seed, memory=memory)
+
+
+class Slices:
+    """The slices of all parameters of a stage, made when a gradient of them first comes."""
+
+    def __init__(self, replicas: int):
+        self._replicas = replicas
+        self._of: dict[tuple[int, int | None, int], list[Slice]] = {}
+        self._loaded: dict[int, dict[str, Tensor]] = {}  # residuals of slices that are not made yet
+
+    def __iter__(self) -> Iterator[Slice]:
+        for slices in self._of.values():
+            yield from slices
+
+    def memories(self) -> dict[Slice, dict[str, Tensor]]:
+        """Return the residuals as they are now; what changes later is made elsewhere."""
+        return {each: dict(each.memory) for each in self}
+
+    def restore(self, memories: dict[Slice, dict[str, Tensor]]) -> None:
+        """Have the residuals that `memories` returned."""
+        for each in self:
+            each.memory = memories.get(each, {})
+
+    def of(self, gradient: Gradient) -> list[Slice]:
+        """Return the slices of `gradient`, in the order of their owners."""
+        parameter, values, owner = gradient
+        key = parameter, owner, values.numel()
+        if key not in self._of:
+            owners = range(self._replicas) if owner is None else [owner]
+            numel = values.numel() if owner is not None else slice_numel(values.numel(), self._replicas)
+            spec = TensorSpec((numel,), torch.float32, values.device)
+            self._of[key] = [self._made(parameter * self._replicas + each, each, spec) for each in owners]
+        return self._of[key]
+
+    def _made(self, number: int, owner: int, spec: TensorSpec) -> Slice:
+        memory = self._loaded.pop(number, {})
+        return Slice(number, owner, spec, {key: value.to(spec.device) for key, value in memory.items()})
+
+    def saved(self) -> dict[int, dict[str, Tensor]]:
+        """Return what a checkpoint has to hold, by number of the slice."""
+        return {**self._loaded, **{each.number: each.memory for each in self}}
+
+    def load(self, memories: dict[int, dict[str, Tensor]]) -> None:
+        """Have the residuals that a checkpoint holds, and no others."""
+        self._of.clear()
+        self._loaded = memories

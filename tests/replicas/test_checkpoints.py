@@ -1,0 +1,74 @@
+"""Residuals of gradients between replicas in checkpoints: a resumed run equals one that was not interrupted."""
+
+import logging
+
+import pytest
+
+from tests.support.pipeline import batches, build, ds_config
+from tests.support.ranks import run_ranks
+from tests.support.replicas import WIDE, digest, wide_layers
+
+BLOCK = {"replicas": {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef"}}
+ZERO_1 = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
+ZERO_1 |= {"data_types": {"grad_accum_dtype": "bf16"}}
+
+
+def steps(engine, count, skipped=0):
+    data = batches(engine.grid.get_data_parallel_id(), next(engine.module.parameters()).dtype, (8, WIDE))
+    for _ in range(skipped * engine.micro_batches):
+        next(data)
+    found = []
+    for _ in range(count):
+        engine.train_batch(data)
+        found.append(digest(engine))
+    return found
+
+
+def train_and_save(folder, stages, config):
+    engine = build(stages, config, wide_layers())
+    steps(engine, 3)
+    engine.save_checkpoint(folder)
+    return steps(engine, 2, skipped=3)
+
+
+def resume(folder, stages, config):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("ds_compress").addHandler(handler)
+    engine = build(stages, config, wide_layers())
+    engine.load_checkpoint(folder)
+    return steps(engine, 2, skipped=3), [line for line in lines if "replicas" in line]
+
+
+@pytest.mark.parametrize("feedback", ["ef", "loco"])
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("changes", [{}, ZERO_1], ids=["fp32", "bf16 zero 1"])
+def test_a_resumed_run_equals_one_that_went_on(feedback, stages, changes, tmp_path):
+    """I5."""
+    block = {"replicas": {**BLOCK["replicas"], "feedback": feedback}}
+    config = ds_config(block, replicas=2, **changes)
+    went_on = run_ranks(2 * stages, train_and_save, tmp_path, stages, config)
+    resumed = run_ranks(2 * stages, resume, tmp_path, stages, config)
+    assert [digests for digests, _ in resumed] == went_on
+    assert not any(lines for _, lines in resumed)
+
+
+def test_another_number_of_replicas_starts_from_zero(tmp_path):
+    run_ranks(2, train_and_save, tmp_path, 1, ds_config(BLOCK, replicas=2))
+    results = run_ranks(3, resume, tmp_path, 1, ds_config(BLOCK, replicas=3))
+    lines = [line for _, own in results for line in own]
+    assert len(lines) == 1 and "start from zero: the codec, the number of replicas" in lines[0]
+    assert len({tuple(digests) for digests, _ in results}) == 1
+
+
+def test_a_damaged_file_starts_from_zero(tmp_path):
+    run_ranks(2, train_and_save, tmp_path, 1, ds_config(BLOCK, replicas=2))
+    path = next(tmp_path.glob("*/ds_compress_pp00_dp01_tp00.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    results = run_ranks(2, resume, tmp_path, 1, ds_config(BLOCK, replicas=2))
+    lines = [line for _, own in results for line in own]
+    assert len(lines) == 1 and "start from zero" in lines[0] and "is not what was written" in lines[0]
+    assert len({tuple(digests) for digests, _ in results}) == 1

@@ -1,0 +1,246 @@
+"""Gradients between replicas: exact where nothing is asked for, the same on all replicas, nothing lost."""
+
+import math
+
+import pytest
+import torch
+
+from ds_compress.config.replicas import ReplicasOptions, build_replica_codec
+from ds_compress.errors import CompressionError
+from ds_compress.feedback.state import residuals
+from ds_compress.replicas.exchange import Exchange, Replicas
+from ds_compress.replicas.slices import Gradient
+from tests.support.kinds import fp16_on_cpu
+from tests.support.pipeline import batches, build, ds_config
+from tests.support.ranks import run_ranks
+from tests.support.replicas import SPECS, WIDE, assert_alike, train_replicas, wide_layers
+
+ZERO_1 = {"zero_optimization": {"stage": 1}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
+BF16 = {"bf16": {"enabled": True}}
+KINDS = {
+    "fp32": {},
+    "fp32 zero 1": ZERO_1,
+    "bf16": BF16,
+    "bf16 zero 1": {**BF16, **ZERO_1},
+    "bf16 accumulation": {**BF16, **ZERO_1, "data_types": {"grad_accum_dtype": "bf16"}},
+    "fp16 zero 1": {**FP16, **ZERO_1},
+}
+"""What DeepSpeed has a way of its own for, from gradients to weights."""
+
+ZERO_OPTIONS = [
+    {"reduce_scatter": False},
+    {"contiguous_gradients": False},
+    {"use_multi_rank_bucket_allreduce": False},
+    {"reduce_bucket_size": 20_000},
+]
+"""Ways of ZeRO-1 to its all-reduce."""
+
+QUANTIZE = {"codec": {"name": "quantize", "bits": 4}}
+
+
+def block(**replicas):
+    return {"replicas": {**QUANTIZE, **replicas}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_none_is_deepspeeds_all_reduce(kind, stages, replicas):
+    """I3. Also in the warm-up, in which nothing is compressed yet."""
+    settings = {**KINDS[kind], "replicas": replicas}
+    stock = run_ranks(stages * replicas, train_replicas, stages, ds_config(**settings))
+    for compressed in ({"codec": "none"}, {**QUANTIZE, "feedback": "ef", "warmup_steps": 9}):
+        ours = run_ranks(
+            stages * replicas, train_replicas, stages, ds_config({"replicas": compressed}, **settings)
+        )
+        assert [each["digests"] for each in ours] == [each["digests"] for each in stock]
+        assert [each["losses"] for each in ours] == [each["losses"] for each in stock]
+        assert not any(each["sent"] for each in ours)
+
+
+def difference(results, others):
+    """The largest difference of weights, over the largest change in training that SGD made of them."""
+    pairs = [
+        (ours["weights"][k], theirs["weights"][k])
+        for ours, theirs in zip(results, others)
+        for k in ours["weights"]
+        if k != "start"
+    ]
+    return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("specs", SPECS)
+@pytest.mark.parametrize("feedback", ["none", "ef", "loco", "ef_mixed"])
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (1, 3), (2, 2)])
+@pytest.mark.extended(keep=8)
+def test_replicas_stay_alike(kind, specs, feedback, stages, replicas):
+    """I1, with clipping: its factor comes from the compressed gradients, on each replica by itself."""
+    config = ds_config(None, replicas=replicas, gradient_clipping=0.1, **KINDS[kind])
+    compressed = {**config, "ds_compress": block(codec={"name": "quantize", "bits": 8}, feedback=feedback)}
+    results = run_ranks(stages * replicas, train_replicas, stages, compressed, 4, specs)
+    assert_alike(results)
+    assert all(each["sent"] for each in results)
+    assert all(math.isfinite(loss) for each in results for loss in each["losses"])
+    stock = run_ranks(stages * replicas, train_replicas, stages, config, 4, specs)
+    assert 0 < difference(results, stock) < 0.01
+
+
+@pytest.mark.parametrize("options", ZERO_OPTIONS, ids=lambda options: next(iter(options)))
+@pytest.mark.parametrize("kind", ["bf16 accumulation", "fp16 zero 1"])
+def test_every_way_of_zero(kind, options):
+    config = ds_config(None, replicas=2, **{**KINDS[kind], "zero_optimization": {"stage": 1, **options}})
+    stock = run_ranks(2, train_replicas, 1, config, 4, "none")
+    ours = run_ranks(
+        2,
+        train_replicas,
+        1,
+        {**config, "ds_compress": block(codec={"name": "quantize", "bits": 8})},
+        4,
+        "none",
+    )
+    assert_alike(ours)
+    assert all(each["sent"] for each in ours) and 0 < difference(ours, stock) < 0.01
+
+
+@pytest.mark.parametrize("feedback", ["ef", "loco"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_overflows_skip_the_steps_that_deepspeed_skips(stages, feedback):
+    """I4. The last step overflows as well, in one replica alone; residuals are in units without the scale."""
+    config = ds_config(
+        None, replicas=2, **{**KINDS["fp16 zero 1"], "fp16": {**FP16["fp16"], "initial_scale_power": 24}}
+    )
+    overflows = (14, 17, 19)
+    stock = run_ranks(2 * stages, train_replicas, stages, config, 20, "wide", overflows)
+    ours = run_ranks(
+        2 * stages,
+        train_replicas,
+        stages,
+        {**config, "ds_compress": block(feedback=feedback)},
+        20,
+        "wide",
+        overflows,
+    )
+    assert [each["skipped"] for each in ours] == [each["skipped"] for each in stock]
+    assert [each["scales"] for each in ours] == [each["scales"] for each in stock]
+    skipped = stock[0]["skipped"]
+    assert all(skipped[step - 1] < skipped[step] for step in overflows) and skipped[-1] < 10
+    assert_alike(ours)
+    found = [size for each in ours for key, size in each["residuals"] if "codes" not in key]
+    assert found and max(found) < 0.1
+
+
+def skipped_step(config):
+    """Residuals before and after a step that overflows."""
+    fp16_on_cpu()
+    engine = build(1, config, wide_layers())
+    data = batches(engine.grid.get_data_parallel_id(), torch.float16, (8, WIDE))
+    slices = engine.ds_compress.gradients.exchange.slices
+    engine.train_batch(data)
+    before = [{key: value.clone() for key, value in each.memory.items()} for each in slices]
+    # one matrix alone overflows: residuals of the others have changed by the time that DeepSpeed looks
+    last = [p for p in engine.module.parameters() if p.dim() > 1][-1]
+    last.register_hook(lambda grad: grad * torch.inf)
+    engine.train_batch(data)
+    after = [dict(each.memory) for each in slices]
+    return engine.skipped_steps, before, after
+
+
+@pytest.mark.parametrize("feedback", ["ef", "loco"])
+def test_a_skipped_step_leaves_residuals_as_they_were(feedback):
+    config = ds_config(block(feedback=feedback), replicas=2, **KINDS["fp16 zero 1"])
+    for skipped, before, after in run_ranks(2, skipped_step, config):
+        assert skipped == 1 and any(before)
+        for old, new in zip(before, after, strict=True):
+            assert old.keys() == new.keys() and all(torch.equal(old[key], new[key]) for key in old)
+
+
+def sums(codec, feedback, steps, numel, owner):
+    """What the replicas put in, what came out, and the residuals left: all should add up."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    options = ReplicasOptions(codec=codec, feedback=feedback)
+    exchange = Exchange(
+        Replicas(size, rank, torch.distributed.group.WORLD),
+        build_replica_codec(options, "x"),
+        10**6,
+        1234,
+        True,
+    )
+    generator = torch.Generator().manual_seed(rank)
+    given, came = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+    outputs = []
+    for step in range(steps):
+        values = torch.randn(numel, generator=generator) * 10 ** (step % 3)
+        given += values.double()
+        exchange.average([Gradient(3, values, owner)], 1 / size, 64.0, step)
+        came += values.double() * size
+        outputs.append(values)
+    left = torch.zeros(numel + size * 256, dtype=torch.float64)
+    for number, each in enumerate(exchange.slices):
+        part = left[number * each.spec.numel :][: each.spec.numel]
+        part += sum(64 * e.double() for e in residuals(each.memory, "backward"))
+        part += sum(64 * size * e.double() for e in residuals(each.memory, "forward"))
+    return {"given": given, "came": came, "left": left[:numel], "outputs": outputs, "sent": exchange.sent}
+
+
+CODECS = [
+    {"name": "quantize", "bits": 4},
+    {"name": "quantize", "bits": 2, "hadamard": True},
+    {"name": "quantize", "bits": 3, "rounding": "stochastic"},
+    {"name": "topk", "density": 0.01},
+    {"name": "fp8"},
+    {"name": "bf16"},
+    {"name": "entropy", "bits": 2.5},
+]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: "-".join(map(str, codec.values())))
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("owner", [None, 1], ids=["gathered", "to-owner"])
+def test_nothing_is_lost(codec, replicas, owner):
+    """I2: n times the averages are the sum of the gradients but for the residuals of both halves."""
+    results = run_ranks(replicas, sums, codec, "ef", 7, 20_001, owner)
+    total = sum(each["given"] for each in results)
+    left = sum(each["left"] for each in results)
+    receivers = results if owner is None else [results[owner]]
+    for each in receivers:
+        assert torch.allclose(each["came"] + left, total, rtol=0, atol=1e-3 * total.abs().max())
+        assert all(map(torch.equal, each["outputs"], receivers[0]["outputs"]))
+    without = run_ranks(replicas, sums, codec, "none", 7, 20_001, owner)[owner or 0]
+    assert not torch.allclose(without["came"], total, rtol=0, atol=1e-3 * total.abs().max())
+
+
+def exchange_damaged(damage):
+    """The error of an exchange in which the packets of replica 1 are damaged on their way."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    options = ReplicasOptions(codec="quantize")
+    exchange = Exchange(
+        Replicas(size, rank, torch.distributed.group.WORLD), build_replica_codec(options, "x"), 10**6, 1, True
+    )
+    stock = torch.distributed.all_to_all_single
+
+    def damaged(received, packets, *args, **kwargs):
+        stock(received, packets, *args, **kwargs)
+        received[received.numel() // 2 :][damage] ^= 1
+
+    torch.distributed.all_to_all_single = damaged
+    try:
+        exchange.average([Gradient(0, torch.randn(20_000))], 1 / size, 1.0, 5)
+    except CompressionError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (0, "not a packet"),
+        (8, "its step is 4, expected 5"),
+        (6, "boundary"),
+        (20, "fingerprint"),
+        (99, "damaged"),
+    ],
+)
+def test_other_packets_are_refused(damage, words):
+    for error in run_ranks(2, exchange_damaged, damage):
+        assert "replica 1" in error and words in error

@@ -1,0 +1,42 @@
+"""What the "replicas" options allow, and what they say of the rest."""
+
+import pytest
+
+from ds_compress.config import Config
+from ds_compress.errors import CompressionError
+
+
+@pytest.mark.parametrize("codec", ["quantize", "topk", "fp8", "bf16", "entropy", "randomk", "minmax"])
+def test_codecs_without_state_are_allowed(codec):
+    assert Config({"replicas": {"codec": codec}}).replica_codec.name == codec
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"codec": "pca"}, "replicas.codec: pca is not allowed between replicas"),
+        ({"codec": "autoencoder"}, "replicas.codec: autoencoder is not allowed"),
+        ({"codec": "lowrank"}, "replicas.codec: lowrank is not allowed"),
+        ({"codec": "lossless"}, "replicas.codec: lossless is not allowed"),
+        (
+            {"codec": {"name": "topk", "indices": "reuse"}},
+            "replicas.codec: topk(indices=reuse) is not allowed",
+        ),
+        ({"codec": "quantise"}, "replicas.codec: 'quantise' is not registered (did you mean 'quantize'?)"),
+        ({"codec": "quantize", "feedback": "ef21"}, "replicas.feedback: 'ef21' is not allowed"),
+        ({"codec": "quantize", "feedback": "aqsgd"}, "replicas.feedback: 'aqsgd' is not allowed"),
+        ({"codec": "quantize", "every": 30}, "replicas.every: unknown key"),
+        ({"bucket_mb": 0}, "replicas.bucket_mb: 0 is not allowed"),
+        ("quantize", "replicas: 'quantize' is not allowed: should be an object"),
+    ],
+    ids=str,
+)
+def test_others_are_refused_with_their_place(options, words):
+    with pytest.raises(CompressionError) as error:
+        Config({"replicas": options})
+    assert str(error.value).startswith(f"ds_compress.{words}")
+
+
+@pytest.mark.parametrize("options", [None, {}, {"codec": "none", "feedback": "ef"}])
+def test_nothing_is_compressed_unless_asked_for(options):
+    assert Config({"replicas": options}).replica_codec is None

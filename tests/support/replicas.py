@@ -1,0 +1,123 @@
+"""Pipelines whose replicas exchange gradients of parameters that are large enough to be compressed."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import nn
+
+from tests.support.kinds import fp16_on_cpu
+from tests.support.pipeline import MICRO_BATCHES, Block, batches, build, weights
+
+WIDE = 96
+"""Matrices of 96 x 192 values: three slices of 6,144 values, or two of 9,216, without padding."""
+
+
+def wide_layers(count: int = 4, width: int = WIDE) -> list[LayerSpec]:
+    return [LayerSpec(Block, width) for _ in range(count)]
+
+
+class Alternating(Block):
+    """Has a gradient of `down` in every other step only; without the other matrix in the steps between."""
+
+    calls = 0
+
+    def forward(self, x):
+        step = self.calls // MICRO_BATCHES
+        self.calls += self.training
+        return super().forward(x) if step % 2 else x + self.up(self.norm(x))[..., : x.shape[-1]]
+
+
+class Projection(nn.Module):
+    """A matrix that the first layer multiplies with, and the last one with its transpose."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2 * WIDE, WIDE) / WIDE)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight)
+
+
+def tied_layers() -> list[LayerSpec]:
+    return [
+        TiedLayerSpec("matrix", Projection, tied_weight_attr=["weight"]),
+        LayerSpec(Block, 2 * WIDE),
+        LayerSpec(Block, 2 * WIDE),
+        TiedLayerSpec(
+            "matrix", Projection, forward_fn=lambda own, x: x @ own.weight, tied_weight_attr=["weight"]
+        ),
+    ]
+
+
+SPECS = {
+    "wide": wide_layers,
+    "odd": lambda: wide_layers(width=97),
+    "none": lambda: [LayerSpec(layer, WIDE) for layer in (Alternating, Block, Alternating, Block)],
+    "tied": tied_layers,
+}
+
+
+def digest(engine) -> str:
+    """A hash of this stage's weights."""
+    found = hashlib.blake2b(digest_size=8)
+    for name, value in sorted(weights(engine).items()):
+        found.update(f"{name} {torch.as_tensor(value).double().numpy().tobytes()!r}".encode())
+    return found.hexdigest()
+
+
+def train_replicas(
+    stages: int, config: dict[str, Any], steps: int = 4, specs: str = "wide", overflows: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Losses, weights and their hash after each step; runs on every rank.
+
+    Args:
+        specs: key of `SPECS`.
+        overflows: steps in which the loss of replica 1 is infinite.
+    """
+    fp16_on_cpu()
+    dtypes = {key: torch.bfloat16 if key == "bf16" else torch.float16 for key in ("bf16", "fp16")}
+    dtype = next((dtypes[key] for key in dtypes if config.get(key, {}).get("enabled")), torch.float32)
+    engine = build(stages, config, SPECS[specs]())
+    replica = engine.grid.get_data_parallel_id()
+    data = batches(replica, dtype, (8, 97 if specs == "odd" else WIDE))
+    losses, digests, skipped, scales = [], [], [], []
+    for step in range(steps):
+        broken = step in overflows and replica == 1
+        losses.append(engine.train_batch(_infinite(data) if broken else data).item())
+        digests.append(digest(engine))
+        skipped.append(engine.skipped_steps)
+        scales.append(getattr(engine.optimizer, "loss_scale", 1.0))
+    session = getattr(engine, "ds_compress", None)
+    traffic = session.gradients if session else None
+    return {
+        "losses": losses,
+        "digests": digests,
+        "weights": weights(engine),
+        "class": type(engine).__name__,
+        "stage": engine.stage_id,
+        "sent": traffic.exchange.sent.wire_bytes if traffic else 0,
+        "skipped": skipped,
+        "scales": scales,
+        "residuals": [
+            (key, value.float().abs().max().item())
+            for each in (traffic.exchange.slices if traffic else ())
+            for key, value in each.memory.items()
+        ],
+    }
+
+
+def _infinite(
+    data: Iterator[tuple[torch.Tensor, torch.Tensor]],
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for x, target in data:
+        yield x * torch.inf, target
+
+
+def assert_alike(results: list[dict[str, Any]]) -> None:
+    """I1: replicas of a stage have bit-identical weights after every step."""
+    by_stage: dict[int, list[str]] = {}
+    for result in results:
+        assert by_stage.setdefault(result["stage"], result["digests"]) == result["digests"]
