@@ -62,8 +62,14 @@ class GradientTraffic:
         self._warmup_steps = options.warmup_steps
         replicas = Replicas(dist.get_world_size(group), dist.get_rank(group), group)
         self.exchange = Exchange(
-            replicas, config.replica_codec, options.bucket_mb * 10**6, block.seed, block.link.checksum
+            replicas,
+            config.replica_codec,
+            options.bucket_mb * 10**6,
+            block.seed,
+            block.link.checksum,
+            engine.communication_data_type.itemsize,
         )
+        self._measure_every = block.monitor.every if engine.monitor.enabled else 0
         tied = {id(weight) for weight, _ in engine.module.get_tied_weights_and_groups()}
         self._numbers = {
             id(parameter): number
@@ -91,9 +97,24 @@ class GradientTraffic:
             "parameters": hashlib.blake2b(repr(shapes).encode(), digest_size=8).hexdigest(),
         }
 
+    def values(self) -> dict[str, float]:
+        """Return what the monitor writes of this stage, by name in `REPLICAS`."""
+        exchange = self.exchange
+        error, cosine = exchange.quality
+        return {
+            "raw_bytes": exchange.sent.raw_bytes,
+            "wire_bytes": exchange.sent.wire_bytes,
+            "relative_error": error,
+            "cosine": cosine,
+            "residual_norm": exchange.residual_norm(),
+        }
+
     def begin_step(self) -> None:
         """Remember the residuals, if the step may be skipped because of its loss scale."""
         self._skipped = self._engine.skipped_steps
+        # all replicas have to decide alike: it takes an all-reduce
+        if self._measure_every and (self._engine.global_steps + 1) % self._measure_every == 0:
+            self.exchange.measure()
         self._before = self.exchange.slices.memories() if self._engine.fp16_enabled() else None
 
     def end_step(self) -> None:

@@ -223,7 +223,8 @@ class Session:
         for boundary in stage.boundaries:
             stage.on_codec_stream(boundary, functools.partial(boundary.end_step, self._replica_mean))
         self.replica_check.end_step(engine.global_steps)
-        self.monitor.end_step(stage.ends, engine.global_steps, engine.global_samples, engine.monitor)
+        values = self.gradients.values if self.gradients is not None else None
+        self.monitor.end_step(stage.ends, engine.global_steps, engine.global_samples, engine.monitor, values)
         self._put_in_force(self.depth.end_step(engine, stage))
         self._put_in_force(self.policy.end_step(engine))
 

@@ -1,6 +1,6 @@
 """Format the lines of the monitor: one when training begins, warnings, and one at the end."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ds_compress.config import Config
 from ds_compress.monitor.limits import Violation
@@ -68,26 +68,44 @@ def is_early(steps: int, every: int) -> bool:
     return 0 < steps < every and not str(steps)[1:].strip("0")
 
 
-def summary(channels: Channels, first: int, step: int, waited: list[float], seconds: float) -> str:
+def summary(
+    channels: Channels,
+    first: int,
+    step: int,
+    waited: list[float],
+    seconds: float,
+    gradients: Sequence[Mapping[str, float]] = (),
+) -> str:
     """Return the last line: what training sent until `step`, and what that saved.
 
     Args:
         first: step that training began, or was resumed, with.
         waited: shares of the measured steps in which a stage waited.
         seconds: of training.
+        gradients: bytes between replicas, of each stage.
     """
-    raw, wire = (sum(c[key] for b in channels for c in b.values()) for key in ("raw_bytes", "wire_bytes"))
-    difference = f"{_bytes(raw - wire)} saved" if wire <= raw else f"{_bytes(wire - raw)} more"
-    line = (
-        f"ds_compress: {_bytes(wire)} sent instead of {_bytes(raw)}, {difference} "
-        f"({ratio(raw, wire):.2f}x) by step {step}"
-    )
+    sent = _instead([c for b in channels for c in b.values()])
+    replicas = _instead(gradients)
+    parts = [sent] if sent else []
+    if replicas:
+        parts.append(f"gradients between replicas: {replicas}")
+    if not parts:
+        return ""
+    line = f"ds_compress: {'; '.join(parts)} by step {step}"
     if first > 1:
         line += f", from step {first} on"
-    if waited:
+    if waited and sent:
         share = sum(waited) / len(waited)
         line += f"; a stage waited {share:.0%} of a step for messages, about {share * seconds:,.1f} s"
     return line
+
+
+def _instead(counters: Sequence[Mapping[str, float]]) -> str:
+    """What was sent, and what without compression; empty where nothing was sent."""
+    raw, wire = (sum(each[key] for each in counters) for key in ("raw_bytes", "wire_bytes"))
+    difference = f"{_bytes(raw - wire)} saved" if wire <= raw else f"{_bytes(wire - raw)} more"
+    line = f"{_bytes(wire)} sent instead of {_bytes(raw)}, {difference} ({ratio(raw, wire):.2f}x)"
+    return line if wire else ""
 
 
 def _bytes(count: float) -> str:

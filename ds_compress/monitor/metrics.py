@@ -1,7 +1,8 @@
 """What the monitor writes: names, meaning and labels, shared by sinks, dashboards and `ds-compress report`.
 
 A channel's values appear as `Train/Compression/boundary_{i}/{forward|backward}/{name}`, the pipeline's as
-`Train/Compression/{name}`. All are those of the first pipeline replica.
+`Train/Compression/{name}`, those of gradients between replicas as
+`Train/Compression/replicas/stage_{i}/{name}`. All are those of the first pipeline replica.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,14 @@ PIPELINE = {
     "step_ms": "duration of the step on the first stage",
     "uncompressed_step_ms": "estimate of the step with all messages uncompressed",
 }
+REPLICAS = {
+    "raw_bytes": "bytes that DeepSpeed's all-reduce would have sent from this rank, running total",
+    "wire_bytes": "bytes of the packets that this rank sent, running total",
+    "ratio": "raw over wire bytes, of the steps since the last value",
+    "relative_error": "||a - m|| / ||m|| of the step's first bucket; a: its average, m: the exact one",
+    "cosine": "between a and m",
+    "residual_norm": "norm of both residuals of this rank, over all slices",
+}
 LOSS_COST = "loss_cost"
 """Label of the loss of one micro-batch with compression minus that without, every `guard.every` steps."""
 EVAL_LOSS = {way: f"eval_loss_{way}" for way in ("compressed", "uncompressed")}
@@ -64,6 +73,11 @@ Channels = Sequence[Mapping[str, dict[str, float]]]
 def label(name: str, boundary: int | None = None, direction: str | None = None) -> str:
     """Label of a channel's value, or of a pipeline's when no boundary is given."""
     return f"{PREFIX}/{name}" if boundary is None else f"{PREFIX}/boundary_{boundary}/{direction}/{name}"
+
+
+def replicas_label(stage: int, name: str) -> str:
+    """Label of a value of the gradients between the replicas of a stage."""
+    return f"{PREFIX}/replicas/stage_{stage}/{name}"
 
 
 def labels(boundaries: int, name: str) -> list[str]:

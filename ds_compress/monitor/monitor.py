@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -20,9 +20,12 @@ from ds_compress.monitor.limits import MessageQuality
 from ds_compress.monitor.metrics import (
     CHANNEL,
     COUNTERS,
+    REPLICAS,
     Channels,
     complete,
     label,
+    ratio,
+    replicas_label,
     stage_ms,
     uncompressed_step_ms,
 )
@@ -94,11 +97,14 @@ class Monitor:
         self._table = Table(boundaries, ranks, device)
         self._due = False  # whether the current step is reduced over the stages
         self._writes = False  # whether it is also written
+        self._measures = False  # whether the present step is measured
         self._began: Any = None  # clock mark at the start of the measured step
         self._failure = ""  # first error of this rank, in one line
         self._said, self._off, self._sizes_unsaid = False, False, True  # sizes: of the active codecs
         self._warned: set[tuple[int, str, str]] = set()  # (boundary, direction, limit)
         self._gathered: Channels = []
+        self._gradients: list[dict[str, float]] = []  # of the last reduced step, by stage
+        self._written_gradients: list[dict[str, float]] = []
         self._last: tuple[Channels, Channels] = [], []  # last measured step, and the one before
         self._written: Channels = []
         # count of measured steps; number of the first step of this run, and of the last reduced one
@@ -127,7 +133,8 @@ class Monitor:
         self._due = summed and not self._off
         self._writes = counted and watched
         self._take_meters()  # left by an interrupted step
-        if not self._due or not (self._writes or judged):
+        self._measures = self._due and (self._writes or judged)
+        if not self._measures:
             return
         with self._guarded():
             compared = self._measured % micro_batches
@@ -140,10 +147,18 @@ class Monitor:
             self._measured += 1
             self._began = self._clock.mark()
 
-    def end_step(self, ends: Sequence[End], step: int, samples: int, sinks: Any) -> None:
+    def end_step(
+        self,
+        ends: Sequence[End],
+        step: int,
+        samples: int,
+        sinks: Any,
+        gradients: Callable[[], Mapping[str, float]] | None = None,
+    ) -> None:
         """Collect, reduce and report the values of a training step; all stages call it.
 
         Args:
+            gradients: gives this stage's values of `REPLICAS`; None where no gradients are compressed.
             samples: number of samples that all replicas have seen, the x-axis of DeepSpeed's own events.
             sinks: DeepSpeed's monitor.
         """
@@ -152,7 +167,7 @@ class Monitor:
         first, self._announced = not self._announced, True
         if first:
             self._leave_notes(ends)
-        step_ms = self._collect(ends)
+        step_ms = self._collect(ends, gradients)
         self._table.add_up(self._total)
         statuses = self._table.statuses
         if self._is_measured:
@@ -169,6 +184,7 @@ class Monitor:
                 if self._sizes_unsaid:
                     self._say_sizes(channels)
                 self._gathered, self._steps, self._ended = channels, step, time.perf_counter()
+                self._gradients = self._table.gradients
                 if self._is_measured:
                     self._warn()
                     if self._writes:
@@ -195,13 +211,15 @@ class Monitor:
             for direction, values in directions.items()
         }
 
-    def _collect(self, ends: Sequence[End]) -> float:
+    def _collect(self, ends: Sequence[End], gradients: Callable[[], Mapping[str, float]] | None) -> float:
         """Fill the table with this stage's values; return the duration of the step in ms."""
         meters, step_ms = self._take_meters(), 0.0
         self._table.clear()
         with self._guarded():
-            if meters:
+            if self._measures:
                 step_ms = self._clock.ms(self._began, self._clock.mark())
+            if gradients is not None:
+                self._table.fill_gradients(self._rank, gradients())
             for channel in (end.channel for end in ends if end.sends):
                 self._table.fill(channel, self._counters(channel))
             for end, meter in meters:
@@ -211,7 +229,7 @@ class Monitor:
                     values |= residual_values(end.channel, values["message_norm"])
                 self._table.fill(end.channel, values)
                 self._table.stamp(end.channel, int(not end.sends), meter.stamps(self._began))
-        measured = Status.MEASURED if meters else Status.COUNTED
+        measured = Status.MEASURED if self._measures else Status.COUNTED
         self._table.set_status(self._rank, Status.FAILED if self._failure else measured)
         return step_ms
 
@@ -271,10 +289,10 @@ class Monitor:
 
     def summary(self) -> str:
         """Return a one-line summary of the training so far; empty if nothing was gathered."""
-        if not self._gathered or not self.config.block.monitor.every:
+        if not self._steps or not self.config.block.monitor.every:
             return ""
         seconds = self._ended - self._started
-        return lines.summary(self._gathered, self._first, self._steps, self._waited, seconds)
+        return lines.summary(self._gathered, self._first, self._steps, self._waited, seconds, self._gradients)
 
     def close(self) -> None:
         """Print the summary at the end of training; needs no other rank, so any rank calls it at any time."""
@@ -306,10 +324,22 @@ class Monitor:
             for direction, values in directions.items()
             for name in CHANNEL
         ]
+        events += self._gradient_events(samples)
         stages = [stage_ms(channels, stage) for stage in range(self.boundaries + 1)]
         self._waited.append(sum(spent["wait"] + spent["send"] for spent in stages) / self.ranks / step_ms)
         events.append((label("step_ms"), step_ms, samples))
         events.append(
             (label("uncompressed_step_ms"), uncompressed_step_ms(step_ms, channels, self.ranks), samples)
         )
+        return events
+
+    def _gradient_events(self, samples: int) -> Events:
+        """Return the metrics of gradients between replicas as (label, value, samples)."""
+        events, before = Events(), self._written_gradients
+        self._written_gradients = self._gradients
+        for stage, values in enumerate(self._gradients if self._replicas else ()):
+            last = before[stage] if before else dict.fromkeys(values, 0.0)
+            raw, wire = (values[key] - last[key] for key in ("raw_bytes", "wire_bytes"))
+            found = {**values, "ratio": ratio(raw, wire)}
+            events += [(replicas_label(stage, name), found[name], samples) for name in REPLICAS]
         return events

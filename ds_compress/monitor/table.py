@@ -13,7 +13,7 @@ from torch import Tensor
 from ds_compress.config import DIRECTIONS
 from ds_compress.message.channel import Channel
 from ds_compress.message.meters import ReceivingMeter, SendingMeter
-from ds_compress.monitor.metrics import COUNTERS, SIDES, Channels
+from ds_compress.monitor.metrics import COUNTERS, REPLICAS, SIDES, Channels
 
 COLUMNS = (
     *COUNTERS,
@@ -23,6 +23,8 @@ COLUMNS = (
     "buffer_bytes",
     *ReceivingMeter.COLUMNS,
 )
+GRADIENTS = tuple(name for name in REPLICAS if name != "ratio")
+"""Columns of the gradients between the replicas of a stage."""
 STAMPS = 64
 """Packets of a channel, the first of a step, of which times are exchanged."""
 
@@ -36,7 +38,7 @@ class Status(enum.IntEnum):
 
 
 class Table:
-    """Columns and stamps of every channel, and a status of every rank, of one pipeline."""
+    """Columns and stamps of every channel, columns and a status of every rank, of one pipeline."""
 
     def __init__(self, boundaries: int, ranks: int, device: torch.device):
         def zeros(*shape: int, device: torch.device | str = "cpu") -> Tensor:
@@ -45,7 +47,8 @@ class Table:
         self._columns = zeros(boundaries, len(DIRECTIONS), len(COLUMNS))
         self._stamps = zeros(boundaries, len(DIRECTIONS), SIDES, STAMPS)
         self._status = zeros(ranks)
-        self._parts = (self._columns, self._stamps, self._status)
+        self._gradients = zeros(ranks, len(GRADIENTS))
+        self._parts = (self._columns, self._stamps, self._status, self._gradients)
         self._sum = zeros(sum(part.numel() for part in self._parts), device=device)
 
     def clear(self) -> None:
@@ -61,6 +64,10 @@ class Table:
         """When the packets of a step left (`side` 0) or came (1), in milliseconds."""
         first = torch.tensor(stamps[:STAMPS], dtype=torch.float64, device="cpu")
         self._stamps[self._place(channel)][side, : len(first)] = first
+
+    def fill_gradients(self, rank: int, values: Mapping[str, float]) -> None:
+        """Put `values`, by column, where the other stages find those of the gradients of `rank`."""
+        self._gradients[rank] = torch.tensor([values[name] for name in GRADIENTS], dtype=torch.float64)
 
     def set_status(self, rank: int, status: Status) -> None:
         self._status[rank] = status
@@ -79,6 +86,11 @@ class Table:
             {name: dict(zip(COLUMNS, row)) for name, row in zip(DIRECTIONS, boundary)}
             for boundary in self._columns.tolist()
         ]
+
+    @property
+    def gradients(self) -> list[dict[str, float]]:
+        """By rank of the pipeline: the values of its gradients, zeros where nothing is compressed."""
+        return [dict(zip(GRADIENTS, row)) for row in self._gradients.tolist()]
 
     @property
     def stamps(self) -> Tensor:

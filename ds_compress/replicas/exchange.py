@@ -12,7 +12,9 @@ second half is left out.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,8 +23,12 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ds_compress.codec import Codec
+from ds_compress.errors import CompressionError, in_one_line
+from ds_compress.feedback.state import residuals
+from ds_compress.kernels.memory import is_out_of_memory
 from ds_compress.message.layout import Counters
-from ds_compress.replicas.slices import AVERAGE, GRADIENT, Gradient, Slice, SliceCodec, Slices
+from ds_compress.message.meters import error_and_cosine, norms
+from ds_compress.replicas.slices import AVERAGE, GRADIENT, HALVES, Gradient, Slice, SliceCodec, Slices
 
 
 class _Sent(NamedTuple):
@@ -52,19 +58,32 @@ class Replicas:
 class Exchange:
     """Averages gradients over replicas; every replica calls it alike."""
 
-    def __init__(self, replicas: Replicas, codec: Codec, bucket_bytes: int, seed: int, has_checksum: bool):
+    def __init__(
+        self,
+        replicas: Replicas,
+        codec: Codec,
+        bucket_bytes: int,
+        seed: int = 0,
+        has_checksum: bool = False,
+        itemsize: int = 4,
+    ):
         """
         Args:
             codec: wrapped in its feedback.
             bucket_bytes: of uncompressed gradients in one exchange, if no parameter is larger.
             seed: of random choices.
             has_checksum: whether packets carry one.
+            itemsize: bytes of a value in the all-reduce that this replaces, for the counters.
         """
         self.replicas = replicas
         self.codec = SliceCodec(codec, seed, has_checksum)
         self.slices = Slices(replicas.size)
         self.sent = Counters()
+        self.quality = math.nan, math.nan
+        """Relative error and cosine of the bucket that was measured last, against its exact average."""
+        self._measures = False
         self._bucket_bytes = bucket_bytes
+        self._itemsize = itemsize
 
     def average(self, gradients: Sequence[Gradient], factor: float, scale: float, step: int) -> None:
         """Replace the values of `gradients` by `factor` times their sum over the replicas.
@@ -79,7 +98,38 @@ class Exchange:
         """
         with torch.no_grad():
             for bucket in self._buckets(gradients):
+                measures, self._measures = self._measures, False
+                exact = self._exact(bucket, factor) if measures else None
                 self._average(bucket, factor, scale, step)
+                if exact is not None:
+                    self.quality = self._compare(bucket, exact)
+
+    def measure(self) -> None:
+        """Compare the next bucket with its exact average, which takes an all-reduce."""
+        self._measures = True
+
+    def residual_norm(self) -> float:
+        """Return the norm of both residuals of all slices."""
+        found = [e.float().norm() for each in self.slices for h in HALVES for e in residuals(each.memory, h)]
+        return torch.stack(found).norm().item() if found else 0.0
+
+    def _exact(self, gradients: Sequence[Gradient], factor: float) -> Tensor:
+        flat = torch.cat([gradient.values.float() for gradient in gradients])
+        dist.all_reduce(flat, group=self.replicas.group)
+        return flat.mul_(factor)
+
+    def _compare(self, gradients: Sequence[Gradient], exact: Tensor) -> tuple[float, float]:
+        parts = exact.split([gradient.values.numel() for gradient in gradients])
+        known = [
+            (part, gradient.values)
+            for part, gradient in zip(parts, gradients)
+            if gradient.owner in (None, self.replicas.rank)
+        ]
+        if not known:
+            return math.nan, math.nan
+        largest = exact.abs().max().double()
+        exacts, averages = zip(*known)
+        return error_and_cosine(*norms(exacts, averages, largest).tolist())
 
     def _buckets(self, gradients: Sequence[Gradient]) -> Iterator[list[Gradient]]:
         bucket, nbytes = list[Gradient](), 0
@@ -102,7 +152,8 @@ class Exchange:
             self.codec.encode(sent.slice, x, packet, GRADIENT, step, own)
 
         received = torch.empty(size * sizes[own], dtype=torch.uint8, device=device)
-        dist.all_to_all_single(received, packets, [sizes[own]] * size, sizes, group=group)
+        with _naming_place():
+            dist.all_to_all_single(received, packets, [sizes[own]] * size, sizes, group=group)
 
         gathered_bytes = [sum(sent.nbytes for sent in each if sent.gathered) for each in plan]
         averages = torch.zeros(gathered_bytes[own], dtype=torch.uint8, device=device)
@@ -122,11 +173,14 @@ class Exchange:
 
         if averages.numel():  # equal slices: as much on every replica
             everywhere = torch.empty(size * averages.numel(), dtype=torch.uint8, device=device)
-            dist.all_gather_into_tensor(everywhere, averages, group=group)
+            with _naming_place():
+                dist.all_gather_into_tensor(everywhere, averages, group=group)
             for owner, each in enumerate(everywhere.view(size, -1)):
                 for sent, packet in _cut(each, [sent for sent in plan[owner] if sent.gathered]):
                     sent.write(self.codec.decode(sent.slice, packet, AVERAGE, step, owner), scale)
         self.sent.messages += 1
+        values = sum(gradient.values.numel() for gradient in gradients)
+        self.sent.raw_bytes += 2 * (size - 1) * values * self._itemsize // size  # of a ring's all-reduce
         self.sent.wire_bytes += sum(sizes) - sizes[own] + (size - 1) * averages.numel()
 
     def _plan(self, gradients: Sequence[Gradient]) -> list[list[_Sent]]:
@@ -138,6 +192,17 @@ class Exchange:
                 sent = _Sent(each, gradient.values, start, nbytes, gradient.owner is None)
                 plan[each.owner].append(sent)
         return plan
+
+
+@contextmanager
+def _naming_place() -> Iterator[None]:
+    """Name the place in what torch.distributed raises."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        raise CompressionError(f"gradients between replicas: {in_one_line(error)}") from None
 
 
 def _cut(packets: Tensor, plan: Iterator[_Sent] | Sequence[_Sent]) -> Iterator[tuple[_Sent, Tensor]]:

@@ -21,7 +21,7 @@ from ds_compress.message.packet import PacketLayout
 ALIGNMENT = 256
 """Values: whole groups of codecs, so that few packets end in a part of one."""
 
-GRADIENT, AVERAGE = "backward", "forward"
+GRADIENT, AVERAGE = HALVES = "backward", "forward"
 """Directions in headers and keys of the state: to the owner of a slice, and from it."""
 
 

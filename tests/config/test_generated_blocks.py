@@ -128,7 +128,7 @@ def test_every_option_with_every_kind_of_value():
                 refused += bool(line)
                 if line:
                     # some values are right by themselves, and wrong with another part of the block
-                    parts = {"forward", "backward", "boundaries", "warmup_steps", "warmup_epochs"}
+                    parts = {"forward", "backward", "boundaries", "replicas", "warmup_steps", "warmup_epochs"}
                     alone = not parts.intersection([*keys, name])
                     assert line.startswith(f"{path}.{name}") if alone else re.split("[.:]", line)[1] in parts
                 else:

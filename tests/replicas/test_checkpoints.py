@@ -1,4 +1,4 @@
-"""Residuals of gradients between replicas in checkpoints: a resumed run equals one that was not interrupted."""
+"""Residuals of gradients between replicas in checkpoints: a resumed run equals one that went on."""
 
 import logging
 

@@ -10,8 +10,8 @@ from ds_compress.errors import CompressionError
 from ds_compress.feedback.state import residuals
 from ds_compress.replicas.exchange import Exchange, Replicas
 from ds_compress.replicas.slices import Gradient
-from tests.support.kinds import fp16_on_cpu
 from tests.support.pipeline import batches, build, ds_config
+from tests.support.pipeline_kinds import fp16_on_cpu
 from tests.support.ranks import run_ranks
 from tests.support.replicas import SPECS, WIDE, assert_alike, train_replicas, wide_layers
 

@@ -23,6 +23,8 @@ SAYS = {
     "stop-reduce": SILENT,
     "cut-reduce": r"was not heard of for 3 s",
     "crash-reduce": r"ValueError: a mistake in the model",
+    "kill-exchange": r"gradients between replicas: .*(" + GONE + ")",
+    "stop-exchange": SILENT,
     "stop-loss": SILENT,
     "stop-save": SILENT,
     "stop-load": SILENT,
@@ -38,6 +40,8 @@ FAST = [
     ("stop-save", 1, "eager"),
     ("stop-load", 0, "blocking"),
     ("crash-reduce", 2, "blocking"),
+    ("kill-exchange", 1, "eager"),
+    ("stop-exchange", 2, "eager"),
 ]
 ALL = [
     (fault, at, mode)

@@ -20,7 +20,8 @@ import ds_compress  # noqa: F401  (hooks the engine)
 from launch.ports import reserved_port
 from tests.support.interpreters import TRAINING, interpreter
 from tests.support.network import ADDRESSES, WIRE, Hosts, reason_for_none, two_hosts
-from tests.support.pipeline import MICRO_BATCHES, batches, build, ds_config, layers
+from tests.support.pipeline import MICRO_BATCHES, WIDTH, batches, build, ds_config, layers
+from tests.support.replicas import WIDE, wide_layers
 
 STEP_OF_FAULT = 2
 LONG = 12.0  # seconds, more than the time-out of these runs and all grace
@@ -41,6 +42,7 @@ def crash():
 ACTIONS = {"kill": kill, "stop": stop, "crash": crash}
 PLACES = {
     "reduce": "allreduce_gradients",
+    "exchange": "allreduce_gradients",
     "loss": "_aggregate_total_loss",
     "save": "_save_checkpoint",
     "load": "_load_checkpoint",
@@ -137,7 +139,10 @@ def run_rank():
         block = {**block, "seed": 5}
         happens()()
     replicas = torch.distributed.get_world_size() // args.stages
-    engine = build(args.stages, ds_config(block, replicas=replicas), layers(2 * args.stages))
+    specs, shape = layers(2 * args.stages), (8, WIDTH)
+    if "replicas" in block:
+        specs, shape = wide_layers(), (8, WIDE)
+    engine = build(args.stages, ds_config(block, replicas=replicas), specs)
     what, _, where = args.fault.partition("-")
     action = {**ACTIONS, "cut": cut}.get(what)
     if here and action and where:
@@ -148,7 +153,7 @@ def run_rank():
         flip_bits(engine, happens(), 40 if args.fault == "body" else 9)
     if not here and args.fault == "early":
         work_on(engine)
-    data = batches(engine.grid.get_data_parallel_id())
+    data = batches(engine.grid.get_data_parallel_id(), shape=shape)
     for _ in range(STEP_OF_FAULT + 2):
         engine.train_batch(data)
         if where in ("save", "load"):
@@ -200,6 +205,8 @@ FAULTS = {
     "stop-reduce": Fault("SIGSTOP, others in the all-reduce of gradients", 2, 2, silent=True),
     "cut-reduce": Fault("link cut for good in the all-reduce of gradients", 2, 2, hosts=True),
     "crash-reduce": Fault("exception, others in the all-reduce of gradients", 2, 2),
+    "kill-exchange": Fault("SIGKILL, others in the exchange of gradients", 1, 3, silent=True),
+    "stop-exchange": Fault("SIGSTOP, others in the exchange of gradients", 1, 3, silent=True),
     "stop-loss": Fault("SIGSTOP, others in the broadcast of the loss", silent=True),
     "stop-save": Fault("SIGSTOP, others save a checkpoint", silent=True),
     "stop-load": Fault("SIGSTOP, others load a checkpoint", silent=True),
@@ -223,6 +230,8 @@ def run(name: str, at: int, mode: str, depth: int = 1) -> list[Ending]:
     """Let fault `name` happen on rank `at` of a pipeline with link `mode`; how all ranks ended."""
     fault = (FAULTS | HARMLESS)[name]
     block = {**BLOCK, "link": {**BLOCK["link"], "mode": mode, "depth": depth}}
+    if name.endswith("exchange"):
+        block["replicas"] = {"codec": "bf16"}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         hosts = stack.enter_context(two_hosts()) if fault.hosts else None
         moment = Path(folder, "moment")

@@ -8,8 +8,8 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
-from tests.support.kinds import fp16_on_cpu
 from tests.support.pipeline import MICRO_BATCHES, Block, batches, build, weights
+from tests.support.pipeline_kinds import fp16_on_cpu
 
 WIDE = 96
 """Matrices of 96 x 192 values: three slices of 6,144 values, or two of 9,216, without padding."""
