@@ -11,7 +11,8 @@ instead; rows wider than `EXACT` have one in two rounds of blocks:
                     blocks: the strongest directions of all blocks come together.
 
 A full basis can follow the messages: both sides accumulate the moment of the same decoded coefficients, and
-turn the basis to its eigenvectors from time to time.
+turn the basis to its eigenvectors from time to time. Such a basis needs no warm-up: it can start as the unit
+matrix.
 
 Entries of the memory, where KEY ends with h: KEY.moment, float64 [h, h], until KEY.basis, fp32 [h, rank],
 replaces it; and a moment of coefficients under a key of its own, until the basis is turned by it.
@@ -255,14 +256,14 @@ class EigenbasisCodec(Codec, Stateful, ObservesWarmup, HardwareDependentDecode):
             return tuple(torch.zeros(shape, dtype=dtype, device=x.device) for shape, dtype in layout)
         n, h = matrix_shape(x.shape)
         rows = x.detach().reshape(n, h).float().contiguous()  # the last bits of a product depend on the order
-        directions = self._basis(h, ctx)[:, : self.sent(n, h, ctx)]
+        directions = self._basis(h, ctx, x.device)[:, : self.sent(n, h, ctx)]
         return self.encode_coefficients(directions.T @ rows.T, h, ctx, out)
 
     def decode(self, parts: Parts, spec: TensorSpec, ctx: Context) -> Tensor:
         if not spec.numel:
             return torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
         n, h = matrix_shape(spec.shape)
-        directions = self._basis(h, ctx)[:, : self.sent(n, h, ctx)]
+        directions = self._basis(h, ctx, spec.device)[:, : self.sent(n, h, ctx)]
         return as_message(self.decode_coefficients(parts, n, h, ctx).T @ directions.T, spec)
 
     def observe(self, x: Tensor, ctx: Context) -> None:
@@ -274,7 +275,7 @@ class EigenbasisCodec(Codec, Stateful, ObservesWarmup, HardwareDependentDecode):
     def _key(self, h: int, ctx: Context, *period: str) -> str:
         return ".".join([self.name, str(ctx.position), ctx.direction, *period, str(h)])
 
-    def _basis(self, h: int, ctx: Context) -> Tensor:
+    def _basis(self, h: int, ctx: Context, device: torch.device) -> Tensor:
         key = self._key(h, ctx)
         fit(key, h, h, ctx)
         return ctx.memory[f"{key}.basis"]

@@ -1,6 +1,7 @@
 """Codec entropy: a uniform quantizer whose codes are entropy coded, at a constant size."""
 
 import itertools
+import re
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -94,13 +95,14 @@ class Entropy(EntropyBase):
         and 32 for all."""
 
         rotate: Literal["none", "learned"] = "none"
-        """learned: send of each row the coefficients in the eigenbasis of the rows of the warm-up, with
-        tables by their rank: the bits go where the variance is. Meant for the activations of a transformer.
-        Costs h multiplications for each value of a row of h, on both sides."""
+        """learned: send of each row the coefficients in an eigenbasis of the rows, with tables by their rank:
+        the bits go where the variance is. Meant for the activations of a transformer. Costs h multiplications
+        for each value of a row of h, on both sides."""
 
         refresh_steps: Steps = 0
         """With "rotate": every so many steps turn the basis to the eigenvectors of what arrived in them, of
-        16 messages. 0: it stays that of the warm-up."""
+        16 messages; at the beginning after 1, 2, 4, ... steps. Needs no warm-up: rows are sent as they are
+        until then. 0: the basis stays that of the warm-up."""
 
         contexts: Literal["none", "rows", "columns"] = "none"
         """Four tables, by the largest magnitude of each run of 64 values (rows: for gradients), or of each
@@ -175,38 +177,72 @@ class EigenbasisEntropy(EigenbasisCodec, EntropyBase):
     Spectra fall like powers of the rank, so variances in a context are of one size.
     """
 
+    def __init__(self, options: Any):
+        super().__init__(options)
+        self.needs_warmup = not options.refresh_steps
+
     def encode_coefficients(self, coefficients: Tensor, h: int, ctx: Context, out: Parts | None) -> Parts:
         n = coefficients.shape[1]
         words = kernels(coefficients.device).encode_entropy(coefficients.reshape(-1), self._frame(n, h))
-        if self._accumulates(ctx):
+        if self._accumulates(h, ctx):
             self.decode_coefficients((words,), n, h, ctx)  # accumulates what the other side will
         return (words,)
 
     def decode_coefficients(self, parts: Parts, n: int, h: int, ctx: Context) -> Tensor:
         coefficients = self._decode_words(parts[0], self._frame(n, h), torch.float32).view(h, n)
-        if self._accumulates(ctx):
-            eigenbasis.accumulate(coefficients.T, self._key(h, ctx, self._period(ctx)), ctx)
+        if self._accumulates(h, ctx):
+            eigenbasis.accumulate(coefficients.T, self._period_key(h, ctx), ctx)
         return coefficients
 
-    def _basis(self, h: int, ctx: Context) -> Tensor:
-        key = self._key(h, ctx)
-        if self.options.refresh_steps and ctx.training:
-            pattern, present = self._key(h, ctx, "since_*"), self._key(h, ctx, self._period(ctx))
-            names = (name.removesuffix(".moment") for name in ctx.memory)
-            for past in [name for name in names if fnmatchcase(name, pattern) and name != present]:
+    def _basis(self, h: int, ctx: Context, device: torch.device) -> Tensor:
+        key, refresh = self._key(h, ctx), self.options.refresh_steps
+        if refresh and not {f"{key}.basis", f"{key}.moment"} & ctx.memory.keys():
+            ctx.memory[f"{key}.basis"] = torch.eye(h, device=device)
+        basis = super()._basis(h, ctx, device)
+        if not refresh or not ctx.training:
+            return basis
+        past, present = self._period_key(h, ctx), self._key(h, ctx, self._period(h, ctx).name)
+        if past != present:
+            if past:
                 eigenbasis.turn(key, past, ctx)
-        return super()._basis(h, ctx)
+            ctx.memory[f"{present}.moment"] = torch.zeros(h, h, dtype=torch.float64, device=device)
+        return ctx.memory[f"{key}.basis"]
 
-    def _period(self, ctx: Context) -> str:
-        """Return the part of the key under which moments are accumulated until the basis is turned."""
-        return f"since_{ctx.step - ctx.step % self.options.refresh_steps}"
+    def _period_key(self, h: int, ctx: Context) -> str:
+        """Return the key of the moment by which the basis will be turned, empty before the first message."""
+        pattern = self._key(h, ctx, "since_*")
+        names = (name.removesuffix(".moment") for name in ctx.memory)
+        return next((name for name in names if fnmatchcase(name, pattern)), "")
 
-    def _accumulates(self, ctx: Context) -> bool:
+    def _period(self, h: int, ctx: Context) -> "_Period":
+        """Return the period that the step of a message belongs to."""
+        first = re.search(r"since_\d+_(\d+)", self._period_key(h, ctx))
+        return _Period(int(first[1]) if first else ctx.step, ctx.step, self.options.refresh_steps)
+
+    def _accumulates(self, h: int, ctx: Context) -> bool:
         """Return whether the basis will be turned by this message too."""
-        steps = self.options.refresh_steps
-        return steps > 0 and ctx.training and ctx.micro_batch == 0 and ctx.step % max(1, steps // 16) == 0
+        if not self.options.refresh_steps or not ctx.training or ctx.micro_batch:
+            return False
+        period = self._period(h, ctx)
+        return (ctx.step - period.start) % max(1, period.length // 16) == 0
 
     def _frame(self, n: int, h: int) -> Frame:
         halves = itertools.takewhile(bool, (h >> octave for octave in itertools.count(1)))
         cuts = dict.fromkeys(cut for half in halves for cut in (half, half + half // 2) if cut < h)
         return frame_of(n * h, self.options.bits, tuple(n * cut for cut in cuts))
+
+
+class _Period:
+    """Steps after which a basis is turned by what came in them: 1, 1, 2, 4, ..., then `refresh` of them."""
+
+    def __init__(self, first: int, step: int, refresh: int):
+        """`first`: step of the first message in the basis; `step`: one of the period."""
+        age, last = step - first, 1 << (refresh - 1).bit_length()
+        if age < last:
+            begin = 1 << age.bit_length() >> 1
+            self.length = max(1, begin)
+        else:
+            begin = age - (age - last) % refresh
+            self.length = refresh
+        self.start = first + begin
+        self.name = f"since_{self.start}_{first}"

@@ -17,7 +17,7 @@ Callers ask with `isinstance`, or with `layers` where a feedback may wrap the co
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import ClassVar, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ def parse_size(digits: str) -> int:
 class ObservesWarmup(ABC):
     """Reads the messages that cross uncompressed during the warm-up."""
 
-    needs_warmup: ClassVar[bool] = False
+    needs_warmup: bool = False
     """Whether the codec works only after at least one warm-up step."""
 
     @abstractmethod

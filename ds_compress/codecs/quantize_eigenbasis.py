@@ -90,7 +90,7 @@ class EigenbasisQuantize(EigenbasisCodec):
             plans[n] = _BitPlan.of(levels, n, self.options.group_size, self.options.bits)
         return plans[n]
 
-    def _basis(self, h: int, ctx: Context) -> Tensor:
+    def _basis(self, h: int, ctx: Context, device: torch.device) -> Tensor:
         key = self._key(h, ctx)
         variances = eigenbasis.fit(key, h, h, ctx)
         if variances is not None:

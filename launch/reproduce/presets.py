@@ -93,10 +93,10 @@ FINETUNED = LanguageSize(
     pretrain_steps=800,
     pretrain_batch=8,
     pretrain_lr=2e-3,
-    blocks=800,
+    blocks=400,
     test_blocks=192,
     epochs=1,
-    batch=8,
+    batch=4,
     lr=1e-3,
     dropout=0.0,
 )
@@ -105,19 +105,20 @@ FINETUNED = LanguageSize(
 def both(name: str, **options: Any) -> dict[str, LanguageSize]:
     """An architecture in its two tasks: 100 steps of fine-tuning, and 300 steps from scratch."""
     finetuned = replace(FINETUNED, architecture=name, **options)
-    scratch = replace(finetuned, pretrain_steps=0, blocks=2400, lr=2e-3)
+    scratch = replace(finetuned, pretrain_steps=0, blocks=1200, lr=2e-3)
     return {f"{name}-finetuned": finetuned, f"{name}-scratch": scratch}
 
 
-WIDE_CNN = VisionSize(4_000, 2_000, 32, 1, stem_stride=2, epochs=3, cosine_epochs=3, batch=64, lr=0.02)
+WIDE_CNN = VisionSize(2_560, 2_000, 32, 1, stem_stride=2, epochs=3, cosine_epochs=3, batch=64, lr=0.02)
 
 SMALL: Preset = {
     **both("llama"),
-    **both("gpt", hidden=96),
-    **both("neox", hidden=96),
-    "cnn-finetuned": replace(WIDE_CNN, epochs=2, cosine_epochs=2, pretrain_images=8_000, pretrain_epochs=3),
+    **both("gpt"),
+    **both("neox"),
+    "cnn-finetuned": replace(WIDE_CNN, epochs=2, cosine_epochs=2, pretrain_images=5_120, pretrain_epochs=3),
     "cnn-scratch": WIDE_CNN,
 }
+
 
 PRESETS: dict[str, Preset] = {
     "cpu": CPU,

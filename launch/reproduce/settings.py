@@ -48,9 +48,9 @@ def learned(forward: float, backward: float, **others: Any) -> Block:
     return block(basis(forward), entropy(backward, contexts="rows"), warmup_steps=1, **others)
 
 
-def basis(bits: float) -> Block:
+def basis(bits: float, **options: Any) -> Block:
     """Entropy coding in an eigenbasis, for activations."""
-    return entropy(bits, rotate="learned", refresh_steps=50)
+    return entropy(bits, rotate="learned", refresh_steps=50, **options)
 
 
 def filled(bits: int, **others: Any) -> Block:
@@ -199,25 +199,28 @@ ROWS_OF_CHANNELS: dict[str, Block] = {
 }
 
 FORWARD = {
-    "group4": (group(4, hadamard=True), {}),
-    **{f"columns{bits:g}": (entropy(bits, contexts="columns"), {}) for bits in (4, 3, 2.5, 2)},
-    **{f"basis{bits:g}": (basis(bits), {"warmup_steps": 1}) for bits in (4, 3, 2.5, 2, 1.5)},
+    "group4": group(4, hadamard=True),
+    "columns3": entropy(3, contexts="columns"),
+    **{f"basis{bits:g}": basis(bits) for bits in (4, 3)},
+    **{f"basis{bits:g}-dither": basis(bits, rounding="dither") for bits in (4, 3, 2.5, 2, 1.5)},
 }
-"""Codecs of activations, and what their block has beside them."""
+"""Codecs of activations."""
 
 BACKWARD = {
     "group4": group(4, hadamard=True),
-    **{f"stochastic{bits}": group(bits, hadamard=True, rounding="stochastic") for bits in (4, 3, 2)},
+    **{f"stochastic{bits}": group(bits, hadamard=True, rounding="stochastic") for bits in (3, 2)},
+    **{f"dither{bits:g}": entropy(bits, rounding="dither") for bits in (4, 3, 2, 1.5, 1)},
+    **{f"dither{bits:g}-rows": entropy(bits, rounding="dither", contexts="rows") for bits in (2, 1.5)},
 }
 """Codecs of gradients."""
 
 ONE_DIRECTION: dict[str, Block] = {
-    **{f"{name}/none": block(codec, "none", **others) for name, (codec, others) in FORWARD.items()},
+    **{f"{name}/none": block(codec, "none") for name, codec in FORWARD.items()},
     **{f"none/{name}": block("none", codec) for name, codec in BACKWARD.items()},
 }
 BOTH_DIRECTIONS: dict[str, Block] = {
-    f"{forward}/{backward}": block(codec, BACKWARD[backward], **others)
-    for forward, (codec, others) in FORWARD.items()
+    f"{forward}/{backward}": block(FORWARD[forward], BACKWARD[backward])
+    for forward in FORWARD
     for backward in BACKWARD
     if (forward, backward) != ("group4", "group4")  # has a name already
 }

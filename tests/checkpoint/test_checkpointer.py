@@ -194,7 +194,7 @@ def test_a_damaged_side_resets_both(tmp_path):
 
 LEARNED = {
     "pca": {"name": "pca", "rank": 16},
-    "entropy": {"name": "entropy", "bits": 3, "rotate": "learned", "refresh_steps": 2},
+    "entropy": {"name": "entropy", "bits": 3, "rotate": "learned"},
     "quantize": {"name": "quantize", "bits": 3, "rotate": "learned"},
 }
 
