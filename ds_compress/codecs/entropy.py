@@ -1,6 +1,7 @@
 """Codec entropy: a uniform quantizer whose codes are entropy coded, at a constant size."""
 
 import itertools
+import math
 import re
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -15,11 +16,22 @@ from ds_compress.codecs.eigenbasis import EigenbasisCodec
 from ds_compress.codecs.shapes import matrix_shape
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels
-from ds_compress.kernels.entropy.format import CLASSES, LARGEST_NUMEL, RUN, Frame, SortedBlocks, frame_of
+from ds_compress.kernels.entropy.format import (
+    CLASSES,
+    COARSER,
+    LARGEST_NUMEL,
+    RUN,
+    Frame,
+    SortedBlocks,
+    frame_of,
+)
 from ds_compress.registry.options import Steps
 
 MIN_SORTED_NUMEL = 2**12
 """Values from which a message has several tables."""
+
+DITHERED_REACH = 2.0 ** (COARSER + 1)
+"""Half of the coarsest step of a dithered message, as a multiple of its largest magnitude, at most."""
 
 MIN_UNIT = RUN // 2
 """Values from which a unit is worth the 2 bits that tell its class."""
@@ -31,24 +43,31 @@ class EntropyBase(Codec):
     name = "entropy"
 
     def layout(self, spec: TensorSpec) -> Layout:
-        words = frame_of(spec.numel, self.options.bits).words if spec.numel else 0
+        words = self._frame_of(spec.numel).words if spec.numel else 0
         return (((words,), torch.int16),)
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         if not x.numel():
             return (torch.empty(0, dtype=torch.int16, device=x.device),)
-        frame = frame_of(x.numel(), self.options.bits)
-        return (kernels(x.device).encode_entropy(x.detach().reshape(-1), frame),)
+        frame, dither = self._frame_of(x.numel()), self._dither(ctx)
+        return (kernels(x.device).encode_entropy(x.detach().reshape(-1), frame, dither),)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         if not spec.numel:
             return torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
-        frame = frame_of(spec.numel, self.options.bits)
-        return self._decode_words(parts[0], frame, spec.dtype).view(spec.shape)
+        return self._decode_words(parts[0], self._frame_of(spec.numel), spec.dtype, ctx).view(spec.shape)
 
-    def _decode_words(self, words: Tensor, frame: Frame, dtype: torch.dtype) -> Tensor:
+    def _decode_words(self, words: Tensor, frame: Frame, dtype: torch.dtype, ctx: Context) -> Tensor:
         """Return the values, flat."""
-        return self._checked(*kernels(words.device).decode_entropy(words, frame, dtype))
+        return self._checked(*kernels(words.device).decode_entropy(words, frame, dtype, self._dither(ctx)))
+
+    def _frame_of(self, numel: int, cuts: tuple[int, ...] = (), taken: int = 0) -> Frame:
+        """See `format.frame_of`."""
+        return frame_of(numel, self.options.bits, cuts, taken, self.unbiased)
+
+    def _dither(self, ctx: Context) -> int | None:
+        """Return the key of the dither, None for none."""
+        return ctx.key("dither") if self.unbiased else None
 
     def _checked(self, values: Tensor, valid: Tensor) -> Tensor:
         """Return `values`.
@@ -60,13 +79,21 @@ class EntropyBase(Codec):
             raise CompressionError("entropy: a damaged code came, no message is coded like that")
         return values
 
+    @property
+    def unbiased(self) -> bool:
+        return self.options.rounding == "dither"
+
     def error_bound(self, spec: TensorSpec) -> float:
+        if self.unbiased:  # each value is half a step off at most, however coarse that is
+            return DITHERED_REACH * math.sqrt(spec.numel)
         return 1.0  # values that need more bits than there are become zeros
 
     def gaussian_error_bound(self, spec: TensorSpec) -> float:
         # at high rates an ideal coder has 1.2 * 2^-rate; tables cost most in small messages
-        frame = frame_of(max(spec.numel, 1), self.options.bits)
+        frame = self._frame_of(max(spec.numel, 1))
         rate = 16 * frame.capacity / (frame.numel + 256)
+        if self.unbiased:  # at low rates four classes say too little
+            return 1.4 / math.sqrt(4**rate - 1) if rate >= 1 else max(1.0, rate**-1.6)
         return min(0.99, 1.3 * 2**-rate)
 
     def refuses(self, spec: TensorSpec) -> str:
@@ -87,12 +114,21 @@ class Entropy(EntropyBase):
         {"bits": 2, "rotate": "learned"},
         {"bits": 2, "contexts": "rows"},
         {"bits": 2, "contexts": "columns"},
+        {"bits": 2, "rounding": "dither"},
+        {"bits": 2, "rounding": "dither", "contexts": "rows"},
+        {"bits": 2, "rounding": "dither", "rotate": "learned"},
     )
 
     class Options(CodecOptions):
         bits: float = Field(2.5, ge=0.1, le=6)
         """Size of the packet in bits per value, all included. Tensors of a few dozen values take 2 bytes each
         and 32 for all."""
+
+        rounding: Literal["nearest", "dither"] = "nearest"
+        """dither: add a random part of a step to each value before it is rounded, and subtract it when it is
+        decoded. Both sides draw it, so it is not sent. The error does not depend on the values, and its mean
+        is 0: for gradients of few bits, where a systematic error costs more than a larger random one.
+        nearest, where small values become 0, has the smaller error."""
 
         rotate: Literal["none", "learned"] = "none"
         """learned: send of each row the coefficients in an eigenbasis of the rows, with tables by their rank:
@@ -141,15 +177,16 @@ class SortedContexts(EntropyBase):
         units = self._units(spec)
         if units is None:
             return super().encode(x, ctx)
-        return (kernels(x.device).encode_sorted(x.detach().reshape(-1), self._frame(spec, units), units),)
+        frame, backend = self._frame(spec, units), kernels(x.device)
+        return (backend.encode_sorted(x.detach().reshape(-1), frame, units, self._dither(ctx)),)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         units = self._units(spec)
         if units is None:
             return super().decode(parts, spec, ctx)
         frame, words = self._frame(spec, units), parts[0]
-        values = self._checked(*kernels(words.device).decode_sorted(words, frame, units, spec.dtype))
-        return values.view(spec.shape)
+        decode = kernels(words.device).decode_sorted
+        return self._checked(*decode(words, frame, units, spec.dtype, self._dither(ctx))).view(spec.shape)
 
     def _units(self, spec: TensorSpec) -> SortedBlocks | None:
         """Return the units of a tensor of `spec`, None if their classes would take too many of its words."""
@@ -165,7 +202,7 @@ class SortedContexts(EntropyBase):
         return None if few else SortedBlocks(count, size, columns)
 
     def _frame(self, spec: TensorSpec, units: SortedBlocks) -> Frame:
-        return frame_of(spec.numel, self.options.bits, units.cuts, taken=units.words)
+        return self._frame_of(spec.numel, units.cuts, units.words)
 
 
 class EigenbasisEntropy(EigenbasisCodec, EntropyBase):
@@ -182,14 +219,14 @@ class EigenbasisEntropy(EigenbasisCodec, EntropyBase):
         self.needs_warmup = not options.refresh_steps
 
     def encode_coefficients(self, coefficients: Tensor, h: int, ctx: Context, out: Parts | None) -> Parts:
-        n = coefficients.shape[1]
-        words = kernels(coefficients.device).encode_entropy(coefficients.reshape(-1), self._frame(n, h))
+        frame, backend = self._frame(n := coefficients.shape[1], h), kernels(coefficients.device)
+        words = backend.encode_entropy(coefficients.reshape(-1), frame, self._dither(ctx))
         if self._accumulates(h, ctx):
             self.decode_coefficients((words,), n, h, ctx)  # accumulates what the other side will
         return (words,)
 
     def decode_coefficients(self, parts: Parts, n: int, h: int, ctx: Context) -> Tensor:
-        coefficients = self._decode_words(parts[0], self._frame(n, h), torch.float32).view(h, n)
+        coefficients = self._decode_words(parts[0], self._frame(n, h), torch.float32, ctx).view(h, n)
         if self._accumulates(h, ctx):
             eigenbasis.accumulate(coefficients.T, self._period_key(h, ctx), ctx)
         return coefficients
@@ -229,7 +266,7 @@ class EigenbasisEntropy(EigenbasisCodec, EntropyBase):
     def _frame(self, n: int, h: int) -> Frame:
         halves = itertools.takewhile(bool, (h >> octave for octave in itertools.count(1)))
         cuts = dict.fromkeys(cut for half in halves for cut in (half, half + half // 2) if cut < h)
-        return frame_of(n * h, self.options.bits, tuple(n * cut for cut in cuts))
+        return self._frame_of(n * h, tuple(n * cut for cut in cuts))
 
 
 class _Period:

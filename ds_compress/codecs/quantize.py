@@ -40,6 +40,7 @@ class Quantize(Codec, FusesFeedback):
         {"bits": 2, "hadamard": True},
         {"bits": 4, "group_size": 32, "mixed": {"share": 0.8, "low_bits": 3}},
         {"bits": 2, "rotate": "learned"},
+        {"bits": 2, "hadamard": True, "rounding": "dither"},
     )
 
     Options = QuantizeOptions
@@ -63,7 +64,7 @@ class Quantize(Codec, FusesFeedback):
 
     def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
         options, backend, run = self.options, kernels(x.device), self._run
-        dither = ctx.key("dither") if self._drawn else None
+        dither = ctx.key("dither") if self.unbiased else None
         grid, numel = self._grid(options.bits, ctx.seed), x.numel()
         if run and numel and numel % run == 0:  # whole groups, contiguous in memory
             return backend.quantize(x, grid, dither, out, run)
@@ -72,7 +73,7 @@ class Quantize(Codec, FusesFeedback):
             return backend.quantize(groups, grid, dither, out)
         tile_map, high, low = separate(groups, options.mixed.counts(len(groups))[0])
         low_grid = self._grid(options.mixed.low_bits, ctx.seed)
-        low_dither = ctx.key("dither", "low_bits") if self._drawn else None
+        low_dither = ctx.key("dither", "low_bits") if self.unbiased else None
         half = 2 if self._symmetric else 3  # tensors of each width
         return (
             tile_map,
@@ -154,17 +155,20 @@ class Quantize(Codec, FusesFeedback):
         options, backend = self.options, kernels(parts[0].device)
         grid = self._grid(options.bits, ctx.seed)
         run, numel, dtype = self._run, spec.numel, spec.dtype
+        dither = ctx.key("dither") if self._dithered else None
         if run and numel and numel % run == 0 and dtype in _MADE:
-            return backend.dequantize(parts, grid, dtype, spec.shape)
+            return backend.dequantize(parts, grid, dtype, spec.shape, dither)
         # kernels do not decode to fp16: decode to fp32, and `join` converts
         wide = dtype if dtype in _MADE else torch.float32
         if options.mixed is None:
-            groups = backend.dequantize(parts, grid, wide)
+            groups = backend.dequantize(parts, grid, wide, None, dither)
         else:
             tile_map, parts = parts[0], parts[1:]
             half = len(parts) // 2
-            high = backend.dequantize(parts[:half], grid, wide)
-            low = backend.dequantize(parts[half:], self._grid(options.mixed.low_bits, ctx.seed), wide)
+            high = backend.dequantize(parts[:half], grid, wide, None, dither)
+            low_grid = self._grid(options.mixed.low_bits, ctx.seed)
+            low_dither = ctx.key("dither", "low_bits") if self._dithered else None
+            low = backend.dequantize(parts[half:], low_grid, wide, None, low_dither)
             groups = reunite(tile_map, high, low)
         return join(groups, spec, options.group_size, options.axis)
 
@@ -186,20 +190,19 @@ class Quantize(Codec, FusesFeedback):
 
     def stability(self, spec: TensorSpec) -> Stability:
         stochastic = self.options.rounding == "stochastic"
-        if self._gaussian or (self._symmetric and self.options.bits == 1 and not stochastic):
+        if self._gaussian or (self._symmetric and self.options.bits == 1 and not self.unbiased):
             return Stability(self.error_bound(spec))
         # the error of a value is half a step, or a step; rounding the scales adds up to 2 %
         steps = min(self._grid(bits).top for bits in self._widths)
         return Stability((2 if stochastic else 1) * 1.02 / steps, self.unbiased, "max")
 
-    @property
+    @functools.cached_property
     def unbiased(self) -> bool:
-        return self._drawn
+        return self.options.rounding != "nearest"
 
     @functools.cached_property
-    def _drawn(self) -> bool:
-        """Whether rounding is stochastic."""
-        return self.options.rounding == "stochastic"
+    def _dithered(self) -> bool:
+        return self.options.rounding == "dither"
 
     @property
     def _widths(self) -> list[int]:
@@ -224,22 +227,25 @@ class Quantize(Codec, FusesFeedback):
         if self._gaussian:
             return gaussian.error_bound(bits, size)
         stochastic = self.options.rounding == "stochastic"
-        if bits == 1 and self._symmetric and not stochastic:
+        if bits == 1 and self._symmetric and not self.unbiased:
             return math.sqrt(1 - 0.999 / size)  # every value becomes the mean magnitude, with its sign
         steps = self._grid(bits).top
         # two values determine the range of an asymmetric grid, one value that of a symmetric grid
         nearest = 1.02 * bounds.grid(2 * size if self._symmetric else size, steps)
         if stochastic:
             return 2 * nearest
-        return min(1.0, nearest) if self._symmetric else nearest  # 0 is on a symmetric grid
+        has_zero = self._symmetric and not self._dithered
+        return min(1.0, nearest) if has_zero else nearest
 
     def _normal_error(self, bits: int, size: int) -> float:
         """Return the relative error of a group of Gaussian values."""
         if self._gaussian:
             return 1.1 * gaussian.normal_error(bits)
         stochastic = self.options.rounding == "stochastic"
-        mean_magnitude = bits == 1 and self._symmetric and not stochastic
+        mean_magnitude = bits == 1 and self._symmetric and not self.unbiased
         reach = math.sqrt(2 / math.pi) if mean_magnitude else bounds.largest_normal(size)
+        if self._dithered:
+            return 1.02 * 2 * reach / self._grid(bits).top / math.sqrt(12)
         return 1.02 * bounds.normal_on_grid(-reach, reach, self._grid(bits).top, stochastic)
 
     def _layout(self, groups: int, size: int, bits: int) -> Layout:
@@ -259,7 +265,7 @@ class Quantize(Codec, FusesFeedback):
         @functools.lru_cache
         def grid(bits: int, seed: int = 0) -> Grid:
             key = key_of(seed) if hadamard else 0
-            return Grid(bits, self._symmetric, scale_dtype, hadamard, key, self._gaussian)
+            return Grid(bits, self._symmetric, scale_dtype, hadamard, key, self._gaussian, self._dithered)
 
         return grid
 
@@ -276,7 +282,7 @@ class Quantize(Codec, FusesFeedback):
         options = self.options
         if options.grid is not None:
             return options.grid == "gaussian"
-        says_more = "scheme" in options.model_fields_set or options.rounding == "stochastic"
+        says_more = "scheme" in options.model_fields_set or self.unbiased
         return options.hadamard and options.bits <= 3 and not says_more
 
     @functools.cached_property

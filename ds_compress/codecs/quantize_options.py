@@ -15,7 +15,7 @@ _WITH_A_BASIS = {
     "axis": (-1, "a row is the last dimension"),
     "grid": (None, "each number of bits has its own"),
     "scheme": ("symmetric", "coefficients lie around 0"),
-    "rounding": ("nearest", "the grids up to 4 bits are those of normal values"),
+    "rounding": ("nearest", "coefficients of 0 bits are lost, so no rounding is unbiased; entropy's is"),
     "mixed": (None, "the variance says which group has how many bits"),
 }
 """What goes with "rotate": "learned", and why nothing else does."""
@@ -47,8 +47,10 @@ class QuantizeOptions(CodecOptions):
     """How scales travel. bf16 keeps an offset to 1/128 of itself: a group whose values lie much closer
     together than they lie to 0 keeps its details with fp32 only."""
 
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-    """stochastic, on a uniform grid, makes the expected output equal the input."""
+    rounding: Literal["nearest", "stochastic", "dither"] = "nearest"
+    """On a uniform grid. stochastic makes the expected output equal the input; so does dither, whose error is
+    smaller and does not depend on the values: both sides draw the same part of a step, which is added before
+    rounding and subtracted after it."""
 
     hadamard: bool = False
     """Rotate each group first, with signs drawn from the seed, which spreads outliers; at 4 bits 2 to 3
@@ -77,7 +79,7 @@ class QuantizeOptions(CodecOptions):
     @field_validator("scheme", "rounding")
     @classmethod
     def _of_a_uniform_grid(cls, value: str, info: ValidationInfo) -> str:
-        if value in ("asymmetric", "stochastic") and info.data.get("grid") == "gaussian":
+        if value in ("asymmetric", "stochastic", "dither") and info.data.get("grid") == "gaussian":
             raise ValueError("goes with grid 'uniform', not with 'gaussian'")
         return value
 

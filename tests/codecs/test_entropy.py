@@ -7,7 +7,7 @@ import torch
 
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.errors import CompressionError
-from ds_compress.kernels.entropy import reference as rate
+from ds_compress.kernels.entropy import code_plan
 from ds_compress.kernels.entropy.format import LARGEST_NUMEL, STEPS, frame_of
 from tests.support.codecs import error_of, roundtrip
 
@@ -63,7 +63,7 @@ def test_the_worst_message_costs_nothing_with_the_coarsest_step():
     frame = frame_of(n, 0.1)
     histogram = torch.zeros(1, 2, 6144, dtype=torch.int64)
     histogram[:, :, -1] = n // 2  # each of the largest magnitude, of either sign: 1 bit per value, or none
-    plan = rate.search(histogram, frame, sure=True)
+    plan = code_plan.search(histogram, frame, sure=True)
     assert plan.words == 1 and plan.reach.tolist() == [[0, 0]] and plan.escapes == 0
     assert not roundtrip(
         {"name": "entropy", "bits": 0.1}, torch.ones(n).index_fill_(0, torch.arange(0, n, 2), -1)
@@ -77,9 +77,9 @@ def test_a_code_that_comes_out_too_long_is_made_anew():
         x = torch.randn(300, generator=torch.Generator().manual_seed(seed))
         frame = frame_of(300, 1)
         (code,) = codec.encode(x, Context())
-        keys = rate._keys(x.view(torch.int32), (x.abs().amax().view(torch.int32) >> 23).clamp(min=1))
+        keys = code_plan.keys_of(x.view(torch.int32), code_plan.exponent_of(x.view(torch.int32)), frame)
         histogram = torch.bincount(keys, minlength=2 * 6144).view(1, 2, 6144)
-        first, second = (rate.search(histogram, frame, sure).step.item() for sure in (False, True))
+        first, second = (code_plan.search(histogram, frame, sure).step.item() for sure in (False, True))
         assert code[frame.head + 1] in (first, second) and second <= first
         again += code[frame.head + 1].item() != first
         assert error_of({"name": "entropy", "bits": 1}, x) < 1

@@ -73,27 +73,29 @@ _encode_sorted = Function("entropy", "encode_sorted", **_ENCODE, **_SORTED)
 _decode_sorted = Function("entropy", "decode_sorted", **_DECODE, **_SORTED)
 
 
-def encode_entropy(x: Tensor, frame: Frame) -> Tensor:
+def encode_entropy(x: Tensor, frame: Frame, dither: int | None = None) -> Tensor:
     """See `reference.encode_entropy`."""
-    if not native.serves(x.numel()):
-        return reference.encode_entropy(x, frame)
+    if dither is not None or not native.serves(x.numel()):
+        return reference.encode_entropy(x, frame, dither)
     code = torch.empty(frame.words, dtype=torch.int16, device="cpu")
     _encode_entropy(**_encode_arguments(x, frame), code=code)
     return code
 
 
-def decode_entropy(words: Tensor, frame: Frame, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def decode_entropy(
+    words: Tensor, frame: Frame, dtype: torch.dtype, dither: int | None = None
+) -> tuple[Tensor, Tensor]:
     """See `reference.decode_entropy`."""
-    if not native.serves(frame.numel):
-        return reference.decode_entropy(words, frame, dtype)
+    if dither is not None or not native.serves(frame.numel):
+        return reference.decode_entropy(words, frame, dtype, dither)
     arguments = _decode_arguments(words, frame, dtype)
     return _checked(arguments["values"], _decode_entropy(**arguments), dtype)
 
 
-def encode_sorted(x: Tensor, frame: Frame, units: SortedBlocks) -> Tensor:
+def encode_sorted(x: Tensor, frame: Frame, units: SortedBlocks, dither: int | None = None) -> Tensor:
     """See `reference.encode_sorted`."""
-    if not native.serves(x.numel()):
-        return reference.encode_sorted(x, frame, units)
+    if dither is not None or not native.serves(x.numel()):
+        return reference.encode_sorted(x, frame, units, dither)
     words = torch.empty(frame.words + units.words, dtype=torch.int16, device="cpu")
     code, classes = words[: frame.words], words[frame.words :]
     arguments = {**_encode_arguments(x, frame), **_sorted_arguments(frame, units)}
@@ -102,11 +104,11 @@ def encode_sorted(x: Tensor, frame: Frame, units: SortedBlocks) -> Tensor:
 
 
 def decode_sorted(
-    words: Tensor, frame: Frame, units: SortedBlocks, dtype: torch.dtype
+    words: Tensor, frame: Frame, units: SortedBlocks, dtype: torch.dtype, dither: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """See `reference.decode_sorted`."""
-    if not native.serves(frame.numel):
-        return reference.decode_sorted(words, frame, units, dtype)
+    if dither is not None or not native.serves(frame.numel):
+        return reference.decode_sorted(words, frame, units, dtype, dither)
     words = words.contiguous()
     arguments = _decode_arguments(words[: frame.words], frame, dtype)
     arguments |= {**_sorted_arguments(frame, units), "classes": words[frame.words :]}

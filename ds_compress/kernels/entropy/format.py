@@ -37,6 +37,16 @@ of equals the first one comes first; inf and nan are of one size. The first quar
 on. Values are coded in this order: units of class 0, then of 1, 2 and 3, those of a class in the order of the
 tensor; then what follows the last whole unit. Contexts begin where classes do, if there are enough words. The
 classes of the units follow the code, 8 to a word, the first one in the lowest bits.
+
+Subtractive dither. Both sides draw for each value, in the order of the code, v = d / 65536, of 16 bits (see
+`quantize.grid.draws`). A value x becomes q = floor(x / step + v), computed with 16 binary digits behind the
+point, and q is decoded to (q - v + 1/2 - 1/131072) * step. So the error of a value is independent of it:
+uniform within half a step. The scale of a message is 16 times larger than above, so that steps can be larger
+than all values, and j is one of `DITHERED_STEPS`; with j = 0 all values are sent, and decoded, as 0. Each
+context has four tables, if there are enough words, by the two highest bits of d: the class of a value. The
+shift is 0. What is beyond travels as q, an int16. The histogram of the keys says how many values of each
+class are expected to become each q: by that a first step is a bit coarser than the finest one that fits. If
+the code by what each value became does not fit, the step is made coarser, see `dithered`.
 """
 
 import math
@@ -69,16 +79,30 @@ COST_BITS = 16  # behind the point of what a symbol costs
 SURE = math.ceil(math.log2(17 / 16) * 2**COST_BITS)
 """What rounding in a state, which is at least 16 times the frequency, can add to the cost of a symbol."""
 
+KEY_SHIFT = 15
+"""The digits of a float that its key leaves out."""
+
 SHIFT_BITS, SHIFTS = 10, (-576, 448)  # 9/16 and 7/16 of a step
 HIGHEST = 255 / 128
 """No magnitude is decoded to more, in units of the largest exponent: the end of the range of bfloat16, and
 within that of other formats."""
 
+COARSER = 4
+"""A dithered message is scaled by so many octaves more, as far as exponents go."""
+
+DITHERED_STEPS = range(FINER // 4, 19 * FINER)
+"""With the coarsest one no value is decoded to more than HIGHEST, unless exponents ended; with the finest one
+no q needs more than 15 bits."""
+
+LARGEST_Q = 1 << 14
+
 NOT_FINITE = 255
 HEAD, REACHES = 2, 2
-"""Words of the head, and of what each context has behind it."""
+"""Words of the head, and of what each table has behind it."""
 
 MOST_CONTEXTS = 16
+CLASSES, CLASS_BITS = 4, 2
+"""Of sorted blocks, and of the dither."""
 
 _LANES, _LONGEST = 32, 1 << 16
 _SHARE = 128  # words for each lane, of which its state takes two
@@ -96,6 +120,8 @@ class Frame:
     cuts: tuple[int, ...] = ()
     """Values at which further contexts should begin, most important first. If there are few words, the last
     ones are left out."""
+
+    dithered: bool = False
 
     @cached_property
     def lanes(self) -> int:
@@ -120,13 +146,18 @@ class Frame:
     @cached_property
     def ends(self) -> tuple[int, ...]:
         """Per context the value behind its last one; a multiple of `lanes`, except for the last context."""
-        most = min(MOST_CONTEXTS, max(1, self.words // _CONTEXT))
+        most = min(MOST_CONTEXTS, max(1, self.words // (_CONTEXT * self.classes)))
         begins = {cut // self.lanes * self.lanes for cut in self.cuts[: most - 1]}
         return (*sorted(begins - {0}), self.numel)
 
     @property
     def contexts(self) -> int:
         return len(self.ends)
+
+    @property
+    def classes(self) -> int:
+        """Classes of the dither, each of which has a table in each context."""
+        return CLASSES if self.dithered and self.words >= CLASSES * _CONTEXT else 1
 
     @property
     def head(self) -> int:
@@ -136,7 +167,7 @@ class Frame:
     @property
     def tables(self) -> int:
         """Where the tables begin."""
-        return self.head + HEAD + REACHES * self.contexts
+        return self.head + HEAD + REACHES * self.contexts * self.classes
 
     @property
     def capacity(self) -> int:
@@ -145,7 +176,9 @@ class Frame:
 
 
 @lru_cache(maxsize=1024)
-def frame_of(numel: int, bits: float, cuts: tuple[int, ...] = (), taken: int = 0) -> Frame:
+def frame_of(
+    numel: int, bits: float, cuts: tuple[int, ...] = (), taken: int = 0, dithered: bool = False
+) -> Frame:
     """Return the frame of a tensor; few values have 2 bytes each and 32 for all.
 
     Args:
@@ -154,7 +187,7 @@ def frame_of(numel: int, bits: float, cuts: tuple[int, ...] = (), taken: int = 0
         cuts: see `Frame`; each is below `numel`.
         taken: words to leave free.
     """
-    return Frame(numel, max(min(numel, _TINY) + 16, int(numel * bits / 16)) - taken, cuts)
+    return Frame(numel, max(min(numel, _TINY) + 16, int(numel * bits / 16)) - taken, cuts, dithered)
 
 
 @dataclass(frozen=True)
@@ -180,12 +213,19 @@ class Tables:
     levels: Tensor
     """int64: LEVELS."""
 
+    quarter: Tensor
+    """int32 [FINER, 513]: the first key of 0, 1, ... 512 quarters of step j < FINER or more; as `first`."""
+
+    inverse: Tensor
+    """fp32 [STEPS]: 2^15 / step j; 0 for j = 0."""
+
 
 @lru_cache
 def tables(device: torch.device) -> Tables:
     """Make them from integers alone: libraries of different machines round differently."""
     ratios = [_root_of_two(FINER - b) for b in range(FINER)]  # 2^(1 - b / FINER) * 2^64, [b]
     first = [[_key((q << 4) - _DEAD, ratio) for q in range(1, 129)] for ratio in ratios]
+    quarter = [[0, *(_key(m << 2, ratio) for m in range(1, 513))] for ratio in ratios]
     near = torch.tensor(
         [(ratio >> 40) + (ratio >> 39 & 1) for ratio in ratios], dtype=torch.float32, device="cpu"
     )
@@ -200,6 +240,8 @@ def tables(device: torch.device) -> Tables:
         torch.tensor([_cost(f) for f in range(TOTAL + 1)], dtype=torch.int32, device="cpu"),
         (2 * PER_OCTAVE + 1 + 2 * (keys % PER_OCTAVE)) << (keys // PER_OCTAVE),
         torch.tensor(LEVELS, dtype=torch.int64, device="cpu"),
+        torch.tensor(quarter, dtype=torch.int32, device="cpu"),
+        (2.0**15 / step.double()).float().index_fill_(0, octaves[:1], 0.0),
     )
     return Tables(*(table.to(device) for table in made))
 
@@ -233,7 +275,6 @@ def _cost(frequency: int) -> int:
     return (SCALE_BITS << COST_BITS) - digits
 
 
-CLASSES, CLASS_BITS = 4, 2
 PER_WORD = 16 // CLASS_BITS
 """Classes of units in a word."""
 

@@ -10,44 +10,43 @@ import triton.language as tl
 from torch import Tensor
 
 from ds_compress.kernels.entropy.format import SCALE_BITS, START, Frame, SortedBlocks
+from ds_compress.kernels.entropy.rans import Coded, Coder, contexts_of, slots
 from ds_compress.kernels.entropy.reference import (
-    Coded,
-    Coder,
-    contexts_of,
     decode_sorted_with,
     decode_with,
     encode_sorted_with,
     encode_with,
-    slots,
 )
 
 __all__ = ["decode_entropy", "decode_sorted", "encode_entropy", "encode_sorted"]
 
 
-def encode_entropy(x: Tensor, frame: Frame) -> Tensor:
+def encode_entropy(x: Tensor, frame: Frame, dither: int | None = None) -> Tensor:
     """See `reference.encode_entropy`."""
-    return encode_with(_CODER, x, frame)
+    return encode_with(_CODER, x, frame, dither)
 
 
-def decode_entropy(words: Tensor, frame: Frame, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def decode_entropy(
+    words: Tensor, frame: Frame, dtype: torch.dtype, dither: int | None = None
+) -> tuple[Tensor, Tensor]:
     """See `reference.decode_entropy`."""
-    return decode_with(_CODER, words, frame, dtype)
+    return decode_with(_CODER, words, frame, dtype, dither)
 
 
-def encode_sorted(x: Tensor, frame: Frame, units: SortedBlocks) -> Tensor:
+def encode_sorted(x: Tensor, frame: Frame, units: SortedBlocks, dither: int | None = None) -> Tensor:
     """See `reference.encode_sorted`."""
-    return encode_sorted_with(encode_entropy, x, frame, units)
+    return encode_sorted_with(encode_entropy, x, frame, units, dither)
 
 
 def decode_sorted(
-    words: Tensor, frame: Frame, units: SortedBlocks, dtype: torch.dtype
+    words: Tensor, frame: Frame, units: SortedBlocks, dtype: torch.dtype, dither: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """See `reference.decode_sorted`."""
-    return decode_sorted_with(decode_entropy, words, frame, units, dtype)
+    return decode_sorted_with(decode_entropy, words, frame, units, dtype, dither)
 
 
 def rans_encode(symbols: Tensor, frequencies: Tensor, frame: Frame) -> Coded:
-    """See `reference.rans_encode`."""
+    """See `rans.rans_encode`."""
     shape = frame.blocks, frame.steps, frame.lanes
     states = torch.empty(frame.blocks, frame.lanes, dtype=torch.int64, device=symbols.device)
     words = torch.empty(shape, dtype=torch.int32, device=symbols.device)
@@ -72,9 +71,14 @@ def rans_encode(symbols: Tensor, frequencies: Tensor, frame: Frame) -> Coded:
 
 
 def rans_decode(
-    states: Tensor, words: Tensor, places: Tensor, frequencies: Tensor, frame: Frame
+    states: Tensor,
+    words: Tensor,
+    places: Tensor,
+    frequencies: Tensor,
+    frame: Frame,
+    classes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `reference.rans_decode`."""
+    """See `rans.rans_decode`."""
     symbol_of, size_of, offset_of = slots(frequencies)
     symbols = torch.zeros(frame.numel, dtype=torch.int16, device=words.device)
     ends, left = torch.empty_like(states), torch.empty_like(places)
@@ -86,7 +90,8 @@ def rans_decode(
             symbol_of,
             size_of,
             offset_of,
-            contexts_of(frame, words.device),
+            frame.classes * contexts_of(frame, words.device),
+            classes,
             symbols,
             left,
             ends,
@@ -143,6 +148,7 @@ def _decode(
     size_of,
     offset_of,
     contexts,
+    classes,
     symbols,
     left,
     ends,
@@ -159,7 +165,10 @@ def _decode(
     for step in range(steps):
         value = (block * steps + step) * LANES + lane
         exists = value < numel
-        slot = (state & ((1 << SCALE_BITS) - 1)) + (tl.load(contexts + block * steps + step) << SCALE_BITS)
+        table = tl.load(contexts + block * steps + step)
+        if classes is not None:
+            table += tl.load(classes + value, mask=exists, other=0)
+        slot = (state & ((1 << SCALE_BITS) - 1)) + (table << SCALE_BITS)
         tl.store(symbols + value, tl.load(symbol_of + slot).to(tl.int16), mask=exists)
         fed = tl.load(size_of + slot) * (state >> SCALE_BITS) + tl.load(offset_of + slot)
         state = tl.where(exists, fed, state)

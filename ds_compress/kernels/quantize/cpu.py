@@ -100,6 +100,7 @@ def quantize(
     """See `reference.quantize`."""
     numel, size = groups.numel(), size or groups.shape[1]
     is_mean = grid.is_mean and dither is None  # the reference leaves the order of that sum to PyTorch
+    is_mean = is_mean or grid.dithered
     # as `native.serves`, without its frame
     if is_mean or size > LARGEST_GROUP or numel < native.LONG or library.load() is None:
         if numel <= BLOCK or dither is not None:
@@ -121,8 +122,11 @@ def dequantize(
     grid: Grid,
     dtype: torch.dtype = torch.float32,
     shape: tuple[int, ...] | None = None,
+    dither: int | None = None,
 ) -> Tensor:
     """See `reference.dequantize`."""
+    if dither is not None:
+        return reference.dequantize(parts, grid, dtype, shape, dither)
     plan = _decode_plan(parts[0].shape, grid, dtype, shape)
     if plan.is_supported and plan.numel >= native.LONG and library.load() is not None:
         values = torch.empty_like(plan.template)

@@ -7,6 +7,11 @@ group that holds inf or nan has an infinite or nan step and decodes to nan.
 Stochastic rounding draws 16 bits per value from a key and from the place of the value, so that every kernel
 makes the draws that it needs where it needs them. Of each 64 values of a group the first 32 take the lower
 halves of 32 words, the others the upper halves; every group begins with words of its own.
+
+Subtractive dither rounds by the same draws, v = draw / 65536: code = floor(position + v). The receiver draws
+them too and decodes to code - v + 1/2 - 1/131072 steps. Then the error is uniform within half a step,
+whatever the value. A position within 0 .. top has a code within 0 .. top, so nothing is cut off at the ends
+of the grid; values may be decoded to half a step beyond them.
 """
 
 from collections.abc import Sequence
@@ -47,11 +52,15 @@ class Grid:
     """Not uniform, but for normal values (see `gaussian`): symmetric, 1 to 4 bits, group size a power of
     two."""
 
+    dithered: bool = False
+    """With subtractive dither: the draw that rounded a value is subtracted when it is decoded."""
+
     @cached_property
     def top(self) -> int:
         """The largest code. A symmetric grid of 2 or more bits has an odd number of levels, so that 0 is one:
-        -1, 0, 1 at 2 bits."""
-        return 2**self.bits - 2 if self.symmetric and self.bits > 1 else 2**self.bits - 1
+        -1, 0, 1 at 2 bits. A dithered one has all levels, as it decodes none of them."""
+        odd = self.symmetric and self.bits > 1 and not self.dithered
+        return 2**self.bits - (2 if odd else 1)
 
     @cached_property
     def is_mean(self) -> bool:
@@ -106,10 +115,20 @@ def to_codes(groups: Tensor, scales: Sequence[Tensor], grid: Grid, dither: int |
     return (fixed + draws((n, size), dither, groups.device) >> 16).to(torch.uint8)
 
 
-def from_codes(codes: Tensor, scales: Sequence[Tensor], grid: Grid) -> Tensor:
-    """Return the values, fp32 [n, G], of `codes`, uint8 [n, G]."""
+def from_codes(codes: Tensor, scales: Sequence[Tensor], grid: Grid, dither: int | None = None) -> Tensor:
+    """Return the values, fp32 [n, G], of `codes`, uint8 [n, G].
+
+    Args:
+        dither: the key of the draws, if the grid is dithered.
+    """
     step, offset = scales[0].float(), offset_of(scales, grid).float()
-    return codes.float().mul_(step[:, None]).add_(offset[:, None])
+    if dither is None:
+        return codes.float().mul_(step[:, None]).add_(offset[:, None])
+    # a draw has the middle of its 65536th of a step
+    fixed = (codes.int() << 16) - draws((codes.shape[0], codes.shape[1]), dither, codes.device)
+    position = fixed.float().add_(32767.5).mul_(2.0**-16)
+    doubt = (step - step) + (offset - offset)  # nan if the group was not finite
+    return position.mul_(step[:, None]).add_((offset + doubt)[:, None])
 
 
 def _at_least(x: Tensor, dtype: torch.dtype) -> Tensor:

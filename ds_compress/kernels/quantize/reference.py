@@ -27,7 +27,7 @@ def quantize(
     Args:
         groups: [n, G] of any float dtype, G a multiple of 8, and a power of two for `grid.hadamard` and
             `grid.gaussian`.
-        dither: 64 bits, the key of stochastic rounding on a uniform grid; None rounds to nearest.
+        dither: 64 bits, the key of random rounding on a uniform grid; None rounds to nearest.
         out: contiguous memory for the results; new memory if None.
         size: G, if `groups` have any other shape.
 
@@ -54,16 +54,26 @@ def dequantize(
     grid: Grid,
     dtype: torch.dtype = torch.float32,
     shape: tuple[int, ...] | None = None,
+    dither: int | None = None,
 ) -> Tensor:
     """Return the values of `parts`, which `quantize` returned and which are contiguous.
+
+    Args:
+        dither: that of `quantize`, if `grid.dithered`.
 
     Returns:
         [n, G], or `shape` with as many entries, of `dtype`.
     """
     packed, *scales = parts
     codes = unpack(packed, grid.bits)
-    groups = gaussian.from_codes(codes, scales[0], grid) if grid.gaussian else from_codes(codes, scales, grid)
-    groups = (rotate_back(groups, grid.key) if grid.hadamard else groups).to(dtype)
+    if grid.gaussian:
+        groups = gaussian.from_codes(codes, scales[0], grid)
+    else:
+        groups = from_codes(codes, scales, grid, dither)
+    groups = rotate_back(groups, grid.key) if grid.hadamard else groups
+    if dither is not None:  # up to half a step beyond the largest value
+        groups = groups.clamp_(torch.finfo(dtype).min, torch.finfo(dtype).max)
+    groups = groups.to(dtype)
     return groups if shape is None else groups.view(shape)
 
 

@@ -112,11 +112,12 @@ def dequantize(
     grid: Grid,
     dtype: torch.dtype = torch.float32,
     shape: tuple[int, ...] | None = None,
+    dither: int | None = None,
 ) -> Tensor:
     """See `reference.dequantize`."""
     n, size = parts[0].shape[0], parts[0].shape[1] * 8 // grid.bits
-    if not n or size > MAX_GROUP:
-        return reference.dequantize(parts, grid, dtype, shape)
+    if not n or size > MAX_GROUP or dither is not None:
+        return reference.dequantize(parts, grid, dtype, shape, dither)
     packed, step, *offset = (part.contiguous() for part in parts)
     values = torch.empty((n, size) if shape is None else shape, dtype=dtype, device=packed.device)
     programs, options = _shape(n, size, grid, values.itemsize)

@@ -1,0 +1,186 @@
+"""How a message is coded: the search for a step by the histogram of a message's keys.
+
+The cost of a symbol is that of an ideal coder. A symbol of frequency f grows the state x of a lane, at least
+2^16 = 16 * 4096 / 4096, to less than (4096 x / f) * (1 + f / x), and x / f is at least 16 then. So its log2
+grows by the cost and at most log2(17 / 16), SURE, and each word written takes 16 off. It starts at 16 and
+never ends below, so a lane writes no more words than a sixteenth of what its symbols cost, SURE included.
+That proves that a plan which is `sure` fits; in practice the 16 bits of the states more than pay for it.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_compress.kernels.entropy.format import (
+    COST_BITS,
+    FINER,
+    KEY_SHIFT,
+    KEYS,
+    LEVELS,
+    LOWEST,
+    PER_OCTAVE,
+    SHIFT_BITS,
+    SHIFTS,
+    STEPS,
+    SURE,
+    TOTAL,
+    Frame,
+    Tables,
+    tables,
+)
+
+_MAGNITUDE = 0x7FFFFFFF
+
+
+class CodePlan(NamedTuple):
+    """How a message is coded with a step."""
+
+    step: Tensor
+    """int64: j."""
+
+    reach: Tensor
+    """int64 [contexts, 2]: above and below."""
+
+    frequencies: Tensor
+    """int64 [contexts, 2, 127]: of q = 1 .. 127, and of -1 .. -127; 0 beyond `reach`."""
+
+    beyond: Tensor
+    """int64 [contexts]: the frequency of what is beyond."""
+
+    escapes: Tensor
+    """int64 [contexts]: how many values are beyond."""
+
+    words: Tensor
+    """int64: what tables, escapes and code take, the last to within SURE a symbol."""
+
+
+def exponent_of(bits: Tensor) -> Tensor:
+    """Return the biased exponent of the largest magnitude, int32, of floats by their bits; NOT_FINITE if one
+    is inf or nan."""
+    return ((bits & _MAGNITUDE).amax() >> 23).clamp(min=1)
+
+
+def keys_of(bits: Tensor, exponent: Tensor, frame: Frame) -> Tensor:
+    """Return the keys, int64 [numel], of the floats of these bits. Those of negative values have KEYS more,
+    those of each context 2 * KEYS more than the one before."""
+    scale = ((255 - exponent) << 23).view(torch.float32)  # to [2, 4): neither it nor a result is subnormal
+    scaled = ((bits & _MAGNITUDE).view(torch.float32) * scale).view(torch.int32)
+    keys = ((scaled >> KEY_SHIFT) - (LOWEST + 1) * PER_OCTAVE).clamp_(0, KEYS - 1)
+    keys = keys.long() + KEYS * (bits < 0)
+    for end in frame.ends[:-1]:
+        keys[end:] += 2 * KEYS
+    return keys
+
+
+def histogram_of(keys: Tensor, frame: Frame) -> Tensor:
+    """Count the values of each key of `keys_of`: int64 [contexts, 2, KEYS]."""
+    histogram = torch.zeros(frame.contexts * 2 * KEYS, dtype=torch.int64, device=keys.device)
+    return histogram.index_add_(0, keys, torch.ones_like(keys)).view(frame.contexts, 2, KEYS)
+
+
+def search(histogram: Tensor, frame: Frame, sure: bool) -> CodePlan:
+    """Return the plan with the finest step that a binary search finds to fit.
+
+    Args:
+        histogram: int64 [contexts, 2, KEYS], of the keys of positive and of negative values.
+        sure: it fits for any order of the values; otherwise a code may be some words longer than planned.
+    """
+    made = tables(histogram.device)
+    counts = summed_from(histogram)
+
+    def plan_of(step: Tensor) -> CodePlan:
+        from_q = counts[:, :, first_keys(step, made)]
+        return plan(step, from_q, counts[:, :, 0].sum(1), made, sure)
+
+    last = torch.full((), STEPS - 1, dtype=torch.int64, device=histogram.device)
+    return plan_of(finest(plan_of, range(STEPS), last, frame.capacity))
+
+
+def finest(plan_of: Callable[[Tensor], CodePlan], steps: range, last: Tensor, capacity: int) -> Tensor:
+    """Return the finest of `steps` up to `last`, int64, that a binary search finds to fit; else the first."""
+    low, high = torch.full_like(last, steps[0]), last + 1
+    for _ in range(len(steps).bit_length()):
+        middle = (low + high) // 2
+        fits = plan_of(middle).words <= capacity
+        low, high = torch.where(fits, middle, low), torch.where(fits, high, middle)
+    return low
+
+
+def first_keys(step: Tensor, made: Tables) -> Tensor:
+    """Return the first key of q = 1 .. 128, int64 [128]."""
+    return (at(made.first, step % FINER) - PER_OCTAVE * (step // FINER)).long().clamp(1, KEYS)
+
+
+def plan(step: Tensor, from_q: Tensor, n: Tensor, made: Tables, sure: bool) -> CodePlan:
+    """Return how a message is coded with `step`.
+
+    Args:
+        from_q: int64 [contexts, 2, 128], how many positive values, and how many negative ones, become
+            q = 1 .. 128 or more.
+        n: int64 [contexts], how many values there are.
+        sure: see `search`.
+    """
+    # twice the reach is worth its table where it holds more values than the table has words
+    few = from_q[:, :, made.levels] <= 2 * (made.levels + 1)
+    level = (~few).long().cumprod(2).sum(2).clamp(max=len(made.levels) - 1)
+    reach = made.levels[level]
+    inside = torch.arange(127, dtype=torch.int64, device=from_q.device) < reach.unsqueeze(2)
+    each = (from_q[:, :, :-1] - from_q[:, :, 1:]) * inside
+    escapes = from_q.gather(2, reach.unsqueeze(2)).sum((1, 2))
+    share = TOTAL - 1 - (each > 0).sum((1, 2)) - (escapes > 0).long()
+    frequencies = _frequency(each, share.view(-1, 1, 1), n.view(-1, 1, 1))
+    beyond = _frequency(escapes, share, n)
+    rest = TOTAL - frequencies.sum((1, 2)) - beyond
+    cost = made.cost.long()
+    if sure:
+        cost = cost + SURE * (cost > 0)
+    zeros = n - from_q[:, :, 0].sum(1)
+    total = (each * cost[frequencies]).sum() + (escapes * cost[beyond] + zeros * cost[rest]).sum()
+    words = reach.sum() + len(reach) + escapes.sum() + (total >> COST_BITS + 4)
+    return CodePlan(step, reach, frequencies, beyond, escapes, words)
+
+
+def shift_of(histogram: Tensor, chosen: CodePlan) -> Tensor:
+    """Return how far magnitudes lie below their q on average, int64 [contexts], in units of 2^-SHIFT_BITS
+    steps."""
+    made = tables(histogram.device)
+    counts, sums = summed_from(histogram), summed_from(histogram * made.weight)
+    step, first = at(made.units, chosen.step), first_keys(chosen.step, made)
+    beyond = first[chosen.reach].unsqueeze(2)  # [contexts, 2, 1]: the first key that is
+    from_q, escapes = counts[:, :, first], counts.gather(2, beyond)
+    inside = torch.arange(127, dtype=torch.int64, device=first.device) < chosen.reach.unsqueeze(2)
+    # as many times as q has steps: the sum over q of how many are q or more, and not beyond
+    steps = ((from_q[:, :, :-1] - escapes) * inside).sum((1, 2))
+    weights = (sums[:, :, first[0]] - sums.gather(2, beyond).squeeze(2)).sum(1)
+    count = (from_q[:, :, 0] - escapes.squeeze(2)).sum(1)
+    unit = (count * step >> SHIFT_BITS).clamp(min=1)
+    return torch.div(steps * step - weights, unit, rounding_mode="floor").clamp(*SHIFTS)
+
+
+def at(table: Tensor, index: Tensor) -> Tensor:
+    """Return table[index] of a 0-dim index; indexing would make the host wait."""
+    return table.index_select(0, index.view(1)).squeeze(0)
+
+
+def summed_from(histogram: Tensor) -> Tensor:
+    """Return the sums over a key and all higher ones, int64 [contexts, 2, KEYS + 1]."""
+    return torch.nn.functional.pad(histogram.flip(2).cumsum(2).flip(2), (0, 1))
+
+
+def _frequency(counts: Tensor, share: Tensor, n: Tensor) -> Tensor:
+    """Return frequencies in proportion to `counts`, at least 1 if a symbol occurs; their sum is below
+    TOTAL."""
+    return torch.where(counts > 0, ((counts * share + n // 2) // n).clamp(min=1), 0)
+
+
+def frequencies_of(symbol: Tensor, chosen: CodePlan) -> Tensor:
+    """Return the frequency of each symbol, int64 [contexts, SYMBOLS]."""
+    above, below = chosen.reach.unsqueeze(2).unbind(1)
+    q = symbol - below
+    positive, negative = chosen.frequencies.unbind(1)
+    each = torch.cat([negative.flip(1), torch.zeros_like(above), positive], dim=1)
+    found = torch.where(q <= above, each.gather(1, (q + LEVELS[-1]).clamp(0, each.shape[1] - 1)), 0)
+    found = torch.where(q == above + 1, chosen.beyond.unsqueeze(1), found)
+    return torch.where(q == 0, TOTAL - found.sum(1, keepdim=True), found)

@@ -1,0 +1,150 @@
+"""The words of a code, as `format` draws them: written and read in PyTorch."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_compress.kernels.entropy.code_plan import CodePlan, frequencies_of
+from ds_compress.kernels.entropy.format import (
+    HEAD,
+    LEVELS,
+    NOT_FINITE,
+    REACHES,
+    SHIFTS,
+    START,
+    STEPS,
+    SYMBOLS,
+    TOTAL,
+    Frame,
+)
+from ds_compress.kernels.entropy.rans import Coder
+
+
+def write_words(
+    coder: Coder,
+    chosen: CodePlan,
+    symbols: Tensor,
+    escapes: Tensor,
+    exponent: Tensor,
+    shift: Tensor,
+    frame: Frame,
+) -> tuple[Tensor, Tensor]:
+    """Return the words of a code, int16 [frame.words], and whether they fit.
+
+    Args:
+        symbols: int64 [numel], those of table t from t * SYMBOLS on.
+        escapes: int64 [numel]: the word of each value, of which those that are beyond travel.
+        exponent: as in the head.
+        shift: int64 [tables].
+    """
+    above, below = chosen.reach.unsqueeze(2).unbind(1)
+    beyond = above + below + 1
+    symbol = torch.arange(SYMBOLS, dtype=torch.int64, device=symbols.device)
+    frequencies = frequencies_of(symbol, chosen)
+    coded = coder.encode(symbols, frequencies, frame)
+
+    # the last: for what has no place
+    words = torch.zeros(frame.words + 1, dtype=torch.int64, device=symbols.device)
+    states = coded.states.flatten()
+    sizes = coded.written.sum((1, 2))
+    for number, start in ((states, 0), (sizes, 2 * len(states))):
+        end = start + 2 * len(number)
+        words[start:end:2], words[start + 1 : end : 2] = number & 0xFFFF, number >> 16
+    words[frame.head : frame.head + HEAD] = torch.stack([exponent.long(), chosen.step])
+    reaches = [above.squeeze(1) << 8 | below.squeeze(1), shift]
+    words[frame.head + HEAD : frame.tables] = torch.stack(reaches, dim=1).flatten()
+    ends = frame.tables + beyond.cumsum(0)
+    place = ends - beyond + _place(symbol, below)
+    place = torch.where((symbol == below) | (symbol > beyond), frame.words, place)
+    _put(words, place.flatten(), frequencies.flatten())
+    order = coded.written.flatten().cumsum(0) - 1
+    place = torch.where(coded.written.flatten(), ends[-1, 0] + order, frame.words)
+    _put(words, place, coded.words.flatten())
+    escaped = (symbol == beyond).flatten()[symbols]
+    place = torch.where(escaped, frame.words - escaped.cumsum(0), frame.words)
+    _put(words, place, escapes)
+    fits = ends[-1, 0] + chosen.escapes.sum() + sizes.sum() <= frame.words
+    return words[:-1].to(torch.int16), fits
+
+
+class Symbols(NamedTuple):
+    """What the words of a code say."""
+
+    exponent: Tensor
+    """int64: within 1 .. NOT_FINITE if `valid`."""
+
+    step: Tensor
+    """int64: j, within 0 .. STEPS - 1."""
+
+    shift: Tensor
+    """int64 [tables]."""
+
+    q: Tensor
+    """int64 [tables, SYMBOLS]: of each symbol."""
+
+    numbers: Tensor
+    """int32 [numel]: the symbol of each value, those of table t from t * SYMBOLS on."""
+
+    escaped: Tensor
+    """bool [numel]: whether a value is beyond."""
+
+    escapes: Tensor
+    """int32 [numel]: the words of those that are."""
+
+    valid: Tensor
+    """bool: whether this can have been written."""
+
+
+def read_words(coder: Coder, words: Tensor, frame: Frame, classes: Tensor | None = None) -> Symbols:
+    """Read what `write_words` wrote; whatever comes, nothing outside `words` is read.
+
+    Args:
+        words: int16 [frame.words].
+        classes: int64 [numel], below frame.classes: the class of each value; None if there is one.
+    """
+    head = words[frame.head : frame.tables].long()
+    exponent, step, reaches = head[0], head[1], head[HEAD:].view(-1, REACHES)
+    reach, shift = torch.stack([reaches[:, 0] >> 8, reaches[:, 0] & 255], dim=1), reaches[:, 1]
+    top = LEVELS[-1]
+    valid = (exponent >= 1) & (exponent <= NOT_FINITE) & (step >= 0) & (step < STEPS)
+    valid &= ((reach >= 0) & (reach <= top)).all() & ((shift >= SHIFTS[0]) & (shift <= SHIFTS[1])).all()
+    step, reach = step.clamp(0, STEPS - 1), reach.clamp(0, top)
+    above, below = reach.unsqueeze(2).unbind(1)
+
+    unsigned = words.int() & 0xFFFF
+    symbol = torch.arange(SYMBOLS, dtype=torch.int64, device=words.device)
+    beyond = above + below + 1
+    ends = frame.tables + beyond.cumsum(0)
+    frequencies = unsigned[(ends - beyond + _place(symbol, below)).clamp_(max=frame.words - 1)].long()
+    frequencies = torch.where((symbol == below) | (symbol > beyond), 0, frequencies)
+    rest = TOTAL - frequencies.sum(1, keepdim=True)
+    valid &= (rest > 0).all()
+    frequencies = torch.where(symbol == below, torch.where(valid, rest, TOTAL), frequencies * valid)
+
+    states, sizes = (
+        words[: frame.head].view(torch.int32).long().split([frame.blocks * frame.lanes, frame.blocks])
+    )
+    first, ends = ends[-1, 0], sizes.cumsum(0)
+    room = frame.words - first
+    valid &= (sizes >= 0).all() & (ends[-1] <= room)
+    places = (first + ends - sizes).clamp(0, frame.words)
+    states = (states & 0xFFFFFFFF).view(frame.blocks, frame.lanes)
+    symbols, left, states = coder.decode(states, unsigned, places, frequencies, frame, classes)
+    valid &= (left == places + sizes).all() & (states == START).all()
+
+    numbers = symbols.int()
+    escaped = (symbol == beyond).flatten()[numbers]
+    rank = escaped.cumsum(0)
+    valid &= rank[-1] <= room - ends[-1]
+    escapes = unsigned[(frame.words - rank).clamp_(0, frame.words - 1)]
+    return Symbols(exponent, step, shift, symbol - below, numbers, escaped, escapes, valid)
+
+
+def _put(words: Tensor, places: Tensor, numbers: Tensor) -> None:
+    words.scatter_(0, places.clamp(0, len(words) - 1), numbers.long())
+
+
+def _place(symbol: Tensor, below: Tensor) -> Tensor:
+    """Return the place of a symbol's frequency in the table, which does not contain that of q = 0."""
+    return symbol - (symbol > below).long()
