@@ -50,7 +50,10 @@ class BuildKernels(build_ext):
                 if (name := libraries[each.name]) in wanted
                 and (self.force or not library["is_current"](library["file"](name)))
             ]
-        super().run()
+        try:
+            super().run()
+        except ValueError as error:  # setuptools splits $CXX, $CC and $CFLAGS as a shell does
+            self.warn(f"no kernels are compiled, as a variable of the compiler cannot be read: {error}")
 
     def build_extensions(self) -> None:
         largest_first = sorted(

@@ -45,7 +45,7 @@ def _of_codecs(config: Any) -> dict[str, str]:
         "warmup_steps": nothing,
         "warmup_epochs": nothing,
         "tensors": nothing,
-        "min_numel": positions,
+        "min_numel": nothing or positions,
         "eval": nothing or ("" if forward else "activations have no codec"),
         "state_check_every": "" if config.mirrors else "no feedback keeps equal state on both sides",
         "checkpoint.state": "" if is_stateful else "no feedback or codec keeps state",

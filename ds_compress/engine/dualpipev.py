@@ -173,11 +173,11 @@ class DualPipeVSession(Session):
         """Do nothing: the schedule posts its receives before the sender runs."""
         self._arriving.clear()
 
-    def _track(self) -> None:
-        """Track nothing: instructions of DualPipeV compute more than one stage's messages."""
-
     def boundary_of_shapes(self, sends: bool) -> Boundary:
-        boundary = self.phases[self._instruction[1]][int(sends)]
+        return self._boundary(self._instruction[1], sends)
+
+    def _boundary(self, phase: int, sends: bool) -> Boundary:
+        boundary = self.phases[phase][int(sends)]
         assert boundary is not None
         return boundary
 
@@ -201,6 +201,8 @@ class DualPipeVSession(Session):
             arrived = self.stage.fetch(instruction, buffer_id, tensors, phase=phase)
             for tensor, came in zip(tensors, arrived):
                 tensor.data = came
+            if instruction is Instruction.RECV_ACTIVATION:
+                self.mark_received(tensors, self._boundary(phase, sends=False))
         self._arriving.clear()
         self._launch()  # what nobody waited for: a queue of sends alone
         run()  # with nothing left to do

@@ -260,8 +260,14 @@ class Session:
 
     def tracked(self) -> DependencyTracker | None:
         """Return a context for instructions that compute what is sent, as long as a boundary needs it."""
-        after = self.stage.after
-        return self.tracking if after is not None and after.dependence is None else None
+        ends = (end for (kind, _), end in self.stage.senders.items() if kind is Instruction.SEND_ACTIVATION)
+        is_open = any(end.channel.boundary.dependence is None for end in ends)
+        return self.tracking if is_open else None
+
+    def mark_received(self, tensors: Sequence[Tensor], boundary: Boundary) -> None:
+        """Mark those of a forward message that depend on parameters, while instructions are tracked."""
+        if self.lookahead.tracking and self.tracking and boundary.dependence:
+            self.tracking.mark_received(tensors, boundary.dependence)
 
     def post_receives(self, training: bool) -> None:
         """Let messages be received ahead whose shapes are known from the batch before."""
@@ -327,9 +333,8 @@ class Session:
             stage.unused.add(instruction)
         else:
             stage.unused.discard(instruction)
-        if forward and self.lookahead.tracking and self.tracking and end.channel.boundary.dependence:
-            inputs = as_list(engine.pipe_buffers["inputs"][buffer_id])
-            self.tracking.mark_received(inputs, end.channel.boundary.dependence)
+        if forward and self.lookahead.tracking:
+            self.mark_received(as_list(engine.pipe_buffers["inputs"][buffer_id]), end.channel.boundary)
 
     def _note_left_alone(self, channel: Channel, sending: Sending) -> None:
         """Warn once that a send instruction sent no message; raise where compression is required."""

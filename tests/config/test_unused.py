@@ -17,6 +17,7 @@ UNUSED = [
     ({"warmup_epochs": 5}, "warmup_epochs: 5 has no effect: no codec is set"),
     ({"eval": "both"}, "eval: 'both' has no effect: no codec is set"),
     ({"tensors": [0]}, "tensors: [0] has no effect: no codec is set"),
+    ({"min_numel": 9}, "min_numel: 9 has no effect: no codec is set"),
     ({"recipe": "none", "warmup_steps": 5}, "warmup_steps: 5 has no effect: no codec is set"),
     ({**LOSSY, "tensors": [0], "min_numel": 5}, "min_numel: 5 has no effect: tensors names positions"),
     ({"backward": {"codec": "topk"}, "eval": "compressed"}, "eval: 'compressed' has no effect: activations"),
@@ -86,7 +87,7 @@ CONTRADICTORY = [
 
 USED = [
     {},
-    {"min_numel": 5},
+    {**LOSSY, "min_numel": 5},
     {**LOSSY, "warmup_steps": 5, "eval": "both", "min_numel": 5, "guard": {"loss": 0.1, "error": 0.1}},
     {**WITH_EF, "guard": {"residual": 9.0}, "checkpoint": {"state": "delta"}, "tensors": [0]},
     {"forward": {"codec": "quantize", "feedback": "ef21"}, "state_check_every": 5},

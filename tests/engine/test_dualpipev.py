@@ -7,13 +7,17 @@ from types import SimpleNamespace
 import deepspeed
 import pytest
 import torch
+from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.config import Config
 from ds_compress.engine.subspace import SubspacePipeline
 from ds_compress.errors import CompressionError
+from tests.support.models import Causal
 from tests.support.pipeline import (
+    WIDTH,
+    Block,
     batches,
     ds_config,
     evaluate,
@@ -47,10 +51,10 @@ def config(block=None, **changes):
     )
 
 
-def build(ranks, block, **changes):
+def build(ranks, block, specs=None, **changes):
     torch.manual_seed(1)
     module = dualpipev.DualPipeVModule(
-        layers(4 * ranks),
+        specs or layers(4 * ranks),
         topology=PipeDataParallelTopology(num_pp=ranks, num_dp=1),
         loss_fn=loss_fn,
         partition_method="uniform",
@@ -130,6 +134,63 @@ def test_none_equals_stock_and_compressed_equals_simulate(ranks):
             )
             assert sorted(sent) == sorted(out + back)
             assert sum(sent.values()) == handed_over > 0
+
+
+def train_causal(block, specs, shape):
+    """Losses, an evaluation before and after; what was sent in all by boundary and direction."""
+    engine, held_out = build(2, block, specs), batches(shape=shape, replica=7)
+    data = batches(shape=shape)
+    losses = [engine.eval_batch(held_out).item()] + [engine.train_batch(data).item() for _ in range(2)]
+    sent = {(c.boundary.number, c.direction): c.sent.wire_bytes for c in engine.ds_compress.stage.sending}
+    return losses, sent
+
+
+LENGTH = 16
+CAST = {direction: {"codec": "bf16"} for direction in ("forward", "backward")} | {"min_numel": 64}
+
+
+def test_masks_and_tables_are_sent_uncompressed_and_hidden_states_are_not():
+    """Of a message of several float tensors nothing was compressed, while `simulate` compressed the hidden
+    state."""
+    hidden, mask, table = (4 * LENGTH * size for size in (WIDTH, LENGTH, WIDTH // Causal.HEADS))
+    message = 2 * hidden + 4 * (mask + 2 * table) + 32
+    ranks = run_ranks(2, train_causal, CAST, Causal.layers(8), (LENGTH, WIDTH))
+    model = simulated(Causal.layers(8), config(CAST), [2, 6])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    data, count = batches(shape=(LENGTH, WIDTH)), {"micro_batches": MICRO_BATCHES}
+    losses = [evaluate(model, batches(shape=(LENGTH, WIDTH), replica=7), **count)]
+    losses += [train_step(model, optimizer, data, **count) for _ in range(2)]
+    for found, sent in ranks:
+        assert found == losses
+        for (_, direction), nbytes in sent.items():
+            assert nbytes == (3 if direction == "forward" else 2) * MICRO_BATCHES * message
+
+
+class Gated(Block):
+    """Passes on a float mask, beside a hidden state in whole numbers."""
+
+    def __init__(self, last=False):
+        super().__init__()
+        self.last = last
+
+    def forward(self, inputs):
+        x, mask = inputs if isinstance(inputs, tuple) else (inputs, (inputs > 0).float())
+        x = super().forward(x.float() * mask)
+        return x if self.last else ((1e3 * x).long(), mask)
+
+
+def evaluate_gated(block):
+    engine = build(2, block, [LayerSpec(Gated, last=number == 3) for number in range(4)])
+    loss = engine.eval_batch(batches()).item()
+    session = getattr(engine, "ds_compress", None)
+    return loss, [channel.sent.wire_bytes for channel in session.stage.sending] if session else None
+
+
+def test_a_lone_mask_is_sent_uncompressed():
+    """The only float tensor of a message was taken for the hidden state."""
+    (loss, sent), (other, _) = run_ranks(2, evaluate_gated, CAST)
+    assert loss == other == run_ranks(2, evaluate_gated, None)[0][0]
+    assert sum(sent) == MICRO_BATCHES * (4 * 8 * WIDTH * (8 + 4) + 32)
 
 
 def announced(block):

@@ -104,9 +104,9 @@ def test_nothing_is_left_in_the_home_of_a_user(tmp_path):
     assert not [path for path in tmp_path.rglob("*") if "ds_compress" in path.name]
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "g++ '"])
 def test_without_a_compiler_the_package_is_installed_and_warns_once(compiler, tree, tmp_path):
-    """There was one warning for each of ten sources."""
+    """There was one warning for each of ten sources. An open quote in CXX ended the installation."""
     (tree / "setup.cfg").write_text((ROOT / "setup.cfg").read_text())  # without objects of this tree
     file, names = wheel(tree, CXX=compiler)
     assert file.name.endswith("-py3-none-any.whl") and not [name for name in names if name.endswith(".so")]
