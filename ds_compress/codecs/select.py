@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels.backends import kernels
-from ds_compress.kernels.topk.magnitudes import INFINITY, SAMPLE, keys
-from ds_compress.kernels.topk.selection import Selection, banded, largest, sidco_thresholds
+from ds_compress.kernels.topk.magnitudes import INFINITY, SAMPLE
+from ds_compress.kernels.topk.selection import Selection, banded, largest
 
 
 @lru_cache(maxsize=1024)  # successive messages have the same shape
@@ -25,12 +25,6 @@ def kept_of(length: int, density: float) -> int:
     Subtracting 1e-9 absorbs the rounding of the product.
     """
     return min(length, max(1, math.ceil(density * length - 1e-9)))
-
-
-@lru_cache(maxsize=1024)
-def kept_in_blocks(length: int, density: float, block: int) -> int:
-    """Return how many of `length` entries `blockwise` selects."""
-    return length // block * kept_of(block, density) + kept_of(length % block, density)
 
 
 @lru_cache(maxsize=1024)
@@ -58,44 +52,6 @@ def threshold(x: Tensor, k: int, values: Tensor | None = None) -> Selection:
     high, low = kernels(x.device).sample_bounds(x, k)
     # if more than k entries equal `high`, as in a row of zeros, entries above it still take precedence
     return banded(x, (low, high, high + 1, INFINITY[x.dtype]), k)
-
-
-def sidco(x: Tensor, k: int, values: Tensor | None = None) -> Selection:
-    """Select about the k largest of each row by thresholds fitted to the distribution of |x|.
-
-    Entries above the upper fitted threshold are selected; evenly spaced entries between the two thresholds
-    fill up the selection to k (see `sidco_thresholds`). If the best fit of any row would select less than 0.8
-    k or more than 1.25 k, all rows are selected exactly. This check synchronises with the GPU.
-    """
-    if not x.numel():
-        return largest(x, k, values)
-    high, low, achieved = sidco_thresholds(x, k)
-    if not bool(((achieved >= 0.8 * k) & (achieved <= 1.25 * k)).all()):
-        return largest(x, k, values)
-    low, high = keys(low.to(x.dtype)), keys(high.to(x.dtype))
-    return banded(x, (low, high, INFINITY[x.dtype]), k)
-
-
-def blockwise(x: Tensor, density: float, block: int, values: Tensor | None = None) -> Selection:
-    """Select the largest entries of each block of a row, at least one per block.
-
-    Args:
-        block: entries per block; the last block of a row may be shorter.
-    """
-    rows, d = x.shape
-    if not x.numel():
-        return largest(x, 0)
-    block = min(block, d)
-    if d % block == 0:
-        return largest(x.reshape(-1, block), kept_of(block, density), values)
-    whole = d // block * block
-    places = []
-    for start, length, width in ((0, whole, block), (whole, d - whole, d - whole)):
-        blocks = x[:, start : start + length].reshape(-1, width)
-        inside = largest(blocks, kept_of(width, density)).indices.view(rows, -1)
-        row = torch.arange(rows, dtype=torch.int64, device=x.device).unsqueeze(1)
-        places.append(inside + (row * (d - length) + start))
-    return Selection.at(torch.cat(places, dim=1).flatten(), x.numel())
 
 
 def stratified(rows: int, d: int, k: int, generator: torch.Generator) -> Selection:

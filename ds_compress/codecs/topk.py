@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
-from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
 from ds_compress.codec import (
@@ -54,8 +53,6 @@ class TopK(Sparse, ReusesForwardIndices):
         {"indices": "rice", "values": {"name": "quantize", "bits": 4, "group_size": 128}},
         {"indices": "reuse", "values": "bf16"},
         {"select": "threshold", "values": "bf16"},
-        {"select": "sidco", "values": "bf16"},
-        {"select": "block", "values": "bf16"},
         {"density": 0.01, "values": "bf16"},
     )
 
@@ -67,26 +64,13 @@ class TopK(Sparse, ReusesForwardIndices):
         rows: Literal["sample", "tensor"] = "sample"
         """What counts as a row: each index of dim 0, or the tensor as a whole."""
 
-        select: Literal["exact", "threshold", "sidco", "block"] = "exact"
-        """How the entries are found: exactly; by a sampled threshold; by a fitted one; exactly in each
-        block."""
-
-        block_size: int | None = Field(None, ge=1, le=2**30)
-        """Entries per block of `select: "block"`, which keeps at least one of each; 1024 if not given."""
-
-        @field_validator("block_size")
-        @classmethod
-        def _only_blocks_have_a_size(cls, size: int | None, info: ValidationInfo) -> int | None:
-            select = info.data.get("select", "block")
-            if size is not None and select != "block":
-                raise ValueError(f"goes with select 'block', not with {select!r}")
-            return size
+        select: Literal["exact", "threshold"] = "exact"
+        """How the entries are found: exactly, or by a sampled threshold, which needs no sorting."""
 
     def __init__(self, options: CodecOptions | None = None):
         super().__init__(options)
         self._forward: Selects = self  # whose selection "reuse" reads
         self._unbiased = False  # as the forward codec is that it follows
-        self._block = self.options.block_size or 1024
 
     def paired(self, forward: Codec) -> Codec:
         if self.options.indices != "reuse":
@@ -151,7 +135,7 @@ class TopK(Sparse, ReusesForwardIndices):
         return self._scatter(parts[plan.parts :], selection, spec, ctx)
 
     def error_bound(self, spec: TensorSpec) -> float:
-        exact = self.options.select in ("exact", "block") and self.options.indices != "reuse"
+        exact = self.options.select == "exact" and self.options.indices != "reuse"
         return super().error_bound(spec) if exact else self._blind_error_bound(spec)
 
     def gaussian_error_bound(self, spec: TensorSpec) -> float:
@@ -177,27 +161,19 @@ class TopK(Sparse, ReusesForwardIndices):
         return self._unbiased
 
     def _select(self, x: Tensor, plan: _TopKPlan, values: Tensor | None) -> Selection:
-        options = self.options
-        x = x.view(plan.rows, plan.length)
-        if options.select == "block":
-            return select.blockwise(x, options.density, self._block, values)
-        k = select.kept_of(plan.length, options.density)
-        if options.select == "exact":
-            return select.exact(x, k, values)
-        return (select.threshold if options.select == "threshold" else select.sidco)(x, k, values)
+        k = select.kept_of(plan.length, self.options.density)
+        find = select.exact if self.options.select == "exact" else select.threshold
+        return find(x.view(plan.rows, plan.length), k, values)
 
     @functools.cached_property
     def _plan(self) -> Callable[[tuple[int, ...]], _TopKPlan]:
         """Return the plan of a shape, from a cache: each message needs it."""
-        options, block = self.options, self._block
+        options = self.options
 
         @functools.lru_cache
         def plan(shape: tuple[int, ...]) -> _TopKPlan:
             rows, length = select.rows_of(shape, options.rows)
-            if options.select == "block":
-                kept = rows * select.kept_in_blocks(length, options.density, block)
-            else:
-                kept = rows * select.kept_of(length, options.density)
+            kept = rows * select.kept_of(length, options.density)
             name, numel = options.indices, rows * length
             if name in ("auto", "reuse"):
                 name = coding.smallest(("bitmask", "int16", "int32"), numel, kept)

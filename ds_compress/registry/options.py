@@ -35,6 +35,13 @@ RENAMED = {
 }
 """Old names of keys and values, from earlier releases. An error names the new one if it is allowed."""
 
+REMOVED = {
+    "sidco": "use 'threshold'",
+    "block": "use 'exact' or 'threshold'",
+    "block_size": "select 'block' is gone; leave it out",
+}
+"""Keys and values of earlier releases that are gone, and what to use instead."""
+
 
 class Options(BaseModel):
     """Base of every options model; refuses unknown keys, wrong types, inf and nan."""
@@ -133,6 +140,8 @@ def _instead(word: object, known: list[str]) -> str:
     """Suggest the new name of `word` if it was renamed, else the most similar known name."""
     if not isinstance(word, str):
         return did_you_mean(word, known)
+    if word in REMOVED:
+        return f" (removed: {REMOVED[word]})"
     return f", now {RENAMED[word]!r}" if RENAMED.get(word) in known else did_you_mean(word, known)
 
 

@@ -10,7 +10,7 @@ from ds_compress.kernels import native
 from ds_compress.kernels.backends import reference
 from ds_compress.kernels.topk import cpu as compiled
 from ds_compress.kernels.topk.magnitudes import keys, sample_plan
-from ds_compress.kernels.topk.selection import Selection, banded, sidco_thresholds
+from ds_compress.kernels.topk.selection import Selection, banded
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -156,32 +156,29 @@ def test_equal_entries_of_a_band_are_evenly_spaced():
 
 @pytest.mark.parametrize("density", [0.1, 0.01])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("method", [select.threshold, select.sidco])
-def test_thresholds_keep_nearly_the_energy_of_exact_despite_outlier_channels(method, density, dtype):
+def test_thresholds_keep_nearly_the_energy_of_exact_despite_outlier_channels(density, dtype):
     x = outliers(2, 200, 1024).to(dtype).view(2, -1)
     k = select.kept_of(x.shape[1], density)
-    selection = method(x, k)
+    selection = select.threshold(x, k)
     assert_k_per_row(selection, *x.shape, k)
     assert energy(x, selection) > 0.99 * energy(x, select.exact(x, k))
 
 
-@pytest.mark.parametrize("method", [select.threshold, select.sidco])
-def test_thresholds_favour_no_part_of_the_row(method):
+def test_thresholds_favour_no_part_of_the_row():
     x = torch.randn(1, 1 << 18, generator=torch.Generator().manual_seed(1))
-    quarters = (method(x, 1 << 14).indices >> 16).bincount()
+    quarters = (select.threshold(x, 1 << 14).indices >> 16).bincount()
     assert quarters.tolist() == pytest.approx([1 << 12] * 4, rel=0.06)
 
 
-@pytest.mark.parametrize("method", [select.exact, select.threshold, select.sidco, "block"])
+@pytest.mark.parametrize("method", [select.exact, select.threshold])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_one_bad_entry_is_always_kept(method, bad):
     x = torch.randn(2, 1 << 17, generator=torch.Generator().manual_seed(2))
     x[1, 77777] = bad
-    chosen = select.blockwise(x, 0.01, 1024) if method == "block" else method(x, 1000)
+    chosen = method(x, 1000)
     assert (1 << 17) + 77777 in chosen.indices.tolist()
 
 
-@pytest.mark.parametrize("method", [select.threshold, select.sidco])
 @pytest.mark.parametrize(
     "row",
     [
@@ -194,52 +191,11 @@ def test_one_bad_entry_is_always_kept(method, bad):
     ],
     ids=["zero", "constant", "nan", "one", "subnormal", "huge"],
 )
-def test_thresholds_on_degenerate_rows(method, row):
+def test_thresholds_on_degenerate_rows(row):
     for k in (1, 4000, 40000):
-        selection = method(row.unsqueeze(0), k)
+        selection = select.threshold(row.unsqueeze(0), k)
         assert_k_per_row(selection, 1, 40000, k)
         assert row.isnan().any() or selection.gather(row).max() == row.max()
-
-
-def distribution(name: str) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    if name == "outliers":
-        return outliers(768, 1024).flatten()
-    gaussian = torch.randn(4, 786432, generator=generator)
-    return {
-        "gaussian": gaussian[0],
-        "relu": gaussian[0].relu(),
-        "laplace": gaussian[:2].square().sum(0) * gaussian[2].sign() / 2,
-        "student": gaussian[0] / (gaussian[1:].square().sum(0) / 3).sqrt(),
-    }[name]
-
-
-@pytest.mark.parametrize("density", [0.1, 0.01])
-@pytest.mark.parametrize("name", ["laplace", "gaussian", "student", "relu", "outliers"])
-def test_sidco_comes_near_the_target_or_is_exact(name, density, monkeypatch):
-    x = distribution(name).unsqueeze(0)
-    k = select.kept_of(x.shape[1], density)
-    high, low, achieved = sidco_thresholds(x, k)
-    assert (x.abs() >= high).sum() <= k <= (x.abs() >= low).sum()
-    near = 0.8 <= achieved.item() / k <= 1.25
-    assert near or (name, density) == ("outliers", 0.01)  # k lies in the gap between outliers and bulk
-    fell_back = []
-    monkeypatch.setattr(select, "largest", lambda *args: fell_back.append(1))
-    select.sidco(x, k)
-    assert bool(fell_back) == (not near)
-
-
-@settings(deadline=None, max_examples=60)
-@given(rows_with_ties, st.integers(1, 12), st.sampled_from([0.01, 0.1, 0.34, 0.5, 1.0]))
-def test_blocks_are_exact_each(x, block, density):
-    expected = []
-    for number, row in enumerate(x):
-        for start in range(0, len(row), block):
-            part = row[start : start + block].unsqueeze(0)
-            inside = by_sorting(part, select.kept_of(part.shape[1], density))
-            expected += [number * len(row) + start + i for i in inside]
-    assert select.blockwise(x, density, block).indices.tolist() == expected
-    assert len(expected) == len(x) * select.kept_in_blocks(x.shape[1], density, block)
 
 
 @settings(deadline=None, max_examples=60)

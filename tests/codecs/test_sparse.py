@@ -18,9 +18,6 @@ SELECTING = [
     {"name": "topk", "indices": "int16", "values": "bf16"},
     {"name": "topk", "indices": "rice", "values": {"name": "fp16"}},
     {"name": "topk", "select": "threshold", "rows": "tensor"},
-    {"name": "topk", "select": "sidco", "density": 0.2},
-    {"name": "topk", "select": "block"},
-    {"name": "topk", "select": "block", "block_size": 8, "density": 0.01},
     {"name": "randomk"},
     {"name": "randomk", "density": 0.7, "rows": "tensor", "unbiased": True},
     {"name": "column", "density": 0.3},
@@ -270,7 +267,8 @@ def test_reuse_with_nothing_to_reuse_sends_indices_and_says_so():
         ({"values": "topk"}, "'topk' cannot carry the kept values"),
         ({"values": {"name": "entropy", "rotate": "learned"}}, "'entropy' cannot carry the kept values"),
         ({"indices": "int23"}, "did you mean 'int32'"),
-        ({"block_size": 64}, "64 goes with select 'block', not with 'exact'"),
+        ({"block_size": 64}, "block_size: unknown key .removed: select 'block' is gone; leave it out."),
+        ({"select": "sidco"}, "'sidco' is not allowed .removed: use 'threshold'.; allowed: 'exact'"),
     ],
 )
 def test_refusals(options, message):

@@ -206,12 +206,6 @@ def scatter(values: Tensor, entries: Tensor, shape: tuple[int, ...]) -> Tensor:
     return reference.scatter(values, entries, shape)
 
 
-def count_true(mask: Tensor) -> Tensor:
-    """See `reference.count_true`; PyTorch counts along a dimension ten times slower."""
-    counts = [[np.count_nonzero(row)] for row in mask.numpy()]
-    return torch.tensor(counts, dtype=torch.int64, device="cpu").view(-1, 1)
-
-
 def select_largest(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """See `reference.select_largest`; as bits, with values."""
     if not native.serves(x.numel()):

@@ -12,7 +12,6 @@ from ds_compress.kernels.topk.magnitudes import keys, sample_plan
 
 __all__ = [
     "copy_bits",
-    "count_true",
     "gather",
     "list_bits",
     "pack_bits",

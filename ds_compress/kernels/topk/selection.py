@@ -1,6 +1,5 @@
 """Which entries of a tensor are kept: the selection, and how it is made."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -91,80 +90,3 @@ def largest(x: Tensor, k: int, values: Tensor | None = None) -> Selection:
 def banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Selection:
     """Select k entries of each row as `select_banded` in reference.py does; 0 < k."""
     return Selection(x.numel(), len(x) * k, *kernels(x.device).select_banded(x, bounds, k))
-
-
-SIDCO_STAGES = 3
-FIRST_STAGE = 0.25
-"""Fraction that the first stage of SIDCo passes on. Near the target a stage covers half of the way on a log
-scale."""
-
-
-def sidco_thresholds(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Estimate the k-th largest magnitude of each row from a statistical fit instead of a sort.
-
-    SIDCo (Abdelmoniem et al., MLSys 2021, arXiv 2101.10761): the magnitudes of a row are taken as exponential
-    or generalised Pareto variables, fitted by their mean and variance. One fit of the bulk says little about
-    the tail, so each stage fits what exceeds the estimate of the stage before it (peaks over threshold). The
-    paper adapts the number of stages from call to call; here every call does all stages, which needs no
-    state.
-
-    Args:
-        x: [rows, d].
-
-    Returns:
-        (high, low, achieved), each [rows, 1]: the lowest estimate that at most k entries reach, and the
-        highest one that at least k entries reach (infinity and 0 if there is none), in the precision of the
-        fit; and how many entries reach the estimate that is nearest to k. For rows that are zero, constant or
-        not finite they mean nothing; `achieved` is then far from k or nan.
-    """
-    size = x.abs().to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-    unit = size.mean(1, keepdim=True)
-    size /= unit  # else the squares below would leave the range of fp32
-    search = _Search(size, k)
-    location = torch.zeros_like(unit)
-    for _ in range(SIDCO_STAGES):
-        excess = (size - location).clamp_(min=0)
-        count = search.count_true(excess > 0)
-        mean = excess.sum(1, keepdim=True) / count
-        variance = excess.square_().sum(1, keepdim=True) / count - mean.square()
-        log_ratio = (k / count.float()).log()
-        search.consider(location + _exponential(mean, log_ratio))
-        search.consider(location + _pareto(mean, variance, log_ratio))
-        location = location + _exponential(mean, (log_ratio / 2).clamp(min=math.log(FIRST_STAGE)))
-    # what exceeds the best estimate says how far to move it for slightly fewer and slightly more than k
-    # entries
-    mean = (size - search.best).clamp_(min=0).sum(1, keepdim=True) / search.achieved
-    for aim in (0.95, 1.05):
-        search.consider(search.best + _exponential(mean, (aim * k / search.achieved).log()))
-    return search.high * unit, search.low * unit, search.achieved
-
-
-class _Search:
-    """The estimates tried so far, per row."""
-
-    def __init__(self, size: Tensor, k: int):
-        self.size, self.k, self.count_true = size, k, kernels(size.device).count_true
-        self.high = size.new_full((size.shape[0], 1), math.inf)
-        self.low = torch.zeros_like(self.high)
-        self.best, self.achieved = torch.zeros_like(self.high), torch.zeros_like(self.high)
-
-    def consider(self, estimate: Tensor) -> None:
-        achieved = self.count_true(self.size >= estimate).to(estimate.dtype)
-        self.high = torch.where((achieved <= self.k) & (estimate < self.high), estimate, self.high)
-        self.low = torch.where((achieved >= self.k) & (estimate > self.low), estimate, self.low)
-        nearer = (achieved / self.k).log().abs() < (self.achieved / self.k).log().abs()
-        self.best = torch.where(nearer, estimate, self.best)
-        self.achieved = torch.where(nearer, achieved, self.achieved)
-
-
-def _exponential(mean: Tensor, log_ratio: Tensor) -> Tensor:
-    """Return the value that a fraction e^log_ratio of exponential variables of this mean exceeds."""
-    return -mean * log_ratio
-
-
-def _pareto(mean: Tensor, variance: Tensor, log_ratio: Tensor) -> Tensor:
-    """Do the same for generalised Pareto variables, by the method of moments; kappa is minus the usual
-    shape."""
-    signal = mean.square() / variance
-    kappa, alpha = (signal - 1) / 2, mean * (signal + 1) / 2
-    return -alpha * torch.expm1(kappa * log_ratio) / kappa

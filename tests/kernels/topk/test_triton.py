@@ -208,8 +208,6 @@ FORWARD = [
     {"density": 1.0},
     {"values": {"name": "quantize", "bits": 4, "group_size": 64}},
     {"select": "threshold"},
-    {"select": "block", "block_size": 40},
-    {"select": "block", "block_size": 64},
 ]
 
 
