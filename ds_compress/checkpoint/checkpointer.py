@@ -319,7 +319,7 @@ class Checkpointer:
             log.warning(report + self._warmup_again())
 
     def _warmup_end(self, side: Side, found: Found, restored: bool) -> int:
-        """Return `BoundaryState.warmup_end` after a checkpoint was loaded; it is equal on both sides."""
+        """Return `Boundary.warmup_end` after a checkpoint was loaded; it is equal on both sides."""
         session, step = self._session, self._session.engine.global_steps
         if restored:
             return found.warmup_end

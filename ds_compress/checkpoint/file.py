@@ -28,10 +28,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ds_compress.checkpoint.delta import delta_decode, delta_encode
 from ds_compress.config import DIRECTIONS
 from ds_compress.feedback.digest import absorb
 from ds_compress.feedback.state import GROUP, int8_decode, int8_encode
+from ds_compress.kernels.feedback.reference import grouped, int8_codes, int8_scales
 from ds_compress.kernels.lossless.zstd import unpack
 from ds_compress.kernels.numerics import is_finite
 from ds_compress.planning.depth import MAX_DEPTH
@@ -96,7 +96,7 @@ class Metadata(Record):
     schedule: tuple[Annotated[int, Field(ge=1, le=MAX_DEPTH)], int, int] = (1, 0, 0)
     """Depth, stages and micro-batches of the steps before."""
     warmup_ends: dict[str, int] = {}
-    """Of each side in the file: see `BoundaryState.warmup_end`."""
+    """Of each side in the file: see `Boundary.warmup_end`."""
     course: Course | None = None
     """The settings that training has come to; the same in the files of all ranks."""
     noted: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[tuple[float, float], FROM_JSON]] = {}
@@ -312,3 +312,27 @@ def _is_large_feedback(name: str, value: Tensor) -> bool:
     if not name.startswith(tuple(f"{direction}/" for direction in DIRECTIONS)) or name.endswith(".scales"):
         return False
     return value.dtype.is_floating_point and value.numel() >= GROUP
+
+
+def delta_encode(value: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
+    """`value` as a change to `base`: int8 codes of its shape, and one fp32 scale for each group of values;
+    finite.
+
+    The step between two codes is that of `int8_encode` for the same value, not a fraction of the change. So
+    the error is the same, at most half a step, after any number of changes, and where little has changed
+    codes are small numbers, mostly 0, which zstd makes short. A group that is nearer to 0 than to `base` is a
+    change to 0 instead: its scale comes with a minus sign.
+    """
+    new, old = grouped(value), grouped(base)
+    near = (new - old).abs().amax(1) <= new.abs().amax(1)
+    steps = int8_scales(new)
+    change = new - torch.where(near[:, None], old, 0.0)
+    return int8_codes(change, steps, value.shape), torch.where(near, steps, -steps)
+
+
+def delta_decode(codes: Tensor, scales: Tensor, base: Tensor) -> Tensor:
+    """Return the fp32 value, in base's shape, of what `delta_encode` returned."""
+    if codes.numel() != base.numel():
+        raise ValueError(f"{codes.numel()} codes came for a change to {base.numel()} values")
+    near = (scales > 0).repeat_interleave(GROUP)[: base.numel()].view(base.shape)
+    return torch.where(near, base.float(), 0.0) + int8_decode(codes.view(base.shape), scales.abs())

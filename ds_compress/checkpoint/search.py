@@ -87,7 +87,7 @@ class Found(NamedTuple):
     status: int
     memories: dict[int, dict[str, Tensor]] = {}
     lost: str = ""  # ORPHANED: tag of the checkpoint that is missing or damaged
-    warmup_end: int = 0  # see `BoundaryState.warmup_end`
+    warmup_end: int = 0  # see `Boundary.warmup_end`
 
 
 def load(root: Path, tag: str, rank: Rank, side: Side, step: int) -> Found:

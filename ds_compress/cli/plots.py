@@ -7,8 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
-from ds_compress.cli.headline import SMOOTHED, baseline, difference, headline
-from ds_compress.cli.runs import LOSS, RecordedRun
+from ds_compress.cli.runs import LOSS, SMOOTHED, RecordedRun, baseline, difference, headline
 from ds_compress.config import DIRECTIONS
 from ds_compress.monitor.metrics import stage_ms
 

@@ -1,13 +1,16 @@
 """Every codec, feedback, policy and key of the block with its options, as pydantic knows them.
 
-The source of `ds-compress list`, of `schema` and of docs/options.md.
+The source of `ds-compress list` and of docs/options.md; and ds-compress schema, for editors.
 """
 
+import argparse
+import json
 from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from ds_compress.cli.arguments import add_import
 from ds_compress.codec import CODECS, TYPICAL
 from ds_compress.config import KEY, Block
 from ds_compress.config.policies import POLICIES
@@ -22,6 +25,19 @@ _LIMITS = {
     "exclusiveMaximum": "<",
     "multipleOf": "multiple of",
 }
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "schema", help='JSON Schema of a ds_config.json that checks its "ds_compress" block'
+    )
+    add_import(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    print(json.dumps(schema(), indent=2))
+    return 0
 
 
 def reference() -> dict[str, list[dict[str, Any]]]:

@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ds_compress.cli.headline import baseline, bytes_ratio, headline
-from ds_compress.cli.runs import FINAL, LOSS, RecordedRun, read_runs
+from ds_compress.cli.runs import FINAL, LOSS, RecordedRun, baseline, bytes_ratio, headline, read_runs
 from ds_compress.errors import CompressionError
 
 STYLE = """

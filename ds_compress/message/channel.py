@@ -7,12 +7,14 @@ The same objects serve the pipeline engine and `simulate`.
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Codec, Layout, MessageId, TensorSpec, check_accepted, fill
+from ds_compress.codec import Codec, Context, Layout, MessageId, TensorSpec, check_accepted, fill
 from ds_compress.codecs.mixins import (
+    CodecWrapper,
     Learns,
     ManagesStorage,
     ObservesWarmup,
@@ -25,7 +27,6 @@ from ds_compress.errors import CompressionError
 from ds_compress.kernels.memory import retain_freed_memory
 from ds_compress.message.layout import Counters, Encoded, MessageLayout, explain, find_exemptions
 from ds_compress.message.packet import PacketLayout
-from ds_compress.message.state import BoundaryState
 
 Kind = tuple[bool, bool, int, tuple[bool, ...] | None]
 """What a layout depends on beside specs: compressed? in training? masks at the end; which tensors carry."""
@@ -34,7 +35,7 @@ Kind = tuple[bool, bool, int, tuple[bool, ...] | None]
 class Channel:
     """One direction of one boundary: which tensors are compressed, the packet layouts, the counters."""
 
-    def __init__(self, boundary: BoundaryState, direction: str, codec: Codec):
+    def __init__(self, boundary: "Boundary", direction: str, codec: Codec):
         self.boundary = boundary
         self.direction = direction
         self.codec = codec
@@ -226,11 +227,24 @@ class Channel:
         return PacketLayout(parts, "rest", self.boundary.config.block.link.checksum)
 
 
-class Boundary(BoundaryState):
-    """One side of a boundary: what it keeps, and its two channels."""
+class Boundary:
+    """One side of the cut between stages `number` and `number` + 1: what it keeps, and its two channels."""
 
     def __init__(self, number: int, config: Config, replica: int = 0):
-        super().__init__(number, config, replica)
+        """`replica`: data-parallel rank; it varies the random choices of the codecs."""
+        self.number = number
+        self.config = config
+        self.replica = replica
+        self.memory: dict[int, dict[str, Tensor]] = {}  # by tensor position
+        self.sample_ids: dict[int, Tensor] = {}  # of the present step, by micro-batch
+        self.loss_scale = 1.0  # of the gradients of the present step
+        self.warmup_end = 0
+        """Step until which messages cross uncompressed, beside the warm-up of the block: a boundary that lost
+        what its codecs learned goes through the warm-up again. Both sides have the same."""
+        self.dependence: tuple[bool, ...] | None = None
+        """Of each float tensor of a message, whether it depends on parameters; None while that is not known.
+        Equal on both sides."""
+        self._stashes: dict[tuple[int, int], dict[str, Tensor]] = {}
         codecs: BoundaryCodecs = config.codecs(number)
         self.forward = Channel(self, "forward", codecs.forward)
         self.backward = Channel(self, "backward", codecs.backward)
@@ -238,6 +252,72 @@ class Boundary(BoundaryState):
     @property
     def channels(self) -> tuple[Channel, Channel]:
         return self.forward, self.backward
+
+    def begin_step(self, loss_scale: float = 1.0) -> None:
+        """Forget what an interrupted step left; `loss_scale`: of the gradients until the next one."""
+        self._stashes.clear()
+        self.loss_scale = loss_scale
+
+    def context(self, message_id: MessageId, position: int) -> Context:
+        """The context of the float tensor at `position` in a message.
+
+        In training a forward message leaves its stash for the backward message of the same micro-batch, which
+        takes it away. Evaluation leaves nothing: its stash and its copy of the memory go with the context.
+        """
+        memory = self.memory.setdefault(position, {})
+        forward = message_id.direction == "forward"
+        key = (message_id.micro_batch, position)
+        if not message_id.training:
+            stash, memory = {}, dict(memory)
+        elif forward:
+            stash = self._stashes[key] = {}
+        else:
+            stash = self._stashes.pop(key, {})
+        return Context(  # by name: ** would make a dict of all of them
+            boundary=message_id.boundary,
+            direction=message_id.direction,
+            step=message_id.step,
+            micro_batch=message_id.micro_batch,
+            training=message_id.training,
+            position=position,
+            replica=self.replica,
+            seed=self.config.block.seed,
+            loss_scale=1.0 if forward else self.loss_scale,
+            sample_ids=self.sample_ids.get(message_id.micro_batch) if forward else None,
+            stash=stash,
+            memory=memory,
+        )
+
+    def pass_by(self, message_id: MessageId, position: int) -> None:
+        """Drop what the forward message kept for the gradient at `position`, which is sent uncompressed."""
+        if message_id.training and message_id.direction == "backward":
+            self._stashes.pop((message_id.micro_batch, position), None)
+
+    def drop(self, direction: str, old: Codec, new: Codec) -> None:
+        """Forget what `old` has left in `direction` that `new` cannot go on with.
+
+        A feedback goes on where its settings stay: what it keeps is about messages, whatever the codec inside
+        makes of them. A codec goes on where its own do.
+        """
+        other = next(name for name in DIRECTIONS if name != direction)
+        feedback = _feedback(old) == _feedback(new)
+        codec = _inner(old).settings == _inner(new).settings or not isinstance(_inner(old), Stateful)
+
+        def stays(key: str) -> bool:
+            if key.startswith(tuple(f"{name}/" for name in DIRECTIONS)):
+                return feedback or key.startswith(f"{other}/")
+            return codec or other in key.split(".")
+
+        for position, memory in self.memory.items():
+            self.memory[position] = {key: value for key, value in memory.items() if stays(key)}
+
+    def copied(self) -> "Boundary":
+        """The same for now: what happens to the copy leaves no trace here."""
+        other = copy.copy(self)
+        other.memory = {position: dict(memory) for position, memory in self.memory.items()}
+        other.sample_ids = dict(self.sample_ids)
+        other._stashes = {key: dict(stash) for key, stash in self._stashes.items()}
+        return other
 
     def adopt(self) -> None:
         """Use the codecs that the config has by now, between two steps, on both sides alike."""
@@ -307,3 +387,13 @@ class Boundary(BoundaryState):
                 with torch.no_grad():
                     for layer in layers(channel.codec, Learns):
                         layer.end_step(self.memory[position], average)
+
+
+def _inner(codec: Codec) -> Codec:
+    """`codec` without a feedback round it."""
+    return list(layers(codec, Codec))[-1]  # type: ignore[type-abstract]
+
+
+def _feedback(codec: Codec) -> Any:
+    """Settings of the feedback round `codec`; None where there is none."""
+    return codec.settings["feedback"] if isinstance(codec, CodecWrapper) else None

@@ -147,7 +147,7 @@ def find_exemptions(
         specs: of the tensors.
         uncompressed_tail: how many tensors at the end are masks.
         block: of the config.
-        dependence: see `BoundaryState.dependence`.
+        dependence: see `Boundary.dependence`.
         place: of the message, for errors.
 
     Returns:

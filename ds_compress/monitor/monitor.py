@@ -1,6 +1,7 @@
 """Gather counters and measurements on the first stage, and write them to DeepSpeed's monitors."""
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ds_compress.config import Config
+from ds_compress.config import KEY, Config
 from ds_compress.errors import in_one_line
 from ds_compress.message.channel import Channel
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
@@ -20,17 +21,18 @@ from ds_compress.monitor.limits import MessageQuality
 from ds_compress.monitor.metrics import (
     CHANNEL,
     COUNTERS,
+    DASHBOARD,
     REPLICAS,
     Channels,
     complete,
     label,
+    labels,
     ratio,
     replicas_label,
+    residual_values,
     stage_ms,
     uncompressed_step_ms,
 )
-from ds_compress.monitor.residual import residual_values
-from ds_compress.monitor.sinks import add_tensorboard_layout, record_settings
 from ds_compress.monitor.table import Status, Table
 
 End = SendingEnd | ReceivingEnd
@@ -343,3 +345,23 @@ class Monitor:
             found = {**values, "ratio": ratio(raw, wire)}
             events += [(replicas_label(stage, name), found[name], samples) for name in REPLICAS]
         return events
+
+def record_settings(settings: dict[str, Any]) -> None:
+    """Put the resolved block into the config of the W&B run that this process has, if it has one."""
+    wandb = sys.modules.get("wandb")  # nobody can have a run without having imported it
+    if wandb is not None and wandb.run is not None:
+        wandb.run.config.update({KEY: settings}, allow_val_change=True)
+
+
+def add_tensorboard_layout(writer: Any, boundaries: int) -> None:
+    """Give TensorBoard's "Custom Scalars" page a chart per quantity, with all channels of a pipeline in each.
+
+    Args:
+        writer: a `torch.utils.tensorboard.SummaryWriter`.
+    """
+    writer.add_custom_scalars(
+        {
+            f"Compression: {title}": {name: ["Multiline", labels(boundaries, name)] for name in names}
+            for title, names in DASHBOARD.items()
+        }
+    )

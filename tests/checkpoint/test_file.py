@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 
 import ds_compress  # noqa: F401
 from ds_compress.checkpoint.checkpointer import Chain, state_of
-from ds_compress.checkpoint.delta import delta_decode, delta_encode
-from ds_compress.checkpoint.file import FULL_EVERY, Damaged, StateFile, pack, write
+from ds_compress.checkpoint.file import (
+    FULL_EVERY,
+    Damaged,
+    StateFile,
+    delta_decode,
+    delta_encode,
+    pack,
+    write,
+)
 from ds_compress.checkpoint.search import ORPHANED, RESTORED, UNREADABLE, Found, Rank, Side, Verdict, load
 from ds_compress.config import Config
 from ds_compress.message.channel import Boundary

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from ds_compress.cli import main
-from ds_compress.cli.headline import difference, headline
 from ds_compress.cli.report import headlines, summarize
-from ds_compress.cli.runs import LOSS, read_runs
+from ds_compress.cli.runs import LOSS, difference, headline, read_runs
 from ds_compress.config import DIRECTIONS
 from ds_compress.errors import CompressionError
 from ds_compress.monitor.metrics import label

@@ -1,4 +1,5 @@
-"""How many Python calls of ours a message costs, counted on real ranks; messages are long enough for C++."""
+"""How many Python calls of ours a message costs, and in how many files; counted on real ranks, with messages
+long enough for C++."""
 
 import sys
 from collections import Counter
@@ -14,6 +15,7 @@ OURS = str(Path(ds_compress.__file__).parent)
 QUANTIZE = {direction: {"codec": {"name": "quantize", "bits": 4}} for direction in ("forward", "backward")}
 LENGTH = 512
 MOST = 24
+MOST_FILES = 14
 KINDS = {
     "_run_forward_pass": "sent",
     "_run_backward_pass": "sent",
@@ -37,7 +39,7 @@ def calls_in_a_step(engine, data):
         if event == "call":
             outermost = outermost or (frame if name in KINDS else None)
             kind = KINDS[outermost.f_code.co_name] if outermost else "either"
-            found[kind, f"{Path(frame.f_code.co_filename).stem}.{name}"] += 1
+            found[kind, f"{Path(frame.f_code.co_filename).relative_to(OURS)}:{name}"] += 1
         elif event == "return" and frame is outermost:
             outermost = None
 
@@ -70,3 +72,5 @@ def test_calls(link):
         for wanted in ("sent", "received"):
             calls = {name: count for (kind, name), count in per_message.items() if kind == wanted}
             assert 10 < sum(calls.values()) + shared <= MOST, (wanted, shared, calls)
+            files = {name.partition(":")[0] for name in calls}
+            assert len(files) <= MOST_FILES, (wanted, files)

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from ds_compress.config import Config
-from ds_compress.message.channel import Channel
-from ds_compress.message.state import BoundaryState
-from ds_compress.monitor.residual import residual_values
+from ds_compress.message.channel import Boundary, Channel
+from ds_compress.monitor.metrics import residual_values
 
 
 def channel(direction, memory, loss_scale=1.0):
-    boundary = BoundaryState(0, Config({}))
+    boundary = Boundary(0, Config({}))
     boundary.memory = memory
     boundary.begin_step(loss_scale)
     return Channel(boundary, direction, boundary.config.codecs(0).backward)
