@@ -17,7 +17,7 @@ from ds_compress.message.dependence import DependencyTracker
 from ds_compress.message.meters import error_and_cosine, largest, norms
 from ds_compress.monitor.limits import MessageQuality
 from ds_compress.monitor.lines import violation_note
-from ds_compress.monitor.residual import residual_values
+from ds_compress.monitor.metrics import residual_values
 from ds_compress.runtime.interface import Watch
 
 logger = logging.getLogger("ds_compress")

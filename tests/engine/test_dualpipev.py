@@ -14,10 +14,10 @@ import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.config import Config
 from ds_compress.engine.subspace import SubspacePipeline
 from ds_compress.errors import CompressionError
-from tests.support.models import Causal
 from tests.support.pipeline import (
     WIDTH,
     Block,
+    Causal,
     batches,
     ds_config,
     evaluate,
