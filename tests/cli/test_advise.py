@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ds_compress.cli import main
-from ds_compress.cli.advise.inputs import slowest_link_gbps
+from ds_compress.cli.advise.planner import slowest_link_gbps
 from ds_compress.config import DIRECTIONS, Config, recipes
 from ds_compress.config.quality import DEFAULT, LIMITS, ErrorLimits
 from tests.support.launch_scripts import load_script

@@ -24,7 +24,7 @@ STEPS = 6
 SIZES = (6, 6, 9, 9, 4, 5)
 """Micro-batches of each step; more than before, then fewer."""
 
-BLOCK = {"monitor": {"every": 1}, "min_numel": 0}
+BLOCK = {"monitor": {"every": 1}}
 
 
 def sinks(folder):

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_compress.cli.advise.format import format_profile, format_row, format_verdict
-from ds_compress.cli.advise.from_args import ArgsPlanner
-from ds_compress.cli.advise.from_model import ModelPlanner
-from ds_compress.cli.advise.inputs import measure_gbps
+from ds_compress.cli.advise.planner import Planner, measure_gbps
 from ds_compress.cli.advise.script import WANTED
 from ds_compress.cli.arguments import add_import, add_message, device, integer, number, numbers
 from ds_compress.cli.console import show
@@ -122,7 +120,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.stages < 2:
         raise CompressionError(f"--stages: {args.stages} is not allowed: should be 2 or more")
-    planner = ModelPlanner(args) if args.model or args.probe else ArgsPlanner(args)
+    planner = Planner(args)
     gbps = measure_gbps() if args.measure else args.gbps
     if args.measure and int(os.environ["RANK"]) > 0:
         return 0

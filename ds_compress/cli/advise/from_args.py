@@ -1,34 +1,22 @@
-"""Plan from options: they give compute times and messages; codecs are measured on the benchmark's tensor."""
+"""Evaluate candidates where options give compute times and messages, on the tensor of the benchmark."""
 
 import argparse
 import math
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import torch
 
-from ds_compress.cli.advise.inputs import (
-    BoundaryMessages,
-    PlanningInputs,
-    file_recipes,
-    memory_budgets,
-    read_recipe_files,
-    workload_from,
-)
 from ds_compress.cli.arguments import DTYPES
 from ds_compress.cli.bench import benchmark_tensor, contexts, seconds_per_call, size_and_error
 from ds_compress.cli.check import UNCOMPRESSED, message_sizes
 from ds_compress.codec import Codec, TensorSpec
 from ds_compress.codecs.mixins import ObservesWarmup, VariableSizePayload, layers
 from ds_compress.config import DIRECTIONS, KEY, Config
-from ds_compress.config.quality import ErrorLimits
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FeedbackCodec
-from ds_compress.planning import choice
 from ds_compress.planning.candidates import all_candidates
-from ds_compress.planning.choice import EvaluatedMessage, Evaluation, PipelineRecipe
-from ds_compress.planning.step_time import MessageCost, Network
+from ds_compress.planning.choice import EvaluatedMessage, Evaluation
+from ds_compress.planning.step_time import MessageCost, Workload
 
 ERROR_NUMEL = 1 << 20
 """Sizes and errors are measured on at most so many values of a message."""
@@ -36,59 +24,49 @@ FITTED_WIDTH = 1024
 """Codecs that fit a basis are measured on rows of at most this width: fitting takes its cube."""
 
 
-class ArgsPlanner:
-    """Makes planning inputs of what options give."""
+class ArgsEvaluator:
+    """Evaluates candidates on the benchmark's tensor, which stands for the messages of all boundaries."""
 
-    def __init__(self, args: argparse.Namespace):
+    def __init__(self, args: argparse.Namespace, workload: Workload | None):
         """
         Raises:
-            CompressionError: an option is missing or wrong.
+            CompressionError: an option is missing.
         """
-        workload = workload_from(args)
         for option, value in (("--forward-ms", workload), ("--shape", args.shape)):
             if value is None:
                 raise CompressionError(
                     f"{option}: missing; give it, or --model or --probe to have it measured"
                 )
         assert workload is not None
-        self._args, self._workload = args, workload
-        self._files = read_recipe_files(args.recipe or ())
+        self._args, self.workload = args, workload
         dtype = args.dtype or "fp32"
         self._spec = TensorSpec(args.shape, DTYPES[dtype])
-        self._message = f"{list(args.shape)} {dtype}"
+        self.message = f"{list(args.shape)} {dtype}"
+        self._boundaries = args.stages - 1
+        self.raw_bytes = [self._spec.nbytes] * self._boundaries, [self._spec.nbytes] * self._boundaries
+        self.activation_bytes = [float(self._spec.nbytes)] * args.stages  # as with activation checkpointing
 
-    def inputs(self, network: Network, limits: ErrorLimits) -> PlanningInputs:
-        """Return the planning inputs; candidates are mixed within `limits`."""
-        raw = (self._spec.nbytes,) * (self._args.stages - 1)
-        found = self._of_files() if self._files else self._of_candidates(network, limits)
-        return PlanningInputs(self._workload, [choice.baseline(raw, raw), *found], self._message)
+    def prepare(self) -> None:
+        """Do nothing: options have given all."""
 
-    def _of_candidates(self, network: Network, limits: ErrorLimits) -> list[PipelineRecipe]:
-        evaluations = []
+    def measured(self) -> None:
+        """Return nothing: there is no model."""
+
+    def of_candidates(self) -> list[list[Evaluation]]:
+        """Evaluate every candidate; by boundary."""
+        found = []
         for candidate in all_candidates():
             config = Config(candidate.block)
             codecs = config.codecs(None)
             if not any(getattr(codecs, direction).refuses(self._spec) for direction in DIRECTIONS):
                 messages = (self._evaluate(config, direction) for direction in DIRECTIONS)
-                evaluations.append(Evaluation(candidate, *messages))
-        boundaries = self._args.stages - 1
-        budgets = memory_budgets(self._args, self._activation_bytes)
-        link = {"eager": True, "depth": self._args.depth, "budgets": budgets}
-        return choice.combine([evaluations] * boundaries, [network] * boundaries, limits, **link)
+                found.append(Evaluation(candidate, *messages))
+        return [found] * self._boundaries
 
-    @property
-    def _activation_bytes(self) -> list[float]:
-        """By stage: its input, as with activation checkpointing."""
-        return [float(self._spec.nbytes)] * self._args.stages
-
-    def _of_files(self) -> Iterator[PipelineRecipe]:
-        def messages(name: str, config: Config) -> BoundaryMessages:
-            forward, backward = (self._evaluate(config, direction) for direction in DIRECTIONS)
-            count = self._args.stages - 1
-            return [forward] * count, [backward] * count
-
-        budgets = partial(memory_budgets, self._args, self._activation_bytes)
-        return file_recipes(self._files, messages, budgets)
+    def of_file(self, name: str, config: Config) -> tuple[list[EvaluatedMessage], list[EvaluatedMessage]]:
+        """Evaluate `config`; return the messages forward and backward, each by boundary."""
+        forward, backward = (self._evaluate(config, direction) for direction in DIRECTIONS)
+        return [forward] * self._boundaries, [backward] * self._boundaries
 
     def _evaluate(self, config: Config, direction: str) -> EvaluatedMessage:
         """Evaluate the messages of `direction`, which are the same at every boundary.

@@ -1,4 +1,4 @@
-"""Plan from a model: profile it in this process, and evaluate candidates on the messages between its stages.
+"""Evaluate candidates on the messages of a model that is profiled in this process.
 
 Profile and evaluation are those of `"recipe": "auto"` (runtime/profile_model.py, planning/evaluate.py).
 """
@@ -9,7 +9,6 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,26 +17,16 @@ from rich.progress import track
 from torch.utils._pytree import tree_map
 
 from ds_compress.cli.advise import script
-from ds_compress.cli.advise.inputs import (
-    BoundaryMessages,
-    PlanningInputs,
-    file_recipes,
-    memory_budgets,
-    read_recipe_files,
-    workload_from,
-)
 from ds_compress.cli.arguments import DTYPES
 from ds_compress.cli.console import importing_deepspeed
 from ds_compress.config import DIRECTIONS, Config
-from ds_compress.config.quality import ErrorLimits
 from ds_compress.errors import CompressionError, errors_at
 from ds_compress.message.channel import Boundary
 from ds_compress.message.clock import clock_for
-from ds_compress.planning import choice
 from ds_compress.planning.candidates import Candidate, startable_candidates
 from ds_compress.planning.choice import EvaluatedMessage, Evaluation
 from ds_compress.planning.evaluate import ByMicroBatch, evaluate, to_evaluation
-from ds_compress.planning.step_time import Network, Workload
+from ds_compress.planning.step_time import Workload
 
 if TYPE_CHECKING:
     from ds_compress.runtime.local_stages import Stages
@@ -47,63 +36,61 @@ OVERRIDES = ("forward_ms", "backward_ms", "activation_mb", "codec_gbps")
 """Options that replace what is measured."""
 
 
-class ModelPlanner:
-    """Makes planning inputs of the model that `--model` or `--probe` names."""
+class ModelEvaluator:
+    """Evaluates candidates at every boundary of a model that is profiled in this process."""
 
-    def __init__(self, args: argparse.Namespace):
+    raw_bytes: tuple[list[int], list[int]]
+    activation_bytes: list[float]
+    workload: Workload
+    message: str
+
+    def __init__(self, args: argparse.Namespace, workload: Workload | None):
         """
         Raises:
-            CompressionError: other options contradict that, or one is missing.
+            CompressionError: options contradict that, or one is missing.
         """
-        self._args = args
-        self._name = f"--model {args.model}" if args.model else f"--probe {args.probe}"
-        self._workload = workload_from(args)
+        self._args, self._given = args, workload
         if args.probe and args.shape:
             raise CompressionError("--shape: is not allowed with --probe, whose function gives a micro-batch")
         if args.model and len(args.shape or ()) not in (2, 3):
             raise CompressionError(
                 "--shape: with --model it should be sequences of a micro-batch, and tokens of each: 4,1024"
             )
-        self._files = read_recipe_files(args.recipe or ())
+        self._clock, self._boundaries = clock_for(args.device), range(args.stages - 1)
+        self._evaluations: list[list[Evaluation]] = [[] for _ in self._boundaries]
 
-    def inputs(self, network: Network, limits: ErrorLimits) -> PlanningInputs:
-        """Return the planning inputs; candidates are mixed within `limits`."""
-        with importing_deepspeed(), errors_at(self._name):
-            profile = self._profile()
+    def prepare(self) -> None:
+        """Profile the model.
+
+        Raises:
+            CompressionError: it fails.
+        """
         args = self._args
+        with (
+            importing_deepspeed(),
+            errors_at(f"--model {args.model}" if args.model else f"--probe {args.probe}"),
+        ):
+            profile = self._profile = self._profiled()
         given = [f"--{name.replace('_', '-')}" for name in OVERRIDES if getattr(args, name) is not None]
         if given:
             print(f"{', '.join(given)}: taken as given, not as measured", file=sys.stderr)
         messages = profile.of_one_micro_batch
         forward, backward = (
-            [sum(t.nbytes for t in messages[b, direction]) for b in range(args.stages - 1)]
+            [sum(t.nbytes for t in messages[b, direction]) for b in self._boundaries]
             for direction in DIRECTIONS
         )
-        activation_bytes = [
+        self.raw_bytes = forward, backward
+        self.activation_bytes = [
             float(input_bytes) if math.isnan(own) else own  # as with activation checkpointing
             for own, input_bytes in zip(profile.activation_bytes, [forward[0], *forward])
         ]
-        evaluator = _Evaluator(profile, args.device, args.codec_gbps)
-        budgets = partial(memory_budgets, args, activation_bytes)
-        if self._files:
-            found = [*file_recipes(self._files, evaluator.of_file, budgets)]
-        else:
-            networks = [network] * (args.stages - 1)
-            link = {"eager": True, "depth": args.depth, "budgets": budgets()}
-            found = choice.combine(evaluator.of_candidates(), networks, limits, **link)
-        workload = self._workload or Workload(
+        self.workload = self._given or Workload(
             profile.forward, profile.backward, args.micro_batches, args.step_ms / 1e3
         )
-        usable = [recipe for recipe in found if math.isfinite(max(recipe.errors))]
-        sent = (messages[b, "forward"] for b in range(args.stages - 1))
-        return PlanningInputs(
-            workload,
-            [choice.baseline(forward, backward), *usable],
-            "; ".join(dict.fromkeys(map(_describe, sent))),
-            self._measured(profile, evaluator),
-        )
+        sent = (messages[b, "forward"] for b in self._boundaries)
+        self.message = "; ".join(dict.fromkeys(map(_describe, sent)))
 
-    def _profile(self) -> "ModelProfile":
+    def _profiled(self) -> "ModelProfile":
         from ds_compress.runtime.profile_model import profile_model
 
         stages, loss_fn, batches = self._of_checkpoint() if self._args.model else self._of_script()
@@ -138,7 +125,9 @@ class ModelPlanner:
             )
         return Stages(layers, args.stages, args.device, dtype), loss_fn, itertools.repeat((inputs, labels))
 
-    def _measured(self, profile: "ModelProfile", evaluator: "_Evaluator") -> dict[str, Any]:
+    def measured(self) -> dict[str, Any]:
+        """Return what was measured, for JSON."""
+        profile = self._profile
         stages = [
             {
                 "stage": stage,
@@ -156,22 +145,12 @@ class ModelPlanner:
                 "direction": direction,
                 "tensors": [{"shape": list(t.shape), "dtype": str(t.dtype).split(".")[1]} for t in tensors],
                 "bytes": sum(t.nbytes for t in tensors),
-                "settings": evaluator.measured(number, direction),
+                "settings": self._settings(number, direction),
             }
             for (number, direction), tensors in sorted(profile.of_one_micro_batch.items())
         ]
         device, threads = str(self._args.device), torch.get_num_threads()
         return {"device": device, "threads": threads, "stages": stages, "messages": messages}
-
-
-class _Evaluator:
-    """Evaluates candidates at every boundary of a profiled model."""
-
-    def __init__(self, profile: "ModelProfile", device: torch.device, codec_gbps: float | None):
-        """`codec_gbps`: the speed of all codecs, instead of what is measured."""
-        self._profile, self._clock, self._codec_gbps = profile, clock_for(device), codec_gbps
-        self._boundaries = range(len(profile.dependence))
-        self._evaluations: list[list[Evaluation]] = [[] for _ in self._boundaries]
 
     def of_candidates(self) -> list[list[Evaluation]]:
         """Evaluate every candidate; by boundary."""
@@ -182,8 +161,8 @@ class _Evaluator:
             found[number].append(self._evaluate(number, config, candidate))
         return found
 
-    def of_file(self, name: str, config: Config) -> BoundaryMessages:
-        """Evaluate `config` as it is after its warm-up.
+    def of_file(self, name: str, config: Config) -> tuple[list[EvaluatedMessage], list[EvaluatedMessage]]:
+        """Evaluate `config` as it is after its warm-up; return the messages forward and backward by boundary.
 
         Raises:
             CompressionError: a few messages are not enough to evaluate it.
@@ -203,8 +182,8 @@ class _Evaluator:
             )
         return [own.forward for own in found], [own.backward for own in found]
 
-    def measured(self, boundary: int, direction: str) -> dict[str, dict[str, float]]:
-        """Return what was measured of each usable candidate, by name; for JSON."""
+    def _settings(self, boundary: int, direction: str) -> dict[str, dict[str, float]]:
+        """Return what was measured of each usable candidate, by name."""
         messages = ((own.candidate.name, getattr(own, direction)) for own in self._evaluations[boundary])
         return {
             name: {
@@ -224,7 +203,7 @@ class _Evaluator:
         pair = [self._profile.messages[number, direction] for direction in DIRECTIONS]
         own = to_evaluation(candidate, evaluate(boundary, candidate, pair, self._clock))
         self._evaluations[number].append(own)
-        gbps = self._codec_gbps
+        gbps = self._args.codec_gbps
         return own if gbps is None else Evaluation(candidate, *_at_speed(own, pair, gbps))
 
 

@@ -1,28 +1,27 @@
-"""What `ds-compress advise` plans with: compute times, network, memory, and the recipes to compare."""
+"""Plan for `ds-compress advise`: compute times, network, memory, and the recipes to compare."""
 
 import argparse
+import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import distributed as dist
 
+from ds_compress.cli.advise.from_args import ArgsEvaluator
+from ds_compress.cli.advise.from_model import ModelEvaluator
 from ds_compress.cli.check import read_block
 from ds_compress.config import Config
+from ds_compress.config.quality import ErrorLimits
 from ds_compress.errors import CompressionError, errors_at
-from ds_compress.planning.choice import EvaluatedMessage, PipelineRecipe
+from ds_compress.planning import choice
+from ds_compress.planning.choice import PipelineRecipe
 from ds_compress.planning.depth import MemoryBudget
-from ds_compress.planning.step_time import Workload
+from ds_compress.planning.step_time import Network, Workload
 from ds_compress.transport.p2p import PeerTimeout
 from ds_compress.transport.probe import probe_neighbours
-
-RecipeFiles = dict[str, tuple[Any, Config]]
-"""Blocks of ds_config.json files, as written and as checked, by name."""
-
-BoundaryMessages = tuple[Sequence[EvaluatedMessage], Sequence[EvaluatedMessage]]
-"""Forward and backward, each by boundary."""
 
 
 class PlanningInputs(NamedTuple):
@@ -31,24 +30,54 @@ class PlanningInputs(NamedTuple):
     """The baseline first."""
     message: str
     """What crosses a boundary, for the title of the table."""
-    measured: dict[str, Any] | None = None
+    measured: dict[str, Any] | None
     """What was measured on a model, as `--json` prints it."""
 
 
-def memory_budgets(
-    args: argparse.Namespace, activation_bytes: Sequence[float], memory_gb: float | None = None
-) -> tuple[MemoryBudget, ...]:
-    """Return the memory budget of each stage.
+class Planner:
+    """Makes planning inputs of options, or of the model that `--model` or `--probe` names."""
 
-    Args:
-        activation_bytes: by stage, where no option gives them.
-        memory_gb: the limit in the block of a recipe.
-    """
-    limits = [gigabytes * 1e9 for gigabytes in (args.memory_gb, memory_gb) if gigabytes is not None]
-    limit = min(limits, default=float("inf"))
-    if args.activation_mb is not None:
-        activation_bytes = [args.activation_mb * 1e6] * args.stages
-    return tuple(MemoryBudget(own, limit=limit) for own in activation_bytes)
+    def __init__(self, args: argparse.Namespace):
+        """
+        Raises:
+            CompressionError: an option is missing or wrong, or contradicts another one.
+        """
+        self._args = args
+        kind = ModelEvaluator if args.model or args.probe else ArgsEvaluator
+        self._evaluator = kind(args, workload_from(args))
+        self._files = read_recipe_files(args.recipe or ())
+
+    def inputs(self, network: Network, limits: ErrorLimits) -> PlanningInputs:
+        """Return the planning inputs; candidates are mixed within `limits`."""
+        args, evaluator = self._args, self._evaluator
+        evaluator.prepare()
+        if self._files:
+            found = [self._file_recipe(name, *own) for name, own in self._files.items()]
+        else:
+            networks = [network] * (args.stages - 1)
+            link = {"eager": True, "depth": args.depth, "budgets": self._budgets()}
+            found = choice.combine(evaluator.of_candidates(), networks, limits, **link)
+        usable = [recipe for recipe in found if math.isfinite(max(recipe.errors))]
+        recipes = [choice.baseline(*evaluator.raw_bytes), *usable]
+        return PlanningInputs(evaluator.workload, recipes, evaluator.message, evaluator.measured())
+
+    def _file_recipe(self, name: str, block: Any, config: Config) -> PipelineRecipe:
+        with errors_at(f"recipe {name}"):
+            both = self._evaluator.of_file(name, config)
+        forward, backward = (tuple(message.cost for message in own) for own in both)
+        errors = max(message.error for message in both[0]), max(message.error for message in both[1])
+        link, limits = config.block.link, self._budgets(config.block.link.memory_gb)
+        return PipelineRecipe(
+            name, block, forward, backward, link.mode == "eager", link.depth, errors, limits
+        )
+
+    def _budgets(self, memory_gb: float | None = None) -> tuple[MemoryBudget, ...]:
+        """Return the memory budget of each stage; `memory_gb`: the limit in the block of a recipe."""
+        args, activation_bytes = self._args, self._evaluator.activation_bytes
+        limits = [gigabytes * 1e9 for gigabytes in (args.memory_gb, memory_gb) if gigabytes is not None]
+        if args.activation_mb is not None:
+            activation_bytes = [args.activation_mb * 1e6] * args.stages
+        return tuple(MemoryBudget(own, limit=min(limits, default=math.inf)) for own in activation_bytes)
 
 
 def workload_from(args: argparse.Namespace) -> Workload | None:
@@ -79,8 +108,8 @@ def _per_stage(option: str, milliseconds: list[float], stages: int) -> tuple[flo
     return tuple(ms / 1e3 for ms in milliseconds * (stages // len(milliseconds)))
 
 
-def read_recipe_files(paths: Sequence[Path]) -> RecipeFiles:
-    """Read the blocks of `--recipe`.
+def read_recipe_files(paths: Sequence[Path]) -> dict[str, tuple[Any, Config]]:
+    """Read the blocks of `--recipe`, as written and as checked, by name.
 
     Raises:
         CompressionError: a file or its block is bad, or two files share a name.
@@ -88,35 +117,11 @@ def read_recipe_files(paths: Sequence[Path]) -> RecipeFiles:
     blocks = {path.stem: read_block(path) for path in paths}
     if len(blocks) < len(paths):
         raise CompressionError("--recipe: two files have the same name; rename one of them")
-    found: RecipeFiles = {}
+    found = {}
     for name, block in blocks.items():
         with errors_at(f"recipe {name}"):
             found[name] = block, Config(block)
     return found
-
-
-def file_recipes(
-    files: RecipeFiles,
-    messages: Callable[[str, Config], BoundaryMessages],
-    budgets: Callable[[float | None], Sequence[MemoryBudget]],
-) -> Iterator[PipelineRecipe]:
-    """Make a recipe of each file.
-
-    Args:
-        messages: evaluates all messages under a recipe: its name, and its config.
-        budgets: of all stages, where a block allows so many GB.
-
-    Raises:
-        CompressionError: a recipe cannot be evaluated.
-    """
-    for name, (block, config) in files.items():
-        with errors_at(f"recipe {name}"):
-            both = messages(name, config)
-        forward, backward = (tuple(message.cost for message in own) for own in both)
-        errors = max(message.error for message in both[0]), max(message.error for message in both[1])
-        link = config.block.link
-        limits = budgets(link.memory_gb)
-        yield PipelineRecipe(name, block, forward, backward, link.mode == "eager", link.depth, errors, limits)
 
 
 def measure_gbps() -> float:
