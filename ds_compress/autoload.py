@@ -130,7 +130,7 @@ def _around_plain(engine: Any, module: ModuleType, build: Callable[[], None], kw
     """Construct a `DeepSpeedEngine` by calling `build`, and compress what it sends if it is a pipeline.
 
     This handles pipeline engines that do not call `PipelineEngine`'s constructor. For engines without a
-    pipeline the key has no effect, and a warning says so.
+    pipeline the key has no effect, and a warning is logged.
     """
     is_pipeline = all(hasattr(type(engine), name) for name in ("_exec_schedule", "_INSTRUCTION_MAP"))
     if is_pipeline and id(engine) not in _in_construction:

@@ -105,7 +105,7 @@ class Context(MessageId):
 
     @property
     def selection(self) -> Any:
-        """The kept entries, a `kernels.selection.Selection`, or None.
+        """Return the kept entries, a `kernels.selection.Selection`, or None.
 
         A sparsifying codec sets it in encode and decode of the forward message; `indices: "reuse"` reads it
         in the backward message.
@@ -151,7 +151,7 @@ class Stability:
 
     @property
     def kind(self) -> str:
-        """One of "contraction", "unbiased" and "neither"."""
+        """Return one of "contraction", "unbiased" and "neither"."""
         return "contraction" if self.constant < 1 else "unbiased" if self.unbiased else "neither"
 
     def __str__(self) -> str:
@@ -235,7 +235,7 @@ class Codec(Named, ABC):
 
     @property
     def unbiased(self) -> bool:
-        """Whether the mean of many decoded messages of one `x` approaches `x`, up to rounding.
+        """Return whether the mean of many decoded messages of one `x` approaches `x`, up to rounding.
 
         If not, the error of normal values must be below 1, that of sending zeros.
         """

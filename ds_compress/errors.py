@@ -19,19 +19,20 @@ class CompressionError(ValueError):
 
 
 def in_one_line(error: BaseException) -> str:
-    """`"ValueError: what it says first"`."""
+    """Format an error in one line: `"ValueError: what it says first"`."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """`" (did you mean 'topk'?)"` for the nearest name in `known`, or an empty string when none is near."""
+    """Suggest `" (did you mean 'topk'?)"` for the nearest name in `known`, or an empty string when none is
+    near."""
     text = word if isinstance(word, str) else shown(word)
     nearest = difflib.get_close_matches(text[:SHOWN], list(known), n=1, cutoff=0.5)
     return f" (did you mean {nearest[0]!r}?)" if nearest else ""
 
 
 def shown(value: object) -> str:
-    """`value` as an error quotes it: in one line, of at most `SHOWN` characters."""
+    """Format `value` as an error quotes it: in one line, of at most `SHOWN` characters."""
     try:
         text = " ".join(repr(value).split())
     except Exception:  # an int of too many digits, lists too deep, ...
@@ -40,18 +41,18 @@ def shown(value: object) -> str:
 
 
 def shown_key(key: object) -> str:
-    """`key` as a part of a JSON path: as it is where it is a plain word or number, else quoted."""
+    """Format `key` as a part of a JSON path: as it is where it is a plain word or number, else quoted."""
     return key if isinstance(key, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,40}", key) else shown(key)
 
 
 def is_required() -> bool:
-    """Whether `REQUIRE` is set, to anything but 0."""
+    """Return whether `REQUIRE` is set, to anything but 0."""
     return os.environ.get(REQUIRE, "0") not in ("", "0")
 
 
 @contextmanager
 def failures_at(place: str) -> Iterator[None]:
-    """Say in one line, as a CompressionError, where something failed that is not ours."""
+    """Convert other errors to a CompressionError that says where something failed that is not ours."""
     try:
         yield
     except CompressionError:

@@ -77,7 +77,7 @@ class CodecPair:
         self.codecs = forward, back.paired(forward) if isinstance(back, ReusesForwardIndices) else back
 
     def rebuilt(self) -> "CodecPair":
-        """The same with codecs of its own."""
+        """Return the same with codecs of its own."""
         return CodecPair(*self._choices, self.device)
 
     def fail(self, what: str, spec: TensorSpec | None = None) -> NoReturn:
@@ -90,11 +90,11 @@ class CodecPair:
             self.fail(what, spec)
 
     def refusal(self, spec: TensorSpec) -> str:
-        """Why one of the codecs declares to refuse `spec`, "" where none does."""
+        """Return why one of the codecs declares to refuse `spec`, "" where none does."""
         return self.codecs[0].refuses(spec) or self.codecs[1].refuses(spec)
 
     def specs(self, shapes: Iterable[tuple[int, ...]], dtypes: Iterable[torch.dtype]) -> Iterator[TensorSpec]:
-        """Those that are not refused."""
+        """Yield the specs that are not refused."""
         dtypes = tuple(dtypes)
         for shape in shapes:
             found = [TensorSpec(shape, dtype, self.device) for dtype in dtypes]
@@ -189,12 +189,12 @@ class BoundarySides:
 
 
 def normal(spec: TensorSpec, seed: int = 0) -> Tensor:
-    """Standard normal values, the same on every device."""
+    """Return standard normal values, the same on every device."""
     return _randn(spec.shape, seed).to(spec.device, spec.dtype)
 
 
 def message_kinds(spec: TensorSpec, seed: int = 0) -> dict[str, Tensor]:
-    """Messages by what they are made of; `spec` has elements."""
+    """Return messages by what they are made of; `spec` has elements."""
     x, y = _randn((2, *spec.shape), seed)
     outlier, alone = x.clone(), torch.zeros_like(x)
     outlier.view(-1)[spec.numel // 2] = 1000.0
@@ -223,18 +223,18 @@ def _randn(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def equal_values(a: Tensor, b: Tensor) -> bool:
-    """Whether shapes and values are equal, nan being equal to nan."""
+    """Return whether shapes and values are equal, nan being equal to nan."""
     return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def relative_error(x: Tensor, y: Tensor) -> float:
-    """||x - y|| / ||x||; 0 where both are 0."""
+    """Return ||x - y|| / ||x||; 0 where both are 0."""
     norm, error = x.double().norm(), (x.double() - y.double()).norm()
     return (error / norm).item() if error else 0.0
 
 
 def _packed(parts: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """A packet of `parts`, and the views of it that the receiver decodes."""
+    """Return a packet of `parts`, and the views of it that the receiver decodes."""
     sizes = [-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in parts]
     packet = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
     views = tuple(
@@ -245,7 +245,7 @@ def _packed(parts: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, tu
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Those in `value`: in containers, and in what objects hold."""
+    """Yield the tensors in `value`: in containers, and in what objects hold."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -263,7 +263,8 @@ def _shares(tensor: Tensor, packet: Tensor) -> bool:
 
 
 def check_shapes_and_dtypes(pair: CodecPair) -> None:
-    """Every tensor that the codec does not declare to refuse arrives, finite, in its shape and dtype."""
+    """Check that every tensor that the codec does not declare to refuse arrives, finite, in its shape and
+    dtype."""
     for shape in ORDINARY:
         if not any(pair.specs([shape], DTYPES[:3])):
             why = pair.refusal(TensorSpec(shape, DTYPES[0], pair.device))
@@ -274,7 +275,8 @@ def check_shapes_and_dtypes(pair: CodecPair) -> None:
 
 
 def check_determinism(pair: CodecPair) -> None:
-    """Equal contexts give equal bytes, whatever was sent before and whatever else is random or default."""
+    """Check that equal contexts give equal bytes, whatever was sent before and whatever else is random or
+    default."""
     for spec in pair.specs(((3, 5), (2, 3, 256), LONG), DTYPES[:3]):
         x, g = normal(spec), normal(spec, seed=1)
         used = pair.rebuilt()
@@ -291,7 +293,7 @@ def check_determinism(pair: CodecPair) -> None:
 
 @contextmanager
 def _otherwise() -> Iterator[None]:
-    """Another default dtype and device, and global generators in another state."""
+    """Set another default dtype and device, and global generators in another state."""
     dtype, state = torch.get_default_dtype(), torch.get_rng_state()
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(1)
@@ -304,7 +306,7 @@ def _otherwise() -> Iterator[None]:
 
 
 def check_memory_order(pair: CodecPair) -> None:
-    """A tensor that is not contiguous arrives as its contiguous copy does."""
+    """Check that a tensor that is not contiguous arrives as its contiguous copy does."""
     for dtype in DTYPES:
         wide = normal(TensorSpec((6, 4, 256), dtype, pair.device))
         strided = (
@@ -321,7 +323,7 @@ def check_memory_order(pair: CodecPair) -> None:
 
 
 def check_zeros(pair: CodecPair) -> None:
-    """Zeros arrive as zeros."""
+    """Check that zeros arrive as zeros."""
     for spec in pair.specs(SHAPES, DTYPES):
         zeros = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
         for arrived in pair.exchange(zeros, zeros):
@@ -329,7 +331,7 @@ def check_zeros(pair: CodecPair) -> None:
 
 
 def check_non_finite(pair: CodecPair) -> None:
-    """inf or nan anywhere in a tensor makes what arrives not finite, so that loss scaling sees it."""
+    """Check that inf or nan in a tensor makes what arrives not finite, so that loss scaling sees it."""
     for spec in (*pair.specs(((1,), (3, 5), (2, 3, 256)), DTYPES), *pair.specs([LONG], DTYPES[:2])):
         ordinary = normal(spec)
         for value in (math.inf, -math.inf, math.nan):
@@ -342,7 +344,8 @@ def check_non_finite(pair: CodecPair) -> None:
 
 
 def check_scale(pair: CodecPair) -> None:
-    """C(s x) = s C(x) from 1e-30 to 1e30, with powers of two for s, which cost no precision themselves."""
+    """Check that C(s x) = s C(x) from 1e-30 to 1e30, with powers of two for s, which cost no precision
+    themselves."""
     for spec in pair.specs(ORDINARY[:1], DTYPES):
         half = spec.dtype == torch.float16
         powers, spacing = ((-3, 3), 2.0**-24) if half else ((-98, -40, -3, 3, 40, 98), 0)
@@ -358,7 +361,7 @@ def check_scale(pair: CodecPair) -> None:
 
 
 def check_error_bound(pair: CodecPair) -> None:
-    """No message of any kind loses more than the codec declares."""
+    """Check that no message of any kind loses more than the codec declares."""
     for spec in pair.specs(((3, 5), (2, 7, 130)), DTYPES):
         gradients = message_kinds(spec, seed=1)
         for name, x in message_kinds(spec).items():
@@ -370,7 +373,7 @@ def check_error_bound(pair: CodecPair) -> None:
 
 
 def check_gaussian_error(pair: CodecPair) -> None:
-    """Normal values lose no more than declared, and less than if zeros were sent."""
+    """Check that normal values lose no more than declared, and less than if zeros were sent."""
     for spec in pair.specs(((4, 128), *ORDINARY, LONG), DTYPES[:3]):
         sent = normal(spec, seed=2), normal(spec, seed=3)
         for codec, x, arrived in zip(pair.codecs, sent, pair.exchange(*sent)):

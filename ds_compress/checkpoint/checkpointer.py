@@ -40,7 +40,7 @@ from deepspeed import comm as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ds_compress.checkpoint.file import FULL_EVERY, Damaged, StateFile, pack, write
+from ds_compress.checkpoint.file import FULL_EVERY, DamagedFile, StateFile, pack, write
 from ds_compress.checkpoint.search import (
     ABSENT,
     GRADIENTS,
@@ -200,7 +200,7 @@ class Checkpointer:
             base = StateFile(root, chain.tags[-1], name)
             try:
                 packed = pack(self._state(), True, base)
-            except Damaged as error:
+            except DamagedFile as error:
                 lost = Path(root, error.tag, name)
                 log.warning(
                     "%s cannot be read; later checkpoints are based on it, this one is complete: %s",

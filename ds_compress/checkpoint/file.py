@@ -9,7 +9,7 @@ A base has the same name under another tag of the same folder, and may have a ba
 from a file that was written there later.
 
 Everything read is compared with its hash and with the metadata. Whatever is wrong with a file raises
-`Damaged`, never another exception.
+`DamagedFile`, never another exception.
 """
 
 import functools
@@ -41,7 +41,7 @@ FULL_EVERY = 8
 HASH_BYTES = 8
 
 
-class Damaged(Exception):
+class DamagedFile(Exception):
     """A file that must not, or cannot, be loaded; `tag` is that of its checkpoint."""
 
     def __init__(self, reason: str, tag: str):
@@ -49,7 +49,7 @@ class Damaged(Exception):
         self.tag = tag
 
 
-class Unhashed(Damaged):
+class UnhashedFile(DamagedFile):
     """A file of a release that wrote no hashes."""
 
 
@@ -125,7 +125,7 @@ class _Link(NamedTuple):
 class StateFile:
     """Reads the file `name` under `tag`; opens it, and its bases, when they are needed.
 
-    Every read may raise `Damaged`.
+    Every read may raise `DamagedFile`.
     """
 
     def __init__(self, root: Path, tag: str, name: str):
@@ -143,7 +143,7 @@ class StateFile:
     def read(self, key: str) -> Tensor:
         """Return the tensor in the dtype in which it was saved; on the CPU, and finite."""
         value, dtype = self.decoded(key), self.metadata.eight_bits.get(key)
-        with _blaming(self.tag):
+        with _damage_in(self.tag):
             value = value.to(getattr(torch, dtype)) if dtype else value
             if value.is_floating_point() and not is_finite(value if value.itemsize > 1 else value.float()):
                 raise ValueError(f"entry {key} is not finite")
@@ -153,7 +153,7 @@ class StateFile:
         """Return all tensors of `side`, by tensor position and key in memory."""
         found: dict[int, dict[str, Tensor]] = {}
         for name in sorted(name for name in self.keys if name.startswith(f"{side}/")):
-            with _blaming(self.tag):
+            with _damage_in(self.tag):
                 position, key = name.removeprefix(f"{side}/").split("/", 1)
                 memory = found.setdefault(int(position), {})
             memory[key] = self.read(name)
@@ -162,7 +162,7 @@ class StateFile:
     def decoded(self, key: str, depth: int = 0) -> Tensor:
         """Return the tensor from the file `depth` bases down; fp32 if it is in codes."""
         link = self._link(depth)
-        with _blaming(link.tag):
+        with _damage_in(link.tag):
             if key in link.hashes:
                 return _entry(link, key)
             scales = _entry(link, f"{key}#scales", torch.float32)
@@ -179,8 +179,8 @@ class StateFile:
         if depth == len(self._links):
             link: tuple[str, str | None] | None = self._links[-1].metadata.base if depth else (self.tag, None)
             if link is None:
-                raise Damaged("it has changes, and no base", self._links[-1].tag)
-            with _blaming(link[0]):
+                raise DamagedFile("it has changes, and no base", self._links[-1].tag)
+            with _damage_in(link[0]):
                 self._links.append(self._open(*link))
         return self._links[depth]
 
@@ -196,7 +196,7 @@ class StateFile:
         file = safe_open(path, "pt")
         texts = file.metadata() or {}
         if "hash" not in texts and "version" in texts:
-            raise Unhashed("it has no hashes: written by an older release", tag)
+            raise UnhashedFile("it has no hashes: written by an older release", tag)
         if texts.keys() != {"state", "hash"} or texts["hash"] != _hash_of_text(texts["state"]):
             raise ValueError("its metadata is not what was written")
         metadata = Metadata.model_validate_json(texts["state"])
@@ -213,18 +213,18 @@ class StateFile:
 
 
 @contextmanager
-def _blaming(tag: str) -> Iterator[None]:
-    """Turn every exception while the file under `tag` is read into `Damaged`.
+def _damage_in(tag: str) -> Iterator[None]:
+    """Turn every exception while the file under `tag` is read into `DamagedFile`.
 
     A rank that raised anything else would leave the others waiting for its verdict.
     """
     try:
         yield
-    except Damaged:
+    except DamagedFile:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
-        raise Damaged(f"{type(error).__name__}: {reason}", tag) from error
+        raise DamagedFile(f"{type(error).__name__}: {reason}", tag) from error
 
 
 def _entry(link: _Link, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -263,7 +263,7 @@ def pack(
         base: mirrored buffers that it has, in the same shape, are stored as changes to it.
 
     Raises:
-        Damaged: `base` cannot be read.
+        DamagedFile: `base` cannot be read.
     """
     entries: dict[str, Tensor] = {}
     dtypes = {}
@@ -315,8 +315,8 @@ def _is_large_feedback(name: str, value: Tensor) -> bool:
 
 
 def delta_encode(value: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
-    """`value` as a change to `base`: int8 codes of its shape, and one fp32 scale for each group of values;
-    finite.
+    """Encode `value` as a change to `base`: int8 codes of its shape, and one fp32 scale for each group of
+    values; finite.
 
     The step between two codes is that of `int8_encode` for the same value, not a fraction of the change. So
     the error is the same, at most half a step, after any number of changes, and where little has changed

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_compress.checkpoint.file import Damaged, StateFile, Unhashed
+from ds_compress.checkpoint.file import DamagedFile, StateFile, UnhashedFile
 from ds_compress.codecs.mixins import Stateful, layers, needs_warmup
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.digest import mirror_digest
@@ -73,7 +73,7 @@ class Side:
 
     @property
     def needs_warmup(self) -> bool:
-        """Whether a codec here works only with what it has learned in the warm-up."""
+        """Return whether a codec here works only with what it has learned in the warm-up."""
         return any(needs_warmup(channel.codec) for channel in self.boundary.channels)
 
     @property
@@ -105,9 +105,9 @@ def load(root: Path, tag: str, rank: Rank, side: Side, step: int) -> Found:
             memories = file.memories(side.key)
             side.boundary.check(memories)
             return Found(RESTORED, memories, warmup_end=metadata.warmup_ends.get(side.key, 0))
-        except Damaged as error:  # the side may still be in another one
+        except DamagedFile as error:  # the side may still be in another one
             why = f"{Path(root, error.tag, path.name)} cannot be read: {error}"
-            kind = UNHASHED if isinstance(error, Unhashed) else UNREADABLE
+            kind = UNHASHED if isinstance(error, UnhashedFile) else UNREADABLE
             result = Found(kind) if error.tag == tag else Found(ORPHANED, lost=error.tag)
         except Exception as error:  # of a codec that looks at its entries
             result, why = Found(UNFIT), f"{path} does not fit: {error}"
@@ -136,7 +136,7 @@ def saved_gradients(
             for layer in layers(gradients.exchange.codec.codec, Stateful):  # type: ignore[type-abstract]
                 layer.check_memory(memory)
         return memories, ""
-    except (Damaged, CompressionError) as error:
+    except (DamagedFile, CompressionError) as error:
         return None, f"{rank.path(Path(root, tag))} cannot be read: {error}"
 
 
@@ -144,7 +144,7 @@ def saved_depth(root: Path, tag: str, rank: Rank, step: int, stages: int, micro_
     """Return the schedule depth of checkpoint `tag`; 0 if it is unknown or the pipeline was another one."""
     try:
         metadata = StateFile(root, tag, rank.path(Path()).name).metadata
-    except Damaged:  # `load` says so
+    except DamagedFile:  # `load` logs why
         return 0
     depth, *pipeline = metadata.schedule
     return depth if metadata.step == step and pipeline == [stages, micro_batches] else 0
@@ -162,7 +162,7 @@ def saved_course(
     for name in dict.fromkeys([own, *others]):
         try:
             metadata = StateFile(root, tag, name).metadata
-        except Damaged:  # `load` says so
+        except DamagedFile:  # `load` logs why
             continue
         if metadata.step != step:
             break

@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def shape(text: str) -> tuple[int, ...]:
-    """`4,1024,768` as a tuple."""
+    """Parse `4,1024,768` to a tuple."""
     try:
         sizes = tuple(int(size) for size in text.split(","))
     except ValueError:
@@ -41,7 +41,7 @@ def shape(text: str) -> tuple[int, ...]:
 
 
 def integer(least: int, most: int) -> Callable[[str], int]:
-    """The type of an argument that counts."""
+    """Return the type of an argument that counts."""
 
     def parse(text: str) -> int:
         number = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
@@ -53,7 +53,7 @@ def integer(least: int, most: int) -> Callable[[str], int]:
 
 
 def number(least: float, most: float) -> Callable[[str], float]:
-    """The type of an argument that measures."""
+    """Return the type of an argument that measures."""
 
     def parse(text: str) -> float:
         try:
@@ -68,13 +68,13 @@ def number(least: float, most: float) -> Callable[[str], float]:
 
 
 def numbers(least: float, most: float) -> Callable[[str], list[float]]:
-    """The type of an argument like 16,16,18."""
+    """Return the type of an argument like 16,16,18."""
     parse = number(least, most)
     return lambda text: [parse(part) for part in text.split(",")]
 
 
 def device(text: str) -> torch.device:
-    """The CPU, or a GPU that is here."""
+    """Parse the name of the CPU, or of a GPU that is here."""
     gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     allowed = ["cpu", *(["cuda"] if gpus else []), *gpus]
     if text not in allowed:
@@ -83,7 +83,7 @@ def device(text: str) -> torch.device:
 
 
 def add_import(parser: Any) -> None:
-    """`--import`, for commands that know codecs and feedbacks by name."""
+    """Add `--import`, for commands that know codecs and feedbacks by name."""
     parser.add_argument(
         "--import",
         action="append",
@@ -95,7 +95,7 @@ def add_import(parser: Any) -> None:
 
 
 def add_message(parser: Any, shape_required: bool = True) -> None:
-    """`--stages`, and `--shape` and `--dtype` of what they send."""
+    """Add `--stages`, and `--shape` and `--dtype` of what they send."""
     parser.add_argument("--stages", type=integer(1, 2**16), required=True, help="pipeline stages")
     parser.add_argument(
         "--shape",

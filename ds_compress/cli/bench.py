@@ -75,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chosen(words: list[str] | None) -> list[Codec]:
-    """The codecs that `--codec` names: a name stands for all examples of that codec, JSON for one setting."""
+    """Return the codecs that `--codec` names: a name stands for all examples of that codec, JSON for one
+    setting."""
     codecs = []
     for word in words or (name for name in names() if name != "none"):
         if word.lstrip().startswith("{"):
@@ -95,7 +96,7 @@ def _parsed(word: str) -> object:
 def benchmark_tensor(
     size: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> Tensor:
-    """Gaussian, with some channels of the last dimension scaled by 20.
+    """Return Gaussian values, with some channels of the last dimension scaled by 20.
 
     Raises:
         CompressionError: there is not enough memory.
@@ -112,7 +113,7 @@ def benchmark_tensor(
 
 
 def measure(codec: Codec, x: Tensor) -> dict[str, Any]:
-    """One row of the benchmark; times are medians, bytes are those of the payload."""
+    """Measure one row of the benchmark; times are medians, bytes are those of the payload."""
     spec = TensorSpec.of(x)
     check_accepted(codec, spec, "bench")
     bits_per_value, relative_error = size_and_error(codec, x)
@@ -142,7 +143,7 @@ def measure(codec: Codec, x: Tensor) -> dict[str, Any]:
 
 
 def size_and_error(codec: Codec, x: Tensor, before: Tensor | None = None) -> tuple[float, float]:
-    """Bits per value of the payload of `x`, and ||x - C(x)|| / ||x||; `before`: see `contexts`."""
+    """Measure bits per value of the payload of `x`, and ||x - C(x)|| / ||x||; `before`: see `contexts`."""
     sender, receiver = contexts(codec, x, before)
     parts = codec.encode(x, sender)
     decoded = codec.decode(parts, TensorSpec.of(x), receiver).double()
@@ -151,9 +152,9 @@ def size_and_error(codec: Codec, x: Tensor, before: Tensor | None = None) -> tup
 
 
 def contexts(codec: Codec, x: Tensor, before: Tensor | None = None) -> tuple[Context, Context]:
-    """Contexts of sender and receiver as in the midst of training: what a codec takes over from an earlier
-    message, a selection or the buffers of the same samples, is there. `before`: the forward message that a
-    backward codec follows, of x's shape and dtype; x itself if not given."""
+    """Return contexts of sender and receiver as in the midst of training: what a codec takes over from an
+    earlier message, a selection or the buffers of the same samples, is there. `before`: the forward
+    message that a backward codec follows, of x's shape and dtype; x itself if not given."""
     ids = codec.feedback.sample_ids if isinstance(codec, FeedbackCodec) else None
     count = ids.count([TensorSpec.of(x)]) if ids else 0
     samples = torch.arange(count, dtype=torch.int64, device="cpu") if ids else None
@@ -169,7 +170,7 @@ def contexts(codec: Codec, x: Tensor, before: Tensor | None = None) -> tuple[Con
 
 
 def seconds_per_call(function: Callable[[], object], device: torch.device) -> float:
-    """Seconds per call, median of several batches after one unmeasured call."""
+    """Measure seconds per call, median of several batches after one unmeasured call."""
     once = _seconds(function, 1, device)
     calls = max(1, int(REPEAT_SECONDS / max(once, 1e-6)))
     return statistics.median(_seconds(function, calls, device) / calls for _ in range(REPEATS))

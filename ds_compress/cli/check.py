@@ -71,7 +71,7 @@ def _auto_note(config: Config) -> str:
 
 
 def read_block(path: Path) -> object:
-    """The "ds_compress" value of a ds_config.json.
+    """Read the "ds_compress" value of a ds_config.json.
 
     Raises:
         CompressionError: no such file, not what DeepSpeed reads, or no such key.
@@ -93,7 +93,7 @@ def read_block(path: Path) -> object:
 
 
 def message_sizes(config: Config, stages: int, spec: TensorSpec) -> list[dict[str, Any]]:
-    """One row per boundary and direction for messages of one tensor of `spec`, after the warm-up.
+    """Compute one row per boundary and direction for messages of one tensor of `spec`, after the warm-up.
 
     Where the size follows from the data (lossless), wire_bytes is what a message takes at most; with aqsgd,
     what one takes whose samples have all come before, and wire_bytes_at_most what one of first visits does.

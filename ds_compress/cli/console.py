@@ -13,12 +13,12 @@ WIDTH_OF_FILES = 160
 
 
 def terminal_width() -> int:
-    """Columns of the terminal; enough for every table where there is none."""
+    """Return the columns of the terminal; enough for every table where there is none."""
     return shutil.get_terminal_size((WIDTH_OF_FILES, 24)).columns
 
 
 def console() -> Console:
-    """As wide as the terminal."""
+    """Return a console as wide as the terminal."""
     return Console(width=terminal_width())
 
 

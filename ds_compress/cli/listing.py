@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def text(found: dict[str, Entries], width: int) -> Iterator[str]:
-    """`found` for a terminal of so many columns."""
+    """Format `found` for a terminal of so many columns."""
     for kind, entries in found.items():
         yield from ("", TITLES[kind])
         for entry in entries:
@@ -85,7 +85,7 @@ def _default(option: dict[str, Any]) -> str:
 
 
 def _words(options: dict[str, Any]) -> str:
-    """Options as they stand between the braces of JSON."""
+    """Format options as they stand between the braces of JSON."""
     return json.dumps(options)[1:-1]
 
 
@@ -101,7 +101,7 @@ def _wrapped(line: str, width: int, first: str, others: str) -> list[str]:
 
 
 def markdown(found: dict[str, Entries]) -> Iterator[str]:
-    """docs/options.md."""
+    """Format docs/options.md."""
     yield "# Options"
     yield ""
     yield "Made by `ds-compress list --markdown > docs/options.md`; `ds-compress schema` is for editors."

@@ -31,7 +31,7 @@ def _axes(title: str, x: str, y: str) -> tuple[Figure, Any]:
 
 
 def _logarithmic_x(axes: Any) -> None:
-    """With plain numbers, 20 and 400, instead of powers of ten."""
+    """Label a logarithmic axis with plain numbers, 20 and 400, instead of powers of ten."""
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(LogFormatter())
     axes.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
@@ -39,7 +39,7 @@ def _logarithmic_x(axes: Any) -> None:
 
 
 def first_page(runs: list[RecordedRun]) -> Figure | None:
-    """A line for each run, over how much its loss differs from that of the run that compressed nothing."""
+    """Write a line for each run over its loss minus that of the run that compressed nothing."""
     base = baseline(runs)
     if base is None:
         return None
@@ -68,7 +68,10 @@ def loss_against_steps(runs: list[RecordedRun]) -> Figure | None:
 
 
 def loss_against_bytes(runs: list[RecordedRun]) -> Figure | None:
-    """Bytes are known at fewer samples than the loss: every loss since the last count is averaged."""
+    """Draw the loss over bytes.
+
+    Bytes are known at fewer samples than the loss: every loss since the last count is averaged.
+    """
     figure, axes = _axes("Training loss against bytes sent", "MB on the wire, all boundaries", "loss")
     for number, run in enumerate(runs):
         points, losses, since = [], run.series[LOSS], 0
@@ -111,7 +114,7 @@ def error_per_boundary(runs: list[RecordedRun]) -> Figure | None:
 
 
 def step_time(runs: list[RecordedRun]) -> Figure | None:
-    """A bar for each stage of each run, of medians over the written steps; markers: without compression,
+    """Draw a bar for each stage of each run, of medians over the written steps; markers: without compression,
     estimated."""
     bars = []
     for run in runs:
@@ -147,7 +150,7 @@ def step_time(runs: list[RecordedRun]) -> Figure | None:
 
 
 def pareto(runs: list[RecordedRun]) -> Figure | None:
-    """Runs that no other beats in both bytes and loss are joined."""
+    """Draw loss over bytes; a line joins runs that no other beats in both."""
     points = []
     for number, run in enumerate(runs):
         series = run.total("wire_bytes")

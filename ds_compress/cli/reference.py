@@ -41,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def reference() -> dict[str, list[dict[str, Any]]]:
-    """Codecs, feedbacks and policies with their options by name, and the block's keys, each with "name",
-    "default", "allowed" and "description"; codecs with their `stability` too."""
+    """Describe codecs, feedbacks and policies with their options by name, and the block's keys, each with
+    "name", "default", "allowed" and "description"; codecs with their `stability` too."""
     block = [{"name": name, **option} for name, option in options(Block).items()]
     named: dict[str, Registry[Any]] = {"codecs": CODECS, "feedbacks": FEEDBACKS, "policies": POLICIES}
     found = {kind: describe(registry) for kind, registry in named.items()}
@@ -51,7 +51,7 @@ def reference() -> dict[str, list[dict[str, Any]]]:
 
 
 def stability(codec: str) -> list[dict[str, Any]]:
-    """What a feedback can count on, once for each promise, with the options of `codec` that make it:
+    """Describe what a feedback can count on, once for each promise, with the options of `codec` that make it:
     "options", "kind", "says"."""
     found: dict[str, dict[str, Any]] = {}
     for setting in settings_of(codec):
@@ -68,8 +68,8 @@ def describe(registry: Registry[Any]) -> list[dict[str, Any]]:
 
 
 def options(model: type[BaseModel]) -> dict[str, dict[str, Any]]:
-    """Default (unless it must be given), allowed values and description of every option; those of an object
-    below it, as "link.mode"."""
+    """Describe default (unless it must be given), allowed values and description of every option; those of an
+    object below it, as "link.mode"."""
     schema = model.model_json_schema()
     found: dict[str, dict[str, Any]] = {}
     for name, field in model.model_fields.items():
@@ -91,7 +91,7 @@ def _default(field: FieldInfo) -> Any:
 
 
 def _allowed(schema: dict[str, Any], root: dict[str, Any]) -> str:
-    """A JSON schema in a few words."""
+    """Describe a JSON schema in a few words."""
     if "$ref" in schema:
         schema = root["$defs"][schema["$ref"].rsplit("/", 1)[1]]
     if "registry" in schema:
@@ -137,7 +137,7 @@ def _object(cls: Any) -> dict[str, Any]:
 
 
 def _inlined(model: type[BaseModel]) -> dict[str, Any]:
-    """The JSON Schema of `model`, without definitions: what it refers to stands there itself."""
+    """Return the JSON Schema of `model`, without definitions: what it refers to stands there itself."""
     root = model.model_json_schema()
     definitions = root.pop("$defs", {})
 

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plots() -> dict[str, Any]:
-    """Return `plots.PLOTS`; without matplotlib there are none, and a line says so."""
+    """Return `plots.PLOTS`; without matplotlib there are none, and a line is printed."""
     try:
         from ds_compress.cli.plots import PLOTS
     except ImportError as error:
@@ -66,8 +66,8 @@ def _plots() -> dict[str, Any]:
 
 
 def summarize(run: RecordedRun) -> dict[str, float]:
-    """Final loss (mean of the last values), bytes on the wire, ratio and median step of a run; nan where
-    unknown."""
+    """Compute final loss (mean of the last values), bytes on the wire, ratio and median step of a run; nan
+    where unknown."""
     sent = run.total("wire_bytes")
     return {
         "steps": len(run.series[LOSS]),
@@ -80,7 +80,7 @@ def summarize(run: RecordedRun) -> dict[str, float]:
 
 
 def headlines(runs: list[RecordedRun]) -> list[str]:
-    """A line for each run, against the first of them that compressed nothing."""
+    """Return a line for each run, against the first of them that compressed nothing."""
     base = baseline(runs)
     return [headline(run, base) for run in runs]
 

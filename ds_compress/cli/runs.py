@@ -38,7 +38,7 @@ class RecordedRun:
 
     @property
     def boundaries(self) -> int:
-        """How many boundaries wrote values."""
+        """Return how many boundaries wrote values."""
         count = 0
         while label("wire_bytes", count, "forward") in self.series:
             count += 1
@@ -54,7 +54,7 @@ class RecordedRun:
         return [(samples, sum(channel[samples] for channel in channels)) for samples in sorted(shared)]
 
     def median(self, name: str, boundary: int | None = None, direction: str | None = None) -> float:
-        """Median of the finite values of a label, nan when there is none."""
+        """Return median of the finite values of a label, nan when there is none."""
         values = [
             value
             for _, value in self.series.get(label(name, boundary, direction), ())
@@ -64,7 +64,7 @@ class RecordedRun:
 
     @property
     def final_loss(self) -> float:
-        """Mean of the last losses."""
+        """Return mean of the last losses."""
         return statistics.fmean(loss for _, loss in self.series[LOSS][-FINAL:])
 
 
@@ -73,7 +73,7 @@ SMOOTHED = 10
 
 
 def bytes_ratio(run: RecordedRun) -> float:
-    """Raw over wire bytes of the whole run; nan where it wrote none."""
+    """Return raw over wire bytes of the whole run; nan where it wrote none."""
     raw, wire = (
         series[-1][1] if series else math.nan for series in map(run.total, ("raw_bytes", "wire_bytes"))
     )
@@ -81,7 +81,7 @@ def bytes_ratio(run: RecordedRun) -> float:
 
 
 def baseline(runs: list[RecordedRun]) -> RecordedRun | None:
-    """The first run that sent its messages as they are: DeepSpeed alone, or codec `none`."""
+    """Return the first run that sent its messages as they are: DeepSpeed alone, or codec `none`."""
     if len(runs) < 2:
         return None
     plain = (run for run in runs if math.isnan(bytes_ratio(run)) or abs(bytes_ratio(run) - 1) < 0.01)
@@ -89,7 +89,7 @@ def baseline(runs: list[RecordedRun]) -> RecordedRun | None:
 
 
 def headline(run: RecordedRun, base: RecordedRun | None) -> str:
-    """`"topk10: 15.2x fewer bytes, +0.098 loss, 1.9x steps/s against none"`."""
+    """Format a run in one line: `"topk10: 15.2x fewer bytes, +0.098 loss, 1.9x steps/s against none"`."""
     facts = []
     times = bytes_ratio(run)
     if not math.isnan(times):
@@ -109,13 +109,13 @@ def headline(run: RecordedRun, base: RecordedRun | None) -> str:
 
 
 def difference(run: RecordedRun, base: RecordedRun) -> Series:
-    """Smoothed loss of `run` minus that of `base`, at the samples that both have."""
+    """Return the smoothed loss of `run` minus that of `base`, at the samples that both have."""
     own, other = dict(_smoothed(run.series[LOSS])), dict(_smoothed(base.series[LOSS]))
     return [(samples, own[samples] - other[samples]) for samples in sorted(own.keys() & other.keys())]
 
 
 def _smoothed(series: Series) -> Series:
-    """The mean of so many values in a row, at the last of them."""
+    """Return the mean of so many values in a row, at the last of them."""
     values = [value for _, value in series]
     window = min(SMOOTHED, len(values))
     return [
@@ -225,8 +225,10 @@ def _file(name: str) -> str:
 
 
 def _read_series(file: Path) -> Series:
-    """A run that goes on in the same folder writes another header, and steps again that it had done
-    before."""
+    """Read a file of steps and values.
+
+    A run that continues in the same folder writes another header, and steps again that it had done before.
+    """
     try:
         with open(file, newline="") as lines:
             return [(int(samples), float(value)) for samples, value in csv.reader(lines) if samples != "step"]
@@ -267,7 +269,7 @@ def _read_wandb(file: Path) -> Recording:
 
 
 def _wandb_records(data: bytes, file: Path) -> Iterator[bytes]:
-    """The records of a .wandb file, which is a LevelDB log behind a header of 7 bytes.
+    """Yield the records of a .wandb file, which is a LevelDB log behind a header of 7 bytes.
 
         file    ":W&B"  magic u16  version u8  then blocks of 32 KiB, the header being part of the first
         block   fragments, and zeros where less than a fragment's header is left

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     except SystemExit as end:
         if end.code:
             raise
-    except Exception:  # the script's own, which Python would tell so
+    except Exception:  # the script's own, printed as Python does
         traceback.print_exc()
         return 1
     found = times.medians()

@@ -91,7 +91,7 @@ class Autoencoder(Codec, Stateful, Learns, BothDirections, ReceiverOnlyDecode, H
 
     @property
     def _rounding(self) -> float:
-        """The largest error of rounding the code, and the weights in a message of 16 bits."""
+        """Return the largest error of rounding the code, and the weights in a message of 16 bits."""
         return 4 * torch.finfo(WIRE_DTYPES[self.options.dtype]).eps
 
     def end_step(self, memory: MutableMapping[str, Tensor], average: Callable[[Tensor], Tensor]) -> None:

@@ -61,7 +61,7 @@ class MinMax(Codec):
 
     @property
     def _top(self) -> int:
-        """The largest code."""
+        """Return the largest code."""
         return int(2**self.options.bits - 1)
 
 
@@ -120,5 +120,5 @@ class ACSGD(Codec):
 
     @property
     def _half(self) -> int:
-        """The number of levels below 0."""
+        """Return the number of levels below 0."""
         return int(2 ** (self.options.bits - 1))

@@ -19,7 +19,7 @@ from ds_compress.kernels.topk.selection import Selection, banded, largest
 
 
 @lru_cache(maxsize=1024)  # successive messages have the same shape
-def kept_of(length: int, density: float) -> int:
+def count_kept(length: int, density: float) -> int:
     """Return how many of `length` entries are selected at `density`, at least one.
 
     Subtracting 1e-9 absorbs the rounding of the product.
@@ -55,15 +55,15 @@ def threshold(x: Tensor, k: int, values: Tensor | None = None) -> Selection:
 
 
 def stratified(rows: int, d: int, k: int, generator: torch.Generator) -> Selection:
-    """Draw one random entry from each of k segments of every row (see `stretches`)."""
+    """Draw one random entry from each of k segments of every row (see `segment_lengths`)."""
     draw = torch.rand(rows, k, generator=generator, device=generator.device, dtype=torch.float64)
-    length = stretches(d, k, generator.device)
+    length = segment_lengths(d, k, generator.device)
     inside = (draw * length).long() + (length.cumsum(0) - length)
     chosen = inside + torch.arange(rows, dtype=torch.int64, device=generator.device).unsqueeze(1) * d
     return Selection.at(chosen.flatten(), rows * d)
 
 
-def stretches(d: int, k: int, device: torch.device) -> Tensor:
+def segment_lengths(d: int, k: int, device: torch.device) -> Tensor:
     """Return the lengths, int64 [k], of k segments of a row of d entries; they differ by one at most."""
     ends = torch.arange(k + 1, dtype=torch.int64, device=device) * d
     return ends.div(max(k, 1), rounding_mode="floor").diff()

@@ -144,14 +144,14 @@ class RandomK(Sparse):
 
     def kept(self, spec: TensorSpec) -> int:
         rows, length = select.rows_of(spec.shape, self.options.rows)
-        return rows * select.kept_of(length, self.options.density)
+        return rows * select.count_kept(length, self.options.density)
 
     def gain(self, spec: TensorSpec) -> Tensor | None:
         if not self.options.unbiased:
             return None
         rows, length = select.rows_of(spec.shape, self.options.rows)
-        k = select.kept_of(length, self.options.density)
-        return select.stretches(length, k, spec.device).float().repeat(rows)
+        k = select.count_kept(length, self.options.density)
+        return select.segment_lengths(length, k, spec.device).float().repeat(rows)
 
     def layout(self, spec: TensorSpec) -> Layout:
         return self.values.layout(self._values_spec(spec))
@@ -186,7 +186,7 @@ class RandomK(Sparse):
         rows, length = select.rows_of(spec.shape, self.options.rows)
         # a different seed than that of the values codec, whose rounding must not depend on the selection
         generator = replace(ctx, seed=ctx.seed + 1).generator(spec.device)
-        return select.stratified(rows, length, select.kept_of(length, self.options.density), generator)
+        return select.stratified(rows, length, select.count_kept(length, self.options.density), generator)
 
 
 @register("column")
@@ -205,7 +205,7 @@ class TopColumns(Sparse):
 
     def _values_spec(self, spec: TensorSpec) -> TensorSpec:
         rows, channels = self._matrix(spec)
-        return TensorSpec((rows, select.kept_of(channels, self.options.density)), spec.dtype, spec.device)
+        return TensorSpec((rows, select.count_kept(channels, self.options.density)), spec.dtype, spec.device)
 
     def layout(self, spec: TensorSpec) -> Layout:
         channels, values = self._matrix(spec)[1], self._values_spec(spec)

@@ -161,7 +161,7 @@ class TopK(Sparse, ReusesForwardIndices):
         return self._unbiased
 
     def _select(self, x: Tensor, plan: _TopKPlan, values: Tensor | None) -> Selection:
-        k = select.kept_of(plan.length, self.options.density)
+        k = select.count_kept(plan.length, self.options.density)
         find = select.exact if self.options.select == "exact" else select.threshold
         return find(x.view(plan.rows, plan.length), k, values)
 
@@ -173,7 +173,7 @@ class TopK(Sparse, ReusesForwardIndices):
         @functools.lru_cache
         def plan(shape: tuple[int, ...]) -> _TopKPlan:
             rows, length = select.rows_of(shape, options.rows)
-            kept = rows * select.kept_of(length, options.density)
+            kept = rows * select.count_kept(length, options.density)
             name, numel = options.indices, rows * length
             if name in ("auto", "reuse"):
                 name = coding.smallest(("bitmask", "int16", "int32"), numel, kept)

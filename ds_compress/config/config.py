@@ -90,28 +90,29 @@ class Config:
         self.notes.update(dict.fromkeys(unused_options(self, block)))
 
     def codecs(self, boundary: int | None) -> BoundaryCodecs:
-        """The codecs of `boundary`, the same objects at every call; None: one without settings of its own."""
+        """Return the codecs of `boundary`, the same objects at every call; None: one without settings of its
+        own."""
         if boundary not in self._codecs:
             self._codecs[boundary] = self._built(boundary)
         return self._codecs[boundary]
 
     @property
     def changes(self) -> bool:
-        """Whether a policy may make other settings of these between steps."""
+        """Return whether a policy may make other settings of these between steps."""
         return self.policy.name != "constant"
 
     @property
     def quality(self) -> Quality | None:
-        """The class of errors within which settings choose themselves; None where they do not."""
+        """Return the class of errors within which settings choose themselves; None where they do not."""
         return self._written.quality
 
     @property
     def written(self) -> dict[str, Any]:
-        """The block without the name of a recipe, but with all that it says."""
+        """Return the block without the name of a recipe, but with all that it says."""
         return self._written.model_dump(exclude_unset=True, exclude={"recipe", "quality"})
 
     def changed(self, changes: Mapping[str, Any]) -> "Config":
-        """The block as it was written, but with `changes` to its keys, and without a policy.
+        """Return the block as it was written, but with `changes` to its keys, and without a policy.
 
         Raises:
             CompressionError: it would be a bad block.
@@ -119,7 +120,7 @@ class Config:
         return Config(with_changes(self.written, {**changes, "policy": "constant"}))
 
     def adopt(self, other: "Config") -> bool:
-        """Have the codecs of `other`, which `changed` made, from now on; those with equal settings stay the
+        """Use the codecs of `other`, which `changed` made, from now on; those with equal settings stay the
         objects that they are. Returns whether any does not."""
         numbers = {*self.numbers, *other.numbers, *self._codecs}
         changed = [n for n in numbers if self.codecs(n).settings != other.codecs(n).settings]
@@ -188,8 +189,8 @@ class Config:
             raise CompressionError(f"{KEY}: {asked} asks for compression, but {why}")
 
     def size_note(self, boundary: int, direction: str, raw_bytes: float, wire_bytes: float) -> str:
-        """What to say where the packet of a message is larger than its tensors, else nothing; headers do not
-        count."""
+        """Return a note where the packet of a message is larger than its tensors, else nothing; headers do
+        not count."""
         if wire_bytes <= raw_bytes + HEADERS:
             return ""
         codec = f"{self._path(boundary)}.{direction}.codec: {getattr(self.codecs(boundary), direction)}"
@@ -200,13 +201,13 @@ class Config:
         return f"{KEY}.boundaries.{boundary}" if str(boundary) in self.block.boundaries else KEY
 
     def count_epochs(self, steps_per_epoch: int | None, step: int = 0) -> None:
-        """Turn warm-up epochs into steps; None where nobody knows how long an epoch is.
+        """Turn warm-up epochs into steps; None where the length of an epoch is not known.
 
         When that has changed after `step` steps, as the batch size has, what is left of the warm-up is as
         many epochs as before.
 
         Raises:
-            CompressionError: there are warm-up epochs, and nobody knows.
+            CompressionError: there are warm-up epochs, and their length is not known.
         """
         if not self.block.warmup_epochs:
             return
@@ -241,13 +242,13 @@ class Config:
 
     @property
     def mirrors(self) -> bool:
-        """Whether both sides of some boundary keep state that has to stay the same."""
+        """Return whether both sides of some boundary keep state that has to stay the same."""
         return any(feedback.mirrors for _, feedback in self.pairs())
 
     @property
     def mirrored_products(self) -> list[str]:
-        """Names of codecs, with their feedback, whose mirrored state is equal only where both sides compute
-        matrix products alike."""
+        """Return the names of codecs, with their feedback, whose mirrored state is equal only where both
+        sides compute matrix products alike."""
         pairs = {
             f"{codec.name} + {feedback.name}"
             for codec, feedback in self.pairs()
@@ -256,13 +257,13 @@ class Config:
         return sorted(pairs)
 
     def pairs(self) -> Iterator[tuple[Codec, Feedback]]:
-        """Codecs, with the feedbacks round them, of all boundaries and directions."""
+        """Yield codecs, with the feedbacks round them, of all boundaries and directions."""
         for number in self.numbers:
             codecs = self.codecs(number)
             yield from ((getattr(codecs, direction), codecs.feedbacks[direction]) for direction in DIRECTIONS)
 
     def has_extra_payload(self, direction: str) -> bool:
-        """Whether messages of any boundary may come with a second packet."""
+        """Return whether messages of any boundary may come with a second packet."""
         return any(isinstance(getattr(self.codecs(n), direction), VariableSizePayload) for n in self.numbers)
 
     def check_boundaries(self, count: int) -> None:
@@ -279,21 +280,21 @@ class Config:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Everything that both ends of a link must agree on, as JSON types, defaults and codec options
+        """Return everything that both ends of a link must agree on, as JSON types, defaults and codec options
         included; not the name of the recipe that some of it may come from."""
         plain = self.block.model_dump(mode="json", exclude={"recipe", "forward", "backward", "boundaries"})
         codecs = {number: self.codecs(int(number)).settings for number in self.block.boundaries}
         return {**self.codecs(None).settings, "boundaries": codecs, **plain, "policy": self.policy.settings}
 
     def _evaluation(self) -> Literal["compressed", "uncompressed"]:
-        """How messages of eval_batch cross, of which the result counts."""
+        """Return how messages of eval_batch are sent, of which the result counts."""
         if self.block.eval in ("compressed", "uncompressed"):
             return self.block.eval
         changes = any(self.codecs(number).feedbacks["forward"].mirrors for number in self.numbers)
         return "uncompressed" if changes else "compressed"
 
     def _sample_ids(self) -> SampleIds | None:
-        """How samples are known to the feedbacks of all boundaries, None where none needs to know."""
+        """Return how samples are known to the feedbacks of all boundaries, None where none needs to know."""
         feedbacks = [self.codecs(number).feedbacks["forward"] for number in self.numbers]
         wanted = {feedback.sample_ids for feedback in feedbacks if feedback.sample_ids is not None}
         if len(wanted) > 1:
@@ -308,8 +309,8 @@ class Config:
         return CODECS.build(*chosen["codec"]), FEEDBACKS.build(*chosen["feedback"])
 
     def chosen(self, boundary: int | None, direction: str) -> dict[str, tuple[Any, str]]:
-        """ "codec" and "feedback" asked for, as the block has them, and where: each from the boundary's own
-        settings where it has them."""
+        """Return "codec" and "feedback" as asked for, as the block has them, and where: each from the
+        boundary's own settings where it has them."""
         chosen = {}
         general = getattr(self.block, direction)
         given = [(general, f"{KEY}.{direction}")]

@@ -14,7 +14,7 @@ class ErrorLimits:
     backward: float
 
     def allow(self, forward: float, backward: float) -> bool:
-        """Whether errors are small enough."""
+        """Return whether errors are small enough."""
         return forward <= self.forward and backward <= self.backward
 
 

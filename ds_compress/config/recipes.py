@@ -21,7 +21,7 @@ AUTO = "auto"
 
 
 def names() -> list[str]:
-    """Of all recipes, sorted."""
+    """Return the names of all recipes, sorted."""
     return sorted(file.stem for file in FOLDER.glob("*.json"))
 
 
@@ -31,7 +31,7 @@ def as_schema(field: dict[str, Any]) -> None:
 
 
 def recipe(name: object, key: str) -> dict[str, Any]:
-    """The block that `name` stands for, which a ds_config.json has at `key`.
+    """Return the block that `name` stands for, which a ds_config.json has at `key`.
 
     Raises:
         CompressionError: there is no such recipe.
@@ -66,8 +66,8 @@ def with_recipe(block: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def with_changes(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings` with every key of `changes`; in objects inside key by key, but codecs and feedbacks as a
-    whole."""
+    """Return `settings` with every key of `changes`; in objects inside key by key, but codecs and feedbacks
+    as a whole."""
     changed = dict(settings)
     for key, value in changes.items():
         before = changed.get(key)

@@ -101,7 +101,7 @@ def _of_aqsgd(config: Any) -> Iterator[str]:
 
 
 def _of_ladders(config: Any, written: Mapping[str, Any]) -> Iterator[str]:
-    """Options of a codec that a policy replaces before any message is compressed."""
+    """Yield a line for options of a codec that a policy replaces before any message is compressed."""
     for direction in DIRECTIONS:
         own = written.get(direction)
         codec = own.get("codec") if isinstance(own, Mapping) else None

@@ -49,7 +49,7 @@ def _mixin(base: type) -> tuple[type[CompressedEngine], type[Session]]:
 
 
 def _compressed_class(mixin: type[CompressedEngine], base: Any) -> type:
-    """`base` with the mixin and its instruction map."""
+    """Return a subclass of `base` with the mixin and its instruction map."""
     members = {"_INSTRUCTION_MAP": ChainMap(dict(mixin._AROUND), base._INSTRUCTION_MAP)}
     return type(f"Compressed{base.__name__}", (mixin, base), members)
 
@@ -96,8 +96,7 @@ def read_ds_config(path: Path) -> Any:
 
 
 def prepare() -> None:
-    """Before an engine is built: let DeepSpeed's own messages, of shapes and the like, reach a neighbour's
-    GPU.
+    """Let DeepSpeed's own messages, of shapes and the like, reach a neighbour's GPU.
 
     Over a backend that cannot send a device's memory DeepSpeed would fail at the first of them. What it has
     for a torch without send and recv, broadcasts in groups of two, works there.

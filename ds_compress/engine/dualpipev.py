@@ -93,7 +93,7 @@ class TwoStages(Stage):
 
     @property
     def is_sending(self) -> bool:
-        """Always: what DualPipeV announces it sends through a queue of its own."""
+        """Return True: what DualPipeV announces it sends through a queue of its own."""
         return True
 
 
@@ -204,7 +204,7 @@ class DualPipeVSession(Session):
             if instruction is Instruction.RECV_ACTIVATION:
                 self.mark_received(tensors, self._boundary(phase, sends=False))
         self._arriving.clear()
-        self._launch()  # what nobody waited for: a queue of sends alone
+        self._launch()  # a queue of sends alone, which no receive has launched
         run()  # with nothing left to do
 
     def _queue_to(self, stage: int, channel: Channel) -> Queue:
@@ -235,7 +235,7 @@ class DualPipeVSession(Session):
 
 
 def _around(kind: type, instruction: Instruction) -> Callable[..., None]:
-    """Return what runs in the place of DeepSpeed's function for instructions of class `kind`."""
+    """Return what runs instead of DeepSpeed's function for instructions of class `kind`."""
 
     def run(engine: Any, buffer_id: int, phase: int) -> None:
         engine.ds_compress.run(kind, instruction, buffer_id, phase)

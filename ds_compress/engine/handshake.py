@@ -61,7 +61,7 @@ _ABSENT = ': is ds_compress installed there, and is the "ds_compress" key in its
 
 
 def _verdict(store: Store, prefix: str, world_size: int, timeout: float) -> str:
-    """What is wrong, or an empty string."""
+    """Return what is wrong, or an empty string."""
     answers: dict[int, Any] = {}
     absent: list[int] = []
     for rank in range(world_size):
@@ -96,7 +96,7 @@ class Notes:
             self._store.set(f"{self._prefix}/{key}", line)
 
     def read(self, key: str) -> str:
-        """The line left there; an empty string where there is none."""
+        """Return the line left there; an empty string where there is none."""
         key = f"{self._prefix}/{key}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
@@ -140,7 +140,7 @@ PRODUCTS = ((64, 16, 256), (256, 64, 1024))  # rows, coefficients and columns of
 
 
 def relied_on(config: Config, device: torch.device) -> dict[str, Any]:
-    """What all ranks must have alike for the settings in `config`; empty where it does not matter."""
+    """Return what all ranks must have alike for the settings in `config`; empty where it does not matter."""
     pairs = ", ".join(config.mirrored_products)
     if not pairs:
         return {}
@@ -149,7 +149,7 @@ def relied_on(config: Config, device: torch.device) -> dict[str, Any]:
 
 
 def fingerprint(device: torch.device) -> dict[str, Any]:
-    """Names of what computes on `device`, and a hash of what comes out."""
+    """Return names of what computes on `device`, and a hash of what comes out."""
     if device.type == "cpu":
         name = torch.backends.cpu.get_cpu_capability()
         more: dict[str, Any] = {"threads": torch.get_num_threads()}
@@ -173,6 +173,6 @@ def _products(device: torch.device) -> str:
 
 
 def _numbers(rows: int, columns: int, device: torch.device) -> Tensor:
-    """fp32 in [-1, 1) that use all 24 bits, equal on every device."""
+    """Return fp32 numbers in [-1, 1) that use all 24 bits, equal on every device."""
     counted = torch.arange(1, rows * columns + 1, dtype=torch.int64, device=device)
     return ((counted * 2654435761 % 2**24 - 2**23).float() / 2**23).view(rows, columns)

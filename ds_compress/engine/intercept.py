@@ -75,14 +75,14 @@ class ShapeMessage:
         self.announces_packets = self._mark != 0
 
     def received(self, floats: int) -> tuple[bool, ...] | None:
-        """What the sender said of that many float tensors."""
+        """Return what the sender announced about that many float tensors."""
         if self._mark != CARRYING:
             return None
         return tuple(bool(self._bits >> place & 1) for place in range(floats))
 
 
 def _mark(tensor: Tensor) -> int:
-    """The mark that a shape message ends with; 0: it has none."""
+    """Return the mark that a shape message ends with; 0: it has none."""
     last = int(tensor.view(-1)[-1]) if tensor.numel() > 1 else 0
     return last if last in (PACKETS, CARRYING) else 0
 
@@ -130,7 +130,7 @@ class ReceiveBuffer(Tensor):
 
 
 def receiving(buffers: Any) -> Any:
-    """The buffers of a message, a tensor, a list or a tuple of them, as `ReceiveBuffer`."""
+    """Return the buffers of a message, a tensor, a list or a tuple of them, as `ReceiveBuffer`."""
     if torch.is_tensor(buffers):
         return buffers.as_subclass(ReceiveBuffer)
     return type(buffers)(buffer.as_subclass(ReceiveBuffer) for buffer in buffers)
@@ -200,7 +200,7 @@ class Receiving:
 
 
 def is_alike(tensor: Tensor, spec: TensorSpec | Tensor) -> bool:
-    """Whether `tensor` has the dtype and the number of values of one like `spec`."""
+    """Return whether `tensor` has the dtype and the number of values of one like `spec`."""
     return tensor.dtype == spec.dtype and tensor.numel() == math.prod(spec.shape)
 
 
@@ -222,7 +222,7 @@ class PointToPoint:
 
     @classmethod
     def over(cls, module: Any) -> "PointToPoint":
-        """The stand-ins in `module`, put there when they are not there yet."""
+        """Return the stand-ins in `module`, put there when they are not there yet."""
         found = getattr(module.send, "__self__", None)
         if not isinstance(found, cls):
             found = cls(module.send, module.recv)
@@ -295,7 +295,7 @@ class PointToPoint:
 
     @contextmanager
     def shape_messages(self, message: ShapeMessage) -> Iterator[None]:
-        """Context for a message that an instruction sends beside that of its tensors."""
+        """Intercept a message that an instruction sends beside that of its tensors."""
         self._shape_message = message
         try:
             yield

@@ -1,14 +1,13 @@
-"""What a schedule has ahead of the instruction in progress: which messages may leave early, how many will
-come.
+"""Find which messages of a schedule may be sent as soon as they are computed, and how many will be received.
 
-DeepSpeed sends a message where its schedule says so; the link would rather send it when it is computed. That
-is the same message only if
+DeepSpeed sends a message at the place that its schedule gives; an eager link sends it when it is computed.
+Both send the same message only if
 
     ForwardPass(b) ... SendActivation(b)
 
-the next message of the channel is the one just computed, and nothing in between touches buffer b or is an
-instruction that DeepSpeed does not know. Schedules of other projects send twice per micro-batch, or in
-another order than they compute: what does not fit that picture leaves in its own place.
+the next message of the channel is the one just computed, and no instruction in between uses buffer b or is
+unknown to DeepSpeed. Schedules of other projects send twice per micro-batch, or in another order than they
+compute. Their messages are sent at their own place.
 """
 
 import contextlib
@@ -33,7 +32,7 @@ KNOWN = {
     if isinstance(found, type) and issubclass(found, schedule.PipeInstruction)
 }
 ORDERED = (schedule.TrainSchedule, DepthSchedule, schedule.InferenceSchedule)
-"""In the order of these no posted receive needs what its own rank launches later
+"""Schedules in which no posted receive depends on what its own rank launches later
 (tests/transport/test_posting.py)."""
 
 NOWHERE = -1
@@ -41,32 +40,32 @@ Tracked = AbstractContextManager[Any]
 
 
 class _Step(list[Any]):
-    """The instructions of a step; whoever takes them one by one moves `of` along."""
+    """The instructions of a step; iterating over them moves `plan.at` along."""
 
-    of: "Lookahead"
-    places: range  # of the first one and those behind it in the schedule
+    plan: "Lookahead"
+    places: range  # of its instructions in the schedule
 
     def __iter__(self) -> Iterator[Any]:
-        # All in C, without a call of ours for each instruction. Sends whose message has left early are passed
-        # over; instructions that somebody puts behind the last one, and the time after them, are nowhere
-        at = self.of.at
+        # All in C, without a Python call per instruction. Sends whose message has left early are skipped;
+        # instructions that a program appends have no place in the schedule
+        at = self.plan.at
         places, asked = itertools.tee(itertools.chain(self.places, itertools.repeat(NOWHERE)))
-        stays = map(operator.not_, map(self.of.left.__contains__, asked))
+        stays = map(operator.not_, map(self.plan.left.__contains__, asked))
         first, second = itertools.tee(itertools.compress(zip(places, super().__iter__()), stays))
         noted = map(at.append, map(operator.itemgetter(0), first))
         taken: Iterator[Any] = map(operator.itemgetter(1), zip(noted, map(operator.itemgetter(1), second)))
         taken = itertools.chain(taken, filter(None, map(at.append, (NOWHERE,))))
-        return self._tracked(taken) if self.of.tracking else taken
+        return self._tracked(taken) if self.plan.tracking else taken
 
     def _tracked(self, instructions: Iterator[Any]) -> Iterator[Any]:
         for instruction in instructions:
-            context = self.of.tracking() if self.of.tracking and computes(instruction) else None
+            context = self.plan.tracking() if self.plan.tracking and computes(instruction) else None
             with context or contextlib.nullcontext():
                 yield instruction
 
 
 class Lookahead:
-    """The plan of one schedule, and how far it has come."""
+    """The plan of one schedule, and the position in it."""
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ class Lookahead:
     ):
         """
         Args:
-            pipe_schedule: None, or one that is iterated in a way of its own, is not looked into.
+            pipe_schedule: not analysed if None, or if it has an iterator of its own.
             tracking: gives a context for an instruction that may compute what is sent.
             depth: of the links.
             in_place: kinds of send instructions whose messages never leave early.
@@ -99,31 +98,31 @@ class Lookahead:
         for instructions in pipe_schedule.steps() if self.plain else ():
             step = _Step(instructions)
             self._steps.append(step)
-            step.of, step.places = self, range(len(self._flat), len(self._flat) + len(instructions))
+            step.plan, step.places = self, range(len(self._flat), len(self._flat) + len(instructions))
             self._flat += instructions
         self.counts = Counter(map(type, self._flat))
         self._sends = {kind: deque(_places(self._flat, kind)) for kind in MADE_BY}  # that may not have left
         kinds = {send: made_by for send, made_by in MADE_BY.items() if send not in in_place}
         self.early = _early(self._flat, in_flight(depth), kinds)
-        """By place of the instruction that makes a message, that of the send instruction it may forestall."""
+        """Place of the send instruction whose message may leave early, by place of what computes it."""
 
     def steps(self) -> Iterator[list[Any]]:
-        """The schedule's steps, followed while they are done."""
+        """Iterate over the schedule's steps, and track the instructions as they run."""
         return iter(self._steps)
 
     @property
     def current(self) -> Any:
-        """The instruction in progress; None outside of one."""
+        """Return the instruction in progress; None outside of one."""
         place = self.at[0]
         return None if place == NOWHERE else self._flat[place]
 
     def receives_ahead(self, device: torch.device) -> bool:
-        """Whether receives may be posted before the schedule comes to them."""
+        """Return whether receives may be posted before the schedule comes to them."""
         return self.plain and (self._ordered or not receives_hold_device(device))
 
     def leaves_early(self, made_by: type, buffer_id: int) -> bool:
-        """Whether the message that `made_by`, in progress, has just put into `buffer_id` may leave now; if so
-        it counts as gone."""
+        """Return whether the message that `made_by`, in progress, has just put into `buffer_id` may leave
+        now; if so it counts as gone."""
         place = self.at[0]
         send = self.early.get(place, NOWHERE)
         if send == NOWHERE:
@@ -141,7 +140,7 @@ class Lookahead:
 
 
 def computes(instruction: Any) -> bool:
-    """Whether it may fill a buffer with what will be sent."""
+    """Return whether an instruction may fill a buffer with what will be sent."""
     return type(instruction) is schedule.ForwardPass or type(instruction) not in KNOWN
 
 
@@ -156,7 +155,7 @@ def _early(flat: list[Any], most: int, kinds: dict[type, type]) -> dict[int, int
 
     Args:
         most: messages in flight before a sender waits.
-        kinds: of send instructions that may be forestalled, each with the one that makes its message.
+        kinds: classes of send instructions, each with the class that computes its message.
     """
     early = {}
     for kind, made_by in kinds.items():
@@ -166,8 +165,8 @@ def _early(flat: list[Any], most: int, kinds: dict[type, type]) -> dict[int, int
             for before in range(place - 1, -1, -1):
                 touches = flat[before].kwargs.get("buffer_id") == buffer_id
                 if touches and type(flat[before]) is made_by:
-                    # The sender waits until message n - `most` was taken before it makes message n. Where
-                    # the schedule sends that one before, DeepSpeed's own order has waited for it too
+                    # Before it makes message n the sender waits until message n - `most` was received. If the
+                    # schedule sends that one earlier, DeepSpeed's own order waits for it too
                     if number < most or places[number - most] < before:
                         early[before] = place
                     break

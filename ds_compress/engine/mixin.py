@@ -106,7 +106,7 @@ class CompressedEngine(_Engine):
         schedule.SendGrad: _run_send_grads,
         schedule.RecvGrad: _run_recv_grads,
     }
-    """By instruction, what runs in the place of DeepSpeed's function. Functions, not methods: an engine's own
+    """By instruction, what runs instead of DeepSpeed's function. Functions, not methods: an engine's own
     methods may have any name."""
 
     def train_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -229,7 +229,7 @@ class CompressedEngine(_Engine):
         return receiving(buffers)
 
     def _allocate_or_extend_buffers(self, idx: int, shape: Any, dtype: torch.dtype) -> Tensor:
-        """A buffer of its own for every message.
+        """Allocate a buffer for every message.
 
         DeepSpeed shares one per tensor position between activations and gradients and ignores the dtype on
         reuse, so a receive of mixed tuples under dynamic_shape could land in a buffer of the wrong size.

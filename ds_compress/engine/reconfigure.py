@@ -14,7 +14,7 @@ from ds_compress.codecs.mixins import needs_warmup
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.recipes import with_changes
 from ds_compress.engine.stage import Stage
-from ds_compress.engine.wiring import wire_rests
+from ds_compress.engine.wiring import wire_extra_links
 from ds_compress.errors import CompressionError
 
 WRITTEN = (*DIRECTIONS, "boundaries", "policy", "quality")
@@ -90,7 +90,7 @@ class Reconfigurator:
         config.adopted = adopted
         if not config.adopt(other):
             return False
-        wire_rests(stage, engine)
+        wire_extra_links(stage, engine)
         stage.adopt()
         self._follow()
         return True

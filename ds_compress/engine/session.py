@@ -233,7 +233,7 @@ class Session:
         return self.reconfigurator.change(boundaries)
 
     def resume(self, course: Mapping[str, Any], noted: Mapping[str, list[float]]) -> bool:
-        """Have the settings of a checkpoint; every rank calls it alike.
+        """Adopt the settings of a checkpoint; every rank calls it alike.
 
         Args:
             course: of `course`, the same on every rank; empty: there are none.
@@ -342,7 +342,7 @@ class Session:
         why = stage.left_because.get(number, "its tensors are not announced")
         if number in stage.announced:
             why = "its instruction sends no tensor through deepspeed.runtime.pipe.p2p"
-        # of a boundary that is left to DeepSpeed the sender of activations says so
+        # a boundary that is left to DeepSpeed is reported by the sender of activations
         if forward or (sending.gradients and number in stage.announced):
             self.config.allow_uncompressed(f"{channel.place}: {why}")
             self._left_alone.log(f"{channel.place}: left to DeepSpeed, uncompressed: {why}")

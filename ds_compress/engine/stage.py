@@ -69,7 +69,7 @@ class Stage:
         self.in_schedule = False
         self.wants_samples = config.sample_ids is not None and before is None
         self.groups: list[Any] = []  # process groups of its channels
-        self.rests: set[str] = set()  # directions whose extra packets have a group of their own
+        self.extra_groups: set[str] = set()  # directions whose extra packets have a group of their own
         self.shape_links: ShapeLinks | None = None  # None: shape messages go DeepSpeed's way
         self.announced: dict[int, Specs] = {}
         """The tensors of forward messages, by boundary, which both sides know from the latest shape message;
@@ -126,14 +126,14 @@ class Stage:
 
     @property
     def sending(self) -> list[Channel]:
-        """The channels this stage sends on."""
+        """Return the channels that this stage sends on."""
         return [end.channel for end in self.senders.values()]
 
     @contextmanager
     def running(
         self, context: StepContext, counts: Mapping[Instruction, int] | None = None
     ) -> Iterator[None]:
-        """Round one schedule of the engine; returns when all packets have left.
+        """Run one schedule of the engine; returns when all packets have left.
 
         Args:
             counts: how many messages the schedule receives, where they are to be received ahead.
@@ -172,11 +172,14 @@ class Stage:
             boundary.forward.uncompressed_tail = context.uncompressed_tail
 
     def enter_unscheduled(self, context: StepContext) -> None:
-        """Before a message that no schedule asked for: programs call the engine's instructions by hand, to
-        sample for example. Those of one step and kind are counted on, as within a schedule."""
+        """Prepare a message that no schedule asked for.
+
+        Programs call the engine's instructions by hand, to sample for example. Those of one step and kind are
+        counted on, as within a schedule.
+        """
         if (context.step, context.training) != (self.step, self.training):
             self._begin(context)
-        self._set_raw_tail(context)  # a program may have said meanwhile that there is a mask
+        self._set_raw_tail(context)  # a program may have set a mask since
 
     def on_codec_stream(self, boundary: Boundary, work: Callable[[], Made]) -> Made:
         """Do `work`, on what `boundary` remembers, where its codecs work, and before anything that follows;
@@ -198,7 +201,7 @@ class Stage:
         """Take note of the samples in what the data loader returned; called where `wants_samples`.
 
         Args:
-            buffer_id: that the batch is loaded into; None where nobody knows: then buffers are sent in its
+            buffer_id: that the batch is loaded into; None where it is not known: then buffers are sent in its
                 order.
         """
         source = self.config.sample_ids
@@ -211,7 +214,7 @@ class Stage:
                 self._samples[buffer_id] = ids
 
     def post_receives(self, instruction: Instruction, tensors: Specs | None) -> None:
-        """Messages of this schedule will have tensors like `tensors`: let them be received ahead."""
+        """Post receives ahead for messages of this schedule, which have tensors like `tensors`."""
         end = self.receivers[instruction, 0]
         expected = instruction not in self.unused and end.channel.boundary.number in self.announced
         if end.to_post and tensors and expected:
@@ -252,7 +255,7 @@ class Stage:
         end.codec_stream.run(functools.partial(end.transmit, tensors, message_id), takes=tensors)
 
     def fetch(self, instruction: Instruction, buffer_id: int, tensors: Specs, phase: int = 0) -> list[Tensor]:
-        """The next message, with tensors like `tensors`, for a buffer."""
+        """Receive the next message, with tensors like `tensors`, for a buffer."""
         end = self.receivers[instruction, phase]
         number, end.messages = end.messages, end.messages + 1
         channel, at = end.channel, (end.channel.boundary.number, buffer_id)
@@ -269,7 +272,7 @@ class Stage:
         return arrived
 
     def shape_messages(self, message: ShapeMessage) -> Any:
-        """Context for what an instruction sends beside its message: DeepSpeed's shape messages."""
+        """Intercept what an instruction sends beside its message: DeepSpeed's shape messages."""
         return self.p2p.shape_messages(message)
 
     def shape_message(
@@ -279,5 +282,5 @@ class Stage:
 
     @property
     def is_sending(self) -> bool:
-        """Whether a send instruction is in progress, so that what it announces will be collected."""
+        """Return whether a send instruction is in progress, so that what it announces will be collected."""
         return self.p2p.sending is not None

@@ -17,7 +17,7 @@ from ds_compress.transport.p2p import (
 from ds_compress.transport.staging import receives_hold_device
 from ds_compress.transport.streams import CodecStream, codec_stream_for
 
-SHAPES, REST = " shapes", " rest"
+SHAPES, EXTRA = " shapes", " extra"
 
 
 def wire(stage: Stage, engine: Any, depth: int) -> None:
@@ -29,12 +29,12 @@ def wire(stage: Stage, engine: Any, depth: int) -> None:
     config = stage.config
     seconds = config.block.link.timeout_s
     eager = config.block.link.mode == "eager"
-    rests = [f"{direction}{REST}" for direction in DIRECTIONS if config.has_extra_payload(direction)]
+    extra = [f"{direction}{EXTRA}" for direction in DIRECTIONS if config.has_extra_payload(direction)]
     # NCCL's receive of a shape would hold the device
     shapes = [f"forward{SHAPES}"] if engine.dynamic_shape and not receives_hold_device(engine.device) else []
-    groups = channel_groups(engine.num_stages - 1, [*DIRECTIONS, *rests, *shapes], seconds) if eager else {}
+    groups = channel_groups(engine.num_stages - 1, [*DIRECTIONS, *extra, *shapes], seconds) if eager else {}
     stage.groups = list(groups.values())
-    stage.rests = {direction for direction in DIRECTIONS if config.has_extra_payload(direction)}
+    stage.extra_groups = {direction for direction in DIRECTIONS if config.has_extra_payload(direction)}
 
     def link(kind: type[Any], channel: Channel, neighbour: int, use: str = "") -> Any:
         group = groups.get((channel.boundary.number % 2, f"{channel.direction}{use}"))
@@ -43,14 +43,14 @@ def wire(stage: Stage, engine: Any, depth: int) -> None:
 
     def send(instruction: Instruction, channel: Channel, neighbour: int, codec_stream: CodecStream) -> None:
         kind = EagerSender if eager else Sender
-        ends = link(kind, channel, neighbour), link(kind, channel, neighbour, REST)
+        ends = link(kind, channel, neighbour), link(kind, channel, neighbour, EXTRA)
         stage.connect_sender(instruction, channel, *ends, codec_stream)
 
     def receive(
         instruction: Instruction, channel: Channel, neighbour: int, codec_stream: CodecStream
     ) -> None:
         kind = EagerReceiver if eager else Receiver
-        ends = link(kind, channel, neighbour), link(kind, channel, neighbour, REST)
+        ends = link(kind, channel, neighbour), link(kind, channel, neighbour, EXTRA)
         stage.connect_receiver(instruction, channel, *ends, codec_stream)
 
     if eager and shapes:
@@ -69,20 +69,20 @@ def wire(stage: Stage, engine: Any, depth: int) -> None:
         receive(Instruction.RECV_GRAD, stage.after.backward, engine.next_stage, codec_stream)
 
 
-def wire_rests(stage: Stage, engine: Any) -> None:
+def wire_extra_links(stage: Stage, engine: Any) -> None:
     """Give extra packets groups of their own where codecs send them that did not when the stage was wired;
     every rank of the job calls it.
     """
     config = stage.config
     if config.block.link.mode != "eager":
         return
-    missing = [d for d in DIRECTIONS if config.has_extra_payload(d) and d not in stage.rests]
-    uses = [f"{direction}{REST}" for direction in missing]
+    missing = [d for d in DIRECTIONS if config.has_extra_payload(d) and d not in stage.extra_groups]
+    uses = [f"{direction}{EXTRA}" for direction in missing]
     groups = channel_groups(engine.num_stages - 1, uses, config.block.link.timeout_s)
     stage.groups += groups.values()
-    stage.rests.update(missing)
+    stage.extra_groups.update(missing)
     for end in stage.ends:
         link, channel = end.link, end.channel
         if channel.direction in missing:
-            group = groups[channel.boundary.number % 2, f"{channel.direction}{REST}"]
+            group = groups[channel.boundary.number % 2, f"{channel.direction}{EXTRA}"]
             end.extra_link = type(link)(link.peer, link.device, group, link.timeout, link.depth)

@@ -31,7 +31,7 @@ class Feedback(Named, ABC):
 
     @property
     def sample_ids(self) -> SampleIds | None:
-        """The sample ids that it needs with every training message, None for none."""
+        """Return the sample ids that it needs with every training message, None for none."""
         return None
 
     def growth(self, stability: Stability) -> float:

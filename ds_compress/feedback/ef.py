@@ -72,7 +72,7 @@ class ErrorFeedbackCodec(FeedbackCodec, StatefulFeedback):
 
     @property
     def weights(self) -> tuple[float, float]:
-        """The residual_decay and error_weight of the next residual; see `FusesFeedback`."""
+        """Return the residual_decay and error_weight of the next residual; see `FusesFeedback`."""
         return 0.0, self.feedback.options.decay
 
     def _encode_in_steps(

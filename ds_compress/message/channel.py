@@ -46,7 +46,7 @@ class Channel:
 
     @property
     def place(self) -> str:
-        """What errors call it."""
+        """Return what errors call the channel."""
         return f"boundary {self.boundary.number}, {self.direction}"
 
     def adopt(self, codec: Codec) -> None:
@@ -56,11 +56,11 @@ class Channel:
         self._latest.clear()
 
     def message_id(self, step: int, micro_batch: int, training: bool = True) -> MessageId:
-        """That of a message of this channel; `step`: optimizer steps done before it."""
+        """Return the id of a message of this channel; `step`: optimizer steps done before it."""
         return MessageId(self.boundary.number, self.direction, step, micro_batch, training)
 
     def message(self, tensors: Sequence[Tensor | TensorSpec], message_id: MessageId) -> MessageLayout:
-        """The layout of a message of tensors like `tensors`."""
+        """Return the layout of a message of tensors like `tensors`."""
         config, training = self.boundary.config, message_id.training
         # both sides find the same
         compressed = training or config.eval == "compressed"
@@ -98,7 +98,7 @@ class Channel:
         message_id: MessageId,
         memory: Callable[[int], Tensor] | None = None,
     ) -> Encoded:
-        """The packet of `tensors`, counted as sent.
+        """Encode `tensors` to a packet, and count it as sent.
 
         Args:
             tensors: what DeepSpeed sends in one instruction, in its order; not modified.
@@ -138,7 +138,8 @@ class Channel:
         message_id: MessageId,
         fetch: Callable[[int], Tensor | None] | None = None,
     ) -> list[Tensor]:
-        """The tensors in `packet`, with the message's specs; those sent as they are are views of the packet.
+        """Return the tensors in `packet`, with the message's specs; those sent as they are are views of the
+        packet.
 
         Args:
             fetch: gives the extra packet, of so many bytes, when there is one.
@@ -195,7 +196,7 @@ class Channel:
         message_id: MessageId,
         fetch: Callable[[int], Tensor | None] | None,
     ) -> list[tuple[Tensor, ...]]:
-        """`parts` of each tensor, with those that came in an extra packet."""
+        """Return `parts` of each tensor, with those that came in an extra packet."""
         extras = [
             codec.extra_payload(own, spec) if isinstance(codec, VariableSizePayload) else ()
             for codec, own, spec in zip(message.codecs, parts, message.specs)
@@ -211,14 +212,15 @@ class Channel:
         return [own + tuple(next(views) for _ in extra) for own, extra in zip(parts, extras)]
 
     def trial(self, codec: Codec) -> "Channel":
-        """This channel as it would be with `codec`: what it encodes is not counted, and leaves no trace."""
+        """Return this channel as it would be with `codec`: what it encodes is not counted, and leaves no
+        trace."""
         channel = self.listener()
         channel.codec, channel.sent, channel._layouts, channel._latest = codec, Counters(), {}, {}
         return channel
 
     def listener(self) -> "Channel":
-        """This channel as the other side has it before the next message: what it decodes leaves no trace
-        here."""
+        """Return this channel as the other side has it before the next message: what it decodes leaves no
+        trace here."""
         channel = copy.copy(self)
         channel.boundary = self.boundary.copied()
         return channel
@@ -259,7 +261,7 @@ class Boundary:
         self.loss_scale = loss_scale
 
     def context(self, message_id: MessageId, position: int) -> Context:
-        """The context of the float tensor at `position` in a message.
+        """Return the context of the float tensor at `position` in a message.
 
         In training a forward message leaves its stash for the backward message of the same micro-batch, which
         takes it away. Evaluation leaves nothing: its stash and its copy of the memory go with the context.
@@ -312,7 +314,7 @@ class Boundary:
             self.memory[position] = {key: value for key, value in memory.items() if stays(key)}
 
     def copied(self) -> "Boundary":
-        """The same for now: what happens to the copy leaves no trace here."""
+        """Return the same for now: what happens to the copy leaves no trace here."""
         other = copy.copy(self)
         other.memory = {position: dict(memory) for position, memory in self.memory.items()}
         other.sample_ids = dict(self.sample_ids)
@@ -351,7 +353,7 @@ class Boundary:
             }
 
     def saved(self) -> dict[int, dict[str, Tensor]]:
-        """What a checkpoint has to hold, by tensor position."""
+        """Return what a checkpoint has to hold, by tensor position."""
         found = {position: dict(memory) for position, memory in self.memory.items()}
         for memory in found.values():
             for channel in self.channels:
@@ -374,7 +376,7 @@ class Boundary:
             self.memory[position] = memory
 
     def prefetch(self, ids: Tensor) -> None:
-        """A forward message of the samples `ids` will be encoded soon."""
+        """Prepare for a forward message of the samples `ids`."""
         for layer in layers(self.forward.codec, ManagesStorage):
             for memory in self.memory.values():
                 layer.prefetch(ids, memory)
@@ -390,10 +392,10 @@ class Boundary:
 
 
 def _inner(codec: Codec) -> Codec:
-    """`codec` without a feedback round it."""
+    """Return `codec` without a feedback round it."""
     return list(layers(codec, Codec))[-1]  # type: ignore[type-abstract]
 
 
 def _feedback(codec: Codec) -> Any:
-    """Settings of the feedback round `codec`; None where there is none."""
+    """Return the settings of the feedback round `codec`; None where there is none."""
     return codec.settings["feedback"] if isinstance(codec, CodecWrapper) else None

@@ -91,7 +91,7 @@ class DependencyTracker(TorchDispatchMode):
         return tuple(map(self.depends_on_parameters, floats))
 
     def depends_on_parameters(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is a parameter, or marked."""
+        """Return whether `tensor` is a parameter, or marked."""
         return id(tensor) in self._parameters or tensor in self._marked
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -60,18 +60,18 @@ class MessageLayout:
         # an exempt tensor has no stash; if it is not float, its position is that of the next one that is
         stashes = [position if codec else -1 for codec, position in zip(self.codecs, self.positions)]
         self.tensor_plans = [*zip(used, self.places, stashes, specs)]
-        """Of each tensor: what encodes and decodes it, None where it crosses as it is; place; position, or -1
-        where nothing is left for it; spec."""
+        """Of each tensor: its codec, None where it is sent uncompressed; place; position, or -1 where the
+        forward message has no stash for it; spec."""
         self.raw_bytes = sum(spec.nbytes for spec in specs)
         self.device = specs[0].device
         self.headers_left = HEADERS_CHECKED
 
     def compressed_bytes(self, codec: Codec) -> int:
-        """Bytes that such a message takes on the wire with `codec`, an extra packet included."""
+        """Return bytes that such a message takes on the wire with `codec`, an extra packet included."""
         return self._bytes(codec, lambda each, spec: each.planned_extra_payload(spec))
 
     def most_bytes(self, codec: Codec) -> int:
-        """The same of the largest such message, of first visits for instance."""
+        """Return the same of the largest such message, of first visits for instance."""
         return self._bytes(codec, lambda each, spec: each.largest_extra_payload(spec))
 
     def _bytes(self, codec: Codec, extra_of: Callable[[VariableSizePayload, TensorSpec], Layout]) -> int:
@@ -83,8 +83,8 @@ class MessageLayout:
         return compressed.packet.nbytes + (PacketLayout(extra, "rest").nbytes if extra else 0)
 
     def describe(self, codec: Codec) -> str:
-        """What becomes of each tensor, after the warm-up, with `codec`, and what the largest message takes;
-        empty for a lone one, and where all are as large."""
+        """Describe what becomes of each tensor, after the warm-up, with `codec`, and what the largest message
+        takes; empty for a lone one, and where all are as large."""
         most = self.most_bytes(codec)
         larger = f"at most {most:,} bytes" if most > self.compressed_bytes(codec) else ""
         return "; ".join(filter(None, (self._fates(), larger)))
@@ -123,7 +123,7 @@ class Counters:
         return self.messages, self.raw_bytes, self.wire_bytes, self.samples, self.returned
 
     def add(self, encoded: Encoded, known: Sequence[bool] = ()) -> None:
-        """`known`: see `Context.known`."""
+        """Count a message; `known`: see `Context.known`."""
         self.messages += 1
         self.samples += len(known)
         self.returned += sum(known)
@@ -192,12 +192,12 @@ def explain(error: Exception, codec: Codec, place: str, message_id: MessageId) -
     number = f"step {message_id.step}, micro-batch {message_id.micro_batch}"
     raise CompressionError(
         f"packet for {place}, {number}: {codec} cannot decode it "
-        f'({in_one_line(error)}); was it damaged on its way? "link": {{"checksum": true}} tells'
+        f'({in_one_line(error)}); was it damaged on its way? "link": {{"checksum": true}} finds out'
     ) from error
 
 
 def tensors_in(message: Any) -> list[Tensor] | None:
-    """The tensors of a message, if it is a tensor, or a tuple or a list of nothing else."""
+    """Return the tensors of a message, if it is a tensor, or a tuple or a list of nothing else."""
     if torch.is_tensor(message):
         return [message]
     if isinstance(message, (tuple, list)) and all(map(torch.is_tensor, message)):
@@ -206,5 +206,5 @@ def tensors_in(message: Any) -> list[Tensor] | None:
 
 
 def as_list(tensors: Any) -> list[Tensor]:
-    """The tensors of a message, which DeepSpeed has as a tensor, a tuple or a list."""
+    """Return the tensors of a message, which DeepSpeed has as a tensor, a tuple or a list."""
     return [tensors] if torch.is_tensor(tensors) else list(tensors)

@@ -31,7 +31,7 @@ class _Meter:
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
-        """Round what is not the message's own work: its errors are kept, as text, which holds no tensors."""
+        """Keep errors of measuring as text, which holds no tensors: the message goes on its way."""
         try:
             yield
         except Exception as error:
@@ -127,7 +127,7 @@ class SendingMeter(_Meter):
             sender.drain()
 
     def values(self) -> dict[str, float]:
-        """What was measured since the meter was made, by column.
+        """Return what was measured since the meter was made, by column.
 
         step_messages: how many were sent.
         nonfinite_share: of messages that hold inf or nan.
@@ -153,7 +153,7 @@ class SendingMeter(_Meter):
         }
 
     def stamps(self, origin: Any) -> list[float]:
-        """When each packet was handed to the link, in milliseconds after `origin`."""
+        """Return when each packet was handed to the link, in milliseconds after `origin`."""
         return [self._clock.ms(origin, start) for start, _ in self._times.get("send", ())]
 
 
@@ -180,12 +180,12 @@ class ReceivingMeter(_Meter):
             return channel.decode(packet, message, message_id, fetch)
 
     def values(self) -> dict[str, float]:
-        """By column: wait_ms, that the stage stood still until packets were there; decode_ms."""
+        """Return by column: wait_ms, that the stage stood still until packets were there; decode_ms."""
         return {"decode_ms": self._total_ms("decode"), "wait_ms": self._total_ms("wait")}
 
     def stamps(self, origin: Any) -> list[float]:
-        """When each packet was there, in milliseconds after `origin`; later than it came when nobody
-        waited."""
+        """Return when each packet was there, in milliseconds after `origin`; later than it came if the
+        stage did not wait."""
         return [self._clock.ms(origin, end) for _, end in self._times.get("wait", ())]
 
 
@@ -198,8 +198,8 @@ def _counting(exempt: Sequence[str]) -> list[int]:
 
 
 def largest(tensors: Sequence[Tensor]) -> Tensor:
-    """The largest magnitude in a message's float tensors, float64 on the device; inf or nan if one holds
-    it."""
+    """Return the largest magnitude in a message's float tensors, float64 on the device; inf or nan if one
+    holds it."""
     extremes = [torch.stack(t.detach().aminmax()).abs().max() for t in tensors if _is_compared(t)]
     if not extremes:
         return torch.zeros((), dtype=torch.float64, device=tensors[0].device)
@@ -207,7 +207,7 @@ def largest(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def norms(sent: Sequence[Tensor], decoded: Sequence[Tensor], scale: Tensor) -> Tensor:
-    """fp32 [3] on the device: norms of a message's float tensors, of what they decode to, and of the
+    """Compute fp32 [3] on the device: norms of a message's float tensors, of what they decode to, and of the
     difference.
 
     All three are divided by `scale`, the largest magnitude sent, so that no square leaves the range of fp32.

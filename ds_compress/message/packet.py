@@ -14,10 +14,10 @@
 
 All numbers are little-endian. The alignment lets the receiver use the body in place, as views of any dtype.
 
-What crosses as it is is copied here too, although header and tensor could be two transfers, the second
-from where the tensor lies: that costs more for small messages (one more transfer on both sides) and saves
-a copy of large ones, which is little beside their time on a link. One packet of a size known beforehand is
-what receives are posted for, and an eager send would read what the program may write to by then.
+Uncompressed tensors are copied into the packet too. Sending header and tensor apart would save a copy of
+large tensors, which is short beside their transfer, and cost small messages one more transfer on each side.
+Receives are posted for one packet of a known size. An eager send must not read memory that the program may
+write to before the transfer ends.
 """
 
 import functools
@@ -55,14 +55,14 @@ class Header(MessageId):
     has_checksum: bool = False  # whether a checksum of the body goes along
 
     def pack(self, checksum: int = 0) -> bytes:
-        """The bytes, with the checksum of the body."""
+        """Return the bytes, with the checksum of the body."""
         flags, step = _FLAGS[self.direction, self.training], self.step % 2**32
         units = self.nbytes // ALIGNMENT
         return _PACK(flags, self.boundary, step, self.micro_batch, self.fingerprint, checksum, units)
 
     @classmethod
     def unpack(cls, data: bytes) -> "Header":
-        """The header in the first bytes of `data`.
+        """Read the header in the first bytes of `data`.
 
         Raises:
             CompressionError: too short, not a packet, or of another version.
@@ -131,11 +131,11 @@ class PacketLayout:
         self.fingerprint = hashlib.blake2b(identity.encode(), digest_size=8).digest()
 
     def allocate(self, device: torch.device) -> Tensor:
-        """A zeroed packet, uint8 of `nbytes`; zeroed so that the gaps are the same on every run."""
+        """Allocate a zeroed packet, uint8 of `nbytes`; zeroed so that the gaps are the same on every run."""
         return torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
 
     def views(self, packet: Tensor) -> tuple[Tensor, ...]:
-        """The payload tensors inside `packet`, without a copy.
+        """Return the payload tensors inside `packet`, without a copy.
 
         Raises:
             CompressionError: the packet has another size.
@@ -166,7 +166,7 @@ class PacketLayout:
         header.write_header(packet)
 
     def write_header(self, packet: Tensor, message_id: MessageId) -> None:
-        """See `Header.write_header`; of the message `message_id`."""
+        """Write the header of `message_id`; see `Header.write_header`."""
         flags, boundary = _FLAGS[message_id.direction, message_id.training], message_id.boundary
         step, number = message_id.step % 2**32, message_id.micro_batch
         checksum = _checksum(packet) if self.has_checksum else 0
@@ -178,7 +178,7 @@ class PacketLayout:
             front[:] = data
 
     def check(self, packet: Tensor, message_id: MessageId) -> None:
-        """See `Header.check`; of the message `message_id`."""
+        """Check that `packet` is the message `message_id`; see `Header.check`."""
         flags, boundary = _FLAGS[message_id.direction, message_id.training], message_id.boundary
         step, number = message_id.step % 2**32, message_id.micro_batch
         checksum = _checksum(packet) if self.has_checksum else 0
@@ -187,7 +187,7 @@ class PacketLayout:
             self.header(message_id).check(packet)
 
     def header(self, message_id: MessageId) -> Header:
-        """That of the message `message_id`."""
+        """Return the header of the message `message_id`."""
         return Header(
             **vars(message_id),
             fingerprint=self.fingerprint,
@@ -202,13 +202,13 @@ _VIEWS, _FRONT = "ds_compress_views", "ds_compress_front"
 
 
 def _memory(packet: Tensor) -> Tensor:
-    """Another tensor of the memory of `packet`: of what is made of this one none holds `packet`, which may
-    hold it."""
+    """Return another tensor of the memory of `packet`: of what is made of this one none holds `packet`, which
+    may hold it."""
     return packet.detach()
 
 
 def _front(packet: Tensor) -> memoryview:
-    """The bytes of the header of a packet; on a device a copy of them, for which the host waits."""
+    """Return the bytes of the header of a packet; on a device a copy of them, for which the host waits."""
     if not packet.is_cpu:
         return packet[:HEADER_SIZE].cpu().numpy().data
     front: memoryview | None = packet.__dict__.get(_FRONT)
@@ -228,7 +228,7 @@ def _write(packet: Tensor, data: bytes) -> None:
 
 
 def _checksum(packet: Tensor) -> int:
-    """CRC-32 of the body; a packet on a device is copied to the host."""
+    """Compute the CRC-32 of the body; a packet on a device is copied to the host."""
     return zlib.crc32(packet[HEADER_SIZE:].cpu().numpy().data)
 
 

@@ -63,8 +63,9 @@ def violation_note(config: Config, boundary: int, direction: str, violations: Se
 
 
 def is_early(steps: int, every: int) -> bool:
-    """Whether what was sent is summed up after so many `steps` for the line at the end, though none is due:
-    runs that are shorter than `every` have one too, of their first 1, 2, ... 9, 10, 20, ... 90, 100, ..."""
+    """Return whether what was sent is summed up after so many `steps` for the line at the end, though none is
+    due: runs that are shorter than `every` have one too, of their first 1, 2, ... 9, 10, 20, ... 90, 100,
+    ..."""
     return 0 < steps < every and not str(steps)[1:].strip("0")
 
 
@@ -109,7 +110,7 @@ def _instead(counters: Sequence[Mapping[str, float]]) -> str:
 
 
 def _bytes(count: float) -> str:
-    """`count` with a decimal prefix, as network rates have it."""
+    """Format `count` with a decimal prefix, as network rates have it."""
     for unit, size in (("GB", 1e9), ("MB", 1e6)):
         if abs(count) >= size:
             return f"{count / size:,.2f} {unit}"

@@ -75,7 +75,7 @@ Channels = Sequence[Mapping[str, dict[str, float]]]
 
 
 def label(name: str, boundary: int | None = None, direction: str | None = None) -> str:
-    """Label of a channel's value, or of a pipeline's when no boundary is given."""
+    """Return the label of a channel's value, or of a pipeline's when no boundary is given."""
     return f"{PREFIX}/{name}" if boundary is None else f"{PREFIX}/boundary_{boundary}/{direction}/{name}"
 
 
@@ -85,14 +85,14 @@ def replicas_label(stage: int, name: str) -> str:
 
 
 def labels(boundaries: int, name: str) -> list[str]:
-    """The labels under which `name` appears in a pipeline with so many boundaries."""
+    """Return the labels under which `name` appears in a pipeline with so many boundaries."""
     if name in PIPELINE:
         return [label(name)]
     return [label(name, boundary, direction) for boundary in range(boundaries) for direction in DIRECTIONS]
 
 
 def ratio(raw: float, wire: float) -> float:
-    """Raw over wire bytes; 1 where nothing was sent."""
+    """Return raw over wire bytes; 1 where nothing was sent."""
     return raw / wire if wire else 1.0
 
 
@@ -125,9 +125,9 @@ def complete(channels: Channels, before: Channels, stamps: Tensor, step_ms: floa
 
 
 def residual_values(channel: Channel, message_norm: float) -> dict[str, float]:
-    """Of the sender of `channel`, by column, 0 without feedback.
+    """Measure the residual of the sender of `channel`, by column, 0 without feedback.
 
-    residual_norm: of all that is held back.
+    residual_norm: of all residuals.
     residual_share: root mean square over the micro-batches that have a residual of their own, as a multiple
     of `message_norm`, both in units that the loss scale does not change; nan where the message is nothing or
     no number.
@@ -150,7 +150,7 @@ def residual_values(channel: Channel, message_norm: float) -> dict[str, float]:
 
 
 def stage_ms(channels: Channels, stage: int) -> dict[str, float]:
-    """How long `stage` spends on its messages: encode, decode, wait and send milliseconds per step."""
+    """Return how long `stage` spends on its messages: encode, decode, wait and send milliseconds per step."""
     sends = [channels[stage]["forward"]] if stage < len(channels) else []
     receives = [channels[stage]["backward"]] if stage < len(channels) else []
     if stage > 0:
@@ -186,7 +186,8 @@ def transfer_ms(
 
 
 def uncompressed_step_ms(step_ms: float, channels: Channels, ranks: int) -> float:
-    """Estimate of the step with every message sent as it is, from the measurements of a compressed step.
+    """Estimate the duration of the step with every message sent as it is, from the measurements of a
+    compressed step.
 
     Time on the link grows with the bytes. What a receiver waited for while its packet was on its way is taken
     as exposed and grows so; what was hidden stays hidden until one channel alone takes longer than the step.

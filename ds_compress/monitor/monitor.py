@@ -102,7 +102,7 @@ class Monitor:
         self._measures = False  # whether the present step is measured
         self._began: Any = None  # clock mark at the start of the measured step
         self._failure = ""  # first error of this rank, in one line
-        self._said, self._off, self._sizes_unsaid = False, False, True  # sizes: of the active codecs
+        self._is_logged, self._off, self._sizes_pending = False, False, True  # sizes: of the active codecs
         self._warned: set[tuple[int, str, str]] = set()  # (boundary, direction, limit)
         self._gathered: Channels = []
         self._gradients: list[dict[str, float]] = []  # of the last reduced step, by stage
@@ -117,7 +117,7 @@ class Monitor:
     def follow(self) -> None:
         """Report codecs again after the config has changed: message sizes and limit warnings."""
         self._warned.clear()
-        self._sizes_unsaid = True
+        self._sizes_pending = True
 
     def begin_step(
         self, ends: Sequence[End], step: int, micro_batches: int, watched: bool, judged: bool = False
@@ -177,14 +177,14 @@ class Monitor:
         if Status.FAILED in statuses:
             self._off = True
             if statuses.index(Status.FAILED) == self._rank:
-                self._say()
+                self._log_failure()
         elif self._reports:
             with self._guarded():
                 channels = self._table.channels
                 if first:
                     self._announce(channels, sinks)
-                if self._sizes_unsaid:
-                    self._say_sizes(channels)
+                if self._sizes_pending:
+                    self._report_sizes(channels)
                 self._gathered, self._steps, self._ended = channels, step, time.perf_counter()
                 self._gradients = self._table.gradients
                 if self._is_measured:
@@ -192,11 +192,11 @@ class Monitor:
                     if self._writes:
                         self._write(channels, step_ms, samples, sinks)
             if self._failure:
-                self._say()
+                self._log_failure()
 
     @property
     def _is_measured(self) -> bool:
-        """Whether the last reduced step was measured on all stages."""
+        """Return whether the last reduced step was measured on all stages."""
         return all(status is Status.MEASURED for status in self._table.statuses)
 
     def message_quality(self) -> dict[tuple[int, str], MessageQuality]:
@@ -249,9 +249,9 @@ class Monitor:
         if sinks.tb_monitor is not None:
             add_tensorboard_layout(sinks.tb_monitor.summary_writer, self.boundaries)
 
-    def _say_sizes(self, channels: Channels) -> None:
+    def _report_sizes(self, channels: Channels) -> None:
         """Record the settings, and log notes on the message sizes of the active codecs."""
-        self._sizes_unsaid = False
+        self._sizes_pending = False
         record_settings(self.config.settings)
         for note in lines.size_notes(self.config, channels):
             logger.warning(note)
@@ -279,15 +279,15 @@ class Monitor:
         except Exception as error:
             self._failure = self._failure or in_one_line(error)
 
-    def _say(self) -> None:
+    def _log_failure(self) -> None:
         """Log the failure that switched monitoring off, once."""
-        if not self._said:
+        if not self._is_logged:
             logger.warning(
                 "ds_compress: monitoring is off from now on, training continues: stage %d: %s",
                 self._rank,
                 self._failure,
             )
-        self._said = True
+        self._is_logged = True
 
     def summary(self) -> str:
         """Return a one-line summary of the training so far; empty if nothing was gathered."""
@@ -303,7 +303,7 @@ class Monitor:
             if line:
                 print(line, flush=True)
         if self._failure:
-            self._say()
+            self._log_failure()
 
     @staticmethod
     def _counters(channel: Channel) -> dict[str, float]:

@@ -28,7 +28,7 @@ class Progress:
         )
 
     def update(self, done: int, values: Mapping[str, str]) -> None:
-        """`done`: steps in all; `values` are shown after them."""
+        """Show progress: `done` steps in all; `values` are shown after them."""
         if self._bar is not None:
             self._bar.set_postfix(values, refresh=False)
             self._bar.update(done - self._done)
@@ -41,7 +41,7 @@ class Progress:
         self._done = done
 
     def say(self, line: str) -> None:
-        """A line of its own, above a bar."""
+        """Print a line of its own, above a bar."""
         if self._bar is not None:
             self._bar.write(line, file=self._output)
         elif self._shown:

@@ -61,7 +61,7 @@ class Table:
             self._columns[self._place(channel)][COLUMNS.index(name)] = value
 
     def stamp(self, channel: Channel, side: int, stamps: Sequence[float]) -> None:
-        """When the packets of a step left (`side` 0) or came (1), in milliseconds."""
+        """Store when the packets of a step left (`side` 0) or came (1), in milliseconds."""
         first = torch.tensor(stamps[:STAMPS], dtype=torch.float64, device="cpu")
         self._stamps[self._place(channel)][side, : len(first)] = first
 
@@ -94,7 +94,7 @@ class Table:
 
     @property
     def stamps(self) -> Tensor:
-        """[boundary, direction, side, packet], zeros where there was none."""
+        """Return [boundary, direction, side, packet], zeros where there was none."""
         return self._stamps
 
     @property

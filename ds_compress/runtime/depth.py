@@ -44,7 +44,7 @@ class DepthController:
         return self._link.depth == "auto"
 
     def schedule(self, engine: Any, pipe_schedule: Any) -> Any:
-        """What to run in the place of `pipe_schedule`: a deeper one, if that is DeepSpeed's own."""
+        """Return what to run instead of `pipe_schedule`: a deeper one, if that is DeepSpeed's own."""
         if self.now == 1 or not _is_ours(engine, pipe_schedule):
             return pipe_schedule
         place = pipe_schedule.micro_batches, pipe_schedule.stages, pipe_schedule.stage_id
@@ -107,16 +107,16 @@ class DepthController:
             end.extra_link.set_depth(depth)
 
     def _measures(self, engine: Any, pipe_schedule: Any) -> bool:
-        """Whether there is something to find."""
+        """Return whether there is something to find."""
         return self.auto and not engine.dynamic_shape and _is_ours(engine, pipe_schedule)
 
     def _last_measured(self, engine: Any) -> int:
-        """Number of the batch, counted from the one that begins; that before it is measured too, unless it is
-        the first."""
+        """Return the number of the batch, counted from the one that begins; that before it is measured too,
+        unless it is the first."""
         return MEASURED[-1]
 
     def _watching(self, engine: Any, stage: StageView) -> AbstractContextManager[None]:
-        """Round a batch that is measured."""
+        """Watch a batch that is measured."""
         return nullcontext()
 
     def _choose(self, engine: Any, stage: StageView, row: Row) -> Change | None:
@@ -129,7 +129,7 @@ class DepthController:
 
 
 def _is_ours(engine: Any, pipe_schedule: Any) -> bool:
-    """Whether a deeper schedule may stand in for it."""
+    """Return whether a deeper schedule may stand in for it."""
     # A shape message waits until the next stage asks for it, and that stage's device may wait until this one
     # asks for a gradient (tests/transport/test_posting.py)
     waits = engine.dynamic_shape and receives_hold_device(engine.device)
@@ -148,7 +148,7 @@ def decide(
 
 
 def format_choice(choice: DepthChoice | None, rows: Sequence[Row]) -> str:
-    """The line on what was chosen."""
+    """Format the line on what was chosen."""
     if choice is None:
         return "ds_compress: link depth 1 chosen: what a micro-batch holds in memory cannot be measured here"
     memory = max(choice.memory) / 1e6

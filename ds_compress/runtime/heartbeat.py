@@ -71,8 +71,8 @@ class Peer:
             self.connection.send(line.encode() + b"\n", NO_SIGNAL)
 
     def receive(self) -> list[bytes]:
-        """The complete lines that have come; the peer is gone when the connection is closed or a line is too
-        long."""
+        """Return the complete lines that have come; the peer is gone when the connection is closed or a line
+        is too long."""
         try:
             data = self.connection.recv(LONGEST_LINE)
         except BlockingIOError:
@@ -257,7 +257,7 @@ def _listen(known: list[list[str]]) -> tuple[list[socket.socket], list[Address]]
 
 
 def _is_listening(address: str, servers: dict[str, socket.socket]) -> bool:
-    """Whether one of `servers`, or else a new one, listens at `address`."""
+    """Return whether one of `servers`, or else a new one, listens at `address`."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     if address not in servers:
         with suppress(OSError):
@@ -266,7 +266,7 @@ def _is_listening(address: str, servers: dict[str, socket.socket]) -> bool:
 
 
 def _addresses_of_rank_0(store: Store) -> list[str]:
-    """What this rank finds for the names of rank 0: its own store usually, and the launcher's."""
+    """Return what this rank finds for the names of rank 0: its own store usually, and the launcher's."""
     hosts = [_host_of(store), os.environ.get("MASTER_ADDR")]
     return list(dict.fromkeys(address for host in hosts if host for address in _resolve(host)))
 

@@ -59,7 +59,7 @@ class Stages:
 
 
 def _built(spec: Any, number: int, tied: dict[str, nn.Module]) -> tuple[nn.Module | None, Layer]:
-    """The module of a layer, if it has one, and what is called."""
+    """Return the module of a layer, if it has one, and what is called."""
     if isinstance(spec, TiedLayerSpec):
         module = tied[spec.key] = tied[spec.key] if spec.key in tied else spec.build()
         return module, partial(spec.forward_fn, module) if spec.forward_fn else module
@@ -75,7 +75,7 @@ def _built(spec: Any, number: int, tied: dict[str, nn.Module]) -> tuple[nn.Modul
 
 
 def _bounds(sizes: Sequence[int], stages: int) -> list[int]:
-    """Where stages begin and end, as partition_method "parameters" has it."""
+    """Return where stages begin and end, as partition_method "parameters" has it."""
     bounds = [int(bound) for bound in partition_balanced(weights=list(sizes), num_parts=stages)]
     if len(sizes) < stages or any(start == end for start, end in pairwise(bounds)):
         raise CompressionError(

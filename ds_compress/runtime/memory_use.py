@@ -42,7 +42,7 @@ def _mallinfo() -> Callable[[], _Mallinfo2] | None:
 
 
 def in_use(device: torch.device) -> int | None:
-    """Bytes that this process has allocated on `device`; None where its allocator does not say."""
+    """Return bytes that this process has allocated on `device`; None where its allocator does not say."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).memory_allocated(device))
     mallinfo = _mallinfo()
@@ -67,7 +67,7 @@ def spare(device: torch.device) -> float:
 
 
 def _host_available() -> float:
-    """Of the machine, or of the container this process runs in, whichever has less."""
+    """Return the free bytes of the machine, or of the container this process runs in, whichever has less."""
     available = float("inf")
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():

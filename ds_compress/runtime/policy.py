@@ -12,7 +12,7 @@ from typing import Any
 from ds_compress.codec import Codec
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.policies import Now, Place, ladders
-from ds_compress.config.policies.base import in_words
+from ds_compress.config.policies.base import format_rung
 from ds_compress.config.recipes import with_changes
 from ds_compress.errors import CompressionError, shown
 from ds_compress.runtime.interface import Change, MessageSource, Trainer
@@ -133,7 +133,9 @@ class PolicyController:
 
     def _format(self, step: int) -> str:
         options = {direction: self._policy.options.rungs(direction) for direction in DIRECTIONS}
-        at = [f"boundary {n} {d} {in_words(options[d][rung])}" for (n, d), rung in sorted(self.rungs.items())]
+        at = [
+            f"boundary {n} {d} {format_rung(options[d][rung])}" for (n, d), rung in sorted(self.rungs.items())
+        ]
         return f"ds_compress: policy {self._policy.name}: from step {step} on: {'; '.join(at)}"
 
     def _compressed(self, engine: Trainer) -> int:

@@ -34,7 +34,7 @@ class ReplicaCheck:
         self.follow()
 
     def follow(self) -> None:
-        """Go by the codecs that the config has by now."""
+        """Follow the codecs that the config has by now."""
         config = self._stage.config
         self.every = config.block.state_check_every if config.mirrors else 0  # steps; 0: never
 
@@ -76,7 +76,7 @@ class ReplicaCheck:
 
 
 def _apart(rows: Iterable[list[int]]) -> set[tuple[int, int]]:
-    """(boundary, number of the direction) where two sides have other hashes, from all ranks' rows of
+    """Return (boundary, number of the direction) where two sides have other hashes, from all ranks' rows of
     (boundary, direction, tensor-parallel rank, hash).
 
     One tensor-parallel rank is enough: all send the same bytes, so all have to forget.

@@ -121,7 +121,7 @@ class Watchdog:
             self._report()
 
     def _fail(self, text: str) -> None:
-        """The job has failed: the first to say why is heard."""
+        """Record that the job has failed; only the first reason counts."""
         if self._failure:
             return
         line = text.splitlines()[0].encode(errors="replace")[:LONGEST_FAILURE]
@@ -163,7 +163,7 @@ class Watchdog:
         self._connections.close()
 
     def _beat(self) -> None:
-        """Hear the others until the next tick; at the tick report, and look who is late."""
+        """Listen to the others until the next tick; at the tick report, and look who is late."""
         due = self._last_tick + self._tick
         woken = self._connections.wait(due - time.monotonic(), self._hear)
         now = time.monotonic()
@@ -195,7 +195,7 @@ class Watchdog:
                 self._end_process()
 
     def _find_lost(self, seconds: float) -> str:
-        """Which rank others have missed for too long, and why."""
+        """Return which rank has been silent for too long, and why; empty if none."""
         inside = [peer.progress for peer in self._connections.peers if peer.progress % 2 and not peer.is_gone]
         inside += [self._progress] if self._is_inside else []
         front = max(inside, default=-1)

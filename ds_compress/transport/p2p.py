@@ -3,11 +3,11 @@
 A channel end holds one `Sender` or `Receiver`. In both modes packets of a channel arrive in the order they
 were sent.
 
-blocking: DeepSpeed's own order and process group; every byte is waited for.
-eager:    sends return at once and receives are posted ahead, both on a process group in which this rank has
-          no other channel: no order between channels is left to break.
+blocking: DeepSpeed's own order and process group; each call returns when its packet has left or arrived.
+eager:    sends return at once and receives are posted ahead. Each channel of a rank has a process group of
+          its own, so channels need no common order.
 
-It calls torch.distributed itself: `isend` of deepspeed.comm blocks in older releases and knows no time-outs.
+It calls torch.distributed itself: `isend` of deepspeed.comm blocks in older releases and has no time-outs.
 """
 
 import functools
@@ -30,31 +30,33 @@ from ds_compress.transport.staging import Staged, receives_hold_device, transpor
 
 
 def in_flight(depth: int) -> int:
-    """Packets of an eager channel under way before its sender waits for the oldest; evaluation would have any
-    number.
+    """Return how many packets an eager channel has in flight before its sender waits for the oldest.
 
-    Waiting for packet n - in_flight before packet n is made cannot lock a schedule of `depth` that asks for
-    its packets one by one (tests/transport/test_posting.py); depth + 1 would do, which is also what it has
-    under way after its warm-up. In a schedule of another order no message leaves early that would wait
-    earlier than in its own place (`Lookahead`).
+    Without a limit an evaluation would have any number. A sender that waits for packet n - in_flight before
+    it makes packet n cannot deadlock a schedule of `depth` that asks for its packets one by one
+    (tests/transport/test_posting.py); depth + 1 would do, which is what it has in flight after its warm-up.
+    In other schedules a message leaves early only if its sender would not wait longer for that (`Lookahead`).
     """
     return depth + 3
 
 
 def posted_ahead(depth: int) -> int:
-    """Receives an eager channel keeps posted: one packet can be in use while the next `depth` arrive. The
-    neighbour cannot have made one after those, as it waits for an answer to the first."""
+    """Return how many receives an eager channel keeps posted.
+
+    One packet can be in use while the next `depth` arrive. The neighbour cannot have made one after those, as
+    it waits for an answer to the first.
+    """
     return depth + 1
 
 
 @dataclass(frozen=True)
 class PeerTimeout:
-    """How long to wait for a peer, and what to call the channel when that was in vain."""
+    """How long to wait for a peer, and the name of the channel in the error."""
 
     place: str = "link"
     seconds: float = 1800.0
     setting: str = "ds_compress.link.timeout_s"
-    """What `seconds` are called where they are given."""
+    """Name of the option that gives `seconds`."""
 
     @functools.cached_property
     def _limit(self) -> timedelta:
@@ -83,12 +85,11 @@ class PeerTimeout:
             self.raise_for_peer(error, peer)
 
     def raise_for_peer(self, error: RuntimeError, peer: object) -> NoReturn:
-        """Raise `error` of torch.distributed as one line that names place and peer, or as it is if it is this
-        rank's own."""
-        # of this rank's own work, which a transfer is the first to notice, or of its memory
+        """Raise `error` as one line that names place and peer; an error of this rank's own work stays."""
+        # an error of this rank's own kernels shows up in the next transfer
         if "CUDA error" in str(error) or is_out_of_memory(error):
             raise error
-        # of gloo's "[file:line] what happened. What that may mean" the middle
+        # gloo writes "[file:line] what happened. What that may mean": keep the middle
         reason = re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]
         if "timed out" in reason.lower():
             raise CompressionError(
@@ -131,9 +132,9 @@ class Sender(Endpoint):
         self._free: list[Tensor] = []
 
     def memory(self, nbytes: int) -> Tensor:
-        """uint8 memory for a packet that no transfer uses; zeroed when new."""
+        """Return uint8 memory for a packet that no transfer uses; zeroed when new."""
         if self._free and self._free[-1].numel() != nbytes:
-            # Not kept by size: the packets of a codec that varies in size would fill the machine
+            # Not kept by size: a codec of variable size would fill the machine with packets
             self._free.clear()
         return self._free.pop() if self._free else torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
@@ -143,7 +144,7 @@ class Sender(Endpoint):
         self._free.append(packet)
 
     def renew(self) -> None:
-        self._free.clear()  # of the same size or not, its gaps are no zeros
+        self._free.clear()  # of another layout: the gaps between its parts are not zero
 
     def drain(self) -> None:
         """Return when everything sent has left this process."""
@@ -216,12 +217,12 @@ class EagerSender(Sender):
 
 
 class EagerReceiver(Receiver):
-    """Keeps receives posted for the packets it was told to expect; other packets are received as blocking.
+    """Keeps receives posted for the packets that it expects; other packets are received as blocking.
 
-    A receive that holds the device until its packet comes must not need what this rank has yet to launch:
-    whatever waits for the device on the way there would wait forever. So there the first ones are posted when
-    the first packet is asked for. In 1F1B of `depth` all that the neighbour needs for the `depth` packets
-    after the one asked for is launched by then: so much, and no more, the warm-ups of the two differ.
+    On NCCL a posted receive occupies the device until its packet comes. That packet must not depend on work
+    that this rank has not launched yet, or both sides wait forever. So the first receives are posted when the
+    first packet is asked for. In 1F1B of `depth` this rank has then launched all that the neighbour needs for
+    the next `depth` packets, because their warm-ups differ by that many passes.
     """
 
     def __post_init__(self) -> None:
@@ -271,12 +272,12 @@ class EagerReceiver(Receiver):
 def channel_groups(
     boundaries: int, uses: Sequence[str] = ("forward", "backward"), seconds: float = 1800.0
 ) -> dict[tuple[int, str], Any]:
-    """Process groups, all of every rank, by (boundary % 2, use): each of the `uses` has one for the even and
-    one for the odd boundaries.
+    """Create process groups, all of every rank, by (boundary % 2, use): each of the `uses` has one for the
+    even and one for the odd boundaries.
 
-    A stage has one boundary of each kind, and a use has one way, so a rank has at most one channel in a
-    group: nothing there waits for another channel's packets, though NCCL may do all work of a group in its
-    order. To make a group takes every rank; this many calls do for any number of stages and replicas.
+    A stage has one even and one odd boundary, and a use has one direction, so a rank has at most one channel
+    in a group. NCCL may run all work of a group in order, so no channel waits for another one's packets. All
+    ranks must take part in creating a group, and this number of groups serves any number of stages.
 
     Args:
         boundaries: of the pipeline. Every rank of the job passes the same.

@@ -107,7 +107,7 @@ def _incoming(sender: Sender, receiver: Receiver, ping: float) -> float:
 
 
 def _round(sender: Sender, receiver: Receiver, count: int) -> float:
-    """Seconds from asking for `count` packets until the last one is on the device; a ping for 0."""
+    """Measure the seconds from the request for `count` packets until the last is there; 0: a ping."""
     nbytes, packets = (PACKET_BYTES, count) if count else (PING_BYTES, 1)
     receiver.expect(nbytes, packets)
     started = time.perf_counter()

@@ -26,7 +26,7 @@ NEED_HOST_MEMORY = ("gloo",)
 
 
 def is_needed(device: torch.device) -> bool:
-    """Whether the default process group cannot send and receive memory of `device`."""
+    """Return whether the default process group cannot send and receive memory of `device`."""
     if device.type == "cpu":
         return False
     backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
@@ -34,13 +34,14 @@ def is_needed(device: torch.device) -> bool:
 
 
 def receives_hold_device(device: torch.device) -> bool:
-    """Whether a posted receive occupies `device` until its packet comes, as NCCL's does: a kernel that
+    """Return whether a posted receive occupies `device` until its packet comes, as NCCL's does: a kernel that
     spins."""
     return device.type != "cpu" and not is_needed(device)
 
 
 def transport_for(device: torch.device) -> "ModuleType | Staging":
-    """What has `isend` and `irecv` for memory of `device`: torch.distributed itself, or a new `Staging`."""
+    """Return what has `isend` and `irecv` for memory of `device`: torch.distributed itself, or a new
+    `Staging`."""
     return Staging(device) if is_needed(device) else dist
 
 
@@ -107,5 +108,5 @@ class Staging:
 
 
 def pinned(nbytes: int) -> Tensor:
-    """uint8 memory of the host that the device copies to and from by itself."""
+    """Return uint8 memory of the host that the device copies to and from by itself."""
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)

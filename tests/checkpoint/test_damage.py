@@ -1,4 +1,4 @@
-"""Damaged state files: a verdict, the same kind on every rank; nothing of them is loaded or raised."""
+"""DamagedFile state files: a verdict, the same kind on every rank; nothing of them is loaded or raised."""
 
 import json
 import logging

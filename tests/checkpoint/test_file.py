@@ -13,7 +13,7 @@ import ds_compress  # noqa: F401
 from ds_compress.checkpoint.checkpointer import Chain, state_of
 from ds_compress.checkpoint.file import (
     FULL_EVERY,
-    Damaged,
+    DamagedFile,
     StateFile,
     delta_decode,
     delta_encode,
@@ -160,7 +160,7 @@ def test_a_base_that_was_written_again_is_not_taken_for_the_old_one(tmp_path):
     store(tmp_path, "b", state, chain)
     assert StateFile(tmp_path, "b", NAME).read(KEY).shape == (300,)
     file = StateFile(tmp_path, "c", NAME)
-    with pytest.raises(Damaged, match="written again") as caught:
+    with pytest.raises(DamagedFile, match="written again") as caught:
         file.read(KEY)
     assert caught.value.tag == "b"
 
@@ -172,7 +172,7 @@ def test_no_more_bases_than_allowed(tmp_path):
         (tmp_path / str(number)).mkdir()
         save(tmp_path / str(number) / NAME, {KEY: torch.randn(300)}, base)
     StateFile(tmp_path, str(FULL_EVERY), NAME).read(KEY)
-    with pytest.raises(Damaged, match=f"more than {FULL_EVERY} bases"):
+    with pytest.raises(DamagedFile, match=f"more than {FULL_EVERY} bases"):
         StateFile(tmp_path, str(FULL_EVERY + 1), NAME).read(KEY)
 
 
@@ -205,7 +205,7 @@ def test_a_flipped_bit_of_a_change_is_seen(tmp_path):
     frame = content.index(b"\x28\xb5\x2f\xfd")
     content[frame + 500] ^= 1
     path.write_bytes(content)
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedFile):
         StateFile(tmp_path, "b", NAME).read(KEY)
 
 

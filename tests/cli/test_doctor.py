@@ -11,7 +11,7 @@ import torch
 
 from ds_compress.cli import main
 from ds_compress.cli.doctor import machine
-from ds_compress.cli.doctor.cluster import joined
+from ds_compress.cli.doctor.cluster import merge_links
 from ds_compress.cli.doctor.findings import findings
 from ds_compress.version import __version__
 from launch.ports import reserved_port
@@ -252,7 +252,7 @@ def test_a_link_is_joined_of_what_its_two_sides_found():
         {"ranks": [1, 2], "gbps_backward": 4.0, "rtt_ms": 0.1},
         {"ranks": [1, 2], "gbps_forward": 3.0, "rtt_ms": 0.2},
     ]
-    assert joined(parts) == [
+    assert merge_links(parts) == [
         {"ranks": [0, 1], "gbps_forward": 1.0, "gbps_backward": 2.0, "rtt_ms": 0.3},
         {"ranks": [1, 2], "gbps_forward": 3.0, "gbps_backward": 4.0, "rtt_ms": 0.1},
     ]

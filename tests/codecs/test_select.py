@@ -85,7 +85,7 @@ def test_two_stages_on_long_rows_equal_the_reference(kind, density):
         "constant": torch.full((2, 150, 1024), 3.0),
         "rising": torch.arange(2.0 * 150 * 1024),
     }[kind].view(2, -1)
-    k = select.kept_of(x.shape[1], density)
+    k = select.count_kept(x.shape[1], density)
     assert torch.equal(select.exact(x, k).indices, reference.select_largest(x, k)[0])
 
 
@@ -109,7 +109,7 @@ def test_the_unit_vector_of_the_paper():
     ],
 )
 def test_how_many_are_kept(length, density, k):
-    assert select.kept_of(length, density) == k
+    assert select.count_kept(length, density) == k
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_equal_entries_of_a_band_are_evenly_spaced():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_thresholds_keep_nearly_the_energy_of_exact_despite_outlier_channels(density, dtype):
     x = outliers(2, 200, 1024).to(dtype).view(2, -1)
-    k = select.kept_of(x.shape[1], density)
+    k = select.count_kept(x.shape[1], density)
     selection = select.threshold(x, k)
     assert_k_per_row(selection, *x.shape, k)
     assert energy(x, selection) > 0.99 * energy(x, select.exact(x, k))
@@ -204,7 +204,7 @@ def test_a_stratified_draw_takes_one_of_each_stretch(rows, d, data):
     k = data.draw(st.integers(1, d))
     selection = select.stratified(rows, d, k, torch.Generator().manual_seed(0))
     assert_k_per_row(selection, rows, d, k)
-    length = select.stretches(d, k, torch.device("cpu"))
+    length = select.segment_lengths(d, k, torch.device("cpu"))
     assert length.sum() == d and length.max() - length.min() <= 1
     stretch = torch.arange(k).repeat_interleave(length)
     assert all(stretch[row % d].tolist() == list(range(k)) for row in selection.indices.view(rows, k))

@@ -1,4 +1,4 @@
-"""Damaged packets: our error in one line, or tensors as expected; no crash, no unbounded memory."""
+"""DamagedFile packets: our error in one line, or tensors as expected; no crash, no unbounded memory."""
 
 import copy
 import random

@@ -29,7 +29,7 @@ from ds_compress.planning.step_time import Network
 
 
 def depth(text: str) -> int | str:
-    """The type of `--depth`."""
+    """Return the type of `--depth`."""
     return text if text == "auto" else integer(1, MAX_DEPTH)(text)
 
 
@@ -102,7 +102,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--max-error",
         type=number(0, 1e9),
-        help="relative error of a message up to which a recipe is proposed, in the place of a class",
+        help="relative error of a message up to which a recipe is proposed, instead of a class",
     )
     parser.add_argument(
         "--device", type=device, default="cpu", help="where codecs, and passes, are measured: cpu, cuda"

@@ -58,11 +58,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({**report, "findings": [dataclasses.asdict(each) for each in found]}), flush=True)
     else:
-        tell(report, found)
+        print_report(report, found)
     return int(any(each.level == "bad" for each in found))
 
 
-def tell(report: Report, found: list[Finding]) -> None:
+def print_report(report: Report, found: list[Finding]) -> None:
     """Print the report as text."""
     hosts = report["hosts"]
     rows = [

@@ -70,11 +70,11 @@ class Meeting:
         mine = facts(self.address)
         hosts = self.gather("facts", mine)
         # gloo would wait half an hour for a rank that has published an unreachable address
-        if self.agree(not any(lost(host, hosts) for host in hosts)):
+        if self.agree(not any(is_unreachable(host, hosts) for host in hosts)):
             links, clocks = self.measure()
         else:
             links, clocks = [], []
-        everywhere = joined([link for found in self.gather("links", links) for link in found])
+        everywhere = merge_links([link for found in self.gather("links", links) for link in found])
         return {"hosts": hosts, "links": everywhere, "clocks": clocks} if self.rank == 0 else None
 
     def gather(self, what: str, mine: Any) -> list[Any]:
@@ -83,7 +83,7 @@ class Meeting:
             self.store.set(f"{what} {self.rank}", json.dumps(mine))
         if self.rank:
             return []
-        missing = [rank for rank in range(self.world) if not self._came(f"{what} {rank}", self.seconds)]
+        missing = [rank for rank in range(self.world) if not self._is_set(f"{what} {rank}", self.seconds)]
         if missing:
             names = ", ".join(map(str, missing))
             self.store.set("go on", "")
@@ -99,12 +99,12 @@ class Meeting:
         if self.rank == 0:
             self.store.set("go on", str(value))
             return value
-        said = self._came("go on", (1 + self.world) * self.seconds) and self.store.get("go on")
-        if not said:
-            raise CompressionError(f"ds-compress doctor: rank {self.rank} is not told to go on by rank 0")
-        return said == b"True"
+        answer = self._is_set("go on", (1 + self.world) * self.seconds) and self.store.get("go on")
+        if not answer:
+            raise CompressionError(f"ds-compress doctor: rank {self.rank} got no answer from rank 0")
+        return answer == b"True"
 
-    def _came(self, key: str, seconds: float) -> bool:
+    def _is_set(self, key: str, seconds: float) -> bool:
         """Return whether `key` is set within `seconds`."""
         end = time.monotonic() + seconds
         with self._failing("lost rank 0"):
@@ -144,19 +144,19 @@ class Meeting:
     def clocks(self) -> list[dict[str, float]]:
         """Measure the offset of each rank's clock to rank 0's, in ms, with its uncertainty; on rank 0."""
         found = []
-        told = torch.zeros(1, dtype=torch.float64, device="cpu")
+        reading = torch.zeros(1, dtype=torch.float64, device="cpu")
         for other in range(1, self.world):
             trips = []
             for _ in range(CLOCK_QUESTIONS):
                 if self.rank == 0:
                     asked = time.time()
-                    dist.send(told, other)
-                    dist.recv(told, other)
+                    dist.send(reading, other)
+                    dist.recv(reading, other)
                     answered = time.time()
-                    trips.append((answered - asked, told.item() - (asked + answered) / 2))
+                    trips.append((answered - asked, reading.item() - (asked + answered) / 2))
                 elif self.rank == other:
-                    dist.recv(told, 0)
-                    dist.send(told.fill_(time.time()), 0)
+                    dist.recv(reading, 0)
+                    dist.send(reading.fill_(time.time()), 0)
             if trips:
                 trip, ahead = min(trips)
                 found.append({"rank": other, "ahead_ms": 1e3 * ahead, "within_ms": 1e3 * trip / 2})
@@ -173,7 +173,7 @@ class Meeting:
         return links
 
 
-def joined(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def merge_links(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge what both ends of each link measured: both directions, and the shorter round trip."""
     found: dict[tuple[int, ...], dict[str, Any]] = {}
     for part in parts:
@@ -182,7 +182,7 @@ def joined(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [found[ranks] for ranks in sorted(found)]
 
 
-def lost(host: Facts, hosts: list[Facts]) -> bool:
+def is_unreachable(host: Facts, hosts: list[Facts]) -> bool:
     """Return whether gloo would publish an address at which other machines cannot reach this one."""
     usable = [each["name"] for each in host["interfaces"] if each["name"] != LOOPBACK]
     return any(each["way"] != LOOPBACK for each in hosts) and host["gloo_interface"] not in usable

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ds_compress.cli.doctor.cluster import Report, lost
+from ds_compress.cli.doctor.cluster import Report, is_unreachable
 from ds_compress.cli.doctor.machine import AUTOLOAD, LOOPBACK, Facts
 
 MUST_BE_ALIKE = ("ds_compress", "torch", "deepspeed")
@@ -112,7 +112,7 @@ def _interfaces(hosts: list[Facts], names: list[str]) -> Iterator[Finding]:
         others = [each["name"] for each in host["interfaces"] if each["name"] != LOOPBACK]
         right = way if way in others else next(iter(others), "NAME")
         do = f"on {name} set GLOO_SOCKET_IFNAME={right} (GPUs: NCCL_SOCKET_IFNAME={right}), in .deepspeed_env"
-        if lost(host, hosts):
+        if is_unreachable(host, hosts):
             said = f"{name} would not be found: gloo takes {taken}, as {why}"
             yield Finding("bad", f"{said}; interfaces: {', '.join(others) or 'none'}", do)
         elif way in (taken, LOOPBACK):
@@ -152,8 +152,8 @@ def _links(report: Report, names: list[str]) -> Iterator[Finding]:
         window = min((hosts[rank]["window_bytes"] or math.inf for rank in (before, after)), default=math.inf)
         most = 8e-6 * window / max(link["rtt_ms"], 1e-3)  # Gbit/s
         if fast * NEARLY > most:
-            held = f"TCP buffers ({window / 2**20:.3g} MiB in flight) allow at most {most:.3g} Gbit/s"
-            yield Finding("look", f"{said}: {held}", _WINDOW.format(int(4 * window), int(8 * window)))
+            limit = f"TCP buffers ({window / 2**20:.3g} MiB in flight) allow at most {most:.3g} Gbit/s"
+            yield Finding("look", f"{said}: {limit}", _WINDOW.format(int(4 * window), int(8 * window)))
         elif fast > UNEVEN * slow:
             yield Finding("look", f"{said}: one direction is {fast / slow:.1f} times the other", _LOOK)
         elif promised > UNEVEN * slow and slow < 10:  # one connection cannot saturate faster links

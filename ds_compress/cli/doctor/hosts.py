@@ -105,4 +105,4 @@ def _report(output: str) -> Report:
             return json.loads(line[start:])
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     said = next((line[line.find(COMMAND) :] for line in lines if f"{COMMAND}: " in line), None)
-    raise CompressionError(said or f"{COMMAND}: the launcher failed: {(lines or ['without a word'])[-1]}")
+    raise CompressionError(said or f"{COMMAND}: the launcher failed: {(lines or ['without any output'])[-1]}")

@@ -116,9 +116,9 @@ def gloo_interface() -> tuple[str | None, str]:
 
     gloo takes GLOO_SOCKET_IFNAME if it is set, else the interface whose address the host name resolves to.
     """
-    told = os.environ.get("GLOO_SOCKET_IFNAME")
-    if told:
-        return told, "GLOO_SOCKET_IFNAME"
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+    if chosen:
+        return chosen, "GLOO_SOCKET_IFNAME"
     name = socket.gethostname()
     with suppress(OSError):
         for family, kind, *_, where in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):

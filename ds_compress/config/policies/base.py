@@ -103,7 +103,7 @@ class Policy(Named, ABC):
 
     @property
     def measures(self) -> bool:
-        """Whether a decision needs a collective."""
+        """Return whether a decision needs a collective."""
         return self.norms or self.errors
 
     def due(self, step: int) -> bool:
@@ -142,6 +142,6 @@ class Constant(Policy):
         return dict(now.rungs)
 
 
-def in_words(rung: Mapping[str, Any]) -> str:
+def format_rung(rung: Mapping[str, Any]) -> str:
     """Format options and values, as in "bits 4, group_size 64"."""
     return ", ".join(f"{name} {shown(value)}" for name, value in rung.items())

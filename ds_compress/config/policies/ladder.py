@@ -6,7 +6,7 @@ from typing import Any
 from ds_compress.codec import CODECS, Codec
 from ds_compress.codecs.mixins import BothDirections, Learns, ObservesWarmup
 from ds_compress.config.block import DIRECTIONS, KEY
-from ds_compress.config.policies.base import LadderOptions, in_words
+from ds_compress.config.policies.base import LadderOptions, format_rung
 from ds_compress.errors import CompressionError, did_you_mean
 
 Ladder = tuple[dict[str, Any], ...]
@@ -98,5 +98,5 @@ def _check_together(
         config.changed({**override(every[None]), "boundaries": numbered})
     except CompressionError as error:
         rungs = {d: config.policy.options.rungs(d) for d in DIRECTIONS}
-        words = "; ".join(f"{d} {in_words(rungs[d][at[d]])}" for d in DIRECTIONS if rungs[d])
+        words = "; ".join(f"{d} {format_rung(rungs[d][at[d]])}" for d in DIRECTIONS if rungs[d])
         raise CompressionError(f"{path}: at {words}: {error}") from None

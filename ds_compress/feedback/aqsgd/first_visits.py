@@ -84,7 +84,7 @@ class FirstVisits:
         return max(changes, self._nbytes(rows)) < changes + self._nbytes(_some(rows, unseen))
 
     def extra_payload(self, spec: TensorSpec, rows: TensorSpec, unseen: int) -> Layout:
-        """Of the extra packet that goes with `unseen` first visits."""
+        """Return the layout of the extra packet that goes with `unseen` first visits."""
         if not unseen or self.are_changes:
             return ()
         if self.dense:

@@ -139,7 +139,7 @@ def check(folder: str | None) -> None:
         OSError: it cannot; its text is for the user.
     """
     if folder is not None:
-        with _in_words(f"{folder} cannot be made"):
+        with _explained(f"{folder} cannot be made"):
             os.makedirs(folder, exist_ok=True)
     with _reserved(folder, FILE_BYTES):
         pass
@@ -163,7 +163,7 @@ def _reserved(folder: str | None, nbytes: int) -> Iterator[str]:
     A map of a file that is not reserved ends the process when the disk is full.
     """
     where = "the system's temporary folder" if folder is None else folder
-    with _in_words(f"{nbytes:,} bytes cannot be reserved in {where}"):
+    with _explained(f"{nbytes:,} bytes cannot be reserved in {where}"):
         descriptor, path = tempfile.mkstemp(prefix="ds_compress_rows_", dir=folder)
         try:
             os.posix_fallocate(descriptor, 0, nbytes)
@@ -179,7 +179,7 @@ def _reserved(folder: str | None, nbytes: int) -> Iterator[str]:
 
 
 @contextmanager
-def _in_words(failure: str) -> Iterator[None]:
+def _explained(failure: str) -> Iterator[None]:
     """Begin the text of an OSError with what failed."""
     try:
         yield
