@@ -142,6 +142,12 @@ class Checkpointer:
             for name, value in memory.items()
         }
 
+    def _smallest(self, *values: int) -> list[int]:
+        """Return the smallest of each of `values` over all ranks."""
+        everywhere = torch.tensor(values, dtype=torch.int64, device=self._session.engine.device)
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+        return everywhere.tolist()
+
     def save(self, root: Path, tag: str) -> None:
         """Write this rank's state beside DeepSpeed's checkpoint `tag` below `root`; every rank calls it.
 
@@ -181,12 +187,9 @@ class Checkpointer:
 
         DeepSpeed has not written "latest" yet, so that file still names the previous checkpoint.
         """
-        number = torch.tensor(
-            dist.get_rank() + 1 if failure else 0, dtype=torch.int64, device=self._session.engine.device
-        )
-        dist.all_reduce(number, op=dist.ReduceOp.MAX)
-        if number:
-            failure = failure or f"rank {int(number) - 1} could not write its part"
+        (rank,) = self._smallest(dist.get_rank() if failure else dist.get_world_size())
+        if rank < dist.get_world_size():
+            failure = failure or f"rank {rank} could not write its part"
             raise CompressionError(f"ds_compress: checkpoint {tag} is not complete: {failure}")
 
     def _changes(self, root: Path, tag: str, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
@@ -207,11 +210,7 @@ class Checkpointer:
                     lost,
                     error,
                 )
-            everywhere = torch.tensor(
-                int(packed is not None), dtype=torch.int64, device=self._session.engine.device
-            )
-            dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
-            if not everywhere:
+            if self._smallest(packed is not None) == [False]:
                 chain, packed = Chain(root), None
         self._chain = chain.then(tag)
         return packed
@@ -224,10 +223,8 @@ class Checkpointer:
         session, engine = self._session, self._session.engine
         place = engine.global_steps, engine.num_stages, engine.micro_batches
         depth = saved_depth(root, tag, rank, *place) if restore else 0
-        ends = torch.tensor([depth, -depth], dtype=torch.int64, device=self._session.engine.device)
-        dist.all_reduce(ends, op=dist.ReduceOp.MIN)
-        least, most = ends[0].item(), -ends[1].item()
-        session.depth.set(session.stage, least if least == most and least > 0 else 1)
+        least, most = self._smallest(depth, -depth)
+        session.depth.set(session.stage, depth if least == -most and depth > 0 else 1)
 
     def _load_gradients(self, root: Path, tag: str, rank: Rank, restore: bool) -> None:
         """Restore the residuals of gradients between replicas if every rank finds its own, else none."""
@@ -235,15 +232,10 @@ class Checkpointer:
         if gradients is None:
             return
         found, why = saved_gradients(root, tag, rank, step, gradients) if restore else (None, "")
-        number = torch.tensor(
-            dist.get_rank() if found is None else dist.get_world_size(),
-            dtype=torch.int64,
-            device=self._session.engine.device,
-        )
-        dist.all_reduce(number, op=dist.ReduceOp.MIN)
-        missing = int(number) < dist.get_world_size()
+        (number,) = self._smallest(dist.get_rank() if found is None else dist.get_world_size())
+        missing = number < dist.get_world_size()
         gradients.exchange.slices.load({} if missing or found is None else found)
-        if missing and restore and int(number) == dist.get_rank():
+        if missing and restore and number == dist.get_rank():
             log.warning(
                 "ds_compress: %s: residuals of gradients between replicas start from zero: %s",
                 Path(root, tag),
@@ -256,9 +248,7 @@ class Checkpointer:
         digest = hashlib.blake2b(json.dumps(course, sort_keys=True).encode(), digest_size=7).digest()
         number = int.from_bytes(digest, "little")
         had = bool(course.get("adopted"))
-        ends = torch.tensor([number, -number, -had], dtype=torch.int64, device=self._session.engine.device)
-        dist.all_reduce(ends, op=dist.ReduceOp.MIN)
-        least, most, lost = ends.tolist()
+        least, most, lost = self._smallest(number, -number, -had)
         alike = least == -most
         resumed, failure = False, ""
         try:
@@ -266,8 +256,7 @@ class Checkpointer:
         except Exception as error:  # equal on all ranks, but not valid: all ranks start again from the block
             failure = in_one_line(error)
         own, size = dist.get_rank(), dist.get_world_size()
-        failed = torch.tensor(own if failure else size, dtype=torch.int64, device=self._session.engine.device)
-        dist.all_reduce(failed, op=dist.ReduceOp.MIN)
+        (failed,) = self._smallest(own if failure else size)
         if failed < size:
             resumed = self._session.resume({}, {})
             if failed == own:

@@ -150,10 +150,9 @@ class DualPipeVSession(Session):
                 come, go = end.channels if end is before else end.channels[::-1]
                 receiver = QueuedReceiver(peer, engine.device, self._queue_to(neighbour, come), self._launch)
                 sender = QueuedSender(peer, engine.device, self._queue_to(neighbour, go))
-                # no extra packets: `check` has refused what sends them
-                # and no lanes: the queue starts on the compute stream
-                stage.connect_receiver(receiving, come, receiver, receiver, CodecStream(), phase)
-                stage.connect_sender(sending, go, sender, sender, CodecStream(), phase)
+                # `check` refuses codecs with extra packets; the queue starts on the compute stream
+                stage.connect(receiving, come, (receiver, receiver), CodecStream(), phase)
+                stage.connect(sending, go, (sender, sender), CodecStream(), phase)
         self.phases = stage.phases
         return stage
 

@@ -201,7 +201,7 @@ class CompressedEngine(_Engine):
                 dependence = tracking.dependence(tensors, boundary.dependence)
             written = 2 + sum(2 + tensor.dim() for tensor in tensors)
         message = stage.shape_message(dependence, written)
-        with stage.shape_messages(message):
+        with stage.p2p.shape_messages(message):
             super()._send_tensor_meta(buffer, *args, **kwargs)
         boundary.dependence = message.dependence
         if message.announces_packets:
@@ -218,7 +218,7 @@ class CompressedEngine(_Engine):
         stage = self.ds_compress.stage
         boundary = self.ds_compress.boundary_of_shapes(sends=False)
         message = stage.shape_message()
-        with stage.shape_messages(message):
+        with stage.p2p.shape_messages(message):
             buffers = super()._recv_tensor_meta(*args, **kwargs)
         tensors = tensors_in(buffers) if message.announces_packets else None
         stage.announce(boundary.number, tensors, "the sender announced no packets")

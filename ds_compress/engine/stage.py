@@ -80,40 +80,26 @@ class Stage:
         self.step = 0
         self.training = False
 
-    def connect_sender(
+    def connect(
         self,
         instruction: Instruction,
         channel: Channel,
-        link: Sender,
-        extra_link: Sender,
+        links: tuple[Sender, Sender] | tuple[Receiver, Receiver],
         codec_stream: CodecStream,
         phase: int = 0,
     ) -> None:
-        """Let `instruction` send on `channel` over `link`.
+        """Let `instruction` send or receive on `channel`.
 
         Args:
-            extra_link: for packets that only some messages have.
+            links: for all packets, and for those that only some messages have.
             codec_stream: of the boundary, for both its channels.
             phase: of DualPipeV, which has each instruction twice.
         """
-        self.senders[instruction, phase] = SendingEnd(channel, link, extra_link, codec_stream)
-        self._codec_streams[channel.boundary.number] = codec_stream
-
-    def connect_receiver(
-        self,
-        instruction: Instruction,
-        channel: Channel,
-        link: Receiver,
-        extra_link: Receiver,
-        codec_stream: CodecStream,
-        phase: int = 0,
-    ) -> None:
-        """Let `instruction` receive on `channel` over `link`; see `connect_sender`.
-
-        Args:
-            extra_link: on a group of its own where receives are posted ahead.
-        """
-        self.receivers[instruction, phase] = ReceivingEnd(channel, link, extra_link, codec_stream)
+        link, extra_link = links
+        if isinstance(link, Sender) and isinstance(extra_link, Sender):
+            self.senders[instruction, phase] = SendingEnd(channel, link, extra_link, codec_stream)
+        elif isinstance(link, Receiver) and isinstance(extra_link, Receiver):
+            self.receivers[instruction, phase] = ReceivingEnd(channel, link, extra_link, codec_stream)
         self._codec_streams[channel.boundary.number] = codec_stream
 
     @property
@@ -270,10 +256,6 @@ class Stage:
             self._samples[buffer_id] = end.channel.boundary.sample_ids[message_id.micro_batch]
             self.after.prefetch(self._samples[buffer_id])
         return arrived
-
-    def shape_messages(self, message: ShapeMessage) -> Any:
-        """Intercept what an instruction sends beside its message: DeepSpeed's shape messages."""
-        return self.p2p.shape_messages(message)
 
     def shape_message(
         self, dependence: tuple[bool, ...] | None = None, written: int | None = None

@@ -41,32 +41,25 @@ def wire(stage: Stage, engine: Any, depth: int) -> None:
         timeout = PeerTimeout(channel.place, seconds)
         return kind(engine.grid.stage_to_global(neighbour), engine.device, group, timeout, depth)
 
-    def send(instruction: Instruction, channel: Channel, neighbour: int, codec_stream: CodecStream) -> None:
-        kind = EagerSender if eager else Sender
-        ends = link(kind, channel, neighbour), link(kind, channel, neighbour, EXTRA)
-        stage.connect_sender(instruction, channel, *ends, codec_stream)
-
-    def receive(
-        instruction: Instruction, channel: Channel, neighbour: int, codec_stream: CodecStream
-    ) -> None:
-        kind = EagerReceiver if eager else Receiver
-        ends = link(kind, channel, neighbour), link(kind, channel, neighbour, EXTRA)
-        stage.connect_receiver(instruction, channel, *ends, codec_stream)
-
     if eager and shapes:
         after, before = stage.after, stage.before
         stage.shape_links = ShapeLinks(
             link(EagerSender, after.forward, engine.next_stage, SHAPES) if after else None,
             link(EagerReceiver, before.forward, engine.prev_stage, SHAPES) if before else None,
         )
-    if stage.before:
+    sender, receiver = (EagerSender, EagerReceiver) if eager else (Sender, Receiver)
+    ends = (
+        (stage.before, engine.prev_stage, Instruction.RECV_ACTIVATION, Instruction.SEND_GRAD),
+        (stage.after, engine.next_stage, Instruction.RECV_GRAD, Instruction.SEND_ACTIVATION),
+    )
+    for boundary, neighbour, receives, sends in ends:
+        if boundary is None:
+            continue
         codec_stream = codec_stream_for(engine.device) if eager else CodecStream()
-        receive(Instruction.RECV_ACTIVATION, stage.before.forward, engine.prev_stage, codec_stream)
-        send(Instruction.SEND_GRAD, stage.before.backward, engine.prev_stage, codec_stream)
-    if stage.after:
-        codec_stream = codec_stream_for(engine.device) if eager else CodecStream()
-        send(Instruction.SEND_ACTIVATION, stage.after.forward, engine.next_stage, codec_stream)
-        receive(Instruction.RECV_GRAD, stage.after.backward, engine.next_stage, codec_stream)
+        come, go = boundary.channels if boundary is stage.before else boundary.channels[::-1]
+        for instruction, channel, kind in ((receives, come, receiver), (sends, go, sender)):
+            links = link(kind, channel, neighbour), link(kind, channel, neighbour, EXTRA)
+            stage.connect(instruction, channel, links, codec_stream)
 
 
 def wire_extra_links(stage: Stage, engine: Any) -> None:

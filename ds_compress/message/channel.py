@@ -186,7 +186,7 @@ class Channel:
     def _extra_packet(self, extra: list[Tensor], message_id: MessageId) -> Tensor:
         layout = self._extra_layout(tuple((tuple(part.shape), part.dtype) for part in extra))
         packet = layout.allocate(extra[0].device)
-        layout.write(packet, layout.header(message_id), tuple(extra))
+        layout.write(packet, message_id, tuple(extra))
         return packet
 
     def _with_extra(

@@ -52,13 +52,6 @@ class Header(MessageId):
 
     fingerprint: bytes
     nbytes: int
-    has_checksum: bool = False  # whether a checksum of the body goes along
-
-    def pack(self, checksum: int = 0) -> bytes:
-        """Return the bytes, with the checksum of the body."""
-        flags, step = _FLAGS[self.direction, self.training], self.step % 2**32
-        units = self.nbytes // ALIGNMENT
-        return _PACK(flags, self.boundary, step, self.micro_batch, self.fingerprint, checksum, units)
 
     @classmethod
     def unpack(cls, data: bytes) -> "Header":
@@ -82,30 +75,6 @@ class Header(MessageId):
         training = not flags & _EVALUATION
         nbytes = units * ALIGNMENT
         return cls(boundary, direction, step, micro_batch, training, fingerprint=fingerprint, nbytes=nbytes)
-
-    def write_header(self, packet: Tensor) -> None:
-        """Write this header in front of a packet whose body is complete."""
-        _write(packet, self.pack(_checksum(packet) if self.has_checksum else 0))
-
-    def check(self, packet: Tensor) -> None:
-        """Refuse `packet` unless it is the message that this header describes.
-
-        Raises:
-            CompressionError: naming the first field that differs, what came and what was expected.
-        """
-        data, expected = _front(packet).tobytes(), self.pack(_checksum(packet) if self.has_checksum else 0)
-        if data == expected:
-            return
-        came, wanted = Header.unpack(data), Header.unpack(expected)
-        number = f"step {self.step}, micro-batch {self.micro_batch}"
-        place = f"packet for boundary {self.boundary}, {self.direction}, {number}"
-        for name in ("boundary", "direction", "training", "step", "micro_batch", "nbytes", "fingerprint"):
-            theirs, ours = getattr(came, name), getattr(wanted, name)
-            if theirs != ours:
-                raise CompressionError(f"{place}: its {name} is {_shown(theirs)}, expected {_shown(ours)}")
-        if self.has_checksum:
-            raise CompressionError(f"{place}: its checksum is another: it was damaged on its way")
-        raise CompressionError(f"{place}: the header has unknown bits set")
 
 
 class PacketLayout:
@@ -156,54 +125,58 @@ class PacketLayout:
         packet.__dict__[_VIEWS] = self, views
         return views
 
-    def write(self, packet: Tensor, header: Header, parts: tuple[Tensor, ...]) -> None:
+    def write(self, packet: Tensor, message_id: MessageId, parts: tuple[Tensor, ...]) -> None:
         """Fill `packet` with the header and the payload tensors, which must match the layout.
 
         Raises:
             CompressionError: a part has another shape or dtype than its layout promised.
         """
         fill(self.views(packet), parts)
-        header.write_header(packet)
+        self.write_header(packet, message_id)
 
     def write_header(self, packet: Tensor, message_id: MessageId) -> None:
-        """Write the header of `message_id`; see `Header.write_header`."""
-        flags, boundary = _FLAGS[message_id.direction, message_id.training], message_id.boundary
-        step, number = message_id.step % 2**32, message_id.micro_batch
-        checksum = _checksum(packet) if self.has_checksum else 0
-        data = _PACK(flags, boundary, step, number, self.fingerprint, checksum, self._units)
-        front = packet.__dict__.get(_FRONT)
+        """Write the header of `message_id` in front of a packet whose body is complete."""
+        data, front = self._header(packet, message_id), packet.__dict__.get(_FRONT)
         if front is None:
             _write(packet, data)
         else:
             front[:] = data
 
     def check(self, packet: Tensor, message_id: MessageId) -> None:
-        """Check that `packet` is the message `message_id`; see `Header.check`."""
+        """Refuse `packet` unless it is the message `message_id`.
+
+        Raises:
+            CompressionError: naming the first field that differs, what came and what was expected.
+        """
+        expected = self._header(packet, message_id)
+        if packet.__dict__.get(_FRONT) == expected or (data := _front(packet).tobytes()) == expected:
+            return
+        came, wanted = Header.unpack(data), Header.unpack(expected)
+        number = f"step {message_id.step}, micro-batch {message_id.micro_batch}"
+        place = f"packet for boundary {message_id.boundary}, {message_id.direction}, {number}"
+        for name in ("boundary", "direction", "training", "step", "micro_batch", "nbytes", "fingerprint"):
+            theirs, ours = getattr(came, name), getattr(wanted, name)
+            if theirs != ours:
+                raise CompressionError(f"{place}: its {name} is {_shown(theirs)}, expected {_shown(ours)}")
+        if self.has_checksum:
+            raise CompressionError(f"{place}: its checksum is another: it was damaged on its way")
+        raise CompressionError(f"{place}: the header has unknown bits set")
+
+    def _header(self, packet: Tensor, message_id: MessageId) -> bytes:
+        """Return the header of `message_id`, with the checksum of the body of `packet` if there is one."""
         flags, boundary = _FLAGS[message_id.direction, message_id.training], message_id.boundary
         step, number = message_id.step % 2**32, message_id.micro_batch
         checksum = _checksum(packet) if self.has_checksum else 0
-        data = _PACK(flags, boundary, step, number, self.fingerprint, checksum, self._units)
-        if packet.__dict__.get(_FRONT) != data:
-            self.header(message_id).check(packet)
-
-    def header(self, message_id: MessageId) -> Header:
-        """Return the header of the message `message_id`."""
-        return Header(
-            **vars(message_id),
-            fingerprint=self.fingerprint,
-            nbytes=self.nbytes,
-            has_checksum=self.has_checksum,
-        )
+        return _PACK(flags, boundary, step, number, self.fingerprint, checksum, self._units)
 
 
-# What a packet is looked at through is made once for its memory, which links use again, and kept in
-# attributes of the tensor: each operation of torch costs what a thousand values cost.
+# Views and header are made once for the memory of a packet, which links use again, and kept as attributes of
+# the tensor: each operation of torch costs as much as a thousand values.
 _VIEWS, _FRONT = "ds_compress_views", "ds_compress_front"
 
 
 def _memory(packet: Tensor) -> Tensor:
-    """Return another tensor of the memory of `packet`: of what is made of this one none holds `packet`, which
-    may hold it."""
+    """Return another tensor of its memory: views of that do not refer to `packet`, which keeps them."""
     return packet.detach()
 
 

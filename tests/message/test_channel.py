@@ -148,8 +148,11 @@ def test_a_message_header_and_context_share_their_fields():
     ctx = boundary.context(message_id, position=1)
     assert shared.items() <= vars(ctx).items() and (ctx.position, ctx.seed, ctx.loss_scale) == (1, 9, 256.0)
     assert boundary.context(boundary.forward.message_id(5, 3), 1).loss_scale == 1.0
-    header = Header(**shared, fingerprint=bytes(8), nbytes=64)
-    assert Header.unpack(header.pack()) == header
+    layout = PacketLayout((), None)
+    packet = layout.allocate(torch.device("cpu"))
+    layout.write_header(packet, message_id)
+    header = Header(**shared, fingerprint=layout.fingerprint, nbytes=layout.nbytes)
+    assert Header.unpack(packet.numpy().tobytes()) == header
     assert all(issubclass(each, MessageId) for each in (Context, Header))
 
 

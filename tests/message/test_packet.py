@@ -2,12 +2,14 @@
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_compress.codec import MessageId
 from ds_compress.errors import CompressionError
 from ds_compress.message.packet import ALIGNMENT, HEADER_SIZE, Header, PacketLayout
 
@@ -16,9 +18,7 @@ SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 LAYOUTS = st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), max_size=5).map(tuple)
 
 
-def header(layout, **changes):
-    fields = {"boundary": 1, "direction": "forward", "step": 7, "micro_batch": 3, "training": True}
-    return Header(**{**fields, "fingerprint": layout.fingerprint, "nbytes": layout.nbytes, **changes})
+MESSAGE = MessageId(1, "forward", 7, 3)
 
 
 def payload(layout):
@@ -31,8 +31,8 @@ def test_round_trip(parts):
     layout = PacketLayout(parts, "settings")
     packet = layout.allocate(torch.device("cpu"))
     sent = payload(layout)
-    layout.write(packet, header(layout), sent)
-    header(layout).check(packet)
+    layout.write(packet, MESSAGE, sent)
+    layout.check(packet, MESSAGE)
     assert packet.numel() == layout.nbytes and packet.numel() % ALIGNMENT == 0
     for part, view in zip(sent, layout.views(packet)):
         assert torch.equal(part, view) and part.dtype == view.dtype
@@ -53,9 +53,12 @@ def test_size_is_payload_plus_header():
 )
 def test_header_round_trip(boundary, direction, step, micro_batch, training):
     layout = PacketLayout((), None)
-    fields = {"boundary": boundary, "direction": direction, "micro_batch": micro_batch, "training": training}
-    came = Header.unpack(header(layout, **fields, step=step).pack())
-    assert came == header(layout, **fields, step=step % 2**32)
+    message_id = MessageId(boundary, direction, step, micro_batch, training)
+    packet = layout.allocate(torch.device("cpu"))
+    layout.write_header(packet, message_id)
+    known = {"fingerprint": layout.fingerprint, "nbytes": layout.nbytes}
+    expected = Header(**{**vars(message_id), "step": step % 2**32}, **known)
+    assert Header.unpack(packet.numpy().tobytes()) == expected
 
 
 @pytest.mark.parametrize(
@@ -66,15 +69,18 @@ def test_header_round_trip(boundary, direction, step, micro_batch, training):
         ("step", 8),
         ("micro_batch", 4),
         ("training", False),
-        ("fingerprint", bytes(8)),
+        ("fingerprint", None),
     ],
 )
 def test_another_message_is_named(field, value):
     layout = PacketLayout((((4,), torch.float32),), None)
     packet = layout.allocate(torch.device("cpu"))
-    layout.write(packet, header(layout, **{field: value}), payload(layout))
+    if field == "fingerprint":
+        PacketLayout(layout.parts, "other settings").write(packet, MESSAGE, payload(layout))
+    else:
+        layout.write(packet, replace(MESSAGE, **{field: value}), payload(layout))
     with pytest.raises(CompressionError, match=f"boundary 1, forward, step 7, micro-batch 3: its {field} is"):
-        header(layout).check(packet)
+        layout.check(packet, MESSAGE)
 
 
 def test_settings_enter_the_fingerprint():
@@ -86,10 +92,10 @@ def test_settings_enter_the_fingerprint():
 def test_no_flipped_header_bit_passes(bit):
     layout = PacketLayout((((4,), torch.float32),), None)
     packet = layout.allocate(torch.device("cpu"))
-    layout.write(packet, header(layout), payload(layout))
+    layout.write(packet, MESSAGE, payload(layout))
     packet[bit // 8] ^= 1 << bit % 8
     with pytest.raises(CompressionError) as caught:
-        header(layout).check(packet)
+        layout.check(packet, MESSAGE)
     assert "\n" not in str(caught.value)
 
 
@@ -101,23 +107,23 @@ def test_wrong_sizes_are_refused():
         Header.unpack(bytes(HEADER_SIZE - 1))
     packet = layout.allocate(torch.device("cpu"))
     with pytest.raises(CompressionError, match=r"payload of \(5,\)"):
-        layout.write(packet, header(layout), (torch.zeros(5),))
+        layout.write(packet, MESSAGE, (torch.zeros(5),))
     with pytest.raises(CompressionError, match="float64"):
-        layout.write(packet, header(layout), (torch.zeros(4, dtype=torch.float64),))
+        layout.write(packet, MESSAGE, (torch.zeros(4, dtype=torch.float64),))
     with pytest.raises(CompressionError, match="2 payload tensors came"):
-        layout.write(packet, header(layout), payload(layout) * 2)
+        layout.write(packet, MESSAGE, payload(layout) * 2)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, (HEADER_SIZE + 48) * 8 - 1))
 def test_no_flipped_bit_passes_a_checksum(bit):
-    layout = PacketLayout((((4,), torch.float32), ((20,), torch.uint8)), None)
+    layout = PacketLayout((((4,), torch.float32), ((20,), torch.uint8)), None, has_checksum=True)
     packet = layout.allocate(torch.device("cpu"))
-    layout.write(packet, header(layout, has_checksum=True), payload(layout))
-    header(layout, has_checksum=True).check(packet)
+    layout.write(packet, MESSAGE, payload(layout))
+    layout.check(packet, MESSAGE)
     packet[bit // 8] ^= 1 << bit % 8
     with pytest.raises(CompressionError) as caught:
-        header(layout, has_checksum=True).check(packet)
+        layout.check(packet, MESSAGE)
     assert "\n" not in str(caught.value)
     if bit >= HEADER_SIZE * 8:
         assert str(caught.value).endswith("its checksum is another: it was damaged on its way")
@@ -126,9 +132,9 @@ def test_no_flipped_bit_passes_a_checksum(bit):
 def test_only_one_side_with_a_checksum_is_refused():
     layout = PacketLayout((((4,), torch.float32),), None)
     packet = layout.allocate(torch.device("cpu"))
-    layout.write(packet, header(layout), (torch.ones(4),))
+    layout.write(packet, MESSAGE, (torch.ones(4),))
     with pytest.raises(CompressionError, match="its checksum is another"):
-        header(layout, has_checksum=True).check(packet)
+        PacketLayout(layout.parts, None, has_checksum=True).check(packet, MESSAGE)
 
 
 def test_a_packet_is_looked_at_through_the_same_views_and_goes_with_them():
@@ -138,7 +144,7 @@ def test_a_packet_is_looked_at_through_the_same_views_and_goes_with_them():
     first = layout.views(packet)
     assert layout.views(packet) is first
     assert other.views(packet)[0] is not first[0] and layout.views(packet)[0] is not first[0]
-    layout.write(packet, header(layout), (torch.arange(4.0),))
+    layout.write(packet, MESSAGE, (torch.arange(4.0),))
     assert torch.equal(first[0], torch.arange(4.0))
     gone = weakref.ref(packet)
     gc.disable()
