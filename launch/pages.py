@@ -137,6 +137,7 @@ def metrics_page() -> str:
         ("Of each boundary and direction", f"{metrics.PREFIX}/boundary_0/forward/", metrics.CHANNEL),
         ("Of the pipeline", f"{metrics.PREFIX}/", metrics.PIPELINE),
         ("Of gradients between replicas", metrics.replicas_label(0, ""), metrics.REPLICAS),
+        ("Of evaluations", f"{metrics.PREFIX}/", metrics.EVALUATIONS),
     ):
         meanings = {name: meaning.replace("|", r"\|") for name, meaning in names.items()}  # no new column
         rows = "\n".join(f"| `{where}{name}` | {meaning} |" for name, meaning in meanings.items())

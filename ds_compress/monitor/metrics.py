@@ -21,26 +21,26 @@ COUNTERS = (*TOTALS, "message_raw_bytes", "message_wire_bytes")
 SIDES = 2  # of a channel: where it sends, where it receives
 
 CHANNEL = {
-    "raw_bytes": "uncompressed bytes of the tensors, running total",
-    "wire_bytes": "bytes of the packets, headers included, running total",
+    "raw_bytes": "bytes of the tensors, running total, evaluation included",
+    "wire_bytes": "bytes of the packets, headers included, running total, evaluation included",
     "ratio": "raw over wire bytes, of the messages since the last value",
     "relative_error": "||x - C(x)|| / ||x|| of one message of the step",
-    "cosine": "between x and C(x) of one message of the step",
-    "hit_rate": "with aqsgd: share of the samples since the last value that had a buffer",
-    "buffer_bytes": "memory of the feedback at the sender",
-    "residual_norm": "norm of the residual of error feedback at the sender",
-    "residual_share": "norm of the residual of a message, as a multiple of the message's norm",
-    "nonfinite_share": "share of the step's messages that hold inf or nan",
-    "encode_ms": "the sender compresses, per step",
-    "send_ms": "the sender waits for packets to leave, per step",
-    "transfer_ms": "packets are in flight, per step, if each takes as long as the fastest",
+    "cosine": "cosine similarity of x and C(x), same message",
+    "hit_rate": "with aqsgd: share of the samples since the last value that had a buffer; else 0",
+    "buffer_bytes": "bytes of the feedback state at the sender",
+    "residual_norm": "norm of the error-feedback residual at the sender; 0 without one",
+    "residual_share": "norm of a message's residual, as a multiple of the message's norm",
+    "nonfinite_share": "share of the step's messages that contain inf or nan",
+    "encode_ms": "time in which the sender compresses, per step",
+    "send_ms": "time in which the sender is blocked until packets leave, per step",
+    "transfer_ms": "time of packets on the link, per step, if each takes as long as the fastest",
     "link_busy": "transfer_ms as a share of the step",
-    "wait_ms": "the receiver waits for packets to arrive, per step",
-    "decode_ms": "the receiver decompresses, per step",
+    "wait_ms": "time in which the receiver is blocked until packets arrive, idle time included, per step",
+    "decode_ms": "time in which the receiver decompresses, per step",
 }
 PIPELINE = {
     "step_ms": "duration of the step on the first stage",
-    "uncompressed_step_ms": "estimate of the step with all messages uncompressed",
+    "uncompressed_step_ms": "estimated duration of the step with uncompressed messages, without codec time",
 }
 REPLICAS = {
     "raw_bytes": "bytes that DeepSpeed's all-reduce would have sent from this rank, running total",
@@ -51,9 +51,12 @@ REPLICAS = {
     "residual_norm": "norm of both residuals of this rank, over all slices",
 }
 LOSS_COST = "loss_cost"
-"""Label of the loss of one micro-batch with compression minus that without, every `guard.every` steps."""
 EVAL_LOSS = {way: f"eval_loss_{way}" for way in ("compressed", "uncompressed")}
-"""Labels of the losses of one state evaluated both ways."""
+EVALUATIONS = {
+    LOSS_COST: "loss of one micro-batch with compression minus its loss without, every `guard.every` steps",
+    **{name: f"with eval both: loss of eval_batch with {way} messages" for way, name in EVAL_LOSS.items()},
+}
+"""Values of evaluations, each of one state of the weights."""
 
 DASHBOARD = {
     "Bytes": ("wire_bytes", "raw_bytes", "ratio", "link_busy", "hit_rate", "buffer_bytes"),
