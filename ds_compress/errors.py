@@ -1,4 +1,4 @@
-"""The one exception class of the package, and what makes it."""
+"""The one exception class of the package, and how its messages are made."""
 
 import difflib
 import os

@@ -1,4 +1,4 @@
-"""`check_codec`: holds a codec to the promises of its contract, for the codecs here and for your own.
+"""`check_codec`: test a codec, built in or your own, against the promises of its contract.
 
     from ds_compress import check_codec
 

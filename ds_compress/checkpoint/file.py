@@ -5,8 +5,8 @@
     KEY#delta  KEY#scales      zstd frame of the int8 codes of a change, uint8; scales: see `delta_encode`
     metadata                   "state": a `Metadata` in JSON, with a hash of each entry; "hash": of that text
 
-A base has the same name under another tag of the same folder, and may have a base itself. The id tells it
-from a file that was written there later.
+A base has the same name under another tag of the same folder, and may have a base itself. Its id differs
+from that of a file written there later.
 
 Everything read is compared with its hash and with the metadata. Whatever is wrong with a file raises
 `DamagedFile`, never another exception.

@@ -1,4 +1,4 @@
-"""Finds the state of boundaries in a checkpoint: each rank searches, all decide alike.
+"""Find the state of boundaries in a checkpoint: each rank searches, all decide alike.
 
 A rank searches for a side in the files of every stage of its replica. No search raises: a problem is a
 status, which all ranks learn of, so both sides start from zero if one has to.

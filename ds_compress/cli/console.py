@@ -1,4 +1,4 @@
-"""Where tables are printed, and what is kept out of there."""
+"""Print tables, and keep what DeepSpeed logs out of standard output."""
 
 import contextlib
 import logging
@@ -41,8 +41,7 @@ def show(title: str, rows: Sequence[Mapping[str, str]]) -> None:
 
 @contextlib.contextmanager
 def importing_deepspeed() -> Iterator[None]:
-    """Keep apart from what a command prints that DeepSpeed, when it is imported, warns where there is no GPU,
-    and from then on logs to what is stdout now."""
+    """Import DeepSpeed inside: its warning of a missing GPU is dropped, and its later logs go to stderr."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

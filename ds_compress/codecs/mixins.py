@@ -153,7 +153,7 @@ class ReusesForwardIndices(ABC):
 
 
 class VariableSizePayload(ABC):
-    """May send an extra payload in an extra packet, whose size the first packet tells.
+    """May send an extra payload in an extra packet, whose size is in the first packet.
 
     `encode` returns its parts after those of `layout`, and `decode` receives them there. To read the size
     the host waits for the device, and the extra packet cannot be received ahead.

@@ -67,7 +67,7 @@ class LinkOptions(Options):
     memory_gb: float | None = Field(default=None, gt=0, le=1e6)
     """With depth "auto": GB (10^9 bytes) that activations and packets in flight may take on a stage. null: on
     a GPU, what is free after the first steps less a tenth of its memory; on a CPU, an equal share per rank of
-    half of the host's free memory. The first steps tell what a micro-batch takes: give a number if later
+    half of the host's free memory. A micro-batch is measured in the first steps: give a number if later
     ones are larger."""
 
     timeout_s: float = Field(default=1800.0, ge=1, le=7 * 24 * 3600)
@@ -127,7 +127,7 @@ class GuardOptions(Options):
     `residual` of gradients, and `nonfinite`, stop them only if the block gives these limits. relax: the
     codec gets twice the bits, density or rank from the next step on, and finally becomes `none`: for
     all activations if the loss is higher, for one boundary and direction if its error, cosine or
-    residual is beyond a limit; one line says so. relax does not go with a policy."""
+    residual is beyond a limit; one line is logged. relax does not go with a policy."""
 
     def is_due(self, steps: int) -> bool:
         """Return whether there is a check after so many steps since the warm-up."""

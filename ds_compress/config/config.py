@@ -1,4 +1,4 @@
-"""The block as it is meant: the codecs of every boundary, and the checks of options that belong together."""
+"""Resolve the block: build the codecs of every boundary, and check options that depend on each other."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""How the mixin gets over a live `PipelineEngine`: releases checked, settings agreed on, class changed."""
+"""Attach to a live `PipelineEngine`: check releases, agree on settings, change the class of the engine."""
 
 import inspect
 import itertools

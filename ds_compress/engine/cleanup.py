@@ -1,8 +1,7 @@
-"""What an engine holds beside memory goes with it: the process groups of its channels, its watchdog.
+"""Free the process groups and the watchdog of an engine that Python has collected.
 
-Engines go when Python collects them, on each rank at a time of its own. A group of gloo is freed there and
-then. To free one of NCCL takes all of its ranks: it waits until they build their next engine and agree that
-its engine has gone everywhere.
+Each rank collects an engine at a time of its own. A group of gloo is freed at once. All ranks of a group of
+NCCL must free it together: they do so when they build their next engine, and agree that the old one is gone.
 """
 
 import contextlib

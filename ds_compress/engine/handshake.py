@@ -1,9 +1,7 @@
-"""Start-up agreement: every rank runs the same release with the same settings, or every rank stops and says
-why.
+"""Compare release and settings of all ranks at start-up: they are equal, or every rank stops with the reason.
 
-It goes through the store of torch.distributed (strings over TCP, or a file), so it needs no device, no
-pickle, and a rank that never answers is a time-out, not a hang. Rank 0 collects and answers: one value a
-rank, whatever the size of the job.
+The ranks exchange strings through the store of torch.distributed (TCP or a file). So no device and no pickle
+is needed, and a rank that never answers is a time-out, not a hang. Rank 0 reads one value of each rank.
 """
 
 import hashlib

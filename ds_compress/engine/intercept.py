@@ -6,11 +6,11 @@ when the last of the message is there. The first tensor that a receive instructi
 packet, and each call hands out the next tensor of it.
 
 Before the first message of a shape DeepSpeed sends a shape message: int32 numbers that describe the tensors.
-Its unused end says that packets follow, and what the sender alone knows of the tensors. Without that word
-both sides leave the boundary to DeepSpeed. Sender and receiver find the tensors of a message by one rule, in
-the order of the calls: the next tensor with the number of values and the dtype of the next tensor announced
-belongs to the message; every other one goes DeepSpeed's way. Both see the same sequence of tensors, so they
-agree on all of them.
+At its unused end the sender marks that packets follow, and which tensors depend on parameters. Without this
+mark both sides leave the boundary to DeepSpeed. Sender and receiver find the tensors of a message by one
+rule, in the order of the calls: the next tensor with the number of values and the dtype of the next tensor
+announced belongs to the message; every other one goes DeepSpeed's way. Both see the same sequence of tensors,
+so they agree on all of them.
 """
 
 import math
@@ -26,8 +26,8 @@ from torch import Tensor
 from ds_compress.codec import TensorSpec
 from ds_compress.transport.p2p import Receiver, Sender
 
-PACKETS, CARRYING = 0x44534350, 0x44534351
-"""Last number of a shape message that packets follow; `CARRYING` where it also says which tensors carry."""
+PACKETS, DEPENDENCE = 0x44534350, 0x44534351
+"""Last number of a shape message that packets follow; `DEPENDENCE`: the bits before it are valid."""
 
 
 class ShapeMessage:
@@ -43,7 +43,7 @@ class ShapeMessage:
         """
         Args:
             module: `deepspeed.runtime.pipe.p2p`, or what sends and receives in its place.
-            dependence: what the sender says of each float tensor; None where it cannot.
+            dependence: of each float tensor, whether it depends on parameters; None if not known.
             written: how many numbers DeepSpeed writes; None where no packets will follow.
         """
         self._module = module
@@ -60,7 +60,7 @@ class ShapeMessage:
             if self.dependence is None or len(self.dependence) > self.BITS:
                 self.dependence, end = None, [0, PACKETS]
             else:
-                end = [sum(carries << place for place, carries in enumerate(self.dependence)), CARRYING]
+                end = [sum(bit << place for place, bit in enumerate(self.dependence)), DEPENDENCE]
             tensor.view(-1)[-2:] = torch.tensor(end, dtype=torch.int32, device=tensor.device)
         else:
             self.dependence = None
@@ -76,7 +76,7 @@ class ShapeMessage:
 
     def received(self, floats: int) -> tuple[bool, ...] | None:
         """Return what the sender announced about that many float tensors."""
-        if self._mark != CARRYING:
+        if self._mark != DEPENDENCE:
             return None
         return tuple(bool(self._bits >> place & 1) for place in range(floats))
 
@@ -84,12 +84,11 @@ class ShapeMessage:
 def _mark(tensor: Tensor) -> int:
     """Return the mark that a shape message ends with; 0: it has none."""
     last = int(tensor.view(-1)[-1]) if tensor.numel() > 1 else 0
-    return last if last in (PACKETS, CARRYING) else 0
+    return last if last in (PACKETS, DEPENDENCE) else 0
 
 
 class ShapeLinks:
-    """Links for shape messages of their own: DeepSpeed's keep a stage standing until the next one asks for
-    them."""
+    """Links for shape messages: with DeepSpeed's own, a stage waits until the next one asks for them."""
 
     def __init__(self, sender: Sender | None, receiver: Receiver | None):
         """To the next stage, from the stage before; None where there is none."""

@@ -1,9 +1,9 @@
-"""The mixin that goes over a live `PipelineEngine`; `attach` puts it there.
+"""The mixin for a live `PipelineEngine`, which `attach` adds to its class.
 
-Nothing of DeepSpeed is copied: each of the four instructions that move tensors runs DeepSpeed's own code
-inside a context of `Stage`. `_exec_schedule` takes functions from the class's `_INSTRUCTION_MAP`, not methods
-by name, so the mixin brings its own map, a ChainMap over the engine's: entries that others patch later stay
-in force. All that is ours on an engine is one attribute, its `Session`.
+Nothing of DeepSpeed is copied: the four instructions that move tensors run DeepSpeed's own code inside a
+context of `Stage`. `_exec_schedule` looks functions up in the class's `_INSTRUCTION_MAP`, so the mixin has a
+map of its own: a ChainMap over the engine's, so that later patches of others apply. The only attribute that
+ds_compress sets on an engine is its `Session`.
 """
 
 import contextlib
@@ -106,8 +106,8 @@ class CompressedEngine(_Engine):
         schedule.SendGrad: _run_send_grads,
         schedule.RecvGrad: _run_recv_grads,
     }
-    """By instruction, what runs instead of DeepSpeed's function. Functions, not methods: an engine's own
-    methods may have any name."""
+    """By instruction, what runs instead of DeepSpeed's function; functions, as a subclass of the engine may
+    have methods of any name."""
 
     def train_batch(self, *args: Any, **kwargs: Any) -> Any:
         with self.ds_compress.batch():

@@ -1,9 +1,8 @@
-"""Other codecs between two training steps, on a running engine.
+"""Change codecs between two training steps of a running engine.
 
-All ranks adopt the same settings at the same step, with nothing in flight: every rank decides alike, from
-numbers that one collective has made known to all (see runtime/depth.py). From the next message on both ends
-of every channel have the layouts, sizes and fingerprints of the new codecs. The state of a feedback goes on
-where its settings stay.
+All ranks adopt the same settings at the same step, with no message in flight: they decide from numbers that
+one collective has given to all (see runtime/depth.py). From the next message on, both ends of every channel
+use the layouts, sizes and fingerprints of the new codecs. A feedback with unchanged settings keeps its state.
 """
 
 import json
@@ -22,7 +21,7 @@ WRITTEN = (*DIRECTIONS, "boundaries", "policy", "quality")
 
 
 class Reconfigurator:
-    """Changes the settings of an engine, and knows those it has beside the block as it was written."""
+    """Changes the settings of an engine, and keeps track of what differs from the block as written."""
 
     def __init__(
         self,

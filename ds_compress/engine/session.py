@@ -1,8 +1,8 @@
-"""What ds_compress has on one of DeepSpeed's engines: `engine.ds_compress`.
+"""The session: all that ds_compress adds to one of DeepSpeed's engines, as `engine.ds_compress`.
 
-A session owns the traffic of the rank's stage, and the parts of the runtime that watch it and decide. Parts
-know neither each other nor the session: it calls their hooks before and after each step, hands them what they
-need, and puts in force what they return.
+A session owns the stage of its rank, and the parts of the runtime that observe training and decide. The parts
+do not know each other or the session: it calls their hooks before and after each step, and applies the
+settings that they return.
 """
 
 import contextlib
@@ -371,7 +371,7 @@ class Session:
         return not is_left and is_ours and is_deepspeeds(self.stock[send])
 
     def _track(self) -> DependencyTracker | None:
-        """Find out which tensors carry, if a lossy codec may meet several float tensors in a message."""
+        """Return a tracker of parameter dependence, if any codec may be lossy."""
         config = self.config
         used = {channel.codec.name for b in self.stage.boundaries for channel in b.channels}
         lossy = config.changes or config.quality is not None or used - {"none"}

@@ -1,5 +1,4 @@
-"""What one stage of a pipeline sends and receives: its two boundaries, their links, the instruction in
-progress."""
+"""Send and receive the messages of one pipeline stage, over the links of its two boundaries."""
 
 import enum
 import functools

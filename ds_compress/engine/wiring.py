@@ -1,4 +1,4 @@
-"""The links of a stage: which rank each channel goes to, over which process group."""
+"""Connect the channels of a stage: which rank each one goes to, over which process group."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A boundary as one of its two sides sees it, with its two channels: messages to packets and back.
+"""One side of a boundary, with its two channels: they turn messages into packets and back.
 
 Sender and receiver of a message each hold a `Boundary` of their own; nothing but packets passes between them.
 The same objects serve the pipeline engine and `simulate`.
@@ -29,7 +29,7 @@ from ds_compress.message.layout import Counters, Encoded, MessageLayout, explain
 from ds_compress.message.packet import PacketLayout
 
 Kind = tuple[bool, bool, int, tuple[bool, ...] | None]
-"""What a layout depends on beside specs: compressed? in training? masks at the end; which tensors carry."""
+"""What a layout depends on beside specs: compressed, training, masks at the end, dependence on parameters."""
 
 
 class Channel:

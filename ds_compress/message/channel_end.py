@@ -1,4 +1,4 @@
-"""One end of a channel on one rank, with all that a message passes there."""
+"""One end of a channel on one rank: codec, link, meter."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

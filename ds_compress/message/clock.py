@@ -1,6 +1,6 @@
-"""Times on the device that does the work: CUDA events on a GPU, the host's clock elsewhere.
+"""Measure time on the device that does the work: CUDA events on a GPU, else the clock of the host.
 
-A mark is a point in time that costs no synchronisation to set; `ms` is for when the numbers are wanted.
+Setting a mark does not synchronise; `ms` does.
 """
 
 import time
@@ -21,8 +21,7 @@ class HostClock:
 
 
 class CudaClock(HostClock):
-    """Marks are CUDA events on the current stream: what waits on the stream takes time, not what the host
-    does."""
+    """Marks are CUDA events on the current stream, so the time of the stream counts, not that of the host."""
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

@@ -1,4 +1,4 @@
-"""What a message looks like, known from its tensors' shapes and dtypes alone."""
+"""The layout of a message, which follows from the shapes and dtypes of its tensors."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -17,12 +17,11 @@ from ds_compress.kernels.memory import is_out_of_memory
 from ds_compress.message.packet import PacketLayout
 
 HEADERS_CHECKED = 4
-"""On devices other than the CPU only so many packets of a layout have their header read: it costs a host
-sync."""
+"""Number of packets of a layout whose header is read on a GPU, where reading synchronises with the host."""
 
 
 class MessageLayout:
-    """All that follows from the specs of a message's tensors and from whether they are compressed."""
+    """What follows from the specs of a message's tensors, and from whether they are compressed."""
 
     def __init__(
         self,
@@ -34,9 +33,9 @@ class MessageLayout:
     ):
         """
         Args:
-            codec: None sends all as it is.
-            exempt: why it does not apply to each tensor, empty where it does.
-            ids: how many, of samples, are sent last.
+            codec: None: all tensors are sent uncompressed.
+            exempt: for each tensor why it is not compressed, "" if it is.
+            ids: number of sample ids, which are sent last.
             has_checksum: see `PacketLayout`.
         """
         self.specs = specs
@@ -57,7 +56,7 @@ class MessageLayout:
         self.positions = [sum(floats[:index]) for index in range(len(specs))]
         """Of each tensor among those that are float, so that a gradient finds its activation."""
         used = [None if type(codec) is Identity else codec for codec in self.codecs]
-        # an exempt tensor has no stash; if it is not float, its position is that of the next one that is
+        # an exempt tensor has no stash; one that is not float has the position of the next float tensor
         stashes = [position if codec else -1 for codec, position in zip(self.codecs, self.positions)]
         self.tensor_plans = [*zip(used, self.places, stashes, specs)]
         """Of each tensor: its codec, None where it is sent uncompressed; place; position, or -1 where the

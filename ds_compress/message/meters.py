@@ -1,7 +1,7 @@
-"""What a message goes through in a step that is measured, in place of channel and link alone.
+"""Measure the messages of a step: the time to encode, send, wait and decode, and the error of one message.
 
-Meters keep marks and device tensors, and turn them into numbers when asked. What goes wrong in measuring
-waits until then too: the message goes on its way.
+Meters keep clock marks and device tensors, and compute numbers when `values` is called, so that no host waits
+for a device. An error in measuring is kept as text and does not stop the message.
 """
 
 import math
@@ -52,10 +52,10 @@ class _Meter:
 
 
 class SendingMeter(_Meter):
-    """A sending end for one step.
+    """Measures a sending end for one step.
 
-    One message of the step is compared with what its packet decodes to, after the packet is on its way: the
-    error hardly differs between the messages of a step, and comparing all of them would cost too much.
+    After its packet was sent, one message of the step is compared with what the packet decodes to: errors
+    hardly differ between the messages of a step, and comparing all of them would cost too much.
     """
 
     COLUMNS = (
@@ -133,8 +133,8 @@ class SendingMeter(_Meter):
         nonfinite_share: of messages that hold inf or nan.
         message_norm, relative_error, cosine: of the message that was compared; nan when something in it is
         not finite, or when only the receiver can decode it.
-        encode_ms: until packets are complete. send_ms: that the stage stood still for packets to leave, when
-        sending, at the end of the step, or for the memory of an earlier one.
+        encode_ms: time to make the packets. send_ms: time in which the stage was blocked until packets left,
+        when sending, at the end of the step, or for the memory of an earlier packet.
         """
         finite = torch.stack(self._largest).isfinite().double().mean().item() if self._largest else 1.0
         error = cosine = norm = math.nan
@@ -158,7 +158,7 @@ class SendingMeter(_Meter):
 
 
 class ReceivingMeter(_Meter):
-    """A receiving end for one step."""
+    """Measures a receiving end for one step."""
 
     COLUMNS = ("decode_ms", "wait_ms")
 
@@ -180,7 +180,7 @@ class ReceivingMeter(_Meter):
             return channel.decode(packet, message, message_id, fetch)
 
     def values(self) -> dict[str, float]:
-        """Return by column: wait_ms, that the stage stood still until packets were there; decode_ms."""
+        """Return by column: wait_ms, in which the stage was blocked until packets arrived; decode_ms."""
         return {"decode_ms": self._total_ms("decode"), "wait_ms": self._total_ms("wait")}
 
     def stamps(self, origin: Any) -> list[float]:

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, a line every few percent elsewhere."""
+"""Show the progress of a run: a bar on a terminal, a line every few percent elsewhere."""
 
 import sys
 import time

@@ -1,7 +1,7 @@
-"""What all stages of a pipeline know together after one sum.
+"""The values of all stages of a pipeline, added up by one all-reduce.
 
-The sum has one size, whatever the step was like, and its memory is there before training begins: a stage that
-has nothing to say, or has failed to say it, takes part like any other.
+The all-reduce has a constant size, and its memory is allocated before training begins. So a stage without
+values, or one that failed to measure them, takes part like any other.
 """
 
 import enum
@@ -30,7 +30,7 @@ STAMPS = 64
 
 
 class Status(enum.IntEnum):
-    """How a stage came through a step."""
+    """What a stage has done in a step."""
 
     COUNTED = 0
     MEASURED = 1

@@ -1,11 +1,10 @@
-"""How far the stages of an engine run ahead: `link.depth`, or with "auto" what measurements say.
+"""Control the depth of the schedule: `link.depth`, or with "auto" the depth that measurements suggest.
 
-The first batch of an engine has costs of its own. In the next ones each stage notes how long its passes and
-codecs take and what a micro-batch holds in memory; after the last of them neighbours try their links with a
-few packets. One collective makes all of it known to all ranks, and each works out the same depth from it. It
-holds from the next batch on, and is found anew when the number of micro-batches changes, or after a
-checkpoint was loaded. No depth changes a number that is computed, so what is measured does not get into
-training.
+The first batch of an engine has costs of its own. In the next ones each stage measures its passes, its codecs
+and the memory of a micro-batch; then neighbours probe their links with a few packets. One collective gives
+all of it to all ranks, and each computes the same depth. It applies from the next batch on, and is computed
+again when the number of micro-batches changes, or after a checkpoint was loaded. Losses do not depend on the
+depth.
 """
 
 from collections.abc import Iterator, Sequence
@@ -158,5 +157,5 @@ def format_choice(choice: DepthChoice | None, rows: Sequence[Row]) -> str:
     capped = "; deeper would be faster, and needs more memory (link.memory_gb)" if choice.capped else ""
     return (
         f"ds_compress: link depth {choice.depth} chosen: {step}; {slowest_link(rows)}; "
-        f"{memory:,.3g} MB for what is under way on a stage{capped}"
+        f"{memory:,.3g} MB in flight on a stage{capped}"
     )

@@ -1,16 +1,16 @@
 """Heartbeats beside the data: a socket between rank 0 and every other rank, lines of ASCII.
 
     hello TOKEN RANK     first, from a rank to rank 0
-    at N                 how far the sender has come (see watchdog.py), at every tick
-    failed TEXT          the job has failed, and why; rank 0 passes it on
+    at N                 progress of the sender (see watchdog.py), at every tick
+    failed TEXT          the job has failed, and why; rank 0 forwards it
 
-Rank 0 listens at the addresses at which the others reach it for training, and on all interfaces only where
-none of these is its own. Anybody may connect there. Who has not said hello with the token, which ranks read
-from the store of torch.distributed, is a stranger. Strangers are told nothing, and what they send is not
-decoded. They are dropped after a few seconds, after a long line, and when too many others come.
+Rank 0 listens at the addresses at which the others reach it for training, and on all interfaces only if none
+of these is its own. Anybody may connect there. A connection that has not sent hello with the token, which
+ranks read from the store of torch.distributed, is a stranger. Strangers get no data, and what they send is
+not decoded. They are dropped after a few seconds, after a long line, and when too many others connect.
 
-Heartbeats do not go through that store: where nobody answers its calls do not return, and when it goes away,
-which is no failure at the end of a run, torch writes pages to the log.
+Heartbeats do not use that store: its calls do not return if nobody answers, and when it closes, as at the end
+of every run, torch writes pages to the log.
 """
 
 import json
@@ -31,16 +31,16 @@ LONGEST_LINE = 4096
 LONGEST_HELLO = 128
 """Bytes of the line with which a connection begins."""
 HELLO_SECONDS = 10.0
-"""How long a connection may take until it has said hello."""
+"""Time for a connection to send hello."""
 MOST_STRANGERS = 256
-"""Connections that have not said hello yet; the oldest makes room for the next one."""
+"""Connections that have not sent hello; beyond that the oldest is dropped."""
 BACKLOG = 4096
 """Connections that may wait to be accepted; the system may allow fewer."""
 CONNECT_SECONDS = 5.0
 MOST_ATTEMPTS = 20
 """Connections that a rank makes until rank 0 answers one: in a flood of others rank 0 may drop it."""
 NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
-"""A program may have given SIGPIPE back its meaning."""
+"""No SIGPIPE, even if a program has enabled it."""
 
 Address = tuple[str, int]
 """Host and port."""
@@ -52,13 +52,13 @@ class Peer:
     """The other end of a connection, and what is known of it."""
 
     def __init__(self, connection: socket.socket, rank: int | None = None):
-        """`rank`: of the other end, None until it has said hello."""
+        """`rank`: of the other end, None until it has sent hello."""
         connection.setblocking(False)
         self.connection = connection
         self.rank = rank
         self.progress = 0
         self.has_reported = False
-        """Whether it has said how far it is."""
+        """Whether it has sent its progress."""
         self.is_gone = False
         self.silence = 0.0
         """Seconds for which it has been missed."""
@@ -92,7 +92,7 @@ class Connections:
         """Rank 0 writes below `key` of `store` where it can be reached; all ranks call this alike."""
         self.rank = rank
         self.peers: list[Peer] = []
-        """Those that have said hello."""
+        """Those that have sent hello."""
         self._strangers: dict[Peer, None] = {}
         self._world_size = world_size
         self._attempts = 0

@@ -1,4 +1,4 @@
-"""The stages of a pipeline in one process: its layers built and cut as a `PipelineModule` does."""
+"""Build the stages of a pipeline in one process, and cut them as a `PipelineModule` does."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""How much memory this process has in use, and how much more it could take: of a GPU, or of the host."""
+"""Measure the memory that this process uses, and that is free: of a GPU, or of the host."""
 
 import ctypes
 import functools

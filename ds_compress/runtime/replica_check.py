@@ -1,7 +1,7 @@
-"""Whether both sides of each boundary still hold the same where they have to: EF21, AQ-SGD.
+"""Compare the mirrored state of both sides of each boundary by hash (EF21, AQ-SGD).
 
-Both sides make this state for themselves, from the same packets. A bit that flips in memory, or a processor
-that rounds otherwise, drives them apart for good, and nothing else would show it.
+Each side computes this state itself, from the same packets. After a flipped bit in memory, or on a processor
+that rounds differently, the two would stay different, and nothing else would show it.
 """
 
 import functools

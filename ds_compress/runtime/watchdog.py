@@ -1,18 +1,18 @@
-"""Every rank of the job stops, with one message, when one of them fails, falls silent or is cut off.
+"""Stop every rank of the job, with one message, when one of them fails, falls silent or is cut off.
 
-A thread of each rank tells rank 0, and that of rank 0 tells them, how far it has come:
+A thread of each rank reports its progress to rank 0, and that of rank 0 to all others:
 
     2n - 1   inside its n-th call that takes all ranks      2n   past it
 
 Such calls are train_batch, eval_batch, save_checkpoint and load_checkpoint. A rank may compute in a call,
-or between two, as long as it likes: its thread goes on telling. A rank that others inside a call still need
-has failed when it is silent for `link.timeout_s`, or when its connection is closed. A rank that leaves a
-batch with an error of ours has failed: no packet is where it is expected any more. After any other error a
-program may go on; the rank has failed when its process ends, or begins no other call for `link.timeout_s`.
+or between two, for any time: its thread keeps reporting. A rank that others inside a call still need has
+failed if it is silent for `link.timeout_s`, or if its connection is closed. A rank that leaves a batch with
+an error of ds_compress has failed, as its packets no longer match those of others. After any other error a
+program may continue; the rank has failed if its process ends, or begins no other call for `link.timeout_s`.
 
-Who finds that the job has failed tells the others. Ranks inside the call have GRACE seconds to raise an
+A rank that detects a failure reports it to the others. Ranks inside the call have GRACE seconds to raise an
 error of their own; one that is blocked in a collective cannot, and its process is ended. Ranks between
-calls raise when they begin the next.
+calls raise at the start of the next one.
 """
 
 import atexit
@@ -34,11 +34,11 @@ GRACE = 4.0
 """Seconds for an error that is on its way."""
 
 BEATS = 1000
-"""Lines that rank 0 takes in a second, about; larger jobs tell less often than once a second."""
+"""Lines that rank 0 reads in a second, about; in larger jobs ranks report less often than once a second."""
 
 FAILURE_KEY = "ds_compress/failure"
 LONGEST_FAILURE = 2000
-"""Bytes of the text that ranks tell each other; a line is longer."""
+"""Longest text of a failure, in bytes; a line is longer."""
 
 logger = logging.getLogger("ds_compress")
 _numbers = itertools.count()  # of engines, alike on all ranks
@@ -138,7 +138,7 @@ class Watchdog:
             self._store.set(FAILURE_KEY, self._failure)
 
     def _report(self) -> None:
-        """Tell the others how far this rank is, or that the job has failed."""
+        """Report to the others the progress of this rank, or that the job has failed."""
         self._connections.send(lambda: f"failed {self._failure}" if self._failure else f"at {self._progress}")
 
     def _run(self) -> None:

@@ -1,1 +1,1 @@
-"""Moves packets between ranks: over sockets or NCCL, through host memory, on streams of a device."""
+"""Move packets between ranks: over sockets or NCCL, through host memory, on streams of a device."""

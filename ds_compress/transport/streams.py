@@ -1,4 +1,4 @@
-"""Where the codecs of a boundary work: on a stream of their own beside the compute stream, or in line.
+"""Run the codecs of a boundary: on a stream of their own beside the compute stream, or in line.
 
     compute        forward 1 | forward 2 | ..                        .. | forward 3
     codec stream               encode 1, hand it to the link | take packet 3, decode it

@@ -6,7 +6,7 @@ payloads, of a message and of n samples.
     F loses no less than C    nothing more: the message is C of a change to zeros
     F "none"                  payload of C, then an extra packet: dense rows of the unseen samples
     F, some are unseen        payload of C, then an extra packet: F(n) bytes; C refines what F gave
-    F, all are unseen         F(all) bytes in the place of C's payload, and what it does not hold in a second
+    F, all are unseen         F(all) bytes instead of C's payload, and what it does not hold in a second
                               packet; the same of all samples where F(all) is less than S + F(unseen)
 
 So a message of first visits takes max(S, F(all)) bytes instead of S + F(all), and none takes more: with C of

@@ -1,4 +1,4 @@
-"""Stores the buffers of samples: on the device, in host memory, or in memory-mapped files."""
+"""Store the buffers of samples: on the device, in host memory, or in memory-mapped files."""
 
 import os
 import tempfile

@@ -19,7 +19,7 @@ from ds_compress.errors import CompressionError
 
 @dataclass(frozen=True)
 class SampleIds:
-    """Makes the ids of samples, and tells how many a message has."""
+    """Makes the ids of samples, and counts those of a message."""
 
     column: int | None = None
     """Place of an integer tensor [samples] in what the data loader returns; None: a hash of each sample's
