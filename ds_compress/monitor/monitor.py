@@ -346,6 +346,7 @@ class Monitor:
             events += [(replicas_label(stage, name), found[name], samples) for name in REPLICAS]
         return events
 
+
 def record_settings(settings: dict[str, Any]) -> None:
     """Put the resolved block into the config of the W&B run that this process has, if it has one."""
     wandb = sys.modules.get("wandb")  # nobody can have a run without having imported it

@@ -11,6 +11,7 @@ from ds_compress.monitor.metrics import (
     EVAL_LOSS,
     LOSS_COST,
     PIPELINE,
+    REPLICAS,
     labels,
     stage_ms,
     transfer_ms,
@@ -56,7 +57,7 @@ def test_the_page_on_metrics_explains_every_label():
     """A second table had other words for the same labels."""
     page = Path(__file__).parents[2] / "docs" / "metrics.md"
     explained = re.findall(r"^\| `[\w/]+/(\w+)` \|", page.read_text(), re.MULTILINE)
-    assert explained == [*CHANNEL, *PIPELINE, LOSS_COST, *EVAL_LOSS.values()]
+    assert explained == [*CHANNEL, *PIPELINE, *REPLICAS, LOSS_COST, *EVAL_LOSS.values()]
 
 
 def test_wandb_workspace_holds_the_labels_that_are_written():
