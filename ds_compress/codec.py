@@ -89,14 +89,11 @@ class Context(MessageId):
 
     sample_ids: Tensor | None = None
     """int64, on the CPU: the samples of a forward training message, if a feedback needs them."""
-
     known: Sequence[bool] = ()
     """Set at the sender by feedback aqsgd: which samples of the message just encoded have a buffer."""
-
     stash: MutableMapping[str, Any] = field(default_factory=dict)
     """Entries that the forward message of a micro-batch leaves, on both sides, for its backward message:
     the selection, and tensors of the codec. Discarded after that message, in evaluation at once."""
-
     memory: MutableMapping[str, Tensor] = field(default_factory=dict)
     """Tensors that outlive the message (a warm-started basis, learned weights). The boundary keeps and
     checkpoints them; its two directions share them. Replace entries, never modify them in place: only
@@ -142,10 +139,8 @@ class Stability:
     constant: float
     """The root of the expected ||x - C(x)||^2 / ||x||^2, of any x. Below 1 the codec is a contraction: the
     residual of error feedback stays below constant / (1 - constant) times the largest message."""
-
     unbiased: bool = False
     """Whether the mean of many decoded messages of one x approaches x."""
-
     norm: Literal["l2", "max"] = "l2"
     """Norm of the constant; max: the largest magnitude, of rotated values if the codec rotates."""
 
@@ -178,7 +173,6 @@ class Codec(Named, ABC):
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)
     """Option sets for the tests and `ds-compress bench`."""
-
     supports_out: ClassVar[bool] = False
     """Whether `encode` has a third argument, `out: Parts | None = None`: contiguous memory as `layout`
     describes it, for the payload. It saves an allocation and a copy; a part that is made elsewhere all the

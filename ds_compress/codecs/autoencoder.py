@@ -43,10 +43,8 @@ class Autoencoder(Codec, Stateful, Learns, BothDirections, ReceiverOnlyDecode, H
     class Options(CodecOptions):
         width: Width | None = None
         """Numbers that stand for a row, c above; null: an eighth of the row."""
-
         lr: float = Field(1e-3, gt=0, le=1)
         """Learning rate of Adam for encoder and decoder."""
-
         dtype: Literal["bf16", "fp32"] = "bf16"
         """How the code travels."""
 

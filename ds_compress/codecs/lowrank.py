@@ -39,7 +39,6 @@ class LowRank(Codec, Stateful, HardwareDependentDecode):
     class Options(CodecOptions):
         rank: Width = 8
         """Columns of each factor, r above."""
-
         dtype: Literal["bf16", "fp32"] = "bf16"
         """How the factors travel."""
 
@@ -138,7 +137,6 @@ class PCA(Codec, Stateful, ObservesWarmup, BothDirections, HardwareDependentDeco
     class Options(CodecOptions):
         rank: Width = 64
         """Coefficients that stand for a row, r above; at most the row's own length."""
-
         dtype: Literal["bf16", "fp32"] = "bf16"
         """How the coefficients travel."""
 

@@ -18,7 +18,6 @@ class Mixed(CodecOptions):
 
     share: float = Field(0.8, ge=0, le=1)
     """Fraction of the tiles with the full width: those of highest entropy."""
-
     low_bits: int = Field(3, ge=1, le=7)
     """Bits per code in the other tiles."""
 

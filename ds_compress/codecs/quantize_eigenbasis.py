@@ -150,10 +150,8 @@ class _BitPlan:
 
     runs: tuple[_Run, ...]
     """Groups that have bits, widest first."""
-
     counts: Tensor
     """int32: how many groups have at least 1, 2, ... MOST_BITS bits."""
-
     sent: int
     """How many coefficients of each row have bits, or share a group with some that have."""
 

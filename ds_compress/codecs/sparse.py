@@ -48,7 +48,6 @@ class SparseOptions(CodecOptions):
 
     density: float = Field(0.1, gt=0, le=1)
     """Fraction of the entries that are sent."""
-
     values: Any = Field("raw", json_schema_extra={"anyOf": [{"const": "raw"}, {"registry": "codec"}]})
     """How the selected values are sent: uncompressed, or through the codec with this name or description."""
 
@@ -137,7 +136,6 @@ class RandomK(Sparse):
     class Options(SparseOptions):
         rows: Literal["sample", "tensor"] = "sample"
         """What is a row: each index of dim 0, or the whole tensor."""
-
         unbiased: bool = False
         """Whether the receiver divides each value by its selection probability, so that the mean of many
         messages is x. The error of a single message grows; do not combine with error feedback."""

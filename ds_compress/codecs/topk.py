@@ -60,10 +60,8 @@ class TopK(Sparse, ReusesForwardIndices):
         indices: Literal["auto", "bitmask", "int16", "int32", "rice", "reuse"] = "auto"
         """How the indices travel: auto takes the smallest of bitmask, int16 and int32; rice is smaller and
         slower; reuse (backward only) sends none."""
-
         rows: Literal["sample", "tensor"] = "sample"
         """What counts as a row: each index of dim 0, or the tensor as a whole."""
-
         select: Literal["exact", "threshold"] = "exact"
         """How the entries are found: exactly, or by a sampled threshold, which needs no sorting."""
 

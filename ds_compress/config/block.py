@@ -55,7 +55,6 @@ class LinkOptions(Options):
     mode: Literal["blocking", "eager"] = "eager"
     """blocking: DeepSpeed's own order of sends and receives. eager: messages are sent as soon as they are
     computed, and receives are posted ahead. DualPipeV posts receives ahead in both modes."""
-
     depth: Annotated[int, Field(ge=1, le=32)] | Literal["auto"] = 1
     """How many more micro-batches stages keep in flight: stage s of S does depth * (S - 1 - s) + 1 forward
     passes before its first backward pass, if there are as many micro-batches. 1 is DeepSpeed's own schedule.
@@ -63,17 +62,14 @@ class LinkOptions(Options):
     the first steps are measured, then the smallest depth is chosen whose predicted step is nearly the fastest
     within `memory_gb`; 1 where the link is fast. A depth over 1 needs the eager link. Schedules other than
     DeepSpeed's own, such as DualPipeV's, ignore it."""
-
     memory_gb: float | None = Field(default=None, gt=0, le=1e6)
     """With depth "auto": GB (10^9 bytes) that activations and packets in flight may take on a stage. null: on
     a GPU, what is free after the first steps less a tenth of its memory; on a CPU, an equal share per rank of
     half of the host's free memory. A micro-batch is measured in the first steps: give a number if later
     ones are larger."""
-
     timeout_s: float = Field(default=1800.0, ge=1, le=7 * 24 * 3600)
     """Seconds after which all ranks stop with one message: a neighbour neither sends nor receives (on a GPU,
     NCCL counts them), or a rank is silent while others need it, DeepSpeed's collectives included."""
-
     checksum: bool = False
     """Add a CRC-32 to every packet and check it; on a GPU this copies each packet to the host."""
 
@@ -99,29 +95,22 @@ class GuardOptions(Options):
     """Steps between two checks; the first comes 25 steps after the warm-up. A check runs the last micro-batch
     (under DualPipeV: all of the step) through the pipeline twice, compressed and uncompressed, without
     training on it. 0: never. The loss is not checked if activations have a feedback: evaluation omits it."""
-
     loss: float = Field(default=0.05, gt=0, le=1e9)
     """Largest change of the loss by compression, as a share of the uncompressed loss. A higher loss means
     that compression hurts; a lower one, that the model now depends on it and loses when evaluated without."""
-
     loss_floor: float = Field(default=0.001, ge=0, le=1e9)
     """Change of the loss, in its own unit, that is allowed whatever `loss` says: any share of a loss near
     zero is nothing."""
-
     error: float = Field(default=0.5, gt=0, le=1e9)
     """Largest relative error of a message, in steps that the guard checks or the monitor measures. Beyond it
     one warning is logged per boundary and direction; the same holds for the next three options."""
-
     cosine: float = Field(default=0.5, ge=-1, le=1)
     """Smallest cosine between a message and what arrives."""
-
     residual: float = Field(default=100.0, gt=0, le=1e9)
     """Largest residual of error feedback, as a multiple of the message's norm, in two consecutive measured
     steps. A TopK that keeps up may reach 0.5 / density."""
-
     nonfinite: float = Field(default=0.0, ge=0, le=1)
     """Largest share of a step's messages that hold inf or nan, in two consecutive measured steps."""
-
     action: Literal["warn", "relax", "stop"] = "warn"
     """What happens beyond a limit. warn: one warning. stop: all ranks stop; but `error`, `cosine` and
     `residual` of gradients, and `nonfinite`, stop them only if the block gives these limits. relax: the

@@ -146,21 +146,16 @@ class Sending:
     stage: int
     announced: Callable[[], Specs | None]
     """Gives the tensors of forward messages; None where the boundary is left to DeepSpeed."""
-
     gradients: Specs | None
     """The tensors of the backward message that is sent; empty: whatever is sent; None: a forward message is
     sent."""
-
     dispatch: Callable[[list[Tensor]], None]
     """Sends a message."""
-
     stock: Any
     """Has DeepSpeed's own `send` and `recv`."""
-
     specs: Specs | None = None
     message: list[Tensor] = field(default_factory=list)
     """As far as it has come."""
-
     later: list[tuple[Any, ...]] = field(default_factory=list)
     """Others that came in the middle of a message."""
 
@@ -179,20 +174,15 @@ class Receiving:
     stage: int
     announced: Callable[[], Specs | None]
     """See `Sending`."""
-
     gradients: Callable[[], Specs] | None
     """Gives the tensors of the backward message that is received; None: it is a forward message."""
-
     fetch: Callable[[Specs], list[Tensor]]
     """Receives a message with such tensors."""
-
     stock: Any
     """See `Sending`."""
-
     copies: bool
     """Whether a tensor keeps its memory. DeepSpeed's own instructions clone activations and use gradients
     before they receive the next, so there the tensor becomes the arrived one instead."""
-
     specs: Specs | None = None
     arrived: list[Tensor] = field(default_factory=list)
     """Of the message in progress, the last tensor first."""

@@ -69,7 +69,6 @@ class Session:
 
     own_link: ClassVar[str | None] = None
     """The name of what moves packets, where link.mode has no effect."""
-
     gives_losses = True
     """Whether what `eval_batch` returns is a loss; a program that makes it something else sets False."""
 

@@ -24,10 +24,8 @@ class LoCo(Feedback):
     class Options(StateOptions):
         beta: float = Field(0.8, ge=0, lt=1)
         """Weight of the old residual in the next one."""
-
         reset_every: Steps = 1024
         """Start from zero again every so many optimizer steps; 0: never."""
-
         dtype: Literal["fp32", "bf16", "int8"] = "int8"
         """Dtype of the stored residual; int8 has a scale for each 128 values."""
 

@@ -32,7 +32,6 @@ class StateOptions(Options):
     scope: Literal["boundary", "micro_batch"] = "boundary"
     """boundary: one buffer for all messages; micro_batch: one for each position of a micro-batch in its
     step."""
-
     on_new_shape: Literal["reset", "keep"] = "reset"
     """What a message of another shape does: start again from zero, or use a buffer of its own."""
 

@@ -24,7 +24,6 @@ class ChannelEnd(Generic[Link]):
     link: Link
     extra_link: Link
     """For packets that only some messages have."""
-
     codec_stream: CodecStream
     messages: int = 0
     """That passed in the schedule in progress."""
@@ -38,7 +37,6 @@ class ChannelEnd(Generic[Link]):
 class SendingEnd(ChannelEnd[Sender]):
     meter: SendingMeter | None = None
     """In a step that is measured."""
-
     watch: Callable[[Channel, Sequence[Tensor], MessageId], None] | None = None
     """Sees each message before it is encoded, where settings depend on messages; it waits for no device."""
 
@@ -69,7 +67,6 @@ class SendingEnd(ChannelEnd[Sender]):
 class ReceivingEnd(ChannelEnd[Receiver]):
     meter: ReceivingMeter | None = None
     """In a step that is measured."""
-
     to_post: int = 0
     """Messages that the schedule will receive, as long as their size is not known."""
 

@@ -104,11 +104,9 @@ class Endpoint:
 
     peer: int
     """Global rank of the other end."""
-
     device: torch.device
     group: Any = None
     """Process group, see `channel_groups`; None for the default one."""
-
     timeout: PeerTimeout = PeerTimeout()
     depth: int = 1
     """Of the schedule, which an eager end keeps up with."""

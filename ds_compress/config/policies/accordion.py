@@ -26,10 +26,8 @@ class Accordion(Policy):
     class Options(LadderOptions):
         every: int = Field(default=100, ge=1, le=10**9)
         """Steps between two decisions; the norm is averaged over them."""
-
         threshold: float = Field(default=0.5, gt=0, le=1e6)
         """Relative change of the norm at or above which a boundary is in a critical phase."""
-
         lr_drop: float = Field(default=0.5, gt=0, lt=1)
         """The learning rate has dropped if it is at most this fraction of that at the previous decision."""
 

@@ -35,11 +35,9 @@ class Signal:
     norm: float = math.nan
     """Mean norm of the boundary's gradient messages since the previous decision, before compression, divided
     by the loss scale; nan if none was finite."""
-
     errors: tuple[float, ...] = ()
     """For each rung: relative error of a message of this step, the largest of all replicas; nan if not
     finite."""
-
     step_bytes: tuple[float, ...] = ()
     """For each rung: bytes that one replica sends in a step."""
 
@@ -50,19 +48,14 @@ class Now:
 
     step: int
     """Number of optimizer steps since the warm-up."""
-
     samples: int
     """Number of samples that all replicas have seen, warm-up included."""
-
     rungs: Mapping[Place, int]
     """Current rungs; 0 is the mildest."""
-
     ladder_lengths: Mapping[Place, int]
     """Number of rungs of each ladder."""
-
     lr: float = 0.0
     """Largest learning rate of the optimizer, if the policy needs signals."""
-
     signals: Mapping[Place, Signal] | None = None
     """None if the policy needs no signals."""
 
@@ -73,7 +66,6 @@ class LadderOptions(Options):
     forward: dict[str, list[Any]] = {}
     """For activations: options of the codec, each with its values from mild to strong; empty: settings do
     not change."""
-
     backward: dict[str, list[Any]] = {}
     """The same for gradients."""
 

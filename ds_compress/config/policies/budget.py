@@ -21,14 +21,11 @@ class Budget(Policy):
     class Options(LadderOptions):
         every: int = Field(default=100, ge=1, le=10**9)
         """Steps between two decisions; each costs an encode and a decode per rung."""
-
         error: float | None = Field(default=None, gt=0, le=1e6)
         """Limit of a message's relative error, in each direction of each boundary."""
-
         step_bytes: int | None = Field(default=None, ge=1, le=10**15, validate_default=True)
         """Limit of the bytes that one replica sends in a step, summed over all boundaries with a ladder and
         both directions; excludes `error`."""
-
         hysteresis: float = Field(default=0.2, ge=0, lt=1)
         """With `error`: a stronger rung must stay below the limit by this fraction, because messages between
         two decisions differ from the measured one (by up to a fifth in tests/runtime/test_policies_pay.py).

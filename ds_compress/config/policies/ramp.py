@@ -19,10 +19,8 @@ class Ramp(Policy):
         unit: Literal["steps", "samples"] = "steps"
         """Unit of `start` and `end`: optimizer steps since the warm-up, or samples of all replicas, warm-up
         included."""
-
         start: int = Field(default=0, ge=0, le=10**12)
         """The mildest rung is used up to here."""
-
         end: int = Field(ge=1, le=10**12)
         """The strongest rung is used from here on; larger than `start`."""
 

@@ -33,7 +33,6 @@ class Offload(Options):
 
     device: Literal["none", "cpu", "nvme"] = "none"
     """none: with the messages; cpu: in host memory, pinned where messages are on a GPU; nvme: in files."""
-
     # excluded from what both sides, and checkpoints, agree on
     nvme_path: str | None = Field(default=None, exclude=True)
     """Folder of the files of device "nvme"; null: the system's temporary folder."""
@@ -63,29 +62,22 @@ class AQSGD(Feedback):
     class Options(Options):
         scope: Literal["sample", "micro_batch"] = "sample"
         """A buffer for each sample, or for each micro-batch, where epochs keep them together."""
-
         ids: Literal["hash"] | IdColumn = "hash"
         """How a sample is known again: by a hash of its input, which finds none that is augmented, or by an
         index that the data set returns."""
-
         first_visit: Any = Field(FIRST_VISIT, json_schema_extra={"registry": "codec"})
         """Codec of first visits, from whose output buffers start; "none" sends them dense, as the paper does.
         Not needed, and not used, where the codec of the messages loses no more by itself."""
-
         batch_dim: int = Field(0, ge=0, lt=64)
         """Dimension of the messages that counts the samples."""
-
         dtype: Literal["bf16", "fp32"] = "bf16"
         """How buffers are kept."""
-
         max_gb: float | None = Field(default=None, gt=0, le=1e6)
         """GB (10^9 bytes) that buffers of a boundary may take on each of its sides, for each tensor of its
         messages. What comes beyond that has none, until a sample has not come for twice as long as any has
         stayed away: both sides forget it. null: no limit."""
-
         offload: Offload = Offload()
         """Where buffers are kept, in the words of DeepSpeed's own offloading."""
-
         on_new_shape: Literal["reset", "keep"] = "reset"
         """What a sample in another shape does: a first visit again, or a buffer for each shape."""
 
