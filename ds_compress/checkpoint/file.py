@@ -66,16 +66,16 @@ FROM_JSON = Field(strict=False)
 
 
 class PolicyRecord(Record):
-    """Where a policy stands."""
+    """The state of a policy."""
 
     rungs: list[Annotated[tuple[int, str, int], FROM_JSON]]
     """Boundary, direction and rung."""
     state: dict[str, Any]
-    """What the policy has noted itself."""
+    """The policy's own state."""
 
 
 class Course(Record):
-    """The settings that training has come to."""
+    """The settings after all changes during training."""
 
     written: dict[str, Any]
     """The parts of the block that have to be the same for the settings to go on."""
@@ -98,9 +98,9 @@ class Metadata(Record):
     warmup_ends: dict[str, int] = {}
     """Of each side in the file: see `Boundary.warmup_end`."""
     course: Course | None = None
-    """The settings that training has come to; the same in the files of all ranks."""
+    """The settings after all changes during training; the same in the files of all ranks."""
     noted: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[tuple[float, float], FROM_JSON]] = {}
-    """What this rank alone has noted for its policy: by boundary, a sum of norms and their number."""
+    """What only this rank has recorded for its policy: by boundary, a sum of norms and their number."""
     name: str
     """Of the file itself: that of another rank must not take its place."""
     id: str

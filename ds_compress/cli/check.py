@@ -16,7 +16,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary
 
 UNCOMPRESSED = ("none", "none (below min_numel)")
-"""What a row names as the codec of a message that is sent as it is."""
+"""Codec in the row of a message that is sent uncompressed."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _auto_note(config: Config) -> str:
-    """Say that recipe "auto" has nothing to show yet; empty for every other recipe."""
+    """Return a note that recipe "auto" has no settings yet; empty for every other recipe."""
     if config.quality is None or not config.block.enabled:
         return ""
     limits = LIMITS[config.quality]

@@ -110,8 +110,8 @@ def markdown(found: dict[str, Entries]) -> Iterator[str]:
     yield '`"link": {"mode": "eager"}`.'
     yield ""
     yield "Stability of a codec is what a feedback can count on: the root of the largest share of a message's"
-    yield "energy that is lost, or the largest error over the largest magnitude. Below 1, a contraction, what"
-    yield "error feedback keeps stays bounded; pairs for which it could grow for ever are refused."
+    yield "energy that is lost, or the largest error over the largest magnitude. Below 1, a contraction, the"
+    yield "residual of error feedback stays bounded; pairs for which it could grow without bound are refused."
     for kind, entries in found.items():
         yield from ("", f"## {TITLES[kind]}")
         if kind == "block":

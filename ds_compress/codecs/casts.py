@@ -15,7 +15,7 @@ from ds_compress.kernels.backends import kernels
 
 @register("none")
 class Identity(Codec):
-    """Sends the tensor as it is."""
+    """Sends the tensor uncompressed."""
 
     def layout(self, spec: TensorSpec) -> Layout:
         return ((spec.shape, spec.dtype),)

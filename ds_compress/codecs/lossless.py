@@ -20,7 +20,7 @@ class Lossless(Codec, VariableSizePayload):
     wire:
 
         first packet     int64 [1]: length L
-        extra packet    L bytes, a zstd frame; the sorted bytes as they are where L is the size of the tensor
+        extra packet    L bytes, a zstd frame; the sorted bytes, unchanged, where L is the size of the tensor
 
     zstd runs on the host: a tensor on another device is copied there and back.
     """

@@ -155,12 +155,12 @@ class Sending:
     """Has DeepSpeed's own `send` and `recv`."""
     specs: Specs | None = None
     message: list[Tensor] = field(default_factory=list)
-    """As far as it has come."""
+    """Its tensors so far."""
     later: list[tuple[Any, ...]] = field(default_factory=list)
-    """Others that came in the middle of a message."""
+    """Other tensors, sent while a message was incomplete."""
 
     def finish(self) -> None:
-        """Send the message as far as it has come, then what came in the middle of it."""
+        """Send the tensors collected so far, then the others."""
         message, self.message = self.message, []
         self.dispatch(message)
         while self.later:

@@ -174,7 +174,7 @@ class Session:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Wrap a `train_batch` of the engine: the guard looks at some of them."""
+        """Wrap a `train_batch` of the engine: the guard checks some of them."""
         engine, guard = self.engine, self.guard
         with self.watchdog.watch():
             guard.begin_step(engine.global_steps + 1, self.evaluated_at_least())
@@ -254,7 +254,7 @@ class Session:
         return self.policy.noted()
 
     def course(self) -> dict[str, Any]:
-        """Return the settings that training has come to, for a checkpoint: the same on every rank."""
+        """Return the settings after all changes, for a checkpoint: the same on every rank."""
         return {**self.reconfigurator.state(), "policy": self.policy.state()}
 
     def tracked(self) -> DependencyTracker | None:

@@ -138,8 +138,8 @@ class Channel:
         message_id: MessageId,
         fetch: Callable[[int], Tensor | None] | None = None,
     ) -> list[Tensor]:
-        """Return the tensors in `packet`, with the message's specs; those sent as they are are views of the
-        packet.
+        """Return the tensors in `packet`, with the message's specs; uncompressed ones are views of
+        the packet.
 
         Args:
             fetch: gives the extra packet, of so many bytes, when there is one.

@@ -5,7 +5,7 @@ data alone and need no gradient, and a loss of precision in them is not noise bu
 uncompressed.
 
 Asking autograd is not enough: in evaluation it keeps nothing, a frozen stage has nothing, and a checkpointed
-segment is one node for all that it returns. So every operation is looked at while the tensors are computed:
+segment is one node for all that it returns. So every operation is observed while the tensors are computed:
 outputs of an operation with a marked input are marked. Parameters are marked at first, and on later stages
 those received tensors that were marked where they came from.
 """

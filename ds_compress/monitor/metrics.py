@@ -134,7 +134,7 @@ def residual_values(channel: Channel, message_norm: float) -> dict[str, float]:
     residual_share: root mean square over the micro-batches that have a residual of their own, as a multiple
     of `message_norm`, both in units that the loss scale does not change; nan where the message is nothing or
     no number.
-    buffer_bytes: of all that is kept, what both sides hold alike included.
+    buffer_bytes: of residuals and mirrored state.
     """
     memories, prefix = channel.boundary.memory.values(), f"{channel.direction}/"
     kept = sum(value.nbytes for memory in memories for key, value in memory.items() if key.startswith(prefix))

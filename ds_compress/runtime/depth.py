@@ -61,7 +61,7 @@ class DepthController:
 
     @contextmanager
     def measured(self, engine: Any, stage: StageView, pipe_schedule: Any) -> Iterator[None]:
-        """Measure a batch of training, for which DeepSpeed has `pipe_schedule`, if its turn has come.
+        """Measure a batch of training if it is due; `pipe_schedule`: the one that DeepSpeed has for it.
 
         All ranks enter it alike.
         """

@@ -29,7 +29,7 @@ from ds_compress.transport.p2p import (
 PINGS = 5
 PING_BYTES = 64
 AHEAD = 5
-"""Depth of the ends while they are probed: a packet must not wait until the one before was looked at."""
+"""Depth of the ends while they are probed: a packet must not wait until the one before was handled."""
 PACKET_BYTES = 1 << 20
 MOST = 256
 """Packets of the longest round."""
