@@ -102,21 +102,25 @@ class GuardOptions(Options):
     """Change of the loss, in its own unit, that is allowed whatever `loss` says: any share of a loss near
     zero is nothing."""
     error: float = Field(default=0.5, gt=0, le=1e9)
-    """Largest relative error of a message, in steps that the guard checks or the monitor measures. Beyond it
-    one warning is logged per boundary and direction; the same holds for the next three options."""
+    """Largest relative error of an activation, in steps that the guard checks or the monitor measures. Beyond
+    it one warning is logged per boundary and direction; the same holds for the next four options."""
     cosine: float = Field(default=0.5, ge=-1, le=1)
-    """Smallest cosine between a message and what arrives."""
+    """Smallest cosine between an activation and what arrives."""
+    gradient_error: float = Field(default=0.4, gt=0, le=1e9)
+    """Largest error of accumulated gradients: the bias of what arrives, and the random part of its error as
+    far as 8 messages leave it, both as a multiple of the mean gradient over tokens. Optimizers add up
+    gradients, so an unbiased codec may have a relative error of 0.5 or 1."""
     residual: float = Field(default=100.0, gt=0, le=1e9)
     """Largest residual of error feedback, as a multiple of the message's norm, in two consecutive measured
     steps. A TopK that keeps up may reach 0.5 / density."""
     nonfinite: float = Field(default=0.0, ge=0, le=1)
     """Largest share of a step's messages that hold inf or nan, in two consecutive measured steps."""
     action: Literal["warn", "relax", "stop"] = "warn"
-    """What happens beyond a limit. warn: one warning. stop: all ranks stop; but `error`, `cosine` and
-    `residual` of gradients, and `nonfinite`, stop them only if the block gives these limits. relax: the
+    """What happens beyond a limit. warn: one warning. stop: all ranks stop; but `residual` of
+    gradients, and `nonfinite`, stop them only if the block gives these limits. relax: the
     codec gets twice the bits, density or rank from the next step on, and finally becomes `none`: for
-    all activations if the loss is higher, for one boundary and direction if its error, cosine or
-    residual is beyond a limit; one line is logged. relax does not go with a policy."""
+    all activations if the loss is higher, for one boundary and direction if its error, cosine,
+    gradient_error or residual is beyond a limit; one line is logged. relax does not go with a policy."""
 
     def is_due(self, steps: int) -> bool:
         """Return whether there is a check after so many steps since the warm-up."""

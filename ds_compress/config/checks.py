@@ -1,11 +1,17 @@
 """Check options of the block that depend on each other."""
 
+from collections.abc import Iterator
 from typing import Any
 
+from ds_compress.codec import TYPICAL, Codec
+from ds_compress.codecs.mixins import layers
 from ds_compress.config.block import DIRECTIONS, KEY, Block
 from ds_compress.config.quality import LIMITS
 from ds_compress.config.recipes import AUTO
 from ds_compress.errors import CompressionError, shown, shown_key
+
+COARSE = 0.1
+"""Relative error on normal values from which a feedback of gradients is warned about: 4 bits have it."""
 
 MAX_NESTING = 16
 """Objects and lists within each other; no block needs half as many."""
@@ -58,6 +64,26 @@ def check(block: Block) -> None:
             f"{KEY}.link.depth: {link.depth!r} is not allowed with mode 'blocking': a stage would send a "
             "gradient before its neighbour asks for it, and both would wait for ever; use mode 'eager'"
         )
+
+
+def feedback_notes(config: Any) -> Iterator[str]:
+    """Yield one line for each feedback beside a coarse, biased codec of gradients.
+
+    Its residuals come from other samples, so the bias of the codec reaches the optimizer all the same
+    (docs/codecs.md has the losses).
+
+    Args:
+        config: a `Config`.
+    """
+    for number in config.numbers:
+        codecs, path = config.codecs(number), config.chosen(number, "backward")["feedback"][1]
+        feedback, (*_, codec) = codecs.feedbacks["backward"], layers(codecs.backward, Codec)
+        if feedback.name != "none" and not codec.unbiased and codec.gaussian_error_bound(TYPICAL) >= COARSE:
+            yield (
+                f"{path}: {feedback.name!r} keeps residuals of other samples, and {codec} is biased: Adam "
+                'amplifies that, and training from scratch may collapse; use "feedback": "none" and a codec '
+                'that is unbiased ("rounding": "dither" or "stochastic"), or 6 bits'
+            )
 
 
 def check_policy(name: str, block: Block) -> None:

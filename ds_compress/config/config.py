@@ -15,7 +15,7 @@ from ds_compress.codecs.mixins import (
     needs_warmup,
 )
 from ds_compress.config.block import DIRECTIONS, KEY, Block
-from ds_compress.config.checks import check, check_nesting, check_policy
+from ds_compress.config.checks import check, check_nesting, check_policy, feedback_notes
 from ds_compress.config.policies import POLICIES
 from ds_compress.config.policies.ladder import check as check_ladders
 from ds_compress.config.quality import Quality
@@ -87,7 +87,7 @@ class Config:
         self.policy = POLICIES.build(self.block.policy, f"{KEY}.policy")
         check_policy(self.policy.name, self.block)
         check_ladders(self)
-        self.notes.update(dict.fromkeys(unused_options(self, block)))
+        self.notes.update(dict.fromkeys((*unused_options(self, block), *feedback_notes(self))))
 
     def codecs(self, boundary: int | None) -> BoundaryCodecs:
         """Return the codecs of `boundary`, the same objects at every call; None: one without settings of its

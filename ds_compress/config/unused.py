@@ -55,12 +55,11 @@ def _of_codecs(config: Any) -> dict[str, str]:
 def _of_guard(config: Any) -> dict[str, str]:
     """Return why an option of the guard has no effect, by path; "" where it has one."""
     guard, used = config.block.guard, [config.codecs(number) for number in config.numbers]
-    names = ("every", "loss", "loss_floor", "error", "cosine", "residual", "nonfinite", "action")
+    options = ("loss", "loss_floor", "error", "cosine", "gradient_error", "residual", "nonfinite", "action")
     loses_forward = any(each.forward.error_bound(TYPICAL) > 0 for each in used)
-    if not loses_forward and not any(each.backward.error_bound(TYPICAL) > 0 for each in used):
-        return dict.fromkeys(
-            (f"guard.{name}" for name in names if name != "every"), "no codec loses anything"
-        )
+    loses_backward = any(each.backward.error_bound(TYPICAL) > 0 for each in used)
+    if not loses_forward and not loses_backward:
+        return dict.fromkeys((f"guard.{name}" for name in options), "no codec loses anything")
     not_compared = ""
     if not guard.every:
         not_compared = "guard.every is 0"
@@ -74,7 +73,13 @@ def _of_guard(config: Any) -> dict[str, str]:
     return {
         "guard.loss": not_compared,
         "guard.loss_floor": not_compared,
-        **{f"guard.{name}": not_measured for name in ("error", "cosine", "nonfinite")},
+        **dict.fromkeys(
+            ("guard.error", "guard.cosine"),
+            not_measured or ("" if loses_forward else "no codec of activations loses anything"),
+        ),
+        "guard.gradient_error": not_measured
+        or ("" if loses_backward else "no codec of gradients loses anything"),
+        "guard.nonfinite": not_measured,
         "guard.residual": not_measured or ("" if has_residual else "no feedback keeps a residual"),
     }
 

@@ -5,7 +5,7 @@ for a device. An error in measuring is kept as text and does not stop the messag
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from ds_compress.codecs.mixins import ReceiverOnlyDecode
 from ds_compress.errors import in_one_line
 from ds_compress.message.channel import Channel
 from ds_compress.message.clock import HostClock
+from ds_compress.message.gradient_error import GradientError
 from ds_compress.message.layout import Encoded, MessageLayout
 from ds_compress.transport.p2p import Receiver, Sender
 
@@ -54,8 +55,8 @@ class _Meter:
 class SendingMeter(_Meter):
     """Measures a sending end for one step.
 
-    After its packet was sent, one message of the step is compared with what the packet decodes to: errors
-    hardly differ between the messages of a step, and comparing all of them would cost too much.
+    After their packets were sent, some messages of the step are compared with what the packets decode to:
+    errors hardly differ between the messages of a step, and comparing all of them would cost too much.
     """
 
     COLUMNS = (
@@ -64,14 +65,20 @@ class SendingMeter(_Meter):
         "message_norm",
         "relative_error",
         "cosine",
+        "gradient_error",
         "encode_ms",
         "send_ms",
     )
 
-    def __init__(self, clock: HostClock, compared: int):
-        """`compared`: micro-batch of the message that is compared."""
+    def __init__(self, clock: HostClock, compared: Container[int], gradients: GradientError | None = None):
+        """
+        Args:
+            compared: micro-batches of the messages that are compared; the error is that of the first.
+            gradients: takes note of all of them; None: they are activations.
+        """
         super().__init__(clock)
         self._compared = compared
+        self._gradients = gradients
         self._largest: list[Tensor] = []  # of each message
         self._norms: Tensor | None = None  # of the message that is compared, divided by its scale
         self._scale: Tensor | None = None
@@ -89,7 +96,7 @@ class SendingMeter(_Meter):
         listener: Channel | None = None
         decodes = not isinstance(channel.codec, ReceiverOnlyDecode)
         with self._measuring():
-            if decodes and message_id.micro_batch == self._compared:
+            if decodes and message_id.micro_batch in self._compared:
                 listener = channel.listener()
 
         def timed_memory(nbytes: int) -> Tensor:
@@ -117,8 +124,12 @@ class SendingMeter(_Meter):
         with self._measuring():
             self._largest.append(largest(self._tensors))
             if self._decode is not None:
-                self._scale = self._largest[-1]
-                self._norms = norms(self._tensors, self._decode(packet), self._scale)
+                decoded = self._decode(packet)
+                if self._norms is None:
+                    self._scale = self._largest[-1]
+                    self._norms = norms(self._tensors, decoded, self._scale)
+                if self._gradients is not None:
+                    self._gradients.add(self._tensors, decoded)
         self._tensors, self._decode = (), None
 
     def drain(self, sender: Sender) -> None:
@@ -133,6 +144,7 @@ class SendingMeter(_Meter):
         nonfinite_share: of messages that hold inf or nan.
         message_norm, relative_error, cosine: of the message that was compared; nan when something in it is
         not finite, or when only the receiver can decode it.
+        gradient_error: of `GradientError`, with messages compared in earlier steps; 0 of activations.
         encode_ms: time to make the packets. send_ms: time in which the stage was blocked until packets left,
         when sending, at the end of the step, or for the memory of an earlier packet.
         """
@@ -148,6 +160,7 @@ class SendingMeter(_Meter):
             "message_norm": norm,
             "relative_error": error,
             "cosine": cosine,
+            "gradient_error": self._gradients.value if self._gradients is not None else 0.0,
             "encode_ms": self._total_ms("encode") - self._total_ms("memory"),
             "send_ms": sum(self._total_ms(name) for name in ("memory", "send", "drain")),
         }

@@ -8,6 +8,7 @@ from ds_compress.config.block import GuardOptions
 
 LOST = "use more bits or a higher density, or another codec"
 GROWS = "error feedback cannot keep up; use a milder codec, or a decay of the feedback"
+DRIFTS = 'use "rounding": "stochastic" or "dither" without a feedback, or more bits'
 BREAKS = "look for what overflows before this boundary: compression neither makes nor mends it"
 
 
@@ -22,13 +23,14 @@ class Violation(NamedTuple):
 class MessageQuality(NamedTuple):
     """Measurements that the guard has limits for; larger is worse."""
 
-    error: float
+    error: float  # of activations
     negative_cosine: float
+    gradient_error: float  # of gradients
     residual: float
     nonfinite: float
 
     @classmethod
-    def of(cls, values: Mapping[str, float], before: Mapping[str, float]) -> "MessageQuality":
+    def of(cls, values: Mapping[str, float], before: Mapping[str, float], direction: str) -> "MessageQuality":
         """Take the measurements of one channel.
 
         Args:
@@ -40,8 +42,11 @@ class MessageQuality(NamedTuple):
         lasting = [min(values[name], before.get(name, 0.0)) for name in ("residual_share", "nonfinite_share")]
         # with feedback something arrives where nothing was to be sent
         is_nothing = values["message_norm"] == 0
-        error, cosine = (math.nan if is_nothing else values[name] for name in ("relative_error", "cosine"))
-        return cls(error, -cosine, *lasting)
+        names = ("relative_error", "cosine", "gradient_error")
+        error, cosine, gradient = (math.nan if is_nothing else values[name] for name in names)
+        # the error of a gradient is no harm where it averages out
+        own = (error, -cosine, 0.0) if direction == "forward" else (0.0, -1.0, gradient)
+        return cls(*own, *lasting)
 
     def violations(self, guard: GuardOptions) -> list[Violation]:
         """Return the limits that are exceeded; nan, which means not known, exceeds none."""
@@ -52,6 +57,12 @@ class MessageQuality(NamedTuple):
                 "cosine",
                 f"a cosine of {-self.negative_cosine:.2f}",
                 LOST,
+            ),
+            (
+                self.gradient_error > guard.gradient_error,
+                "gradient_error",
+                f"an error of accumulated gradients of {self.gradient_error:.2f}",
+                DRIFTS,
             ),
             (
                 self.residual > guard.residual,
@@ -73,5 +84,5 @@ class MessageQuality(NamedTuple):
         ]
 
 
-LOSSLESS = MessageQuality(0.0, -1.0, 0.0, 0.0)
+LOSSLESS = MessageQuality(0.0, -1.0, 0.0, 0.0, 0.0)
 """Measurements of a message that arrives bit-identical."""

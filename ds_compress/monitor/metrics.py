@@ -26,6 +26,7 @@ CHANNEL = {
     "ratio": "raw over wire bytes, of the messages since the last value",
     "relative_error": "||x - C(x)|| / ||x|| of one message of the step",
     "cosine": "cosine similarity of x and C(x), same message",
+    "gradient_error": "error of accumulated gradients: what 8 messages do not average out; 0 forward",
     "hit_rate": "with aqsgd: share of the samples since the last value that had a buffer; else 0",
     "buffer_bytes": "bytes of the feedback state at the sender",
     "residual_norm": "norm of the error-feedback residual at the sender; 0 without one",
@@ -60,7 +61,14 @@ EVALUATIONS = {
 
 DASHBOARD = {
     "Bytes": ("wire_bytes", "raw_bytes", "ratio", "link_busy", "hit_rate", "buffer_bytes"),
-    "Error": ("relative_error", "cosine", "residual_norm", "residual_share", "nonfinite_share"),
+    "Error": (
+        "relative_error",
+        "cosine",
+        "gradient_error",
+        "residual_norm",
+        "residual_share",
+        "nonfinite_share",
+    ),
     "Time": (
         "step_ms",
         "uncompressed_step_ms",

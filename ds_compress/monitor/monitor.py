@@ -15,6 +15,7 @@ from ds_compress.errors import in_one_line
 from ds_compress.message.channel import Channel
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.message.clock import clock_for
+from ds_compress.message.gradient_error import AVERAGED, GradientError
 from ds_compress.message.meters import ReceivingMeter, SendingMeter
 from ds_compress.monitor import lines
 from ds_compress.monitor.limits import MessageQuality
@@ -100,6 +101,7 @@ class Monitor:
         self._due = False  # whether the current step is reduced over the stages
         self._writes = False  # whether it is also written
         self._measures = False  # whether the present step is measured
+        self._gradient_errors: dict[int, GradientError] = {}  # by boundary, of what this rank sends
         self._began: Any = None  # clock mark at the start of the measured step
         self._failure = ""  # first error of this rank, in one line
         self._is_logged, self._off, self._sizes_pending = False, False, True  # sizes: of the active codecs
@@ -117,6 +119,7 @@ class Monitor:
     def follow(self) -> None:
         """Report codecs again after the config has changed: message sizes and limit warnings."""
         self._warned.clear()
+        self._gradient_errors.clear()
         self._sizes_pending = True
 
     def begin_step(
@@ -139,15 +142,23 @@ class Monitor:
         if not self._measures:
             return
         with self._guarded():
-            compared = self._measured % micro_batches
+            one, several = {self._measured % micro_batches}, range(AVERAGED)
             for end in ends:
                 if isinstance(end, SendingEnd):
-                    end.meter = SendingMeter(self._clock, compared)
+                    gradients = self._gradient_error(end.channel)
+                    compared = several if judged and gradients is not None else one
+                    end.meter = SendingMeter(self._clock, compared, gradients)
                 else:
                     end.meter = ReceivingMeter(self._clock)
                 self._meters.append((end, end.meter))
             self._measured += 1
             self._began = self._clock.mark()
+
+    def _gradient_error(self, channel: Channel) -> GradientError | None:
+        """Return the measurements of the gradients of `channel`; None: it has activations."""
+        if channel.direction == "forward":
+            return None
+        return self._gradient_errors.setdefault(channel.boundary.number, GradientError())
 
     def end_step(
         self,
@@ -208,7 +219,9 @@ class Monitor:
             return {}
         now, before = self._last
         return {
-            (number, direction): MessageQuality.of(values, before[number][direction] if before else {})
+            (number, direction): MessageQuality.of(
+                values, before[number][direction] if before else {}, direction
+            )
             for number, directions in enumerate(now)
             for direction, values in directions.items()
         }

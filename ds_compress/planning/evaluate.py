@@ -23,6 +23,7 @@ from ds_compress.codec import Codec, TensorSpec
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.message.channel import Boundary
 from ds_compress.message.clock import HostClock
+from ds_compress.message.gradient_error import GradientError
 from ds_compress.message.meters import error_and_cosine, largest, norms
 from ds_compress.planning.candidates import Candidate
 from ds_compress.planning.choice import EvaluatedMessage, Evaluation
@@ -40,9 +41,16 @@ Messages = dict[tuple[int, str], ByMicroBatch]
 """By boundary and direction."""
 
 Measurements = dict[str, float]
-"""Of one direction: bytes, seconds to encode and to decode, relative error."""
+"""Of one direction: bytes, seconds to encode and to decode, relative error, error of the accumulated gradient
+(`GradientError`)."""
 
-UNKNOWN: Measurements = {"bytes": 0.0, "encode": 0.0, "decode": 0.0, "error": math.inf}
+UNKNOWN: Measurements = {
+    "bytes": 0.0,
+    "encode": 0.0,
+    "decode": 0.0,
+    "error": math.inf,
+    "gradient_error": math.inf,
+}
 """Of a candidate that cannot be used, or was not evaluated."""
 
 
@@ -70,7 +78,9 @@ def boundary_block(candidate: Candidate) -> dict[str, Any]:
 def to_evaluation(candidate: Candidate, found: Mapping[str, Mapping[str, float]]) -> Evaluation:
     """Make the result of `evaluate`, by direction, an `Evaluation`."""
     messages = (
-        EvaluatedMessage(MessageCost(int(own["bytes"]), own["encode"], own["decode"]), own["error"])
+        EvaluatedMessage(
+            MessageCost(int(own["bytes"]), own["encode"], own["decode"]), own["error"], own["gradient_error"]
+        )
         for own in (found[direction] for direction in DIRECTIONS)
     )
     return Evaluation(candidate, *messages)
@@ -97,15 +107,19 @@ def evaluate(
             config = boundary.config.changed(block)
             ends = _separate_end(boundary, config), _separate_end(boundary, config)
             found: dict[str, list[Measurements]] = {direction: [] for direction in DIRECTIONS}
+            accumulated = {direction: GradientError() for direction in DIRECTIONS}
             numbers = _same_shape(pair)
             for repeat in range(REPEATS):
                 for direction, own in zip(DIRECTIONS, pair):
                     sides = ends if direction == "forward" else ends[::-1]
                     tensors = own[numbers[repeat % len(numbers)]]
-                    found[direction].append(_measure(sides, direction, tensors, clock, step, repeat))
+                    measured, pairs = _measure(sides, direction, tensors, clock, step, repeat)
+                    found[direction].append(measured)
+                    if measured["error"]:
+                        accumulated[direction].add(*zip(*pairs))
     except Exception:
         return dict.fromkeys(DIRECTIONS, UNKNOWN)
-    return {direction: _summarize(rows) for direction, rows in found.items()}
+    return {direction: _summarize(rows, accumulated[direction]) for direction, rows in found.items()}
 
 
 def _same_shape(pair: Sequence[ByMicroBatch]) -> list[int]:
@@ -132,8 +146,9 @@ def _measure(
     clock: HostClock,
     step: int,
     micro_batch: int,
-) -> Measurements:
-    """Send one message from the first end to the second."""
+) -> tuple[Measurements, list[tuple[Tensor, Tensor]]]:
+    """Send one message from the first end to the second; return its compressed tensors, too, as pairs of what
+    was sent and what arrived."""
     sender, receiver = (getattr(end, direction) for end in ends)
     message_id = sender.message_id(max(step, sender.boundary.config.warmup_steps), micro_batch)
     start = clock.mark()
@@ -142,12 +157,13 @@ def _measure(
     decoded = receiver.decode(packet, message, message_id, lambda nbytes: extra)
     end = clock.mark()
     pairs = [each for each, codec in zip(zip(tensors, decoded), message.codecs) if codec is not None]
-    return {
+    measured = {
         "bytes": float(packet.numel() + (extra.numel() if extra is not None else 0)),
         "encode": clock.ms(start, middle) / 1e3,
         "decode": clock.ms(middle, end) / 1e3,
         "error": _error(sender.codec, pairs),
     }
+    return measured, pairs
 
 
 def _error(codec: Codec, pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
@@ -163,7 +179,10 @@ def _error(codec: Codec, pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
     return max(error, MIN_ERROR)
 
 
-def _summarize(rows: Sequence[Measurements]) -> Measurements:
+def _summarize(rows: Sequence[Measurements], accumulated: GradientError) -> Measurements:
     """Combine several messages: the shortest times and the largest error."""
     best = {what: min(row[what] for row in rows) for what in ("encode", "decode")}
-    return {**rows[0], **best, "error": max(row["error"] for row in rows)}
+    error = max(row["error"] for row in rows)
+    value = accumulated.value if error else 0.0
+    value = math.inf if math.isnan(value) else max(value, MIN_ERROR if error else 0.0)
+    return {**rows[0], **best, "error": error, "gradient_error": value}

@@ -122,7 +122,7 @@ class Auto(DepthController):
         link = {"eager": True, "depth": depth, "budgets": found.memory_budgets or ()}
         forward, backward = ([cost.nbytes for cost in sent] for sent in (found.forward, found.backward))
         made = combine(evaluations, found.networks, limits, **link)
-        allowed = [recipe for recipe in made if limits.allow(*recipe.errors)]
+        allowed = [recipe for recipe in made if recipe.is_within(limits)]
         return rank(found.workload, found.networks, [baseline(forward, backward), *allowed])
 
 
@@ -166,15 +166,15 @@ def format_report(
     limits = LIMITS[config.quality]
     lines = [
         f"ds_compress: recipe auto, quality {config.quality} (errors up to {limits.forward:g} forward, "
-        f"{limits.backward:g} backward): {chosen['recipe']}, link depth {chosen['depth']}, from step "
-        f"{step + 1} on; {slowest_link(rows)}",
+        f"{limits.backward:g} of accumulated gradients): {chosen['recipe']}, link depth "
+        f"{chosen['depth']}, from step {step + 1} on; {slowest_link(rows)}",
         REPORT_COLUMNS.format(
             "step, ms", "speed-up", "depth", "forward", "backward", "settings (errors measured)"
         ),
     ]
     for row in ranked:
         numbers = f"{1e3 * row['step_s']:.1f}", f"{row['speedup']:.2f}", row["depth"]
-        errors = f"{row['error_forward']:.4f}", f"{row['error_backward']:.4f}"
+        errors = f"{row['error_forward']:.4f}", f"{row['gradient_error']:.4f}"
         mark = " <- chosen" if row is chosen else ""
         lines.append(REPORT_COLUMNS.format(*numbers, *errors, f"{row['recipe']}{mark}"))
     if chosen["speedup"] < 1.05:

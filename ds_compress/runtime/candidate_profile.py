@@ -54,7 +54,7 @@ def _copy(channel: Channel, found: Messages, tensors: Sequence[Tensor], message_
 
 
 def column(side: str, candidate: Candidate, direction: str, what: str) -> str:
-    """Of what `tried` finds; `what`: bytes, encode, decode, error."""
+    """Of what `tried` finds; `what`: bytes, encode, decode, error, gradient_error."""
     return f"{side}: {candidate.name}, {direction} {what}"
 
 
@@ -63,7 +63,7 @@ def tried(
 ) -> Row:
     """Evaluate `candidates` at the boundaries before and after this stage.
 
-    Return bytes, seconds and relative errors by `column`, with equal columns on every rank. An unknown error
+    Return bytes, seconds and errors by `column`, with equal columns on every rank. An unknown error
     is infinite: there is no such boundary, its messages were not copied, or the setting cannot be used.
 
     Args:

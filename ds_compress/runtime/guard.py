@@ -176,13 +176,15 @@ class Guard:
     def _acts_at(self, limit: str, direction: str) -> bool:
         """Return whether a limit does more than to warn.
 
-        Gradients may be far from what was sent, if they are right on average, and train well; inf and nan are
-        not of compression's making. A run ends there only if the block sets the limit, and is not relaxed for
-        inf and nan, which that does not mend.
+        Gradients may train well with a large residual; inf and nan are not of compression's making. A run
+        ends there only if the block sets the limit, and is not relaxed for inf and nan, which that does not
+        mend.
         """
         if self._options.action == "stop" and limit in self._options.model_fields_set:
             return True
-        return limit != "nonfinite" and (self._options.action == "relax" or direction == "forward")
+        if limit == "residual" and direction == "backward":
+            return self._options.action == "relax"
+        return limit != "nonfinite"
 
     def _relax(self, places: Sequence[Place], line: str) -> Change:
         changes = relax(self._config, places)

@@ -25,9 +25,6 @@ from ds_compress.runtime.interface import StageView
 from ds_compress.runtime.memory_use import in_use, spare
 from ds_compress.transport.probe import probe
 
-NOBODY = -1
-"""Micro-batch of a message that no meter is to compare."""
-
 COLUMNS = (
     "stage",
     "host",  # a number that ranks of one host have alike
@@ -69,7 +66,7 @@ class Measurement:
         own = [end for end in ends if end.meter is None]
         for end in own:
             if isinstance(end, SendingEnd):
-                end.meter = SendingMeter(self._clock, NOBODY)
+                end.meter = SendingMeter(self._clock, compared=())
             else:
                 end.meter = ReceivingMeter(self._clock)
         before = {id(end): (end.channel.sent.messages, end.channel.sent.wire_bytes) for end in ends}

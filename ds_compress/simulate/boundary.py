@@ -14,6 +14,7 @@ from ds_compress.config import DIRECTIONS, Config
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.dependence import DependencyTracker
+from ds_compress.message.gradient_error import AVERAGED, GradientError
 from ds_compress.message.meters import error_and_cosine, largest, norms
 from ds_compress.monitor.limits import MessageQuality
 from ds_compress.monitor.lines import violation_note
@@ -54,7 +55,7 @@ class SimulatedBoundary(nn.Module):
         self.micro_batches = micro_batches
         self.errors = {direction: MeanError() for direction in DIRECTIONS}
         self.ends = {channel.direction: SimulatedEnd(channel) for channel in self.sending}
-        self._limits = {direction: LimitCheck() for direction in DIRECTIONS}
+        self.limits = {direction: LimitCheck() for direction in DIRECTIONS}
         self._tracking = tracking
         self._trained = 0  # micro-batches so far
         self._evaluated = 0
@@ -130,7 +131,7 @@ class SimulatedBoundary(nn.Module):
             for side in (self.upstream, self.downstream):
                 side.end_step(average=lambda tensor: tensor)
             for channel in self.sending:
-                self._limits[channel.direction].warn(channel)
+                self.limits[channel.direction].warn(channel)
 
     def transfer(
         self, source: Channel, target: Channel, tensors: Sequence[Tensor], message_id: MessageId
@@ -145,7 +146,7 @@ class SimulatedBoundary(nn.Module):
         if message_id.training and pairs:
             self.errors[source.direction].add(pairs)
             if self.config.block.guard.is_due(message_id.step + 1 - self.config.warmup_steps):
-                self._limits[source.direction].add(pairs, message_id.micro_batch)
+                self.limits[source.direction].add(pairs, source.direction, message_id.micro_batch)
         return arrived
 
 
@@ -179,17 +180,26 @@ class LimitCheck:
     """Messages of one direction against the limits of the guard, in the steps that it checks."""
 
     def __init__(self) -> None:
+        self.gradient_error = 0.0  # largest of all checks
         self._norms: Tensor | None = None  # of the message of the first micro-batch, divided by its scale
+        self._gradients = GradientError()
         self._largest: list[Tensor] = []  # of each message
         self._before: dict[str, float] = {}  # values of the check before
         self._warned: set[tuple[str, str]] = set()  # (codec, limit)
 
-    def add(self, pairs: Pairs, micro_batch: int) -> None:
+    def add(self, pairs: Pairs, direction: str, micro_batch: int) -> None:
         """Take note of a message of the step."""
         sent, arrived = zip(*pairs)
         self._largest.append(largest(sent))
         if micro_batch == 0:
             self._norms = norms(sent, arrived, self._largest[-1])
+        if direction == "backward" and micro_batch < AVERAGED:
+            self._gradients.add(sent, arrived)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Limits that were exceeded."""
+        return tuple(sorted({limit for _, limit in self._warned}))
 
     def warn(self, channel: Channel) -> None:
         """Log each value of the step beyond a limit, once per limit and codec, as a pipeline's monitor
@@ -204,13 +214,18 @@ class LimitCheck:
             "message_norm": found[0] * (scale or 1.0),
             "relative_error": error,
             "cosine": cosine,
+            "gradient_error": self._gradients.value,
             "nonfinite_share": 1 - finite,
         }
+        if channel.direction == "backward":
+            self.gradient_error = max(self.gradient_error, values["gradient_error"])
         values |= residual_values(channel, values["message_norm"])
         config, codec = channel.boundary.config, str(channel.codec)
         violations = [
             each
-            for each in MessageQuality.of(values, self._before).violations(config.block.guard)
+            for each in MessageQuality.of(values, self._before, channel.direction).violations(
+                config.block.guard
+            )
             if (codec, each.limit) not in self._warned
         ]
         self._before = values

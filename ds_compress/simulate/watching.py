@@ -26,6 +26,13 @@ class Traffic:
     """Mean over the messages of training that were compressed of ||x - y|| / ||x||, y being what arrived; nan
     without such messages, and when one was not finite."""
 
+    gradient_error: float
+    """Largest error of accumulated gradients at the steps that the guard checks; 0 without such steps, and
+    forward."""
+
+    warnings: tuple[str, ...]
+    """Limits of the guard that messages exceeded at these steps."""
+
 
 def traffic(model: nn.Module) -> list[Traffic]:
     """What has crossed the boundaries that `simulate` put into `model`, forward and backward of each."""
@@ -37,6 +44,8 @@ def traffic(model: nn.Module) -> list[Traffic]:
             channel.sent.raw_bytes,
             channel.sent.wire_bytes,
             boundary.errors[channel.direction].value,
+            boundary.limits[channel.direction].gradient_error,
+            boundary.limits[channel.direction].warnings,
         )
         for boundary in _boundaries(model)
         for channel in boundary.sending

@@ -4,6 +4,7 @@ paper       the two experiments of arXiv 2401.07788 as published
 cpu         the same for small machines
 revisits    the same with samples that come back more often
 small       several architectures, fine-tuned and from scratch: a minute a run
+guard       the same from scratch, smaller: the settings that the guard is judged by (guard_table.py)
 wide        the same task with hidden states of 256 values
 smoke       for tests
 """
@@ -119,10 +120,17 @@ SMALL: Preset = {
     "cnn-scratch": WIDE_CNN,
 }
 
+GUARD: Preset = {
+    f"{name}-scratch": replace(
+        FINETUNED, architecture=name, pretrain_steps=0, seq=64, blocks=1600, batch=8, test_blocks=384, lr=3e-3
+    )
+    for name in ("llama", "gpt")
+}
 
 PRESETS: dict[str, Preset] = {
     "cpu": CPU,
     "small": SMALL,
+    "guard": GUARD,
     "wide": both("llama", hidden=256),
     # how often a sample comes back is what AQ-SGD lives on
     "revisits": {"vision": CPU["vision"], "language": replace(CPU["language"], epochs=6)},

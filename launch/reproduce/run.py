@@ -183,6 +183,8 @@ def traffic_columns(sent: list[Traffic], narrowing_factor: float) -> Row:
         error = sum(each.relative_error for each in own) / len(own)
         row[f"bits_{direction}"] = round(BITS * wire / raw, 4)
         row[f"error_{direction}"] = round(error, 5) if math.isfinite(error) else None
+    row["gradient_error"] = round(max(each.gradient_error for each in sent), 5)
+    row["warnings"] = sorted({limit for each in sent for limit in each.warnings})
     row["raw_bytes"] = round(narrowing_factor * sum(s.raw_bytes for s in sent))
     row["wire_bytes"] = sum(s.wire_bytes for s in sent)
     return row

@@ -224,6 +224,21 @@ BOTH_DIRECTIONS: dict[str, Block] = {
     for backward in BACKWARD
     if (forward, backward) != ("group4", "group4")  # has a name already
 }
+ROWS = entropy(2, contexts="rows")
+GRADIENTS: dict[str, Block] = {
+    # activations uncompressed: the settings that the guard is judged by (guard_table.py)
+    "none/group3": block("none", group(3, hadamard=True)),
+    "none/stochastic1": block("none", group(1, hadamard=True, rounding="stochastic")),
+    **{f"none/entropy{bits}": block("none", entropy(bits)) for bits in (4, 3, 2)},
+    "none/rows2": block("none", ROWS),
+    "none/basis2": block("none", basis(2), warmup_steps=10),
+    "none/rows2-loco": block("none", ROWS, back="loco"),
+    "none/group4-ef21": block("none", group(4, hadamard=True), back="ef21"),
+    "none/topk10": block("none", topk(10)),
+    "none/topk30": block("none", topk(30)),
+}
+"""Further codecs of gradients alone."""
+
 RECIPES: dict[str, Block] = {
     "quant4_8": block(group(4, hadamard=True), group(8)),
     "topk10_bf16-reuse": block(topk(10, values="bf16"), {**REUSE, "density": 0.1, "values": "bf16"}),
@@ -233,8 +248,9 @@ RECIPES: dict[str, Block] = {
 LAUNCHED = ("none", "minmax4/8", "topk10-reuse", "topk10-ef-warmup", "topk30-aqsgd", "autoencoder16")
 """Those repeated as real pipelines where nobody names others."""
 
-LANGUAGE = NONE | PAPER | BEYOND | CHANGING | ROWS_OF_CHANNELS | ONE_DIRECTION | BOTH_DIRECTIONS | RECIPES
-VISION = NONE | PAPER | BEYOND | CHANGING | ONE_DIRECTION | BOTH_DIRECTIONS | RECIPES
+BOTH_TASKS = NONE | PAPER | BEYOND | CHANGING | ONE_DIRECTION | BOTH_DIRECTIONS | GRADIENTS | RECIPES
+LANGUAGE = BOTH_TASKS | ROWS_OF_CHANNELS
+VISION = BOTH_TASKS
 
 SETTINGS: dict[str, dict[str, Block]] = {
     task: VISION if size.kind == "vision" else LANGUAGE

@@ -53,7 +53,7 @@ def test_on_a_slow_link_compression_pays(capsys):
     best = next(row for row in rows if row["recipe"] == found["best"])
     assert best["block"] == found["block"]
     limits = LIMITS[DEFAULT]
-    allowed = [row for row in rows if limits.allow(row["error_forward"], row["error_backward"])]
+    allowed = [row for row in rows if limits.allow(row["error_forward"], row["gradient_error"])]
     assert best in allowed and all(row["step_s"] > 0.98 * best["step_s"] for row in allowed)
 
 
@@ -82,7 +82,7 @@ def test_what_loses_too_much_is_never_proposed(capsys):
 def test_every_class_keeps_its_limits(capsys, quality):
     found = json.loads(advise(capsys, "--gbps", "0.1", *FAST_CODECS, "--quality", quality, "--json")[1])
     best = next(row for row in found["rows"] if row["recipe"] == found["best"])
-    assert LIMITS[quality].allow(best["error_forward"], best["error_backward"])
+    assert LIMITS[quality].allow(best["error_forward"], best["gradient_error"])
     names = {row["recipe"] for row in found["rows"]}
     classes = {"safe", "balanced", "aggressive"}  # which are others' names
     assert names >= {*recipes.names()} - classes | {"entropy 2", "topk 0.3", "quantize 4 gaussian"}

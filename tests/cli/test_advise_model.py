@@ -53,7 +53,7 @@ def test_every_class_keeps_its_limits(advise, checkpoint, quality):
     found = json.loads(advise("--stages", 2, "--model", checkpoint, *SHAPE, "--quality", quality, "--json"))
     rows, limits = found["rows"], LIMITS[quality]
     best = next(row for row in rows if row["recipe"] == found["best"])
-    assert limits.allow(best["error_forward"], best["error_backward"])
+    assert limits.allow(best["error_forward"], best["gradient_error"])
     assert best["block"] == found["block"] and Config(found["block"])
     stages = found["measured"]["stages"]
     assert len(stages) == 2 and all(own["forward_ms"] > 0 and own["backward_ms"] > 0 for own in stages)

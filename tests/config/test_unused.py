@@ -126,3 +126,31 @@ def test_check_prints_the_notes(tmp_path, capsys):
     file.write_text(json.dumps({"ds_compress": {**LOSSY, "state_check_every": 5}}))
     assert main(["check", str(file), "--stages", "2", "--shape", "4,64,256"]) == 0
     assert capsys.readouterr().err.startswith("ds_compress.state_check_every: 5 has no effect")
+
+
+BIASED = {"name": "entropy", "bits": 2}
+UNBIASED = {"name": "quantize", "bits": 2, "rounding": "stochastic"}
+
+
+@pytest.mark.parametrize("feedback", ["ef", "ef21", "loco"])
+def test_a_feedback_beside_a_coarse_biased_codec_of_gradients_is_warned_of(feedback):
+    """From scratch such runs collapsed, without a word."""
+    backward = {"codec": BIASED, "feedback": feedback}
+    (note,) = Config({"backward": backward}).notes
+    assert note.startswith(f"ds_compress.backward.feedback: '{feedback}' keeps residuals of other samples")
+    assert '"feedback": "none"' in note and '"rounding": "dither"' in note
+    (note,) = Config({"boundaries": {"1": {"backward": backward}}}).notes
+    assert note.startswith("ds_compress.boundaries.1.backward.feedback: ")
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"forward": {"codec": BIASED, "feedback": "ef"}},
+        {"backward": {"codec": BIASED}},
+        {"backward": {"codec": {"name": "quantize", "bits": 8}, "feedback": "ef"}},
+        {"backward": {"codec": UNBIASED, "feedback": "ef"}},
+    ],
+)
+def test_other_feedbacks_are_not_warned_of(block):
+    assert not Config(block).notes

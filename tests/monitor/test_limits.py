@@ -11,16 +11,17 @@ FINE = {
     "message_norm": 1.0,
     "relative_error": 0.01,
     "cosine": 1.0,
+    "gradient_error": 0.0,
     "residual_share": 0.0,
     "nonfinite_share": 0.0,
 }
 
 
-def over(values, before=FINE, **limits):
+def over(values, before=FINE, direction="forward", **limits):
     """The limits that a channel is over, and what is said of it."""
-    config = Config({"forward": COARSE, "guard": limits})
-    violations = MessageQuality.of({**FINE, **values}, before).violations(config.block.guard)
-    return [each.limit for each in violations], lines.violation_note(config, 0, "forward", violations)
+    config = Config({"forward": COARSE, "backward": COARSE, "guard": limits})
+    violations = MessageQuality.of({**FINE, **values}, before, direction).violations(config.block.guard)
+    return [each.limit for each in violations], lines.violation_note(config, 0, direction, violations)
 
 
 def test_limits_of_messages():
@@ -37,6 +38,17 @@ def test_limits_of_messages():
     assert over({"relative_error": 0.93, "cosine": -0.1}, error=1, cosine=-0.2)[0] == []
     zeros = {"message_norm": 0.0, "relative_error": math.inf, "cosine": 0.0}
     assert over(zeros)[0] == [], "error feedback sent what it had held back"
+
+
+def test_gradients_are_judged_by_what_does_not_average_out():
+    """The best setting from scratch, stochastic rounding at an error of 0.70, was warned of."""
+    stochastic = {"relative_error": 0.7, "cosine": 0.4, "gradient_error": 0.2}
+    assert over(stochastic, direction="backward")[0] == []
+    assert over(stochastic)[0] == ["error", "cosine"]
+    found, note = over({"relative_error": 0.15, "gradient_error": 0.9}, direction="backward")
+    assert found == ["gradient_error"] and over({"gradient_error": 0.9})[0] == []
+    assert "has an error of accumulated gradients of 0.90 (ds_compress.guard.gradient_error: 0.4)" in note
+    assert over({"gradient_error": math.nan}, direction="backward")[0] == []
 
 
 def test_residuals_that_stay_large():

@@ -30,7 +30,7 @@ def test_messages_that_are_not_finite_are_counted(bad, share):
     messages = [good, torch.cat([good[1:], torch.tensor([bad])])]
     for compared in (0, 1):
         boundary = Boundary(0, Config({"forward": {"codec": "bf16"}, "min_numel": 0}))
-        meter = SendingMeter(HostClock(), compared)
+        meter = SendingMeter(HostClock(), {compared})
         for micro_batch, x in enumerate(messages):
             message_id = boundary.forward.message_id(0, micro_batch)
             encoded = meter.encode(boundary.forward, [x], message_id, HeldSender().memory)

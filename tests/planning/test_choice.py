@@ -10,6 +10,7 @@ import torch
 from ds_compress.cli.bench import benchmark_tensor, size_and_error
 from ds_compress.config import DIRECTIONS, KEY, Config, recipes
 from ds_compress.config.quality import LIMITS, ErrorLimits
+from ds_compress.message.gradient_error import estimate_gradient_error
 from ds_compress.planning.candidates import Candidate, all_candidates
 from ds_compress.planning.choice import (
     EvaluatedMessage,
@@ -55,7 +56,9 @@ def evaluations():
                 codec = getattr(config.codecs(None), direction)
                 bits, error = size_and_error(codec, x, before)
                 seconds = 0.0 if codec.name == "none" else RAW / CODEC
-                made.append(EvaluatedMessage(MessageCost(int(bits * RAW / 32), seconds, seconds), error))
+                gradient_error = estimate_gradient_error(error, codec.unbiased)
+                cost = MessageCost(int(bits * RAW / 32), seconds, seconds)
+                made.append(EvaluatedMessage(cost, error, gradient_error))
             found[kind].append(Evaluation(candidate, *made))
     return found
 
@@ -65,9 +68,7 @@ def ranked(settings, limits, networks, forward, **link):
     workload = Workload((forward,) * STAGES, (2 * forward,) * STAGES, MICRO_BATCHES)
     options = {"eager": True, "depth": "auto", "budgets": (MemoryBudget(RAW),) * STAGES} | link
     found = combine(settings, networks, limits, **options)
-    return rank(
-        workload, networks, [baseline(raw, raw), *(own for own in found if limits.allow(*own.errors))]
-    )
+    return rank(workload, networks, [baseline(raw, raw), *(own for own in found if own.is_within(limits))])
 
 
 @pytest.mark.parametrize("quality", LIMITS)
@@ -82,7 +83,7 @@ def test_no_pick_is_above_its_limits_or_slower_than_deepspeed(evaluations, quali
         if chosen is None:  # DeepSpeed itself
             assert rows[0]["step_s"] <= 1.06 * fixed
             continue
-        assert chosen["error_forward"] <= limits.forward and chosen["error_backward"] <= limits.backward
+        assert limits.allow(chosen["error_forward"], chosen["gradient_error"])
         assert chosen["step_s"] <= 1.02 * rows[0]["step_s"]
         assert chosen["step_s"] <= 1.05 * fixed
         Config(chosen["block"])
@@ -124,10 +125,12 @@ def test_each_boundary_has_errors_of_its_own(evaluations):
 def test_an_unknown_error_is_above_every_limit():
     candidate = Candidate("odd", {direction: {"codec": "bf16"} for direction in DIRECTIONS}, True)
     odd = Evaluation(
-        candidate, EvaluatedMessage(MessageCost(1), 0.0), EvaluatedMessage(MessageCost(1), math.inf)
+        candidate,
+        EvaluatedMessage(MessageCost(1), 0.0, 0.0),
+        EvaluatedMessage(MessageCost(1), math.inf, math.inf),
     )
     none = Candidate("none", {direction: {"codec": "none"} for direction in DIRECTIONS}, True)
-    known = Evaluation(none, *(EvaluatedMessage(MessageCost(RAW), 0.0),) * 2)
+    known = Evaluation(none, *(EvaluatedMessage(MessageCost(RAW), 0.0, 0.0),) * 2)
     networks = (Network(1e6),) * (STAGES - 1)
     rows = ranked([[known, odd]] * (STAGES - 1), ErrorLimits(1e9, 1e9), networks, 0.01)
     assert pick_best(rows, ErrorLimits(1e9, 1e9))["recipe"] == "odd / none"
@@ -135,7 +138,7 @@ def test_an_unknown_error_is_above_every_limit():
 
 def setting(name, feedback=None):
     directions = {d: {"codec": name} | ({"feedback": feedback} if feedback else {}) for d in DIRECTIONS}
-    return Evaluation(Candidate(name, directions, True), *(EvaluatedMessage(MessageCost(1), 0.0),) * 2)
+    return Evaluation(Candidate(name, directions, True), *(EvaluatedMessage(MessageCost(1), 0.0, 0.0),) * 2)
 
 
 def test_a_block_says_most_once():

@@ -14,6 +14,7 @@ from ds_compress.codecs.mixins import ObservesWarmup, VariableSizePayload, layer
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FeedbackCodec
+from ds_compress.message.gradient_error import estimate_gradient_error
 from ds_compress.planning.candidates import all_candidates
 from ds_compress.planning.choice import EvaluatedMessage, Evaluation
 from ds_compress.planning.step_time import MessageCost, Workload
@@ -83,7 +84,7 @@ class ArgsEvaluator:
                 "predicted with the same at all of them; leave it out"
             )
         if row["codec"] in UNCOMPRESSED:
-            return EvaluatedMessage(MessageCost(row["wire_bytes"]), 0.0)
+            return EvaluatedMessage(MessageCost(row["wire_bytes"]), 0.0, 0.0)
         codec = getattr(config.codecs(0), direction)
         if args.codec_gbps:
             encode = decode = spec.nbytes / (args.codec_gbps * 1e9)
@@ -92,7 +93,9 @@ class ArgsEvaluator:
         bits, error = _bits_and_error(codec, spec, args.device)
         # Where the size depends on the data, `check` gives its maximum
         nbytes = int(bits * spec.numel / 8) if isinstance(codec, VariableSizePayload) else row["wire_bytes"]
-        return EvaluatedMessage(MessageCost(nbytes, encode, decode), error)
+        return EvaluatedMessage(
+            MessageCost(nbytes, encode, decode), error, estimate_gradient_error(error, codec.unbiased)
+        )
 
 
 def codec_seconds(codec: Codec, spec: TensorSpec, device: str) -> tuple[float, float]:

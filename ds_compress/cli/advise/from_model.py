@@ -191,6 +191,7 @@ class ModelEvaluator:
                 "encode_ms": 1e3 * message.cost.encode,
                 "decode_ms": 1e3 * message.cost.decode,
                 "error": message.error,
+                "gradient_error": message.gradient_error,
             }
             for name, message in messages
             if math.isfinite(message.error)

@@ -65,7 +65,7 @@ class Planner:
         with errors_at(f"recipe {name}"):
             both = self._evaluator.of_file(name, config)
         forward, backward = (tuple(message.cost for message in own) for own in both)
-        errors = max(message.error for message in both[0]), max(message.error for message in both[1])
+        errors = choice.largest_errors(*both)
         link, limits = config.block.link, self._budgets(config.block.link.memory_gb)
         return PipelineRecipe(
             name, block, forward, backward, link.mode == "eager", link.depth, errors, limits
