@@ -73,7 +73,7 @@ def growths(drop, staged):
 @pytest.mark.parametrize("drop", [True, False], ids=["dropped", "replaced"])
 def test_nothing_is_left_of_an_engine(drop, staged):
     """Once every engine left its channels' process groups behind: 10 files and 6 threads with two stages."""
-    for stock, ours in run_ranks(STAGES, growths, drop, staged, timeout=240):
+    for stock, ours in run_ranks(STAGES, growths, drop, staged):
         for name, grown in ours.items():
             files, threads, python_threads = zip(*grown)
             stock_files, stock_threads, stock_python_threads = zip(*stock)

@@ -126,7 +126,7 @@ PROGRAMS = {
 @pytest.mark.extended(keep=4)
 def test_program(name):
     program = PROGRAMS[name]
-    ranks = run_ranks(program.stages, programs.train_all, program, timeout=60)
+    ranks = run_ranks(program.stages, programs.train_all, program)
     for block in ("blocking", "eager"):
         assert sum(len(runs[block]["left alone"]) for runs in ranks) == program.steps_aside, block
     for rank, runs in enumerate(ranks):
@@ -159,11 +159,11 @@ NOT_TENSORS = "boundary 0, forward: its message is a dict, not tensors"
 
 
 def test_what_is_said_of_messages_that_are_left_to_deepspeed():
-    said, other = run_ranks(2, said_of, engines.NamedTensors, programs.EIGHT_BITS, timeout=60)
+    said, other = run_ranks(2, said_of, engines.NamedTensors, programs.EIGHT_BITS)
     assert said[0] == NOT_TENSORS.replace("forward: ", "forward: left to DeepSpeed, uncompressed: ")
     assert said[1].endswith("boundary 0: forward no packets, backward no packets")
     assert len(said) == 2 and other == []
-    said, other = run_ranks(2, said_of, engines.OwnFunctions, programs.EIGHT_BITS, timeout=60)
+    said, other = run_ranks(2, said_of, engines.OwnFunctions, programs.EIGHT_BITS)
     assert said[0].endswith("its instruction sends no tensor through deepspeed.runtime.pipe.p2p")
     assert "forward no packets, backward quantize(bits=8) 4,096 -> 1,088 bytes" in said[1]
     assert len(said) == 2 and other == []
@@ -171,7 +171,7 @@ def test_what_is_said_of_messages_that_are_left_to_deepspeed():
 
 def test_messages_are_not_left_to_deepspeed_where_compression_is_required():
     block = {**programs.EIGHT_BITS, "enabled": "required", "link": {"timeout_s": 10}}
-    error, _ = run_ranks(2, said_of, engines.NamedTensors, block, check=False, timeout=60)
+    error, _ = run_ranks(2, said_of, engines.NamedTensors, block, check=False)
     assert '"enabled": "required" in ds_compress asks for compression, but ' + NOT_TENSORS in error
 
 
@@ -221,7 +221,7 @@ def test_a_convolutional_network_for_100_steps(stages, ranks):
         stages=stages, specs=image_layers, data=images, config=config, steps=100,
         module={"loss_fn": nn.CrossEntropyLoss(), "partition_method": "uniform"},
     )  # fmt: skip
-    runs = run_ranks(ranks, stock_and_eager, program, timeout=600)[0]
+    runs = run_ranks(ranks, stock_and_eager, program)[0]
     assert runs["eager"]["losses"] == runs["stock"]["losses"]
     assert runs["quantize"]["losses"] == pytest.approx(runs["stock"]["losses"], rel=0.2)
     assert runs["stock"]["losses"][-1] < 0.8 * runs["stock"]["losses"][0]

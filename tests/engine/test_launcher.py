@@ -24,18 +24,8 @@ def launch(folder: Path, *configs, python=None):
         files[-1].write_text(json.dumps(config))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     with reserved_port() as port:
-        command = [
-            python or interpreter(TRAINING),
-            "-m",
-            "deepspeed.launcher.runner",
-            "--num_gpus",
-            "2",
-            "--master_port",
-            str(port),
-            str(SCRIPT),
-            "--configs",
-            *map(str, files),
-        ]
+        command = [python or interpreter(TRAINING), "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
+        command += ["--master_port", str(port), str(SCRIPT), "--configs", *map(str, files)]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
     return done.returncode, done.stdout + done.stderr
 
@@ -80,20 +70,3 @@ def test_bad_block_stops_before_training(tmp_path):
     assert code != 0
     assert "ds_compress.backward.codec: 'top_k' is not registered (did you mean 'topk'?)" in output
     assert "trained" not in output
-
-
-def test_different_blocks_stop_both_ranks(tmp_path):
-    code, output = launch(tmp_path, ds_config({"seed": 1}), ds_config({"seed": 2}))
-    assert code != 0
-    assert "ds_compress.seed: rank 0 has 1, rank 1 has 2; use the same on all nodes" in output
-    assert "trained" not in output
-
-
-def test_misspelt_key_is_warned_about(tmp_path):
-    config = {**ds_config(), "ds-compress": {}}
-    code, output = launch(tmp_path, config)
-    assert code == 0, output
-    assert (
-        output.count("ds_config key 'ds-compress' is unknown to DeepSpeed: did you mean 'ds_compress'?") == 1
-    )
-    assert "engine deepspeed.runtime.pipe.engine.PipelineEngine" in output

@@ -117,8 +117,8 @@ def killed(launcher: str, path: Path, after: int, victim: int | None) -> list[in
         for each in started:
             if victim is None or _rank(each) == victim:
                 each.kill()
-        assert process.wait(timeout=120) != 0
-        _, left = psutil.wait_procs(started, timeout=60)
+        assert process.wait(timeout=900) != 0
+        _, left = psutil.wait_procs(started, timeout=900)
         assert not left
     return sorted(losses(out))
 

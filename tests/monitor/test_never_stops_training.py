@@ -188,7 +188,7 @@ def train_with_breaks(folder, mode):
 
 @pytest.mark.parametrize("mode", ["blocking", "eager"])
 def test_what_breaks_is_said_once_and_switches_monitoring_off(mode, tmp_path):
-    ranks = run_ranks(2, train_with_breaks, tmp_path, mode, timeout=240)
+    ranks = run_ranks(2, train_with_breaks, tmp_path, mode)
     for name in BREAKS:
         assert all(same(runs[name], runs["stock"]) for runs in ranks), name
         warnings = [warning for runs in ranks for warning in runs[name]["warnings"]]
