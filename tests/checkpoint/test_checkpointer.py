@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import logging
 import os
 import re
 import resource
@@ -15,7 +14,7 @@ import ds_compress  # noqa: F401
 from ds_compress.checkpoint import checkpointer
 from ds_compress.checkpoint.search import ABSENT, CHANGED, DIFFERENT, ORPHANED, RESTORED, UNREADABLE, Verdict
 from ds_compress.errors import CompressionError
-from tests.support.pipeline import MICRO_BATCHES, batches, build, ds_config
+from tests.support.pipeline import MICRO_BATCHES, batches, build, ds_config, log_lines
 from tests.support.ranks import run_ranks
 
 SAVED, END = 2, 5
@@ -56,8 +55,7 @@ def memories(engine):
 
 def run(stages, ds_config, folder, start=0, end=END, kill_at=None, **load_options):
     """Train from step `start`, which is loaded from `folder`, to `end`; saves after `SAVED` steps."""
-    warnings = []
-    logging.getLogger("ds_compress").addFilter(lambda record: warnings.append(record.getMessage()) or True)
+    warnings = log_lines()
     engine = build(stages, ds_config)
     data = itertools.cycle(itertools.islice(batches(engine.grid.get_data_parallel_id()), VISITED_AGAIN))
     loaded = None
@@ -103,7 +101,7 @@ def assert_same(ours, theirs):
         ("aqsgd on disk", 1),
     ],
 )
-@pytest.mark.extended(keep=4)
+@pytest.mark.extended(keep=3)
 def test_resuming_equals_going_on(name, replicas, tmp_path):
     world = 2 * replicas
     killed = ranks(world, 2, config(name, replicas), tmp_path, kill_at=SAVED + 1, check=False)

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import logging
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from ds_compress.checkpoint.search import ORPHANED, RESTORED, UNREADABLE, Found,
 from ds_compress.config import Config
 from ds_compress.message.channel import Boundary
 from tests.checkpoint.test_checkpointer import assert_same, config, memories
-from tests.support.pipeline import batches, build
+from tests.support.pipeline import batches, build, log_lines
 from tests.support.ranks import run_ranks
 
 NAME = "state.safetensors"
@@ -227,8 +226,7 @@ def test_rank_0_names_the_tag_that_another_rank_misses():
 
 def train(settings, folder, steps=(), start=0, forget=None):
     """Train and save at each of `steps`; `forget`: (step, file) to delete after the save of that step."""
-    warnings = []
-    logging.getLogger("ds_compress").addFilter(lambda record: warnings.append(record.getMessage()) or True)
+    warnings = log_lines()
     engine = build(2, settings)
     if start:
         engine.load_checkpoint(str(folder), tag=f"global_step{start}")

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -265,14 +264,3 @@ def test_bench_net_reads_stages_that_share_a_line():
         "",
     ]
     assert [stage["forward_ms"] for stage in load_script("bench/net").stage_times(log)] == [55.1, 59.8]
-
-
-def test_bench_net_is_importable_without_running_anything():
-    done = subprocess.run(
-        [sys.executable, LAUNCH / "bench" / "net.py", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": str(LAUNCH.parent)},
-    )
-    assert "step_over_stock_same_link" in done.stdout

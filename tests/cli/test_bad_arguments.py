@@ -30,7 +30,7 @@ BAD = [
     *each(ADVISE, ("--gbps", "--codec-gbps"), [*NUMBERS, "0"]),
     *each(ADVISE, ("--forward-ms",), ["0"]),
     *each(ADVISE, ("--stages", "--micro-batches"), COUNTS),
-    *each(ADVISE, ("--shape",), ["0", "4,", "a", "-1,4", f"{2**62},{2**62}", "9" * 5000]),
+    *each(ADVISE, ("--shape",), ["", "0", "0,4", "4,", "4,x", "a", "-1,4", f"{2**62},{2**62}", "9" * 5000]),
     *each(ADVISE, ("--recipe",), ["no_such_file.json", "."]),
     *each(ADVISE, ("--device",), ["cuda:99", "nonsense", "", "meta", "cpu:x"]),
     *each(BENCH, ("--device",), ["cuda:99", "nonsense", "", "meta", "cpu:x"]),

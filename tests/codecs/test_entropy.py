@@ -133,20 +133,6 @@ def test_a_finer_step_with_more_bits():
     assert frame_of(5000, 6).words * 16 == 30_000 and STEPS == 1537
 
 
-@pytest.mark.parametrize(
-    "options, reason",
-    [
-        ({"bits": 0.05}, "codec.bits: 0.05 is not allowed: should be greater than or equal to 0.1"),
-        ({"bits": 6.5}, "codec.bits: 6.5 is not allowed: should be less than or equal to 6"),
-        ({"bits": "2"}, "codec.bits: '2' is not allowed: should be a valid number"),
-    ],
-)
-def test_refusals(options, reason):
-    with pytest.raises(CompressionError) as error:
-        build({"name": "entropy", **options})
-    assert str(error.value) == reason
-
-
 def test_a_tensor_too_large_for_its_sums_is_refused():
     codec = build("entropy")
     assert codec.refuses(TensorSpec((LARGEST_NUMEL + 1,), torch.float32)) == (

@@ -230,11 +230,3 @@ def test_a_feedback_that_decodes_what_it_sent_gathers_it_once():
     keys = {f"entropy.0.forward.{name}" for name in ("32.basis", "since_5_1.32.moment")}
     assert keys == {*pair.receiver} and keys < {*pair.sender}
     assert all(torch.equal(pair.sender[key], pair.receiver[key]) for key in keys)
-
-
-def test_refresh_needs_a_basis():
-    with pytest.raises(CompressionError) as error:
-        build({"name": "entropy", "refresh_steps": 100})
-    assert str(error.value) == (
-        'codec.refresh_steps: 100 is not allowed without a basis; allowed: 0, or "rotate": "learned"'
-    )

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.codec import Context, TensorSpec, build
-from ds_compress.errors import CompressionError
 from tests.support import messages as captured
 from tests.support.codecs import bits_per_value, error_of, roundtrip
 from tests.support.messages import any_shape
@@ -68,15 +67,6 @@ def test_whatever_classes_come_are_an_order(contexts):
     arrived, moved = (codec.decode((each,), spec, Context()) for each in (code, damaged))
     assert torch.equal(arrived.flatten().sort().values, moved.flatten().sort().values)
     assert not torch.equal(arrived, moved)
-
-
-def test_contexts_and_a_basis_exclude_each_other():
-    with pytest.raises(CompressionError) as error:
-        build({"name": "entropy", "contexts": "rows", "rotate": "learned"})
-    assert str(error.value) == (
-        "codec.contexts: 'rows' is not allowed where a basis gives them; allowed: 'none', "
-        'or "rotate": "none"'
-    )
 
 
 @settings(max_examples=40, deadline=None)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from ds_compress.codec import Context, TensorSpec, build
-from ds_compress.errors import CompressionError
 from ds_compress.kernels.quantize import gaussian
 from ds_compress.kernels.quantize.hadamard import diagonal, key_of, rotate, rotate_back
 from tests.support.codecs import bits_per_value, error_of, roundtrip
@@ -174,22 +173,3 @@ def test_an_axis_that_is_not_there_is_refused():
     assert codec.refuses(TensorSpec((3, 4), torch.float32)) == "it has no axis 2"
     assert not codec.refuses(TensorSpec((3, 4, 5), torch.float32))
     assert not build("quantize").refuses(TensorSpec((), torch.float32))
-
-
-@pytest.mark.parametrize(
-    "options, reason",
-    [
-        ({"bits": 5}, "codec.grid: 'gaussian' needs 1 to 4 bits, not 5"),
-        ({"group_size": 24}, "codec.grid: 'gaussian' needs a group_size that is a power of two, not 24"),
-        ({"group_size": "channel"}, "codec.grid: 'gaussian' needs a group_size that is a power of two"),
-        (
-            {"scheme": "asymmetric"},
-            "codec.scheme: 'asymmetric' goes with grid 'uniform', not with 'gaussian'",
-        ),
-        ({"rounding": "stochastic"}, "codec.rounding: 'stochastic' goes with grid 'uniform'"),
-    ],
-)
-def test_refusals(options, reason):
-    with pytest.raises(CompressionError) as error:
-        build(quantize(grid="gaussian", **options))
-    assert str(error.value).startswith(reason)

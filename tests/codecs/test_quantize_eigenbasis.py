@@ -169,22 +169,3 @@ def test_a_warm_up_of_few_directions_sends_those():
     """The others were never there."""
     codec, x = learned(1), of_rank(4, 512, 64)
     assert relative_error(send(codec, x, *observed(codec, x)), x) < 0.02
-
-
-@pytest.mark.parametrize(
-    "options, reason",
-    [
-        ({"hadamard": True}, 'hadamard: True goes with "rotate": "none" alone: the basis is a rotation'),
-        ({"axis": 1}, 'axis: 1 goes with "rotate": "none" alone: a row is the last dimension'),
-        ({"grid": "gaussian"}, "grid: 'gaussian' goes with "),
-        ({"scheme": "asymmetric"}, "scheme: 'asymmetric' goes with "),
-        ({"rounding": "stochastic"}, "rounding: 'stochastic' goes with "),
-        ({"mixed": {"share": 0.5}, "bits": 4}, "mixed: {'share': 0.5, 'low_bits': 3} goes with "),
-        ({"group_size": 24}, "group_size: 24 is no power of two, which a learned basis needs"),
-        ({"group_size": "tensor"}, "group_size: 'tensor' is no power of two"),
-    ],
-)
-def test_options_that_do_not_go_with_a_basis(options, reason):
-    with pytest.raises(CompressionError) as error:
-        learned(**{"bits": 2, **options})
-    assert str(error.value).startswith(f"codec.{reason}")

@@ -1,12 +1,10 @@
 """accelerate.prepare of a PipelineModule trains as deepspeed.initialize does; other models get a warning."""
 
-import logging
-
 import pytest
 import torch
 from deepspeed.pipe import PipelineModule
 
-from tests.support.pipeline import batches, ds_config, layers, loss_fn, train
+from tests.support.pipeline import batches, ds_config, layers, log_lines, loss_fn, train
 from tests.support.ranks import run_ranks
 
 BLOCK = {"forward": {"codec": {"name": "quantize", "bits": 4}}, "backward": {"codec": "bf16"}, "min_numel": 1}
@@ -43,10 +41,7 @@ def test_a_pipeline_is_compressed_as_without_accelerate():
 
 
 def plain(config):
-    lines = []
-    logger = logging.getLogger("ds_compress")
-    logger.addHandler(handler := logging.Handler())
-    handler.emit = lambda record: lines.append(record.getMessage())
+    lines = log_lines()
     engine = prepared(torch.nn.Linear(4, 4), config)
     return type(engine).__name__, lines
 

@@ -1,8 +1,5 @@
 """Programs that do more with the engine than DeepSpeed's examples train the same with ds_compress."""
 
-import contextlib
-import io
-
 import deepspeed
 import pytest
 import torch
@@ -14,7 +11,16 @@ from torch import nn
 
 from tests.support import engine_subclasses as engines
 from tests.support import programs
-from tests.support.pipeline import MICRO_BATCH, MICRO_BATCHES, WIDTH, Causal, batches, causal_batches
+from tests.support.pipeline import (
+    MICRO_BATCH,
+    MICRO_BATCHES,
+    WIDTH,
+    Causal,
+    batches,
+    causal_batches,
+    printed_lines,
+    same_weights,
+)
 from tests.support.programs import Program, with_schedule
 from tests.support.ranks import run_ranks
 
@@ -135,11 +141,7 @@ def test_program(name):
             assert runs[link]["class"] == f"Compressed{stock['class']}"
             for what in ("losses", "more"):
                 assert runs[link][what] == stock[what], f"{link}, rank {rank}: {what}"
-            for key, value in stock["weights"].items():
-                assert torch.equal(torch.as_tensor(runs[link]["weights"][key]), torch.as_tensor(value)), (
-                    link,
-                    key,
-                )
+            assert same_weights(runs[link]["weights"], stock["weights"]), link
         if "quantize" in runs:
             assert runs["quantize"]["losses"] == pytest.approx(stock["losses"], rel=0.03)
             assert runs["quantize"]["losses"] != stock["losses"]
@@ -149,10 +151,9 @@ def test_program(name):
 
 def said_of(engine_class, block):
     """What is logged of messages that are left to DeepSpeed, and the line that tells what is active."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with printed_lines(" active") as lines:
         run = programs.train(Program(engine_class), block)
-    return run["left alone"] + [line for line in printed.getvalue().splitlines() if " active" in line]
+    return run["left alone"] + lines
 
 
 NOT_TENSORS = "boundary 0, forward: its message is a dict, not tensors"

@@ -1,7 +1,5 @@
 """DualPipeV: two stages a rank, two boundaries between neighbours, in opposite directions."""
 
-import contextlib
-import io
 from types import SimpleNamespace
 
 import deepspeed
@@ -23,7 +21,10 @@ from tests.support.pipeline import (
     evaluate,
     layers,
     loss_fn,
+    printed_lines,
+    same_weights,
     simulated,
+    skip_steps,
     train_step,
     weights,
 )
@@ -118,8 +119,7 @@ def test_none_equals_stock_and_compressed_equals_simulate(ranks):
     for stock, none, *_ in everything:
         assert (stock[0], none[0]) == ("DualPipeVEngine", "CompressedDualPipeVEngine")
         assert none[1] == stock[1]
-        for name, value in stock[2].items():
-            assert torch.equal(torch.as_tensor(none[2][name]), torch.as_tensor(value)), name
+        assert same_weights(none[2], stock[2])
     stock, _, topk, quantize = (losses for _, losses, *_ in everything[0])
     assert topk[-1] < topk[0] and quantize[-1] < quantize[0]
     assert stock != topk != quantize != stock
@@ -194,10 +194,9 @@ def test_a_lone_mask_is_sent_uncompressed():
 
 
 def announced(block):
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    with printed_lines("active") as lines:
         build(2, block).train_batch(batches())
-    return said.getvalue()
+    return "".join(lines)
 
 
 def test_the_start_up_line_does_not_promise_a_link_mode():
@@ -243,8 +242,7 @@ def saved(folder):
 def resumed(folder):
     engine, data = build(2, EF21), batches()
     engine.load_checkpoint(folder)
-    for _ in range(2 * MICRO_BATCHES if engine.stage_id == 0 else 0):
-        next(data)
+    skip_steps(engine, data, 2 if engine.stage_id == 0 else 0)
     return [engine.train_batch(data).item() for _ in range(2)]
 
 
@@ -310,8 +308,7 @@ def test_the_guard_measures_what_compression_costs_and_leaves_training_as_it_is(
     assert len(looked[0]["costs"]) == 3 and all(looked[0]["costs"]) and not looked[1]["costs"]
     for one, other in zip(looked, plain):
         assert one["losses"] == other["losses"] and not other["costs"]
-        for name, value in other["weights"].items():
-            assert torch.equal(torch.as_tensor(one["weights"][name]), torch.as_tensor(value)), name
+        assert same_weights(one["weights"], other["weights"])
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,5 @@
 """The mixin on real ranks: bytes, evaluation, announcements, and the ways other projects use the engine."""
 
-import contextlib
-import io
-
 import pytest
 import torch
 from deepspeed.runtime.pipe import schedule
@@ -11,7 +8,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 import ds_compress
 from ds_compress.engine import attach as attach_module
 from ds_compress.errors import CompressionError
-from tests.support.pipeline import MICRO_BATCHES, batches, build, ds_config, train
+from tests.support.pipeline import MICRO_BATCHES, batches, build, ds_config, printed_lines, train
 from tests.support.ranks import run_ranks
 
 TOPK = {
@@ -99,10 +96,9 @@ def test_eval_option_decides_what_crosses():
 
 
 def announcement(block, stages):
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with printed_lines("ds_compress: ") as lines:
         train(stages, ds_config(block), steps=3)
-    return [line for line in printed.getvalue().splitlines() if line.startswith("ds_compress")]
+    return lines
 
 
 def test_one_line_on_rank_0_says_what_is_active():

@@ -1,7 +1,5 @@
 """Which way a model is evaluated where nobody says so, and both ways where that is asked for."""
 
-import contextlib
-import io
 import itertools
 from types import SimpleNamespace
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 
 from ds_compress.config import Config
-from tests.support.pipeline import batches, build, ds_config, weights
+from tests.support.pipeline import batches, build, ds_config, printed_lines, weights
 from tests.support.ranks import run_ranks
 
 TOPK = {"name": "topk", "density": 0.1}
@@ -36,15 +34,14 @@ def evaluated(block, **options):
     engine, events = build(2, ds_config(block)), []
     engine.monitor = SimpleNamespace(enabled=True, write_events=events.extend, tb_monitor=None)
     data, held_out = batches(), batches(replica=7)
-    found, printed = [], io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    found = []
+    with printed_lines("evaluation after step") as lines:
         for _ in range(3):
             found.append(engine.train_batch(data).item())
             found += [engine.eval_batch(held_out, **options).item() for _ in range(2)]
     values = {}
     for name, value, _ in events:
         values.setdefault(name.removeprefix("Train/"), []).append(value)
-    lines = [line for line in printed.getvalue().splitlines() if "evaluation after step" in line]
     return {
         "losses": found,
         "weights": [value for value in weights(engine).values() if torch.is_tensor(value)],
@@ -81,13 +78,13 @@ def test_both_losses_of_one_model(feedback):
 
 
 def asked_otherwise(block, options):
-    engine, printed = build(2, ds_config(block)), io.StringIO()
+    engine = build(2, ds_config(block))
     batch = itertools.repeat(next(batches()))
-    with contextlib.redirect_stdout(printed):
+    with printed_lines("evaluation after step") as lines:
         engine.eval_batch(batch, **options)
         engine.ds_compress.gives_losses = False
         engine.eval_batch(batch)
-    return printed.getvalue().count("evaluation after step")
+    return len(lines)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,7 @@
 """The start-up line says how messages are really sent."""
 
-import contextlib
-import io
-
 from tests.support import programs
+from tests.support.pipeline import printed_lines
 from tests.support.programs import Program, with_schedule
 from tests.support.ranks import run_ranks
 
@@ -30,10 +28,9 @@ def active_lines():
     """Return the start-up lines of each program on this rank."""
     found = []
     for program, block, _ in LINES:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
+        with printed_lines("active") as lines:
             programs.train(program, block)
-        found.append([line for line in printed.getvalue().splitlines() if "active" in line])
+        found.append(lines)
     return found
 
 

@@ -1,8 +1,5 @@
 """Masks and tables that travel beside a hidden state as floats are sent uncompressed (see `test_story`)."""
 
-import contextlib
-import io
-
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
@@ -17,6 +14,7 @@ from tests.support.pipeline import (
     batches,
     build,
     ds_config,
+    printed_lines,
     simulated,
     train_step,
 )
@@ -47,11 +45,16 @@ def first_evaluation(block, stages=2):
     return loss, engine.pipe_buffers["inputs"][0][1] if engine.is_last_stage() else None
 
 
+@pytest.fixture(scope="module")
+def uncompressed():
+    return run_ranks(2, first_evaluation, None)[1]
+
+
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
-def test_story(codec):
+def test_story(codec, uncompressed):
     """A mask of 0 and finfo.min became nan, -inf or zeros: a causal model saw the future without an error."""
     loss, mask = run_ranks(2, first_evaluation, block_of(codec))[1]
-    stock, stock_mask = run_ranks(2, first_evaluation, None)[1]
+    stock, stock_mask = uncompressed
     assert torch.equal(mask, stock_mask)
     assert mask.min() == torch.finfo(torch.float32).min and mask.max() == 0
     assert loss != stock and loss == pytest.approx(stock, rel=0.5)
@@ -90,15 +93,13 @@ class Lone(Block):
 
 def trained(block, specs, stages, evaluate_first, **config):
     """Bytes of the first training step by boundary and direction, and the announcement, on rank 0."""
-    printed = io.StringIO()
     engine = build(stages, ds_config(block, **config), specs)
-    with contextlib.redirect_stdout(printed):
+    with printed_lines("active") as lines:
         if evaluate_first:
             engine.eval_batch(data())
         before = [channel.sent.wire_bytes for channel in engine.ds_compress.stage.sending]
         losses = [engine.train_batch(data()).item() for _ in range(2)]
     sent = [channel.sent.wire_bytes - b for channel, b in zip(engine.ds_compress.stage.sending, before)]
-    lines = [line for line in printed.getvalue().splitlines() if "active" in line]
     return losses, sent, lines
 
 

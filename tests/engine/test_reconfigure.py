@@ -1,7 +1,5 @@
 """Settings that change between two steps: on all ranks, on both sides, and as if they had always been so."""
 
-import logging
-
 import pytest
 import torch
 
@@ -15,7 +13,11 @@ from tests.support.pipeline import (
     evaluate,
     even_cuts,
     layers,
+    log_lines,
+    same_weights,
+    sent_bytes,
     simulated,
+    skip_steps,
     train_step,
     weights,
 )
@@ -72,17 +74,16 @@ def trained(config, course, stages=2, folder=None, start=0, evaluates=False, **m
     data = batches(engine.grid.get_data_parallel_id())
     if start:
         engine.load_checkpoint(str(folder))
-        for _ in range(start * engine.micro_batches):
-            next(data)
+        skip_steps(engine, data, start)
     losses, sent = [], []
     for step in range(start, STEPS):
         if step in course:
             engine.ds_compress.reconfigure(course[step])
         if evaluates:
             losses.append(engine.eval_batch(batches()).item())
-        before = sum(channel.sent.wire_bytes for channel in engine.ds_compress.stage.sending)
+        before = sent_bytes(engine)
         losses.append(engine.train_batch(data).item())
-        sent.append(sum(channel.sent.wire_bytes for channel in engine.ds_compress.stage.sending) - before)
+        sent.append(sent_bytes(engine) - before)
         if folder and not start:
             engine.save_checkpoint(str(folder), tag=f"step{step + 1}", save_latest=step == 3)
     return {"losses": losses, "sent": sent, "memory": remembered(engine), "weights": weights(engine)}
@@ -164,8 +165,7 @@ def test_none_is_bit_equal_to_stock_whatever_it_is_called():
     ranks = run_ranks(2, trained, ds_config(block("from nothing")), course)
     for rank, (losses, expected) in zip(ranks, run_ranks(2, stock, STEPS)):
         assert rank["losses"] == losses
-        for key, value in expected.items():
-            assert torch.equal(torch.as_tensor(rank["weights"][key]), torch.as_tensor(value))
+        assert same_weights(rank["weights"], expected)
 
 
 @pytest.mark.parametrize("name", COURSES)
@@ -181,8 +181,7 @@ def test_resuming_goes_on_with_what_was_adopted(name, tmp_path):
 
 
 def resumed_with_another_block(folder):
-    said = []
-    logging.getLogger("ds_compress").addFilter(lambda record: said.append(record.getMessage()) or True)
+    said = log_lines()
     engine = build(2, ds_config(block("codecs", forward=bits(7))))
     engine.load_checkpoint(str(folder))
     return str(engine.ds_compress.config.codecs(0).forward), [line for line in said if "start again" in line]
@@ -283,8 +282,7 @@ LARGER = {"codec": {"name": "topk", "density": 1.0, "values": "raw", "indices": 
 
 def follows():
     """What the parts that look at codecs say before and after something is adopted."""
-    said = []
-    logging.getLogger("ds_compress").addFilter(lambda record: said.append(record.getMessage()) or True)
+    said = log_lines()
     engine, data = (
         build(2, ds_config({"min_numel": 0, "guard": {"every": 2}, "monitor": {"every": 1}})),
         batches(),

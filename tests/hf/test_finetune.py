@@ -39,6 +39,7 @@ def test_perplexity_falls_and_progress_is_told(run):
 
 
 @pytest.mark.parametrize("launcher", ["deepspeed", "accelerate"])
+@pytest.mark.extended(keep=1)
 def test_every_launcher_trains_the_same(run, tmp_path, launcher):
     path, said = run
     copy = copy_of(path, tmp_path / "copy")

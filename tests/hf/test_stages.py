@@ -97,6 +97,7 @@ def few(tmp_path_factory):
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.extended(keep=2)
 def test_a_step_is_that_of_one_process(few, stages, lora):
     check(few, stages, lora)
 

@@ -240,7 +240,7 @@ def test_a_real_pipeline_has_the_same_losses_and_bytes(name, data, tmp_path, war
 
 
 @pytest.mark.parametrize("name", ["language/topk10-ef-warmup", "vision/topk10-aqsgd"])
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_a_row_from_a_pipeline_is_that_from_simulate(name, whole, data, tmp_path, warm):
     """But for the errors, which are not measured there."""
     run = Run("smoke", *name.split("/", 1), 0)

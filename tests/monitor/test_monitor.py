@@ -13,7 +13,15 @@ from ds_compress.message.meters import SendingMeter
 from ds_compress.monitor import lines, monitor
 from ds_compress.monitor.metrics import CHANNEL, PIPELINE, label
 from tests.support.launch_scripts import read_run
-from tests.support.pipeline import MICRO_BATCH, MICRO_BATCHES, batches, build, ds_config, weights
+from tests.support.pipeline import (
+    MICRO_BATCH,
+    MICRO_BATCHES,
+    batches,
+    build,
+    ds_config,
+    same_weights,
+    weights,
+)
 from tests.support.ranks import run_ranks
 
 STEPS = 4
@@ -137,8 +145,7 @@ def test_watching_changes_nothing(feedback, tmp_path):
     assert len(read_run(tmp_path).series[label("cosine", 0, "forward")]) == STEPS
     for mine, theirs in zip(watched, quiet):
         assert mine["losses"] == theirs["losses"] and mine["counted"] == theirs["counted"]
-        for name, value in theirs["weights"].items():
-            assert torch.equal(torch.as_tensor(mine["weights"][name]), torch.as_tensor(value)), name
+        assert same_weights(mine["weights"], theirs["weights"])
     assert not quiet[0]["summary"]
 
 

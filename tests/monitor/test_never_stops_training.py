@@ -16,7 +16,15 @@ from ds_compress.message.clock import HostClock
 from ds_compress.monitor import monitor
 from ds_compress.monitor.metrics import CHANNEL, PREFIX, label
 from tests.support.launch_scripts import read_run
-from tests.support.pipeline import MICRO_BATCH, MICRO_BATCHES, batches, build, ds_config, weights
+from tests.support.pipeline import (
+    MICRO_BATCH,
+    MICRO_BATCHES,
+    batches,
+    build,
+    ds_config,
+    same_weights,
+    weights,
+)
 from tests.support.pipeline_kinds import KINDS
 from tests.support.ranks import run_ranks
 
@@ -59,10 +67,7 @@ def train(config, before_step=keep, **options):
 
 
 def same(mine, stock):
-    return mine["losses"] == stock["losses"] and all(
-        torch.equal(torch.as_tensor(mine["weights"][name]), torch.as_tensor(value))
-        for name, value in stock["weights"].items()
-    )
+    return mine["losses"] == stock["losses"] and same_weights(mine["weights"], stock["weights"])
 
 
 def train_with_other_sizes(kind, folder):

@@ -1,18 +1,13 @@
 """Compression that makes messages larger is said at the first step, when their sizes are known."""
 
-import logging
-
-from tests.support.pipeline import ds_config, train
+from tests.support.pipeline import ds_config, log_lines, train
 from tests.support.ranks import run_ranks
 
 LARGER = {"codec": {"name": "topk", "density": 0.9, "indices": "int32"}}
 
 
 def warnings(block):
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("ds_compress").addHandler(handler)
+    lines = log_lines()
     train(3, ds_config(block), steps=2)
     return lines
 

@@ -12,7 +12,7 @@ import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.config.quality import LIMITS
 from ds_compress.runtime import auto, measuring
 from ds_compress.transport.probe import LinkMeasurement
-from tests.support.pipeline import batches, build, ds_config
+from tests.support.pipeline import batches, build, ds_config, skip_steps
 from tests.support.ranks import run_ranks
 
 FAR = LinkMeasurement(incoming=1e5, latency=0.01)  # slower than every processor, however busy
@@ -55,8 +55,7 @@ def trained(config, found=FAR, stages=2, folder=None, start=0, evaluates=False, 
         data = batches(engine.grid.get_data_parallel_id(), shape=SHAPE)
         if start:
             engine.load_checkpoint(str(folder), tag=f"step{start}")
-            for _ in range(start * engine.micro_batches):
-                next(data)
+            skip_steps(engine, data, start)
         losses = []
         for _ in range(start, STEPS):
             if evaluates:

@@ -32,6 +32,7 @@ def trained(kind):
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
 )
+@pytest.mark.extended(keep=2)
 def test_kinds(name):
     kind = KINDS[name]
     if not kind.possible():

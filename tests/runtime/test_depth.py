@@ -3,13 +3,12 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.config import Config
-from tests.support.pipeline import MICRO_BATCH, Block, batches, build, ds_config
+from tests.support.pipeline import MICRO_BATCH, Block, batches, build, ds_config, same_weights
 from tests.support.pipeline_kinds import BLOCKS, KINDS, train_all
 from tests.support.ranks import run_ranks
 
@@ -54,10 +53,7 @@ WITH_STATE = at_depths(
 
 
 def different(mine, other):
-    same = all(
-        torch.equal(torch.as_tensor(mine["weights"][key]), torch.as_tensor(value))
-        for key, value in other["weights"].items()
-    )
+    same = same_weights(mine["weights"], other["weights"])
     return [key for key in ("losses", "evaluated") if mine[key] != other[key]] + ["weights"] * (not same)
 
 

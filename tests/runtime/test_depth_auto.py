@@ -1,7 +1,5 @@
 """`"depth": "auto"`: chosen from what the first steps measure, alike on all ranks, and no number differs."""
 
-import contextlib
-import io
 import math
 
 import pytest
@@ -17,7 +15,7 @@ from ds_compress.runtime.measuring import COLUMNS
 from ds_compress.runtime.memory_use import in_use
 from ds_compress.transport.probe import LinkMeasurement
 from tests.runtime.test_depth import at_depths, check
-from tests.support.pipeline import MICRO_BATCH, batches, build, ds_config
+from tests.support.pipeline import MICRO_BATCH, batches, build, ds_config, printed_lines
 from tests.support.pipeline_kinds import BLOCKS
 from tests.support.ranks import run_ranks
 
@@ -54,8 +52,8 @@ def counts(micro_batches, replicas=1):
 def depths(stages, replicas, link, found, micro_batches=(9,) * 5):
     """The depth at which each batch ran, and what was printed."""
     measuring.probe = lambda sender, receiver, first: found
-    printed, ran = io.StringIO(), []
-    with contextlib.redirect_stdout(printed):
+    ran = []
+    with printed_lines("ds_compress") as lines:
         engine = build(stages, ds_config({"link": link}, **counts(micro_batches[0], replicas)))
         data = batches(engine.grid.get_data_parallel_id())
         for count in micro_batches:
@@ -64,7 +62,6 @@ def depths(stages, replicas, link, found, micro_batches=(9,) * 5):
                 (engine.ds_compress.depth.now, {end.link.depth for end in engine.ds_compress.stage.ends})
             )
             engine.train_batch(data)
-    lines = [line for line in printed.getvalue().splitlines() if line.startswith("ds_compress")]
     return ran, lines
 
 

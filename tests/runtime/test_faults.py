@@ -76,6 +76,7 @@ def test_living_ranks_stop_everywhere(fault, at, mode):
     check(fault, at, mode)
 
 
+@pytest.mark.extended
 def test_living_ranks_stop_at_depth_3():
     check("stop", 1, "eager", depth=3)
 

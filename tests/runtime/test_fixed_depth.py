@@ -9,7 +9,7 @@ from deepspeed.runtime.pipe.schedule import TrainSchedule
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.runtime import measuring
 from ds_compress.transport.probe import LinkMeasurement
-from tests.support.pipeline import MICRO_BATCH, batches, build, ds_config
+from tests.support.pipeline import MICRO_BATCH, batches, build, ds_config, skip_steps
 from tests.support.ranks import run_ranks
 
 DEPTH, MICRO_BATCHES, SHAPE, STEPS = 3, 6, (64, 32), 6
@@ -35,8 +35,7 @@ def trained(config, before, folder):
     engine.ds_compress.depth.schedule = noted
     for _ in range(2):
         data = batches(shape=SHAPE)
-        for _ in range(engine.global_steps * engine.micro_batches):
-            next(data)
+        skip_steps(engine, data, engine.global_steps)
         losses, settings, depths = [], [], set()
         for step in range(engine.global_steps, STEPS):
             losses.append(engine.train_batch(data).item())

@@ -12,7 +12,7 @@ from ds_compress.config import Config
 from ds_compress.config.block import FIRST_CHECK
 from ds_compress.errors import CompressionError
 from ds_compress.runtime.guard import Guard, evaluation_mode
-from tests.support.pipeline import Block, batches, build, ds_config, train, weights
+from tests.support.pipeline import Block, batches, build, ds_config, same_weights, train, weights
 from tests.support.ranks import run_ranks
 
 COARSE = {"codec": {"name": "topk", "density": 0.02}}
@@ -108,11 +108,7 @@ def test_training_goes_on_as_without_it(name):
     for one, other in zip(guarded, plain):
         assert one["losses"] == other["losses"]
         assert one["modes"] == other["modes"]
-        assert one["weights"].keys() == other["weights"].keys()
-        assert all(
-            torch.equal(torch.as_tensor(w), torch.as_tensor(other["weights"][key]))
-            for key, w in one["weights"].items()
-        )
+        assert same_weights(one["weights"], other["weights"])
         assert (one["total"] is None) == (other["total"] is None)
         assert one["total"] is None or torch.equal(one["total"], other["total"])
     assert len(guarded[0]["cost"]) == 3 and not plain[0]["cost"]

@@ -1,9 +1,7 @@
 """Policies on real ranks: alike on all of them, whatever each has measured; resumed and evaluated exactly."""
 
-import contextlib
-import io
 import json
-import logging
+import shutil
 
 import pytest
 import torch
@@ -20,7 +18,12 @@ from tests.support.pipeline import (
     ds_config,
     even_cuts,
     layers,
+    log_lines,
+    printed_lines,
+    same_weights,
+    sent_bytes,
     simulated,
+    skip_steps,
     train_step,
     weights,
 )
@@ -48,32 +51,28 @@ def trained(config, stages=2, folder=None, saved=0, evaluates=False, disturb=Non
     """Return losses, rungs and bytes by step, and the weights; save every step, or go on after `saved`."""
     if disturb:
         disturb()
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with printed_lines("policy") as said:
         engine = build(stages, config)
         data = batches(engine.grid.get_data_parallel_id())
         if saved:
             engine.load_checkpoint(str(folder), tag=f"step{saved}")
-            for _ in range(saved * engine.micro_batches):
-                next(data)
+            skip_steps(engine, data, saved)
         losses, rungs, sent = [], [], []
         for step in range(saved, steps):
             if evaluates:
                 engine.eval_batch(batches())
             rungs.append(dict(engine.ds_compress.policy.rungs))
-            before = sum(channel.sent.wire_bytes for channel in engine.ds_compress.stage.sending)
+            before = sent_bytes(engine)
             losses.append(engine.train_batch(data).item())
-            sent.append(sum(channel.sent.wire_bytes for channel in engine.ds_compress.stage.sending) - before)
+            sent.append(sent_bytes(engine) - before)
             if folder and not saved:
                 engine.save_checkpoint(str(folder), tag=f"step{step + 1}")
-    said = [line for line in printed.getvalue().splitlines() if "policy" in line]
     return {"losses": losses, "rungs": rungs, "sent": sent, "weights": weights(engine), "said": said}
 
 
 def same(ours, theirs, start=0):
     assert ours["losses"] == theirs["losses"][start:] and ours["rungs"] == theirs["rungs"][start:]
-    for key, value in ours["weights"].items():
-        assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs["weights"][key]))
+    assert same_weights(ours["weights"], theirs["weights"])
 
 
 @pytest.mark.parametrize(
@@ -126,16 +125,22 @@ REWRITTEN = {
 
 def resumed_from(config, folder):
     """Go on after step 5; what is logged."""
-    said = []
-    logging.getLogger("ds_compress").addFilter(lambda record: said.append(record.getMessage()) or True)
-    return {**trained(config, 2, folder, 5, steps=7), "logged": said}
+    logged = log_lines()
+    return {**trained(config, 2, folder, 5, steps=7), "logged": logged}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(2, trained, ds_config(block(POLICIES["accordion"])), 2, folder, 0, False, None, 5)
+    return folder
 
 
 @pytest.mark.parametrize("how", REWRITTEN)
-def test_a_rewritten_state_of_the_policy_starts_again(how, tmp_path):
+def test_a_rewritten_state_of_the_policy_starts_again(how, saved, tmp_path):
     """Hashes match, as if a program had written it: ranks raised KeyError, TypeError and the like."""
     config = ds_config(block(POLICIES["accordion"]))
-    run_ranks(2, trained, config, 2, tmp_path, 0, False, None, 5)
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     for path in (tmp_path / "step5").glob("ds_compress_pp*.safetensors"):
         entries, texts = opened(path)
         metadata = json.loads(texts["state"])
@@ -248,8 +253,7 @@ def test_a_policy_is_never_ignored_in_silence():
 
 def simulated_steps(config, stages, steps=STEPS, evaluates=False):
     """Losses and rungs by step of the same training in one process."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with printed_lines("policy") as said:
         options = {"lr": lambda: [group["lr"] for group in groups]}
         model = simulated(layers(), config, even_cuts(8, stages), **options)
         optimizer, data = torch.optim.SGD(model.parameters(), lr=0.05), batches()
@@ -259,7 +263,7 @@ def simulated_steps(config, stages, steps=STEPS, evaluates=False):
                 with evaluating(model, "compressed"):
                     model(next(batches())[0])
             losses.append(train_step(model, optimizer, data))
-    return losses, [line for line in printed.getvalue().splitlines() if "policy" in line]
+    return losses, said
 
 
 @pytest.mark.parametrize("name", POLICIES)

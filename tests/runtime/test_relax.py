@@ -1,14 +1,12 @@
 """The guard that acts: milder settings step by step, on all ranks, in checkpoints; and what is milder."""
 
-import logging
-
 import pytest
 
 from ds_compress.config import Config
 from ds_compress.config.recipes import with_changes
 from ds_compress.errors import CompressionError
 from ds_compress.runtime.relax import relax
-from tests.support.pipeline import batches, build, ds_config
+from tests.support.pipeline import batches, build, ds_config, log_lines, skip_steps
 from tests.support.ranks import run_ranks
 
 STEPS = 6
@@ -58,14 +56,12 @@ def test_what_goes_together_stays_together():
 
 
 def trained(config, stages=2, folder=None, saved=0):
-    said = []
-    logging.getLogger("ds_compress").addFilter(lambda record: said.append(record.getMessage()) or True)
+    said = log_lines()
     engine = build(stages, config)
     data = batches(engine.grid.get_data_parallel_id())
     if saved:
         engine.load_checkpoint(str(folder), tag=f"step{saved}")
-        for _ in range(saved * engine.micro_batches):
-            next(data)
+        skip_steps(engine, data, saved)
     losses, codecs = [], []
     for step in range(saved, STEPS):
         losses.append(engine.train_batch(data).item())

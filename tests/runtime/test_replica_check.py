@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import logging
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from deepspeed.pipe import LayerSpec
 
 import ds_compress  # noqa: F401
 from tests.feedback.test_feedback_pipeline import digests
-from tests.support.pipeline import ParallelBlock, batches, build, ds_config
+from tests.support.pipeline import ParallelBlock, batches, build, ds_config, log_lines
 from tests.support.ranks import run_ranks
 
 TOPK = {"name": "topk", "density": 0.3}
@@ -51,8 +50,7 @@ def mirrored(engine):
 
 def train(stages, settings, damage=None, build=build, **options):
     """`damage`: (rank, step, direction); before that step a bit flips there."""
-    lines = []
-    logging.getLogger("ds_compress").addFilter(lambda record: lines.append(record.getMessage()) or True)
+    lines = log_lines()
     engine = build(stages, settings, **options)
     cycle = list(itertools.islice(batches(engine.grid.get_data_parallel_id()), 2 * engine.micro_batches))
     losses, held = [], []

@@ -1,6 +1,5 @@
 """What policies decide from, all at once: gradient norms, errors of rungs, meters of guard and monitor."""
 
-import logging
 import math
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.config.policies.base import POLICIES, LadderOptions, Policy
-from tests.support.pipeline import MICRO_BATCHES, batches, build, ds_config
+from tests.support.pipeline import MICRO_BATCHES, batches, build, ds_config, log_lines
 from tests.support.ranks import run_ranks
 
 STEPS, EVERY = 6, 2
@@ -50,8 +49,7 @@ def block(policy, **changes):
 
 def told(policy, guard):
     """Losses, what the policy was told, what was warned of, and the norms of gradient messages, on a rank."""
-    warned, norms = [], []
-    logging.getLogger("ds_compress").addFilter(lambda record: warned.append(record.getMessage()) or True)
+    warned, norms = log_lines(), []
     ladders = {"forward": BITS, "backward": BITS} if policy != "constant" else {}
     engine = build(2, ds_config(block({"name": policy, **ladders}, guard=guard)))
     for end in engine.ds_compress.stage.ends:

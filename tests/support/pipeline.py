@@ -1,7 +1,10 @@
 """Build small pipelines, layers of all kinds for them, and the same models in `simulate`."""
 
+import contextlib
 import copy
+import io
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -103,6 +106,39 @@ def weights(engine) -> dict[str, torch.Tensor]:
     return {name: p.detach().float().clone() for name, p in engine.module.named_parameters()} | {
         "start": start
     }
+
+
+def same_weights(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    """Return whether what `weights` returned of two engines is bit-identical."""
+    pairs = ((torch.as_tensor(ours[name]), torch.as_tensor(value)) for name, value in theirs.items())
+    return ours.keys() == theirs.keys() and all(torch.equal(*pair) for pair in pairs)
+
+
+@contextlib.contextmanager
+def printed_lines(word: str = "") -> Iterator[list[str]]:
+    """Collect the printed lines that hold `word`; the list is filled at the end."""
+    lines: list[str] = []
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        yield lines
+    lines += [line for line in output.getvalue().splitlines() if word in line]
+
+
+def log_lines() -> list[str]:
+    """Return a list that gets every line which ds_compress logs from now on in this process."""
+    lines: list[str] = []
+    logging.getLogger("ds_compress").addFilter(lambda record: lines.append(record.getMessage()) or True)
+    return lines
+
+
+def skip_steps(engine, data: Iterator[Any], steps: int) -> None:
+    """Take from `data` what the first `steps` steps of `engine` were trained on."""
+    for _ in range(steps * engine.micro_batches):
+        next(data)
+
+
+def sent_bytes(engine) -> int:
+    """Return the bytes that this rank has sent so far."""
+    return sum(channel.sent.wire_bytes for channel in engine.ds_compress.stage.sending)
 
 
 def train(stages: int, config: dict[str, Any], steps: int = 4, **options: Any) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from tests.support.pipeline import (
     evaluate,
     even_cuts,
     layers,
+    same_weights,
     simulated,
     train_step,
     weights,
@@ -356,11 +357,10 @@ def problems(kind: Kind) -> tuple[list[str], dict[str, dict[str, Any]]]:
             expect(mine["packets"] == partner[name]["packets"], f"{name}: rank {number} sends other bytes")
         for name in ("blocking", "eager"):
             mine = runs[name]
-            same = all(
-                torch.equal(torch.as_tensor(mine["weights"][key]), torch.as_tensor(value))
-                for key, value in reference["weights"].items()
+            expect(
+                same_weights(mine["weights"], reference["weights"]),
+                f"none, {name}: other weights on rank {number}",
             )
-            expect(same, f"none, {name}: other weights on rank {number}")
             for key in ("losses", "evaluated"):
                 expect(
                     mine[key] == reference[key],

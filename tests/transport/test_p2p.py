@@ -14,7 +14,7 @@ from ds_compress.engine.stage import Instruction
 from ds_compress.errors import CompressionError
 from ds_compress.transport import p2p
 from ds_compress.transport.p2p import EagerReceiver, EagerSender, Receiver, Sender, channel_groups
-from tests.support.pipeline import WIDTH, Block, batches, build, ds_config, weights
+from tests.support.pipeline import WIDTH, Block, batches, build, ds_config, same_weights, weights
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -71,10 +71,7 @@ def train(stages, block, steps, mean_delay=0.0, evaluate=0, specs=None):
 def assert_equal(ours, stock):
     for mine, theirs in zip(ours, stock):
         assert mine[:2] == theirs[:2]
-        assert all(
-            torch.equal(torch.as_tensor(mine[2][name]), torch.as_tensor(theirs[2][name]))
-            for name in theirs[2]
-        )
+        assert same_weights(mine[2], theirs[2])
 
 
 class Halves(Block):

@@ -1,0 +1,74 @@
+"""Options that a codec refuses: one line with their path, what came and what is allowed."""
+
+import pytest
+
+import ds_compress.codecs  # noqa: F401 - registers
+from ds_compress.codec import build
+from ds_compress.errors import CompressionError
+
+SIZES = "allowed: 8, 16, ..., 1048576, 'tensor', 'channel'"
+POWER = "needs a group_size that is a power of two, not"
+GAUSSIAN, LEARNED = {"grid": "gaussian"}, {"rotate": "learned", "bits": 2}
+REFUSED = {
+    "quantize": [
+        ({"bits": 9}, "codec.bits: 9 is not allowed: should be less than or equal to 8"),
+        ({"group_size": 12}, f"codec.group_size: 12 is not allowed; {SIZES}"),
+        ({"group_size": "row"}, f"codec.group_size: 'row' is not allowed; {SIZES}"),
+        ({"scheme": "max"}, "codec.scheme: 'max' is not allowed; allowed: 'asymmetric', 'symmetric'"),
+        ({"hadamard": True, "group_size": 24}, f"codec.hadamard: True {POWER} 24"),
+        ({"hadamard": True, "group_size": "tensor"}, f"codec.hadamard: True {POWER} 'tensor'"),
+        ({"mixed": {"low_bits": 4}}, "codec.mixed: {'low_bits': 4} needs low_bits below bits, which is 4"),
+        (
+            {"mixed": {}, "group_size": "channel"},
+            "codec.mixed: {} needs a group_size in values, not 'channel'",
+        ),
+        ({**GAUSSIAN, "bits": 5}, "codec.grid: 'gaussian' needs 1 to 4 bits, not 5"),
+        ({**GAUSSIAN, "group_size": 24}, f"codec.grid: 'gaussian' {POWER} 24"),
+        ({**GAUSSIAN, "group_size": "channel"}, f"codec.grid: 'gaussian' {POWER}"),
+        ({**GAUSSIAN, "scheme": "asymmetric"}, "codec.scheme: 'asymmetric' goes with grid 'uniform'"),
+        ({**GAUSSIAN, "rounding": "stochastic"}, "codec.rounding: 'stochastic' goes with grid 'uniform'"),
+        (
+            {**LEARNED, "hadamard": True},
+            'codec.hadamard: True goes with "rotate": "none" alone: the basis is',
+        ),
+        (
+            {**LEARNED, "axis": 1},
+            'codec.axis: 1 goes with "rotate": "none" alone: a row is the last dimension',
+        ),
+        ({**LEARNED, "grid": "gaussian"}, "codec.grid: 'gaussian' goes with "),
+        ({**LEARNED, "scheme": "asymmetric"}, "codec.scheme: 'asymmetric' goes with "),
+        ({**LEARNED, "rounding": "stochastic"}, "codec.rounding: 'stochastic' goes with "),
+        (
+            {**LEARNED, "mixed": {"share": 0.5}, "bits": 4},
+            "codec.mixed: {'share': 0.5, 'low_bits': 3} goes with",
+        ),
+        ({**LEARNED, "group_size": 24}, "codec.group_size: 24 is no power of two, which a learned"),
+        ({**LEARNED, "group_size": "tensor"}, "codec.group_size: 'tensor' is no power of two"),
+    ],
+    "entropy": [
+        ({"bits": 0.05}, "codec.bits: 0.05 is not allowed: should be greater than or equal to 0.1"),
+        ({"bits": 6.5}, "codec.bits: 6.5 is not allowed: should be less than or equal to 6"),
+        ({"bits": "2"}, "codec.bits: '2' is not allowed: should be a valid number"),
+        ({"refresh_steps": 100}, "codec.refresh_steps: 100 is not allowed without a basis; allowed: 0, or"),
+        ({"contexts": "rows", "rotate": "learned"}, "codec.contexts: 'rows' is not allowed where"),
+    ],
+    "topk": [
+        ({"density": 0}, "codec.density: 0 is not allowed"),
+        ({"density": 1.5}, "codec.density: 1.5 is not allowed"),
+        ({"values": "bf61"}, "did you mean 'bf16'"),
+        ({"values": "topk"}, "'topk' cannot carry the kept values"),
+        ({"values": {"name": "entropy", "rotate": "learned"}}, "'entropy' cannot carry the kept values"),
+        ({"indices": "int23"}, "did you mean 'int32'"),
+        ({"block_size": 64}, "block_size: unknown key (removed: select 'block' is gone; leave it out"),
+        ({"select": "sidco"}, "'sidco' is not allowed (removed: use 'threshold'); allowed: 'exact'"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "name, options, reason", [(name, *case) for name, cases in REFUSED.items() for case in cases]
+)
+def test_refusals(name, options, reason):
+    with pytest.raises(CompressionError) as error:
+        build({"name": name, **options})
+    assert reason in str(error.value) and "\n" not in str(error.value)
