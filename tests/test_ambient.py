@@ -41,51 +41,23 @@ def test_every_allocation_names_dtype_and_device(path):
 
 
 @contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def changed(setter, value, before):
+    """Set something of the process to `value` inside, and back to `before`."""
+    setter(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def default_device(device):
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-@contextmanager
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@contextmanager
-def threads(count):
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+        setter(before)
 
 
 AMBIENTS = {
-    "float64": lambda: default_dtype(torch.float64),
-    "bfloat16": lambda: default_dtype(torch.bfloat16),
-    "float16": lambda: default_dtype(torch.float16),
-    "meta": lambda: default_device("meta"),
+    "float64": lambda: changed(torch.set_default_dtype, torch.float64, torch.float32),
+    "bfloat16": lambda: changed(torch.set_default_dtype, torch.bfloat16, torch.float32),
+    "float16": lambda: changed(torch.set_default_dtype, torch.float16, torch.float32),
+    "meta": lambda: changed(torch.set_default_device, "meta", None),
     "inference": torch.inference_mode,
-    "deterministic": deterministic,
-    "3 threads": lambda: threads(3),
+    "deterministic": lambda: changed(torch.use_deterministic_algorithms, True, False),
+    "3 threads": lambda: changed(torch.set_num_threads, 3, torch.get_num_threads()),
 }
 SHAPES = [(2, 3, 41), (2, 96, 384)]  # the second one is long: compiled passes serve it
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -91,16 +91,8 @@ def test_types_hold(tmp_path):
         (tmp_path / name).write_text(code)
     # what torch's own types are is not looked into: that takes a minute
     (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = True\n[mypy-torch.*]\nfollow_imports = skip\n")
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--config-file",
-        "mypy.ini",
-        "--follow-imports",
-        "silent",
-        *files,
-    ]
+    command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--follow-imports", "silent"]
+    command += files
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=tmp_path, env={"MYPYPATH": str(ROOT), "PATH": ""}
     )

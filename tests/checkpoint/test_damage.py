@@ -1,4 +1,4 @@
-"""DamagedFile state files: a verdict, the same kind on every rank; nothing of them is loaded or raised."""
+"""Damaged state files: a verdict, the same kind on every rank; nothing of them is loaded or raised."""
 
 import json
 import logging
@@ -201,7 +201,7 @@ def test_what_lies_at_the_path_is_not_a_file(saved, path):
 
 
 @pytest.mark.parametrize(
-    "key, value, said",
+    "key, value, logged",
     [
         ("forward/mirror/ef21", torch.zeros(4, 8, 16, dtype=torch.bfloat16), "is torch.bfloat16 .4, 8"),
         ("backward/sender/loco.scales", torch.zeros(3), "expected torch.float32 .4."),
@@ -210,14 +210,14 @@ def test_what_lies_at_the_path_is_not_a_file(saved, path):
         ("lowrank.0.forward.x", torch.zeros(16, 3), "expected torch.float32 .-1, -1."),
     ],
 )
-def test_entries_that_do_not_fit(saved, path, key, value, said, caplog):
+def test_entries_that_do_not_fit(saved, path, key, value, logged, caplog):
     """Sound, but not what these settings leave behind: a release that keeps its state in another way."""
     entries = {f"{s.key}/0/{k}": v for s in saved[0] for k, v in s.boundary.memory[0].items()}
     assert entries.pop(f"8/upstream/0/{key}", None) is not None or key.endswith(".x")
     entries.update({f"8/upstream/0/{key}": value} if value is not None else {})
     path.write_bytes(signed(path, entries, eight_bits={}))
     assert [each.status for each in found(saved)] == [RESTORED, UNFIT]
-    assert re.search(said, caplog.text), caplog.text
+    assert re.search(logged, caplog.text), caplog.text
 
 
 def test_other_steps_and_settings_are_as_before(saved, path):

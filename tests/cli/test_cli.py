@@ -65,10 +65,10 @@ def test_check_says_that_auto_chooses_in_training(ds_config, capsys):
     """It once printed a ratio of 1.00, and no word on why."""
     path = ds_config({"ds_compress": {"recipe": "auto", "quality": "balanced"}})
     assert main(["check", path, "--stages", "2", "--shape", "4,64,256"]) == 0
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert (
         "recipe: 'auto' chooses codecs in the first steps of training, with relative errors up to 0.19"
-        in said
+        in output
     )
 
 

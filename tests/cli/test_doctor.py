@@ -45,13 +45,13 @@ def report(**changes):
     return {"hosts": hosts, "links": [link], "clocks": [clock]}
 
 
-def told(**changes):
+def problems(**changes):
     """Findings that are not good."""
     return [each for each in findings(report(**changes)) if each.level != "good"]
 
 
 def test_nothing_is_found_where_all_is_well():
-    assert told() == []
+    assert problems() == []
     assert [each.said for each in findings(report())] == [
         "python 3.11.7, ds_compress 1, torch 2, deepspeed 0.19.8, transformers 5 everywhere",
         "C++ kernels for x86-64-v4 on a, b",
@@ -68,7 +68,7 @@ NAMED_LO = {"gloo_interface": "lo", "gloo_because": "the name b is 127.0.1.1"}
 
 
 @pytest.mark.parametrize(
-    "changes, level, said, do",
+    "changes, level, message, do",
     [
         (
             {"versions": {**VERSIONS, "torch": "3"}},
@@ -116,9 +116,9 @@ NAMED_LO = {"gloo_interface": "lo", "gloo_because": "the name b is 127.0.1.1"}
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_wrong_is_one_line_with_what_to_do(changes, level, said, do):
-    (found,) = told(**changes)
-    assert found.level == level and said in found.said and do in found.do
+def test_what_is_wrong_is_one_line_with_what_to_do(changes, level, message, do):
+    (found,) = problems(**changes)
+    assert found.level == level and message in found.said and do in found.do
     assert "\n" not in found.said + found.do
 
 
@@ -132,7 +132,7 @@ def test_a_connection_has_as_much_under_way_as_its_buffers_hold(tmp_path, monkey
 
 
 def test_a_clock_that_may_be_right_is_not_blamed():
-    assert told(ahead_ms=5000.0, within_ms=4500.0) == []
+    assert problems(ahead_ms=5000.0, within_ms=4500.0) == []
 
 
 def test_what_all_lack():
@@ -210,9 +210,9 @@ def test_under_a_launcher_rank_0_tells():
 
 def test_a_rank_that_does_not_come_is_named():
     """On a busy machine rank 1 may come as late as that."""
-    (out, said, code), *_ = ranks(2, 3, "--timeout", "5")
-    assert code == 2 and out == "" and said.count("\n") == 1, said
-    assert re.match(r"ds-compress doctor: of 3 ranks (1, )?2 did not answer within 5 s", said)
+    (out, message, code), *_ = ranks(2, 3, "--timeout", "5")
+    assert code == 2 and out == "" and message.count("\n") == 1, message
+    assert re.match(r"ds-compress doctor: of 3 ranks (1, )?2 did not answer within 5 s", message)
 
 
 def test_rank_0_that_cannot_be_reached_is_named():
@@ -225,8 +225,8 @@ def test_rank_0_that_cannot_be_reached_is_named():
             text=True,
         )
     assert done.returncode == 2 and done.stdout == ""
-    said = done.stderr.splitlines()[-1]
-    assert said.startswith(f"ds-compress doctor: rank 1 cannot meet the others at 127.0.0.1:{port}; ")
+    message = done.stderr.splitlines()[-1]
+    assert message.startswith(f"ds-compress doctor: rank 1 cannot meet the others at 127.0.0.1:{port}; ")
 
 
 @pytest.mark.parametrize("name, value", [("WORLD_SIZE", ""), ("MASTER_PORT", "x")])

@@ -78,42 +78,44 @@ def test_hosts_that_would_not_find_each_other_are_told_what_to_set():
 
 def test_hosts_that_cannot_be_reached_are_named(tmp_path):
     here = logins(tmp_path / "bin", {"worker-1": []})
-    said = refusal(doctor(tmp_path, here))
+    message = refusal(doctor(tmp_path, here))
     reason = "ssh: Could not resolve hostname worker-2: Name or service not known"
-    assert said == f"ds-compress doctor: worker-2: not reached by ssh without a password ({reason})\n"
+    assert message == f"ds-compress doctor: worker-2: not reached by ssh without a password ({reason})\n"
 
 
 @pytest.mark.parametrize(
-    "python, said",
+    "python, message",
     [
         ("exit 127", "cannot run ds_compress"),
         ("echo 'ModuleNotFoundError: No module named torch' >&2; exit 1", "named torch"),
         ("echo 0.0.1", "has ds_compress 0.0.1, this machine "),
     ],
 )
-def test_hosts_without_the_same_package_are_named(tmp_path, python, said):
+def test_hosts_without_the_same_package_are_named(tmp_path, python, message):
     here = logins(tmp_path / "bin", {"worker-1": [], "worker-2": ["sh", "-c", python]})
     found = refusal(doctor(tmp_path, here))
-    assert found.startswith("ds-compress doctor: worker-2: ") and said in found
+    assert found.startswith("ds-compress doctor: worker-2: ") and message in found
 
 
 @pytest.mark.parametrize(
-    "hostfile, said",
+    "hostfile, message",
     [
         ("", "hostfile: no machine in it; should have lines like worker-1 slots=8"),
         ("worker-1 slots=1\nworker-2\n", "hostfile:2: 'worker-2' is not a line like worker-1 slots=8"),
         ("worker-1 slots=1\nworker-1 slots=1\n", "hostfile:2: 'worker-1' has a line already"),
     ],
 )
-def test_a_hostfile_that_is_none(tmp_path, hostfile, said):
-    assert refusal(doctor(tmp_path, logins(tmp_path / "bin", {}), hostfile)) == f"{said}\n"
+def test_a_hostfile_that_is_none(tmp_path, hostfile, message):
+    assert refusal(doctor(tmp_path, logins(tmp_path / "bin", {}), hostfile)) == f"{message}\n"
 
 
 def test_tools_that_are_missing_are_named(tmp_path):
     environment = logins(tmp_path / "bin", {"worker-1": []})
     (tmp_path / "bin" / "pdsh").unlink()
-    said = refusal(doctor(tmp_path, {**environment, "PATH": str(tmp_path / "bin")}))
-    assert "pdsh is missing" in said and "apt install pdsh" in said and "-m ds_compress doctor" in said
+    message = refusal(doctor(tmp_path, {**environment, "PATH": str(tmp_path / "bin")}))
+    assert (
+        "pdsh is missing" in message and "apt install pdsh" in message and "-m ds_compress doctor" in message
+    )
 
 
 def test_a_launcher_that_fails_is_quoted(tmp_path):

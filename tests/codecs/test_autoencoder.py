@@ -12,7 +12,7 @@ from tests.support.codecs import relative_error
 from tests.support.messages import any_shape
 
 
-class Boundary:
+class AutoencoderBoundary:
     """Two sides that train: messages by micro-batch, memory and stash as a boundary keeps them."""
 
     def __init__(self, seed=0, replica=0, **options):
@@ -68,7 +68,7 @@ def same(memories, others):
     [(torch.float64, "fp32", 1e-5), (torch.float32, "bf16", 1e-2), (torch.bfloat16, "bf16", 2e-2)],
 )
 def test_messages_and_gradients_are_those_of_two_linear_layers(dtype, wire, tolerance):
-    boundary = Boundary(width=5, dtype=wire)
+    boundary = AutoencoderBoundary(width=5, dtype=wire)
     expected = {"encoder": 0.0, "decoder": 0.0}
     micro_batches = [
         (randn(4, 6, 16, seed=i).to(dtype), randn(4, 6, 16, seed=10 + i).to(dtype)) for i in range(3)
@@ -91,8 +91,8 @@ def test_messages_and_gradients_are_those_of_two_linear_layers(dtype, wire, tole
 def test_starts_as_an_orthogonal_projection_on_every_replica():
     x = randn(10, 16)
     first, second = (
-        Boundary(seed=3, width=4, dtype="fp32"),
-        Boundary(seed=3, replica=5, width=4, dtype="fp32"),
+        AutoencoderBoundary(seed=3, width=4, dtype="fp32"),
+        AutoencoderBoundary(seed=3, replica=5, width=4, dtype="fp32"),
     )
     out = first.send(x)
     torch.testing.assert_close(first.send(out, micro_batch=1), out)  # a projection
@@ -100,14 +100,14 @@ def test_starts_as_an_orthogonal_projection_on_every_replica():
     e = first.entry("encoder")
     torch.testing.assert_close(e.T @ e, torch.eye(4))
     assert torch.equal(e, second.entry("encoder")) and torch.equal(e.T, first.entry("decoder"))
-    other = Boundary(seed=4, width=4)
+    other = AutoencoderBoundary(seed=4, width=4)
     other.send(x)
     assert not torch.equal(e, other.entry("encoder"))
 
 
 def test_keeps_no_graph():
     """A stage sends its output with the graph that made it."""
-    boundary = Boundary(width=3)
+    boundary = AutoencoderBoundary(width=3)
     boundary.send(randn(8, 16).requires_grad_())
     boundary.send(randn(8, 16).requires_grad_(), "backward")
     kept = [*boundary.memories, *boundary.stashes[0]]
@@ -137,7 +137,7 @@ def test_backward_without_forward_is_refused():
 @settings(max_examples=40, deadline=None)
 @given(x=any_shape(), width=st.integers(1, 12))
 def test_any_shape(x, width):
-    boundary = Boundary(width=width, dtype="fp32")
+    boundary = AutoencoderBoundary(width=width, dtype="fp32")
     before = x.clone()
     out = boundary.send(x)
     if x.numel() and width >= (x.shape[-1] if x.shape else 1):
@@ -151,7 +151,7 @@ def test_any_shape(x, width):
 @pytest.mark.parametrize("wire", ["bf16", "fp32"])
 def test_learns_low_rank_data(wire):
     """The loss is half the squared error of what arrives, so the gradient is the error."""
-    boundary = Boundary(width=4, lr=1e-2, dtype=wire)
+    boundary = AutoencoderBoundary(width=4, lr=1e-2, dtype=wire)
     directions = randn(4, 24, seed=1)
     errors = []
     for step in range(600):
@@ -166,7 +166,7 @@ def test_learns_low_rank_data(wire):
 
 
 def test_is_adam():
-    boundary = Boundary(width=3, lr=1e-2, dtype="fp32")
+    boundary = AutoencoderBoundary(width=3, lr=1e-2, dtype="fp32")
     boundary.send(randn(8, 16))
     weights = {w: boundary.entry(w).clone().requires_grad_() for w in ("encoder", "decoder")}
     adam = torch.optim.Adam(weights.values(), lr=1e-2, eps=1e-30)
@@ -182,8 +182,8 @@ def test_is_adam():
 
 
 def test_replicas_average_their_gradients_and_stay_equal():
-    replicas = [Boundary(replica=r, width=3, dtype="fp32") for r in range(2)]
-    alone = Boundary(width=3, dtype="fp32")
+    replicas = [AutoencoderBoundary(replica=r, width=3, dtype="fp32") for r in range(2)]
+    alone = AutoencoderBoundary(width=3, dtype="fp32")
     for step in range(3):
         for r, replica in enumerate(replicas):
             x, g = randn(8, 16, seed=2 * step + r), randn(8, 16, seed=100 + 2 * step + r)
@@ -207,7 +207,7 @@ def test_replicas_average_their_gradients_and_stay_equal():
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan"), 1e30])
 def test_overflow_skips_the_update(bad):
-    boundary, calm = Boundary(width=3), Boundary(width=3)
+    boundary, calm = AutoencoderBoundary(width=3), AutoencoderBoundary(width=3)
     for step in range(3):
         for b in (boundary, calm):
             b.send(randn(8, 16, seed=step))
@@ -226,7 +226,7 @@ def test_overflow_skips_the_update(bad):
 
 @pytest.mark.parametrize("scale", [2.0**-40, 2.0**16, 2.0**40])
 def test_loss_scale_does_not_matter(scale):
-    plain, scaled = Boundary(width=3), Boundary(width=3)
+    plain, scaled = AutoencoderBoundary(width=3), AutoencoderBoundary(width=3)
     for step in range(3):
         for boundary, factor in ((plain, 1.0), (scaled, scale)):
             boundary.send(randn(8, 16, seed=step))
@@ -238,7 +238,7 @@ def test_loss_scale_does_not_matter(scale):
 
 def test_nothing_to_learn():
     """No backward message: no collective. A gradient of zero: no change of the weights."""
-    boundary = Boundary(width=3)
+    boundary = AutoencoderBoundary(width=3)
     boundary.send(randn(8, 16))
     before = boundary.snapshot()
 
@@ -256,7 +256,7 @@ def test_nothing_to_learn():
 
 
 def test_memory_entries_are_replaced_never_modified():
-    boundary = Boundary(width=3)
+    boundary = AutoencoderBoundary(width=3)
     for _ in range(2):
         for micro_batch in range(2):
             boundary.send(randn(8, 16), micro_batch=micro_batch)

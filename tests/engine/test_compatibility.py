@@ -114,10 +114,10 @@ PROGRAMS = {
     "an engine copied into another module": Program(engines.CopiedEngine, stages=3),
     "an engine that builds itself": Program(engines.BuiltItsOwnWay),
     "functions taken from p2p": Program(engines.OwnFunctions, blocks=programs.LOSSLESS, steps_aside=True),
-    "a note behind each message": Program(engines.SendsMore, stages=3, after_batch=engines.told),
-    "a note before each message": Program(engines.SendsFirst, stages=3, after_batch=engines.told),
+    "a note behind each message": Program(engines.SendsMore, stages=3, after_batch=engines.received_notes),
+    "a note before each message": Program(engines.SendsFirst, stages=3, after_batch=engines.received_notes),
     "a note like the message": Program(
-        engines.SendsAlike, after_batch=engines.told, blocks=(*programs.LOSSLESS, "quantize")
+        engines.SendsAlike, after_batch=engines.received_notes, blocks=(*programs.LOSSLESS, "quantize")
     ),
     "zero bubble": Program(
         engines.ZeroBubble, stages=3, specs=lambda: [LayerSpec(engines.LaterBlock) for _ in range(6)]
@@ -149,7 +149,7 @@ def test_program(name):
             assert runs["topk eager"]["losses"] == runs["topk blocking"]["losses"] != stock["losses"]
 
 
-def said_of(engine_class, block):
+def logged_by(engine_class, block):
     """What is logged of messages that are left to DeepSpeed, and the line that tells what is active."""
     with printed_lines(" active") as lines:
         run = programs.train(Program(engine_class), block)
@@ -159,20 +159,20 @@ def said_of(engine_class, block):
 NOT_TENSORS = "boundary 0, forward: its message is a dict, not tensors"
 
 
-def test_what_is_said_of_messages_that_are_left_to_deepspeed():
-    said, other = run_ranks(2, said_of, engines.NamedTensors, programs.EIGHT_BITS)
-    assert said[0] == NOT_TENSORS.replace("forward: ", "forward: left to DeepSpeed, uncompressed: ")
-    assert said[1].endswith("boundary 0: forward no packets, backward no packets")
-    assert len(said) == 2 and other == []
-    said, other = run_ranks(2, said_of, engines.OwnFunctions, programs.EIGHT_BITS)
-    assert said[0].endswith("its instruction sends no tensor through deepspeed.runtime.pipe.p2p")
-    assert "forward no packets, backward quantize(bits=8) 4,096 -> 1,088 bytes" in said[1]
-    assert len(said) == 2 and other == []
+def test_what_is_logged_by_messages_that_are_left_to_deepspeed():
+    message, other = run_ranks(2, logged_by, engines.NamedTensors, programs.EIGHT_BITS)
+    assert message[0] == NOT_TENSORS.replace("forward: ", "forward: left to DeepSpeed, uncompressed: ")
+    assert message[1].endswith("boundary 0: forward no packets, backward no packets")
+    assert len(message) == 2 and other == []
+    message, other = run_ranks(2, logged_by, engines.OwnFunctions, programs.EIGHT_BITS)
+    assert message[0].endswith("its instruction sends no tensor through deepspeed.runtime.pipe.p2p")
+    assert "forward no packets, backward quantize(bits=8) 4,096 -> 1,088 bytes" in message[1]
+    assert len(message) == 2 and other == []
 
 
 def test_messages_are_not_left_to_deepspeed_where_compression_is_required():
     block = {**programs.EIGHT_BITS, "enabled": "required", "link": {"timeout_s": 10}}
-    error, _ = run_ranks(2, said_of, engines.NamedTensors, block, check=False)
+    error, _ = run_ranks(2, logged_by, engines.NamedTensors, block, check=False)
     assert '"enabled": "required" in ds_compress asks for compression, but ' + NOT_TENSORS in error
 
 

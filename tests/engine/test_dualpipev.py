@@ -312,18 +312,18 @@ def test_the_guard_measures_what_compression_costs_and_leaves_training_as_it_is(
 
 
 @pytest.mark.parametrize(
-    "block, limits, said",
+    "block, limits, output",
     [
         (NOISE, {"loss": 0.01, "error": 9.0}, "a loss of"),
         (LOST, {"error": 0.5}, "boundary 1, backward: a relative error"),
     ],
     ids=["loss", "error"],
 )
-def test_the_guard_stops_all_ranks(block, limits, said):
+def test_the_guard_stops_all_ranks(block, limits, output):
     """Its limits had no effect, whatever "action" said."""
     ranks = run_ranks(2, guarded, {**block, "guard": {"every": 2, "action": "stop", **limits}})
     (line,) = {rank["error"] for rank in ranks}
-    assert line.startswith(f"ds_compress: guard: after step 2 {said}") and len(ranks[0]["losses"]) == 1
+    assert line.startswith(f"ds_compress: guard: after step 2 {output}") and len(ranks[0]["losses"]) == 1
 
 
 def test_the_guard_relaxes_on_all_ranks_alike():
@@ -354,6 +354,6 @@ def with_subspace(bases, rank):
 def test_a_subspace_is_refused(order):
     """It trained without a word, with pairs in places where nothing crosses, or none where it does."""
     kinds = [SubspacePipeline, dualpipev.DualPipeVModule][::order]
-    said = run_ranks(2, with_subspace, kinds, 4)
-    assert said[0] == said[1] and said[0].startswith("subspace: rank 4: DualPipeV is not supported")
+    output = run_ranks(2, with_subspace, kinds, 4)
+    assert output[0] == output[1] and output[0].startswith("subspace: rank 4: DualPipeV is not supported")
     assert all(loss > 0 for loss in run_ranks(2, with_subspace, kinds, None))

@@ -63,7 +63,7 @@ def test_no_more_leave_early_than_may_be_under_way():
     assert left_early(LateSchedule(9, 2, 0))[0] == [0, 1, 2, 3]
 
 
-class Changed(TrainSchedule):
+class ChangedSchedule(TrainSchedule):
     """A foreign instruction between what is computed and what is sent."""
 
     between: tuple = ()
@@ -83,7 +83,7 @@ class Changed(TrainSchedule):
     ],
 )
 def test_what_may_touch_the_buffer_keeps_the_message(between, early):
-    schedule = Changed(1, 2, 0)
+    schedule = ChangedSchedule(1, 2, 0)
     schedule.between = tuple(between)
     assert left_early(schedule)[0] == early
 

@@ -68,14 +68,14 @@ class Frozen(Causal):
         self.requires_grad_(not self.first)
 
 
-class Checkpointed(Causal):
+class RecomputedCausal(Causal):
     """Recomputes in the backward pass: to autograd, mask and hidden state come from one operation."""
 
     def forward(self, inputs):
         if self.first:
             return super().forward(inputs)
         return torch.utils.checkpoint.checkpoint(
-            lambda *tensors: super(Checkpointed, self).forward(tensors), *inputs
+            lambda *tensors: super(RecomputedCausal, self).forward(tensors), *inputs
         )
 
 
@@ -107,7 +107,7 @@ HIDDEN, MASK, TABLE = 4 * LENGTH * WIDTH, 4 * LENGTH * LENGTH, 4 * LENGTH * WIDT
 BYTES = 2 * HIDDEN + 4 * (MASK + 2 * TABLE) + 32  # of a message with bf16: one header
 
 
-@pytest.mark.parametrize("layer", [Causal, Frozen, Checkpointed])
+@pytest.mark.parametrize("layer", [Causal, Frozen, RecomputedCausal])
 @pytest.mark.parametrize("evaluate_first", [False, True])
 def test_hidden_states_are_compressed_and_nothing_else(layer, evaluate_first):
     ranks = run_ranks(3, trained, block_of("bf16"), layer.layers(6), 3, evaluate_first)

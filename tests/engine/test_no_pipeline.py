@@ -94,7 +94,7 @@ def starts():
 
 
 @pytest.mark.parametrize(
-    "name, said",
+    "name, message",
     [
         *((f"ZeRO-{n}", ["has no effect", "is not a pipeline", "PipelineM"]) for n in (0, 1, 3)),
         ("misspelt", ["did you mean 'ds_compress'?"]),
@@ -102,10 +102,10 @@ def starts():
         ("one stage", ["a pipeline of one stage"]),
     ],
 )
-def test_an_engine_that_compresses_nothing_says_so_once(starts, name, said):
+def test_an_engine_that_compresses_nothing_says_so_once(starts, name, message):
     (lines, error), other = starts[name]
     assert error == "" and other == ([], "") and len(lines) == 1 and "\n" not in lines[0]
-    assert all(part in lines[0] for part in said), lines
+    assert all(part in lines[0] for part in message), lines
 
 
 def test_its_block_is_checked_all_the_same(starts):

@@ -31,7 +31,7 @@ def test_a_message_leaves_once_though_a_program_sends_another_buffer(mode):
     assert run_ranks(2, sends_another_buffer, block) == stock
 
 
-class Masked(Block):
+class MaskedBlock(Block):
     def forward(self, given):
         x, mask = given if isinstance(given, tuple) else (given, torch.arange(512).view(4, 128) % 3 == 0)
         return super().forward(x), mask
@@ -39,7 +39,7 @@ class Masked(Block):
 
 def by_hand(block):
     """How many are true of the mask that the last stage gets before anything else."""
-    engine = build(2, ds_config(block), [LayerSpec(Masked) for _ in range(2)])
+    engine = build(2, ds_config(block), [LayerSpec(MaskedBlock) for _ in range(2)])
     engine.has_bool_tensors = True
     engine.module.eval()
     engine._reserve_pipe_buffers(1)

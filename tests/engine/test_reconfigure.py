@@ -181,17 +181,17 @@ def test_resuming_goes_on_with_what_was_adopted(name, tmp_path):
 
 
 def resumed_with_another_block(folder):
-    said = log_lines()
+    log = log_lines()
     engine = build(2, ds_config(block("codecs", forward=bits(7))))
     engine.load_checkpoint(str(folder))
-    return str(engine.ds_compress.config.codecs(0).forward), [line for line in said if "start again" in line]
+    return str(engine.ds_compress.config.codecs(0).forward), [line for line in log if "start again" in line]
 
 
 def test_another_block_begins_as_it_says(tmp_path):
     run_ranks(2, trained, ds_config(block("codecs")), COURSES["codecs"], 2, tmp_path)
-    (codec, said), (_, silent) = run_ranks(2, resumed_with_another_block, tmp_path)
+    (codec, log), (_, silent) = run_ranks(2, resumed_with_another_block, tmp_path)
     assert "bits=7" in codec and not silent
-    assert len(said) == 1 and "settings that changed during training start again from the block" in said[0]
+    assert len(log) == 1 and "settings that changed during training start again from the block" in log[0]
 
 
 def forgets(folder):
@@ -282,7 +282,7 @@ LARGER = {"codec": {"name": "topk", "density": 1.0, "values": "raw", "indices": 
 
 def follows():
     """What the parts that look at codecs say before and after something is adopted."""
-    said = log_lines()
+    log = log_lines()
     engine, data = (
         build(2, ds_config({"min_numel": 0, "guard": {"every": 2}, "monitor": {"every": 1}})),
         batches(),
@@ -292,10 +292,10 @@ def follows():
         engine.ds_compress.reconfigure(settings)
         engine.train_batch(data)
         found.append((engine.ds_compress.guard.judges(2), engine.ds_compress.replica_check.every))
-    return found, [line for line in said if "makes messages larger" in line]
+    return found, [line for line in log if "makes messages larger" in line]
 
 
 def test_guard_mirrors_and_monitor_follow():
-    (found, said), _ = run_ranks(2, follows)
+    (found, log), _ = run_ranks(2, follows)
     assert found == [(False, 0), (True, 100)]
-    assert len(said) == 1 and said[0].startswith("ds_compress.boundaries.0.backward.codec: topk(")
+    assert len(log) == 1 and log[0].startswith("ds_compress.boundaries.0.backward.codec: topk(")

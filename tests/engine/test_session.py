@@ -83,10 +83,10 @@ def test_the_mixin_adds_one_name_to_the_class():
 
 
 def test_reaching_is_found():
-    class Part:
+    class SessionPart:
         __module__ = "ds_compress.test"
 
-    first, second, third = Part(), Part(), Part()
+    first, second, third = SessionPart(), SessionPart(), SessionPart()
     first.hook, second.parts = lambda: second, [{"third": third}]
     assert {id(second), id(third)} <= reached(first, []).keys()
     assert id(third) not in reached(first, [second])

@@ -30,7 +30,7 @@ def crossed(codec, x, step):
     return plain.decode(parts, TensorSpec.of(x), Context(step=step)), sum(part.nbytes for part in parts)
 
 
-class Reference:
+class ReferenceBuffers:
     """Samples and their buffers as the docstring of `first_visits` says it, with none of its code."""
 
     def __init__(self, codec, first, selects):
@@ -82,7 +82,7 @@ def test_messages_are_as_described(codec, first, visits, width):
     """Both sides have the buffers of the reference; no message is larger than all first visits."""
     torch.manual_seed(0)
     pair = Weighed(CODECS[codec], {"name": "aqsgd", "dtype": "fp32", "first_visit": FIRSTS[first]})
-    reference = Reference(CODECS[codec], FIRSTS[first], selects=codec == "topk")
+    reference = ReferenceBuffers(CODECS[codec], FIRSTS[first], selects=codec == "topk")
     for step, numbers in enumerate(visits):
         x = torch.randn(len(numbers), width)
         expected, taken = reference(x, numbers, step)
@@ -184,7 +184,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("first, said", REFUSED, ids=[str(first) for first, _ in REFUSED])
-def test_what_cannot_send_first_visits_is_refused(first, said):
-    with pytest.raises(CompressionError, match=rf"^ds_compress.forward.feedback.{said}"):
+@pytest.mark.parametrize("first, reason", REFUSED, ids=[str(first) for first, _ in REFUSED])
+def test_what_cannot_send_first_visits_is_refused(first, reason):
+    with pytest.raises(CompressionError, match=rf"^ds_compress.forward.feedback.{reason}"):
         Config({"forward": {"codec": TWO, "feedback": {"name": "aqsgd", "first_visit": first}}})

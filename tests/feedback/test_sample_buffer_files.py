@@ -43,11 +43,11 @@ def store(folder, messages):
     return len(memory)
 
 
-def is_no_room(said, folder, reason="No space left on device"):
+def is_no_room(message, folder, reason="No space left on device"):
     return re.fullmatch(
         rf"aqsgd: boundary 3: [\d,]+ bytes cannot be reserved in {re.escape(str(folder))} \({reason}\); "
         + re.escape(ADVICE),
-        said,
+        message,
     )
 
 
@@ -121,10 +121,10 @@ def test_the_folder_is_made_and_left_empty(tmp_path):
 def test_a_folder_that_cannot_be_made_stops_all_ranks_alike(tmp_path):
     """It was noticed at the first message, by one rank; the others waited for that message."""
     (tmp_path / "file").touch()
-    said = run_ranks(2, start, tmp_path / "file" / "folder")
+    message = run_ranks(2, start, tmp_path / "file" / "folder")
     assert (
-        said[0]
-        == said[1]
+        message[0]
+        == message[1]
         == (
             f"ds_compress.forward.feedback.offload.nvme_path: {tmp_path}/file/folder cannot be made "
             f"(Not a directory); {ADVICE} [rank 0]"
@@ -133,10 +133,10 @@ def test_a_folder_that_cannot_be_made_stops_all_ranks_alike(tmp_path):
 
 
 def test_a_folder_without_room_on_one_rank_stops_all(tmp_path):
-    said = run_ranks(2, start, tmp_path, 1)
+    message = run_ranks(2, start, tmp_path, 1)
     assert (
-        said[0]
-        == said[1]
+        message[0]
+        == message[1]
         == (
             f"ds_compress.forward.feedback.offload.nvme_path: {FILE:,} bytes cannot be reserved in "
             f"{tmp_path} (File too large); {ADVICE} [rank 1]"

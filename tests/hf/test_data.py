@@ -60,8 +60,8 @@ def test_text_is_learned_whole_and_completions_alone():
 
 
 def test_of_a_conversation_what_the_assistant_says_is_learned():
-    said = [("user", "the cat"), ("assistant", "sees"), ("user", "the dog"), ("assistant", "hears a bird")]
-    record = {"messages": [{"role": role, "content": content} for role, content in said]}
+    message = [("user", "the cat"), ("assistant", "sees"), ("user", "the dog"), ("assistant", "hears a bird")]
+    record = {"messages": [{"role": role, "content": content} for role, content in message]}
     whole, learned = one(record)
     assert whole == (
         "<user> the cat </s> <assistant> sees </s> <user> the dog </s> <assistant> hears a bird </s>"

@@ -22,28 +22,28 @@ from tests.support.interpreters import TRAINING, interpreter
 def run():
     """train.json of a finished run, and what the run said."""
     path = plain_run()
-    return path, (path.parent / "said").read_text()
+    return path, (path.parent / "output").read_text()
 
 
 def test_perplexity_falls_and_progress_is_told(run):
-    path, said = run
-    before, after = perplexities(said)
+    path, output = run
+    before, after = perplexities(output)
     assert after < 0.95 * before
-    lines = [line for line in said.splitlines() if line.startswith("training:")]
+    lines = [line for line in output.splitlines() if line.startswith("training:")]
     assert len(lines) == 6
     assert re.fullmatch(
         r"training: 6/6 steps, 0:00 left loss=\d\.\d{4} tokens/s=\d+ ratio=3\.\d\dx", lines[-1]
     )
-    assert re.search(r"sample: 'the cat( \S+){24}'", said)
+    assert re.search(r"sample: 'the cat( \S+){24}'", output)
     assert sorted(losses(path.parent / "out")) == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("launcher", ["deepspeed", "accelerate"])
 @pytest.mark.extended(keep=1)
 def test_every_launcher_trains_the_same(run, tmp_path, launcher):
-    path, said = run
+    path, output = run
     copy = copy_of(path, tmp_path / "copy")
-    assert perplexities(finetune(launcher, copy, python=interpreter(TRAINING)).stderr) == perplexities(said)
+    assert perplexities(finetune(launcher, copy, python=interpreter(TRAINING)).stderr) == perplexities(output)
     assert losses(copy.parent / "out") == losses(path.parent / "out")
 
 
@@ -69,19 +69,19 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(run, tmp_path):
     done = max(losses(out))
     assert done < 60
     killed.write_text(json.dumps(settings | {"steps": done + 3}))
-    said = finetune("torchrun", killed).stderr
-    assert re.search(r"goes on from step [1-9]", said)
+    output = finetune("torchrun", killed).stderr
+    assert re.search(r"goes on from step [1-9]", output)
     whole = copy_of(killed, tmp_path / "whole")
     finetune("torchrun", whole)
     assert losses(out) == losses(whole.parent / "out")
 
 
 def test_the_merged_model_has_the_same_perplexity(run, tmp_path, capsys):
-    path, said = run
+    path, output = run
     merged = tmp_path / "merged"
     assert main(["merge", str(path.parent / "out"), "--to", str(merged)]) == 0
     plain = AutoModelForCausalLM.from_pretrained(merged)
-    assert perplexity(path, plain) == pytest.approx(perplexities(said)[1], rel=1e-5)
+    assert perplexity(path, plain) == pytest.approx(perplexities(output)[1], rel=1e-5)
 
     adapted = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(path.parent / "model"), str(merged / "adapter")

@@ -22,10 +22,10 @@ def refusal(path, ranks=1, **changes):
     """What each rank says to a run with that train.json, changed; it has to be the same line."""
     path.write_text(json.dumps(json.loads(path.read_text()) | {"stages": ranks} | changes))
     (path.parent / "out").mkdir(exist_ok=True)
-    said = run_ranks(ranks, refused, path)
-    assert len({*said}) == 1
-    assert "\n" not in said[0]
-    return said[0]
+    message = run_ranks(ranks, refused, path)
+    assert len({*message}) == 1
+    assert "\n" not in message[0]
+    return message[0]
 
 
 def refused(path):
@@ -108,9 +108,9 @@ def test_machines_with_other_settings_or_other_text(path, tmp_path):
         "train.json.steps differs between ranks 0 and 1; should be equal on all machines"
     ]
     (tmp_path / "text.txt").write_text(text(121))
-    said = run_ranks(2, refused_on_rank_1, path, {"data": {"train": str(tmp_path / "text.txt")}})
-    assert said[0] == said[1]
-    assert said[0].startswith("train.json.data: the text, or what the tokenizer makes of it, differs between")
+    first, second = run_ranks(2, refused_on_rank_1, path, {"data": {"train": str(tmp_path / "text.txt")}})
+    assert first == second
+    assert first.startswith("train.json.data: the text, or what the tokenizer makes of it, differs between")
 
 
 def refused_on_rank_1(path, changes):

@@ -81,8 +81,8 @@ def pretrained(tmp_path_factory):
     }
     path = folder / "train.json"
     path.write_text(json.dumps(settings))
-    said = finetune("torchrun", path).stderr
-    return path, said, merge(folder / "out", folder / "merged")
+    output = finetune("torchrun", path).stderr
+    return path, output, merge(folder / "out", folder / "merged")
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +130,8 @@ def _rank(process: psutil.Process) -> int | None:
 
 
 def test_perplexity_falls_when_all_parameters_are_trained(pretrained):
-    path, said, merged = pretrained
-    before, after = perplexities(said)
+    path, output, merged = pretrained
+    before, after = perplexities(output)
     assert after < 0.6 * before
     assert perplexity_of_folder(path, merged) == pytest.approx(after, rel=1e-5, abs=1e-4)
 
@@ -152,12 +152,12 @@ def test_killed_and_started_again_it_is_as_if_nothing_had_been(uninterrupted, tm
     assert done[-1] < STEPS
     done = killed(launcher, path, max(2 * STEPS // 3, done[-1] + 1), None)
     assert done[-1] < STEPS
-    said = finetune(launcher, path).stderr
-    assert "goes on from step" in said
+    output = finetune(launcher, path).stderr
+    assert "goes on from step" in output
     assert losses(out) == expected
     rows = [json.loads(line) for line in (out / "losses.jsonl").read_text().splitlines()]
     assert all(row["loss"] == expected[row["step"]] for row in rows)
-    after = perplexities(said)[1]
+    after = perplexities(output)[1]
     assert after == perplexities(uninterrupted[1])[1]
     merged = merge(out, tmp_path / "merged")
     model = Path(json.loads(path.read_text())["model"])

@@ -59,10 +59,10 @@ def test_a_machine_that_lost_its_checkpoint_is_named_on_every_rank(trained, tmp_
     copy = tmp_path / "copy"
     shutil.copytree(trained[0].parent, copy)
     shutil.rmtree(copy / "machine1" / "step4")
-    said = run_ranks(2, finetune, copy / "train.json", 6)
-    assert said[0] == said[1]
-    assert said[0].startswith("train.json.out: rank 1 does not find its part of step4 on its machine; ")
-    assert "\n" not in said[0]
+    output = run_ranks(2, finetune, copy / "train.json", 6)
+    assert output[0] == output[1]
+    assert output[0].startswith("train.json.out: rank 1 does not find its part of step4 on its machine; ")
+    assert "\n" not in output[0]
 
 
 def test_layers_that_are_on_another_machine_are_explained(trained, tmp_path):
@@ -87,9 +87,9 @@ def own_folder(folder, replicas):
 
 def test_replicas_need_a_folder_of_their_stage(tmp_path):
     assert run_ranks(2, own_folder, tmp_path, 1) == [False, False]
-    said = run_ranks(2, own_folder, tmp_path, 2)
-    assert said[0] == said[1]
-    assert said[0].startswith("train.json.out: rank 1 does not see what rank 0 writes there, and both train")
+    first, second = run_ranks(2, own_folder, tmp_path, 2)
+    assert first == second
+    assert first.startswith("train.json.out: rank 1 does not see what rank 0 writes there, and both train")
 
 
 def last_step(folder):

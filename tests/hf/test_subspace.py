@@ -20,7 +20,7 @@ from tests.support.finetuning import (
     perplexity,
     plain_run,
     prepare,
-    told,
+    run_to_the_end,
 )
 from tests.support.interpreters import TRAINING, interpreter
 from tests.support.ranks import once, run_ranks
@@ -59,9 +59,10 @@ def narrow(rank):
 def run():
     """train.json of a finished run with adapters, and what it said."""
     folder = once(
-        "subspace", lambda folder: told(prepare(folder, subspace=narrow(RANK)), interpreter(TRAINING))
+        "subspace",
+        lambda folder: run_to_the_end(prepare(folder, subspace=narrow(RANK)), interpreter(TRAINING)),
     )
-    return folder / "train.json", (folder / "said").read_text()
+    return folder / "train.json", (folder / "output").read_text()
 
 
 def messages(path):
@@ -85,20 +86,20 @@ def test_it_sends_no_more_than_its_coefficients(run):
 def test_it_learns_what_the_whole_width_does(run):
     """docs/subspace.md: a quarter of the coefficients costs 5.5 % of perplexity."""
     before, after = perplexities(run[1])
-    whole_before, whole = perplexities((plain_run().parent / "said").read_text())
+    whole_before, whole = perplexities((plain_run().parent / "output").read_text())
     assert after < 0.95 * before and before == pytest.approx(whole_before, rel=0.055)
     assert after <= 1.055 * whole
 
 
 def test_a_merged_run_computes_the_same_with_its_pairs(run, tmp_path, capsys):
-    path, said = run
+    path, output = run
     merged = tmp_path / "merged"
     assert main(["merge", str(path.parent / "out"), "--to", str(merged)]) == 0
     assert f"{FILE} belongs between its layers" in capsys.readouterr().out
     model = restore(AutoModelForCausalLM.from_pretrained(merged).eval(), merged)
-    assert perplexity(path, model) == pytest.approx(perplexities(said)[1], rel=1e-5)
+    assert perplexity(path, model) == pytest.approx(perplexities(output)[1], rel=1e-5)
     plain = AutoModelForCausalLM.from_pretrained(merged).eval()
-    assert perplexity(path, plain) != pytest.approx(perplexities(said)[1], rel=1e-3)
+    assert perplexity(path, plain) != pytest.approx(perplexities(output)[1], rel=1e-3)
 
 
 def test_a_stopped_run_goes_on_as_if_nothing_had_been(run, tmp_path):
@@ -124,5 +125,5 @@ def test_what_no_run_left_is_refused(run, tmp_path):
     with pytest.raises(CompressionError, match=f"{FILE} is missing"):
         restore(AutoModelForCausalLM.from_pretrained(run[0].parent / "model"), tmp_path)
     path = copy_of(run[0], tmp_path / "wide")
-    said = in_forked_ranks(path, subspace=narrow(WIDTH + 1))
-    assert f"rank {WIDTH + 1}; hidden states are {WIDTH} wide there: should be 1..{WIDTH}" in said
+    message = in_forked_ranks(path, subspace=narrow(WIDTH + 1))
+    assert f"rank {WIDTH + 1}; hidden states are {WIDTH} wide there: should be 1..{WIDTH}" in message

@@ -110,8 +110,8 @@ def test_without_a_compiler_the_package_is_installed_and_warns_once(compiler, tr
     (tree / "setup.cfg").write_text((ROOT / "setup.cfg").read_text())  # without objects of this tree
     file, names = wheel(tree, CXX=compiler)
     assert file.name.endswith("-py3-none-any.whl") and not [name for name in names if name.endswith(".so")]
-    loaded, (said,) = use(unpacked(file, tmp_path / "site"))
-    assert loaded is None and "several times slower: no compiled kernels" in said
+    loaded, (message,) = use(unpacked(file, tmp_path / "site"))
+    assert loaded is None and "several times slower: no compiled kernels" in message
 
 
 def test_what_cannot_be_compiled_in_place_is_said(tree):

@@ -67,13 +67,15 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("asked, features, names, said", REFUSED.values(), ids=REFUSED)
-def test_what_cannot_run_is_refused_in_one_line(asked, features, names, said, installed, monkeypatch, capsys):
+@pytest.mark.parametrize("asked, features, names, message", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_run_is_refused_in_one_line(
+    asked, features, names, message, installed, monkeypatch, capsys
+):
     """DS_COMPRESS_CPU=x86-64-v4 without AVX-512 died of an illegal instruction."""
     installed(*names, features=features)
     monkeypatch.setenv(library.CPU, asked)
     monkeypatch.setattr(library, "load", load)
-    with pytest.raises(CompressionError, match=f"^DS_COMPRESS_CPU: .*{said}"):
+    with pytest.raises(CompressionError, match=f"^DS_COMPRESS_CPU: .*{message}"):
         backends.prepare()
     assert main(["bench", "--shape", "8,64", "--codec", "quantize"]) == 2
     error = capsys.readouterr().err

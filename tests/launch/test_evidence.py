@@ -143,10 +143,10 @@ def test_what_recipes_cost_is_what_the_rows_say():
             for task in ("vision", "language")
         ]
         assert min(map(len, both)) == evidence.seeds >= 3
-        for own, metric, said, digits in zip(both, ("accuracy", "perplexity"), evidence[2:], (1, 3)):
+        for own, metric, message, digits in zip(both, ("accuracy", "perplexity"), evidence[2:], (1, 3)):
             means = [sum(row[f"{metric}_{way}"] for row in own) / len(own) for way in ("on", "off")]
-            assert [round(mean, digits) for mean in means] == [*said], name
-            text = " / ".join(f"{value:.{digits}f}" for value in said)
+            assert [round(mean, digits) for mean in means] == [*message], name
+            text = " / ".join(f"{value:.{digits}f}" for value in message)
             assert f"| {text if name != 'none' else text.split(' / ')[0]} |" in readme
         ours, theirs = (
             Config(block).codecs(None) for block in (recipes.recipe(name, KEY), both[0][0]["block"])

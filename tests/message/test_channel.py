@@ -127,7 +127,7 @@ def test_a_codec_that_breaks_its_word_is_named_before_anything_is_sent(supports_
     called = "encode_into" if supports_out else "encode"  # encode_into is encode where a codec supports out
     if not supports_out:
         monkeypatch.setattr(type(codec), "encode_into", Codec.encode_into)
-    for broken, said in (
+    for broken, output in (
         (lambda x, ctx, out=None: whole(x, ctx)[:1], "1 payload tensors came, the layout has 2"),
         (
             lambda x, ctx, out=None: (whole(x, ctx)[0].float(), whole(x, ctx)[1]),
@@ -135,7 +135,7 @@ def test_a_codec_that_breaks_its_word_is_named_before_anything_is_sent(supports_
         ),
     ):
         monkeypatch.setattr(codec, called, broken)
-        with pytest.raises(CompressionError, match=said):
+        with pytest.raises(CompressionError, match=output):
             sender.forward.encode([torch.randn(4, 64)], sender.forward.message_id(0, 0))
 
 

@@ -67,8 +67,8 @@ def test_a_lost_neighbour_is_still_named():
     def lost():
         raise RuntimeError("[pair.cc:1] Connection closed. This means a remote process died")
 
-    said = error_of(lambda: send_with(lost))
-    assert said == (CompressionError, "boundary 0, forward: rank 1 is gone: Connection closed")
+    output = error_of(lambda: send_with(lost))
+    assert output == (CompressionError, "boundary 0, forward: rank 1 is gone: Connection closed")
 
 
 def test_while_triton_is_tried(monkeypatch):

@@ -20,8 +20,8 @@ def test_boundaries_alike_are_named_once():
     """A line on six tensors once had 779 characters."""
     config = Config({"boundaries": {"1": {"forward": {"codec": "bf16"}}}})
     line = announcement(config, channels(400, 200, 4), "eager", lambda place: "tensor 0 compressed")
-    said = line.split("per message: ")[1]
+    message = line.split("per message: ")[1]
     none = (
         "forward none 400 -> 200 bytes (2.00x) [tensor 0 compressed], backward none 400 -> 200 bytes (2.00x) "
     )
-    assert said.startswith(f"boundaries 0, 2, 3: {none}[as forward]; boundary 1: forward bf16 400 -> 200")
+    assert message.startswith(f"boundaries 0, 2, 3: {none}[as forward]; boundary 1: forward bf16 400 -> 200")

@@ -223,7 +223,7 @@ def test_every_message_of_a_step_is_compared_in_turn(tmp_path):
 
 def last_lines(steps, every, folder):
     """What a run of so many steps, and one resumed from it for as many, say at the end; and their bytes."""
-    said = []
+    output = []
     for resumed in (False, True):
         engine, data = build(2, ds_config({**BLOCK, "monitor": {"every": every}})), batches()
         if resumed:
@@ -233,8 +233,8 @@ def last_lines(steps, every, folder):
         engine.save_checkpoint(folder)
         sent = torch.tensor([sum(channel.sent.wire_bytes for channel in engine.ds_compress.stage.sending)])
         torch.distributed.all_reduce(sent)
-        said.append((engine.ds_compress.monitor.summary(), sent.item()))
-    return said
+        output.append((engine.ds_compress.monitor.summary(), sent.item()))
+    return output
 
 
 def test_a_run_shorter_than_every_counts_to_its_end(tmp_path):

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import io
-import logging
 from unittest import mock
 
 import pytest
@@ -26,6 +25,7 @@ from tests.support.pipeline import (
     weights,
 )
 from tests.support.pipeline_kinds import KINDS
+from tests.support.programs import warnings_of_ours
 from tests.support.ranks import run_ranks
 
 STEPS = 6
@@ -52,17 +52,12 @@ def resize(engine, step):
 
 def train(config, before_step=keep, **options):
     """Losses, weights and warnings of one engine; `before_step` is called with engine and step."""
-    warnings = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    logger = logging.getLogger("ds_compress")
-    logger.addHandler(handler)
-    engine = build(2, config, **options)
-    data, losses = batches(engine.grid.get_data_parallel_id()), []
-    for step in range(STEPS):
-        before_step(engine, step)
-        losses.append(engine.train_batch(data).item())
-    logger.removeHandler(handler)
+    with warnings_of_ours() as warnings:
+        engine = build(2, config, **options)
+        data, losses = batches(engine.grid.get_data_parallel_id()), []
+        for step in range(STEPS):
+            before_step(engine, step)
+            losses.append(engine.train_batch(data).item())
     return {"losses": losses, "weights": weights(engine), "warnings": warnings}
 
 

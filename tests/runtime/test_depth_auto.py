@@ -68,7 +68,7 @@ def depths(stages, replicas, link, found, micro_batches=(9,) * 5):
 @pytest.mark.parametrize("stages, replicas", [(3, 1), (2, 2)])
 def test_a_far_link_goes_deeper_on_all_ranks_at_once(stages, replicas):
     (first, lines), *others = run_ranks(stages * replicas, depths, stages, replicas, AUTO, FAR)
-    assert all(ran == first and not said for ran, said in others)
+    assert all(ran == first and not message for ran, message in others)
     now = [depth for depth, _ in first]
     assert now[: MEASURED[-1]] == [1] * MEASURED[-1] and min(now[MEASURED[-1] :]) > 1
     assert all(links == {depth} for depth, links in first)

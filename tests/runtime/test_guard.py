@@ -30,16 +30,16 @@ class Lines(logging.Handler):
 
     def __init__(self):
         super().__init__()
-        self.said = []
+        self.logged = []
         logger = logging.getLogger("ds_compress")
         logger.addHandler(self)
         logger.setLevel(logging.INFO)
 
     def emit(self, record):
-        self.said.append((record.levelname, record.getMessage()))
+        self.logged.append((record.levelname, record.getMessage()))
 
     def of_the_guard(self):
-        return [(level, line) for level, line in self.said if line.startswith("ds_compress: ")]
+        return [(level, line) for level, line in self.logged if line.startswith("ds_compress: ")]
 
 
 def trained(stages, config, steps=3, specs=None, evaluate=False, engine_of=None, watched=True):
@@ -64,9 +64,9 @@ def trained(stages, config, steps=3, specs=None, evaluate=False, engine_of=None,
         "losses": losses,
         "weights": weights(engine),
         "cost": [value for name, value, _ in events if name == "Train/Compression/loss_cost"],
-        "said": log.of_the_guard(),
+        "logged": log.of_the_guard(),
         "error": error,
-        "warned": [line for level, line in log.said if line.startswith("boundary ")],
+        "warned": [line for level, line in log.logged if line.startswith("boundary ")],
         "written": len(events),
         "evaluated": evaluated,
         "total": getattr(engine, "total_loss", None),
@@ -150,7 +150,7 @@ def test_the_cost_is_that_of_two_evaluations(forward):
 
 def test_what_hurts_is_said_once_by_one_rank():
     ranks = run_ranks(2, trained, 2, ds_config(block(NOISE, every=1)))
-    ((level, line),), nothing = (rank["said"] for rank in ranks)
+    ((level, line),), nothing = (rank["logged"] for rank in ranks)
     assert level == "WARNING" and nothing == []
     assert "after step 1 a loss of" in line and "ds_compress.guard.loss: 5%): it hurts" in line
     assert "quantize(bits=1)" in line
@@ -159,7 +159,7 @@ def test_what_hurts_is_said_once_by_one_rank():
 
 def test_what_does_not_hurt_is_not_mentioned():
     ranks = run_ranks(2, trained, 2, ds_config(block(FINE, FINE, every=1)))
-    assert [rank["said"] for rank in ranks] == [[], []]
+    assert [rank["logged"] for rank in ranks] == [[], []]
     assert len(ranks[0]["cost"]) == 3
 
 
@@ -283,8 +283,8 @@ def test_a_program_that_loads_by_itself_is_left_alone():
     """There is no micro-batch to look at on the stages that load one: on all ranks the guard is off."""
     ranks = run_ranks(2, trained, 2, ds_config(block(COARSE, every=1)), 3, None, False, own_loading)
     assert all(len(rank["losses"]) == 3 and not rank["cost"] for rank in ranks)
-    assert [level for level, _ in ranks[0]["said"]] == ["INFO"]
-    assert "loads its micro-batches by itself" in ranks[0]["said"][0][1]
+    assert [level for level, _ in ranks[0]["logged"]] == ["INFO"]
+    assert "loads its micro-batches by itself" in ranks[0]["logged"][0][1]
 
 
 def due(settings, steps=2000):

@@ -51,7 +51,7 @@ def trained(config, stages=2, folder=None, saved=0, evaluates=False, disturb=Non
     """Return losses, rungs and bytes by step, and the weights; save every step, or go on after `saved`."""
     if disturb:
         disturb()
-    with printed_lines("policy") as said:
+    with printed_lines("policy") as printed:
         engine = build(stages, config)
         data = batches(engine.grid.get_data_parallel_id())
         if saved:
@@ -67,7 +67,7 @@ def trained(config, stages=2, folder=None, saved=0, evaluates=False, disturb=Non
             sent.append(sent_bytes(engine) - before)
             if folder and not saved:
                 engine.save_checkpoint(str(folder), tag=f"step{step + 1}")
-    return {"losses": losses, "rungs": rungs, "sent": sent, "weights": weights(engine), "said": said}
+    return {"losses": losses, "rungs": rungs, "sent": sent, "weights": weights(engine), "printed": printed}
 
 
 def same(ours, theirs, start=0):
@@ -87,8 +87,8 @@ def test_resuming_goes_on_exactly_and_evaluation_does_not_disturb(name, link, tm
         assert ours["rungs"] == whole[0]["rungs"][5:]
     rungs = [str(rungs) for rungs in whole[0]["rungs"]]
     assert len(set(rungs)) > 1, rungs
-    assert whole[0]["said"] and not whole[1]["said"]
-    assert whole[0]["said"][0].startswith(f"ds_compress: policy {POLICIES[name]['name']}: from step ")
+    assert whole[0]["printed"] and not whole[1]["printed"]
+    assert whole[0]["printed"][0].startswith(f"ds_compress: policy {POLICIES[name]['name']}: from step ")
 
 
 def test_a_rank_without_a_file_has_the_settings_of_the_others(tmp_path):
@@ -253,7 +253,7 @@ def test_a_policy_is_never_ignored_in_silence():
 
 def simulated_steps(config, stages, steps=STEPS, evaluates=False):
     """Losses and rungs by step of the same training in one process."""
-    with printed_lines("policy") as said:
+    with printed_lines("policy") as printed:
         options = {"lr": lambda: [group["lr"] for group in groups]}
         model = simulated(layers(), config, even_cuts(8, stages), **options)
         optimizer, data = torch.optim.SGD(model.parameters(), lr=0.05), batches()
@@ -263,7 +263,7 @@ def simulated_steps(config, stages, steps=STEPS, evaluates=False):
                 with evaluating(model, "compressed"):
                     model(next(batches())[0])
             losses.append(train_step(model, optimizer, data))
-    return losses, said
+    return losses, printed
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -273,9 +273,11 @@ def test_a_simulated_policy_gives_the_losses_of_a_pipeline(name):
     real = run_ranks(2, trained, config)[0]
     assert len({str(rungs) for rungs in real["rungs"]}) > 1
     for evaluates in (False, True):
-        losses, said = simulated_steps(config, 2, evaluates=evaluates)
+        losses, printed = simulated_steps(config, 2, evaluates=evaluates)
         assert losses == real["losses"]
-        assert said == real["said"][: len(said)] and len(real["said"]) - len(said) <= 1  # after the last step
+        assert (
+            printed == real["printed"][: len(printed)] and len(real["printed"]) - len(printed) <= 1
+        )  # after the last step
 
 
 def test_a_simulated_policy_counts_samples_as_a_pipeline_does():

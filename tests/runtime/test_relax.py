@@ -56,7 +56,7 @@ def test_what_goes_together_stays_together():
 
 
 def trained(config, stages=2, folder=None, saved=0):
-    said = log_lines()
+    logged = log_lines()
     engine = build(stages, config)
     data = batches(engine.grid.get_data_parallel_id())
     if saved:
@@ -68,7 +68,7 @@ def trained(config, stages=2, folder=None, saved=0):
         codecs.append([str(getattr(engine.ds_compress.config.codecs(0), d)) for _, d in PLACES])
         if folder and not saved:
             engine.save_checkpoint(str(folder), tag=f"step{step + 1}")
-    return {"losses": losses, "codecs": codecs, "said": [line for line in said if "milder" in line]}
+    return {"losses": losses, "codecs": codecs, "logged": [line for line in logged if "milder" in line]}
 
 
 def block(**guard):
@@ -89,10 +89,10 @@ def test_over_its_limit_the_next_milder_setting_follows_and_resumes(link, tmp_pa
     assert whole[0]["codecs"][0] == ["quantize(bits=4)", "topk(density=0.1) + ef"]  # 2 bits, then 4 by loss
     assert whole[0]["codecs"][1] == ["quantize(bits=4)", "topk(density=0.2) + ef"]
     assert whole[0]["codecs"][-1] == ["quantize(bits=4)", "topk(density=0.4) + ef"]
-    said = whole[0]["said"]
-    assert "with compression" in said[0] or "with compression" in said[1]
-    assert any("milder from the next step on: boundary 0 forward quantize(bits=2)" in line for line in said)
-    assert not whole[1]["said"]
+    logged = whole[0]["logged"]
+    assert "with compression" in logged[0] or "with compression" in logged[1]
+    assert any("milder from the next step on: boundary 0 forward quantize(bits=2)" in line for line in logged)
+    assert not whole[1]["logged"]
 
 
 def test_replicas_act_alike_and_one_is_enough():
@@ -101,7 +101,7 @@ def test_replicas_act_alike_and_one_is_enough():
     assert all(rank["codecs"] == ranks[0]["codecs"] for rank in ranks)
     assert ranks[0]["codecs"][-1][1] == "none"
     assert all(rank["losses"] == ranks[0]["losses"] for rank in ranks)
-    assert "boundary 1, backward: a relative error of " in ranks[0]["said"][0]
+    assert "boundary 1, backward: a relative error of " in ranks[0]["logged"][0]
 
 
 def test_not_together_with_a_policy():

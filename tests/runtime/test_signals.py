@@ -47,7 +47,7 @@ def block(policy, **changes):
     return {**both, "min_numel": 0, "guard": {"every": 0}, "policy": policy, **changes}
 
 
-def told(policy, guard):
+def train_listening(policy, guard):
     """Losses, what the policy was told, what was warned of, and the norms of gradient messages, on a rank."""
     warned, norms = log_lines(), []
     ladders = {"forward": BITS, "backward": BITS} if policy != "constant" else {}
@@ -75,7 +75,7 @@ def ranks():
     for cls in (Norms, Errors, Both):
         POLICIES.register(cls.__name__.lower())(cls)
     asked = [("norms", {"every": 0}), ("errors", {"every": 0}), ("both", {"every": 0}), ("both", GUARD)]
-    found = {(name, guard["every"]): run_ranks(2, told, name, guard) for name, guard in asked}
+    found = {(name, guard["every"]): run_ranks(2, train_listening, name, guard) for name, guard in asked}
     POLICIES._classes = classes
     return found
 

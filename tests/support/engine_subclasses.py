@@ -168,7 +168,7 @@ class SendsMore(PipelineEngine):
             note = torch.empty_like(self._example(buffer_id))
         if not self.first:
             p2p.recv(note, stage)
-        self.told = getattr(self, "told", 0.0) + note.sum().item()
+        self.notes = getattr(self, "notes", 0.0) + note.sum().item()
 
     def _send_outputs(self, buffer_id):
         self._send(SendActivation, self.next_stage, buffer_id)
@@ -224,8 +224,8 @@ class OwnFunctions(PipelineEngine):
     }
 
 
-def told(engine):
-    return [getattr(engine, "told", 0.0)]
+def received_notes(engine):
+    return [getattr(engine, "notes", 0.0)]
 
 
 class InputGradient(BufferOpInstruction):

@@ -273,7 +273,7 @@ def run(name: str, at: int, mode: str, depth: int = 1) -> list[Ending]:
                 process.wait()
         began = float(moment.read_text()) if moment.exists() else float("nan")
         return [
-            Ending(ended.get(rank, float("inf")) - began, ranks[rank].returncode, *_said(log))
+            Ending(ended.get(rank, float("inf")) - began, ranks[rank].returncode, *_errors_in(log))
             for rank, log in enumerate(logs)
         ]
 
@@ -300,7 +300,7 @@ def _wait(
     return ended
 
 
-def _said(log: Path) -> tuple[list[str], bool]:
+def _errors_in(log: Path) -> tuple[list[str], bool]:
     """The errors in a log, without what torch and Python put before them; whether one was chained."""
     text = re.sub(r"^\[rank\d+\]: ?", "", log.read_text(errors="replace"), flags=re.MULTILINE)
     lines = re.findall(r"^(?:[\w.]+(?:Error|Exception): |ds_compress: rank).*", text, re.MULTILINE)

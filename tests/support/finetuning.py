@@ -156,21 +156,23 @@ def finetune(
     return done
 
 
-def told(path: Path, python: str = sys.executable) -> None:
-    """Finish a run; what it said on stderr and printed is in the files `said` and `printed` beside it."""
+def run_to_the_end(path: Path, python: str = sys.executable) -> None:
+    """Run to the end; write stderr and stdout to the files `output` and `printed` beside it."""
     done = finetune("torchrun", path, python=python)
-    (path.parent / "said").write_text(done.stderr)
+    (path.parent / "output").write_text(done.stderr)
     (path.parent / "printed").write_text(done.stdout)
 
 
 def plain_run() -> Path:
     """Return train.json of a finished run, which tests share; the plain interpreter ran it."""
-    return once("finetuned", lambda folder: told(prepare(folder, prompt="the cat"))) / "train.json"
+    return once("finetuned", lambda folder: run_to_the_end(prepare(folder, prompt="the cat"))) / "train.json"
 
 
-def perplexities(said: str) -> list[float]:
+def perplexities(output: str) -> list[float]:
     """Before and after, as a run says them."""
-    return [float(re.search(rf"perplexity {when}: ([0-9.]+)", said).group(1)) for when in ("before", "after")]
+    return [
+        float(re.search(rf"perplexity {when}: ([0-9.]+)", output).group(1)) for when in ("before", "after")
+    ]
 
 
 def perplexity(path: Path, model: Any) -> float:

@@ -69,12 +69,12 @@ def interpreter(*more: str) -> str:
     for path, content in ((program, text), (folder / "deepspeed", f"#!{program}\n{launcher}")):
         path.write_text(content)
         path.chmod(0o755)
-    with log.open("w") as said:
+    with log.open("w") as message:
         server = subprocess.Popen(
             [sys.executable, __file__, str(folder), *MODULES, *more],
             stdin=subprocess.PIPE,  # it ends when this process does
-            stdout=said,
-            stderr=said,
+            stdout=message,
+            stderr=message,
         )
     while not (folder / SOCKET).exists():
         assert server.poll() is None, log.read_text()
@@ -125,14 +125,14 @@ def serve(folder: Path, modules: list[str]) -> tuple[list[str], dict[str, str], 
                         os.close(file)
                     asking[pid] = link
                     selector.register(link, selectors.EVENT_READ, pid)
-                    _tell(link, pid)
+                    _reply(link, pid)
                 elif key.fileobj == ended:
                     os.read(ended, 1 << 16)
                     for pid, status in _reaped():
                         link = asking.pop(pid)
                         with contextlib.suppress(KeyError):
                             selector.unregister(link)
-                        _tell(link, status)
+                        _reply(link, status)
                         link.close()
                 else:  # the program that asked was killed
                     selector.unregister(key.fileobj)
@@ -154,7 +154,7 @@ def _become(files: list[int]) -> None:
         os.close(file)
 
 
-def _tell(link: socket.socket, number: int) -> None:
+def _reply(link: socket.socket, number: int) -> None:
     with contextlib.suppress(OSError):  # it was killed
         link.sendall(number.to_bytes(4, "little"))
 

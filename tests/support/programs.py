@@ -200,9 +200,9 @@ def train(program: Program, block: dict[str, Any] | None) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def warnings_of_ours() -> Iterator[list[str]]:
-    """The lines that ds_compress logs inside."""
+    """Collect the warnings that ds_compress logs inside."""
     lines: list[str] = []
-    handler = logging.Handler()
+    handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ds_compress").addHandler(handler)
     try:

@@ -51,26 +51,26 @@ def test_packets_arrive_in_order(ends):
     assert buffers <= 4
 
 
-def failing(how, said):
+def failing(how, message):
     """Rank 0 writes what it is told when rank 1 dies, or does not answer."""
     install(staged=True)
     group = channel_groups(1)[0, "forward"]
     dist.barrier()
     if dist.get_rank() == 1:
-        while how == "sleeps" and not said.exists():
+        while how == "sleeps" and not message.exists():
             time.sleep(0.01)
         os._exit(0)
     timeout = PeerTimeout("boundary 0, backward", 2 if how == "sleeps" else 600)
     with pytest.raises(CompressionError) as caught:
         EagerReceiver(1, CPU, group, timeout).receive(64)
-    said.write_text(str(caught.value))
+    message.write_text(str(caught.value))
     os._exit(0)
 
 
-@pytest.mark.parametrize("how, said", [("dies", "is gone"), ("sleeps", "did not answer within 2 s")])
-def test_failures_are_named(how, said, tmp_path):
-    run_ranks(2, failing, how, tmp_path / "said", check=False)
-    assert f"boundary 0, backward: rank 1 {said}" in (tmp_path / "said").read_text()
+@pytest.mark.parametrize("how, message", [("dies", "is gone"), ("sleeps", "did not answer within 2 s")])
+def test_failures_are_named(how, message, tmp_path):
+    run_ranks(2, failing, how, tmp_path / "message", check=False)
+    assert f"boundary 0, backward: rank 1 {message}" in (tmp_path / "message").read_text()
 
 
 @pytest.mark.parametrize(
