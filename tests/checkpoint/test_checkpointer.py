@@ -14,7 +14,7 @@ import ds_compress  # noqa: F401
 from ds_compress.checkpoint import checkpointer
 from ds_compress.checkpoint.search import ABSENT, CHANGED, DIFFERENT, ORPHANED, RESTORED, UNREADABLE, Verdict
 from ds_compress.errors import CompressionError
-from tests.support.pipeline import MICRO_BATCHES, batches, build, ds_config, log_lines
+from tests.support.pipeline import MICRO_BATCHES, batches, build, channel_state, ds_config, log_lines
 from tests.support.ranks import run_ranks
 
 SAVED, END = 2, 5
@@ -44,15 +44,6 @@ def config(name, replicas=1, **changes):
     )
 
 
-def memories(engine):
-    return {
-        f"{boundary.number}/{position}/{key}": value.clone()
-        for boundary in engine.ds_compress.stage.boundaries
-        for position, memory in boundary.memory.items()
-        for key, value in memory.items()
-    }
-
-
 def run(stages, ds_config, folder, start=0, end=END, kill_at=None, **load_options):
     """Train from step `start`, which is loaded from `folder`, to `end`; saves after `SAVED` steps."""
     warnings = log_lines()
@@ -61,7 +52,7 @@ def run(stages, ds_config, folder, start=0, end=END, kill_at=None, **load_option
     loaded = None
     if start:
         engine.load_checkpoint(str(folder), **load_options)
-        loaded = memories(engine)
+        loaded = channel_state(engine)
         data = itertools.islice(data, start * MICRO_BATCHES, None)
     losses = []
     for step in range(start, end):
@@ -69,13 +60,13 @@ def run(stages, ds_config, folder, start=0, end=END, kill_at=None, **load_option
             os.kill(os.getpid(), 9)
         losses.append(engine.train_batch(data).item())
         if step + 1 == SAVED and not start:
-            saved = memories(engine)
+            saved = channel_state(engine)
             engine.save_checkpoint(str(folder))
     return {
         "losses": losses,
         "saved": None if start else saved,
         "loaded": loaded,
-        "end": memories(engine),
+        "end": channel_state(engine),
         "warnings": warnings,
     }
 
@@ -170,7 +161,7 @@ def test_other_stages_and_settings(tmp_path):
 
 
 def saved_at(folder, stage, layer):
-    """Upstream state at `layer`, with names as `memories` has them for boundary 1."""
+    """Upstream state at `layer`, with names as `channel_state` has them for boundary 1."""
     path = folder / f"global_step{SAVED}" / f"ds_compress_pp{stage:02d}_dp00_tp00.safetensors"
     with safe_open(path, "pt") as file:
         prefix = f"{layer}/upstream/"

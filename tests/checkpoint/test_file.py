@@ -22,8 +22,8 @@ from ds_compress.checkpoint.file import (
 from ds_compress.checkpoint.search import ORPHANED, RESTORED, UNREADABLE, Found, Rank, Side, Verdict, load
 from ds_compress.config import Config
 from ds_compress.message.channel import Boundary
-from tests.checkpoint.test_checkpointer import assert_same, config, memories
-from tests.support.pipeline import batches, build, log_lines
+from tests.checkpoint.test_checkpointer import assert_same, config
+from tests.support.pipeline import batches, build, channel_state, log_lines
 from tests.support.ranks import run_ranks
 
 NAME = "state.safetensors"
@@ -230,18 +230,24 @@ def train(settings, folder, steps=(), start=0, forget=None):
     engine = build(2, settings)
     if start:
         engine.load_checkpoint(str(folder), tag=f"global_step{start}")
-    loaded, saved, losses = memories(engine), {}, []
+    loaded, saved, losses = channel_state(engine), {}, []
     data = itertools.islice(batches(), start * 4, None)
     for step in range(start + 1, max(steps, default=start + 2) + 1):
         losses.append(engine.train_batch(data).item())
         if step in steps:
-            saved[step] = memories(engine)
+            saved[step] = channel_state(engine)
             engine.save_checkpoint(str(folder))
-            assert_same(memories(engine), saved[step])
+            assert_same(channel_state(engine), saved[step])
             if forget and forget[0] == step and torch.distributed.get_rank() == 0:
                 (folder / forget[1]).unlink()
             torch.distributed.barrier()
-    return {"loaded": loaded, "saved": saved, "losses": losses, "warnings": warnings, "end": memories(engine)}
+    return {
+        "loaded": loaded,
+        "saved": saved,
+        "losses": losses,
+        "warnings": warnings,
+        "end": channel_state(engine),
+    }
 
 
 def ranks(*args, **options):

@@ -239,7 +239,7 @@ def test_refusals(capsys, arguments, message):
 
 def test_every_rank_measures_the_same_bandwidth():
     first, *others = run_ranks(3, slowest_link_gbps)
-    assert 0.01 < first < 1000 and others == [first, first]
+    assert 0 < first < 1000 and others == [first, first]
 
 
 def test_two_hosts_refuses_in_one_line_what_it_cannot_do(tmp_path):

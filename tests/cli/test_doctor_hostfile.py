@@ -34,7 +34,7 @@ def refusal(done):
 def test_two_hosts_are_measured(tmp_path):
     (tmp_path / ".deepspeed_env").write_text(f"GLOO_SOCKET_IFNAME={WIRE}\n")
     with two_hosts() as hosts:
-        hosts.shape(0, "rate 100mbit burst 128kb latency 100ms")
+        hosts.shape(0, "rate 20mbit burst 32kb latency 200ms")
         environment = logins(tmp_path / "bin", {"worker-1": hosts.on(0), "worker-2": hosts.on(1)})
         done = doctor(tmp_path, environment, HOSTFILE, "--json", python=sys.executable)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -44,7 +44,7 @@ def test_two_hosts_are_measured(tmp_path):
         assert address in next(each["addresses"] for each in host["interfaces"] if each["name"] == WIRE)
     (link,) = report["links"]
     assert link["ranks"] == [0, 1] and link["rtt_ms"] > 0
-    assert 0.01 < link["gbps_forward"] <= 0.105 < 2 * 0.105 < link["gbps_backward"]
+    assert 0 < link["gbps_forward"] <= 0.021 < 2 * 0.021 < link["gbps_backward"]
     (clock,) = report["clocks"]
     assert abs(clock["ahead_ms"]) <= clock["within_ms"] + 1, "both have the clock of this machine"
     (uneven,) = [each for each in report["findings"] if each["level"] == "look"]

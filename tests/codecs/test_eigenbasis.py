@@ -15,7 +15,7 @@ def start(rows, columns):
     return torch.randn(rows, columns, generator=generator, dtype=torch.float64)
 
 
-def rows_of(kind):
+def rows_of_kind(kind):
     generator = torch.Generator().manual_seed(0)
     return {
         "spread": with_spectrum(0.9, 500, H),
@@ -49,7 +49,7 @@ KINDS = ["spread", "equal", "too few", "constant", "outliers", "zeros"]
 @pytest.mark.parametrize("rank", [5, 12, H])
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_subspace_iteration(kind, rank):
-    rows = rows_of(kind)
+    rows = rows_of_kind(kind)
     moment = rows.T @ rows
     basis, variances = leading_eigenvectors(moment, rank, start)
     torch.testing.assert_close(basis, subspace_iteration(moment, rank), rtol=0, atol=1e-4)
@@ -63,7 +63,7 @@ def test_equals_subspace_iteration(kind, rank):
 def test_survives_another_order_of_summation(kind, block, rank, monkeypatch):
     """Moments that differ in the last bits, as between processors, change the basis by rounding only."""
     use_blocks(monkeypatch, block)
-    rows = rows_of(kind)
+    rows = rows_of_kind(kind)
     moment = rows.T @ rows
     generator = torch.Generator().manual_seed(1)
     noise = torch.randn(moment.shape, generator=generator, dtype=torch.float64) * moment.abs() * 1e-15
@@ -98,7 +98,7 @@ def test_two_rounds_of_blocks_save_most_of_what_the_eigenvectors_save(monkeypatc
 def test_one_decomposition_of_each_kind(block, monkeypatch):
     """16 QR decompositions of all columns stalled the first compressed message: 19 s at 2,048 columns."""
     use_blocks(monkeypatch, block)
-    rows, widths = rows_of("spread"), {"qr": [], "eigh": []}
+    rows, widths = rows_of_kind("spread"), {"qr": [], "eigh": []}
 
     def count(name):
         real = getattr(torch.linalg, name)

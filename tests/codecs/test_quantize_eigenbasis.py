@@ -12,6 +12,7 @@ from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import backends
 from ds_compress.kernels.backends import reference
+from tests.codecs.test_eigenbasis import KINDS, rows_of_kind
 from tests.support import messages as captured
 from tests.support.codecs import error_of, observed, relative_error, send
 from tests.support.messages import any_shape, of_rank, with_spectrum
@@ -45,18 +46,9 @@ def test_the_size_is_that_of_the_shape_whatever_was_observed():
         send(codec, x, *observed(codec, warmup))  # compares with the layout
 
 
-@pytest.mark.parametrize("kind", ["spread", "equal", "too few", "constant", "outliers", "zeros"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_sides_whose_moments_differ_by_rounding_agree(kind):
-    h = 48
-    generator = torch.Generator().manual_seed(0)
-    x = {
-        "spread": with_spectrum(0.9, 500, h),
-        "equal": torch.linalg.qr(torch.randn(500, h, generator=generator)).Q,
-        "too few": of_rank(5, 500, h),
-        "constant": torch.full((500, h), 0.3),
-        "outliers": with_spectrum(0.9, 500, h) * torch.where(torch.arange(h) < 3, 1000.0, 1.0),
-        "zeros": torch.zeros(500, h),
-    }[kind]
+    generator, x = torch.Generator().manual_seed(0), rows_of_kind(kind).float()
     for bits in (1, 2, 3):
         codec = learned(bits)
         sender, receiver = observed(codec, x)

@@ -9,6 +9,7 @@ from ds_compress.simulate.boundary import SimulatedBoundary
 from tests.support.pipeline import (
     batches,
     build,
+    channel_state,
     ds_config,
     evaluate,
     even_cuts,
@@ -86,16 +87,7 @@ def trained(config, course, stages=2, folder=None, start=0, evaluates=False, **m
         sent.append(sent_bytes(engine) - before)
         if folder and not start:
             engine.save_checkpoint(str(folder), tag=f"step{step + 1}", save_latest=step == 3)
-    return {"losses": losses, "sent": sent, "memory": remembered(engine), "weights": weights(engine)}
-
-
-def remembered(engine):
-    return {
-        f"{boundary.number}/{position}/{key}": value.clone()
-        for boundary in engine.ds_compress.stage.boundaries
-        for position, memory in boundary.memory.items()
-        for key, value in memory.items()
-    }
+    return {"losses": losses, "sent": sent, "memory": channel_state(engine), "weights": weights(engine)}
 
 
 def trained_simulated(config, course, evaluates):
@@ -217,9 +209,9 @@ def kept(course):
     start = block("feedback") | {"backward": {"codec": {"name": "lowrank", "rank": 2}, **EF}}
     engine, data = build(2, ds_config(start)), batches()
     engine.train_batch(data)
-    before = remembered(engine)
+    before = channel_state(engine)
     engine.ds_compress.reconfigure({"0": course})
-    after = remembered(engine)
+    after = channel_state(engine)
     assert all(torch.equal(value, before[key]) for key, value in after.items())
     engine.train_batch(data)
     return sorted(before.keys() - after.keys())

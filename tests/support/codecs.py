@@ -168,6 +168,7 @@ class AQPair(Pair):
         )
         assert tuple((tuple(part.shape), part.dtype) for part in parts) == self.codec.layout(spec) + rest
         self.dense += sum(part.shape[0] for part in parts[split:])
+        self.parts, self.split = parts, split
         return self.codec.decode(tuple(part.clone() for part in parts), spec, receiver)
 
     def state_of(self, number):

@@ -136,6 +136,16 @@ def skip_steps(engine, data: Iterator[Any], steps: int) -> None:
         next(data)
 
 
+def channel_state(engine) -> dict[str, Tensor]:
+    """Return a copy of what the channels of this rank remember, by boundary, position and name."""
+    return {
+        f"{boundary.number}/{position}/{key}": value.clone()
+        for boundary in engine.ds_compress.stage.boundaries
+        for position, memory in boundary.memory.items()
+        for key, value in memory.items()
+    }
+
+
 def sent_bytes(engine) -> int:
     """Return the bytes that this rank has sent so far."""
     return sum(channel.sent.wire_bytes for channel in engine.ds_compress.stage.sending)
@@ -250,12 +260,16 @@ def agree(measured, *micro_batches):
             assert message["settings"][name]["error"] == pytest.approx(error, rel=1e-4)
 
 
-class Mixed(Block):
-    """Passes on hidden states, int64 positions, a bool mask, and a small float tensor."""
+class TupleBlock(Block):
+    """Knows whether it is the last layer, which returns a tensor; the others return a tuple."""
 
     def __init__(self, last: bool = False):
         super().__init__()
         self.last = last
+
+
+class Mixed(TupleBlock):
+    """Passes on hidden states, int64 positions, a bool mask, and a small float tensor."""
 
     def forward(self, inputs):
         if torch.is_tensor(inputs):
@@ -267,12 +281,8 @@ class Mixed(Block):
         return x if self.last else (x, positions + 1, ~mask, 0.9 * gain)
 
 
-class Skip(Block):
+class Skip(TupleBlock):
     """Passes on two tensors of one size, and a small one."""
-
-    def __init__(self, last: bool = False):
-        super().__init__()
-        self.last = last
 
     def forward(self, inputs):
         if torch.is_tensor(inputs):
@@ -283,12 +293,8 @@ class Skip(Block):
         return x if self.last else (x, 0.5 * skip, 0.9 * gain)
 
 
-class Masked(Block):
+class Masked(TupleBlock):
     """Passes on an attention mask in last place, as DeepSpeed's own GPT-2 does."""
-
-    def __init__(self, last: bool = False):
-        super().__init__()
-        self.last = last
 
     def forward(self, inputs):
         x, mask = (inputs, inputs[..., 0] > 0) if torch.is_tensor(inputs) else inputs
