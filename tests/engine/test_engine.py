@@ -96,7 +96,7 @@ def test_eval_option_decides_what_crosses():
 
 
 def announcement(block, stages):
-    with printed_lines("ds_compress: ") as lines:
+    with printed_lines("active") as lines:
         train(stages, ds_config(block), steps=3)
     return lines
 

@@ -14,7 +14,7 @@ from ds_compress.hf.finetune import main
 from ds_compress.hf.settings import read_settings
 from ds_compress.hf.training import FinetuneRun
 from tests.support.finetuning import DS_CONFIG, prepare, text
-from tests.support.interpreters import TRAINING, interpreter
+from tests.support.interpreters import interpreter
 from tests.support.ranks import run_ranks
 
 
@@ -128,7 +128,7 @@ def test_without_the_extra_it_says_what_to_install(path):
         f"import runpy, sys; sys.modules['peft'] = None; sys.argv = ['finetune', {str(path)!r}]; "
         "runpy.run_module('ds_compress.hf.finetune', run_name='__main__')"
     )
-    done = subprocess.run([interpreter(TRAINING), "-c", program], capture_output=True, text=True)
+    done = subprocess.run([interpreter(), "-c", program], capture_output=True, text=True)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].endswith('; pip install "ds_compress[hf]"')
