@@ -140,28 +140,30 @@ class BoundarySides:
 
         parts = self._called("encode", spec, codec.encode, x, sender)
         self._check_layout(codec, parts, spec)
-        self._expect(equal_values(x, before), "encode modifies its input", spec)
+        self._pair.expect(equal_values(x, before), "encode modifies its input", spec)
         packet, views = _packed(parts, x.device)
         self.packets.append(packet.clone())
 
         arrived = self._called("decode", spec, codec.decode, views, spec, receiver)
         came = TensorSpec.of(arrived)
-        self._expect(came == spec, f"decode returns {came} on {came.device}", spec)
-        self._expect(torch.equal(packet, self.packets[-1]), "decode modifies its parts", spec)
+        self._pair.expect(came == spec, f"decode returns {came} on {came.device}", spec)
+        self._pair.expect(torch.equal(packet, self.packets[-1]), "decode modifies its parts", spec)
         again = self._called("decode", spec, codec.decode, views, spec, with_sender)
-        self._expect(
+        self._pair.expect(
             equal_values(arrived, again), "decodes the same parts to something else the second time", spec
         )
         for kept in _tensors([receiver.stash, receiver.memory]):
-            self._expect(
+            self._pair.expect(
                 not _shares(kept, packet), "keeps a view of the packet, whose memory is used again", spec
             )
         for old, copy in held:
-            self._expect(
+            self._pair.expect(
                 equal_values(old, copy), "modifies an entry of ctx.memory instead of replacing it", spec
             )
         for entry in (value for memory in self._memories for value in memory.values()):
-            self._expect(entry.is_contiguous(), "leaves an entry in ctx.memory that is not contiguous", spec)
+            self._pair.expect(
+                entry.is_contiguous(), "leaves an entry in ctx.memory that is not contiguous", spec
+            )
 
         arrived = arrived.clone()
         packet.fill_(GARBAGE)
@@ -172,9 +174,9 @@ class BoundarySides:
         if isinstance(codec, VariableSizePayload):
             layout += self._called("extra_payload", spec, codec.extra_payload, parts[: len(layout)], spec)
         made = tuple((tuple(part.shape), part.dtype) for part in parts)
-        self._expect(made == tuple(layout), f"encode makes {made}, layout says {tuple(layout)}", spec)
+        self._pair.expect(made == tuple(layout), f"encode makes {made}, layout says {tuple(layout)}", spec)
         at_home = all(part.device == spec.device for part in parts)
-        self._expect(at_home, f"encode makes parts that are not on {spec.device}", spec)
+        self._pair.expect(at_home, f"encode makes parts that are not on {spec.device}", spec)
 
     def _called(self, name: str, spec: TensorSpec, function: Any, *args: Any) -> Any:
         try:
@@ -183,9 +185,6 @@ class BoundarySides:
             self._pair.fail(f"refuses, in {name}, what it does not declare to refuse ({error})", spec)
         except Exception as error:
             self._pair.fail(f"{name} raised {in_one_line(error)}", spec)
-
-    def _expect(self, held: object, what: str, spec: TensorSpec) -> None:
-        self._pair.expect(held, what, spec)
 
 
 def normal(spec: TensorSpec, seed: int = 0) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.topk.magnitudes import INFINITY, SAMPLE
-from ds_compress.kernels.topk.selection import Selection, banded, largest
+from ds_compress.kernels.topk.selection import Selection, banded
+from ds_compress.kernels.topk.selection import largest as exact
 
 
 @lru_cache(maxsize=1024)  # successive messages have the same shape
@@ -35,11 +36,6 @@ def rows_of(shape: tuple[int, ...], row: str) -> tuple[int, int]:
     return rows, numel // rows if rows else 0
 
 
-def exact(x: Tensor, k: int, values: Tensor | None = None) -> Selection:
-    """Select the k largest magnitudes of each row; ties go to the lowest index."""
-    return largest(x, k, values)
-
-
 def threshold(x: Tensor, k: int, values: Tensor | None = None) -> Selection:
     """Select about the k largest of each row by a threshold estimated from a sample, without sorting.
 
@@ -48,7 +44,7 @@ def threshold(x: Tensor, k: int, values: Tensor | None = None) -> Selection:
     sample are selected exactly. Source: Deep Gradient Compression, Lin et al., ICLR 2018.
     """
     if x.shape[1] <= SAMPLE or not x.numel():
-        return largest(x, k, values)
+        return exact(x, k, values)
     high, low = kernels(x.device).sample_bounds(x, k)
     # if more than k entries equal `high`, as in a row of zeros, entries above it still take precedence
     return banded(x, (low, high, high + 1, INFINITY[x.dtype]), k)

@@ -48,12 +48,6 @@ def _mixin(base: type) -> tuple[type[CompressedEngine], type[Session]]:
     return CompressedDualPipeV, DualPipeVSession
 
 
-def _compressed_class(mixin: type[CompressedEngine], base: Any) -> type:
-    """Return a subclass of `base` with the mixin and its instruction map."""
-    members = {"_INSTRUCTION_MAP": ChainMap(dict(mixin._AROUND), base._INSTRUCTION_MAP)}
-    return type(f"Compressed{base.__name__}", (mixin, base), members)
-
-
 def check_release(base: Any, module: Any) -> None:
     """Refuse a DeepSpeed whose pipeline engine is not built the way the mixin relies on.
 
@@ -146,7 +140,8 @@ def attach(engine: Any, module: Any, block: object) -> None:
         return
 
     stock = base._INSTRUCTION_MAP
-    engine.__class__ = _compressed_class(mixin, base)
+    members = {"_INSTRUCTION_MAP": ChainMap(dict(mixin._AROUND), stock)}
+    engine.__class__ = type(f"Compressed{base.__name__}", (mixin, base), members)
     cleanup.free_unused(engine.device)
     store = _get_default_store()
     watchdog = Watchdog(store, dist.get_rank(), dist.get_world_size(), config.block.link.timeout_s)

@@ -14,23 +14,13 @@ HOST_MARGIN = 0.5
 
 
 class _Mallinfo2(ctypes.Structure):
-    """Of glibc's malloc.h."""
+    """Of glibc's malloc.h: ten numbers of bytes and blocks."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
-    ]
+    _fields_ = [("values", ctypes.c_size_t * 10)]
+
+
+MAPPED, IN_USE = 4, 7
+"""Places of hblkhd and uordblks, the bytes in maps of their own and in the heap."""
 
 
 @functools.cache
@@ -49,7 +39,7 @@ def in_use(device: torch.device) -> int | None:
     if mallinfo is None:
         return None
     found = mallinfo()
-    return int(found.uordblks + found.hblkhd)
+    return int(found.values[IN_USE] + found.values[MAPPED])
 
 
 def spare(device: torch.device) -> float:

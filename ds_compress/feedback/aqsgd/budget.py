@@ -78,7 +78,7 @@ class BufferBudget:
                 longest = max(longest, visits - _visited(row))
             nbytes = rows[key].nbytes
             while taken + nbytes > self.most >= nbytes:
-                oldest = self._oldest(memory)
+                oldest = next((key for key in memory if key.startswith(self.prefix)), None)
                 if oldest is None or not self._is_unused(memory[oldest], visits, longest, nbytes):
                     break
                 taken -= memory.pop(oldest).nbytes
@@ -92,9 +92,6 @@ class BufferBudget:
         fill = self.most // max(1, nbytes)
         limit = UNUSED * max(longest, fill) if longest >= SHORT * fill else UNKNOWN * fill
         return visits - _visited(row) > limit
-
-    def _oldest(self, memory: Mapping[str, Tensor]) -> str | None:
-        return next((key for key in memory if key.startswith(self.prefix)), None)
 
     def _count(self, memory: MutableMapping[str, Tensor], taken: int, visits: int, longest: int) -> None:
         memory[self.BYTES] = torch.tensor([taken], dtype=torch.int64, device="cpu")

@@ -46,14 +46,12 @@ class SampleIds:
         Raises:
             CompressionError: there is no such column, or it is not one of integers.
         """
-        ids = self.of_inputs(batch[0]) if self.column is None else self._indices(batch)
+        if self.column is None:  # dim 0 of the inputs counts samples
+            tensors = [batch[0]] if isinstance(batch[0], Tensor) else list(batch[0])
+            ids = _hash_rows([each for each in tensors if each.dim() and len(each) == len(tensors[0])])
+        else:
+            ids = self._indices(batch)
         return _hash_rows([ids[None]]) if self.per_batch else ids
-
-    def of_inputs(self, inputs: Tensor | Sequence[Tensor]) -> Tensor:
-        """Return int64 [samples]: hashes of the bytes of each sample; dim 0 of the inputs counts samples."""
-        tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-        samples = tensors[0].shape[0]
-        return _hash_rows([tensor for tensor in tensors if tensor.dim() and tensor.shape[0] == samples])
 
     def _indices(self, batch: Sequence[Any]) -> Tensor:
         number = self.column or 0  # 0 are the inputs themselves
