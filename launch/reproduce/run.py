@@ -26,7 +26,7 @@ from launch.reproduce.vision import Vision
 KINDS: dict[str, Any] = {"vision": Vision, "language": Language}
 PACKAGES = ("torch", "ds_compress", "deepspeed", "transformers")
 SUBSPACE = "subspace"
-"""Key of a setting beside those of its block: how many coefficients cross in the place of a hidden state."""
+"""Key of a setting beside those of its block: how many coefficients are sent instead of a hidden state."""
 SAMPLES = 4  # batches that a basis is found from
 ON_AND_OFF = {"on": "compressed", "off": "uncompressed"}
 BITS = 32  # of a value that is not compressed: both tasks train in fp32
@@ -73,8 +73,7 @@ def task_of(preset: str, name: str, data: Path, cache: Path) -> Task:
 def execute(run: Run, task: Task, device: torch.device) -> Row:
     """Execute `run` in `simulate` and return its row.
 
-    Perplexities that are no finite number are null. A run ends where its loss is none any more, and says so
-    in "diverged".
+    A perplexity that is not finite is null. A run ends when its loss is not finite, and "diverged" is true.
     """
     started = time.perf_counter()
     config = {"ds_compress": run.block}
