@@ -62,7 +62,7 @@ class EntropyBase(Codec):
         return self._checked(*kernels(words.device).decode_entropy(words, frame, dtype, self._dither(ctx)))
 
     def _frame_of(self, numel: int, cuts: tuple[int, ...] = (), taken: int = 0) -> Frame:
-        """See `format.frame_of`."""
+        """Return the frame of a message, as `format.frame_of`."""
         return frame_of(numel, self.options.bits, cuts, taken, self.unbiased)
 
     def _dither(self, ctx: Context) -> int | None:

@@ -206,7 +206,7 @@ class Quantize(Codec, FusesFeedback):
 
     @property
     def _widths(self) -> list[int]:
-        """Bits per code of each width in use."""
+        """Return the bits per code of each width in use."""
         mixed = self.options.mixed
         return [self.options.bits] + ([mixed.low_bits] if mixed else [])
 
@@ -271,14 +271,14 @@ class Quantize(Codec, FusesFeedback):
 
     @functools.cached_property
     def _run(self) -> int:
-        """Number of consecutive values that share a scale and a code width; 0 for other groupings."""
+        """Return the number of consecutive values that share a scale and a width; 0 for other groupings."""
         options = self.options
         plain = options.mixed is None and options.axis == -1 and isinstance(options.group_size, int)
         return options.group_size if plain else 0
 
     @functools.cached_property
     def _gaussian(self) -> bool:
-        """Whether the grid has Gaussian levels."""
+        """Return whether the grid has Gaussian levels."""
         options = self.options
         if options.grid is not None:
             return options.grid == "gaussian"
@@ -287,12 +287,12 @@ class Quantize(Codec, FusesFeedback):
 
     @functools.cached_property
     def _symmetric(self) -> bool:
-        """Whether grids are symmetric around 0."""
+        """Return whether grids are symmetric around 0."""
         return self._gaussian or self.options.scheme == "symmetric"
 
     @functools.cached_property
     def _fill(self) -> Fill:
-        """Padding of the last group."""
+        """Return the padding of the last group."""
         if self.options.hadamard or self._gaussian:
             return "zeros"
         return "mean" if self._grid(self.options.bits).is_mean else "last"

@@ -16,7 +16,7 @@ class HostClock:
         return time.perf_counter()
 
     def ms(self, start: Any, end: Any) -> float:
-        """Milliseconds from `start` to `end`."""
+        """Return the milliseconds from `start` to `end`."""
         return (end - start) * 1e3
 
 

@@ -112,5 +112,5 @@ class DependencyTracker(TorchDispatchMode):
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """All tensors in nested containers."""
+    """Return all tensors in nested containers."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

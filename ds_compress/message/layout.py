@@ -118,7 +118,7 @@ class Counters:
 
     @property
     def totals(self) -> tuple[int, ...]:
-        """All that only grows, in the order above."""
+        """Return all totals, in the order of the fields."""
         return self.messages, self.raw_bytes, self.wire_bytes, self.samples, self.returned
 
     def add(self, encoded: Encoded, known: Sequence[bool] = ()) -> None:

@@ -91,7 +91,7 @@ def label(name: str, boundary: int | None = None, direction: str | None = None) 
 
 
 def replicas_label(stage: int, name: str) -> str:
-    """Label of a value of the gradients between the replicas of a stage."""
+    """Return the label of a metric of gradients between the replicas of a stage."""
     return f"{PREFIX}/replicas/stage_{stage}/{name}"
 
 

@@ -54,7 +54,7 @@ class DepthChoice:
 
     @property
     def gain(self) -> float:
-        """Speed-up over depth 1."""
+        """Return the speed-up over depth 1."""
         return self.step_at_1 / self.step
 
 

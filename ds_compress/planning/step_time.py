@@ -69,7 +69,7 @@ class Prediction:
 
     @property
     def limit(self) -> str:
-        """What takes most of the time above `compute`: "link" or "codec"; "compute" below 5 % of the step."""
+        """Return what takes most of the time above `compute`: "link" or "codec", or "compute" below 5 %."""
         exposed = {"link": self.step - self.free_link, "codec": self.free_link - self.compute}
         worst = max(exposed, key=lambda name: exposed[name])
         return worst if exposed[worst] > 0.05 * self.step else "compute"

@@ -105,7 +105,7 @@ def _keys(value: Any, problem: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _joined(path: str, keys: tuple[Any, ...]) -> str:
-    """Append keys to a JSON path."""
+    """Return a JSON path with more keys."""
     return ".".join([path, *map(shown_key, keys)])
 
 

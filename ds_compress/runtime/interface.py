@@ -1,4 +1,4 @@
-"""What the parts of the runtime see of what they watch, and what they ask for."""
+"""Interfaces between the parts of the runtime and the engine."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -12,36 +12,36 @@ from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.transport.streams import Made
 
 Watch = Callable[[Channel, Sequence[Tensor], MessageId], None]
-"""Sees a message before it is encoded."""
+"""Called with each message before it is encoded."""
 
 
 class Trainer(Protocol):
-    """The course of training: DeepSpeed's engine, or that of a simulated pipeline."""
+    """The progress of training, in DeepSpeed's engine or in a simulated pipeline."""
 
     @property
     def global_steps(self) -> int:
-        """Return the optimizer steps done."""
+        """Return the number of optimizer steps."""
 
     @property
     def global_samples(self) -> int:
-        """Return the samples that all replicas have seen."""
+        """Return the number of samples that all replicas have seen."""
 
     @property
     def micro_batches(self) -> int:
-        """Return the micro-batches of a step."""
+        """Return the number of micro-batches of a step."""
 
     def get_lr(self) -> Sequence[float]:
         """Return the learning rates of the optimizer."""
 
 
 class MessageSource(Protocol):
-    """Ends of channels that messages pass; where an end `sends`, its `watch` sees them."""
+    """Ends of channels; the `watch` of an end that `sends` is called with each message."""
 
     config: Config
 
     @property
     def ends(self) -> Sequence[Any]:
-        """Ends of all channels that the stage sends or receives on."""
+        """Return the ends of all channels that the stage sends or receives on."""
 
 
 class StageView(Protocol):
@@ -53,14 +53,14 @@ class StageView(Protocol):
 
     @property
     def ends(self) -> Sequence[SendingEnd | ReceivingEnd]:
-        """Ends of all channels that the stage sends or receives on."""
+        """Return the ends of all channels that the stage sends or receives on."""
 
     def on_codec_stream(self, boundary: Boundary, work: Callable[[], Made]) -> Made:
         """Run `work` on the stream where the codecs of `boundary` run; return its result."""
 
 
 class Change(NamedTuple):
-    """Settings that a part asks for, the same on every rank; they hold from the next step on."""
+    """A request for new settings from the next step on, the same on every rank."""
 
     boundaries: dict[str, Any]
     """As the block has them: {"0": {"forward": {"codec": "bf16"}}}."""

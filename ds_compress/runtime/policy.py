@@ -1,8 +1,8 @@
-"""The policy of one engine, or simulated pipeline: when it decides, from what, and what follows.
+"""Run the policy of an engine or of a simulated pipeline.
 
-Every rank decides for all boundaries, from numbers that one collective makes known to all, in steps where
-the policy may change something; other steps cost no collective and no wait. What is decided holds from the
-next step on (engine/reconfigure.py).
+In steps where the policy may change something, one collective gathers the signals of all ranks, and every
+rank decides for all boundaries. Other steps need no collective. New settings hold from the next step on
+(engine/reconfigure.py).
 """
 
 import copy
@@ -23,10 +23,10 @@ class PolicyController:
     """Choose the rung of each direction of a boundary by the policy, and resume it from checkpoints."""
 
     def __init__(self, config: Config, boundaries: int, device: Any, all_gather: Gather):
-        """`boundaries`: how many the pipeline has.
+        """Find the ladders of `boundaries` boundaries.
 
         Raises:
-            CompressionError: none of them has a ladder.
+            CompressionError: no boundary has a ladder.
         """
         self._config = config
         self._policy = config.policy
@@ -44,10 +44,7 @@ class PolicyController:
         self._state: dict[str, Any] = {}  # of the policy
 
     def start(self, engine: Trainer, source: MessageSource) -> dict[str, Any]:
-        """Return the first settings, before the first step or where nothing can be resumed.
-
-        Every rank calls it.
-        """
+        """Return the settings of the first step, where no checkpoint is resumed; called on every rank."""
         self.rungs, self._state = {}, {}
         self._signals.resume({})
         if not self._config.changes:
@@ -60,17 +57,17 @@ class PolicyController:
         return self._boundaries(self.rungs)
 
     def begin_step(self, engine: Trainer, source: MessageSource) -> None:
-        """Watch the messages of the training step that begins, if the policy decides after it."""
+        """Watch the messages of the training step that begins if the policy decides after it."""
         if not self._policy.errors:
             return
         if self._policy.due(self._compressed(engine) + 1):
             trials = {place: self._trials(place) for place in self._ladders}
             self._signals.try_rungs(source, trials, engine.micro_batches - 1)
-        else:  # of a step that was interrupted
+        else:  # an interrupted step may have left trials
             self._signals.stop(source)
 
     def end_step(self, engine: Trainer) -> Change | None:
-        """Decide after a training step, with nothing in flight; every rank calls it."""
+        """Decide after a training step, with nothing in flight; called on every rank."""
         if not self._policy.due(self._compressed(engine)):
             return None
         changed = self._decide(engine)
@@ -80,18 +77,18 @@ class PolicyController:
         return Change(self._boundaries(changed), lambda differs: print(line, flush=True) if differs else None)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, as JSON types: the same on every rank."""
+        """Return the state for a checkpoint, as JSON types, the same on every rank."""
         return {"rungs": [[*place, rung] for place, rung in self.rungs.items()], "state": self._state}
 
     def noted(self) -> dict[str, list[float]]:
-        """For a checkpoint: what this rank alone knows."""
+        """Return the signals of this rank for a checkpoint."""
         return self._signals.state()
 
     def resume(self, state: Mapping[str, Any], noted: Mapping[str, list[float]]) -> None:
-        """Continue from `state` and `noted`, of a checkpoint whose settings have been adopted.
+        """Continue from `state` and `noted` of a checkpoint whose settings have been adopted.
 
         Raises:
-            CompressionError: this policy, on this pipeline, never leaves such a state.
+            CompressionError: the state does not fit the policy or the pipeline.
         """
         rungs = {(number, direction): rung for number, direction, rung in state["rungs"]}
         ladders = self._ladder_lengths if self._config.changes else {}
@@ -102,7 +99,7 @@ class PolicyController:
         self.rungs, self._state = rungs, copy.deepcopy(state["state"])
 
     def _decide(self, engine: Trainer) -> dict[Place, int]:
-        """Return the rungs that become others."""
+        """Return the rungs that change."""
         lr, signals = 0.0, None
         if self._policy.measures:
             largest = max(map(float, engine.get_lr()), default=0.0)
@@ -115,7 +112,7 @@ class PolicyController:
         return changed
 
     def _boundaries(self, rungs: Mapping[Place, int]) -> dict[str, Any]:
-        """As a block has them."""
+        """Return the key `boundaries` of a block with these rungs."""
         found: dict[str, Any] = {}
         for (number, direction), rung in rungs.items():
             codec = self._ladders[number, direction][rung]
@@ -123,7 +120,7 @@ class PolicyController:
         return found
 
     def _trials(self, place: Place) -> list[Codec]:
-        """The codecs of a place by rung, while the other direction stays where it is."""
+        """Return the codecs of a place by rung; the other direction stays where it is."""
         found = []
         for rung in range(self._ladder_lengths.get(place, 0)):
             boundaries = with_changes(self._config.adopted, self._boundaries({place: rung}))
@@ -139,5 +136,5 @@ class PolicyController:
         return f"ds_compress: policy {self._policy.name}: from step {step} on: {'; '.join(at)}"
 
     def _compressed(self, engine: Trainer) -> int:
-        """Steps done since the warm-up."""
+        """Return the number of steps since the warm-up."""
         return int(engine.global_steps) - self._config.warmup_steps

@@ -17,7 +17,7 @@ NONE = {"codec": "none", "feedback": "none"}
 
 
 def is_lossy(codec: Codec) -> bool:
-    """Whether anything that `codec` sends arrives otherwise."""
+    """Return whether `codec` may change values."""
     return codec.error_bound(TYPICAL) > 0
 
 
@@ -32,7 +32,7 @@ def relax(config: Config, places: Iterable[Place]) -> dict[str, Any]:
 
 
 def _milder(config: Config, adopted: dict[str, Any], number: int, direction: str) -> dict[str, Any]:
-    """What the boundary changes: the first that is no bad block."""
+    """Return the first milder settings of the boundary that are valid."""
     choice = config.chosen(number, direction)["codec"][0]
     codec = {"name": choice} if isinstance(choice, str) else choice
     present = getattr(config.codecs(number), direction)
@@ -54,5 +54,5 @@ def _milder(config: Config, adopted: dict[str, Any], number: int, direction: str
 
 
 def _values(present: float, most: float) -> list[float]:
-    """Milder ones, the nearest first."""
+    """Iterate over milder values, the nearest first."""
     return [value for value in dict.fromkeys((2 * present, most)) if present < value <= most]

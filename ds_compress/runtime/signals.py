@@ -1,6 +1,6 @@
-"""What policies decide from, noted where messages are sent and made known to all ranks by one collective.
+"""Measure the signals of policies where messages are sent; gather them on all ranks in one collective.
 
-Nothing here waits for a device before the decision is due.
+Nothing here waits for a device before a decision is due.
 """
 
 import functools
@@ -19,27 +19,27 @@ from ds_compress.message.meters import error_and_cosine, largest, norms
 from ds_compress.runtime.interface import MessageSource, Watch
 
 Gather = Callable[[Tensor], Sequence[Tensor]]
-"""Return a tensor of every rank, in the order of the ranks."""
+"""Gathers a tensor from all ranks, in their order."""
 
 Trials = Mapping[Place, Sequence[Codec]]
-"""The codecs, by rung, that a message of a place is tried with."""
+"""Codecs to try on the messages of a place, by rung."""
 
 
 class Signals:
-    """Notes of one rank."""
+    """The signals of one rank since the last decision."""
 
     def __init__(self, boundaries: int, rungs: int, device: torch.device, all_gather: Gather):
-        """`rungs`: of the highest ladder."""
+        """Start without signals; `rungs`: length of the longest ladder."""
         self._boundaries = boundaries
         self._rungs = rungs
         self._device = device
         self._all_gather = all_gather
-        self._norms: dict[int, Tensor] = {}  # by boundary: sum of finite norms, and how many they are
+        self._norms: dict[int, Tensor] = {}  # by boundary: sum and number of finite norms
         self._losses: dict[Place, list[tuple[Tensor, int]]] = {}  # by rung: three norms, bytes
         self._note: Watch | None = None  # of the norms
 
     def note_norms(self, source: MessageSource) -> None:
-        """From now on, note the norms of gradient messages of training after the warm-up."""
+        """Record the norms of gradient messages from now on, in training steps after the warm-up."""
 
         def watch(channel: Channel, tensors: Sequence[Tensor], message_id: MessageId) -> None:
             if not message_id.training or message_id.step < source.config.warmup_steps:
@@ -58,7 +58,7 @@ class Signals:
         self.stop(source)
 
     def try_rungs(self, source: MessageSource, trials: Trials, micro_batch: int) -> None:
-        """Until `stop`, try the rungs on the messages of a micro-batch."""
+        """Encode the messages of a micro-batch with each rung, until `stop`."""
         self._losses = {}
 
         def watch(channel: Channel, tensors: Sequence[Tensor], message_id: MessageId) -> None:
@@ -70,7 +70,7 @@ class Signals:
             scale = largest(tensors)
             for codec in trials.get(place, ()):
                 trial = channel.trial(codec)
-                receiver = trial.listener()  # as the other side has it before the message
+                receiver = trial.listener()  # the receiver's state before the message
                 packet, extra, message = trial.encode(tensors, message_id)
                 message.headers_left = 0  # looking at one would wait for the device
                 decoded = receiver.decode(packet, message, message_id, functools.partial(_given, extra))
@@ -82,23 +82,23 @@ class Signals:
                 end.watch = watch
 
     def stop(self, source: MessageSource) -> None:
-        """Try nothing more."""
+        """Stop trying rungs."""
         for end in source.ends:
             if end.sends:
                 end.watch = self._note if end.channel.direction == "backward" else None
 
     def state(self) -> dict[str, list[float]]:
-        """For a checkpoint: what this rank has noted since the last decision. It waits for the device."""
+        """Return the norms since the last decision, for a checkpoint; wait for the device."""
         return {str(number): noted.tolist() for number, noted in self._norms.items()}
 
     def resume(self, state: Mapping[str, list[float]]) -> None:
-        """Continue with the notes of a checkpoint.
+        """Continue with the norms of a checkpoint.
 
         Raises:
-            CompressionError: one is of a boundary that the pipeline does not have.
+            CompressionError: one belongs to a boundary that the pipeline does not have.
         """
         if not all(int(number) < self._boundaries for number in state):
-            raise CompressionError(f"policy: notes of boundaries {list(state)}, there are {self._boundaries}")
+            raise CompressionError(f"policy: norms of boundaries {list(state)}, there are {self._boundaries}")
         self._norms = {
             int(number): torch.tensor(noted, dtype=torch.float64, device=self._device)
             for number, noted in state.items()
@@ -107,7 +107,7 @@ class Signals:
     def gather(
         self, lr: float, ladder_lengths: Mapping[Place, int], micro_batches: int
     ) -> tuple[float, dict[Place, Signal]]:
-        """Return rank 0's `lr`, and the signals of the places in `ladder_lengths`; forget the notes.
+        """Return rank 0's `lr` and the signals of the places in `ladder_lengths`; start again without signals.
 
         All ranks return the same.
         """
@@ -141,5 +141,5 @@ class Signals:
 
 
 def _given(extra: Tensor | None, nbytes: int) -> Tensor | None:
-    """An extra packet, which is there already."""
+    """Return an extra packet without transfer."""
     return extra
