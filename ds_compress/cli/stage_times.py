@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.script.is_file():
         raise CompressionError(f"ds-compress stage-times: {args.script}: no such script")
     with importing_deepspeed():
-        from ds_compress.runtime.measuring import StageTimes
+        from ds_compress.runtime.stage_profile import StageTimes
     times = StageTimes()
     rank = [] if args.local_rank is None else [f"--local_rank={args.local_rank}"]
     sys.argv = [str(args.script), *rank, *args.arguments]

@@ -35,8 +35,8 @@ _Engine: Any = object
 
 def _run_forward_pass(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
     session = engine.ds_compress
-    measuring = session.depth.measuring
-    with measuring.timed("forward", buffer_id) if measuring else _UNTIMED:
+    profiler = session.depth.profiler
+    with profiler.timed("forward", buffer_id) if profiler else _UNTIMED:
         session.stock[schedule.ForwardPass](engine, buffer_id, *args, **kwargs)
     # A shape message that goes DeepSpeed's way goes first, in its own order
     shapes_known = bool(session.stage.shape_links) or not (engine.dynamic_shape or engine.first_output_send)
@@ -49,8 +49,8 @@ def _run_forward_pass(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) ->
 
 def _run_backward_pass(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
     session = engine.ds_compress
-    measuring = session.depth.measuring
-    with measuring.timed("backward", buffer_id) if measuring else _UNTIMED:
+    profiler = session.depth.profiler
+    with profiler.timed("backward", buffer_id) if profiler else _UNTIMED:
         session.stock[schedule.BackwardPass](engine, buffer_id, *args, **kwargs)
     lookahead = session.lookahead
     may_leave = session.is_eager and lookahead.at[0] in lookahead.early

@@ -31,13 +31,13 @@ from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.dependence import DependencyTracker
 from ds_compress.message.layout import as_list, tensors_in
 from ds_compress.monitor.monitor import LineExchange, Monitor
-from ds_compress.runtime.auto import Auto
+from ds_compress.runtime.auto import AutoController
 from ds_compress.runtime.depth import DepthController
 from ds_compress.runtime.guard import Guard
 from ds_compress.runtime.interface import Change
-from ds_compress.runtime.measuring import all_gather
 from ds_compress.runtime.policy import PolicyController
 from ds_compress.runtime.replica_check import ReplicaCheck
+from ds_compress.runtime.stage_profile import all_gather
 from ds_compress.runtime.watchdog import Watchdog
 
 RECEIVED = {
@@ -101,7 +101,7 @@ class Session:
         self._left_alone = left_alone
         self.lookahead = Lookahead()  # of the schedule in progress, or of none
         self.is_eager = config.block.link.mode == "eager" and self.own_link is None
-        self.depth = Auto(config) if config.quality else DepthController(config.block.link)
+        self.depth = AutoController(config) if config.quality else DepthController(config.block.link)
         self.stage = self.connect(p2p)
         self.tracking = self._track()
         self.gradients = connect_replicas(engine, config)

@@ -1,10 +1,10 @@
-"""`"recipe": "auto"`: settings that choose themselves, from what the first steps of training measure.
+"""Choose settings for `"recipe": "auto"` from measurements in the first steps of training.
 
 Two steps at the end of the warm-up, or the second and the third where there is none, are measured as for
 depth "auto"; in the last of them each end of a boundary copies the messages of the first micro-batches, and
-evaluates all candidates on them (candidate_profile.py). One collective makes all of it known to all ranks,
-and each works out the same choice from it (planning/choice.py): the cheapest predicted step whose messages
-lose no more than the class of quality allows. It holds from the next step on, and goes on with a checkpoint.
+evaluates all candidates on them (candidate_profile.py). One collective gathers the results on all
+ranks, and each makes the same choice (planning/choice.py): the recipe with the shortest predicted step whose
+errors are within the limits of the class of quality. It holds from the next step on; checkpoints contain it.
 """
 
 import json
@@ -22,20 +22,20 @@ from ds_compress.planning.choice import Evaluation, baseline, combine, pick_best
 from ds_compress.planning.evaluate import UNKNOWN, Messages, boundary_block, is_informative, to_evaluation
 from ds_compress.planning.schedule import is_deepspeed_schedule
 from ds_compress.runtime.candidate_profile import column, copying, tried
-from ds_compress.runtime.cluster_profile import ClusterProfile, by_stage, situation, slowest_link
+from ds_compress.runtime.cluster_profile import ClusterProfile, by_stage, profile_cluster, slowest_link
 from ds_compress.runtime.depth import MEASURED, DepthController
 from ds_compress.runtime.interface import Change, StageView
-from ds_compress.runtime.measuring import Row, gather
+from ds_compress.runtime.stage_profile import Row, gather
 
 TRIES = 10
-"""How often at most: a gradient that overflowed, or is zero, tells nothing of others."""
+"""Most attempts to measure: gradients may overflow, or be zero."""
 
 UNCOMPRESSED = "none"
-"""The recipe that is taken where no other one pays."""
+"""The recipe that is used where no other is faster."""
 
 
-class Auto(DepthController):
-    """The depth of an engine, and until it is chosen the settings of its boundaries."""
+class AutoController(DepthController):
+    """Choose the settings of the boundaries once, and the depth of an engine."""
 
     def __init__(self, config: Config):
         super().__init__(config.block.link)
@@ -49,7 +49,7 @@ class Auto(DepthController):
 
     @property
     def _is_open(self) -> bool:
-        """Whether there is still something to choose; what was chosen is in every checkpoint since."""
+        """Return whether settings are still to be chosen; later checkpoints contain them."""
         return not self._given_up and not self._config.adopted
 
     def _measures(self, engine: Any, pipe_schedule: Any) -> bool:
@@ -81,16 +81,15 @@ class Auto(DepthController):
         if not self._is_open:
             return super()._choose(engine, stage, row)
         clock = clock_for(engine.device)
-        tells = float(is_informative(self._messages))
         row |= tried(stage, self._candidates, self._messages, clock, engine.global_steps)
-        row["tells"] = tells
+        row["informative"] = float(is_informative(self._messages))
         self._messages = {}
         rows = gather(row, engine.device)
-        if not all(row["tells"] for row in rows) and self._tries < TRIES:
+        if not all(row["informative"] for row in rows) and self._tries < TRIES:
             self._tries += 1
             self.measure_again()
             return None
-        found = situation(rows, engine.micro_batches, self.now, self._link.memory_gb, engine.device)
+        found = profile_cluster(rows, engine.micro_batches, self.now, self._link.memory_gb, engine.device)
         ranked = self._ranked(found, self._evaluations(rows), engine.dynamic_shape)
         limits = LIMITS[self._quality]
         chosen = pick_best(ranked, limits) or next((r for r in ranked if r["recipe"] == UNCOMPRESSED), None)
@@ -105,11 +104,10 @@ class Auto(DepthController):
         )
 
     def _evaluations(self, rows: Sequence[Row]) -> list[list[Evaluation]]:
-        """Return the evaluations of all candidates, by boundary: of all ranks that measured, the worst."""
-        of = by_stage(rows)
+        """Return the evaluations of all candidates by boundary; of several ranks the worst counts."""
         return [
             [_evaluation(candidate, before, after) for candidate in self._candidates]
-            for before, after in pairwise(of)
+            for before, after in pairwise(by_stage(rows))
         ]
 
     def _ranked(
@@ -127,7 +125,7 @@ class Auto(DepthController):
 
 
 def _evaluation(candidate: Candidate, before: Sequence[Row], after: Sequence[Row]) -> Evaluation:
-    """Of a boundary, from the rows of the stages before and after it."""
+    """Return the evaluation of a boundary, from the rows of the stages before and after it."""
 
     def worst(direction: str, what: str) -> float:
         upstream = [row[column("after", candidate, direction, what)] for row in before]
@@ -137,7 +135,7 @@ def _evaluation(candidate: Candidate, before: Sequence[Row], after: Sequence[Row
 
 
 def _everywhere(block: dict[str, Any], boundaries: int) -> dict[str, Any]:
-    """`block` as "boundaries" says it, for each of them."""
+    """Return the key `boundaries` of a block that gives each boundary the settings of `block`."""
     own = block.get("boundaries", {})
     return {
         str(number): boundary_block(Candidate("", {**block, **own.get(str(number), {})}, False))
@@ -156,21 +154,14 @@ def format_report(
     config: Config,
     step: int,
 ) -> str:
-    """
-    Args:
-        ranked: rows of `choice.rank`.
-        rows: of all ranks.
-        step: optimizer steps done.
-    """
+    """Format the table of recipes and the chosen block; `ranked`: rows of `choice.rank`."""
     assert config.quality is not None
     limits = LIMITS[config.quality]
     lines = [
         f"ds_compress: recipe auto, quality {config.quality} (errors up to {limits.forward:g} forward, "
         f"{limits.backward:g} of accumulated gradients): {chosen['recipe']}, link depth "
         f"{chosen['depth']}, from step {step + 1} on; {slowest_link(rows)}",
-        REPORT_COLUMNS.format(
-            "step, ms", "speed-up", "depth", "forward", "backward", "settings (errors measured)"
-        ),
+        REPORT_COLUMNS.format(*REPORT_HEADER),
     ]
     for row in ranked:
         numbers = f"{1e3 * row['step_s']:.1f}", f"{row['speedup']:.2f}", row["depth"]

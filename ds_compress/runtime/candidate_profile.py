@@ -18,7 +18,7 @@ from ds_compress.message.clock import HostClock
 from ds_compress.planning.candidates import Candidate
 from ds_compress.planning.evaluate import REPEATS, UNKNOWN, Measurements, Messages, evaluate
 from ds_compress.runtime.interface import StageView
-from ds_compress.runtime.measuring import Row
+from ds_compress.runtime.stage_profile import Row
 
 
 @contextmanager

@@ -17,9 +17,9 @@ from ds_compress.config.block import LinkOptions
 from ds_compress.planning.depth import DepthChoice, choose_depth
 from ds_compress.planning.schedule import DepthSchedule, describe_depth, is_deepspeed_schedule
 from ds_compress.planning.step_time import TransferPlan
-from ds_compress.runtime.cluster_profile import situation, slowest_link
+from ds_compress.runtime.cluster_profile import profile_cluster, slowest_link
 from ds_compress.runtime.interface import Change, StageView
-from ds_compress.runtime.measuring import Measurement, Row, gather
+from ds_compress.runtime.stage_profile import Row, StageProfiler, gather
 from ds_compress.transport.staging import receives_hold_device
 
 MEASURED = (2, 3)
@@ -27,30 +27,30 @@ MEASURED = (2, 3)
 
 
 class DepthController:
-    """The depth of one engine: of the schedules it runs, and of its links."""
+    """The depth of the schedules and of the links of one engine."""
 
     def __init__(self, link: LinkOptions):
         self.now = 1 if link.depth == "auto" else link.depth
         self._link = link
         self._batches = 0
-        self._last = 0  # of the batches to measure
-        self._micro_batches = 0  # of the batches that were counted
-        self._measurement: Measurement | None = None
-        self.measuring: Measurement | None = None  # what times the passes of the batch in progress
+        self._last = 0  # batch to measure
+        self._micro_batches = 0  # of the counted batches
+        self._profiler: StageProfiler | None = None
+        self.profiler: StageProfiler | None = None  # of the batch in progress
 
     @property
     def auto(self) -> bool:
         return self._link.depth == "auto"
 
     def schedule(self, engine: Any, pipe_schedule: Any) -> Any:
-        """Return what to run instead of `pipe_schedule`: a deeper one, if that is DeepSpeed's own."""
+        """Return a deeper schedule in place of DeepSpeed's own, or `pipe_schedule` itself."""
         if self.now == 1 or not _is_ours(engine, pipe_schedule):
             return pipe_schedule
         place = pipe_schedule.micro_batches, pipe_schedule.stages, pipe_schedule.stage_id
         return DepthSchedule(*place, self.now)
 
     def describe(self, engine: Any, pipe_schedule: Any) -> str:
-        """Return what the start-up line adds to the name of the link, by the schedule that it runs."""
+        """Return what the start-up line says about the depth, by the schedule that runs."""
         if not self.auto:
             return describe_depth(self.now, pipe_schedule)
         if engine.dynamic_shape:
@@ -61,10 +61,7 @@ class DepthController:
 
     @contextmanager
     def measured(self, engine: Any, stage: StageView, pipe_schedule: Any) -> Iterator[None]:
-        """Measure a batch of training if it is due; `pipe_schedule`: the one that DeepSpeed has for it.
-
-        All ranks enter it alike.
-        """
+        """Measure a batch of training if it is due; `pipe_schedule`: DeepSpeed's; entered on every rank."""
         if not self._measures(engine, pipe_schedule):
             yield
             return
@@ -78,44 +75,43 @@ class DepthController:
         if not first <= self._batches <= self._last:
             yield
             return
-        self._measurement = self._measurement or Measurement(engine, stage)
-        self.measuring = self._measurement
+        self._profiler = self._profiler or StageProfiler(engine, stage)
+        self.profiler = self._profiler
         try:
-            # what is watched in the last one may take memory, which does not matter if there is no other one
-            with self._measurement.batch(self._batches == first), self._watching(engine, stage):
+            # copies in the last batch take memory, so the first one measures it
+            with self._profiler.batch(self._batches == first), self._watching(engine, stage):
                 yield
         finally:
-            self.measuring = None
+            self.profiler = None
 
     def end_step(self, engine: Any, stage: StageView) -> Change | None:
-        """Choose the depth after the last batch that is measured; every rank calls it."""
-        if self._measurement is None or self._batches != self._last:
+        """Choose the depth after the last measured batch; called on every rank."""
+        if self._profiler is None or self._batches != self._last:
             return None
-        measurement, self._measurement = self._measurement, None
-        return self._choose(engine, stage, measurement.row())
+        profiler, self._profiler = self._profiler, None
+        return self._choose(engine, stage, profiler.row())
 
     def measure_again(self) -> None:
-        """Find the depth anew in the next batches; until then it stays as it is."""
-        self._batches, self._measurement = 0, None
+        """Measure again in the next batches; until then the depth stays as it is."""
+        self._batches, self._profiler = 0, None
 
     def set(self, stage: StageView, depth: int) -> None:
-        """Let the next batches run at `depth`; between two batches, on all ranks alike."""
+        """Run the next batches at `depth`; called between two batches, on every rank."""
         self.now = depth
         for end in stage.ends:
             end.link.set_depth(depth)
             end.extra_link.set_depth(depth)
 
     def _measures(self, engine: Any, pipe_schedule: Any) -> bool:
-        """Return whether there is something to find."""
+        """Return whether batches are measured."""
         return self.auto and not engine.dynamic_shape and _is_ours(engine, pipe_schedule)
 
     def _last_measured(self, engine: Any) -> int:
-        """Return the number of the batch, counted from the one that begins; that before it is measured too,
-        unless it is the first."""
+        """Return how many batches from now the last measured one is; the one before it is measured too."""
         return MEASURED[-1]
 
     def _watching(self, engine: Any, stage: StageView) -> AbstractContextManager[None]:
-        """Watch a batch that is measured."""
+        """Watch the messages of a measured batch."""
         return nullcontext()
 
     def _choose(self, engine: Any, stage: StageView, row: Row) -> Change | None:
@@ -128,7 +124,7 @@ class DepthController:
 
 
 def _is_ours(engine: Any, pipe_schedule: Any) -> bool:
-    """Return whether a deeper schedule may stand in for it."""
+    """Return whether a deeper schedule may replace it."""
     # A shape message waits until the next stage asks for it, and that stage's device may wait until this one
     # asks for a gradient (tests/transport/test_posting.py)
     waits = engine.dynamic_shape and receives_hold_device(engine.device)
@@ -139,7 +135,7 @@ def decide(
     rows: Sequence[Row], micro_batches: int, depth: int, memory_gb: float | None, device: torch.device
 ) -> DepthChoice | None:
     """Choose the depth from what all ranks measured at `depth`; None if the memory use is unknown."""
-    found = situation(rows, micro_batches, depth, memory_gb, device)
+    found = profile_cluster(rows, micro_batches, depth, memory_gb, device)
     if found.memory_budgets is None:
         return None
     plan = TransferPlan(found.forward, found.backward, eager=True)
@@ -147,7 +143,7 @@ def decide(
 
 
 def format_choice(choice: DepthChoice | None, rows: Sequence[Row]) -> str:
-    """Format the line on what was chosen."""
+    """Format the line that reports the chosen depth."""
     if choice is None:
         return "ds_compress: link depth 1 chosen: what a micro-batch holds in memory cannot be measured here"
     memory = max(choice.memory) / 1e6

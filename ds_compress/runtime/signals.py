@@ -107,7 +107,7 @@ class Signals:
     def gather(
         self, lr: float, ladder_lengths: Mapping[Place, int], micro_batches: int
     ) -> tuple[float, dict[Place, Signal]]:
-        """Return rank 0's `lr` and the signals of the places in `ladder_lengths`; start again without signals.
+        """Return rank 0's `lr` and the signals of the places in `ladder_lengths`, then clear them.
 
         All ranks return the same.
         """

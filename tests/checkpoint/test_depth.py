@@ -6,7 +6,7 @@ import io
 import pytest
 
 import ds_compress  # noqa: F401  (hooks the engine)
-from ds_compress.runtime import measuring
+from ds_compress.runtime import stage_profile
 from ds_compress.runtime.depth import MEASURED
 from ds_compress.transport.probe import LinkMeasurement
 from tests.support.pipeline import MICRO_BATCH, batches, build, ds_config
@@ -19,7 +19,7 @@ AUTO = {"depth": "auto", "memory_gb": 1}
 
 def run(folder, load, link, latency, micro_batches=MICRO_BATCHES):
     """Losses, and the depth of each batch; of a run that saves, or of one that goes on from there."""
-    measuring.probe = lambda sender, receiver, first: LinkMeasurement(incoming=1e9, latency=latency)
+    stage_profile.probe = lambda sender, receiver, first: LinkMeasurement(incoming=1e9, latency=latency)
     counts = {"gradient_accumulation_steps": micro_batches, "train_batch_size": MICRO_BATCH * micro_batches}
     losses, depths = [], []
     with contextlib.redirect_stdout(io.StringIO()):

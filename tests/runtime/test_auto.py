@@ -10,7 +10,7 @@ import torch
 
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.config.quality import LIMITS
-from ds_compress.runtime import auto, measuring
+from ds_compress.runtime import auto, stage_profile
 from ds_compress.transport.probe import LinkMeasurement
 from tests.support.pipeline import batches, build, ds_config, skip_steps
 from tests.support.ranks import run_ranks
@@ -46,7 +46,7 @@ def trained(config, found=FAR, stages=2, folder=None, start=0, evaluates=False, 
         start: the step to load from `folder`; 0 saves every step there.
         says: by rank, a change to the row that it measured.
     """
-    measuring.probe = lambda sender, receiver, first: found
+    stage_profile.probe = lambda sender, receiver, first: found
     tried, printed = auto.tried, io.StringIO()
     with contextlib.redirect_stdout(printed):
         engine = build(stages, config)

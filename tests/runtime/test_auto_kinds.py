@@ -8,7 +8,7 @@ import pytest
 
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.engine.session import Session
-from ds_compress.runtime import measuring
+from ds_compress.runtime import stage_profile
 from ds_compress.transport.probe import LinkMeasurement
 from tests.support.pipeline_kinds import KINDS, train
 from tests.support.ranks import run_ranks
@@ -19,7 +19,7 @@ FAST = ("positions", "mask", "dynamic", "bf16", "own-map")
 
 def trained(kind):
     """Stock, then with each quality; what was adopted, and what was printed."""
-    measuring.probe = lambda sender, receiver, first: FAR
+    stage_profile.probe = lambda sender, receiver, first: FAR
     adopted, printed, adopt = [], io.StringIO(), Session.reconfigure
     Session.reconfigure = lambda self, own: (adopted.append(own), adopt(self, own))[1]
     with contextlib.redirect_stdout(printed):

@@ -9,10 +9,10 @@ from deepspeed.runtime.pipe.schedule import BackwardPass
 from torch import nn
 
 import ds_compress  # noqa: F401  (hooks the engine)
-from ds_compress.runtime import measuring
+from ds_compress.runtime import stage_profile
 from ds_compress.runtime.depth import MEASURED, decide
-from ds_compress.runtime.measuring import COLUMNS
 from ds_compress.runtime.memory_use import in_use
+from ds_compress.runtime.stage_profile import COLUMNS
 from ds_compress.transport.probe import LinkMeasurement
 from tests.runtime.test_depth import at_depths, check
 from tests.support.pipeline import MICRO_BATCH, batches, build, ds_config, printed_lines
@@ -28,7 +28,7 @@ AUTO = {"depth": "auto", "memory_gb": 1}
 @pytest.fixture
 def far(monkeypatch):
     """What ranks forked from now on find when they try their links."""
-    monkeypatch.setattr(measuring, "probe", lambda sender, receiver, first: FAR)
+    monkeypatch.setattr(stage_profile, "probe", lambda sender, receiver, first: FAR)
 
 
 @pytest.mark.parametrize("name", ["tensor", "data-parallel", "bf16", "tied"])
@@ -51,7 +51,7 @@ def counts(micro_batches, replicas=1):
 
 def depths(stages, replicas, link, found, micro_batches=(9,) * 5):
     """The depth at which each batch ran, and what was printed."""
-    measuring.probe = lambda sender, receiver, first: found
+    stage_profile.probe = lambda sender, receiver, first: found
     ran = []
     with printed_lines("ds_compress") as lines:
         engine = build(stages, ds_config({"link": link}, **counts(micro_batches[0], replicas)))
@@ -109,7 +109,7 @@ INPUT = 4 * 8 * 32768 * 4  # bytes of a micro-batch
 
 def memory(link):
     """Return the most bytes in use after a forward pass, over those at the start, by batch, and the depth."""
-    measuring.probe = lambda sender, receiver, first: FAR
+    stage_profile.probe = lambda sender, receiver, first: FAR
     engine = build(2, ds_config({"link": link}, **counts(9)), specs=[LayerSpec(Wide) for _ in range(6)])
     data, most = batches(shape=(8, 32768)), []
     engine.module.register_forward_hook(lambda *_: most.append(in_use(CPU)))
@@ -129,7 +129,7 @@ def test_no_more_memory_is_taken_than_is_allowed(gigabytes, depth):
 
 def own_passes():
     """The depth of a program that replaces the instruction for backward passes, on a far link."""
-    measuring.probe = lambda sender, receiver, first: FAR
+    stage_profile.probe = lambda sender, receiver, first: FAR
     engine, data = build(2, ds_config({"link": AUTO}, **counts(9))), batches()
     stock = engine.ds_compress.stock[BackwardPass]
     type(engine)._INSTRUCTION_MAP[BackwardPass] = lambda self, buffer_id: stock(self, buffer_id)
@@ -144,7 +144,7 @@ def test_a_program_with_passes_of_its_own_stays_at_depth_1():
 def rows(stages=3, **changes):
     return [
         dict.fromkeys(COLUMNS, 0.0)
-        | {"stage": float(stage), "forward": 0.01, "backward": 0.02, "held": 1e6, "spare": 1e9}
+        | {"stage": float(stage), "forward": 0.01, "backward": 0.02, "activations": 1e6, "spare": 1e9}
         | {"from before": 1e7, "from after": 1e7, "latency": 0.05}
         | {"bytes forward": 1e5, "bytes backward": 1e5}
         | changes
@@ -154,7 +154,7 @@ def rows(stages=3, **changes):
 
 def test_what_nobody_knows_is_not_taken():
     found = rows()
-    found[1]["held"] = math.nan
+    found[1]["activations"] = math.nan
     assert decide(found, 9, 1, None, CPU) is None and decide(rows(), 9, 1, None, CPU).depth > 1
 
 

@@ -7,7 +7,7 @@ import pytest
 from deepspeed.runtime.pipe.schedule import TrainSchedule
 
 import ds_compress  # noqa: F401  (hooks the engine)
-from ds_compress.runtime import measuring
+from ds_compress.runtime import stage_profile
 from ds_compress.transport.probe import LinkMeasurement
 from tests.support.pipeline import MICRO_BATCH, batches, build, ds_config, skip_steps
 from tests.support.ranks import run_ranks
@@ -24,7 +24,7 @@ AUTO = {"recipe": "auto", "quality": "balanced", "guard": {"every": 0}}
 
 def trained(config, before, folder):
     """Train, then again from step `before`: losses, settings by step, depths, loaded settings."""
-    measuring.probe = lambda sender, receiver, first: FAR
+    stage_profile.probe = lambda sender, receiver, first: FAR
     engine, ran, runs, back = build(2, config), [], [], []
     schedule = engine.ds_compress.depth.schedule
 

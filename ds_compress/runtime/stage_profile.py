@@ -1,4 +1,4 @@
-"""What a stage takes in time and memory, noted in a few batches of training; and what its links carry."""
+"""Profile a stage in a few batches of training: its times, memory, messages and links."""
 
 import functools
 import socket
@@ -27,11 +27,11 @@ from ds_compress.transport.probe import probe
 
 COLUMNS = (
     "stage",
-    "host",  # a number that ranks of one host have alike
+    "host",  # hash, equal on the ranks of a host
     "forward",  # seconds of a pass
     "backward",
-    "rest",  # seconds of a step after the last pass
-    "held",  # bytes between the passes of a micro-batch; nan: nobody knows
+    "step",  # seconds of a step after the last pass
+    "activations",  # bytes held between the passes of a micro-batch; nan: unknown
     "spare",  # bytes
     *(f"{what} {direction}" for direction in DIRECTIONS for what in ("bytes", "encode", "decode")),
     "from before",  # bytes per second
@@ -39,11 +39,11 @@ COLUMNS = (
     "latency",  # seconds one way, to the next stage
 )
 Row = dict[str, float]
-"""Of a rank, by column; 0 where it has none."""
+"""Measurements of a rank by column; 0 where a column does not apply."""
 
 
-class Measurement:
-    """Notes of one rank on the batches that it is told of."""
+class StageProfiler:
+    """Measures the batches of training that run in its `batch`."""
 
     def __init__(self, engine: Any, stage: StageView):
         self._device: torch.device = engine.device
@@ -52,16 +52,16 @@ class Measurement:
         self._stage = stage
         self._clock = clock_for(engine.device)
         self._passes: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
-        self._rests: list[tuple[Any, Any]] = []
+        self._step_marks: list[tuple[Any, Any]] = []
         self._codecs: dict[str, list[float]] = defaultdict(list)  # milliseconds of a message
         self._bytes: dict[str, float] = {}
-        self._held: list[float] = []
-        # Bytes after each forward pass until the first backward pass; None from then on
-        self._used: list[int | None] | None = None
+        self._activations: list[float] = []
+        # Bytes in use after each forward pass; None from the first backward pass on
+        self._memory_use: list[int | None] | None = None
 
     @contextmanager
     def batch(self, memory: bool = True) -> Iterator[None]:
-        """Round a batch of training; `memory`: whether what a micro-batch holds is noted too."""
+        """Measure a batch of training; `memory`: also the memory of its micro-batches."""
         ends = self._stage.ends
         own = [end for end in ends if end.meter is None]
         for end in own:
@@ -70,41 +70,41 @@ class Measurement:
             else:
                 end.meter = ReceivingMeter(self._clock)
         before = {id(end): (end.channel.sent.messages, end.channel.sent.wire_bytes) for end in ends}
-        self._used = [in_use(self._device)] if memory else None
+        self._memory_use = [in_use(self._device)] if memory else None
         try:
             yield
             if "backward" in self._passes:
-                self._rests.append((self._passes["backward"][-1][1], self._clock.mark()))
+                self._step_marks.append((self._passes["backward"][-1][1], self._clock.mark()))
             for end in ends:
-                self._note(end, *before[id(end)])
+                self._record(end, *before[id(end)])
         finally:
             for end in own:
                 end.meter = None
 
     @contextmanager
     def timed(self, name: str, buffer_id: int) -> Iterator[None]:
-        """Round a `forward` or `backward` pass of the batch."""
+        """Measure a `forward` or `backward` pass of the batch."""
         if name == "backward":
-            self._used = None
+            self._memory_use = None
         start = self._clock.mark()
         yield
         self._passes[name].append((start, self._clock.mark()))
-        if self._used is not None:
+        if self._memory_use is not None:
             used = in_use(self._device)
-            if used is None or self._used[-1] is None:
-                self._held.append(float("nan"))
-            else:  # what came in before the pass may stand where the batch before had left as much
-                self._held.append(used - self._used[-1] + self._came_in(buffer_id))
-            self._used.append(used)
+            if used is None or self._memory_use[-1] is None:
+                self._activations.append(float("nan"))
+            else:  # inputs that came before the pass may reuse memory that the batch before has freed
+                self._activations.append(used - self._memory_use[-1] + self._input_bytes(buffer_id))
+            self._memory_use.append(used)
 
-    def _came_in(self, buffer_id: int) -> int:
-        """Bytes of what the micro-batch in a buffer was given."""
+    def _input_bytes(self, buffer_id: int) -> int:
+        """Return the bytes of the inputs and labels of the micro-batch in a buffer."""
         buffers = self._pipe_buffers
         given = [buffers[name][buffer_id] for name in ("inputs", "labels")]
         tensors = [each for item in given for each in (item if isinstance(item, (tuple, list)) else [item])]
         return sum(tensor.nbytes for tensor in tensors if torch.is_tensor(tensor))
 
-    def _note(self, end: SendingEnd | ReceivingEnd, messages: int, wire_bytes: int) -> None:
+    def _record(self, end: SendingEnd | ReceivingEnd, messages: int, wire_bytes: int) -> None:
         direction, meter = end.channel.direction, end.meter
         assert meter is not None
         values = meter.values()
@@ -116,16 +116,18 @@ class Measurement:
             self._codecs[f"decode {direction}"].append(values["decode_ms"] / max(1, end.messages))
 
     def row(self) -> Row:
-        """Everything, after a try of the links with all neighbours: on all ranks alike."""
+        """Return all measurements, and probe the links to the neighbours; called on every rank."""
         found = dict.fromkeys(COLUMNS, 0.0)
         found["stage"] = float(self._stage_id)
         found["host"] = float(zlib.crc32(_host().encode()))
         for name, marks in self._passes.items():
             found[name] = statistics.median(self._clock.ms(*pair) for pair in marks) / 1e3
-        if self._rests:
-            found["rest"] = statistics.median(self._clock.ms(*pair) for pair in self._rests) / 1e3
-        # A program may have put instructions of its own in the place of those that tell of passes
-        found["held"] = max(self._held) if self._held and self._rests else float("nan")
+        if self._step_marks:
+            found["step"] = statistics.median(self._clock.ms(*pair) for pair in self._step_marks) / 1e3
+        # A program may have replaced the instructions that measure the passes
+        found["activations"] = (
+            max(self._activations) if self._activations and self._step_marks else float("nan")
+        )
         found["spare"] = spare(self._device)
         for direction, size in self._bytes.items():
             found[f"bytes {direction}"] = size
@@ -134,7 +136,7 @@ class Measurement:
         return found | self._links()
 
     def _links(self) -> Row:
-        """What the links carry: boundaries with even numbers are tried first, then the others."""
+        """Probe the links to the neighbours: first those of even boundaries, then the others."""
         stage, found = self._stage, {}
         sending = {e.channel.boundary.number: e.link for e in stage.ends if isinstance(e, SendingEnd)}
         receiving = {e.channel.boundary.number: e.link for e in stage.ends if isinstance(e, ReceivingEnd)}
@@ -154,7 +156,7 @@ def _host() -> str:
 
 
 def gather(row: Row, device: torch.device) -> list[Row]:
-    """The rows of all ranks, which have the same columns in the same order, on every rank."""
+    """Return the rows of all ranks, which have equal columns in equal order, on every rank."""
     mine = torch.tensor(list(row.values()), dtype=torch.float64, device=device)
     return [dict(zip(row, each.tolist())) for each in all_gather(mine)]
 
@@ -174,7 +176,7 @@ TIMED = {
 
 
 class StageTimes:
-    """Of this process, from when it is made."""
+    """Times the instructions of the pipelines that this process runs."""
 
     def __init__(self) -> None:
         self._stage: int | None = None
@@ -197,7 +199,7 @@ class StageTimes:
         return run
 
     def medians(self) -> dict[str, float] | None:
-        """The stage, and ms of each instruction; None where no pipeline was trained."""
+        """Return the stage and the ms of each instruction; None if no pipeline was trained."""
         if self._stage is None:
             return None
         return {
