@@ -273,7 +273,7 @@ class _Period:
     """Steps after which a basis is turned by what came in them: 1, 1, 2, 4, ..., then `refresh` of them."""
 
     def __init__(self, first: int, step: int, refresh: int):
-        """`first`: step of the first message in the basis; `step`: one of the period."""
+        """Start a period; `first`: step of the first message in the basis; `step`: one of the period."""
         age, last = step - first, 1 << (refresh - 1).bit_length()
         if age < last:
             begin = 1 << age.bit_length() >> 1

@@ -83,7 +83,7 @@ class EigenbasisQuantize(EigenbasisCodec):
         return torch.cat(values)[: plan.sent * n].view(plan.sent, n)
 
     def _plan(self, n: int, h: int, ctx: Context) -> "_BitPlan":
-        """For a message of n rows."""
+        """Return the plan of a message of n rows."""
         levels = ctx.memory[f"{self._key(h, ctx)}.levels"]
         plans = self._plans.setdefault(levels, {})
         if n not in plans:
@@ -120,7 +120,7 @@ class EigenbasisQuantize(EigenbasisCodec):
 
     @functools.cached_property
     def _grid(self) -> Any:
-        """The `Grid` of so many bits; kept, as each message asks for it."""
+        """Return the cached `Grid` of so many bits."""
         scale_dtype = WIRE_DTYPES[self.options.scale_dtype]
 
         @functools.lru_cache
@@ -157,7 +157,7 @@ class _BitPlan:
 
     @classmethod
     def of(cls, levels: Tensor, n: int, size: int, bits: int) -> "_BitPlan":
-        """For n rows, of coefficients of `levels`, in groups of `size` values."""
+        """Plan the widths of n rows of coefficients of `levels`, in groups of `size` values."""
         h = len(levels)
         groups = -(-n * h // size)
         # of the ranks in a group the first is the largest

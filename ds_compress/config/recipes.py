@@ -17,7 +17,7 @@ WHOLE = ("codec", "feedback")
 """Keys whose value replaces that of the recipe as a whole: options of one codec mean nothing to another."""
 WARMUPS = ("warmup_steps", "warmup_epochs")
 AUTO = "auto"
-"""In the place of a recipe's name: settings are chosen when the first steps have been measured."""
+"""Name of the recipe that chooses settings from measurements of the first steps."""
 
 
 def names() -> list[str]:

@@ -83,7 +83,7 @@ class TwoStages(Stage):
         p2p: PointToPoint,
         phases: list[tuple[Boundary | None, Boundary | None]],
     ):
-        """`phases`: the boundaries before and after the rank's stage of each phase."""
+        """Connect `phases`: the boundaries before and after the rank's stage of each phase."""
         super().__init__(config, p2p, *phases[0])
         self.phases = phases
 

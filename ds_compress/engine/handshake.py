@@ -103,7 +103,7 @@ class SharedWarning:
     """A warning that is logged once for all ranks, by the first that has reason to."""
 
     def __init__(self, store: Store, key: str):
-        """`key`: of the store, the same on all ranks."""
+        """Exchange through the store under `key`, the same on all ranks."""
         self._store = store
         self._key = key
         self._is_logged = False

@@ -119,7 +119,7 @@ class ReceiveBuffer(Tensor):
     _given = False
 
     def become(self, arrived: Tensor) -> None:
-        """Become `arrived`. A part of other memory, as of a packet, will be cloned as ever."""
+        """Become `arrived`; views of other memory, such as a packet, are cloned later."""
         self.data = arrived
         self._given = arrived.untyped_storage().nbytes() == arrived.nbytes
 

@@ -40,7 +40,7 @@ class MessageQuality(NamedTuple):
                 any residual large.
         """
         lasting = [min(values[name], before.get(name, 0.0)) for name in ("residual_share", "nonfinite_share")]
-        # with feedback something arrives where nothing was to be sent
+        # with feedback a message of zeros may arrive as something else
         is_nothing = values["message_norm"] == 0
         names = ("relative_error", "cosine", "gradient_error")
         error, cosine, gradient = (math.nan if is_nothing else values[name] for name in names)

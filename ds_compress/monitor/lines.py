@@ -19,7 +19,7 @@ def announcement(
             not known.
         replicas: the codec of gradients between replicas; empty where there is none.
     """
-    numbers: dict[str, list[int]] = {}  # by what is said of a boundary
+    numbers: dict[str, list[int]] = {}  # by description of a boundary
     for number, directions in enumerate(channels):
         parts, said = [], ""
         for name, values in directions.items():
@@ -102,7 +102,7 @@ def summary(
 
 
 def _instead(counters: Sequence[Mapping[str, float]]) -> str:
-    """What was sent, and what without compression; empty where nothing was sent."""
+    """Return the bytes sent and those without compression; empty if no byte was sent."""
     raw, wire = (sum(each[key] for each in counters) for key in ("raw_bytes", "wire_bytes"))
     difference = f"{_bytes(raw - wire)} saved" if wire <= raw else f"{_bytes(wire - raw)} more"
     line = f"{_bytes(wire)} sent instead of {_bytes(raw)}, {difference} ({ratio(raw, wire):.2f}x)"

@@ -103,7 +103,7 @@ def labels(boundaries: int, name: str) -> list[str]:
 
 
 def ratio(raw: float, wire: float) -> float:
-    """Return raw over wire bytes; 1 where nothing was sent."""
+    """Return raw over wire bytes; 1 if no byte was sent."""
     return raw / wire if wire else 1.0
 
 

@@ -17,7 +17,7 @@ class Progress:
     def __init__(
         self, title: str, steps: int, done: int = 0, output: TextIO | None = None, shown: bool = True
     ):
-        """`done`: steps of an earlier part of the run; `shown`: whether anything is written."""
+        """Start a bar; `done`: steps of an earlier part of the run; `shown`: whether it is written."""
         self._title, self._steps, self._first, self._done = title, steps, done, done
         self._output, self._shown = output or sys.stderr, shown
         self._started = time.monotonic()

@@ -89,7 +89,7 @@ class Table:
 
     @property
     def gradients(self) -> list[dict[str, float]]:
-        """By rank of the pipeline: the values of its gradients, zeros where nothing is compressed."""
+        """Return the values of gradients by rank, zeros where gradients are not compressed."""
         return [dict(zip(GRADIENTS, row)) for row in self._gradients.tolist()]
 
     @property

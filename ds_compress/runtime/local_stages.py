@@ -16,7 +16,7 @@ Layer = Callable[[Any], Any]
 
 
 class Stages:
-    """All stages of one pipeline."""
+    """The stages of a pipeline, all in this process."""
 
     def __init__(
         self,
@@ -30,8 +30,8 @@ class Stages:
             specs: what `PipelineModule` takes: LayerSpecs, modules, functions.
             stages: their number, cut by DeepSpeed's default, equal numbers of trained parameters; or where
                 they begin and end: [0, 3, 6].
-            device: that they compute on.
-            dtype: of all that is float in them; None: as they are made.
+            device: device of all stages.
+            dtype: of all floating-point parameters; None: unchanged.
 
         Raises:
             CompressionError: something else than a layer, or fewer layers than stages.
@@ -59,7 +59,7 @@ class Stages:
 
 
 def _built(spec: Any, number: int, tied: dict[str, nn.Module]) -> tuple[nn.Module | None, Layer]:
-    """Return the module of a layer, if it has one, and what is called."""
+    """Return the module of a layer, if it has one, and the function to call."""
     if isinstance(spec, TiedLayerSpec):
         module = tied[spec.key] = tied[spec.key] if spec.key in tied else spec.build()
         return module, partial(spec.forward_fn, module) if spec.forward_fn else module

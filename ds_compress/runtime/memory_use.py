@@ -1,4 +1,4 @@
-"""Measure the memory that this process uses, and that is free: of a GPU, or of the host."""
+"""Measure the memory in use and the free memory of a GPU or of the host."""
 
 import ctypes
 import functools
@@ -32,7 +32,7 @@ def _mallinfo() -> Callable[[], _Mallinfo2] | None:
 
 
 def in_use(device: torch.device) -> int | None:
-    """Return bytes that this process has allocated on `device`; None where its allocator does not say."""
+    """Return bytes that this process has allocated on `device`; None if its allocator does not count them."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).memory_allocated(device))
     mallinfo = _mallinfo()

@@ -48,7 +48,7 @@ class ModelProfile:
 
     @property
     def of_one_micro_batch(self) -> dict[tuple[int, str], list[Tensor]]:
-        """Tensors by boundary and direction."""
+        """Return the tensors of one micro-batch by boundary and direction."""
         return {place: next(iter(own.values())) for place, own in self.messages.items()}
 
 

@@ -1,4 +1,4 @@
-"""The next milder settings: twice the bits, the density or the rank; where that cannot be, none."""
+"""Relax settings: twice the bits, the density or the rank; if that is not possible, no compression."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +11,7 @@ from ds_compress.config.recipes import with_changes
 from ds_compress.errors import CompressionError
 
 MOST = {"bits": 8, "density": 0.5, "rank": 2**16}
-"""Options that say how strong a codec is, and where there is nothing milder of its kind."""
+"""Options that set the strength of a codec, with their mildest values."""
 
 NONE = {"codec": "none", "feedback": "none"}
 
@@ -36,7 +36,7 @@ def _milder(config: Config, adopted: dict[str, Any], number: int, direction: str
     choice = config.chosen(number, direction)["codec"][0]
     codec = {"name": choice} if isinstance(choice, str) else choice
     present = getattr(config.codecs(number), direction)
-    # what is learned, or shared with the other direction, fits its options alone
+    # learned state, and state shared with the other direction, fits only its own options
     fixed = any(any(layers(present, kind)) for kind in (BothDirections, Learns, ObservesWarmup))
     tries: list[dict[str, Any]] = [
         {direction: {"codec": {**codec, name: value}}}
@@ -50,7 +50,7 @@ def _milder(config: Config, adopted: dict[str, Any], number: int, direction: str
         except CompressionError:
             continue
         return changes
-    return dict.fromkeys(DIRECTIONS, NONE)  # the codec of the other direction cannot be without this one
+    return dict.fromkeys(DIRECTIONS, NONE)  # the codec of the other direction needs this one
 
 
 def _values(present: float, most: float) -> list[float]:

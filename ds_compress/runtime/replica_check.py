@@ -1,7 +1,7 @@
 """Compare the mirrored state of both sides of each boundary by hash (EF21, AQ-SGD).
 
-Each side computes this state itself, from the same packets. After a flipped bit in memory, or on a processor
-that rounds differently, the two would stay different, and nothing else would show it.
+Each side computes this state itself, from the same packets. A flipped bit in memory, or a processor that
+rounds differently, would make the two differ from then on without any other sign.
 """
 
 import functools
@@ -21,10 +21,10 @@ log = logging.getLogger("ds_compress")
 
 
 class ReplicaCheck:
-    """Compares hashes every so many steps; what differs is forgotten on both sides."""
+    """Compares hashes every `state_check_every` steps; clears on both sides what differs."""
 
     def __init__(self, stage: StageView, sides: Sequence[Side], grid: Any, device: torch.device):
-        """`sides`: those of this rank; `grid`: DeepSpeed's, of this engine."""
+        """Compare the `sides` of this rank; `grid`: that of DeepSpeed's engine."""
         self._stage = stage
         self._sides = sides
         self._device = device
@@ -34,12 +34,12 @@ class ReplicaCheck:
         self.follow()
 
     def follow(self) -> None:
-        """Follow the codecs that the config has by now."""
+        """Use the present codecs of the config."""
         config = self._stage.config
         self.every = config.block.state_check_every if config.mirrors else 0  # steps; 0: never
 
     def end_step(self, step: int) -> None:
-        """Compare when `step` optimizer steps are done and nothing is in flight; every rank calls it."""
+        """Compare after `step` optimizer steps, with nothing in flight; called on every rank."""
         if not self.every or step % self.every:
             return
         rows = torch.full((MOST_SIDES * len(DIRECTIONS), 4), -1, dtype=torch.int64, device="cpu")

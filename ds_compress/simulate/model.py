@@ -26,8 +26,8 @@ def simulate(
 
     Args:
         model: an `nn.Sequential`, or a `PipelineModule` that was built with one stage.
-        ds_config: the whole config: its "ds_compress" block counts, and how many micro-batches a step has:
-            "gradient_accumulation_steps", or what follows from the batch sizes; 1 where neither is given.
+        ds_config: the whole config, with the "ds_compress" block and the number of micro-batches of a step:
+            "gradient_accumulation_steps" or the batch sizes; 1 if neither is given.
         cuts: index of the first layer after each boundary, ascending: [4, 8] makes three stages.
         steps_per_epoch: optimizer steps in one pass over the data; "warmup_epochs" needs it.
         lr: returns the learning rates of the optimizer, as `scheduler.get_last_lr` does; policy "accordion"
@@ -38,8 +38,8 @@ def simulate(
         returned.
 
     Raises:
-        CompressionError: a bad block, a cut that is not between two layers, a number of micro-batches that
-            nobody knows, or a model of another kind.
+        CompressionError: a bad block, a cut that is not between two layers, an unknown number of
+            micro-batches, or a model of another kind.
     """
     if not isinstance(ds_config, dict):
         raise CompressionError(f"simulate: ds_config {shown(ds_config)}; allowed: the config as a dict")
@@ -79,7 +79,7 @@ def simulate(
 
 
 def _between(cuts: Sequence[int], layers: int) -> list[int]:
-    """`cuts`, if they lie between so many layers."""
+    """Return `cuts` if they lie between layers."""
     try:
         found = [operator.index(cut) for cut in cuts if not isinstance(cut, bool)]
     except TypeError:
@@ -93,7 +93,7 @@ def _between(cuts: Sequence[int], layers: int) -> list[int]:
 
 
 def _micro_batches(ds_config: dict[str, Any]) -> int:
-    """Of a step, in one process: given, or worked out as DeepSpeed does."""
+    """Return the micro-batches of a step, given or computed as DeepSpeed does."""
     keys = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
     batch, micro, steps = (ds_config.get(key) for key in keys)
     if steps in (None, "auto") and type(batch) is type(micro) is int and micro > 0 and batch % micro == 0:
@@ -108,7 +108,7 @@ def _micro_batches(ds_config: dict[str, Any]) -> int:
 
 
 def _tracking(config: Config, boundaries: int, model: nn.Module) -> DependencyTracker | None:
-    """Return a tracker of parameter dependence, if a lossy codec may meet several tensors in a message."""
+    """Return a tracker of parameter dependence if a lossy codec may get messages of several tensors."""
     codecs = [
         getattr(config.codecs(number), direction) for number in range(boundaries) for direction in DIRECTIONS
     ]
@@ -135,8 +135,8 @@ def _follow(model: nn.Module, boundaries: list[SimulatedBoundary], tracking: Dep
 
 
 def _follow_samples(model: nn.Module, boundaries: list[SimulatedBoundary], source: SampleIds) -> None:
-    """Take the ids of the samples from what goes into `model`, unless they are in another column of the data
-    (`announce`), and hand them from boundary to boundary."""
+    """Take the ids of the samples from the inputs of `model`, unless `announce` gives them; pass them from
+    boundary to boundary."""
     if source.column is None:
         model.register_forward_pre_hook(lambda module, inputs: boundaries[0].announce(source.of(inputs)))
     for earlier, later in itertools.pairwise(boundaries):

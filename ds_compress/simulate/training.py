@@ -1,4 +1,4 @@
-"""The course of training in a simulated pipeline: between two steps the policy may change the settings."""
+"""Run a policy in a simulated pipeline: between two steps it may change the settings."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,11 +14,7 @@ from ds_compress.simulate.boundary import SimulatedBoundary, SimulatedEnd
 
 
 class SimulatedTraining:
-    """Drives the policy with the numbers that DeepSpeed's engine has.
-
-    The policy decides before the first pass after a step: the optimizer and its schedule have stepped by
-    then, as in a pipeline.
-    """
+    """Runs the policy before the first pass after a step, when optimizer and scheduler have stepped."""
 
     def __init__(
         self,
@@ -29,7 +25,7 @@ class SimulatedTraining:
     ):
         """
         Raises:
-            CompressionError: the policy needs a learning rate or a number of samples that nobody gave.
+            CompressionError: the policy needs a learning rate or a number of samples, which is missing.
         """
         self.config = config
         self.global_steps = 0
@@ -53,12 +49,12 @@ class SimulatedTraining:
 
     @property
     def ends(self) -> list[SimulatedEnd]:
-        """The sending ends of all channels."""
+        """Return the sending ends of all channels."""
         return [end for boundary in self._boundaries for end in boundary.ends.values()]
 
     @property
     def global_samples(self) -> int:
-        """Samples of the steps so far."""
+        """Return the number of samples of the steps so far."""
         return self.global_steps * (self._step_samples or 0)
 
     def get_lr(self) -> Sequence[float]:
@@ -66,11 +62,11 @@ class SimulatedTraining:
         return self._lr() if self._lr else ()
 
     def follow(self, model: nn.Module) -> None:
-        """Follow the passes of `model`."""
+        """Run the policy in the passes of `model`."""
         model.register_forward_pre_hook(lambda *_: self._before_pass())
 
     def _before_pass(self) -> None:
-        first = self._boundaries[0]  # the last one that gradients reach
+        first = self._boundaries[0]  # gradients reach it last
         steps, begun = divmod(first.trained, self.micro_batches)
         begins = first.training and torch.is_grad_enabled() and not begun
         if steps > self.global_steps and not begun and (begins or first.is_answered):
@@ -96,7 +92,7 @@ class SimulatedTraining:
 
 
 def _step_samples(ds_config: Mapping[str, Any], micro_batches: int) -> int | None:
-    """Return the samples of a step; None: nobody gave them."""
+    """Return the samples of a step; None if they are not given."""
     batch, micro = (ds_config.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu"))
     if type(batch) is int:
         return batch
