@@ -84,9 +84,9 @@ class CodecPair:
         where = f", at {spec}" if spec else ""
         raise AssertionError(f"codec {self._codec}: {what}{where}")
 
-    def expect(self, held: object, what: str, spec: TensorSpec) -> None:
-        """Fail with `what`, unless `held` is true."""
-        if not held:
+    def expect(self, condition: object, what: str, spec: TensorSpec) -> None:
+        """Fail with `what`, unless `condition` is true."""
+        if not condition:
             self.fail(what, spec)
 
     def refusal(self, spec: TensorSpec) -> str:
@@ -136,7 +136,7 @@ class BoundarySides:
         sender = Context(**place, stash=source[0], memory=source[1])
         receiver = Context(**place, stash=target[0], memory=target[1])
         with_sender = Context(**place, stash=dict(target[0]), memory=dict(target[1]))
-        held = [(value, value.clone()) for memory in self._memories for value in memory.values()]
+        before = [(value, value.clone()) for memory in self._memories for value in memory.values()]
 
         parts = self._called("encode", spec, codec.encode, x, sender)
         self._check_layout(codec, parts, spec)
@@ -156,7 +156,7 @@ class BoundarySides:
             self._pair.expect(
                 not _shares(kept, packet), "keeps a view of the packet, whose memory is used again", spec
             )
-        for old, copy in held:
+        for old, copy in before:
             self._pair.expect(
                 equal_values(old, copy), "modifies an entry of ctx.memory instead of replacing it", spec
             )
@@ -400,8 +400,8 @@ def _hold(pair: CodecPair, x: Tensor, arrived: Tensor, bound: float, what: str) 
     """Hold the error of `arrived` to `bound`, which is exact at 0 and before rounding elsewhere."""
     error = relative_error(x, arrived)
     rounding = max(torch.finfo(x.dtype).eps, 2.0**-22) if bound else 0.0
-    held = error <= bound * (1 + 1e-4) + rounding
-    pair.expect(held, f"loses {error:.4g} {what} {bound:.4g}", TensorSpec.of(x))
+    is_within = error <= bound * (1 + 1e-4) + rounding
+    pair.expect(is_within, f"loses {error:.4g} {what} {bound:.4g}", TensorSpec.of(x))
 
 
 CHECKS: tuple[Callable[[CodecPair], None], ...] = (

@@ -82,15 +82,21 @@ class Quantize(Codec, FusesFeedback):
         )
 
     def encode_with_residual(
-        self, x: Tensor, state: Parts, share: float, rest: float, ctx: Context, out: Parts | None = None
+        self,
+        x: Tensor,
+        state: Parts,
+        residual_decay: float,
+        error_weight: float,
+        ctx: Context,
+        out: Parts | None = None,
     ) -> tuple[Parts, Parts] | None:
         groups = self._in_groups(x, *state)
         if groups is None:
             return None
-        (values, *held), size = groups
+        (values, *stored), size = groups
         grid, backend = self._grid(self.options.bits, ctx.seed), kernels(x.device)
         parts, new = backend.quantize_with_residual(
-            values, tuple(held), ctx.loss_scale, share, rest, grid, size, out
+            values, tuple(stored), ctx.loss_scale, residual_decay, error_weight, grid, size, out
         )
         return parts, (self._joined(new[0], x.shape), *new[1:])
 
@@ -100,9 +106,9 @@ class Quantize(Codec, FusesFeedback):
         groups = self._in_groups(x, state)
         if groups is None:
             return None
-        (values, held), size = groups
+        (values, stored), size = groups
         grid, backend = self._grid(self.options.bits, ctx.seed), kernels(x.device)
-        parts, new = backend.quantize_change(values, held, ctx.loss_scale, grid, size, out)
+        parts, new = backend.quantize_change(values, stored, ctx.loss_scale, grid, size, out)
         return parts, self._joined(new, x.shape)
 
     def decode_change(
@@ -111,11 +117,11 @@ class Quantize(Codec, FusesFeedback):
         if not self._fuses(spec.dtype):
             return None
         grid, backend, run = self._grid(self.options.bits, ctx.seed), kernels(state.device), self._run
-        held = state if run and spec.numel and spec.numel % run == 0 else self._split(state)
-        values, new = backend.dequantize_change(parts, held, ctx.loss_scale, grid, spec.dtype)
+        stored = state if run and spec.numel and spec.numel % run == 0 else self._split(state)
+        values, new = backend.dequantize_change(parts, stored, ctx.loss_scale, grid, spec.dtype)
         return self._joined(values, spec.shape), self._joined(new, spec.shape)
 
-    def _in_groups(self, x: Tensor, held: Tensor, *scales: Tensor) -> tuple[list[Tensor], int] | None:
+    def _in_groups(self, x: Tensor, stored: Tensor, *scales: Tensor) -> tuple[list[Tensor], int] | None:
         """Arrange `x` and its state in groups for a kernel; return them with the group size, or None.
 
         None: no fused kernel supports these options.
@@ -124,11 +130,11 @@ class Quantize(Codec, FusesFeedback):
         if not self._fuses(x.dtype):
             return None
         if run and x.numel() and x.numel() % run == 0:  # whole groups, contiguous in memory
-            return [x, held, *scales], run
+            return [x, stored, *scales], run
         if scales:  # the scales of the state refer to values in memory order
             return None
         groups = self._split(x)
-        return [groups, self._split(held)], groups.shape[1]
+        return [groups, self._split(stored)], groups.shape[1]
 
     def _fuses(self, dtype: torch.dtype) -> bool:
         """Return whether kernels fuse quantization with feedback for these options."""

@@ -48,8 +48,8 @@ class EF21Codec(FeedbackCodec, StatefulFeedback, ObservesWarmup):
     def encode_training(self, x: Tensor, ctx: Context, out: Parts | None) -> Parts:
         spec = TensorSpec.of(x)
         if self._fused is not None:
-            (held,) = self.state.stored_for_writing(ctx, spec)
-            found = self._fused.encode_change(x, held, ctx, out)
+            (stored,) = self.state.stored_for_writing(ctx, spec)
+            found = self._fused.encode_change(x, stored, ctx, out)
             if found is not None:
                 parts, new = found
                 self.state.put(ctx, spec, (new,))
@@ -62,8 +62,8 @@ class EF21Codec(FeedbackCodec, StatefulFeedback, ObservesWarmup):
 
     def decode_training(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         if self._fused is not None:
-            (held,) = self.state.stored_for_writing(ctx, spec)
-            found = self._fused.decode_change(parts, held, spec, ctx)
+            (stored,) = self.state.stored_for_writing(ctx, spec)
+            found = self._fused.decode_change(parts, stored, spec, ctx)
             if found is not None:
                 arrived, new = found
                 self.state.put(ctx, spec, (new,))

@@ -150,10 +150,10 @@ def residual_values(channel: Channel, message_norm: float) -> dict[str, float]:
         [torch.linalg.vector_norm(each.float()) for each in residuals(memory, channel.direction)]
         for memory in memories
     ]
-    held = [norm for norms in of_tensors for norm in norms]
-    if not held:
+    all_norms = [norm for norms in of_tensors for norm in norms]
+    if not all_norms:
         return {"residual_norm": 0.0, "residual_share": 0.0, "buffer_bytes": kept}
-    total = torch.linalg.vector_norm(torch.stack(held)).item()
+    total = torch.linalg.vector_norm(torch.stack(all_norms)).item()
     scale = channel.boundary.loss_scale if channel.direction == "backward" else 1.0
     message = message_norm / scale * math.sqrt(max(map(len, of_tensors)))
     share = total / message if message > 0 else math.nan

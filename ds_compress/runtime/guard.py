@@ -205,15 +205,15 @@ def evaluation_mode(engine: Any, config: Config, mode: Mode) -> Iterator[None]:
     """Evaluate inside with compression or without, and leave the engine as it was."""
     module = engine.module
     modes = [(part, part.training) for part in module.modules()]
-    held = {name: getattr(engine, name) for name in _LEFT_BY_EVALUATION if hasattr(engine, name)}
-    passes = module.micro_offset  # DeepSpeed seeds the layers of a pass by its number, if it is told to
+    attributes = {name: getattr(engine, name) for name in _LEFT_BY_EVALUATION if hasattr(engine, name)}
+    passes = module.micro_offset  # DeepSpeed may seed the layers of a pass by its number
     phase = getattr(module, "active_phase", None)  # of DualPipeV
     devices = [engine.device] if engine.device.type == "cuda" else []
     python, numpy = random.getstate(), np.random.get_state()
     config.eval, before = mode, config.eval
     try:
         with torch.random.fork_rng(devices), torch.no_grad():
-            # not by `train()`: modules may do more in it, such as merging adapters, than flags can take back
+            # not `train()`: in it modules may do more than set a flag, such as merge adapters
             for part, _ in modes:
                 part.training = False
             engine._compute_loss, engine.total_loss, engine.total_additional_losses = True, None, None
@@ -227,5 +227,5 @@ def evaluation_mode(engine: Any, config: Config, mode: Mode) -> Iterator[None]:
             module.activate_phase(phase)
         for part, training in modes:
             part.training = training
-        for name, value in held.items():
+        for name, value in attributes.items():
             setattr(engine, name, value)

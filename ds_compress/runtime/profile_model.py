@@ -41,7 +41,7 @@ class ModelProfile:
 
     forward: tuple[float, ...]  # by stage: median seconds of a pass
     backward: tuple[float, ...]
-    activation_bytes: tuple[float, ...]  # by stage, held between the passes of a micro-batch; nan: not known
+    activation_bytes: tuple[float, ...]  # by stage, held between the passes of a micro-batch; nan: unknown
     messages: Messages  # of the last micro-batches
     dependence: tuple[tuple[bool, ...], ...]  # by boundary: which float tensors depend on parameters
     loss_scale: float

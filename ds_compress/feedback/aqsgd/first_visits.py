@@ -111,9 +111,9 @@ class FirstVisits:
     def split_bytes(self, payload: Tensor, spec: TensorSpec) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Split F's bytes of all samples into the place of C's payload and an extra packet."""
         layout = self._codec.layout(spec)
-        held = nbytes_of(layout)
-        filled = torch.nn.functional.pad(payload, (0, max(0, held - payload.numel())))
-        return from_bytes(filled, layout), (payload[held:],) if payload.numel() > held else ()
+        nbytes = nbytes_of(layout)
+        filled = torch.nn.functional.pad(payload, (0, max(0, nbytes - payload.numel())))
+        return from_bytes(filled, layout), (payload[nbytes:],) if payload.numel() > nbytes else ()
 
     def _nbytes(self, rows: TensorSpec) -> int:
         return nbytes_of(self._first.layout(rows))

@@ -83,8 +83,8 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
         if unseen and self.first_visits.all_at_once(spec, self._rows_spec(spec), len(unseen)):
             payload, new = self.first_visits.encode(by_sample, ctx)
             self._store_first_visits(new, keys, ctx)
-            held, left = self.first_visits.split_bytes(payload, spec)
-            return (*held, x.new_zeros(len(keys), dtype=torch.uint8), *left)
+            packed, left = self.first_visits.split_bytes(payload, spec)
+            return (*packed, x.new_zeros(len(keys), dtype=torch.uint8), *left)
         rest: tuple[Tensor, ...] = ()
         start = None
         if unseen and not self.first_visits.are_changes:
