@@ -136,7 +136,7 @@ class BoundarySides:
         sender = Context(**place, stash=source[0], memory=source[1])
         receiver = Context(**place, stash=target[0], memory=target[1])
         with_sender = Context(**place, stash=dict(target[0]), memory=dict(target[1]))
-        before = [(value, value.clone()) for memory in self._memories for value in memory.values()]
+        values = [(value, value.clone()) for memory in self._memories for value in memory.values()]
 
         parts = self._called("encode", spec, codec.encode, x, sender)
         self._check_layout(codec, parts, spec)
@@ -145,8 +145,8 @@ class BoundarySides:
         self.packets.append(packet.clone())
 
         arrived = self._called("decode", spec, codec.decode, views, spec, receiver)
-        came = TensorSpec.of(arrived)
-        self._pair.expect(came == spec, f"decode returns {came} on {came.device}", spec)
+        result = TensorSpec.of(arrived)
+        self._pair.expect(result == spec, f"decode returns {result} on {result.device}", spec)
         self._pair.expect(torch.equal(packet, self.packets[-1]), "decode modifies its parts", spec)
         again = self._called("decode", spec, codec.decode, views, spec, with_sender)
         self._pair.expect(
@@ -156,7 +156,7 @@ class BoundarySides:
             self._pair.expect(
                 not _shares(kept, packet), "keeps a view of the packet, whose memory is used again", spec
             )
-        for old, copy in before:
+        for old, copy in values:
             self._pair.expect(
                 equal_values(old, copy), "modifies an entry of ctx.memory instead of replacing it", spec
             )

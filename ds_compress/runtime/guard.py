@@ -1,8 +1,8 @@
-"""The guard: what compression costs at present, in the loss of one micro-batch with it and without.
+"""The guard compares the loss of a micro-batch with compression and without.
 
 After a training step the last micro-batch of that step passes the pipeline twice more, in evaluation, by
-DeepSpeed's own schedule for it; all micro-batches of the step where that schedule takes no fewer. Nothing
-that training goes on from is touched.
+DeepSpeed's own schedule; all micro-batches of the step where that schedule takes no fewer. This leaves the
+state of training unchanged.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from ds_compress.runtime.interface import Change
 from ds_compress.runtime.relax import is_lossy, relax
 
 _LEFT_BY_EVALUATION = ("total_loss", "total_additional_losses", "fwd_outputs", "loss", "_compute_loss")
-"""What a schedule writes on an engine that programs read after a training step."""
+"""Attributes of an engine that a schedule writes, and that programs read after a training step."""
 
 Mode = Literal["compressed", "uncompressed"]
 
@@ -35,48 +35,48 @@ logger = logging.getLogger("ds_compress")
 
 
 class Guard:
-    """When to look, the micro-batches to look at, and the verdict; on every rank."""
+    """Decides when to compare losses, on which micro-batches, and what follows; on every rank."""
 
     def __init__(self, config: Config, rank: int, boundaries: int):
-        """`boundaries`: how many the pipeline has."""
-        self.batches: deque[Any] = deque()  # that the step in progress loaded last, where they are needed
-        self.due = False  # whether there is a look after the step in progress
-        self.replayed: Iterator[Any] | None = None  # of `batches`, while these are what is loaded
+        """Guard a pipeline of so many `boundaries`."""
+        self.batches: deque[Any] = deque()  # the last ones of the step in progress, if `due`
+        self.due = False  # whether losses are compared after the step in progress
+        self.replayed: Iterator[Any] | None = None  # of `batches`, while the engine loads these
         self._config = config
         self._options = config.block.guard
         self._rank = rank
         self._boundaries = boundaries
-        self._said = False
-        self._loads_itself = False  # the program: there is nothing to look at
+        self._has_warned = False
+        self._loads_itself = False  # whether the program loads its micro-batches
         self.follow()
 
     def follow(self) -> None:
-        """Go by the codecs that the config has by now."""
+        """Use the present codecs of the config."""
         used = [self._config.codecs(number) for number in range(self._boundaries)]
         self._loses = any(is_lossy(codec) for each in used for codec in (each.forward, each.backward))
-        # evaluation shows what compression does to activations, if it is anything
+        # evaluation compresses activations alone
         plain = all(each.feedbacks["forward"].name == "none" for each in used)
         self._on = plain and any(is_lossy(each.forward) for each in used)
 
     def begin_step(self, step: int, count: int = 1) -> None:
-        """Before the training step with number `step`, counted from 1; `count`: micro-batches of a look."""
+        """Prepare for training step `step`, counted from 1; `count`: micro-batches to compare on."""
         self.due = self._on and not self._loads_itself and self.judges(step)
         self.batches = deque(maxlen=count)
 
     @property
     def acts(self) -> bool:
-        """Whether it does more than to warn."""
+        """Return whether the guard does more than warn."""
         return self._options.action != "warn"
 
     def judges(self, step: int) -> bool:
-        """Whether the guard looks at that step."""
+        """Return whether the guard compares losses after that step."""
         return self._loses and self._options.is_due(step - self._config.warmup_steps)
 
     def check_loss(self, engine: Any) -> Change | None:
-        """Compare the loss with compression and without, after a step with `due`; every rank calls it.
+        """Compare the loss with compression and without, after a step with `due`; called on every rank.
 
         Returns:
-            Milder settings, where they are to be had.
+            Milder settings, if there are any.
 
         Raises:
             CompressionError: compression costs more than is allowed, and "action" is "stop".
@@ -97,14 +97,14 @@ class Guard:
         sums = torch.cat([losses, torch.tensor(last, dtype=torch.float32, device=engine.device)])
         dist.all_reduce(sums)
         compressed, plain = (sums[:2] / sums[2]).tolist()
-        if not math.isfinite(plain):  # or no number at all
+        if not math.isfinite(plain):
             return None
         if self._rank == 0 and engine.monitor.enabled:
             engine.monitor.write_events([(label(LOSS_COST), compressed - plain, engine.global_samples)])
         return self._judge(engine, compressed, plain)
 
     def _loss(self, engine: Any, mode: Mode) -> Tensor:
-        """[], fp32: mean of the micro-batches, on the last stage; 0 on the others, nan where it is none."""
+        """Return the mean loss, fp32 []: 0 before the last stage, nan if it is no number."""
         count = self.batches.maxlen
         with evaluation_mode(engine, self._config, mode):
             self.replayed = iter(self.batches)
@@ -137,13 +137,13 @@ class Guard:
             raise CompressionError(line)
         if self._options.action == "relax" and cost > 0:
             return self._relax([(number, "forward") for number in range(self._boundaries)], line)
-        if self._rank == 0 and not self._said:
+        if self._rank == 0 and not self._has_warned:
             logger.warning(line)
-            self._said = True
+            self._has_warned = True
         return None
 
     def check_limits(self, engine: Any, known: Mapping[Place, MessageQuality]) -> Change | None:
-        """Judge the messages of a training step; every rank calls it after a step that the guard judges.
+        """Judge the messages of a training step that `judges` names; called on every rank.
 
         Args:
             known: what this replica measured (`Monitor.message_quality`).
@@ -157,7 +157,7 @@ class Guard:
         places = [(number, direction) for number in range(self._boundaries) for direction in DIRECTIONS]
         rows = [known.get(place, LOSSLESS) for place in places]
         most = torch.tensor(rows, dtype=torch.float64, device=engine.device)
-        # of a message that is not finite, or that its sender cannot decode, nothing is known
+        # unknown: the message is not finite, or its sender cannot decode it
         most = torch.where(most.isnan(), most.new_tensor(LOSSLESS), most)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         over: dict[Place, str] = {}
@@ -202,7 +202,7 @@ class Guard:
 
 @contextlib.contextmanager
 def evaluation_mode(engine: Any, config: Config, mode: Mode) -> Iterator[None]:
-    """Evaluate inside with compression or without, and leave the engine as it was."""
+    """Evaluate with compression or without, and restore the engine afterwards."""
     module = engine.module
     modes = [(part, part.training) for part in module.modules()]
     attributes = {name: getattr(engine, name) for name in _LEFT_BY_EVALUATION if hasattr(engine, name)}
