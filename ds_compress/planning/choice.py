@@ -25,21 +25,21 @@ TIE = 0.02
 """Recipes whose steps are at most this share longer than the shortest compete by error alone."""
 
 PRICES = (0.0, 1 / 64, 1 / 16, 1 / 4, 1.0, 4.0, 64.0)
-"""Of a second of transfer, in seconds of codec."""
+"""Prices of a second of transfer, in seconds of codec."""
 
 BASELINE = "DeepSpeed"
 
 
 @dataclass(frozen=True)
 class EvaluatedMessage:
-    """What a candidate costs and loses in one direction of a boundary."""
+    """Cost and error of a candidate in one direction of a boundary."""
 
     cost: MessageCost
     error: float  # relative; inf: not known
     gradient_error: float  # error of the accumulated gradient, which counts backward; inf: not known
 
     def weighted_seconds(self, network: Network, price: float) -> float:
-        """Seconds of codec, plus the seconds of transfer times `price`."""
+        """Return the seconds of codec plus `price` times those of transfer."""
         return self.cost.encode + self.cost.decode + price * self.cost.nbytes / network.bandwidth
 
 
@@ -106,8 +106,7 @@ def combine(
 def _cheapest(
     evaluations: Sequence[Evaluation], network: Network, price: float, limits: ErrorLimits
 ) -> Evaluation | None:
-    """Return the cheapest evaluation of a boundary, or combination of two directions; None: none is within
-    `limits`."""
+    """Return the cheapest evaluation of a boundary, or of two combined; None if none is within `limits`."""
 
     def key(message: EvaluatedMessage) -> tuple[float, float]:
         return message.weighted_seconds(network, price), message.error
@@ -137,7 +136,7 @@ def _join(forward: Evaluation, backward: Evaluation) -> Evaluation:
 
 
 def _name(chosen: Sequence[Evaluation]) -> str:
-    """`quantize 4`, or by boundary where these differ: `0-2: quantize 4; 3: none`."""
+    """Return `quantize 4`, or by boundary if they differ: `0-2: quantize 4; 3: none`."""
     names = [own.candidate.name for own in chosen]
     if len(set(names)) == 1:
         return names[0]
@@ -230,7 +229,7 @@ def _row(workload: Workload, networks: Networks, recipe: PipelineRecipe) -> dict
 
 
 def _packet_bytes(recipe: PipelineRecipe) -> list[int]:
-    """By stage: the bytes of one packet for each end of a link that the stage has."""
+    """Return by stage the bytes of one packet for each link end of the stage."""
     both = [forward.nbytes + backward.nbytes for forward, backward in zip(recipe.forward, recipe.backward)]
     return [before + after for before, after in zip([0, *both], [*both, 0])]
 

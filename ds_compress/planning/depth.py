@@ -1,8 +1,8 @@
 """Choose the depth of the schedule that pays on a link and fits into memory.
 
-A deeper schedule keeps more micro-batches in flight. It changes no number that is computed, and it takes
-memory: stage s of S holds the activations of depth * (S - 1 - s) + 1 micro-batches, and each end of a link
-one more packet per further depth.
+A deeper schedule keeps more micro-batches in flight, with the same results. It takes memory: stage s of S
+holds the activations of depth * (S - 1 - s) + 1 micro-batches, and each end of a link one packet per depth
+over 1.
 """
 
 import math
@@ -13,11 +13,11 @@ from ds_compress.planning.step_time import Network, Networks, TransferPlan, Work
 
 MAX_DEPTH = 32
 MIN_GAIN = 0.01
-"""A greater depth has to save more than this share of a step."""
+"""Least share of a step that a greater depth has to save."""
 
 
 def in_flight(depth: int, micro_batches: int, stages: int, stage: int) -> int:
-    """Return how many micro-batches a stage holds the activations of, at most."""
+    """Return the most micro-batches whose activations a stage holds."""
     return min(depth * (stages - 1 - stage) + 1, micro_batches)
 
 

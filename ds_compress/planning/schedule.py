@@ -5,9 +5,9 @@ so one micro-batch hides a slow round trip to the next stage. Here it has done
 
     depth * (stages - 1 - s) + 1
 
-forward passes, if there are as many, and from there on one backward pass follows each forward pass. The order
-of the forward passes stays, and so does that of the backward passes; only how the two are mixed depends on
-the depth, and no computed number does. All stages work in a common grid of steps, as in DeepSpeed's:
+forward passes, or all if there are fewer; after that one backward pass follows each forward pass. Only how
+forward and backward passes alternate depends on the depth: their own orders and all results stay the same.
+As in DeepSpeed's schedule, all stages share a grid of steps:
 
     stage s     forward pass of micro-batch m in step     2m + s
                 backward pass                             2m + s + 1 + 2 * depth * (stages - 1 - s)
@@ -83,7 +83,7 @@ class DepthSchedule(TrainSchedule):
                 yield schedule.SendActivation(before)
 
     def num_pipe_buffers(self) -> int:
-        """Return how many micro-batches are in flight at most; at least two, as in DeepSpeed."""
+        """Return the most micro-batches in flight, at least two, as in DeepSpeed."""
         return max(2, min(self._warmup + 1, self.micro_batches))
 
     def _step_to_micro_batch(self, step_id: int) -> tuple[int, bool]:

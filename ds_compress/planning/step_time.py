@@ -32,7 +32,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class MessageCost:
-    """What one message in one direction costs."""
+    """Cost of one message in one direction."""
 
     nbytes: int  # on the wire
     encode: float = 0.0  # seconds
@@ -41,6 +41,8 @@ class MessageCost:
 
 @dataclass(frozen=True)
 class Network:
+    """Speed of a link."""
+
     bandwidth: float = float("inf")  # bytes per second, in each direction
     latency: float = 0.0  # seconds one way
 
@@ -50,7 +52,7 @@ Networks = Network | tuple[Network, ...]
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """What the replay knows of a recipe; costs are those of every boundary, or one per boundary."""
+    """Transfers of a recipe; costs are those of every boundary, or one per boundary."""
 
     forward: MessageCost | tuple[MessageCost, ...]
     backward: MessageCost | tuple[MessageCost, ...]

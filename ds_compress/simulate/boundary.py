@@ -24,7 +24,7 @@ from ds_compress.runtime.interface import Watch
 logger = logging.getLogger("ds_compress")
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
-"""Tensors of a message that were compressed, and what they arrived as."""
+"""Compressed tensors of a message, and what arrived."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class SimulatedEnd:
 
     channel: Channel
     watch: Watch | None = None
-    """Sees each message before it is encoded."""
+    """Called with each message before it is encoded."""
 
     sends = True
 
@@ -47,7 +47,7 @@ class SimulatedBoundary(nn.Module):
     """
 
     def __init__(self, number: int, config: Config, micro_batches: int, tracking: DependencyTracker | None):
-        """`tracking`: of the whole model, if tensors that do not depend on parameters are exempt."""
+        """Set up both sides; `tracking`: of the model, if tensors that depend on no parameter are exempt."""
         super().__init__()
         self.config = config
         self.upstream = Boundary(number, config)
@@ -79,21 +79,21 @@ class SimulatedBoundary(nn.Module):
 
     @property
     def sending(self) -> tuple[Channel, Channel]:
-        """The channels that send, forward and backward."""
+        """Return the channels that send, forward and backward."""
         return self.upstream.forward, self.downstream.backward
 
     @property
     def trained(self) -> int:
-        """Training passes so far."""
+        """Return the number of training passes."""
         return self._trained
 
     @property
     def is_answered(self) -> bool:
-        """Whether all gradients of the latest step have crossed."""
+        """Return whether all gradients of the latest step have arrived."""
         return not self._step_open
 
     def announce(self, ids: Tensor) -> None:
-        """The next training pass is about the samples `ids`."""
+        """Set the `ids` of the samples of the next training pass."""
         if self.training and torch.is_grad_enabled():
             self.upstream.sample_ids[self._trained % self.micro_batches] = ids
             self.upstream.prefetch(ids)
@@ -107,8 +107,8 @@ class SimulatedBoundary(nn.Module):
         message_id = self.upstream.forward.message_id(step, self._trained % self.micro_batches)
         if self.config.sample_ids is not None and message_id.micro_batch not in self.upstream.sample_ids:
             raise CompressionError(
-                f"simulate: boundary {self.upstream.number}: nobody said which samples this training pass is "
-                "about; call announce(model, batch) before it"
+                f"simulate: boundary {self.upstream.number}: the samples of this training pass are unknown; "
+                "call announce(model, batch) before it"
             )
         if message_id.micro_batch == 0:
             self._end_step()  # of a step without backward passes
@@ -119,8 +119,7 @@ class SimulatedBoundary(nn.Module):
         return message_id
 
     def answered(self) -> None:
-        """The gradient of a message has crossed; with that of the last one the step ends, as in a
-        pipeline."""
+        """Count a gradient that has arrived; the last one ends the step, as in a pipeline."""
         self._answered += 1
         if self._answered == self.micro_batches:
             self._end_step()
@@ -136,7 +135,7 @@ class SimulatedBoundary(nn.Module):
     def transfer(
         self, source: Channel, target: Channel, tensors: Sequence[Tensor], message_id: MessageId
     ) -> list[Tensor]:
-        """`tensors` as they arrive."""
+        """Send `tensors`, and return them as they arrive."""
         watch = self.ends[source.direction].watch
         if watch is not None:
             watch(source, tensors, message_id)
@@ -155,10 +154,10 @@ class MeanError:
 
     def __init__(self) -> None:
         self._messages = 0
-        self._total: Tensor | float = 0.0  # where the messages are: nobody waits for a device
+        self._total: Tensor | float = 0.0  # on the device of the messages: adding does not wait
 
     def add(self, pairs: Pairs) -> None:
-        """Take note of a message."""
+        """Add a message."""
         with torch.no_grad():
             sent = _norm([x for x, _ in pairs])
             lost = _norm([x - y for x, y in pairs])
@@ -167,7 +166,7 @@ class MeanError:
 
     @property
     def value(self) -> float:
-        """nan before the first compressed message, and where one was not finite."""
+        """Return the mean; nan without messages, or after one that was not finite."""
         return float(self._total) / self._messages if self._messages else math.nan
 
 
@@ -202,8 +201,7 @@ class LimitCheck:
         return tuple(sorted({limit for _, limit in self._warned}))
 
     def warn(self, channel: Channel) -> None:
-        """Log each value of the step beyond a limit, once per limit and codec, as a pipeline's monitor
-        does."""
+        """Log each value of the step beyond a limit, once per limit and codec, as the monitor does."""
         if self._norms is None:
             return
         found, scale = self._norms.tolist(), self._largest[0].item()

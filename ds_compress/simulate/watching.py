@@ -1,4 +1,4 @@
-"""What can be asked of a model with simulated boundaries, and said to it, from outside."""
+"""Functions on a model with simulated boundaries: traffic, evaluation, ids of samples."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ Evaluation = Literal["compressed", "uncompressed"]
 
 @dataclass(frozen=True)
 class Traffic:
-    """One direction of one boundary since the start, evaluation included as far as bytes go."""
+    """Messages of one direction of a boundary since the start; counts include evaluation."""
 
     boundary: int
     direction: str
@@ -35,7 +35,7 @@ class Traffic:
 
 
 def traffic(model: nn.Module) -> list[Traffic]:
-    """What has crossed the boundaries that `simulate` put into `model`, forward and backward of each."""
+    """Return the traffic of each direction of each boundary in `model`."""
     return [
         Traffic(
             boundary.upstream.number,
@@ -80,7 +80,7 @@ def evaluating(model: nn.Module, messages: Evaluation) -> Iterator[None]:
 
 
 def announce(model: nn.Module, batch: Sequence[Any]) -> None:
-    """Say which samples the next training pass of `model` is about; needed with `"ids": {"column": ...}`.
+    """Set the samples of the next training pass of `model`; needed with `"ids": {"column": ...}`.
 
     Args:
         batch: what the data loader returned, (inputs, labels, ..., indices), as a pipeline would be given it.

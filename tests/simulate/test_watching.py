@@ -135,7 +135,7 @@ def test_samples_must_be_announced_anew():
     announce(model, (x, target, ids))
     model(x)
     for _ in range(2 * MICRO_BATCHES):
-        with pytest.raises(CompressionError, match="boundary 0: nobody said which samples"):
+        with pytest.raises(CompressionError, match="boundary 0: the samples of this training pass"):
             model(x)
     with pytest.raises(CompressionError, match=r"aqsgd.ids.column: 2 of the data should hold integers"):
         announce(model, (x, target))
