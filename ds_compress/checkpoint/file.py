@@ -80,7 +80,7 @@ class Course(Record):
     written: dict[str, Any]
     """The parts of the block that have to be the same for the settings to go on."""
     adopted: dict[str, Any]
-    """As "boundaries" of a block: what holds beside the block as it was written."""
+    """Settings in force beside the written block, as "boundaries" of a block."""
     policy: PolicyRecord
 
 

@@ -1,6 +1,6 @@
-"""ds-compress list: codecs, feedbacks, policies and the keys of the block, each option with what it means.
+"""ds-compress list: print codecs, feedbacks, policies and the keys of the block with all options.
 
-docs/options.md is made by `ds-compress list --markdown`.
+`ds-compress list --markdown` makes docs/options.md.
 """
 
 import argparse
@@ -29,7 +29,7 @@ TITLES = {
 Entries = list[dict[str, Any]]
 
 MESSAGE = TensorSpec((4, 1024, 1024), torch.float32)
-"""Whose bits `--recipes` shows."""
+"""Message whose bits `--recipes` shows."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def text(found: dict[str, Entries], width: int) -> Iterator[str]:
-    """Format `found` for a terminal of so many columns."""
+    """Format `found` for a terminal, `width` columns wide."""
     for kind, entries in found.items():
         yield from ("", TITLES[kind])
         for entry in entries:

@@ -1,6 +1,6 @@
-"""Every codec, feedback, policy and key of the block with its options, as pydantic knows them.
+"""Describe all codecs, feedbacks, policies and keys of the block with their options, as pydantic knows them.
 
-The source of `ds-compress list` and of docs/options.md; and ds-compress schema, for editors.
+`ds-compress list` and docs/options.md are made from it; `ds-compress schema` prints it for editors.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def stability(codec: str) -> list[dict[str, Any]]:
 
 
 def describe(registry: Registry[Any]) -> list[dict[str, Any]]:
-    """Name, summary and options of everything in `registry`."""
+    """Return name, summary and options of each entry of `registry`."""
     classes = [registry.find(name, registry.kind) for name in registry.names()]
     return [{"name": cls.name, "summary": cls.summary(), "options": options(cls.Options)} for cls in classes]
 
@@ -137,7 +137,7 @@ def _object(cls: Any) -> dict[str, Any]:
 
 
 def _inlined(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the JSON Schema of `model`, without definitions: what it refers to stands there itself."""
+    """Return the JSON Schema of `model`, with its definitions inlined."""
     root = model.model_json_schema()
     definitions = root.pop("$defs", {})
 

@@ -115,7 +115,7 @@ def difference(run: RecordedRun, base: RecordedRun) -> Series:
 
 
 def _smoothed(series: Series) -> Series:
-    """Return the mean of so many values in a row, at the last of them."""
+    """Return the moving mean of `SMOOTHED` values, at the last of them."""
     values = [value for _, value in series]
     window = min(SMOOTHED, len(values))
     return [

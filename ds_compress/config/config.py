@@ -73,7 +73,7 @@ class Config:
         self.warmup_steps = self.block.warmup_steps
         self._written = self.block  # before anything was adopted
         self.adopted: dict[str, Any] = {}
-        """Settings in force beside the block as it was written, as "boundaries" of a block."""
+        """Settings in force beside the written block, as "boundaries" of a block."""
 
         self._steps_per_epoch: int | None = None
         self.notes: dict[str, None] = {}  # lines for the user, in order, each once
@@ -112,7 +112,7 @@ class Config:
         return self._written.model_dump(exclude_unset=True, exclude={"recipe", "quality"})
 
     def changed(self, changes: Mapping[str, Any]) -> "Config":
-        """Return the block as it was written, but with `changes` to its keys, and without a policy.
+        """Return the written block with `changes` to its keys, and without a policy.
 
         Raises:
             CompressionError: it would be a bad block.

@@ -38,7 +38,7 @@ class Guard:
     """Decides when to compare losses, on which micro-batches, and what follows; on every rank."""
 
     def __init__(self, config: Config, rank: int, boundaries: int):
-        """Guard a pipeline of so many `boundaries`."""
+        """Guard a pipeline with this number of `boundaries`."""
         self.batches: deque[Any] = deque()  # the last ones of the step in progress, if `due`
         self.due = False  # whether losses are compared after the step in progress
         self.replayed: Iterator[Any] | None = None  # of `batches`, while the engine loads these
