@@ -46,7 +46,7 @@ class GradientError:
         self._messages: deque[Tensor] = deque(maxlen=AVERAGED)  # [2, PARTS, columns]: gradient and error
 
     def add(self, sent: Sequence[Tensor], decoded: Sequence[Tensor]) -> None:
-        """Take note of a message; nothing waits for a device."""
+        """Add a message, without waiting for a device."""
         sums = [_column_sums(x, y) for x, y in zip(sent, decoded) if x.is_floating_point() and x.numel()]
         if sums:
             message = torch.cat(sums, dim=-1)
@@ -56,12 +56,12 @@ class GradientError:
 
     @property
     def value(self) -> float:
-        """The error; nan: not known, as nothing that is finite was sent."""
+        """Return the error; nan if no finite message was sent."""
         bias, total = self.bias_and_total()
         return math.sqrt(bias**2 + max(0.0, total**2 - bias**2) / AVERAGED)
 
     def bias_and_total(self) -> tuple[float, float]:
-        """Bias and total error of the mean gradient of a message."""
+        """Return bias and total error of the mean gradient of a message."""
         finite = [message for message in self._messages if message.isfinite().all() and message[0].any()]
         if not finite:
             return math.nan, math.nan

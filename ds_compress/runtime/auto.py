@@ -2,9 +2,9 @@
 
 Two steps at the end of the warm-up, or the second and the third where there is none, are measured as for
 depth "auto"; in the last of them each end of a boundary copies the messages of the first micro-batches, and
-evaluates all candidates on them (candidate_profile.py). One collective gathers the results on all
-ranks, and each makes the same choice (planning/choice.py): the recipe with the shortest predicted step whose
-errors are within the limits of the class of quality. It holds from the next step on; checkpoints contain it.
+evaluates all candidates on them (candidate_profile.py). One collective gathers the results on all ranks, and
+each makes the same choice (planning/choice.py): the recipe with the shortest predicted step whose errors are
+within the limits of the class of quality. It holds from the next step on; checkpoints contain it.
 """
 
 import json
@@ -21,7 +21,7 @@ from ds_compress.planning.candidates import Candidate, startable_candidates
 from ds_compress.planning.choice import Evaluation, baseline, combine, pick_best, rank
 from ds_compress.planning.evaluate import UNKNOWN, Messages, boundary_block, is_informative, to_evaluation
 from ds_compress.planning.schedule import is_deepspeed_schedule
-from ds_compress.runtime.candidate_profile import column, copying, tried
+from ds_compress.runtime.candidate_profile import column_name, copy_messages, evaluate_candidates
 from ds_compress.runtime.cluster_profile import ClusterProfile, by_stage, profile_cluster, slowest_link
 from ds_compress.runtime.depth import MEASURED, DepthController
 from ds_compress.runtime.interface import Change, StageView
@@ -75,13 +75,13 @@ class AutoController(DepthController):
 
     def _watching(self, engine: Any, stage: StageView) -> AbstractContextManager[None]:
         copies = self._is_open and self._batches == self._last
-        return copying(stage, self._messages) if copies else nullcontext()
+        return copy_messages(stage, self._messages) if copies else nullcontext()
 
     def _choose(self, engine: Any, stage: StageView, row: Row) -> Change | None:
         if not self._is_open:
             return super()._choose(engine, stage, row)
         clock = clock_for(engine.device)
-        row |= tried(stage, self._candidates, self._messages, clock, engine.global_steps)
+        row |= evaluate_candidates(stage, self._candidates, self._messages, clock, engine.global_steps)
         row["informative"] = float(is_informative(self._messages))
         self._messages = {}
         rows = gather(row, engine.device)
@@ -128,8 +128,8 @@ def _evaluation(candidate: Candidate, before: Sequence[Row], after: Sequence[Row
     """Return the evaluation of a boundary, from the rows of the stages before and after it."""
 
     def worst(direction: str, what: str) -> float:
-        upstream = [row[column("after", candidate, direction, what)] for row in before]
-        return max(upstream + [row[column("before", candidate, direction, what)] for row in after])
+        upstream = [row[column_name("after", candidate, direction, what)] for row in before]
+        return max(upstream + [row[column_name("before", candidate, direction, what)] for row in after])
 
     return to_evaluation(candidate, {key: {what: worst(key, what) for what in UNKNOWN} for key in DIRECTIONS})
 

@@ -1,7 +1,7 @@
-"""Candidates evaluated on messages of training, at both ends of every boundary.
+"""Evaluate candidates on messages of training, at both ends of every boundary.
 
-The activations and gradients of the first micro-batches are copied while they cross uncompressed. After the
-batch each end evaluates all candidates on them (planning/evaluate.py). Nothing of that reaches training.
+The activations and gradients of the first micro-batches are copied while they are sent uncompressed. After
+the batch each end evaluates all candidates on the copies (planning/evaluate.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,8 +22,8 @@ from ds_compress.runtime.stage_profile import Row
 
 
 @contextmanager
-def copying(stage: StageView, found: Messages) -> Iterator[None]:
-    """Round a batch: the messages of its first micro-batches are copied into `found`."""
+def copy_messages(stage: StageView, found: Messages) -> Iterator[None]:
+    """Copy the messages of the first micro-batches of a batch into `found`."""
     for end in stage.ends:
         if isinstance(end, SendingEnd):
             end.transmit = partial(_sent, end.transmit, end.channel, found)  # type: ignore[method-assign]
@@ -53,12 +53,12 @@ def _copy(channel: Channel, found: Messages, tensors: Sequence[Tensor], message_
         found.setdefault((channel.boundary.number, channel.direction), {})[message_id.micro_batch] = copies
 
 
-def column(side: str, candidate: Candidate, direction: str, what: str) -> str:
-    """Of what `tried` finds; `what`: bytes, encode, decode, error, gradient_error."""
+def column_name(side: str, candidate: Candidate, direction: str, what: str) -> str:
+    """Return a column of `evaluate_candidates`; `what`: bytes, encode, decode, error, gradient_error."""
     return f"{side}: {candidate.name}, {direction} {what}"
 
 
-def tried(
+def evaluate_candidates(
     stage: StageView, candidates: Sequence[Candidate], messages: Messages, clock: HostClock, step: int
 ) -> Row:
     """Evaluate `candidates` at the boundaries before and after this stage.
@@ -80,5 +80,5 @@ def tried(
                 )
             for direction, own in found.items():
                 for what, value in own.items():
-                    row[column(side, candidate, direction, what)] = value
+                    row[column_name(side, candidate, direction, what)] = value
     return row

@@ -54,5 +54,5 @@ def _milder(config: Config, adopted: dict[str, Any], number: int, direction: str
 
 
 def _values(present: float, most: float) -> list[float]:
-    """Iterate over milder values, the nearest first."""
+    """Return milder values, the nearest first."""
     return [value for value in dict.fromkeys((2 * present, most)) if present < value <= most]

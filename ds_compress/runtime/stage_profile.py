@@ -142,10 +142,10 @@ class StageProfiler:
         receiving = {e.channel.boundary.number: e.link for e in stage.ends if isinstance(e, ReceivingEnd)}
         for number in sorted(sending, key=lambda number: number % 2):
             is_after = stage.after is not None and number == stage.after.number
-            tried = probe(sending[number], receiving[number], first=is_after)
-            found["from after" if is_after else "from before"] = tried.incoming
+            measured = probe(sending[number], receiving[number], first=is_after)
+            found["from after" if is_after else "from before"] = measured.incoming
             if is_after:
-                found["latency"] = tried.latency
+                found["latency"] = measured.latency
         return found
 
 

@@ -197,7 +197,7 @@ class LimitCheck:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Limits that were exceeded."""
+        """Return the limits that were exceeded."""
         return tuple(sorted({limit for _, limit in self._warned}))
 
     def warn(self, channel: Channel) -> None:

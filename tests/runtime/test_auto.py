@@ -47,11 +47,11 @@ def trained(config, found=FAR, stages=2, folder=None, start=0, evaluates=False, 
         says: by rank, a change to the row that it measured.
     """
     stage_profile.probe = lambda sender, receiver, first: found
-    tried, printed = auto.tried, io.StringIO()
+    evaluate, printed = auto.evaluate_candidates, io.StringIO()
     with contextlib.redirect_stdout(printed):
         engine = build(stages, config)
         change = (says or {}).get(engine.global_rank, lambda row: row)
-        auto.tried = lambda *args: change(tried(*args))
+        auto.evaluate_candidates = lambda *args: change(evaluate(*args))
         data = batches(engine.grid.get_data_parallel_id(), shape=SHAPE)
         if start:
             engine.load_checkpoint(str(folder), tag=f"step{start}")
