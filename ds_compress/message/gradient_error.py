@@ -1,4 +1,4 @@
-"""The error of accumulated gradients: what is left of a codec's error when messages are added up.
+"""Measure the error of accumulated gradients: what is left of a codec's error in sums of messages.
 
 An optimizer adds up gradients over tokens, samples and micro-batches. The error of an unbiased codec averages
 out there, whatever its size in one message. A dead zone, shrunken values and residuals of other samples
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 PARTS = 16
-"""Of a message, along its rows: one message alone has products of different parts."""
+"""Parts of a message, along its rows, so that one message has products of different parts."""
 
 AVERAGED = 8
 """Messages over which the random part of the error is taken to average out."""
@@ -79,7 +79,7 @@ class GradientError:
 
 
 def _column_sums(x: Tensor, y: Tensor) -> Tensor:
-    """fp32 [2, PARTS, columns]: sums over the rows of `PARTS` parts of x, and of y - x.
+    """Return fp32 [2, PARTS, columns]: sums over the rows of `PARTS` parts of x, and of y - x.
 
     Columns are the last dimension, or of images [samples, channels, height, width] the channels.
     """

@@ -236,9 +236,9 @@ def norms(sent: Sequence[Tensor], decoded: Sequence[Tensor], scale: Tensor) -> T
 
 
 def error_and_cosine(sent: float, decoded: float, difference: float) -> tuple[float, float]:
-    """||x - y|| / ||x|| and <x, y> / (||x|| ||y||) from the three norms; nan when one is not finite.
+    """Return ||x - y|| / ||x|| and <x, y> / (||x|| ||y||); nan if one of the three norms is not finite.
 
-    Nothing sent and nothing decoded is a perfect message.
+    A message of zeros that is decoded to zeros has no error.
     """
     if not all(math.isfinite(norm) for norm in (sent, decoded, difference)):
         return math.nan, math.nan
