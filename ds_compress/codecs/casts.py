@@ -121,8 +121,8 @@ class Float8(Codec):
 
     def error_bound(self, spec: TensorSpec) -> float:
         info = torch.finfo(self._dtype)
-        lost = info.smallest_normal * info.eps / 2 / info.max  # of the largest value, where digits end
-        return info.eps / 2 + math.sqrt(group_shape(spec, self.options.group_size)[1]) * lost
+        subnormal = info.smallest_normal * info.eps / 2 / info.max  # of the largest value, from subnormals
+        return info.eps / 2 + math.sqrt(group_shape(spec, self.options.group_size)[1]) * subnormal
 
     @functools.cached_property
     def _dtype(self) -> torch.dtype:

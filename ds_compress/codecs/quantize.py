@@ -98,7 +98,7 @@ class Quantize(Codec, FusesFeedback):
         parts, new = backend.quantize_with_residual(
             values, tuple(stored), ctx.loss_scale, residual_decay, error_weight, grid, size, out
         )
-        return parts, (self._joined(new[0], x.shape), *new[1:])
+        return parts, (self._join(new[0], x.shape), *new[1:])
 
     def encode_change(
         self, x: Tensor, state: Tensor, ctx: Context, out: Parts | None = None
@@ -109,7 +109,7 @@ class Quantize(Codec, FusesFeedback):
         (values, stored), size = groups
         grid, backend = self._grid(self.options.bits, ctx.seed), kernels(x.device)
         parts, new = backend.quantize_change(values, stored, ctx.loss_scale, grid, size, out)
-        return parts, self._joined(new, x.shape)
+        return parts, self._join(new, x.shape)
 
     def decode_change(
         self, parts: tuple[Tensor, ...], state: Tensor, spec: TensorSpec, ctx: Context
@@ -119,7 +119,7 @@ class Quantize(Codec, FusesFeedback):
         grid, backend, run = self._grid(self.options.bits, ctx.seed), kernels(state.device), self._run
         stored = state if run and spec.numel and spec.numel % run == 0 else self._split(state)
         values, new = backend.dequantize_change(parts, stored, ctx.loss_scale, grid, spec.dtype)
-        return self._joined(values, spec.shape), self._joined(new, spec.shape)
+        return self._join(values, spec.shape), self._join(new, spec.shape)
 
     def _in_groups(self, x: Tensor, stored: Tensor, *scales: Tensor) -> tuple[list[Tensor], int] | None:
         """Arrange `x` and its state in groups for a kernel; return them with the group size, or None.
@@ -146,7 +146,7 @@ class Quantize(Codec, FusesFeedback):
         """Split a tensor into groups."""
         return split(x, self.options.group_size, self.options.axis, self._fill)
 
-    def _joined(self, groups: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def _join(self, groups: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Join groups into a tensor of `shape`, without a copy if possible."""
         if groups.shape == shape:
             return groups

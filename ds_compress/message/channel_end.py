@@ -74,7 +74,7 @@ class ReceivingEnd(ChannelEnd[Receiver]):
         """Take a message from the link and decode it."""
         link, meter, nbytes = self.link, self.meter, message.packet.nbytes
         packet = link.receive(nbytes) if meter is None else meter.receive(link, nbytes)
-        if self.to_post > 1:  # what this one has told of the others
+        if self.to_post > 1:  # announced by this one
             link.expect(nbytes, self.to_post - 1)
         self.to_post = 0
         if meter is None:

@@ -87,9 +87,9 @@ def _one_line(model: type[BaseModel], value: object, error: ValidationError, pat
     rest = f" (and {others} more)" if others else ""
     inner = problem.get("ctx", {}).get("error")
     if isinstance(inner, CompressionError):
-        return f"{_joined(path, keys[:-1])}.{inner}{rest}"
+        return f"{_extend_path(path, keys[:-1])}.{inner}{rest}"
     reason = _reason(model, problem, keys, [problem["type"] for _, problem in same])
-    return f"{_joined(path, keys)}: {' '.join(reason.split())}{rest}"
+    return f"{_extend_path(path, keys)}: {' '.join(reason.split())}{rest}"
 
 
 def _keys(value: Any, problem: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -104,7 +104,7 @@ def _keys(value: Any, problem: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(keys)
 
 
-def _joined(path: str, keys: tuple[Any, ...]) -> str:
+def _extend_path(path: str, keys: tuple[Any, ...]) -> str:
     """Return a JSON path with more keys."""
     return ".".join([path, *map(shown_key, keys)])
 

@@ -160,8 +160,8 @@ class MeanError:
         """Add a message."""
         with torch.no_grad():
             sent = _norm([x for x, _ in pairs])
-            lost = _norm([x - y for x, y in pairs])
-            self._total = self._total + torch.where(lost > 0, lost / sent, lost)
+            error = _norm([x - y for x, y in pairs])
+            self._total = self._total + torch.where(error > 0, error / sent, error)
         self._messages += 1
 
     @property
