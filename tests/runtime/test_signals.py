@@ -13,7 +13,7 @@ from tests.support.ranks import run_ranks
 STEPS, EVERY = 6, 2
 BITS = {"bits": [8, 2]}
 QUANTIZE = {"codec": {"name": "quantize", "bits": 6, "group_size": 32}}
-GUARD = {"every": 1, "error": 0.001, "loss": 1e6}
+GUARD = {"every": 1, "error": 0.001, "gradient_error": 1e-5, "loss": 1e6}
 """It looks at every step, and warns of any error."""
 HEARD = []
 """What a policy was told, in this process."""
@@ -113,6 +113,8 @@ def test_the_guard_sees_its_own_and_training_is_as_without_it(ranks):
     plain, guarded = ranks["both", 0], ranks["both", 1]
     assert [rank["losses"] for rank in plain] == [rank["losses"] for rank in guarded]
     assert plain[0]["losses"] == ranks["norms", 0][0]["losses"] == ranks["errors", 0][0]["losses"]
-    warned = [line for line in guarded[0]["warned"] if "has a relative error of" in line]
-    assert len(warned) == 2 and all("quantize(bits=8" in line for line in warned)  # the rung in force
-    assert not any("has a relative error of" in line for rank in plain for line in rank["warned"])
+    limits = "ds_compress.guard.error:", "ds_compress.guard.gradient_error:"
+    warned = [[line for line in rank["warned"] if limit in line] for rank in guarded for limit in limits]
+    assert sum(map(len, warned[:2])) == 2, "one of activations, one of gradients"
+    assert all("quantize(bits=8" in line for lines in warned for line in lines)  # the rung in force
+    assert not any(limit in line for rank in plain for line in rank["warned"] for limit in limits)
