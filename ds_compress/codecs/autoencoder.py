@@ -18,8 +18,16 @@ from ds_compress.codecs.mixins import (
     check_entry,
     parse_size,
 )
-from ds_compress.codecs.shapes import WIRE_DTYPES, arithmetic_dtype, as_message, boundary_noise, matrix_shape
+from ds_compress.codecs.shapes import (
+    LARGEST_FACTOR,
+    WIRE_DTYPES,
+    arithmetic_dtype,
+    as_message,
+    boundary_noise,
+    matrix_shape,
+)
 from ds_compress.errors import CompressionError
+from ds_compress.kernels.numerics import saturate
 from ds_compress.registry import Width
 
 BETAS = 0.9, 0.999
@@ -59,7 +67,7 @@ class Autoencoder(Codec, Stateful, Learns, BothDirections, ReceiverOnlyDecode, H
         n, h = matrix_shape(x.shape)
         wire = WIRE_DTYPES[self.options.dtype]
         dtype = arithmetic_dtype(x.dtype, wire)
-        m = x.detach().reshape(n, h).to(dtype)
+        m = saturate(x.detach().reshape(n, h).to(dtype), LARGEST_FACTOR)
         if ctx.direction == "forward":
             ctx.stash["autoencoder.input"] = x.detach()
             return ((m @ self._weight("encoder", h, ctx, x.device).to(dtype)).to(wire),)

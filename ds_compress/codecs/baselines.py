@@ -9,7 +9,7 @@ from torch import Tensor
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, Stability, TensorSpec, register
 from ds_compress.codecs import bounds
 from ds_compress.codecs.shapes import group_shape, join, split
-from ds_compress.kernels.numerics import as_divisor
+from ds_compress.kernels.numerics import as_divisor, saturate
 from ds_compress.kernels.quantize.bits import pack, packed_size, unpack
 
 
@@ -36,7 +36,8 @@ class MinMax(Codec):
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         values = split(x, "tensor").float()
         # which of two zeros a reduction meets first depends on the processor: + 0.0 makes both 0.0
-        low, high = (limit + 0.0 for limit in (values.amin(1, keepdim=True), values.amax(1, keepdim=True)))
+        ends = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
+        low, high = (saturate(end + 0.0, 2.0**117) for end in ends)  # their products with codes are finite
         width = torch.where(high > low, high - low, 1)  # all codes of a constant tensor are 0
         codes = values.sub(low).mul_(self._top).div_(width).round_().clamp_(0, self._top).nan_to_num_(0)
         return pack(codes.to(torch.uint8), self.options.bits), torch.cat([low, high], dim=1)
@@ -89,7 +90,7 @@ class ACSGD(Codec):
             layout = self.layout(spec)
             return tuple(torch.empty(shape, dtype=dtype, device=x.device) for shape, dtype in layout)
         values, half = x.reshape(-1, channels).float(), self._half
-        scale = values.abs().amax(0)
+        scale = saturate(values.abs().amax(0), 2.0**127)
         scale = torch.where(scale.isfinite(), scale, torch.nan)  # inf times a code can look finite in fp16
         divisor = torch.where(scale > 0, scale * (1 + 1e-6), 1)
         codes = values.div(divisor).mul_(half).round_().clamp_(-half, half - 1).add_(half)

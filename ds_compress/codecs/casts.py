@@ -11,6 +11,7 @@ from ds_compress.codec import Codec, CodecOptions, Context, Layout, Parts, Tenso
 from ds_compress.codecs import bounds
 from ds_compress.codecs.shapes import GroupSize, group_shape, join, split
 from ds_compress.kernels.backends import kernels
+from ds_compress.kernels.numerics import cast
 
 
 @register("none")
@@ -31,7 +32,7 @@ class Identity(Codec):
 
 
 class Cast(Codec):
-    """Casts to `wire_dtype` and back; inf, nan and values beyond its range arrive non-finite."""
+    """Casts to `wire_dtype` and back; values beyond its range become its largest, inf and nan stay."""
 
     wire_dtype: torch.dtype
 
@@ -39,12 +40,11 @@ class Cast(Codec):
         return ((spec.shape, self.wire_dtype),)
 
     def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
-        if out is None:
-            return (x.to(self.wire_dtype),)
-        out[0].copy_(x)
-        return out
+        return (kernels(x.device).cast(x, self.wire_dtype, None if out is None else out[0]),)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
+        if spec.dtype == torch.float16:
+            return cast(parts[0], spec.dtype)
         return parts[0].type(spec.dtype)  # torch parses that faster than `to`
 
     def error_bound(self, spec: TensorSpec) -> float:
@@ -76,7 +76,8 @@ class Float16(Codec):
         # 2^127 is the largest power of two in fp32; inf, nan and 0 have no exponent worth using
         shift = (15 - exponent).clamp(max=127)
         scale = torch.where(largest.isfinite() & (largest > 0), torch.exp2(shift.float()), 1.0)
-        scaled = x * scale
+        # without the last digit the numbers from 2^127 on are not rounded up to 2^128
+        scaled = x * torch.where(exponent > 127, scale * (1 - 2.0**-11), scale)
         return out[0].copy_(scaled) if out else scaled.half(), scale
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:

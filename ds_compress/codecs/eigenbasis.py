@@ -34,10 +34,10 @@ from ds_compress.codecs.mixins import (
     check_entry,
     parse_size,
 )
-from ds_compress.codecs.shapes import as_message, boundary_noise, matrix_shape
+from ds_compress.codecs.shapes import LARGEST_FACTOR, as_message, boundary_noise, matrix_shape
 from ds_compress.codecs.water_filling import log_levels
 from ds_compress.errors import CompressionError
-from ds_compress.kernels.numerics import is_finite
+from ds_compress.kernels.numerics import saturate
 
 ITERATIONS = 16
 """Steps of subspace iteration, C V -> V; in flat spectra, the slowest, the error is then within 0.1 % of the
@@ -57,7 +57,7 @@ Start = Callable[[int, int], Tensor]
 
 
 def observe(x: Tensor, key: str, ctx: Context) -> None:
-    """Add the rows of `x` to the moment, unless the message holds inf or nan or there is a basis already.
+    """Add the rows of `x` to the moment, unless `accumulate` leaves them out or there is a basis already.
 
     Args:
         x: any shape and float dtype; a row is its last dimension, of h values.
@@ -68,7 +68,7 @@ def observe(x: Tensor, key: str, ctx: Context) -> None:
 
 
 def accumulate(m: Tensor, key: str, ctx: Context) -> None:
-    """Add the rows of `m` to a moment, unless one is inf or nan.
+    """Add the rows of `m` to a moment, unless one is inf or nan, or above `LARGEST_FACTOR`.
 
     Args:
         m: float [n, h].
@@ -77,7 +77,8 @@ def accumulate(m: Tensor, key: str, ctx: Context) -> None:
     m = m.double()
     new = m.T @ m
     old = ctx.memory.get(f"{key}.moment", torch.zeros_like(new))
-    ctx.memory[f"{key}.moment"] = old + torch.where(is_finite(new), new, 0.0)
+    known = (new.diagonal() <= LARGEST_FACTOR**2).all()  # it has the largest numbers of `new`
+    ctx.memory[f"{key}.moment"] = old + torch.where(known, new, 0.0)
 
 
 def fit(key: str, h: int, rank: int, ctx: Context) -> Tensor | None:
@@ -256,6 +257,7 @@ class EigenbasisCodec(Codec, Stateful, ObservesWarmup, HardwareDependentDecode):
             return tuple(torch.zeros(shape, dtype=dtype, device=x.device) for shape, dtype in layout)
         n, h = matrix_shape(x.shape)
         rows = x.detach().reshape(n, h).float().contiguous()  # the last bits of a product depend on the order
+        rows = saturate(rows, LARGEST_FACTOR)
         directions = self._basis(h, ctx, x.device)[:, : self.sent(n, h, ctx)]
         return self.encode_coefficients(directions.T @ rows.T, h, ctx, out)
 

@@ -20,8 +20,15 @@ from ds_compress.codecs.mixins import (
     check_entry,
     parse_size,
 )
-from ds_compress.codecs.shapes import WIRE_DTYPES, arithmetic_dtype, as_message, boundary_noise, matrix_shape
-from ds_compress.kernels.numerics import is_finite
+from ds_compress.codecs.shapes import (
+    LARGEST_FACTOR,
+    WIRE_DTYPES,
+    arithmetic_dtype,
+    as_message,
+    boundary_noise,
+    matrix_shape,
+)
+from ds_compress.kernels.numerics import cast, is_finite, saturate
 from ds_compress.registry import Width
 
 
@@ -62,13 +69,13 @@ class LowRank(Codec, Stateful, HardwareDependentDecode):
         rank = self._factor_rank(x.shape)
         m = x.detach().reshape(n, h)
         if rank is None:
-            return (m.to(dtype),)
-        m = m.to(arithmetic_dtype(x.dtype, dtype))
+            return (cast(m, dtype),)
+        m = saturate(m.to(arithmetic_dtype(x.dtype, dtype)), LARGEST_FACTOR)
         key = f"lowrank.{ctx.position}.{ctx.direction}.{h}x{rank}"
         q = ctx.memory[key] if key in ctx.memory else boundary_noise((h, rank), ctx).to(x.device)
 
         p = (m @ q.to(m.dtype)).float()
-        finite = is_finite(m) & is_finite(p)  # a sum of finite numbers may not be
+        finite = is_finite(p)  # is not, if m is not
         p = torch.where(finite, p, 0.0)  # what QR makes of nan is up to the library
         p = torch.linalg.qr(_near_one(p)).Q
         q_next = (p.T.to(m.dtype) @ m).float().T
@@ -153,8 +160,9 @@ class PCA(Codec, Stateful, ObservesWarmup, BothDirections, HardwareDependentDeco
         dtype = WIRE_DTYPES[self.options.dtype]
         if not x.numel():
             return (x.new_zeros((n, min(self.options.rank, h)), dtype=dtype),)
-        m = x.detach().reshape(n, h).float()
-        return (torch.where(is_finite(m), m @ self._basis(h, ctx), torch.nan).to(dtype),)
+        m = saturate(x.detach().reshape(n, h).float(), LARGEST_FACTOR)
+        coefficients = m @ self._basis(h, ctx)
+        return (torch.where(is_finite(coefficients), coefficients, torch.nan).to(dtype),)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         if not spec.numel:

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from ds_compress.codec import Context, TensorSpec
+from ds_compress.kernels.numerics import saturate
 
 WIRE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -43,6 +44,10 @@ def boundary_noise(shape: tuple[int, int], ctx: Context) -> Tensor:
     fixed = dataclasses.replace(ctx, direction="forward", step=0, micro_batch=0, replica=0)
     return torch.randn(shape, generator=fixed.generator(), dtype=torch.float32, device="cpu")
 
+
+LARGEST_FACTOR = 2.0**104
+"""What products with matrices cut a message off at: far enough below the range of fp32 for sums over 2^20
+values."""
 
 LARGEST = 2**20  # a message is padded to whole groups, so groups beyond its size only cost
 
@@ -102,7 +107,7 @@ def split(x: Tensor, group_size: int | str, axis: int = -1, fill: Fill = "last")
             more = torch.zeros_like(more)
         elif fill == "mean":
             own = rows[:, missing - shape[1] :]  # the values of the last group
-            more = own.abs().mean(1, keepdim=True, dtype=torch.float32).to(rows.dtype)
+            more = saturate(own.abs().float(), LARGEST_FACTOR).mean(1, keepdim=True).to(rows.dtype)
         rows = torch.cat([rows, more.expand(-1, missing)], dim=1)
     return rows.reshape(shape)
 

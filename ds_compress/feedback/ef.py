@@ -86,7 +86,7 @@ class ErrorFeedbackCodec(FeedbackCodec, StatefulFeedback):
         """Do the steps of `FusesFeedback.encode_with_residual` one by one, with the message as one group.
 
         Returns:
-            The payload, the next state, and whether both are finite (a bool of one element).
+            The payload, the next state, and whether to keep that (a bool of one element).
         """
         residual, backend = self.state.values(stored, spec), kernels(x.device)
         finite = backend.is_finite(x)

@@ -9,7 +9,7 @@ from ds_compress.codecs.mixins import FusesFeedback, ObservesWarmup
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.state import State, StatefulFeedback, StateOptions
 from ds_compress.kernels.backends import kernels
-from ds_compress.kernels.numerics import as_divisor, can_follow, wide
+from ds_compress.kernels.numerics import as_divisor, can_keep, cast, wide
 
 
 @FEEDBACKS.register("ef21")
@@ -69,12 +69,12 @@ class EF21Codec(FeedbackCodec, StatefulFeedback, ObservesWarmup):
                 self.state.put(ctx, spec, (new,))
                 return arrived
         change, state = self.codec.decode(parts, spec, ctx), self.state.load(ctx, spec)
-        new, finite = kernels(change.device).update_state(state, change, ctx.loss_scale)
-        self.state.save(ctx, spec, new, finite)
-        return (new * ctx.loss_scale).to(spec.dtype)
+        new, keep = kernels(change.device).update_state(state, change, ctx.loss_scale)
+        self.state.save(ctx, spec, new, keep)
+        return cast(new * ctx.loss_scale, spec.dtype)
 
     def observe(self, x: Tensor, ctx: Context) -> None:
         spec = TensorSpec.of(x)
         new = x.to(wide(x.dtype))
         new = new / as_divisor(ctx.loss_scale, new)
-        self.state.save(ctx, spec, new, can_follow(new))
+        self.state.save(ctx, spec, new, can_keep(new))

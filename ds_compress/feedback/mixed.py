@@ -12,7 +12,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.ef import ErrorFeedbackOptions
 from ds_compress.feedback.state import State, StatefulFeedback
-from ds_compress.kernels.numerics import as_divisor, is_finite, narrow, wide
+from ds_compress.kernels.numerics import as_divisor, can_keep, cast, is_finite, narrow, wide
 from ds_compress.kernels.topk.selection import Selection
 
 
@@ -73,7 +73,7 @@ class MixedErrorFeedbackCodec(FeedbackCodec, StatefulFeedback):
         second, resent = encode_and_decode(self.parts[1], narrow(residual, x), contexts[1], places[1])
         _merge_selections(ctx, contexts)
         new = (x.to(old.dtype) + residual - _sum(sent, resent)) / as_divisor(ctx.loss_scale, old)
-        self.state.save(ctx, spec, new, finite & is_finite(new))
+        self.state.save(ctx, spec, new, finite & can_keep(new))
         return first + second
 
     def _places(self, x: Tensor, out: Parts | None) -> list[Parts | None]:
@@ -127,4 +127,4 @@ def _merge_selections(ctx: Context, contexts: tuple[Context, Context]) -> None:
 
 def _sum(sent: Tensor, resent: Tensor) -> Tensor:
     dtype = wide(sent.dtype)
-    return (sent.to(dtype) + resent.to(dtype)).to(sent.dtype)
+    return cast(sent.to(dtype) + resent.to(dtype), sent.dtype)

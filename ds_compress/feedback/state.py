@@ -58,16 +58,14 @@ class State:
         """Return the buffer for messages of `spec`: zeros until something was saved."""
         return self.values(self.stored(ctx, spec), spec)
 
-    def save(self, ctx: Context, spec: TensorSpec, value: Tensor, finite: Tensor) -> None:
-        """Store `value` if `finite` (bool, one element on the device) is true, else keep the old buffer."""
-        self.replace(ctx, spec, self.to_stored(value, spec), finite)
+    def save(self, ctx: Context, spec: TensorSpec, value: Tensor, keep: Tensor) -> None:
+        """Store `value` if `keep` (bool, one element on the device) is true, else keep the old buffer."""
+        self.replace(ctx, spec, self.to_stored(value, spec), keep)
 
-    def replace(self, ctx: Context, spec: TensorSpec, new: tuple[Tensor, ...], finite: Tensor) -> None:
-        """Store what `to_stored` returned if `finite` is true and it is within the range of bf16."""
-        if self.dtype == "bf16":
-            finite = finite & kernels(finite.device).is_finite(new[0])
-        choose = kernels(finite.device).choose
-        self.put(ctx, spec, tuple(choose(finite, *both) for both in zip(new, self.stored(ctx, spec))))
+    def replace(self, ctx: Context, spec: TensorSpec, new: tuple[Tensor, ...], keep: Tensor) -> None:
+        """Store what `to_stored` returned if `keep` is true."""
+        choose = kernels(keep.device).choose
+        self.put(ctx, spec, tuple(choose(keep, *both) for both in zip(new, self.stored(ctx, spec))))
 
     def put(self, ctx: Context, spec: TensorSpec, new: tuple[Tensor, ...]) -> None:
         """Store `new`, which `to_stored` returned."""

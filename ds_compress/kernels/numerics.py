@@ -28,14 +28,39 @@ def is_finite(matrix: Tensor) -> Tensor:
     return _limits(matrix).isfinite().all()
 
 
-def can_follow(state: Tensor) -> Tensor:
-    """Find out whether messages can be changes to `state`: whether it is finite, also when it is narrowed to
-    bf16, and so far below the range of fp32 that a change as large as it is can be encoded.
+LARGEST_STATE = 2.0**104
+"""The largest magnitude that a feedback keeps. What saturated codecs lose of a larger one would take
+thousands of messages to make up for."""
 
-    Returns:
-        0-dim bool.
+
+def can_keep(state: Tensor) -> Tensor:
+    """Return whether a feedback may keep `state`, 0-dim bool: no magnitude is above `LARGEST_STATE`, or
+    nan."""
+    return (_limits(state).abs() <= LARGEST_STATE).all()
+
+
+def saturate(x: Tensor, most: float) -> Tensor:
+    """Return `x` with finite values beyond -most .. most cut off; inf and nan stay.
+
+    A CPU makes no copy of `x` if there are none.
     """
-    return (4 * _limits(state)).isfinite().all()
+    if x.is_cpu and (_limits(x).abs() <= most).all():
+        return x
+    return torch.where(x.isinf(), x, x.clamp(-most, most))
+
+
+def cast(x: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Return `x` in `dtype`; a finite value beyond its range becomes the largest of its sign.
+
+    Args:
+        out: memory for the result; new memory if None.
+    """
+    result = x.to(dtype) if out is None else out.copy_(x)
+    most = torch.finfo(dtype).max
+    # a sum is not finite if a value is not; it takes a CPU less time than a search
+    if most >= torch.finfo(x.dtype).max or (x.is_cpu and math.isfinite(result.sum())):
+        return result
+    return result.copy_(saturate(x.to(wide(x.dtype)), most))  # bf16 does not have the largest fp16
 
 
 def _limits(matrix: Tensor) -> Tensor:
@@ -43,10 +68,10 @@ def _limits(matrix: Tensor) -> Tensor:
     return torch.stack(torch.aminmax(matrix)) if matrix.numel() else matrix.flatten()
 
 
-def rows_finite(matrix: Tensor) -> Tensor:
-    """bool [n, 1]: the rows of `matrix` [n, G] without inf and nan."""
+def rows_within(matrix: Tensor, most: float) -> Tensor:
+    """Return bool [n, 1]: the rows of `matrix` [n, G] without a magnitude above `most`, and without nan."""
     # one pass by aminmax takes a CPU longer than these two
-    return matrix.amin(1, keepdim=True).isfinite() & matrix.amax(1, keepdim=True).isfinite()
+    return (matrix.amin(1, keepdim=True) >= -most) & (matrix.amax(1, keepdim=True) <= most)
 
 
 def as_divisor(number: float, x: Tensor) -> Tensor | float:

@@ -185,7 +185,7 @@ def test_scale(feedback, size):
         torch.testing.assert_close(scaled(x * size, **place) / size, plain(x, **place), atol=2e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("value", [torch.finfo(torch.float32).min, -1e38])
+@pytest.mark.parametrize("value", [torch.finfo(torch.float32).min, 3.38e38, -1e38])
 @pytest.mark.parametrize("codec", [*SETTINGS, "lowrank"], ids=[*SETTING_IDS, "lowrank"])
 @pytest.mark.parametrize("feedback", ["none", "ef", "ef21", "ef_mixed", "loco", "aqsgd"])
 def test_a_message_at_the_end_of_the_range_leaves_no_trace_for_good(feedback, codec, value):
@@ -205,4 +205,4 @@ def test_a_message_at_the_end_of_the_range_leaves_no_trace_for_good(feedback, co
             pair(extreme, step=3, **where)
         arrived = [pair(x, step=4 + step, **where) for step in range(30)][-1]
         assert arrived.isfinite().all(), observed
-        assert feedback == "loco" or (arrived - x).norm() < 2 * x.norm()  # its residual fades slowly
+        assert (arrived - x).norm() < 2 * x.norm()

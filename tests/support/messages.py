@@ -127,6 +127,9 @@ def values(n: int, size: int, dtype: torch.dtype, seed: int, special: float | No
     x[::11, seed % size] = -0.0
     x[::13] *= 1e-30
     x[::19] *= 1e-38
+    most = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    x[3::23] = (x[3::23] * most).clamp(-most, most)
+    x[4::23, seed % size] = most
     if special is not None:
         x[::17, seed % size] = special
     return x.to(dtype)

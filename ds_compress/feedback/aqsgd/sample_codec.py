@@ -23,7 +23,7 @@ from ds_compress.feedback.aqsgd import sample_buffers
 from ds_compress.feedback.aqsgd.first_visits import FirstVisits, first_codec, to_bytes
 from ds_compress.feedback.aqsgd.sample_ids import SampleIds
 from ds_compress.feedback.base import Feedback, FeedbackCodec, encode_and_decode
-from ds_compress.kernels.numerics import can_follow, narrow, wide
+from ds_compress.kernels.numerics import can_keep, cast, narrow, wide
 
 log = logging.getLogger("ds_compress")
 
@@ -122,10 +122,10 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
             start = self.first_visits.decode(start, unseen_rows, ctx)
         old = self._buffers(keys, seen, start, spec, ctx)
         change = self.codec.decode(parts, spec, ctx)
-        return self._by_message(self._advance(old, change, keys, seen, ctx)).to(spec.dtype)
+        return cast(self._by_message(self._advance(old, change, keys, seen, ctx)), spec.dtype)
 
     def observe(self, x: Tensor, ctx: Context) -> None:
-        if can_follow(x.to(wide(x.dtype))):
+        if can_keep(x.to(wide(x.dtype))):
             self._write(self._keys(TensorSpec.of(x), ctx), self._by_sample(x), ctx)
 
     def check_memory(self, memory: Mapping[str, Tensor]) -> None:
@@ -224,7 +224,7 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
         ):  # what C makes of no change may be one
             known = torch.tensor(seen, dtype=torch.bool, device=old.device)
             new = torch.where(known.view(-1, *[1] * (old.dim() - 1)), new, old)
-        finite = can_follow(new)
+        finite = can_keep(new)
         # A first visit must not be remembered at all: how many buffers there are is for the host to know, so
         # it waits for the device.
         if all(seen) or finite:
@@ -233,7 +233,7 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
 
     def _store_first_visits(self, new: Tensor, keys: Sequence[str], ctx: Context) -> None:
         """Store buffers of samples that were sent by the first-visit codec alone, if they are finite."""
-        if can_follow(new.to(wide(new.dtype))):
+        if can_keep(new.to(wide(new.dtype))):
             self._write(keys, new, ctx)
 
     def _write(self, keys: Sequence[str], values: Tensor, ctx: Context) -> None:

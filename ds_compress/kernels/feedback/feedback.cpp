@@ -7,9 +7,6 @@
 
 namespace {
 
-// Whether none of some bits of floats is that of inf or nan, of which `most` are the largest magnitudes.
-bool finite(Ints most) { return reduce(most, larger<Ints>)[0] < INFINITE; }
-
 template <class Float>
 void delta(const Float* x, const float* state, float factor, int64_t n, Float* y) {
     const Floats most = Floats{} + to_float(largest(x));
@@ -25,10 +22,10 @@ int64_t update_state(const float* state, const In* change, float divisor, int64_
     Ints most = {};
     in_vectors(n, [&](int64_t i, int64_t count) {
         const Floats sum = load_partial(state + i, count) + load_partial(change + i, count) / divisor;
-        most = larger(most, (Ints)sum & MAGNITUDE);
+        most = largest_of(most, sum);
         store_partial(sum, made + i, count);
     });
-    return finite(most);
+    return can_keep(most);
 }
 
 template <class In>
@@ -36,10 +33,8 @@ int64_t all_finite(const In* x, int64_t n) {
     Ints most[4] = {};
     int64_t i = 0;
     for (; i + 4 * LANES <= n; i += 4 * LANES)
-        for (int j = 0; j < 4; ++j) most[j] = larger(most[j], (Ints)load(x + i + j * LANES) & MAGNITUDE);
-    in_vectors(n - i, [&](int64_t j, int64_t count) {
-        most[0] = larger(most[0], (Ints)load_partial(x + i + j, count) & MAGNITUDE);
-    });
+        for (int j = 0; j < 4; ++j) most[j] = largest_of(most[j], load(x + i + j * LANES));
+    in_vectors(n - i, [&](int64_t j, int64_t count) { most[0] = largest_of(most[0], load_partial(x + i + j, count)); });
     return finite(larger(larger(most[0], most[1]), larger(most[2], most[3])));
 }
 
@@ -49,10 +44,10 @@ int64_t update_residual(const In* x, const float* residual, const In* sent, Upda
     in_vectors(n, [&](int64_t i, int64_t count) {
         const Floats before = load_partial(residual + i, count), total = update.sum(load_partial(x + i, count), before);
         const Floats next = update.next(before, total, load_partial(sent + i, count));
-        most = larger(most, (Ints)next & MAGNITUDE);
+        most = largest_of(most, next);
         store_partial(next, made + i, count);
     });
-    return finite(most);
+    return can_keep(most);
 }
 
 template <class In>
@@ -64,7 +59,7 @@ int64_t update_residual(const In* x, const float* residual, const In* sent, floa
 
 }  // namespace
 
-// For messages of each type; `next` is the state that results. They return whether it, or x, is finite.
+// For messages of each type; `next` is the state that results. They return whether it can be kept, or x is finite.
 #define FEEDBACK(NAME, FLOAT)                                                                                          \
     void delta_##NAME(const FLOAT* x, const float* state, float factor, int64_t n, FLOAT* y) {                         \
         delta(x, state, factor, n, y);                                                                                 \

@@ -5,6 +5,15 @@
 #include "../simd/reduce.h"
 #include "../simd/vectors.h"
 
+// The largest magnitude that is kept; see kernels/numerics.py.
+constexpr float LARGEST_STATE = 0x1p104f;
+
+inline Ints largest_of(Ints most, Floats x) { return larger(most, (Ints)x & MAGNITUDE); }
+
+// Of bits of magnitudes, of which `most` are the largest.
+inline bool finite(Ints most) { return reduce(most, larger<Ints>)[0] < INFINITE; }
+inline bool can_keep(Ints most) { return as_float(reduce(most, larger<Ints>)[0]) <= LARGEST_STATE; }
+
 // A loss scale of 1, as the forward direction has.
 struct Unscaled {
     static constexpr float by = 1;

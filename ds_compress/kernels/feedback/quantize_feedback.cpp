@@ -41,14 +41,10 @@ struct State {
         else in_vectors(count, [&](int64_t i, int64_t n) { store_partial(load_partial(values + i, n), halves + place + i, n); });
     }
 
-    // Whether it can hold them.
-    bool holds(const float* values, int64_t count) const {
+    static bool can_keep(const float* values, int64_t count) {
         Ints most = {};
-        in_vectors(count, [&](int64_t i, int64_t n) {
-            const Floats x = load_partial(values + i, n);
-            most = larger(most, (Ints)(halves ? rounded(x, halves) : x) & MAGNITUDE);
-        });
-        return reduce(most, larger<Ints>)[0] < INFINITE;
+        in_vectors(count, [&](int64_t i, int64_t n) { most = largest_of(most, load_partial(values + i, n)); });
+        return ::can_keep(most);
     }
 
     // Have it brought into the caches.
@@ -63,10 +59,6 @@ State state_of(void* memory, int64_t bf16) {
     if (bf16) return {nullptr, static_cast<uint16_t*>(memory)};
     return {static_cast<float*>(memory)};
 }
-
-Ints largest_of(Ints most, Floats x) { return larger(most, (Ints)x & MAGNITUDE); }
-
-bool finite(Ints most) { return reduce(most, larger<Ints>)[0] < INFINITE; }
 
 // What `update` makes of x and a state: as it is in `total`, and in `values` within the range of x's type, in which a value
 // of x that is not finite is nan; see `narrow` in kernels/numerics.py. Returns the bits of the largest magnitudes of x.
@@ -103,12 +95,13 @@ void load_sums(Batch<SIZE>& batch, int count, const In* x, const float* state, U
         }
         if (!any(doubts)) {
             for (int k = 0; k < count; ++k) batch.groups[k].load(totals + k * SIZE, format.diagonal);
-            if (format.levels || format.symmetric || format.diagonal) batch.make_grids(count, format);
+            const auto reload = [&](int k) { batch.groups[k].load_saturated(totals + k * SIZE, format.diagonal); };
+            if (format.levels || format.symmetric || format.diagonal) batch.make_grids(count, format, reload);
             else batch.make_grids(ranges, format);
             return;
         }
     }
-    for (int k = 0; k < count; ++k) {
+    const auto load_own = [&](int k) {
         const int64_t place = k * size;
         Group<SIZE>& group = batch.groups[k];
         const auto sums = [&](const auto& its) {
@@ -116,16 +109,22 @@ void load_sums(Batch<SIZE>& batch, int count, const In* x, const float* state, U
         };
         if (!finite(sums(update))) sums(update.not_finite());
         group.values = group.own;
-        if (format.diagonal) rotate<SIZE>(group.own, group.own, size, format.diagonal);
+    };
+    for (int k = 0; k < count; ++k) {
+        load_own(k);
+        if (format.diagonal) rotate<SIZE>(batch.groups[k].own, batch.groups[k].own, size, format.diagonal);
     }
-    batch.make_grids(count, format);
+    batch.make_grids(count, format, [&](int k) {
+        load_own(k);
+        batch.groups[k].load_saturated(batch.groups[k].own, format.diagonal);
+    });
 }
 
-// Grids whose steps and offsets are not larger than this add to a state, which is finite, less than half of what the
-// largest floats are apart: what comes of it is finite.
+// Grids whose steps and offsets are not larger than this add less than 2^79 to a state. LARGEST_STATE is rounded to itself
+// then, so that the next state can be kept, too.
 template <class Scale>
 float harmless(const Scale& scale) {
-    return scale.by < 1 ? scale.by * 0x1p64f : 0x1p64f;
+    return scale.by < 1 ? scale.by * ORDINARY : ORDINARY;
 }
 
 template <int SIZE, class In, class Update>
@@ -140,7 +139,7 @@ void quantize(const In* x, State state, Update update, int64_t n, int64_t size, 
         const int count = n - start < batch.GROUPS ? n - start : batch.GROUPS;
         const float* old = state.read(start * size, count * size, before);
         load_sums(batch, count, x + start * size, old, update, size, format, totals);
-        const bool sure = batch.grids.within(most);  // that all of it is finite
+        const bool sure = batch.grids.within(most);  // that all of it can be kept
         float* made = sure && state.floats ? state.floats + start * size : after;
         for (int i = 0; i < count; ++i, packed += size * format.bits / 8) {
             if (LANES > 8 || !state.floats) {  // of the next batch, while this one is worked on; else that hinders
@@ -158,7 +157,7 @@ void quantize(const In* x, State state, Update update, int64_t n, int64_t size, 
         if (sure && !state.floats) state.write(start * size, count * size, made);
         for (int64_t i = 0; !sure && i < count * size; i += unit) {
             const int64_t some = count * size - i < unit ? count * size - i : unit;
-            if (state.holds(made + i, some)) state.write(start * size + i, some, made + i);
+            if (state.can_keep(made + i, some)) state.write(start * size + i, some, made + i);
         }
     }
 }
@@ -204,7 +203,7 @@ void decode_scaled(const uint8_t* packed, const void* steps, const void* offsets
             if (!streams) fetch(y + place + TOGETHER * size, size);  // what is written, too, is read first
             const float* held = state.read(place, size, before);
             const Grid grid = load_grid(format, steps, offsets, start + i);
-            const bool sure = grid.within(most);  // that the group is finite
+            const bool sure = grid.within(most);  // that the group can be kept
             float* made = sure && state.floats ? state.floats + place : after;
             const auto add = [&](int64_t j, int64_t lanes, Floats value) __attribute__((always_inline)) {
                 const Floats next = update.next(load_partial(held + j, lanes), Floats{}, rounded(value, y));
@@ -212,7 +211,7 @@ void decode_scaled(const uint8_t* packed, const void* steps, const void* offsets
                 store_partial(scale.times(next), arrived + i * size + j, lanes);
             };
             group.return_values(format, grid, packed, add);
-            if (sure ? !state.floats : state.holds(made, size)) state.write(place, size, made);
+            if (sure ? !state.floats : state.can_keep(made, size)) state.write(place, size, made);
             if (streams) stream_all(arrived + i * size, size, y + place);
         }
     }
@@ -231,7 +230,7 @@ void decode_change(const uint8_t* packed, const void* steps, const void* offsets
 extern "C" {
 
 // feedback/cpu.py declares what the arguments may be: those of quantize.cpp, then those of the state. The next state
-// overwrites the old one. A group keeps its state if its values or its next state are not finite.
+// overwrites the old one. A group keeps its state if its values are not finite, or its next state cannot be kept.
 
 void quantize_with_residual(const void* x, int64_t bf16, FORMAT_PARAMETERS, uint8_t* packed, void* steps, void* offsets,
                             float scale, float residual_decay, float error_weight, int64_t stored_bf16, void* residual) {

@@ -6,7 +6,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ds_compress.kernels.numerics import as_divisor, is_finite, narrow, rows_finite
+from ds_compress.kernels.numerics import LARGEST_STATE, as_divisor, can_keep, is_finite, narrow, rows_within
 from ds_compress.kernels.quantize import reference as quantize
 from ds_compress.kernels.quantize.grid import SMALLEST_STEP, Grid
 
@@ -39,9 +39,9 @@ def add_delta(state: Tensor, change: Tensor, divisor: float) -> Tensor:
 
 
 def update_state(state: Tensor, change: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
-    """Return state + change / divisor, and whether all of it is finite, a bool of one element."""
+    """Return state + change / divisor, and whether it can be kept, see `can_keep`."""
     new = add_delta(state, change, divisor)
-    return new, is_finite(new)
+    return new, can_keep(new)
 
 
 def add_residual(x: Tensor, residual: Tensor, factor: float, finite: Tensor) -> Tensor:
@@ -60,11 +60,11 @@ def update_residual(
 
     Returns:
         residual_decay * residual + error_weight * lost / scale, where `lost` is the part of the sum that was
-        not delivered; and whether all of it is finite, a bool of one element.
+        not delivered; and whether it can be kept, see `can_keep`.
     """
     lost = x.to(residual.dtype) + residual * scale - sent
     new = blend(residual, lost, scale, residual_decay, error_weight)
-    return new, is_finite(new)
+    return new, can_keep(new)
 
 
 def blend(residual: Tensor, lost: Tensor, scale: float, residual_decay: float, error_weight: float) -> Tensor:
@@ -118,8 +118,8 @@ class FusedFeedback:
     backend.
 
     Values are float32 or bfloat16 and lie in groups. A state has their shape; it is stored as float32, as
-    bfloat16, or as int8 codes and their scales (`encode_int8`). A group of which the values or the next state
-    are not finite keeps its state; other groups do not.
+    bfloat16, or as int8 codes and their scales (`encode_int8`). A group keeps its state if its values are not
+    finite, or if the next state is beyond `LARGEST_STATE`; other groups do not.
     """
 
     def __init__(self, quantize: ModuleType):
@@ -143,8 +143,8 @@ class FusedFeedback:
         """Quantize values + scale * residual in the dtype of `values`.
 
         Args:
-            residual: as stored; finite. It may be overwritten. Groups that are not finite are sent without
-                it.
+            residual: as stored, at most `LARGEST_STATE`. It may be overwritten. Groups that are not finite
+                are sent without it.
             residual_decay: at most 1, like `error_weight`.
             size: of the groups; the number of values is a multiple of it.
             out: see `quantize`.
@@ -169,7 +169,7 @@ class FusedFeedback:
         """Quantize values - scale * state in the dtype of `values`.
 
         Args:
-            state: finite. It may be overwritten.
+            state: at most `LARGEST_STATE`. It may be overwritten.
             size, out: see `quantize_with_residual`.
 
         Returns:
@@ -200,13 +200,14 @@ class FusedFeedback:
         return new, self._stored((state,), new)[0]
 
     def _stored(self, old: tuple[Tensor, ...], new: Tensor) -> tuple[Tensor, ...]:
-        """Return `new`, fp32 [n, G], stored as `old` is; groups that are not finite as stored keep `old`.
+        """Return `new`, fp32 [n, G], stored as `old` is; groups beyond `LARGEST_STATE` keep `old`.
         Groups that share the scale of an int8 code with such a group keep theirs too."""
         if len(old) == 1:
             stored = new.bfloat16() if old[0].dtype == torch.bfloat16 else new
             before = old[0].reshape(new.shape).to(stored.dtype)
-            return (torch.where(rows_finite(stored), stored, before).view(old[0].shape),)
-        lost = grouped(~rows_finite(new).expand(new.shape)).amax(1) > 0  # [scales]
+            kept = torch.where(rows_within(new, LARGEST_STATE), stored, before)
+            return (kept.view(old[0].shape),)
+        lost = grouped(~rows_within(new, LARGEST_STATE).expand(new.shape)).amax(1) > 0  # [scales]
         codes, scales = (part.view(its.shape) for part, its in zip(encode_int8(new), old))
         of_codes = lost[:, None].expand(-1, GROUP).flatten()[: codes.numel()].view(codes.shape)
         return torch.where(of_codes, old[0], codes), torch.where(lost, old[1], scales)

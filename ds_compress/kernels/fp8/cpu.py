@@ -1,4 +1,4 @@
-"""8-bit floats on the CPU by fp8.cpp."""
+"""Floats of fewer bits on the CPU by fp8.cpp."""
 
 from functools import lru_cache
 
@@ -43,6 +43,30 @@ _decode = {
     for dtype, name in _FORMATS.items()
     for wide in FLOATS
 }
+
+
+_to_bf16 = Function(
+    "fp8",
+    "to_bf16",
+    "n",
+    values=Buffer((torch.float32,), ("n",)),
+    n=SIZE,
+    rounded=Buffer((torch.bfloat16,), ("n",)),
+)
+
+
+def cast(x: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """See `numerics.cast`."""
+    if x.dtype != torch.float32 or dtype != torch.bfloat16 or not native.serves(x.numel()):
+        return reference.cast(x, dtype, out)
+    rounded = torch.empty_like(empty_template(x.shape, dtype)) if out is None else out
+    _caster(x.numel())(x.detach().contiguous(), rounded)
+    return rounded
+
+
+@lru_cache  # most messages have the shape of the one before
+def _caster(n: int) -> Call:
+    return _to_bf16.bind(n=n)
 
 
 @lru_cache  # most messages have the shape of the one before

@@ -1,4 +1,4 @@
-// 8-bit floats with a scale for each group: the largest magnitude over the largest of the format.
+// Floats of fewer bits: bf16; and 8 bits with a scale for each group, the largest magnitude over the largest of the format.
 
 #include <cmath>
 #include <type_traits>
@@ -67,7 +67,7 @@ void encode_step(const In* x, Floats scale, Ints largest, uint8_t* codes) {
     store(made, codes);
 }
 
-// The same by a scale that is finite and a normal number: shares are finite then, and go no further than the largest.
+// The same by a scale that is a normal number and far from the largest: no share goes further than the largest code.
 template <class Format, class In>
 void encode_normal_step(const In* x, Floats scale, uint8_t* codes) {
     Ints made[4], signs[4];
@@ -82,11 +82,12 @@ template <class Format, class In>
 void encode(const In* x, int64_t groups, int64_t size, float largest, uint8_t* codes, float* scales) {
     const Ints most = Ints{} + static_cast<int32_t>(as_bits(largest));
     for (int64_t group = 0; group < groups; ++group, x += size, codes += size) {
-        const float scale = as_float(reach(x, size)) / largest;
+        const Floats most_of_all = saturated(Floats{} + as_float(reach(x, size)), 0x1p127f);
+        const float scale = most_of_all[0] / largest;
         const Floats divisor = Floats{} + (scale == 0 ? 1 : scale);
         scales[group] = scale;
         int64_t i = 0;
-        if (scale >= 0x1p-126f && scale < as_float(INFINITE))
+        if (scale >= 0x1p-126f && scale < 0x1p64f)
             for (; i + STEP <= size; i += STEP) encode_normal_step<Format>(x + i, divisor, codes + i);
         for (; i + STEP <= size; i += STEP) encode_step<Format>(x + i, divisor, most, codes + i);
         if (i < size) {
@@ -157,6 +158,15 @@ void decode(const uint8_t* codes, const float* scales, int64_t groups, int64_t s
 }  // namespace
 
 extern "C" {
+
+void to_bf16(const float* values, int64_t n, uint16_t* rounded) {
+    const float most = to_float(largest(rounded));
+    in_vectors(n, [=](int64_t i, int64_t count) {
+        store_partial(saturated(load_partial(values + i, count), most), rounded + i, count);
+    });
+}
+
+EXPORT_PARALLEL(to_bf16)
 
 #define FLOAT8(NAME, FORMAT, WIDE, FLOAT)                                                                            \
     void encode_##NAME##_##WIDE(const FLOAT* x, int64_t groups, int64_t size, float largest, uint8_t* codes,         \

@@ -1,12 +1,15 @@
-"""8-bit floats with a scale per group in PyTorch: the specification."""
+"""Floats of fewer bits in PyTorch, those of 8 bits with a scale per group: the specification."""
 
 import torch
 from torch import Tensor
 
 from ds_compress.kernels.memory import copy_into
-from ds_compress.kernels.numerics import as_divisor
+from ds_compress.kernels.numerics import as_divisor, cast, saturate
 
-__all__ = ["decode_fp8", "encode_fp8"]
+__all__ = ["cast", "decode_fp8", "encode_fp8"]
+
+LARGEST_REACH = 2.0**127
+"""Values beyond it are cut off: the product of a code and its scale may be rounded up."""
 
 
 def encode_fp8(
@@ -23,7 +26,7 @@ def encode_fp8(
     """
     values = values.float()
     largest = torch.finfo(dtype).max
-    scales = values.abs().amax(1) / as_divisor(largest, values)
+    scales = saturate(values.abs().amax(1), LARGEST_REACH) / as_divisor(largest, values)
     # e4m3 has no inf: the scale of a group that is not finite makes all of its values nan
     scaled = values / torch.where(scales != 0, scales, 1)[:, None]
     return copy_into(out, (scaled.clamp_(-largest, largest).to(dtype).view(torch.uint8), scales))

@@ -24,6 +24,9 @@ from ds_compress.kernels.quantize.grid import Grid
 
 LARGEST_BITS = 4
 
+LARGEST_SCALE = 2.0**124
+"""Levels are below 4: with it, too, all values are finite."""
+
 _UNIT = 2.0**-16
 """Tables are rounded to multiples of it: exact in fp32, and the same whatever the last bits of `math.erf`."""
 
@@ -69,9 +72,10 @@ def to_codes(groups: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
         beyond = square > mean * boundary
         place += beyond
         level = torch.where(beyond, above, level)
-    scale = tree_sum(groups.abs() * level) / tree_sum(level * level) * _two_to(exponent)
+    fitted = tree_sum(groups.abs() * level) / tree_sum(level * level)
+    scale = (fitted * _two_to(exponent)).clamp(max=LARGEST_SCALE)
     codes = torch.where(groups < 0, half - 1 - place, half + place)
-    return codes, (scale + (scale - scale)).to(grid.scale_dtype)
+    return codes, (scale + (fitted - fitted)).to(grid.scale_dtype)
 
 
 def from_codes(codes: Tensor, scale: Tensor, grid: Grid) -> Tensor:

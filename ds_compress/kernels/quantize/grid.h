@@ -6,10 +6,17 @@
 #include "../simd/reduce.h"
 #include "../simd/vectors.h"
 
+// Where a grid ends; see grid.py.
+constexpr float LARGEST_LIMIT = 0x1p125f;
+
+// Steps and offsets up to this need no care: no value was cut off for them, and sums of their values are finite.
+constexpr float ORDINARY = 0x1p64f;
+
 struct Grid {
     float step, offset, inverse, top;
 
-    bool is_finite() const { return (step - step) + (offset - offset) == 0; }
+    // Whether no value is beyond the grid. That of encoding: its step is not negative.
+    bool is_ordinary() const { return step + (offset < 0 ? -offset : offset) <= ORDINARY; }
 
     // Whether it is, and neither step nor offset is larger than `magnitude`.
     bool within(float magnitude) const {  // a damaged step may be negative
@@ -45,8 +52,8 @@ struct Grids {
     // From `least` to `most` [COUNT].
     void between(const float* least, const float* most, bool wide) {
         for (int i = 0; i < COUNT; i += LANES) {
-            const Floats offset = -at_least(-load(least + i), wide);
-            make(at_least((load(most + i) - offset) / top, wide), i);
+            const Floats offset = -at_least(-saturated(load(least + i), LARGEST_LIMIT), wide);
+            make(at_least((saturated(load(most + i), LARGEST_LIMIT) - offset) / top, wide), i);
             store(offset, offsets + i);
         }
     }
@@ -54,7 +61,7 @@ struct Grids {
     // From -reach to reach.
     void around_zero(const float* reach, bool wide) {
         for (int i = 0; i < COUNT; i += LANES) {
-            make(at_least(2 * load(reach + i) / top, wide), i);
+            make(at_least(2 * saturated(load(reach + i), LARGEST_LIMIT) / top, wide), i);
             store(load(steps + i) * (-top / 2), offsets + i);
         }
     }
@@ -187,8 +194,9 @@ inline float gaussian_codes(const float* values, int64_t size, const Levels& lev
         store((Floats)((Ints)x & INT32_MAX) * nearest, products + i * LANES);
         return nearest * nearest;
     }, size);
-    const float scale = tree_sum<SIZE>([=](int i) { return load(products + i * LANES); }, size) / energy_sum * up;
-    return scale + (scale - scale);
+    const float fitted = tree_sum<SIZE>([=](int i) { return load(products + i * LANES); }, size) / energy_sum;
+    const float scale = fitted * up, largest = 0x1p124f;
+    return (scale > largest ? largest : scale) + (fitted - fitted);
 }
 
 // The values of `codes` [size].

@@ -1,8 +1,9 @@
 """A uniform grid per group: value = offset + step * code, with code in 0 .. top.
 
 Scales are rounded to their wire dtype before the codes are made, offsets down and steps up. So the grid that
-the receiver rebuilds always covers the group, and no value is more than half a step from that of its code. A
-group that holds inf or nan has an infinite or nan step and decodes to nan.
+the receiver rebuilds covers the group, and no value is more than half a step from that of its code. Only
+values beyond `LARGEST_LIMIT` may be outside; they get the nearest code. A group that holds inf or nan has an
+infinite or nan step and decodes to nan.
 
 Stochastic rounding draws 16 bits per value from a key and from the place of the value, so that every kernel
 makes the draws that it needs where it needs them. Of each 64 values of a group the first 32 take the lower
@@ -21,10 +22,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ds_compress.kernels.numerics import as_divisor
+from ds_compress.kernels.numerics import as_divisor, saturate
 
 SMALLEST_STEP = 2.0**-126
 """Above 0: the smallest normal number."""
+
+LARGEST_LIMIT = 2.0**125
+"""A grid goes no further: its steps, offsets and values, and the inverses of steps, are normal numbers."""
 
 _WORD = 0xFFFFFFFF
 
@@ -72,14 +76,15 @@ class Grid:
 
 def minmax_scales(low: Tensor, high: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """Return step and offset, [n] of the scale dtype, of grids from `low` to `high`, fp32 [n]."""
-    low, high = low + 0.0, high + 0.0  # which of two zeros a reduction meets first depends on the processor
+    # + 0.0: which of two zeros a reduction meets first depends on the processor
+    low, high = saturate(low + 0.0, LARGEST_LIMIT), saturate(high + 0.0, LARGEST_LIMIT)
     offset = _at_most(low, grid.scale_dtype)
     return _step((high - offset.float()) / as_divisor(grid.top, high), grid), offset
 
 
 def symmetric_scale(reach: Tensor, grid: Grid) -> Tensor:
     """Return the step, [n] of the scale dtype, of grids from -reach to reach, fp32 [n]."""
-    return _step(2 * reach / as_divisor(grid.top, reach), grid)
+    return _step(2 * saturate(reach, LARGEST_LIMIT) / as_divisor(grid.top, reach), grid)
 
 
 def _step(least: Tensor, grid: Grid) -> Tensor:

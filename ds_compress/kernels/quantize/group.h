@@ -55,6 +55,16 @@ struct Group {
         if (diagonal) rotate<SIZE>(own, own, size, diagonal);
     }
 
+    // The same of values of which some may be too large for the rotation; `x` may be `own`.
+    template <class In>
+    void load_saturated(const In* x, const float* diagonal) {
+        const float most = largest_value(size);
+        in_vectors<SIZE>(size, [&](int64_t i, int64_t lanes) {
+            store(saturated(load_partial(x + i, lanes), most), own + i);
+        });
+        rotate<SIZE>(own, own, size, diagonal);
+    }
+
     // The scale for normal values; their codes, too.
     float gaussian(const Format& format) {
         const Levels& levels = *format.levels;
@@ -73,7 +83,7 @@ struct Group {
 
     static Floats positions(const float* values, Grid grid) { return (::load(values) - grid.offset) * grid.inverse; }
 
-    // The nearest codes of values, by a grid that is finite: its step is large enough that none is beyond it.
+    // The nearest codes of values, by an ordinary grid: its step is large enough that none is beyond it.
     static Ints codes_of(const float* values, Grid grid) { return truncated(positions(values, grid) + 0.5f); }
 
     // The same of any grid; of nan, 0.
@@ -99,7 +109,7 @@ struct Group {
     template <int WIDTH>
     void pack_codes(Grid grid, uint8_t* packed) {
         if constexpr (IN_VECTORS<SIZE, WIDTH>) {
-            if (grid.is_finite()) {
+            if (grid.is_ordinary()) {
                 pack_vectors<SIZE, WIDTH>([grid, values = values](int i) { return codes_of(values + i, grid); }, packed);
                 return;
             }
@@ -164,7 +174,7 @@ private:
                 work(i, LANES, uniform(code, grid));
                 return code;
             };
-            if (grid.is_finite()) {
+            if (grid.is_ordinary()) {
                 pack_vectors<SIZE, WIDTH>(each, packed);
                 return;
             }
@@ -306,7 +316,16 @@ struct Batch {
         for (Group<SIZE>& group : groups) group.size = size;
     }
 
-    // Of the first `count` groups.
+    // Of the first `count` groups. `reload(i)` loads group i again by `load_saturated`: where a grid is ordinary, no
+    // value of its group was beyond `largest_value`.
+    template <class F>
+    void make_grids(int count, const Format& format, const F& reload) {
+        make_grids(count, format);
+        if (!format.diagonal || grids.within(ORDINARY)) return;
+        for (int i = 0; i < count; ++i) reload(i);
+        make_grids(count, format);
+    }
+
     void make_grids(int count, const Format& format) {
         Ranges ranges;
         if (format.levels) {

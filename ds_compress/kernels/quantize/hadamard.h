@@ -65,7 +65,12 @@ INLINED int64_t first_butterflies(const float* from, float* values, int64_t size
     return distance;
 }
 
-// `diagonal` [size]: the signs, times the square root of 1 / size.
+// See `largest_value` in hadamard.py.
+inline float largest_value(int64_t size) {
+    return as_float(static_cast<uint32_t>(127 + 122 - (3 * __builtin_ctzll(size) + 1) / 2) << 23);
+}
+
+// `diagonal` [size]: the signs, times the square root of 1 / size. Values up to `largest_value`.
 template <int SIZE>
 inline void rotate(const float* from, float* values, int64_t size, const float* diagonal) {
     const int64_t count = SIZE ? SIZE : size, distance = first_butterflies<SIZE>(from, values, size, diagonal);

@@ -6,11 +6,22 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
+from ds_compress.kernels.numerics import saturate
+
 
 @cache
 def key_of(seed: int) -> int:
     """The 31 bits from which both sides and every kernel draw the signs of `seed`."""
     return int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=4).digest(), "little") >> 1
+
+
+def largest_value(size: int) -> float:
+    """Return the magnitude to which `rotate` cuts off the values of a group.
+
+    Their coefficients are sqrt(size) times larger at most. A grid may change the sign of the error of each,
+    so that what comes back is size times larger than these at most, before it is scaled.
+    """
+    return 2.0 ** (122 - (3 * (size.bit_length() - 1) + 1) // 2)
 
 
 def rotate(groups: Tensor, key: int) -> Tensor:
@@ -21,7 +32,8 @@ def rotate(groups: Tensor, key: int) -> Tensor:
     nearest values first, rather than a product with that matrix, fix the order of summation: every kernel on
     every device gives the same bits.
     """
-    return _butterflies(groups * diagonal(groups.shape[1], key, groups.device))
+    size = groups.shape[1]
+    return _butterflies(saturate(groups, largest_value(size)) * diagonal(size, key, groups.device))
 
 
 def rotate_back(groups: Tensor, key: int) -> Tensor:

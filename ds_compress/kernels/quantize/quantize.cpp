@@ -12,7 +12,9 @@ void quantize(const In* x, Dither dither, int64_t n, int64_t size, Format format
     for (int64_t start = 0; start < n; start += batch.GROUPS) {
         const int count = n - start < batch.GROUPS ? n - start : batch.GROUPS;
         for (int i = 0; i < count; ++i) batch.groups[i].load(x + (start + i) * size, format.diagonal);
-        batch.make_grids(count, format);
+        batch.make_grids(count, format, [&](int i) {
+            batch.groups[i].load_saturated(x + (start + i) * size, format.diagonal);
+        });
         for (int i = 0; i < count; ++i, packed += size * format.bits / 8) {
             Group<SIZE>& group = batch.groups[i];
             const Grid grid = batch.grids[i];

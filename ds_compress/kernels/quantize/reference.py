@@ -6,10 +6,17 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels.memory import copy_into
-from ds_compress.kernels.numerics import narrow, rows_finite
+from ds_compress.kernels.numerics import narrow, rows_within, saturate
 from ds_compress.kernels.quantize import gaussian
 from ds_compress.kernels.quantize.bits import pack, unpack
-from ds_compress.kernels.quantize.grid import Grid, from_codes, minmax_scales, symmetric_scale, to_codes
+from ds_compress.kernels.quantize.grid import (
+    LARGEST_LIMIT,
+    Grid,
+    from_codes,
+    minmax_scales,
+    symmetric_scale,
+    to_codes,
+)
 from ds_compress.kernels.quantize.hadamard import rotate, rotate_back
 
 __all__ = ["dequantize", "quantize"]
@@ -42,8 +49,11 @@ def quantize(
     scales: tuple[Tensor, ...]
     if grid.symmetric:
         magnitude = groups.abs()
-        mean = grid.is_mean and dither is None
-        scales = (symmetric_scale(magnitude.mean(1) if mean else magnitude.amax(1), grid),)
+        if grid.is_mean and dither is None:
+            reach = saturate(magnitude, LARGEST_LIMIT / groups.shape[1]).mean(1)
+        else:
+            reach = magnitude.amax(1)
+        scales = (symmetric_scale(reach, grid),)
     else:
         scales = minmax_scales(groups.amin(1), groups.amax(1), grid)
     return copy_into(out, (pack(to_codes(groups, scales, grid, dither), grid.bits), *scales))
@@ -92,6 +102,7 @@ def quantize_with_error(
         What `quantize` returns; and the part of the sum that is lost, fp32 [n, G], which is not finite where
         the group is not.
     """
-    total = groups.float() + residual * (rows_finite(groups).float() * factor)
+    finite = rows_within(groups, torch.finfo(groups.dtype).max)
+    total = groups.float() + residual * (finite.float() * factor)
     parts = quantize(narrow(total, groups), grid, None, out)
     return parts, total - dequantize(parts, grid, groups.dtype).float()

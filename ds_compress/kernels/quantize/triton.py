@@ -17,8 +17,9 @@ from torch import Tensor
 from ds_compress.kernels.quantize import gaussian, reference
 from ds_compress.kernels.quantize.bits import packed_size
 from ds_compress.kernels.quantize.grid import Grid, key_halves
-from ds_compress.kernels.quantize.hadamard import diagonal
+from ds_compress.kernels.quantize.hadamard import diagonal, largest_value
 from ds_compress.kernels.quantize.triton_tiles import (
+    LARGEST_LIMIT,
     at_least,
     draws,
     fp32,
@@ -31,6 +32,7 @@ from ds_compress.kernels.quantize.triton_tiles import (
     rotate,
     rotate_back,
     rounded,
+    saturated,
     step_from,
     store_piece,
 )
@@ -41,6 +43,9 @@ MAX_GROUP = 4096
 """Larger groups do not fit in the registers of one program; the reference serves them."""
 
 VALUES = 4096  # of one program, where groups are that small
+
+ORDINARY = tl.constexpr(2.0**64)
+"""Steps and offsets up to this: no value is beyond its grid, nor was one too large for the rotation."""
 
 TILE_BYTES = 64
 """Of a tile of a group, at least, as it is read: two sectors of memory, by four threads 16 bytes each."""
@@ -101,6 +106,7 @@ def _launch(
             MEAN=grid.is_mean and dither is None,
             DITHERED=dither is not None,
             LARGEST=torch.finfo(groups.dtype).max,
+            LARGEST_VALUE=largest_value(size),
             enable_fp_fusion=False,
             **shape,
         )
@@ -174,6 +180,7 @@ def _quantize(
     LEVELS: tl.constexpr,
     BOUNDARIES: tl.constexpr,
     LARGEST: tl.constexpr,
+    LARGEST_VALUE: tl.constexpr,
 ):
     """A tile of a group is WIDTH values, in COLUMNS columns.
 
@@ -198,25 +205,32 @@ def _quantize(
             sums = sums + (total,)
             # see `narrow` in kernels/numerics.py
             values = values + (rounded(within + (loaded[t] - loaded[t]), groups),)
+    unrotated = values
     if diagonal is not None:
         values = rotate(values, diagonal, ROWS, TILES, COLUMNS)
-    if LEVELS is not None:
-        codes, grid_step = gaussian_codes(values, LEVELS, BOUNDARIES, ROWS, TILES, COLUMNS)
-        grid_step = rounded(grid_step, step)
-        start = grid_step
-    elif offset is None:
-        grid_step = step_from(
-            tl.div_rn(2 * reach(values, exists, TILES, WIDTH, MEAN, WIDTH == COLUMNS), fp32(TOP)), step
-        )
-        start = grid_step * (-TOP / 2)
-    else:
-        low, high = limits(values, exists, TILES, WIDTH == COLUMNS)
-        low, high = low + 0.0, high + 0.0  # of zeros, +0
-        start = -at_least(-low, step)
-        grid_step = step_from(tl.div_rn(high - start, fp32(TOP)), step)
-        tl.store(offset + row, start.to(offset.dtype.element_ty), mask=row < n)
+    made, grid_step, start = _grids(
+        values, exists, step, offset, ROWS, TILES, WIDTH, COLUMNS, TOP, MEAN, LEVELS, BOUNDARIES
+    )
+    if tl.max((grid_step + tl.abs(start) <= ORDINARY).to(tl.int32) ^ 1, 0) > 0:
+        if diagonal is not None:
+            cut_off = ()
+            for t in tl.static_range(TILES):
+                cut_off = cut_off + (saturated(unrotated[t], LARGEST_VALUE),)
+            values = rotate(cut_off, diagonal, ROWS, TILES, COLUMNS)
+            made, grid_step, start = _grids(
+                values, exists, step, offset, ROWS, TILES, WIDTH, COLUMNS, TOP, MEAN, LEVELS, BOUNDARIES
+            )
+        if LEVELS is None and not DITHERED:
+            outside = values
+            values = ()
+            for t in tl.static_range(TILES):
+                within = tl.minimum(outside[t], (start + grid_step * TOP)[:, None])
+                values = values + (tl.maximum(within, start[:, None]),)
     tl.store(step + row, grid_step.to(step.dtype.element_ty), mask=row < n)
+    if offset is not None:
+        tl.store(offset + row, start.to(offset.dtype.element_ty), mask=row < n)
 
+    codes = made
     if LEVELS is None:
         inverse = tl.div_rn(fp32(1), tl.where(grid_step > 0, grid_step, 1.0))
         # of a range beyond that of fp32 the step is infinite: 0 for every finite value, never inf times 0
@@ -231,7 +245,7 @@ def _quantize(
             elif MEAN:
                 codes = codes + (tl.minimum(tl.maximum(position + 0.5, 0.0), fp32(TOP)).to(tl.int32),)
             else:
-                # nothing to cut off: the grid covers the group, so a position is within 0 .. TOP but for its
+                # nothing to cut off: the grid covers the values, so a position is within 0 .. TOP but for its
                 # rounding, which is less than what is left to TOP + 1
                 codes = codes + ((position + 0.5).to(tl.int32),)
     packed += row[:, None] * (TILES * WIDTH * BITS // 8) + place
@@ -242,6 +256,41 @@ def _quantize(
         sent = _decoded(codes, grid_step, start, diagonal, ROWS, TILES, COLUMNS, LEVELS)
         for t in tl.static_range(TILES):
             tl.store(error + at + t * WIDTH, sums[t] - rounded(sent[t], groups), mask=exists)
+
+
+@triton.jit
+def _grids(
+    values,
+    exists,
+    step,
+    offset,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOP: tl.constexpr,
+    MEAN: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BOUNDARIES: tl.constexpr,
+):
+    """The codes of values if the grid is that for normal values; the steps of their grids and where these
+    start, [ROWS], rounded as `step` and `offset` are."""
+    codes = ()
+    if LEVELS is not None:
+        codes, grid_step = gaussian_codes(values, LEVELS, BOUNDARIES, ROWS, TILES, COLUMNS)
+        grid_step = rounded(grid_step, step)
+        start = grid_step
+    elif offset is None:
+        magnitude = saturated(reach(values, exists, TILES, WIDTH, MEAN, WIDTH == COLUMNS), LARGEST_LIMIT)
+        grid_step = step_from(tl.div_rn(2 * magnitude, fp32(TOP)), step)
+        start = grid_step * (-TOP / 2)
+    else:
+        low, high = limits(values, exists, TILES, WIDTH == COLUMNS)
+        # of zeros, +0
+        low, high = saturated(low + 0.0, LARGEST_LIMIT), saturated(high + 0.0, LARGEST_LIMIT)
+        start = -at_least(-low, step)
+        grid_step = step_from(tl.div_rn(high - start, fp32(TOP)), step)
+    return codes, grid_step, start
 
 
 @triton.jit(do_not_specialize=["n"])

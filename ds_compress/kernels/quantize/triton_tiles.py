@@ -14,6 +14,10 @@ a butterfly between tiles is one addition, where one between threads takes a shu
 import triton
 import triton.language as tl
 
+from ds_compress.kernels.quantize import gaussian, grid
+
+LARGEST_LIMIT, LARGEST_SCALE = tl.constexpr(grid.LARGEST_LIMIT), tl.constexpr(gaussian.LARGEST_SCALE)
+
 
 @triton.jit
 def places(n, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
@@ -190,7 +194,10 @@ def reach(values, exists, TILES: tl.constexpr, WIDTH: tl.constexpr, MEAN: tl.con
     """The largest, or the mean, magnitude of each row."""
     magnitudes = ()
     for t in tl.static_range(TILES):
-        magnitudes = magnitudes + (filled(tl.abs(values[t]), exists, 0.0, WHOLE),)
+        magnitude = (
+            saturated(tl.abs(values[t]), LARGEST_LIMIT / (TILES * WIDTH)) if MEAN else tl.abs(values[t])
+        )
+        magnitudes = magnitudes + (filled(magnitude, exists, 0.0, WHOLE),)
     if MEAN:
         total = magnitudes[0]
         for t in tl.static_range(1, TILES):
@@ -199,6 +206,12 @@ def reach(values, exists, TILES: tl.constexpr, WIDTH: tl.constexpr, MEAN: tl.con
     else:
         _, high = limits(magnitudes, exists, TILES, WHOLE)
         return high
+
+
+@triton.jit
+def saturated(x, most):
+    """`x`, fp32, with finite numbers cut off at `most`."""
+    return tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -most), most), x)
 
 
 @triton.jit
@@ -253,8 +266,7 @@ def gaussian_codes(
         products = products + (tl.abs(scaled[t]) * level,)
         energies = energies + (level * level,)
     fitted = tl.div_rn(tree_sum(products, ROWS, TILES, COLUMNS), tree_sum(energies, ROWS, TILES, COLUMNS))
-    scale = fitted * up
-    return codes, scale + (scale - scale)
+    return codes, tl.minimum(fitted * up, LARGEST_SCALE) + (fitted - fitted)
 
 
 @triton.jit

@@ -256,6 +256,12 @@ inline Vector larger(Vector x, Vector y) {
     return x > y ? x : y;
 }
 
+// Finite numbers cut off at `most`; inf and nan stay.
+inline Floats saturated(Floats x, float most) {
+    const Floats limit = Floats{} + most;
+    return ((Ints)x & MAGNITUDE) < INFINITE ? larger(smaller(x, limit), -limit) : x;
+}
+
 // Vectors of [n] values, the last one filled up with zeros: work(place, how many of its lanes exist). SIZE is n, or 0
 // where it is known at run time only.
 template <int SIZE = 0, class F>

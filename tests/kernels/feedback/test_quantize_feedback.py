@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ds_compress.kernels.backends import cpu, reference
 from ds_compress.kernels.feedback.reference import GROUP
+from ds_compress.kernels.numerics import LARGEST_STATE
 from ds_compress.kernels.quantize.grid import Grid
 from tests.support.codecs import any_grid, assert_same_bits
 from tests.support.kernels import TARGETS, compiled_for, runs_here
@@ -40,11 +41,11 @@ def flat(*results):
 def test_equal_to_torch(
     target, bits, size, symmetric, dtype, hadamard, n, special, scale, shares, store, seed
 ):
-    """Sums beyond the range included: a state is then as large as the largest float."""
+    """Sums beyond the range included, and the largest states."""
     grid = any_grid(bits, symmetric, torch.bfloat16, hadamard, size, seed)
     x = values(n, size, dtype, seed, special)
-    state = values(n, size, torch.float32, seed + 1).clamp(-1e34, 1e34)
-    state[0, 0], x[0, 0] = torch.finfo(torch.float32).max / 1024, torch.finfo(dtype).max
+    state = values(n, size, torch.float32, seed + 1).clamp(-LARGEST_STATE, LARGEST_STATE)
+    state[0, 0], x[0, 0] = LARGEST_STATE, torch.finfo(dtype).max
     stores = {
         "fp32": lambda: (state.clone(),),
         "bf16": lambda: (state.bfloat16(),),
@@ -88,7 +89,10 @@ def test_more_than_the_caches_hold(target, scale):
     """What is delivered goes past the caches beyond 8 MiB of fp32."""
     grid = any_grid(4, False, torch.bfloat16, False, 64, 1)
     n = (9 << 20) // (4 * 64) + 5
-    x, state = values(n, 64, torch.float32, 3), values(n, 64, torch.float32, 4).clamp(-1e34, 1e34)
+    x, state = (
+        values(n, 64, torch.float32, 3),
+        values(n, 64, torch.float32, 4).clamp(-LARGEST_STATE, LARGEST_STATE),
+    )
     parts = reference.quantize_change(x, state, scale, grid, 64)[0]
     with compiled_for(target):
         ours = cpu.dequantize_change(parts, state.clone(), scale, grid, torch.float32)
