@@ -234,7 +234,7 @@ class EigenbasisEntropy(EigenbasisCodec, EntropyBase):
     def _basis(self, h: int, ctx: Context, device: torch.device) -> Tensor:
         key, refresh = self._key(h, ctx), self.options.refresh_steps
         if refresh and not {f"{key}.basis", f"{key}.moment"} & ctx.memory.keys():
-            ctx.memory[f"{key}.basis"] = torch.eye(h, device=device)
+            ctx.memory[f"{key}.basis"] = torch.eye(h, dtype=torch.float32, device=device)
         basis = super()._basis(h, ctx, device)
         if not refresh or not ctx.training:
             return basis

@@ -67,7 +67,8 @@ class Table:
 
     def fill_gradients(self, rank: int, values: Mapping[str, float]) -> None:
         """Put `values`, by column, where the other stages find those of the gradients of `rank`."""
-        self._gradients[rank] = torch.tensor([values[name] for name in GRADIENTS], dtype=torch.float64)
+        found = [values[name] for name in GRADIENTS]
+        self._gradients[rank] = torch.tensor(found, dtype=torch.float64, device="cpu")
 
     def set_status(self, rank: int, status: Status) -> None:
         self._status[rank] = status
