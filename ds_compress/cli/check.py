@@ -6,14 +6,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ds_compress.autoload import near_misses
-from ds_compress.cli.arguments import DTYPES, add_import, add_message
+from ds_compress.cli.arguments import DTYPES, add_import, add_message, integer
 from ds_compress.cli.console import importing_deepspeed, show
-from ds_compress.codec import TensorSpec
+from ds_compress.codec import CODECS, TensorSpec
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.quality import LIMITS
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary
+from ds_compress.message.packet import PacketLayout
+from ds_compress.replicas.slices import slice_numel
 
 UNCOMPRESSED = ("none", "none (below min_numel)")
 """Codec in the row of a message that is sent uncompressed."""
@@ -23,6 +27,14 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("check", help="validate a ds_config.json and print the bytes per message")
     parser.add_argument("ds_config", type=Path, help="ds_config.json")
     add_message(parser)
+    parser.add_argument(
+        "--replicas",
+        type=integer(2, 2**16),
+        help="data-parallel replicas: adds what each rank sends them in a step; needs --parameters",
+    )
+    parser.add_argument(
+        "--parameters", type=integer(1, 2**45), help="values of a stage's matrices of 16,384 values or more"
+    )
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
     add_import(parser)
     parser.set_defaults(run=run)
@@ -33,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
     rows = message_sizes(config, args.stages, TensorSpec(args.shape, DTYPES[args.dtype]))
     keys = ("boundary", "direction", "raw_bytes", "wire_bytes")
     larger = dict.fromkeys(config.size_note(*(row[key] for key in keys)) for row in rows)
+    if args.replicas and args.parameters:
+        rows += replica_sizes(config, args.replicas, args.parameters, DTYPES[args.dtype])
     for note in filter(None, (_auto_note(config), *config.notes, *larger)):
         print(note, file=sys.stderr)
     if args.json:
@@ -68,6 +82,42 @@ def _auto_note(config: Config) -> str:
         f"{limits.forward:g} forward and {limits.backward:g} of accumulated gradients; these are the sizes "
         "until then. ds-compress advise makes the same choice without training"
     )
+
+
+def replica_sizes(config: Config, replicas: int, parameters: int, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """One row for gradients, one for parameters: what a rank sends to the replicas of its stage in a step.
+
+    Args:
+        parameters: values of the stage that are large enough to be compressed.
+        dtype: of training. In fp32 there is no ZeRO; else replicas have partitions of the optimizer states.
+    """
+    options, codec = config.block.replicas, config.replica_codec
+    partitioned = dtype != torch.float32
+    bits = options.parameters if options is not None else "none"
+    changes = CODECS.build({"name": "quantize", "bits": bits}, "parameters") if bits != "none" else None
+    halves = {"gradients": (codec, 2, 1 if partitioned else 2), "parameters": (changes, 1, 1)}
+    rows = []
+    for what, (used, ways, compressed_ways) in halves.items():
+        if what == "parameters" and not partitioned:
+            continue
+        spec = TensorSpec((slice_numel(parameters, replicas),), torch.float32)
+        exact = -(-parameters // replicas) * dtype.itemsize
+        raw_bytes = (replicas - 1) * ways * exact
+        packet = PacketLayout(used.layout(spec), "").nbytes if used is not None else 0
+        wire_bytes = (replicas - 1) * compressed_ways * packet if used is not None else raw_bytes
+        rows.append(
+            {
+                "boundary": "replicas",
+                "direction": what,
+                "codec": str(used or UNCOMPRESSED[0]),
+                "raw_bytes": raw_bytes,
+                "wire_bytes": wire_bytes,
+                "wire_bytes_at_most": wire_bytes,
+                "ratio": raw_bytes / wire_bytes,
+                "bits_per_value": 8 * wire_bytes / parameters,
+            }
+        )
+    return rows
 
 
 def read_block(path: Path) -> object:

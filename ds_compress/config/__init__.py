@@ -2,5 +2,6 @@
 
 from ds_compress.config.block import DIRECTIONS, KEY, Block
 from ds_compress.config.config import BoundaryCodecs, Config
+from ds_compress.config.replicas import ReplicasOptions
 
-__all__ = ["DIRECTIONS", "KEY", "Block", "BoundaryCodecs", "Config"]
+__all__ = ["DIRECTIONS", "KEY", "Block", "BoundaryCodecs", "Config", "ReplicasOptions"]

@@ -1,6 +1,6 @@
 """The "replicas" options of the block: how gradients between data-parallel replicas are compressed."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -41,8 +41,11 @@ class ReplicasOptions(Options):
     feedback: Any = Field(default="none", json_schema_extra={"registry": "feedback"})
     """Name of a feedback whose state only the sender has (ef, ef_mixed, loco), or an object with its name and
     options. Gradients and their averages have residuals of their own, in units without the loss scale."""
+    parameters: Literal["none", 4, 8] = "none"
+    """Bits in which the owners of partitions send new parameters, as differences to the old ones; needs
+    DeepSpeed's BF16_Optimizer and a codec for gradients. "none": DeepSpeed gathers them in bf16."""
     warmup_steps: Steps = 0
-    """Optimizer steps at the start of training in which gradients are exact."""
+    """Optimizer steps at the start of training in which gradients and parameters are exact."""
     bucket_mb: int = Field(default=32, ge=1, le=4096)
     """MB (10^6 bytes) of uncompressed gradients in one exchange; a larger parameter has one of its own."""
 
@@ -72,6 +75,10 @@ def build_replica_codec(options: ReplicasOptions | None, path: str) -> Codec | N
             "its state; allowed: 'none', 'ef', 'ef_mixed', 'loco'"
         )
     if codec.name == "none":
+        if options.parameters != "none":
+            raise CompressionError(
+                f"{path}.parameters: {options.parameters} is not allowed with codec 'none'; set a codec"
+            )
         return None
     with errors_at(f"{path}.feedback"):
         feedback.check_growth(codec)

@@ -19,10 +19,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_compress.config import KEY, Config
 from ds_compress.engine import cleanup
-from ds_compress.engine.gradients import check_replicas
 from ds_compress.engine.handshake import Notes, SharedWarning, agree, relied_on
 from ds_compress.engine.intercept import PointToPoint
 from ds_compress.engine.mixin import CompressedEngine
+from ds_compress.engine.optimizers import check_optimizer
 from ds_compress.engine.session import Session, steps_per_epoch
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels
@@ -115,8 +115,8 @@ def attach(engine: Any, module: Any, block: object) -> None:
         config.count_epochs(steps_per_epoch(engine))
         has_replicas = config.replica_codec is not None and engine.is_data_parallel
         compresses = config.block.enabled and (engine.num_stages > 1 or has_replicas)
-        if has_replicas:
-            check_replicas(engine)
+        if has_replicas and config.block.replicas:
+            check_optimizer(engine, config.block.replicas)
         if compresses:
             config.prepare()
         else:

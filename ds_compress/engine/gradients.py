@@ -1,39 +1,32 @@
 """Where gradients between replicas are taken from DeepSpeed: its functions that all-reduce a bucket.
 
     DeepSpeedEngine.allreduce_bucket           gradients of parameters, or BF16_Optimizer's flat buffers
-    DeepSpeedZeroOptimizer.allreduce_bucket    ZeRO-1: slices of gradients, see `CompressedZeroOptimizer`
+    DeepSpeedZeroOptimizer.allreduce_bucket    ZeRO-1: slices of gradients, see engine/optimizers.py
 
 A bucket becomes parts of parameters, found by where their memory lies. Those that are compressed go through
 an `Exchange`; DeepSpeed's own function gets the others, or the whole bucket where there are no others.
 """
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
-from functools import partial
 from typing import Any, NamedTuple
 
-import deepspeed
 import torch
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 from torch import distributed as dist
 
-from ds_compress.config import KEY, Config
-from ds_compress.errors import CompressionError
+from ds_compress.codec import CODECS
+from ds_compress.config import Config
+from ds_compress.engine.optimizers import mix_in
 from ds_compress.replicas.exchange import Exchange, Replicas
-from ds_compress.replicas.slices import Gradient, Slice
+from ds_compress.replicas.parameters import ParameterExchange, Range
+from ds_compress.replicas.slices import DTYPES, Gradient, Slice, is_compressed
 
-MIN_NUMEL = 16 * 1024
-"""Parameters of fewer values stay exact: packets and calls would cost more than they save."""
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-_Optimizer: Any = object
-"""What stands behind a mixin: DeepSpeed's optimizer, which has no types."""
+Exact = Callable[[list[Tensor]], Tensor]
+"""DeepSpeed's all-reduce of a bucket; returns it flat."""
 
 
 class _Place(NamedTuple):
@@ -47,12 +40,14 @@ class _Place(NamedTuple):
 class GradientTraffic:
     """Compresses the gradients between the replicas of an engine's stage."""
 
-    def __init__(self, engine: Any, config: Config, group: Any):
+    def __init__(self, engine: Any, config: Config, group: Any, has_partitions: bool):
         """
         Args:
             engine: DeepSpeed's.
             config: with a codec for replicas.
             group: process group of the replicas of this stage, in which nothing else is sent.
+            has_partitions: whether all stages have a BF16_Optimizer whose groups are all partitioned over the
+                replicas.
         """
         block, options = config.block, config.block.replicas
         assert options is not None and config.replica_codec is not None
@@ -69,15 +64,21 @@ class GradientTraffic:
             block.link.checksum,
             engine.communication_data_type.itemsize,
         )
+        self._has_partitions = has_partitions
+        self.is_partitioned = False
+        """Whether replicas need, of this step's averages, only those of their own partition, under
+        BF16_Optimizer. The same on all stages: their norms are added up."""
+        self._parameters = None
+        if options.parameters != "none":
+            codec = CODECS.build({"name": "quantize", "bits": options.parameters}, "parameters")
+            shared = self.exchange.sent, block.seed, block.link.checksum
+            self._parameters = ParameterExchange(replicas, codec, *shared)
         self._measure_every = block.monitor.every if engine.monitor.enabled else 0
         tied = {id(weight) for weight, _ in engine.module.get_tied_weights_and_groups()}
         self._numbers = {
             id(parameter): number
             for number, parameter in enumerate(engine.module.parameters())
-            if parameter.dim() > 1
-            and parameter.numel() >= MIN_NUMEL
-            and id(parameter) not in tied
-            and not is_moe_param(parameter)
+            if is_compressed(parameter) and id(parameter) not in tied and not is_moe_param(parameter)
         }
 
     def describe(self) -> str:
@@ -93,6 +94,7 @@ class GradientTraffic:
         return {
             "codec": self.exchange.codec.codec.settings,
             "replicas": self.exchange.replicas.size,
+            "optimizer": type(engine.optimizer).__name__,
             "zero": engine.zero_optimization_stage(),
             "parameters": hashlib.blake2b(repr(shapes).encode(), digest_size=8).hexdigest(),
         }
@@ -112,6 +114,7 @@ class GradientTraffic:
     def begin_step(self) -> None:
         """Remember the residuals, if the step may be skipped because of its loss scale."""
         self._skipped = self._engine.skipped_steps
+        self.is_partitioned = self._has_partitions and self._engine.global_steps >= self._warmup_steps
         # all replicas have to decide alike: it takes an all-reduce
         if self._measure_every and (self._engine.global_steps + 1) % self._measure_every == 0:
             self.exchange.measure()
@@ -123,6 +126,28 @@ class GradientTraffic:
             self.exchange.slices.restore(self._before)
         self._before = None
 
+    def all_reduce_of_engine(self, bucket: Sequence[Tensor], group: Any, factor: float, exact: Exact) -> bool:
+        """Average a bucket of DeepSpeed's engine in place; see `all_reduce`."""
+        parts, owners = list(bucket), list[int | None]([None] * len(bucket))
+        if self.is_partitioned:
+            size = self.exchange.replicas.size
+            parts = [part for flat in bucket for part in flat.chunk(size)]
+            owners = [*range(size)] * len(bucket)
+        return self.all_reduce(parts, gradients_of(self._engine), owners, group, factor, exact)
+
+    def gather_parameters(self) -> bool:
+        """Let all replicas have the new parameters of BF16_Optimizer; return False if that is left to
+        DeepSpeed."""
+        engine, optimizer = self._engine, self._engine.optimizer
+        if self._parameters is None or engine.global_steps < self._warmup_steps:
+            return False
+        flats = zip(optimizer.bf16_groups, optimizer.bf16_groups_flat, optimizer.fp32_groups_flat_partition)
+        for group, flat, new in flats:
+            ends = itertools.accumulate((parameter.numel() for parameter in group), initial=0)
+            ranges = [Range(at, p.numel(), self._numbers.get(id(p))) for at, p in zip(ends, group)]
+            self._parameters.gather(flat, new, ranges, engine.global_steps)
+        return True
+
     def all_reduce(
         self,
         bucket: Sequence[Tensor],
@@ -130,7 +155,7 @@ class GradientTraffic:
         owners: Sequence[int | None],
         group: Any,
         factor: float,
-        exact: Callable[[list[Tensor]], Tensor],
+        exact: Exact,
     ) -> bool:
         """Average a bucket in place; return False if it is left to DeepSpeed.
 
@@ -140,7 +165,7 @@ class GradientTraffic:
             owners: of each tensor the one replica that needs its average; None: every replica.
             group: whose all-reduce DeepSpeed asks for.
             factor: of the sum.
-            exact: DeepSpeed's all-reduce of a bucket; returns it flat.
+            exact: DeepSpeed's own way.
         """
         engine = self._engine
         if group is not engine.mpu.get_data_parallel_group() or engine.global_steps < self._warmup_steps:
@@ -171,76 +196,6 @@ class GradientTraffic:
         return sorted(places)
 
 
-class CompressedZeroOptimizer(_Optimizer):
-    """DeepSpeed's optimizer of ZeRO-1, whose buckets go through a `GradientTraffic`.
-
-    A bucket holds slices of gradients, each needed by the one replica that owns its partition.
-    """
-
-    ds_compress: GradientTraffic
-    _owners: Sequence[int | None] | None = None  # of the tensors of the bucket in progress
-
-    def allreduce_and_copy_with_multiple_ranks(self, small_bucket: Any, *args: Any, **kwargs: Any) -> None:
-        self._owners = [_only_owner(ranks) for ranks in kwargs["bucket_ranks"]]
-        try:
-            super().allreduce_and_copy_with_multiple_ranks(small_bucket, *args, **kwargs)
-        finally:
-            self._owners = None
-
-    def allreduce_bucket(
-        self,
-        bucket: Any,
-        communication_data_type: Any,
-        rank: Any = None,
-        log: Any = None,
-        divide: Any = True,
-        process_group: Any = None,
-    ) -> Tensor:
-        options = {"rank": rank, "log": log, "divide": divide, "process_group": process_group}
-        exact = partial(super().allreduce_bucket, communication_data_type=communication_data_type, **options)
-        owners = self._owners if self._owners is not None else [rank] * len(bucket)
-        factor = self._factor() if divide and self.gradient_average else 1.0
-        if self._compress(bucket, communication_data_type, owners, process_group, factor, exact):
-            return self.flatten(bucket)
-        return exact(bucket)
-
-    def gradient_reduction_w_predivide(self, tensor: Any, communication_data_type: Any) -> Tensor:
-        def exact(bucket: list[Tensor]) -> Tensor:
-            flat = self.flatten(bucket)
-            return reduce(flat, communication_data_type)
-
-        reduce = super().gradient_reduction_w_predivide
-        factor = self._factor() if self.gradient_average else 1.0
-        if self._compress([tensor], communication_data_type, [None], None, factor, exact):
-            return tensor
-        return reduce(tensor, communication_data_type)
-
-    def _factor(self) -> float:
-        return float(self.sequence_parallel_size / dist.get_world_size(self.dp_process_group))
-
-    def _compress(
-        self,
-        bucket: Sequence[Tensor],
-        dtype: Any,
-        owners: Sequence[int | None],
-        group: Any,
-        factor: float,
-        exact: Callable[[list[Tensor]], Tensor],
-    ) -> bool:
-        parameters = [self.bit16_groups[group][place] for group, place, _ in self.ipg_buckets[dtype].params]
-        known = [(parameter, self.get_gradient_for_reduction(parameter)) for parameter in parameters]
-        return self.ds_compress.all_reduce(
-            bucket, known, owners, group or self.dp_process_group, factor, exact
-        )
-
-
-def _only_owner(ranks: Any) -> int | None:
-    """Return the one rank in what DeepSpeed has as ranks; None if they are several."""
-    if not isinstance(ranks, frozenset):
-        return int(ranks)
-    return min(ranks) if len(ranks) == 1 else None
-
-
 def gradients_of(engine: Any) -> list[tuple[Any, Tensor | None]]:
     """Return the parameters of a stage that DeepSpeed's own all-reduce averages, with their gradients."""
     optimizer = engine.optimizer
@@ -250,35 +205,19 @@ def gradients_of(engine: Any) -> list[tuple[Any, Tensor | None]]:
     return [(parameter, parameter.grad) for parameter in engine.module.parameters()]
 
 
-def check_replicas(engine: Any) -> None:
-    """Refuse a DeepSpeed whose ZeRO optimizer is not built the way `CompressedZeroOptimizer` relies on.
-
-    Raises:
-        CompressionError: names what is missing.
-    """
-    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
-        used = [name for name in vars(CompressedZeroOptimizer) if not name.startswith("_")]
-        for name in (*used, "ipg_buckets", "get_gradient_for_reduction", "bit16_groups"):
-            if name != "ds_compress" and not hasattr(engine.optimizer, name):
-                raise CompressionError(
-                    f"{KEY}.replicas: DeepSpeed {deepspeed.__version__} has no {name} in its ZeRO optimizer; "
-                    "leave replicas out"
-                )
-
-
 def connect_replicas(engine: Any, config: Config) -> GradientTraffic | None:
     """Return what compresses the gradients between the replicas of this stage, with a process group of its
     own; None if nothing does. Every rank of the job calls it."""
     if config.replica_codec is None or not engine.is_data_parallel:
         return None
-    timeout = timedelta(seconds=config.block.link.timeout_s)
-    groups = [dist.new_group(ranks, timeout=timeout) for ranks in engine.grid.dp_groups]
+    # no time-out of their own: the watchdog knows which rank is silent, a collective does not
+    groups = [dist.new_group(ranks) for ranks in engine.grid.dp_groups]
     own = next(group for group, ranks in zip(groups, engine.grid.dp_groups) if dist.get_rank() in ranks)
-    traffic = GradientTraffic(engine, config, own)
-    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
-        base = type(engine.optimizer)
-        engine.optimizer.__class__ = type(f"Compressed{base.__name__}", (CompressedZeroOptimizer, base), {})
-        engine.optimizer.ds_compress = traffic
+    partitions = isinstance(engine.optimizer, BF16_Optimizer) and not engine.has_moe_layers
+    everywhere = torch.tensor(int(partitions), dtype=torch.int32, device=engine.device)
+    dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)  # some stages may have MoE layers
+    traffic = GradientTraffic(engine, config, own, bool(everywhere))
+    mix_in(engine.optimizer, traffic)
     return traffic
 
 

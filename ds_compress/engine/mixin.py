@@ -17,7 +17,6 @@ import torch
 from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
-from ds_compress.engine.gradients import gradients_of
 from ds_compress.engine.intercept import receiving
 from ds_compress.engine.session import DEEPSPEED, Session, is_deepspeeds
 from ds_compress.engine.stage import Instruction
@@ -163,8 +162,7 @@ class CompressedEngine(_Engine):
             size = dp_world_size or torch.distributed.get_world_size(dp_group)
             factor = 1 / size if self.gradient_average else 1.0
             exact = partial(reduce, dp_group=dp_group, dp_world_size=dp_world_size)
-            owners = [None] * len(bucket)
-            if traffic.all_reduce(bucket, gradients_of(self), owners, dp_group, factor, exact):
+            if traffic.all_reduce_of_engine(bucket, dp_group, factor, exact):
                 return self.flatten(bucket)
         return reduce(bucket, dp_group, dp_world_size)
 

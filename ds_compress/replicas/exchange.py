@@ -8,19 +8,20 @@
                                       e_o = y - C(y)
 
 Both residuals are those of the feedback round the codec. Under ZeRO only the owner needs the mean, so the
-second half is left out.
+second half is left out. While the packets of one bucket are in flight, those of the next one are made.
 """
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed import Work
 
 from ds_compress.codec import Codec
 from ds_compress.errors import CompressionError, in_one_line
@@ -29,6 +30,16 @@ from ds_compress.kernels.memory import is_out_of_memory
 from ds_compress.message.layout import Counters
 from ds_compress.message.meters import error_and_cosine, norms
 from ds_compress.replicas.slices import AVERAGE, GRADIENT, HALVES, Gradient, Slice, SliceCodec, Slices
+
+
+class HasSize(Protocol):
+    """What has a packet of a known size."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+Packet = TypeVar("Packet", bound=HasSize)
 
 
 class _Sent(NamedTuple):
@@ -46,13 +57,34 @@ class _Sent(NamedTuple):
         part.copy_(average[: part.numel()] if scale == 1.0 else average[: part.numel()] * scale)
 
 
+class Transfer(NamedTuple):
+    """What a replica sends in one collective; from each of the others it receives as much as they from it."""
+
+    packets: Tensor  # uint8
+    sizes: list[int] | None = None
+    """Bytes for each replica, one after another; None: each gets all."""
+
+
+Rounds = Generator[Transfer, Tensor | None, None]
+
+
+class _InFlight(NamedTuple):
+    """A bucket whose first transfer has begun."""
+
+    gradients: Sequence[Gradient]
+    exact: Tensor | None  # its exact average, if it is measured
+    rounds: Rounds
+    arrived: Tensor  # what `work` fills
+    work: Work
+
+
 @dataclass(frozen=True)
 class Replicas:
     """The replicas of a stage, and this rank among them."""
 
     size: int
     rank: int
-    group: Any  # a process group in which nothing else is sent
+    group: Any = None  # a process group in which nothing else is sent
 
 
 class Exchange:
@@ -97,12 +129,17 @@ class Exchange:
             CompressionError: a packet is not the expected one.
         """
         with torch.no_grad():
+            before: _InFlight | None = None
             for bucket in self._buckets(gradients):
                 measures, self._measures = self._measures, False
                 exact = self._exact(bucket, factor) if measures else None
-                self._average(bucket, factor, scale, step)
-                if exact is not None:
-                    self.quality = self._compare(bucket, exact)
+                rounds = self.rounds(bucket, factor, scale, step)
+                started = _InFlight(bucket, exact, rounds, *self._start(next(rounds)))
+                if before is not None:
+                    self._finish(before)
+                before = started
+            if before is not None:
+                self._finish(before)
 
     def measure(self) -> None:
         """Compare the next bucket with its exact average, which takes an all-reduce."""
@@ -142,23 +179,47 @@ class Exchange:
         if bucket:
             yield bucket
 
-    def _average(self, gradients: Sequence[Gradient], factor: float, scale: float, step: int) -> None:
-        size, own, group = self.replicas.size, self.replicas.rank, self.replicas.group
+    def _start(self, transfer: Transfer) -> tuple[Tensor, Work]:
+        """Begin a transfer over the process group; return where it arrives."""
+        (packets, sizes), size = transfer, self.replicas.size
+        received = sizes[self.replicas.rank] if sizes is not None else packets.numel()
+        arrived = torch.empty(size * received, dtype=torch.uint8, device=packets.device)
+        options = {"group": self.replicas.group, "async_op": True}
+        with naming_place():
+            if sizes is None:
+                return arrived, dist.all_gather_into_tensor(arrived, packets, **options)
+            return arrived, dist.all_to_all_single(arrived, packets, [received] * size, sizes, **options)
+
+    def _finish(self, bucket: _InFlight) -> None:
+        """Do what is left of a bucket; the first transfer of the next one is in flight meanwhile."""
+        gradients, exact, rounds, arrived, work = bucket
+        with suppress(StopIteration):
+            while True:
+                with naming_place():
+                    work.wait()
+                arrived, work = self._start(rounds.send(arrived))
+        if exact is not None:
+            self.quality = self._compare(gradients, exact)
+
+    def rounds(self, gradients: Sequence[Gradient], factor: float, scale: float, step: int) -> Rounds:
+        """Average one bucket; yield what has to be sent, and go on with what has arrived.
+
+        Args: see `average`.
+        """
+        size, own = self.replicas.size, self.replicas.rank
         device, plan = gradients[0].values.device, self._plan(gradients)
         sizes = [sum(sent.nbytes for sent in each) for each in plan]
         packets = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-        for sent, packet in _cut(packets, itertools.chain(*plan)):
+        for sent, packet in cut(packets, itertools.chain(*plan)):
             x = sent.slice.take(sent.values, sent.start, scale)
             self.codec.encode(sent.slice, x, packet, GRADIENT, step, own)
 
-        received = torch.empty(size * sizes[own], dtype=torch.uint8, device=device)
-        with _naming_place():
-            dist.all_to_all_single(received, packets, [sizes[own]] * size, sizes, group=group)
-
+        received = yield Transfer(packets, sizes)
+        assert received is not None
         gathered_bytes = [sum(sent.nbytes for sent in each if sent.gathered) for each in plan]
         averages = torch.zeros(gathered_bytes[own], dtype=torch.uint8, device=device)
-        outgoing = iter(_cut(averages, [sent for sent in plan[own] if sent.gathered]))
-        by_sender = [_cut(each, plan[own]) for each in received.view(size, -1)]
+        outgoing = iter(cut(averages, [sent for sent in plan[own] if sent.gathered]))
+        by_sender = [cut(each, plan[own]) for each in received.view(size, -1)]
         for arrived in zip(*by_sender):
             sent, total = arrived[0][0], None
             for sender, (_, packet) in enumerate(arrived):
@@ -172,11 +233,10 @@ class Exchange:
                 sent.write(mean, scale)
 
         if averages.numel():  # equal slices: as much on every replica
-            everywhere = torch.empty(size * averages.numel(), dtype=torch.uint8, device=device)
-            with _naming_place():
-                dist.all_gather_into_tensor(everywhere, averages, group=group)
+            everywhere = yield Transfer(averages)
+            assert everywhere is not None
             for owner, each in enumerate(everywhere.view(size, -1)):
-                for sent, packet in _cut(each, [sent for sent in plan[owner] if sent.gathered]):
+                for sent, packet in cut(each, [sent for sent in plan[owner] if sent.gathered]):
                     sent.write(self.codec.decode(sent.slice, packet, AVERAGE, step, owner), scale)
         self.sent.messages += 1
         values = sum(gradient.values.numel() for gradient in gradients)
@@ -195,7 +255,7 @@ class Exchange:
 
 
 @contextmanager
-def _naming_place() -> Iterator[None]:
+def naming_place() -> Iterator[None]:
     """Name the place in what torch.distributed raises."""
     try:
         yield
@@ -205,8 +265,8 @@ def _naming_place() -> Iterator[None]:
         raise CompressionError(f"gradients between replicas: {in_one_line(error)}") from None
 
 
-def _cut(packets: Tensor, plan: Iterator[_Sent] | Sequence[_Sent]) -> Iterator[tuple[_Sent, Tensor]]:
-    """Yield each slice of `plan` with its packet, which lie in `packets` one after another."""
+def cut(packets: Tensor, plan: Iterable[Packet]) -> Iterator[tuple[Packet, Tensor]]:
+    """Yield each item of `plan` with its packet, which lie in `packets` one after another."""
     offset = 0
     for sent in plan:
         yield sent, packets[offset : offset + sent.nbytes]

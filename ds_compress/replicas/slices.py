@@ -21,8 +21,19 @@ from ds_compress.message.packet import PacketLayout
 ALIGNMENT = 256
 """Values: whole groups of codecs, so that few packets end in a part of one."""
 
+MIN_NUMEL = 16 * 1024
+"""Parameters of fewer values stay exact: packets and calls would cost more than they save."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of gradients that are compressed."""
+
 GRADIENT, AVERAGE = HALVES = "backward", "forward"
 """Directions in headers and keys of the state: to the owner of a slice, and from it."""
+
+
+def is_compressed(parameter: Tensor) -> bool:
+    """Return whether gradients of `parameter` are compressed, if nothing else forbids it."""
+    return parameter.dim() > 1 and parameter.numel() >= MIN_NUMEL
 
 
 class Gradient(NamedTuple):
@@ -62,8 +73,10 @@ def slice_numel(numel: int, replicas: int) -> int:
 class SliceCodec:
     """Makes packets of slices and reads them, with one codec for all."""
 
-    def __init__(self, codec: Codec, seed: int, has_checksum: bool):
+    def __init__(self, codec: Codec, seed: int, has_checksum: bool, position: int = 0):
+        """`position`: in contexts, so that random choices differ between uses."""
         self.codec = codec
+        self._position = position
         self._seed = seed
         self._has_checksum = has_checksum
         self._layouts: dict[TensorSpec, PacketLayout] = {}
@@ -98,7 +111,9 @@ class SliceCodec:
         return MessageId(own.number % 2**16, half, step)
 
     def _context(self, message_id: MessageId, sender: int, memory: dict[str, Tensor]) -> Context:
-        return Context(**vars(message_id), replica=sender, seed=self._seed, memory=memory)
+        return Context(
+            **vars(message_id), position=self._position, replica=sender, seed=self._seed, memory=memory
+        )
 
 
 class Slices:

@@ -5,6 +5,7 @@ with the objects that the pipeline engine uses: the losses are those of the real
 """
 
 from ds_compress.simulate.model import simulate
+from ds_compress.simulate.replicas import SimulatedReplicas
 from ds_compress.simulate.watching import Traffic, announce, evaluating, traffic
 
-__all__ = ["Traffic", "announce", "evaluating", "simulate", "traffic"]
+__all__ = ["SimulatedReplicas", "Traffic", "announce", "evaluating", "simulate", "traffic"]

@@ -26,6 +26,11 @@ def test_codecs_without_state_are_allowed(codec):
         ({"codec": "quantize", "feedback": "ef21"}, "replicas.feedback: 'ef21' is not allowed"),
         ({"codec": "quantize", "feedback": "aqsgd"}, "replicas.feedback: 'aqsgd' is not allowed"),
         ({"codec": "quantize", "every": 30}, "replicas.every: unknown key"),
+        ({"parameters": 4}, "replicas.parameters: 4 is not allowed with codec 'none'"),
+        (
+            {"codec": "quantize", "parameters": 5},
+            "replicas.parameters: 5 is not allowed; allowed: 'none', 4, 8",
+        ),
         ({"bucket_mb": 0}, "replicas.bucket_mb: 0 is not allowed"),
         ("quantize", "replicas: 'quantize' is not allowed: should be an object"),
     ],

@@ -57,7 +57,9 @@ SPECS = {
     "odd": lambda: wide_layers(width=97),
     "none": lambda: [LayerSpec(layer, WIDE) for layer in (Alternating, Block, Alternating, Block)],
     "tied": tied_layers,
+    "small": lambda: [LayerSpec(Block, WIDE), nn.Linear(WIDE, 8), nn.Linear(8, WIDE), nn.Tanh()],
 }
+"""small: of two stages the second has no matrix that is large enough."""
 
 
 def digest(engine) -> str:
@@ -69,18 +71,24 @@ def digest(engine) -> str:
 
 
 def train_replicas(
-    stages: int, config: dict[str, Any], steps: int = 4, specs: str = "wide", overflows: Sequence[int] = ()
+    stages: int,
+    config: dict[str, Any],
+    steps: int = 4,
+    specs: str = "wide",
+    overflows: Sequence[int] = (),
+    **module_options: Any,
 ) -> dict[str, Any]:
     """Losses, weights and their hash after each step; runs on every rank.
 
     Args:
         specs: key of `SPECS`.
         overflows: steps in which the loss of replica 1 is infinite.
+        module_options: of `build`.
     """
     fp16_on_cpu()
     dtypes = {key: torch.bfloat16 if key == "bf16" else torch.float16 for key in ("bf16", "fp16")}
     dtype = next((dtypes[key] for key in dtypes if config.get(key, {}).get("enabled")), torch.float32)
-    engine = build(stages, config, SPECS[specs]())
+    engine = build(stages, config, SPECS[specs](), **module_options)
     replica = engine.grid.get_data_parallel_id()
     data = batches(replica, dtype, (8, 97 if specs == "odd" else WIDE))
     losses, digests, skipped, scales = [], [], [], []
@@ -98,6 +106,8 @@ def train_replicas(
         "weights": weights(engine),
         "class": type(engine).__name__,
         "stage": engine.stage_id,
+        "norm": engine.get_global_grad_norm(),
+        "raw": traffic.exchange.sent.raw_bytes if traffic else 0,
         "sent": traffic.exchange.sent.wire_bytes if traffic else 0,
         "skipped": skipped,
         "scales": scales,

@@ -1,0 +1,192 @@
+"""DeepSpeed's optimizers that partition their states over the replicas, with compressed traffic.
+
+    DeepSpeedZeroOptimizer   fp16, fp32, and bf16 that accumulates gradients in bf16, under ZeRO-1
+    BF16_Optimizer           bf16 without ZeRO, and with ZeRO-1 where it accumulates gradients in fp32
+
+In both a gradient's average is needed only by the replica that owns its partition.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import deepspeed
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
+from torch import distributed as dist
+
+from ds_compress.config import KEY, ReplicasOptions
+from ds_compress.errors import CompressionError
+from ds_compress.transport import staging
+
+_Optimizer: Any = object
+"""What stands behind a mixin: DeepSpeed's optimizer, which has no types."""
+
+
+class CompressedZeroOptimizer(_Optimizer):
+    """DeepSpeed's optimizer of ZeRO-1, whose buckets go through a `GradientTraffic`.
+
+    A bucket holds slices of gradients, each needed by the one replica that owns its partition.
+    """
+
+    ds_compress: Any  # a `GradientTraffic`
+    _owners: Sequence[int | None] | None = None  # of the tensors of the bucket in progress
+
+    def allreduce_and_copy_with_multiple_ranks(self, small_bucket: Any, *args: Any, **kwargs: Any) -> None:
+        self._owners = [_only_owner(ranks) for ranks in kwargs["bucket_ranks"]]
+        try:
+            super().allreduce_and_copy_with_multiple_ranks(small_bucket, *args, **kwargs)
+        finally:
+            self._owners = None
+
+    def allreduce_bucket(
+        self,
+        bucket: Any,
+        communication_data_type: Any,
+        rank: Any = None,
+        log: Any = None,
+        divide: Any = True,
+        process_group: Any = None,
+    ) -> Tensor:
+        options = {"rank": rank, "log": log, "divide": divide, "process_group": process_group}
+        exact = partial(super().allreduce_bucket, communication_data_type=communication_data_type, **options)
+        owners = self._owners if self._owners is not None else [rank] * len(bucket)
+        factor = self._factor() if divide and self.gradient_average else 1.0
+        if self._compress(bucket, communication_data_type, owners, process_group, factor, exact):
+            return self.flatten(bucket)
+        return exact(bucket)
+
+    def gradient_reduction_w_predivide(self, tensor: Any, communication_data_type: Any) -> Tensor:
+        def exact(bucket: list[Tensor]) -> Tensor:
+            flat = self.flatten(bucket)
+            return reduce(flat, communication_data_type)
+
+        reduce = super().gradient_reduction_w_predivide
+        factor = self._factor() if self.gradient_average else 1.0
+        if self._compress([tensor], communication_data_type, [None], None, factor, exact):
+            return tensor
+        return reduce(tensor, communication_data_type)
+
+    def _factor(self) -> float:
+        return float(self.sequence_parallel_size / dist.get_world_size(self.dp_process_group))
+
+    def _compress(
+        self,
+        bucket: Sequence[Tensor],
+        dtype: Any,
+        owners: Sequence[int | None],
+        group: Any,
+        factor: float,
+        exact: Callable[[list[Tensor]], Tensor],
+    ) -> bool:
+        parameters = [self.bit16_groups[group][place] for group, place, _ in self.ipg_buckets[dtype].params]
+        known = [(parameter, self.get_gradient_for_reduction(parameter)) for parameter in parameters]
+        return self.ds_compress.all_reduce(
+            bucket, known, owners, group or self.dp_process_group, factor, exact
+        )
+
+
+def _only_owner(ranks: Any) -> int | None:
+    """Return the one rank in what DeepSpeed has as ranks; None if they are several."""
+    if not isinstance(ranks, frozenset):
+        return int(ranks)
+    return min(ranks) if len(ranks) == 1 else None
+
+
+class CompressedBF16Optimizer(_Optimizer):
+    """DeepSpeed's optimizer of bf16, whose gradients and parameters go through a `GradientTraffic`.
+
+    A replica gets the averages of its own partition alone, so the norm is that of all partitions together.
+    """
+
+    ds_compress: Any  # a `GradientTraffic`
+    mpu: Any
+
+    def step(self, closure: Any = None) -> None:
+        if not self.ds_compress.is_partitioned:
+            super().step(closure)
+            return
+        mpu = self.mpu
+        self.mpu = _AllRanks(mpu)
+        try:
+            super().step(closure)
+        finally:
+            self.mpu = mpu
+
+    def get_grads_for_norm(self, for_clipping: bool = False) -> Any:
+        found = super().get_grads_for_norm(for_clipping)
+        if not self.ds_compress.is_partitioned:
+            return found
+        gradients = found if for_clipping else found[0]
+        own = [part for gradient in gradients for part in self._of_own_partition(gradient)]
+        own = own or [self.fp32_groups_gradients_flat[0].new_zeros(1)]
+        return own if for_clipping else (own, found[1])
+
+    def update_lp_params(self) -> None:
+        if not self.ds_compress.gather_parameters():
+            super().update_lp_params()
+
+    def _of_own_partition(self, gradient: Tensor) -> Iterator[Tensor]:
+        for partition in self.fp32_groups_gradient_flat_partition:
+            size, offset = gradient.element_size(), partition.data_ptr() - gradient.data_ptr()
+            first = max(0, offset // size)
+            last = min(gradient.numel(), offset // size + partition.numel())
+            if first < last:
+                yield gradient.view(-1)[first:last]
+
+
+class _AllRanks:
+    """Stands in for DeepSpeed's grid while a norm is computed: its sum goes over all ranks."""
+
+    def __init__(self, mpu: Any):
+        self._mpu = mpu
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mpu, name)
+
+    def get_model_parallel_group(self) -> Any:
+        return dist.group.WORLD
+
+
+_MIXINS = {DeepSpeedZeroOptimizer: CompressedZeroOptimizer, BF16_Optimizer: CompressedBF16Optimizer}
+_ALSO_USED = {
+    DeepSpeedZeroOptimizer: ("ipg_buckets", "get_gradient_for_reduction", "bit16_groups"),
+    BF16_Optimizer: ("bf16_groups_flat", "fp32_groups_flat_partition", "fp32_groups_gradient_flat_partition"),
+}
+
+
+def check_optimizer(engine: Any, options: ReplicasOptions) -> None:
+    """Refuse an optimizer that cannot do what `options` ask for, or that is not built as its mixin relies on.
+
+    Raises:
+        CompressionError: names what is missing.
+    """
+    optimizer = engine.optimizer
+    if staging.is_needed(engine.device):
+        raise CompressionError(
+            f"{KEY}.replicas: gloo has no all-to-all for memory of a {engine.device.type}; use a backend "
+            "that has, or leave replicas out"
+        )
+    if options.parameters != "none" and (not isinstance(optimizer, BF16_Optimizer) or engine.has_moe_layers):
+        raise CompressionError(
+            f"{KEY}.replicas.parameters: {options.parameters} is not allowed with "
+            f"{type(optimizer).__name__}: it needs DeepSpeed's BF16_Optimizer without MoE layers, which bf16 "
+            "has without ZeRO, or with ZeRO 1 and data_types.grad_accum_dtype 'fp32'; leave it out"
+        )
+    for base, mixin in _MIXINS.items():
+        for name in (*vars(mixin), *_ALSO_USED[base]) if isinstance(optimizer, base) else ():
+            if not name.startswith("_") and name != "ds_compress" and not hasattr(optimizer, name):
+                raise CompressionError(
+                    f"{KEY}.replicas: DeepSpeed {deepspeed.__version__} has no {name} in its "
+                    f"{base.__name__}; leave replicas out"
+                )
+
+
+def mix_in(optimizer: Any, traffic: Any) -> None:
+    """Let the buckets of `optimizer` go through `traffic`, if it is one that partitions its states."""
+    for base, mixin in _MIXINS.items():
+        if isinstance(optimizer, base):
+            own = type(optimizer)
+            optimizer.__class__ = type(f"Compressed{own.__name__}", (mixin, own), {})
+            optimizer.ds_compress = traffic

@@ -1,0 +1,116 @@
+"""The exchange of new parameters: differences to the old ones, for optimizers whose states are partitioned.
+
+The owner of a partition has its values in fp32. What the replicas have in bf16 is the *shadow*, the same
+everywhere. Each owner sends C(new - shadow), and every replica, the owner too, adds what it decodes to the
+shadow. What a message loses is part of the next difference, so there is no residual (SDP4Bit, arXiv
+2410.15526).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from ds_compress.codec import Codec, TensorSpec
+from ds_compress.message.layout import Counters
+from ds_compress.message.packet import ALIGNMENT
+from ds_compress.replicas.exchange import Replicas, cut, naming_place
+from ds_compress.replicas.slices import AVERAGE, Slice, SliceCodec
+
+
+class Range(NamedTuple):
+    """Where a parameter lies in a flat buffer."""
+
+    start: int
+    numel: int
+    parameter: int | None  # position among those of the stage; None: it stays exact
+
+
+class _Part(NamedTuple):
+    start: int
+    numel: int
+    slice: Slice | None  # None: sent as it is
+    nbytes: int
+
+
+class ParameterExchange:
+    """Gathers the partitions of flat buffers; every replica calls it alike."""
+
+    def __init__(self, replicas: Replicas, codec: Codec, sent: Counters, seed: int, has_checksum: bool):
+        """
+        Args:
+            sent: counts the bytes.
+            seed: of random choices.
+            has_checksum: whether packets carry one.
+        """
+        self._replicas = replicas
+        self._codec = SliceCodec(codec, seed, has_checksum, position=1)
+        self._sent = sent
+        self._plans: dict[int, list[list[_Part]]] = {}
+
+    def gather(self, flat: Tensor, new: Tensor, ranges: Sequence[Range], step: int) -> None:
+        """Let `flat` have the new values of all partitions, up to what codecs lose.
+
+        Args:
+            flat: the shadow, 1-D; as many values for each replica.
+            new: fp32, the values of this replica's partition.
+            ranges: of all parameters in `flat`, in their order.
+            step: optimizer steps done.
+
+        Raises:
+            CompressionError: a packet is not the expected one.
+        """
+        size, own = self._replicas.size, self._replicas.rank
+        first = own * flat.numel() // size
+        plan = self._plans.setdefault(flat.data_ptr(), self._plan(flat, ranges))
+        nbytes = max(sum(part.nbytes for part in parts) for parts in plan)
+        with torch.no_grad():
+            packets = torch.zeros(nbytes, dtype=torch.uint8, device=flat.device)
+            for part, packet in cut(packets, plan[own]):
+                shadow = flat.narrow(0, part.start, part.numel)
+                value = new.narrow(0, part.start - first, part.numel)
+                if part.slice is None:
+                    _raw(packet, shadow).copy_(value)
+                else:
+                    self._codec.encode(part.slice, value - shadow.float(), packet, AVERAGE, step, own)
+            everywhere = torch.empty(size * nbytes, dtype=torch.uint8, device=flat.device)
+            with naming_place():
+                dist.all_gather_into_tensor(everywhere, packets, group=self._replicas.group)
+            for owner, each in enumerate(everywhere.view(size, -1)):
+                for part, packet in cut(each, plan[owner]):
+                    shadow = flat.narrow(0, part.start, part.numel)
+                    if part.slice is None:
+                        shadow.copy_(_raw(packet, shadow))
+                    else:
+                        change = self._codec.decode(part.slice, packet, AVERAGE, step, owner)
+                        shadow.copy_(change.add_(shadow))
+        self._sent.raw_bytes += (size - 1) * flat.nbytes // size
+        self._sent.wire_bytes += (size - 1) * nbytes
+
+    def _plan(self, flat: Tensor, ranges: Sequence[Range]) -> list[list[_Part]]:
+        """Return the parts of each partition of `flat`; padding is left out."""
+        size = flat.numel() // self._replicas.size
+        plan = []
+        for owner in range(self._replicas.size):
+            parts = []
+            for each in ranges:
+                start = max(each.start, owner * size)
+                numel = min(each.start + each.numel, (owner + 1) * size) - start
+                if numel <= 0:
+                    continue
+                if each.parameter is None:
+                    nbytes = -(-numel * flat.itemsize // ALIGNMENT) * ALIGNMENT
+                    parts.append(_Part(start, numel, None, nbytes))
+                    continue
+                spec = TensorSpec((numel,), torch.float32, flat.device)
+                own = Slice(each.parameter * self._replicas.size + owner, owner, spec)
+                parts.append(_Part(start, numel, own, self._codec.layout(spec).nbytes))
+            plan.append(parts)
+        return plan
+
+
+def _raw(packet: Tensor, like: Tensor) -> Tensor:
+    """Return the values in `packet` of a part that is sent as it is."""
+    return packet[: like.nbytes].view(like.dtype)

@@ -1,0 +1,111 @@
+"""Data-parallel replicas inside one process: their gradients are averaged as a pipeline's replicas do it."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_compress.config import KEY, Config
+from ds_compress.errors import CompressionError
+from ds_compress.replicas.exchange import Exchange, Replicas, Transfer
+from ds_compress.replicas.slices import Gradient, is_compressed
+
+
+class SimulatedReplicas:
+    """Averages the gradients of replicas that one process computes in turn.
+
+        replicas = SimulatedReplicas(model, ds_config, 4)
+        for batch in of_each_replica:
+            loss(model(batch)).backward()
+            replicas.collect()
+        replicas.average()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    The averages are those of DeepSpeed's fp32 training without ZeRO, bit for bit with two replicas.
+    """
+
+    def __init__(self, model: nn.Module, ds_config: dict[str, Any], count: int):
+        """
+        Args:
+            model: whose parameters have the gradients.
+            ds_config: its "ds_compress" block counts.
+            count: number of replicas.
+
+        Raises:
+            CompressionError: a bad block.
+        """
+        config = Config(ds_config.get(KEY, {}))
+        options, codec = config.block.replicas, config.replica_codec
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._warmup_steps = options.warmup_steps if options is not None else 0
+        self._count = count
+        self._collected: list[list[Tensor]] = []
+        self.steps = 0
+        self.exchanges: list[Exchange] = []
+        """One a replica, with its counters and residuals; none where nothing is compressed."""
+        if codec is not None and config.block.enabled and count > 1:
+            config.prepare()
+            shared = codec, 2**62, config.block.seed, config.block.link.checksum
+            self.exchanges = [Exchange(Replicas(count, rank), *shared) for rank in range(count)]
+
+    def collect(self) -> None:
+        """Take the gradients that the next replica has computed; the parameters are left without."""
+        if len(self._collected) == self._count:
+            raise CompressionError(
+                f"simulate: gradients of more than {self._count} replicas in one step; call average() between"
+            )
+        own = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._parameters]
+        self._collected.append([gradient.detach().contiguous() for gradient in own])
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def average(self) -> None:
+        """Give the parameters the averages of what all replicas have computed.
+
+        Raises:
+            CompressionError: not all replicas have.
+        """
+        if len(self._collected) < self._count:
+            raise CompressionError(
+                f"simulate: average() after {len(self._collected)} of {self._count} replicas; call collect() "
+                "after the backward pass of each"
+            )
+        collected, self._collected = self._collected, []
+        compresses = bool(self.exchanges) and self.steps >= self._warmup_steps
+        large = [number for number, p in enumerate(self._parameters) if compresses and is_compressed(p)]
+        if large:
+            gradients = [[Gradient(n, own[n].view(-1)) for n in large] for own in collected]
+            self._exchange(gradients)
+        for number, parameter in enumerate(self._parameters):
+            first, *others = (own[number] for own in collected)
+            if number not in large:
+                for other in others:
+                    first += other
+                first *= 1 / self._count
+            parameter.grad = first
+        self.steps += 1
+
+    def _exchange(self, gradients: Sequence[Sequence[Gradient]]) -> None:
+        """Average `gradients` of each replica in place."""
+        factor = 1 / self._count
+        with torch.no_grad():
+            rounds = [
+                exchange.rounds(own, factor, 1.0, self.steps)
+                for exchange, own in zip(self.exchanges, gradients)
+            ]
+            transfers = [next(each) for each in rounds]
+            arrived = [_arrived(transfers, rank) for rank in range(self._count)]
+            transfers = [each.send(packets) for each, packets in zip(rounds, arrived)]
+            for rank, each in enumerate(rounds):
+                with suppress(StopIteration):
+                    each.send(_arrived(transfers, rank))
+
+
+def _arrived(transfers: Sequence[Transfer], rank: int) -> Tensor:
+    """Return what replica `rank` receives, from one replica after another."""
+    return torch.cat(
+        [packets if sizes is None else packets.split(sizes)[rank] for packets, sizes in transfers]
+    )

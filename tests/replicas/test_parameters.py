@@ -1,0 +1,101 @@
+"""Parameters that BF16_Optimizer gathers, as differences in few bits; and its norm, of partitions."""
+
+import pytest
+import torch
+
+from tests.support.pipeline import batches, build, ds_config
+from tests.support.ranks import run_ranks
+from tests.support.replicas import SPECS, WIDE, assert_alike, train_replicas, wide_layers
+
+BF16 = {
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+}
+
+
+ZERO_1 = {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
+"""With bf16: else DeepSpeed would take another optimizer."""
+
+
+def block(parameters, **changes):
+    return {"replicas": {"codec": {"name": "quantize", "bits": 4}, "parameters": parameters, **changes}}
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("specs", SPECS)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (1, 3), (2, 2), (2, 3)])
+@pytest.mark.extended(keep=2)
+def test_replicas_stay_alike(zero, specs, bits, stages, replicas):
+    """I1, and tied copies over stages too: `Projection` is in the first and in the last stage."""
+    config = ds_config(
+        block(bits, feedback="loco"),
+        replicas=replicas,
+        gradient_clipping=0.1,
+        **(ZERO_1 if zero else {}),
+        **BF16,
+    )
+    results = run_ranks(stages * replicas, train_replicas, stages, config, 6, specs)
+    assert_alike(results)
+    assert all(each["sent"] for each in results)
+    tied = [each["weights"][name] for each in results for name in each["weights"] if "tied" in name]
+    assert len(tied) == (len(results) if specs == "tied" else 0)
+    assert all(torch.equal(each, tied[0]) for each in tied)
+
+
+def follow(config):
+    """How far parameters are from the optimizer's, and how far those moved, after each of some steps."""
+    engine = build(1, config, wide_layers())
+    data = batches(engine.grid.get_data_parallel_id(), torch.bfloat16, (8, WIDE))
+    optimizer, found = engine.optimizer, []
+    master, rank = optimizer.fp32_groups_flat_partition[0], engine.grid.get_data_parallel_id()
+    start = master.detach().clone()
+    for _ in range(20):
+        engine.train_batch(data)
+        parameters = optimizer.bf16_partitioned_groups[0][rank].float()
+        found.append([(parameters - master).norm().item(), (master - start).norm().item()])
+    return found
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.extended(keep=1)
+def test_parameters_follow_the_optimizers(bits):
+    """Errors do not add up: each difference holds what the one before has lost."""
+    exact = run_ranks(2, follow, ds_config(block("none"), replicas=2, **BF16))
+    ours = run_ranks(2, follow, ds_config(block(bits), replicas=2, **BF16))
+    for rounded, compressed in zip(exact, ours):
+        step = compressed[0][1]  # what the first step moved
+        largest = {4: 0.25, 8: 0.05}[bits] * step
+        assert all(0 < off < known + largest for (off, _), (known, _) in zip(compressed, rounded))
+
+
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (2, 3)])
+@pytest.mark.extended(keep=1)
+def test_the_norm_is_that_of_all_gradients(stages, replicas):
+    """With a codec that hardly loses anything the clipped steps are DeepSpeed's, up to rounding."""
+    config = ds_config(None, replicas=replicas, gradient_clipping=0.05, **BF16)
+    stock = run_ranks(stages * replicas, train_replicas, stages, config, 4, "tied")
+    nearly = {"replicas": {"codec": "bf16"}}
+    ours = run_ranks(stages * replicas, train_replicas, stages, {**config, "ds_compress": nearly}, 4, "tied")
+    assert_alike(ours)
+    assert len({float(each["norm"]) for each in ours}) == 1
+    assert float(ours[0]["norm"]) == pytest.approx(float(stock[0]["norm"]), rel=1e-2)
+    assert float(stock[0]["norm"]) > 0.05
+
+
+def test_bytes_of_gradients_and_parameters():
+    """16 + 16 + 16 bits a value with DeepSpeed, twice 4.25 bits here."""
+    for each in run_ranks(2, train_replicas, 1, ds_config(block(4), replicas=2, **BF16)):
+        assert 5 < each["raw"] / each["sent"] < 5.7
+
+
+def refusal(config):
+    try:
+        build(1, config, wide_layers())
+    except ValueError as error:
+        return str(error)
+
+
+def test_other_optimizers_are_refused():
+    for line in run_ranks(2, refusal, ds_config(block(8), replicas=2)):
+        assert line.startswith("ds_compress.replicas.parameters: 8 is not allowed with") and "BF16" in line

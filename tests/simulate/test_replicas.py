@@ -1,0 +1,78 @@
+"""Replicas in one process: the weights of real ones, and what error feedback is for."""
+
+import pytest
+import torch
+from torch import nn
+
+from ds_compress.errors import CompressionError
+from ds_compress.simulate import SimulatedReplicas
+from tests.support.pipeline import MICRO_BATCHES, batches, ds_config, loss_fn, simulated
+from tests.support.ranks import run_ranks
+from tests.support.replicas import WIDE, train_replicas, wide_layers
+
+STEPS = 4
+
+
+def block(**changes):
+    return {"replicas": {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef", **changes}}
+
+
+@pytest.mark.parametrize("feedback", ["none", "ef", "loco"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.extended(keep=2)
+def test_weights_are_those_of_real_replicas(feedback, rounding):
+    codec = {"name": "quantize", "bits": 4, "rounding": rounding}
+    config = ds_config(block(codec=codec, feedback=feedback, warmup_steps=1), replicas=2)
+    real = run_ranks(2, train_replicas, 1, config, STEPS)[0]["weights"]
+    model = simulated(wide_layers(), config, [])
+    replicas = SimulatedReplicas(model, config, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    data = [batches(replica, shape=(8, WIDE)) for replica in range(2)]
+    for _ in range(STEPS):
+        for own in data:
+            for _ in range(MICRO_BATCHES):
+                x, target = next(own)
+                (loss_fn(model(x), target) / MICRO_BATCHES).backward()
+            replicas.collect()
+        replicas.average()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, real[name]), name
+    assert replicas.exchanges[0].sent.wire_bytes > 0
+
+
+def distance_from_optimum(feedback):
+    """Of the mean of two quadratics, whose gradients differ most where they cancel out."""
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Linear(128, 128, bias=False)
+    nn.init.zeros_(model.weight)
+    target, apart = torch.randn(128, 128, generator=generator), torch.zeros(128, 128)
+    apart[:4] = 100.0
+    codec = {"name": "topk", "density": 0.01}
+    config = {"ds_compress": {"replicas": {"codec": codec, "feedback": feedback}}}
+    replicas = SimulatedReplicas(model, config, 2)
+    for step in range(3000):
+        for sign in (1, -1):
+            (0.5 * (model.weight - target - sign * apart).square().sum()).backward()
+            replicas.collect()
+        replicas.average()
+        with torch.no_grad():
+            model.weight -= 0.02 * min(1.0, 0.98 ** (step - 1500)) * model.weight.grad
+        model.weight.grad = None
+    return ((model.weight - target).norm() / target.norm()).item()
+
+
+def test_error_feedback_reaches_the_optimum_that_topk_alone_never_does():
+    assert distance_from_optimum("ef") < 1e-6
+    assert distance_from_optimum("none") > 0.1
+
+
+def test_a_replica_too_few_or_too_many_is_refused():
+    replicas = SimulatedReplicas(nn.Linear(4, 4), {"ds_compress": block()}, 2)
+    replicas.collect()
+    with pytest.raises(CompressionError, match=r"average\(\) after 1 of 2 replicas"):
+        replicas.average()
+    replicas.collect()
+    with pytest.raises(CompressionError, match="more than 2 replicas"):
+        replicas.collect()
