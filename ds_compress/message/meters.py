@@ -79,6 +79,7 @@ class SendingMeter(_Meter):
         super().__init__(clock)
         self._compared = compared
         self._gradients = gradients
+        self._is_compressed = False  # the latest message: not in the warm-up
         self._largest: list[Tensor] = []  # of each message
         self._norms: Tensor | None = None  # of the message that is compared, divided by its scale
         self._scale: Tensor | None = None
@@ -106,6 +107,7 @@ class SendingMeter(_Meter):
         with self._timed("encode"):
             encoded = channel.encode(tensors, message_id, timed_memory)
         _, extra, message = encoded
+        self._is_compressed = message.compressed
         counts = _counting(message.exempt)
         self._tensors = [tensors[place] for place in counts]
         if listener is not None:
@@ -128,7 +130,7 @@ class SendingMeter(_Meter):
                 if self._norms is None:
                     self._scale = self._largest[-1]
                     self._norms = norms(self._tensors, decoded, self._scale)
-                if self._gradients is not None:
+                if self._gradients is not None and self._is_compressed:
                     self._gradients.add(self._tensors, decoded)
         self._tensors, self._decode = (), None
 

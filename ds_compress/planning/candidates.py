@@ -15,6 +15,14 @@ CODECS: dict[str, Any] = {
     "quantize 4 gaussian": {"name": "quantize", "bits": 4, "hadamard": True, "grid": "gaussian"},
     **{f"entropy {bits:g}": {"name": "entropy", "bits": bits} for bits in (5, 4, 3, 2.5, 2, 1.5, 1)},
     "topk 0.3": {"name": "topk", "density": 0.3},
+    # unbiased, for gradients
+    **{
+        f"quantize {bits} dither": {"name": "quantize", "bits": bits, "hadamard": True, "rounding": "dither"}
+        for bits in (3, 2)
+    },
+    **{
+        f"entropy {bits:g} dither": {"name": "entropy", "bits": bits, "rounding": "dither"} for bits in (2, 1)
+    },
 }
 """Codecs beside those of the recipes. With `hadamard`, groups of 2 and 3 bits use the Gaussian grid."""
 

@@ -52,6 +52,8 @@ def executed(run: Run, task: Task, data: Path, results: Path, device: torch.devi
         **run.identity,
         **outcome(found.losses, task),
         **numbers,
+        "gradient_error": None,
+        "warnings": None,
         "raw_bytes": found.bytes[0],
         "wire_bytes": found.bytes[1],
         **evaluated(model, task, device),

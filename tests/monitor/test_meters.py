@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ds_compress.config import Config
 from ds_compress.message.channel import Boundary
 from ds_compress.message.clock import HostClock
+from ds_compress.message.gradient_error import GradientError
 from ds_compress.message.meters import SendingMeter, error_and_cosine, largest, norms
 
 
@@ -41,6 +42,26 @@ def test_messages_that_are_not_finite_are_counted(bad, share):
             assert math.isnan(values["relative_error"]) and math.isnan(values["cosine"])
         else:
             assert 0 < values["relative_error"] < 2**-8 and values["cosine"] == pytest.approx(1, abs=1e-4)
+
+
+def gradient_error(steps):
+    """Of a TopK after one step of warm-up, as these steps leave it."""
+    block = {"backward": {"codec": {"name": "topk", "density": 0.1}}, "warmup_steps": 1, "min_numel": 0}
+    boundary, gradients = Boundary(0, Config(block)), GradientError()
+    for step in steps:
+        meter = SendingMeter(HostClock(), range(4), gradients)
+        for micro_batch in range(4):
+            message_id = boundary.backward.message_id(step, micro_batch)
+            x = 0.1 + torch.randn(32, 16, generator=torch.Generator().manual_seed(micro_batch))
+            encoded = meter.encode(boundary.backward, [x], message_id, HeldSender().memory)
+            meter.send(HeldSender(), encoded.packet)
+    return meter.values()["gradient_error"]
+
+
+def test_gradients_of_the_warm_up_say_nothing_of_the_codec():
+    """Half of the messages were bit-identical, which halved the error of the others."""
+    assert math.isnan(gradient_error([0]))
+    assert gradient_error([0, 1]) == gradient_error([1]) > 0.1
 
 
 def compared(sent, decoded):
