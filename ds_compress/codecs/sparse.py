@@ -30,7 +30,6 @@ from ds_compress.codecs.mixins import BothDirections, ObservesWarmup, Selects, V
 from ds_compress.codecs.shapes import as_message
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels
-from ds_compress.kernels.numerics import narrow
 from ds_compress.kernels.topk import index_coding as coding
 from ds_compress.kernels.topk.selection import Selection
 
@@ -85,7 +84,9 @@ class Sparse(Codec, Selects):
         if not self._raw:
             values = self.values.decode(parts, self._values_spec(spec), ctx)
         if gain is not None:
-            values = as_message(narrow(values * gain, values), self._values_spec(spec))
+            most, product = torch.finfo(values.dtype).max, values * gain
+            product = torch.where(values.isfinite(), product.clamp(-most, most), product)
+            values = as_message(product, self._values_spec(spec))
         return selection.scatter(values, spec.shape)
 
     def error_bound(self, spec: TensorSpec) -> float:

@@ -60,7 +60,8 @@ def cast(x: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     # a sum is not finite if a value is not; it takes a CPU less time than a search
     if most >= torch.finfo(x.dtype).max or (x.is_cpu and math.isfinite(result.sum())):
         return result
-    return result.copy_(saturate(x.to(wide(x.dtype)), most))  # bf16 does not have the largest fp16
+    result.copy_(saturate(x.to(wide(x.dtype)), most))  # bf16 does not have the largest fp16
+    return result.masked_fill_(x.isnan(), math.nan)  # whose bits in a cast depend on the processor
 
 
 def _limits(matrix: Tensor) -> Tensor:

@@ -85,6 +85,15 @@ def test_finite_numbers_of_any_size_arrive_finite(choice, dtype, exponents, shap
     assert not packets or all(map(torch.equal, *packets))
 
 
+def test_nan_travels_in_the_same_bits_from_every_backend():
+    """A cast of torch gives 0xffff on one processor and 0x7fc0 on another."""
+    x = torch.tensor([torch.nan, -torch.nan, torch.inf, 3.4e38]).repeat(300)
+    sent = [
+        backend.cast(x, torch.bfloat16).view(torch.int16) for backend in (backends.cpu, backends.reference)
+    ]
+    assert torch.equal(*sent) and sent[0][:4].tolist() == [0x7FC0, 0x7FC0, 0x7F80, 0x7F7F]
+
+
 def pairs():
     for feedback in FEEDBACKS.names():
         for choice in DEFAULTS:
