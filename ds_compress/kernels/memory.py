@@ -1,4 +1,4 @@
-"""Memory: that of the CPU, which costs more than the arithmetic where it is new; and the lack of any."""
+"""Reuse memory of the CPU, as new pages cost more time than arithmetic; recognise out-of-memory errors."""
 
 import ctypes
 import threading
@@ -9,10 +9,11 @@ from torch import Tensor
 
 _local = threading.local()
 
-LARGE = 1 << 20  # bytes of a tensor from which on new memory is felt
-_MAPPED = (
-    1 << 25
-)  # bytes from which on glibc maps a block by itself, at the most it comes to without being told
+LARGE = 1 << 20
+"""Bytes of a tensor from which on new memory costs noticeable time."""
+
+_MAPPED = 1 << 25
+"""Bytes: the largest value that glibc chooses by itself for its mmap threshold."""
 
 _kept = 0
 
@@ -20,7 +21,10 @@ _EXHAUSTED = ("out of memory", "can't allocate memory", "not enough memory")  # 
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that memory, of the host or of a device, is used up; often only its words do."""
+    """Return whether `error` says that memory of the host or of a device is used up.
+
+    Often only the text of the error tells.
+    """
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return any(words in str(error).lower() for words in _EXHAUSTED)
@@ -28,11 +32,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @lru_cache  # a size that came before changes nothing
 def retain_freed_memory(nbytes: int) -> None:
-    """Let malloc of this process keep what is freed, up to blocks of `nbytes`, once that is much.
+    """Let malloc keep freed blocks of up to `nbytes`, if these are at least `LARGE`.
 
-    By default it returns the end of the heap and blocks of 32 MiB to the system and gets them anew, page by
-    page, for the next message: decoding 64 MiB then takes ten times as long. Messages have the same size at
-    every step, so what one needed the next one needs too.
+    By default glibc returns the end of the heap and blocks of 32 MiB to the system. The next message gets
+    them again page by page: decoding 64 MiB then takes ten times as long. Messages have the same size at
+    every step, so the next one needs the same blocks.
     """
     global _kept
     if nbytes < LARGE or nbytes < _kept:
@@ -47,14 +51,18 @@ def retain_freed_memory(nbytes: int) -> None:
 
 @lru_cache
 def empty_template(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """What `torch.empty_like` makes a tensor of the CPU of `shape` from, sooner than `torch.empty` has parsed
-    its arguments; it has no memory for it itself."""
+    """Return a CPU tensor of `shape` without memory of its own, for `torch.empty_like`.
+
+    `torch.empty` takes longer, as it parses its arguments.
+    """
     return torch.empty((), dtype=dtype, device="cpu").expand(shape)
 
 
 def scratch(role: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory with anything in it, the same at every call of this thread for `role`: for what no caller gets
-    to see."""
+    """Return uninitialized memory, the same at every call of this thread for `role`.
+
+    It is for intermediate results: no caller may return it.
+    """
     buffers = _local.__dict__.setdefault("buffers", {})
     whole, *known, part = buffers.get(role, (None, None))
     if known == [shape, dtype]:  # as the message before

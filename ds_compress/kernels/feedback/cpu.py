@@ -13,7 +13,7 @@ from torch import Tensor
 from ds_compress.kernels import native
 from ds_compress.kernels.feedback import reference
 from ds_compress.kernels.feedback.reference import GROUP
-from ds_compress.kernels.native.function import FLAG, FLOATS, SIZE, Buffer, Function
+from ds_compress.kernels.native.function import FLAG, FLOATS, SIZE, Buffer, Function, for_each_dtype
 from ds_compress.kernels.quantize import cpu as quantize
 from ds_compress.kernels.quantize.cpu import FORMAT, LARGEST_GROUP, PARTS, VALUES
 from ds_compress.kernels.quantize.grid import Grid
@@ -25,30 +25,24 @@ _CODES = Buffer((torch.int8,), ("n",))
 _SCALES = Buffer((torch.float32,), ("n",), per=GROUP)
 
 
-def _each(name: str, **arguments: Any) -> dict[torch.dtype, Function]:
-    """Declare `name` of feedback.cpp for each dtype; an argument that is None is a message of it."""
-    return {
-        dtype: Function(
-            "feedback",
-            f"{name}_{suffix}",
-            "n",
-            **{key: kind or Buffer((dtype,), ("n",)) for key, kind in arguments.items()},
-        )
-        for dtype, suffix in FLOATS.items()
-    }
-
-
-_delta = _each("delta", x=None, state=_STATE, factor=float, n=SIZE, y=None)
-_update_state = _each("update_state", state=_STATE, change=None, divisor=float, n=SIZE, new=_STATE)
-_is_finite = _each("is_finite", x=None, n=SIZE)
-_update_residual = _each(
-    "update_residual",
-    x=None,
+_delta = for_each_dtype(
+    *("feedback", "delta_", FLOATS, "n"), x=("n",), state=_STATE, factor=float, n=SIZE, y=("n",)
+)
+_update_state = for_each_dtype(
+    *("feedback", "update_state_", FLOATS, "n"),
+    state=_STATE,
+    change=("n",),
+    divisor=float,
+    n=SIZE,
+    new=_STATE,
+)
+_is_finite = for_each_dtype("feedback", "is_finite_", FLOATS, "n", x=("n",), n=SIZE)
+_update_residual = for_each_dtype(
+    *("feedback", "update_residual_", FLOATS, "n"),
+    x=("n",),
     residual=_STATE,
-    sent=None,
-    scale=float,
-    residual_decay=float,
-    error_weight=float,
+    sent=("n",),
+    **dict.fromkeys(("scale", "residual_decay", "error_weight"), float),
     n=SIZE,
     new=_STATE,
 )

@@ -8,7 +8,7 @@ from torch import Tensor
 from ds_compress.kernels import native
 from ds_compress.kernels.fp8 import reference
 from ds_compress.kernels.memory import empty_template
-from ds_compress.kernels.native.function import FLOATS, SIZE, Buffer, Call, Function
+from ds_compress.kernels.native.function import FLOATS, SIZE, Buffer, Call, Function, for_each_dtype
 
 __all__ = reference.__all__
 
@@ -17,31 +17,25 @@ _SHAPE = {"groups": SIZE, "size": SIZE}
 _CODES = Buffer((torch.uint8,), ("groups", "size"))
 _SCALES = Buffer((torch.float32,), ("groups",))
 _encode = {
-    (dtype, wide): Function(
-        "fp8",
-        f"encode_{name}_{FLOATS[wide]}",
-        "groups",
-        values=Buffer((wide,), ("groups", "size")),
+    dtype: for_each_dtype(
+        *("fp8", f"encode_{name}_", FLOATS, "groups"),
+        values=("groups", "size"),
         **_SHAPE,
         largest=float,
         codes=_CODES,
         scales=_SCALES,
     )
     for dtype, name in _FORMATS.items()
-    for wide in FLOATS
 }
 _decode = {
-    (dtype, wide): Function(
-        "fp8",
-        f"decode_{name}_{FLOATS[wide]}",
-        "groups",
+    dtype: for_each_dtype(
+        *("fp8", f"decode_{name}_", FLOATS, "groups"),
         codes=_CODES,
         scales=_SCALES,
         **_SHAPE,
-        values=Buffer((wide,), ("groups", "size")),
+        values=("groups", "size"),
     )
     for dtype, name in _FORMATS.items()
-    for wide in FLOATS
 }
 
 
@@ -71,12 +65,12 @@ def _caster(n: int) -> Call:
 
 @lru_cache  # most messages have the shape of the one before
 def _encoder(dtype: torch.dtype, wide: torch.dtype, groups: int, size: int) -> Call:
-    return _encode[dtype, wide].bind(groups=groups, size=size, largest=torch.finfo(dtype).max)
+    return _encode[dtype][wide].bind(groups=groups, size=size, largest=torch.finfo(dtype).max)
 
 
 @lru_cache
 def _decoder(dtype: torch.dtype, wide: torch.dtype, groups: int, size: int) -> Call:
-    return _decode[dtype, wide].bind(groups=groups, size=size)
+    return _decode[dtype][wide].bind(groups=groups, size=size)
 
 
 def encode_fp8(

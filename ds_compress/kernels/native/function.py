@@ -1,14 +1,15 @@
-"""C functions, and what each may be given: a mistake is an error here that would be a damaged heap there.
+"""Declarations of C functions, whose arguments are checked here: in C a mistake would damage the heap.
 
-C gets two rows of 64-bit words (calls.h): one that is made once, of the arguments that are known and of where
-the others go, and one of the others. To make something for C of each argument at every call takes longer than
-the work on a small message.
+C gets two arrays of 64-bit words (calls.h). The first is made once: the arguments that are known beforehand
+and the positions of the others. The second holds the others. Converting each argument by ctypes at every call
+would take longer than the work on a small message.
 """
 
 import ctypes
 import functools
 import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -23,44 +24,44 @@ NUMBER = range(-(1 << 63), 1 << 63)
 FLAG = range(2)
 WORD = range(-(1 << 31), 1 << 31)
 FLOATS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-"""The floats that C++ takes and makes, by their name in it."""
-INTEGERS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
-"""Floats of so many bits as torch has them for C++, where they are unsigned."""
+"""The floats that C++ computes with, and their names in names of functions."""
+INTEGERS = {torch.int16: "16", torch.int32: "32", torch.int64: "64"}
+"""The bits of floats as integers, which are unsigned in C++, by their number in names of functions."""
+SIZES = {torch.float16: "16", torch.bfloat16: "16", torch.float32: "32", torch.float64: "64"}
+"""Floats that C++ only moves, by the number of their bits in names of functions."""
 PART = 1 << 20
-"""Entries of the largest buffer that are worth a thread, which takes its time to start; docs/speed.md has
-what it gains."""
+"""Entries of the largest buffer that are worth one more thread; docs/speed.md has measurements."""
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """An argument that is contiguous memory of the CPU: a tensor, of which the function gets the address."""
+    """An argument that is a contiguous CPU tensor; the function gets its address."""
 
     dtypes: tuple[torch.dtype, ...]
-    """What it may hold: the one whose place among them the argument `dtype_from` is, or the only one."""
+    """Its possible dtypes; the argument `dtype_from`, if any, is the index of the one that it has."""
 
     dims: tuple[str | int, ...]
-    """Numbers, and integer arguments by name, whose product over `per`, rounded up, is the least size."""
+    """Numbers and names of integer arguments: their product over `per`, rounded up, is the least size."""
 
     dtype_from: str | None = None
     per: int = 1
 
     optional_if: str | None = None
-    """The argument that is true where there may be None in its place."""
+    """The argument that is true if None is allowed instead of a tensor."""
 
 
 Kind = Buffer | range | type[float]
 
 
 class Function:
-    """A C function of a source, which takes addresses, int64_t and float and returns int64_t or nothing."""
+    """A C function that takes addresses, int64_t and float and returns int64_t or nothing."""
 
     def __init__(self, source: str, name: str, parallel_dim: str | None = None, /, **arguments: Kind):
         """
         Args:
-            parallel_dim: the integer argument that counts rows which have nothing to do with each other: as
-                many threads as torch has share them out. Of what the function returns then every bit is set
-                that all of them set.
-            arguments: in C's order; of integers the range that is allowed.
+            parallel_dim: the integer argument that counts independent rows; the threads of torch share these.
+                The results of all threads are combined by bitwise and.
+            arguments: in the order of C; for an integer the range that is allowed.
         """
         self.source, self.name, self.parallel_dim, self.arguments = source, name, parallel_dim, arguments
         self._integers = [name for name, kind in arguments.items() if isinstance(kind, range)]
@@ -71,8 +72,9 @@ class Function:
         )
 
     def bind(self, **known: Any) -> "Call":
-        """This function with the arguments `known`, which are checked now and not again. What sizes and
-        dtypes of buffers follow from has to be among them.
+        """Return a call with the arguments `known`, which are checked now and not again.
+
+        `known` includes what the sizes and dtypes of buffers follow from.
 
         Raises:
             TypeError, ValueError: see `__call__`.
@@ -83,7 +85,7 @@ class Function:
         """Compare the declared arguments with those of the function in a library.
 
         Raises:
-            RuntimeError: they differ, because the library was compiled from other sources.
+            RuntimeError: they differ: the library was compiled from other sources.
         """
         types = getattr(loaded, f"{self.name}_types")
         types.restype = ctypes.c_char_p
@@ -96,7 +98,8 @@ class Function:
             )
 
     def __call__(self, **arguments: Any) -> int:
-        """
+        """Check all arguments and call the function.
+
         Raises:
             TypeError: an argument of another kind, dtype or device.
             ValueError: a buffer that is too small or not contiguous, an integer out of its range.
@@ -107,20 +110,43 @@ class Function:
         return call(*[arguments[name] for name in self._others])
 
 
+def for_each_dtype(
+    source: str,
+    name: str,
+    dtypes: Mapping[torch.dtype, str],
+    parallel_dim: str | None = None,
+    /,
+    **arguments: Kind | tuple[str | int, ...],
+) -> dict[torch.dtype, Function]:
+    """Declare a C function for each of `dtypes`, at the end of whose name is what that stands for.
+
+    Args:
+        arguments: see `Function`; the dimensions alone of a buffer of the dtype.
+    """
+
+    def of(dtype: torch.dtype) -> dict[str, Kind]:
+        return {
+            k: Buffer((dtype,), kind) if isinstance(kind, tuple) else kind for k, kind in arguments.items()
+        }
+
+    return {
+        dtype: Function(source, name + suffix, parallel_dim, **of(dtype)) for dtype, suffix in dtypes.items()
+    }
+
+
 _WORDS = {range: "q", Buffer: "Q", type: "d"}
-"""Of integers, addresses and floats, as `struct` has them."""
+"""The codes of integers, addresses and floats in `struct`."""
 
 
 def _has_type(kind: Kind, code: str) -> bool:
-    """Whether an argument of `kind` may go where C has the type `code` (`type_code` in calls.h)."""
+    """Return whether C's type `code` (`type_code` in calls.h) is that of an argument of `kind`."""
     if isinstance(kind, Buffer) and code.isdigit():
         return all(dtype.itemsize == int(code) for dtype in kind.dtypes)
     return code == _WORDS[type(kind)]
 
 
 class Call:
-    """A function some of whose arguments are known and have been checked: so that a message, which has the
-    shape of the one before, has only its own memory checked."""
+    """A function with known arguments that have been checked; a message has only its own memory checked."""
 
     def __init__(self, function: Function, known: dict[str, Any]):
         self._source, self._name = function.source, function.name
@@ -160,10 +186,10 @@ class Call:
         retain_freed_memory(most * torch.float32.itemsize)  # callers allocate that for each message
 
     def __call__(self, *values: Any, threads: int | None = None) -> int:
-        """Call it with the other arguments, in C's order.
+        """Call it with the other arguments, in the order of C.
 
         Args:
-            threads: at most; None for as many as torch has.
+            threads: the largest number of threads; None for that of torch.
 
         Raises:
             TypeError, ValueError: see `Function`.
@@ -195,8 +221,12 @@ class Call:
         return entry(self._fixed, self._pack(*words))
 
     def _shared_out(self, parallel_dim: str | None) -> tuple[bytes, int]:
-        """For C where the number of rows is, the rows that a part is a multiple of, and by how many bytes
-        such a multiple moves each argument; and how many parts there are at most."""
+        """Plan the parts that threads work on.
+
+        Returns:
+            For C: the position of the number of rows, the rows that a part is a multiple of, and the
+            bytes by which so many rows advance each argument; and the largest number of parts.
+        """
         if parallel_dim is None:
             return b"", 1
         rows = self._known[parallel_dim]
@@ -215,7 +245,7 @@ class Call:
         return struct.pack(f"={2 + len(moves)}q", place, unit, *moves), max(1, parts)
 
     def _word(self, value: Any, place: int, dtype: torch.dtype | None, least: int, optional: bool) -> Any:
-        """What C gets for `value`."""
+        """Return the word that stands for `value`."""
         name, kind = self._kinds[place]
         if isinstance(kind, range):
             if not isinstance(value, int):
@@ -256,7 +286,7 @@ class Call:
 
 
 def _needs(kind: Kind) -> set[str]:
-    """The integers that tell the size and dtype of an argument, and whether it may be left out."""
+    """Return the arguments that the size and dtype of `kind`, and whether it is optional, follow from."""
     if not isinstance(kind, Buffer):
         return set()
     return {name for name in (*kind.dims, kind.dtype_from, kind.optional_if) if isinstance(name, str)}

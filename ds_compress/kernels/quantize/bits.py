@@ -26,7 +26,7 @@ _PIECES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2,
 
 @lru_cache
 def packed_size(count: int, bits: int) -> int:
-    """Bytes that `count` codes (a multiple of 8) of `bits` bits take."""
+    """Return the bytes of `count` codes, a multiple of 8, of `bits` bits."""
     return count * bits // 8
 
 
@@ -44,7 +44,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """The codes, uint8 [groups, G], that `pack` turned into `packed`, uint8 [groups, G * bits / 8]."""
+    """Invert `pack`: return uint8 [groups, G] of `packed`, uint8 [groups, G * bits / 8]."""
     pieces = _PIECES[bits]
     if len(pieces) == 1:
         return _unpack_planes(packed, bits)

@@ -33,20 +33,22 @@ _UNIT = 2.0**-16
 
 @cache
 def levels(bits: int) -> tuple[float, ...]:
-    """The levels above 0 of `bits` bits, smallest first; those below 0 mirror them."""
+    """Return the levels above 0 of `bits` bits, smallest first; those below 0 mirror them."""
     return tuple(round(level / _UNIT) * _UNIT for level in _lloyd_max(2 ** (bits - 1)))
 
 
 @cache
 def squared_boundaries(bits: int) -> tuple[float, ...]:
-    """Squares of the magnitudes between the `levels`, one less than these."""
+    """Return the squares of the middles between neighbours among `levels`."""
     middles = [(low + high) / 2 for low, high in pairwise(levels(bits))]
     return tuple(round(middle**2 / _UNIT) * _UNIT for middle in middles)
 
 
 def _lloyd_max(count: int) -> list[float]:
-    """The `count` levels above 0 of the symmetric grid on which a standard normal value has the least squared
-    error: each is the mean of the values that are nearest to it."""
+    """Return the `count` levels above 0 of the symmetric grid of least squared error for normal values.
+
+    Each level is the mean of the values that are nearest to it.
+    """
     normal = NormalDist()
     found, before = [3 * (i + 0.5) / count for i in range(count)], [0.0]
     while max(abs(new - old) for new, old in zip(found, before)) > 1e-12:
@@ -59,8 +61,11 @@ def _lloyd_max(count: int) -> list[float]:
 
 
 def to_codes(groups: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """The codes, uint8 [n, G], and the scales, [n] of the scale dtype, of `groups`, fp32 [n, G] with G a
-    power of two."""
+    """Return the codes, uint8 [n, G], and the scales, [n] of the scale dtype, of `groups`.
+
+    Args:
+        groups: fp32 [n, G], G a power of two.
+    """
     size, half = groups.shape[1], 2 ** (grid.bits - 1)
     exponent = _exponent(groups.abs().amax(1))
     groups = groups * _two_to(-exponent)[:, None]
@@ -79,7 +84,7 @@ def to_codes(groups: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
 
 
 def from_codes(codes: Tensor, scale: Tensor, grid: Grid) -> Tensor:
-    """The values, fp32 [n, G], of what `to_codes` returned."""
+    """Return the values, fp32 [n, G], of what `to_codes` returned."""
     half = 2 ** (grid.bits - 1)
     below = codes < half
     place = torch.where(below, half - 1 - codes, codes - half)
@@ -90,8 +95,7 @@ def from_codes(codes: Tensor, scale: Tensor, grid: Grid) -> Tensor:
 
 
 def tree_sum(values: Tensor) -> Tensor:
-    """The sum, [n], of each row of `values`, [n, G] with G a power of two: halves are added until one value
-    is left."""
+    """Return the sums, [n], of the rows of `values`, [n, G], G a power of two, by adding halves."""
     while values.shape[1] > 1:
         first, second = values.chunk(2, dim=1)
         values = first + second
@@ -99,17 +103,17 @@ def tree_sum(values: Tensor) -> Tensor:
 
 
 def _exponent(magnitude: Tensor) -> Tensor:
-    """int32: that of `magnitude`, fp32, within -126 .. 126; of inf and nan 126."""
+    """Return the exponent of `magnitude`, fp32, as int32 within -126 .. 126; inf and nan have 126."""
     return ((magnitude.view(torch.int32) >> 23) - 127).clamp(-126, 126)
 
 
 def _two_to(exponent: Tensor) -> Tensor:
-    """fp32: exactly 2^exponent, int32."""
+    """Return 2^exponent exactly, as fp32; `exponent` is int32."""
     return ((exponent + 127) << 23).view(torch.float32)
 
 
 def error_bound(bits: int, size: int) -> float:
-    """The largest ||x - C(x)|| / ||x|| of a group of `size` values, whatever they are.
+    """Return the largest ||x - C(x)|| / ||x|| of any group of `size` values.
 
     Least squares leave 1 - cos^2 of the angle between values x and levels c. In units of the root mean
     square, sum(x c) is at least p times the energy of the values below the last boundary plus c_top times
@@ -125,7 +129,7 @@ def error_bound(bits: int, size: int) -> float:
 
 @cache
 def normal_error(bits: int) -> float:
-    """||x - C(x)|| / ||x|| of many standard normal values."""
+    """Return ||x - C(x)|| / ||x|| of many standard normal values."""
     edges = [0.0, *map(math.sqrt, squared_boundaries(bits)), 40.0]
     normal = NormalDist()
     # least squares: 1 - sum(x c)^2 / (sum(x x) sum(c c))

@@ -11,15 +11,15 @@ from ds_compress.kernels.numerics import saturate
 
 @cache
 def key_of(seed: int) -> int:
-    """The 31 bits from which both sides and every kernel draw the signs of `seed`."""
+    """Return the 31 bits from which both sides and every kernel draw the signs of `seed`."""
     return int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=4).digest(), "little") >> 1
 
 
 def largest_value(size: int) -> float:
-    """Return the magnitude to which `rotate` cuts off the values of a group.
+    """Return the magnitude at which `rotate` cuts values off: 2^122 / size^1.5, so that no sum overflows.
 
-    Their coefficients are sqrt(size) times larger at most. A grid may change the sign of the error of each,
-    so that what comes back is size times larger than these at most, before it is scaled.
+    A coefficient is at most sqrt(size) times the largest value. The sums of `rotate_back` are at most size
+    times the largest coefficient on the grid.
     """
     return 2.0 ** (122 - (3 * (size.bit_length() - 1) + 1) // 2)
 
@@ -37,24 +37,20 @@ def rotate(groups: Tensor, key: int) -> Tensor:
 
 
 def rotate_back(groups: Tensor, key: int) -> Tensor:
-    """The inverse of `rotate`."""
+    """Invert `rotate`."""
     return _butterflies(groups) * diagonal(groups.shape[1], key, groups.device)
 
 
 def diagonal(size: int, key: int, device: torch.device) -> Tensor:
-    """fp32 [size]: the square root of 1 / size, with the sign of each value; the same for all groups."""
-    # one for each stream: another would not wait for what draws it
+    """Return fp32 [size]: the square root of 1 / size with the sign of each value, equal for all groups."""
+    # one per stream: another stream would not wait for the kernels that draw the signs
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _kept(size, key, device, stream)
+    return _diagonal(size, key, device, stream)
 
 
 @lru_cache(64)
-def _kept(size: int, key: int, device: torch.device, stream: int) -> Tensor:
-    return _drawn(size, key, device)
-
-
-def _drawn(size: int, key: int, device: torch.device) -> Tensor:
-    """By a hash of each place: Wellons' lowbias32, in 32 bits."""
+def _diagonal(size: int, key: int, device: torch.device, stream: int) -> Tensor:
+    """Draw the signs by hashing the places with Wellons' lowbias32, in 32 bits."""
     bits = torch.arange(size, dtype=torch.int64, device=device) + key
     bits = (bits ^ bits >> 16) * 0x7FEB352D & 0xFFFFFFFF
     bits = (bits ^ bits >> 15) * 0x846CA68B & 0xFFFFFFFF

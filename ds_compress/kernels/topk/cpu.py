@@ -11,7 +11,16 @@ from torch import Tensor
 from ds_compress.kernels import native
 from ds_compress.kernels.feedback.cpu import is_finite
 from ds_compress.kernels.memory import empty_template, scratch
-from ds_compress.kernels.native.function import INTEGERS, NUMBER, SIZE, Buffer, Call, Function
+from ds_compress.kernels.native.function import (
+    INTEGERS,
+    NUMBER,
+    SIZE,
+    SIZES,
+    Buffer,
+    Call,
+    Function,
+    for_each_dtype,
+)
 from ds_compress.kernels.topk import reference
 from ds_compress.kernels.topk.magnitudes import INFINITY, as_integers, first_look, keys, sample_plan
 
@@ -20,87 +29,53 @@ __all__ = reference.__all__
 _ABOVE_0 = range(1, 1 << 62)
 _WORD = 64
 _BITS = Buffer((torch.uint8,), ("n",), per=8)
-_ROWS = Buffer((torch.int64,), ("rows",))
-_set_bits = Function(
-    "selection", "set_bits", indices=Buffer((torch.int64,), ("count",)), count=SIZE, packed=_BITS, n=SIZE
+
+
+def _int64(*dims: str) -> Buffer:
+    return Buffer((torch.int64,), dims)
+
+
+_set_bits = Function("selection", "set_bits", indices=_int64("count"), count=SIZE, packed=_BITS, n=SIZE)
+_list_bits = Function("selection", "list_bits", packed=_BITS, n=SIZE, most=SIZE, found=_int64("most"))
+_reaching = for_each_dtype(
+    *("selection", "reaching", INTEGERS),
+    x=("rows", "d"),
+    rows=SIZE,
+    d=SIZE,
+    bounds=_int64("rows"),
+    infinity=NUMBER,
+    found=_int64("rows", "d"),
+    keys=("rows", "d"),
+    counts=_int64("rows"),
 )
-_list_bits = Function(
-    "selection", "list_bits", packed=_BITS, n=SIZE, most=SIZE, found=Buffer((torch.int64,), ("most",))
+_pick = for_each_dtype(
+    *("selection", "pick", INTEGERS),
+    found=_int64("total"),
+    keys=("total",),
+    total=SIZE,
+    rows=SIZE,
+    counts=_int64("rows"),
+    lows=_int64("rows"),
+    highs=_int64("rows"),
+    k=SIZE,
+    out=_int64("rows", "k"),
 )
-_reaching = {
-    dtype: Function(
-        "selection",
-        f"reaching{bits}",
-        x=Buffer((dtype,), ("rows", "d")),
-        rows=SIZE,
-        d=SIZE,
-        bounds=_ROWS,
-        infinity=NUMBER,
-        found=Buffer((torch.int64,), ("rows", "d")),
-        keys=Buffer((dtype,), ("rows", "d")),
-        counts=_ROWS,
-    )
-    for bits, dtype in INTEGERS.items()
-}
-_pick = {
-    dtype: Function(
-        "selection",
-        f"pick{bits}",
-        found=Buffer((torch.int64,), ("total",)),
-        keys=Buffer((dtype,), ("total",)),
-        total=SIZE,
-        rows=SIZE,
-        counts=_ROWS,
-        lows=_ROWS,
-        highs=_ROWS,
-        k=SIZE,
-        out=Buffer((torch.int64,), ("rows", "k")),
-    )
-    for bits, dtype in INTEGERS.items()
-}
-_largest = {
-    dtype: Function(
-        "kth_largest",
-        f"select_largest{8 * dtype.itemsize}",
-        x=Buffer((dtype,), ("rows", "d")),
-        rows=SIZE,
-        d=SIZE,
-        words=SIZE,
-        k=SIZE,
-        stride=_ABOVE_0,
-        first=_ABOVE_0,
-        last=_ABOVE_0,
-        infinity=NUMBER,
-        space=Buffer((dtype,), ("words", _WORD)),
-        packed=Buffer((torch.uint8,), ("rows", "d"), per=8),
-        values=Buffer((dtype,), ("rows", "k")),
-    )
-    for dtype in INFINITY
-}
-_gather = {
-    dtype: Function(
-        "gather_scatter",
-        f"gather{8 * dtype.itemsize}",
-        x=Buffer((dtype,), ("n",)),
-        n=_ABOVE_0,
-        packed=_BITS,
-        count=SIZE,
-        out=Buffer((dtype,), ("count",)),
-    )
-    for dtype in INFINITY
-}
-_scatter = {
-    dtype: Function(
-        "gather_scatter",
-        f"scatter{8 * dtype.itemsize}",
-        values=Buffer((dtype,), ("count",)),
-        count=SIZE,
-        packed=_BITS,
-        n=SIZE,
-        y=Buffer((dtype,), ("n",)),
-    )
-    for dtype in INFINITY
-}
+_largest = for_each_dtype(
+    *("kth_largest", "select_largest", SIZES),
+    x=("rows", "d"),
+    **dict.fromkeys(("rows", "d", "words", "k"), SIZE),
+    **dict.fromkeys(("stride", "first", "last"), _ABOVE_0),
+    infinity=NUMBER,
+    space=("words", _WORD),
+    packed=Buffer((torch.uint8,), ("rows", "d"), per=8),
+    values=("rows", "k"),
+)
+_gather = for_each_dtype(
+    *("gather_scatter", "gather", SIZES), x=("n",), n=_ABOVE_0, packed=_BITS, count=SIZE, out=("count",)
+)
+_scatter = for_each_dtype(
+    *("gather_scatter", "scatter", SIZES), values=("count",), count=SIZE, packed=_BITS, n=SIZE, y=("n",)
+)
 
 
 class CopyPlan(NamedTuple):

@@ -1,7 +1,7 @@
-"""Index coding: how a selection travels.
+"""Index coding: the formats in which the entries of a selection are sent.
 
-All coders work on `count` of `numel` entries, distinct and ascending. Their size follows from these two
-numbers. `encode` may be given memory for what it makes.
+Every coder encodes `count` of `numel` entries, distinct and ascending. The size of its payload follows from
+these two numbers. `encode` writes to `out` if that is given.
 """
 
 from functools import lru_cache
@@ -27,10 +27,7 @@ class Bitmask:
 
     @staticmethod
     def encode(selection: Selection, out: Parts | None = None) -> Parts:
-        if out is None:
-            return (selection.bits,)
-        out[0].copy_(selection.bits)
-        return out
+        return copy_into(out, (selection.bits,))
 
     @staticmethod
     def decode(parts: Parts, numel: int, count: int) -> Selection:
@@ -46,10 +43,8 @@ class Int32:
 
     @staticmethod
     def encode(selection: Selection, out: Parts | None = None) -> Parts:
-        if out is None:
-            return (selection.indices.to(torch.int32),)
-        out[0].copy_(selection.indices)
-        return out
+        indices = selection.indices
+        return (indices.to(torch.int32) if out is None else out[0].copy_(indices),)
 
     @staticmethod
     def decode(parts: Parts, numel: int, count: int) -> Selection:
@@ -57,8 +52,7 @@ class Int32:
 
 
 class Int16:
-    """The low 16 bits of each index and, of tensors longer than 65,536, how many indices each such stretch
-    holds.
+    """The low 16 bits of each index; of tensors longer than 65,536 also the number of indices per stretch.
 
     low bits:  int16 [count]                     counts:  int32 [ceil(numel / 65536)]
     """
@@ -159,7 +153,7 @@ CODERS: dict[str, Any] = {"bitmask": Bitmask, "int16": Int16, "int32": Int32, "r
 
 @lru_cache(maxsize=1024)  # a message has the shape of the one before
 def nbytes(name: str, numel: int, count: int) -> int:
-    """Bytes that coder `name` takes for `count` of `numel` indices."""
+    """Return the bytes that coder `name` takes for `count` of `numel` indices."""
     return sum(
         torch.Size(shape).numel() * dtype.itemsize for shape, dtype in CODERS[name].layout(numel, count)
     )
@@ -167,5 +161,5 @@ def nbytes(name: str, numel: int, count: int) -> int:
 
 @lru_cache(maxsize=1024)
 def smallest(names: tuple[str, ...], numel: int, count: int) -> str:
-    """The coder among `names` that takes the fewest bytes; the first of them where several do."""
+    """Return the coder among `names` that takes the fewest bytes; of several the first."""
     return min(names, key=lambda name: nbytes(name, numel, count))
