@@ -142,6 +142,8 @@ class Monitor:
         if not self._measures:
             return
         with self._guarded():
+            if judged and self.config.block.guard.action != "warn":
+                self._gradient_errors.clear()  # a resumed run decides by the same messages
             one, several = {self._measured % micro_batches}, range(AVERAGED)
             for end in ends:
                 if isinstance(end, SendingEnd):
