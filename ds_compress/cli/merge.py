@@ -12,6 +12,9 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("merge", help="write a fine-tuned model as a Transformers checkpoint")
     parser.add_argument("out", type=Path, metavar="OUT", help='"out" of the run\'s train.json')
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="an empty folder, or none yet")
+    parser.add_argument(
+        "--best", action="store_true", help="the checkpoint with the lowest perplexity (default: the last)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -19,10 +22,11 @@ def run(args: argparse.Namespace) -> int:
     with importing_deepspeed():
         try:
             from ds_compress.hf.merge import merge
+            from ds_compress.hf.run_folder import BEST, LATEST
             from ds_compress.hf.subspace import FILE
         except ImportError as error:
             raise CompressionError(f'ds-compress merge: {error}; pip install "ds_compress[hf]"') from None
-    merge(args.out, args.to)
+    merge(args.out, args.to, BEST if args.best else LATEST)
     print(f"wrote {args.to}")
     if (args.to / FILE).exists():
         print(

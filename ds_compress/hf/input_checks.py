@@ -13,9 +13,15 @@ def check_launch(settings: Settings, processes: int) -> int:
     """Return the number of replicas of the pipeline that so many processes hold.
 
     Raises:
-        CompressionError: the processes cannot be divided into the stages, or DeepSpeed's pipelines do not
-            support the ZeRO stage.
+        CompressionError: options contradict each other; the processes cannot be divided into the stages; or
+            DeepSpeed's pipelines do not support the ZeRO stage.
     """
+    if settings.early_stop and not settings.eval_every:
+        raise CompressionError(f"{NAME}.early_stop: counts evaluations, but eval_every is 0; set both")
+    if settings.lr_schedule and "scheduler" in settings.ds_config:
+        raise CompressionError(
+            f'{NAME}.lr_schedule: ds_config has a "scheduler", too; leave one of the two out'
+        )
     stages = settings.stages if isinstance(settings.stages, int) else len(settings.stages)
     if stages < 1 or processes % stages:
         raise CompressionError(

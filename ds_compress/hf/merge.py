@@ -34,8 +34,8 @@ PART = "part-{}"
 """Name of a shard until the number of shards is known."""
 
 
-def merge(run: Path, to: Path) -> None:
-    """Write the last checkpoint of `run` to the folder `to`.
+def merge(run: Path, to: Path, which: str = LATEST) -> None:
+    """Write a checkpoint of `run`, the last one or the best, to the folder `to`.
 
     The pairs of layers of a run with "subspace" go into a file of their own, as no Transformers architecture
     has them.
@@ -43,7 +43,7 @@ def merge(run: Path, to: Path) -> None:
     Raises:
         CompressionError: `run` has no complete checkpoint, or lacks layers; or `to` is not empty.
     """
-    settings, checkpoint = read_settings(run / NAME), find_latest(run)
+    settings, checkpoint = read_settings(run / NAME), find_checkpoint(run, which)
     if to.exists() and any(to.iterdir()):
         raise CompressionError(f"--to {to}: the folder is not empty")
     to.mkdir(parents=True, exist_ok=True)
@@ -70,16 +70,16 @@ def merge(run: Path, to: Path) -> None:
         save_file(adapters, to / ADAPTER / "adapter_model.safetensors", metadata=FORMAT)
 
 
-def find_latest(run: Path) -> Path:
-    """Return the folder of the last complete checkpoint.
+def find_checkpoint(run: Path, which: str) -> Path:
+    """Return the folder of the last complete checkpoint, or of the best.
 
     Raises:
         CompressionError: there is none.
     """
     try:
-        return run / (run / LATEST).read_text().strip()
+        return run / (run / which).read_text().strip()
     except OSError:
-        raise CompressionError(f"{run}: no complete checkpoint: {LATEST} is missing") from None
+        raise CompressionError(f"{run}: no complete checkpoint: {which} is missing") from None
 
 
 def _name_shards(shards: list[dict[str, int]], to: Path) -> None:

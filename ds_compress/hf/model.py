@@ -100,6 +100,20 @@ def load_config(folder: Path) -> PretrainedConfig:
         CompressionError: there is no such checkpoint.
     """
     list_files(folder)
+    return read_config(folder)
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """Read the config in a folder, which may hold no weights.
+
+    Raises:
+        CompressionError: there is none.
+    """
+    if not (folder / "config.json").exists():
+        raise CompressionError(
+            f"{folder}: config.json is missing; should be the folder of a Transformers model, or of its "
+            "config.json alone (hf download NAME config.json --local-dir FOLDER)"
+        )
     try:
         return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:

@@ -107,6 +107,17 @@ def finish_quantization(model: PreTrainedModel, quantizer: HfQuantizer) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
+def count_bytes(parameter: Any) -> int:
+    """Return the bytes that a parameter, now on the meta device, takes with its scales once it is loaded."""
+    count: int = parameter.numel()
+    if hasattr(parameter, "quant_state"):
+        blocks = count // parameter.blocksize
+        return count // 2 + (blocks + blocks // 64 if parameter.compress_statistics else 4 * blocks)
+    if hasattr(parameter, "SCB"):
+        return count + 4 * len(parameter)
+    return count * int(parameter.element_size())
+
+
 def dequantize(module: nn.Module) -> Tensor | None:
     """Return the weight of a quantized module, [outputs, inputs] fp32; None if the module is plain."""
     weight: Any = getattr(module, "weight", None)

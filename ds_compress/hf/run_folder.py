@@ -17,6 +17,8 @@ from ds_compress.hf.settings import NAME
 
 LATEST = "latest"
 """File that names the last complete checkpoint, for DeepSpeed and for `merge`."""
+BEST = "best"
+"""File that names the checkpoint with the lowest perplexity."""
 CHUNK = 16 * 2**20
 """Bytes of a file that are sent at once."""
 
@@ -63,15 +65,15 @@ class RunFolder:
         """Whether this rank writes what its folder has once."""
         return self._owners[self._rank] == self._rank
 
-    def name_complete(self, step: int) -> None:
-        """Name the checkpoint of `step` as the last complete one, in every folder.
+    def name_complete(self, step: int, name: str = LATEST) -> None:
+        """Name the checkpoint of `step`, which is complete, as `name` says, in every folder.
 
         A process that reads at the same time gets the old name or the new one.
         """
         if self.is_owner:
-            new = self.path / f"{LATEST}.new"
+            new = self.path / f"{name}.new"
             new.write_text(checkpoint_name(step))
-            new.replace(self.path / LATEST)
+            new.replace(self.path / name)
 
     def find_last_step(self, file: str = "") -> int | None:
         """Return the step of the last complete checkpoint; None if there is none.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from ds_compress.errors import CompressionError
+from ds_compress.errors import CompressionError, shown
 from ds_compress.registry.options import Options, Steps, validate
 
 if TYPE_CHECKING:
@@ -74,6 +74,23 @@ class Data(Options):
     stages send a position beside every hidden state; joined: tokens attend to all tokens before them."""
 
 
+class LearningRate(Options):
+    """How the learning rate changes during the run, by the schedules of Transformers."""
+
+    name: Literal[
+        "constant",
+        "constant_with_warmup",
+        "cosine",
+        "cosine_with_restarts",
+        "inverse_sqrt",
+        "linear",
+        "polynomial",
+    ]
+    """Of the schedule, as in `transformers.get_scheduler`; it ends with the last step."""
+    warmup_steps: int = Field(default=0, ge=0, le=10**9)
+    """Steps in which the rate grows from 0 to that of the optimizer."""
+
+
 class Settings(Options):
     model: str
     """Folder of a Transformers checkpoint: config.json and safetensors files."""
@@ -107,6 +124,13 @@ class Settings(Options):
     """Passes over the training data."""
     save_every: Steps = 0
     """Steps between checkpoints; 0: one at the end."""
+    eval_every: Steps = 0
+    """Steps between evaluations; the checkpoint with the lowest perplexity is kept under the name `best`.
+    0: evaluate before and after the run alone."""
+    early_stop: int | None = Field(default=None, ge=1, le=10**6)
+    """Evaluations in a row without a new lowest perplexity that end the run; null: none do."""
+    lr_schedule: LearningRate | None = None
+    """null: the "scheduler" of `ds_config`, or a constant rate."""
     eval_sequences: int = Field(default=64, ge=1, le=10**6)
     """Largest number of held-out sequences for the perplexity before and after training."""
     activation_checkpoint_interval: int = Field(default=0, ge=0, le=1000)
@@ -115,6 +139,23 @@ class Settings(Options):
     """Text that the trained model continues at the end; null: none."""
     seed: int = Field(default=1234, ge=0, lt=2**32)
     """Of the order of the data, of adapters and of dropout."""
+
+    @property
+    def batch_sizes(self) -> tuple[int, int]:
+        """Sequences of a micro-batch, and micro-batches of a step, as `ds_config` says.
+
+        Raises:
+            CompressionError: it says no number of sequences.
+        """
+        sequences = self.ds_config.get("train_micro_batch_size_per_gpu")
+        count = self.ds_config.get("gradient_accumulation_steps", 1)
+        for key, value in (
+            ("train_micro_batch_size_per_gpu", sequences),
+            ("gradient_accumulation_steps", count),
+        ):
+            if not isinstance(value, int) or value < 1:
+                raise CompressionError(f"{NAME}.ds_config.{key}: should be 1 or more; came {shown(value)}")
+        return int(str(sequences)), count
 
 
 def read_settings(path: Path) -> Settings:

@@ -109,7 +109,7 @@ def find_structure(model: PreTrainedModel) -> ModelStructure:
 
 
 def find_layer_list(model: PreTrainedModel) -> str:
-    """Return the path of the list of layers.
+    """Return the path of the list of layers: of `base_model_pp_plan`, where the config has one.
 
     Raises:
         CompressionError: no list has as many modules as the config has layers, or more than one has.
@@ -120,6 +120,8 @@ def find_layer_list(model: PreTrainedModel) -> str:
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == count
     ]
+    planned = [f"{model.base_model_prefix}.{name}" for name in model.config.base_model_pp_plan or ()]
+    lists = [name for name in lists if name in planned] or lists
     depth = min((name.count(".") for name in lists), default=0)
     shallow = [name for name in lists if name.count(".") == depth]
     if len(shallow) != 1:

@@ -15,14 +15,15 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from torch import Tensor
-from transformers import AutoTokenizer, PretrainedConfig
+from transformers import AutoTokenizer, PretrainedConfig, get_scheduler
 
 from ds_compress.errors import CompressionError, failures_at, in_one_line
 from ds_compress.hf.data import IDS, Sequences
 from ds_compress.hf.input_checks import check_launch, check_length, check_tokens, zero_stage
 from ds_compress.hf.model import load_config, pipeline_module
-from ds_compress.hf.run_folder import RunFolder, checkpoint_name, gather_integers
+from ds_compress.hf.run_folder import BEST, RunFolder, checkpoint_name, gather_integers
 from ds_compress.hf.settings import NAME, Settings
+from ds_compress.monitor.monitor import record_settings
 from ds_compress.monitor.progress import Progress
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
@@ -64,6 +65,19 @@ class FinetuneRun:
         self.micro_batch = self.engine.train_micro_batch_size_per_gpu()
         visits = settings.epochs * len(self.data.train)
         self.steps = settings.steps or math.ceil(visits / self.engine.train_batch_size())
+        if settings.lr_schedule:
+            self.engine.lr_scheduler = get_scheduler(
+                settings.lr_schedule.name,
+                self.engine.basic_optimizer,
+                num_warmup_steps=settings.lr_schedule.warmup_steps,
+                num_training_steps=self.steps,
+            )
+        self.evaluations: dict[int, float] = {}
+        """Perplexities by step, of `eval_every`."""
+        try:
+            record_settings("train", settings.model_dump(mode="json"))
+        except Exception as error:  # W&B's must not stop a run
+            self._say(f"{NAME} is not in the config of the W&B run: {in_one_line(error)}")
 
     def _load_data(self, config: PretrainedConfig) -> tuple[Any, Sequences]:
         """Load the tokenizer and the sequences, which are equal on all ranks."""
@@ -102,7 +116,8 @@ class FinetuneRun:
         if self.settings.prompt is not None:
             self._say(f"sample: {self.generate(self.settings.prompt)!r}")
         if not self.folder.is_shared:
-            self.folder.collect_weights(self.engine.global_steps)
+            for step in sorted({self.engine.global_steps, self._best_step or self.engine.global_steps}):
+                self.folder.collect_weights(step)
 
     def resume(self) -> None:
         """Load the last complete checkpoint, if there is one."""
@@ -113,11 +128,16 @@ class FinetuneRun:
         # DeepSpeed lists the files of all stages, which this machine may not have, to read its own of them
         engine._get_all_ckpt_names = lambda *where: [engine._get_ckpt_name(*where)] * engine.mp_world_size
         with failures_at(f"{NAME}.out: {checkpoint_name(step)} cannot be loaded"):
-            engine.load_checkpoint(root, checkpoint_name(step), load_module_strict=self.settings.lora is None)
+            _, state = engine.load_checkpoint(
+                root, checkpoint_name(step), load_module_strict=self.settings.lora is None
+            )
+        self.evaluations = state.get("evaluations", {})
+        if self._best_step == step:  # the run may have been stopped before it wrote the name
+            self.folder.name_complete(step, BEST)
         self._say(f"goes on from step {engine.global_steps}")
 
     def train(self) -> None:
-        """Train up to the last step; save every `save_every` steps and at the end."""
+        """Train up to the last step, or until `early_stop`; save when it is due, and at the end."""
         engine, settings = self.engine, self.settings
         done = engine.global_steps
         batches = self.data.batches(
@@ -127,6 +147,8 @@ class FinetuneRun:
         before = self._count_bytes()
         tokens = engine.train_batch_size() * settings.sequence_length
         for step in range(done, self.steps):
+            if self._has_stopped:
+                break
             # The dropout of a step follows from its number, so a resumed run needs no generator's state
             torch.manual_seed(settings.seed * 1_000_003 + step)
             started = time.monotonic()
@@ -137,9 +159,37 @@ class FinetuneRun:
             values |= {"ratio": f"{raw / wire:.2f}x"} if wire else {}
             progress.update(step + 1, values)
             self._record(step + 1, loss)
-            if step + 1 == self.steps or (settings.save_every and (step + 1) % settings.save_every == 0):
+            is_best = self._is_due(step, settings.eval_every) and self._evaluate(progress)
+            is_last = step + 1 == self.steps or self._has_stopped
+            if is_best or is_last or self._is_due(step, settings.save_every):
                 self._save()
+            if is_best:
+                self.folder.name_complete(step + 1, BEST)
         progress.close()
+        if self._has_stopped:
+            self._say(f"stopped after step {engine.global_steps}; the best was step {self._best_step}")
+
+    @staticmethod
+    def _is_due(step: int, every: int) -> bool:
+        return every > 0 and (step + 1) % every == 0
+
+    @property
+    def _best_step(self) -> int | None:
+        """The step with the lowest perplexity; None if none was evaluated."""
+        return min(self.evaluations, key=self.evaluations.__getitem__, default=None)
+
+    @property
+    def _has_stopped(self) -> bool:
+        """Whether `early_stop` evaluations have come after the best one."""
+        later = sum(step > self._best_step for step in self.evaluations if self._best_step)
+        return self.settings.early_stop is not None and later >= self.settings.early_stop
+
+    def _evaluate(self, progress: Progress) -> bool:
+        """Evaluate, and return whether the perplexity is the lowest so far."""
+        step = self.engine.global_steps
+        self.evaluations[step] = self.perplexity()
+        progress.say(f"perplexity after step {step}: {self.evaluations[step]:.4f}")
+        return self._best_step == step
 
     def _count_bytes(self) -> tuple[int, int]:
         """Return the bytes that this stage has sent, before and after compression; zeros without it."""
@@ -162,6 +212,7 @@ class FinetuneRun:
         self.engine.save_checkpoint(
             str(self.folder.path),
             checkpoint_name(step),
+            client_state={"evaluations": self.evaluations},
             save_latest=False,
             exclude_frozen_parameters=self.settings.lora is not None,
         )

@@ -44,6 +44,11 @@ def verify_parts(config: PretrainedConfig, positions: bool, lora: LoraConfig | N
             adapters do not run in it.
     """
     name = type(config).__name__
+    if config.get_text_config() is not config:
+        raise CompressionError(
+            f"{name}: models of images and text are not supported in a pipeline: should be a text model; the "
+            "language part, saved alone, is one"
+        )
     for key in ("layerdrop", "output_router_logits"):
         if getattr(config, key, False):
             raise CompressionError(f'{name}: "{key}" is not supported in a pipeline: switch it off')

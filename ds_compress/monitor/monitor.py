@@ -267,7 +267,7 @@ class Monitor:
     def _report_sizes(self, channels: Channels) -> None:
         """Record the settings, and log notes on the message sizes of the active codecs."""
         self._sizes_pending = False
-        record_settings(self.config.settings)
+        record_settings(KEY, self.config.settings)
         for note in lines.size_notes(self.config, channels):
             logger.warning(note)
 
@@ -362,11 +362,11 @@ class Monitor:
         return events
 
 
-def record_settings(settings: dict[str, Any]) -> None:
-    """Put the resolved block into the config of the W&B run that this process has, if it has one."""
+def record_settings(key: str, settings: dict[str, Any]) -> None:
+    """Put settings into the config of the W&B run that this process has, if it has one."""
     wandb = sys.modules.get("wandb")  # nobody can have a run without having imported it
     if wandb is not None and wandb.run is not None:
-        wandb.run.config.update({KEY: settings}, allow_val_change=True)
+        wandb.run.config.update({key: settings}, allow_val_change=True)
 
 
 def add_tensorboard_layout(writer: Any, boundaries: int) -> None:

@@ -50,9 +50,10 @@ def test_files_that_are_not_json_are_refused(tmp_path):
         read_settings(tmp_path / "none.json")
 
 
-def test_the_lines_of_the_page(tmp_path, pytestconfig):
+@pytest.mark.parametrize("name", ["transformers.md", "two-machines.md"])
+def test_the_lines_of_the_page(tmp_path, pytestconfig, name):
     """From a checkpoint to a merged model in at most 12 lines that are understood."""
-    page = (pytestconfig.rootpath / "docs" / "transformers.md").read_text()
+    page = (pytestconfig.rootpath / "docs" / name).read_text()
     lines = re.search(r"```bash\n(.*?)\n```", page, re.DOTALL)[1]
     assert len(lines.splitlines()) <= 12
     (tmp_path / "train.json").write_text(re.search(r"<<'JSON'\n(.*?)\nJSON\n", lines, re.DOTALL)[1])

@@ -121,3 +121,25 @@ def test_a_large_config_is_checked_in_small():
     assert (made.hidden_size, made.num_attention_heads, made.num_key_value_heads) == (512, 4, 2)
     assert made.num_hidden_layers == 3
     verify_parts(given, False)
+
+
+def test_models_of_images_and_text_are_refused():
+    """It was once said that `num_attention_heads` is not an attribute."""
+    assert refused(transformers.LlavaConfig()) == (
+        "LlavaConfig: models of images and text are not supported in a pipeline: should be a text model; the "
+        "language part, saved alone, is one"
+    )
+
+
+def test_the_plan_of_transformers_names_the_layers(monkeypatch):
+    """A model with two lists of as many modules as it has layers was once refused."""
+    built = LlamaForCausalLM.__init__
+
+    def with_another_list(self, config):
+        built(self, config)
+        self.model.others = torch.nn.ModuleList(torch.nn.Identity() for _ in range(config.num_hidden_layers))
+
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", with_another_list)
+    verify_parts(config("Llama"), False)
+    monkeypatch.setattr(transformers.LlamaConfig, "base_model_pp_plan", None)
+    assert "its list of 3 layers is not found: ['model.layers', 'model.others']" in refused(config("Llama"))

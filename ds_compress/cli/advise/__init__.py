@@ -2,8 +2,9 @@
 
 It replays DeepSpeed's schedule (`ds_compress.planning.step_time`) with real packet sizes, and codec speeds
 measured here. Options give compute times and messages, or they are measured on a model in this process:
-`--model` takes a Transformers checkpoint, `--probe` layers of your own. `--measure`, under a launcher with
-one rank per stage, takes the bandwidth of the slowest link between neighbouring ranks.
+`--model` takes a Transformers checkpoint, `--probe` layers of your own. With `--finetune` they are predicted,
+memory included, from a train.json and the config.json of its model. `--measure`, under a launcher with one
+rank per stage, takes the bandwidth of the slowest link between neighbouring ranks.
 """
 
 import argparse
@@ -11,11 +12,13 @@ import contextlib
 import json
 import os
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ds_compress.cli.advise.format import format_profile, format_row, format_verdict
+from ds_compress.cli.advise.format import format_footprint, format_profile, format_row, format_verdict
+from ds_compress.cli.advise.from_finetune import predict_run
 from ds_compress.cli.advise.planner import Planner, measure_gbps
 from ds_compress.cli.advise.script import WANTED
 from ds_compress.cli.arguments import add_import, add_message, device, integer, number, numbers
@@ -37,6 +40,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("advise", help="predict the step time of recipes on a link")
     add_message(parser, shape_required=False)
     parser.set_defaults(dtype=None)
+    stages = next(action for action in parser._actions if action.dest == "stages")
+    stages.required = False
     model = parser.add_mutually_exclusive_group()
     model.add_argument(
         "--model",
@@ -50,9 +55,19 @@ def add_parser(subparsers: Any) -> None:
         metavar="FILE.py:FUNCTION",
         help=f"the same on layers of your own: the function returns {WANTED}, as for PipelineModule",
     )
-    parser.add_argument(
-        "--micro-batches", type=integer(1, 10_000), required=True, help="gradient_accumulation_steps"
+    model.add_argument(
+        "--finetune",
+        type=Path,
+        metavar="TRAIN_JSON",
+        help="predict memory and compute times of a fine-tuning run from its train.json, and from the "
+        "config.json of its model alone; needs --tflops",
     )
+    parser.add_argument(
+        "--tflops",
+        type=number(1e-6, 1e6),
+        help="with --finetune: 10^12 operations that a GPU computes in a second of training",
+    )
+    parser.add_argument("--micro-batches", type=integer(1, 10_000), help="gradient_accumulation_steps")
     parser.add_argument(
         "--forward-ms",
         type=numbers(1e-6, 1e9),
@@ -91,7 +106,9 @@ def add_parser(subparsers: Any) -> None:
         "checkpointing; with --model or --probe: measured)",
     )
     parser.add_argument(
-        "--memory-gb", type=number(1e-9, 1e6), help="GB that depth may take on a stage (default: no limit)"
+        "--memory-gb",
+        type=number(1e-9, 1e6),
+        help="GB that depth may take on a stage; with --finetune: GB of a GPU (default: no limit)",
     )
     parser.add_argument(
         "--quality",
@@ -118,9 +135,13 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    footprint = predict_run(args) if args.finetune else []
+    for option, value in (("--stages", args.stages), ("--micro-batches", args.micro_batches)):
+        if value is None:
+            raise CompressionError(f"{option}: missing; give it, or --finetune, whose train.json says it")
     if args.stages < 2:
         raise CompressionError(f"--stages: {args.stages} is not allowed: should be 2 or more")
-    planner = Planner(args)
+    planner = Planner(args, footprint)
     gbps = measure_gbps() if args.measure else args.gbps
     if args.measure and int(os.environ["RANK"]) > 0:
         return 0
@@ -133,7 +154,9 @@ def run(args: argparse.Namespace) -> int:
     block = best["block"] if best else rows[0]["block"]
     if args.json:
         name = best["recipe"] if best else None
-        more = {"measured": measured} if measured else {}
+        more: dict[str, Any] = {"measured": measured} if measured else {}
+        if footprint:
+            more["predicted"] = [{**asdict(own), "total": own.total} for own in footprint]
         print(json.dumps({"rows": rows, "best": name, "block": block, **more}, indent=2))
         return 0
     option = f"--quality {args.quality}" if args.max_error is None else "--max-error"
@@ -143,6 +166,9 @@ def run(args: argparse.Namespace) -> int:
     if measured:
         print()
         show(*format_profile(measured))
+    if footprint:
+        print()
+        show(*format_footprint(footprint))
     title = f"{args.stages} stages, {args.micro_batches} micro-batches, {message}, {gbps:.3g} Gbit/s"
     print()
     show(title, list(map(partial(format_row, rows[0]), rows)))

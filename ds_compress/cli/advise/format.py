@@ -1,10 +1,13 @@
 """Format the answer of `ds-compress advise`: one line and tables."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_compress.config.quality import ErrorLimits
 from ds_compress.planning.choice import is_within, largest_error
+
+if TYPE_CHECKING:
+    from ds_compress.hf.footprint import StageFootprint
 
 
 def format_row(baseline: dict[str, Any], row: dict[str, Any]) -> dict[str, str]:
@@ -37,6 +40,25 @@ def format_profile(measured: dict[str, Any]) -> tuple[str, list[dict[str, str]]]
         for own in measured["stages"]
     ]
     return f"measured here, on {measured['device']}, {measured['threads']} thread(s)", rows
+
+
+def format_footprint(footprint: "Sequence[StageFootprint]") -> tuple[str, list[dict[str, str]]]:
+    """Format what the stages of a fine-tuning run need: a title, and a row for each."""
+    rows = [
+        {
+            "stage": f"{stage}",
+            "layers": f"{own.layers}",
+            "parameters, GB": f"{own.parameters / 1e9:.2f}",
+            "gradients, optimizer, GB": f"{own.trained / 1e9:.2f}",
+            "activations, GB": f"{own.in_flight} x {own.activations / 1e9:.2f}",
+            "within a pass, GB": f"{own.working / 1e9:.2f}",
+            "together, GB": f"{own.total / 1e9:.2f}",
+            "forward, TFLOP": f"{own.forward_flops / 1e12:.2f}",
+            "backward, TFLOP": f"{own.backward_flops / 1e12:.2f}",
+        }
+        for stage, own in enumerate(footprint)
+    ]
+    return "predicted for a micro-batch, at depth 1", rows
 
 
 def format_verdict(

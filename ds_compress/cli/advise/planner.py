@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import distributed as dist
@@ -23,6 +23,9 @@ from ds_compress.planning.step_time import Network, Workload
 from ds_compress.transport.p2p import PeerTimeout
 from ds_compress.transport.probe import probe_neighbours
 
+if TYPE_CHECKING:
+    from ds_compress.hf.footprint import StageFootprint
+
 
 class PlanningInputs(NamedTuple):
     workload: Workload
@@ -37,12 +40,15 @@ class PlanningInputs(NamedTuple):
 class Planner:
     """Makes planning inputs of options, or of the model that `--model` or `--probe` names."""
 
-    def __init__(self, args: argparse.Namespace):
+    def __init__(self, args: argparse.Namespace, footprint: "Sequence[StageFootprint]" = ()):
         """
+        Args:
+            footprint: of each stage, where it was predicted.
+
         Raises:
             CompressionError: an option is missing or wrong, or contradicts another one.
         """
-        self._args = args
+        self._args, self._footprint = args, footprint
         kind = ModelEvaluator if args.model or args.probe else ArgsEvaluator
         self._evaluator = kind(args, workload_from(args))
         self._files = read_recipe_files(args.recipe or ())
@@ -74,10 +80,15 @@ class Planner:
     def _budgets(self, memory_gb: float | None = None) -> tuple[MemoryBudget, ...]:
         """Return the memory budget of each stage; `memory_gb`: the limit in the block of a recipe."""
         args, activation_bytes = self._args, self._evaluator.activation_bytes
-        limits = [gigabytes * 1e9 for gigabytes in (args.memory_gb, memory_gb) if gigabytes is not None]
+        whole, of_block = (math.inf if own is None else own * 1e9 for own in (args.memory_gb, memory_gb))
+        fixed = [0] * args.stages
+        if self._footprint:
+            activation_bytes = [float(own.activations) for own in self._footprint]
+            fixed = [own.parameters + own.trained + own.working for own in self._footprint]
         if args.activation_mb is not None:
             activation_bytes = [args.activation_mb * 1e6] * args.stages
-        return tuple(MemoryBudget(own, limit=min(limits, default=math.inf)) for own in activation_bytes)
+        limits = [min(whole - taken, of_block) for taken in fixed]
+        return tuple(MemoryBudget(own, limit=limit) for own, limit in zip(activation_bytes, limits))
 
 
 def workload_from(args: argparse.Namespace) -> Workload | None:

@@ -1,0 +1,214 @@
+"""Predict memory and arithmetic of each stage of a fine-tuning run from the config of its model alone.
+
+The parts of a stage run one micro-batch on fake tensors, which have shapes but no data: every tensor that is
+alive is counted, and so is every operation.
+"""
+
+import copy
+import weakref
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
+from transformers import PretrainedConfig
+
+from ds_compress.errors import CompressionError, in_one_line
+from ds_compress.hf.lora import add_adapters
+from ds_compress.hf.model import plan_parts
+from ds_compress.hf.part import AFTER, EMBEDDING, LAYER, Part, causal_lm_loss
+from ds_compress.hf.quantized import count_bytes
+from ds_compress.hf.settings import Settings
+from ds_compress.hf.training import DTYPES
+
+OPTIMIZER_STATES = {"sgd": 0, "lion": 1}
+"""Values in fp32 that an optimizer keeps for each trained one, where they are not 2, as of Adam."""
+
+
+COUNTERS = {
+    **flop_registry,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        torch.ops.aten._scaled_dot_product_flash_attention
+    ],
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+"""Functions that count operations: PyTorch's, and its own for the attention of GPUs used for that of CPUs."""
+
+
+@dataclass(frozen=True)
+class StageFootprint:
+    """What a stage needs: bytes, and operations of a micro-batch."""
+
+    layers: int
+    parameters: int
+    trained: int
+    """Gradients and the state of the optimizer."""
+    activations: int
+    """What stays of a micro-batch between its passes."""
+    working: int
+    """The most that the passes of a micro-batch need beyond its activations."""
+    in_flight: int
+    """Micro-batches between their passes, at link depth 1."""
+    forward_flops: int
+    backward_flops: int
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak of a step."""
+        return self.parameters + self.trained + self.in_flight * self.activations + self.working
+
+
+def predict_footprint(settings: Settings, config: PretrainedConfig) -> list[StageFootprint]:
+    """Return the footprint of each stage, without the buffers of DeepSpeed and of codecs.
+
+    Raises:
+        CompressionError: the model cannot be cut into stages, or does not run on tensors without data.
+    """
+    isolated = settings.data.packing == "isolated"
+    lora = settings.lora.to_peft(settings.model) if settings.lora else None
+    template, part_ids, bounds = plan_parts(
+        config, settings.stages, lora, DTYPES[settings.dtype], isolated, settings.quantize
+    )
+    plain = copy.copy(template)
+    plain.quantizer = None  # fake tensors are not quantized: what linear layers keep does not depend on it
+    sequences, micro_batches = settings.batch_sizes
+    tokens, text = sequences * settings.sequence_length, config.get_text_config()
+    found = []
+    for stage, (start, end) in enumerate(pairwise(bounds)):
+        own = part_ids[start:end]
+        parameters = [p for part_id in own for p in Part(template, part_id).parameters()]
+        parts = [Part(plain, part_id) for part_id in own]
+        for part in parts:
+            if lora:
+                add_adapters(part, copy.deepcopy(lora), settings.seed)
+        trained = sum(p.numel() for part in parts for p in part.parameters() if p.requires_grad)
+        passes = _FakePasses(parts, settings.activation_checkpoint_interval)
+        try:
+            kept, peak, *flops = passes.run((sequences, settings.sequence_length), text.hidden_size, isolated)
+        except Exception as error:  # a model that looks at its data
+            raise CompressionError(
+                f"{type(config).__name__}: memory cannot be predicted: {in_one_line(error)}"
+            ) from error
+        # DeepSpeed's last stage keeps the logits of the two micro-batches before
+        extra = min(2, micro_batches - 1) * tokens * text.vocab_size if stage == len(bounds) - 2 else 0
+        extra += max((p.numel() for p in parameters if hasattr(p, "quant_state")), default=0)  # dequantized
+        found.append(
+            StageFootprint(
+                sum(part_id.kind == LAYER for part_id in own),
+                sum(map(count_bytes, parameters)) + (4 * trained if lora else 0),
+                trained * _trained_bytes(settings, template.dtype),
+                kept,
+                peak - kept + extra * template.dtype.itemsize,
+                min(len(bounds) - 1 - stage, micro_batches),
+                *flops,
+            )
+        )
+    return found
+
+
+def _trained_bytes(settings: Settings, dtype: torch.dtype) -> int:
+    """Return the bytes of gradient and optimizer for each trained parameter."""
+    name = str(settings.ds_config.get("optimizer", {}).get("type", "")).lower()
+    states = 4 * OPTIMIZER_STATES.get(name, 2)
+    if settings.lora or dtype == torch.float32:
+        return 4 + states
+    return dtype.itemsize + 4 + 4 + states  # fp32 copies of gradients and weights, see `complete_ds_config`
+
+
+class _FakeTensorMeter(TorchDispatchMode):
+    """Count operations, and the bytes of all tensors that are made while it is active and still exist."""
+
+    def __init__(self, known: list[Tensor]):
+        """`known`: tensors that are not counted."""
+        super().__init__()
+        self.now = self.peak = self.flops = 0
+        self._storages = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if count := COUNTERS.get(func._overloadpacket):
+            self.flops += count(*args, **(kwargs or {}), out_val=result)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._storages:
+                self._storages.add(storage)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._forget, storage.nbytes())
+        return result
+
+    def _forget(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
+class _FakePasses:
+    """Run the passes of one micro-batch through the parts of a stage, on fake tensors."""
+
+    def __init__(self, parts: list[Part], interval: int):
+        """`interval`: parts to recompute together; 0: none."""
+        self._parts, self._interval = parts, interval
+
+    def run(self, shape: tuple[int, int], width: int, isolated: bool) -> tuple[int, int, int, int]:
+        """Return bytes kept between the passes, bytes at the peak, and operations forward and backward.
+
+        Args:
+            shape: sequences and tokens of the micro-batch.
+            width: of hidden states.
+            isolated: whether positions are sent with them.
+        """
+        first, last = self._parts[0].part_id.kind == EMBEDDING, self._parts[-1].part_id.kind == AFTER
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            known = [tensor for part in self._parts for tensor in _make_fake(part)]
+            with _FakeTensorMeter(known) as meter:
+                ids = torch.zeros(shape, dtype=torch.int64)
+                hidden = torch.zeros(*shape, width, dtype=self._parts[0].dtype, requires_grad=True)
+                x: Any = ids if first else hidden
+                del hidden
+                if isolated:
+                    x = x, torch.zeros(shape, dtype=torch.int64)
+                x = self._forward(x)
+                output = causal_lm_loss(x, ids) if last else x[0] if isolated else x
+                del x
+                kept, forward_flops = meter.now, meter.flops
+                output.backward(torch.ones_like(output))
+        return kept, meter.peak, forward_flops, meter.flops - forward_flops
+
+    def _forward(self, x: Any) -> Any:
+        if not self._interval:
+            return _run_parts(self._parts, x)
+        for start in range(0, len(self._parts), self._interval):
+            own = self._parts[start : start + self._interval]
+            x = checkpoint(_run_parts, own, x, use_reentrant=False, preserve_rng_state=False)
+        return x
+
+
+def _run_parts(parts: list[Part], x: Any) -> Any:
+    for part in parts:
+        x = part(x)
+    return x
+
+
+def _make_fake(part: Part) -> list[Tensor]:
+    """Replace parameters and buffers of `part` by fake ones with gradients, and return all of them."""
+    made: list[Tensor] = []
+    for module in part.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                fake = nn.Parameter(torch.zeros_like(parameter, device="cpu"), parameter.requires_grad)
+                module._parameters[name] = fake
+                made.append(fake)
+                if fake.requires_grad:
+                    fake.grad = gradient = torch.zeros_like(fake)
+                    made.append(gradient)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = fake_buffer = torch.zeros_like(buffer, device="cpu")
+                made.append(fake_buffer)
+    return made

@@ -1,0 +1,94 @@
+"""Evaluation during a run: the best checkpoint, an early stop, and the schedule of the learning rate."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ds_compress.cli import main
+from ds_compress.hf.settings import read_settings
+from ds_compress.hf.training import FinetuneRun
+from tests.hf.test_input_checks import refusal
+from tests.support.finetuning import DS_CONFIG, losses, prepare
+from tests.support.ranks import run_ranks
+
+EVALUATED = {"lora": {"r": 4}, "eval_sequences": 4, "save_every": 0, "eval_every": 2}
+
+
+def run(path, steps, perplexities=None):
+    """Evaluations, best step, learning rate and number of steps on this rank."""
+    (path.parent / "out").mkdir(exist_ok=True)
+    done = FinetuneRun(read_settings(path).model_copy(update={"steps": steps}))
+    if perplexities:
+        given = iter(perplexities)
+        done.perplexity = lambda: next(given)
+    done.run()
+    (rate,) = done.engine.get_lr()
+    return done.evaluations, done._best_step, rate, done.engine.global_steps
+
+
+def test_a_run_ends_when_it_learns_nothing_and_keeps_the_best(tmp_path, capsys):
+    path = prepare(tmp_path, **EVALUATED, early_stop=2)
+    given = [9.0, 5.0, 4.0, 4.5, 4.2, 9.0]  # before, after steps 2, 4, 6 and 8, after
+    first, second = run_ranks(2, run, path, 20, given)
+    assert first == second
+    assert first[:2] == ({2: 5.0, 4: 4.0, 6: 4.5, 8: 4.2}, 4) and first[3] == 8
+    out = tmp_path / "out"
+    assert (out / "best").read_text() == "step4" and (out / "latest").read_text() == "step8"
+    assert {folder.name for folder in out.glob("step*")} == {"step2", "step4", "step8"}
+    assert run_ranks(2, run, path, 20, [4.2, 4.2])[0][3] == 8  # started again, it has ended already
+    for name, options in (("best", ["--best"]), ("last", [])):
+        assert main(["merge", str(out), "--to", str(tmp_path / name), *options]) == 0
+    best, last = (
+        load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("best", "last")
+    )
+    assert best.keys() == last.keys()
+    assert not any(torch.equal(best[name], last[name]) for name in best)
+
+
+def test_evaluations_and_schedules_survive_a_stop(tmp_path):
+    """A run in two parts has the losses, evaluations and rates of a whole one."""
+    schedule = {"name": "cosine", "warmup_steps": 2}
+    whole = prepare(tmp_path / "whole", **EVALUATED, lr_schedule=schedule)
+    expected = run_ranks(2, run, whole, 6)
+    parts = prepare(tmp_path / "parts", **{**EVALUATED, "save_every": 3}, lr_schedule=schedule)
+    (parts.parent / "out").mkdir()
+    run_ranks(2, stopped_after, parts, 3)
+    assert run_ranks(2, run, parts, 6) == expected
+    assert losses(parts.parent / "out") == losses(whole.parent / "out")
+    plain = prepare(tmp_path / "plain", **EVALUATED)
+    run_ranks(2, run, plain, 2)
+    first, constant = losses(whole.parent / "out"), losses(plain.parent / "out")
+    assert first[1] == constant[1] and first[2] != constant[2]  # the warm-up begins at 0
+    assert expected[0][2] == pytest.approx(0, abs=1e-9)  # the cosine has come to its end
+
+
+def stopped_after(path, steps):
+    """Save after so many steps of 6, and end as if killed."""
+    done = FinetuneRun(read_settings(path).model_copy(update={"steps": 6}))
+    save = done._save
+
+    def save_and_stop():
+        save()
+        if done.engine.global_steps == steps:
+            raise KeyboardInterrupt
+
+    done._save = save_and_stop
+    with pytest.raises(KeyboardInterrupt):
+        done.run()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"early_stop": 2}, "train.json.early_stop: counts evaluations, but eval_every is 0; set both"),
+        (
+            {
+                "lr_schedule": {"name": "linear"},
+                "ds_config": {**DS_CONFIG, "scheduler": {"type": "WarmupLR", "params": {}}},
+            },
+            'train.json.lr_schedule: ds_config has a "scheduler", too; leave one of the two out',
+        ),
+    ],
+)
+def test_contradictions_are_refused(tmp_path, changes, expected):
+    assert refusal(prepare(tmp_path), **changes) == expected
