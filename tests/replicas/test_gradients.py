@@ -231,6 +231,7 @@ CODECS = [
     {"name": "quantize", "bits": 4},
     {"name": "quantize", "bits": 2, "hadamard": True},
     {"name": "quantize", "bits": 3, "rounding": "stochastic"},
+    {"name": "quantize", "bits": 3, "rounding": "dither"},
     {"name": "topk", "density": 0.01},
     {"name": "fp8"},
     {"name": "bf16"},
