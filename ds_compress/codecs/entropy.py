@@ -218,6 +218,10 @@ class EigenbasisEntropy(EigenbasisCodec, EntropyBase):
         super().__init__(options)
         self.needs_warmup = not options.refresh_steps
 
+    def error_bound(self, spec: TensorSpec) -> float:
+        # that of the coefficients, and the rounding of the basis and of two products
+        return EntropyBase.error_bound(self, spec) + 2.0**-16
+
     def encode_coefficients(self, coefficients: Tensor, h: int, ctx: Context, out: Parts | None) -> Parts:
         frame, backend = self._frame(n := coefficients.shape[1], h), kernels(coefficients.device)
         words = backend.encode_entropy(coefficients.reshape(-1), frame, self._dither(ctx))

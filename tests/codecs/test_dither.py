@@ -1,11 +1,18 @@
 """Subtractive dither: the error of a message does not depend on its values, and its mean is 0."""
 
+import contextlib
 import math
 
 import pytest
 import torch
 
 from ds_compress.codec import Context, TensorSpec, build
+from ds_compress.errors import CompressionError
+from ds_compress.kernels import native
+from ds_compress.kernels.entropy import cpu
+from ds_compress.kernels.entropy.format import LARGEST_Q, frame_of
+from ds_compress.kernels.entropy.reference import decode_entropy, encode_entropy
+from tests.support.codecs import assert_same_bits
 
 CODECS = [
     {"name": "entropy", "bits": 2},
@@ -31,6 +38,98 @@ def test_the_error_is_independent_of_the_values(setting):
         assert error.mean().abs() <= spread
         size = kind.square().mean().sqrt()
         assert (error * kind / size).mean().abs() <= spread * 1.5
+
+
+def uniform(n, key):
+    """Draw as `quantize.grid.draws` says, one value after the other, in Python's integers."""
+    low, high, word = key & 0xFFFFFFFF, key >> 32, 0xFFFFFFFF
+    for i in range(n):
+        bits = (i // 64 * 32 + i % 32) ^ low
+        bits = ((bits ^ bits >> 17) * 0xED5AD4BB & word) ^ high
+        bits = (bits ^ bits >> 11) * 0xAC4C1B51 & word
+        bits = (bits ^ bits >> 15) * 0x31848BAB & word
+        bits ^= bits >> 14
+        yield ((bits >> 16 if i % 64 >= 32 else bits & 0xFFFF) + 0.5) / 65536 - 0.5
+
+
+@pytest.mark.parametrize("bits", [1.0, 2.0, 5.0])
+def test_equals_rounding_with_a_draw_that_is_subtracted(bits):
+    """By an independent computation: q = round(x / step + u), decoded (q - u) step."""
+    n, key = 5000, 0x123456789ABCDEF0
+    x = torch.randn(n, generator=torch.Generator().manual_seed(1))
+    frame = frame_of(n, bits, dithered=True)
+    words = encode_entropy(x, frame, key)
+    values, valid = decode_entropy(words, frame, torch.float32, key)
+    exponent, j = words[frame.head : frame.head + 2].tolist()
+    step = 4 * 2 ** (-j / 64) * 2.0 ** (exponent - 127)
+    u = torch.tensor(list(uniform(n, key)), dtype=torch.float64)
+    expected = ((x / step + u).round() - u) * step
+    wrong = (values.double() - expected).abs() > step * 1e-4  # where rounding to 16 digits decides
+    assert valid and wrong.sum() <= 2
+    error = (values.double() - x) / step
+    assert error.abs().max() <= 0.5001
+    assert error.square().mean().item() == pytest.approx(1 / 12, rel=0.05)
+
+
+@pytest.mark.parametrize("place", ["step", "escape"])
+def test_numbers_that_no_sender_writes_are_refused(place):
+    n = 5000
+    x = torch.randn(n, generator=torch.Generator().manual_seed(1))
+    x[7] = 40.0  # beyond the tables
+    frame = frame_of(n, 2, dithered=True)
+    words = encode_entropy(x, frame, 1)
+    assert decode_entropy(words, frame, torch.float32, 1)[1]
+    words[frame.head + 1 if place == "step" else -1] = 5 if place == "step" else LARGEST_Q + 1
+    values, valid = decode_entropy(words, frame, torch.float32, 1)
+    assert not valid and values.isnan().all()
+
+
+@pytest.mark.parametrize("bits", [0.2, 1, 2, 6])
+def test_damaged_codes_decode_to_a_tensor_or_are_refused(bits):
+    """No bit that is flipped makes the decoder read or write outside its tensors."""
+    x = torch.randn(3, 777, generator=torch.Generator().manual_seed(0))
+    codec = build({"name": "entropy", "bits": bits, "rounding": "dither"})
+    (code,), spec = codec.encode(x, Context()), TensorSpec.of(x)
+    places = torch.randint(0, code.numel() * 16, (60,), generator=torch.Generator().manual_seed(2)).tolist()
+    for place in places:
+        damaged = code.clone().view(torch.uint8)
+        damaged[place // 8] ^= 1 << place % 8
+        with contextlib.suppress(CompressionError):
+            assert codec.decode((damaged.view(torch.int16),), spec, Context()).shape == x.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("setting", [CODECS[0], CODECS[3], CODECS[4]], ids=str)
+def test_values_at_the_end_of_the_range_stay_finite(setting, dtype):
+    """They may be decoded to half a step more than the largest value, which the dtype does not have."""
+    x = torch.full((16, 256), torch.finfo(dtype).max / 32, dtype=dtype)
+    assert send(setting, x, step=1).isfinite().all()
+    if setting.get("hadamard") is None:
+        x = torch.full((16, 256), torch.finfo(dtype).max / 2, dtype=dtype)
+        assert send(setting, x, step=1).isfinite().all()
+
+
+@pytest.mark.parametrize("bits", [0.3, 2, 5.5])
+def test_backends_give_the_same_bits(bits, monkeypatch):
+    """The words, what they decode to, and which damaged ones are refused."""
+    monkeypatch.setattr(native, "LONG", 0)
+    generator = torch.Generator().manual_seed(3)
+    for n, cuts in ((1, ()), (33, ()), (5001, (128, 1000)), (70_001, (4096, 20_000))):
+        x = torch.randn(n, generator=generator)
+        for values in (x, x.bfloat16(), x.sign() * 0.3, torch.empty(n).cauchy_(generator=generator), 0 * x):
+            frame = frame_of(n, bits, cuts, dithered=True)
+            words = encode_entropy(values, frame, 99)
+            assert torch.equal(cpu.encode_entropy(values, frame, 99), words)
+            damaged = words.clone()
+            damaged[torch.randint(0, len(words), (1,), generator=generator)] ^= 4
+            for code in (words, damaged):
+                ours = cpu.decode_entropy(code, frame, torch.float32, 99)
+                assert_same_bits(ours, decode_entropy(code, frame, torch.float32, 99))
+
+
+def test_zeros_arrive_as_zeros():
+    for setting in CODECS:
+        assert not send(setting, torch.zeros(32, 256), step=2).any()
 
 
 def test_the_two_sides_need_the_same_context():

@@ -177,3 +177,10 @@ def test_ladders_are_of_the_codec_that_a_boundary_has():
 def test_a_ladder_that_only_a_boundary_of_its_own_settings_has():
     config = Config({"boundaries": {"1": {"forward": QUANTIZE}}, "policy": {**END, "forward": LADDER}})
     assert ladders(config, 0) == {} and len(ladders(config, 1)["forward"]) == 2
+
+
+@pytest.mark.parametrize("bits", [[4, 8], [8, 2, 4]])
+def test_a_ladder_in_the_wrong_order_is_refused(bits):
+    """A ramp of 4, then 8 bits trained with fewer bits first and nobody was told."""
+    with pytest.raises(CompressionError, match=r"policy.forward: bits \d came after bits \d and sends more"):
+        Config({**BLOCK, "policy": {**END, "forward": {"bits": bits}}})

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -64,6 +65,12 @@ def test_quantization_has_the_same_bits_on_every_processor(
         assert_same_bits(cpu.quantize(x, grid), expected)
         if not grid.gaussian:
             assert_same_bits(cpu.quantize(x, grid, dither), reference.quantize(x, grid, dither))
+            subtractive = replace(grid, dithered=True)
+            parts = reference.quantize(x, subtractive, dither)
+            assert_same_bits(cpu.quantize(x, subtractive, dither), parts)
+            for out in (torch.float32, torch.bfloat16):
+                decoded = cpu.dequantize(parts, subtractive, out, None, dither)
+                assert_same_bits([decoded], [reference.dequantize(parts, subtractive, out, None, dither)])
         for out in (torch.float32, torch.bfloat16):
             decoded = cpu.dequantize(expected, grid, out)
             assert_same_bits([decoded], [reference.dequantize(expected, grid, out)])
@@ -77,7 +84,9 @@ def test_messages_beyond_the_caches_have_the_same_bits(target):
     parts = reference.quantize(x, grid)
     with compiled_for(target):
         for out in (torch.float32, torch.bfloat16):
-            assert_same_bits([cpu.dequantize(parts, grid, out)], [reference.dequantize(parts, grid, out)])
+            for dither in (None, 77):
+                decoded = cpu.dequantize(parts, grid, out, None, dither)
+                assert_same_bits([decoded], [reference.dequantize(parts, grid, out, None, dither)])
 
 
 def test_groups_of_subnormal_numbers_have_steps_with_an_inverse():
@@ -102,6 +111,11 @@ CODECS = [
     {"name": "quantize"},
     {"name": "quantize", "bits": 2, "hadamard": True},
     {"name": "quantize", "rounding": "stochastic", "mixed": {"low_bits": 3}},
+    {"name": "quantize", "rounding": "dither", "bits": 2, "hadamard": True},
+    *(
+        {"name": "entropy", "rounding": "dither", "contexts": contexts}
+        for contexts in ("none", "rows", "columns")
+    ),
     *({"name": "entropy", "bits": bits} for bits in (2.5, 6)),
     *({"name": "entropy", "contexts": contexts} for contexts in ("rows", "columns")),
     {"name": "lossless"},

@@ -3,7 +3,7 @@
 import itertools
 from typing import Any
 
-from ds_compress.codec import CODECS, Codec
+from ds_compress.codec import CODECS, TYPICAL, Codec, TensorSpec
 from ds_compress.codecs.mixins import BothDirections, Learns, ObservesWarmup
 from ds_compress.config.block import DIRECTIONS, KEY
 from ds_compress.config.policies.base import LadderOptions, format_rung
@@ -52,8 +52,11 @@ def check(config: Any) -> None:
         rungs = options.rungs(direction)
         if rungs and not any(direction in found for found in every.values()):
             _refuse_options(config, direction, rungs[0], f"{path}.{direction}")
-        for codec in itertools.chain.from_iterable(found.get(direction, ()) for found in every.values()):
-            _check_alone(CODECS.build(codec, f"{path}.{direction}"), f"{path}.{direction}")
+        for ladder in (found[direction] for found in every.values() if direction in found):
+            codecs = [CODECS.build(codec, f"{path}.{direction}") for codec in ladder]
+            for codec in codecs:
+                _check_alone(codec, f"{path}.{direction}")
+            _check_order(codecs, rungs, f"{path}.{direction}")
     for pair in itertools.product(*(range(max(1, len(options.rungs(d)))) for d in DIRECTIONS)):
         _check_together(config, every, dict(zip(DIRECTIONS, pair)), path)
 
@@ -83,6 +86,17 @@ def _check_alone(codec: Codec, path: str) -> None:
             f"{path}: codec {codec.name!r} learns, and would begin anew at every change; allowed: codecs "
             "without weights or a basis of their own"
         )
+
+
+def _check_order(codecs: list[Codec], rungs: list[dict[str, Any]], path: str) -> None:
+    """Refuse a rung that sends more bytes than the one before it."""
+    sizes = [sum(TensorSpec(*part).nbytes for part in codec.layout(TYPICAL)) for codec in codecs]
+    for place, (milder, stronger) in enumerate(itertools.pairwise(sizes)):
+        if stronger > milder:
+            raise CompressionError(
+                f"{path}: {format_rung(rungs[place + 1])} came after {format_rung(rungs[place])} and sends "
+                "more bytes; allowed: mild to strong, each value with no more bytes than the one before"
+            )
 
 
 def _check_together(

@@ -172,6 +172,7 @@ def summed_from(histogram: Tensor) -> Tensor:
 def _frequency(counts: Tensor, share: Tensor, n: Tensor) -> Tensor:
     """Return frequencies in proportion to `counts`, at least 1 if a symbol occurs; their sum is below
     TOTAL."""
+    n = n.clamp(min=1)  # a class may have no values
     return torch.where(counts > 0, ((counts * share + n // 2) // n).clamp(min=1), 0)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ds_compress.kernels import native
 from ds_compress.kernels.entropy import reference
+from ds_compress.kernels.entropy.dithered import spare_words
 from ds_compress.kernels.entropy.format import (
     CLASSES,
     FINER,
@@ -22,13 +23,15 @@ from ds_compress.kernels.entropy.format import (
     tables,
 )
 from ds_compress.kernels.memory import scratch
-from ds_compress.kernels.native.function import FLAG, FLOATS, SIZE, Buffer, Function
+from ds_compress.kernels.native.function import FLAG, FLOATS, SIZE, WORD, Buffer, Function
+from ds_compress.kernels.quantize.grid import key_halves
 
 __all__ = reference.__all__
 
 _COPIES = 4  # of the histogram
 _COUNTS = 4 * KEYS + 2  # of each context
 _SPACE = 2 * KEYS * _COPIES + MOST_CONTEXTS * _COUNTS
+_SUMS = MOST_CONTEXTS * 2 * (KEYS + 1)
 _AT_ONCE = 2  # blocks that are coded together
 
 _FRAME: dict[str, Any] = {
@@ -38,6 +41,7 @@ _FRAME: dict[str, Any] = {
     "length": SIZE,
     "blocks": SIZE,
     "contexts": range(1, MOST_CONTEXTS + 1),
+    "per_context": range(1, CLASSES + 1),
     "ends": Buffer((torch.int64,), ("contexts",)),
 }
 _CODE = Buffer((torch.int16,), ("size",))
@@ -67,6 +71,23 @@ _SORTED: dict[str, Any] = {
     "order": Buffer((torch.int32,), (2, "count")),
     "classes": Buffer((torch.int16,), ("count",), per=PER_WORD),
 }
+_DRAWN: dict[str, Any] = {"dither_first": WORD, "dither_second": WORD}
+_DRAWS = Buffer((torch.int16,), ("places",))
+_encode_dithered = Function(
+    "entropy",
+    "encode_dithered_entropy",
+    **_ENCODE,
+    **_DRAWN,
+    places=SIZE,
+    drawn=_DRAWS,
+    spare=SIZE,
+    quarter=Buffer((torch.int32,), (FINER, 4 * (LEVELS[-1] + 1) + 1)),
+    inverse=Buffer((torch.float32,), (STEPS,)),
+    sums=Buffer((torch.int64,), (_SUMS,)),
+)
+_decode_dithered = Function(
+    "entropy", "decode_dithered_entropy", **_DECODE, **_DRAWN, places=SIZE, drawn=_DRAWS
+)
 _encode_entropy = Function("entropy", "encode_entropy", **_ENCODE)
 _decode_entropy = Function("entropy", "decode_entropy", **_DECODE)
 _encode_sorted = Function("entropy", "encode_sorted", **_ENCODE, **_SORTED)
@@ -75,10 +96,22 @@ _decode_sorted = Function("entropy", "decode_sorted", **_DECODE, **_SORTED)
 
 def encode_entropy(x: Tensor, frame: Frame, dither: int | None = None) -> Tensor:
     """See `reference.encode_entropy`."""
-    if dither is not None or not native.serves(x.numel()):
+    if not native.serves(x.numel()):
         return reference.encode_entropy(x, frame, dither)
     code = torch.empty(frame.words, dtype=torch.int16, device="cpu")
-    _encode_entropy(**_encode_arguments(x, frame), code=code)
+    arguments = {**_encode_arguments(x, frame), "code": code}
+    if dither is None:
+        _encode_entropy(**arguments)
+    else:
+        made = tables(torch.device("cpu"))
+        _encode_dithered(
+            **arguments,
+            **_dither_arguments(frame, dither),
+            spare=spare_words(frame),
+            quarter=made.quarter,
+            inverse=made.inverse,
+            sums=scratch("entropy.sums", (_SUMS,), torch.int64),
+        )
     return code
 
 
@@ -86,16 +119,20 @@ def decode_entropy(
     words: Tensor, frame: Frame, dtype: torch.dtype, dither: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """See `reference.decode_entropy`."""
-    if dither is not None or not native.serves(frame.numel):
+    if not native.serves(frame.numel):
         return reference.decode_entropy(words, frame, dtype, dither)
     arguments = _decode_arguments(words, frame, dtype)
-    return _checked(arguments["values"], _decode_entropy(**arguments), dtype)
+    if dither is None:
+        is_valid = _decode_entropy(**arguments)
+    else:
+        is_valid = _decode_dithered(**arguments, **_dither_arguments(frame, dither))
+    return _checked(arguments["values"], is_valid, dtype)
 
 
 def encode_sorted(x: Tensor, frame: Frame, units: SortedBlocks, dither: int | None = None) -> Tensor:
     """See `reference.encode_sorted`."""
     if dither is not None or not native.serves(x.numel()):
-        return reference.encode_sorted(x, frame, units, dither)
+        return reference.encode_sorted_with(encode_entropy, x, frame, units, dither)
     words = torch.empty(frame.words + units.words, dtype=torch.int16, device="cpu")
     code, classes = words[: frame.words], words[frame.words :]
     arguments = {**_encode_arguments(x, frame), **_sorted_arguments(frame, units)}
@@ -108,7 +145,7 @@ def decode_sorted(
 ) -> tuple[Tensor, Tensor]:
     """See `reference.decode_sorted`."""
     if dither is not None or not native.serves(frame.numel):
-        return reference.decode_sorted(words, frame, units, dtype, dither)
+        return reference.decode_sorted_with(decode_entropy, words, frame, units, dtype, dither)
     words = words.contiguous()
     arguments = _decode_arguments(words[: frame.words], frame, dtype)
     arguments |= {**_sorted_arguments(frame, units), "classes": words[frame.words :]}
@@ -118,6 +155,8 @@ def decode_sorted(
 def _checked(values: Tensor, is_valid: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if not is_valid:
         values = values.fill_(torch.nan)
+    if dtype == torch.float16:
+        values = values.clamp_(torch.finfo(dtype).min, torch.finfo(dtype).max)
     return values.to(dtype), torch.tensor(bool(is_valid), dtype=torch.bool, device="cpu")
 
 
@@ -150,6 +189,14 @@ def _decode_arguments(code: Tensor, frame: Frame, dtype: torch.dtype) -> dict[st
     }
 
 
+def _dither_arguments(frame: Frame, dither: int) -> dict[str, Any]:
+    """Return the halves of the key, and memory for the draws."""
+    first, second = key_halves(dither)
+    places = (frame.numel // 64 + 2) * 64
+    drawn = scratch("entropy.drawn", (places,), torch.int16)
+    return {"dither_first": first, "dither_second": second, "places": places, "drawn": drawn}
+
+
 @lru_cache(maxsize=1024)
 def _frame_arguments(frame: Frame) -> dict[str, Any]:
     return {
@@ -159,6 +206,7 @@ def _frame_arguments(frame: Frame) -> dict[str, Any]:
         "length": frame.length,
         "blocks": frame.blocks,
         "contexts": frame.contexts,
+        "per_context": frame.classes,
         "ends": torch.tensor(frame.ends, dtype=torch.int64, device="cpu"),
     }
 

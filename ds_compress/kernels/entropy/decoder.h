@@ -8,12 +8,13 @@
 #include "sorted_blocks.h"
 
 constexpr int8_t BEYOND = -128;  // in the place of a q
+constexpr int64_t MOST_TABLES = MOST_CONTEXTS * CLASSES;
 
 // What stands in front of the words.
 struct Head {
     int64_t exponent, step;
-    int64_t above[MOST_CONTEXTS], below[MOST_CONTEXTS], shift[MOST_CONTEXTS];
-    const uint16_t* table[MOST_CONTEXTS];
+    int64_t above[MOST_TABLES], below[MOST_TABLES], shift[MOST_TABLES];
+    const uint16_t* table[MOST_TABLES];
     int64_t words = 0, escapes = 0;  // the first place of words, and that behind the last one
 
     bool finite() const { return exponent != NOT_FINITE; }
@@ -25,7 +26,7 @@ struct Head {
         if (!finite()) return true;
         if (exponent < 1 || exponent > NOT_FINITE || step < 0 || step >= STEPS) return false;
         words = frame.tables();
-        for (int64_t context = 0; context < frame.contexts; ++context) {
+        for (int64_t context = 0; context < frame.contexts * frame.classes; ++context) {  // or table of one
             const uint16_t* its = head + HEAD + REACHES * context;
             above[context] = static_cast<int16_t>(its[0]) >> 8, below[context] = its[0] & 255;
             shift[context] = static_cast<int16_t>(its[1]), table[context] = code + words;
@@ -58,10 +59,11 @@ struct Reader {
     uint32_t state[MOST_LANES];
     int64_t word;  // the place of the next one
     int8_t* q;     // where the next ones go
+    const uint16_t* drawn;  // the draws of the next ones, whose highest bits are their classes; null for one class
 };
 
-// By the low bits of a state: (frequency - 1) << 20 | offset << 8 | q.
-typedef uint32_t Slots[TOTAL];
+// By the class of a value and the low bits of a state: (frequency - 1) << 20 | offset << 8 | q.
+typedef uint32_t Slots[CLASSES * TOTAL];
 
 // What a state becomes by its slot, of one lane or a vector of them.
 template <class Each>
@@ -72,15 +74,17 @@ inline Each fed(Each slot, Each state) {
 // One step of some lanes; words behind the last one are the last one.
 inline void decode_step(const Slots& slots, const uint16_t* code, int64_t last, int64_t lanes, Reader& of) {
     for (int64_t i = 0; i < lanes; ++i) {
-        const uint32_t slot = slots[of.state[i] & LOW_BITS], x = fed(slot, of.state[i]);
+        const uint32_t its = of.drawn ? of.drawn[i] >> 14 << SCALE_BITS : 0;
+        const uint32_t slot = slots[its | (of.state[i] & LOW_BITS)], x = fed(slot, of.state[i]);
         *of.q++ = static_cast<int8_t>(slot);
         of.state[i] = x < START ? x << 16 | code[of.word > last ? last : of.word] : x;
         of.word += x < START;
     }
+    if (of.drawn) of.drawn += lanes;
 }
 
 // Steps of all lanes of blocks that are in one context and have words for it.
-template <int BLOCKS>
+template <int BLOCKS, bool CLASSED>
 void decode_steps(const Slots& slots, const uint16_t* code, int64_t steps, Reader* blocks) {
     Words state[BLOCKS][VECTORS];
     const uint16_t* word[BLOCKS];
@@ -92,7 +96,12 @@ void decode_steps(const Slots& slots, const uint16_t* code, int64_t steps, Reade
     for (int64_t step = 0; step < steps; ++step)
         each<VECTORS>([&](auto v) {
             each<BLOCKS>([&](auto b) {
-                const Words slot = look_up(slots, state[b][v] & LOW_BITS);
+                Words index = state[b][v] & LOW_BITS;
+                if constexpr (CLASSED) {
+                    const uint16_t* drawn = blocks[b].drawn + step * MOST_LANES + v * LANES;
+                    index |= (Words)load(drawn) >> 30 << SCALE_BITS;
+                }
+                const Words slot = look_up(slots, index);
                 Words x = fed(slot, state[b][v]);
                 store_bytes(slot, q[b] + step * MOST_LANES + v * LANES);
                 word[b] += pull(x, below(x, Words{} + START), word[b]);
@@ -102,13 +111,15 @@ void decode_steps(const Slots& slots, const uint16_t* code, int64_t steps, Reade
     each<BLOCKS>([&](auto b) {
         std::memcpy(blocks[b].state, state[b], sizeof state[b]);
         blocks[b].word = word[b] - code, blocks[b].q = q[b] + steps * MOST_LANES;
+        if (CLASSED) blocks[b].drawn += steps * MOST_LANES;
     });
 }
 
 class Decoder {
 public:
-    // head: as it has been read from `code`.
-    Decoder(const uint16_t* code, const Frame& frame, const Head& head) : code(code), frame(frame), head(head) {}
+    // head: as it has been read from `code`; drawn: [frame.numel], read if there are classes.
+    Decoder(const uint16_t* code, const Frame& frame, const Head& head, const uint16_t* drawn = nullptr)
+        : code(code), frame(frame), head(head), drawn(frame.classes > 1 ? drawn : nullptr) {}
 
     // Whether the code can have been encoded; then q [frame.numel] are those of the values, or BEYOND.
     bool read(int8_t* q) {
@@ -142,6 +153,7 @@ private:
     void begin(int64_t block, int64_t word, int8_t* q, Reader& of) const {
         for (int64_t i = 0; i < frame.lanes; ++i) of.state[i] = Head::load_word(code, 2 * (block * frame.lanes + i));
         of.word = word, of.q = q + block * frame.length;
+        of.drawn = drawn ? drawn + block * frame.length : nullptr;
     }
 
     void read_alone(int64_t block) {
@@ -166,7 +178,8 @@ private:
             const int64_t some = count < MOST ? count : MOST;
             bool near = false;  // the end of the code
             for (int b = 0; b < BLOCKS; ++b) near |= blocks[b].word + some * MOST_LANES > frame.words;
-            if (!near) decode_steps<BLOCKS>(slots, code, some, blocks);
+            if (!near && drawn) decode_steps<BLOCKS, true>(slots, code, some, blocks);
+            if (!near && !drawn) decode_steps<BLOCKS, false>(slots, code, some, blocks);
             for (int b = 0; near && b < BLOCKS; ++b)
                 for (int64_t step = 0; step < some; ++step)
                     decode_step(slots, code, frame.words - 1, MOST_LANES, blocks[b]);
@@ -178,23 +191,26 @@ private:
     void use(int64_t context) {
         if (context == spreaded) return;
         spreaded = context;
-        const uint16_t* table = head.table[context];
-        const int64_t below = head.below[context], beyond = head.above[context] + below + 1;
+        for (int64_t number = 0; number < frame.classes; ++number)
+            spread(context * frame.classes + number, slots + number * TOTAL);
+    }
+
+    void spread(int64_t its, uint32_t* to) const {
+        const uint16_t* table = head.table[its];
+        const int64_t below = head.below[its], beyond = head.above[its] + below + 1;
         int64_t rest = TOTAL;
         for (int64_t i = 0; i < beyond; ++i) rest -= table[i];
-        uint32_t place = 0;
         for (int64_t i = 0; i <= beyond; ++i) {
             const uint32_t frequency = i == below ? static_cast<uint32_t>(rest) : table[i - (i > below)];
             const uint32_t q = static_cast<uint8_t>(i == beyond ? BEYOND : i - below);
-            for (uint32_t offset = 0; offset < frequency; ++offset)
-                slots[place + offset] = (frequency - 1) << 20 | offset << 8 | q;
-            place += frequency;
+            for (uint32_t offset = 0; offset < frequency; ++offset) *to++ = (frequency - 1) << 20 | offset << 8 | q;
         }
     }
 
     const uint16_t* code;
     const Frame& frame;
     const Head& head;
+    const uint16_t* drawn;
     alignas(64) Slots slots;
     Reader blocks[AT_ONCE];
     int64_t spreaded = -1;  // the context that `slots` are of

@@ -164,5 +164,9 @@ def _first_step(histogram: Tensor, frame: Frame, finest_step: Tensor) -> Tensor:
             from_q = from_q.sum(1, keepdim=True)
         return plan(step, from_q.flatten(0, 1) // CLASSES, n, made, sure=False)
 
-    spare = math.isqrt(frame.numel) // 8
-    return finest(expected, DITHERED_STEPS, finest_step, frame.capacity - spare)
+    return finest(expected, DITHERED_STEPS, finest_step, frame.capacity - spare_words(frame))
+
+
+def spare_words(frame: Frame) -> int:
+    """Return by how many words a code may be expected to be too long: what chance adds to most codes."""
+    return math.isqrt(frame.numel) // 8

@@ -15,27 +15,33 @@ struct Plan {
 };
 
 inline uint32_t share_of(int64_t count, int64_t share, int64_t n) {
+    if (count == 0) return 0;  // maybe of no values at all
     const int64_t found = (count * share + n / 2) / n;
-    return count == 0 ? 0 : found < 1 ? 1 : static_cast<uint32_t>(found);
+    return found < 1 ? 1 : static_cast<uint32_t>(found);
 }
 
-inline void make_plan(const Counts& counts, int64_t step, int64_t n, const Tables& tables, bool sure, Plan& plan) {
+inline void find_first_keys(int64_t step, const Tables& tables, Plan& plan) {
     const int32_t* first = tables.first + step % FINER * (REACH + 1);
+    plan.step = step;
     for (int i = 0; i <= REACH; ++i) {
         const int64_t key = first[i] - PER_OCTAVE * (step / FINER);
         plan.first[i] = static_cast<int32_t>(key < 1 ? 1 : key < KEYS ? key : KEYS);
     }
+}
+
+// from[side][i]: how many values become q = i + 1 or more, or -(i + 1) or less.
+template <class From>
+inline void make_plan(const From& from, int64_t n, const Tables& tables, bool sure, Plan& plan) {
     int64_t reach[2], escapes = 0, present = 0, zeros = n;
     for (int side = 0; side < 2; ++side) {
         int64_t most = 0;
-        while (most < REACH && counts[side][plan.first[most]] > 2 * (most + 1)) most = 2 * most + 1;
-        for (int64_t i = 0; i < most; ++i)
-            present += counts[side][plan.first[i]] != counts[side][plan.first[i + 1]];
+        while (most < REACH && from[side][most] > 2 * (most + 1)) most = 2 * most + 1;
+        for (int64_t i = 0; i < most; ++i) present += from[side][i] != from[side][i + 1];
         reach[side] = most;
-        escapes += counts[side][plan.first[most]];
-        zeros -= counts[side][plan.first[0]];
+        escapes += from[side][most];
+        zeros -= from[side][0];
     }
-    plan.step = step, plan.above = reach[0], plan.below = reach[1], plan.escapes = escapes;
+    plan.above = reach[0], plan.below = reach[1], plan.escapes = escapes;
     const int64_t share = TOTAL - 1 - present - (escapes > 0);
     int64_t rest = TOTAL, total = 0;
     auto add = [&](int64_t symbol, int64_t count) {
@@ -47,8 +53,7 @@ inline void make_plan(const Counts& counts, int64_t step, int64_t n, const Table
     };
     for (int side = 0; side < 2; ++side)
         for (int64_t i = 0; i < reach[side]; ++i)
-            add(plan.below + (side ? -i - 1 : i + 1),
-                int64_t(counts[side][plan.first[i]]) - counts[side][plan.first[i + 1]]);
+            add(plan.below + (side ? -i - 1 : i + 1), from[side][i] - from[side][i + 1]);
     add(plan.beyond(), escapes);
     plan.frequency[plan.below] = static_cast<uint32_t>(rest);
     const int64_t cost = tables.cost[rest];
@@ -56,13 +61,26 @@ inline void make_plan(const Counts& counts, int64_t step, int64_t n, const Table
     plan.cost = total;
 }
 
+// The same by the keys of values.
+struct FromKeys {
+    struct Side {
+        const uint32_t* counts;
+        const int32_t* first;
+        int64_t operator[](int64_t i) const { return counts[first[i]]; }
+    };
+    Side sides[2];
+    const Side& operator[](int side) const { return sides[side]; }
+};
+
 // Plans of all contexts with a step, and the words that tables, escapes and code take.
 inline int64_t make_plans(const Counts* counts, int64_t step, const Frame& frame, const Tables& tables, bool sure,
                           Plan* plans) {
     int64_t words = 0, total = 0;
     for (int64_t context = 0; context < frame.contexts; ++context) {
         Plan& plan = plans[context];
-        make_plan(counts[context], step, frame.ends[context] - frame.begin(context), tables, sure, plan);
+        find_first_keys(step, tables, plan);
+        const FromKeys from{{{counts[context][0], plan.first}, {counts[context][1], plan.first}}};
+        make_plan(from, frame.ends[context] - frame.begin(context), tables, sure, plan);
         words += plan.beyond() + plan.escapes;
         total += plan.cost;
     }
@@ -78,6 +96,9 @@ inline void search(const Counts* counts, const Frame& frame, const Tables& table
     make_plans(counts, low, frame, tables, sure, plans);
 }
 
+// The middle of a key, in units of 2^-32.
+inline int64_t weight_of(int64_t key) { return (2 * PER_OCTAVE + 1 + 2 * (key % PER_OCTAVE)) << (key / PER_OCTAVE); }
+
 // What the magnitudes lie below their q on average, in units of 2^-SHIFT_BITS steps.
 inline int64_t shift_of(const Histogram& histogram, const Counts& counts, const Plan& plan,
                         const Tables& tables) {
@@ -88,7 +109,7 @@ inline int64_t shift_of(const Histogram& histogram, const Counts& counts, const 
         for (int64_t i = 0; i < reach; ++i) steps += counts[side][plan.first[i]] - beyond;
         count += counts[side][plan.first[0]] - beyond;
         for (int64_t key = plan.first[0]; key < plan.first[reach]; ++key)
-            weights += ((2 * PER_OCTAVE + 1 + 2 * (key % PER_OCTAVE)) << (key / PER_OCTAVE)) * int64_t(histogram[side][key]);
+            weights += weight_of(key) * int64_t(histogram[side][key]);
     }
     int64_t unit = (count * step) >> SHIFT_BITS;
     if (unit < 1) unit = 1;
@@ -214,33 +235,53 @@ inline uint16_t* write_escapes(const uint16_t* keys, const Plan& plan, int64_t n
     return place;
 }
 
-// Writes the code of `plans`, if it has room.
+// What a message is coded from: keys, and a table for each context.
+struct KeyCode {
+    const uint16_t* keys;
+    const Plan* plans;
+    const Frame& frame;
+
+    const uint16_t* key(int64_t value) const { return keys + value; }
+
+    void spread(int64_t context, uint32_t* table) const { ::spread(plans[context], table); }
+
+    uint16_t* write_escapes(int64_t context, uint16_t* place) const {
+        const int64_t begin = frame.begin(context);
+        if (!plans[context].escapes) return place;
+        return ::write_escapes(keys + begin, plans[context], frame.ends[context] - begin, place);
+    }
+};
+
+// Writes the code of a message, `KeyCode` or alike, if it has room.
+template <class Code>
 class Encoder {
 public:
     // table: [2 * KEYS]; scratch: [AT_ONCE, frame.length], as a value writes one word at most.
-    Encoder(const uint16_t* keys, const Plan* plans, const Frame& frame, uint32_t* table, uint16_t* scratch,
-            uint16_t* words)
-        : keys(keys), plans(plans), frame(frame), table(table), scratch(scratch), words(words) {}
+    Encoder(const Code& code, const Frame& frame, uint32_t* table, uint16_t* scratch, uint16_t* words)
+        : code(code), frame(frame), table(table), scratch(scratch), words(words) {}
 
     // Whether it had.
     bool write(uint32_t exponent, const int64_t* shifts) {
         uint16_t* head = words + frame.head();
-        head[0] = static_cast<uint16_t>(exponent), head[1] = static_cast<uint16_t>(plans[0].step);
+        head[0] = static_cast<uint16_t>(exponent), head[1] = static_cast<uint16_t>(code.plans[0].step);
         out = words + frame.tables(), last = words + frame.words;
         for (int64_t context = 0; context < frame.contexts; ++context) {
-            const Plan& plan = plans[context];
-            head[HEAD + REACHES * context] = static_cast<uint16_t>(plan.above << 8 | plan.below);
-            head[HEAD + REACHES * context + 1] = static_cast<uint16_t>(shifts[context]);
-            if (last - out < plan.beyond() + plan.escapes) return false;
-            for (int64_t i = 0; i <= plan.beyond(); ++i)
-                if (i != plan.below) *out++ = static_cast<uint16_t>(plan.frequency[i]);
-            const int64_t begin = frame.begin(context);
-            if (plan.escapes) last = write_escapes(keys + begin, plan, frame.ends[context] - begin, last);
+            int64_t escapes = 0;
+            for (int64_t table = context * frame.classes; table < (context + 1) * frame.classes; ++table) {
+                const Plan& plan = code.plans[table];
+                head[HEAD + REACHES * table] = static_cast<uint16_t>(plan.above << 8 | plan.below);
+                head[HEAD + REACHES * table + 1] = static_cast<uint16_t>(shifts[table]);
+                escapes += plan.escapes;
+                if (last - out < plan.beyond() + escapes) return false;
+                for (int64_t i = 0; i <= plan.beyond(); ++i)
+                    if (i != plan.below) *out++ = static_cast<uint16_t>(plan.frequency[i]);
+            }
+            last = code.write_escapes(context, last);
         }
         for (int64_t block = 0; block < frame.blocks;) {
             const int64_t count = together(frame, block) ? AT_ONCE : 1;
             for (int64_t b = 0; b < count; ++b)
-                blocks[b].begin(keys + first(block + b) + frame.count(block + b), end(block, b));
+                blocks[b].begin(code.key(first(block + b) + frame.count(block + b)), end(block, b));
             if (count == AT_ONCE) {
                 use(frame.context_of(first(block)));
                 encode_steps<AT_ONCE>(table, frame.length / frame.lanes, blocks);
@@ -261,7 +302,7 @@ private:
     uint16_t* end(int64_t block, int64_t b) { return scratch + b * frame.length + frame.count(block + b); }
 
     void use(int64_t context) {
-        if (context != spreaded) spread(plans[context], table);
+        if (context != spreaded) code.spread(context, table);
         spreaded = context;
     }
 
@@ -288,8 +329,7 @@ private:
         words[place] = static_cast<uint16_t>(number), words[place + 1] = static_cast<uint16_t>(number >> 16);
     }
 
-    const uint16_t* keys;
-    const Plan* plans;
+    const Code& code;
     const Frame& frame;
     uint32_t* table;
     uint16_t* scratch;
@@ -298,6 +338,22 @@ private:
     uint16_t *out = nullptr, *last = nullptr;  // where the next block and the last escape are
     int64_t spreaded = -1;                     // the context that `table` is of
 };
+
+// Makes the keys of all values, and counts those of each context. copies: COPIES of a histogram.
+template <class Values>
+void count_contexts(const Values& values, const Frame& frame, uint32_t exponent, uint16_t* keys, uint32_t* copies,
+                    Counts* counts, Histogram* histograms) {
+    for (int64_t context = 0; context < frame.contexts; ++context) {
+        constexpr int64_t SOME = 16384;  // keys are counted while the cache has them
+        std::memset(copies, 0, 2 * KEYS * COPIES * sizeof *copies);
+        for (int64_t begin = frame.begin(context); begin < frame.ends[context]; begin += SOME) {
+            const int64_t end = begin + SOME < frame.ends[context] ? begin + SOME : frame.ends[context];
+            values.make(begin, end, exponent, keys);
+            count_keys(keys + begin, end - begin, copies);
+        }
+        add_up(copies, histograms[context], counts[context]);
+    }
+}
 
 // values: `InTensorOrder` or alike. space: COPIES of a histogram, where the table of a context is later; then counts and
 // histogram of each context.
@@ -312,23 +368,14 @@ void encode_tensor(const Values& values, const Frame& frame, Tables tables, uint
     }
     Counts* counts = reinterpret_cast<Counts*>(space + 2 * KEYS * COPIES);
     Histogram* histograms = reinterpret_cast<Histogram*>(counts + frame.contexts);
-    for (int64_t context = 0; context < frame.contexts; ++context) {
-        constexpr int64_t SOME = 16384;  // keys are counted while the cache has them
-        std::memset(space, 0, 2 * KEYS * COPIES * sizeof *space);
-        for (int64_t begin = frame.begin(context); begin < frame.ends[context]; begin += SOME) {
-            const int64_t end = begin + SOME < frame.ends[context] ? begin + SOME : frame.ends[context];
-            values.make(begin, end, exponent, keys);
-            count_keys(keys + begin, end - begin, space);
-        }
-        add_up(space, histograms[context], counts[context]);
-    }
+    count_contexts(values, frame, exponent, keys, space, counts, histograms);
     for (int sure = 0; sure < 2; ++sure) {  // where the first code comes out too long, the second one cannot
         Plan plans[MOST_CONTEXTS];
         int64_t shifts[MOST_CONTEXTS];
         search(counts, frame, tables, sure, plans);
         for (int64_t context = 0; context < frame.contexts; ++context)
             shifts[context] = shift_of(histograms[context], counts[context], plans[context], tables);
-        if (Encoder(keys, plans, frame, space, scratch, words).write(exponent, shifts)) return;
+        if (Encoder(KeyCode{keys, plans, frame}, frame, space, scratch, words).write(exponent, shifts)) return;
         std::memset(words, 0, frame.words * sizeof *words);
     }
 }

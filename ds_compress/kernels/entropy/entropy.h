@@ -13,7 +13,7 @@ constexpr uint32_t LOW_BITS = (1 << SCALE_BITS) - 1;  // of a state
 constexpr int64_t TOTAL = 1 << SCALE_BITS, SURE = 5732, SHIFT_LEAST = -576, SHIFT_MOST = 448;
 constexpr uint32_t START = 1 << 16;
 constexpr float HIGHEST = 255.0f / 128;
-constexpr int64_t NOT_FINITE = 255, HEAD = 2, REACHES = 2, MOST_CONTEXTS = 16;
+constexpr int64_t NOT_FINITE = 255, HEAD = 2, REACHES = 2, MOST_CONTEXTS = 16, CLASSES = 4, CLASS_BITS = 2;
 
 struct Tables {
     const int32_t* first;  // [FINER, REACH + 1]
@@ -23,12 +23,12 @@ struct Tables {
 
 // Where the parts of a code are; lanes is 1 to MOST_LANES, contexts 1 to MOST_CONTEXTS.
 struct Frame {
-    int64_t numel, words, lanes, length, blocks, contexts;
-    const int64_t* ends;  // [contexts]
+    int64_t numel, words, lanes, length, blocks, contexts, classes;  // classes: tables of each context
+    const int64_t* ends;                                             // [contexts]
 
     int64_t sizes() const { return 2 * blocks * lanes; }
     int64_t head() const { return 2 * blocks * (lanes + 1); }
-    int64_t tables() const { return head() + HEAD + REACHES * contexts; }
+    int64_t tables() const { return head() + HEAD + REACHES * contexts * classes; }
     int64_t room() const { return words - tables(); }
     int64_t begin(int64_t context) const { return context ? ends[context - 1] : 0; }
     int64_t context_of(int64_t value) const {

@@ -5,7 +5,7 @@
 #include "entropy.h"
 #include "../simd/transpose.h"
 
-constexpr int64_t CLASSES = 4, CLASS_BITS = 2, PER_WORD = 16 / CLASS_BITS;
+constexpr int64_t PER_WORD = 16 / CLASS_BITS;
 constexpr int64_t RUN = 64;
 constexpr uint32_t RANKS = (INFINITE >> 16) + 1;
 

@@ -34,6 +34,7 @@ FORMAT: dict[str, Any] = {
     "n": SIZE,
     "size": range(8, LARGEST_GROUP + 1, 8),
     "bits": range(1, 9),
+    "top": range(1, 256),
     "symmetric": FLAG,
     "wide_scale": FLAG,
     "unrotated": FLAG,
@@ -50,7 +51,8 @@ _DITHER: dict[str, Any] = {"dithered": FLAG, "first": WORD, "second": WORD}
 _quantize = Function("quantize", "quantize_groups", "n", **VALUES, **_DITHER, **FORMAT, **PARTS)
 # on one thread: a draw depends on the number of values before its own
 _dithered = Function("quantize", "quantize_groups", **VALUES, **_DITHER, **FORMAT, **PARTS)
-_dequantize = Function("quantize", "dequantize_groups", "n", **VALUES, **FORMAT, **PARTS)
+_dequantize = Function("quantize", "dequantize_groups", "n", **VALUES, **_DITHER, **FORMAT, **PARTS)
+_dequantize_dithered = Function("quantize", "dequantize_groups", **VALUES, **_DITHER, **FORMAT, **PARTS)
 
 
 class QuantizePlan:
@@ -67,7 +69,8 @@ class QuantizePlan:
         known = format_arguments(self.n, size, grid, dtype)
         self.nearest = _quantize.bind(**known, dithered=False, first=0, second=0)
         self.dithered = _dithered.bind(**known, dithered=True)
-        self.decode = _dequantize.bind(**known)
+        self.decode = _dequantize.bind(**known, dithered=False, first=0, second=0)
+        self.decode_dithered = _dequantize_dithered.bind(**known, dithered=True)
 
 
 class DecodePlan:
@@ -83,7 +86,8 @@ class DecodePlan:
         self.numel = self.template.numel()
         self.is_supported = size <= LARGEST_GROUP
         if self.is_supported:
-            self.call = _plan(self.numel, size, grid, self.dtype).decode.__call__
+            plan = _plan(self.numel, size, grid, self.dtype)
+            self.call, self.call_dithered = plan.decode.__call__, plan.decode_dithered.__call__
 
 
 _plan = lru_cache(QuantizePlan)  # most messages have the shape of the one before
@@ -100,7 +104,6 @@ def quantize(
     """See `reference.quantize`."""
     numel, size = groups.numel(), size or groups.shape[1]
     is_mean = grid.is_mean and dither is None  # the reference leaves the order of that sum to PyTorch
-    is_mean = is_mean or grid.dithered
     # as `native.serves`, without its frame
     if is_mean or size > LARGEST_GROUP or numel < native.LONG or library.load() is None:
         if numel <= BLOCK or dither is not None:
@@ -125,14 +128,15 @@ def dequantize(
     dither: int | None = None,
 ) -> Tensor:
     """See `reference.dequantize`."""
-    if dither is not None:
-        return reference.dequantize(parts, grid, dtype, shape, dither)
     plan = _decode_plan(parts[0].shape, grid, dtype, shape)
     if plan.is_supported and plan.numel >= native.LONG and library.load() is not None:
         values = torch.empty_like(plan.template)
-        plan.call(values, *parts)
-    elif plan.numel <= BLOCK:
-        return reference.dequantize(parts, grid, dtype, shape)
+        if dither is None:
+            plan.call(values, *parts)
+        else:
+            plan.call_dithered(values, *key_halves(dither), *parts)
+    elif plan.numel <= BLOCK or dither is not None:
+        return reference.dequantize(parts, grid, dtype, shape, dither)
     else:
         values = torch.empty_like(plan.template)
         for block, *its_parts in _blocks(values.view(len(parts[0]), -1), *parts):
@@ -164,6 +168,7 @@ def format_arguments(n: int, size: int, grid: Grid, dtype: torch.dtype) -> dict[
         "n": n,
         "size": size,
         "bits": grid.bits,
+        "top": grid.top,
         "symmetric": grid.symmetric,
         "wide_scale": grid.scale_dtype == torch.float32,
         "unrotated": not grid.hadamard,

@@ -127,13 +127,11 @@ def from_codes(codes: Tensor, scales: Sequence[Tensor], grid: Grid, dither: int 
         dither: the key of the draws, if the grid is dithered.
     """
     step, offset = scales[0].float(), offset_of(scales, grid).float()
+    values = codes.float().mul_(step[:, None]).add_(offset[:, None])
     if dither is None:
-        return codes.float().mul_(step[:, None]).add_(offset[:, None])
-    # a draw has the middle of its 65536th of a step
-    fixed = (codes.int() << 16) - draws((codes.shape[0], codes.shape[1]), dither, codes.device)
-    position = fixed.float().add_(32767.5).mul_(2.0**-16)
-    doubt = (step - step) + (offset - offset)  # nan if the group was not finite
-    return position.mul_(step[:, None]).add_((offset + doubt)[:, None])
+        return values
+    draw = draws((codes.shape[0], codes.shape[1]), dither, codes.device)
+    return values.add_(draw.float().neg_().add_(32767.5).mul_(2.0**-16).mul_(step[:, None]))
 
 
 def _at_least(x: Tensor, dtype: torch.dtype) -> Tensor:

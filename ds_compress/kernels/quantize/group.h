@@ -15,17 +15,15 @@
 constexpr int MAX_GROUP = 4096;
 
 struct Format {
-    int64_t bits, symmetric, wide_scale;  // wide_scale: fp32 rather than bf16
-    const float* diagonal;                // of the rotation, or null
-    const Levels* levels;                 // of the grid for normal values, or null where it is uniform
-
-    int top() const { return (1 << bits) - (symmetric && bits > 1 ? 2 : 1); }
+    int64_t bits, top, symmetric, wide_scale;  // top: the largest code; wide_scale: fp32 rather than bf16
+    const float* diagonal;                     // of the rotation, or null
+    const Levels* levels;                      // of the grid for normal values, or null where it is uniform
 };
 
 // Groups whose size is no power of two have no rotation: what it wrote would not end with them.
-inline Format format(int64_t size, int64_t bits, int64_t symmetric, int64_t wide_scale, int64_t unrotated,
-                     const float* diagonal, int64_t uniform, const float* levels) {
-    return {bits, symmetric, wide_scale, unrotated || (size & (size - 1)) ? nullptr : diagonal,
+inline Format format(int64_t size, int64_t bits, int64_t top, int64_t symmetric, int64_t wide_scale,
+                     int64_t unrotated, const float* diagonal, int64_t uniform, const float* levels) {
+    return {bits, top, symmetric, wide_scale, unrotated || (size & (size - 1)) ? nullptr : diagonal,
             uniform ? nullptr : reinterpret_cast<const Levels*>(levels)};
 }
 
@@ -40,6 +38,7 @@ struct Group {
     alignas(64) float products[ROOM];
     alignas(64) int32_t codes[ROOM];  // to be packed
     alignas(64) uint8_t bytes[ROOM];  // unpacked codes
+    alignas(64) uint32_t words[(ROOM + 63) / 64 * 32];  // of draws
 
     // The values of a group as the grid is to see them. In whole vectors, as they are read again: a vector that was
     // written in pieces takes long to come back.
@@ -86,51 +85,64 @@ struct Group {
     // The nearest codes of values, by an ordinary grid: its step is large enough that none is beyond it.
     static Ints codes_of(const float* values, Grid grid) { return truncated(positions(values, grid) + 0.5f); }
 
-    // The same of any grid; of nan, 0.
+    // The same of any grid, or those that are DRAWN; of nan, 0.
+    template <bool DRAWN = false>
     void to_codes(Grid grid) {
         const Floats top = Floats{} + grid.top;
         in_vectors<SIZE>(size, [&](int64_t i, int64_t) {
-            store(truncated(smaller(larger(positions(values + i, grid), Floats{}), top) + 0.5f), codes + i);
+            const Floats position = larger(positions(values + i, grid), Floats{});
+            store(DRAWN ? drawn_codes(i, position, grid.top) : truncated(smaller(position, top) + 0.5f), codes + i);
         });
     }
 
-    // The nearest codes of a uniform grid, packed.
-    void pack_codes(const Format& format, Grid grid, uint8_t* packed) {
-        switch (format.bits) {
-            case 1: return pack_codes<1>(grid, packed);
-            case 2: return pack_codes<2>(grid, packed);
-            case 4: return pack_codes<4>(grid, packed);
-            case 8: return pack_codes<8>(grid, packed);
-        }
-        to_codes(grid);
-        pack<SIZE>(codes, size, format.bits, packed);
+    // Makes the draws of a group whose first word has that number.
+    void draw(Dither dither, uint32_t number) {
+        for (int64_t i = 0; i < Dither::words_of(SIZE ? SIZE : size); i += LANES)
+            store((Ints)dither.words(number + i), (int32_t*)words + i);
     }
 
-    template <int WIDTH>
-    void pack_codes(Grid grid, uint8_t* packed) {
-        if constexpr (IN_VECTORS<SIZE, WIDTH>) {
-            if (grid.is_ordinary()) {
-                pack_vectors<SIZE, WIDTH>([grid, values = values](int i) { return codes_of(values + i, grid); }, packed);
-                return;
-            }
-        }
-        to_codes(grid);
-        pack<SIZE>(codes, size, WIDTH, packed);
+    // Those of the values from a place on.
+    Ints draws(int64_t i) const {
+        return (Ints)((Words)::load((const int32_t*)words + i / 64 * 32 + i % 32) >> (i & 32) / 2 & 0xFFFF);
     }
 
     // Rounds up or down as a fraction of 16 bits and its draw have a carry, or not.
-    void dither_codes(Grid grid, Dither dither, uint32_t number) {
-        const int64_t count = SIZE ? SIZE : size;
-        const auto round = [&](int64_t i, Words draws) {
-            const Floats position = smaller(larger(positions(values + i, grid), Floats{}), Floats{} + grid.top);
-            store((truncated(position * 65536.0f + 0.5f) + (Ints)draws) >> 16, codes + i);
-        };
-        for (int64_t i = 0; i < count; i += 64)
-            for (int64_t j = i; j < i + 32 && j < count; j += LANES) {
-                const Words words = dither.words(number + i / 2 + j % 32);
-                round(j, words & 0xFFFF);
-                if (j + 32 < count) round(j + 32, words >> 16);
+    Ints drawn_codes(int64_t i, Floats position, float top) const {
+        return (truncated(smaller(position, Floats{} + top) * 65536.0f + 0.5f) + draws(i)) >> 16;
+    }
+
+    // What makes dithered values of those on the grid.
+    Floats subtracted(int64_t i, Floats value, float step) const {
+        const Floats draw = __builtin_convertvector(draws(i), Floats);
+        return value + (32767.5f - draw) * 0x1p-16f * step;
+    }
+
+    // The codes of a uniform grid, packed.
+    template <bool DRAWN>
+    void pack_codes(const Format& format, Grid grid, uint8_t* packed) {
+        switch (format.bits) {
+            case 1: return pack_codes<DRAWN, 1>(grid, packed);
+            case 2: return pack_codes<DRAWN, 2>(grid, packed);
+            case 4: return pack_codes<DRAWN, 4>(grid, packed);
+            case 8: return pack_codes<DRAWN, 8>(grid, packed);
+        }
+        to_codes<DRAWN>(grid);
+        pack<SIZE>(codes, size, format.bits, packed);
+    }
+
+    template <bool DRAWN, int WIDTH>
+    void pack_codes(Grid grid, uint8_t* packed) {
+        if constexpr (IN_VECTORS<SIZE, WIDTH>) {
+            if (grid.is_ordinary()) {
+                pack_vectors<SIZE, WIDTH>([this, grid](int i) __attribute__((always_inline)) {
+                    if constexpr (DRAWN) return drawn_codes(i, positions(values + i, grid), grid.top);
+                    else return codes_of(values + i, grid);
+                }, packed);
+                return;
             }
+        }
+        to_codes<DRAWN>(grid);
+        pack<SIZE>(codes, size, WIDTH, packed);
     }
 
     // The same of any grid, and work(place, lanes that exist, the values that the receiver will find there).
@@ -141,12 +153,20 @@ struct Group {
         return_own(format, work);
     }
 
-    // work(place, lanes that exist, the values that packed codes stand for there).
-    template <class F>
+    // work(place, lanes that exist, the values that packed codes stand for there). DITHERED: `draw` has been called.
+    template <bool DITHERED = false, class F>
     INLINED void return_values(const Format& format, Grid grid, const uint8_t* packed, const F& work) {
-        if (!format.levels && !format.diagonal) return return_uniform(format.bits, grid, packed, work);
-        keep_values(format, grid, packed);
-        return_own(format, work);
+        const auto shift = [this, step = grid.step](int64_t i, Floats x) __attribute__((always_inline)) {
+            return DITHERED ? subtracted(i, x, step) : x;
+        };
+        if (!format.levels && !format.diagonal) {
+            return_uniform(format.bits, grid, packed, [&](int64_t i, int64_t lanes, Floats x) __attribute__((always_inline)) {
+                work(i, lanes, shift(i, x));
+            });
+        } else {
+            keep_values(format, grid, packed, shift);
+            return_own(format, work);
+        }
     }
 
 private:
@@ -226,8 +246,9 @@ private:
         keep_levels(format, grid);
     }
 
-    void keep_values(const Format& format, Grid grid, const uint8_t* packed) {
-        const auto keep_own = [this](int64_t i, int64_t, Floats x) { store(x, own + i); };
+    template <class F>
+    void keep_values(const Format& format, Grid grid, const uint8_t* packed, const F& shift) {
+        const auto keep_own = [&](int64_t i, int64_t, Floats x) { store(shift(i, x), own + i); };
         if (!format.levels) return return_uniform(format.bits, grid, packed, keep_own);
         unpack<SIZE>(packed, size, format.bits, bytes);
         in_vectors<SIZE>(size, [&](int64_t i, int64_t) { store(::load(bytes + i), codes + i); });
@@ -256,15 +277,15 @@ inline float load_scale(const void* scales, int64_t i, bool wide) {
 
 INLINED Grid load_grid(const Format& format, const void* steps, const void* offsets, int64_t i) {
     const float step = load_scale(steps, i, format.wide_scale);
-    return {step, format.symmetric ? step * (-format.top() / 2.0f) : load_scale(offsets, i, format.wide_scale), 0, 0};
+    return {step, format.symmetric ? step * (-format.top / 2.0f) : load_scale(offsets, i, format.wide_scale), 0, 0};
 }
 
 // The arguments of exported functions that describe groups, in the order of FORMAT in cpu.py; and what they mean.
 // `diagonal` is not read if groups are not rotated, `levels` if the grid is uniform.
 #define FORMAT_PARAMETERS                                                                                            \
-    int64_t n, int64_t size, int64_t bits, int64_t symmetric, int64_t wide_scale, int64_t unrotated,                 \
+    int64_t n, int64_t size, int64_t bits, int64_t top, int64_t symmetric, int64_t wide_scale, int64_t unrotated,    \
         const float* diagonal, int64_t uniform, const float* levels
-#define FORMAT_OF_ARGUMENTS ::format(size, bits, symmetric, wide_scale, unrotated, diagonal, uniform, levels)
+#define FORMAT_OF_ARGUMENTS ::format(size, bits, top, symmetric, wide_scale, unrotated, diagonal, uniform, levels)
 
 // Calls f with `values` as bf16 or fp32.
 template <class Values, class F>
@@ -312,7 +333,7 @@ struct Batch {
     Grids<ROOM> grids;
 
     Batch(int64_t size, const Format& format) : grids() {
-        grids.top = format.top();
+        grids.top = format.top;
         for (Group<SIZE>& group : groups) group.size = size;
     }
 

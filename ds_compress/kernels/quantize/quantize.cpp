@@ -19,31 +19,46 @@ void quantize(const In* x, Dither dither, int64_t n, int64_t size, Format format
             Group<SIZE>& group = batch.groups[i];
             const Grid grid = batch.grids[i];
             fetch(x + (start + batch.GROUPS + i) * size, size);  // the next batch, while this one is computed
-            if (dither.on) group.dither_codes(grid, dither, (start + i) * Dither::words_of(size));
-            if (dither.on || format.levels) pack<SIZE>(group.codes, size, format.bits, packed);
-            else group.pack_codes(format, grid, packed);
+            if (dither.on) {
+                group.draw(dither, (start + i) * Dither::words_of(size));
+                group.template pack_codes<true>(format, grid, packed);
+            } else if (format.levels) {
+                pack<SIZE>(group.codes, size, format.bits, packed);
+            } else {
+                group.template pack_codes<false>(format, grid, packed);
+            }
         }
         batch.store_scales(count, format, start, steps, offsets);
     }
 }
 
-template <int SIZE, bool STREAMS, class Out>
-void dequantize(const uint8_t* packed, const void* steps, const void* offsets, int64_t n, int64_t size, Format format,
-                Out* y) {
+template <int SIZE, bool STREAMS, bool DITHERED, class Out>
+void dequantize(const uint8_t* packed, const void* steps, const void* offsets, Dither dither, int64_t n, int64_t size,
+                Format format, Out* y) {
     Group<SIZE> group;
     group.size = size;
     for (int64_t i = 0; i < n; ++i, packed += size * format.bits / 8, y += size) {
-        const auto deliver = [=](int64_t j, int64_t lanes, Floats x) { store_partial<STREAMS>(x, y + j, lanes); };
-        group.return_values(format, load_grid(format, steps, offsets, i), packed, deliver);
+        if (DITHERED) group.draw(dither, i * Dither::words_of(size));
+        const auto deliver = [=](int64_t j, int64_t lanes, Floats x) {
+            store_partial<STREAMS>(x, y + j, lanes);
+        };
+        group.template return_values<DITHERED>(format, load_grid(format, steps, offsets, i), packed, deliver);
     }
 }
 
 template <int SIZE, class Out>
-void dequantize(const uint8_t* packed, const void* steps, const void* offsets, int64_t n, int64_t size, Format format,
-                Out* y) {
-    if (size % LANES != 0 || !to_be_streamed(y, n * size))
-        return dequantize<SIZE, false>(packed, steps, offsets, n, size, format, y);
-    dequantize<SIZE, true>(packed, steps, offsets, n, size, format, y);
+void dequantize(const uint8_t* packed, const void* steps, const void* offsets, Dither dither, int64_t n, int64_t size,
+                Format format, Out* y) {
+    const bool streams = size % LANES == 0 && to_be_streamed(y, n * size);
+    const auto run = [&](auto is_streamed, auto is_dithered) {
+        dequantize<SIZE, is_streamed(), is_dithered()>(packed, steps, offsets, dither, n, size, format, y);
+    };
+    const auto choose = [&](auto is_streamed) {
+        if (dither.on) run(is_streamed, std::true_type());
+        else run(is_streamed, std::false_type());
+    };
+    if (!streams) return choose(std::false_type());
+    choose(std::true_type());
     store_fence();
 }
 
@@ -62,11 +77,12 @@ void quantize_groups(const void* x, int64_t bf16, int64_t dithered, int64_t firs
     });
 }
 
-void dequantize_groups(void* y, int64_t bf16, FORMAT_PARAMETERS, const uint8_t* packed, const void* steps,
-                       const void* offsets) {
+void dequantize_groups(void* y, int64_t bf16, int64_t dithered, int64_t first, int64_t second, FORMAT_PARAMETERS,
+                       const uint8_t* packed, const void* steps, const void* offsets) {
+    const Dither dither = {dithered != 0, static_cast<uint32_t>(first), static_cast<uint32_t>(second)};
     const Format format = FORMAT_OF_ARGUMENTS;
     with_type(y, bf16, [&](auto* values) {
-        FOR_SIZE(dequantize, packed, steps, offsets, n, size, format, values)
+        FOR_SIZE(dequantize, packed, steps, offsets, dither, n, size, format, values)
     });
 }
 

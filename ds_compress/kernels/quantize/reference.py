@@ -81,8 +81,6 @@ def dequantize(
     else:
         groups = from_codes(codes, scales, grid, dither)
     groups = rotate_back(groups, grid.key) if grid.hadamard else groups
-    if dither is not None:  # up to half a step beyond the largest value
-        groups = groups.clamp_(torch.finfo(dtype).min, torch.finfo(dtype).max)
     groups = groups.to(dtype)
     return groups if shape is None else groups.view(shape)
 

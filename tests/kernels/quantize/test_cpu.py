@@ -42,6 +42,9 @@ def test_equals_the_reference(bits, size, symmetric, dtype, hadamard, n, special
         for wide in (torch.bfloat16, torch.float32):
             decoded = cpu.dequantize(parts, grid, wide)
             assert_same_bits([decoded], [reference.dequantize(parts, grid, wide)])
+            if dither is not None:
+                decoded = cpu.dequantize(parts, grid, wide, None, dither)
+                assert_same_bits([decoded], [reference.dequantize(parts, grid, wide, None, dither)])
 
 
 @pytest.mark.parametrize(
