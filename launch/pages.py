@@ -3,7 +3,7 @@
     python launch/pages.py [--check]
 
 README.md and docs/evidence.md: the table of recipes, from results/*.jsonl and the tables of
-docs/speed-tables.md.
+docs/speed-tables.md. docs/evidence.md: what settings cost on every model, from results/*.jsonl.
 docs/images/bandwidth.png: step time against bandwidth, from docs/speed-tables.md.
 docs/options.md, commands.md, metrics.md: from the options, parsers and labels of the package.
 `--check` writes nothing and exits with 1 if a page differs from what would be written.
@@ -12,9 +12,10 @@ docs/options.md, commands.md, metrics.md: from the options, parsers and labels o
 import argparse
 import os
 import re
+import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -23,19 +24,28 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ds_compress.cli import parser
 from ds_compress.config.recipes import EVIDENCE
 from ds_compress.monitor import metrics
+from launch.reproduce.costs import ACROSS, Cost, cost_table, costs_of, worst
 from launch.reproduce.grid import read_rows
-from launch.reproduce.tables import Setting, grouped, markdown
+from launch.reproduce.run import Row
+from launch.reproduce.settings import SETTINGS
+from launch.reproduce.tables import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = {
     "none": "fp32, sent as soon as computed",
-    "safe": "4 bits, Hadamard",
-    "balanced": "3 bits, Hadamard",
-    "aggressive": "2.5 bits, entropy coded",
+    "safe": "4 bits forward, 3 back",
+    "balanced": "3 bits forward, 2 back",
+    "aggressive": "2.5 bits forward, 1.5 back",
+    "quant4": "4 bits, Hadamard",
     "auto": "the fastest within an error budget",
 }
 BASELINE = "stock"
-MARKS = ("<!-- recipes: begin; made by `make docs` -->", "<!-- recipes: end -->")
+MARKS = {
+    name: (f"<!-- {name}: begin; made by `make docs` -->", f"<!-- {name}: end -->")
+    for name in ("recipes", "costs")
+}
+KINDS = {"fine-tuned": "fine-tuned, %", "from scratch": "from scratch, %"}
+"""Of tasks of language models, and the column that each has."""
 
 
 def speed_table(heading: str) -> list[dict[str, str]]:
@@ -46,43 +56,65 @@ def speed_table(heading: str) -> list[dict[str, str]]:
     return [dict(zip(header, row)) for row in rows]
 
 
+def all_rows() -> list[Row]:
+    """Read the rows that recipes are judged by."""
+    return [row for preset in ACROSS for row in read_rows(ROOT / "results" / f"{preset}.jsonl")]
+
+
 def recipes_table() -> str:
-    """Compare recipes: bytes and losses from results/, step times from docs/speed-tables.md."""
-    settings = grouped(read_rows(ROOT / "results" / "cpu.jsonl"), "cpu")
+    """Compare recipes: promises, bytes and costs from results/, step times from docs/speed-tables.md."""
+    rows = all_rows()
     steps = speed_table("### What `auto` chooses")
     slow = next(row["link"] for row in steps if row["link"] != "unshaped")
-    ratios = {
-        row["recipe"].split("`")[1 if "`" in row["recipe"] else 0]: row
+    measured = {
+        row["recipe"].split("`")[1 if "`" in row["recipe"] else 0]: row["/ stock, unshaped"]
         for row in steps
         if row["link"] == slow
     }
-    baseline, safe = (ratios[name]["/ stock, unshaped"] for name in (BASELINE, "safe"))
-    none, compressed = (settings["language", EVIDENCE[name].row] for name in ("none", "safe"))
-    before = f"{none.metric('on').mean:.3f}"
-    on, off = on_off(compressed, 3).split(" / ")
-    rows = []
+    lines = []
     for name, what in RECIPES.items():
-        step = ratios.get("auto-safe" if name == "auto" else name, {}).get("/ stock, unshaped", "")
-        if name in EVIDENCE:
-            gpt, resnet = (settings[task, EVIDENCE[name].row] for task in ("language", "vision"))
-            rows.append([f"`{name}`", what, f"{gpt.ratio:.1f}", step, on_off(gpt, 3), on_off(resnet, 1)])
-        else:
-            rows.append([f"`{name}`", what, "", step, "", ""])
-    header = ["recipe", "what it sends", "times fewer bytes", f"step time at {slow}"]
-    table = markdown([*header, "fine-tuned GPT, perplexity", "ResNet, accuracy, %"], rows, texts=2)
+        step = measured.get("auto-safe" if name == "auto" else name, "")
+        evidence = EVIDENCE.get(name)
+        costs = costs_of(rows, evidence.row) if evidence else []
+        promise = evidence.promise if evidence else None
+        lines.append(
+            [
+                f"`{name}`",
+                what,
+                f"{statistics.fmean(each.ratio for each in costs):.1f}" if costs else "",
+                step,
+                off_on(promise, "g") if promise else "",
+                *(worst_of(costs, kind) for kind in KINDS),
+            ]
+        )
+    header = ["recipe", "what it sends", "times fewer bytes", f"step time at {slow}", "promise, %"]
+    table = markdown([*header, *KINDS.values()], lines, texts=2)
     return f"""{table}
 
-For example, `safe` sends {compressed.ratio:.1f} times fewer bytes. At {slow} its step takes {safe} times
-as long as DeepSpeed's step on an unlimited link; DeepSpeed alone takes {baseline} times as long. The GPT's
-perplexity rises from {before} to {on} if evaluation compresses messages too, and is {off} if it does not
-(the number after the slash). Means of three seeds or more (WikiText-2, per byte; CIFAR-10).
-Empty: depends on what `auto` chooses, or not measured."""
+Promise: the most that a recipe costs of the held-out loss, evaluated without compression / with it. The
+columns after it are measured: the worst of three language models (`quant4`: of the Llama), means over one to
+three seeds. Step time: relative to DeepSpeed's step on an unlimited link; DeepSpeed alone takes
+{measured[BASELINE]} times as long at {slow}.
+Empty: not measured, or it depends on what `auto` chooses."""
 
 
-def on_off(setting: Setting, digits: int) -> str:
-    """Show the metric with compression in evaluation and without."""
-    on, off = (f"{setting.metric(way).mean:.{digits}f}" for way in ("on", "off"))
-    return on if setting.name == "none" else f"{on} / {off}"
+def worst_of(costs: Sequence[Cost], kind: str) -> str:
+    """Show the largest cost of the tasks of a kind."""
+    own = [cost for cost in costs if cost.kind == kind]
+    return off_on(worst(own), "+.1f") if own else ""
+
+
+def off_on(pair: tuple[float, float], form: str) -> str:
+    """Show what evaluation costs without compression and with it."""
+    return " / ".join(format(value, form) for value in pair)
+
+
+def costs_table() -> str:
+    """Compare what all settings of several architectures cost."""
+    rows = all_rows()
+    names = {row["setting"] for row in rows} - {"none"}
+    known = dict.fromkeys(name for settings in SETTINGS.values() for name in settings if name in names)
+    return cost_table(rows, known)
 
 
 def bandwidth_plot(image: Path) -> None:
@@ -147,10 +179,14 @@ def metrics_page() -> str:
 
 def pages() -> Iterator[tuple[Path, str]]:
     """Give every page with the text it should have."""
-    for page in (ROOT / "README.md", ROOT / "docs" / "evidence.md"):
-        before, _, rest = page.read_text().partition(MARKS[0])
-        _, _, after = rest.partition(MARKS[1])
-        yield page, f"{before}{MARKS[0]}\n\n{recipes_table()}\n\n{MARKS[1]}{after}"
+    parts = {"recipes": recipes_table(), "costs": costs_table()}
+    for page, names in (("README.md", ["recipes"]), ("docs/evidence.md", ["recipes", "costs"])):
+        text = (ROOT / page).read_text()
+        for name in names:
+            begin, end = MARKS[name]
+            before, _, rest = text.partition(begin)
+            text = f"{before}{begin}\n\n{parts[name]}\n\n{end}{rest.partition(end)[2]}"
+        yield ROOT / page, text
     command = [sys.executable, "-m", "ds_compress", "list", "--markdown"]
     options = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     yield ROOT / "docs" / "options.md", options.stdout

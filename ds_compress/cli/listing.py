@@ -150,7 +150,7 @@ def _list_recipes(as_json: bool) -> None:
             **{direction: row[direction] for direction in DIRECTIONS},
             "bits per value": " / ".join(f"{row[f'bits_{direction}']:.2f}" for direction in DIRECTIONS),
             "ratio": f"{row['ratio']:.2f}",
-            "cost, on / off": str(EVIDENCE.get(row["recipe"], "not measured over three seeds")),
+            "cost, off / on": str(EVIDENCE.get(row["recipe"], "no promise")),
         }
         for row in rows
     ]

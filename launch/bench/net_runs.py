@@ -39,7 +39,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "forward": {"codec": {"name": "topk", "density": 0.1}},
         "backward": {"codec": {"name": "topk", "density": 0.1, "indices": "reuse"}},
     },
-    **{quality: {"recipe": quality} for quality in ("safe", "balanced")},
+    **{quality: {"recipe": quality} for quality in ("safe", "balanced", "quant4", "quant3")},
     **{f"auto-{quality}": {"recipe": "auto", "quality": quality} for quality in ("safe", "balanced")},
 }
 

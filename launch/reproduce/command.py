@@ -9,7 +9,7 @@ from launch.reproduce.launched import compare
 from launch.reproduce.page import write_page
 from launch.reproduce.presets import PRESETS
 from launch.reproduce.run import Row, Run
-from launch.reproduce.settings import LAUNCHED, SETTINGS
+from launch.reproduce.settings import COMPARED, LAUNCHED, SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURES = ("accuracy_on", "accuracy_off", "perplexity_on", "perplexity_off")
@@ -21,7 +21,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="folder with the data sets; needed to run anything")
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="default: results/")
     parser.add_argument(
-        "--only", nargs="+", metavar="TASK/SETTING", help="default: all settings of all tasks"
+        "--only",
+        nargs="+",
+        metavar="TASK/SETTING",
+        help="default: all of both tasks, or those compared over several architectures",
     )
     parser.add_argument("--seeds", "--seed", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--jobs", type=int, default=1, help="runs beside each other (default: %(default)s)")
@@ -44,11 +47,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def grid(preset: str, only: list[str] | None, seeds: list[int]) -> list[Run]:
     """All runs asked for: the baselines with all their seeds first, then seed by seed, the most telling
     settings of both tasks first."""
+    several = PRESETS[preset].keys() & {*PRESETS["small"]}
     named = {
         (task, setting): place
         for task in PRESETS[preset]
         for place, setting in enumerate(SETTINGS[task])
-        if only is None or f"{task}/{setting}" in only
+        if (f"{task}/{setting}" in only if only else not several or setting in COMPARED)
     }
     runs = [Run(preset, task, setting, seed) for task, setting in named for seed in seeds]
     return sorted(

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+from launch.reproduce.costs import ACROSS
 from launch.reproduce.grid import read_rows
 from launch.reproduce.orderings import SERIOUS, Costs, Settings, Verdict, check_claims
 from launch.reproduce.plots import pareto_plot
@@ -31,6 +32,8 @@ holds the block, the sizes, the seed, the processor and the releases that made i
 - Generated text: its perplexity to the model before fine-tuning, drawn after prompts of held-out text.
 - What `auto` chooses depends on the link: over that of one machine, which its rows have, it leaves messages
   as they are. [All tables](speed-tables.md) has its losses over a slow link, time to a loss included.
+- Presets `small` and `wide` train several architectures, fine-tuned and from scratch, for which
+  [Evidence](evidence.md) compares costs.
 - Preset `revisits` is `cpu` with six epochs of the language task instead of four: AQ-SGD sends changes
   of samples that come back.
 - ± is half of what lies between the largest and the smallest seed. A row of one seed carries no claim.
@@ -70,14 +73,16 @@ def environment(rows: Iterable[Row]) -> str:
 
 def _task(settings: Settings, task: str, preset: str, page: Path) -> str:
     own = [setting for (of, _), setting in settings.items() if of == task]
-    image = page.parent / "images" / f"evidence_{preset}_{task}.png"
-    pareto_plot(own, image)
     parts = [f"### {task}, {len(own)} settings", table(own)]
     for evaluated in ("on", "off"):
         found = matrix(settings, task, evaluated)
         if found:
             parts.append(f"Min-max quantization, {METRICS[task]} {evaluated}:\n\n{found}")
-    parts += [f"![quality against bytes](images/{image.name})", _recipes(settings, task, own)]
+    if preset not in ACROSS:
+        image = page.parent / "images" / f"evidence_{preset}_{task}.png"
+        pareto_plot(own, image)
+        parts.append(f"![quality against bytes](images/{image.name})")
+    parts.append(_recipes(settings, task, own))
     return "\n\n".join(parts) + "\n"
 
 

@@ -127,6 +127,9 @@ GUARD: Preset = {
     for name in ("llama", "gpt")
 }
 
+HELD_OUT = ("neox-finetuned", "neox-scratch")
+"""Tasks that no setting was chosen on: they were run after the settings were fixed."""
+
 PRESETS: dict[str, Preset] = {
     "cpu": CPU,
     "small": SMALL,

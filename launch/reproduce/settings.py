@@ -48,9 +48,9 @@ def learned(forward: float, backward: float, **others: Any) -> Block:
     return block(basis(forward), entropy(backward, contexts="rows"), warmup_steps=1, **others)
 
 
-def basis(bits: float, **options: Any) -> Block:
+def basis(bits: float, refresh: int = 50, **options: Any) -> Block:
     """Entropy coding in an eigenbasis, for activations."""
-    return entropy(bits, rotate="learned", refresh_steps=50, **options)
+    return entropy(bits, rotate="learned", refresh_steps=refresh, **options)
 
 
 def filled(bits: int, **others: Any) -> Block:
@@ -201,8 +201,8 @@ ROWS_OF_CHANNELS: dict[str, Block] = {
 FORWARD = {
     "group4": group(4, hadamard=True),
     "columns3": entropy(3, contexts="columns"),
-    **{f"basis{bits:g}": basis(bits) for bits in (4, 3)},
-    **{f"basis{bits:g}-dither": basis(bits, rounding="dither") for bits in (4, 3, 2.5, 2, 1.5)},
+    **{f"basis{bits:g}": basis(bits, 16) for bits in (4, 3, 2.5)},
+    **{f"basis{bits:g}-dither": basis(bits, 16, rounding="dither") for bits in (4, 3, 2.5, 2, 1.5)},
 }
 """Codecs of activations."""
 
@@ -220,9 +220,14 @@ ONE_DIRECTION: dict[str, Block] = {
 }
 BOTH_DIRECTIONS: dict[str, Block] = {
     f"{forward}/{backward}": block(FORWARD[forward], BACKWARD[backward])
-    for forward in FORWARD
-    for backward in BACKWARD
-    if (forward, backward) != ("group4", "group4")  # has a name already
+    for forward, backward in (
+        ("basis4", "dither3"),
+        ("basis3", "dither2"),
+        ("basis2.5", "dither1.5"),
+        ("basis3-dither", "dither2"),
+        ("basis2.5-dither", "dither1.5"),
+        ("columns3", "stochastic2"),
+    )
 }
 ROWS = entropy(2, contexts="rows")
 GRADIENTS: dict[str, Block] = {
@@ -244,6 +249,12 @@ RECIPES: dict[str, Block] = {
     "topk10_bf16-reuse": block(topk(10, values="bf16"), {**REUSE, "density": 0.1, "values": "bf16"}),
 }
 """Of recipes that have no other name here."""
+
+OLDER = ("group4/4-hadamard", "group3/3-hadamard", "entropy2.5/2.5", "entropy1.75/1.75-learned-loco")
+"""What recipes were before they were judged on several models."""
+
+COMPARED = (*NONE, *BOTH_DIRECTIONS, *ONE_DIRECTION, *RECIPES, *OLDER)
+"""Those that the presets of several architectures run where nobody names others."""
 
 LAUNCHED = ("none", "minmax4/8", "topk10-reuse", "topk10-ef-warmup", "topk30-aqsgd", "autoencoder16")
 """Those repeated as real pipelines where nobody names others."""

@@ -1,0 +1,92 @@
+"""What settings cost on every model: each run against the uncompressed run of the same seed."""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from launch.reproduce.presets import HELD_OUT, PRESETS
+from launch.reproduce.run import Row
+from launch.reproduce.tables import METRICS, markdown
+
+ACROSS = ("small", "wide")
+"""Presets of several architectures, on which recipes are judged."""
+
+
+class Cost(NamedTuple):
+    """What a setting costs in one task, means over seeds.
+
+    Percent of the held-out loss (nats a token), or points of accuracy; larger is worse, inf: it diverged.
+    """
+
+    preset: str
+    task: str
+    seeds: int
+    ratio: float  # times fewer bytes than fp32, headers included
+    off: float  # evaluated with uncompressed messages
+    on: float  # evaluated with compressed messages
+
+    @property
+    def kind(self) -> str:
+        """Which column of the tables it belongs to: fine-tuned, from scratch or CNN."""
+        if METRICS[self.task] == "accuracy":
+            return "CNN"
+        return "fine-tuned" if self.task.endswith("-finetuned") else "from scratch"
+
+
+def costs_of(rows: Iterable[Row], setting: str) -> list[Cost]:
+    """Return the costs of a setting in every task that has rows of it, and uncompressed ones of its seeds."""
+    found = {(row["preset"], row["task"], row["setting"], row["seed"]): row for row in rows}
+    costs = []
+    for preset in ACROSS:
+        for task in PRESETS[preset]:
+            seeds = [key[3] for key in found if key[:3] == (preset, task, setting)]
+            pairs = [(found[preset, task, setting, s], found.get((preset, task, "none", s))) for s in seeds]
+            known = [(row, base) for row, base in pairs if base is not None]
+            if known:
+                off, on = (
+                    statistics.fmean(_lost(*pair, METRICS[task], way) for pair in known)
+                    for way in ("off", "on")
+                )
+                raw, wire = (sum(row[key] for row, _ in known) for key in ("raw_bytes", "wire_bytes"))
+                costs.append(Cost(preset, task, len(known), raw / wire, off, on))
+    return costs
+
+
+def _lost(row: Row, base: Row, metric: str, way: str) -> float:
+    value, before = row[f"{metric}_{way}"], base[f"{metric}_{way}"]
+    if value is None:
+        return math.inf
+    return before - value if metric == "accuracy" else 100 * (math.log(value) / math.log(before) - 1)
+
+
+def worst(costs: Sequence[Cost]) -> tuple[float, float]:
+    """Return the largest cost of any task, evaluated off and on."""
+    return max(cost.off for cost in costs), max(cost.on for cost in costs)
+
+
+def cost_table(rows: Sequence[Row], settings: Iterable[str]) -> str:
+    """Compare settings over all tasks."""
+    found = {setting: costs for setting in settings if (costs := costs_of(rows, setting))}
+    columns = [
+        (preset, task)
+        for preset in ACROSS
+        for task in PRESETS[preset]
+        if any((cost.preset, cost.task) == (preset, task) for costs in found.values() for cost in costs)
+    ]
+    lines = []
+    for setting, costs in found.items():
+        cells = {(cost.preset, cost.task): cost for cost in costs}
+        ratio = statistics.fmean(cost.ratio for cost in costs)
+        lines.append([f"`{setting}`", f"{ratio:.1f}", *(_cell(cells.get(column)) for column in columns)])
+    names = [f"{task}{' (wide)' if preset == 'wide' else ''}" for preset, task in columns]
+    header = [f"{name}, held out" if name in HELD_OUT else name for name in names]
+    return markdown(["setting", "times fewer bytes", *header], lines)
+
+
+def _cell(cost: Cost | None) -> str:
+    """Costs off / on, and the number of seeds where these are not three."""
+    if cost is None:
+        return ""
+    seeds = {1: ", 1 seed", 2: ", 2 seeds"}.get(cost.seeds, "")
+    return f"{cost.off:+.2f} / {cost.on:+.2f}{seeds}"
