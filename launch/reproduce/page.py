@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from launch.reproduce.costs import ACROSS
 from launch.reproduce.grid import read_rows
 from launch.reproduce.orderings import SERIOUS, Costs, Settings, Verdict, check_claims
 from launch.reproduce.plots import pareto_plot
@@ -16,8 +15,7 @@ SEEDS = 3  # that a row which carries a claim has at least
 HEAD = """# All rows of the evidence
 
 Made by `python launch/reproduce.py --data FOLDER --page docs/evidence-tables.md` from the rows in `results/`.
-A row
-holds the block, the sizes, the seed, the processor and the releases that made it;
+A row holds the block, the sizes, the seed, the processor and the releases that made it;
 `python launch/reproduce.py --data FOLDER --only TASK/SETTING --seed N` makes it again.
 
 - Four stages, three boundaries, fp32, in `simulate`, whose losses are those of a real pipeline bit for bit.
@@ -78,7 +76,7 @@ def _task(settings: Settings, task: str, preset: str, page: Path) -> str:
         found = matrix(settings, task, evaluated)
         if found:
             parts.append(f"Min-max quantization, {METRICS[task]} {evaluated}:\n\n{found}")
-    if preset not in ACROSS:
+    if task in ("vision", "language"):
         image = page.parent / "images" / f"evidence_{preset}_{task}.png"
         pareto_plot(own, image)
         parts.append(f"![quality against bytes](images/{image.name})")
