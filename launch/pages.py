@@ -91,11 +91,9 @@ def recipes_table() -> str:
     table = markdown([*header, *KINDS.values()], lines, texts=2)
     return f"""{table}
 
-Promise: the most that a recipe costs of the held-out loss, evaluated without compression / with it. The
-columns after it are measured: the worst of three language models (`quant4`: of the Llama), means over one to
-three seeds. Step time: relative to DeepSpeed's step on an unlimited link; DeepSpeed alone takes
-{measured[BASELINE]} times as long at {slow}.
-Empty: not measured, or it depends on what `auto` chooses."""
+Promise: the most that a recipe costs of the held-out loss, evaluated without compression / with it. Then
+what was measured: the worst of three language models (`quant4`: of the Llama). Step time: relative to
+DeepSpeed's, unlimited link; DeepSpeed alone takes {measured[BASELINE]} at {slow}. Empty: not measured."""
 
 
 def worst_of(costs: Sequence[Cost], kind: str) -> str:
