@@ -46,8 +46,8 @@ def config(name, replicas=1, **changes):
 
 def run(stages, ds_config, folder, start=0, end=END, kill_at=None, **load_options):
     """Train from step `start`, which is loaded from `folder`, to `end`; saves after `SAVED` steps."""
-    warnings = log_lines()
     engine = build(stages, ds_config)
+    warnings = log_lines()
     data = itertools.cycle(itertools.islice(batches(engine.grid.get_data_parallel_id()), VISITED_AGAIN))
     loaded = None
     if start:

@@ -226,8 +226,8 @@ def test_rank_0_names_the_tag_that_another_rank_misses():
 
 def train(settings, folder, steps=(), start=0, forget=None):
     """Train and save at each of `steps`; `forget`: (step, file) to delete after the save of that step."""
-    warnings = log_lines()
     engine = build(2, settings)
+    warnings = log_lines()
     if start:
         engine.load_checkpoint(str(folder), tag=f"global_step{start}")
     loaded, saved, losses = channel_state(engine), {}, []

@@ -55,7 +55,7 @@ def test_quantize_calls_three(choice):
 
 
 @NEEDS_COMPILER
-def test_topk_calls_fourteen():
-    """Codec, selection, backend, index coding, C++. It was 27 and 29."""
+def test_topk_calls_fifteen():
+    """Codec, selection, backend, index coding, the cast of values, C++. It was 27 and 29."""
     encoding, decoding = calls_of(build("topk"), torch.randn(4, 256, 512))
-    assert encoding.total() <= 14 and decoding.total() <= 14, (encoding, decoding)
+    assert encoding.total() <= 15 and decoding.total() <= 15, (encoding, decoding)

@@ -67,7 +67,9 @@ def test_compiled_passes_equal_torch_on_every_16_bit_float(dtype, format, larges
             codes, scale = float8.encode_fp8(values, format)
             wide = values.float()
             finfo = torch.finfo(format)
-            expected_scale = wide.abs().amax(1) / finfo.max
+            reach = wide.abs().amax(1)
+            reach[reach.isfinite()] = reach[reach.isfinite()].clamp(max=2.0**127)  # no product overflows
+            expected_scale = reach / finfo.max
             scaled = wide / torch.where(expected_scale != 0, expected_scale, 1)[:, None]
             expected = scaled.clamp_(finfo.min, finfo.max).to(format)
             torch.testing.assert_close(scale, expected_scale, rtol=0, atol=0, equal_nan=True)

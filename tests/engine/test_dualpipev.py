@@ -315,7 +315,7 @@ def test_the_guard_measures_what_compression_costs_and_leaves_training_as_it_is(
     "block, limits, output",
     [
         (NOISE, {"loss": 0.01, "error": 9.0}, "a loss of"),
-        (LOST, {"error": 0.5}, "boundary 1, backward: a relative error"),
+        (LOST, {"gradient_error": 0.5}, "boundary 1, backward: an error of accumulated gradients"),
     ],
     ids=["loss", "error"],
 )

@@ -171,4 +171,4 @@ def test_the_guard_looks_at_what_is_compressed():
     """In the light of a mask's finfo.min every message once was perfect; one with -inf was never finite."""
     judged, _ = run_ranks(2, judged_after, block_of({"name": "topk", "density": 0.1}), 2)
     assert set(judged) == {(0, "forward"), (0, "backward")}
-    assert all(0.01 < each.error < 1 for each in judged.values()), judged
+    assert all(0.01 < max(each.error, each.gradient_error) < 1 for each in judged.values()), judged

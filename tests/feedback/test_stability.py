@@ -31,7 +31,7 @@ SETTINGS = [
     {"name": "quantize", "bits": 1, "scheme": "symmetric", "group_size": 16},
     {"name": "quantize", "bits": 4, "rounding": "stochastic", "group_size": 16},
     *({"name": name, "bits": bits} for name in ("acsgd", "minmax") for bits in (2, 4)),
-    *({"name": "topk", "density": 0.3, "select": select} for select in ("exact", "block")),
+    {"name": "topk", "density": 0.3},
     {"name": "topk", "density": 0.3, "values": {"name": "quantize", "bits": 4}},
     {"name": "column", "density": 0.3},
     {"name": "randomk", "density": 0.3},
