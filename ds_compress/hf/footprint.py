@@ -167,12 +167,14 @@ class _FakePasses:
         with FakeTensorMode(allow_non_fake_inputs=True):
             known = [tensor for part in self._parts for tensor in _make_fake(part)]
             with _FakeTensorMeter(known) as meter:
-                ids = torch.zeros(shape, dtype=torch.int64)
-                hidden = torch.zeros(*shape, width, dtype=self._parts[0].dtype, requires_grad=True)
+                ids = torch.zeros(shape, dtype=torch.int64, device="cpu")
+                hidden = torch.zeros(
+                    *shape, width, dtype=self._parts[0].dtype, device="cpu", requires_grad=True
+                )
                 x: Any = ids if first else hidden
                 del hidden
                 if isolated:
-                    x = x, torch.zeros(shape, dtype=torch.int64)
+                    x = x, torch.zeros(shape, dtype=torch.int64, device="cpu")
                 x = self._forward(x)
                 output = causal_lm_loss(x, ids) if last else x[0] if isolated else x
                 del x

@@ -39,12 +39,17 @@ def can_keep(state: Tensor) -> Tensor:
     return (_limits(state).abs() <= LARGEST_STATE).all()
 
 
+def is_readable(x: Tensor) -> bool:
+    """Return whether the host can read `x` at once; it would wait for the work of a device."""
+    return x.is_cpu
+
+
 def saturate(x: Tensor, most: float) -> Tensor:
     """Return `x` with finite values beyond -most .. most cut off; inf and nan stay.
 
     A CPU makes no copy of `x` if there are none.
     """
-    if x.is_cpu and (_limits(x).abs() <= most).all():
+    if is_readable(x) and (_limits(x).abs() <= most).all():
         return x
     return torch.where(x.isinf(), x, x.clamp(-most, most))
 
@@ -58,7 +63,7 @@ def cast(x: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     result = x.to(dtype) if out is None else out.copy_(x)
     most = torch.finfo(dtype).max
     # a sum is not finite if a value is not; it takes a CPU less time than a search
-    if most >= torch.finfo(x.dtype).max or (x.is_cpu and math.isfinite(result.sum())):
+    if most >= torch.finfo(x.dtype).max or (is_readable(x) and math.isfinite(result.sum())):
         return result
     result.copy_(saturate(x.to(wide(x.dtype)), most))  # bf16 does not have the largest fp16
     return result.masked_fill_(x.isnan(), math.nan)  # whose bits in a cast depend on the processor

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from ds_compress.engine import wiring
+from ds_compress.kernels import numerics
 from ds_compress.transport import p2p, staging, streams
 
 HOST_WAITS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}
@@ -221,6 +222,7 @@ def install(staged, deaf=()):
     torch.Tensor.record_stream = lambda tensor, stream: device.recorded(tensor, stream)
     wiring.codec_stream_for = streams.DeviceCodecStream
     staging.pinned = _pinned
+    numerics.is_readable = lambda x: False
     if staged:
         staging.is_needed = lambda which: True
         staging.dist = device.transfers(lambda: device.host)  # as gloo's, which know no stream
