@@ -93,7 +93,8 @@ def recipes_table() -> str:
 
 Promise: the most that a recipe may cost of the held-out loss, evaluated without compression / with it. Then
 what it cost: the worst of three language models, one seed in most rows (`quant4`: the Llama). Step time:
-relative to DeepSpeed's, unlimited link, version 0.2; DeepSpeed alone takes {measured[BASELINE]} at {slow}. Empty: not measured."""
+relative to DeepSpeed's, unlimited link, version 0.2; DeepSpeed alone takes {measured[BASELINE]} at {slow}.
+Empty: not measured."""
 
 
 def worst_of(costs: Sequence[Cost], kind: str) -> str:

@@ -56,6 +56,7 @@ def test_on_a_slow_link_compression_pays(capsys):
     assert best in allowed and all(row["step_s"] > 0.98 * best["step_s"] for row in allowed)
 
 
+@pytest.mark.extended
 def test_the_answer_comes_first_one_line_and_a_block_to_paste(capsys):
     """On a terminal of 80 columns it once came after 300 lines."""
     out = advise(capsys, "--gbps", "1", *FAST_CODECS)[1]

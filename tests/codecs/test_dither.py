@@ -110,6 +110,7 @@ def test_values_at_the_end_of_the_range_stay_finite(setting, dtype):
 
 
 @pytest.mark.parametrize("bits", [0.3, 2, 5.5])
+@pytest.mark.extended(keep=1)
 def test_backends_give_the_same_bits(bits, monkeypatch):
     """The words, what they decode to, and which damaged ones are refused."""
     monkeypatch.setattr(native, "LONG", 0)

@@ -187,6 +187,7 @@ def train_with_breaks(folder, mode):
 
 
 @pytest.mark.parametrize("mode", ["blocking", "eager"])
+@pytest.mark.extended(keep=1)
 def test_what_breaks_is_said_once_and_switches_monitoring_off(mode, tmp_path):
     ranks = run_ranks(2, train_with_breaks, tmp_path, mode)
     for name in BREAKS:

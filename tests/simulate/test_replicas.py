@@ -63,6 +63,7 @@ def distance_from_optimum(feedback):
     return ((model.weight - target).norm() / target.norm()).item()
 
 
+@pytest.mark.extended
 def test_topk_alone_stays_far_from_the_optimum():
     """It sends what cancels out, in every step; error feedback comes near at a constant learning rate."""
     assert distance_from_optimum("ef") < 0.1 * distance_from_optimum("none")
