@@ -48,7 +48,7 @@ def sanitized(*arguments):
         "ASAN_OPTIONS": "detect_leaks=0:symbolize=0",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "tests.support.sanitized", *arguments]
+    command = [sys.executable, "-m", "tests.kernels.test_sanitizer", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
 
 
