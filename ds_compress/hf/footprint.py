@@ -1,7 +1,7 @@
-"""Predict memory and arithmetic of each stage of a fine-tuning run from the config of its model alone.
+"""Predict memory and operations of each stage of a fine-tuning run, from the config of its model alone.
 
-The parts of a stage run one micro-batch on fake tensors, which have shapes but no data: every tensor that is
-alive is counted, and so is every operation.
+Each stage runs one micro-batch on fake tensors, which have shapes but no data. A meter counts the bytes of
+all live tensors, and all operations.
 """
 
 import copy
@@ -28,7 +28,7 @@ from ds_compress.hf.settings import Settings
 from ds_compress.hf.training import DTYPES
 
 OPTIMIZER_STATES = {"sgd": 0, "lion": 1}
-"""Values in fp32 that an optimizer keeps for each trained one, where they are not 2, as of Adam."""
+"""fp32 values of optimizer state per trained value, for optimizers that do not have 2 as Adam does."""
 
 
 COUNTERS = {
@@ -40,23 +40,23 @@ COUNTERS = {
         torch.ops.aten._scaled_dot_product_flash_attention_backward
     ],
 }
-"""Functions that count operations: PyTorch's, and its own for the attention of GPUs used for that of CPUs."""
+"""PyTorch's functions that count operations; those for attention on GPUs also count attention on CPUs."""
 
 
 @dataclass(frozen=True)
 class StageFootprint:
-    """What a stage needs: bytes, and operations of a micro-batch."""
+    """Memory of a stage in bytes, and its operations per micro-batch."""
 
     layers: int
     parameters: int
     trained: int
-    """Gradients and the state of the optimizer."""
+    """Bytes of gradients and optimizer state."""
     activations: int
-    """What stays of a micro-batch between its passes."""
+    """Bytes that a micro-batch keeps from its forward to its backward pass."""
     working: int
-    """The most that the passes of a micro-batch need beyond its activations."""
+    """Most bytes that a pass of a micro-batch needs beyond its activations."""
     in_flight: int
-    """Micro-batches between their passes, at link depth 1."""
+    """Micro-batches that keep activations at the same time, at link depth 1."""
     forward_flops: int
     backward_flops: int
 
@@ -67,10 +67,10 @@ class StageFootprint:
 
 
 def predict_footprint(settings: Settings, config: PretrainedConfig) -> list[StageFootprint]:
-    """Return the footprint of each stage, without the buffers of DeepSpeed and of codecs.
+    """Return the footprint of each stage, without buffers of DeepSpeed and codecs.
 
     Raises:
-        CompressionError: the model cannot be cut into stages, or does not run on tensors without data.
+        CompressionError: the model cannot be cut into stages, or does not run on fake tensors.
     """
     isolated = settings.data.packing == "isolated"
     lora = settings.lora.to_peft(settings.model) if settings.lora else None
@@ -78,7 +78,7 @@ def predict_footprint(settings: Settings, config: PretrainedConfig) -> list[Stag
         config, settings.stages, lora, DTYPES[settings.dtype], isolated, settings.quantize
     )
     plain = copy.copy(template)
-    plain.quantizer = None  # fake tensors are not quantized: what linear layers keep does not depend on it
+    plain.quantizer = None  # fake tensors stay unquantized: activations do not depend on it
     sequences, micro_batches = settings.batch_sizes
     tokens, text = sequences * settings.sequence_length, config.get_text_config()
     found = []
@@ -115,7 +115,7 @@ def predict_footprint(settings: Settings, config: PretrainedConfig) -> list[Stag
 
 
 def _trained_bytes(settings: Settings, dtype: torch.dtype) -> int:
-    """Return the bytes of gradient and optimizer for each trained parameter."""
+    """Return the bytes of gradient and optimizer state per trained value."""
     name = str(settings.ds_config.get("optimizer", {}).get("type", "")).lower()
     states = 4 * OPTIMIZER_STATES.get(name, 2)
     if settings.lora or dtype == torch.float32:
@@ -124,7 +124,7 @@ def _trained_bytes(settings: Settings, dtype: torch.dtype) -> int:
 
 
 class _FakeTensorMeter(TorchDispatchMode):
-    """Count operations, and the bytes of all tensors that are made while it is active and still exist."""
+    """Counts operations, and the bytes of live tensors that were created while it is active."""
 
     def __init__(self, known: list[Tensor]):
         """`known`: tensors that are not counted."""
@@ -149,10 +149,10 @@ class _FakeTensorMeter(TorchDispatchMode):
 
 
 class _FakePasses:
-    """Run the passes of one micro-batch through the parts of a stage, on fake tensors."""
+    """Runs one micro-batch forward and backward through the parts of a stage, on fake tensors."""
 
     def __init__(self, parts: list[Part], interval: int):
-        """`interval`: parts to recompute together; 0: none."""
+        """`interval`: number of parts that one activation checkpoint covers; 0: no recomputation."""
         self._parts, self._interval = parts, interval
 
     def run(self, shape: tuple[int, int], width: int, isolated: bool) -> tuple[int, int, int, int]:
@@ -161,7 +161,7 @@ class _FakePasses:
         Args:
             shape: sequences and tokens of the micro-batch.
             width: of hidden states.
-            isolated: whether positions are sent with them.
+            isolated: whether token positions accompany the hidden states.
         """
         first, last = self._parts[0].part_id.kind == EMBEDDING, self._parts[-1].part_id.kind == AFTER
         with FakeTensorMode(allow_non_fake_inputs=True):

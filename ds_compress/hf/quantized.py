@@ -1,7 +1,7 @@
-"""Models whose linear layers hold 4-bit or 8-bit weights, by the quantizers of Transformers.
+"""Load models whose linear layers have 4-bit or 8-bit weights, with the quantizers of Transformers.
 
-bitsandbytes keeps the weights. Transformers replaces the modules, and reads or quantizes their weights, a
-tensor at a time. Quantized weights are frozen, so only adapters are trained (QLoRA,
+Transformers replaces each linear layer by one of bitsandbytes, and reads or quantizes its weight, one tensor
+at a time. Quantized weights are frozen, so only adapters are trained (QLoRA,
 https://arxiv.org/abs/2305.14314).
 """
 
@@ -20,20 +20,20 @@ from ds_compress.errors import CompressionError, in_one_line, shown
 from ds_compress.hf.settings import NAME
 
 METHOD = "bitsandbytes"
-"""The "quant_method" in a config.json that a pipeline supports. DeepSpeed's engine cannot move the tensors of
+"""The one "quant_method" of a config.json that a pipeline supports. DeepSpeed's engine cannot move tensors of
 torchao, and peft trains no adapters over its 4-bit weights."""
 
 
 def find_quantizer(
     config: PretrainedConfig, requested: str | None, dtype: torch.dtype, is_trained_whole: bool
 ) -> HfQuantizer | None:
-    """Return the quantizer of a checkpoint, or the requested one; None: the weights stay as they are.
+    """Return the quantizer of a checkpoint, or the requested one; None if weights are not quantized.
 
     Args:
-        config: of the checkpoint.
-        requested: `quantize` in train.json.
-        dtype: in which a requested quantizer computes.
-        is_trained_whole: whether all parameters are to be trained.
+        config: config of the checkpoint.
+        requested: value of `quantize` in train.json.
+        dtype: dtype in which layers of a requested quantizer compute.
+        is_trained_whole: whether all parameters are trained.
 
     Raises:
         CompressionError: the method is not supported, not installed, or cannot be trained.
@@ -62,14 +62,14 @@ def find_quantizer(
         quantizer.validate_environment()
     except (ImportError, RuntimeError) as error:
         raise CompressionError(f'{in_one_line(error)}; pip install "ds_compress[quantized]"') from None
-    # The first would warn of each part that has nothing to quantize, the second of each product in 8 bits
+    # The first warns of each part without anything to quantize, the second of each 8-bit product
     for name in ("transformers.integrations.bitsandbytes", "bitsandbytes.autograd._functions"):
         logging.getLogger(name).setLevel(logging.ERROR)
     return quantizer
 
 
 def _request(name: str, dtype: torch.dtype) -> BitsAndBytesConfig:
-    """Return the config of a value of `quantize` in train.json."""
+    """Return the bitsandbytes config for `name`, a value of `quantize` in train.json."""
     if name == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
@@ -81,7 +81,7 @@ def _request(name: str, dtype: torch.dtype) -> BitsAndBytesConfig:
 
 
 def without_quantization(config: PretrainedConfig) -> PretrainedConfig:
-    """Return a copy of `config` for the model with whole weights."""
+    """Return a copy of `config` without quantization, for the model with unquantized weights."""
     plain = copy.deepcopy(config)
     if hasattr(plain, "quantization_config"):
         del plain.quantization_config
@@ -89,7 +89,7 @@ def without_quantization(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def fix_skipped_modules(quantizer: HfQuantizer, model: PreTrainedModel) -> None:
-    """Let `quantizer` skip in each part of `model` what it skips in the whole, such as the head."""
+    """Have `quantizer` skip the same modules in each part of `model` as in the whole model (the head)."""
     config: Any = quantizer.quantization_config
     kept: Any = model._keep_in_fp32_modules
     config.llm_int8_skip_modules = quantizer.get_modules_to_not_convert(
@@ -98,17 +98,17 @@ def fix_skipped_modules(quantizer: HfQuantizer, model: PreTrainedModel) -> None:
 
 
 def finish_quantization(model: PreTrainedModel, quantizer: HfQuantizer) -> None:
-    """Tell peft what the loaded weights of `model` are, and keep their layout in evaluation."""
+    """Mark the loaded `model` as quantized, for peft, and keep the layout of its weights in evaluation."""
     quantizer.postprocess_model(model)
     module: Any
     for module in model.modules():
-        # On some CPUs bitsandbytes would pack the weights for inference, and compute in bf16
+        # On some CPUs, bitsandbytes would otherwise repack the weights for inference and compute in bf16
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
 
 
 def count_bytes(parameter: Any) -> int:
-    """Return the bytes that a parameter, now on the meta device, takes with its scales once it is loaded."""
+    """Return the bytes of a loaded parameter with its scales; `parameter` may be on the meta device."""
     count: int = parameter.numel()
     if hasattr(parameter, "quant_state"):
         blocks = count // parameter.blocksize
@@ -129,7 +129,7 @@ def dequantize(module: nn.Module) -> Tensor | None:
 
 
 def make_plain(module: Any, weight: Tensor, dtype: torch.dtype) -> nn.Module:
-    """Return a module with the parameters that a whole checkpoint has in place of a quantized module.
+    """Return an unquantized replacement of `module`, with the parameters of an unquantized checkpoint.
 
     Args:
         module: a linear layer that Transformers quantized.

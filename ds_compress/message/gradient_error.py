@@ -1,19 +1,19 @@
-"""Measure the error of accumulated gradients: what is left of a codec's error in sums of messages.
+"""Measure the error of accumulated gradients: the error of a codec that remains in sums of messages.
 
-An optimizer adds up gradients over tokens, samples and micro-batches. The error of an unbiased codec averages
-out there, whatever its size in one message. A dead zone, shrunken values and residuals of other samples
-remain, and Adam amplifies them. So gradients are judged by the error of their mean over tokens, a vector of
-the hidden size: the gradient of a bias vector added at the boundary. Only the sender measures, and no pass is
-added to training.
+An optimizer adds up gradients over tokens, samples and micro-batches. In these sums the error of an unbiased
+codec averages out, whatever its size in one message. Systematic errors remain, and Adam amplifies them:
+values always rounded to 0, shrunken values, residuals of other samples. So the measure is the error of the
+mean gradient over tokens, a vector of the hidden size. It is the gradient that a bias vector added at the
+boundary would get. Only the sender measures, without a further pass.
 
-Messages are cut into parts. With e and g the sums over the tokens of a part, of error and gradient,
+Each message is cut into parts. Let g and e be the sums of gradient and error over the tokens of a part:
 
     bias^2  = (|sum e|^2 - sum |e|^2) n / (n - 1) / |sum g|^2     over the n parts of all messages
     total^2 = sum |e|^2 / sum |g|^2                               over whole messages
     error^2 = bias^2 + (total^2 - bias^2) / AVERAGED
 
-Products of different parts estimate the square of the systematic error alone: for an unbiased codec their
-expectation is 0. They count if they exceed two standard deviations of such products around 0.
+Products of errors of different parts estimate the square of the systematic error: for an unbiased codec their
+expectation is 0. Their sum counts as bias if it exceeds 0 by more than two standard deviations.
 """
 
 import math
@@ -24,29 +24,29 @@ import torch
 from torch import Tensor
 
 PARTS = 16
-"""Parts of a message, along its rows, so that one message has products of different parts."""
+"""Parts into which the rows of a message are cut: even one message then has products of different parts."""
 
 AVERAGED = 8
-"""Messages over which the random part of the error is taken to average out."""
+"""Messages over which random errors are assumed to average out; at most as many are kept."""
 
 BIAS = 1.2
-"""Bias of a biased codec as a multiple of its relative error, where no gradients of a model are at hand:
-rotated groups of 3 and 4 bits have 0.6 to 1.2 (docs/auto.md), coarser codecs and dead zones more."""
+"""Assumed bias of a biased codec, as a multiple of its relative error, if no gradients can be measured.
+Rotated groups of 3 and 4 bits have 0.6 to 1.2 (docs/auto.md); coarser codecs and dead zones have more."""
 
 
 def estimate_gradient_error(error: float, is_unbiased: bool) -> float:
-    """Return the error of accumulated gradients of a codec whose relative `error` alone is known."""
+    """Estimate the error of accumulated gradients from the relative `error` of a codec."""
     return error / math.sqrt(AVERAGED) if is_unbiased else BIAS * error
 
 
 class GradientError:
-    """Sums over the latest messages of one channel, as sent and as they arrive."""
+    """Measures the error of accumulated gradients over the last messages of one channel."""
 
     def __init__(self) -> None:
         self._messages: deque[Tensor] = deque(maxlen=AVERAGED)  # [2, PARTS, columns]: gradient and error
 
     def add(self, sent: Sequence[Tensor], decoded: Sequence[Tensor]) -> None:
-        """Add a message, without waiting for a device."""
+        """Add a message, before and after the codec; the host does not wait for the device."""
         sums = [_column_sums(x, y) for x, y in zip(sent, decoded) if x.is_floating_point() and x.numel()]
         if sums:
             message = torch.cat(sums, dim=-1)
@@ -67,7 +67,7 @@ class GradientError:
             return math.nan, math.nan
         sums = torch.stack(finite, dim=1).double()  # [2, messages, PARTS, columns]
         sums = sums / sums[0].abs().amax((1, 2), keepdim=True)
-        # messages of other steps may be much larger
+        # scale each message to norm 1: those of other steps may be much larger
         gradient, error = sums / sums[0].square().sum((1, 2), keepdim=True).sqrt()
         parts = error.flatten(0, 1)
         products = (parts @ parts.T).fill_diagonal_(0)
@@ -79,9 +79,9 @@ class GradientError:
 
 
 def _column_sums(x: Tensor, y: Tensor) -> Tensor:
-    """Return fp32 [2, PARTS, columns]: sums over the rows of `PARTS` parts of x, and of y - x.
+    """Sum x and y - x over the rows of each of `PARTS` parts; return fp32 [2, PARTS, columns].
 
-    Columns are the last dimension, or of images [samples, channels, height, width] the channels.
+    Columns are the last dimension; for images [samples, channels, height, width] they are the channels.
     """
     sums = []
     for tensor in (x.detach().float(), y.detach().float() - x.detach().float()):

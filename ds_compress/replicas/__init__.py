@@ -1,1 +1,1 @@
-"""Gradients between data-parallel replicas of a stage, compressed."""
+"""Compressed exchange of gradients and parameters between the data-parallel replicas of a stage."""

@@ -7,8 +7,8 @@
                                       C(y)             -- all_gather -->    gradient = C(y), the owner's too
                                       e_o = y - C(y)
 
-Both residuals are those of the feedback round the codec. Under ZeRO only the owner needs the mean, so the
-second half is left out. While the packets of one bucket are in flight, those of the next one are made.
+The feedback that wraps the codec keeps both residuals, e_w and e_o. Under ZeRO only the owner needs the mean,
+so the all-gather is skipped. While the packets of one bucket are in flight, the next bucket is encoded.
 """
 
 import itertools
@@ -33,7 +33,7 @@ from ds_compress.replicas.slices import AVERAGE, GRADIENT, HALVES, Gradient, Sli
 
 
 class HasSize(Protocol):
-    """What has a packet of a known size."""
+    """Item of a plan whose packet has a known size."""
 
     @property
     def nbytes(self) -> int: ...
@@ -43,13 +43,13 @@ Packet = TypeVar("Packet", bound=HasSize)
 
 
 class _Sent(NamedTuple):
-    """A slice in an exchange, and where it lies."""
+    """A slice in an exchange, with its position in the gradient and the size of its packet."""
 
     slice: Slice
-    values: Tensor  # of its parameter's gradient
+    values: Tensor  # the gradient of its parameter, 1-D
     start: int  # in `values`
     nbytes: int  # of its packet
-    gathered: bool  # every replica needs the average
+    gathered: bool  # whether every replica needs the average
 
     def write(self, average: Tensor, scale: float) -> None:
         """Replace this slice of the gradient by `average` times `scale`."""
@@ -58,23 +58,23 @@ class _Sent(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """What a replica sends in one collective; from each of the others it receives as much as they from it."""
+    """What a replica sends in one collective. With `sizes`, replica r receives sizes[r] bytes from each."""
 
     packets: Tensor  # uint8
     sizes: list[int] | None = None
-    """Bytes for each replica, one after another; None: each gets all."""
+    """Bytes for each replica, in the order of their ranks; None: each replica gets all packets."""
 
 
 Rounds = Generator[Transfer, Tensor | None, None]
 
 
 class _InFlight(NamedTuple):
-    """A bucket whose first transfer has begun."""
+    """A bucket whose first transfer has started."""
 
     gradients: Sequence[Gradient]
     exact: Tensor | None  # its exact average, if it is measured
     rounds: Rounds
-    arrived: Tensor  # what `work` fills
+    arrived: Tensor  # filled by `work`
     work: Work
 
 
@@ -88,7 +88,7 @@ class Replicas:
 
 
 class Exchange:
-    """Averages gradients over replicas; every replica calls it alike."""
+    """Averages gradients over replicas. All replicas must call it with the same gradients, in one order."""
 
     def __init__(
         self,
@@ -102,17 +102,17 @@ class Exchange:
         """
         Args:
             codec: wrapped in its feedback.
-            bucket_bytes: of uncompressed gradients in one exchange, if no parameter is larger.
-            seed: of random choices.
-            has_checksum: whether packets carry one.
-            itemsize: bytes of a value in the all-reduce that this replaces, for the counters.
+            bucket_bytes: most bytes of uncompressed gradients in one exchange; a larger gradient has its own.
+            seed: of the codec's random choices.
+            has_checksum: whether packets carry a checksum.
+            itemsize: bytes per value in DeepSpeed's all-reduce, for the counters.
         """
         self.replicas = replicas
         self.codec = SliceCodec(codec, seed, has_checksum)
         self.slices = Slices(replicas.size)
         self.sent = Counters()
         self.quality = math.nan, math.nan
-        """Relative error and cosine of the bucket that was measured last, against its exact average."""
+        """Relative error and cosine of the last measured bucket, against its exact average."""
         self._measures = False
         self._bucket_bytes = bucket_bytes
         self._itemsize = itemsize
@@ -122,8 +122,8 @@ class Exchange:
 
         Args:
             factor: 1 / replicas for a mean.
-            scale: the loss scale in them, which residuals do not have.
-            step: optimizer steps done.
+            scale: the loss scale of the gradients; residuals are stored without it.
+            step: number of completed optimizer steps.
 
         Raises:
             CompressionError: a packet is not the expected one.
@@ -142,7 +142,7 @@ class Exchange:
                 self._finish(before)
 
     def measure(self) -> None:
-        """Compare the next bucket with its exact average, which takes an all-reduce."""
+        """Have `average` compare the next bucket with its exact average; this takes one more all-reduce."""
         self._measures = True
 
     def residual_norm(self) -> float:
@@ -180,7 +180,7 @@ class Exchange:
             yield bucket
 
     def _start(self, transfer: Transfer) -> tuple[Tensor, Work]:
-        """Begin a transfer over the process group; return where it arrives."""
+        """Start a transfer over the process group; return the buffer it fills, and its handle."""
         (packets, sizes), size = transfer, self.replicas.size
         received = sizes[self.replicas.rank] if sizes is not None else packets.numel()
         arrived = torch.empty(size * received, dtype=torch.uint8, device=packets.device)
@@ -191,7 +191,7 @@ class Exchange:
             return arrived, dist.all_to_all_single(arrived, packets, [received] * size, sizes, **options)
 
     def _finish(self, bucket: _InFlight) -> None:
-        """Do what is left of a bucket; the first transfer of the next one is in flight meanwhile."""
+        """Finish a bucket, while the first transfer of the next one is in flight."""
         gradients, exact, rounds, arrived, work = bucket
         with suppress(StopIteration):
             while True:
@@ -202,7 +202,7 @@ class Exchange:
             self.quality = self._compare(gradients, exact)
 
     def rounds(self, gradients: Sequence[Gradient], factor: float, scale: float, step: int) -> Rounds:
-        """Average one bucket; yield what has to be sent, and go on with what has arrived.
+        """Average one bucket: yield each transfer to send, and receive the packets that arrived.
 
         Args: see `average`.
         """
@@ -232,7 +232,7 @@ class Exchange:
             else:
                 sent.write(mean, scale)
 
-        if averages.numel():  # equal slices: as much on every replica
+        if averages.numel():  # slices have equal sizes, so all replicas take the same branch
             everywhere = yield Transfer(averages)
             assert everywhere is not None
             for owner, each in enumerate(everywhere.view(size, -1)):
@@ -256,7 +256,7 @@ class Exchange:
 
 @contextmanager
 def naming_place() -> Iterator[None]:
-    """Name the place in what torch.distributed raises."""
+    """Re-raise errors of torch.distributed as CompressionErrors that name gradients between replicas."""
     try:
         yield
     except RuntimeError as error:
@@ -266,7 +266,7 @@ def naming_place() -> Iterator[None]:
 
 
 def cut(packets: Tensor, plan: Iterable[Packet]) -> Iterator[tuple[Packet, Tensor]]:
-    """Yield each item of `plan` with its packet, which lie in `packets` one after another."""
+    """Yield each item of `plan` with its packet; `packets` contains them in the order of `plan`."""
     offset = 0
     for sent in plan:
         yield sent, packets[offset : offset + sent.nbytes]

@@ -1,8 +1,8 @@
-"""The exchange of new parameters: differences to the old ones, for optimizers whose states are partitioned.
+"""The exchange of new parameters as compressed differences, for optimizers with partitioned states.
 
-The owner of a partition has its values in fp32. What the replicas have in bf16 is the *shadow*, the same
-everywhere. Each owner sends C(new - shadow), and every replica, the owner too, adds what it decodes to the
-shadow. What a message loses is part of the next difference, so there is no residual (SDP4Bit, arXiv
+The owner of a partition has its new values in fp32. All replicas have the same bf16 parameters, the *shadow*.
+Each owner sends C(new - shadow). Every replica, the owner included, adds the decoded difference to its
+shadow. The next difference contains what a message loses, so no residual is needed (SDP4Bit, arXiv
 2410.15526).
 """
 
@@ -21,29 +21,29 @@ from ds_compress.replicas.slices import AVERAGE, Slice, SliceCodec
 
 
 class Range(NamedTuple):
-    """Where a parameter lies in a flat buffer."""
+    """Position of a parameter in a flat buffer."""
 
     start: int
     numel: int
-    parameter: int | None  # position among those of the stage; None: it stays exact
+    parameter: int | None  # index among the parameters of the stage; None: it stays exact
 
 
 class _Part(NamedTuple):
     start: int
     numel: int
-    slice: Slice | None  # None: sent as it is
+    slice: Slice | None  # None: sent uncompressed
     nbytes: int
 
 
 class ParameterExchange:
-    """Gathers the partitions of flat buffers; every replica calls it alike."""
+    """Gathers the partitions of flat buffers. All replicas must call it with the same buffers and ranges."""
 
     def __init__(self, replicas: Replicas, codec: Codec, sent: Counters, seed: int, has_checksum: bool):
         """
         Args:
-            sent: counts the bytes.
-            seed: of random choices.
-            has_checksum: whether packets carry one.
+            sent: counters to which the bytes are added.
+            seed: of the codec's random choices.
+            has_checksum: whether packets carry a checksum.
         """
         self._replicas = replicas
         self._codec = SliceCodec(codec, seed, has_checksum, position=1)
@@ -51,13 +51,13 @@ class ParameterExchange:
         self._plans: dict[int, list[list[_Part]]] = {}
 
     def gather(self, flat: Tensor, new: Tensor, ranges: Sequence[Range], step: int) -> None:
-        """Let `flat` have the new values of all partitions, up to what codecs lose.
+        """Update `flat` to the new values of all partitions, apart from the error of the codec.
 
         Args:
-            flat: the shadow, 1-D; as many values for each replica.
-            new: fp32, the values of this replica's partition.
-            ranges: of all parameters in `flat`, in their order.
-            step: optimizer steps done.
+            flat: the shadow, 1-D; the partitions of all replicas have equal sizes.
+            new: fp32, the new values of this replica's partition.
+            ranges: positions of all parameters in `flat`, in order.
+            step: number of completed optimizer steps.
 
         Raises:
             CompressionError: a packet is not the expected one.
@@ -90,7 +90,7 @@ class ParameterExchange:
         self._sent.wire_bytes += (size - 1) * nbytes
 
     def _plan(self, flat: Tensor, ranges: Sequence[Range]) -> list[list[_Part]]:
-        """Return the parts of each partition of `flat`; padding is left out."""
+        """Return the parts of each partition of `flat`, without padding."""
         size = flat.numel() // self._replicas.size
         plan = []
         for owner in range(self._replicas.size):
@@ -112,5 +112,5 @@ class ParameterExchange:
 
 
 def _raw(packet: Tensor, like: Tensor) -> Tensor:
-    """Return the values in `packet` of a part that is sent as it is."""
+    """Return the packet of an uncompressed part as a view with the dtype of `like`."""
     return packet[: like.nbytes].view(like.dtype)

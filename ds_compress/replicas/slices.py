@@ -1,10 +1,10 @@
-"""Slices of gradients: which replica averages which part of a parameter, and the packets of each part.
+"""Slices of gradients: which replica averages which part of a parameter, and the packet of each part.
 
-A parameter of `numel` values is cut into one slice per replica, its owner:
+A parameter of `numel` values is cut into one slice per replica; that replica owns the slice:
 
     | slice 0 | slice 1 | slice 2 ..|    equal sizes, multiples of ALIGNMENT; the last ones padded with zeros
 
-Under ZeRO the partitions of the optimizer states are the slices, whatever their sizes.
+Under ZeRO each partition of the optimizer states is a slice, whatever its size.
 """
 
 from collections.abc import Iterator
@@ -19,20 +19,20 @@ from ds_compress.errors import errors_at
 from ds_compress.message.packet import PacketLayout
 
 ALIGNMENT = 256
-"""Values: whole groups of codecs, so that few packets end in a part of one."""
+"""Equal slices have a multiple of so many values: whole groups of codecs, so that few groups are padded."""
 
 MIN_NUMEL = 16 * 1024
 """Parameters of fewer values stay exact: packets and calls would cost more than they save."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of gradients that are compressed."""
+"""Dtypes of gradients that are compressed."""
 
 GRADIENT, AVERAGE = HALVES = "backward", "forward"
-"""Directions in headers and keys of the state: to the owner of a slice, and from it."""
+"""Direction names in packet headers and state keys: to the owner of a slice, and from the owner."""
 
 
 def is_compressed(parameter: Tensor) -> bool:
-    """Return whether gradients of `parameter` are compressed, if nothing else forbids it."""
+    """Return whether `parameter` has enough dimensions and values for compressed gradients."""
     return parameter.dim() > 1 and parameter.numel() >= MIN_NUMEL
 
 
@@ -46,7 +46,7 @@ class Gradient(NamedTuple):
 
 @dataclass(eq=False)
 class Slice:
-    """What one replica averages of one parameter, and the residuals that this rank keeps of it."""
+    """The part of a parameter that one replica averages, and the residuals of this rank for it."""
 
     number: int  # the same on every replica
     owner: int
@@ -54,7 +54,7 @@ class Slice:
     memory: dict[str, Tensor] = field(default_factory=dict)
 
     def take(self, values: Tensor, start: int, scale: float) -> Tensor:
-        """Return this slice of `values`, from `start`, in fp32 and divided by `scale`; padded with zeros."""
+        """Return this slice, from `start` of `values`: in fp32, divided by `scale`, padded with zeros."""
         part = values[start : start + self.spec.numel]
         if part.numel() == self.spec.numel and part.dtype == self.spec.dtype and scale == 1.0:
             return part
@@ -66,15 +66,15 @@ class Slice:
 
 
 def slice_numel(numel: int, replicas: int) -> int:
-    """Return the values of each of `replicas` equal slices of a parameter of `numel` values."""
+    """Return how many values a slice has if a parameter of `numel` values is cut for `replicas`."""
     return -(-numel // (replicas * ALIGNMENT)) * ALIGNMENT
 
 
 class SliceCodec:
-    """Makes packets of slices and reads them, with one codec for all."""
+    """Encodes slices into packets and decodes them, with one codec for all slices."""
 
     def __init__(self, codec: Codec, seed: int, has_checksum: bool, position: int = 0):
-        """`position`: in contexts, so that random choices differ between uses."""
+        """`position`: part of every codec context; different values give different random choices."""
         self.codec = codec
         self._position = position
         self._seed = seed
@@ -89,20 +89,20 @@ class SliceCodec:
         return self._layouts[spec]
 
     def encode(self, own: Slice, x: Tensor, packet: Tensor, half: str, step: int, sender: int) -> None:
-        """Write the packet of `x`, of the slice `own`, to `packet`; the residual of `half` changes."""
+        """Encode `x`, values of the slice `own`, into `packet`, and update the residual of `half`."""
         layout, message_id = self.layout(own.spec), self._message_id(own, half, step)
         views = layout.views(packet)
         fill(views, self.codec.encode_into(x, self._context(message_id, sender, own.memory), views))
         layout.write_header(packet, message_id)
 
     def decode(self, own: Slice, packet: Tensor, half: str, step: int, sender: int) -> Tensor:
-        """Return what `packet` of replica `sender` holds of the slice `own`.
+        """Decode `packet`, which replica `sender` made of the slice `own`.
 
         Raises:
-            CompressionError: it is not that packet.
+            CompressionError: `packet` is found to be of another slice, step or half, or damaged.
         """
         layout, message_id = self.layout(own.spec), self._message_id(own, half, step)
-        if packet.is_cpu or self._has_checksum:  # on a device the host would wait for it
+        if packet.is_cpu or self._has_checksum:  # else the host would wait for the device
             with errors_at(f"gradients from replica {sender}"):
                 layout.check(packet, message_id)
         return self.codec.decode(layout.views(packet), own.spec, self._context(message_id, sender, {}))
@@ -117,23 +117,23 @@ class SliceCodec:
 
 
 class Slices:
-    """The slices of all parameters of a stage, made when a gradient of them first comes."""
+    """The slices of all parameters of a stage, created at the first gradient of each parameter."""
 
     def __init__(self, replicas: int):
         self._replicas = replicas
         self._of: dict[tuple[int, int | None, int], list[Slice]] = {}
-        self._loaded: dict[int, dict[str, Tensor]] = {}  # residuals of slices that are not made yet
+        self._loaded: dict[int, dict[str, Tensor]] = {}  # from a checkpoint, of slices that do not exist yet
 
     def __iter__(self) -> Iterator[Slice]:
         for slices in self._of.values():
             yield from slices
 
     def memories(self) -> dict[Slice, dict[str, Tensor]]:
-        """Return the residuals as they are now; what changes later is made elsewhere."""
+        """Return the current residuals; later updates replace tensors, so these do not change."""
         return {each: dict(each.memory) for each in self}
 
     def restore(self, memories: dict[Slice, dict[str, Tensor]]) -> None:
-        """Have the residuals that `memories` returned."""
+        """Restore the residuals that `memories()` returned."""
         for each in self:
             each.memory = memories.get(each, {})
 
@@ -153,10 +153,10 @@ class Slices:
         return Slice(number, owner, spec, {key: value.to(spec.device) for key, value in memory.items()})
 
     def saved(self) -> dict[int, dict[str, Tensor]]:
-        """Return what a checkpoint has to hold, by number of the slice."""
+        """Return the residuals for a checkpoint, by slice number."""
         return {**self._loaded, **{each.number: each.memory for each in self}}
 
     def load(self, memories: dict[int, dict[str, Tensor]]) -> None:
-        """Have the residuals that a checkpoint holds, and no others."""
+        """Replace all residuals by those of a checkpoint."""
         self._of.clear()
         self._loaded = memories

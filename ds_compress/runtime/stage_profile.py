@@ -1,4 +1,4 @@
-"""Profile a stage in a few batches of training: its times, memory, messages and links."""
+"""Profile a stage during a few training batches: its times, memory, messages and links."""
 
 import functools
 import socket
@@ -43,7 +43,7 @@ Row = dict[str, float]
 
 
 class StageProfiler:
-    """Measures the batches of training that run in its `batch`."""
+    """Measures the training batches that run inside its context manager `batch`."""
 
     def __init__(self, engine: Any, stage: StageView):
         self._device: torch.device = engine.device
@@ -61,7 +61,7 @@ class StageProfiler:
 
     @contextmanager
     def batch(self, memory: bool = True) -> Iterator[None]:
-        """Measure a batch of training; `memory`: also the memory of its micro-batches."""
+        """Measure a training batch; `memory`: whether to measure the memory of its micro-batches too."""
         ends = self._stage.ends
         own = [end for end in ends if end.meter is None]
         for end in own:
@@ -93,12 +93,12 @@ class StageProfiler:
             used = in_use(self._device)
             if used is None or self._memory_use[-1] is None:
                 self._activations.append(float("nan"))
-            else:  # inputs that came before the pass may reuse memory that the batch before has freed
+            else:  # without the inputs: they may be in memory that the last batch freed
                 self._activations.append(used - self._memory_use[-1] + self._input_bytes(buffer_id))
             self._memory_use.append(used)
 
     def _input_bytes(self, buffer_id: int) -> int:
-        """Return the bytes of the inputs and labels of the micro-batch in a buffer."""
+        """Return the bytes of inputs and labels of the micro-batch in buffer `buffer_id`."""
         buffers = self._pipe_buffers
         given = [buffers[name][buffer_id] for name in ("inputs", "labels")]
         tensors = [each for item in given for each in (item if isinstance(item, (tuple, list)) else [item])]
@@ -116,7 +116,7 @@ class StageProfiler:
             self._codecs[f"decode {direction}"].append(values["decode_ms"] / max(1, end.messages))
 
     def row(self) -> Row:
-        """Return all measurements, and probe the links to the neighbours; called on every rank."""
+        """Probe the links to the neighbours and return all measurements. Every rank must call it."""
         found = dict.fromkeys(COLUMNS, 0.0)
         found["stage"] = float(self._stage_id)
         found["host"] = float(zlib.crc32(_host().encode()))
@@ -156,13 +156,13 @@ def _host() -> str:
 
 
 def gather(row: Row, device: torch.device) -> list[Row]:
-    """Return the rows of all ranks, which have equal columns in equal order, on every rank."""
+    """Gather the rows of all ranks on every rank; all rows must have the same columns in the same order."""
     mine = torch.tensor(list(row.values()), dtype=torch.float64, device=device)
     return [dict(zip(row, each.tolist())) for each in all_gather(mine)]
 
 
 def all_gather(mine: torch.Tensor) -> list[torch.Tensor]:
-    """Return `mine` of every rank, on every rank."""
+    """Gather the tensor `mine` of all ranks on every rank."""
     everywhere = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everywhere, mine)
     return everywhere
@@ -176,7 +176,7 @@ TIMED = {
 
 
 class StageTimes:
-    """Times the instructions of the pipelines that this process runs."""
+    """Measures the time of the schedule's instructions in the pipelines that this process runs."""
 
     def __init__(self) -> None:
         self._stage: int | None = None
@@ -199,7 +199,7 @@ class StageTimes:
         return run
 
     def medians(self) -> dict[str, float] | None:
-        """Return the stage and the ms of each instruction; None if no pipeline was trained."""
+        """Return the stage and the median ms of each instruction; None if no pipeline was trained."""
         if self._stage is None:
             return None
         return {

@@ -1,10 +1,11 @@
-"""How a message is coded: the search for a step by the histogram of a message's keys.
+"""Plan the code of a message: find the finest step whose code fits, from a histogram of the values.
 
-The cost of a symbol is that of an ideal coder. A symbol of frequency f grows the state x of a lane, at least
-2^16 = 16 * 4096 / 4096, to less than (4096 x / f) * (1 + f / x), and x / f is at least 16 then. So its log2
-grows by the cost and at most log2(17 / 16), SURE, and each word written takes 16 off. It starts at 16 and
-never ends below, so a lane writes no more words than a sixteenth of what its symbols cost, SURE included.
-That proves that a plan which is `sure` fits; in practice the 16 bits of the states more than pay for it.
+The cost of a symbol is that of an ideal coder. A plan that is `sure` adds SURE to it, and then fits for any
+order of the symbols. Proof: encoding a symbol of frequency f raises the state x of a lane to less than
+(4096 x / f) * (1 + f / x), where x / f is at least 16. So log2 x grows by the cost and at most by
+log2(17 / 16), SURE. Each written word lowers log2 x by 16. It starts at 16 and never ends lower, so a lane
+writes at most a sixteenth as many words as its symbols cost in bits, SURE included. In practice the 16 bits
+left in the states make up for SURE.
 """
 
 from collections.abc import Callable
@@ -35,36 +36,36 @@ _MAGNITUDE = 0x7FFFFFFF
 
 
 class CodePlan(NamedTuple):
-    """How a message is coded with a step."""
+    """Frequencies and size of the code of a message, at one step."""
 
     step: Tensor
-    """int64: j."""
+    """int64: index j of the step."""
 
     reach: Tensor
-    """int64 [contexts, 2]: above and below."""
+    """int64 [contexts, 2]: largest q and largest -q that have a frequency of their own."""
 
     frequencies: Tensor
     """int64 [contexts, 2, 127]: of q = 1 .. 127, and of -1 .. -127; 0 beyond `reach`."""
 
     beyond: Tensor
-    """int64 [contexts]: the frequency of what is beyond."""
+    """int64 [contexts]: frequency of the escape symbol, for values beyond `reach`."""
 
     escapes: Tensor
-    """int64 [contexts]: how many values are beyond."""
+    """int64 [contexts]: number of values beyond `reach`."""
 
     words: Tensor
-    """int64: what tables, escapes and code take, the last to within SURE a symbol."""
+    """int64: words of tables, escapes and code; the code may be longer by SURE a symbol, unless `sure`."""
 
 
 def exponent_of(bits: Tensor) -> Tensor:
-    """Return the biased exponent of the largest magnitude, int32, of floats by their bits; NOT_FINITE if one
-    is inf or nan."""
+    """Return the biased exponent of the largest magnitude, int32; NOT_FINITE if a value is inf or nan.
+    `bits`: the floats as int32."""
     return ((bits & _MAGNITUDE).amax() >> 23).clamp(min=1)
 
 
 def keys_of(bits: Tensor, exponent: Tensor, frame: Frame) -> Tensor:
-    """Return the keys, int64 [numel], of the floats of these bits. Those of negative values have KEYS more,
-    those of each context 2 * KEYS more than the one before."""
+    """Return the histogram keys of floats given by their `bits`, int64 [numel]. KEYS is added for negative
+    values, and 2 * KEYS for each context before the value's own."""
     scale = ((255 - exponent) << 23).view(torch.float32)  # to [2, 4): neither it nor a result is subnormal
     scaled = ((bits & _MAGNITUDE).view(torch.float32) * scale).view(torch.int32)
     keys = ((scaled >> KEY_SHIFT) - (LOWEST + 1) * PER_OCTAVE).clamp_(0, KEYS - 1)
@@ -81,11 +82,11 @@ def histogram_of(keys: Tensor, frame: Frame) -> Tensor:
 
 
 def search(histogram: Tensor, frame: Frame, sure: bool) -> CodePlan:
-    """Return the plan with the finest step that a binary search finds to fit.
+    """Return the plan with the finest step whose code fits, found by binary search.
 
     Args:
-        histogram: int64 [contexts, 2, KEYS], of the keys of positive and of negative values.
-        sure: it fits for any order of the values; otherwise a code may be some words longer than planned.
+        histogram: int64 [contexts, 2, KEYS], counts of keys, for positive and for negative values.
+        sure: plan a code that fits for any order of the values; otherwise it may be some words too long.
     """
     made = tables(histogram.device)
     counts = summed_from(histogram)
@@ -99,7 +100,7 @@ def search(histogram: Tensor, frame: Frame, sure: bool) -> CodePlan:
 
 
 def finest(plan_of: Callable[[Tensor], CodePlan], steps: range, last: Tensor, capacity: int) -> Tensor:
-    """Return the finest of `steps` up to `last`, int64, that a binary search finds to fit; else the first."""
+    """Return the finest of `steps` up to `last` whose plan fits, int64, by binary search; else the first."""
     low, high = torch.full_like(last, steps[0]), last + 1
     for _ in range(len(steps).bit_length()):
         middle = (low + high) // 2
@@ -143,8 +144,8 @@ def plan(step: Tensor, from_q: Tensor, n: Tensor, made: Tables, sure: bool) -> C
 
 
 def shift_of(histogram: Tensor, chosen: CodePlan) -> Tensor:
-    """Return how far magnitudes lie below their q on average, int64 [contexts], in units of 2^-SHIFT_BITS
-    steps."""
+    """Return by how much magnitudes are smaller than their |q| steps on average, int64 [contexts], in units
+    of 2^-SHIFT_BITS steps."""
     made = tables(histogram.device)
     counts, sums = summed_from(histogram), summed_from(histogram * made.weight)
     step, first = at(made.units, chosen.step), first_keys(chosen.step, made)
@@ -160,18 +161,17 @@ def shift_of(histogram: Tensor, chosen: CodePlan) -> Tensor:
 
 
 def at(table: Tensor, index: Tensor) -> Tensor:
-    """Return table[index] of a 0-dim index; indexing would make the host wait."""
+    """Return table[index] for a 0-dim index; plain indexing would make the host wait for the device."""
     return table.index_select(0, index.view(1)).squeeze(0)
 
 
 def summed_from(histogram: Tensor) -> Tensor:
-    """Return the sums over a key and all higher ones, int64 [contexts, 2, KEYS + 1]."""
+    """Sum the counts of each key and all higher keys, int64 [contexts, 2, KEYS + 1]."""
     return torch.nn.functional.pad(histogram.flip(2).cumsum(2).flip(2), (0, 1))
 
 
 def _frequency(counts: Tensor, share: Tensor, n: Tensor) -> Tensor:
-    """Return frequencies in proportion to `counts`, at least 1 if a symbol occurs; their sum is below
-    TOTAL."""
+    """Scale `counts` to frequencies: at least 1 for a symbol that occurs, with a sum below TOTAL."""
     n = n.clamp(min=1)  # a class may have no values
     return torch.where(counts > 0, ((counts * share + n // 2) // n).clamp(min=1), 0)
 

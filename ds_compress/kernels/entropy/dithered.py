@@ -4,9 +4,9 @@ Roberts, Picture coding using pseudo-random noise, IRE Trans. Inf. Theory 8 (196
 quantization, IEEE Trans. Inf. Theory 31 (1985); Zamir and Feder, On universal quantization by randomized
 uniform / lattice quantizers, IEEE Trans. Inf. Theory 38 (1992).
 
-A first step follows from the histogram of the keys, which does not know the draws. The code is made by what
-each value became. If it does not fit, the step is made 1, 2, 4, ... steps coarser again and again; with step
-0 everything fits.
+The encoder estimates a first step from the histogram of the keys, which does not depend on the random draws.
+It then quantizes the values, and counts the words of their code. While the code does not fit, it tries steps
+that are 1, 3, 7, 15, ... indices coarser than the first one, and at last step 0, whose code always fits.
 """
 
 import math
@@ -43,14 +43,16 @@ from ds_compress.kernels.entropy.words import Symbols, read_words, write_words
 from ds_compress.kernels.quantize.grid import draws
 
 _MOST = 128
-"""As many numbers of q are counted, on each side of 0."""
+"""Largest |q| that is counted by itself; larger ones are counted together."""
 
 
 def encode_dithered(coder: Coder, bits: Tensor, exponent: Tensor, frame: Frame, dither: int) -> Tensor:
-    """Return the words, int16 [frame.words], of floats by their bits.
+    """Encode floats into words, int16 [frame.words].
 
     Args:
-        exponent: that of the largest magnitude; anything may be returned if it is NOT_FINITE.
+        bits: the floats as int32.
+        exponent: of the largest magnitude; if it is NOT_FINITE, the words are undefined.
+        dither: key of the random draws.
     """
     device = bits.device
     drawn = draws((1, frame.numel), dither, device)[0]
@@ -96,8 +98,8 @@ def encode_dithered(coder: Coder, bits: Tensor, exponent: Tensor, frame: Frame, 
 
 
 def decode_dithered(coder: Coder, words: Tensor, frame: Frame, dither: int) -> tuple[Symbols, Tensor, Tensor]:
-    """Return what `words` say; the values, fp32 [numel], in units of the exponent; and whether such words
-    can have been written."""
+    """Decode `words`: return their symbols, the values as fp32 [numel] in units of the exponent, and whether
+    the words are valid, so that an encoder can have written them."""
     drawn = draws((1, frame.numel), dither, words.device)[0]
     read = read_words(coder, words, frame, _classes(frame, drawn))
     escapes = read.escapes.to(torch.int16).int()
@@ -111,26 +113,26 @@ def decode_dithered(coder: Coder, words: Tensor, frame: Frame, dither: int) -> t
 
 
 def _classes(frame: Frame, drawn: Tensor) -> Tensor | None:
-    """Return the class of each value, int64 [numel]."""
+    """Return the dither class of each value, int64 [numel]; None if all have one table."""
     return None if frame.classes == 1 else (drawn >> 16 - CLASS_BITS).long()
 
 
 def _tables_of_values(frame: Frame, drawn: Tensor) -> Tensor:
-    """Return the table of each value, int64 [numel]."""
+    """Return the index of each value's frequency table, int64 [numel]."""
     context = contexts_of(frame, drawn.device).repeat_interleave(frame.lanes)[: frame.numel]
     classes = _classes(frame, drawn)
     return context if classes is None else frame.classes * context + classes
 
 
 def _quantize(twice: Tensor, drawn: Tensor, step: Tensor) -> Tensor:
-    """Return q, int64 [numel], of twice the values in units of the exponent."""
+    """Quantize with dither: return q, int64 [numel]. `twice`: twice the values in units of the exponent."""
     position = twice * at(tables(twice.device).inverse, step)
     fixed = (position.abs() + 0.5).int()
     return (torch.where(position < 0, -fixed, fixed) + drawn >> 16).long()
 
 
 def _count(q: Tensor, table: Tensor, count: int) -> Tensor:
-    """Return `from_q` of `plan`, int64 [count, 2, 128]."""
+    """Count how many values of each table reach each q: `from_q` of `plan`, int64 [count, 2, 128]."""
     place = (2 * table + (q < 0)) * (_MOST + 1) + q.abs().clamp(max=_MOST)
     counted = torch.zeros(count * 2 * (_MOST + 1), dtype=torch.int64, device=q.device)
     counted = counted.index_add_(0, place, torch.ones_like(place)).view(count, 2, _MOST + 1)
@@ -168,5 +170,5 @@ def _first_step(histogram: Tensor, frame: Frame, finest_step: Tensor) -> Tensor:
 
 
 def spare_words(frame: Frame) -> int:
-    """Return by how many words a code may be expected to be too long: what chance adds to most codes."""
+    """Return the words to keep free: chance can make a code longer than expected."""
     return math.isqrt(frame.numel) // 8
