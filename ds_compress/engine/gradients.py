@@ -23,7 +23,7 @@ from ds_compress.config import Config
 from ds_compress.engine.optimizers import mix_in
 from ds_compress.replicas.exchange import Exchange, Replicas
 from ds_compress.replicas.parameters import ParameterExchange, Range
-from ds_compress.replicas.slices import DTYPES, Gradient, Slice, is_compressed
+from ds_compress.replicas.slices import DTYPES, Gradient, is_compressed
 
 Exact = Callable[[list[Tensor]], Tensor]
 """DeepSpeed's all-reduce of a bucket; returns it flat."""
@@ -53,7 +53,7 @@ class GradientTraffic:
         assert options is not None and config.replica_codec is not None
         self._engine = engine
         self._skipped = 0  # steps, when the present one began
-        self._before: dict[Slice, dict[str, Tensor]] | None = None
+        self._before: dict[int, dict[str, Tensor]] | None = None
         self._warmup_steps = options.warmup_steps
         replicas = Replicas(dist.get_world_size(group), dist.get_rank(group), group)
         self.exchange = Exchange(
@@ -112,13 +112,15 @@ class GradientTraffic:
         }
 
     def begin_step(self) -> None:
-        """Remember the residuals, if the step may be skipped because of its loss scale."""
+        """Remember the residuals, if DeepSpeed may skip the step because gradients are not finite."""
         self._skipped = self._engine.skipped_steps
         self.is_partitioned = self._has_partitions and self._engine.global_steps >= self._warmup_steps
         # all replicas have to decide alike: it takes an all-reduce
         if self._measure_every and (self._engine.global_steps + 1) % self._measure_every == 0:
             self.exchange.measure()
-        self._before = self.exchange.slices.memories() if self._engine.fp16_enabled() else None
+        self._before = (
+            self.exchange.slices.memories() if hasattr(self._engine.optimizer, "overflow") else None
+        )
 
     def end_step(self) -> None:
         """Take the residuals back if DeepSpeed has skipped the step: it has used none of the averages."""

@@ -64,7 +64,9 @@ class ParameterExchange:
         """
         size, own = self._replicas.size, self._replicas.rank
         first = own * flat.numel() // size
-        plan = self._plans.setdefault(flat.data_ptr(), self._plan(flat, ranges))
+        if flat.data_ptr() not in self._plans:
+            self._plans[flat.data_ptr()] = self._plan(flat, ranges)
+        plan = self._plans[flat.data_ptr()]
         nbytes = max(sum(part.nbytes for part in parts) for parts in plan)
         with torch.no_grad():
             packets = torch.zeros(nbytes, dtype=torch.uint8, device=flat.device)

@@ -128,14 +128,18 @@ class Slices:
         for slices in self._of.values():
             yield from slices
 
-    def memories(self) -> dict[Slice, dict[str, Tensor]]:
-        """Return the current residuals; later updates replace tensors, so these do not change."""
-        return {each: dict(each.memory) for each in self}
+    def memories(self) -> dict[int, dict[str, Tensor]]:
+        """Return the current residuals, by number of the slice, those of a checkpoint included.
 
-    def restore(self, memories: dict[Slice, dict[str, Tensor]]) -> None:
+        Later updates replace tensors, so these do not change.
+        """
+        return {number: dict(memory) for number, memory in self.saved().items()}
+
+    def restore(self, memories: dict[int, dict[str, Tensor]]) -> None:
         """Restore the residuals that `memories()` returned."""
         for each in self:
-            each.memory = memories.get(each, {})
+            memory = memories.get(each.number, {})
+            each.memory = {key: value.to(each.spec.device) for key, value in memory.items()}
 
     def of(self, gradient: Gradient) -> list[Slice]:
         """Return the slices of `gradient`, in the order of their owners."""

@@ -24,7 +24,8 @@ class SimulatedReplicas:
         optimizer.step()
         optimizer.zero_grad()
 
-    The averages are those of DeepSpeed's fp32 training without ZeRO, bit for bit with two replicas.
+    The averages are those of DeepSpeed's fp32 training without ZeRO, bit for bit with two replicas of one
+    stage and no tied weights; random draws of codecs differ with several stages.
     """
 
     def __init__(self, model: nn.Module, ds_config: dict[str, Any], count: int):
@@ -39,10 +40,10 @@ class SimulatedReplicas:
         """
         config = Config(ds_config.get(KEY, {}))
         options, codec = config.block.replicas, config.replica_codec
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._parameters = {n: p for n, p in enumerate(model.parameters()) if p.requires_grad}
         self._warmup_steps = options.warmup_steps if options is not None else 0
         self._count = count
-        self._collected: list[list[Tensor]] = []
+        self._collected: list[dict[int, Tensor]] = []
         self.steps = 0
         self.exchanges: list[Exchange] = []
         """One a replica, with its counters and residuals; none where nothing is compressed."""
@@ -57,9 +58,9 @@ class SimulatedReplicas:
             raise CompressionError(
                 f"simulate: gradients of more than {self._count} replicas in one step; call average() between"
             )
-        own = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._parameters]
-        self._collected.append([gradient.detach().contiguous() for gradient in own])
-        for parameter in self._parameters:
+        own = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in self._parameters.items()}
+        self._collected.append({n: gradient.detach().contiguous() for n, gradient in own.items()})
+        for parameter in self._parameters.values():
             parameter.grad = None
 
     def average(self) -> None:
@@ -75,11 +76,11 @@ class SimulatedReplicas:
             )
         collected, self._collected = self._collected, []
         compresses = bool(self.exchanges) and self.steps >= self._warmup_steps
-        large = [number for number, p in enumerate(self._parameters) if compresses and is_compressed(p)]
+        large = [number for number, p in self._parameters.items() if compresses and is_compressed(p)]
         if large:
             gradients = [[Gradient(n, own[n].view(-1)) for n in large] for own in collected]
             self._exchange(gradients)
-        for number, parameter in enumerate(self._parameters):
+        for number, parameter in self._parameters.items():
             first, *others = (own[number] for own in collected)
             if number not in large:
                 for other in others:
