@@ -46,7 +46,7 @@ class SimulatedReplicas:
         self._collected: list[dict[int, Tensor]] = []
         self.steps = 0
         self.exchanges: list[Exchange] = []
-        """One a replica, with its counters and residuals; none where nothing is compressed."""
+        """One per replica, with its counters and residuals; empty if nothing is compressed."""
         if codec is not None and config.block.enabled and count > 1:
             config.prepare()
             shared = codec, 2**62, config.block.seed, config.block.link.checksum

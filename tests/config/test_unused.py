@@ -134,7 +134,7 @@ UNBIASED = {"name": "quantize", "bits": 2, "rounding": "stochastic"}
 
 @pytest.mark.parametrize("feedback", ["ef", "ef21", "loco"])
 def test_a_feedback_beside_a_coarse_biased_codec_of_gradients_is_warned_of(feedback):
-    """From scratch such runs collapsed, without a word."""
+    """From scratch such runs collapsed, and no warning came."""
     backward = {"codec": BIASED, "feedback": feedback}
     (note,) = Config({"backward": backward}).notes
     assert note.startswith(f"ds_compress.backward.feedback: '{feedback}' keeps residuals of other samples")

@@ -1,4 +1,4 @@
-"""Gradients between replicas: exact where nothing is asked for, the same on all replicas, nothing lost."""
+"""Gradients between replicas: exact under `none`, equal on all replicas, and nothing is lost."""
 
 import math
 

@@ -144,7 +144,7 @@ def test_samples_must_be_announced_anew():
 
 
 def test_what_a_pipeline_warns_of_is_warned_of(caplog):
-    """A collapsing run went without a word: LoCo beside 2 bits had a backward error of 3,089."""
+    """A collapsing run gave no warning: LoCo beside 2 bits had a backward error of 3,089."""
     config = ds_config(
         {
             "forward": {"codec": QUANTIZE},
