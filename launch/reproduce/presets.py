@@ -63,43 +63,38 @@ Size = VisionSize | LanguageSize
 Preset = Mapping[str, Size]
 """By the name of the task."""
 
-CPU: Preset = {
-    "vision": VisionSize(10_000, 5_000, 16, 1, stem_stride=2, epochs=8, cosine_epochs=8, batch=128, lr=0.01),
-    "language": LanguageSize(
-        layers=4,
-        hidden=128,
-        heads=4,
-        seq=128,
-        tokenizer=None,
-        weights=None,
-        pretrain_steps=2500,
-        pretrain_batch=16,
-        pretrain_lr=1e-3,
-        blocks=400,
-        test_blocks=192,
-        epochs=4,
-        batch=8,
-        lr=3e-4,
-        dropout=0.0,
-    ),
-}
-
-FINETUNED = LanguageSize(
+LANGUAGE = LanguageSize(
     layers=4,
-    hidden=64,
+    hidden=128,
     heads=4,
     seq=128,
     tokenizer=None,
     weights=None,
+    pretrain_steps=2500,
+    pretrain_batch=16,
+    pretrain_lr=1e-3,
+    blocks=400,
+    test_blocks=192,
+    epochs=4,
+    batch=8,
+    lr=3e-4,
+    dropout=0.0,
+)
+
+CPU: Preset = {
+    "vision": VisionSize(10_000, 5_000, 16, 1, stem_stride=2, epochs=8, cosine_epochs=8, batch=128, lr=0.01),
+    "language": LANGUAGE,
+}
+
+FINETUNED = replace(
+    LANGUAGE,
+    hidden=64,
     pretrain_steps=800,
     pretrain_batch=8,
     pretrain_lr=2e-3,
-    blocks=400,
-    test_blocks=192,
     epochs=1,
     batch=4,
     lr=1e-3,
-    dropout=0.0,
 )
 
 

@@ -205,7 +205,7 @@ def test_a_rank_that_is_gone_and_needed(gone, job):
 @pytest.mark.parametrize("how", [Job.silence, Job.end])
 @pytest.mark.parametrize("done", range(RANKS))
 def test_a_rank_that_is_past_its_last_call_is_not_missed(done, how, job):
-    """At the end of a run ranks end at any time; a rank that finished says so before its thread stops."""
+    """Ranks end at different times; each reports that it has finished before its thread stops."""
     job.enter(*range(RANKS))
     job.pass_time(1.0)
     job.leave(done)
