@@ -25,13 +25,45 @@ from ds_compress.codec import (
     build,
     register,
 )
-from ds_compress.codecs import bounds, select
+from ds_compress.codecs import bounds
 from ds_compress.codecs.mixins import BothDirections, ObservesWarmup, Selects, VariableSizePayload
 from ds_compress.codecs.shapes import as_message
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.topk import index_coding as coding
-from ds_compress.kernels.topk.selection import Selection
+from ds_compress.kernels.topk.selection import Selection, largest
+
+
+@lru_cache(maxsize=1024)  # successive messages have the same shape
+def count_kept(length: int, density: float) -> int:
+    """Return how many of `length` entries are selected at `density`, at least one.
+
+    Subtracting 1e-9 absorbs the rounding of the product.
+    """
+    return min(length, max(1, math.ceil(density * length - 1e-9)))
+
+
+@lru_cache(maxsize=1024)
+def rows_of(shape: tuple[int, ...], row: str) -> tuple[int, int]:
+    """Return (rows, entries per row): a row is one sample (an index of dim 0) or the whole tensor."""
+    numel = torch.Size(shape).numel()
+    rows = shape[0] if row == "sample" and len(shape) > 1 else 1
+    return rows, numel // rows if rows else 0
+
+
+def stratified(rows: int, d: int, k: int, generator: torch.Generator) -> Selection:
+    """Draw one random entry from each of k segments of every row (see `segment_lengths`)."""
+    draw = torch.rand(rows, k, generator=generator, device=generator.device, dtype=torch.float64)
+    length = segment_lengths(d, k, generator.device)
+    inside = (draw * length).long() + (length.cumsum(0) - length)
+    chosen = inside + torch.arange(rows, dtype=torch.int64, device=generator.device).unsqueeze(1) * d
+    return Selection.at(chosen.flatten(), rows * d)
+
+
+def segment_lengths(d: int, k: int, device: torch.device) -> Tensor:
+    """Return the lengths, int64 [k], of k segments of a row of d entries; they differ by one at most."""
+    ends = torch.arange(k + 1, dtype=torch.int64, device=device) * d
+    return ends.div(max(k, 1), rounding_mode="floor").diff()
 
 
 def _values_codec(choice: object) -> Codec:
@@ -143,15 +175,15 @@ class RandomK(Sparse):
         messages is x. The error of a single message grows; do not combine with error feedback."""
 
     def kept(self, spec: TensorSpec) -> int:
-        rows, length = select.rows_of(spec.shape, self.options.rows)
-        return rows * select.count_kept(length, self.options.density)
+        rows, length = rows_of(spec.shape, self.options.rows)
+        return rows * count_kept(length, self.options.density)
 
     def gain(self, spec: TensorSpec) -> Tensor | None:
         if not self.options.unbiased:
             return None
-        rows, length = select.rows_of(spec.shape, self.options.rows)
-        k = select.count_kept(length, self.options.density)
-        return select.segment_lengths(length, k, spec.device).float().repeat(rows)
+        rows, length = rows_of(spec.shape, self.options.rows)
+        k = count_kept(length, self.options.density)
+        return segment_lengths(length, k, spec.device).float().repeat(rows)
 
     def layout(self, spec: TensorSpec) -> Layout:
         return self.values.layout(self._values_spec(spec))
@@ -183,10 +215,10 @@ class RandomK(Sparse):
 
     def _draw(self, spec: TensorSpec, ctx: Context) -> Selection:
         """Draw the selection from the seed of the message, equal on both sides."""
-        rows, length = select.rows_of(spec.shape, self.options.rows)
+        rows, length = rows_of(spec.shape, self.options.rows)
         # a different seed than that of the values codec, whose rounding must not depend on the selection
         generator = replace(ctx, seed=ctx.seed + 1).generator(spec.device)
-        return select.stratified(rows, length, select.count_kept(length, self.options.density), generator)
+        return stratified(rows, length, count_kept(length, self.options.density), generator)
 
 
 @register("column")
@@ -205,7 +237,7 @@ class TopColumns(Sparse):
 
     def _values_spec(self, spec: TensorSpec) -> TensorSpec:
         rows, channels = self._matrix(spec)
-        return TensorSpec((rows, select.count_kept(channels, self.options.density)), spec.dtype, spec.device)
+        return TensorSpec((rows, count_kept(channels, self.options.density)), spec.dtype, spec.device)
 
     def layout(self, spec: TensorSpec) -> Layout:
         channels, values = self._matrix(spec)[1], self._values_spec(spec)
@@ -215,7 +247,7 @@ class TopColumns(Sparse):
     def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
         spec = TensorSpec.of(x)
         matrix, kept = x.reshape(self._matrix(spec)), self._values_spec(spec).shape[1]
-        chosen = select.exact(_column_norms(matrix).unsqueeze(0), kept)
+        chosen = largest(_column_norms(matrix).unsqueeze(0), kept)
         columns = chosen.indices
         ctx.selection = self._entries(columns, self._matrix(spec))
         indices = self._coder(matrix.shape[1], kept).encode(chosen)

@@ -17,12 +17,11 @@ from ds_compress.codec import (
     TensorSpec,
     register,
 )
-from ds_compress.codecs import select
 from ds_compress.codecs.mixins import ReusesForwardIndices, Selects, layers
-from ds_compress.codecs.sparse import Sparse, SparseOptions, gather
+from ds_compress.codecs.sparse import Sparse, SparseOptions, count_kept, gather, rows_of
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.topk import index_coding as coding
-from ds_compress.kernels.topk.selection import Selection
+from ds_compress.kernels.topk.selection import Selection, largest
 
 
 class _TopKPlan(NamedTuple):
@@ -52,7 +51,6 @@ class TopK(Sparse, ReusesForwardIndices):
         {"indices": "rice", "values": "bf16"},
         {"indices": "rice", "values": {"name": "quantize", "bits": 4, "group_size": 128}},
         {"indices": "reuse", "values": "bf16"},
-        {"select": "threshold", "values": "bf16"},
         {"density": 0.01, "values": "bf16"},
     )
 
@@ -62,8 +60,6 @@ class TopK(Sparse, ReusesForwardIndices):
         slower; reuse (backward only) sends none."""
         rows: Literal["sample", "tensor"] = "sample"
         """What counts as a row: each index of dim 0, or the tensor as a whole."""
-        select: Literal["exact", "threshold"] = "exact"
-        """How the entries are found: exactly, or by a sampled threshold, which needs no sorting."""
 
     def __init__(self, options: CodecOptions | None = None):
         super().__init__(options)
@@ -133,8 +129,9 @@ class TopK(Sparse, ReusesForwardIndices):
         return self._scatter(parts[plan.parts :], selection, spec, ctx)
 
     def error_bound(self, spec: TensorSpec) -> float:
-        exact = self.options.select == "exact" and self.options.indices != "reuse"
-        return super().error_bound(spec) if exact else self._blind_error_bound(spec)
+        if self.options.indices == "reuse":
+            return self._blind_error_bound(spec)
+        return super().error_bound(spec)
 
     def gaussian_error_bound(self, spec: TensorSpec) -> float:
         if self.options.indices == "reuse":
@@ -146,7 +143,7 @@ class TopK(Sparse, ReusesForwardIndices):
             values = self.values.stability(self._values_spec(spec))
             gain = 1.0 if self.gain(spec) is None else self.options.density**-1
             return Stability(gain * (1 + values.constant) - 1, self._unbiased)
-        return Stability(super().error_bound(spec))  # a sample finds the largest, but for chance
+        return Stability(super().error_bound(spec))
 
     def sent(self, spec: TensorSpec, ctx: Context) -> Tensor | None:
         if self.options.indices != "reuse":
@@ -159,9 +156,8 @@ class TopK(Sparse, ReusesForwardIndices):
         return self._unbiased
 
     def _select(self, x: Tensor, plan: _TopKPlan, values: Tensor | None) -> Selection:
-        k = select.count_kept(plan.length, self.options.density)
-        find = select.exact if self.options.select == "exact" else select.threshold
-        return find(x.view(plan.rows, plan.length), k, values)
+        k = count_kept(plan.length, self.options.density)
+        return largest(x.view(plan.rows, plan.length), k, values)
 
     @functools.cached_property
     def _plan(self) -> Callable[[tuple[int, ...]], _TopKPlan]:
@@ -170,8 +166,8 @@ class TopK(Sparse, ReusesForwardIndices):
 
         @functools.lru_cache
         def plan(shape: tuple[int, ...]) -> _TopKPlan:
-            rows, length = select.rows_of(shape, options.rows)
-            kept = rows * select.count_kept(length, options.density)
+            rows, length = rows_of(shape, options.rows)
+            kept = rows * count_kept(length, options.density)
             name, numel = options.indices, rows * length
             if name in ("auto", "reuse"):
                 name = coding.smallest(("bitmask", "int16", "int32"), numel, kept)

@@ -36,9 +36,8 @@ RENAMED = {
 """Old names of keys and values, from earlier releases. An error names the new one if it is allowed."""
 
 REMOVED = {
-    "sidco": "use 'threshold'",
-    "block": "use 'exact' or 'threshold'",
-    "block_size": "select 'block' is gone; leave it out",
+    "select": "entries are always selected exactly; leave it out",
+    "block_size": "entries are always selected exactly; leave it out",
 }
 """Keys and values of earlier releases that are gone, and what to use instead."""
 

@@ -54,7 +54,6 @@ FLOORS: tuple[Floors, ...] = (  # codec, ratio to what, floors in fp32 and bf16 
     ({"name": "entropy", "contexts": "columns"}, "copy", (0.05, 0.015), (0.045, 0.012)),
     ({"name": "topk"}, "copy", (0.30, 0.12), (0.20, 0.07)),
     ({"name": "topk", "indices": "int32"}, "torch.topk", (4, 3.5), (4, 3.5)),
-    ({"name": "topk", "select": "threshold"}, "torch.topk", (7, 4.5), (7, 4.5)),
     ({"name": "topk", "indices": "reuse"}, "copy", (0.20, 0.10), (0.20, 0.10)),
 )
 FEEDBACK = {"ef": (0.55, 0.58), "ef21": (0.42, 0.44), "loco": (0.48, 0.44)}
@@ -72,7 +71,6 @@ SIZED = (
     {"name": "quantize", "bits": 4, "hadamard": True},
     {"name": "entropy"},
     {"name": "topk"},
-    {"name": "topk", "select": "threshold"},
     {"name": "topk", "indices": "reuse"},
     {"name": "fp8"},
     {"name": "bf16"},

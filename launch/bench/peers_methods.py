@@ -37,7 +37,6 @@ OURS = (
     {"name": "acsgd", "bits": 4},
     {"name": "topk"},
     {"name": "topk", "indices": "int32"},
-    {"name": "topk", "select": "threshold"},
     {"name": "lossless"},
 )
 

@@ -33,7 +33,7 @@ ANY_INPUT = [
     {"name": "quantize", "bits": 4, "group_size": 8, "mixed": {"share": 0.5, "low_bits": 1}},
     *({"name": name, "bits": bits} for name in ("minmax", "acsgd") for bits in (1, 2, 4, 8)),
     *({"name": "fp8", "format": format, "group_size": 8} for format in ("e4m3", "e5m2")),
-    *({"name": "topk", "select": select, "density": 0.3} for select in ("exact", "threshold")),
+    {"name": "topk", "density": 0.3},
     {"name": "topk", "density": 0.3, "values": {"name": "quantize", "bits": 2}},
     {"name": "randomk", "density": 0.3, "unbiased": True},
     {"name": "column", "density": 0.3, "values": "fp8"},

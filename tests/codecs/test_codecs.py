@@ -27,7 +27,7 @@ OPTIONS = {
         {"density": 1.0},
         {"density": 0.01, "indices": "int16"},
         {"density": 0.7, "indices": "int32", "values": "fp16"},
-        {"select": "threshold", "indices": "rice"},
+        {"indices": "rice"},
     ],
     "randomk": [
         {"unbiased": True, "values": {"name": "quantize", "rounding": "stochastic"}},

@@ -59,8 +59,7 @@ REFUSED = {
         ({"values": "topk"}, "'topk' cannot carry the kept values"),
         ({"values": {"name": "entropy", "rotate": "learned"}}, "'entropy' cannot carry the kept values"),
         ({"indices": "int23"}, "did you mean 'int32'"),
-        ({"block_size": 64}, "block_size: unknown key (removed: select 'block' is gone; leave it out"),
-        ({"select": "sidco"}, "'sidco' is not allowed (removed: use 'threshold'); allowed: 'exact'"),
+        ({"select": "exact"}, "select: unknown key (removed: entries are always selected exactly; leave it"),
     ],
 }
 

@@ -17,7 +17,6 @@ SELECTING = [
     {"name": "topk", "density": 0.01, "indices": "int32"},
     {"name": "topk", "indices": "int16", "values": "bf16"},
     {"name": "topk", "indices": "rice", "values": {"name": "fp16"}},
-    {"name": "topk", "select": "threshold", "rows": "tensor"},
     {"name": "randomk"},
     {"name": "randomk", "density": 0.7, "rows": "tensor", "unbiased": True},
     {"name": "column", "density": 0.3},

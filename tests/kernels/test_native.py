@@ -103,7 +103,6 @@ def test_groups_of_subnormal_numbers_have_steps_with_an_inverse():
 
 CODECS = [
     *({"name": "topk", "indices": indices} for indices in ("bitmask", "int16", "int32", "rice")),
-    {"name": "topk", "select": "threshold", "rows": "tensor"},
     {"name": "topk", "density": 1.0},
     {"name": "fp8"},
     *({"name": name, "bits": bits} for name in ("acsgd", "minmax") for bits in (3, 4, 8)),

@@ -87,7 +87,6 @@ CODECS = [
         for size in (24, "tensor")
     ),
     *({"name": "topk", "indices": coder, "density": 0.3} for coder in ("bitmask", "int16", "int32", "rice")),
-    {"name": "topk", "select": "threshold"},
     *({"name": "entropy", "bits": bits} for bits in (0.1, 1, 2.5, 6)),
     *({"name": "entropy", "contexts": contexts} for contexts in ("rows", "columns")),
 ]

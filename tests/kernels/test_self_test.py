@@ -27,7 +27,6 @@ FAMILY_OF = {
     "unpack_bits": "bit strings",
     "list_bits": "bit strings",
     "select_largest": "selection",
-    "select_banded": "selection",
     "gather": "selection",
     "scatter": "selection",
     "encode_entropy": "entropy coding",

@@ -75,7 +75,6 @@ def every_setting(widths):
     for dtype, d in ((torch.bfloat16, 100_000), (torch.float32, 100_001), (torch.float16, 1000)):
         x = torch.zeros(2, d, dtype=dtype)  # with a sample or without, for bits or for indices
         selection.select_largest(x, 100)
-        selection.select_banded(x, (1, 2, 3, 4), 100)
     bits = torch.zeros(125, dtype=torch.uint8)
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         for entries in (torch.arange(10), bits):

@@ -25,8 +25,6 @@ FLAG = range(2)
 WORD = range(-(1 << 31), 1 << 31)
 FLOATS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 """The floats that C++ computes with, and their names in names of functions."""
-INTEGERS = {torch.int16: "16", torch.int32: "32", torch.int64: "64"}
-"""The bits of floats as integers, which are unsigned in C++, by their number in names of functions."""
 SIZES = {torch.float16: "16", torch.bfloat16: "16", torch.float32: "32", torch.float64: "64"}
 """Floats that C++ only moves, by the number of their bits in names of functions."""
 PART = 1 << 20

@@ -1,7 +1,6 @@
-"""Selection on the CPU by kth_largest.cpp, selection.cpp and gather_scatter.cpp; short tensors in numpy."""
+"""Selection on the CPU by kth_largest.cpp and selection.cpp; short tensors in numpy."""
 
 from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +11,6 @@ from ds_compress.kernels import native
 from ds_compress.kernels.feedback.cpu import is_finite
 from ds_compress.kernels.memory import empty_template, scratch
 from ds_compress.kernels.native.function import (
-    INTEGERS,
     NUMBER,
     SIZE,
     SIZES,
@@ -22,7 +20,7 @@ from ds_compress.kernels.native.function import (
     for_each_dtype,
 )
 from ds_compress.kernels.topk import reference
-from ds_compress.kernels.topk.magnitudes import INFINITY, as_integers, first_look, keys, sample_plan
+from ds_compress.kernels.topk.magnitudes import INFINITY, first_look
 
 __all__ = reference.__all__
 
@@ -37,29 +35,6 @@ def _int64(*dims: str) -> Buffer:
 
 _set_bits = Function("selection", "set_bits", indices=_int64("count"), count=SIZE, packed=_BITS, n=SIZE)
 _list_bits = Function("selection", "list_bits", packed=_BITS, n=SIZE, most=SIZE, found=_int64("most"))
-_reaching = for_each_dtype(
-    *("selection", "reaching", INTEGERS),
-    x=("rows", "d"),
-    rows=SIZE,
-    d=SIZE,
-    bounds=_int64("rows"),
-    infinity=NUMBER,
-    found=_int64("rows", "d"),
-    keys=("rows", "d"),
-    counts=_int64("rows"),
-)
-_pick = for_each_dtype(
-    *("selection", "pick", INTEGERS),
-    found=_int64("total"),
-    keys=("total",),
-    total=SIZE,
-    rows=SIZE,
-    counts=_int64("rows"),
-    lows=_int64("rows"),
-    highs=_int64("rows"),
-    k=SIZE,
-    out=_int64("rows", "k"),
-)
 _largest = for_each_dtype(
     *("kth_largest", "select_largest", SIZES),
     x=("rows", "d"),
@@ -71,10 +46,10 @@ _largest = for_each_dtype(
     values=("rows", "k"),
 )
 _gather = for_each_dtype(
-    *("gather_scatter", "gather", SIZES), x=("n",), n=_ABOVE_0, packed=_BITS, count=SIZE, out=("count",)
+    *("selection", "gather", SIZES), x=("n",), n=_ABOVE_0, packed=_BITS, count=SIZE, out=("count",)
 )
 _scatter = for_each_dtype(
-    *("gather_scatter", "scatter", SIZES), values=("count",), count=SIZE, packed=_BITS, n=SIZE, y=("n",)
+    *("selection", "scatter", SIZES), values=("count",), count=SIZE, packed=_BITS, n=SIZE, y=("n",)
 )
 
 
@@ -190,49 +165,3 @@ def select_largest(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Ten
     values = torch.empty_like(plan.values) if values is None else values
     plan.call(x.contiguous(), scratch("keys", plan.space, x.dtype), packed, values)
     return packed, values
-
-
-def select_banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> tuple[Tensor, Tensor | None]:
-    """See `reference.select_banded`."""
-    chosen = _between_first_bounds(x, bounds, k) if native.serves(x.numel()) else None
-    return reference.select_banded(x, bounds, k) if chosen is None else (chosen, None)
-
-
-def sample_bounds(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """See `reference.sample_bounds`; numpy ranks faster than PyTorch."""
-    stride, *ranks = sample_plan(x.shape[1], k)
-    places = [len(range(0, x.shape[1], stride)) - rank for rank in ranks]
-    ranked = np.partition(keys(x[:, ::stride]).numpy(), places, axis=1)
-    high, low = (torch.from_numpy(ranked[:, place : place + 1]) for place in places)
-    return high, low
-
-
-def _between_first_bounds(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Tensor | None:
-    """Return the indices for `select_banded` from the first two bounds, which decide in most cases. None if
-    one of them was a bad guess or too many entries tie."""
-    (rows, d), infinity = x.shape, INFINITY[x.dtype]
-    levels = [
-        torch.as_tensor(bound, dtype=torch.int64, device="cpu").flatten().expand(rows)
-        for bound in (*bounds, infinity + 1)
-    ]
-    if any((lower > upper).any() for lower, upper in pairwise(levels)):
-        return None
-    bits, (low, high) = as_integers(x), (level.contiguous() for level in levels[:2])
-    found, its_keys = scratch("found", (rows * d,), torch.int64), scratch("keys", (rows * d,), bits.dtype)
-    counts = torch.empty(rows, dtype=torch.int64, device="cpu")
-    total = _reaching[bits.dtype](
-        x=bits, rows=rows, d=d, bounds=low, infinity=infinity, found=found, keys=its_keys, counts=counts
-    )
-    chosen = torch.empty(rows * k, dtype=torch.int64, device="cpu")
-    is_found = _pick[bits.dtype](
-        found=found[:total],
-        keys=its_keys[:total],
-        total=total,
-        rows=rows,
-        counts=counts,
-        lows=low,
-        highs=high,
-        k=k,
-        out=chosen,
-    )
-    return chosen if is_found else None

@@ -8,16 +8,14 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels.numerics import is_finite
-from ds_compress.kernels.topk.magnitudes import keys, sample_plan
+from ds_compress.kernels.topk.magnitudes import keys
 
 __all__ = [
     "copy_bits",
     "gather",
     "list_bits",
     "pack_bits",
-    "sample_bounds",
     "scatter",
-    "select_banded",
     "select_largest",
     "set_bits",
     "unpack_bits",
@@ -96,11 +94,6 @@ def kth_largest(size: Tensor, k: int) -> Tensor:
     return size.topk(k, dim=1, sorted=False).values.amin(1, keepdim=True)
 
 
-def count_true(mask: Tensor) -> Tensor:
-    """Return how many entries of each row of `mask` [rows, d] are true, int64 [rows, 1]."""
-    return mask.count_nonzero(1).unsqueeze(1)
-
-
 def select_largest(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Select the k entries of each row of `x` [rows, d] with the largest keys; of equal keys the lowest
     index.
@@ -114,48 +107,7 @@ def select_largest(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Ten
     """
     # `torch.topk` does not specify which of equal entries it returns: only the k-th value is taken from it
     size = keys(x)
-    return _filled(size, kth_largest(size, k), k, spread=False), None
-
-
-def select_banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> tuple[Tensor, Tensor | None]:
-    """Select k entries of each row of `x` [rows, d], first those whose key reaches more of the `bounds`.
-
-    Of the entries that reach equally many, as many as needed are kept, evenly spaced.
-
-    Args:
-        bounds: keys, each [rows, 1] or a number, ascending.
-        k: above 0.
-
-    Returns:
-        See `select_largest`.
-    """
-    size = keys(x)
-    level = torch.zeros_like(size, dtype=torch.int8)
-    cut = level.new_zeros(size.shape[0], 1)
-    for bound in bounds:
-        reached = size >= bound
-        level += reached
-        cut += count_true(reached) >= k
-    return _filled(level, cut, k, spread=True), None
-
-
-def sample_bounds(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return two keys [rows, 1], the higher one first, that almost surely bracket the k-th largest of each
-    row of `x` [rows, d]: order statistics of a sample (see `sample_plan`)."""
-    stride, high, low = sample_plan(x.shape[1], k)
-    sample = keys(x[:, ::stride])
-    return kth_largest(sample, high), kth_largest(sample, low)
-
-
-def _filled(size: Tensor, cut: Tensor, k: int, spread: bool) -> Tensor:
-    """Return the indices of all entries above `cut` [rows, 1], at most k, and of as many equal to it as make
-    k: the first ones, or evenly spaced ones."""
+    cut = kth_largest(size, k)
     above, tied = size > cut, size == cut
-    left = k - count_true(above)
-    rank = tied.cumsum(1, dtype=torch.int64 if spread else torch.int32)
-    if spread:
-        equal = rank[:, -1:].clamp(min=1)
-        tied &= rank * left // equal > (rank - 1) * left // equal
-    else:
-        tied &= rank <= left
-    return positions((above | tied).flatten(), size.shape[0] * k)
+    tied &= tied.cumsum(1, dtype=torch.int32) <= k - above.count_nonzero(1).unsqueeze(1)
+    return positions((above | tied).flatten(), len(x) * k), None

@@ -1,83 +1,52 @@
-// Entries of a tensor that reach a bound, and bit strings: passes that neither torch nor numpy makes in one go.
-//
-// A key is the bits of a float without its sign, those of nan replaced by those of infinity: it orders as |x| does.
+// Bit strings: their bits set and listed, and the entries that they hold read out of a tensor, and put back.
 
 #include "../native/calls.h"
 #include "masks.h"
 
 namespace {
 
-// Lists the entries of x [n] whose key reaches `bound`: their index plus `start`, and their key. Returns how many.
-template <class Bits>
-int64_t list(const Bits* x, int64_t n, int64_t bound, int64_t infinity, int64_t start, int64_t* found, Bits* keys) {
-    constexpr Bits magnitude = static_cast<Bits>(~Bits(0)) >> 1;
-    const Bits least = static_cast<Bits>(bound), most = static_cast<Bits>(infinity);
-    int64_t count = 0;
-    for (int64_t i = 0; i < n; i += WORD)
-        for_each(reaching(x + i, n - i, least), [&](int place) {
-            const int64_t j = i + place;
-            const Bits key = x[j] & magnitude;
-            found[count] = start + j;
-            keys[count++] = key < most ? key : most;
-        });
-    return count;
+// The first `count` entries of x [n] that are held; x[0] where there are no more.
+template <class Entry>
+void gather(const Entry* x, int64_t n, const uint8_t* packed, int64_t count, Entry* out) {
+    const Entry* end = out + count;
+    for (int64_t i = 0; i < n; i += WORD) {
+        const uint64_t word = word_at(packed, i, n);
+        if (end - out < __builtin_popcountll(word)) {
+            for_each(word, [&](int j) { if (out < end) *out++ = x[i + j]; });
+            return;
+        }
+        out = take(x + i, n - i, word, out, end);
+    }
+    while (out < end) *out++ = x[0];
 }
 
-// Of the entries `found` [n] of one row, writes those whose key reaches `high`, and as many of the keys from `low` on
-// as make k, evenly spaced. Returns whether that many could be found.
-template <class Bits>
-bool pick(const int64_t* found, const Bits* keys, int64_t n, int64_t low, int64_t high, int64_t k, int64_t* out) {
-    int64_t above = 0, reached = 0;
-    for (int64_t i = 0; i < n; ++i) {
-        above += static_cast<int64_t>(keys[i]) >= high;
-        reached += static_cast<int64_t>(keys[i]) >= low;
-    }
-    if (above > k || reached < k) return false;
-    const int64_t equal = reached - above, share = k - above;
-    int64_t due = 0, count = 0;  // due: what (entry of the band) * share / equal has left over, times equal
-    for (int64_t i = 0; i < n && count < k; ++i) {
-        const int64_t key = keys[i];
-        bool keep = key >= high;
-        if (!keep && key >= low) {
-            due += share;
-            keep = due >= equal;
-            due -= keep ? equal : 0;
-        }
-        out[count] = found[i];
-        count += keep;
-    }
-    return true;
+// `values` [count] at the entries of y [n] that are held, in their order, and zeros; those that find no place are left
+// out.
+template <class Entry>
+void scatter(const Entry* values, int64_t count, const uint8_t* packed, int64_t n, Entry* y) {
+    const Entry* end = values + count;
+    for (int64_t i = 0; i < n; i += WORD) values = spread(values, end, n - i, word_at(packed, i, n), y + i);
 }
 
 }  // namespace
 
-// For each of `rows` rows of d or counts[row] entries, one behind the other.
-#define SELECTION(BITS)                                                                                               \
-    int64_t reaching##BITS(const uint##BITS##_t* x, int64_t rows, int64_t d, const int64_t* bounds, int64_t infinity, \
-                           int64_t* found, uint##BITS##_t* keys, int64_t* counts) {                                   \
-        int64_t total = 0;                                                                                            \
-        for (int64_t row = 0; row < rows; total += counts[row++])                                                     \
-            counts[row] = list(x + row * d, d, bounds[row], infinity, row * d, found + total, keys + total);      \
-        return total;                                                                                                 \
-    }                                                                                                                 \
-    int64_t pick##BITS(const int64_t* found, const uint##BITS##_t* keys, int64_t total, int64_t rows,                 \
-                       const int64_t* counts, const int64_t* lows, const int64_t* highs, int64_t k,                   \
-                       int64_t* out) {                                                                                \
-        for (int64_t row = 0; row < rows; total -= counts[row++], out += k) {                                         \
-            if (counts[row] > total) return 0;                                                                        \
-            if (!pick(found, keys, counts[row], lows[row], highs[row], k, out)) return 0;                             \
-            found += counts[row], keys += counts[row];                                                                \
-        }                                                                                                             \
-        return 1;                                                                                                     \
-    }                                                                                                                 \
-    EXPORT(reaching##BITS)                                                                                          \
-    EXPORT(pick##BITS)
+#define HELD(BITS)                                                                                                   \
+    void gather##BITS(const uint##BITS##_t* x, int64_t n, const uint8_t* packed, int64_t count,                      \
+                      uint##BITS##_t* out) {                                                                         \
+        gather(x, n, packed, count, out);                                                                            \
+    }                                                                                                                \
+    void scatter##BITS(const uint##BITS##_t* values, int64_t count, const uint8_t* packed, int64_t n,                \
+                       uint##BITS##_t* y) {                                                                          \
+        scatter(values, count, packed, n, y);                                                                        \
+    }                                                                                                                \
+    EXPORT(gather##BITS)                                                                                           \
+    EXPORT(scatter##BITS)
 
 extern "C" {
 
-SELECTION(16)
-SELECTION(32)
-SELECTION(64)
+HELD(16)
+HELD(32)
+HELD(64)
 
 // Sets the bits `indices` [count] of the zeros `packed`; bit j of byte i belongs to entry 8 * i + j, of n. Returns the
 // place of the first index that is none of an entry, or `count`.

@@ -85,8 +85,3 @@ def largest(x: Tensor, k: int, values: Tensor | None = None) -> Selection:
     if k == d or not rows:
         return Selection.at(torch.arange(x.numel(), dtype=torch.int64, device=x.device), x.numel())
     return Selection(x.numel(), rows * k, *kernels(x.device).select_largest(x, k, values))
-
-
-def banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> Selection:
-    """Select k entries of each row as `select_banded` in reference.py does; 0 < k."""
-    return Selection(x.numel(), len(x) * k, *kernels(x.device).select_banded(x, bounds, k))

@@ -23,18 +23,7 @@ from ds_compress.kernels.topk import triton_order_statistics as order
 from ds_compress.kernels.topk.magnitudes import INFINITY, as_integers, sample_plan
 from ds_compress.kernels.topk.triton_order_statistics import key_of
 
-__all__ = [
-    "copy_bits",
-    "gather",
-    "list_bits",
-    "pack_bits",
-    "sample_bounds",
-    "scatter",
-    "select_banded",
-    "select_largest",
-    "set_bits",
-    "unpack_bits",
-]
+__all__ = reference.__all__
 
 BLOCK = 4096
 """Entries of one program, a multiple of 8; below 2^15, as two counts share an int32."""
@@ -52,7 +41,7 @@ SCANNED = 4  # blocks in which one program looks for inf and nan
 
 def select_largest(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """See `reference.select_largest`."""
-    if not _takes(x):
+    if x.itemsize > 4 or x.shape[1] > LONGEST_ROW:
         return reference.select_largest(x, k)
     d = x.shape[1]
     bits, infinity, block = as_integers(x), INFINITY[x.dtype], _block(d)
@@ -69,39 +58,7 @@ def select_largest(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Ten
             if high == 1:
                 bounds[1].fill_(infinity + 1)
             bounds, counts = order.kth_largest(bits, bounds, infinity, k, block)
-        return _chosen(x, bits, bounds, counts, k, block, spread=False, out=values)
-
-
-def select_banded(x: Tensor, bounds: tuple[Tensor | int, ...], k: int) -> tuple[Tensor, Tensor | None]:
-    """See `reference.select_banded`."""
-    if not _takes(x):
-        return reference.select_banded(x, bounds, k)
-    rows, d = x.shape
-    bits, infinity, block = as_integers(x), INFINITY[x.dtype], _block(d)
-    ascending = torch.empty(len(bounds), rows, dtype=torch.int32, device=x.device)
-    for row, bound in zip(ascending, bounds):
-        if isinstance(bound, Tensor):
-            row.copy_(bound.flatten())
-        else:
-            row.fill_(bound)
-    ascending = ascending.sort(dim=0).values
-    with torch.cuda.device_of(x):
-        counts = _reaching(bits, ascending, infinity, block)
-        return _chosen(x, bits, ascending, counts, k, block, spread=True)
-
-
-def sample_bounds(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """See `reference.sample_bounds`."""
-    if not _takes(x):
-        return reference.sample_bounds(x, k)
-    stride, high, low = sample_plan(x.shape[1], k)
-    with torch.cuda.device_of(x):
-        at_least, above = order.order_statistics(as_integers(x), INFINITY[x.dtype], stride, (low, high))
-    return above.unsqueeze(1) - 1, at_least.unsqueeze(1)
-
-
-def _takes(x: Tensor) -> bool:
-    return x.itemsize <= 4 and x.shape[1] <= LONGEST_ROW
+        return _chosen(x, bits, bounds, counts, k, block, values)
 
 
 def _block(d: int) -> int:
@@ -136,13 +93,12 @@ def _chosen(
     counts: Tensor,
     k: int,
     block: int,
-    spread: bool,
-    out: Tensor | None = None,
+    out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Select the k largest entries of each row, given ascending `bounds`; return what `banded` returns.
+    """Select the k largest entries of each row, given ascending `bounds`; see `reference.select_largest`.
 
-    Values are written to `out` if it is given. Of tied entries the first are kept, unless `spread`. Entries
-    are returned as a bitmask, or as indices if rows share a byte, which two programs would have to write.
+    Values are written to `out` if it is given. Entries are returned as a bitmask, or as indices if rows share
+    a byte, which two programs would have to write.
     """
     rows, d = x.shape
     if rows == 1 or d % 8 == 0:
@@ -160,7 +116,6 @@ def _chosen(
         d,
         counts.shape[2],
         k,
-        SPREAD=spread,
         BOUNDS=len(bounds),
         INFINITY=INFINITY[x.dtype],
         BLOCK=block,
@@ -193,7 +148,6 @@ def _write(
     d,
     blocks,
     k,
-    SPREAD: tl.constexpr,
     BOUNDS: tl.constexpr,
     INFINITY: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -211,14 +165,11 @@ def _write(
     lower, upper = (level - 1) * rows + row, level * rows + row  # places of the bounds round the tied entries
     tied_before = tl.load(reaching + lower * blocks + block - 1, mask=(level > 0) & (block > 0), other=0)
     tied_before = tl.where(level > 0, tied_before, block * BLOCK)
-    tied_total = tl.load(reaching + (lower + 1) * blocks - 1, mask=level > 0, other=0)
-    tied_total = tl.where(level > 0, tied_total, d)
     above_before = tl.load(
         reaching + upper * blocks + block - 1, mask=(level < BOUNDS) & (block > 0), other=0
     )
     above_total = tl.load(reaching + (upper + 1) * blocks - 1, mask=level < BOUNDS, other=0)
     tied_before -= above_before
-    tied_total -= above_total
     room = k - above_total
 
     column = block * BLOCK + tl.arange(0, BLOCK)
@@ -229,8 +180,8 @@ def _write(
     tied = exists & ~above & (key >= tl.load(bounds + lower, mask=level > 0, other=0))
     both = tl.cumsum((above.to(tl.int32) << 16) + tied.to(tl.int32), 0)
     rank = tied_before + (both & 0xFFFF)
-    filled = _filled(rank, room, tied_total, SPREAD)
-    kept = above | (tied & (filled > _filled(rank - 1, room, tied_total, SPREAD)))
+    filled = tl.minimum(rank, room)
+    kept = above | (tied & (rank <= room))
     slot = row * k + above_before + (both >> 16) + filled - 1
     tl.store(values + slot, value, mask=kept)
     if entries.dtype.element_ty == tl.uint8:
@@ -239,15 +190,6 @@ def _write(
         tl.store(entries + row * (d // 8) + byte, tl.sum(eight, 1).to(tl.uint8), mask=byte * 8 < d)
     else:
         tl.store(entries + slot, row * d + column, mask=kept)
-
-
-@triton.jit
-def _filled(rank, room, tied, SPREAD: tl.constexpr):
-    """How many of the first `rank` tied entries are kept."""
-    if SPREAD:
-        return rank.to(tl.int64) * room // tl.maximum(tied, 1)
-    else:
-        return tl.minimum(rank, room)
 
 
 def pack_bits(bits: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from ds_compress.kernels.backends import reference
 from ds_compress.kernels.topk import magnitudes
 from ds_compress.kernels.topk import triton as selection
 from ds_compress.kernels.topk import triton_order_statistics as ranks
-from ds_compress.kernels.topk.magnitudes import INFINITY, as_integers, keys
-from ds_compress.kernels.topk.reference import kth_largest, positions
+from ds_compress.kernels.topk.magnitudes import as_integers
+from ds_compress.kernels.topk.reference import positions
 from ds_compress.kernels.topk.selection import Selection
 from tests.support.triton import DEVICE, DTYPES, EXAMPLES, INTERPRETED, SPECIAL, fused, launched, need_device
 
@@ -77,18 +77,10 @@ def test_selection_equals_the_reference(rows, d, share, sample, dtype, seed, kin
         "special": torch.where(x > 1.5, SPECIAL[seed % 3], x),
     }[kind]
     x = x.to(dtype)
-    size, k = keys(x), min(d, max(1, round(share * d)))
+    k = min(d, max(1, round(share * d)))
     with small_blocks(sample):
         memory = torch.empty(rows * k, dtype=x.dtype)
         assert_selects(fused.select_largest, x, k, memory, expected=reference.select_largest(x, k)[0])
-        stride, *places = magnitudes.sample_plan(d, k)
-        for ours, rank in zip(launched(fused.sample_bounds, x, k), places, strict=True):
-            assert torch.equal(ours, kth_largest(size[:, ::stride], rank))
-        high, low = (kth_largest(size, place) for place in (max(1, k - 20), min(d, k + 20)))
-        bounds = (low, high, high + 1, INFINITY[dtype])
-        expected = reference.select_banded(x, bounds, k)[0]
-        on_device = tuple(b.to(DEVICE) if isinstance(b, torch.Tensor) else b for b in bounds)
-        assert_selects(fused.select_banded, x, on_device, k, expected=expected)
 
 
 def long_rows(dtype, k):
@@ -145,9 +137,6 @@ def test_how_often_exact_reads_the_tensor(dtype, k, misled):
 def test_how_often_others_read_the_tensor(dtype):
     x = torch.randn(4, 320).to(dtype)
     with small_blocks():
-        with loads_of(x) as loads:
-            fused.select_banded(x, reference.sample_bounds(x, 30), 30)
-        assert (loads == 2).all()
         with loads_of(x) as loads:  # the row is its own sample, which is read for each byte of a key
             held, _ = fused.select_largest(x, 30)
         assert (loads == 2 + dtype.itemsize).all()
@@ -207,7 +196,6 @@ FORWARD = [
     {"density": 0.01},
     {"density": 1.0},
     {"values": {"name": "quantize", "bits": 4, "group_size": 64}},
-    {"select": "threshold"},
 ]
 
 
