@@ -9,6 +9,8 @@ an `Exchange`; DeepSpeed's own function gets the others, or the whole bucket whe
 
 import hashlib
 import itertools
+import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,9 +23,12 @@ from torch import distributed as dist
 from ds_compress.codec import CODECS
 from ds_compress.config import Config
 from ds_compress.engine.optimizers import mix_in
+from ds_compress.message.gradient_error import AVERAGED
 from ds_compress.replicas.exchange import Exchange, Replicas
 from ds_compress.replicas.parameters import ParameterExchange, Range
 from ds_compress.replicas.slices import DTYPES, Gradient, is_compressed
+
+logger = logging.getLogger("ds_compress")
 
 Exact = Callable[[list[Tensor]], Tensor]
 """DeepSpeed's all-reduce of a bucket; returns it flat."""
@@ -55,7 +60,7 @@ class GradientTraffic:
         self._skipped = 0  # steps, when the present one began
         self._before: dict[int, dict[str, Tensor]] | None = None
         self._warmup_steps = options.warmup_steps
-        replicas = Replicas(dist.get_world_size(group), dist.get_rank(group), group)
+        replicas = Replicas(dist.get_world_size(group), dist.get_rank(group), group, engine.stage_id)
         self.exchange = Exchange(
             replicas,
             config.replica_codec,
@@ -74,6 +79,9 @@ class GradientTraffic:
             shared = self.exchange.sent, block.seed, block.link.checksum
             self._parameters = ParameterExchange(replicas, codec, *shared)
         self._measure_every = block.monitor.every if engine.monitor.enabled else 0
+        self._guard = block.guard
+        self._gradient_error = math.nan
+        self._has_warned = False
         tied = {id(weight) for weight, _ in engine.module.get_tied_weights_and_groups()}
         self._numbers = {
             id(parameter): number
@@ -108,6 +116,7 @@ class GradientTraffic:
             "wire_bytes": exchange.sent.wire_bytes,
             "relative_error": error,
             "cosine": cosine,
+            "gradient_error": self._gradient_error,
             "residual_norm": exchange.residual_norm(),
         }
 
@@ -118,6 +127,10 @@ class GradientTraffic:
         # all replicas have to decide alike: it takes an all-reduce
         if self._measure_every and (self._engine.global_steps + 1) % self._measure_every == 0:
             self.exchange.measure()
+        if self._guard.is_due(self._compressed_steps() + AVERAGED):
+            self.exchange.take_gradient_error()  # of steps that only the monitor has measured
+        if any(self._guard.is_due(self._compressed_steps() + 1 + later) for later in range(AVERAGED)):
+            self.exchange.measure()
         self._before = (
             self.exchange.slices.memories() if hasattr(self._engine.optimizer, "overflow") else None
         )
@@ -127,6 +140,28 @@ class GradientTraffic:
         if self._before is not None and self._engine.skipped_steps > self._skipped:
             self.exchange.slices.restore(self._before)
         self._before = None
+        if self._guard.is_due(self._compressed_steps()):
+            self._check(self.exchange.take_gradient_error())
+
+    def _compressed_steps(self) -> int:
+        """Return the number of completed steps since the warm-up."""
+        return int(self._engine.global_steps) - self._warmup_steps
+
+    def _check(self, error: float) -> None:
+        """Warn once if averages added up over the last steps differ too much from the exact ones."""
+        self._gradient_error = error
+        if error > self._guard.gradient_error and not self._has_warned and self.exchange.replicas.rank == 0:
+            self._has_warned = True
+            logger.warning(
+                "ds_compress: gradients between replicas, stage %d: %s has an error of %.2f in the sum of %d "
+                "averages (ds_compress.guard.gradient_error: %g): use more bits or a higher density, "
+                'feedback "ef", or "rounding": "dither"',
+                self.exchange.replicas.stage,
+                self.exchange.codec.codec,
+                error,
+                AVERAGED,
+                self._guard.gradient_error,
+            )
 
     def all_reduce_of_engine(self, bucket: Sequence[Tensor], group: Any, factor: float, exact: Exact) -> bool:
         """Average a bucket of DeepSpeed's engine in place; see `all_reduce`."""

@@ -49,6 +49,7 @@ REPLICAS = {
     "ratio": "raw over wire bytes, of the steps since the last value",
     "relative_error": "||a - m|| / ||m|| of the step's first bucket; a: its average, m: the exact one",
     "cosine": "between a and m",
+    "gradient_error": "||sum of a - m|| / ||sum of m|| over 8 steps, at the last check of the guard",
     "residual_norm": "norm of both residuals of this rank, over all slices",
 }
 LOSS_COST = "loss_cost"

@@ -31,6 +31,9 @@ from ds_compress.message.layout import Counters
 from ds_compress.message.meters import error_and_cosine, norms
 from ds_compress.replicas.slices import AVERAGE, GRADIENT, HALVES, Gradient, Slice, SliceCodec, Slices
 
+MEASURED = 2**20
+"""Most values of a bucket that are compared with their exact average, which takes one more all-reduce."""
+
 
 class HasSize(Protocol):
     """Item of a plan whose packet has a known size."""
@@ -85,6 +88,7 @@ class Replicas:
     size: int
     rank: int
     group: Any = None  # a process group in which nothing else is sent
+    stage: int = 0  # of the pipeline
 
 
 class Exchange:
@@ -108,12 +112,13 @@ class Exchange:
             itemsize: bytes per value in DeepSpeed's all-reduce, for the counters.
         """
         self.replicas = replicas
-        self.codec = SliceCodec(codec, seed, has_checksum)
+        self.codec = SliceCodec(codec, seed, has_checksum, replicas.stage)
         self.slices = Slices(replicas.size)
         self.sent = Counters()
         self.quality = math.nan, math.nan
         """Relative error and cosine of the last measured bucket, against its exact average."""
         self._measures = False
+        self._sums: Tensor | None = None  # [exact averages and errors, values], added up over measured steps
         self._bucket_bytes = bucket_bytes
         self._itemsize = itemsize
 
@@ -145,27 +150,41 @@ class Exchange:
         """Have `average` compare the next bucket with its exact average; this takes one more all-reduce."""
         self._measures = True
 
+    def take_gradient_error(self) -> float:
+        """Return the norm of all measured errors added up, over that of the exact averages added up.
+
+        The sums start again from zero. Optimizers add up gradients, so errors that later steps correct
+        do not count. nan: nothing was measured, or it was not finite.
+        """
+        sums, self._sums = self._sums, None
+        return math.nan if sums is None else float(sums[1].norm() / sums[0].norm())
+
     def residual_norm(self) -> float:
         """Return the norm of both residuals of all slices."""
         found = [e.float().norm() for each in self.slices for h in HALVES for e in residuals(each.memory, h)]
         return torch.stack(found).norm().item() if found else 0.0
 
     def _exact(self, gradients: Sequence[Gradient], factor: float) -> Tensor:
-        flat = torch.cat([gradient.values.float() for gradient in gradients])
+        flat = torch.cat([values.float() for values, _ in _sample(gradients)])
         dist.all_reduce(flat, group=self.replicas.group)
         return flat.mul_(factor)
 
     def _compare(self, gradients: Sequence[Gradient], exact: Tensor) -> tuple[float, float]:
-        parts = exact.split([gradient.values.numel() for gradient in gradients])
+        sample = list(_sample(gradients))
+        parts = exact.split([values.numel() for values, _ in sample])
         known = [
-            (part, gradient.values)
-            for part, gradient in zip(parts, gradients)
-            if gradient.owner in (None, self.replicas.rank)
+            (part, values)
+            for part, (values, owner) in zip(parts, sample)
+            if owner in (None, self.replicas.rank)
         ]
         if not known:
             return math.nan, math.nan
         largest = exact.abs().max().double()
         exacts, averages = zip(*known)
+        whole = torch.cat(exacts)
+        sums = torch.stack([whole, torch.cat(averages) - whole])
+        same = self._sums is not None and self._sums.shape == sums.shape
+        self._sums = self._sums + sums if same and self._sums is not None else sums
         return error_and_cosine(*norms(exacts, averages, largest).tolist())
 
     def _buckets(self, gradients: Sequence[Gradient]) -> Iterator[list[Gradient]]:
@@ -252,6 +271,17 @@ class Exchange:
                 sent = _Sent(each, gradient.values, start, nbytes, gradient.owner is None)
                 plan[each.owner].append(sent)
         return plan
+
+
+def _sample(gradients: Sequence[Gradient]) -> Iterator[tuple[Tensor, int | None]]:
+    """Yield the first `MEASURED` values of a bucket, by gradient, with the owner of each."""
+    left = MEASURED
+    for gradient in gradients:
+        values = gradient.values[:left]
+        if not values.numel():
+            return
+        left -= values.numel()
+        yield values, gradient.owner
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class ParameterExchange:
             has_checksum: whether packets carry a checksum.
         """
         self._replicas = replicas
-        self._codec = SliceCodec(codec, seed, has_checksum, position=1)
+        self._codec = SliceCodec(codec, seed, has_checksum, replicas.stage, use=1)
         self._sent = sent
         self._plans: dict[int, list[list[_Part]]] = {}
 

@@ -73,10 +73,10 @@ def slice_numel(numel: int, replicas: int) -> int:
 class SliceCodec:
     """Encodes slices into packets and decodes them, with one codec for all slices."""
 
-    def __init__(self, codec: Codec, seed: int, has_checksum: bool, position: int = 0):
-        """`position`: part of every codec context; different values give different random choices."""
+    def __init__(self, codec: Codec, seed: int, has_checksum: bool, stage: int, use: int = 0):
+        """Two codecs of one seed draw different random bits if `stage` or `use` (0 or 1) differs."""
         self.codec = codec
-        self._position = position
+        self._position = -1 - 2 * stage - use  # tensors of messages between stages have positions from 0
         self._seed = seed
         self._has_checksum = has_checksum
         self._layouts: dict[TensorSpec, PacketLayout] = {}

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import io
+import logging
 
 import pytest
 
@@ -40,7 +41,15 @@ def test_values_of_each_stage_are_written(stages, tmp_path):
                 found[path.stem.split(f"stage_{stage}_")[1]] = [
                     float(row[1]) for row in list(csv.reader(file))[1:]
                 ]
-        assert set(found) == {"raw_bytes", "wire_bytes", "ratio", "relative_error", "cosine", "residual_norm"}
+        assert set(found) == {
+            "raw_bytes",
+            "wire_bytes",
+            "ratio",
+            "relative_error",
+            "cosine",
+            "gradient_error",
+            "residual_norm",
+        }
         assert found["wire_bytes"] == [counters.wire_bytes / 2, counters.wire_bytes]
         # 4 matrices of 96 x 192 at 4 bytes: a ring with two replicas sends each byte once
         assert found["raw_bytes"][-1] == counters.raw_bytes == 4 * (8 // stages) * 96 * 192 * 4
@@ -56,6 +65,38 @@ def test_measuring_changes_nothing(tmp_path):
     sink = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
     with_sink = run_ranks(2, final_weights, ds_config(QUANTIZE, replicas=2, csv_monitor=sink))
     assert with_sink == run_ranks(2, final_weights, ds_config(QUANTIZE, replicas=2))
+
+
+def warnings_of(config, steps):
+    """The warnings of this rank, and the last error of averages added up."""
+    lines = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("ds_compress").addHandler(handler)
+    engine = build(1, config, wide_layers())
+    data = batches(engine.grid.get_data_parallel_id(), shape=(8, WIDE))
+    for _ in range(steps):
+        engine.train_batch(data)
+    return [line for line in lines if "replicas" in line], engine.ds_compress.gradients.values()
+
+
+@pytest.mark.parametrize(
+    ("codec", "warns"),
+    [
+        ({"name": "quantize", "bits": 4}, False),
+        ({"name": "entropy", "bits": 1.5, "rounding": "dither"}, False),
+        ({"name": "topk", "density": 0.01}, True),
+    ],
+    ids=["4 bits", "dither", "topk"],
+)
+def test_the_guard_warns_of_errors_that_add_up(codec, warns):
+    """Without a monitor: rank 0 warns once. A large error that averages out is no harm."""
+    block = {"replicas": {"codec": codec}, "guard": {"every": 8}, "monitor": {"every": 0}}
+    (lines, values), (others, _) = run_ranks(2, warnings_of, ds_config(block, replicas=2), 17)
+    assert len(lines) == warns and not others
+    assert all("stage 0: topk(density=0.01) has an error of" in line for line in lines)
+    assert (values["gradient_error"] > 0.4) == warns
+    assert codec["name"] != "entropy" or values["relative_error"] > 0.3
 
 
 def final_weights(config):

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
@@ -52,6 +53,17 @@ def tied_layers() -> list[LayerSpec]:
     ]
 
 
+class Experts(nn.Module):
+    """Two experts with matrices as large as those of a `Block`; each rank has one."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.moe = MoE(width, Block(width), num_experts=2, ep_size=2, use_rts=False, capacity_factor=2.0)
+
+    def forward(self, x):
+        return x + self.moe(x)[0]
+
+
 SPECS = {
     "wide": wide_layers,
     "odd": lambda: wide_layers(width=97),
@@ -60,6 +72,9 @@ SPECS = {
     "small": lambda: [LayerSpec(Block, WIDE), nn.Linear(WIDE, 8), nn.Linear(8, WIDE), nn.Tanh()],
 }
 """small: of two stages the second has no matrix that is large enough."""
+
+MIXTURE = {"experts": lambda: [LayerSpec(layer, WIDE) for layer in (Block, Experts, Block)]}
+"""For an even number of replicas of one stage, which have different experts."""
 
 
 def digest(engine) -> str:
@@ -81,14 +96,14 @@ def train_replicas(
     """Losses, weights and their hash after each step; runs on every rank.
 
     Args:
-        specs: key of `SPECS`.
+        specs: key of `SPECS` or `MIXTURE`.
         overflows: steps in which the loss of replica 1 is infinite.
         module_options: of `build`.
     """
     fp16_on_cpu()
     dtypes = {key: torch.bfloat16 if key == "bf16" else torch.float16 for key in ("bf16", "fp16")}
     dtype = next((dtypes[key] for key in dtypes if config.get(key, {}).get("enabled")), torch.float32)
-    engine = build(stages, config, SPECS[specs](), **module_options)
+    engine = build(stages, config, (SPECS | MIXTURE)[specs](), **module_options)
     replica = engine.grid.get_data_parallel_id()
     data = batches(replica, dtype, (8, 97 if specs == "odd" else WIDE))
     losses, digests, skipped, scales = [], [], [], []
