@@ -46,12 +46,19 @@ class SimulatedBoundary(nn.Module):
     would send again.
     """
 
-    def __init__(self, number: int, config: Config, micro_batches: int, tracking: DependencyTracker | None):
+    def __init__(
+        self,
+        number: int,
+        config: Config,
+        micro_batches: int,
+        tracking: DependencyTracker | None,
+        replica: int = 0,
+    ):
         """Set up both sides; `tracking`: of the model, if tensors that depend on no parameter are exempt."""
         super().__init__()
         self.config = config
-        self.upstream = Boundary(number, config)
-        self.downstream = Boundary(number, config)
+        self.upstream = Boundary(number, config, replica)
+        self.downstream = Boundary(number, config, replica)
         self.micro_batches = micro_batches
         self.errors = {direction: MeanError() for direction in DIRECTIONS}
         self.ends = {channel.direction: SimulatedEnd(channel) for channel in self.sending}

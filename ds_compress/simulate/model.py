@@ -21,6 +21,7 @@ def simulate(
     cuts: Sequence[int],
     steps_per_epoch: int | None = None,
     lr: Callable[[], Sequence[float]] | None = None,
+    replica: int = 0,
 ) -> nn.Module:
     """Put simulated boundaries between the layers of `model`.
 
@@ -32,6 +33,8 @@ def simulate(
         steps_per_epoch: optimizer steps in one pass over the data; "warmup_epochs" needs it.
         lr: returns the learning rates of the optimizer, as `scheduler.get_last_lr` does; policy "accordion"
             needs it.
+        replica: data-parallel rank of the pipeline, which varies the random choices of codecs. For several
+            replicas, simulate the same `nn.Sequential` once for each (`SimulatedReplicas`).
 
     Returns:
         A new `nn.Sequential` that shares the layers of `model`; a `PipelineModule` is changed in place and
@@ -63,7 +66,9 @@ def simulate(
     config.prepare()
 
     tracking = _tracking(config, len(cuts), model)
-    boundaries = [SimulatedBoundary(number, config, micro_batches, tracking) for number in range(len(cuts))]
+    boundaries = [
+        SimulatedBoundary(number, config, micro_batches, tracking, replica) for number in range(len(cuts))
+    ]
     for number, cut in reversed(list(enumerate(cuts))):
         layers.insert(cut, boundaries[number])
         if not isinstance(model, nn.Sequential):

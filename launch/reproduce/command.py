@@ -9,7 +9,7 @@ from launch.reproduce.launched import compare
 from launch.reproduce.page import write_page
 from launch.reproduce.presets import PRESETS
 from launch.reproduce.run import Row, Run
-from launch.reproduce.settings import COMPARED, LAUNCHED, SETTINGS
+from launch.reproduce.settings import COMPARED, LAUNCHED, NONE, REPLICAS, SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURES = ("accuracy_on", "accuracy_off", "perplexity_on", "perplexity_off")
@@ -48,11 +48,12 @@ def grid(preset: str, only: list[str] | None, seeds: list[int]) -> list[Run]:
     """All runs asked for: the baselines with all their seeds first, then seed by seed, the most telling
     settings of both tasks first."""
     several = PRESETS[preset].keys() & {*PRESETS["small"]}
+    compared = (*NONE, *REPLICAS) if preset == "replicas" else COMPARED
     named = {
         (task, setting): place
         for task in PRESETS[preset]
         for place, setting in enumerate(SETTINGS[task])
-        if (f"{task}/{setting}" in only if only else not several or setting in COMPARED)
+        if (f"{task}/{setting}" in only if only else not several or setting in compared)
     }
     runs = [Run(preset, task, setting, seed) for task, setting in named for seed in seeds]
     return sorted(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from launch.reproduce.presets import HELD_OUT, PRESETS
 from launch.reproduce.run import Row
+from launch.reproduce.settings import REPLICAS
 from launch.reproduce.tables import METRICS, markdown
 
 ACROSS = ("small", "wide")
@@ -82,6 +83,33 @@ def cost_table(rows: Sequence[Row], settings: Iterable[str]) -> str:
     names = [f"{task}{' (wide)' if preset == 'wide' else ''}" for preset, task in columns]
     header = [f"{name}, held out" if name in HELD_OUT else name for name in names]
     return markdown(["setting", "times fewer bytes", *header], lines)
+
+
+def replicas_table(rows: Sequence[Row]) -> str:
+    """Compare settings of gradients between replicas: costs off, means over seeds, least and largest."""
+    found = {(row["task"], row["setting"], row["seed"]): row for row in rows}
+    tasks = [task for task in PRESETS["replicas"] if any(key[0] == task for key in found)]
+    lines = []
+    for setting in ("none", *REPLICAS):
+        own = [row for row in rows if row["setting"] == setting]
+        if not own:
+            continue
+        raw, wire = (sum(row[f"replica_{kind}_bytes"] for row in own) for kind in ("raw", "wire"))
+        cells = []
+        for task in tasks:
+            pairs = [(row, found.get((task, "none", row["seed"]))) for row in own if row["task"] == task]
+            lost = [_lost(row, base, "perplexity", "off") for row, base in pairs if base is not None]
+            if setting == "none":
+                losses = [math.log(row["perplexity_off"]) for row, _ in pairs]
+                cells.append(f"± {50 * (max(losses) - min(losses)) / statistics.fmean(losses):.2f}")
+            elif lost:
+                seeds = "" if len(lost) == 3 else f", {len(lost)} seed{'s' * (len(lost) > 1)}"
+                spread = f" ({min(lost):+.2f} to {max(lost):+.2f}{seeds})"
+                cells.append(f"{statistics.fmean(lost):+.2f}{spread}")
+            else:
+                cells.append("")
+        lines.append([f"`{setting}`", f"{raw / wire:.1f}", *cells])
+    return markdown(["setting", "times fewer bytes", *tasks], lines)
 
 
 def _cell(cost: Cost | None) -> str:

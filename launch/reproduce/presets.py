@@ -6,6 +6,7 @@ revisits    the same with samples that come back more often
 small       several architectures, fine-tuned and from scratch: a minute a run
 guard       the same from scratch, smaller: the settings that the guard is judged by (guard_table.py)
 wide        the same task with hidden states of 256 values
+replicas    the same on two data-parallel replicas, with hidden states of 128 values
 smoke       for tests
 """
 
@@ -57,6 +58,13 @@ class LanguageSize:
     dropout: float
     gradient_clipping: float = 1.0  # DeepSpeed's default, and that of the paper's trainer
     architecture: str = "gpt"  # of `architectures.py`
+
+
+@dataclass(frozen=True)
+class ReplicatedSize(LanguageSize):
+    """Size of a language task that data-parallel replicas train, each on its part of every batch."""
+
+    replicas: int = 2
 
 
 Size = VisionSize | LanguageSize
@@ -122,6 +130,12 @@ GUARD: Preset = {
     for name in ("llama", "gpt")
 }
 
+REPLICATED: Preset = {
+    task: ReplicatedSize(**vars(size))
+    for name in ("gpt", "llama")
+    for task, size in both(name, hidden=128).items()
+}
+
 HELD_OUT = ("neox-finetuned", "neox-scratch")
 """Tasks that no setting was chosen on: they were run after the settings were fixed."""
 
@@ -130,6 +144,7 @@ PRESETS: dict[str, Preset] = {
     "small": SMALL,
     "guard": GUARD,
     "wide": both("llama", hidden=256),
+    "replicas": REPLICATED,
     # how often a sample comes back is what AQ-SGD lives on
     "revisits": {"vision": CPU["vision"], "language": replace(CPU["language"], epochs=6)},
     "paper": {

@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import time
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,8 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from ds_compress.engine.subspace import Widen, find_bases, insert_pairs
-from ds_compress.simulate import Traffic, announce, evaluating, simulate, traffic
+from ds_compress.replicas.slices import is_compressed
+from ds_compress.simulate import SimulatedReplicas, Traffic, announce, evaluating, simulate, traffic
 from launch.reproduce.language import Language
 from launch.reproduce.presets import PRESETS
 from launch.reproduce.settings import SETTINGS, Block
@@ -78,14 +80,20 @@ def execute(run: Run, task: Task, device: torch.device) -> Row:
     started = time.perf_counter()
     config = {"ds_compress": run.block}
     stages = nn.Sequential(*stages_of(run, task)).to(device)
-    model = simulate(stages, config, range(1, STAGES), task.steps_per_epoch)
-    losses = train(model, task, run.seed, device)
-    sent = traffic(model)  # before evaluation sends anything
+    count = getattr(PRESETS[run.preset][run.task], "replicas", 1)
+    models = [
+        simulate(stages, config, range(1, STAGES), task.steps_per_epoch, replica=replica)
+        for replica in range(count)
+    ]
+    replicas = SimulatedReplicas(stages, config, count)
+    losses = train(models, replicas, task, run.seed, device)
+    sent = traffic(models[0])  # before evaluation sends anything
     return {
         **run.identity,
         **outcome(losses, task),
         **traffic_columns(sent, narrowing_factor(stages)),
-        **evaluated(model, task, device),
+        **(replica_columns(replicas, stages, count) if count > 1 else {}),
+        **evaluated(models[0], task, device),
         "seconds": round(time.perf_counter() - started, 1),
         **environment(device),
     }
@@ -128,18 +136,35 @@ def outcome(losses: list[float], task: Task) -> Row:
     return {"steps": len(losses), "train_loss": mean, "diverged": diverged}
 
 
-def train(model: nn.Sequential, task: Task, seed: int, device: torch.device) -> list[float]:
-    """Train and return the loss of every step, up to the first that is not finite."""
-    optimizer = task.optimizer(model.parameters())
+def train(
+    models: Sequence[nn.Sequential],
+    replicas: SimulatedReplicas,
+    task: Task,
+    seed: int,
+    device: torch.device,
+) -> list[float]:
+    """Train and return the loss of every step, up to the first that is not finite.
+
+    Args:
+        models: one for each replica, which share their parameters.
+    """
+    optimizer = task.optimizer(models[0].parameters())
     schedule = task.schedule(optimizer)
     losses = []
-    model.train()
+    for model in models:
+        model.train()
     for number in range(task.epochs):
         for batch in task.epoch(seed, number):
-            losses.append(step(model, task, batch, device))
+            parts = zip(*(tensor.chunk(len(models)) for tensor in batch), strict=True)
+            found = []
+            for model, part in zip(models, parts, strict=True):
+                found.append(step(model, task, part, device))
+                replicas.collect()
+            losses.append(sum(found) / len(found))
             if not math.isfinite(losses[-1]):
                 return losses
-            clip(model, task.gradient_clipping)
+            replicas.average()
+            clip(models[0], task.gradient_clipping)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
@@ -187,6 +212,17 @@ def traffic_columns(sent: list[Traffic], narrowing_factor: float) -> Row:
     row["raw_bytes"] = round(narrowing_factor * sum(s.raw_bytes for s in sent))
     row["wire_bytes"] = sum(s.wire_bytes for s in sent)
     return row
+
+
+def replica_columns(replicas: SimulatedReplicas, stages: nn.Module, count: int) -> Row:
+    """Return the bytes that a replica sent the others in training, small parameters included."""
+    exact = sum(p.numel() for p in stages.parameters() if not (replicas.exchanges and is_compressed(p)))
+    exact_bytes = replicas.steps * 2 * (count - 1) * exact * (BITS // 8) // count  # of a ring's all-reduce
+    sent = [each.sent for each in replicas.exchanges[:1]]
+    return {
+        "replica_raw_bytes": exact_bytes + sum(each.raw_bytes for each in sent),
+        "replica_wire_bytes": exact_bytes + sum(each.wire_bytes for each in sent),
+    }
 
 
 def environment(device: torch.device) -> Row:

@@ -250,17 +250,36 @@ RECIPES: dict[str, Block] = {
 }
 """Of recipes that have no other name here."""
 
+
+def between_replicas(codec: Any, feedback: str = "none", **others: Any) -> Block:
+    """Build a block for gradients between replicas, beside `others` for messages between stages."""
+    return {**others, "replicas": {"codec": codec, "feedback": feedback}}
+
+
+REPLICAS: dict[str, Block] = {
+    "replicas8-ef": between_replicas(group(8), "ef"),
+    "replicas4-ef": between_replicas(group(4), "ef"),
+    "replicas4-loco": between_replicas(group(4), "loco"),
+    "replicas4-dither": between_replicas(group(4, rounding="dither")),
+    "replicas3-dither": between_replicas(entropy(3, rounding="dither")),
+    "replicas4-ef+basis4/dither3": between_replicas(group(4), "ef", **BOTH_DIRECTIONS["basis4/dither3"]),
+    "replicas4-dither+basis4/dither3": between_replicas(
+        group(4, rounding="dither"), **BOTH_DIRECTIONS["basis4/dither3"]
+    ),
+}
+"""Of gradients between replicas; the last ones also compress messages between stages."""
+
 OLDER = ("group4/4-hadamard", "group3/3-hadamard", "entropy2.5/2.5", "entropy1.75/1.75-learned-loco")
 """What recipes were before they were judged on several models."""
 
 COMPARED = (*NONE, *BOTH_DIRECTIONS, *ONE_DIRECTION, *RECIPES, *OLDER)
-"""Those that the presets of several architectures run where nobody names others."""
+"""Those that the presets of several architectures run where nobody names others; of "replicas" `REPLICAS`."""
 
 LAUNCHED = ("none", "minmax4/8", "topk10-reuse", "topk10-ef-warmup", "topk30-aqsgd", "autoencoder16")
 """Those repeated as real pipelines where nobody names others."""
 
 BOTH_TASKS = NONE | PAPER | BEYOND | CHANGING | ONE_DIRECTION | BOTH_DIRECTIONS | GRADIENTS | RECIPES
-LANGUAGE = BOTH_TASKS | ROWS_OF_CHANNELS
+LANGUAGE = BOTH_TASKS | ROWS_OF_CHANNELS | REPLICAS
 VISION = BOTH_TASKS
 
 SETTINGS: dict[str, dict[str, Block]] = {

@@ -20,8 +20,8 @@ from launch.reproduce.grid import missing, read_rows
 from launch.reproduce.language import in_stages
 from launch.reproduce.launched import compared
 from launch.reproduce.pipeline import executed
-from launch.reproduce.presets import PRESETS
-from launch.reproduce.run import KINDS, Run, clip, task_of
+from launch.reproduce.presets import PRESETS, ReplicatedSize
+from launch.reproduce.run import KINDS, Run, clip, execute, task_of
 from launch.reproduce.settings import SETTINGS
 from tests.support.interpreters import TRAINING, interpreter
 from tests.support.ranks import once
@@ -128,6 +128,23 @@ def test_an_interrupted_grid_goes_on_to_the_same_rows(whole, data, tmp_path):
     rows = grid(data, tmp_path, "--seeds", "0", "1", "--jobs", "2", "--only", *NAMES)
     assert rows == rows_of(whole)
     assert (tmp_path / "smoke.jsonl").read_text().startswith("".join(lines[:5])), "what was there stays"
+
+
+def test_replicas_train_on_parts_of_a_batch(data, tmp_path, monkeypatch):
+    """Uncompressed they compute what one replica does, up to rounding."""
+    size = replace(PRESETS["smoke"]["language"], hidden=64)  # matrices large enough to be compressed
+    rows = []
+    for replicas, setting in ((1, "none"), (2, "none"), (2, "replicas8-ef")):
+        sizes = size if replicas == 1 else ReplicatedSize(**vars(size), replicas=replicas)
+        monkeypatch.setitem(PRESETS["smoke"], "language", sizes)
+        task = KINDS["language"](sizes, data, tmp_path)
+        rows.append(execute(Run("smoke", "language", setting, 0), task, torch.device("cpu")))
+    one, exact, compressed = rows
+    assert "replica_raw_bytes" not in one and exact["steps"] == 8
+    assert exact["perplexity_off"] == pytest.approx(one["perplexity_off"], rel=1e-4)
+    assert exact["replica_raw_bytes"] == exact["replica_wire_bytes"] == compressed["replica_raw_bytes"]
+    assert compressed["replica_wire_bytes"] < 0.6 * compressed["replica_raw_bytes"]
+    assert 0 < abs(compressed["perplexity_off"] / exact["perplexity_off"] - 1) < 0.02
 
 
 def test_one_row_from_its_seed(whole, data, tmp_path, capsys):
