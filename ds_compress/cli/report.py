@@ -68,12 +68,14 @@ def _plots() -> dict[str, Any]:
 def summarize(run: RecordedRun) -> dict[str, float]:
     """Compute final loss (mean of the last values), bytes on the wire, ratio and median step of a run; nan
     where unknown."""
-    sent = run.total("wire_bytes")
+    sent, gradients = run.total("wire_bytes"), run.between_replicas("wire_bytes")
     return {
         "steps": len(run.series[LOSS]),
         "final loss": run.final_loss,
         "MB sent": sent[-1][1] / 1e6 if sent else math.nan,
-        "ratio": bytes_ratio(run),
+        "ratio": bytes_ratio(run.total),
+        "MB between replicas": gradients[-1][1] / 1e6 if gradients else math.nan,
+        "their ratio": bytes_ratio(run.between_replicas),
         "ms per step": run.median("step_ms"),
         "ms per step if uncompressed (estimate)": run.median("uncompressed_step_ms"),
     }
@@ -122,7 +124,8 @@ def _page(runs: list[RecordedRun], figures: list[tuple[Path, str]]) -> str:
         '<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>ds_compress report</title>\n'
         f"<style>{STYLE}</style>\n<h1>ds_compress report</h1>\n<ul>{lines}</ul>\n"
         f"<table><tr>{head}</tr>\n{body}</table>\n"
-        f"<p>The loss is the mean of the last {FINAL} values. Bytes are those of one pipeline replica.</p>\n"
+        f"<p>The loss is the mean of the last {FINAL} values. Bytes are those of one pipeline replica, "
+        "beside those of gradients that it sends to the others.</p>\n"
         f"{images}{settings}</html>\n"
     )
 

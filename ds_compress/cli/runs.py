@@ -1,20 +1,21 @@
 """Read runs from what DeepSpeed's monitors wrote: CSV files, TensorBoard events or an offline W&B run."""
 
 import csv
+import itertools
 import json
 import math
 import re
 import statistics
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ds_compress.config import DIRECTIONS
 from ds_compress.errors import CompressionError
-from ds_compress.monitor.metrics import CHANNEL, LOSS_COST, PIPELINE, label
+from ds_compress.monitor.metrics import CHANNEL, LOSS_COST, PIPELINE, REPLICAS, label, replicas_label
 
 LOSS = "Train/Samples/train_loss"
 FINAL = 5  # losses whose mean is the final loss
@@ -48,10 +49,13 @@ class RecordedRun:
         return self.series.get(label(name, boundary, direction), [])
 
     def total(self, name: str) -> Series:
-        """Sum of a channel value over all channels, at the samples where every channel has one."""
-        channels = [dict(self.channel(name, b, d)) for b in range(self.boundaries) for d in DIRECTIONS]
-        shared = set.intersection(*map(set, channels)) if channels else set()
-        return [(samples, sum(channel[samples] for channel in channels)) for samples in sorted(shared)]
+        """Sum a channel value over all channels, at the samples where every channel has one."""
+        return _sum([self.channel(name, b, d) for b in range(self.boundaries) for d in DIRECTIONS])
+
+    def between_replicas(self, name: str) -> Series:
+        """Sum a value of gradients between replicas over all stages."""
+        stages = (replicas_label(stage, name) for stage in itertools.count())
+        return _sum([self.series[stage] for stage in itertools.takewhile(self.series.__contains__, stages)])
 
     def median(self, name: str, boundary: int | None = None, direction: str | None = None) -> float:
         """Return median of the finite values of a label, nan when there is none."""
@@ -72,11 +76,20 @@ SMOOTHED = 10
 """Losses whose mean stands for one: differences are smaller than their noise."""
 
 
-def bytes_ratio(run: RecordedRun) -> float:
-    """Return raw over wire bytes of the whole run; nan where it wrote none."""
-    raw, wire = (
-        series[-1][1] if series else math.nan for series in map(run.total, ("raw_bytes", "wire_bytes"))
-    )
+def _sum(parts: Sequence[Series]) -> Series:
+    """Add up series, at the samples where every one has a value."""
+    values = [dict(part) for part in parts]
+    shared = set.intersection(*map(set, values)) if values else set()
+    return [(samples, sum(each[samples] for each in values)) for samples in sorted(shared)]
+
+
+def bytes_ratio(total: Callable[[str], Series]) -> float:
+    """Return raw over wire bytes of the whole run; nan where it wrote none.
+
+    Args:
+        total: `RecordedRun.total` or `RecordedRun.between_replicas`.
+    """
+    raw, wire = (series[-1][1] if series else math.nan for series in map(total, ("raw_bytes", "wire_bytes")))
     return raw / wire if wire > 0 else math.nan
 
 
@@ -84,16 +97,22 @@ def baseline(runs: list[RecordedRun]) -> RecordedRun | None:
     """Return the first run that sent its messages as they are: DeepSpeed alone, or codec `none`."""
     if len(runs) < 2:
         return None
-    plain = (run for run in runs if math.isnan(bytes_ratio(run)) or abs(bytes_ratio(run) - 1) < 0.01)
-    return next(plain, None)
+
+    def is_plain(run: RecordedRun) -> bool:
+        ratios = map(bytes_ratio, (run.total, run.between_replicas))
+        return all(math.isnan(ratio) or abs(ratio - 1) < 0.01 for ratio in ratios)
+
+    return next(filter(is_plain, runs), None)
 
 
 def headline(run: RecordedRun, base: RecordedRun | None) -> str:
     """Format a run in one line: `"topk10: 15.2x fewer bytes, +0.098 loss, 1.9x steps/s against none"`."""
     facts = []
-    times = bytes_ratio(run)
+    times, of_replicas = map(bytes_ratio, (run.total, run.between_replicas))
     if not math.isnan(times):
         facts.append(f"{times:.3g}x fewer bytes" if times >= 1.01 else "messages as they are")
+    if not math.isnan(of_replicas):
+        facts.append(f"{of_replicas:.3g}x fewer bytes between replicas")
     if base is not None and base is not run:
         facts.append(f"{run.final_loss - base.final_loss:+.3f} loss")
         faster = base.median("step_ms") / run.median("step_ms")
@@ -212,6 +231,10 @@ def _name(path: Path, place: Path) -> str:
 def _read_csv(folder: Path) -> Recording:
     """Read a file per label. DeepSpeed replaces / by _, so only labels of a known form are found."""
     known = {name: _file(name) for name in (LOSS, *map(label, (*PIPELINE, LOSS_COST)))}
+    for file in folder.glob("Train_Compression_replicas_stage_*.csv"):
+        match = re.fullmatch(r"Train_Compression_replicas_stage_(\d+)_(\w+)\.csv", file.name)
+        if match and match[2] in REPLICAS:
+            known[replicas_label(int(match[1]), match[2])] = file.name
     for file in folder.glob("Train_Compression_boundary_*.csv"):
         match = re.fullmatch(r"Train_Compression_boundary_(\d+)_(forward|backward)_(\w+)\.csv", file.name)
         if match and match[3] in CHANNEL:

@@ -211,9 +211,29 @@ def test_the_best_recipe_is_not_compared_with_itself(capsys):
     assert out.splitlines()[0].count("none") == 1
 
 
+@pytest.mark.parametrize("parameters", [2_000_000, 2_000_000_000])
+@pytest.mark.extended(keep=1)
+def test_layouts_of_replicas_are_compared(capsys, parameters):
+    """Gradients of small stages cost less than messages, those of large ones more."""
+    replicas = ["--gbps", "1", *FAST_CODECS, "--replicas", "2", "--parameters", str(parameters)]
+    rows = json.loads(advise(capsys, *replicas, "--json")[1])["layouts"]
+    steps = {(row["layout"], row["settings"]): row["step_s"] for row in rows}
+    free = 11 * 3 * 16.4e-3  # of 8 micro-batches over 4 stages
+    # bf16: gradients there and back and parameters, or 4 bits of gradients and of parameters one way
+    for settings, bits in (("DeepSpeed", 48), ("4 bits", 8.5)):
+        sent = free + 4 * parameters / 2 * bits / 8 * 8 / 1e9
+        assert steps["gradients", settings] == pytest.approx(sent, rel=0.05)
+    assert steps["gradients", "4 bits"] < steps["gradients", "DeepSpeed"]
+    fastest = min(steps, key=steps.get)
+    assert fastest[0] == ("gradients" if parameters < 10**7 else "messages")
+    inside = {"gradients": "all stages of a replica", "messages": "all replicas of a stage"}[fastest[0]]
+    assert f"Fastest with {inside}" in advise(capsys, *replicas)[1]
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
+        (["--gbps", "1", "--replicas", "2"], "--replicas and --parameters: give both, or neither"),
         (["--gbps", "1", "--stages", "1"], "--stages: 1 is not allowed: should be 2 or more"),
         (["--gbps", "1", "--forward-ms", "1,2"], "--forward-ms: 2 numbers for 4 stages; give 1 or 4"),
         (["--gbps", "-1"], "argument --gbps: '-1' is not allowed: should be 1e-06 to 1e+06"),

@@ -17,7 +17,7 @@ from ds_compress.cli.report import headlines, summarize
 from ds_compress.cli.runs import LOSS, difference, headline, read_runs
 from ds_compress.config import DIRECTIONS
 from ds_compress.errors import CompressionError
-from ds_compress.monitor.metrics import label
+from ds_compress.monitor.metrics import label, replicas_label
 from tests.support.launch_scripts import read_run
 
 PLOTS = {"first_page.png", "loss_steps.png", "loss_bytes.png", "error.png", "step_time.png", "pareto.png"}
@@ -79,6 +79,22 @@ def test_numbers_are_those_of_the_files(tmp_path):
     assert row["steps"] == 20 and row["ratio"] == 10 and row["ms per step"] == 100
     assert row["MB sent"] == pytest.approx(4 * 100 * 640 / 1e6)
     assert row["final loss"] == pytest.approx(1.2 + sum(10 / (32 * step) for step in range(16, 21)) / 5)
+
+
+def test_bytes_between_replicas(tmp_path, capsys):
+    """A run that compresses these alone was taken for the uncompressed one."""
+    for name, wire in (("none", None), ("quantize", 250)):
+        folder = tmp_path / name / "csv"
+        write_csv(folder, LOSS, [(32, 2.0), (64, 1.0)])
+        for stage in range(2 if wire else 0):
+            for what, each in (("raw_bytes", 2000), ("wire_bytes", wire)):
+                write_csv(folder, replicas_label(stage, what), [(x, each * x) for x in (32, 64)])
+    row = summarize(read_run(tmp_path / "quantize"))
+    assert row["their ratio"] == 8 and row["MB between replicas"] == 2 * 250 * 64 / 1e6
+    paths = [str(tmp_path / name) for name in ("quantize", "none")]
+    assert main(["report", *paths, "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "quantize: 8x fewer bytes between replicas, +0.000 loss against none" in said
 
 
 def test_a_run_that_went_on_in_the_same_folder(tmp_path):

@@ -19,6 +19,7 @@ from typing import Any
 
 from ds_compress.cli.advise.format import format_footprint, format_profile, format_row, format_verdict
 from ds_compress.cli.advise.from_finetune import predict_run
+from ds_compress.cli.advise.layouts import compare_layouts, format_layouts
 from ds_compress.cli.advise.planner import Planner, measure_gbps
 from ds_compress.cli.advise.script import WANTED
 from ds_compress.cli.arguments import add_import, add_message, device, integer, number, numbers
@@ -129,6 +130,15 @@ def add_parser(subparsers: Any) -> None:
         type=number(1e-6, 1e6),
         help="do not measure the codecs: all encode and decode so many GB/s of input",
     )
+    parser.add_argument(
+        "--replicas",
+        type=integer(2, 2**16),
+        help="data-parallel replicas: also compares machines with all replicas of a stage and machines with "
+        "all stages of a replica; the ranks of a machine share --gbps; needs --parameters",
+    )
+    parser.add_argument(
+        "--parameters", type=integer(1, 2**45), help="values of a stage's matrices of 16,384 values or more"
+    )
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
     add_import(parser)
     parser.set_defaults(run=run)
@@ -141,6 +151,8 @@ def run(args: argparse.Namespace) -> int:
             raise CompressionError(f"{option}: missing; give it, or --finetune, whose train.json says it")
     if args.stages < 2:
         raise CompressionError(f"--stages: {args.stages} is not allowed: should be 2 or more")
+    if (args.replicas is None) != (args.parameters is None):
+        raise CompressionError("--replicas and --parameters: give both, or neither")
     planner = Planner(args, footprint)
     gbps = measure_gbps() if args.measure else args.gbps
     if args.measure and int(os.environ["RANK"]) > 0:
@@ -150,13 +162,17 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # what deepspeed, and layers, may print
         workload, recipes, message, measured = planner.inputs(network, limits)
         rows = choice.rank(workload, (network,) * (args.stages - 1), recipes)
-    best = choice.pick_best(rows, limits)
+        best = choice.pick_best(rows, limits)
+        compared = [recipes[0], *(own for own in recipes if best and own.name == best["recipe"])]
+        layouts = compare_layouts(args, workload, compared, network) if args.replicas else []
     block = best["block"] if best else rows[0]["block"]
     if args.json:
         name = best["recipe"] if best else None
         more: dict[str, Any] = {"measured": measured} if measured else {}
         if footprint:
             more["predicted"] = [{**asdict(own), "total": own.total} for own in footprint]
+        if layouts:
+            more["layouts"] = layouts
         print(json.dumps({"rows": rows, "best": name, "block": block, **more}, indent=2))
         return 0
     option = f"--quality {args.quality}" if args.max_error is None else "--max-error"
@@ -169,6 +185,9 @@ def run(args: argparse.Namespace) -> int:
     if footprint:
         print()
         show(*format_footprint(footprint))
+    if layouts:
+        print()
+        show(*format_layouts(layouts))
     title = f"{args.stages} stages, {args.micro_batches} micro-batches, {message}, {gbps:.3g} Gbit/s"
     print()
     show(title, list(map(partial(format_row, rows[0]), rows)))
