@@ -4,7 +4,7 @@
 
 README.md and docs/evidence.md: the table of recipes, from results/*.jsonl and the tables of
 docs/speed-tables.md. docs/evidence.md: what settings cost on every model, from results/*.jsonl.
-docs/images/bandwidth.png: step time against bandwidth, from docs/speed-tables.md.
+docs/images/recipes.png (README), docs/images/bandwidth.png: step times, from docs/speed-tables.md.
 docs/options.md, commands.md, metrics.md: from the options, parsers and labels of the package.
 `--check` writes nothing and exits with 1 if a page differs from what would be written.
 """
@@ -40,6 +40,26 @@ RECIPES = {
     "auto": "the fastest within an error budget",
 }
 BASELINE = "stock"
+AUTO_TABLE = "### What `auto` chooses"
+"""In docs/speed-tables.md: the step times in README's table and plot."""
+PLOTS = {
+    "recipes.png": (
+        AUTO_TABLE,
+        {BASELINE: "DeepSpeed alone", "none": "none", "quant4": "quant4", "auto-safe": "auto"},
+    ),
+    "bandwidth.png": (
+        "## Two hosts and a slow link",
+        {
+            BASELINE: "DeepSpeed alone",
+            "none": "none",
+            "bf16": "bf16",
+            "quantize8": "8 bits",
+            "quantize4": "4 bits",
+            "quantize2": "2 bits",
+        },
+    ),
+}
+"""The rows of a table that each image shows, by heading and by recipe, and their labels."""
 MARKS = {
     name: (f"<!-- {name}: begin; made by `make docs` -->", f"<!-- {name}: end -->")
     for name in ("recipes", "costs")
@@ -49,11 +69,12 @@ KINDS = {"fine-tuned": "fine-tuned, %", "from scratch": "from scratch, %"}
 
 
 def speed_table(heading: str) -> list[dict[str, str]]:
-    """Read the first table below `heading` in docs/speed-tables.md, a row each."""
+    """Read the first table below `heading` in docs/speed-tables.md, a row each; recipes by name alone."""
     text = (ROOT / "docs" / "speed-tables.md").read_text().split(f"{heading}\n", 1)[1]
     lines = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)[0].splitlines()
     header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-    return [dict(zip(header, row)) for row in rows]
+    found = [dict(zip(header, row)) for row in rows]
+    return [row | {"recipe": re.sub("`(.*?)`.*", r"\1", row["recipe"])} for row in found]
 
 
 def all_rows() -> list[Row]:
@@ -64,13 +85,9 @@ def all_rows() -> list[Row]:
 def recipes_table() -> str:
     """Compare recipes: promises, bytes and costs from results/, step times from docs/speed-tables.md."""
     rows = all_rows()
-    steps = speed_table("### What `auto` chooses")
+    steps = speed_table(AUTO_TABLE)
     slow = next(row["link"] for row in steps if row["link"] != "unshaped")
-    measured = {
-        row["recipe"].split("`")[1 if "`" in row["recipe"] else 0]: row["/ stock, unshaped"]
-        for row in steps
-        if row["link"] == slow
-    }
+    measured = {row["recipe"]: row["/ stock, unshaped"] for row in steps if row["link"] == slow}
     lines = []
     for name, what in RECIPES.items():
         step = measured.get("auto-safe" if name == "auto" else name, "")
@@ -116,23 +133,23 @@ def costs_table() -> str:
     return cost_table(rows, known)
 
 
-def bandwidth_plot(image: Path) -> None:
-    """Plot the step time of each setting against the bandwidth of the link."""
-    names = {
-        BASELINE: "DeepSpeed alone",
-        "`none` (same losses)": "none",
-        "`bf16`": "bf16",
-        "`quantize8`": "8 bits",
-        "`quantize4`": "4 bits",
-        "`quantize2`": "2 bits",
-    }
-    rows = speed_table("## Two hosts and a slow link")
+def plot_steps(image: Path, heading: str, labels: dict[str, str]) -> None:
+    """Plot step times against the bandwidth of the link, a bar for each recipe.
+
+    Args:
+        heading: of the table with the step times.
+        labels: of the recipes to show.
+    """
+    rows = speed_table(heading)
     links = list(dict.fromkeys(row["link"] for row in rows))[::-1]
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     axes = figure.subplots()
-    for recipe, name in names.items():
+    width = 0.8 / len(labels)
+    for number, (recipe, label) in enumerate(labels.items()):
         steps = {row["link"]: float(row["/ stock, unshaped"]) for row in rows if row["recipe"] == recipe}
-        axes.plot(range(len(links)), [steps[link] for link in links], "o-", label=name)
+        left = [place + (number - (len(labels) - 1) / 2) * width for place in range(len(links))]
+        bars = axes.bar(left, [steps[link] for link in links], 0.9 * width, label=label)
+        axes.bar_label(bars, fmt="%.2f", fontsize=8)
     axes.set_xticks(range(len(links)), ["unlimited" if link == "unshaped" else link for link in links])
     axes.set_xlabel("link between the stages")
     axes.set_ylabel("step time / DeepSpeed, unlimited link")
@@ -204,7 +221,8 @@ def main() -> int:
         return 1 if stale else 0
     for page, text in stale:
         page.write_text(text)
-    bandwidth_plot(ROOT / "docs" / "images" / "bandwidth.png")
+    for image, (heading, labels) in PLOTS.items():
+        plot_steps(ROOT / "docs" / "images" / image, heading, labels)
     return 0
 
 
