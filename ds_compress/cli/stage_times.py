@@ -2,6 +2,7 @@
 computes.
 
     deepspeed --num_gpus 2 --module ds_compress stage-times train.py --its --own arguments
+    deepspeed --num_gpus 2 --module ds_compress stage-times --module ds_compress.hf.finetune train.json
 
 Every rank ends with one line: its stage, and the medians over all micro-batches, in ms, of the forward and of
 the backward pass, what `ds-compress advise --forward-ms --backward-ms` asks for, and of the optimizer step
@@ -29,22 +30,24 @@ def add_parser(subparsers: Any) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("script", type=Path, metavar="SCRIPT", help="a training script for the launcher")
+    parser.add_argument("--module", action="store_true", help="SCRIPT is a module, as after python -m")
+    parser.add_argument("script", metavar="SCRIPT", help="a training script for the launcher")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    if not args.script.is_file():
+    if not args.module and not Path(args.script).is_file():
         raise CompressionError(f"ds-compress stage-times: {args.script}: no such script")
     with importing_deepspeed():
         from ds_compress.runtime.stage_profile import StageTimes
     times = StageTimes()
     rank = [] if args.local_rank is None else [f"--local_rank={args.local_rank}"]
-    sys.argv = [str(args.script), *rank, *args.arguments]
-    sys.path.insert(0, str(args.script.resolve().parent))
+    sys.argv = [args.script, *rank, *args.arguments]
+    if not args.module:
+        sys.path.insert(0, str(Path(args.script).resolve().parent))
     try:
-        runpy.run_path(str(args.script), run_name="__main__")
+        (runpy.run_module if args.module else runpy.run_path)(args.script, run_name="__main__")
     except SystemExit as end:
         if end.code:
             raise

@@ -1,6 +1,7 @@
 """Options of train.json, which `python -m ds_compress.hf.finetune` reads."""
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -87,8 +88,12 @@ class LearningRate(Options):
         "polynomial",
     ]
     """Of the schedule, as in `transformers.get_scheduler`; it ends with the last step."""
-    warmup_steps: int = Field(default=0, ge=0, le=10**9)
-    """Steps in which the rate grows from 0 to that of the optimizer."""
+    warmup_steps: float = Field(default=0, ge=0, le=10**9)
+    """Steps in which the rate grows from 0 to that of the optimizer; below 1: their share of all steps."""
+
+    def count_warmup_steps(self, steps: int) -> int:
+        """Return the number of warm-up steps in a run of so many `steps`."""
+        return math.ceil(self.warmup_steps * (steps if self.warmup_steps < 1 else 1))
 
 
 class Settings(Options):

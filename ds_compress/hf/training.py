@@ -23,7 +23,7 @@ from ds_compress.hf.input_checks import check_launch, check_length, check_tokens
 from ds_compress.hf.model import load_config, pipeline_module
 from ds_compress.hf.run_folder import BEST, RunFolder, checkpoint_name, gather_integers
 from ds_compress.hf.settings import NAME, Settings
-from ds_compress.monitor.monitor import record_settings
+from ds_compress.monitor.monitor import record_results, record_settings
 from ds_compress.monitor.progress import Progress
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
@@ -69,15 +69,12 @@ class FinetuneRun:
             self.engine.lr_scheduler = get_scheduler(
                 settings.lr_schedule.name,
                 self.engine.basic_optimizer,
-                num_warmup_steps=settings.lr_schedule.warmup_steps,
+                num_warmup_steps=settings.lr_schedule.count_warmup_steps(self.steps),
                 num_training_steps=self.steps,
             )
         self.evaluations: dict[int, float] = {}
         """Perplexities by step, of `eval_every`."""
-        try:
-            record_settings("train", settings.model_dump(mode="json"))
-        except Exception as error:  # W&B's must not stop a run
-            self._say(f"{NAME} is not in the config of the W&B run: {in_one_line(error)}")
+        self._record_in_wandb(record_settings, "train", settings.model_dump(mode="json"))
 
     def _load_data(self, config: PretrainedConfig) -> tuple[Any, Sequences]:
         """Load the tokenizer and the sequences, which are equal on all ranks."""
@@ -110,9 +107,15 @@ class FinetuneRun:
                 "its stages, and rank 0's gets the weights of all at the end"
             )
         self.resume()
-        self._say(f"perplexity before: {self.perplexity():.4f}")
+        before = self.perplexity()
+        self._say(f"perplexity before: {before:.4f}")
         self.train()
-        self._say(f"perplexity after: {self.perplexity():.4f}")
+        after = self.perplexity()
+        self._say(f"perplexity after: {after:.4f}")
+        results = {"perplexity_before": before, "perplexity_after": after}
+        if session := self._session:
+            results["report"] = session.monitor.summary()
+        self._record_in_wandb(record_results, results)
         if self.settings.prompt is not None:
             self._say(f"sample: {self.generate(self.settings.prompt)!r}")
         if not self.folder.is_shared:
@@ -191,10 +194,14 @@ class FinetuneRun:
         progress.say(f"perplexity after step {step}: {self.evaluations[step]:.4f}")
         return self._best_step == step
 
+    @property
+    def _session(self) -> Any:
+        """What compresses; None if the key is absent."""
+        return getattr(self.engine, "ds_compress", None)
+
     def _count_bytes(self) -> tuple[int, int]:
         """Return the bytes that this stage has sent, before and after compression; zeros without it."""
-        session = getattr(self.engine, "ds_compress", None)  # None: the key is absent
-        sent = [channel.sent for channel in session.stage.sending] if session else []
+        sent = [channel.sent for channel in self._session.stage.sending] if self._session else []
         return sum(each.raw_bytes for each in sent), sum(each.wire_bytes for each in sent)
 
     def _record(self, step: int, loss: float) -> None:
@@ -234,7 +241,7 @@ class FinetuneRun:
         ids = list(self.tokenizer(prompt, add_special_tokens=False)["input_ids"])[: length // 2] or [0]
         module = self.engine.module
         loss_fn: Callable[..., Tensor] = module.loss_fn
-        session = getattr(self.engine, "ds_compress", None)  # None: the key is absent
+        session = self._session
         module.loss_fn = _find_next_token
         try:
             if session is not None:
@@ -252,6 +259,13 @@ class FinetuneRun:
             if session is not None:
                 session.gives_losses = True
         return str(self.tokenizer.decode(ids))
+
+    def _record_in_wandb(self, record: Callable[..., None], *values: Any) -> None:
+        """Call `record`; an error of W&B must not stop a run."""
+        try:
+            record(*values)
+        except Exception as error:
+            self._say(f"W&B: {record.__name__} failed: {in_one_line(error)}")
 
     def _say(self, line: str) -> None:
         if self.is_first:

@@ -364,9 +364,19 @@ class Monitor:
 
 def record_settings(key: str, settings: dict[str, Any]) -> None:
     """Put settings into the config of the W&B run that this process has, if it has one."""
+    if run := _find_wandb_run():
+        run.config.update({key: settings}, allow_val_change=True)
+
+
+def record_results(results: dict[str, Any]) -> None:
+    """Put results into the summary of the W&B run that this process has, if it has one."""
+    if run := _find_wandb_run():
+        run.summary.update(results)
+
+
+def _find_wandb_run() -> Any:
     wandb = sys.modules.get("wandb")  # nobody can have a run without having imported it
-    if wandb is not None and wandb.run is not None:
-        wandb.run.config.update({key: settings}, allow_val_change=True)
+    return wandb and wandb.run
 
 
 def add_tensorboard_layout(writer: Any, boundaries: int) -> None:

@@ -57,6 +57,13 @@ def test_the_script_sees_its_own_arguments_and_folder(tmp_path):
     assert done.stdout.endswith("['--lr', '1', 'stage-times'] found __main__\n") and done.returncode == 3
 
 
+def test_a_module_is_run_as_python_does(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("import sys; print(sys.argv[1:], __name__); sys.exit(3)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    done = run("-m", "ds_compress", "stage-times", "--module", "mine", "train.json", "--module")
+    assert done.stdout.endswith("['train.json', '--module'] __main__\n") and done.returncode == 3
+
+
 def test_its_errors_are_its_own(tmp_path):
     """OSError and our own errors, which of a command are one line, are told as Python tells them."""
     done = script(tmp_path, "open('no_such_file')")

@@ -1,11 +1,15 @@
 """Evaluation during a run: the best checkpoint, an early stop, and the schedule of the learning rate."""
 
+import re
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from ds_compress.cli import main
-from ds_compress.hf.settings import read_settings
+from ds_compress.hf.settings import LearningRate, read_settings
 from ds_compress.hf.training import FinetuneRun
 from tests.hf.test_input_checks import refusal
 from tests.support.finetuning import DS_CONFIG, losses, prepare
@@ -60,6 +64,29 @@ def test_evaluations_and_schedules_survive_a_stop(tmp_path):
     first, constant = losses(whole.parent / "out"), losses(plain.parent / "out")
     assert first[1] == constant[1] and first[2] != constant[2]  # the warm-up begins at 0
     assert expected[0][2] == pytest.approx(0, abs=1e-9)  # the cosine has come to its end
+
+
+def run_with_wandb(path):
+    """Config and summary of the W&B run, which DeepSpeed starts on rank 0 alone."""
+    config, summary = {}, {}
+    known = SimpleNamespace(
+        config=SimpleNamespace(update=lambda values, **_: config.update(values)), summary=summary
+    )
+    sys.modules["wandb"] = SimpleNamespace(run=known)
+    run(path, 2)
+    return config, summary
+
+
+def test_wandb_gets_settings_and_a_report(tmp_path):
+    (config, summary), _ = run_ranks(2, run_with_wandb, prepare(tmp_path, **EVALUATED))
+    assert config["train"]["lora"]["r"] == 4 and "forward" in config["ds_compress"]
+    assert 1 < summary["perplexity_after"] < summary["perplexity_before"]
+    assert re.match(r"ds_compress: .* sent instead of .* by step 2", summary["report"])
+
+
+def test_a_warmup_may_be_a_share_of_the_steps():
+    for given, expected in ((0, 0), (3, 3), (1, 1), (0.1, 2), (0.06, 2)):
+        assert LearningRate(name="cosine", warmup_steps=given).count_warmup_steps(20) == expected
 
 
 def stopped_after(path, steps):
