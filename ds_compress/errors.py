@@ -14,7 +14,7 @@ SHOWN = 80
 
 
 class CompressionError(ValueError):
-    """Whatever ds_compress refuses: the message is one line that names the place, what came and what is
+    """An input that ds_compress refuses; its message is one line with the place, the value and what is
     allowed."""
 
 

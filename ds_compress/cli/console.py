@@ -41,7 +41,7 @@ def show(title: str, rows: Sequence[Mapping[str, str]]) -> None:
 
 @contextlib.contextmanager
 def importing_deepspeed() -> Iterator[None]:
-    """Import DeepSpeed inside: its warning of a missing GPU is dropped, and its later logs go to stderr."""
+    """Keep stdout clean while the block imports DeepSpeed: drop its warnings, log to stderr."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

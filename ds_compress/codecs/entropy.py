@@ -131,19 +131,20 @@ class Entropy(EntropyBase):
         nearest, where small values become 0, has the smaller error."""
 
         rotate: Literal["none", "learned"] = "none"
-        """learned: send of each row the coefficients in an eigenbasis of the rows, with tables by their rank:
-        the bits go where the variance is. Meant for the activations of a transformer. Costs h multiplications
-        for each value of a row of h, on both sides."""
+        """learned: send the coefficients of each row in an eigenbasis of the rows. Coefficients of larger
+        variance get more bits. Meant for the activations of a transformer. Both sides multiply each row of h
+        values by an h x h matrix."""
 
         refresh_steps: Steps = 0
-        """With "rotate": every so many steps turn the basis to the eigenvectors of what arrived in them, of
-        16 messages; at the beginning after 1, 2, 4, ... steps. Needs no warm-up: rows are sent as they are
-        until then. 0: the basis stays that of the warm-up."""
+        """With "rotate": steps between updates of the basis, each from 16 messages; the first updates come
+        after 1, 2, 4, ... steps. No warm-up is needed: rows are not rotated before the first update. 0: the
+        basis of the warm-up stays."""
 
         contexts: Literal["none", "rows", "columns"] = "none"
-        """Four tables, by the largest magnitude of each run of 64 values (rows: for gradients), or of each
-        column, which is what the last dimension counts or, of maps, all but the first (columns: for
-        activations). Which has which is sent along, in the same packet. Tensors of few values have one."""
+        """Use four code tables instead of one. rows, for gradients: the table of a run of 64 values
+        depends on its largest magnitude. columns, for activations: the same for each index of the last
+        dimension (of images: of all dimensions but the first). The packet contains the choices. Small
+        tensors use one table."""
 
         @model_validator(mode="after")
         def _refreshes_a_basis(self) -> "Entropy.Options":

@@ -34,37 +34,37 @@ class QuantizeOptions(CodecOptions):
     of a CNN, [samples, channels, height, width]."""
 
     grid: Literal["uniform", "gaussian"] | None = None
-    """uniform: equal steps; gaussian, to 4 bits: the levels of Lloyd and Max for normal values, which a
-    rotation makes of most, times a scale of least squared error, one of 16 bits for each group: 2.13 bits
-    in all where `bits` is 2 and groups are of 128. null: gaussian for rotated groups of 1 to 3 bits that
-    say nothing of scheme and rounding, else uniform."""
+    """uniform: equal steps. gaussian, up to 4 bits: the Lloyd-Max levels of normally distributed values, as
+    rotated groups have; each group has one 16-bit scale with the least squared error. null: gaussian for
+    rotated groups of 1 to 3 bits if neither scheme nor rounding is given, else uniform."""
 
     scheme: Literal["asymmetric", "symmetric"] = "asymmetric"
     """Of a uniform grid. asymmetric: from the smallest to the largest value; symmetric: around 0, which
     costs half the scale bits and keeps 0 exact."""
 
     scale_dtype: Literal["bf16", "fp32"] = "bf16"
-    """How scales travel. bf16 keeps an offset to 1/128 of itself: a group whose values lie much closer
-    together than they lie to 0 keeps its details with fp32 only."""
+    """Dtype in which scales are sent. bf16 rounds an offset by up to 1/128. If the values of a group are
+    much closer to each other than to 0, use fp32: bf16 loses their differences."""
 
     rounding: Literal["nearest", "stochastic", "dither"] = "nearest"
-    """On a uniform grid. stochastic makes the expected output equal the input; so does dither, whose error is
-    smaller and does not depend on the values: both sides draw the same part of a step, which is added before
-    rounding and subtracted after it."""
+    """On a uniform grid. With stochastic and dither, the expected output equals the input. dither adds a
+    random part of a step before rounding, which the receiver subtracts; both sides draw it. Its error is
+    smaller than that of stochastic and does not depend on the values."""
 
     hadamard: bool = False
-    """Rotate each group first, with signs drawn from the seed, which spreads outliers; at 4 bits 2 to 3
-    times less error on a transformer's activations. Not after a ReLU, whose many zeros a rotation
-    fills."""
+    """Rotate each group first, with signs drawn from the seed. This spreads outliers: at 4 bits, the error
+    on a transformer's activations is 2 to 3 times smaller. Do not use it after a ReLU: a rotation turns its
+    many zeros into other values."""
 
     mixed: Mixed | None = None
     """Keep `bits` for the share of groups with the highest entropy, and give the others `low_bits`
     (TAH-Quant, arXiv 2506.01352, whose groups are 32 or 64 values)."""
 
     rotate: Literal["none", "learned"] = "none"
-    """learned: send of each row the coefficients in the eigenbasis of the rows of the warm-up, in 0 to 8 bits
-    each, `bits` on average: more where the variance is. Meant for the activations of a transformer, of more
-    rows than a row has values. Costs h multiplications for each value of a row of h, on both sides."""
+    """learned: send the coefficients of each row in the eigenbasis of the warm-up's rows. Each
+    coefficient has 0 to 8 bits, more if its variance is larger, and `bits` on average. Meant for the
+    activations of a transformer, with more rows than values in a row. Both sides multiply each row of h
+    values by an h x h matrix."""
 
     @field_validator("grid")
     @classmethod

@@ -141,7 +141,7 @@ class Block(Options):
     the depth."""
     quality: Quality | None = None
     """With recipe "auto": the class of relative errors that messages may have in each direction; null is
-    "safe". lossless: every bit arrives. docs/auto.md lists what each class costs."""
+    "safe". lossless: messages arrive bit-identical. docs/auto.md lists what each class costs."""
     forward: DirectionOptions = DirectionOptions()
     """Activations, from stage b to b+1."""
     backward: DirectionOptions = DirectionOptions()

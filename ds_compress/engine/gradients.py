@@ -96,7 +96,7 @@ class GradientTraffic:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All that has to be the same for the residuals of a checkpoint to go on."""
+        """Return what must be equal in a checkpoint for its residuals to be used."""
         engine = self._engine
         shapes = [(name, tuple(p.shape)) for name, p in engine.module.named_parameters()]
         return {

@@ -167,8 +167,7 @@ class Stage:
         self._set_raw_tail(context)  # a program may have set a mask since
 
     def on_codec_stream(self, boundary: Boundary, work: Callable[[], Made]) -> Made:
-        """Do `work`, on what `boundary` remembers, where its codecs work, and before anything that follows;
-        returns what it does."""
+        """Run `work` on the stream of a boundary's codecs; later work waits for it. Return its result."""
         codec_stream = self._codec_streams[boundary.number]
         made = codec_stream.run(work)
         codec_stream.join()

@@ -30,9 +30,10 @@ class ErrorFeedback(Feedback):
 
     class Options(ErrorFeedbackOptions):
         decay: float = Field(1.0, gt=0, le=1)
-        """Part of the residual that goes into the next one. Below 1 the sums no longer agree, but it stays
-        below decay / (1 - decay) times the largest message beside any codec that makes nothing larger; 0.5 to
-        0.9 for randomk, whose plain residual grows to 1 / density times the message."""
+        """Part of the residual that is kept for the next message. 1: sums of messages arrive exactly, up to
+        the current residual. Below 1 they do not, but the residual stays below decay / (1 - decay) times the
+        largest message, with any codec that enlarges nothing. Use 0.5 to 0.9 with randomk: its residual
+        would grow to 1 / density times the message."""
 
     damping_hint = ", or a decay below 1"
 

@@ -33,14 +33,14 @@ BUILD_ID = "ds_compress_build_id"
 
 
 def instruction_sets() -> dict[str, frozenset[str]]:
-    """The instruction sets of this kind of machine, best first, and the features in /proc/cpuinfo of each."""
+    """Return the instruction sets of this kind of machine, best first, with the features that each needs."""
     machine = platform.machine()
     return _X86_64 if machine == "x86_64" else {machine: frozenset()}
 
 
 @cache
 def features() -> frozenset[str]:
-    """The features of this processor, as /proc/cpuinfo names them."""
+    """Return the features of this processor, as /proc/cpuinfo names them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
@@ -49,17 +49,17 @@ def features() -> frozenset[str]:
 
 
 def supported() -> list[str]:
-    """The instruction sets that this processor has, best first."""
+    """Return the instruction sets that this processor has, best first."""
     return [name for name, needed in instruction_sets().items() if needed <= features()]
 
 
 def file(instruction_set: str) -> Path:
-    """The library for `instruction_set`, which need not exist."""
+    """Return the path of the library for `instruction_set`, which need not exist."""
     return FOLDER / f"libkernels-{instruction_set}.so"
 
 
 def sources() -> list[Path]:
-    """The C++ files of a source tree; none where the package is installed without them."""
+    """Return the C++ files of a source tree; none if the package was installed without them."""
     return sorted(path for path in FOLDER.rglob("*") if path.suffix in (".cpp", ".h"))
 
 
@@ -72,15 +72,15 @@ def sources_hash() -> str:
 
 
 def is_current(library: Path) -> bool:
-    """Whether `library` was compiled from the sources of this tree."""
+    """Return whether `library` was compiled from the sources of this tree."""
     return library.exists() and sources_hash().encode() in library.read_bytes()
 
 
 def instruction_set() -> str | None:
-    """The instruction set whose library this process uses: the best one, or that of DS_COMPRESS_CPU.
+    """Return the instruction set whose library this process uses: the best one, or that of DS_COMPRESS_CPU.
 
     Returns:
-        None where no library is installed that this processor can run.
+        None if no library is installed that this processor can run.
 
     Raises:
         CompressionError: DS_COMPRESS_CPU names an instruction set that is unknown, that this processor lacks,
@@ -127,7 +127,7 @@ def load() -> ctypes.CDLL | None:
 
 
 def _opened(name: str | None) -> ctypes.CDLL:
-    """The library for the instruction set `name`.
+    """Open the library for the instruction set `name`.
 
     Raises:
         OSError: there is none, or it belongs to other sources or another version.

@@ -7,13 +7,12 @@ from torch import Tensor
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to add up messages of `dtype` in: at least fp32, as bf16 sums lose what feedback is to
-    keep."""
+    """Return the dtype for sums of messages of `dtype`: at least fp32, as bf16 would round residuals away."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def narrow(value: Tensor, x: Tensor) -> Tensor:
-    """`value` in x's dtype, saturated at its range; nan where `x` is not finite.
+    """Convert `value` to x's dtype, saturated at its range; nan where `x` is not finite.
 
     The sum of a message and a residual can leave the range of fp16; what saturation cuts off stays in the
     residual.
@@ -81,7 +80,7 @@ def rows_within(matrix: Tensor, most: float) -> Tensor:
 
 
 def as_divisor(number: float, x: Tensor) -> Tensor | float:
-    """What to divide `x`, of a float dtype, by for x / number, rounded once on every device.
+    """Return a divisor for x / number that rounds once on every device; `x` has a float dtype.
 
     On a GPU torch multiplies by the inverse of a number, which gives other last bits where that inverse is no
     float; it does divide by a tensor.

@@ -296,10 +296,10 @@ class Boundary:
             self._stashes.pop((message_id.micro_batch, position), None)
 
     def drop(self, direction: str, old: Codec, new: Codec) -> None:
-        """Forget what `old` has left in `direction` that `new` cannot go on with.
+        """Delete the state of codec `old` in `direction` that codec `new` cannot use.
 
-        A feedback goes on where its settings stay: what it keeps is about messages, whatever the codec inside
-        makes of them. A codec goes on where its own do.
+        A feedback's state stays if its own settings do, whatever codec it wraps: it describes messages, not
+        packets. A codec's state stays if the settings of that codec do.
         """
         other = next(name for name in DIRECTIONS if name != direction)
         feedback = _feedback(old) == _feedback(new)

@@ -40,9 +40,9 @@ def device_in(namespace: str, name: str) -> int:
 def carry(devices: tuple[int, int], seconds: float) -> None:
     """Forward packets between two devices, each `seconds` late; never returns."""
     other = dict(zip(devices, reversed(devices)))
-    under_way: dict[int, deque[tuple[float, bytes]]] = {device: deque() for device in devices}  # by goal
+    in_flight: dict[int, deque[tuple[float, bytes]]] = {device: deque() for device in devices}  # by goal
     while True:
-        due = [packets[0][0] for packets in under_way.values() if packets]
+        due = [packets[0][0] for packets in in_flight.values() if packets]
         left = max(0.0, min(due) - time.monotonic()) if due else None
         for device in select.select(devices, [], [], left)[0]:
             now = time.monotonic()
@@ -51,9 +51,9 @@ def carry(devices: tuple[int, int], seconds: float) -> None:
                     packet = os.read(device, LARGEST)
                 except BlockingIOError:
                     break
-                under_way[other[device]].append((now + seconds, packet))
+                in_flight[other[device]].append((now + seconds, packet))
         now = time.monotonic()
-        for device, packets in under_way.items():
+        for device, packets in in_flight.items():
             while packets and packets[0][0] <= now:
                 with contextlib.suppress(OSError):  # the device is down: nobody is there, as on any wire
                     os.write(device, packets.popleft()[1])

@@ -25,7 +25,7 @@ _BLOCK = zstandard.BLOCKSIZE_MAX
 
 
 def pack(body: Tensor, tail: int = 0) -> Tensor:
-    """A frame, uint8, of `body`, uint8 on the CPU; `body` itself where it would not be smaller.
+    """Compress `body`, uint8 on the CPU, to a zstd frame, uint8; return `body` if that is not larger.
 
     The bytes of a block share one Huffman code. The last `tail` bytes, if they are unlike the others, begin
     a block of their own; more than a block of them do so anyway, but for a part.
@@ -41,10 +41,10 @@ def pack(body: Tensor, tail: int = 0) -> Tensor:
 
 
 def unpack(frame: Tensor, nbytes: int) -> Tensor:
-    """The uint8 [nbytes] that `frame`, uint8 on the CPU, holds; writable.
+    """Decompress `frame`, uint8 on the CPU, to a writable uint8 [nbytes].
 
-    A frame says how large its contents are, and the library allocates what it says: a damaged one would fill
-    the machine, whatever limit is passed on.
+    A frame names the size of its contents, and the library allocates that much before it reads them. So the
+    size is checked first: a damaged frame could ask for all memory.
 
     Raises:
         ValueError: the frame says another size.

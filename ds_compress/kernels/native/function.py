@@ -116,9 +116,11 @@ def for_each_dtype(
     /,
     **arguments: Kind | tuple[str | int, ...],
 ) -> dict[torch.dtype, Function]:
-    """Declare a C function for each of `dtypes`, at the end of whose name is what that stands for.
+    """Declare a C function for each dtype.
 
     Args:
+        name: of the functions, without the suffix for the dtype.
+        dtypes: suffix of the function's name for each dtype.
         arguments: see `Function`; the dimensions alone of a buffer of the dtype.
     """
 

@@ -66,8 +66,14 @@ def _block(d: int) -> int:
 
 
 def _reaching(bits: Tensor, bounds: Tensor, infinity: int, block: int) -> Tensor:
-    """int32 [bounds, rows, blocks]: how many entries of each block reach each of `bounds`, int32 [bounds,
-    rows]."""
+    """Count the entries of each block whose keys are at least each of `bounds`.
+
+    Args:
+        bounds: int32 [bounds, rows].
+
+    Returns:
+        int32 [bounds, rows, blocks].
+    """
     rows, d = bits.shape
     blocks = triton.cdiv(d, block)
     counts = torch.empty(len(bounds), rows, blocks, dtype=torch.int32, device=bits.device)
@@ -271,8 +277,8 @@ def _list(packed, ends, found, numel, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def listed(packed, ends, numel, count, BLOCK: tl.constexpr):
-    """The entries of the program's block, whether each is set and among the first `count` that are, and which
-    of them."""
+    """Return the entries of the program's block, whether each is one of the first `count` set bits, and its
+    number among the set bits."""
     block = tl.program_id(0).to(tl.int64)
     entry = block * BLOCK + tl.arange(0, BLOCK)
     bit = bit_of(packed, entry, numel)

@@ -39,8 +39,17 @@ CHUNK = 256  # candidates of a block that are looked at at a time: a block seldo
 
 
 def order_statistics(bits: Tensor, infinity: int, stride: int, ranks: tuple[int, ...]) -> Tensor:
-    """Two bounds, int32 [2, rows], from every `stride`-th entry of each row of `bits` [rows, d]: the key of
-    the first rank among them, 1 for the largest; and the smallest one above that of the last rank."""
+    """Return a band of keys for each row, from a sample of its entries.
+
+    Args:
+        bits: [rows, d], the bits of floats as integers.
+        infinity: key of inf; larger keys count as it.
+        stride: every `stride`-th entry is in the sample.
+        ranks: one or two ranks in the sample; 1 is the largest key.
+
+    Returns:
+        int32 [2, rows]: the key of the first rank, and the key of the last rank plus 1.
+    """
     rows, d = bits.shape
     length, each = triton.cdiv(d, stride), rows * len(ranks)
     bounds = torch.empty(2, rows, dtype=torch.int32, device=bits.device)
@@ -72,7 +81,7 @@ def order_statistics(bits: Tensor, infinity: int, stride: int, ranks: tuple[int,
 
 
 def span_of(length: int) -> int:
-    """Of a program that looks at up to `length` entries: how many at a time."""
+    """Return how many entries a program reads at a time, if it reads up to `length`."""
     return min(SPAN, max(256, triton.next_power_of_2(length)))
 
 
@@ -91,7 +100,7 @@ def _alone(
     INFINITY: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """One program for each rank of a row; with one rank both bounds are round its key."""
+    """Store the bounds of a row: one program for each of its ranks reads the whole sample."""
     row = (tl.program_id(0) // RANKS).to(tl.int64)
     number = tl.program_id(0) % RANKS
     prefix = tl.zeros([], tl.int32)
@@ -122,7 +131,7 @@ def _together(
     INFINITY: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Several programs for each rank of a row add to histograms[ROUND, rank of a row] what they see."""
+    """Add part of a row's sample to histograms[ROUND, rank of a row]; several programs share a rank."""
     place, part = tl.program_id(0) // programs, tl.program_id(0) % programs
     row, each = (place // RANKS).to(tl.int64), rows * RANKS
     prefix, _ = walk(histograms, place, each, tl.where(place % RANKS == 0, first, last), ROUND)
@@ -136,7 +145,7 @@ def _together(
 
 @triton.jit(do_not_specialize=["rows", "first", "last"])
 def _bounds(histograms, bounds, rows, first, last, RANKS: tl.constexpr, ROUNDS: tl.constexpr):
-    """As `_alone`, from the histograms of all rounds."""
+    """Store the bounds of a row, from the histograms of all rounds."""
     row, number = tl.program_id(0) // RANKS, tl.program_id(0) % RANKS
     rank = tl.where(number == 0, first, last)
     key, _ = walk(histograms, tl.program_id(0), rows * RANKS, rank, ROUNDS)
@@ -156,7 +165,7 @@ def _sampled(
     INFINITY: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """The histogram of SPAN sampled keys of a row from `start` on."""
+    """Return the histogram of one byte of SPAN sampled keys of a row, from `start` on."""
     place = start + tl.arange(0, SPAN)
     value = tl.load(entries + place.to(tl.int64) * stride, mask=place < length, other=0)
     return byte_histogram(key_of(value, INFINITY), place < length, prefix, ROUND, ROUNDS)
@@ -164,8 +173,7 @@ def _sampled(
 
 @triton.jit
 def walk(histograms, row, rows, rank, ROUNDS: tl.constexpr):
-    """The first ROUNDS bytes of the key of `rank` among the candidates, and its rank among those that begin
-    so."""
+    """Return the first ROUNDS bytes of the key of `rank`, and its rank among keys with the same bytes."""
     prefix = tl.zeros([], tl.int32)
     for i in tl.static_range(ROUNDS):
         counts = tl.load(histograms + (i * rows + row) * 256 + tl.arange(0, 256))
@@ -175,8 +183,11 @@ def walk(histograms, row, rows, rank, ROUNDS: tl.constexpr):
 
 @triton.jit
 def descend(counts, prefix, rank):
-    """`prefix` and the next byte of the key of `rank`, whose histogram is `counts`; and its rank among those
-    keys."""
+    """Return `prefix` with the next byte of the key of `rank`, and its rank among keys that begin so.
+
+    Args:
+        counts: histogram of that byte over the keys that begin with `prefix`.
+    """
     byte = tl.arange(0, 256)
     reaching = tl.cumsum(counts, 0, reverse=True)
     found = tl.sum((reaching >= rank).to(tl.int32), 0) - 1
@@ -185,8 +196,8 @@ def descend(counts, prefix, rank):
 
 @triton.jit
 def byte_histogram(key, exists, prefix, ROUND: tl.constexpr, ROUNDS: tl.constexpr):
-    """int32 [256]: the histogram of byte ROUND, counted from the highest, of the keys that begin with
-    `prefix`."""
+    """Return the histogram, int32 [256], of byte ROUND of the keys that begin with `prefix`; 0 is the highest
+    byte."""
     shift: tl.constexpr = 8 * (ROUNDS - 1 - ROUND)
     if ROUND > 0:
         exists &= (key >> (shift + 8)) == prefix
@@ -194,8 +205,18 @@ def byte_histogram(key, exists, prefix, ROUND: tl.constexpr, ROUNDS: tl.constexp
 
 
 def kth_largest(bits: Tensor, bounds: Tensor, infinity: int, k: int, block: int) -> tuple[Tensor, Tensor]:
-    """From the bounds of a band to those of the k-th largest key alone, int32 [2, rows], and how many entries
-    of each block of a row reach them, int32 [2, rows, blocks]."""
+    """Narrow a band of each row to its k-th largest key.
+
+    Args:
+        bits: [rows, d], the bits of floats as integers.
+        bounds: int32 [2, rows], of the band; the key may lie outside it, which costs a search of the row.
+        infinity: key of inf; larger keys count as it.
+        block: entries of a block.
+
+    Returns:
+        The key and the key plus 1, int32 [2, rows]; and how many entries of each block are at least as large,
+        int32 [2, rows, blocks].
+    """
     rows, d = bits.shape
     blocks, span = triton.cdiv(d, block), span_of(d)
     programs = min(PROGRAMS, triton.cdiv(d, span))
@@ -238,7 +259,7 @@ def kth_largest(bits: Tensor, bounds: Tensor, infinity: int, k: int, block: int)
 def _candidates(
     bits, bounds, found, layout, totals, rows, d, blocks, INFINITY: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """found[row] = the entries of the row in its band, those of a block side by side.
+    """Copy the entries of a row that are in its band to found[row], those of a block side by side.
 
     layout[:, row, block] = how many entries of a block are above the band, how many inside, where those begin
     totals[:, row]        = how many entries of the row are above its band, and how many inside
@@ -314,8 +335,10 @@ def _tally(
     TILES: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """cut[:, row] = the k-th largest key and the next integer; counts[:, row, block] = how many entries reach
-    them."""
+    """Store the k-th largest key of a row, and that plus 1, in cut[:, row].
+
+    counts[:, row, block] = how many entries of the block are at least as large as each of the two
+    """
     row, first = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs * TILES
     bracketed, rank = _bracketed(totals, row, rows, k)
     key, rank = walk(histograms, row, rows, rank, ROUNDS)
@@ -345,7 +368,7 @@ def _tally(
 
 @triton.jit
 def _bracketed(totals, row, rows, k):
-    """Whether the k-th largest key of a row is in its band, and its rank among the candidates."""
+    """Return whether the k-th largest key of a row is in its band, and its rank among the candidates."""
     above, inside = tl.load(totals + row), tl.load(totals + rows + row)
     bracketed = (above < k) & (above + inside >= k)
     return bracketed, tl.where(bracketed, k - above, k)
@@ -353,7 +376,7 @@ def _bracketed(totals, row, rows, k):
 
 @triton.jit
 def key_of(bits, INFINITY: tl.constexpr):
-    """int32: the keys of floats, given as the integers, of 16 or 32 bits, that their bits are."""
+    """Return keys, int32, that order floats by magnitude; `bits` are theirs, as 16-bit or 32-bit integers."""
     if bits.dtype.primitive_bitwidth == 16:
         key = bits.to(tl.int32) & 0x7FFF
     else:
