@@ -3,7 +3,8 @@
     python launch/pages.py [--check]
 
 README.md and docs/evidence.md: the table of recipes, from results/*.jsonl and the tables of
-docs/speed-tables.md. docs/evidence.md: what settings cost on every model, from results/*.jsonl.
+docs/speed-tables.md. docs/evidence.md: what settings cost on every model, and what the guard warns of,
+from results/*.jsonl.
 docs/images/recipes.png (README), docs/images/bandwidth.png: step times, from docs/speed-tables.md.
 docs/options.md, commands.md, metrics.md: from the options, parsers and labels of the package.
 `--check` writes nothing and exits with 1 if a page differs from what would be written.
@@ -22,10 +23,12 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ds_compress.cli import parser
+from ds_compress.config.quality import LIMITS
 from ds_compress.config.recipes import EVIDENCE
 from ds_compress.monitor import metrics
 from launch.reproduce.costs import ACROSS, Cost, cost_table, costs_of, worst
 from launch.reproduce.grid import read_rows
+from launch.reproduce.guard_table import FILES, guard_table
 from launch.reproduce.run import Row
 from launch.reproduce.settings import SETTINGS
 from launch.reproduce.tables import markdown
@@ -62,7 +65,7 @@ PLOTS = {
 """The rows of a table that each image shows, by heading and by recipe, and their labels."""
 MARKS = {
     name: (f"<!-- {name}: begin; made by `make docs` -->", f"<!-- {name}: end -->")
-    for name in ("recipes", "costs")
+    for name in ("recipes", "costs", "guard")
 }
 KINDS = {"fine-tuned": "fine-tuned, %", "from scratch": "from scratch, %"}
 """Of tasks of language models, and the column that each has."""
@@ -88,12 +91,13 @@ def recipes_table() -> str:
     steps = speed_table(AUTO_TABLE)
     slow = next(row["link"] for row in steps if row["link"] != "unshaped")
     measured = {row["recipe"]: row["/ stock, unshaped"] for row in steps if row["link"] == slow}
-    lines = []
+    lines, counts = [], set[int]()
     for name, what in RECIPES.items():
         step = measured.get("auto-safe" if name == "auto" else name, "")
         evidence = EVIDENCE.get(name)
         costs = costs_of(rows, evidence.row) if evidence else []
         promise = evidence.promise if evidence else None
+        counts |= {cost.seeds for cost in costs if cost.kind in KINDS and name in LIMITS}
         lines.append(
             [
                 f"`{name}`",
@@ -106,10 +110,11 @@ def recipes_table() -> str:
         )
     header = ["recipe", "what it sends", "times fewer bytes", f"step time at {slow}", "promise, %"]
     table = markdown([*header, *KINDS.values()], lines, texts=2)
+    seeds = " to ".join(map(str, sorted({min(counts), max(counts)}))) + " seeds"
     return f"""{table}
 
 Promise: the most that a recipe may cost of the held-out loss, evaluated without compression / with it. Then
-what it cost: the worst of three language models, one seed in most rows (`quant4`: the Llama). Step time:
+what it cost: the worst of three language models, means of {seeds} (`quant4`: the Llama). Step time:
 relative to DeepSpeed's, unlimited link, version 0.2; DeepSpeed alone takes {measured[BASELINE]} at {slow}.
 Empty: not measured."""
 
@@ -195,8 +200,9 @@ def metrics_page() -> str:
 
 def pages() -> Iterator[tuple[Path, str]]:
     """Give every page with the text it should have."""
-    parts = {"recipes": recipes_table(), "costs": costs_table()}
-    for page, names in (("README.md", ["recipes"]), ("docs/evidence.md", ["recipes", "costs"])):
+    judged = [row for preset in FILES for row in read_rows(ROOT / "results" / f"{preset}.jsonl")]
+    parts = {"recipes": recipes_table(), "costs": costs_table(), "guard": guard_table(judged)}
+    for page, names in (("README.md", ["recipes"]), ("docs/evidence.md", [*parts])):
         text = (ROOT / page).read_text()
         for name in names:
             begin, end = MARKS[name]

@@ -113,7 +113,7 @@ class Checkpointed(Protocol):
         """Return the settings after all changes during training, equal on every rank."""
 
     def noted(self) -> dict[str, list[float]]:
-        """Return what this rank alone has recorded for its policy."""
+        """Return what this rank alone has recorded for its policy and its guard."""
 
     def resume(self, course: dict[str, Any], noted: dict[str, list[float]]) -> bool:
         """Apply the settings of a checkpoint; return whether its run had the same block and boundaries."""

@@ -99,8 +99,12 @@ class Metadata(Record):
     """Of each side in the file: see `Boundary.warmup_end`."""
     course: Course | None = None
     """The settings after all changes during training; the same in the files of all ranks."""
-    noted: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[tuple[float, float], FROM_JSON]] = {}
-    """What only this rank has recorded for its policy: by boundary, a sum of norms and their number."""
+    noted: dict[
+        Annotated[str, Field(pattern=r"^\d{1,9}(/(forward|backward))?$")],
+        Annotated[tuple[float, float], FROM_JSON],
+    ] = {}
+    """What only this rank has recorded. By boundary, for its policy: a sum of norms and their number. By
+    boundary and direction, for its guard: `monitor.limits.LASTING` of the last measured step."""
     name: str
     """Of the file itself: that of another rank must not take its place."""
     id: str

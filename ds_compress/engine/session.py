@@ -236,22 +236,24 @@ class Session:
 
         Args:
             course: of `course`, the same on every rank; empty: there are none.
-            noted: what this rank alone knew (`PolicyController.noted`).
+            noted: what this rank alone knew (`noted`).
 
         Returns:
             Whether the checkpoint is of a run with the same block and boundaries; if not, settings start
             again from the block.
         """
         resumed = self.reconfigurator.resume(course)
+        measured = {key: values for key, values in noted.items() if "/" in key}
+        self.monitor.resume(measured if resumed else {})
         if resumed:
-            self.policy.resume(course["policy"], noted)
+            self.policy.resume(course["policy"], {key: noted[key] for key in noted.keys() - measured})
         else:
             self._start_policy()
         return resumed
 
     def noted(self) -> dict[str, list[float]]:
-        """Return what this rank alone has noted for its policy, for a checkpoint."""
-        return self.policy.noted()
+        """Return what this rank alone has noted for its policy and its guard, for a checkpoint."""
+        return self.policy.noted() | self.monitor.noted()
 
     def course(self) -> dict[str, Any]:
         """Return the settings after all changes, for a checkpoint: the same on every rank."""

@@ -1,6 +1,7 @@
 """Compare measurements of a channel with the limits of the guard."""
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -20,6 +21,11 @@ class Violation(NamedTuple):
     advice: str
 
 
+LASTING = ("residual_share", "nonfinite_share")
+"""Measurements that count only if they persist: fp16 training skips a step that overflows, and one small
+gradient makes any residual large."""
+
+
 class MessageQuality(NamedTuple):
     """Measurements that the guard has limits for; larger is worse."""
 
@@ -35,11 +41,9 @@ class MessageQuality(NamedTuple):
 
         Args:
             values: of a channel, by name as in `metrics.CHANNEL`.
-            before: of the step that was measured before; empty at first. Residual and non-finite share count
-                only if they persist: fp16 training skips a step that overflows, and one small gradient makes
-                any residual large.
+            before: the same of the step that was measured before; empty at first.
         """
-        lasting = [min(values[name], before.get(name, 0.0)) for name in ("residual_share", "nonfinite_share")]
+        lasting = [min(values[name], finite(before.get(name, 0.0))) for name in LASTING]
         # with feedback a message of zeros may arrive as something else
         is_nothing = values["message_norm"] == 0
         names = ("relative_error", "cosine", "gradient_error")
@@ -82,6 +86,11 @@ class MessageQuality(NamedTuple):
             for over, name, words, advice in found
             if over
         ]
+
+
+def finite(value: float) -> float:
+    """Return 0 for nan, and the largest number for inf."""
+    return 0.0 if math.isnan(value) else min(value, sys.float_info.max)
 
 
 LOSSLESS = MessageQuality(0.0, -1.0, 0.0, 0.0, 0.0)

@@ -18,7 +18,7 @@ from ds_compress.message.clock import clock_for
 from ds_compress.message.gradient_error import AVERAGED, GradientError
 from ds_compress.message.meters import ReceivingMeter, SendingMeter
 from ds_compress.monitor import lines
-from ds_compress.monitor.limits import MessageQuality
+from ds_compress.monitor.limits import LASTING, MessageQuality, finite
 from ds_compress.monitor.metrics import (
     CHANNEL,
     COUNTERS,
@@ -111,8 +111,7 @@ class Monitor:
         self._written_gradients: list[dict[str, float]] = []
         self._last: tuple[Channels, Channels] = [], []  # last measured step, and the one before
         self._written: Channels = []
-        # count of measured steps; number of the first step of this run, and of the last reduced one
-        self._measured = self._first = self._steps = 0
+        self._first = self._steps = 0  # number of the first step of this run, and of the last reduced one
         self._started = self._ended = 0.0  # start and end of training, in seconds
         self._waited: list[float] = []  # fraction of each written step spent waiting
 
@@ -144,7 +143,9 @@ class Monitor:
         with self._guarded():
             if judged and self.config.block.guard.action != "warn":
                 self._gradient_errors.clear()  # a resumed run decides by the same messages
-            one, several = {self._measured % micro_batches}, range(AVERAGED)
+            # each micro-batch in turn, and after a resume the same ones
+            turn = step // every - 1 if counted else step // self.config.block.guard.every
+            one, several = {turn % micro_batches}, range(AVERAGED)
             for end in ends:
                 if isinstance(end, SendingEnd):
                     gradients = self._gradient_error(end.channel)
@@ -153,7 +154,6 @@ class Monitor:
                 else:
                     end.meter = ReceivingMeter(self._clock)
                 self._meters.append((end, end.meter))
-            self._measured += 1
             self._began = self._clock.mark()
 
     def _gradient_error(self, channel: Channel) -> GradientError | None:
@@ -222,11 +222,27 @@ class Monitor:
         now, before = self._last
         return {
             (number, direction): MessageQuality.of(
-                values, before[number][direction] if before else {}, direction
+                values, before[number].get(direction, {}) if before else {}, direction
             )
             for number, directions in enumerate(now)
             for direction, values in directions.items()
         }
+
+    def noted(self) -> dict[str, list[float]]:
+        """Return what the guard judges the next measured step by, for a checkpoint."""
+        return {
+            f"{number}/{direction}": [finite(values[name]) for name in LASTING]
+            for number, directions in enumerate(self._last[0])
+            for direction, values in directions.items()
+        }
+
+    def resume(self, noted: Mapping[str, list[float]]) -> None:
+        """Continue with what `noted` returned; it may be empty."""
+        before: list[dict[str, dict[str, float]]] = [{} for _ in range(self.boundaries)]
+        for place, values in noted.items():
+            number, _, direction = place.partition("/")
+            before[int(number)][direction] = dict(zip(LASTING, values))
+        self._last = before, []
 
     def _collect(self, ends: Sequence[End], gradients: Callable[[], Mapping[str, float]] | None) -> float:
         """Fill the table with this stage's values; return the duration of the step in ms."""

@@ -124,9 +124,10 @@ class Guard:
         if -most <= cost <= most:
             return None
         codecs = dict.fromkeys(str(self._config.codecs(number).forward) for number in range(self._boundaries))
-        meaning = "the model has come to need it" if cost < 0 else "it hurts"
+        helps = cost < 0  # a loss that is no number with compression hurts
+        meaning = "the model has come to need it" if helps else "it hurts"
         advice = ": use more bits or a higher density, or another codec"
-        advice = advice if self._options.action != "relax" or cost < 0 else ""
+        advice = advice if self._options.action != "relax" or helps else ""
         share = f"{cost / abs(plain):+.0%}" if plain else "all of it"
         line = (
             f"ds_compress: guard: after step {engine.global_steps} a loss of {plain:.4g} is {compressed:.4g} "
@@ -135,7 +136,7 @@ class Guard:
         )
         if self._options.action == "stop":
             raise CompressionError(line)
-        if self._options.action == "relax" and cost > 0:
+        if self._options.action == "relax" and not helps:
             return self._relax([(number, "forward") for number in range(self._boundaries)], line)
         if self._rank == 0 and not self._has_warned:
             logger.warning(line)

@@ -15,6 +15,7 @@ from ds_compress.config import DIRECTIONS
 from ds_compress.config.policies import Place, Signal
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Channel
+from ds_compress.message.gradient_error import GradientError
 from ds_compress.message.meters import error_and_cosine, largest, norms
 from ds_compress.runtime.interface import MessageSource, Watch
 
@@ -35,7 +36,8 @@ class Signals:
         self._device = device
         self._all_gather = all_gather
         self._norms: dict[int, Tensor] = {}  # by boundary: sum and number of finite norms
-        self._losses: dict[Place, list[tuple[Tensor, int]]] = {}  # by rung: three norms, bytes
+        # by rung: three norms of an activation, or sums of a gradient; bytes
+        self._losses: dict[Place, list[tuple[Tensor | GradientError, int]]] = {}
         self._note: Watch | None = None  # of the norms
 
     def note_norms(self, source: MessageSource) -> None:
@@ -75,7 +77,11 @@ class Signals:
                 message.headers_left = 0  # looking at one would wait for the device
                 decoded = receiver.decode(packet, message, message_id, functools.partial(_given, extra))
                 nbytes = packet.numel() + (extra.numel() if extra is not None else 0)
-                self._losses.setdefault(place, []).append((norms(tensors, decoded, scale), nbytes))
+                found: Tensor | GradientError = norms(tensors, decoded, scale)
+                if place[1] == "backward":
+                    found = GradientError()
+                    found.add(tensors, decoded)
+                self._losses.setdefault(place, []).append((found, nbytes))
 
         for end in source.ends:
             if end.sends:
@@ -118,7 +124,10 @@ class Signals:
         for (number, direction), losses in self._losses.items():
             row = table[number, DIRECTIONS.index(direction), 2:]
             for rung, (found, nbytes) in enumerate(losses):
-                row[rung] = error_and_cosine(*found.tolist())[0]
+                if isinstance(found, GradientError):
+                    row[rung] = found.value
+                else:
+                    row[rung] = error_and_cosine(*found.tolist())[0]
                 row[self._rungs + rung] = nbytes * micro_batches
         self._norms, self._losses = {}, {}
         mine = torch.cat([torch.tensor([lr], dtype=torch.float64, device="cpu"), table.flatten()]).to(

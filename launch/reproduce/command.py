@@ -9,7 +9,7 @@ from launch.reproduce.launched import compare
 from launch.reproduce.page import write_page
 from launch.reproduce.presets import PRESETS
 from launch.reproduce.run import Row, Run
-from launch.reproduce.settings import COMPARED, LAUNCHED, NONE, REPLICAS, SETTINGS
+from launch.reproduce.settings import COMPARED, JUDGED, LAUNCHED, NONE, REPLICAS, SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURES = ("accuracy_on", "accuracy_off", "perplexity_on", "perplexity_off")
@@ -24,7 +24,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--only",
         nargs="+",
         metavar="TASK/SETTING",
-        help="default: all of both tasks, or those compared over several architectures",
+        help="default: all of both tasks, or those that several architectures or the guard are compared by",
     )
     parser.add_argument("--seeds", "--seed", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--jobs", type=int, default=1, help="runs beside each other (default: %(default)s)")
@@ -48,12 +48,12 @@ def grid(preset: str, only: list[str] | None, seeds: list[int]) -> list[Run]:
     """All runs asked for: the baselines with all their seeds first, then seed by seed, the most telling
     settings of both tasks first."""
     several = PRESETS[preset].keys() & {*PRESETS["small"]}
-    compared = (*NONE, *REPLICAS) if preset == "replicas" else COMPARED
+    usual = {"replicas": (*NONE, *REPLICAS), "guard": JUDGED}.get(preset, COMPARED)
     named = {
         (task, setting): place
         for task in PRESETS[preset]
         for place, setting in enumerate(SETTINGS[task])
-        if (f"{task}/{setting}" in only if only else not several or setting in compared)
+        if (f"{task}/{setting}" in only if only else not several or setting in usual)
     }
     runs = [Run(preset, task, setting, seed) for task, setting in named for seed in seeds]
     return sorted(

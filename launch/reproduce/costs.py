@@ -46,7 +46,7 @@ def costs_of(rows: Iterable[Row], setting: str) -> list[Cost]:
             known = [(row, base) for row, base in pairs if base is not None]
             if known:
                 off, on = (
-                    statistics.fmean(_lost(*pair, METRICS[task], way) for pair in known)
+                    statistics.fmean(lost(*pair, METRICS[task], way) for pair in known)
                     for way in ("off", "on")
                 )
                 raw, wire = (sum(row[key] for row, _ in known) for key in ("raw_bytes", "wire_bytes"))
@@ -54,7 +54,13 @@ def costs_of(rows: Iterable[Row], setting: str) -> list[Cost]:
     return costs
 
 
-def _lost(row: Row, base: Row, metric: str, way: str) -> float:
+def lost(row: Row, base: Row, metric: str, way: str) -> float:
+    """Return what a run costs against the uncompressed run `base`: percent of the loss, or points.
+
+    Args:
+        metric: of the task, as in `METRICS`.
+        way: how both are evaluated, "off" or "on".
+    """
     value, before = row[f"{metric}_{way}"], base[f"{metric}_{way}"]
     if value is None:
         return math.inf

@@ -1,81 +1,72 @@
 """Make the table of the guard: which settings it warns of, and whether these hurt.
 
-    python -m launch.reproduce.guard_table --data FOLDER [--tasks TASK ...] [--seed N]
-
-A setting hurts in a task if training under it ends with a loss, evaluated uncompressed, that is more than
-`HARM` above that of the uncompressed run. The guard warns if messages exceed its limits at its steps, or if
-the last weights, evaluated compressed and not, differ by more than `guard.loss`.
+A setting hurts in a task if training under it costs more than `HARM` (`costs.py`), evaluated uncompressed.
+The guard warns if messages exceed its limits at its steps, or if the last weights of a language model,
+evaluated compressed and not, differ by more than `guard.loss`. Losses of images are not in the rows.
 """
 
-import argparse
 import math
-from pathlib import Path
+import statistics
+from collections.abc import Iterable, Sequence
 
 from ds_compress.config import Config
-from launch.reproduce.command import ROOT
-from launch.reproduce.grid import execute_runs, is_row_of, missing, read_rows
-from launch.reproduce.presets import PRESETS
-from launch.reproduce.run import Row, Run
-from launch.reproduce.settings import GRADIENTS
+from launch.reproduce.costs import lost
+from launch.reproduce.run import Row
+from launch.reproduce.tables import METRICS, markdown
 
-PRESET = "guard"
-TASKS = tuple(PRESETS[PRESET])
-HARM = 0.03  # what the class "aggressive" promises
-UNBIASED = ("stochastic3", "stochastic2", "dither4", "dither2", "dither1")
-ON_BOTH = ("group4/4-hadamard", "group3/3-hadamard", "entropy2.5/2.5", "columns3/stochastic2")
-"""Settings that compress activations too."""
-
-NAMES = ("none/group4", *GRADIENTS, *(f"none/{name}" for name in UNBIASED), *ON_BOTH)
+FILES = ("guard", "small", "wide")
+"""Presets whose rows are judged: those of settings that may hurt, and those that recipes are judged by."""
+HARM = 3.0
+"""Percent of the loss, or points of accuracy: what the recipe "aggressive" promises."""
 
 
-def judge(row: Row, baseline: Row) -> tuple[float, bool]:
-    """Return by how much a setting raises the loss, as a share, and whether the guard warns."""
-    if row["diverged"] or row["perplexity_off"] is None:
-        return math.inf, True
-    uncompressed = math.log(baseline["perplexity_off"])
-    cost = math.log(row["perplexity_off"]) / uncompressed - 1
+def warns(row: Row) -> bool:
+    """Return whether the guard warns of a run, by its present limits of gradients and of the loss."""
+    guard = Config({}).block.guard
+    others = set(row["warnings"]) - {"gradient_error"}
+    if row["diverged"] or others or row["gradient_error"] > guard.gradient_error:
+        return True
+    if METRICS[row["task"]] == "accuracy":
+        return False
     on, off = math.log(row["perplexity_on"]), math.log(row["perplexity_off"])
-    return cost, bool(row["warnings"]) or abs(on - off) > Config({}).block.guard.loss * off
+    return abs(on - off) > guard.loss * off
 
 
-def table(rows: list[Row], runs: list[Run]) -> str:
-    """Return the table in Markdown, cheapest settings first, and how many verdicts are wrong."""
-    found = {run: row for run in runs for row in rows if is_row_of(row, run)}
-    judged = []
-    for run, row in found.items():
-        baseline = found.get(run._replace(setting="none"))
-        if run.setting != "none" and baseline is not None:
-            judged.append((run, row, *judge(row, baseline)))
-    lines = [
-        "| task | setting | bits | error | gradient error | loss | the guard | |",
-        "|---|---|---|---|---|---|---|---|",
+def guard_table(rows: Iterable[Row]) -> str:
+    """Return the table in Markdown, cheapest settings first, and how many verdicts are wrong.
+
+    Rows of several seeds are one line: mean cost, and a warning if the guard warned in most of them.
+    """
+    found = {(row["preset"], row["task"], row["setting"], row["seed"]): row for row in rows}
+    groups: dict[tuple[str, str, str], list[tuple[Row, float]]] = {}
+    for (preset, task, setting, seed), row in found.items():
+        base = found.get((preset, task, "none", seed))
+        # rows of older releases have no warnings, nor have those of pipelines
+        if setting != "none" and base is not None and row.get("warnings") is not None:
+            cost = math.inf if row["diverged"] else lost(row, base, METRICS[task], "off")
+            groups.setdefault((preset, task, setting), []).append((row, cost))
+    judged = sorted((statistics.fmean(cost for _, cost in own), key, own) for key, own in groups.items())
+    lines = [_line(cost, key, [row for row, _ in own]) for cost, key, own in judged]
+    wrong = sum(line[-1] != "right" for line in lines)
+    header = ["task", "setting", "seeds", "bits", "error", "gradient error", "cost", "the guard", ""]
+    return f"{markdown(header, lines, texts=2)}\n\n{wrong} of {len(lines)} verdicts are wrong."
+
+
+def _line(cost: float, key: tuple[str, str, str], rows: Sequence[Row]) -> list[str]:
+    preset, task, setting = key
+    is_warned = 2 * sum(map(warns, rows)) > len(rows)
+
+    def mean(column: str) -> float:
+        return statistics.fmean(math.nan if row[column] is None else row[column] for row in rows)
+
+    return [
+        f"{task}{'' if preset == 'guard' else f' ({preset})'}",
+        f"`{setting}`",
+        str(len(rows)),
+        f"{mean('bits_forward'):.1f} / {mean('bits_backward'):.1f}",
+        f"{mean('error_forward'):.3f} / {mean('error_backward'):.3f}",
+        f"{mean('gradient_error'):.3f}",
+        f"{cost:+.1f}",
+        "warned" if is_warned else "silent",
+        "right" if is_warned == (cost > HARM) else "**wrong**",
     ]
-    for run, row, cost, warns in sorted(judged, key=lambda each: each[2]):
-        verdict = "right" if warns == (cost > HARM) else "**wrong**"
-        errors = f"{row['error_backward'] or math.nan:.3f} | {row['gradient_error']:.3f}"
-        bits = f"{row['bits_forward']:.2f} / {row['bits_backward']:.2f}"
-        said = "warned" if warns else "silent"
-        lines.append(
-            f"| {run.task} | `{run.setting}` | {bits} | {errors} | {cost:+.1%} | {said} | {verdict} |"
-        )
-    wrong = sum(line.endswith("**wrong** |") for line in lines)
-    return "\n".join([*lines, "", f"{wrong} of {len(judged)} verdicts are wrong."])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="guard_table", description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, help="folder with wikitext2/; needed to run anything")
-    parser.add_argument("--results", type=Path, default=ROOT / "results", help="default: results/")
-    parser.add_argument("--tasks", nargs="+", default=TASKS, help=f"default: {' '.join(TASKS)}")
-    parser.add_argument("--seed", type=int, default=0, help="default: 0")
-    args = parser.parse_args()
-    runs = [Run(PRESET, task, name, args.seed) for name in ("none", *NAMES) for task in args.tasks]
-    file = args.results / f"{PRESET}.jsonl"
-    for run, row in execute_runs(missing(runs, read_rows(file)), args.data, args.results, 1):
-        if isinstance(row, str):
-            raise SystemExit(f"guard_table: {run.task}/{run.setting}: {row}")
-    print(table(read_rows(file), runs))
-
-
-if __name__ == "__main__":
-    main()

@@ -4,7 +4,7 @@ paper       the two experiments of arXiv 2401.07788 as published
 cpu         the same for small machines
 revisits    the same with samples that come back more often
 small       several architectures, fine-tuned and from scratch: a minute a run
-guard       the same from scratch, smaller: the settings that the guard is judged by (guard_table.py)
+guard       the same, smaller from scratch: settings that may hurt, which the guard is judged by
 wide        the same task with hidden states of 256 values
 replicas    the same on two data-parallel replicas, with hidden states of 128 values
 smoke       for tests
@@ -124,10 +124,20 @@ SMALL: Preset = {
 }
 
 GUARD: Preset = {
-    f"{name}-scratch": replace(
-        FINETUNED, architecture=name, pretrain_steps=0, seq=64, blocks=1600, batch=8, test_blocks=384, lr=3e-3
-    )
-    for name in ("llama", "gpt")
+    **{
+        f"{name}-scratch": replace(
+            FINETUNED,
+            architecture=name,
+            pretrain_steps=0,
+            seq=64,
+            blocks=1600,
+            batch=8,
+            test_blocks=384,
+            lr=3e-3,
+        )
+        for name in ("llama", "gpt")
+    },
+    **{task: SMALL[task] for task in ("llama-finetuned", "gpt-finetuned", "cnn-finetuned", "cnn-scratch")},
 }
 
 REPLICATED: Preset = {

@@ -201,7 +201,8 @@ ROWS_OF_CHANNELS: dict[str, Block] = {
 FORWARD = {
     "group4": group(4, hadamard=True),
     "columns3": entropy(3, contexts="columns"),
-    **{f"basis{bits:g}": basis(bits, 16) for bits in (4, 3, 2.5)},
+    **{f"basis{bits:g}": basis(bits, 16) for bits in (4, 3.5, 3, 2.75, 2.5, 2.25, 2)},
+    "basis2.5-refresh8": basis(2.5, 8),
     **{f"basis{bits:g}-dither": basis(bits, 16, rounding="dither") for bits in (4, 3, 2.5, 2, 1.5)},
 }
 """Codecs of activations."""
@@ -209,7 +210,8 @@ FORWARD = {
 BACKWARD = {
     "group4": group(4, hadamard=True),
     **{f"stochastic{bits}": group(bits, hadamard=True, rounding="stochastic") for bits in (3, 2)},
-    **{f"dither{bits:g}": entropy(bits, rounding="dither") for bits in (4, 3, 2, 1.5, 1)},
+    **{f"dither{bits:g}": entropy(bits, rounding="dither") for bits in (4, 3, 2.5, 2, 1.75, 1.5, 1.25, 1)},
+    **{f"basis{bits:g}-dither": basis(bits, 16, rounding="dither") for bits in (2, 1.5, 1)},
     **{f"dither{bits:g}-rows": entropy(bits, rounding="dither", contexts="rows") for bits in (2, 1.5)},
 }
 """Codecs of gradients."""
@@ -222,8 +224,18 @@ BOTH_DIRECTIONS: dict[str, Block] = {
     f"{forward}/{backward}": block(FORWARD[forward], BACKWARD[backward])
     for forward, backward in (
         ("basis4", "dither3"),
+        ("basis3.5", "dither2.5"),
+        ("basis4", "dither2"),
         ("basis3", "dither2"),
         ("basis2.5", "dither1.5"),
+        ("basis2", "dither2"),
+        ("basis2.25", "dither1.75"),
+        ("basis2.5", "dither1.5-rows"),
+        ("basis2.75", "dither1.25"),
+        ("basis3", "dither1"),
+        ("basis2.5-refresh8", "dither1.5"),
+        ("basis2.5", "basis1.5-dither"),
+        ("basis3", "basis1-dither"),
         ("basis3-dither", "dither2"),
         ("basis2.5-dither", "dither1.5"),
         ("columns3", "stochastic2"),
@@ -231,7 +243,7 @@ BOTH_DIRECTIONS: dict[str, Block] = {
 }
 ROWS = entropy(2, contexts="rows")
 GRADIENTS: dict[str, Block] = {
-    # activations uncompressed: the settings that the guard is judged by (guard_table.py)
+    # activations uncompressed
     "none/group3": block("none", group(3, hadamard=True)),
     "none/stochastic1": block("none", group(1, hadamard=True, rounding="stochastic")),
     **{f"none/entropy{bits}": block("none", entropy(bits)) for bits in (4, 3, 2)},
@@ -274,6 +286,15 @@ OLDER = ("group4/4-hadamard", "group3/3-hadamard", "entropy2.5/2.5", "entropy1.7
 
 COMPARED = (*NONE, *BOTH_DIRECTIONS, *ONE_DIRECTION, *RECIPES, *OLDER)
 """Those that the presets of several architectures run where nobody names others; of "replicas" `REPLICAS`."""
+
+JUDGED = (
+    *NONE,
+    "none/group4",
+    *GRADIENTS,
+    *(f"none/{name}" for name in ("stochastic3", "stochastic2", "dither4", "dither2", "dither1")),
+    *("group4/4-hadamard", "group3/3-hadamard", "entropy2.5/2.5", "columns3/stochastic2"),
+)
+"""Those of which some hurt, which the guard is judged by."""
 
 LAUNCHED = ("none", "minmax4/8", "topk10-reuse", "topk10-ef-warmup", "topk30-aqsgd", "autoencoder16")
 """Those repeated as real pipelines where nobody names others."""

@@ -78,6 +78,26 @@ def test_gradients_are_within_a_class_by_what_does_not_average_out():
     assert unbiased.is_within(LIMITS["aggressive"]) and not biased.is_within(LIMITS["aggressive"])
 
 
+def correlated(number):
+    """Rows of few strong directions, none of them a column, as hidden states are."""
+    mix, _ = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(9)))
+    (x,) = message(number, (4 * ROWS, WIDTH))
+    return [x / torch.arange(1, WIDTH + 1) @ mix.T]
+
+
+def test_a_codec_that_learns_is_measured_after_it_has_learned():
+    """Its first message is in no basis yet: `auto` took the recipe "safe" for worse than it is."""
+    boundary, errors = Boundary(0, Config({"min_numel": 0})), {}
+    pair = [{number: correlated(number) for number in range(REPEATS)}] * 2
+    for options in ({}, {"rotate": "learned", "refresh_steps": 16}):
+        codec = {"name": "entropy", "bits": 3, **options}
+        candidate = Candidate("", {"forward": {"codec": codec}, "backward": {"codec": "none"}}, False)
+        boundary.begin_step()
+        measured = evaluate(boundary, candidate, pair, clock_for(CPU))
+        errors[bool(options)] = measured["forward"]["error"]
+    assert errors[True] < errors[False] / 2
+
+
 def test_messages_of_another_shape_are_left_out():
     other = {"1": {"shape": (ROWS // 2, WIDTH)}}
     assert error("loco", range(3), **other) == error("loco", [0, 2])

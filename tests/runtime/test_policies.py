@@ -165,7 +165,10 @@ def lie():
 
         self._norms = {number: wrong(noted) for number, noted in self._norms.items()}
         for place, losses in self._losses.items():
-            self._losses[place] = [(wrong(norms), int(9000 * wrong(torch.ones(())))) for norms, _ in losses]
+            self._losses[place] = [
+                (wrong(found) if torch.is_tensor(found) else found, int(9000 * wrong(torch.ones(()))))
+                for found, _ in losses
+            ]
         return stock(self, lr * wrong(torch.ones(())).item(), *args)
 
     Signals.gather = gather
@@ -181,6 +184,16 @@ def test_signals_that_differ_cannot_make_the_ends_disagree(name):
     assert all(rank["losses"] == ranks[0]["losses"] for rank in ranks)
     assert all(rank["rungs"] == ranks[0]["rungs"] for rank in ranks)
     assert len({str(rungs) for rungs in ranks[0]["rungs"]}) > 2  # they do change, at random
+
+
+def test_a_budget_judges_gradients_by_what_remains_in_their_sums():
+    """2 unbiased bits have an error of 0.6, which averages out: a budget of 0.4 never took them."""
+    unbiased = {"codec": {"name": "quantize", "bits": 8, "hadamard": True, "rounding": "stochastic"}}
+    policy = {"name": "budget", "every": 2, "error": 0.4, "backward": TWO}
+    config = ds_config({**block(policy, backward=unbiased), "backward": unbiased})
+    first, other = run_ranks(2, trained, config, 2, None, 0, False, None, 4)
+    assert first["rungs"] == other["rungs"]
+    assert [rungs[0, "backward"] for rungs in first["rungs"]] == [0, 0, 1, 1]
 
 
 def collectives(policy):

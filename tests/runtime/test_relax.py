@@ -1,12 +1,13 @@
 """The guard that acts: milder settings step by step, on all ranks, in checkpoints; and what is milder."""
 
 import pytest
+from torch import nn
 
 from ds_compress.config import Config
 from ds_compress.config.recipes import with_changes
 from ds_compress.errors import CompressionError
 from ds_compress.runtime.relax import relax
-from tests.support.pipeline import batches, build, ds_config, log_lines, skip_steps
+from tests.support.pipeline import Block, batches, build, ds_config, log_lines, skip_steps
 from tests.support.ranks import run_ranks
 
 STEPS = 6
@@ -55,20 +56,26 @@ def test_what_goes_together_stays_together():
     assert ef[0][0].startswith("quantize(bits=4) + ef") and ef[-1][0] == "none"
 
 
-def trained(config, stages=2, folder=None, saved=0):
+def trained(config, stages=2, folder=None, saved=0, specs=None):
     logged = log_lines()
-    engine = build(stages, config)
+    engine = build(stages, config, specs)
     data = batches(engine.grid.get_data_parallel_id())
     if saved:
         engine.load_checkpoint(str(folder), tag=f"step{saved}")
         skip_steps(engine, data, saved)
-    losses, codecs = [], []
+    losses, codecs, judged = [], [], []
     for step in range(saved, STEPS):
         losses.append(engine.train_batch(data).item())
+        judged.append(engine.ds_compress.monitor.message_quality())
         codecs.append([str(getattr(engine.ds_compress.config.codecs(0), d)) for _, d in PLACES])
         if folder and not saved:
             engine.save_checkpoint(str(folder), tag=f"step{step + 1}")
-    return {"losses": losses, "codecs": codecs, "logged": [line for line in logged if "milder" in line]}
+    return {
+        "losses": losses,
+        "codecs": codecs,
+        "judged": judged,
+        "logged": [line for line in logged if "milder" in line],
+    }
 
 
 def block(**guard):
@@ -93,6 +100,42 @@ def test_over_its_limit_the_next_milder_setting_follows_and_resumes(link, tmp_pa
     assert "with compression" in logged[0] or "with compression" in logged[1]
     assert any("milder from the next step on: boundary 0 forward quantize(bits=2)" in line for line in logged)
     assert not whole[1]["logged"]
+
+
+@pytest.mark.parametrize("saved", [1, 3])
+def test_a_resumed_run_is_judged_by_the_same_measurements(saved, tmp_path):
+    """It was judged by another micro-batch, and forgot which residual had lasted: settings differed."""
+    config = ds_config(block(residual=0.5, error=9.0, cosine=-1.0, gradient_error=1e6, loss=1e6))
+    whole = run_ranks(2, trained, config, 2, tmp_path)
+    resumed = run_ranks(2, trained, config, 2, tmp_path, saved)
+    for ours, theirs in zip(resumed, whole):
+        assert ours["judged"] == theirs["judged"][saved:]
+        assert ours["codecs"] == theirs["codecs"][saved:]
+    errors = {quality[0, "forward"].error for quality in whole[0]["judged"]}
+    assert len(errors) == STEPS
+    assert whole[0]["codecs"][1][1] == "topk(density=0.1) + ef", "the residual lasted two steps"
+
+
+class Brittle(nn.Module):
+    """Evaluates to nan what has few different values, as messages of few bits have."""
+
+    def forward(self, x):
+        return x if self.training or x.unique().numel() > x.numel() / 2 else x * float("nan")
+
+
+def brittle():
+    return trained(
+        ds_config({"forward": {"codec": {"name": "quantize", "bits": 4}}, "min_numel": 0,
+                   "guard": {"every": 1, "action": "relax"}}),
+        specs=[Block(), Block(), Brittle(), Block()],
+    )  # fmt: skip
+
+
+def test_a_loss_that_is_no_number_with_compression_relaxes():
+    """No comparison with nan is true, so nothing followed but a warning."""
+    first = run_ranks(2, brittle)[0]
+    assert "is nan with compression" in first["logged"][0] and "it hurts" in first["logged"][0]
+    assert [forward for forward, _ in first["codecs"]] == ["quantize(bits=8)"] * STEPS
 
 
 def test_replicas_act_alike_and_one_is_enough():

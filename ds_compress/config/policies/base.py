@@ -36,8 +36,9 @@ class Signal:
     """Mean norm of the boundary's gradient messages since the previous decision, before compression, divided
     by the loss scale; nan if none was finite."""
     errors: tuple[float, ...] = ()
-    """For each rung: relative error of a message of this step, the largest of all replicas; nan if not
-    finite."""
+    """For each rung: error of a message of this step, the largest of all replicas; nan if not finite. That of
+    an activation is relative; that of a gradient is the error of the accumulated gradient
+    (`message.gradient_error`)."""
     step_bytes: tuple[float, ...] = ()
     """For each rung: bytes that one replica sends in a step."""
 

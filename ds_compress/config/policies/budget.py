@@ -22,7 +22,8 @@ class Budget(Policy):
         every: int = Field(default=100, ge=1, le=10**9)
         """Steps between two decisions; each costs an encode and a decode per rung."""
         error: float | None = Field(default=None, gt=0, le=1e6)
-        """Limit of a message's relative error, in each direction of each boundary."""
+        """Limit of the error at each boundary: of activations the relative error of a message, of gradients
+        the error of the accumulated gradient, as `guard.gradient_error` has it."""
         step_bytes: int | None = Field(default=None, ge=1, le=10**15, validate_default=True)
         """Limit of the bytes that one replica sends in a step, summed over all boundaries with a ladder and
         both directions; excludes `error`."""
