@@ -93,7 +93,7 @@ class Evidence(NamedTuple):
 
 EVIDENCE = {
     "none": Evidence("none", (0.0, 0.0), (0.0, 0.0)),
-    "safe": Evidence("basis4/dither3", (0.2, 0.3), (0.5, 1.0)),
+    "safe": Evidence("basis4/dither3", (0.4, 0.4), (0.5, 1.0)),
     "balanced": Evidence("basis3/dither2", (0.6, 0.6), (1.0, 1.0)),
     "aggressive": Evidence("basis2.5/dither1.5", (1.9, 2.0), (3.0, 3.0)),
     "quant4": Evidence("group4/4-hadamard", (2.4, 2.3)),

@@ -104,14 +104,14 @@ def replicas_table(rows: Sequence[Row]) -> str:
         cells = []
         for task in tasks:
             pairs = [(row, found.get((task, "none", row["seed"]))) for row in own if row["task"] == task]
-            lost = [_lost(row, base, "perplexity", "off") for row, base in pairs if base is not None]
+            costs = [lost(row, base, "perplexity", "off") for row, base in pairs if base is not None]
             if setting == "none":
                 losses = [math.log(row["perplexity_off"]) for row, _ in pairs]
                 cells.append(f"± {50 * (max(losses) - min(losses)) / statistics.fmean(losses):.2f}")
-            elif lost:
-                seeds = "" if len(lost) == 3 else f", {len(lost)} seed{'s' * (len(lost) > 1)}"
-                spread = f" ({min(lost):+.2f} to {max(lost):+.2f}{seeds})"
-                cells.append(f"{statistics.fmean(lost):+.2f}{spread}")
+            elif costs:
+                seeds = "" if len(costs) == 3 else f", {len(costs)} seed{'s' * (len(costs) > 1)}"
+                spread = f" ({min(costs):+.2f} to {max(costs):+.2f}{seeds})"
+                cells.append(f"{statistics.fmean(costs):+.2f}{spread}")
             else:
                 cells.append("")
         lines.append([f"`{setting}`", f"{raw / wire:.1f}", *cells])
