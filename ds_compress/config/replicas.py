@@ -48,6 +48,9 @@ class ReplicasOptions(Options):
     """Optimizer steps at the start of training in which gradients and parameters are exact."""
     bucket_mb: int = Field(default=32, ge=1, le=4096)
     """MB (10^6 bytes) of uncompressed gradients in one exchange; a larger parameter has one of its own."""
+    overlap: bool = True
+    """Send the gradients of a bucket as soon as the last backward pass of a step has computed them; only in
+    fp32, without ZeRO and activation checkpointing. false: after that pass. Results are the same."""
 
 
 def build_replica_codec(options: ReplicasOptions | None, path: str) -> Codec | None:

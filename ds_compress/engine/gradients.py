@@ -21,8 +21,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ds_compress.codec import CODECS
-from ds_compress.config import Config
+from ds_compress.config import Config, ReplicasOptions
 from ds_compress.engine.optimizers import mix_in
+from ds_compress.engine.overlap import EarlyBuckets
 from ds_compress.message.gradient_error import AVERAGED
 from ds_compress.replicas.exchange import Exchange, Replicas
 from ds_compress.replicas.parameters import ParameterExchange, Range
@@ -83,11 +84,21 @@ class GradientTraffic:
         self._gradient_error = math.nan
         self._has_warned = False
         tied = {id(weight) for weight, _ in engine.module.get_tied_weights_and_groups()}
-        self._numbers = {
-            id(parameter): number
+        compressed = {
+            number: parameter
             for number, parameter in enumerate(engine.module.parameters())
             if is_compressed(parameter) and id(parameter) not in tied and not is_moe_param(parameter)
         }
+        self._numbers = {id(parameter): number for number, parameter in compressed.items()}
+        self.early: EarlyBuckets | None = None
+        if self._sends_early(options):
+            sparse = {id(each.weight) for each in engine.module.modules() if getattr(each, "sparse", False)}
+            usual = [
+                (number, p)
+                for number, p in compressed.items()
+                if p.requires_grad and p.dtype in DTYPES and p.is_contiguous() and id(p) not in sparse
+            ]
+            self.early = EarlyBuckets(self.exchange, usual, options.bucket_mb * 10**6)
 
     def describe(self) -> str:
         """Return what the start-up line says."""
@@ -120,6 +131,17 @@ class GradientTraffic:
             "residual_norm": exchange.residual_norm(),
         }
 
+    def _sends_early(self, options: ReplicasOptions) -> bool:
+        """Return whether gradients are in place, and final, as soon as the last backward pass has made them.
+
+        Optimizers with partitions copy them elsewhere. Layers that are recomputed, and DualPipeV, may run a
+        backward pass in several parts.
+        """
+        engine = self._engine
+        moved = engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization()
+        in_parts = engine.module.activation_checkpoint_interval or hasattr(engine.module, "active_phase")
+        return options.overlap and not moved and not in_parts
+
     def begin_step(self) -> None:
         """Remember the residuals, if DeepSpeed may skip the step because gradients are not finite."""
         self._skipped = self._engine.skipped_steps
@@ -134,6 +156,11 @@ class GradientTraffic:
         self._before = (
             self.exchange.slices.memories() if hasattr(self._engine.optimizer, "overflow") else None
         )
+        if self.early is not None:
+            engine, size = self._engine, self.exchange.replicas.size
+            sends = engine.pipeline_enable_backward_allreduce and engine.global_steps >= self._warmup_steps
+            factor = 1 / size if engine.gradient_average else 1.0
+            self.early.begin_step(engine.micro_batches if sends else 0, factor, engine.global_steps)
 
     def end_step(self) -> None:
         """Take the residuals back if DeepSpeed has skipped the step: it has used none of the averages."""
@@ -207,6 +234,7 @@ class GradientTraffic:
         engine = self._engine
         if group is not engine.mpu.get_data_parallel_group() or engine.global_steps < self._warmup_steps:
             return False
+        sent = self.early.finish() if self.early is not None else set()
         places = self._places(known)
         found, others = list[Gradient](), list[Tensor]()
         for tensor, owner in zip(bucket, owners):
@@ -214,7 +242,8 @@ class GradientTraffic:
         if not found:
             return False
         scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
-        self.exchange.average(found, factor, scale, engine.global_steps)
+        later = [gradient for gradient in found if gradient.parameter not in sent]
+        self.exchange.average(later, factor, scale, engine.global_steps)
         if others:
             summed = exact(others)
             for tensor, part in zip(others, summed.split([tensor.numel() for tensor in others])):

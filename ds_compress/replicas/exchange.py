@@ -8,13 +8,13 @@
                                       e_o = y - C(y)
 
 The feedback that wraps the codec keeps both residuals, e_w and e_o. Under ZeRO only the owner needs the mean,
-so the all-gather is skipped. While the packets of one bucket are in flight, the next bucket is encoded.
+so the all-gather is skipped. While the packets of one bucket are in flight, the next buckets are encoded.
 """
 
 import itertools
 import math
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -33,6 +33,10 @@ from ds_compress.replicas.slices import AVERAGE, GRADIENT, HALVES, Gradient, Sli
 
 MEASURED = 2**20
 """Most values of a bucket that are compared with their exact average, which takes one more all-reduce."""
+
+
+GATHERS_AFTER, ENDS_AFTER = 2, 4
+"""Buckets that are started before the averages of one are sent, and before these are waited for."""
 
 
 class HasSize(Protocol):
@@ -71,14 +75,15 @@ class Transfer(NamedTuple):
 Rounds = Generator[Transfer, Tensor | None, None]
 
 
-class _InFlight(NamedTuple):
-    """A bucket whose first transfer has started."""
+@dataclass
+class _InFlight:
+    """A bucket in exchange, of which a transfer is under way."""
 
     gradients: Sequence[Gradient]
     exact: Tensor | None  # its exact average, if it is measured
     rounds: Rounds
     arrived: Tensor  # filled by `work`
-    work: Work
+    work: Work | None  # None: all averages are in place
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,7 @@ class Exchange:
         self.sent = Counters()
         self.quality = math.nan, math.nan
         """Relative error and cosine of the last measured bucket, against its exact average."""
+        self._in_flight = list[_InFlight]()
         self._measures = False
         self._sums: Tensor | None = None  # [exact averages and errors, values], added up over measured steps
         self._bucket_bytes = bucket_bytes
@@ -133,18 +139,33 @@ class Exchange:
         Raises:
             CompressionError: a packet is not the expected one.
         """
+        for bucket in self._buckets(gradients):
+            self.start(bucket, factor, scale, step)
+        self.finish()
+
+    def start(self, bucket: Sequence[Gradient], factor: float, scale: float, step: int) -> None:
+        """Encode and send a bucket of gradients; `finish` replaces their values, or a later `start` does.
+
+        Transfers of earlier buckets are waited for after a fixed number of calls, so that all replicas start
+        theirs in one order. Args: see `average`.
+        """
         with torch.no_grad():
-            before: _InFlight | None = None
-            for bucket in self._buckets(gradients):
-                measures, self._measures = self._measures, False
-                exact = self._exact(bucket, factor) if measures else None
-                rounds = self.rounds(bucket, factor, scale, step)
-                started = _InFlight(bucket, exact, rounds, *self._start(next(rounds)))
-                if before is not None:
-                    self._finish(before)
-                before = started
-            if before is not None:
-                self._finish(before)
+            measures, self._measures = self._measures, False
+            exact = self._exact(bucket, factor) if measures else None
+            rounds = self.rounds(bucket, factor, scale, step)
+            self._in_flight.append(_InFlight(bucket, exact, rounds, *self._start(next(rounds))))
+            if len(self._in_flight) > GATHERS_AFTER:
+                self._advance(self._in_flight[-1 - GATHERS_AFTER])
+            if len(self._in_flight) > ENDS_AFTER:
+                self._end(self._in_flight.pop(0))
+
+    def finish(self) -> None:
+        """Wait for all buckets that were started."""
+        with torch.no_grad():
+            for bucket in self._in_flight[-GATHERS_AFTER:]:
+                self._advance(bucket)
+            while self._in_flight:
+                self._end(self._in_flight.pop(0))
 
     def measure(self) -> None:
         """Have `average` compare the next bucket with its exact average; this takes one more all-reduce."""
@@ -209,16 +230,24 @@ class Exchange:
                 return arrived, dist.all_gather_into_tensor(arrived, packets, **options)
             return arrived, dist.all_to_all_single(arrived, packets, [received] * size, sizes, **options)
 
-    def _finish(self, bucket: _InFlight) -> None:
-        """Finish a bucket, while the first transfer of the next one is in flight."""
-        gradients, exact, rounds, arrived, work = bucket
-        with suppress(StopIteration):
-            while True:
-                with naming_place():
-                    work.wait()
-                arrived, work = self._start(rounds.send(arrived))
-        if exact is not None:
-            self.quality = self._compare(gradients, exact)
+    def _advance(self, bucket: _InFlight) -> bool:
+        """Wait for a transfer of a bucket and start its next one; return False if there is none."""
+        if bucket.work is None:
+            return False
+        with naming_place():
+            bucket.work.wait()
+        try:
+            bucket.arrived, bucket.work = self._start(bucket.rounds.send(bucket.arrived))
+        except StopIteration:
+            bucket.work = None
+        return bucket.work is not None
+
+    def _end(self, bucket: _InFlight) -> None:
+        """Wait for all transfers of a bucket."""
+        while self._advance(bucket):
+            pass
+        if bucket.exact is not None:
+            self.quality = self._compare(bucket.gradients, bucket.exact)
 
     def rounds(self, gradients: Sequence[Gradient], factor: float, scale: float, step: int) -> Rounds:
         """Average one bucket: yield each transfer to send, and receive the packets that arrived.

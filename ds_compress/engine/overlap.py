@@ -1,0 +1,93 @@
+"""Send gradients between replicas while the last backward pass of a step still computes others.
+
+    backward pass of the last micro-batch     parameters n, n-1, ...      bucket 0 complete: encode, send
+                                              ...                         bucket 1 complete: encode, send
+    DeepSpeed's reduction                     buckets that are not complete yet; wait for all
+
+Buckets and their order follow from the parameters alone, and bucket b is not sent before bucket b - 1. So all
+replicas send in one order, whichever gradients a replica lacks.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+
+from torch import Tensor
+
+from ds_compress.errors import CompressionError
+from ds_compress.replicas.exchange import Exchange
+from ds_compress.replicas.slices import Gradient
+
+
+class EarlyBuckets:
+    """Starts the exchange of a bucket when the gradients of all its parameters are complete."""
+
+    def __init__(self, exchange: Exchange, parameters: Iterable[tuple[int, Tensor]], bucket_bytes: int):
+        """
+        Args:
+            parameters: with their numbers, in the order of the forward pass; their gradients are dense.
+            bucket_bytes: most bytes of a bucket of several parameters.
+        """
+        self._exchange = exchange
+        self._buckets = list[dict[int, Tensor]]()
+        self._passes = 0  # backward passes of the step; 0: nothing is sent
+        self._factor, self._step = 1.0, 0
+        self._counts = dict[int, int]()  # gradients of the step, by parameter
+        self._is_known = False  # whether a step has shown that a pass computes each gradient at once
+        self._repeats = False  # whether it does not: then nothing is sent early
+        self.started = 0
+        """Buckets of this step whose exchange has started."""
+        left = 0
+        for number, parameter in reversed(list(parameters)):
+            if parameter.nbytes > left:
+                self._buckets.append({})
+                left = bucket_bytes
+            self._buckets[-1][number] = parameter
+            left -= parameter.nbytes
+            parameter.register_post_accumulate_grad_hook(partial(self._count, number))
+
+    def begin_step(self, passes: int, factor: float, step: int) -> None:
+        """Prepare a step of so many backward passes; 0: nothing is sent in it. Others: see `Exchange`."""
+        self._passes, self._factor, self._step = passes, factor, step
+        self._counts.clear()
+        self.started = 0
+
+    def _count(self, number: int, _: Tensor) -> None:
+        if not self._passes:
+            return
+        self._counts[number] = self._counts.get(number, 0) + 1
+        if self._counts[number] > self._passes:
+            if self._is_known and not self._repeats:
+                raise CompressionError(
+                    f"gradients between replicas: parameter {number} got a gradient after its last one had "
+                    "been sent; set ds_compress.replicas.overlap to false"
+                )
+            self._repeats = True
+        while self._is_known and not self._repeats and self._is_complete():
+            self._start()
+
+    def _is_complete(self) -> bool:
+        """Return whether all gradients of the next bucket are final."""
+        return self.started < len(self._buckets) and all(
+            self._counts.get(number) == self._passes for number in self._buckets[self.started]
+        )
+
+    def _start(self) -> None:
+        """Start the exchange of the next bucket."""
+        bucket = self._buckets[self.started]
+        self.started += 1
+        gradients = [Gradient(number, each.grad.view(-1)) for number, each in bucket.items()]  # type: ignore
+        self._exchange.start(gradients, self._factor, 1.0, self._step)
+
+    def finish(self) -> set[int]:
+        """Start what is left, once every parameter has a gradient, and wait for all averages.
+
+        Returns:
+            The parameters whose gradients are averages now.
+        """
+        if not self._passes:
+            return set()
+        while self.started < len(self._buckets):
+            self._start()
+        self._exchange.finish()
+        self._passes, self._is_known = 0, True
+        return {number for bucket in self._buckets for number in bucket}
