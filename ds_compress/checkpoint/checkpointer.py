@@ -21,9 +21,6 @@ restored if every rank finds its own, with equal settings.
 With depth "auto" the saved depth is restored if all ranks find it, and if the numbers of stages and
 micro-batches are unchanged.
 
-With `"state": "delta"` checkpoints are incremental: a file may contain changes to the previous checkpoint. A
-full one is written first, again after `FULL_EVERY` incremental ones, and whenever a rank cannot read the
-checkpoint that it would be based on.
 """
 
 import functools
@@ -31,7 +28,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,7 +36,7 @@ from deepspeed import comm as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ds_compress.checkpoint.file import FULL_EVERY, DamagedFile, StateFile, pack, write
+from ds_compress.checkpoint.file import pack, write
 from ds_compress.checkpoint.search import (
     ABSENT,
     GRADIENTS,
@@ -71,24 +67,6 @@ def state_of(sides: Iterable[Side]) -> dict[str, Tensor]:
         for position, memory in side.boundary.saved().items()
         for name, value in memory.items()
     }
-
-
-@dataclass(frozen=True)
-class Chain:
-    """A chain of incremental checkpoints of this run: a full one, then each based on the one before."""
-
-    root: Path | None = None
-    tags: tuple[str, ...] = ()
-
-    def before(self, root: Path, tag: str) -> "Chain":
-        """Return the part of the chain that a checkpoint `tag` below `root` can be based on."""
-        if root != self.root or len(self.tags) > FULL_EVERY:
-            return Chain(root)
-        return Chain(root, self.tags[: self.tags.index(tag)] if tag in self.tags else self.tags)
-
-    def then(self, tag: str) -> "Chain":
-        """Return the chain with `tag` appended."""
-        return Chain(self.root, (*self.tags, tag))
 
 
 class Checkpointed(Protocol):
@@ -124,7 +102,6 @@ class Checkpointer:
 
     def __init__(self, session: Checkpointed):
         self._session = session
-        self._chain = Chain()
 
     def _rank_in_job(self) -> Rank:
         """Return the stage, replica and tensor-parallel index of this rank."""
@@ -157,8 +134,7 @@ class Checkpointer:
         session, engine = self._session, self._session.engine
         sides, path = session.sides(), self._rank_in_job().path(Path(root, tag))
         state = session.config.block.checkpoint.state
-        packed = self._changes(root, tag, path.name) if state == "delta" else None
-        entries, metadata = packed or pack(self._state(), eight_bits=state != "exact")
+        entries, metadata = pack(self._state(), eight_bits=state == "int8")
         settings = {side.key: side.settings for side in sides}
         if session.gradients is not None:
             settings[GRADIENTS] = session.gradients.settings
@@ -191,29 +167,6 @@ class Checkpointer:
         if rank < dist.get_world_size():
             failure = failure or f"rank {rank} could not write its part"
             raise CompressionError(f"ds_compress: checkpoint {tag} is not complete: {failure}")
-
-    def _changes(self, root: Path, tag: str, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Pack the state as changes to the previous checkpoint; return None if a full one is needed.
-
-        All ranks must agree: sides that are packed differently would not be equal after loading.
-        """
-        chain = self._chain.before(root, tag)
-        packed = None
-        if chain.tags:
-            base = StateFile(root, chain.tags[-1], name)
-            try:
-                packed = pack(self._state(), True, base)
-            except DamagedFile as error:
-                lost = Path(root, error.tag, name)
-                log.warning(
-                    "%s cannot be read; later checkpoints are based on it, this one is complete: %s",
-                    lost,
-                    error,
-                )
-            if self._smallest(packed is not None) == [False]:
-                chain, packed = Chain(root), None
-        self._chain = chain.then(tag)
-        return packed
 
     def _load_depth(self, root: Path, tag: str, rank: Rank, restore: bool) -> None:
         """Restore the saved depth if all ranks find the same, else depth 1.

@@ -24,15 +24,13 @@ SIDES = ("upstream", "downstream")
 MOST_SIDES = 4  # of a rank: DualPipeV gives it two stages
 GRADIENTS = "replicas/gradients"
 """What keys of residuals of gradients between replicas begin with."""
-TAG_BYTES = 64  # of the longest tag that is named in full to other ranks
-RESTORED, ABSENT, CHANGED, UNHASHED, UNREADABLE, UNFIT, ORPHANED, DIFFERENT = range(8)
+RESTORED, ABSENT, CHANGED, UNHASHED, UNREADABLE, UNFIT, DIFFERENT = range(7)
 REASONS = {
     ABSENT: "the checkpoint has none for both sides",
     CHANGED: "its settings have changed",
     UNHASHED: "its file has no hashes: written by an older release",
     UNREADABLE: "its file is damaged or cannot be read",
     UNFIT: "its entries do not fit its settings",
-    ORPHANED: "the checkpoint that it builds on is missing or damaged: ",
     DIFFERENT: "the two sides do not have the same",
 }
 
@@ -86,7 +84,6 @@ class Found(NamedTuple):
 
     status: int
     memories: dict[int, dict[str, Tensor]] = {}
-    lost: str = ""  # ORPHANED: tag of the checkpoint that is missing or damaged
     warmup_end: int = 0  # see `Boundary.warmup_end`
 
 
@@ -94,7 +91,7 @@ def load(root: Path, tag: str, rank: Rank, side: Side, step: int) -> Found:
     """Search the files of checkpoint `tag` for `side`; log why a file that it needs cannot be read."""
     result, why = Found(ABSENT), ""
     for path in rank.shards(Path(root, tag)):
-        file = StateFile(root, tag, path.name)
+        file = StateFile(path)
         try:
             metadata = file.metadata
             # saved under this tag by an earlier run with more stages: not part of this checkpoint
@@ -106,9 +103,8 @@ def load(root: Path, tag: str, rank: Rank, side: Side, step: int) -> Found:
             side.boundary.check(memories)
             return Found(RESTORED, memories, warmup_end=metadata.warmup_ends.get(side.key, 0))
         except DamagedFile as error:  # the side may still be in another one
-            why = f"{Path(root, error.tag, path.name)} cannot be read: {error}"
-            kind = UNHASHED if isinstance(error, UnhashedFile) else UNREADABLE
-            result = Found(kind) if error.tag == tag else Found(ORPHANED, lost=error.tag)
+            result = Found(UNHASHED if isinstance(error, UnhashedFile) else UNREADABLE)
+            why = f"{path} cannot be read: {error}"
         except Exception as error:  # of a codec that looks at its entries
             result, why = Found(UNFIT), f"{path} does not fit: {error}"
     if why:
@@ -125,7 +121,7 @@ def saved_gradients(
     Args:
         gradients: a `GradientTraffic`.
     """
-    file = StateFile(root, tag, rank.path(Path()).name)
+    file = StateFile(rank.path(Path(root, tag)))
     try:
         if file.metadata.step != step or GRADIENTS not in file.metadata.settings:
             return None, "the checkpoint has none"
@@ -137,13 +133,13 @@ def saved_gradients(
                 layer.check_memory(memory)
         return memories, ""
     except (DamagedFile, CompressionError) as error:
-        return None, f"{rank.path(Path(root, tag))} cannot be read: {error}"
+        return None, f"{file.path} cannot be read: {error}"
 
 
 def saved_depth(root: Path, tag: str, rank: Rank, step: int, stages: int, micro_batches: int) -> int:
     """Return the schedule depth of checkpoint `tag`; 0 if it is unknown or the pipeline was another one."""
     try:
-        metadata = StateFile(root, tag, rank.path(Path()).name).metadata
+        metadata = StateFile(rank.path(Path(root, tag))).metadata
     except DamagedFile:  # `load` logs why
         return 0
     depth, *pipeline = metadata.schedule
@@ -161,7 +157,7 @@ def saved_course(
     others = sorted(path.name for path in Path(root, tag).glob("ds_compress_pp*.safetensors"))
     for name in dict.fromkeys([own, *others]):
         try:
-            metadata = StateFile(root, tag, name).metadata
+            metadata = StateFile(Path(root, tag, name)).metadata
         except DamagedFile:  # `load` logs why
             continue
         if metadata.step != step:
@@ -176,11 +172,10 @@ class Verdict:
     """What all ranks found: a status for each layer and replica, known to all.
 
     It is one for all tensor-parallel ranks: they send the same bytes, so they have to remember the same. From
-    int64 rows of (layer, replica, tensor-parallel rank, side, status, hash), then the lost tag, UTF-8 and
-    zeros.
+    int64 rows of (layer, replica, tensor-parallel rank, side, status, hash).
     """
 
-    WIDTH = 6 + TAG_BYTES // 8
+    WIDTH = 6
 
     def __init__(self, rows: Iterable[list[int]]):
         places: dict[tuple[int, int], list[list[int]]] = {}
@@ -188,14 +183,11 @@ class Verdict:
             if row[0] >= 0:
                 places.setdefault((row[0], row[1]), []).append(row)
         self.status = {place: self._joint(found) for place, found in places.items()}
-        self.lost = {place: max(_tag(row[6:]) for row in found) for place, found in places.items()}
 
     @staticmethod
     def row(place: tuple[int, int, int], side: Side, found: Found) -> Tensor:
-        named = found.lost.encode(errors="replace")[:TAG_BYTES].ljust(TAG_BYTES, b"\0")
-        tag = torch.frombuffer(bytearray(named), dtype=torch.int64)
         fields = [*place, SIDES.index(side.name), found.status, mirror_digest(found.memories)]
-        return torch.cat([torch.tensor(fields, dtype=torch.int64, device="cpu"), tag])
+        return torch.tensor(fields, dtype=torch.int64, device="cpu")
 
     @staticmethod
     def _joint(found: list[list[int]]) -> int:
@@ -208,26 +200,20 @@ class Verdict:
 
     def report(self, folder: Path) -> str:
         """Return what starts from zero and why, an empty string for nothing."""
-        reasons: dict[tuple[int, str], dict[int, set[int]]] = {}
+        reasons: dict[int, dict[int, set[int]]] = {}
         for place, status in sorted(self.status.items()):
             if status != RESTORED:
                 layer, replica = place
-                reason = status, self.lost[place] if status == ORPHANED else ""
-                reasons.setdefault(reason, {}).setdefault(layer, set()).add(replica)
+                reasons.setdefault(status, {}).setdefault(layer, set()).add(replica)
         sentences = []
-        for (status, tag), found in sorted(reasons.items()):
+        for status, found in sorted(reasons.items()):
             places = "; ".join(
                 f"layer {layer}, replica {_listed(replicas)}" for layer, replicas in found.items()
             )
-            sentences.append(f"{REASONS[status]}{tag} ({places})")
+            sentences.append(f"{REASONS[status]} ({places})")
         if not sentences:
             return ""
         return f"ds_compress: {folder}: state of channels starts from zero: {', '.join(sentences)}"
-
-
-def _tag(words: list[int]) -> str:
-    tag = torch.tensor(words, dtype=torch.int64, device="cpu")
-    return tag.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
 
 
 def _listed(numbers: set[int]) -> str:

@@ -75,10 +75,9 @@ class LinkOptions(Options):
 
 
 class CheckpointOptions(Options):
-    state: Literal["exact", "int8", "delta"] = "exact"
+    state: Literal["exact", "int8"] = "exact"
     """How checkpoints store the state of feedbacks. int8 (one scale per 128 values) rounds it, on both sides
-    alike. delta: rounded in the same way, and mirrored state (ef21, aqsgd) is incremental: keep every
-    checkpoint back to the last full one. The first checkpoint of a run and every ninth after it are full."""
+    alike."""
 
 
 class MonitorOptions(Options):

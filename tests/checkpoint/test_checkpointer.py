@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 import ds_compress  # noqa: F401
 from ds_compress.checkpoint import checkpointer
-from ds_compress.checkpoint.search import ABSENT, CHANGED, DIFFERENT, ORPHANED, RESTORED, UNREADABLE, Verdict
+from ds_compress.checkpoint.search import ABSENT, CHANGED, DIFFERENT, RESTORED, UNREADABLE, Verdict
 from ds_compress.errors import CompressionError
 from tests.support.pipeline import MICRO_BATCHES, batches, build, channel_state, ds_config, log_lines
 from tests.support.ranks import run_ranks
@@ -270,7 +270,7 @@ def test_tensor_parallel_ranks_decide_together():
     """One that started from zero while its neighbour went on would send other bytes of the same tensor."""
     rows = [[4, 0, rank, side, RESTORED, 10 + rank] for rank in (0, 1) for side in (0, 1)]
     assert Verdict(rows).status == {(4, 0): RESTORED}, "slices of a tensor have states of their own"
-    for status in (ABSENT, UNREADABLE, ORPHANED):
+    for status in (ABSENT, UNREADABLE):
         assert Verdict([*rows[:3], [4, 0, 1, 1, status, 0]]).status == {(4, 0): status}
     assert Verdict([*rows[:3], [4, 0, 1, 1, RESTORED, 12]]).status == {(4, 0): DIFFERENT}
 

@@ -12,11 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 from ds_compress.checkpoint.checkpointer import state_of
-from ds_compress.checkpoint.file import Metadata, StateFile, pack, write
+from ds_compress.checkpoint.file import pack, write
 from ds_compress.checkpoint.search import (
     ABSENT,
     CHANGED,
-    ORPHANED,
     RESTORED,
     UNFIT,
     UNHASHED,
@@ -29,7 +28,7 @@ from ds_compress.checkpoint.search import (
 )
 from ds_compress.config import Config
 from ds_compress.message.channel import Boundary
-from tests.support.damaged_files import damaged, opened, signed
+from tests.checkpoint.damaged_files import damaged, opened, signed
 
 RANK, STEP = Rank(1, 0, 0), 7
 LOWRANK = {"name": "lowrank", "rank": 2}
@@ -50,10 +49,10 @@ def train(sides, steps=2):
                 channel.encode([torch.randn(4, 8, 16)], channel.message_id(step, 0))
 
 
-def save(root, tag, sides, base=None):
+def save(root, tag, sides):
     path = RANK.path(root / tag)
     path.parent.mkdir()
-    entries, packed = pack(state_of(sides), True, base)
+    entries, packed = pack(state_of(sides), True)
     settings = {side.key: side.settings for side in sides}
     write(path, entries, version="0.2", step=STEP, settings=settings, **packed)
     return path
@@ -61,19 +60,17 @@ def save(root, tag, sides, base=None):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Sides, root, path under tag "b", path of its base "a", and what was found when all was well."""
+    """Sides, root, path under tag "b", and what was found when all was well."""
     root = tmp_path_factory.mktemp("checkpoints")
     config = Config(BLOCK)
     sides = [Side(Boundary(0, config), 4, "downstream"), Side(Boundary(1, config), 8, "upstream")]
-    train(sides)
-    base = save(root, "a", sides)
     train(sides, 4)
-    path = save(root, "b", sides, StateFile(root, "a", base.name))
+    path = save(root, "b", sides)
     whole = [load(root, "b", RANK, side, STEP) for side in sides]
     assert [found.status for found in whole] == [RESTORED] * 2
     names = {name.rpartition("#")[2] for name in opened(path)[0] if "#" in name}
-    assert names == {"codes", "scales", "delta"} and any("#" not in name for name in opened(path)[0])
-    return sides, root, path, base, whole
+    assert names == {"codes", "scales"} and any("#" not in name for name in opened(path)[0])
+    return sides, root, path, whole
 
 
 def same(ours, theirs):
@@ -84,9 +81,9 @@ def same(ours, theirs):
     )
 
 
-def attack(saved, target, count, seed):
-    """Damage `target` so many times; by way, how often a side was refused, and how often none was."""
-    sides, root, *_, whole = saved
+def attack(saved, count, seed):
+    """Damage the file so many times; by way, how often a side was refused, and how often none was."""
+    sides, root, target, whole = saved
     content, rng = target.read_bytes(), random.Random(seed)
     refused, held = {}, {}
     try:
@@ -115,11 +112,8 @@ def test_no_damaged_file_is_loaded(saved, caplog):
     """Without hashes 100 of 100 flipped bits were."""
     caplog.set_level(logging.ERROR, "ds_compress")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    refused, held = attack(saved, saved[2], 1600, seed=0)
+    refused, held = attack(saved, 1600, seed=0)
     assert sum(refused.values()) > 1590 and len(refused) == 12 and not held, (refused, held)
-    # of a base only what the changes build on is read
-    refused, held = attack(saved, saved[3], 400, seed=1)
-    assert sum(refused.values()) > 200, (refused, held)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB
 
 
@@ -150,7 +144,7 @@ def test_a_file_of_an_older_release(saved, path):
 
 def test_damage_to_one_side_leaves_the_other(saved, path, caplog):
     content, (entries, _) = path.read_bytes(), opened(path)
-    name = "8/upstream/0/forward/mirror/ef21#delta"
+    name = "8/upstream/0/forward/mirror/ef21#codes"
     at = content.index(entries[name].numpy().tobytes())
     path.write_bytes(content[: at + 30] + bytes([content[at + 30] ^ 1]) + content[at + 31 :])
     assert [each.status for each in found(saved)] == [RESTORED, UNREADABLE]
@@ -172,24 +166,6 @@ def test_the_file_of_another_rank_in_its_place(saved, path):
     path.rename(Rank(1, 1, 0).path(path.parent))
     assert [load(saved[1], "b", Rank(1, 1, 0), side, STEP) for side in saved[0]] == [Found(UNREADABLE)] * 2
     Rank(1, 1, 0).path(path.parent).unlink()
-
-
-def test_a_base_outside_the_checkpoints_is_not_opened(saved, path, tmp_path):
-    _, root, _, base, _ = saved
-    entries, texts = opened(path)
-    identity = Metadata.model_validate_json(opened(base)[1]["state"]).id
-    assert json.loads(texts["state"])["base"] == ["a", identity]
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / base.name).write_bytes(base.read_bytes())
-    (root / "link").symlink_to(tmp_path / "a")
-    relative = os.path.relpath(tmp_path / "a", root)
-    for tag in (str(tmp_path / "a"), relative, f"a/../{relative}", "link"):
-        path.write_bytes(signed(path, entries, base=[tag, identity]))
-        assert found(saved) == [Found(ORPHANED, lost=tag)] * 2, tag
-    path.write_bytes(signed(path, entries, base=["a", identity]))
-    assert [each.status for each in found(saved)] == [RESTORED] * 2
-    path.write_bytes(signed(path, entries, base=["b", json.loads(texts["state"])["id"]]))  # itself
-    assert all(each.status in (UNREADABLE, ORPHANED) for each in found(saved))
 
 
 def test_what_lies_at_the_path_is_not_a_file(saved, path):

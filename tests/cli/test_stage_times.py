@@ -15,7 +15,7 @@ from tests.support.pipeline import MICRO_BATCHES, ds_config
 ENDS = f"""
 import runpy, sys
 assert sys.argv[1].startswith("--local_rank=")
-runpy.run_path({str(ROOT / "tests/support/training_script.py")!r}, run_name="__main__")
+runpy.run_path({str(ROOT / "tests/engine/training_script.py")!r}, run_name="__main__")
 sys.exit(0)
 """
 

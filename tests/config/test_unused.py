@@ -89,7 +89,7 @@ USED = [
     {},
     {**LOSSY, "min_numel": 5},
     {**LOSSY, "warmup_steps": 5, "eval": "both", "min_numel": 5, "guard": {"loss": 0.1, "error": 0.1}},
-    {**WITH_EF, "guard": {"residual": 9.0}, "checkpoint": {"state": "delta"}, "tensors": [0]},
+    {**WITH_EF, "guard": {"residual": 9.0}, "checkpoint": {"state": "int8"}, "tensors": [0]},
     {"forward": {"codec": "quantize", "feedback": "ef21"}, "state_check_every": 5},
     {"boundaries": {"1": {"forward": {"codec": "bf16"}}}, "min_numel": 5, "warmup_steps": 3},
     {"recipe": "auto", "min_numel": 5, "guard": {"residual": 9.0}, "link": {"memory_gb": 2.0}},

@@ -16,7 +16,7 @@ from ds_compress.engine import attach, cleanup
 from ds_compress.errors import CompressionError
 from tests.support.pipeline import batches, build, ds_config, layers
 from tests.support.ranks import run_ranks
-from tests.support.streams import install
+from tests.transport.streams import install
 
 ENGINES = 3
 STAGES = 3

@@ -13,7 +13,7 @@ from tests.support.interpreters import TRAINING, interpreter
 from tests.support.launch_scripts import ROOT
 from tests.support.pipeline import ds_config
 
-SCRIPT = ROOT / "tests" / "support" / "training_script.py"
+SCRIPT = ROOT / "tests" / "engine" / "training_script.py"
 
 
 def launch(folder: Path, *configs, python=None):

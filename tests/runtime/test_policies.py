@@ -11,7 +11,7 @@ import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.errors import CompressionError
 from ds_compress.runtime.signals import Signals
 from ds_compress.simulate import evaluating, simulate
-from tests.support.damaged_files import opened, signed
+from tests.checkpoint.damaged_files import opened, signed
 from tests.support.pipeline import (
     batches,
     build,

@@ -1,11 +1,4 @@
-"""Make small Transformers checkpoints and fine-tune them.
-
-A model, a tokenizer, text and train.json, as someone has them who fine-tunes; and the three launchers.
-
-What a small GPT-2 is made from and learns in test_real_run.py: text that is drawn, or WikiText-2.
-
-Small Transformers models with random weights, one of each family, and what they compute whole.
-"""
+"""Make small Transformers checkpoints, one of each family, and fine-tune them."""
 
 import json
 import math

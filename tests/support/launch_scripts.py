@@ -1,9 +1,4 @@
-"""Load the scripts of launch/ as modules, and read the runs that they write.
-
-The scripts in launch/ as modules.
-
-A run read back from what monitors wrote.
-"""
+"""Load the scripts of launch/ as modules, and read the runs that monitors wrote."""
 
 import importlib.util
 import sys

@@ -1,12 +1,6 @@
 """Run functions on real ranks, and make what all workers of pytest share once.
 
-Real ranks for tests: forked processes that share the imports of this one, over gloo, with a time-out.
-
-What the workers of pytest all need, and one of them makes.
-
-Seeds for devices that are not there.
-`torch.manual_seed` keeps a seed for each kind of device until one is first used, with the stack of the caller
-as text: a millisecond, and DeepSpeed seeds before every layer of every forward pass.
+Ranks are forked processes that share the imports of this one, over gloo, with a time-out.
 """
 
 import contextlib
@@ -120,7 +114,10 @@ def once(name: str, make: Callable[[Path], object]) -> Path:
 
 
 def only_where_devices_are() -> None:
-    """Let this process, and those forked from it, keep none for a kind of device that the machine has not."""
+    """Let this process, and those forked from it, keep no seed for a kind of device that is not there.
+
+    Keeping it, with the caller's stack as text, takes a millisecond; DeepSpeed seeds before every layer.
+    """
     for kind in (torch.cuda, torch.xpu, torch.mtia):
         if not kind.is_available():
             kind.manual_seed_all = _nowhere

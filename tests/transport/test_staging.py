@@ -20,7 +20,7 @@ from ds_compress.transport.p2p import (
     channel_groups,
 )
 from tests.support.ranks import run_ranks
-from tests.support.streams import install
+from tests.transport.streams import install
 
 CPU = torch.device("cpu")
 SIZES = [64] * 9 + [*range(64, 64 * 9, 64)]

@@ -10,7 +10,7 @@ from ds_compress.kernels import backends
 from ds_compress.kernels.backends import reference
 from tests.support.pipeline import batches, build, ds_config
 from tests.support.ranks import run_ranks
-from tests.support.streams import install
+from tests.transport.streams import install
 
 TOPK = {
     "forward": {"codec": {"name": "topk", "values": "bf16"}, "feedback": "ef"},
