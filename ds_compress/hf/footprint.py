@@ -23,7 +23,7 @@ from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.hf.lora import add_adapters
 from ds_compress.hf.model import plan_parts
 from ds_compress.hf.part import AFTER, EMBEDDING, LAYER, Part, causal_lm_loss
-from ds_compress.hf.quantized import count_bytes
+from ds_compress.hf.quantized import count_bytes, is_quantized
 from ds_compress.hf.settings import Settings
 from ds_compress.hf.training import DTYPES
 
@@ -84,29 +84,34 @@ def predict_footprint(settings: Settings, config: PretrainedConfig) -> list[Stag
     found = []
     for stage, (start, end) in enumerate(pairwise(bounds)):
         own = part_ids[start:end]
-        parameters = [p for part_id in own for p in Part(template, part_id).parameters()]
+        stored = [Part(template, part_id) for part_id in own]
+        parameters = [p for part in stored for p in part.parameters()]
         parts = [Part(plain, part_id) for part_id in own]
-        for part in parts:
+        for part, quantized in zip(parts, stored):
+            _keep_int8_inputs(part, quantized)
             if lora:
                 add_adapters(part, copy.deepcopy(lora), settings.seed)
         trained = sum(p.numel() for part in parts for p in part.parameters() if p.requires_grad)
         passes = _FakePasses(parts, settings.activation_checkpoint_interval)
         try:
-            kept, peak, *flops = passes.run((sequences, settings.sequence_length), text.hidden_size, isolated)
+            kept, peak, left, *flops = passes.run(
+                (sequences, settings.sequence_length), text.hidden_size, isolated
+            )
         except Exception as error:  # a model that looks at its data
             raise CompressionError(
                 f"{type(config).__name__}: memory cannot be predicted: {in_one_line(error)}"
             ) from error
-        # DeepSpeed's last stage keeps the logits of the two micro-batches before
-        extra = min(2, micro_batches - 1) * tokens * text.vocab_size if stage == len(bounds) - 2 else 0
-        extra += max((p.numel() for p in parameters if hasattr(p, "quant_state")), default=0)  # dequantized
+        extra = max((p.numel() for p in parameters if is_quantized(p)), default=0) * template.dtype.itemsize
+        if stage == len(bounds) - 2:  # DeepSpeed keeps logits of two earlier micro-batches, the graph of one
+            logits = tokens * text.vocab_size * template.dtype.itemsize
+            extra += min(2, micro_batches - 1) * logits + min(1, micro_batches - 1) * left
         found.append(
             StageFootprint(
                 sum(part_id.kind == LAYER for part_id in own),
                 sum(map(count_bytes, parameters)) + (4 * trained if lora else 0),
                 trained * _trained_bytes(settings, template.dtype),
                 kept,
-                peak - kept + extra * template.dtype.itemsize,
+                peak - kept + extra,
                 min(len(bounds) - 1 - stage, micro_batches),
                 *flops,
             )
@@ -155,8 +160,9 @@ class _FakePasses:
         """`interval`: number of parts that one activation checkpoint covers; 0: no recomputation."""
         self._parts, self._interval = parts, interval
 
-    def run(self, shape: tuple[int, int], width: int, isolated: bool) -> tuple[int, int, int, int]:
-        """Return bytes kept between the passes, bytes at the peak, and operations forward and backward.
+    def run(self, shape: tuple[int, int], width: int, isolated: bool) -> tuple[int, int, int, int, int]:
+        """Return bytes kept between the passes, at the peak and by the graph afterwards, and the operations
+        of both passes.
 
         Args:
             shape: sequences and tokens of the micro-batch.
@@ -180,7 +186,10 @@ class _FakePasses:
                 del x
                 kept, forward_flops = meter.now, meter.flops
                 output.backward(torch.ones_like(output))
-        return kept, meter.peak, forward_flops, meter.flops - forward_flops
+                before = meter.now
+                del output
+                left = before - meter.now
+        return kept, meter.peak, left, forward_flops, meter.flops - forward_flops
 
     def _forward(self, x: Any) -> Any:
         if not self._interval:
@@ -195,6 +204,24 @@ def _run_parts(parts: list[Part], x: Any) -> Any:
     for part in parts:
         x = part(x)
     return x
+
+
+def _keep_int8_inputs(part: Part, quantized: Part) -> None:
+    """Keep inputs as long as bitsandbytes does in int8: until the graph is gone, also where it is recomputed.
+
+    Args:
+        part: with unquantized layers.
+        quantized: the same part, with quantized layers.
+    """
+    for name, module in quantized.named_modules():
+        if hasattr(getattr(module, "weight", None), "SCB"):
+            part.get_submodule(name).register_forward_hook(_keep_input)
+
+
+def _keep_input(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    node: Any = output.grad_fn
+    if node is not None:
+        node.metadata["input"] = inputs[0]
 
 
 def _make_fake(part: Part) -> list[Tensor]:

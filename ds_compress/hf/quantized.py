@@ -20,8 +20,8 @@ from ds_compress.errors import CompressionError, in_one_line, shown
 from ds_compress.hf.settings import NAME
 
 METHOD = "bitsandbytes"
-"""The one "quant_method" of a config.json that a pipeline supports. DeepSpeed's engine cannot move tensors of
-torchao, and peft trains no adapters over its 4-bit weights."""
+"""The one "quant_method" of a config.json that a pipeline supports. DeepSpeed's engine can neither move nor
+broadcast tensors of torchao, and peft trains no adapters over its 4-bit weights."""
 
 
 def find_quantizer(
@@ -118,10 +118,15 @@ def count_bytes(parameter: Any) -> int:
     return count * int(parameter.element_size())
 
 
+def is_quantized(weight: Any) -> bool:
+    """Return whether a parameter has 4-bit or 8-bit values."""
+    return hasattr(weight, "quant_state") or hasattr(weight, "SCB")
+
+
 def dequantize(module: nn.Module) -> Tensor | None:
     """Return the weight of a quantized module, [outputs, inputs] fp32; None if the module is plain."""
     weight: Any = getattr(module, "weight", None)
-    if not hasattr(weight, "quant_state") and not hasattr(weight, "SCB"):
+    if not is_quantized(weight):
         return None
     from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 

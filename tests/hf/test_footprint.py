@@ -62,9 +62,12 @@ def measure(settings):
     return fixed, peak
 
 
+LARGER = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 1024}
 CASES = {
     "lora": {"lora": {"r": 8}},
     "nf4": {"lora": {"r": 8}, "quantize": "nf4"},
+    "int8": {"lora": {"r": 8}, "quantize": "int8"},
+    "int8, recomputed": {"lora": {"r": 8}, "quantize": "int8", "activation_checkpoint_interval": 1},
     "recomputed": {"lora": {"r": 8}, "activation_checkpoint_interval": 1},
     "all parameters": {},
 }
@@ -72,9 +75,10 @@ CASES = {
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 @pytest.mark.parametrize("case", CASES)
-def test_memory_is_as_predicted(tmp_path, family, case):
+@pytest.mark.parametrize("shape", [SHAPE, SHAPE | LARGER], ids=["small", "larger"])
+def test_memory_is_as_predicted(tmp_path, family, case, shape):
     given = config(family)
-    for key, value in SHAPE.items():
+    for key, value in shape.items():
         setattr(given, key, value)
     AutoModelForCausalLM.from_config(given, dtype=torch.float32).save_pretrained(tmp_path)
     settings = Settings(
