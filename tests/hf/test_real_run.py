@@ -85,11 +85,9 @@ def pretrained(tmp_path_factory):
     return path, output, merge(folder / "out", folder / "merged")
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(pretrained, tmp_path_factory):
+def adapted(pretrained, folder: Path, **changes):
     """train.json of a LoRA run on other text, and what the run said."""
     before, _, merged = pretrained
-    folder = tmp_path_factory.mktemp("adapted")
     settings = json.loads(before.read_text()) | {
         "model": str(merged),
         "out": str(folder / "out"),
@@ -97,10 +95,16 @@ def uninterrupted(pretrained, tmp_path_factory):
         "lora": {"r": 8, "dropout": 0.05},
         "steps": STEPS,
         "save_every": SAVE_EVERY,
+        **changes,
     }
     path = folder / "train.json"
     path.write_text(json.dumps(settings))
     return path, finetune("torchrun", path).stderr
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(pretrained, tmp_path_factory):
+    return adapted(pretrained, tmp_path_factory.mktemp("adapted"))
 
 
 def killed(launcher: str, path: Path, after: int, victim: int | None) -> list[int]:
@@ -145,7 +149,23 @@ def test_perplexity_falls_from_there_when_adapters_are(pretrained, uninterrupted
 @pytest.mark.parametrize(("launcher", "victim"), [("deepspeed", 0), ("torchrun", 1), ("accelerate", 0)])
 def test_killed_and_started_again_it_is_as_if_nothing_had_been(uninterrupted, tmp_path, launcher, victim):
     """Killed twice, one rank and then all, the run has the losses, bit by bit, of an uninterrupted one."""
-    path = copy_of(uninterrupted[0], tmp_path / "killed")
+    path, after, merged = kill_twice_and_merge(uninterrupted, tmp_path, launcher, victim)
+    model = Path(json.loads(path.read_text())["model"])
+    adapter = perplexity_of_folder(path, model, merged / "adapter")
+    assert adapter == pytest.approx(after, rel=1e-5, abs=1e-4)
+
+
+def test_killed_over_4_bits_it_is_as_if_nothing_had_been(pretrained, tmp_path):
+    """The base is quantized again at each start."""
+    (tmp_path / "whole").mkdir()
+    kill_twice_and_merge(adapted(pretrained, tmp_path / "whole", quantize="nf4"), tmp_path, "torchrun", 1)
+
+
+def kill_twice_and_merge(
+    uninterrupted: tuple[Path, str], folder: Path, launcher: str, victim: int
+) -> tuple[Path, float, Path]:
+    """Compare the run, killed twice, with `uninterrupted`; return its train.json, perplexity and model."""
+    path = copy_of(uninterrupted[0], folder / "killed")
     out = path.parent / "out"
     expected = losses(uninterrupted[0].parent / "out")
     done = killed(launcher, path, STEPS // 3, victim)
@@ -159,7 +179,6 @@ def test_killed_and_started_again_it_is_as_if_nothing_had_been(uninterrupted, tm
     assert all(row["loss"] == expected[row["step"]] for row in rows)
     after = perplexities(output)[1]
     assert after == perplexities(uninterrupted[1])[1]
-    merged = merge(out, tmp_path / "merged")
-    model = Path(json.loads(path.read_text())["model"])
+    merged = merge(out, folder / "merged")
     assert perplexity_of_folder(path, merged) == pytest.approx(after, rel=1e-5, abs=1e-4)
-    assert perplexity_of_folder(path, model, merged / "adapter") == pytest.approx(after, rel=1e-5, abs=1e-4)
+    return path, after, merged
