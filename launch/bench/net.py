@@ -55,6 +55,7 @@ from launch.bench.net_runs import (
     HOSTS,
     LAUNCH,
     MICRO_BATCHES,
+    PAYLOAD,
     RECIPES,
     SEQ,
     STAGE_TIMES,
@@ -66,7 +67,6 @@ from launch.bench.net_runs import (
     stage_times,
 )
 
-PAYLOAD = 1448 / 1514  # of an Ethernet frame that holds TCP over IP
 CHOSEN = " <- chosen"
 BUSY = 0.5  # load average above which the numbers mean little
 

@@ -11,6 +11,8 @@ output have, for each link and recipe,
 
     tokens_per_second    of the fastest step after the first ones; other programs slow some steps down
     median               of the tokens per second of these steps
+    predicted            what `ds-compress advise --finetune` says, from the compute times of DeepSpeed alone
+                         on an unlimited link; null with "auto"
     over_stock           tokens_per_second over that of DeepSpeed alone on this link
     bytes_per_token      of all steps and two evaluations of a sequence, both directions, with TCP and IP
                          headers; with "auto" they include its first steps, which are uncompressed
@@ -26,7 +28,9 @@ import re
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +39,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from launch.bench.net_runs import BASELINE, LAUNCH, WARM_UP, Wire, run
+from launch.bench.net_runs import BASELINE, LAUNCH, PAYLOAD, STAGE_TIMES, WARM_UP, Wire, run, stage_times
 
 LENGTH, MICRO_BATCHES = 512, 16
 WORDS = 1000
@@ -94,18 +98,51 @@ def make_settings(out: Path, folder: Path, recipe: str, steps: int) -> dict[str,
     }
 
 
-def train(out: Path, recipe: str, mbit: float, steps: int) -> dict[str, Any]:
-    """Run one training and return its row; the log stays in `out`."""
-    folder = out / f"{recipe}-{mbit:g}mbit"
+def launch(folder: Path, wire: Wire, settings: dict[str, Any], through: Sequence[str] = ()) -> list[str]:
+    """Run train.json by a program that takes the module and its arguments; return the output lines."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     file = folder / "train.json"
-    file.write_text(json.dumps(make_settings(out, folder, recipe, steps)))
-    words = [str(LAUNCH / "two_hosts.sh"), "--module", "ds_compress.hf.finetune", str(file)]
-    log, succeeded = run(words, folder, Wire(mbit), 1)
-    speeds = {int(step): int(speed) for step, speed in SPEED.findall("\n".join(log))}
-    if not succeeded or sorted(speeds) != list(range(1, steps + 1)):
+    file.write_text(json.dumps(settings))
+    words = [str(LAUNCH / "two_hosts.sh"), *through, "--module", "ds_compress.hf.finetune", str(file)]
+    log, succeeded = run(words, folder, wire, 1)
+    if not succeeded:
         sys.exit("\n".join([*log[-20:], f"net_finetune: {words[0]} failed; all output: {folder / 'log'}"]))
+    return log
+
+
+def profile(out: Path, steps: int) -> list[str]:
+    """Measure the compute times of the stages, and return them as options of `ds-compress advise`."""
+    folder = out / "profile"
+    log = launch(folder, Wire(), make_settings(out, folder, BASELINE, steps), STAGE_TIMES)
+    stages = stage_times(log)
+    # The step of the other stage waits for this one's last backward pass
+    options = ["--step-ms", str(min(stage["step_ms"] for stage in stages))]
+    for direction in ("forward", "backward"):
+        times = ",".join(str(stage[f"{direction}_ms"]) for stage in stages)
+        options += [f"--{direction}-ms", times]
+    return options
+
+
+def predict(folder: Path, recipe: str, mbit: float, times: Sequence[str]) -> float | None:
+    """Return the tokens per second that `ds-compress advise` predicts for the run in `folder`."""
+    if recipe == "auto":
+        return None
+    config = folder / "ds_config.json"
+    block = {"recipe": "none" if recipe == BASELINE else recipe}
+    config.write_text(json.dumps({"ds_compress": block}))
+    words = [STAGE_TIMES[0], "advise", "--finetune", str(folder / "train.json"), *times, "--json"]
+    words += ["--gbps", str(mbit / 1e3 * PAYLOAD), "--recipe", str(config)]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+    row = json.loads(done.stdout)["rows"][0 if recipe == BASELINE else 1]
+    return MICRO_BATCHES * LENGTH / float(row["step_s"])
+
+
+def train(out: Path, recipe: str, mbit: float, steps: int, times: Sequence[str]) -> dict[str, Any]:
+    """Run one training and return its row; the log stays in `out`."""
+    folder = out / f"{recipe}-{mbit:g}mbit"
+    log = launch(folder, Wire(mbit), make_settings(out, folder, recipe, steps))
+    speeds = {int(step): int(speed) for step, speed in SPEED.findall("\n".join(log))}
     sent = sum(int(line) for line in (folder / "counters").read_text().split())
     last = json.loads((folder / "run" / "losses.jsonl").read_text().splitlines()[-1])
     steady = [speeds[step] for step in speeds if step > WARM_UP]
@@ -114,6 +151,7 @@ def train(out: Path, recipe: str, mbit: float, steps: int) -> dict[str, Any]:
         "recipe": recipe,
         "tokens_per_second": max(steady),
         "median": statistics.median(steady),
+        "predicted": predict(folder, recipe, mbit, times),
         "bytes_per_token": sent / (steps * MICRO_BATCHES * LENGTH),
         "loss": last["loss"],
     }
@@ -142,19 +180,21 @@ def main() -> None:
     save_model(out / "model")
     (out / "text.txt").write_text(generate_text(100_000))
     rows: list[dict[str, Any]] = []
-    print("| Mbit/s | recipe | tokens/s | median | / DeepSpeed alone | bytes a token | last loss | load |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    times = profile(out, args.steps)
+    print(f"stage times: {' '.join(times)}\n")
+    print("| Mbit/s | recipe | tokens/s | median | predicted | / DeepSpeed | bytes a token | loss | load |")
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
     for mbit in args.rates:
         stock = 0.0
         for recipe in (BASELINE, *args.recipes):
-            row = train(out, recipe, mbit, args.steps)
+            row = train(out, recipe, mbit, args.steps, times)
             stock = stock or row["tokens_per_second"]
             row["over_stock"] = row["tokens_per_second"] / stock
             row["load"] = os.getloadavg()[0]
             rows.append(row)
             cells = f"{mbit:g} | {recipe} | {row['tokens_per_second']} | {row['median']:.0f} | "
-            cells += f"{row['over_stock']:.2f} | {row['bytes_per_token']:.0f} | {row['loss']:.3f} | "
-            print(f"| {cells}{row['load']:.1f} |", flush=True)
+            cells += f"{row['predicted'] or 0:.0f} | {row['over_stock']:.2f} | {row['bytes_per_token']:.0f}"
+            print(f"| {cells} | {row['loss']:.3f} | {row['load']:.1f} |", flush=True)
             (out / "rows.json").write_text(json.dumps(rows, indent=2) + "\n")
 
 

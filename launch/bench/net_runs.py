@@ -22,6 +22,7 @@ MICRO_BATCHES = 8
 SEQ, HIDDEN = 128, 256
 HOSTS = 2
 STAGE_TIMES = (str(Path(sys.executable).with_name("ds-compress")), "stage-times")
+PAYLOAD = 1448 / 1514  # of an Ethernet frame that holds TCP over IP
 PASS_MS = 40  # of a forward pass of stages that are asleep
 ATTEMPTS = 3  # to make a run whose processes end in order
 WARM_UP = 3  # steps: the first one is never sent ahead, and in the next two depth "auto" is found
