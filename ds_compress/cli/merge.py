@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"wrote {args.to}")
     if (args.to / FILE).exists():
         print(
-            f"{FILE} belongs between its layers: the model computes something else without "
+            f"{FILE} holds layers that the model needs: put them in with "
             f"ds_compress.hf.subspace.restore(model, {str(args.to)!r}) (docs/subspace.md)"
         )
     return 0

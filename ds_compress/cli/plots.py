@@ -187,7 +187,7 @@ PLOTS: dict[str, tuple[Callable[[list[RecordedRun]], Figure | None], str]] = {
     "step_time": (
         step_time,
         "Stages side by side. Idle time before a message comes is part of wait; the dotted line is "
-        "an estimate of the step without compression, where the codec's time is gone too.",
+        "an estimate of the step without compression, and without the codecs' time.",
     ),
     "pareto": (
         pareto,

@@ -94,7 +94,7 @@ def bytes_ratio(total: Callable[[str], Series]) -> float:
 
 
 def baseline(runs: list[RecordedRun]) -> RecordedRun | None:
-    """Return the first run that sent its messages as they are: DeepSpeed alone, or codec `none`."""
+    """Return the first run that sent uncompressed messages: DeepSpeed alone, or codec `none`."""
     if len(runs) < 2:
         return None
 
@@ -110,7 +110,7 @@ def headline(run: RecordedRun, base: RecordedRun | None) -> str:
     facts = []
     times, of_replicas = map(bytes_ratio, (run.total, run.between_replicas))
     if not math.isnan(times):
-        facts.append(f"{times:.3g}x fewer bytes" if times >= 1.01 else "messages as they are")
+        facts.append(f"{times:.3g}x fewer bytes" if times >= 1.01 else "messages uncompressed")
     if not math.isnan(of_replicas):
         facts.append(f"{of_replicas:.3g}x fewer bytes between replicas")
     if base is not None and base is not run:
@@ -147,7 +147,7 @@ def read_runs(path: Path) -> list[RecordedRun]:
     """Read the runs at `path`, or wherever they are below it.
 
     What several monitors wrote of one run is one run: its losses and labels are the same. One that cannot
-    be read, or holds no training loss, is passed over with a line on stderr where there are others.
+    be read, or holds no training loss, is skipped with a line on stderr if there are others.
 
     Raises:
         CompressionError: there is no run that can be read.
@@ -183,7 +183,7 @@ def read_runs(path: Path) -> list[RecordedRun]:
     if not runs:
         raise unusable[0]
     for reason in unusable:
-        print(f"{reason}; passed over", file=sys.stderr)
+        print(f"{reason}; skipped", file=sys.stderr)
     return runs
 
 

@@ -207,8 +207,12 @@ class Stage:
             end.codec_stream.run(lambda: end.link.expect(message.packet.nbytes, count))
 
     def announce(self, number: int, tensors: Sequence[Tensor] | None, why: str = "") -> None:
-        """Take note of what a shape message announces for a boundary: `tensors`, or that it is left to
-        DeepSpeed, and `why`."""
+        """Record the tensors that a shape message announces for a boundary.
+
+        Args:
+            tensors: None or empty: DeepSpeed sends the message itself.
+            why: the reason then.
+        """
         self.announced.pop(number, None)
         if tensors:
             self.announced[number] = [TensorSpec.of(tensor) for tensor in tensors]

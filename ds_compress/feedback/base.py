@@ -37,12 +37,12 @@ class Feedback(Named, ABC):
     def growth(self, stability: Stability) -> float:
         """Return the largest factor by which a message of zeros changes the norm of the state.
 
-        From 1 up the state may grow for ever. 0: there is no state that could grow.
+        From 1 up the state may grow without bound. 0: there is no state that could grow.
         """
         return 0.0
 
     def check_growth(self, codec: Codec) -> None:
-        """Refuse `codec` if the state beside it may grow for ever; codecs without `error_bound` pass.
+        """Refuse `codec` if this state could grow without bound; codecs without `error_bound` pass.
 
         Raises:
             CompressionError: it may.
@@ -50,8 +50,8 @@ class Feedback(Named, ABC):
         stability = codec.stability(TYPICAL)
         if 1 <= self.growth(stability) < math.inf:
             raise CompressionError(
-                f"{self} cannot follow codec {codec}, which is no contraction ({stability}): what it keeps "
-                f"could grow for ever; allowed: 'none', or a codec that is a contraction{self.damping_hint}"
+                f"{self} cannot follow codec {codec}, which is no contraction ({stability}): its state could "
+                f"grow without bound; allowed: 'none', or a codec that is a contraction{self.damping_hint}"
             )
 
     damping_hint: ClassVar[str] = ""

@@ -63,7 +63,7 @@ class AutoController(DepthController):
     def _give_up(self, engine: Any, why: str) -> None:
         self._given_up = True
         if engine.global_rank == 0:
-            print(f"ds_compress: recipe auto: messages stay as they are: {why}", flush=True)
+            print(f"ds_compress: recipe auto: messages stay uncompressed: {why}", flush=True)
 
     def _last_measured(self, engine: Any) -> int:
         usual = super()._last_measured(engine)

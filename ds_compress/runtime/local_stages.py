@@ -69,7 +69,7 @@ def _built(spec: Any, number: int, tied: dict[str, nn.Module]) -> tuple[nn.Modul
     if not callable(spec) or isinstance(spec, (type, PipelineModule)):
         what = f"the class {spec.__name__}" if isinstance(spec, type) else type(spec).__name__
         raise CompressionError(
-            f"layer {number} is {what}; should be a LayerSpec, a module, or a function of what comes in"
+            f"layer {number} is {what}; should be a LayerSpec, a module, or a function of its input"
         )
     return (spec if isinstance(spec, nn.Module) else None), spec
 

@@ -146,8 +146,8 @@ class Watchdog:
             self._connections.connect()
         except OSError as error:
             logger.warning(
-                "ds_compress: rank %d does not reach rank 0 at %s (%s): of failures elsewhere it "
-                "hears only when its own transfers fail",
+                "ds_compress: rank %d cannot reach rank 0 at %s (%s): it learns of failures on other ranks "
+                "only when its own transfers fail",
                 self._rank,
                 " or ".join(f"{host}, port {port}" for host, port in self._connections.addresses),
                 error,

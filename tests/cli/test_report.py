@@ -193,7 +193,7 @@ def test_a_run_that_cannot_be_read_is_passed_over(tmp_path, capsys):
     (tmp_path / "empty.wandb").write_bytes(b"")
     assert [run.name for run in read_runs(tmp_path)] == ["good"]
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2 and all(line.endswith("; passed over") for line in lines)
+    assert len(lines) == 2 and all(line.endswith("; skipped") for line in lines)
     assert "run-died.wandb holds no Train/Samples/train_loss" in "".join(lines)
 
 
@@ -219,7 +219,7 @@ def test_without_matplotlib_there_is_still_text(tmp_path, capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "ds_compress.cli.plots", raising=False)
     assert main(["report", *runs(tmp_path), "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr()
-    assert printed.out.startswith("none: messages as they are") and "and 0 PNG files" in printed.out
+    assert printed.out.startswith("none: messages uncompressed") and "and 0 PNG files" in printed.out
     assert (
         "report: no plots: " in printed.err
         and "10x fewer bytes" in (tmp_path / "out/report.html").read_text()
@@ -232,7 +232,7 @@ def test_headlines(tmp_path, capsys):
     by_name = dict(zip([run.name for run in found], headlines(found)))
     assert by_name["topk"] == "topk: 10x fewer bytes, +0.200 loss, 1.00x steps/s against none"
     assert by_name["<quantize>"] == "<quantize>: 4x fewer bytes, +0.010 loss, 1.00x steps/s against none"
-    assert by_name["none"].startswith("none: messages as they are, loss 1.0")
+    assert by_name["none"].startswith("none: messages uncompressed, loss 1.0")
     assert headlines(found[1:2])[0].startswith("topk: 10x fewer bytes, loss 1.2")
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
     assert by_name["topk"] in capsys.readouterr().out

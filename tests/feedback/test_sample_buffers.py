@@ -135,5 +135,5 @@ def test_aqsgd_refusals():
         pair(torch.randn(2, 8), sample_ids=ids(1, 2, 3))
     pair(torch.randn(2, 8), sample_ids=ids(1, 2))
     pair.receiver.clear()
-    with pytest.raises(CompressionError, match="this side has none"):
+    with pytest.raises(CompressionError, match="the receiver does not"):
         pair(torch.randn(2, 8), sample_ids=ids(1, 2))

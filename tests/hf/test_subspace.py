@@ -95,7 +95,7 @@ def test_a_merged_run_computes_the_same_with_its_pairs(run, tmp_path, capsys):
     path, output = run
     merged = tmp_path / "merged"
     assert main(["merge", str(path.parent / "out"), "--to", str(merged)]) == 0
-    assert f"{FILE} belongs between its layers" in capsys.readouterr().out
+    assert f"{FILE} holds layers that the model needs" in capsys.readouterr().out
     model = restore(AutoModelForCausalLM.from_pretrained(merged).eval(), merged)
     assert perplexity(path, model) == pytest.approx(perplexities(output)[1], rel=1e-5)
     plain = AutoModelForCausalLM.from_pretrained(merged).eval()

@@ -90,7 +90,7 @@ class Meeting:
             time.sleep(1.0)  # the store ends with this process: give the others time to read the key
             raise CompressionError(
                 f"ds-compress doctor: of {self.world} ranks {names} did not answer within "
-                f"{self.seconds:g} s: see what the launcher says of that machine"
+                f"{self.seconds:g} s: read what the launcher printed about that machine"
             )
         return [json.loads(self.store.get(f"{what} {rank}")) for rank in range(self.world)]
 

@@ -44,7 +44,7 @@ class SubspacePipeline(PipelineModule):
         if rank is not None and hasattr(self, "activate_phase"):
             raise CompressionError(
                 f"subspace: rank {rank}: DualPipeV is not supported, as each of its ranks has two stages; "
-                "use a PipelineModule, or rank None, which leaves messages as wide as they are"
+                "use a PipelineModule, or rank None, which does not change messages"
             )
         self._rank, self._samples = rank, samples
         super().__init__(layers, *args, **options)

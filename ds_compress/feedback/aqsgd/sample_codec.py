@@ -108,8 +108,8 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
         missing = [key for key, known in zip(keys, seen) if known and key not in ctx.memory]
         if missing:
             raise CompressionError(
-                f"aqsgd: boundary {ctx.boundary}: the sender has a buffer {missing[0]!r} and this "
-                "side has none; load both from one checkpoint, or neither"
+                f"aqsgd: boundary {ctx.boundary}: the sender has buffer {missing[0]!r}, the receiver does "
+                "not; load both sides from one checkpoint, or neither"
             )
         unseen, rows = seen.count(False), self._rows_spec(spec)
         if unseen and unseen == len(seen) and self.first_visits.all_at_once(spec, rows, unseen):
