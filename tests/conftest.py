@@ -60,11 +60,12 @@ def seed():
 def choose_cases(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """Choose as few cases of each test function as have every value of every parameter at least once.
 
-    A test marked `extended` has no case here, one marked `extended(keep=3)` at most three.
+    What is marked `extended`, a test or a case, is left out; `extended(keep=3)` keeps at most three cases.
     """
     functions: dict[tuple[pytest.Item | pytest.Collector | None, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        functions[item.parent, getattr(item, "originalname", item.name)].append(item)
+        if not any(mark.name == "extended" for mark in getattr(getattr(item, "callspec", None), "marks", ())):
+            functions[item.parent, getattr(item, "originalname", item.name)].append(item)
     return {item for cases in functions.values() for item in _limit(_cover(cases))}
 
 

@@ -1,6 +1,7 @@
 """Imports run against the data, never in circles; heavy libraries stay in place; files stay short."""
 
 import ast
+import re
 import subprocess
 import sys
 import warnings
@@ -194,6 +195,17 @@ def test_repeated_names_are_found():
     names = [(name, PACKAGE / "x.py") for name in qualified_classes(tree)]
     assert [name for name, _ in names] == ["A", "A.Options", "B", "A"]
     assert repeated(names, 1) == {"A": ["x.py", "x.py"]}
+
+
+def test_a_typical_change_names_at_most_four_files_that_exist():
+    """Generated pages and tests beside them do not count."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page.partition("## Where do I change")[2].partition("\n## ")[0]
+    for row in table.splitlines()[4:]:
+        words = re.sub(r"`make docs`.*|test: .*", "", row)
+        files = [name for name in re.findall(r"`([\w./]+\.\w+)`", words) if "NAME" not in name]
+        assert 1 <= len(files) <= 4, row
+        assert all((PACKAGE / name).exists() or (ROOT / name).exists() for name in files if "/" in name), row
 
 
 def test_switching_on_is_light():

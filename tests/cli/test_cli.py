@@ -47,6 +47,7 @@ def run_python(*arguments):
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
 
 
+@pytest.mark.extended
 def test_list_without_docstrings(capsys):
     """`python -OO` throws them away, and `list` ended in IndexError: list index out of range."""
     stripped = run_python("-OO", "-m", "ds_compress", "list", "--json")

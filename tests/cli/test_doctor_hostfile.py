@@ -54,6 +54,7 @@ def test_two_hosts_are_measured(tmp_path):
 
 
 @TWO_HOSTS
+@pytest.mark.extended
 def test_hosts_that_would_not_find_each_other_are_told_what_to_set():
     """gloo takes the address of the host's name, here a loopback one, and waits for half an hour."""
     where = {"WORLD_SIZE": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500", "PYTHONPATH": str(ROOT)}

@@ -29,6 +29,7 @@ def printed(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.extended(keep=2)
 def test_check(width, printed):
     out = printed(width, "check", "DS_CONFIG", *SIZES)
     for row in json.loads(printed(width, "check", "DS_CONFIG", *SIZES, "--json")):
@@ -38,6 +39,7 @@ def test_check(width, printed):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.extended(keep=2)
 def test_advise(width, printed):
     arguments = ["advise", *SIZES, *WORKLOAD, "--recipe", "DS_CONFIG"]
     out = printed(width, *arguments)
@@ -47,6 +49,7 @@ def test_advise(width, printed):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.extended(keep=2)
 def test_bench(width, printed, tmp_path):
     out = printed(width, "bench", "--shape", "2,64", "--codec", json.dumps(LONG))
     assert "topk(density=0.123456, indices=rice, values={'name': 'quantize', 'bits': 4})" in out
@@ -54,6 +57,7 @@ def test_bench(width, printed, tmp_path):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.extended(keep=2)
 def test_list(width, printed):
     out = printed(width, "list")
     assert max(map(len, out.splitlines())) <= max(width, 60)  # a word longer than a line stays whole

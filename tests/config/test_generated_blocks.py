@@ -174,7 +174,7 @@ ANY_JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ANY_JSON)
 def test_any_json(value):
     refusal(value)
@@ -183,7 +183,7 @@ def test_any_json(value):
             assert key in Block.model_fields or refusal(value)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.sampled_from([keys for *_, keys in models() if keys]), ANY_JSON)
 def test_any_json_at_any_place(keys, value):
     refusal(put({}, keys, value))

@@ -129,7 +129,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.extended(keep=4)
+@pytest.mark.extended(keep=3)
 def test_program(name):
     program = PROGRAMS[name]
     ranks = run_ranks(program.stages, programs.train_all, program)

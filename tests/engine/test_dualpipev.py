@@ -114,6 +114,7 @@ def train_simulated(ranks, block):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.extended(keep=1)
 def test_none_equals_stock_and_compressed_equals_simulate(ranks):
     everything = run_ranks(ranks, train, ranks, [None, {"min_numel": 0}, TOPK, QUANTIZE])
     for stock, none, *_ in everything:

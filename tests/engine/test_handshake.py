@@ -70,6 +70,7 @@ def test_different_kernels():
 
 
 @pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.extended(keep=1)
 def test_one_bad_block_stops_all(bad):
     blocks = [{"eval": "off"} if rank == bad else {} for rank in range(2)]
     results = run_ranks(2, start, [ds_config(block) for block in blocks])
@@ -80,6 +81,7 @@ def test_one_bad_block_stops_all(bad):
 
 
 @pytest.mark.parametrize("absent", [0, 1])
+@pytest.mark.extended(keep=1)
 def test_a_rank_without_the_key_is_named(absent):
     """A node without the package or the key trains on uncompressed; the others must not wait for ever."""
     configs = [ds_config(None if rank == absent else {}) for rank in range(2)]

@@ -161,6 +161,7 @@ def test_none_is_bit_equal_to_stock_whatever_it_is_called():
 
 
 @pytest.mark.parametrize("name", COURSES)
+@pytest.mark.extended(keep=2)
 def test_resuming_goes_on_with_what_was_adopted(name, tmp_path):
     """From after the last but one change, whose block a resumed run does not have."""
     config = ds_config(block(name))
@@ -230,6 +231,7 @@ RANK = {"codec": {"name": "lowrank", "rank": 3}}
     ({"backward": {**RANK, "feedback": "none"}}, [], ["0/0/backward/sender/ef", LOWRANK]),
     ({"backward": {**NONE, **EF}}, [], [LOWRANK]),
 ])  # fmt: skip
+@pytest.mark.extended(keep=4)
 def test_what_goes_on_and_what_begins_anew(course, up, down):
     assert run_ranks(2, kept, course) == [up, up if down is None else down]
 

@@ -103,6 +103,7 @@ def test_ef21_sides_are_equal_after_many_steps(stages, replicas, link, steps):
 
 
 @pytest.mark.parametrize("name", ["ef", "ef21", "ef_mixed", "loco"])
+@pytest.mark.extended(keep=2)
 def test_evaluation_does_not_change_training(name):
     config = ds_config(BLOCKS[name])
     plain, interleaved = (run_ranks(2, train_with_evaluation, 2, config, 4, i)[0] for i in (False, True))

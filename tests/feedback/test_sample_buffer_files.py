@@ -5,7 +5,6 @@ import os
 import re
 import resource
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FEEDBACKS
 from ds_compress.feedback.aqsgd import sample_buffers
+from tests.support.interpreters import interpreter
 from tests.support.pipeline import build as build_engine
 from tests.support.pipeline import ds_config
 from tests.support.ranks import run_ranks
@@ -67,7 +67,7 @@ def test_a_full_disk_is_an_error(tmp_path):
         pytest.skip("mounting a small tmpfs is not permitted here")
     try:
         root = Path(__file__).parents[2]
-        command = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
+        command = [interpreter(), "-c", FULL_DISK, str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, cwd=root)
     finally:
         subprocess.run(["umount", tmp_path], check=True)

@@ -17,7 +17,7 @@ from ds_compress.kernels import library, native
 from ds_compress.kernels.backends import cpu, reference
 from ds_compress.kernels.quantize.grid import Grid
 from tests.support.codecs import any_grid, assert_same_bits
-from tests.support.kernels import TARGETS, compiled_for, runs_here
+from tests.support.kernels import EACH_TARGET, TARGETS, compiled_for
 from tests.support.messages import values
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -41,7 +41,7 @@ def test_every_source_compiles_without_a_warning(source, target, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("target", filter(runs_here, TARGETS))
+@EACH_TARGET
 @settings(max_examples=100, deadline=None, database=None)
 @given(
     bits=st.integers(1, 8),
@@ -76,7 +76,7 @@ def test_quantization_has_the_same_bits_on_every_processor(
             assert_same_bits([decoded], [reference.dequantize(expected, grid, out)])
 
 
-@pytest.mark.parametrize("target", filter(runs_here, TARGETS))
+@EACH_TARGET
 def test_messages_beyond_the_caches_have_the_same_bits(target):
     """What they decode to goes past the caches, if it is aligned."""
     grid = Grid(bits=4)
@@ -121,7 +121,7 @@ CODECS = [
 ]
 
 
-@pytest.mark.parametrize("target", filter(runs_here, TARGETS))
+@EACH_TARGET
 @pytest.mark.parametrize("choice", CODECS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_packets_are_the_same_on_every_processor(target, choice, dtype):

@@ -88,6 +88,7 @@ def charts(folder):
 
 
 @pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.extended(keep=1)
 def test_sinks_hold_what_the_channels_counted(stages, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))

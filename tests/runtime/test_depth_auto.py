@@ -120,6 +120,7 @@ def memory(link):
 
 
 @pytest.mark.parametrize("gigabytes, depth", [(0.08, 2), (0.12, 4)])
+@pytest.mark.extended(keep=1)
 def test_no_more_memory_is_taken_than_is_allowed(gigabytes, depth):
     """Stage 0 holds 3 layer inputs and a message per micro-batch, 16.8 MB each, and 2 packets per depth."""
     (taken, found), _ = run_ranks(2, memory, {"depth": "auto", "memory_gb": gigabytes})

@@ -101,6 +101,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.extended(keep=3)
 def test_training_goes_on_as_without_it(name):
     guarded, plain = (
         run_ranks(2, trained, 2, ds_config(block(*SETTINGS[name], every=every))) for every in (1, 0)
@@ -175,6 +176,7 @@ COLLAPSING = {
 
 
 @pytest.mark.parametrize("name", COLLAPSING)
+@pytest.mark.extended(keep=2)
 def test_a_setting_that_collapses_is_stopped(name):
     """Two, TopK with a feedback, ran on with a warning: "stop" acted only at limits that the block set."""
     ranks = run_ranks(2, trained, 2, ds_config(block(COLLAPSING[name], FINE, every=5, action="stop")), 5)
@@ -196,6 +198,7 @@ def test_gradients_are_judged_by_what_does_not_average_out(backward, ends):
 
 
 @pytest.mark.parametrize("options", [{"bf16": {"enabled": True}}, {}], ids=["bf16", "fp32"])
+@pytest.mark.extended(keep=1)
 def test_training_is_the_same_whether_gradients_are_judged(options):
     """Bit for bit, losses and weights."""
     config = block(FINE, {**STOCHASTIC, "feedback": "ef"}, every=2)

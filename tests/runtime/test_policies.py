@@ -137,6 +137,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize("how", REWRITTEN)
+@pytest.mark.extended(keep=3)
 def test_a_rewritten_state_of_the_policy_starts_again(how, saved, tmp_path):
     """Hashes match, as if a program had written it: ranks raised KeyError, TypeError and the like."""
     config = ds_config(block(POLICIES["accordion"]))
@@ -280,6 +281,7 @@ def simulated_steps(config, stages, steps=STEPS, evaluates=False):
 
 
 @pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.extended(keep=2)
 def test_a_simulated_policy_gives_the_losses_of_a_pipeline(name):
     """`simulate` refused every policy."""
     config = ds_config(block(POLICIES[name]))

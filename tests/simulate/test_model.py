@@ -34,6 +34,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.extended(keep=6)
 def test_pipeline_equals_simulate(name, stages):
     config = ds_config({**BLOCKS[name], "min_numel": 0})
     real = run_ranks(stages, train, stages, config)

@@ -1,6 +1,7 @@
 """Compiled kernels for instruction sets that the installation did not choose, and with other flags."""
 
 import ctypes
+import os
 import shutil
 import subprocess
 import sys
@@ -21,27 +22,30 @@ ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which("g++")
 TARGETS = list(library.instruction_sets())
 """The instruction sets of this kind of machine, best first."""
-
-
-def runs_here(target: str) -> bool:
-    """Whether this processor has the instructions of `target`."""
-    return target in library.supported()
-
-
-def build_all(build_lib: Path) -> None:
-    """Let setup.py make the libraries for all TARGETS; objects that are current are taken from build/."""
-    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(build_lib)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "failed" not in done.stderr, done.stderr
+EACH_TARGET = pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param(name, marks=pytest.mark.extended if number > 1 else ())
+        for number, name in enumerate(filter(set(library.supported()).__contains__, TARGETS))
+    ],
+)
+"""Those that this processor has; the quick suite compiles for the best two."""
 
 
 @cache
 def built(target: str) -> ctypes.CDLL:
-    """The kernels for `target`, as a wheel has them."""
+    """The kernels for `target`; setup.py compiles what is not current."""
     if COMPILER is None:
         pytest.skip("no C++ compiler")
-    folder = once("libraries", build_all)
-    return ctypes.CDLL(str(folder / library.file(target).relative_to(ROOT)))
+    once(f"kernels for {target}", lambda folder: compile_in_place(target))
+    return ctypes.CDLL(str(library.file(target)))
+
+
+def compile_in_place(target: str) -> None:
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    environment = {**os.environ, library.CPU: target}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "failed" not in done.stderr, done.stderr
 
 
 @contextmanager

@@ -3,7 +3,9 @@
 import inspect
 import json
 import textwrap
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ds_compress.codecs  # noqa: F401 - registers
+from tests.support.ranks import once
 
 WIDTH, CONTEXT, BATCH = 64, 64, 16
 
@@ -21,16 +24,22 @@ Messages = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
 def transformer() -> Messages:
     """Return hidden states and gradients between the blocks of a byte model trained on Python source."""
-    return _transformer()[1]
+    return _shared(_train_transformer)[1]
 
 
 def transformer_before() -> Messages:
     """The same, some steps earlier."""
-    return _transformer()[0]
+    return _shared(_train_transformer)[0]
 
 
 @cache
-def _transformer() -> tuple[Messages, Messages]:
+def _shared(train: Callable[[], Any]) -> Any:
+    """What `train` returns, in one of the workers of pytest."""
+    folder = once(train.__name__, lambda folder: torch.save(train(), folder / "messages"))
+    return torch.load(folder / "messages")
+
+
+def _train_transformer() -> tuple[Messages, Messages]:
     text = "".join(map(inspect.getsource, (json, textwrap, inspect))).encode()
     data = torch.tensor(list(text), dtype=torch.int64)
     generator = torch.Generator().manual_seed(0)
@@ -58,9 +67,12 @@ def _transformer() -> tuple[Messages, Messages]:
     return _messages(loss, [*parts.parameters(), position], steps=80, rate=2e-3)
 
 
-@cache
 def cnn() -> Messages:
     """Maps after a ReLU, and their gradients, between the groups of a residual network for digits."""
+    return _shared(_train_cnn)
+
+
+def _train_cnn() -> Messages:
     from sklearn.datasets import load_digits
 
     digits = load_digits()

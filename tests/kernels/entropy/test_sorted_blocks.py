@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ds_compress.kernels.backends import cpu, reference
 from ds_compress.kernels.entropy.format import CLASSES, RUN, SortedBlocks, frame_of
 from tests.support.codecs import assert_same_bits
-from tests.support.kernels import TARGETS, compiled_for, remembered, runs_here
+from tests.support.kernels import EACH_TARGET, compiled_for, remembered
 
 
 def framed(n, bits, units):
@@ -79,7 +79,7 @@ encode, decode = map(remembered, (reference.encode_sorted, reference.decode_sort
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-@pytest.mark.parametrize("target", filter(runs_here, TARGETS))
+@EACH_TARGET
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.extended(keep=1)
 def test_cpp_equals_the_reference(target, dtype, monkeypatch):

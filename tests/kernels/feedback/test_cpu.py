@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from ds_compress.kernels.backends import cpu, reference
 from tests.support.codecs import assert_same_bits
-from tests.support.kernels import TARGETS, compiled_for, runs_here
+from tests.support.kernels import EACH_TARGET, compiled_for
 from tests.support.messages import values
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 
 
-@pytest.mark.parametrize("target", filter(runs_here, TARGETS))
+@EACH_TARGET
 @settings(max_examples=150, deadline=None, database=None)
 @given(
     n=st.integers(1, 700),

@@ -12,7 +12,7 @@ from ds_compress.kernels.feedback.reference import GROUP
 from ds_compress.kernels.numerics import LARGEST_STATE
 from ds_compress.kernels.quantize.grid import Grid
 from tests.support.codecs import any_grid, assert_same_bits
-from tests.support.kernels import TARGETS, compiled_for, runs_here
+from tests.support.kernels import EACH_TARGET, compiled_for
 from tests.support.messages import values
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -23,7 +23,7 @@ def flat(*results):
     return [part for result in results for part in (result if isinstance(result, tuple) else (result,))]
 
 
-@pytest.mark.parametrize("target", filter(runs_here, TARGETS))
+@EACH_TARGET
 @settings(max_examples=200, deadline=None, database=None)
 @given(
     bits=st.integers(1, 8),
@@ -83,7 +83,7 @@ def assert_kept(old, new, x):
         assert torch.equal(new[1][its_codes], old[1][its_codes])
 
 
-@pytest.mark.parametrize("target", filter(runs_here, TARGETS))
+@EACH_TARGET
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_more_than_the_caches_hold(target, scale):
     """What is delivered goes past the caches beyond 8 MiB of fp32."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ds_compress.kernels.backends import cpu, reference
 from tests.support.codecs import assert_same_bits
-from tests.support.kernels import TARGETS, compiled_for, runs_here
+from tests.support.kernels import EACH_TARGET, compiled_for
 from tests.support.messages import values
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -18,7 +18,7 @@ FORMATS = st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2])
 SIZES = st.sampled_from([1, 7, 8, 15, 16, 24, 31, 32, 63, 64, 65, 128, 200, 1031])
 
 
-@pytest.mark.parametrize("target", filter(runs_here, TARGETS))
+@EACH_TARGET
 @settings(max_examples=100, deadline=None, database=None)
 @given(
     format=FORMATS,
@@ -35,7 +35,7 @@ def test_codes_are_those_of_torch(target, format, size, n, dtype, special, seed)
         assert_same_bits(cpu.encode_fp8(x, format), reference.encode_fp8(x, format))
 
 
-@pytest.mark.parametrize("target", filter(runs_here, TARGETS))
+@EACH_TARGET
 @settings(max_examples=100, deadline=None, database=None)
 @given(format=FORMATS, size=SIZES, n=st.integers(1, 40), seed=st.integers(0, 1000), wild=st.booleans())
 def test_any_bytes_decode_to_what_torch_makes_of_them(target, format, size, n, seed, wild):
@@ -50,7 +50,7 @@ def test_any_bytes_decode_to_what_torch_makes_of_them(target, format, size, n, s
         assert_same_bits([decoded], [reference.decode_fp8(codes, scales, format, out)])
 
 
-@pytest.mark.parametrize("target", filter(runs_here, TARGETS))
+@EACH_TARGET
 def test_messages_beyond_the_caches_have_the_same_bits(target):
     """What they decode to goes past the caches, if it is aligned."""
     x = values(66_000, 64, torch.float32, 0)

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from ds_compress.kernels.backends import cpu, reference
 from ds_compress.kernels.topk.magnitudes import first_look
 from tests.support.codecs import assert_same_bits
-from tests.support.kernels import TARGETS, compiled_for, runs_here
+from tests.support.kernels import EACH_TARGET, compiled_for
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 
-EACH_TARGET = pytest.mark.parametrize("target", [*filter(runs_here, TARGETS)])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
 
 
