@@ -1,1 +1,1 @@
-"""Byte shuffle and zstd frames of known size."""
+"""Byte shuffle."""
