@@ -82,7 +82,7 @@ class Checkpointed(Protocol):
     def depth(self) -> Any: ...
 
     @property
-    def gradients(self) -> Any: ...
+    def replicas(self) -> Any: ...
 
     def sides(self) -> list[Side]:
         """Return the sides of boundaries that this rank has."""
@@ -111,8 +111,8 @@ class Checkpointer:
 
     def _state(self) -> dict[str, Tensor]:
         """Return all that this rank has to save, by key in the file."""
-        gradients = self._session.gradients
-        saved = gradients.exchange.slices.saved() if gradients is not None else {}
+        replicas = self._session.replicas
+        saved = replicas.saved() if replicas is not None else {}
         return state_of(self._session.sides()) | {
             f"{GRADIENTS}/{number}/{name}": value
             for number, memory in saved.items()
@@ -136,8 +136,8 @@ class Checkpointer:
         state = session.config.block.checkpoint.state
         entries, metadata = pack(self._state(), eight_bits=state == "int8")
         settings = {side.key: side.settings for side in sides}
-        if session.gradients is not None:
-            settings[GRADIENTS] = session.gradients.settings
+        if session.replicas is not None:
+            settings[GRADIENTS] = session.replicas.settings
         failure = ""
         try:
             write(
@@ -179,19 +179,20 @@ class Checkpointer:
         least, most = self._smallest(depth, -depth)
         session.depth.set(session.stage, depth if least == -most and depth > 0 else 1)
 
-    def _load_gradients(self, root: Path, tag: str, rank: Rank, restore: bool) -> None:
-        """Restore the residuals of gradients between replicas if every rank finds its own, else none."""
-        gradients, step = self._session.gradients, self._session.engine.global_steps
-        if gradients is None:
+    def _load_replicas(self, root: Path, tag: str, rank: Rank, restore: bool) -> None:
+        """Restore the state between replicas if every rank finds its own, else none."""
+        replicas, step = self._session.replicas, self._session.engine.global_steps
+        if replicas is None:
             return
-        found, why = saved_gradients(root, tag, rank, step, gradients) if restore else (None, "")
+        found, why = saved_gradients(root, tag, rank, step, replicas) if restore else (None, "")
         (number,) = self._smallest(dist.get_rank() if found is None else dist.get_world_size())
         missing = number < dist.get_world_size()
-        gradients.exchange.slices.load({} if missing or found is None else found)
+        replicas.load({} if missing or found is None else found)
         if missing and restore and number == dist.get_rank():
             log.warning(
-                "ds_compress: %s: residuals of gradients between replicas start from zero: %s",
+                "ds_compress: %s: %s: %s",
                 Path(root, tag),
+                replicas.restarts,
                 why,
             )
 
@@ -252,7 +253,7 @@ class Checkpointer:
             session.stage.on_codec_stream(
                 side.boundary, functools.partial(side.boundary.restore, memories, engine.device)
             )
-        self._load_gradients(root, tag, rank, restore)
+        self._load_replicas(root, tag, rank, restore)
         if session.depth.auto:
             self._load_depth(root, tag, rank, restore)
         session.depth.measure_again()

@@ -113,23 +113,23 @@ def load(root: Path, tag: str, rank: Rank, side: Side, step: int) -> Found:
 
 
 def saved_gradients(
-    root: Path, tag: str, rank: Rank, step: int, gradients: Any
+    root: Path, tag: str, rank: Rank, step: int, replicas: Any
 ) -> tuple[dict[int, dict[str, Tensor]] | None, str]:
     """Return the residuals of gradients between replicas that `rank` saved, by slice; None, and why, if they
     cannot be used.
 
     Args:
-        gradients: a `GradientTraffic`.
+        replicas: the `replicas` of a session.
     """
     file = StateFile(rank.path(Path(root, tag)))
     try:
         if file.metadata.step != step or GRADIENTS not in file.metadata.settings:
             return None, "the checkpoint has none"
-        if file.metadata.settings[GRADIENTS] != json.loads(json.dumps(gradients.settings)):
+        if file.metadata.settings[GRADIENTS] != json.loads(json.dumps(replicas.settings)):
             return None, "the codec, the number of replicas or the stages differ from the saved run"
         memories = file.memories(GRADIENTS)
         for memory in memories.values():
-            for layer in layers(gradients.exchange.codec.codec, Stateful):  # type: ignore[type-abstract]
+            for layer in layers(replicas.codec.codec, Stateful):  # type: ignore[type-abstract]
                 layer.check_memory(memory)
         return memories, ""
     except (DamagedFile, CompressionError) as error:

@@ -4,13 +4,24 @@ import argparse
 import os
 import sys
 
-from ds_compress.cli import advise, bench, check, doctor, listing, merge, reference, report, stage_times
+from ds_compress.cli import (
+    advise,
+    bench,
+    check,
+    doctor,
+    listing,
+    merge,
+    reference,
+    replica_store,
+    report,
+    stage_times,
+)
 from ds_compress.cli.arguments import Parser
 from ds_compress.errors import CompressionError
 from ds_compress.registry import plugins
 from ds_compress.version import __version__
 
-COMMANDS = (listing, check, bench, advise, report, merge, reference, doctor, stage_times)
+COMMANDS = (listing, check, bench, advise, report, merge, reference, doctor, stage_times, replica_store)
 
 
 def parser() -> Parser:

@@ -11,7 +11,7 @@ import torch
 from ds_compress.autoload import near_misses
 from ds_compress.cli.arguments import DTYPES, add_import, add_message, integer
 from ds_compress.cli.console import importing_deepspeed, show
-from ds_compress.codec import CODECS, TensorSpec
+from ds_compress.codec import CODECS, Codec, TensorSpec
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.quality import LIMITS
 from ds_compress.errors import CompressionError
@@ -87,11 +87,18 @@ def _auto_note(config: Config) -> str:
 def replica_sizes(config: Config, replicas: int, parameters: int, dtype: torch.dtype) -> list[dict[str, Any]]:
     """One row for gradients, one for parameters: what a rank sends to the replicas of its stage in a step.
 
+    Between launches: one row for what it sends in a round, and all-reduces in fp32 in all of its steps.
+
     Args:
         parameters: values of the stage that are large enough to be compressed.
         dtype: of training. In fp32 there is no ZeRO; else replicas have partitions of the optimizer states.
     """
     options, codec = config.block.replicas, config.replica_codec
+    if config.outer is not None and config.outer_codec is not None and options is not None:
+        raw_bytes = 8 * (replicas - 1) * parameters * options.every // replicas
+        spec = TensorSpec((parameters,), torch.float32)
+        wire_bytes = PacketLayout(config.outer_codec.layout(spec), "").nbytes
+        return [_replica_row("weights", config.outer_codec, raw_bytes, wire_bytes, parameters)]
     partitioned = dtype != torch.float32
     bits = options.parameters if options is not None else "none"
     changes = CODECS.build({"name": "quantize", "bits": bits}, "parameters") if bits != "none" else None
@@ -105,19 +112,23 @@ def replica_sizes(config: Config, replicas: int, parameters: int, dtype: torch.d
         raw_bytes = (replicas - 1) * ways * exact
         packet = PacketLayout(used.layout(spec), "").nbytes if used is not None else 0
         wire_bytes = (replicas - 1) * compressed_ways * packet if used is not None else raw_bytes
-        rows.append(
-            {
-                "boundary": "replicas",
-                "direction": what,
-                "codec": str(used or UNCOMPRESSED[0]),
-                "raw_bytes": raw_bytes,
-                "wire_bytes": wire_bytes,
-                "wire_bytes_at_most": wire_bytes,
-                "ratio": raw_bytes / wire_bytes,
-                "bits_per_value": 8 * wire_bytes / parameters,
-            }
-        )
+        rows.append(_replica_row(what, used, raw_bytes, wire_bytes, parameters))
     return rows
+
+
+def _replica_row(
+    what: str, codec: Codec | None, raw_bytes: int, wire_bytes: int, parameters: int
+) -> dict[str, Any]:
+    return {
+        "boundary": "replicas",
+        "direction": what,
+        "codec": str(codec or UNCOMPRESSED[0]),
+        "raw_bytes": raw_bytes,
+        "wire_bytes": wire_bytes,
+        "wire_bytes_at_most": wire_bytes,
+        "ratio": raw_bytes / wire_bytes,
+        "bits_per_value": 8 * wire_bytes / parameters,
+    }
 
 
 def read_block(path: Path) -> object:

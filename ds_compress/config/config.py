@@ -81,7 +81,10 @@ class Config:
         self.numbers = (None, *map(int, self.block.boundaries))  # None: all without settings of their own
         for number in self.numbers:
             self.codecs(number)
-        self.replica_codec = build_replica_codec(self.block.replicas, f"{KEY}.replicas")
+        codec, replicas = build_replica_codec(self.block.replicas, f"{KEY}.replicas"), self.block.replicas
+        self.outer = replicas.apart if replicas is not None else None
+        self.replica_codec = None if self.outer else codec  # of gradients, within a launch
+        self.outer_codec = codec if self.outer else None  # of changes of weights, between launches
         self.sample_ids = self._sample_ids()
         self.eval = self._evaluation()  # `simulate` and the guard evaluate one state both ways
         self.policy = POLICIES.build(self.block.policy, f"{KEY}.policy")
@@ -231,7 +234,8 @@ class Config:
         """
         used = {number: self.codecs(number) for number in self.numbers}
         codecs_used = (codec for each in used.values() for codec in (each.forward, each.backward))
-        if self.quality or self.replica_codec or any(codec.name != "none" for codec in codecs_used):
+        between = self.replica_codec or self.outer_codec
+        if self.quality or between or any(codec.name != "none" for codec in codecs_used):
             prepare()
         for number, codecs in used.items():
             for direction, feedback in codecs.feedbacks.items():

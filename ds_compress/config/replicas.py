@@ -32,6 +32,24 @@ STATEFUL = (
 everywhere, and its size is known beforehand."""
 
 
+STORE = "DS_COMPRESS_REPLICA_STORE"
+"""Environment variable: HOST:PORT of the store at which replicas that are launched apart meet."""
+
+
+class OuterOptions(Options):
+    lr: float = Field(default=0.7, gt=0, le=10)
+    """Learning rate of the outer step, which moves the weights by the mean of what replicas have learned."""
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Nesterov momentum of the outer step; 0 beside codecs of few values, whose residual acts as one."""
+    delayed: bool = True
+    """Whether what replicas have learned is sent during the next steps, and applied `every` steps later;
+    false: training waits until it has arrived."""
+    quorum: int = Field(default=1, ge=1, le=2**16)
+    """Fewest replicas of a round. If fewer come, the round is void, and each sends more in the next one."""
+    grace_s: float = Field(default=30.0, gt=0, le=86400)
+    """Seconds for which a replica that is ready waits for the others of a round."""
+
+
 class ReplicasOptions(Options):
     codec: Any = Field(default="none", json_schema_extra={"registry": "codec"})
     """Name of a codec without state, or an object with its name and options. Each parameter's gradient is cut
@@ -51,10 +69,20 @@ class ReplicasOptions(Options):
     overlap: bool = True
     """Send the gradients of a bucket as soon as the last backward pass of a step has computed them; only in
     fp32, without ZeRO and activation checkpointing. false: after that pass. Results are the same."""
+    every: int = Field(default=1, ge=1, le=10**6)
+    """Steps after which replicas exchange. 1: gradients of each step, within one launch. More, or "outer":
+    each replica is a launch of its own, and sends the change of its weights (docs/replicas.md)."""
+    outer: OuterOptions | None = None
+    """How replicas that are launched apart meet, and what they do with the mean of their changes."""
+
+    @property
+    def apart(self) -> OuterOptions | None:
+        """Return the options of the outer step; None if the replicas are those of one launch."""
+        return self.outer or (OuterOptions() if self.every > 1 else None)
 
 
 def build_replica_codec(options: ReplicasOptions | None, path: str) -> Codec | None:
-    """Return the codec of gradients between replicas, wrapped in its feedback; None if they stay exact.
+    """Return the codec between replicas, wrapped in its feedback; None if gradients stay exact.
 
     Args:
         path: of the options, for errors.
@@ -64,6 +92,12 @@ def build_replica_codec(options: ReplicasOptions | None, path: str) -> Codec | N
     """
     if options is None:
         return None
+    for key in ("parameters", "warmup_steps", "bucket_mb", "overlap") if options.apart else ():
+        if key in options.model_fields_set:
+            raise CompressionError(
+                f"{path}.{key}: {getattr(options, key)} is not allowed with every above 1 or outer: there "
+                "replicas exchange no gradients; leave it out"
+            )
     codec = CODECS.build(options.codec, f"{path}.codec")
     feedback = FEEDBACKS.build(options.feedback, f"{path}.feedback")
     reuses = isinstance(codec, ReusesForwardIndices) and codec.forward_partner() is not None
@@ -77,7 +111,7 @@ def build_replica_codec(options: ReplicasOptions | None, path: str) -> Codec | N
             f"{path}.feedback: {feedback.name!r} is not allowed between replicas: receivers would need "
             "its state; allowed: 'none', 'ef', 'ef_mixed', 'loco'"
         )
-    if codec.name == "none":
+    if codec.name == "none" and not options.apart:
         if options.parameters != "none":
             raise CompressionError(
                 f"{path}.parameters: {options.parameters} is not allowed with codec 'none'; set a codec"

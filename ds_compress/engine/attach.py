@@ -23,6 +23,7 @@ from ds_compress.engine.handshake import Notes, SharedWarning, agree, relied_on
 from ds_compress.engine.intercept import PointToPoint
 from ds_compress.engine.mixin import CompressedEngine
 from ds_compress.engine.optimizers import check_optimizer
+from ds_compress.engine.outer import check_outer
 from ds_compress.engine.session import Session, steps_per_epoch
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels
@@ -114,9 +115,12 @@ def attach(engine: Any, module: Any, block: object) -> None:
         check_release(base, module)
         config.count_epochs(steps_per_epoch(engine))
         has_replicas = config.replica_codec is not None and engine.is_data_parallel
-        compresses = config.block.enabled and (engine.num_stages > 1 or has_replicas)
+        exchanges = has_replicas or config.outer is not None
+        compresses = config.block.enabled and (engine.num_stages > 1 or exchanges)
         if has_replicas and config.block.replicas:
             check_optimizer(engine, config.block.replicas)
+        if compresses and config.outer:
+            check_outer(engine)
         if compresses:
             config.prepare()
         else:

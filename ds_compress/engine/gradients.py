@@ -27,7 +27,7 @@ from ds_compress.engine.overlap import EarlyBuckets
 from ds_compress.message.gradient_error import AVERAGED
 from ds_compress.replicas.exchange import Exchange, Replicas
 from ds_compress.replicas.parameters import ParameterExchange, Range
-from ds_compress.replicas.slices import DTYPES, Gradient, is_compressed
+from ds_compress.replicas.slices import DTYPES, Gradient, SliceCodec, is_compressed
 
 logger = logging.getLogger("ds_compress")
 
@@ -45,6 +45,9 @@ class _Place(NamedTuple):
 
 class GradientTraffic:
     """Compresses the gradients between the replicas of an engine's stage."""
+
+    restarts = "residuals of gradients between replicas start from zero"
+    """What a checkpoint without usable state leads to."""
 
     def __init__(self, engine: Any, config: Config, group: Any, has_partitions: bool):
         """
@@ -103,7 +106,7 @@ class GradientTraffic:
     def describe(self) -> str:
         """Return what the start-up line says."""
         after = f" after {self._warmup_steps} warm-up steps" if self._warmup_steps else ""
-        return f"{self.exchange.codec.codec}{after}"
+        return f"gradients between replicas: {self.exchange.codec.codec}{after}"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -118,6 +121,19 @@ class GradientTraffic:
             "parameters": hashlib.blake2b(repr(shapes).encode(), digest_size=8).hexdigest(),
         }
 
+    @property
+    def codec(self) -> SliceCodec:
+        """Return the codec of the slices."""
+        return self.exchange.codec
+
+    def saved(self) -> dict[int, dict[str, Tensor]]:
+        """Return the residuals for a checkpoint, by number of the slice."""
+        return self.exchange.slices.saved()
+
+    def load(self, saved: dict[int, dict[str, Tensor]]) -> None:
+        """Go on from what `saved` returned; residuals that are missing start from zero."""
+        self.exchange.slices.load(saved)
+
     def values(self) -> dict[str, float]:
         """Return what the monitor writes of this stage, by name in `REPLICAS`."""
         exchange = self.exchange
@@ -129,6 +145,8 @@ class GradientTraffic:
             "cosine": cosine,
             "gradient_error": self._gradient_error,
             "residual_norm": exchange.residual_norm(),
+            "round_s": 0.0,
+            "members": exchange.replicas.size,
         }
 
     def _sends_early(self, options: ReplicasOptions) -> bool:

@@ -20,10 +20,11 @@ from torch import Tensor
 from ds_compress.checkpoint.checkpointer import Checkpointer
 from ds_compress.checkpoint.search import Side
 from ds_compress.config import Config
-from ds_compress.engine.gradients import connect_replicas
+from ds_compress.engine.gradients import GradientTraffic, connect_replicas
 from ds_compress.engine.handshake import SharedWarning
 from ds_compress.engine.intercept import PointToPoint, Receiving, Sending, Specs
 from ds_compress.engine.lookahead import MADE_BY, Lookahead
+from ds_compress.engine.outer import OuterTraffic
 from ds_compress.engine.reconfigure import Reconfigurator
 from ds_compress.engine.stage import Instruction, Stage, StepContext
 from ds_compress.engine.wiring import wire
@@ -107,6 +108,7 @@ class Session:
         self.gradients = connect_replicas(engine, config)
         if self.gradients is not None:
             self.stage.groups.append(self.gradients.exchange.replicas.group)
+        self.outer = OuterTraffic(engine, config) if config.outer else None
         self.guard = Guard(config, engine.global_rank, boundaries)
         self.replica_check = ReplicaCheck(self.stage, self.sides(), engine.grid, engine.device)
         self.monitor = Monitor(
@@ -119,7 +121,7 @@ class Session:
             total=functools.partial(dist.all_reduce, group=engine.grid.get_pipe_parallel_group()),
             notes=notes,
             reports=engine.global_rank == 0,
-            replicas=self.gradients.describe() if self.gradients else "",
+            replicas=self.replicas.describe() if self.replicas else "",
         )
         self.reconfigurator = Reconfigurator(
             engine, self.stage, boundaries, self._check_change, self._follow_config
@@ -147,6 +149,11 @@ class Session:
         stage = Stage(config, p2p, before, after)
         wire(stage, engine, self.depth.now)
         return stage
+
+    @property
+    def replicas(self) -> GradientTraffic | OuterTraffic | None:
+        """Return what exchanges something with other replicas, within the launch or with other launches."""
+        return self.outer or self.gradients
 
     def sides(self) -> list[Side]:
         """Return the sides of boundaries that this rank has, with the layers behind them."""
@@ -208,8 +215,8 @@ class Session:
         if steps:
             self.config.count_epochs(steps, engine.global_steps)
         self.policy.begin_step(engine, self.stage)
-        if self.gradients is not None:
-            self.gradients.begin_step()
+        if self.replicas is not None:
+            self.replicas.begin_step()
         self.monitor.begin_step(
             self.stage.ends, step, engine.micro_batches, engine.monitor.enabled, self.guard.judges(step)
         )
@@ -217,12 +224,12 @@ class Session:
     def end_step(self) -> None:
         """Let the parts know that a training step is over, and do what they ask for; nothing is in flight."""
         engine, stage = self.engine, self.stage
-        if self.gradients is not None:
-            self.gradients.end_step()
+        if self.replicas is not None:
+            self.replicas.end_step()
         for boundary in stage.boundaries:
             stage.on_codec_stream(boundary, functools.partial(boundary.end_step, self._replica_mean))
         self.replica_check.end_step(engine.global_steps)
-        values = self.gradients.values if self.gradients is not None else None
+        values = self.replicas.values if self.replicas is not None else None
         self.monitor.end_step(stage.ends, engine.global_steps, engine.global_samples, engine.monitor, values)
         self._put_in_force(self.depth.end_step(engine, stage))
         self._put_in_force(self.policy.end_step(engine))

@@ -17,7 +17,7 @@ def announcement(
         link: what to call it.
         tensors: what becomes of the tensors of a message, by the place of its channel; empty where that is
             not known.
-        replicas: the codec of gradients between replicas; empty where there is none.
+        replicas: what is sent between replicas, and the codec; empty where there is none.
     """
     numbers: dict[str, list[int]] = {}  # by description of a boundary
     for number, directions in enumerate(channels):
@@ -41,7 +41,7 @@ def announcement(
     line = f"ds_compress {__version__} active, {recipe}link {link}{warmup}"
     if boundaries:
         line += f"; per message: {'; '.join(boundaries)}"
-    return f"{line}; gradients between replicas: {replicas}" if replicas else line
+    return f"{line}; {replicas}" if replicas else line
 
 
 def size_notes(config: Config, channels: Channels) -> list[str]:
@@ -76,6 +76,7 @@ def summary(
     waited: list[float],
     seconds: float,
     gradients: Sequence[Mapping[str, float]] = (),
+    replicas: str = "",
 ) -> str:
     """Return the last line: what training sent until `step`, and what that saved.
 
@@ -84,12 +85,13 @@ def summary(
         waited: shares of the measured steps in which a stage waited.
         seconds: of training.
         gradients: bytes between replicas, of each stage.
+        replicas: as for `announcement`.
     """
     sent = _instead([c for b in channels for c in b.values()])
-    replicas = _instead(gradients)
+    between = _instead(gradients)
     parts = [sent] if sent else []
-    if replicas:
-        parts.append(f"gradients between replicas: {replicas}")
+    if between:
+        parts.append(f"{replicas.partition(':')[0]}: {between}")
     if not parts:
         return ""
     line = f"ds_compress: {'; '.join(parts)} by step {step}"

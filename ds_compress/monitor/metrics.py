@@ -50,7 +50,9 @@ REPLICAS = {
     "relative_error": "||a - m|| / ||m|| of the step's first bucket; a: its average, m: the exact one",
     "cosine": "between a and m",
     "gradient_error": "||sum of a - m|| / ||sum of m|| over 8 steps, at the last check of the guard",
-    "residual_norm": "norm of both residuals of this rank, over all slices",
+    "residual_norm": "norm of the residuals of this rank, over all slices",
+    "round_s": "with `every` above 1: time from sending a change of the weights to its outcome; else 0",
+    "members": "replicas whose gradients, or changes of the weights, counted last",
 }
 LOSS_COST = "loss_cost"
 EVAL_LOSS = {way: f"eval_loss_{way}" for way in ("compressed", "uncompressed")}

@@ -83,7 +83,7 @@ class Monitor:
             total: sums a tensor in place over the stages of this pipeline.
             notes: transfers text lines of every rank to the reporting rank.
             reports: True on the one rank that reports for all; it has a first stage.
-            replicas: the codec of gradients between replicas; empty where there is none.
+            replicas: as for `lines.announcement`.
         """
         self.config = config
         self.boundaries = boundaries
@@ -325,7 +325,8 @@ class Monitor:
         if not self._steps or not self.config.block.monitor.every:
             return ""
         seconds = self._ended - self._started
-        return lines.summary(self._gathered, self._first, self._steps, self._waited, seconds, self._gradients)
+        sent = self._gathered, self._first, self._steps, self._waited, seconds, self._gradients
+        return lines.summary(*sent, self._replicas)
 
     def close(self) -> None:
         """Print the summary at the end of training; needs no other rank, so any rank calls it at any time."""

@@ -73,8 +73,21 @@ def slice_numel(numel: int, replicas: int) -> int:
 class SliceCodec:
     """Encodes slices into packets and decodes them, with one codec for all slices."""
 
-    def __init__(self, codec: Codec, seed: int, has_checksum: bool, stage: int, use: int = 0):
-        """Two codecs of one seed draw different random bits if `stage` or `use` (0 or 1) differs."""
+    def __init__(
+        self,
+        codec: Codec,
+        seed: int,
+        has_checksum: bool,
+        stage: int,
+        use: int = 0,
+        content: str = "gradients",
+    ):
+        """Two codecs of one seed draw different random bits if `stage` or `use` (0 or 1) differs.
+
+        Args:
+            content: of packets, for errors.
+        """
+        self._content = content
         self.codec = codec
         self._position = -1 - 2 * stage - use  # tensors of messages between stages have positions from 0
         self._seed = seed
@@ -103,7 +116,7 @@ class SliceCodec:
         """
         layout, message_id = self.layout(own.spec), self._message_id(own, half, step)
         if packet.is_cpu or self._has_checksum:  # else the host would wait for the device
-            with errors_at(f"gradients from replica {sender}"):
+            with errors_at(f"{self._content} from replica {sender}"):
                 layout.check(packet, message_id)
         return self.codec.decode(layout.views(packet), own.spec, self._context(message_id, sender, {}))
 

@@ -5,7 +5,8 @@ with the objects that the pipeline engine uses: the losses are those of the real
 """
 
 from ds_compress.simulate.model import simulate
+from ds_compress.simulate.outer import SimulatedRounds
 from ds_compress.simulate.replicas import SimulatedReplicas
 from ds_compress.simulate.watching import Traffic, announce, evaluating, traffic
 
-__all__ = ["SimulatedReplicas", "Traffic", "announce", "evaluating", "simulate", "traffic"]
+__all__ = ["SimulatedReplicas", "SimulatedRounds", "Traffic", "announce", "evaluating", "simulate", "traffic"]

@@ -29,3 +29,15 @@ def test_bytes_of_a_step(dtype, replicas, tmp_path, capsys):
     assert gradients["wire_bytes"] == one_way and parameters["wire_bytes"] == one_way
     assert main(["check", *words[:-1], "--replicas", str(replicas), "--parameters", "4000000"]) == 0
     assert "parameters" in capsys.readouterr().out
+
+
+def test_bytes_of_a_round(tmp_path, capsys):
+    """30 all-reduces in fp32 between two launches, against one packet."""
+    path = tmp_path / "ds_config.json"
+    block = {"replicas": {"codec": {"name": "quantize", "bits": 4}, "every": 30}}
+    path.write_text(json.dumps({"ds_compress": block}))
+    words = [str(path), "--stages", "2", "--shape", "4,64,256", "--dtype", "bf16", "--json"]
+    assert main(["check", *words, "--replicas", "2", "--parameters", "4000000"]) == 0
+    (row,) = [row for row in json.loads(capsys.readouterr().out) if row["boundary"] == "replicas"]
+    assert row["direction"] == "weights" and row["raw_bytes"] == 30 * 4 * 4_000_000
+    assert row["ratio"] == pytest.approx(30 * 32 / 4.25, rel=1e-3)

@@ -25,7 +25,11 @@ def test_codecs_without_state_are_allowed(codec):
         ({"codec": "quantise"}, "replicas.codec: 'quantise' is not registered (did you mean 'quantize'?)"),
         ({"codec": "quantize", "feedback": "ef21"}, "replicas.feedback: 'ef21' is not allowed"),
         ({"codec": "quantize", "feedback": "aqsgd"}, "replicas.feedback: 'aqsgd' is not allowed"),
-        ({"codec": "quantize", "every": 30}, "replicas.every: unknown key"),
+        ({"codec": "quantize", "every": 0}, "replicas.every: 0 is not allowed"),
+        ({"codec": "pca", "every": 30}, "replicas.codec: pca is not allowed between replicas"),
+        ({"every": 30, "parameters": 4}, "replicas.parameters: 4 is not allowed with every above 1"),
+        ({"outer": {}, "warmup_steps": 9}, "replicas.warmup_steps: 9 is not allowed with every above 1"),
+        ({"every": 30, "outer": {"momentum": 1.0}}, "replicas.outer.momentum: 1.0 is not allowed"),
         ({"parameters": 4}, "replicas.parameters: 4 is not allowed with codec 'none'"),
         (
             {"codec": "quantize", "parameters": 5},

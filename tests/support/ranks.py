@@ -78,6 +78,35 @@ def _fork(rank: int, world_size: int, port: int, folder: Path, function, args) -
     os._exit(code)
 
 
+def run_launches(
+    count: int, world_size: int, function, *args: Any, timeout: float = 600, restarted: tuple[int, ...] = ()
+) -> list[list[Any]]:
+    """Run `function(launch, *args)` on all ranks of `count` jobs at once, each a world of its own.
+
+    Those in `restarted` are expected to die once, and run again.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for launch in range(count):
+            child = os.fork()
+            if not child:
+                try:
+                    if launch in restarted:
+                        run_ranks(world_size, function, launch, *args, timeout=timeout, check=False)
+                    result = True, run_ranks(world_size, function, launch, *args, timeout=timeout)
+                except BaseException:
+                    result = False, traceback.format_exc()
+                Path(folder, str(launch)).write_bytes(pickle.dumps(result))
+                os._exit(0)
+            children.append(child)
+        _wait(children, timeout + 30)
+        results = [pickle.loads(Path(folder, str(launch)).read_bytes()) for launch in range(count)]
+    for launch, (ok, value) in enumerate(results):
+        if not ok:
+            raise AssertionError(f"launch {launch} of {count}:\n{value}")
+    return [value for _, value in results]
+
+
 def _wait(children: list[int], timeout: float) -> None:
     deadline = time.monotonic() + timeout
     running = set(children)

@@ -1,0 +1,30 @@
+"""ds-compress replica-store: where replicas that are launched apart meet, until it is stopped."""
+
+import argparse
+import threading
+from contextlib import suppress
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from ds_compress.config.replicas import STORE
+from ds_compress.errors import CompressionError, in_one_line
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("replica-store", help="where replicas that are launched apart meet")
+    parser.add_argument("--port", type=int, required=True, help="all replicas must reach it; 0: any free one")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if not 0 <= args.port < 2**16:
+        raise CompressionError(f"--port: {args.port} is not allowed; allowed: 0 to 65535")
+    try:
+        store = TCPStore("localhost", args.port, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
+        raise CompressionError(f"--port: {args.port}: {in_one_line(error)}") from None
+    print(f"replica store on port {store.port}; start replicas with {STORE}=HOST:{store.port}", flush=True)
+    with suppress(KeyboardInterrupt):
+        threading.Event().wait()
+    return 0

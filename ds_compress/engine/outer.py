@@ -1,0 +1,452 @@
+"""Replicas that are launched apart: at which steps an engine exchanges its progress, and with which weights.
+
+The master weights of a rank are what its optimizer steps on, in fp32: parameters, or the partition of a
+DeepSpeed optimizer. A turn (`replicas/rounds.py`) runs in a thread, in host memory, while the next steps are
+taken. All ranks of the launch apply its result in the same step, or none does: then the replica takes a new
+seat among the others at the next turn.
+"""
+
+import functools
+import hashlib
+import itertools
+import json
+import logging
+import math
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.pipe import TiedLayerSpec
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import TCPStore
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ds_compress.config import KEY, Config
+from ds_compress.config.replicas import STORE
+from ds_compress.errors import CompressionError, in_one_line, shown
+from ds_compress.feedback.state import residuals
+from ds_compress.message.layout import Counters
+from ds_compress.replicas.outer_step import EXACT, Anchor, DeltaCodec, DeltaPart
+from ds_compress.replicas.rounds import BEAT_S, TRANSFER_S, Position, Rounds, TurnResult
+from ds_compress.replicas.slices import GRADIENT, is_compressed
+from ds_compress.version import __version__
+
+PLACE = f"{KEY}.replicas"
+CONNECT_S = 30.0
+STATE = 2**16
+"""Number under which a checkpoint has what is not the residual of a slice."""
+TIED = 2**15
+"""Numbers of parts of tied parameters begin here; they are equal on all stages."""
+
+_engines = itertools.count()
+log = logging.getLogger("ds_compress")
+
+
+class Master(NamedTuple):
+    """Where the fp32 values of a parameter lie."""
+
+    values: Tensor  # 1-D view
+    number: int | None  # of its part; None: it stays exact
+
+
+class OuterTraffic:
+    """The part of an engine that exchanges progress with other launches."""
+
+    restarts = "outer steps begin again with the loaded weights"
+    """What a checkpoint without usable state leads to."""
+
+    def __init__(self, engine: Any, config: Config):
+        """Read the master weights; every rank of the launch calls it alike.
+
+        Args:
+            config: checked by `check_outer`.
+        """
+        assert config.outer is not None and config.outer_codec is not None
+        self._engine = engine
+        self._options, self._block = config.outer, config.block
+        assert config.block.replicas is not None
+        self.every = config.block.replicas.every
+        masters = find_masters(engine)
+        parts = [DeltaPart(each.number, each.values.numel()) for each in masters if each.number is not None]
+        exact = sum(each.values.numel() for each in masters if each.number is None)
+        self.codec = DeltaCodec(config.outer_codec, parts, exact, config.block.seed)
+        self._shapes = hashlib.blake2b(repr((parts, exact)).encode(), digest_size=8).hexdigest()
+        self._itemsize = engine.communication_data_type.itemsize
+        self._store_key = f"ds_compress/outer/{next(_engines)}"
+        self._joins = itertools.count()
+        self._turn = 0
+        self._worker: _Worker | None = None  # None: this replica has no seat
+        self._pending: Future[TurnResult] | None = None
+        self._started = 0.0
+        self._residuals: dict[int, dict[str, Tensor]] = {}  # before the turn in progress
+        self.anchor: Anchor | None = None  # None until the first step
+        self.position: Position | None = None
+        self.base: Tensor | None = None
+        """Of the last turn, until the weights have its result; see replicas/outer_step.py."""
+        self.sent = Counters()
+        self._round_s, self._members = 0.0, 0
+
+    def describe(self) -> str:
+        """Return what the start-up line says."""
+        steps = f"{self.every} steps" if self.every > 1 else "step"
+        return f"changes of weights between launches: {self.codec.codec} every {steps}"
+
+    def values(self) -> dict[str, float]:
+        """Return what the monitor writes of this rank, by name in `REPLICAS`."""
+        memories = self.codec.residuals().values()
+        norms = [e.float().norm() for memory in memories for e in residuals(memory, GRADIENT)]
+        return {
+            "raw_bytes": self.sent.raw_bytes,
+            "wire_bytes": self.sent.wire_bytes,
+            "relative_error": math.nan,
+            "cosine": math.nan,
+            "gradient_error": math.nan,
+            "residual_norm": torch.stack(norms).norm().item() if norms else 0.0,
+            "round_s": self._round_s,
+            "members": self._members,
+        }
+
+    def begin_step(self) -> None:
+        """Meet the other replicas before the first step.
+
+        Raises:
+            CompressionError: they have other settings, or the store cannot be reached.
+        """
+        if self.anchor is None:
+            values = _read(find_masters(self._engine))
+            self.anchor = Anchor(values, torch.zeros_like(values))
+        if self._turn == 0 and self._worker is None:
+            self._join(is_first=True)
+
+    def end_step(self) -> None:
+        """After every H-th step apply the result of the last turn, and take the next one."""
+        if self._engine.global_steps % self.every:
+            return
+        self.collect()
+        self._apply()
+        if self._worker is None:
+            self._join()
+        if self._worker is not None:
+            self._start()
+            if not self._options.delayed:
+                self.collect()
+                self._apply()
+
+    def collect(self) -> None:
+        """Wait for the result of the turn in progress, if there is one; all ranks get it, or none."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        progress, failure = None, ""
+        try:
+            progress = pending.result(self._options.grace_s + 2 * TRANSFER_S)
+        except Exception as error:
+            failure = in_one_line(error)
+        if not _all(self._engine, progress is not None):
+            self.codec.restore(self._residuals)
+            self._lose_seat(failure)
+            return
+        assert progress is not None
+        self.anchor, self.position, self.base = progress.anchor, progress.position, progress.base
+        count = len(progress.members)
+        self._round_s, self._members = time.perf_counter() - self._started, count
+        self.sent.messages += 1
+        self.sent.wire_bytes += self.codec.nbytes
+        if progress.is_member:
+            values = 2 * (count - 1) * self.codec.numel // count
+            self.sent.raw_bytes += values * self._itemsize * self.every
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that has to be the same for the state of a checkpoint to go on."""
+        return {"codec": self.codec.codec.settings, "every": self.every, "parameters": self._shapes}
+
+    def saved(self) -> dict[int, dict[str, Tensor]]:
+        """Return the state for a checkpoint: residuals by number of the slice, and under `STATE` the rest."""
+        self.collect()
+        if self.anchor is None or self.position is None:
+            return {}
+        position = torch.frombuffer(bytearray(json.dumps(self.position).encode()), dtype=torch.uint8)
+        found = {**self.anchor._asdict(), "position": position}
+        if self.base is not None:
+            found["base"] = self.base
+        return {**self.codec.residuals(), STATE: found}
+
+    def load(self, saved: dict[int, dict[str, Tensor]]) -> None:
+        """Go on from what `saved` returned; without it, from the weights that the engine has."""
+        self.close()
+        self._pending, self._turn = None, 0
+        found = saved.get(STATE, {})
+        self.anchor = Anchor(found["values"], found["momentum"]) if found else None
+        self.position = Position(*json.loads(found["position"].numpy().tobytes())) if found else None
+        self.base = found.get("base")
+        self.codec.restore(saved)
+
+    def close(self) -> None:
+        """Leave the others."""
+        if self._worker is not None:
+            self._worker.close()
+        self._worker = None
+
+    def _start(self) -> None:
+        """Send what was learned, in the background."""
+        assert self._worker is not None and self.anchor is not None and self.position is not None
+        self._turn += 1
+        self._started, self._residuals = time.perf_counter(), self.codec.residuals()
+        sent = _read(find_masters(self._engine))
+        turn = functools.partial(
+            self._worker.rounds.take_turn, self._turn, self.anchor, self.position, sent, self.codec
+        )
+        self._pending = self._worker.run(turn)
+
+    def _apply(self) -> None:
+        """Give the weights the result of the last turn, and keep what was learned since."""
+        base, self.base = self.base, None
+        if base is None or self.anchor is None:
+            return
+        masters = find_masters(self._engine)
+        _write(self._engine, masters, self.anchor.values + (_read(masters) - base))
+
+    def _lose_seat(self, failure: str) -> None:
+        self.close()
+        if failure:
+            log.warning(
+                "ds_compress: rank %d: this replica trains on alone until it is back: %s",
+                dist.get_rank(),
+                failure,
+            )
+
+    def _join(self, is_first: bool = False) -> None:
+        """Take a seat among the replicas; a newcomer takes the anchor of another one.
+
+        Raises:
+            CompressionError: on every rank, if other replicas have other settings, or if `is_first` and the
+                store cannot be reached.
+        """
+        assert self.anchor is not None
+        store, key = _get_default_store(), f"{self._store_key}/{next(self._joins)}"
+        own = [self._shapes, hashlib.blake2b(self.anchor.values.numpy().data, digest_size=16).hexdigest()]
+        store.set(f"{key}/{dist.get_rank()}", json.dumps(own))
+        worker: _Worker | None = None
+        if dist.get_rank() == 0:
+            everywhere = [json.loads(store.get(f"{key}/{rank}")) for rank in range(dist.get_world_size())]
+            shapes, digests = zip(*everywhere)
+            digest = hashlib.blake2b(repr(digests).encode(), digest_size=16).hexdigest()
+            position = self.position or Position(0, digest)
+            verdict: dict[str, Any] = {"address": os.environ.get(STORE, ""), "own": position}
+            try:
+                worker = _Worker(_connect(verdict["address"]), self._options)
+                verdict["seat"] = worker.rounds.join(self._settings(shapes), position)
+            except CompressionError as error:
+                verdict["refused"] = str(error)
+            except RuntimeError as error:
+                verdict["lost"] = f"{STORE}={verdict['address']}: {in_one_line(error)}"
+            store.set(f"{key}/verdict", json.dumps(verdict))
+        verdict = json.loads(store.get(f"{key}/verdict"))
+        if "refused" in verdict or ("lost" in verdict and is_first):
+            raise CompressionError(verdict.get("refused") or f"{PLACE}.every: {verdict['lost']}")
+        anchor: Anchor | None = self.anchor
+        failure = verdict.get("lost", "")
+        number, head, is_newcomer = verdict.get("seat", (0, verdict["own"], False))
+        position, self.position = Position(*head), Position(*verdict["own"])
+        if not failure:
+            try:
+                worker = worker or _Worker(_connect(verdict["address"]), self._options)
+                worker.rounds.number = number
+                if is_newcomer:
+                    own_digest, numel = self.position.digest, self.codec.numel
+                    anchor, position = worker.rounds.catch_up(position, numel, own_digest)
+                if dist.get_rank() == 0:
+                    worker.rounds.announce(position.round)
+            except (CompressionError, RuntimeError) as error:
+                failure = in_one_line(error)
+        self._worker = worker
+        if not _all(self._engine, not failure):
+            self._lose_seat(failure if dist.get_rank() == 0 or "lost" not in verdict else "")
+            return
+        self.position = position
+        if is_newcomer and anchor is not None:
+            self.codec.restore({})
+            self.anchor, self.base = anchor, None
+            _write(self._engine, find_masters(self._engine), anchor.values)
+        if dist.get_rank() == 0:
+            weights = "the others' weights" if is_newcomer and anchor else "its own weights"
+            place = f"{verdict['address']}, round {position.round}"
+            print(f"ds_compress: replica {number} joins at {place}, with {weights}", flush=True)
+
+    def _settings(self, shapes: tuple[str, ...]) -> dict[str, Any]:
+        """Return what all replicas must have, by JSON path or in words."""
+        replicas, outer = self._block.replicas, self._options
+        assert replicas is not None
+        codec = {"codec": self.codec.codec.settings, "every": self.every}
+        found = codec | {f"outer.{name}": getattr(outer, name) for name in ("lr", "momentum")}
+        return {
+            "ds_compress": __version__,
+            **{f"{PLACE}.{name}": value for name, value in found.items()},
+            f"{KEY}.seed": self._block.seed,
+            "ranks of a launch": len(shapes),
+            "shapes of the parameters of all ranks": list(shapes),
+        }
+
+
+class _Worker:
+    """A connection to the store, with the thread that uses it after a replica has its seat."""
+
+    def __init__(self, store: TCPStore, options: Any):
+        self.rounds = Rounds(store, dist.get_rank(), dist.get_world_size(), options)
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        thread = threading.Thread(target=_work, args=(self.rounds, self._tasks), daemon=True)
+        thread.name = "ds_compress_replicas"
+        thread.start()
+        weakref.finalize(self, self._tasks.put, None)
+
+    def run(self, task: Callable[[], TurnResult]) -> "Future[TurnResult]":
+        future: Future[TurnResult] = Future()
+        self._tasks.put((future, task))
+        return future
+
+    def close(self) -> None:
+        self._tasks.put(None)
+
+
+def _work(rounds: Rounds, tasks: "queue.SimpleQueue[Any]") -> None:
+    while True:
+        try:
+            found = tasks.get(timeout=BEAT_S)
+        except queue.Empty:
+            try:
+                rounds.beat() if rounds.number >= 0 else None
+            except RuntimeError:  # the next turn says it
+                return
+            continue
+        if found is None:
+            return
+        future, task = found
+        try:
+            future.set_result(task())
+        except BaseException as error:
+            future.set_exception(error)
+
+
+def check_outer(engine: Any) -> None:
+    """Refuse an engine whose replicas cannot be launched apart.
+
+    Raises:
+        CompressionError: names what is missing.
+    """
+    optimizer = engine.optimizer
+    has_partitions = isinstance(optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer))
+    if engine.has_moe_layers:
+        raise CompressionError(f"{PLACE}.every: MoE layers are not allowed between launches; use every 1")
+    if not has_partitions and any(p.dtype != torch.float32 for p in _trained(engine)):
+        raise CompressionError(
+            f"{PLACE}.every: {type(optimizer).__name__} has no fp32 weights that are known here; use "
+            "bf16, or ZeRO 1"
+        )
+    if not has_partitions and engine.is_data_parallel:
+        raise CompressionError(
+            f"{PLACE}.every: a launch with data-parallel ranks needs ZeRO 1, so that each has a part of the "
+            'weights; set "zero_optimization": {"stage": 1}'
+        )
+    if dist.get_rank() == 0:
+        _address(os.environ.get(STORE, ""))
+
+
+def find_masters(engine: Any) -> list[Master]:
+    """Return the fp32 values of this rank's trained parameters, those that are compressed first."""
+    optimizer, module = engine.optimizer, engine.module
+    ranks = engine.grid.get_data_parallel_world_size()
+    tied = _tied_numbers(module)
+    numbers = {id(parameter): number for number, parameter in enumerate(module.parameters())} | tied
+
+    def number_of(parameter: Tensor) -> int | None:
+        # partitions cut tied copies in different places, so their groups would differ
+        is_cut = id(parameter) in tied and ranks > 1
+        return numbers[id(parameter)] if is_compressed(parameter) and not is_cut else None
+
+    if isinstance(optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)):
+        found = [
+            Master(values, number_of(parameter))
+            for parameter, values in _partitioned(optimizer, engine.grid.get_data_parallel_id(), ranks)
+        ]
+    else:
+        found = [Master(p.detach().view(-1), number_of(p)) for p in _trained(engine)]
+    return sorted(found, key=lambda each: each.number is None)
+
+
+def _trained(engine: Any) -> list[Tensor]:
+    return [p for p in engine.module.parameters() if p.requires_grad]
+
+
+def _partitioned(optimizer: Any, rank: int, ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the parameters of which partition `rank` has values, and these."""
+    if isinstance(optimizer, BF16_Optimizer):
+        groups, flats = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
+        offsets = None
+    else:
+        groups, flats = optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups
+        offsets = getattr(optimizer, "round_robin_bit16_offsets", None)  # older releases do not pad
+    for number, (group, flat) in enumerate(zip(groups, flats)):
+        sizes = (parameter.numel() for parameter in group)
+        starts = offsets[number] if offsets is not None else itertools.accumulate(sizes, initial=0)
+        first = rank * flat.numel()
+        for parameter, start in zip(group, starts):
+            begin, end = max(start, first), min(start + parameter.numel(), first + flat.numel())
+            if begin < end:
+                yield parameter, flat.detach()[begin - first : end - first]
+
+
+def _tied_numbers(module: Any) -> dict[int, int]:
+    """Return a number for each tied parameter of this stage, by id; the same for all its copies."""
+    keys = sorted({spec.key for spec in module._layer_specs if isinstance(spec, TiedLayerSpec)})
+    numbers = {}
+    for key, shared in module.tied_comms.items():
+        for position, name in enumerate(shared["weight_attr"]):
+            weight = module._recursive_getattr(module.tied_modules[key], name)
+            numbers[id(weight)] = (TIED + 64 * keys.index(key) + position) % EXACT
+    return numbers
+
+
+def _read(masters: list[Master]) -> Tensor:
+    """Return a copy of the values in host memory."""
+    return torch.cat([each.values.cpu() for each in masters] or [torch.empty(0, device="cpu")])
+
+
+def _write(engine: Any, masters: list[Master], values: Tensor) -> None:
+    with torch.no_grad():
+        for each, own in zip(masters, values.split([each.values.numel() for each in masters])):
+            each.values.copy_(own)
+        if hasattr(engine.optimizer, "update_lp_params"):
+            engine.optimizer.update_lp_params()
+
+
+def _all(engine: Any, holds: bool) -> bool:
+    """Return whether `holds` is true on all ranks of the launch; each calls it."""
+    everywhere = torch.tensor(int(holds), dtype=torch.int32, device=engine.device)
+    dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+    return bool(everywhere)
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 2**16:
+        came = f"{STORE} is {shown(text)}" if text else f"{STORE} is not set"
+        raise CompressionError(
+            f"{PLACE}.every: {came}; set it to HOST:PORT, where `ds-compress replica-store --port PORT` runs"
+        )
+    return host.strip("[]"), int(port)
+
+
+def _connect(address: str) -> TCPStore:
+    host, port = _address(address)
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S))

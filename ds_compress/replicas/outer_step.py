@@ -1,0 +1,117 @@
+"""The outer step of replicas that are launched apart: its arithmetic, and the packets of a rank.
+
+    after H steps of its own, every replica            when the packets of a round have come
+    delta = anchor - weights                           mean = mean of the decoded packets, in rank order
+    packet = C(delta + e)                              anchor = anchor - step(mean)     (Nesterov)
+    e = delta + e - decoded packet                     weights = anchor + (weights - base)
+
+The anchor is the same on all replicas: what they agreed on last. The base is the replica's weights when it
+sent the packet, so that progress made since then is not lost; for a replica whose packet did not count it is
+the old anchor, so that its next delta contains this one. Sources: DiLoCo (arXiv 2311.08105), its overlapped
+forms (2501.18512, 2502.12996), and SparseLoCo (2508.15706) for TopK with error feedback.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_compress.codec import Codec, TensorSpec, build
+from ds_compress.config.replicas import OuterOptions
+from ds_compress.errors import CompressionError
+from ds_compress.replicas.slices import GRADIENT, Slice, SliceCodec
+
+EXACT = 2**16 - 1
+"""Number of the slice that contains all parts that stay exact."""
+
+
+NO_STAGE = 2**16
+"""Tied copies on several stages draw the same random bits."""
+
+
+class DeltaPart(NamedTuple):
+    """The part of a parameter that a rank has; it is compressed."""
+
+    number: int  # of the parameter: equal for tied copies, which then stay equal; below `EXACT`
+    numel: int
+
+
+class Anchor(NamedTuple):
+    """What all replicas agree on. Both tensors are fp32, 1-D, and never modified in place."""
+
+    values: Tensor  # weights
+    momentum: Tensor
+
+    def step(self, mean: Tensor, options: OuterOptions) -> "Anchor":
+        """Return the anchor after an outer step with `mean`, the mean delta of a round."""
+        momentum = mean.add(self.momentum, alpha=options.momentum)
+        direction = mean.add(momentum, alpha=options.momentum)
+        return Anchor(self.values.sub(direction, alpha=options.lr), momentum)
+
+
+class DeltaCodec:
+    """Turns deltas into packets and back. A delta has all compressed parts, then what stays exact."""
+
+    def __init__(self, codec: Codec, parts: Sequence[DeltaPart], exact: int, seed: int):
+        """
+        Args:
+            codec: wrapped in its feedback.
+            exact: number of values that stay exact.
+            seed: of the codec's random choices.
+        """
+        self.codec = codec
+        self.numel = sum(part.numel for part in parts) + exact
+        shared = seed, True, NO_STAGE
+        compressed = SliceCodec(codec, *shared, content="delta")
+        plain = SliceCodec(build("none", ""), *shared, content="delta")
+        sizes = [(part.number, part.numel, compressed) for part in parts]
+        sizes += [(EXACT, exact, plain)] if exact else []
+        self._slices = [
+            (Slice(number, 0, TensorSpec((numel,), torch.float32)), used) for number, numel, used in sizes
+        ]
+        self.nbytes = sum(used.layout(own.spec).nbytes for own, used in self._slices)
+        """Of a packet."""
+
+    def encode(self, delta: Tensor, round_number: int, sender: int) -> Tensor:
+        """Return the packet of `delta` (fp32, 1-D) and update the residuals.
+
+        Args:
+            sender: number of the replica, below 2**31.
+        """
+        packet = torch.zeros(self.nbytes, dtype=torch.uint8, device="cpu")
+        for own, used, values, part in self._cut(packet, delta):
+            used.encode(own, values, part, GRADIENT, round_number, sender)
+        return packet
+
+    def decode(self, packet: Tensor, round_number: int, sender: int) -> Tensor:
+        """Return the delta in a packet.
+
+        Raises:
+            CompressionError: the packet is damaged, of another round or layout, or has inf or nan.
+        """
+        if packet.numel() != self.nbytes:
+            raise CompressionError(f"{packet.numel()} bytes came, expected {self.nbytes}")
+        delta = torch.empty(self.numel, dtype=torch.float32, device="cpu")
+        for own, used, values, part in self._cut(packet, delta):
+            values.copy_(used.decode(own, part, GRADIENT, round_number, sender))
+        if not bool(delta.isfinite().all()):
+            raise CompressionError("it has values that are inf or nan")
+        return delta
+
+    def residuals(self) -> dict[int, dict[str, Tensor]]:
+        """Return the residuals, by number of the slice; later packets replace tensors, so these stay."""
+        return {own.number: dict(own.memory) for own, _ in self._slices}
+
+    def restore(self, residuals: dict[int, dict[str, Tensor]]) -> None:
+        """Replace the residuals by what `residuals` returned; those that are missing become zero."""
+        for own, _ in self._slices:
+            own.memory = dict(residuals.get(own.number, {}))
+
+    def _cut(self, packet: Tensor, delta: Tensor) -> Iterator[tuple[Slice, SliceCodec, Tensor, Tensor]]:
+        """Yield each slice with its codec, its values, and its part of the packet."""
+        start = offset = 0
+        for own, used in self._slices:
+            end, stop = start + own.spec.numel, offset + used.layout(own.spec).nbytes
+            yield own, used, delta[start:end], packet[offset:stop]
+            start, offset = end, stop

@@ -1,0 +1,253 @@
+"""Replicas that are launched apart: each a world of its own, which meets the others at a store."""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from ds_compress.config.replicas import STORE
+from ds_compress.errors import CompressionError
+from ds_compress.simulate import SimulatedRounds
+from tests.support.pipeline import (
+    MICRO_BATCHES,
+    batches,
+    build,
+    ds_config,
+    log_lines,
+    loss_fn,
+    simulated,
+    weights,
+)
+from tests.support.pipeline_kinds import fp16_on_cpu
+from tests.support.ranks import run_launches, run_ranks
+from tests.support.replicas import SPECS, WIDE, digest, wide_layers
+
+CODEC = {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef"}
+ZERO_1 = {"zero_optimization": {"stage": 1}}
+KINDS = {
+    "fp32": {},
+    "fp32 zero 1": ZERO_1,
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16 accumulation": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}, **ZERO_1},
+    "fp16 zero 1": {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}, **ZERO_1},
+}
+
+
+@pytest.fixture
+def store(monkeypatch):
+    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv(STORE, f"127.0.0.1:{served.port}")
+    return served
+
+
+def block(every=3, delayed=True, **changes):
+    replicas = {**CODEC, "every": every, "outer": {"delayed": delayed, "grace_s": 300, **changes}}
+    return {"replicas": replicas}
+
+
+def data_of(launch, engine):
+    dtype = next(engine.module.parameters()).dtype
+    return batches(launch * 10 + engine.grid.get_data_parallel_id(), dtype, (8, WIDE))
+
+
+def train(launch, stages, config, steps, specs="wide", launches=2):
+    fp16_on_cpu()
+    lines = log_lines()
+    engine = build(stages, config, SPECS[specs]())
+    data = data_of(launch, engine)
+    session = engine.ds_compress
+    # all take their seats before the first round begins
+    session.outer.begin_step()
+    client = TCPStore(*_address(), is_master=False)
+    client.add("test/seats", 1)
+    while client.add("test/seats", 0) < launches * torch.distributed.get_world_size():
+        pass
+    losses = [engine.train_batch(data).item() for _ in range(steps)]
+    session.outer.collect()
+    outer = session.outer
+    anchor = torch.cat(outer.anchor).numpy().tobytes()
+    return {
+        "losses": losses,
+        "weights": weights(engine),
+        "digest": digest(engine),
+        "anchor": anchor,
+        "position": outer.position,
+        "members": outer._members,
+        "sent": (outer.sent.raw_bytes, outer.sent.wire_bytes),
+        "lines": lines,
+    }
+
+
+def _address():
+    host, port = os.environ[STORE].rsplit(":", 1)
+    return host, int(port)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.extended(keep=3)
+def test_anchors_are_equal_after_every_round(kind, stages, delayed, store):
+    """I1; without delay the weights are those of the anchor, too."""
+    config = ds_config(block(delayed=delayed), **KINDS[kind])
+    results = run_launches(2, stages, train, stages, config, 9)
+    for own, other in zip(*results):
+        assert own["anchor"] == other["anchor"] and own["position"] == other["position"]
+        assert own["position"].round == 3 and own["members"] == 2
+        assert (own["digest"] == other["digest"]) == (not delayed)
+        assert own["sent"][0] / own["sent"][1] > (20 if "fp32" in kind else 10)  # 4 bits every 3 steps
+        assert not [line for line in own["lines"] if "replica" in line]
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_weights_are_those_of_the_simulation(delayed, store):
+    config = ds_config(block(delayed=delayed))
+    real = run_launches(2, 2, train, 2, config, 7)
+    models = [simulated(wide_layers(), config, []) for _ in range(2)]
+    rounds = SimulatedRounds(models, config)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
+    data = [batches(launch * 10, shape=(8, WIDE)) for launch in range(2)]
+    for _ in range(7):
+        for model, optimizer, own in zip(models, optimizers, data):
+            for _ in range(MICRO_BATCHES):
+                x, target = next(own)
+                (loss_fn(model(x), target) / MICRO_BATCHES).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        rounds.end_step()
+    for model, stages in zip(models, real):
+        found = {name: value for stage in stages for name, value in stage["weights"].items()}
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, found[name]), name
+
+
+def test_a_replica_may_have_data_parallel_ranks_with_partitions(store):
+    config = ds_config(block(delayed=False), replicas=2, bf16={"enabled": True})
+    results = run_launches(2, 2, train, 1, config, 6)
+    digests = {result["digest"] for own in results for result in own}
+    assert len(digests) == 1
+
+
+def test_tied_copies_stay_equal(store):
+    config = ds_config(block(every=2))
+    results = run_launches(2, 2, train, 2, config, 8, "tied")
+    for stages in results:
+        copies = [value for each in stages for name, value in each["weights"].items() if "tied" in name]
+        assert len(copies) == 2 and torch.equal(*copies)
+
+
+def train_until_told(launch, stages, config):
+    """Train until launch 0 has seen launch 2 die and come back; launch 2 dies once, in the 8th step."""
+    client = TCPStore(*_address(), is_master=False)
+    rank = torch.distributed.get_rank()
+    is_again = client.add(f"test/runs/{launch}/{rank}", 1) > 1
+    engine = build(stages, config, wide_layers())
+    data, outer, seen = data_of(launch, engine), engine.ds_compress.outer, []
+    anchors, goes_on = {}, torch.ones(1)
+    while goes_on:
+        engine.train_batch(data)
+        if launch == 2 and not is_again and engine.global_steps == 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+        outer.collect()  # between two rounds, to see each of them
+        if outer.position not in anchors:
+            seen.append(outer._members)
+        anchors[outer.position] = hashlib.blake2b(torch.cat(outer.anchor).numpy().tobytes()).hexdigest()
+        if rank == 0:
+            states = [3 in seen, 2 in seen, seen[-2:] == [3, 3]]
+            if launch == 0 and all(states) and client.add("test/runs/2/0", 0) > 1:
+                client.set("test/end", "1")
+            goes_on[0] = not client.check(["test/end"])
+        torch.distributed.broadcast(goes_on, 0)
+    return anchors
+
+
+@pytest.mark.parametrize("stages", [2])
+def test_one_of_three_is_killed_and_comes_back(stages, store):
+    """The others never stop, and whoever is at the same position has the same anchor."""
+    config = ds_config(block(every=2, delayed=True, grace_s=3))
+    results = run_launches(3, stages, train_until_told, stages, config, restarted=(2,))
+    for slot in range(stages):
+        found = {}
+        for launch in results:
+            for position, anchor in launch[slot].items():
+                assert found.setdefault(position, anchor) == anchor
+        common = set.intersection(*(set(launch[slot]) for launch in results))
+        assert common, "launch 2 is back at the anchor of the others"
+
+
+def refused(launch, config, stages=1):
+    try:
+        engine = build(stages, config, wide_layers())
+        engine.train_batch(data_of(launch, engine))
+    except CompressionError as error:
+        return str(error)
+    return ""
+
+
+def test_what_cannot_work_is_refused(monkeypatch, store):
+    (line, _) = run_ranks(2, refused, 0, ds_config(block(), replicas=2))
+    assert line.startswith("ds_compress.replicas.every: a launch with data-parallel ranks needs ZeRO 1")
+    monkeypatch.setenv(STORE, "nowhere")
+    (line,) = run_ranks(1, refused, 0, ds_config(block()))
+    assert line.startswith(f"ds_compress.replicas.every: {STORE} is 'nowhere'; set it to HOST:PORT")
+    monkeypatch.delenv(STORE)
+    (line,) = run_ranks(1, refused, 0, ds_config(block()))
+    assert f"{STORE} is not set" in line
+
+
+def test_a_launch_with_another_config_is_refused_and_the_others_go_on(store):
+    run_ranks(1, refused, 0, ds_config(block(every=3)))
+    (line,) = run_ranks(1, refused, 0, ds_config(block(every=4)))
+    assert line == (
+        "ds_compress.replicas.every: the other replicas have 3, this one has 4; use the same in all launches"
+    )
+    assert run_ranks(1, refused, 0, ds_config(block(every=3))) == [""]
+
+
+def test_the_command_serves_a_store():
+    command = [sys.executable, "-m", "ds_compress", "replica-store", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        line = process.stdout.readline()
+        port = int(line.split("port ")[1].split(";")[0])
+        store = TCPStore("127.0.0.1", port, is_master=False)
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+        process.terminate()
+
+
+def save_or_resume(launch, folder, config, resumes):
+    engine = build(1, config, wide_layers())
+    data = data_of(launch, engine)
+    client = TCPStore(*_address(), is_master=False)
+    if resumes:
+        engine.load_checkpoint(f"{folder}/{launch}")
+        for _ in range(5 * MICRO_BATCHES):
+            next(data)
+    engine.ds_compress.outer.begin_step()
+    client.add("test/seats", 1)
+    while client.add("test/seats", 0) < 2:
+        pass
+    digests = []
+    for step in range(6 if resumes else 11):
+        engine.train_batch(data)
+        digests.append(digest(engine))
+        if step == 4 and not resumes:
+            engine.save_checkpoint(f"{folder}/{launch}")
+    return digests[-6:]
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("kind", ["fp32", "bf16 accumulation"])
+@pytest.mark.extended(keep=1)
+def test_resumed_launches_equal_those_that_went_on(kind, delayed, store, tmp_path, monkeypatch):
+    """I5. Saved in the middle of a round, with another store afterwards."""
+    config = ds_config({**block(delayed=delayed), "checkpoint": {"state": "exact"}}, **KINDS[kind])
+    went_on = run_launches(2, 1, save_or_resume, tmp_path, config, False)
+    another = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv(STORE, f"127.0.0.1:{another.port}")
+    assert run_launches(2, 1, save_or_resume, tmp_path, config, True) == went_on

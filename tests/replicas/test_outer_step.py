@@ -1,0 +1,86 @@
+"""The outer step and its packets: torch's Nesterov, nothing lost but the residual, no damaged packet."""
+
+import pytest
+import torch
+
+from ds_compress.config.replicas import OuterOptions, ReplicasOptions, build_replica_codec
+from ds_compress.errors import CompressionError
+from ds_compress.feedback.state import residuals
+from ds_compress.replicas.outer_step import Anchor, DeltaCodec, DeltaPart
+from ds_compress.replicas.slices import GRADIENT
+
+PARTS, EXACT = [DeltaPart(0, 20_000), DeltaPart(3, 16_384)], 77
+VALUES = {"name": "quantize", "bits": 3, "group_size": 64}
+TOPK = {"name": "topk", "density": 0.016, "indices": "rice", "values": VALUES}
+
+
+def delta_codec(codec, feedback="ef"):
+    options = ReplicasOptions(codec=codec, feedback=feedback, every=30)
+    return DeltaCodec(build_replica_codec(options, "replicas"), PARTS, EXACT, 1)
+
+
+def random_delta(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return 0.01 * torch.randn(20_000 + 16_384 + EXACT, generator=generator)
+
+
+@pytest.mark.parametrize(("lr", "momentum"), [(0.7, 0.9), (1.0, 0.0)])
+def test_the_outer_step_is_torchs_nesterov(lr, momentum):
+    weights = torch.nn.Parameter(random_delta())
+    sgd = torch.optim.SGD([weights], lr=lr, momentum=momentum, nesterov=momentum > 0)
+    anchor = Anchor(weights.detach().clone(), torch.zeros_like(weights))
+    for step in range(5):
+        weights.grad = random_delta(step + 1)
+        sgd.step()
+        anchor = anchor.step(weights.grad, OuterOptions(lr=lr, momentum=momentum))
+    assert torch.allclose(anchor.values, weights, atol=1e-7)
+
+
+@pytest.mark.parametrize("codec", ["none", {"name": "quantize", "bits": 4}, TOPK], ids=str)
+def test_packets_and_residual_are_all_that_was_learned(codec):
+    """I2: summed over rounds, decoded packets are the deltas but for the residual."""
+    sender, receiver = delta_codec(codec), delta_codec(codec)
+    sent = arrived = torch.zeros(())
+    for number in range(4):
+        delta = random_delta(number)
+        packet = sender.encode(delta, number, 5)
+        assert packet.numel() == sender.nbytes
+        sent, arrived = sent + delta, arrived + receiver.decode(packet, number, 5)
+    left = [e for memory in sender.residuals().values() for e in residuals(memory, GRADIENT)]
+    kept = sum(e.numel() for e in left)
+    lost = torch.cat([*left, torch.zeros(sent.numel() - kept)])
+    assert torch.allclose(sent, arrived + lost, atol=1e-6)
+    assert torch.equal(arrived[-EXACT:], sent[-EXACT:])
+
+
+def test_topk_is_146_times_smaller_than_fp32():
+    """SparseLoCo's figure (arXiv 2508.15706), for the parts that are compressed."""
+    options = ReplicasOptions(codec=TOPK, feedback="ef", every=30)
+    few = DeltaCodec(build_replica_codec(options, "replicas"), [DeltaPart(0, 2**20)], 0, 1)
+    assert 4 * few.numel / few.nbytes > 146
+
+
+def test_residuals_can_be_taken_back():
+    codec = delta_codec(TOPK)
+    codec.encode(random_delta(0), 0, 0)
+    before = codec.residuals()
+    copies = {n: {k: v.clone() for k, v in memory.items()} for n, memory in before.items()}
+    codec.encode(random_delta(1), 1, 0)
+    codec.restore(before)
+    after = codec.residuals()
+    assert all(torch.equal(after[n][k], copies[n][k]) for n in copies for k in copies[n])
+
+
+@pytest.mark.parametrize("harm", ["a byte", "another round", "shorter", "nan", "another codec"])
+def test_a_packet_that_is_not_the_one_expected_is_refused(harm):
+    codec, delta = delta_codec({"name": "quantize", "bits": 4}), random_delta()
+    if harm == "nan":
+        delta[7] = torch.nan
+    packet = codec.encode(delta, 3, 0)
+    if harm == "a byte":
+        packet[5000] ^= 1
+    elif harm == "shorter":
+        packet = packet[:-64]
+    receiver = delta_codec({"name": "quantize", "bits": 8}) if harm == "another codec" else codec
+    with pytest.raises(CompressionError):
+        receiver.decode(packet, 4 if harm == "another round" else 3, 0)

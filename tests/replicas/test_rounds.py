@@ -1,0 +1,244 @@
+"""Rounds in a real store, of replicas with two slots, each a thread: who is in, and what all have then."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from ds_compress.config.replicas import OuterOptions, ReplicasOptions, build_replica_codec
+from ds_compress.errors import CompressionError
+from ds_compress.replicas import rounds as rounds_module
+from ds_compress.replicas.outer_step import Anchor, DeltaCodec, DeltaPart
+from ds_compress.replicas.rounds import PREFIX, Position, Rounds
+
+SLOTS, NUMEL = 2, 20_000
+SETTINGS = {"ds_compress.replicas.every": 30}
+QUANTIZE = {"name": "quantize", "bits": 8}
+
+
+@pytest.fixture
+def store():
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def first_anchor(slot):
+    values = torch.randn(NUMEL, generator=torch.Generator().manual_seed(slot))
+    return Anchor(values, torch.zeros(NUMEL))
+
+
+class Launch:
+    """A replica: its slots take turns at the same time."""
+
+    def __init__(self, store, digest="first", announces=True, **options):
+        options = OuterOptions(**{"grace_s": 60.0, **options})
+        self.slots = []
+        for slot in range(SLOTS):
+            client = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=30))
+            self.slots.append(Rounds(client, slot, SLOTS, options))
+        seat = self.slots[0].join(SETTINGS, Position(0, digest))
+        for rounds in self.slots:
+            rounds.number = seat.number
+        self.number, self.position, self.is_newcomer = seat
+        self.anchors = [first_anchor(slot) for slot in range(SLOTS)]
+        replica = ReplicasOptions(codec=QUANTIZE, feedback="ef", every=30)
+        self.codecs = [
+            DeltaCodec(build_replica_codec(replica, "x"), [DeltaPart(0, NUMEL)], 0, 1) for _ in range(SLOTS)
+        ]
+        self.turns, self.pool = 0, ThreadPoolExecutor(SLOTS)
+        if announces and not self.is_newcomer:
+            self.slots[0].announce(self.position.round)
+
+    def start(self, learned):
+        """Begin a turn in which each slot has learned `learned`, a number; return its future results."""
+        self.turns += 1
+        self.sent = [anchor.values - learned for anchor in self.anchors]
+        return [
+            self.pool.submit(rounds.take_turn, self.turns, anchor, self.position, sent, codec)
+            for rounds, anchor, sent, codec in zip(self.slots, self.anchors, self.sent, self.codecs)
+        ]
+
+    def finish(self, futures):
+        results = [future.result(30) for future in futures]
+        assert len({result.position for result in results}) == 1
+        assert len({result.members for result in results}) == 1
+        self.anchors, self.position = [result.anchor for result in results], results[0].position
+        return results
+
+    def catch_up(self):
+        return [self.pool.submit(rounds.catch_up, self.position, NUMEL, "own") for rounds in self.slots]
+
+
+def play(launches, learned):
+    """A round of all launches; return the results of each."""
+    futures = [launch.start(value) for launch, value in zip(launches, learned)]
+    return [launch.finish(own) for launch, own in zip(launches, futures)]
+
+
+def assert_alike(launches):
+    """I1."""
+    for launch in launches[1:]:
+        assert launch.position == launches[0].position
+        for own, other in zip(launch.anchors, launches[0].anchors):
+            assert torch.equal(own.values, other.values) and torch.equal(own.momentum, other.momentum)
+
+
+def moved(launch, start):
+    """How far the anchor has moved, which is the same for all values."""
+    return (start[0].values - launch.anchors[0].values).mean().item()
+
+
+def test_the_anchor_moves_by_the_mean_of_all(store):
+    launches = [Launch(store, lr=1.0, momentum=0.0) for _ in range(3)]
+    start = launches[0].anchors
+    for number in range(3):
+        results = play(launches, (0.1, 0.2, 0.6))
+        assert all(result.members == (1, 2, 3) and result.is_member for own in results for result in own)
+        assert_alike(launches)
+        assert launches[0].position.round == number + 1
+    assert moved(launches[0], start) == pytest.approx(0.9, abs=0.01)
+
+
+def test_one_that_is_late_is_left_out_and_counts_in_the_next_round(store):
+    first, late = (Launch(store, announces=each, lr=1.0, momentum=0.0) for each in (True, False))
+    start = first.anchors
+    ((result, _),) = play([first], [0.1])
+    assert result.members == (1,) and moved(first, start) == pytest.approx(0.1, abs=0.01)
+    # its next turn: it applies the round that it has missed, and sends for the one that is open
+    futures = late.start(0.4)
+    while late.number not in first.slots[0]._numbers("1/came"):
+        pass
+    play([first], [0.0])
+    results = late.finish(futures)
+    assert results[0].members == (1, 2) and results[0].is_member
+    assert_alike([first, late])
+    assert moved(first, start) == pytest.approx(0.1 + 0.2, abs=0.01)
+
+
+def test_one_whose_packet_came_too_late_keeps_its_residual(store):
+    first, late = (Launch(store, announces=each, lr=1.0, momentum=0.0) for each in (True, False))
+    start = first.anchors
+    waiting = threading.Event()
+    open_round = late.slots[0]._open_round
+
+    def slowly(*args):
+        found = open_round(*args)
+        assert waiting.wait(30)
+        return found
+
+    late.slots[0]._open_round = slowly
+    futures = late.start(0.4)
+    play([first], [0.1])
+    waiting.set()
+    (result, _) = late.finish(futures)
+    assert result.members == (1,) and not result.is_member and torch.equal(result.base, start[0].values)
+    assert not any(memory for codec in late.codecs for memory in codec.residuals().values())
+    assert_alike([first, late])
+
+
+def test_too_few_replicas_leave_the_anchor_as_it_is(store):
+    launch = Launch(store, quorum=2, grace_s=0.3)
+    start = launch.anchors
+    ((result, _),) = play([launch], [0.1])
+    assert result.members == () and not result.is_member
+    assert torch.equal(launch.anchors[0].values, start[0].values) and launch.position.round == 1
+
+
+def test_a_newcomer_takes_anchor_and_momentum(store):
+    first = Launch(store)
+    play([first], [0.1])
+    newcomer = Launch(store, digest="another")
+    assert newcomer.is_newcomer
+    futures = newcomer.catch_up()
+    while newcomer.number not in first.slots[0]._numbers("wants"):
+        pass
+    play([first], [0.2])
+    newcomer.anchors, positions = zip(*(future.result(30) for future in futures))
+    newcomer.position = positions[0]
+    assert_alike([first, newcomer])
+    newcomer.slots[0].announce(newcomer.position.round)
+    results = play([first, newcomer], [0.1, 0.1])
+    assert results[0][0].members == (1, 2)
+    assert_alike([first, newcomer])
+
+
+def test_a_newcomer_goes_on_alone_if_all_others_are_gone(store, monkeypatch):
+    monkeypatch.setattr(rounds_module, "ABANDONED_S", 0.2)
+    play([Launch(store)], [0.1])
+    newcomer = Launch(store, digest="another", grace_s=0.3)  # the other one was announced
+    found = [future.result(30) for future in newcomer.catch_up()]
+    assert [anchor for anchor, _ in found] == [None, None]
+    newcomer.position = found[0][1]
+    ((result, _),) = play([newcomer], [0.1])
+    assert result.members == (newcomer.number,)
+
+
+@pytest.mark.parametrize("harm", ["a byte", "the size", "no packet", "another round", "inf"])
+def test_a_bad_packet_leaves_out_its_replica_on_all_slots(store, harm, caplog):
+    """The second slot's packet alone is bad; both slots have to leave the replica out."""
+    good, bad = (Launch(store, lr=1.0, momentum=0.0) for _ in range(2))
+    start, put = good.anchors, bad.slots[1]._put
+
+    def harmful(key, data, note, number):
+        if harm == "a byte":
+            data[5000] ^= 1
+        elif harm == "the size":
+            data = data[:-64]
+        elif harm == "another round":
+            data = bad.codecs[1].encode(torch.zeros(NUMEL), number + 1, bad.number)
+        elif harm == "inf":
+            data = bad.codecs[1].encode(torch.full((NUMEL,), torch.inf), number, bad.number)
+        if harm != "no packet":
+            put(key, data, note, number)
+
+    bad.slots[1]._put = harmful
+    results = play([good, bad], [0.1, 0.4])
+    assert all(result.members == (1,) for own in results for result in own)
+    assert not results[1][0].is_member
+    assert_alike([good, bad])
+    assert moved(good, start) == pytest.approx(0.1, abs=0.01)
+    assert any("round 0: replica 2 is left out: " in record.getMessage() for record in caplog.records)
+
+
+def test_other_settings_are_refused(store):
+    Launch(store)
+    other = Rounds(store, 0, SLOTS, OuterOptions())
+    with pytest.raises(CompressionError, match="replicas.every: the other replicas have 30, this one has 50"):
+        other.join({"ds_compress.replicas.every": 50}, Position(0, "first"))
+
+
+@pytest.mark.parametrize("key", ["head", "0/outcome", "0/candidates", "settings", "0/came"])
+@pytest.mark.parametrize(
+    "value", ["", "{", "[1]", '"x"', b"\xff", "9" * 5000], ids=lambda value: str(value[:3])
+)
+def test_garbage_of_strangers_ends_a_turn_with_an_error_or_not_at_all(store, key, value, monkeypatch):
+    monkeypatch.setattr(rounds_module, "TRANSFER_S", 0.5)
+    launch = Launch(store, grace_s=0.3)
+    store.set(f"{PREFIX}{key}", value)
+    try:
+        play([launch], [0.1])
+    except CompressionError as error:
+        assert "\n" not in str(error)
+
+
+def test_old_packets_are_deleted(store):
+    launches = [Launch(store) for _ in range(2)]
+    for _ in range(8):
+        play(launches, (0.1, 0.1))
+    packets = [key for key in store.list_keys() if "/packet/" in key and key.endswith("/0/0")]
+    assert {int(key.split("outer/")[1].split("/")[0]) for key in packets} == {5, 6, 7}
+
+
+def test_one_that_is_far_behind_needs_another_anchor(store):
+    first, late = Launch(store), Launch(store, announces=False)
+    for _ in range(6):
+        play([first], [0.1])
+    with pytest.raises(CompressionError, match="a new anchor is needed"):
+        play([late], [0.1])
+
+
+def test_a_position_names_all_outcomes():
+    one, other = Position(0, "a").after("x"), Position(0, "a").after("y")
+    assert one.round == other.round == 1 and one != other and one.after("x") != other.after("x")
