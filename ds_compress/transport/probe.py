@@ -11,6 +11,7 @@ a slow link.
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,18 +75,24 @@ def probe(sender: Sender, receiver: Receiver, first: bool) -> LinkMeasurement:
     return LinkMeasurement(incoming, latency)
 
 
-def probe_neighbours(device: torch.device, timeout: PeerTimeout) -> dict[int, LinkMeasurement]:
+def probe_neighbours(
+    device: torch.device, timeout: PeerTimeout, distances: Sequence[int] = (1,)
+) -> dict[int, LinkMeasurement]:
     """Measure the links of this rank to the ranks before and after it, by rank; every rank calls it.
 
     One link is measured at a time, so that none slows another.
+
+    Args:
+        distances: between the two ranks of a link. Pipelines have 1; replicas, the number of stages.
     """
-    rank, boundaries = dist.get_rank(), dist.get_world_size() - 1
-    groups = channel_groups(boundaries, seconds=timeout.seconds)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    pairs = [(one, one + far) for far in sorted(set(distances)) for one in range(world - far)]
+    groups = channel_groups(len(pairs), seconds=timeout.seconds)
     found = {}
-    for number in range(boundaries):
-        if rank in (number, number + 1):
-            first = rank == number
-            peer = number + 1 if first else number
+    for number, pair in enumerate(pairs):
+        if rank in pair:
+            first = rank == pair[0]
+            peer = pair[1] if first else pair[0]
             out, back = (groups[number % 2, use] for use in ("forward", "backward")[:: 1 if first else -1])
             sender = EagerSender(peer, device, out, timeout)
             receiver = EagerReceiver(peer, device, back, timeout)

@@ -13,7 +13,9 @@ from launch.bench.net_runs import HIDDEN, LAUNCH, SEQ, Wire, read, run
 
 LAYERS = 4
 SKIPPED = 2  # steps at the start of a run: buffers are made, connections opened
-FOUR_BITS = {"codec": {"name": "quantize", "bits": 4}, "feedback": "loco"}
+SMALL_BUCKETS = {"bucket_mb": 2}  # the model has 12.6 MB of gradients
+EIGHT_BITS = {"codec": {"name": "quantize", "bits": 8}, "feedback": "ef", **SMALL_BUCKETS}
+FOUR_BITS = {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef", **SMALL_BUCKETS}
 BF16 = {"bf16": {"enabled": True}}
 
 
@@ -26,8 +28,9 @@ class Setting(NamedTuple):
 
 SETTINGS = {
     "fp32 stock": Setting({}),
-    "fp32 8 bits": Setting({}, {"codec": {"name": "quantize", "bits": 8}, "feedback": "loco"}),
+    "fp32 8 bits": Setting({}, EIGHT_BITS),
     "fp32 4 bits": Setting({}, FOUR_BITS),
+    "fp32 4 bits, no overlap": Setting({}, {**FOUR_BITS, "overlap": False}),
     "bf16 stock": Setting(BF16),
     "bf16 4 bits": Setting(BF16, FOUR_BITS),
     "bf16 4 bits, parameters 4 bits": Setting(BF16, {**FOUR_BITS, "parameters": 4}),

@@ -208,6 +208,15 @@ def test_under_a_launcher_rank_0_tells():
     assert [clock["rank"] for clock in found["clocks"]] == [1, 2]
 
 
+def test_links_between_replicas_under_a_launcher():
+    """Two replicas, each on two machines."""
+    (out, _, code), *_ = ranks(4, 4, "--json", "--replicas", "2")
+    assert code == 0
+    assert [link["ranks"] for link in json.loads(out)["links"]] == [[0, 1], [0, 2], [1, 2], [1, 3], [2, 3]]
+    (_, message, code), *_ = ranks(1, 1, "--replicas", "2")
+    assert code == 2 and "--replicas: 2 is not allowed: should divide the 1 processes" in message
+
+
 def test_a_rank_that_does_not_come_is_named():
     """On a busy machine rank 1 may come as late as that."""
     (out, message, code), *_ = ranks(2, 3, "--timeout", "5")

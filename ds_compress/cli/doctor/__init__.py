@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ds_compress.cli.arguments import number
+from ds_compress.cli.arguments import integer, number
 from ds_compress.cli.console import show
 from ds_compress.cli.doctor.cluster import Meeting, Report
 from ds_compress.cli.doctor.findings import Finding, findings, named
@@ -37,6 +37,13 @@ def add_parser(subparsers: Any) -> None:
         metavar="SECONDS",
         help="time to wait for another machine (default: 120)",
     )
+    parser.add_argument(
+        "--replicas",
+        type=integer(1, 2**16),
+        default=1,
+        help="replicas that each have machines of their own: also measures the links between machines of the "
+        "same stages (default: 1)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(run=run)
 
@@ -47,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
     if args.hostfile:
         if "RANK" in os.environ:
             raise CompressionError("--hostfile: not under a launcher, which has started this process")
-        report = examine(args.hostfile, args.timeout)
+        report = examine(args.hostfile, args.timeout, args.replicas)
     elif "RANK" in os.environ:
-        report = Meeting(args.timeout).report()
+        report = Meeting(args.timeout, args.replicas).report()
     else:
         report = {"hosts": [facts()], "links": [], "clocks": []}
     if report is None:

@@ -28,11 +28,12 @@ Report = dict[str, Any]
 class Meeting:
     """All ranks of the job, connected through a TCP store on rank 0."""
 
-    def __init__(self, seconds: float):
+    def __init__(self, seconds: float, replicas: int = 1):
         """Connect to the store on rank 0.
 
         Args:
             seconds: timeout of each wait for another rank.
+            replicas: of a pipeline; their links are measured too.
 
         Raises:
             CompressionError: rank 0 cannot be reached.
@@ -46,6 +47,11 @@ class Meeting:
                 f"ds-compress doctor: the launcher set no usable {error}; start it through deepspeed or "
                 "torchrun, or without RANK in the environment"
             ) from None
+        if self.world % replicas:
+            raise CompressionError(
+                f"--replicas: {replicas} is not allowed: should divide the {self.world} processes started"
+            )
+        self.distances = (1,) if replicas == 1 else (1, self.world // replicas)
         theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.timeout = timedelta(seconds=seconds)
         with self._failing(
@@ -163,10 +169,10 @@ class Meeting:
         return found
 
     def links(self, device: torch.device) -> list[dict[str, Any]]:
-        """Measure incoming bandwidth and round-trip time of the links to the neighbouring ranks."""
+        """Measure incoming bandwidth and round-trip time of the links to neighbours and other replicas."""
         links = []
         timeout = PeerTimeout("ds-compress doctor: link", self.seconds, "--timeout")
-        for peer, found in probe_neighbours(device, timeout).items():
+        for peer, found in probe_neighbours(device, timeout, self.distances).items():
             way = "forward" if peer < self.rank else "backward"
             part = {f"gbps_{way}": 8e-9 * found.incoming, "rtt_ms": 2e3 * found.latency}
             links.append({"ranks": sorted((self.rank, peer)), **part})

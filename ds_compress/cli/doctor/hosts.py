@@ -38,7 +38,7 @@ def read(file: Path) -> list[str]:
     return names
 
 
-def examine(file: Path, seconds: float) -> Report:
+def examine(file: Path, seconds: float, replicas: int = 1) -> Report:
     """Run a doctor on each machine of a hostfile and return the joint report.
 
     Raises:
@@ -56,7 +56,7 @@ def examine(file: Path, seconds: float) -> Report:
     wrong = [f"{name}: {reason}" for name, reason in zip(names, reasons) if reason]
     if wrong:
         raise CompressionError(f"{COMMAND}: {'; '.join(wrong)}")
-    program = ["ds_compress", "doctor", "--json", "--timeout", f"{seconds:g}"]
+    program = ["ds_compress", "doctor", "--json", "--timeout", f"{seconds:g}", "--replicas", str(replicas)]
     start = ["deepspeed.launcher.runner", "--hostfile", str(file), "--force_multi", "--num_gpus", "1"]
     done = subprocess.run(
         [sys.executable, "-m", *start, "--module", *program],
