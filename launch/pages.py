@@ -4,7 +4,7 @@
 
 README.md and docs/evidence.md: the table of recipes, from results/*.jsonl and the tables of
 docs/speed-tables.md. docs/evidence.md: what settings cost on every model, and what the guard warns of,
-from results/*.jsonl.
+from results/*.jsonl. docs/replicas.md: what settings between replicas cost, from results/replicas.jsonl.
 docs/images/recipes.png (README), docs/images/bandwidth.png: step times, from docs/speed-tables.md.
 docs/options.md, commands.md, metrics.md: from the options, parsers and labels of the package.
 `--check` writes nothing and exits with 1 if a page differs from what would be written.
@@ -26,7 +26,7 @@ from ds_compress.cli import parser
 from ds_compress.config.quality import LIMITS
 from ds_compress.config.recipes import EVIDENCE
 from ds_compress.monitor import metrics
-from launch.reproduce.costs import ACROSS, Cost, cost_table, costs_of, worst
+from launch.reproduce.costs import ACROSS, Cost, cost_table, costs_of, replicas_table, worst
 from launch.reproduce.grid import read_rows
 from launch.reproduce.guard_table import FILES, guard_table
 from launch.reproduce.run import Row
@@ -42,6 +42,7 @@ RECIPES = {
     "quant4": "4 bits, Hadamard",
     "auto": "the fastest within an error budget",
 }
+BETWEEN_REPLICAS = "replicas4-ef"
 BASELINE = "stock"
 AUTO_TABLE = "### What `auto` chooses"
 """In docs/speed-tables.md: the step times in README's table and plot."""
@@ -65,7 +66,7 @@ PLOTS = {
 """The rows of a table that each image shows, by heading and by recipe, and their labels."""
 MARKS = {
     name: (f"<!-- {name}: begin; made by `make docs` -->", f"<!-- {name}: end -->")
-    for name in ("recipes", "costs", "guard")
+    for name in ("recipes", "costs", "guard", "replicas")
 }
 KINDS = {"fine-tuned": "fine-tuned, %", "from scratch": "from scratch, %"}
 """Of tasks of language models, and the column that each has."""
@@ -108,6 +109,10 @@ def recipes_table() -> str:
                 *(worst_of(costs, kind) for kind in KINDS),
             ]
         )
+    costs = costs_of(read_rows(ROOT / "results" / "replicas.jsonl"), BETWEEN_REPLICAS, ["replicas"])
+    ratio = f"{statistics.fmean(each.ratio for each in costs):.1f}" if costs else ""
+    own = [worst_of(costs, kind) for kind in KINDS]
+    lines.append(["`replicas`", "4 bits with `ef`: gradients between replicas", ratio, "", "", *own])
     header = ["recipe", "what it sends", "times fewer bytes", f"step time at {slow}", "promise, %"]
     table = markdown([*header, *KINDS.values()], lines, texts=2)
     seeds = " to ".join(map(str, sorted({min(counts), max(counts)}))) + " seeds"
@@ -116,7 +121,7 @@ def recipes_table() -> str:
 Promise: the most that a recipe may cost of the held-out loss, evaluated without compression / with it. Then
 what it cost: the worst of three language models, means of {seeds} (`quant4`: the Llama). Step time:
 relative to DeepSpeed's, unlimited link, version 0.2; DeepSpeed alone takes {measured[BASELINE]} at {slow}.
-Empty: not measured."""
+Empty: not measured. `replicas` is no recipe but a key: the worst of a GPT and a Llama on two replicas."""
 
 
 def worst_of(costs: Sequence[Cost], kind: str) -> str:
@@ -202,7 +207,10 @@ def pages() -> Iterator[tuple[Path, str]]:
     """Give every page with the text it should have."""
     judged = [row for preset in FILES for row in read_rows(ROOT / "results" / f"{preset}.jsonl")]
     parts = {"recipes": recipes_table(), "costs": costs_table(), "guard": guard_table(judged)}
-    for page, names in (("README.md", ["recipes"]), ("docs/evidence.md", [*parts])):
+    evidence = [*parts]
+    parts["replicas"] = replicas_table(read_rows(ROOT / "results" / "replicas.jsonl"))
+    pages = {"README.md": ["recipes"], "docs/evidence.md": evidence, "docs/replicas.md": ["replicas"]}
+    for page, names in pages.items():
         text = (ROOT / page).read_text()
         for name in names:
             begin, end = MARKS[name]

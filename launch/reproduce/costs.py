@@ -35,11 +35,15 @@ class Cost(NamedTuple):
         return "fine-tuned" if self.task.endswith("-finetuned") else "from scratch"
 
 
-def costs_of(rows: Iterable[Row], setting: str) -> list[Cost]:
-    """Return the costs of a setting in every task that has rows of it, and uncompressed ones of its seeds."""
+def costs_of(rows: Iterable[Row], setting: str, presets: Sequence[str] = ACROSS) -> list[Cost]:
+    """Return the costs of a setting in every task that has rows of it, and uncompressed ones of its seeds.
+
+    Bytes are those of messages between stages; of preset `replicas`, those between replicas.
+    """
     found = {(row["preset"], row["task"], row["setting"], row["seed"]): row for row in rows}
     costs = []
-    for preset in ACROSS:
+    for preset in presets:
+        sent = "replica_" if preset == "replicas" else ""
         for task in PRESETS[preset]:
             seeds = [key[3] for key in found if key[:3] == (preset, task, setting)]
             pairs = [(found[preset, task, setting, s], found.get((preset, task, "none", s))) for s in seeds]
@@ -49,7 +53,7 @@ def costs_of(rows: Iterable[Row], setting: str) -> list[Cost]:
                     statistics.fmean(lost(*pair, METRICS[task], way) for pair in known)
                     for way in ("off", "on")
                 )
-                raw, wire = (sum(row[key] for row, _ in known) for key in ("raw_bytes", "wire_bytes"))
+                raw, wire = (sum(row[f"{sent}{k}_bytes"] for row, _ in known) for k in ("raw", "wire"))
                 costs.append(Cost(preset, task, len(known), raw / wire, off, on))
     return costs
 
@@ -109,8 +113,8 @@ def replicas_table(rows: Sequence[Row]) -> str:
                 losses = [math.log(row["perplexity_off"]) for row, _ in pairs]
                 cells.append(f"± {50 * (max(losses) - min(losses)) / statistics.fmean(losses):.2f}")
             elif costs:
-                seeds = "" if len(costs) == 3 else f", {len(costs)} seed{'s' * (len(costs) > 1)}"
-                spread = f" ({min(costs):+.2f} to {max(costs):+.2f}{seeds})"
+                seeds = "" if len(costs) == 3 else f", {len(costs)} seeds"
+                spread = f" ({min(costs):+.2f} to {max(costs):+.2f}{seeds})" if costs[1:] else " (1 seed)"
                 cells.append(f"{statistics.fmean(costs):+.2f}{spread}")
             else:
                 cells.append("")

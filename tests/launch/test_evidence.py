@@ -9,7 +9,7 @@ import pytest
 from ds_compress.config import DIRECTIONS, KEY, Config, recipes
 from ds_compress.config.recipes import EVIDENCE
 from launch.reproduce.command import ROOT, main
-from launch.reproduce.costs import ACROSS, cost_table, costs_of, worst
+from launch.reproduce.costs import ACROSS, cost_table, costs_of, replicas_table, worst
 from launch.reproduce.grid import read_rows
 from launch.reproduce.orderings import check_claims
 from launch.reproduce.page import write_page
@@ -178,3 +178,14 @@ def test_a_cost_compares_runs_of_one_seed():
     assert "| `group4/4` | 8.0 | -0.50 / +1.00, 1 seed |" in cost_table(
         rows(accuracy, "cnn-scratch", preset="small", seeds=(0,)), ["none2", "group4/4"]
     )
+
+
+def test_replicas_are_compared_with_exact_ones_of_their_seed():
+    values = {"none": (10.0, 10.0, 32), "replicas4-ef": (10.0, 10.0, 32)}
+    made = rows(values, "gpt-scratch", preset="replicas", seeds=(0, 1))
+    for row in made:
+        row |= {"replica_raw_bytes": 80, "replica_wire_bytes": 80 if row["setting"] == "none" else 10}
+    made[2]["perplexity_off"] **= 1.01
+    assert "| `replicas4-ef` | 8.0 | +0.50 (+0.00 to +1.00, 2 seeds) |" in replicas_table(made)
+    (cost,) = costs_of(made, "replicas4-ef", ["replicas"])
+    assert cost.ratio == 8 and cost.off == pytest.approx(0.5)
