@@ -209,6 +209,7 @@ def test_other_settings_are_refused(store):
         other.join({"ds_compress.replicas.every": 50}, Position(0, "first"))
 
 
+@pytest.mark.extended(keep=4)
 @pytest.mark.parametrize("key", ["head", "0/outcome", "0/candidates", "settings", "0/came"])
 @pytest.mark.parametrize(
     "value", ["", "{", "[1]", '"x"', b"\xff", "9" * 5000], ids=lambda value: str(value[:3])
