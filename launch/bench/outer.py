@@ -38,6 +38,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "none": {"codec": "none"},
     "none, delayed": {"codec": "none", "outer": {"delayed": True}},
     "4 bits, delayed": {"codec": QUANTIZE, "feedback": "ef", "outer": {"delayed": True}},
+    "4 bits, plain outer step, delayed": {
+        "codec": QUANTIZE,
+        "feedback": "ef",
+        "outer": {"delayed": True, **SGD},
+    },
+    "4 bits, plain outer step": {"codec": QUANTIZE, "feedback": "ef", "outer": SGD},
     "topk, delayed": {"codec": TOPK, "feedback": "ef", "outer": {"delayed": True}},
     "topk, plain outer step, delayed": {"codec": TOPK, "feedback": "ef", "outer": {"delayed": True, **SGD}},
     "topk, plain outer step": {"codec": TOPK, "feedback": "ef", "outer": SGD},
