@@ -94,7 +94,7 @@ class GuardOptions(Options):
     """Steps between two checks; the first comes 25 steps after the warm-up. A check runs the last micro-batch
     (under DualPipeV: all of the step) through the pipeline twice, compressed and uncompressed, without
     training on it. 0: never. The loss is not checked if activations have a feedback: evaluation omits it."""
-    loss: float = Field(default=0.05, gt=0, le=1e9)
+    loss: float = Field(default=0.02, gt=0, le=1e9)
     """Largest change of the loss by compression, as a share of the uncompressed loss. A higher loss means
     that compression hurts; a lower one, that the model now depends on it and loses when evaluated without."""
     loss_floor: float = Field(default=0.001, ge=0, le=1e9)

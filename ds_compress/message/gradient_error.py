@@ -12,6 +12,9 @@ Each message is cut into parts. Let g and e be the sums of gradient and error ov
     total^2 = sum |e|^2 / sum |g|^2                               over whole messages
     error^2 = bias^2 + (total^2 - bias^2) / AVERAGED
 
+Where gradients add up to nearly 0 over a message, as behind batch normalization, sums say nothing about the
+weights before it: bias is then relative to the parts, each by itself, and total is the error of the parts.
+
 Products of errors of different parts estimate the square of the systematic error: for an unbiased codec their
 expectation is 0. Their sum counts as bias if it exceeds 0 by more than two standard deviations.
 """
@@ -73,8 +76,10 @@ class GradientError:
         products = (parts @ parts.T).fill_diagonal_(0)
         common, n = products.sum(), len(parts)
         common = torch.where(common > 2 * products.square().sum().mul(2).sqrt(), common, 0.0) * n / (n - 1)
-        bias = common / gradient.sum((0, 1)).square().sum()
-        total = error.sum(1).square().sum() / gradient.sum(1).square().sum()
+        alone = gradient.square().sum()  # energy of the parts, each by itself
+        bias = common / torch.maximum(gradient.sum((0, 1)).square().sum(), alone)
+        whole, lost = gradient.sum(1).square().sum(), error.sum(1).square().sum()
+        total = torch.where(whole > alone, lost / whole, error.square().sum() / alone)
         return bias.sqrt().item(), total.sqrt().item()
 
 

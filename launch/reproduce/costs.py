@@ -126,5 +126,5 @@ def _cell(cost: Cost | None) -> str:
     """Costs off / on, and the number of seeds where these are not three."""
     if cost is None:
         return ""
-    seeds = {1: ", 1 seed", 2: ", 2 seeds"}.get(cost.seeds, "")
+    seeds = "" if cost.seeds == 3 else f", {cost.seeds} seed{'s' * (cost.seeds > 1)}"
     return f"{cost.off:+.2f} / {cost.on:+.2f}{seeds}"

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+from launch.reproduce import token_ids
 from launch.reproduce.grid import read_rows
 from launch.reproduce.orderings import SERIOUS, Costs, Settings, Verdict, check_claims
 from launch.reproduce.plots import pareto_plot
@@ -57,6 +58,9 @@ def write_page(results: Path, page: Path) -> None:
     launched = read_rows(results / "launched.jsonl")
     if launched:
         parts.append(f"## Real pipelines\n\n{_launched(launched)}\n")
+    ids = read_rows(results / "token_ids.jsonl")
+    if ids:
+        parts.append(f"## What token ids predict\n\n{token_ids.__doc__}\n{token_ids.table(ids)}\n")
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text("\n".join(parts))
 

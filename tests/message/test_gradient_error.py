@@ -40,6 +40,20 @@ def test_a_dead_zone_is_worse_than_unbiased_rounding_of_twice_its_error():
     assert unbiased.bias_and_total()[0] < 0.1
 
 
+def test_sums_that_cancel_tell_nothing_of_unbiased_noise():
+    """Behind batch normalization gradients add up to 0: recipes had an error of 1 under a CNN, and cost
+    nothing."""
+    found, codec = GradientError(), build(STOCHASTIC)
+    for number in range(AVERAGED):
+        x, ctx = gradients(number).flatten(0, 1), Context(micro_batch=number, direction="backward")
+        x = x - x.mean(0)
+        found.add([x], [codec.decode(codec.encode(x, ctx), TensorSpec.of(x), ctx)])
+    assert found.value < 0.3
+    lost = GradientError()
+    lost.add([x], [torch.zeros_like(x)])
+    assert lost.value > 0.3
+
+
 @pytest.mark.parametrize("messages", [1, 2])
 def test_few_messages_tell_a_large_bias(messages):
     assert measured(STOCHASTIC, messages)[0].value < 0.25

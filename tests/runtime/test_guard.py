@@ -153,7 +153,7 @@ def test_what_hurts_is_said_once_by_one_rank():
     ranks = run_ranks(2, trained, 2, ds_config(block(NOISE, every=1)))
     ((level, line),), nothing = (rank["logged"] for rank in ranks)
     assert level == "WARNING" and nothing == []
-    assert "after step 1 a loss of" in line and "ds_compress.guard.loss: 5%): it hurts" in line
+    assert "after step 1 a loss of" in line and "ds_compress.guard.loss: 2%): it hurts" in line
     assert "quantize(bits=1)" in line
     assert len(ranks[0]["losses"]) == 3
 
