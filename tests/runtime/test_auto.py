@@ -164,7 +164,7 @@ def test_boundaries_choose_for_themselves():
     """The rank in the middle knows what is mild at the one and at the other."""
 
     def middle(row):
-        before, after = knows("quantize 6")(row), knows("entropy 4")(row)
+        before, after = knows("quantize 6")(row), knows("entropy 5")(row)
         return {key: (before if key.startswith("before") else after).get(key) for key in row}
 
     config = ds_config(block("aggressive"))

@@ -252,9 +252,9 @@ def agree(measured, *micro_batches):
         assert message["tensors"] == [{"shape": list(x.shape), "dtype": str(x.dtype).split(".")[1]}]
         assert message["bytes"] == x.nbytes
         for name, block in blocks.items():
-            codec = block[direction]["codec"]  # rotations are others for each micro-batch
+            codec = block[direction]["codec"]  # rotations are others in each step
             error = max(
-                error_of(codec, sent[n % len(sent)], seed=SEED, micro_batch=n, **place)
+                error_of(codec, sent[n % len(sent)], seed=SEED, step=n, **place)
                 for n in range(REPEATS)
             )
             assert message["settings"][name]["error"] == pytest.approx(error, rel=1e-4)
