@@ -97,5 +97,7 @@ EVIDENCE = {
     "balanced": Evidence("basis3/dither2", (0.6, 0.6), (1.0, 1.0)),
     "aggressive": Evidence("basis2.5/dither1.5", (1.9, 2.0), (3.0, 3.0)),
     "quant4": Evidence("group4/4-hadamard", (2.4, 2.3)),
+    "quant4_8": Evidence("quant4_8", (2.1, 2.2)),
+    "topk10": Evidence("topk10_bf16-reuse", (20.4, 30.8)),
 }
 """By recipe; those whose cost was measured on several architectures."""

@@ -1,7 +1,7 @@
 """Measure what token ids would predict of activations: `python -m launch.reproduce.token_ids --data FOLDER`.
 
 Both sides of a boundary could keep a running mean of the decoded rows of each token id, and code only the
-difference. A Llama with 8 blocks of width 256 trains on WikiText-2 in the tokens of GPT-2, the 8,000 most
+difference. A Llama with 8 blocks of width 256 trains on WikiText-2 in 8,000 tokens of GPT-2, the most
 frequent ones and one for all others: first from random weights, then further on other text at a fifth of the
 learning rate. Behind each block, rows are compared with the mean of their id, which is that of earlier
 batches.

@@ -254,8 +254,7 @@ def agree(measured, *micro_batches):
         for name, block in blocks.items():
             codec = block[direction]["codec"]  # rotations are others in each step
             error = max(
-                error_of(codec, sent[n % len(sent)], seed=SEED, step=n, **place)
-                for n in range(REPEATS)
+                error_of(codec, sent[n % len(sent)], seed=SEED, step=n, **place) for n in range(REPEATS)
             )
             assert message["settings"][name]["error"] == pytest.approx(error, rel=1e-4)
 
