@@ -45,7 +45,7 @@ def steps(stages, config, layers):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (2, 2), (1, 3)])
-@pytest.mark.extended(keep=3)
+@pytest.mark.extended(keep=2)
 def test_overlap_changes_nothing_but_the_time(kind, stages, replicas):
     block = {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef", "bucket_mb": 1}
     results = {}
