@@ -75,8 +75,11 @@ class EarlyBuckets:
         """Start the exchange of the next bucket."""
         bucket = self._buckets[self.started]
         self.started += 1
-        gradients = [Gradient(number, each.grad.view(-1)) for number, each in bucket.items()]  # type: ignore
-        self._exchange.start(gradients, self._factor, 1.0, self._step)
+        # a parameter that the program has frozen since has no gradient on any replica
+        found = [(number, each.grad) for number, each in bucket.items() if each.requires_grad]
+        gradients = [Gradient(number, grad.view(-1)) for number, grad in found if grad is not None]
+        if gradients:
+            self._exchange.start(gradients, self._factor, 1.0, self._step)
 
     def finish(self) -> set[int]:
         """Start what is left, once every parameter has a gradient, and wait for all averages.

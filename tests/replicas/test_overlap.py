@@ -25,10 +25,11 @@ KINDS = {
     "usual": [Block] * 4,
     "no gradient in some steps": [Alternating, Block, Alternating, Block],
     "recomputed": [Block, Block, Block, Recomputed],
+    "frozen later": [Block] * 4,
 }
 
 
-def steps(stages, config, layers):
+def steps(stages, config, layers, freezes):
     """Digests of the weights after each step, and the buckets that had left before DeepSpeed's reduction."""
     engine = build(stages, config, [LayerSpec(layer, WIDTH) for layer in layers])
     early, started = engine.ds_compress.gradients.early, []
@@ -37,7 +38,9 @@ def steps(stages, config, layers):
         early.finish = lambda: started.append(early.started) or finish()
     data = batches(engine.grid.get_data_parallel_id(), shape=(8, WIDTH))
     digests = []
-    for _ in range(4):
+    for step in range(4):
+        if step == 2 and freezes:
+            engine.module.forward_funcs[0].up.weight.requires_grad = False
         engine.train_batch(data)
         digests.append(digest(engine))
     return digests, started
@@ -51,7 +54,9 @@ def test_overlap_changes_nothing_but_the_time(kind, stages, replicas):
     results = {}
     for overlap in (True, False):
         config = ds_config({"replicas": {**block, "overlap": overlap}}, replicas=replicas)
-        results[overlap] = run_ranks(stages * replicas, steps, stages, config, KINDS[kind])
+        results[overlap] = run_ranks(
+            stages * replicas, steps, stages, config, KINDS[kind], kind == "frozen later"
+        )
     assert [digests for digests, _ in results[True]] == [digests for digests, _ in results[False]]
     started = [found for _, found in results[True]]
     buckets = 3 if stages == 1 else 2
