@@ -15,7 +15,11 @@ _WITH_A_BASIS = {
     "axis": (-1, "a row is the last dimension"),
     "grid": (None, "each number of bits has its own"),
     "scheme": ("symmetric", "coefficients lie around 0"),
-    "rounding": ("nearest", "coefficients of 0 bits are lost, so no rounding is unbiased; entropy's is"),
+    "rounding": (
+        "nearest",
+        "coefficients of 0 bits are lost, so no rounding is unbiased; codec 'entropy' with "
+        '"rotate": "learned" has "rounding": "dither"',
+    ),
     "mixed": (None, "the variance says which group has how many bits"),
 }
 """What goes with "rotate": "learned", and why nothing else does."""

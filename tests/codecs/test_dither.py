@@ -10,9 +10,15 @@ from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import native
 from ds_compress.kernels.entropy import cpu
-from ds_compress.kernels.entropy.format import LARGEST_Q, frame_of
-from ds_compress.kernels.entropy.reference import decode_entropy, encode_entropy
-from tests.support.codecs import assert_same_bits
+from ds_compress.kernels.entropy.format import LARGEST_Q, RUN, SortedBlocks, frame_of
+from ds_compress.kernels.entropy.reference import (
+    decode_entropy,
+    decode_sorted,
+    encode_entropy,
+    encode_sorted,
+)
+from tests.support.codecs import Pair, assert_same_bits
+from tests.support.kernels import TARGETS, compiled_for, runs_here
 
 CODECS = [
     {"name": "entropy", "bits": 2},
@@ -41,15 +47,15 @@ def test_the_error_is_independent_of_the_values(setting):
 
 
 def uniform(n, key):
-    """Draw as `quantize.grid.draws` says, one value after the other, in Python's integers."""
+    """Draw as `entropy.format` says, one value after the other, in Python's integers."""
     low, high, word = key & 0xFFFFFFFF, key >> 32, 0xFFFFFFFF
     for i in range(n):
-        bits = (i // 64 * 32 + i % 32) ^ low
+        bits = i // 2 ^ low
         bits = ((bits ^ bits >> 17) * 0xED5AD4BB & word) ^ high
         bits = (bits ^ bits >> 11) * 0xAC4C1B51 & word
         bits = (bits ^ bits >> 15) * 0x31848BAB & word
         bits ^= bits >> 14
-        yield ((bits >> 16 if i % 64 >= 32 else bits & 0xFFFF) + 0.5) / 65536 - 0.5
+        yield ((bits >> 16 if i % 2 else bits & 0xFFFF) + 0.5) / 65536 - 0.5
 
 
 @pytest.mark.parametrize("bits", [1.0, 2.0, 5.0])
@@ -109,23 +115,73 @@ def test_values_at_the_end_of_the_range_stay_finite(setting, dtype):
         assert send(setting, x, step=1).isfinite().all()
 
 
+def ideal_bits(step):
+    """What an ideal coder needs for a standard normal value in steps of that size, given its draw: by the
+    density of the value and a uniform part of a step (Zamir and Feder 1992)."""
+    y = torch.linspace(-8 - step, 8 + step, 100_001, dtype=torch.float64)
+    density = (torch.special.ndtr(y + step / 2) - torch.special.ndtr(y - step / 2)) / step
+    return -torch.trapezoid(torch.special.xlogy(density, density), y).item() / math.log(2) - math.log2(step)
+
+
+@pytest.mark.parametrize("bits", [1.5, 2, 3, 4])
+def test_packets_are_within_3_percent_of_an_ideal_code(bits):
+    """Head, tables, spare words and what four classes leave out, all included."""
+    n = 1 << 19
+    x = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    frame = frame_of(n, bits, dithered=True)
+    words = cpu.encode_entropy(x, frame, 7)
+    exponent, j = words[frame.head : frame.head + 2].tolist()
+    assert 16 * len(words) / n <= 1.03 * ideal_bits(4 * 2 ** (exponent - 127 - j / 64))
+
+
+@pytest.mark.parametrize("feedback", ["ef", "ef21", "loco", "aqsgd"])
+@pytest.mark.parametrize("setting", [CODECS[1], CODECS[3]], ids=str)
+def test_both_sides_of_a_feedback_agree(setting, feedback):
+    """Receivers draw what senders drew, wherever a feedback encodes and decodes."""
+    pair = Pair({**setting, "rounding": "dither"}, feedback)
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    last = [(pair(x) - x).norm() / x.norm() for _ in range(4)][-1]
+    assert last < 1
+    for key in pair.sender.keys() & pair.receiver.keys():
+        assert torch.equal(pair.sender[key], pair.receiver[key])
+
+
 @pytest.mark.parametrize("bits", [0.3, 2, 5.5])
+@pytest.mark.parametrize("target", filter(runs_here, TARGETS))
 @pytest.mark.extended(keep=1)
-def test_backends_give_the_same_bits(bits, monkeypatch):
-    """The words, what they decode to, and which damaged ones are refused."""
+def test_backends_give_the_same_bits(target, bits, monkeypatch):
+    """The words, what they decode to, and which damaged ones are refused; also where a step comes from a
+    sample, where values are so few that it misleads, and in all orders."""
+    monkeypatch.setattr("ds_compress.kernels.entropy.format.SAMPLED_NUMEL", 20_000)
+    with compiled_for(target):
+        compare_backends(bits, monkeypatch)
+
+
+def compare_backends(bits, monkeypatch):
     monkeypatch.setattr(native, "LONG", 0)
     generator = torch.Generator().manual_seed(3)
     for n, cuts in ((1, ()), (33, ()), (5001, (128, 1000)), (70_001, (4096, 20_000))):
         x = torch.randn(n, generator=generator)
-        for values in (x, x.bfloat16(), x.sign() * 0.3, torch.empty(n).cauchy_(generator=generator), 0 * x):
+        few = torch.where(torch.arange(n) % 1111 < 9, x, 0)
+        wide = torch.empty(n).cauchy_(generator=generator)
+        for values in (x, x.bfloat16(), x.half(), x.sign() * 0.3, wide, few, x * 1e-40, 0 * x):
             frame = frame_of(n, bits, cuts, dithered=True)
             words = encode_entropy(values, frame, 99)
             assert torch.equal(cpu.encode_entropy(values, frame, 99), words)
             damaged = words.clone()
             damaged[torch.randint(0, len(words), (1,), generator=generator)] ^= 4
             for code in (words, damaged):
-                ours = cpu.decode_entropy(code, frame, torch.float32, 99)
-                assert_same_bits(ours, decode_entropy(code, frame, torch.float32, 99))
+                ours = cpu.decode_entropy(code, frame, values.dtype, 99)
+                assert_same_bits(ours, decode_entropy(code, frame, values.dtype, 99))
+    for units in (SortedBlocks(400, RUN, False), SortedBlocks(300, 41, True), SortedBlocks(97, 260, True)):
+        n = units.count * units.size + (0 if units.columns else 17)
+        x = torch.randn(n, generator=generator) * torch.exp2(2 * torch.randn(n, generator=generator))
+        frame = frame_of(n, bits, units.cuts, units.words, True)
+        for values in (x, x.bfloat16()):
+            words = encode_sorted(values, frame, units, 99)
+            assert torch.equal(cpu.encode_sorted(values, frame, units, 99), words)
+            ours = cpu.decode_sorted(words, frame, units, values.dtype, 99)
+            assert_same_bits(ours, decode_sorted(words, frame, units, values.dtype, 99))
 
 
 def test_zeros_arrive_as_zeros():

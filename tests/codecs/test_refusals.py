@@ -27,6 +27,8 @@ REFUSED = {
         ({**GAUSSIAN, "group_size": "channel"}, f"codec.grid: 'gaussian' {POWER}"),
         ({**GAUSSIAN, "scheme": "asymmetric"}, "codec.scheme: 'asymmetric' goes with grid 'uniform'"),
         ({**GAUSSIAN, "rounding": "stochastic"}, "codec.rounding: 'stochastic' goes with grid 'uniform'"),
+        ({**GAUSSIAN, "rounding": "dither"}, "codec.rounding: 'dither' goes with grid 'uniform'"),
+        ({**LEARNED, "rounding": "dither"}, "no rounding is unbiased; codec 'entropy' with \"rotate\": "),
         (
             {**LEARNED, "hadamard": True},
             'codec.hadamard: True goes with "rotate": "none" alone: the basis is',

@@ -70,8 +70,8 @@ def every_setting(widths):
             groups.quantize_with_error(x, x.float(), 1.0, normal)
     x = torch.zeros(64, 24, dtype=torch.float16)
     for bits, dither in ((1, None), (4, 2**64 - 1)):
-        grid = Grid(bits, symmetric=True)
-        groups.dequantize(groups.quantize(x, grid, dither), grid, torch.float16)
+        grid = Grid(bits, symmetric=True, dithered=dither is not None)
+        groups.dequantize(groups.quantize(x, grid, dither), grid, torch.float16, None, dither)
     for dtype, d in ((torch.bfloat16, 100_000), (torch.float32, 100_001), (torch.float16, 1000)):
         x = torch.zeros(2, d, dtype=dtype)  # with a sample or without, for bits or for indices
         selection.select_largest(x, 100)
@@ -80,9 +80,10 @@ def every_setting(widths):
         for entries in (torch.arange(10), bits):
             selection.gather(torch.zeros(1000, dtype=dtype), entries, 10)
         selection.scatter(torch.zeros(10, dtype=dtype), bits, (1000,))
-    for n in (100, 100_000):
-        frame = frame_of(n, 2.5)
-        entropy.decode_entropy(entropy.encode_entropy(torch.zeros(n), frame), frame, torch.float32)
+    for n, dither in ((100, None), (100_000, None), (100_000, 7)):
+        frame = frame_of(n, 2.5, dithered=dither is not None)
+        words = entropy.encode_entropy(torch.zeros(n), frame, dither)
+        entropy.decode_entropy(words, frame, torch.float32, dither)
     selection.list_bits(bits, 1000, 10)
     selection.pack_bits(selection.unpack_bits(bits, 1000))
 

@@ -75,10 +75,10 @@ def keys_of(bits: Tensor, exponent: Tensor, frame: Frame) -> Tensor:
     return keys
 
 
-def histogram_of(keys: Tensor, frame: Frame) -> Tensor:
-    """Count the values of each key of `keys_of`: int64 [contexts, 2, KEYS]."""
+def histogram_of(keys: Tensor, frame: Frame, weights: Tensor) -> Tensor:
+    """Add up the weights, int64 [numel], of each key of `keys_of`: int64 [contexts, 2, KEYS]."""
     histogram = torch.zeros(frame.contexts * 2 * KEYS, dtype=torch.int64, device=keys.device)
-    return histogram.index_add_(0, keys, torch.ones_like(keys)).view(frame.contexts, 2, KEYS)
+    return histogram.index_add_(0, keys, weights).view(frame.contexts, 2, KEYS)
 
 
 def search(histogram: Tensor, frame: Frame, sure: bool) -> CodePlan:

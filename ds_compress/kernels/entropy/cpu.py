@@ -69,29 +69,30 @@ _SORTED: dict[str, Any] = {
     "rest": SIZE,
     "columns": FLAG,
     "order": Buffer((torch.int32,), (2, "count")),
-    "classes": Buffer((torch.int16,), ("count",), per=PER_WORD),
 }
-_DRAWN: dict[str, Any] = {"dither_first": WORD, "dither_second": WORD}
-_DRAWS = Buffer((torch.int16,), ("places",))
-_encode_dithered = Function(
-    "entropy",
-    "encode_dithered_entropy",
-    **_ENCODE,
-    **_DRAWN,
-    places=SIZE,
-    drawn=_DRAWS,
-    spare=SIZE,
-    quarter=Buffer((torch.int32,), (FINER, 4 * (LEVELS[-1] + 1) + 1)),
-    inverse=Buffer((torch.float32,), (STEPS,)),
-    sums=Buffer((torch.int64,), (_SUMS,)),
-)
-_decode_dithered = Function(
-    "entropy", "decode_dithered_entropy", **_DECODE, **_DRAWN, places=SIZE, drawn=_DRAWS
-)
+_KEY: dict[str, Any] = {"dither_first": WORD, "dither_second": WORD}
+_DITHER: dict[str, Any] = {
+    **_KEY,
+    "is_sampled": FLAG,
+    "spare": SIZE,
+    "quarter": Buffer((torch.int32,), (FINER, 4 * (LEVELS[-1] + 1) + 1)),
+    "inverse": Buffer((torch.float32,), (STEPS,)),
+    "sums": Buffer((torch.int64,), (_SUMS,)),
+}
+_CLASSES = {"classes": Buffer((torch.int16,), ("count",), per=PER_WORD)}
+_IN_ORDER = {"sorted": Buffer((*FLOATS,), ("numel",), dtype_from="bf16")}
 _encode_entropy = Function("entropy", "encode_entropy", **_ENCODE)
 _decode_entropy = Function("entropy", "decode_entropy", **_DECODE)
-_encode_sorted = Function("entropy", "encode_sorted", **_ENCODE, **_SORTED)
-_decode_sorted = Function("entropy", "decode_sorted", **_DECODE, **_SORTED)
+_encode_sorted = Function("entropy", "encode_sorted", **_ENCODE, **_SORTED, **_CLASSES)
+_decode_sorted = Function("entropy", "decode_sorted", **_DECODE, **_SORTED, **_CLASSES)
+_encode_dithered = Function("entropy", "encode_dithered_entropy", **_ENCODE, **_DITHER)
+_decode_dithered = Function("entropy", "decode_dithered_entropy", **_DECODE, **_KEY)
+_encode_dithered_sorted = Function(
+    "entropy", "encode_dithered_sorted", **_ENCODE, **_DITHER, **_SORTED, **_IN_ORDER, **_CLASSES
+)
+_decode_dithered_sorted = Function(
+    "entropy", "decode_dithered_sorted", **_DECODE, **_KEY, **_SORTED, **_IN_ORDER, **_CLASSES
+)
 
 
 def encode_entropy(x: Tensor, frame: Frame, dither: int | None = None) -> Tensor:
@@ -103,15 +104,7 @@ def encode_entropy(x: Tensor, frame: Frame, dither: int | None = None) -> Tensor
     if dither is None:
         _encode_entropy(**arguments)
     else:
-        made = tables(torch.device("cpu"))
-        _encode_dithered(
-            **arguments,
-            **_dither_arguments(frame, dither),
-            spare=spare_words(frame),
-            quarter=made.quarter,
-            inverse=made.inverse,
-            sums=scratch("entropy.sums", (_SUMS,), torch.int64),
-        )
+        _encode_dithered(**arguments, **_dither_arguments(frame, dither))
     return code
 
 
@@ -125,18 +118,22 @@ def decode_entropy(
     if dither is None:
         is_valid = _decode_entropy(**arguments)
     else:
-        is_valid = _decode_dithered(**arguments, **_dither_arguments(frame, dither))
+        is_valid = _decode_dithered(**arguments, **_key_arguments(dither))
     return _checked(arguments["values"], is_valid, dtype)
 
 
 def encode_sorted(x: Tensor, frame: Frame, units: SortedBlocks, dither: int | None = None) -> Tensor:
     """See `reference.encode_sorted`."""
-    if dither is not None or not native.serves(x.numel()):
+    if not native.serves(x.numel()):
         return reference.encode_sorted_with(encode_entropy, x, frame, units, dither)
     words = torch.empty(frame.words + units.words, dtype=torch.int16, device="cpu")
-    code, classes = words[: frame.words], words[frame.words :]
     arguments = {**_encode_arguments(x, frame), **_sorted_arguments(frame, units)}
-    _encode_sorted(**arguments, code=code, classes=classes)
+    arguments |= {"code": words[: frame.words], "classes": words[frame.words :]}
+    if dither is None:
+        _encode_sorted(**arguments)
+    else:
+        in_order = _memory_in_order(arguments["values"])
+        _encode_dithered_sorted(**arguments, **_dither_arguments(frame, dither), sorted=in_order)
     return words
 
 
@@ -144,12 +141,17 @@ def decode_sorted(
     words: Tensor, frame: Frame, units: SortedBlocks, dtype: torch.dtype, dither: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """See `reference.decode_sorted`."""
-    if dither is not None or not native.serves(frame.numel):
+    if not native.serves(frame.numel):
         return reference.decode_sorted_with(decode_entropy, words, frame, units, dtype, dither)
     words = words.contiguous()
     arguments = _decode_arguments(words[: frame.words], frame, dtype)
     arguments |= {**_sorted_arguments(frame, units), "classes": words[frame.words :]}
-    return _checked(arguments["values"], _decode_sorted(**arguments), dtype)
+    if dither is None:
+        is_valid = _decode_sorted(**arguments)
+    else:
+        in_order = _memory_in_order(arguments["values"])
+        is_valid = _decode_dithered_sorted(**arguments, **_key_arguments(dither), sorted=in_order)
+    return _checked(arguments["values"], is_valid, dtype)
 
 
 def _checked(values: Tensor, is_valid: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -190,11 +192,26 @@ def _decode_arguments(code: Tensor, frame: Frame, dtype: torch.dtype) -> dict[st
 
 
 def _dither_arguments(frame: Frame, dither: int) -> dict[str, Any]:
-    """Return the halves of the key, and memory for the draws."""
-    first, second = key_halves(dither)
-    places = (frame.numel // 64 + 2) * 64
-    drawn = scratch("entropy.drawn", (places,), torch.int16)
-    return {"dither_first": first, "dither_second": second, "places": places, "drawn": drawn}
+    """Return the arguments of _DITHER."""
+    made = tables(torch.device("cpu"))
+    return {
+        **_key_arguments(dither),
+        "is_sampled": frame.is_sampled,
+        "spare": spare_words(frame),
+        "quarter": made.quarter,
+        "inverse": made.inverse,
+        "sums": scratch("entropy.sums", (_SUMS,), torch.int64),
+    }
+
+
+def _key_arguments(dither: int) -> dict[str, Any]:
+    """Return the arguments of _KEY."""
+    return dict(zip(_KEY, key_halves(dither)))
+
+
+def _memory_in_order(values: Tensor) -> Tensor:
+    """Return memory for `values` in the order of their code; only columns are put there."""
+    return scratch("entropy.sorted", (values.numel(),), values.dtype)
 
 
 @lru_cache(maxsize=1024)

@@ -8,7 +8,7 @@
 #include "sorted_blocks.h"
 
 constexpr int8_t BEYOND = -128;  // in the place of a q
-constexpr int64_t MOST_TABLES = MOST_CONTEXTS * CLASSES;
+constexpr int64_t MOST_TABLES = MOST_CONTEXTS * CLASSES, STEPS_AT_ONCE = 8;
 
 // What stands in front of the words.
 struct Head {
@@ -115,24 +115,33 @@ void decode_steps(const Slots& slots, const uint16_t* code, int64_t steps, Reade
     });
 }
 
+// Tells a decoder the classes of values, the highest bits of draws, and takes what it decoded, some values at a time.
+struct Undithered {
+    const uint16_t* classes_of(int64_t, int64_t, int64_t) { return nullptr; }
+    void put(int64_t, int64_t, int64_t, const int8_t*) {}
+};
+
+// Sink: `Undithered` or alike.
+template <class Sink = Undithered>
 class Decoder {
 public:
-    // head: as it has been read from `code`; drawn: [frame.numel], read if there are classes.
-    Decoder(const uint16_t* code, const Frame& frame, const Head& head, const uint16_t* drawn = nullptr)
-        : code(code), frame(frame), head(head), drawn(frame.classes > 1 ? drawn : nullptr) {}
+    // head: as it has been read from `code`.
+    Decoder(const uint16_t* code, const Frame& frame, const Head& head, const Sink& sink = {})
+        : code(code), frame(frame), head(head), sink(sink) {}
 
     // Whether the code can have been encoded; then q [frame.numel] are those of the values, or BEYOND.
-    bool read(int8_t* q) {
+    bool read(int8_t* to) {
+        q = to;
         int64_t word = head.words;
         for (int64_t block = 0; block < frame.blocks;) {
             const int64_t count = together(frame, block) ? AT_ONCE : 1;
             for (int64_t b = 0; b < count; ++b) {
-                begin(block + b, word, q, blocks[b]);
+                begin(block + b, word, blocks[b]);
                 word += size(block + b);
             }
             if (count == AT_ONCE) {
                 use(frame.context_of(block * frame.length));
-                steps<AT_ONCE>(frame.length / MOST_LANES);
+                steps<AT_ONCE>(frame.length / MOST_LANES, MOST_LANES);
             } else {
                 read_alone(block);
             }
@@ -150,10 +159,9 @@ public:
 private:
     int64_t size(int64_t block) const { return Head::load_word(code, frame.sizes() + 2 * block); }
 
-    void begin(int64_t block, int64_t word, int8_t* q, Reader& of) const {
+    void begin(int64_t block, int64_t word, Reader& of) const {
         for (int64_t i = 0; i < frame.lanes; ++i) of.state[i] = Head::load_word(code, 2 * (block * frame.lanes + i));
         of.word = word, of.q = q + block * frame.length;
-        of.drawn = drawn ? drawn + block * frame.length : nullptr;
     }
 
     void read_alone(int64_t block) {
@@ -161,28 +169,35 @@ private:
         const int64_t behind = place + frame.count(block);
         for (int64_t context = frame.context_of(place); place < behind; ++context) {
             const int64_t end = frame.ends[context] < behind ? frame.ends[context] : behind;
-            const int64_t count = (end - place) / frame.lanes;
             use(context);
-            if (frame.lanes == MOST_LANES) steps<1>(count);
-            else
-                for (int64_t step = 0; step < count; ++step) decode_step(slots, code, frame.words - 1, frame.lanes, blocks[0]);
-            decode_step(slots, code, frame.words - 1, (end - place) % frame.lanes, blocks[0]);
+            steps<1>((end - place) / frame.lanes, frame.lanes);
+            if ((end - place) % frame.lanes) steps<1>(1, (end - place) % frame.lanes);
             place = end;
         }
     }
 
+    // Of so many lanes.
     template <int BLOCKS>
-    void steps(int64_t count) {
-        constexpr int64_t MOST = 8;
+    void steps(int64_t count, int64_t lanes) {
         while (count) {
-            const int64_t some = count < MOST ? count : MOST;
-            bool near = false;  // the end of the code
-            for (int b = 0; b < BLOCKS; ++b) near |= blocks[b].word + some * MOST_LANES > frame.words;
-            if (!near && drawn) decode_steps<BLOCKS, true>(slots, code, some, blocks);
-            if (!near && !drawn) decode_steps<BLOCKS, false>(slots, code, some, blocks);
-            for (int b = 0; near && b < BLOCKS; ++b)
-                for (int64_t step = 0; step < some; ++step)
-                    decode_step(slots, code, frame.words - 1, MOST_LANES, blocks[b]);
+            const int64_t some = count < STEPS_AT_ONCE ? count : STEPS_AT_ONCE;
+            bool alone = lanes != MOST_LANES;  // or near the end of the code
+            int64_t place[BLOCKS];
+            for (int b = 0; b < BLOCKS; ++b) {
+                alone |= blocks[b].word + some * MOST_LANES > frame.words;
+                place[b] = blocks[b].q - q;
+                blocks[b].drawn = sink.classes_of(b, place[b], some * lanes);
+            }
+            if (alone) {
+                for (int b = 0; b < BLOCKS; ++b)
+                    for (int64_t step = 0; step < some; ++step)
+                        decode_step(slots, code, frame.words - 1, lanes, blocks[b]);
+            } else if (blocks[0].drawn) {
+                decode_steps<BLOCKS, true>(slots, code, some, blocks);
+            } else {
+                decode_steps<BLOCKS, false>(slots, code, some, blocks);
+            }
+            for (int b = 0; b < BLOCKS; ++b) sink.put(b, place[b], some * lanes, q + place[b]);
             count -= some;
         }
     }
@@ -210,7 +225,8 @@ private:
     const uint16_t* code;
     const Frame& frame;
     const Head& head;
-    const uint16_t* drawn;
+    Sink sink;
+    int8_t* q = nullptr;
     alignas(64) Slots slots;
     Reader blocks[AT_ONCE];
     int64_t spreaded = -1;  // the context that `slots` are of
@@ -255,6 +271,12 @@ struct Dequantizer {
 template <class Out>
 struct TensorOrder {
     Out* y;
+
+    // As `InTensorOrder`.
+    template <class F>
+    void each_run(int64_t begin, int64_t end, const F& f) const {
+        f(y + begin, begin, end - begin);
+    }
 
     void put(const int8_t* q, const Frame& frame, const Head& head, const Dequantizer& by) const {
         for (int64_t context = 0; context < frame.contexts; ++context) {
@@ -324,12 +346,12 @@ struct BlockOrder {
         }
     }
 
-    // The place of a value by its number in the code.
-    Out& at(int64_t value) const {
-        if (value >= units.whole()) return y[value];
-        const int64_t unit = order.units[value / units.size], inside = value % units.size;
-        return y[units.columns ? inside * units.count + unit : unit * units.size + inside];
+    template <class F>
+    void each_run(int64_t begin, int64_t end, const F& f) const {
+        order.each_run(begin, end, units, [&](int64_t place, int64_t value, int64_t n) { f(y + place, value, n); });
     }
+
+    Out& at(int64_t value) const { return y[order.place(value, units)]; }
 };
 
 template <int64_t SIZE>
@@ -337,6 +359,22 @@ inline bool holds_beyond(const int8_t* q) {
     uint8_t found = 0;
     for (int64_t i = 0; i < SIZE; ++i) found |= q[i] == BEYOND;
     return found;
+}
+
+// Whether the code has as many escapes as q [frame.numel] has BEYOND, and put(value, escape) takes each of them.
+template <class Put>
+bool each_escape(const uint16_t* code, const Frame& frame, const Head& head, const int8_t* q, const Put& put) {
+    int64_t escape = frame.words;
+    constexpr int64_t MANY = 256;  // most of them have none
+    for (int64_t start = 0; start < frame.numel; start += MANY) {
+        const int64_t end = start + MANY < frame.numel ? start + MANY : frame.numel;
+        if (end - start == MANY && !holds_beyond<MANY>(q + start)) continue;
+        for (int64_t i = start; i < end; ++i) {
+            if (q[i] != BEYOND) continue;
+            if (--escape < head.escapes || !put(i, code[escape])) return false;
+        }
+    }
+    return true;
 }
 
 // Whether `code` can have been encoded; then all values of `to`, `TensorOrder` or alike, are what it stands for.
@@ -349,21 +387,13 @@ bool decode_tensor(const uint16_t* code, const Frame& frame, const float* steps,
         for (int64_t i = 0; i < frame.numel; ++i) store(as_float(0x7FC00000), to.y[i]);
         return true;
     }
-    if (!Decoder(code, frame, head).read(q)) return false;
+    if (!Decoder<>(code, frame, head).read(q)) return false;
     const Dequantizer by(head, steps);
     to.put(q, frame, head, by);
-    int64_t escape = frame.words;
-    constexpr int64_t MANY = 256;  // most of them have none
-    for (int64_t start = 0; start < frame.numel; start += MANY) {
-        const int64_t end = start + MANY < frame.numel ? start + MANY : frame.numel;
-        if (end - start == MANY && !holds_beyond<MANY>(q + start)) continue;
-        for (int64_t i = start; i < end; ++i) {
-            if (q[i] != BEYOND) continue;
-            if (--escape < head.escapes) return false;
-            const int64_t key = code[escape] & 0x7FFF;
-            if (key < 1 || key >= KEYS) return false;
-            store(by.of_key(code[escape]), to.at(i));
-        }
-    }
-    return true;
+    return each_escape(code, frame, head, q, [&](int64_t value, uint16_t escape) {
+        const int64_t key = escape & 0x7FFF;
+        if (key < 1 || key >= KEYS) return false;
+        store(by.of_key(escape), to.at(value));
+        return true;
+    });
 }

@@ -7,31 +7,49 @@
 #include "encoder.h"
 #include "../quantize/grid.h"
 
-constexpr int64_t COARSER = 4, COARSEST = FINER / 4, FINEST = 19 * FINER - 1, LARGEST_Q = 1 << 14;
-constexpr int64_t COUNTED = REACH + 1, NUMBERS = 2 * COUNTED + 1, QUARTERS = CLASSES * COUNTED;
+constexpr int64_t COARSER = 4, COARSEST = FINER / 4, FINEST = 19 * FINER - 1, LARGEST_Q = 1 << 14, ATTEMPTS = 4, MARGIN = 1024;
+constexpr int64_t COUNTED = REACH + 1, NUMBERS = 512, QUARTERS = CLASSES * COUNTED;  // q are within COUNTED: 257 of NUMBERS
 
-// The lower halves of numbers.
+// The lower halves of numbers from 0 to 2^16 - 1.
 inline void store_halves(Ints x, uint16_t* y, int64_t count) {
 #if defined(__AVX512F__)
     if (count == LANES)
         return _mm256_storeu_si256(reinterpret_cast<__m256i*>(y), _mm512_maskz_cvtepi32_epi16(ALL, (__m512i)x));
+#elif defined(__AVX2__)
+    if (count == LANES) {
+        const __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)x, (__m256i)x), 0x08);
+        return _mm_storeu_si128(reinterpret_cast<__m128i*>(y), _mm256_castsi256_si128(halves));
+    }
 #endif
     int32_t lanes[LANES];
     store(x, lanes);
     for (int64_t i = 0; i < count; ++i) y[i] = static_cast<uint16_t>(lanes[i]);
 }
 
-// The draws of n values, a multiple of 64, as grid.py says.
-inline void make_draws(Dither dither, int64_t n, uint16_t* drawn) {
-    for (int64_t i = 0; i < n; i += 64)
-        for (int64_t j = 0; j < 32; j += LANES) {
-            const Words words = dither.words(static_cast<uint32_t>(i / 2 + j));
-            store_halves((Ints)(words & 0xFFFF), drawn + i + j, LANES);
-            store_halves((Ints)(words >> 16), drawn + i + 32 + j, LANES);
-        }
-}
+// The draws of MOST values in a row, made where they are needed.
+template <int64_t MOST>
+class Draws {
+public:
+    explicit Draws(Dither dither) : dither(dither) {}
+
+    // Those of `count` values, coded from `value` on; a vector behind them can be read.
+    const uint16_t* of(int64_t value, int64_t count) {
+        const int64_t first = value / 2, behind = (value + count + 1) / 2;
+        for (int64_t i = 0; i < behind - first; i += LANES)  // a word is two draws, the lower half first
+            store((Ints)dither.words(static_cast<uint32_t>(first + i)), reinterpret_cast<int32_t*>(halves + 2 * i));
+        return halves + value % 2;
+    }
+
+private:
+    Dither dither;
+    alignas(64) uint16_t halves[MOST + 4 * LANES];
+};
 
 inline Words load_draws(const uint16_t* drawn) { return (Words)load(drawn) >> 16; }
+
+inline uint32_t draw_of(Dither dither, int64_t value) {
+    return dither.words(static_cast<uint32_t>(value / 2))[0] >> (value % 2 * 16) & 0xFFFF;
+}
 
 // How many values of a table are q = 1 .. COUNTED or more, and -1 .. -COUNTED or less.
 typedef int64_t FromQ[2][COUNTED];
@@ -41,45 +59,37 @@ struct DitherTables {
     const float* inverse;    // [STEPS]
 };
 
-// What a message is coded from, for an `Encoder`.
-template <class In>
+// What a message is coded from, for an `Encoder`. Values: `InTensorOrder` or alike.
+template <class Values>
 class DitheredCode {
 public:
     Plan plans[MOST_CONTEXTS * CLASSES];
 
-    DitheredCode(const In* x, const Frame& frame, const Tables& tables, const DitherTables& its, uint32_t exponent,
-                 const uint16_t* drawn, uint16_t* keys, uint32_t* copies)
-        : x(x), frame(frame), tables(tables), its(its), drawn(drawn), keys(keys), copies(copies),
+    DitheredCode(const Values& values, const Frame& frame, const Tables& tables, const DitherTables& its, uint32_t exponent,
+                 Dither dither, uint16_t* keys, uint32_t* copies)
+        : values(values), frame(frame), tables(tables), its(its), dither(dither), draws(dither), keys(keys), copies(copies),
           scale(as_float((255 - exponent) << 23)) {}
 
     // Makes the keys and counts of what each value becomes: class * NUMBERS + q + COUNTED, q within COUNTED.
     void quantize(int64_t step) {
-        const float inverse = its.inverse[step];
-        constexpr int64_t SOME = 16384;
-        for (int64_t context = 0; context < frame.contexts; ++context) {
-            std::memset(copies, 0, 2 * KEYS * COPIES * sizeof *copies);
-            for (int64_t begin = frame.begin(context); begin < frame.ends[context]; begin += SOME) {
-                const int64_t end = begin + SOME < frame.ends[context] ? begin + SOME : frame.ends[context];
-                for (int64_t i = begin; i < end; i += LANES) {
-                    const int64_t lanes = end - i < LANES ? end - i : LANES;
-                    const Words draws = load_draws(drawn + i);
-                    const Ints q = smaller(larger(numbers(load_partial(x + i, lanes), draws, inverse), Ints{} - COUNTED),
-                                           Ints{} + COUNTED);
-                    const Ints of_class = frame.classes > 1 ? (Ints)(draws >> 14) * static_cast<int32_t>(NUMBERS) : Ints{};
-                    store_halves(q + COUNTED + of_class, keys + i, lanes);
-                }
-                count_keys(keys + begin, end - begin, copies);
-            }
-            for (int64_t number = 0; number < frame.classes; ++number) count(context * frame.classes + number, number);
-        }
         present = step;
+        count_contexts<STRIDE>(
+            frame, false, keys, copies,
+            [&](int64_t begin, int64_t end) {
+                values.each_run(begin, end, [&](const auto* x, int64_t value, int64_t n) {
+                    for (int64_t i = 0; i < n; i += MANY) make_keys(x + i, value + i, n - i < MANY ? n - i : MANY);
+                });
+            },
+            [&](int64_t context) {
+                for (int64_t number = 0; number < frame.classes; ++number) count(context * frame.classes + number, number);
+            });
     }
 
     // Plans all tables by the counts; the words that they and the code take.
-    int64_t plan(bool sure) {
+    int64_t plan() {
         int64_t words = 0, total = 0;
         for (int64_t table = 0; table < frame.contexts * frame.classes; ++table) {
-            make_plan(from_q[table], n[table], tables, sure, plans[table]);
+            make_plan(from_q[table], n[table], tables, false, plans[table]);
             plans[table].step = present;
             words += plans[table].beyond() + plans[table].escapes, total += plans[table].cost;
         }
@@ -97,17 +107,27 @@ public:
 
     // Writes what is beyond, the first one last, in front of `place`; returns where the last one is.
     uint16_t* write_escapes(int64_t context, uint16_t* place) const {
-        bool beyond[CLASSES * NUMBERS];
-        bool any_beyond = false;
+        int64_t escapes = 0, above = REACH, below = REACH;
+        bool beyond[CLASSES * NUMBERS] = {};
         for (int64_t number = 0; number < frame.classes; ++number) {
             const Plan& plan = plans[context * frame.classes + number];
-            any_beyond |= plan.escapes > 0;
+            escapes += plan.escapes;
+            above = plan.above < above ? plan.above : above, below = plan.below < below ? plan.below : below;
             for (int64_t q = -COUNTED; q <= COUNTED; ++q) beyond[number * NUMBERS + q + COUNTED] = !is_inside(plan, q);
         }
-        for (int64_t i = frame.begin(context); any_beyond && i < frame.ends[context]; ++i)
-            if (beyond[keys[i]])
-                *--place = static_cast<uint16_t>(
-                    numbers(load_partial(x + i, 1), Words{} + drawn[i], its.inverse[present])[0]);
+        if (!escapes) return place;
+        const uint16_t least = static_cast<uint16_t>(COUNTED - below), reach = static_cast<uint16_t>(above + below);
+        constexpr int64_t SOME = 64;  // most of them have none
+        for (int64_t start = frame.begin(context); start < frame.ends[context]; start += SOME) {
+            const int64_t end = start + SOME < frame.ends[context] ? start + SOME : frame.ends[context];
+            uint16_t found = 0;  // where a class with the least reach would have one
+            for (int64_t i = start; i < end; ++i)
+                found |= static_cast<uint16_t>((keys[i] & (NUMBERS - 1)) - least) > reach;
+            for (int64_t i = start; found && i < end; ++i)
+                if (beyond[keys[i]])
+                    *--place = static_cast<uint16_t>(numbers(Floats{} + values.at(i), Words{} + draw_of(dither, i),
+                                                             its.inverse[present])[0]);
+        }
         return place;
     }
 
@@ -116,19 +136,37 @@ public:
 private:
     static bool is_inside(const Plan& plan, int64_t q) { return q <= plan.above && q >= -plan.below; }
 
+    // Of values whose draws are made at a time; of a histogram. Most keys are equal to others: a processor takes what lies a
+    // multiple of 4096 bytes behind a counter for the counter itself, and waits.
+    static constexpr int64_t MANY = 1024, STRIDE = CLASSES * NUMBERS + 64;
+
     // q of values.
-    Ints numbers(Floats values, Words draws, float inverse) const {
-        const Floats position = values * scale * inverse;
-        const Ints fixed = truncated((Floats)((Ints)position & MAGNITUDE) + 0.5f);
-        return ((position < 0.0f ? -fixed : fixed) + (Ints)draws) >> 16;
+    Ints numbers(Floats x, Words drawn, float inverse) const { return (nearest(x * scale * inverse) + (Ints)drawn) >> 16; }
+
+    // Of `n` values, MANY at most.
+    template <class In>
+    void make_keys(const In* x, int64_t value, int64_t n) {
+        const float inverse = its.inverse[present];
+        const uint16_t* drawn = draws.of(value, n);
+        const Words classes = Words{} + static_cast<uint32_t>(frame.classes > 1 ? (CLASSES - 1) * NUMBERS : 0);
+        constexpr uint32_t SHARE = 65536 / CLASSES / NUMBERS;  // of draws: their highest bits become those of a class
+        const auto make = [&](int64_t i, int64_t lanes) __attribute__((always_inline)) {
+            const Words its_draws = load_draws(drawn + i);
+            const Ints q = numbers(load_partial(x + i, lanes), its_draws, inverse);
+            const Ints inside = smaller(larger(q, Ints{} - COUNTED), Ints{} + COUNTED) + COUNTED;
+            store_halves(inside | (Ints)(its_draws / SHARE & classes), keys + value + i, lanes);
+        };
+        int64_t i = 0;
+        for (; i + LANES <= n; i += LANES) make(i, LANES);
+        if (i < n) make(i, n - i);
     }
 
     void count(int64_t table, int64_t number) {
-        int64_t each[NUMBERS];
+        int64_t each[2 * COUNTED + 1];
         n[table] = 0;
-        for (int64_t i = 0; i < NUMBERS; ++i) {
+        for (int64_t i = 0; i <= 2 * COUNTED; ++i) {
             each[i] = 0;
-            for (int64_t copy = 0; copy < COPIES; ++copy) each[i] += copies[2 * KEYS * copy + number * NUMBERS + i];
+            for (int64_t copy = 0; copy < COPIES; ++copy) each[i] += copies[STRIDE * copy + number * NUMBERS + i];
             n[table] += each[i];
         }
         int64_t above = 0, below = 0;
@@ -138,11 +176,12 @@ private:
         }
     }
 
-    const In* x;
+    const Values& values;
     const Frame& frame;
     const Tables& tables;
     const DitherTables& its;
-    const uint16_t* drawn;
+    const Dither dither;
+    Draws<MANY> draws;
     uint16_t* keys;
     uint32_t* copies;
     const float scale;
@@ -195,27 +234,36 @@ inline int64_t first_step(const Counts* counts, const Sums* sums, const Frame& f
         const int64_t middle = (low + high) / 2;
         int64_t words = 0, total = 0;
         for (int64_t context = 0; context < frame.contexts; ++context)
-            expect(counts[context], sums[context], middle, (frame.ends[context] - frame.begin(context)) / frame.classes, frame,
-                   tables, its.quarter + middle % FINER * (QUARTERS + 1), words, total);
+            expect(counts[context], sums[context], middle, (counts[context][0][0] + counts[context][1][0]) / frame.classes,
+                   frame, tables, its.quarter + middle % FINER * (QUARTERS + 1), words, total);
         (words + (total >> (COST_BITS + 4)) <= frame.room() - spare ? low : high) = middle;
     }
     return low;
 }
 
-// As `encode_tensor`. drawn: of all values and a vector more; sums: [contexts].
-template <class In>
-void encode_dithered(const In* x, const Frame& frame, const Tables& tables, const DitherTables& its, const uint16_t* drawn,
-                     int64_t spare, Sums* sums, uint16_t* keys, uint32_t* space, uint16_t* scratch, uint16_t* words) {
-    const uint32_t largest = largest_bits(x, frame.numel), exponent = exponent_of(largest);
+// A code in which all values are 0.
+inline void write_zeros(uint32_t exponent, const Frame& frame, uint16_t* words) {
+    std::memset(words, 0, frame.words * sizeof *words);
+    for (int64_t lane = 0; lane < frame.blocks * frame.lanes; ++lane) words[2 * lane + 1] = START >> 16;
+    words[frame.head()] = static_cast<uint16_t>(exponent);
+}
+
+// As `encode_tensor`. largest: the bits of the largest magnitude; sums: [contexts].
+template <class Values>
+void encode_dithered(const Values& values, uint32_t largest, const Frame& frame, const Tables& tables, const DitherTables& its,
+                     Dither dither, bool is_sampled, int64_t spare, Sums* sums, uint16_t* keys, uint32_t* space,
+                     uint16_t* scratch, uint16_t* words) {
+    const uint32_t exponent = exponent_of(largest);
     std::memset(words, 0, frame.words * sizeof *words);
     if (exponent == NOT_FINITE) {
         words[frame.head()] = NOT_FINITE;
         return;
     }
     const uint32_t wanted = exponent + COARSER, raised = wanted < NOT_FINITE ? wanted : NOT_FINITE - 1;
+    if (!largest) return write_zeros(raised, frame, words);
     Counts* counts = reinterpret_cast<Counts*>(space + 2 * KEYS * COPIES);
     Histogram* histograms = reinterpret_cast<Histogram*>(counts + frame.contexts);
-    count_contexts(InTensorOrder<In>{x, frame.numel}, frame, raised, keys, space, counts, histograms);
+    make_histograms(values, frame, is_sampled, raised, keys, space, counts, histograms);
     for (int64_t context = 0; context < frame.contexts; ++context)
         for (int side = 0; side < 2; ++side) {
             sums[context][side][KEYS] = 0;
@@ -223,58 +271,80 @@ void encode_dithered(const In* x, const Frame& frame, const Tables& tables, cons
                 sums[context][side][key] = sums[context][side][key + 1] + weight_of(key) * histograms[context][side][key];
         }
     const int64_t finest = FINEST - FINER * static_cast<int64_t>(wanted - raised);
-    const int64_t first = largest ? first_step(counts, sums, frame, tables, its, finest, spare) : 0;
-    DitheredCode<In> code(x, frame, tables, its, raised, drawn, keys, space);
-    const int64_t shifts[MOST_CONTEXTS * CLASSES] = {};
-    int64_t last = -1;
-    for (int sure = 0; sure < 2; ++sure) {
-        for (int64_t less = 0;; less = 2 * less + 1) {
-            const int64_t coarser = first - less < COARSEST ? COARSEST : first - less;
-            const int64_t step = first == 0 || less > 2 * FINEST ? 0 : coarser < first ? coarser : first;
-            if (step != last) code.quantize(step);
-            last = step;
-            if (code.plan(sure) <= frame.room() || step == 0) break;
+    const int64_t first = first_step(counts, sums, frame, tables, its, finest, spare);
+    DitheredCode<Values> code(values, frame, tables, its, raised, dither, keys, space);
+    int64_t step = first;
+    for (int64_t attempt = 0; attempt < ATTEMPTS; ++attempt) {
+        code.quantize(step);
+        const int64_t expected = code.plan(), lacking = expected + expected / MARGIN + 1 - frame.room();
+        if (lacking <= 0) {
+            const int64_t shifts[MOST_CONTEXTS * CLASSES] = {};
+            if (Encoder(code, frame, space, scratch, words).write(raised, shifts)) return;
+            break;
         }
-        if (Encoder(code, frame, space, scratch, words).write(raised, shifts)) return;
-        std::memset(words, 0, frame.words * sizeof *words);
+        const int64_t coarser = 2 * (first - step) + 1 + lacking * 16 * FINER / frame.numel;
+        step = first - coarser < COARSEST ? COARSEST : first - coarser;
     }
+    write_zeros(raised, frame, words);
 }
 
+// Takes the dither off decoded q, where draws are at hand, and puts values to their places.
+template <class To>
+class DitherRemoval {
+public:
+    DitherRemoval(const Frame& frame, const Head& head, const float* steps, Dither dither, const To& to)
+        : unit(head.step ? steps[head.step] * 0x1p-16f : 0.0f), scale(as_float(static_cast<uint32_t>(head.exponent) << 23)),
+          has_classes(frame.classes > 1), to(to), draws{Some(dither), Some(dither)}, drawn() {}
+
+    const uint16_t* classes_of(int64_t b, int64_t value, int64_t count) {
+        drawn[b] = draws[b].of(value, count);
+        return has_classes ? drawn[b] : nullptr;
+    }
+
+    void put(int64_t b, int64_t begin, int64_t count, const int8_t* q) {
+        to.each_run(begin, begin + count, [&](auto* y, int64_t value, int64_t n) {
+            const int64_t from = value - begin;
+            int64_t i = 0;
+            for (; i + LANES <= n; i += LANES)
+                store(values_of(load_bytes(q + from + i), load_draws(drawn[b] + from + i)), y + i);
+            for (; i < n; ++i) store(values_of(Ints{} + q[from + i], Words{} + drawn[b][from + i])[0], y[i]);
+        });
+    }
+
+    Floats values_of(Ints numbers, Words drawn) const {
+        const Ints fixed = (numbers << 16) + 32767 - (Ints)drawn;
+        const Floats value = (__builtin_convertvector(fixed, Floats) + 0.5f) * unit;
+        return larger(smaller(value, Floats{} + HIGHEST), Floats{} - HIGHEST) * scale;
+    }
+
+private:
+    typedef Draws<STEPS_AT_ONCE * MOST_LANES> Some;
+
+    float unit, scale;
+    bool has_classes;
+    const To& to;
+    Some draws[AT_ONCE];
+    const uint16_t* drawn[AT_ONCE];
+};
+
 // As `decode_tensor`.
-template <class Out>
-bool decode_dithered(const uint16_t* code, const Frame& frame, const float* steps, const uint16_t* drawn, int8_t* q, Out* y) {
+template <class To>
+bool decode_dithered(const uint16_t* code, const Frame& frame, const float* steps, Dither dither, int8_t* q, const To& to) {
     Head head;
     if (!head.read(code, frame)) return false;
     if (!head.finite()) {
-        for (int64_t i = 0; i < frame.numel; ++i) store(as_float(0x7FC00000), y[i]);
+        for (int64_t i = 0; i < frame.numel; ++i) store(as_float(0x7FC00000), to.y[i]);
         return true;
     }
     if (head.step != 0 && (head.step < COARSEST || head.step > FINEST)) return false;
     for (int64_t table = 0; table < frame.contexts * frame.classes; ++table)
         if (head.shift[table] != 0) return false;
-    if (!Decoder(code, frame, head, drawn).read(q)) return false;
-    const float unit = head.step ? steps[head.step] * 0x1p-16f : 0.0f;
-    const float scale = as_float(static_cast<uint32_t>(head.exponent) << 23);
-    const auto values_of = [&](Ints numbers, Words draws) {
-        const Ints fixed = (numbers << 16) + 32767 - (Ints)draws;
-        const Floats value = (__builtin_convertvector(fixed, Floats) + 0.5f) * unit;
-        return larger(smaller(value, Floats{} + HIGHEST), Floats{} - HIGHEST) * scale;
-    };
-    int64_t i = 0;
-    for (; i + LANES <= frame.numel; i += LANES) store(values_of(load_bytes(q + i), load_draws(drawn + i)), y + i);
-    for (; i < frame.numel; ++i) store(values_of(Ints{} + q[i], Words{} + drawn[i])[0], y[i]);
-    int64_t escape = frame.words;
-    constexpr int64_t MANY = 256;  // most of them have none
-    for (int64_t start = 0; start < frame.numel; start += MANY) {
-        const int64_t end = start + MANY < frame.numel ? start + MANY : frame.numel;
-        if (end - start == MANY && !holds_beyond<MANY>(q + start)) continue;
-        for (i = start; i < end; ++i) {
-            if (q[i] != BEYOND) continue;
-            if (--escape < head.escapes) return false;
-            const int32_t number = static_cast<int16_t>(code[escape]);
-            if (number > LARGEST_Q || number < -LARGEST_Q) return false;
-            store(values_of(Ints{} + number, Words{} + drawn[i])[0], y[i]);
-        }
-    }
-    return true;
+    const DitherRemoval<To> removal(frame, head, steps, dither, to);
+    if (!Decoder(code, frame, head, removal).read(q)) return false;
+    return each_escape(code, frame, head, q, [&](int64_t value, uint16_t escape) {
+        const int32_t number = static_cast<int16_t>(escape);
+        if (number > LARGEST_Q || number < -LARGEST_Q) return false;
+        store(removal.values_of(Ints{} + number, Words{} + draw_of(dither, value))[0], to.at(value));
+        return true;
+    });
 }

@@ -339,20 +339,35 @@ private:
     int64_t spreaded = -1;                     // the context that `table` is of
 };
 
-// Makes the keys of all values, and counts those of each context. copies: COPIES of a histogram.
-template <class Values>
-void count_contexts(const Values& values, const Frame& frame, uint32_t exponent, uint16_t* keys, uint32_t* copies,
-                    Counts* counts, Histogram* histograms) {
+// For each context: makes keys by make(begin, end), part by part, counts them in `copies`, COPIES of a histogram, and calls
+// done(context). is_sampled: of a sample of the values only.
+template <int64_t STRIDE = 2 * KEYS, class Make, class Done>
+void count_contexts(const Frame& frame, bool is_sampled, const uint16_t* keys, uint32_t* copies, const Make& make,
+                    const Done& done) {
+    constexpr int64_t SOME = 16384;  // keys are counted while the cache has them
     for (int64_t context = 0; context < frame.contexts; ++context) {
-        constexpr int64_t SOME = 16384;  // keys are counted while the cache has them
-        std::memset(copies, 0, 2 * KEYS * COPIES * sizeof *copies);
-        for (int64_t begin = frame.begin(context); begin < frame.ends[context]; begin += SOME) {
-            const int64_t end = begin + SOME < frame.ends[context] ? begin + SOME : frame.ends[context];
-            values.make(begin, end, exponent, keys);
-            count_keys(keys + begin, end - begin, copies);
+        std::memset(copies, 0, STRIDE * COPIES * sizeof *copies);
+        for (int64_t begin = frame.begin(context); begin < frame.ends[context];) {
+            const int64_t next = begin + (is_sampled ? SAMPLED_RUN - begin % SAMPLED_RUN : SOME);
+            const int64_t end = next < frame.ends[context] ? next : frame.ends[context];
+            if (!is_sampled || belongs_to_sample(begin / SAMPLED_RUN)) {
+                make(begin, end);
+                count_keys<STRIDE>(keys + begin, end - begin, copies);
+            }
+            begin = end;
         }
-        add_up(copies, histograms[context], counts[context]);
+        done(context);
     }
+}
+
+// Histograms of the keys of all values, or of a sample, in whose place each counts as often as the values it stands for.
+template <class Values>
+void make_histograms(const Values& values, const Frame& frame, bool is_sampled, uint32_t exponent, uint16_t* keys,
+                     uint32_t* copies, Counts* counts, Histogram* histograms) {
+    count_contexts(
+        frame, is_sampled, keys, copies,
+        [&](int64_t begin, int64_t end) { values.make(begin, end, exponent, keys); },
+        [&](int64_t context) { add_up(copies, is_sampled ? SAMPLED : 1, histograms[context], counts[context]); });
 }
 
 // values: `InTensorOrder` or alike. space: COPIES of a histogram, where the table of a context is later; then counts and
@@ -360,7 +375,7 @@ void count_contexts(const Values& values, const Frame& frame, uint32_t exponent,
 template <class Values>
 void encode_tensor(const Values& values, const Frame& frame, Tables tables, uint16_t* keys, uint32_t* space,
                    uint16_t* scratch, uint16_t* words) {
-    const uint32_t exponent = values.exponent();
+    const uint32_t exponent = exponent_of(values.largest());
     std::memset(words, 0, frame.words * sizeof *words);
     if (exponent == NOT_FINITE) {
         words[frame.head()] = NOT_FINITE;
@@ -368,7 +383,7 @@ void encode_tensor(const Values& values, const Frame& frame, Tables tables, uint
     }
     Counts* counts = reinterpret_cast<Counts*>(space + 2 * KEYS * COPIES);
     Histogram* histograms = reinterpret_cast<Histogram*>(counts + frame.contexts);
-    count_contexts(values, frame, exponent, keys, space, counts, histograms);
+    make_histograms(values, frame, false, exponent, keys, space, counts, histograms);
     for (int sure = 0; sure < 2; ++sure) {  // where the first code comes out too long, the second one cannot
         Plan plans[MOST_CONTEXTS];
         int64_t shifts[MOST_CONTEXTS];

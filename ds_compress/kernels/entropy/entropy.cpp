@@ -10,92 +10,129 @@
 
 namespace {
 
+template <class Pointer>
+using Value = std::remove_const_t<std::remove_pointer_t<Pointer>>;
+
+// What a message without dither is coded by, and what else one with it needs.
+struct Encoding {
+    Frame frame;
+    Tables tables;
+    uint16_t* keys;
+    uint32_t* space;
+    uint16_t *scratch, *words;
+};
+
+struct Dithering {
+    Dither dither;
+    bool is_sampled;
+    int64_t spare;
+    DitherTables tables;
+    Sums* sums;
+};
+
+template <class Values>
+void encode(const Values& values, const Encoding& by) {
+    encode_tensor(values, by.frame, by.tables, by.keys, by.space, by.scratch, by.words);
+}
+
+template <class Values>
+void encode(const Values& values, uint32_t largest, const Encoding& by, const Dithering& with) {
+    encode_dithered(values, largest, by.frame, by.tables, with.tables, with.dither, with.is_sampled, with.spare, with.sums,
+                    by.keys, by.space, by.scratch, by.words);
+}
+
+// The values of `x` in the order of units, whose classes this finds.
 template <class In>
-void encode_sorted_blocks(const In* x, const Frame& frame, SortedBlocks units, const Tables& tables, int32_t* order, uint16_t* keys,
-                     uint32_t* space, uint16_t* scratch, uint16_t* words, uint16_t* classes) {
+InBlockOrder<In> in_block_order(const In* x, int64_t numel, SortedBlocks units, int32_t* order, uint32_t* space,
+                                uint16_t* classes) {
     uint32_t* sizes = reinterpret_cast<uint32_t*>(order);  // until the order is there
     const uint32_t largest = measure_units(x, units, sizes);
     classify(sizes, units.count, space, classes);
-    const InBlockOrder<In> values{x, frame.numel, units, largest, Order(classes, units.count, order)};
-    encode_tensor(values, frame, tables, keys, space, scratch, words);
-}
-
-template <class Out>
-bool decode_sorted_blocks(const uint16_t* words, const uint16_t* classes, const Frame& frame, SortedBlocks units,
-                     const float* steps, int32_t* order, int8_t* q, Out* y) {
-    const BlockOrder<Out> to{y, units, Order(classes, units.count, order)};
-    return decode_tensor(words, frame, steps, q, to);
+    return {x, numel, units, largest, Order(classes, units.count, order)};
 }
 
 }  // namespace
 
 // The arguments of exported functions, which cpu.py declares. ends [contexts], keys [numel], q [numel],
 // space [2 * KEYS * COPIES + contexts * (4 * KEYS + 2)], scratch [AT_ONCE, length], classes [count / PER_WORD],
-// order [2, count], drawn [places], a multiple of 64; `rest` values follow those of the `count` units.
+// order [2, count], sorted [numel], of the type of x; `rest` values follow those of the `count` units.
 #define FRAME_PARAMETERS                                                                                             \
     int64_t numel, int64_t size, int64_t lanes, int64_t length, int64_t blocks, int64_t contexts, int64_t per_context,  \
         const int64_t* ends
+#define FRAME Frame{numel, size, lanes, length, blocks, contexts, per_context, ends}
 #define ENCODE_PARAMETERS                                                                                            \
     const void* x, int64_t bf16, FRAME_PARAMETERS, const int32_t* first, const int64_t* units, const int32_t* cost,  \
         uint16_t* keys, uint32_t* space, uint16_t* scratch, uint16_t* words
+#define ENCODING Encoding{FRAME, Tables{first, units, cost}, keys, space, scratch, words}
 #define DECODE_PARAMETERS const uint16_t* words, FRAME_PARAMETERS, const float* steps, int8_t* q, void* y, int64_t bf16
-#define DITHER_PARAMETERS int64_t dither_first, int64_t dither_second, int64_t places, uint16_t* drawn
+#define DITHER_PARAMETERS int64_t dither_first, int64_t dither_second
 #define DITHER Dither{true, static_cast<uint32_t>(dither_first), static_cast<uint32_t>(dither_second)}
+#define DITHERING_PARAMETERS                                                                                         \
+    DITHER_PARAMETERS, int64_t is_sampled, int64_t spare, const int32_t* quarter, const float* inverse, int64_t* sums
+#define DITHERING Dithering{DITHER, is_sampled != 0, spare, DitherTables{quarter, inverse}, reinterpret_cast<Sums*>(sums)}
 #define SORTED_PARAMETERS int64_t count, int64_t rest, int64_t columns, int32_t* order
+#define UNITS SortedBlocks{count, (numel - rest) / count, columns != 0}
 
 extern "C" {
 
 void encode_entropy(ENCODE_PARAMETERS) {
-    const Frame frame{numel, size, lanes, length, blocks, contexts, per_context, ends};
-    const Tables tables{first, units, cost};
-    auto encode = [&](auto* values) {
-        encode_tensor(InTensorOrder<std::decay_t<decltype(*values)>>{values, numel}, frame, tables, keys, space, scratch,
-                      words);
-    };
-    if (bf16) encode(static_cast<const uint16_t*>(x));
-    else encode(static_cast<const float*>(x));
+    with_type(x, bf16, [&](auto* values) { encode(InTensorOrder<Value<decltype(values)>>{values, numel}, ENCODING); });
 }
 
 int64_t decode_entropy(DECODE_PARAMETERS) {
-    const Frame frame{numel, size, lanes, length, blocks, contexts, per_context, ends};
-    return bf16 ? decode_tensor(words, frame, steps, q, TensorOrder<uint16_t>{static_cast<uint16_t*>(y)})
-                : decode_tensor(words, frame, steps, q, TensorOrder<float>{static_cast<float*>(y)});
+    return with_type(y, bf16, [&](auto* values) {
+        return decode_tensor(words, FRAME, steps, q, TensorOrder<Value<decltype(values)>>{values});
+    });
 }
 
-void encode_dithered_entropy(ENCODE_PARAMETERS, DITHER_PARAMETERS, int64_t spare, const int32_t* quarter, const float* inverse,
-                             int64_t* sums) {
-    const Frame frame{numel, size, lanes, length, blocks, contexts, per_context, ends};
-    make_draws(DITHER, places, drawn);
-    auto encode = [&](auto* values) {
-        encode_dithered(values, frame, Tables{first, units, cost}, DitherTables{quarter, inverse}, drawn, spare,
-                        reinterpret_cast<Sums*>(sums), keys, space, scratch, words);
-    };
-    if (bf16) encode(static_cast<const uint16_t*>(x));
-    else encode(static_cast<const float*>(x));
+void encode_dithered_entropy(ENCODE_PARAMETERS, DITHERING_PARAMETERS) {
+    with_type(x, bf16, [&](auto* values) {
+        const InTensorOrder<Value<decltype(values)>> in_order{values, numel};
+        encode(in_order, in_order.largest(), ENCODING, DITHERING);
+    });
 }
 
 int64_t decode_dithered_entropy(DECODE_PARAMETERS, DITHER_PARAMETERS) {
-    const Frame frame{numel, size, lanes, length, blocks, contexts, per_context, ends};
-    make_draws(DITHER, places, drawn);
-    return bf16 ? decode_dithered(words, frame, steps, drawn, q, static_cast<uint16_t*>(y))
-                : decode_dithered(words, frame, steps, drawn, q, static_cast<float*>(y));
+    return with_type(y, bf16, [&](auto* values) {
+        return decode_dithered(words, FRAME, steps, DITHER, q, TensorOrder<Value<decltype(values)>>{values});
+    });
 }
 
 void encode_sorted(ENCODE_PARAMETERS, SORTED_PARAMETERS, uint16_t* classes) {
-    const Frame frame{numel, size, lanes, length, blocks, contexts, per_context, ends};
-    const SortedBlocks its{count, (numel - rest) / count, columns != 0};
-    auto encode = [&](auto* values) {
-        encode_sorted_blocks(values, frame, its, Tables{first, units, cost}, order, keys, space, scratch, words, classes);
-    };
-    if (bf16) encode(static_cast<const uint16_t*>(x));
-    else encode(static_cast<const float*>(x));
+    with_type(x, bf16, [&](auto* values) {
+        encode(in_block_order(values, numel, UNITS, order, space, classes), ENCODING);
+    });
 }
 
 int64_t decode_sorted(DECODE_PARAMETERS, SORTED_PARAMETERS, const uint16_t* classes) {
-    const Frame frame{numel, size, lanes, length, blocks, contexts, per_context, ends};
-    const SortedBlocks its{count, (numel - rest) / count, columns != 0};
-    return bf16 ? decode_sorted_blocks(words, classes, frame, its, steps, order, q, static_cast<uint16_t*>(y))
-                : decode_sorted_blocks(words, classes, frame, its, steps, order, q, static_cast<float*>(y));
+    return with_type(y, bf16, [&](auto* values) {
+        const BlockOrder<Value<decltype(values)>> to{values, UNITS, Order(classes, count, order)};
+        return decode_tensor(words, FRAME, steps, q, to);
+    });
+}
+
+void encode_dithered_sorted(ENCODE_PARAMETERS, DITHERING_PARAMETERS, SORTED_PARAMETERS, void* sorted, uint16_t* classes) {
+    with_type(x, bf16, [&](auto* values) {
+        typedef Value<decltype(values)> In;
+        const auto in_order = in_block_order(values, numel, UNITS, order, space, classes);
+        const uint32_t largest = in_order.largest();
+        if (!columns) return encode(in_order, largest, ENCODING, DITHERING);
+        sort_columns(values, numel, UNITS, in_order.order, static_cast<In*>(sorted));
+        encode(InTensorOrder<In>{static_cast<const In*>(sorted), numel}, largest, ENCODING, DITHERING);
+    });
+}
+
+int64_t decode_dithered_sorted(DECODE_PARAMETERS, DITHER_PARAMETERS, SORTED_PARAMETERS, void* sorted,
+                               const uint16_t* classes) {
+    return with_type(y, bf16, [&](auto* values) -> bool {
+        typedef Value<decltype(values)> Out;
+        const Order its_order(classes, count, order);
+        if (!columns) return decode_dithered(words, FRAME, steps, DITHER, q, BlockOrder<Out>{values, UNITS, its_order});
+        Out* in_order = static_cast<Out*>(sorted);
+        if (!decode_dithered(words, FRAME, steps, DITHER, q, TensorOrder<Out>{in_order})) return false;
+        put_columns_back(in_order, numel, UNITS, its_order, values);
+        return true;
+    });
 }
 
 EXPORT(encode_entropy)
@@ -104,5 +141,7 @@ EXPORT(encode_dithered_entropy)
 EXPORT(decode_dithered_entropy)
 EXPORT(encode_sorted)
 EXPORT(decode_sorted)
+EXPORT(encode_dithered_sorted)
+EXPORT(decode_dithered_sorted)
 
 }  // extern "C"

@@ -62,23 +62,29 @@ inline void make_keys(const In* x, int64_t n, uint32_t exponent, uint16_t* keys)
     }
 }
 
-// Adds to `copies` [COPIES, 2 * KEYS].
+// Adds to `copies` [COPIES, 2 * KEYS]; or to [COPIES, STRIDE].
+template <int64_t STRIDE = 2 * KEYS>
 inline void count_keys(const uint16_t* keys, int64_t n, uint32_t* copies) {
     int64_t i = 0;
     for (; i + COPIES <= n; i += COPIES)
-        for (int copy = 0; copy < COPIES; ++copy) ++copies[2 * KEYS * copy + keys[i + copy]];
+        for (int copy = 0; copy < COPIES; ++copy) ++copies[STRIDE * copy + keys[i + copy]];
     for (; i < n; ++i) ++copies[keys[i]];
 }
 
-// Of each key, how many `copies` tell; and of that or higher ones.
-inline void add_up(const uint32_t* copies, Histogram& histogram, Counts& counts) {
+// Whether a run of SAMPLED_RUN values belongs to the sample, as about one of SAMPLED does.
+constexpr int64_t SAMPLED = 8, SAMPLED_RUN = 64;
+
+inline bool belongs_to_sample(int64_t run) { return static_cast<uint32_t>(run) * 0x9E3779B1u >> 29 == 0; }
+
+// Of each key, how many `copies` tell, times `weight`; and of that or higher ones.
+inline void add_up(const uint32_t* copies, uint32_t weight, Histogram& histogram, Counts& counts) {
     for (int64_t side = 0; side < 2; ++side) {
         counts[side][KEYS] = 0;
         for (int64_t key = KEYS - 1; key >= 0; --key) {
             uint32_t total = 0;
             for (int64_t copy = 0; copy < COPIES; ++copy) total += copies[2 * KEYS * copy + side * KEYS + key];
-            histogram[side][key] = total;
-            counts[side][key] = counts[side][key + 1] + total;
+            histogram[side][key] = total * weight;
+            counts[side][key] = counts[side][key + 1] + total * weight;
         }
     }
 }
@@ -103,10 +109,18 @@ struct InTensorOrder {
     const In* x;
     int64_t numel;
 
-    uint32_t exponent() const { return exponent_of(largest_bits(x, numel)); }
+    uint32_t largest() const { return largest_bits(x, numel); }
 
     // The keys of the values that are coded as number begin .. end - 1, a part of a context; parts come in their order.
     void make(int64_t begin, int64_t end, uint32_t exponent, uint16_t* keys) const {
         make_keys(x + begin, end - begin, exponent, keys + begin);
     }
+
+    // f(values, number of the first one, how many): of the same values, those that lie in a row.
+    template <class F>
+    void each_run(int64_t begin, int64_t end, const F& f) const {
+        f(x + begin, begin, end - begin);
+    }
+
+    float at(int64_t value) const { return to_float(x[value]); }
 };

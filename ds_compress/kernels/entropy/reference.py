@@ -82,7 +82,7 @@ def encode_with(coder: Coder, x: Tensor, frame: Frame, dither: int | None) -> Te
 
 def _encode_nearest(coder: Coder, bits: Tensor, exponent: Tensor, frame: Frame) -> Tensor:
     keys = keys_of(bits, exponent, frame)
-    histogram = histogram_of(keys, frame)
+    histogram = histogram_of(keys, frame, torch.ones_like(keys))
     escapes = keys % KEYS + (keys // KEYS % 2 << 15)
 
     def write(sure: bool) -> tuple[Tensor, Tensor]:

@@ -78,6 +78,25 @@ struct Order {
             memory[count + unit] = static_cast<int32_t>(place);
         }
     }
+
+    // Where the value lies that is coded as number `value`.
+    int64_t place(int64_t value, SortedBlocks of) const {
+        if (value >= of.whole()) return value;
+        const int64_t unit = units[value / of.size], inside = value % of.size;
+        return of.columns ? inside * of.count + unit : unit * of.size + inside;
+    }
+
+    // f(place, number of the first one, how many): of the values coded as number begin .. end - 1, those that lie in a row.
+    // Units are runs.
+    template <class F>
+    void each_run(int64_t begin, int64_t end, SortedBlocks of, const F& f) const {
+        while (begin < end) {
+            const int64_t left = begin < of.whole() ? RUN - begin % RUN : end - begin;
+            const int64_t n = left < end - begin ? left : end - begin;
+            f(place(begin, of), begin, n);
+            begin += n;
+        }
+    }
 };
 
 // The values of a tensor in the order of its units, see `InTensorOrder`.
@@ -86,34 +105,38 @@ struct InBlockOrder {
     const In* x;
     int64_t numel;
     SortedBlocks units;
-    uint32_t largest;
+    uint32_t largest_of_units;
     Order order;
 
-    uint32_t exponent() const {
+    uint32_t largest() const {
         const uint32_t behind = largest_bits(x + units.whole(), numel - units.whole());
-        return exponent_of(behind > largest ? behind : largest);
+        return behind > largest_of_units ? behind : largest_of_units;
     }
 
     void make(int64_t begin, int64_t end, uint32_t exponent, uint16_t* keys) const {
-        constexpr int64_t AHEAD = 8;
         if (units.columns) {
             if (begin == 0) make_columns(exponent, keys);
             return;
         }
-        while (begin < end) {
-            const int64_t unit = begin / units.size, inside = begin % units.size;
-            const int64_t left = unit < units.count ? units.size - inside : end - begin;
-            const int64_t n = left < end - begin ? left : end - begin;
-            const int64_t from = unit < units.count ? order.units[unit] * units.size + inside : begin;
-            if (unit + AHEAD < units.count) {  // no processor knows the order by itself
-                const char* next = reinterpret_cast<const char*>(x + order.units[unit + AHEAD] * RUN);
+        each_run(begin, end, [&](const In* from, int64_t value, int64_t n) {
+            if (n == RUN) make_keys<RUN>(from, n, exponent, keys + value);
+            else make_keys(from, n, exponent, keys + value);
+        });
+    }
+
+    template <class F>
+    void each_run(int64_t begin, int64_t end, const F& f) const {
+        constexpr int64_t AHEAD = 8;
+        order.each_run(begin, end, units, [&](int64_t place, int64_t value, int64_t n) {
+            if (value / RUN + AHEAD < units.count) {  // no processor knows the order by itself
+                const char* next = reinterpret_cast<const char*>(x + order.units[value / RUN + AHEAD] * RUN);
                 for (size_t byte = 0; byte < RUN * sizeof(In); byte += 64) __builtin_prefetch(next + byte);
             }
-            if (n == RUN) make_keys<RUN>(x + from, n, exponent, keys + begin);
-            else make_keys(x + from, n, exponent, keys + begin);
-            begin += n;
-        }
+            f(x + place, value, n);
+        });
     }
+
+    float at(int64_t value) const { return to_float(x[order.place(value, units)]); }
 
     // All at once.
     void make_columns(uint32_t exponent, uint16_t* keys) const {
@@ -130,3 +153,33 @@ struct InBlockOrder {
             }
     }
 };
+
+// f(row, column, how many rows, how many columns) of all parts of columns, which a cache has room for.
+template <class F>
+void each_tile(SortedBlocks units, const F& f) {
+    constexpr int64_t HIGH = 64, WIDE = 64;
+    for (int64_t row = 0; row < units.size; row += HIGH)
+        for (int64_t first = 0; first < units.count; first += WIDE)
+            f(row, first, units.size - row < HIGH ? units.size - row : HIGH,
+              units.count - first < WIDE ? units.count - first : WIDE);
+}
+
+// x [numel] in the order of its units, which are columns, in `to`.
+template <class T>
+void sort_columns(const T* x, int64_t numel, SortedBlocks units, const Order& order, T* to) {
+    each_tile(units, [&](int64_t row, int64_t first, int64_t high, int64_t wide) {
+        transpose<T>(high, wide, [&](int64_t i) { return x + (row + i) * units.count + first; },
+                     [&](int64_t j) { return to + order.places[first + j] * units.size + row; });
+    });
+    std::memcpy(to + units.whole(), x + units.whole(), (numel - units.whole()) * sizeof(T));
+}
+
+// The inverse.
+template <class T>
+void put_columns_back(const T* sorted, int64_t numel, SortedBlocks units, const Order& order, T* to) {
+    each_tile(units, [&](int64_t row, int64_t first, int64_t high, int64_t wide) {
+        transpose<T>(wide, high, [&](int64_t j) { return sorted + order.places[first + j] * units.size + row; },
+                     [&](int64_t i) { return to + (row + i) * units.count + first; });
+    });
+    std::memcpy(to + units.whole(), sorted + units.whole(), (numel - units.whole()) * sizeof(T));
+}

@@ -152,20 +152,31 @@ def _at_most(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def draws(shape: tuple[int, int], key: int, device: torch.device) -> Tensor:
-    """Return int32 of `shape`, [n, G], in 0 .. 65535, from `key`, 64 bits.
+    """Return int32 of `shape`, [n, G], in 0 .. 65535, from `key`, 64 bits."""
+    n, size = shape
+    words = -(-size // 64) * 32
+    bits = draw_words(n * words, key, device)
+    both = torch.stack([bits & 0xFFFF, _shifted(bits, 16)]).view(2, n, words // 32, 32)
+    return both.permute(1, 2, 0, 3).reshape(n, 2 * words)[:, :size]
+
+
+def draws_in_order(count: int, key: int, device: torch.device) -> Tensor:
+    """Return int32 [count] in 0 .. 65535: of each word the lower half, then the upper one."""
+    bits = draw_words(-(-count // 2), key, device)
+    return torch.stack([bits & 0xFFFF, _shifted(bits, 16)], dim=1).flatten()[:count]
+
+
+def draw_words(count: int, key: int, device: torch.device) -> Tensor:
+    """Return int32 [count], two draws each.
 
     Each word is a hash of its number, Wellons' triple32. Half of the key goes in before the first product,
     the other half after it: keys that differ there do not give the same draws in another order.
     """
-    n, size = shape
     first, second = key_halves(key)
-    words = -(-size // 64) * 32
-    bits = torch.arange(n * words, dtype=torch.int64, device=device).to(torch.int32) ^ first
+    bits = torch.arange(count, dtype=torch.int64, device=device).to(torch.int32) ^ first
     bits = _mixed(bits, 17, 0xED5AD4BB).bitwise_xor_(second)
     bits = _mixed(_mixed(bits, 11, 0xAC4C1B51), 15, 0x31848BAB)
-    bits ^= _shifted(bits, 14)
-    both = torch.stack([bits & 0xFFFF, _shifted(bits, 16)]).view(2, n, words // 32, 32)
-    return both.permute(1, 2, 0, 3).reshape(n, 2 * words)[:, :size]
+    return bits.bitwise_xor_(_shifted(bits, 14))
 
 
 def key_halves(key: int) -> tuple[int, int]:

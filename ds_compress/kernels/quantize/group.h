@@ -287,14 +287,6 @@ INLINED Grid load_grid(const Format& format, const void* steps, const void* offs
         const float* diagonal, int64_t uniform, const float* levels
 #define FORMAT_OF_ARGUMENTS ::format(size, bits, top, symmetric, wide_scale, unrotated, diagonal, uniform, levels)
 
-// Calls f with `values` as bf16 or fp32.
-template <class Values, class F>
-inline void with_type(Values* values, int64_t bf16, const F& f) {
-    constexpr bool IS_CONST = std::is_const_v<Values>;
-    if (bf16) f(static_cast<std::conditional_t<IS_CONST, const uint16_t, uint16_t>*>(values));
-    else f(static_cast<std::conditional_t<IS_CONST, const float, float>*>(values));
-}
-
 #define FOR_SIZE(FUNCTION, ...)                          \
     switch (size) {                                      \
         case 32: return FUNCTION<32>(__VA_ARGS__);       \

@@ -122,7 +122,7 @@ def dequantize(
 ) -> Tensor:
     """See `reference.dequantize`."""
     n, size = parts[0].shape[0], parts[0].shape[1] * 8 // grid.bits
-    if not n or size > MAX_GROUP or dither is not None:
+    if not n or size > MAX_GROUP:
         return reference.dequantize(parts, grid, dtype, shape, dither)
     packed, step, *offset = (part.contiguous() for part in parts)
     values = torch.empty((n, size) if shape is None else shape, dtype=dtype, device=packed.device)
@@ -130,11 +130,13 @@ def dequantize(
     with torch.cuda.device_of(packed):
         _dequantize[programs](
             packed,
+            *key_halves(dither or 0),
             step,
             offset[0] if offset else None,
             values,
             diagonal(size, grid.key, packed.device) if grid.hadamard else None,
             n,
+            DITHERED=dither is not None,
             enable_fp_fusion=False,
             **options,
         )
@@ -253,7 +255,7 @@ def _quantize(
         if BITS & (8 >> i):
             store_piece(packed, codes, exists, BITS, 8 >> i, TILES, WIDTH)
     if error is not None:
-        sent = _decoded(codes, grid_step, start, diagonal, ROWS, TILES, COLUMNS, LEVELS)
+        sent = _decoded(codes, grid_step, start, None, diagonal, ROWS, TILES, COLUMNS, LEVELS)
         for t in tl.static_range(TILES):
             tl.store(error + at + t * WIDTH, sums[t] - rounded(sent[t], groups), mask=exists)
 
@@ -293,9 +295,11 @@ def _grids(
     return codes, grid_step, start
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "first", "second"])
 def _dequantize(
     packed,
+    first,
+    second,
     step,
     offset,
     values,
@@ -307,6 +311,7 @@ def _dequantize(
     COLUMNS: tl.constexpr,
     BITS: tl.constexpr,
     TOP: tl.constexpr,
+    DITHERED: tl.constexpr,
     LEVELS: tl.constexpr,
     BOUNDARIES: tl.constexpr,
 ):
@@ -323,7 +328,12 @@ def _dequantize(
         start = grid_step * (-TOP / 2)
     else:
         start = tl.load(offset + row, mask=row < n, other=0).to(tl.float32)
-    decoded = _decoded(codes, grid_step, start, diagonal, ROWS, TILES, COLUMNS, LEVELS)
+    drawn = None
+    if DITHERED:
+        drawn = ()
+        for t in tl.static_range(TILES):
+            drawn = drawn + (draws(row[:, None], place + t * WIDTH, first, second, TILES * WIDTH),)
+    decoded = _decoded(codes, grid_step, start, drawn, diagonal, ROWS, TILES, COLUMNS, LEVELS)
     at = row[:, None] * (TILES * WIDTH) + place
     for t in tl.static_range(TILES):
         tl.store(values + at + t * WIDTH, decoded[t].to(values.dtype.element_ty), mask=exists)
@@ -334,19 +344,23 @@ def _decoded(
     codes,
     grid_step,
     start,
+    drawn,
     diagonal,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
     COLUMNS: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
-    """The values of codes on a grid, fp32."""
+    """The values of codes on a grid, fp32; `drawn`: the draws that dithered them, or None."""
     if LEVELS is not None:
         decoded = gaussian_values(codes, grid_step, LEVELS, TILES)
     else:
         decoded = ()
         for t in tl.static_range(TILES):
-            decoded = decoded + (codes[t].to(tl.float32) * grid_step[:, None] + start[:, None],)
+            value = codes[t].to(tl.float32) * grid_step[:, None] + start[:, None]
+            if drawn is not None:
+                value += (32767.5 - drawn[t].to(tl.float32)) * (1 / 65536) * grid_step[:, None]
+            decoded = decoded + (value,)
     if diagonal is not None:
         decoded = rotate_back(decoded, diagonal, ROWS, TILES, COLUMNS)
     return decoded

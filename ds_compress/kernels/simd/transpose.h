@@ -54,6 +54,17 @@ inline void transpose_tile(const int8_t*, From from, To to) {
     }
 }
 
+template <class From, class To>
+inline void transpose_tile(const float*, From from, To to) {
+    for (int row = 0; row < 8; row += 4)
+        for (int column = 0; column < 8; column += 4) {
+            __m128 x[4];
+            for (int i = 0; i < 4; ++i) x[i] = _mm_loadu_ps(from(row + i) + column);
+            _MM_TRANSPOSE4_PS(x[0], x[1], x[2], x[3]);
+            for (int i = 0; i < 4; ++i) _mm_storeu_ps(to(column + i) + row, x[i]);
+        }
+}
+
 #else
 
 template <class T, class From, class To>

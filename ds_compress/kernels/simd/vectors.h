@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -59,6 +60,14 @@ inline void store(float value, float& y) { y = value; }
 inline void store(float value, uint16_t& y) {
     const uint32_t bits = as_bits(value), rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
     y = static_cast<uint16_t>(value != value ? 0x7FC0 : rounded);
+}
+
+// Calls f with `values` as bf16 or fp32.
+template <class Values, class F>
+inline auto with_type(Values* values, int64_t bf16, const F& f) {
+    constexpr bool IS_CONST = std::is_const_v<Values>;
+    if (bf16) return f(static_cast<std::conditional_t<IS_CONST, const uint16_t, uint16_t>*>(values));
+    return f(static_cast<std::conditional_t<IS_CONST, const float, float>*>(values));
 }
 
 inline Floats load(const float* values) {
@@ -152,8 +161,8 @@ inline Ints nearest(Floats x) {
 #elif defined(__x86_64__)
     return (Ints)_mm_cvtps_epi32((__m128)x);
 #else
-    constexpr float coarse = 0x1.8p23f;  // floats of its size are integers
-    return (Ints)(x + coarse) - (Ints)(Floats{} + coarse);
+    const Floats whole = (Floats)(((Ints)x & ~MAGNITUDE) | 0x4B000000);  // 2^23, with the sign of x: there floats are integers
+    return __builtin_convertvector(((Ints)x & MAGNITUDE) < 0x4B000000 ? (x + whole) - whole : x, Ints);
 #endif
 }
 

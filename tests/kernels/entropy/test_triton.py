@@ -23,34 +23,37 @@ need_device()
     cuts=st.lists(st.floats(0, 0.99), max_size=3),
     seed=st.integers(0, 99),
     special=st.sampled_from((None, None, *SPECIAL)),
+    dither=st.none() | st.integers(0, 2**64 - 1),
 )
 @settings(max_examples=EXAMPLES // 2, deadline=None)
 @patch("ds_compress.kernels.entropy.format._CONTEXT", 24)
-def test_equals_the_reference(n, bits, dtype, spread, cuts, seed, special):
+@patch("ds_compress.kernels.entropy.format.SAMPLED_NUMEL", 300)
+def test_equals_the_reference(n, bits, dtype, spread, cuts, seed, special, dither):
     generator = torch.Generator().manual_seed(seed)
     x = (torch.randn(n, generator=generator) * torch.exp2(spread * torch.randn(n, generator=generator))).to(
         dtype
     )
     if special is not None:
         x[seed % n] = special
-    frame = Frame(n, frame_of(n, bits).words, tuple(int(cut * n) for cut in cuts))
-    code = reference.encode_entropy(x, frame)
-    assert torch.equal(launched(fused.encode_entropy, x, frame), code)
+    frame = Frame(n, frame_of(n, bits).words, tuple(int(cut * n) for cut in cuts), dither is not None)
+    code = reference.encode_entropy(x, frame, dither)
+    assert torch.equal(launched(fused.encode_entropy, x, frame, dither), code)
     for words in (code, code ^ (torch.arange(frame.words) == seed % frame.words).short()):
-        ours = launched(fused.decode_entropy, words, frame, torch.float32)
-        assert_same_bits(ours, reference.decode_entropy(words, frame, torch.float32))
+        ours = launched(fused.decode_entropy, words, frame, torch.float32, dither)
+        assert_same_bits(ours, reference.decode_entropy(words, frame, torch.float32, dither))
 
 
+@pytest.mark.parametrize("dither", [None, 99])
 @pytest.mark.parametrize("units", [SortedBlocks(20, RUN, False), SortedBlocks(48, 27, True)], ids=str)
-def test_sorted_units_equal_the_reference(units):
+def test_sorted_units_equal_the_reference(units, dither):
     n = 1296
     x = torch.randn(n, generator=torch.Generator().manual_seed(0)).view(-1, 48)
     x = (x * torch.exp2(torch.arange(48) % 5)).flatten()
-    frame = frame_of(n, 3, units.cuts, taken=units.words)
-    words = reference.encode_sorted(x, frame, units)
-    assert torch.equal(launched(fused.encode_sorted, x, frame, units), words)
-    ours = launched(fused.decode_sorted, words, frame, units, torch.float32)
-    assert_same_bits(ours, reference.decode_sorted(words, frame, units, torch.float32))
+    frame = frame_of(n, 3, units.cuts, units.words, dither is not None)
+    words = reference.encode_sorted(x, frame, units, dither)
+    assert torch.equal(launched(fused.encode_sorted, x, frame, units, dither), words)
+    ours = launched(fused.decode_sorted, words, frame, units, torch.float32, dither)
+    assert_same_bits(ours, reference.decode_sorted(words, frame, units, torch.float32, dither))
 
 
 @pytest.mark.parametrize("n, bits", [(3000, 6), (8200, 6)])

@@ -1,5 +1,7 @@
 """The Triton kernels of quantization against the reference; tests/kernels/test_triton.py runs this file."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -37,30 +39,31 @@ def assert_rounded(ours, exact):
     size=st.sampled_from([8, 24, 128, 136]),
     n=st.integers(0, 40),
     symmetric=st.booleans(),
-    stochastic=st.booleans(),
+    rounding=st.sampled_from(["nearest", "stochastic", "dither"]),
     scale_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     dtype=DTYPES,
     out=DTYPES,
     scale=st.integers(-30, 30),
 )
 @settings(max_examples=EXAMPLES // 4, deadline=None)
-def test_quantize_equals_the_reference(bits, size, n, symmetric, stochastic, scale_dtype, dtype, out, scale):
+def test_quantize_equals_the_reference(bits, size, n, symmetric, rounding, scale_dtype, dtype, out, scale):
     if dtype == torch.float16:
         scale //= 10
     groups = (torch.randn(n, size) * 10.0**scale + 10.0**scale).to(dtype)
     if n > 3:
         groups[1], groups[2] = 0, groups[2, 0]
         groups[1, n % size] = -0.0
-    if symmetric and bits == 1:
-        stochastic = True  # the mean magnitude is compared in a test of its own
-    grid = Grid(bits, symmetric, scale_dtype)
-    dither = (n * 0x9E3779B97F4A7C15 + size) % 2**64 if stochastic else None
+    if symmetric and bits == 1 and rounding == "nearest":
+        rounding = "stochastic"  # the mean magnitude is compared in a test of its own
+    grid = Grid(bits, symmetric, scale_dtype, dithered=rounding == "dither")
+    dither = None if rounding == "nearest" else (n * 0x9E3779B97F4A7C15 + size) % 2**64
     expected = reference.quantize(groups, grid, dither)
     parts = launched(fused.quantize, groups, grid, dither)
     assert_same_bits(parts, expected)
-    decoded = launched(dequantize, *expected, grid, out)
+    subtracted = dither if grid.dithered else None
+    decoded = launched(dequantize, *expected, grid, out, None, subtracted)
     assert decoded.dtype == out
-    assert_rounded(decoded, reference.dequantize(expected, grid))
+    assert_rounded(decoded, reference.dequantize(expected, grid, dither=subtracted))
 
 
 @given(
@@ -79,6 +82,11 @@ def test_the_rotation_equals_the_reference(bits, size, symmetric, dtype, scale_d
     assert_same_bits(launched(fused.quantize, groups, grid), expected)
     decoded = launched(dequantize, *expected, grid)
     assert torch.equal(decoded, reference.dequantize(expected, grid))
+    if not grid.gaussian:
+        grid = replace(grid, dithered=True)
+        expected = reference.quantize(groups, grid, seed)
+        decoded = launched(dequantize, *expected, grid, torch.float32, None, seed)
+        assert torch.equal(decoded, reference.dequantize(expected, grid, dither=seed))
 
 
 @given(
