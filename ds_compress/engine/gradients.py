@@ -153,12 +153,12 @@ class GradientTraffic:
         """Return whether gradients are in place, and final, as soon as the last backward pass has made them.
 
         Optimizers with partitions copy them elsewhere. Layers that are recomputed, and DualPipeV, may run a
-        backward pass in several parts.
+        backward pass in several parts. Experts of MoE layers exchange tokens between the same replicas.
         """
         engine = self._engine
         moved = engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization()
         in_parts = engine.module.activation_checkpoint_interval or hasattr(engine.module, "active_phase")
-        return options.overlap and not moved and not in_parts
+        return options.overlap and not moved and not in_parts and not engine.has_moe_layers
 
     def begin_step(self) -> None:
         """Remember the residuals, if DeepSpeed may skip the step because gradients are not finite."""

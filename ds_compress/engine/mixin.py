@@ -56,6 +56,8 @@ def _run_backward_pass(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -
     if may_leave and lookahead.leaves_early(schedule.BackwardPass, buffer_id):
         run = partial(session.stock[schedule.SendGrad], engine, buffer_id)
         session.send(Instruction.SEND_GRAD, buffer_id, run)
+    if session.gradients is not None and session.gradients.early is not None:
+        session.gradients.early.end_pass()
 
 
 def _run_send_activations(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:

@@ -2,15 +2,18 @@
 
     backward pass of the last micro-batch     parameters n, n-1, ...      bucket 0 complete: encode, send
                                               ...                         bucket 1 complete: encode, send
-    DeepSpeed's reduction                     buckets that are not complete yet; wait for all
+    its end                                   buckets that are not complete
+    DeepSpeed's reduction                     wait for all
 
 Buckets and their order follow from the parameters alone, and bucket b is not sent before bucket b - 1. So all
-replicas send in one order, whichever gradients a replica lacks.
+replicas send in one order, whichever gradients a replica lacks. A replica may wait for another one within
+its backward pass, so nothing else in that pass may make the other one wait for this one.
 """
 
 from collections.abc import Iterable
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from ds_compress.errors import CompressionError
@@ -30,8 +33,10 @@ class EarlyBuckets:
         self._exchange = exchange
         self._buckets = list[dict[int, Tensor]]()
         self._passes = 0  # backward passes of the step; 0: nothing is sent
+        self._ended = 0  # those that are over
         self._factor, self._step = 1.0, 0
         self._counts = dict[int, int]()  # gradients of the step, by parameter
+        self._sent = set[int]()  # parameters whose gradients are averages now
         self._is_known = False  # whether a step has shown that a pass computes each gradient at once
         self._repeats = False  # whether it does not: then nothing is sent early
         self.started = 0
@@ -49,6 +54,7 @@ class EarlyBuckets:
         """Prepare a step of so many backward passes; 0: nothing is sent in it. Others: see `Exchange`."""
         self._passes, self._factor, self._step = passes, factor, step
         self._counts.clear()
+        self._ended, self._sent = 0, set()
         self.started = 0
 
     def _count(self, number: int, _: Tensor) -> None:
@@ -56,7 +62,7 @@ class EarlyBuckets:
             return
         self._counts[number] = self._counts.get(number, 0) + 1
         if self._counts[number] > self._passes:
-            if self._is_known and not self._repeats:
+            if number in self._sent:
                 raise CompressionError(
                     f"gradients between replicas: parameter {number} got a gradient after its last one had "
                     "been sent; set ds_compress.replicas.overlap to false"
@@ -68,29 +74,44 @@ class EarlyBuckets:
     def _is_complete(self) -> bool:
         """Return whether all gradients of the next bucket are final."""
         return self.started < len(self._buckets) and all(
-            self._counts.get(number) == self._passes for number in self._buckets[self.started]
+            self._counts.get(number) == self._passes or not parameter.requires_grad
+            for number, parameter in self._buckets[self.started].items()
         )
 
     def _start(self) -> None:
-        """Start the exchange of the next bucket."""
-        bucket = self._buckets[self.started]
+        """Start the exchange of the next bucket: of parameters that are not frozen, as DeepSpeed does."""
+        bucket = {n: each for n, each in self._buckets[self.started].items() if each.requires_grad}
         self.started += 1
-        # a parameter that the program has frozen since has no gradient on any replica
-        found = [(number, each.grad) for number, each in bucket.items() if each.requires_grad]
-        gradients = [Gradient(number, grad.view(-1)) for number, grad in found if grad is not None]
+        gradients = list[Gradient]()
+        for number, parameter in bucket.items():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(Gradient(number, parameter.grad.view(-1)))
+        self._sent.update(bucket)
         if gradients:
             self._exchange.start(gradients, self._factor, 1.0, self._step)
 
-    def finish(self) -> set[int]:
-        """Start what is left, once every parameter has a gradient, and wait for all averages.
+    def end_pass(self) -> None:
+        """Start what is left after the last backward pass, even if this replica lacks gradients.
 
-        Returns:
-            The parameters whose gradients are averages now.
+        Others may wait for it within theirs, and after it this replica waits for other stages.
         """
-        if not self._passes:
-            return set()
+        self._ended += 1
+        if self._ended == self._passes:
+            self._start_rest()
+
+    def _start_rest(self) -> None:
         while self.started < len(self._buckets):
             self._start()
-        self._exchange.finish()
-        self._passes, self._is_known = 0, True
-        return {number for bucket in self._buckets for number in bucket}
+
+    def finish(self) -> set[int]:
+        """Wait for all averages.
+
+        Returns:
+            The parameters whose gradients of this step are averages now.
+        """
+        if self._passes:
+            self._start_rest()  # of an engine that runs its passes in its own way
+            self._exchange.finish()
+            self._passes, self._is_known = 0, True
+        return self._sent

@@ -34,22 +34,21 @@ class Alternating(Block):
 class Projection(nn.Module):
     """A matrix that the first layer multiplies with, and the last one with its transpose."""
 
-    def __init__(self):
+    def __init__(self, width: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(2 * WIDE, WIDE) / WIDE)
+        self.weight = nn.Parameter(torch.randn(2 * width, width) / width)
 
     def forward(self, x):
         return nn.functional.linear(x, self.weight)
 
 
-def tied_layers() -> list[LayerSpec]:
+def tied_layers(width: int = WIDE) -> list[LayerSpec]:
+    tied = {"tied_weight_attr": ["weight"]}
     return [
-        TiedLayerSpec("matrix", Projection, tied_weight_attr=["weight"]),
-        LayerSpec(Block, 2 * WIDE),
-        LayerSpec(Block, 2 * WIDE),
-        TiedLayerSpec(
-            "matrix", Projection, forward_fn=lambda own, x: x @ own.weight, tied_weight_attr=["weight"]
-        ),
+        TiedLayerSpec("matrix", Projection, width, **tied),
+        LayerSpec(Block, 2 * width),
+        LayerSpec(Block, 2 * width),
+        TiedLayerSpec("matrix", Projection, width, forward_fn=lambda own, x: x @ own.weight, **tied),
     ]
 
 
