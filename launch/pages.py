@@ -2,17 +2,17 @@
 
     python launch/pages.py [--check]
 
-README.md and docs/evidence.md: the table of recipes, from results/*.jsonl and the tables of
-docs/speed-tables.md. docs/evidence.md: what settings cost on every model, and what the guard warns of,
-from results/*.jsonl. docs/replicas.md: what settings between replicas cost, from results/replicas.jsonl.
-docs/images/recipes.png (README), docs/images/bandwidth.png: step times, from docs/speed-tables.md.
+README.md and docs/evidence.md: the table of recipes, from results/*.jsonl and results/links.json.
+docs/evidence.md: what settings cost on every model, and what the guard warns of, from results/*.jsonl.
+docs/replicas.md: what settings between replicas cost, from results/replicas.jsonl.
+docs/speed.md, docs/speed-tables.md and docs/images/bandwidth.png: step times, from results/links.json.
 docs/options.md, commands.md, metrics.md: from the options, parsers and labels of the package.
 `--check` writes nothing and exits with 1 if a page differs from what would be written.
 """
 
 import argparse
+import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -44,41 +44,68 @@ RECIPES = {
 }
 BETWEEN_REPLICAS = "replicas4-ef"
 BASELINE = "stock"
-AUTO_TABLE = "### What `auto` chooses"
-"""In docs/speed-tables.md: the step times in README's table and plot."""
-PLOTS = {
-    "recipes.png": (
-        AUTO_TABLE,
-        {BASELINE: "DeepSpeed alone", "none": "none", "quant4": "quant4", "auto-safe": "auto"},
-    ),
-    "bandwidth.png": (
-        "## Two hosts and a slow link",
-        {
-            BASELINE: "DeepSpeed alone",
-            "none": "none",
-            "bf16": "bf16",
-            "quantize8": "8 bits",
-            "quantize4": "4 bits",
-            "quantize2": "2 bits",
-        },
-    ),
+STEPS = {
+    BASELINE: "DeepSpeed alone",
+    "none": "`none`, bit-identical losses",
+    "bf16": "`bf16`",
+    "quantize8": "`quantize`, 8 bits",
+    "safe": "`safe`",
+    "balanced": "`balanced`",
+    "aggressive": "`aggressive`",
 }
-"""The rows of a table that each image shows, by heading and by recipe, and their labels."""
+"""What results/links.json calls a setting, and its name in the table and the plot of step times."""
 MARKS = {
     name: (f"<!-- {name}: begin; made by `make docs` -->", f"<!-- {name}: end -->")
-    for name in ("recipes", "costs", "guard", "replicas")
+    for name in ("recipes", "costs", "guard", "replicas", "steps", "links")
 }
 KINDS = {"fine-tuned": "fine-tuned, %", "from scratch": "from scratch, %"}
 """Of tasks of language models, and the column that each has."""
 
 
-def speed_table(heading: str) -> list[dict[str, str]]:
-    """Read the first table below `heading` in docs/speed-tables.md, a row each; recipes by name alone."""
-    text = (ROOT / "docs" / "speed-tables.md").read_text().split(f"{heading}\n", 1)[1]
-    lines = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)[0].splitlines()
-    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-    found = [dict(zip(header, row)) for row in rows]
-    return [row | {"recipe": re.sub("`(.*?)`.*", r"\1", row["recipe"])} for row in found]
+def all_links() -> dict[str, dict[str, Row]]:
+    """Read the step times of recipes, by link, the slowest first."""
+    links = dict[str, dict[str, Row]]()
+    for row in json.loads((ROOT / "results" / "links.json").read_text()):
+        links.setdefault(row["link"], {})[row["recipe"]] = row
+    return dict(sorted(links.items(), key=lambda item: -item[1][BASELINE]["step_s"]))
+
+
+def steps_table() -> str:
+    """Compare step times of recipes over links, relative to DeepSpeed's on an unlimited link."""
+    links = dict(reversed(all_links().items()))
+    lines = [
+        [name, *(f"{rows[recipe]['step_over_stock_unshaped']:.2f}" for rows in links.values())]
+        for recipe, name in STEPS.items()
+    ]
+    table = markdown(["setting", *map(link_name, links)], lines, texts=1)
+    return f"{table}\n\nProcessor: {next(iter(links.values()))[BASELINE]['processor']}."
+
+
+def links_table() -> str:
+    """Show all that was measured of each recipe on each link."""
+    lines = []
+    for link, rows in reversed(all_links().items()):
+        for recipe, row in rows.items():
+            chosen = f": {row['chosen']}" if row["chosen"] else ""
+            same = " (same losses)" if row["losses_equal_stock"] and recipe != BASELINE else ""
+            lines.append(
+                [
+                    link_name(link),
+                    f"`{recipe}`{chosen}{same}",
+                    str(row["depth_ran"]),
+                    *(f"{row[key]:.3f}" for key in ("step_s", "predicted_step_s")),
+                    *(f"{row[f'step_over_stock_{where}']:.2f}" for where in ("unshaped", "same_link")),
+                    f"{row['wire_bytes'] / 1e6:.1f}",
+                    f"{row['link_busy']:.0%}" if row["link_busy"] else "",
+                ]
+            )
+    header = ["link", "recipe", "depth", "step, s", "predicted, s", "/ DeepSpeed, unlimited"]
+    return markdown([*header, "/ DeepSpeed, same link", "MB a step", "link busy"], lines, texts=2)
+
+
+def link_name(link: str) -> str:
+    """Return the heading of a link in tables."""
+    return "unlimited" if link == "unshaped" else link
 
 
 def all_rows() -> list[Row]:
@@ -89,12 +116,11 @@ def all_rows() -> list[Row]:
 def recipes_table() -> str:
     """Compare recipes: promises, bytes and costs from results/, step times from docs/speed-tables.md."""
     rows = all_rows()
-    steps = speed_table(AUTO_TABLE)
-    slow = next(row["link"] for row in steps if row["link"] != "unshaped")
-    measured = {row["recipe"]: row["/ stock, unshaped"] for row in steps if row["link"] == slow}
+    slow, measured = next(iter(all_links().items()))
+    slowest = measured[BASELINE]["step_over_stock_unshaped"]
     lines, counts = [], set[int]()
     for name, what in RECIPES.items():
-        step = measured.get("auto-safe" if name == "auto" else name, "")
+        step = measured["auto-safe" if name == "auto" else name]["step_over_stock_unshaped"]
         evidence = EVIDENCE.get(name)
         costs = costs_of(rows, evidence.row) if evidence else []
         promise = evidence.promise if evidence else None
@@ -104,7 +130,7 @@ def recipes_table() -> str:
                 f"`{name}`",
                 what,
                 f"{statistics.fmean(each.ratio for each in costs):.1f}" if costs else "",
-                step,
+                f"{step:.2f}",
                 off_on(promise, "g") if promise else "",
                 *(worst_of(costs, kind) for kind in KINDS),
             ]
@@ -120,8 +146,8 @@ def recipes_table() -> str:
 
 Promise: the most that a recipe may cost of the held-out loss, evaluated without compression / with it. Then
 what it cost: the worst of three language models, means of {seeds} (`quant4`: the Llama). Step time:
-relative to DeepSpeed's, unlimited link, version 0.2; DeepSpeed alone takes {measured[BASELINE]} at {slow}.
-Empty: not measured. `replicas` is no recipe but a key: the worst of a GPT and a Llama on two replicas."""
+relative to DeepSpeed's, unlimited link; DeepSpeed alone takes {slowest:.2f} at {slow}. Empty: not measured.
+`replicas` is no recipe but a key: the worst of a GPT and a Llama on two replicas."""
 
 
 def worst_of(costs: Sequence[Cost], kind: str) -> str:
@@ -143,24 +169,15 @@ def costs_table() -> str:
     return cost_table(rows, known)
 
 
-def plot_steps(image: Path, heading: str, labels: dict[str, str]) -> None:
-    """Plot step times against the bandwidth of the link, a bar for each recipe.
-
-    Args:
-        heading: of the table with the step times.
-        labels: of the recipes to show.
-    """
-    rows = speed_table(heading)
-    links = list(dict.fromkeys(row["link"] for row in rows))[::-1]
+def bandwidth_plot(image: Path) -> None:
+    """Plot the step time of each setting against the bandwidth of the link."""
+    links = dict(reversed(all_links().items()))
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     axes = figure.subplots()
-    width = 0.8 / len(labels)
-    for number, (recipe, label) in enumerate(labels.items()):
-        steps = {row["link"]: float(row["/ stock, unshaped"]) for row in rows if row["recipe"] == recipe}
-        left = [place + (number - (len(labels) - 1) / 2) * width for place in range(len(links))]
-        bars = axes.bar(left, [steps[link] for link in links], 0.9 * width, label=label)
-        axes.bar_label(bars, fmt="%.2f", fontsize=8)
-    axes.set_xticks(range(len(links)), ["unlimited" if link == "unshaped" else link for link in links])
+    for recipe, name in STEPS.items():
+        steps = [rows[recipe]["step_over_stock_unshaped"] for rows in links.values()]
+        axes.plot(range(len(links)), steps, "o-", label=name.replace("`", ""))
+    axes.set_xticks(range(len(links)), map(link_name, links))
     axes.set_xlabel("link between the stages")
     axes.set_ylabel("step time / DeepSpeed, unlimited link")
     axes.set_ylim(bottom=0)
@@ -206,10 +223,21 @@ def metrics_page() -> str:
 def pages() -> Iterator[tuple[Path, str]]:
     """Give every page with the text it should have."""
     judged = [row for preset in FILES for row in read_rows(ROOT / "results" / f"{preset}.jsonl")]
-    parts = {"recipes": recipes_table(), "costs": costs_table(), "guard": guard_table(judged)}
-    evidence = [*parts]
-    parts["replicas"] = replicas_table(read_rows(ROOT / "results" / "replicas.jsonl"))
-    pages = {"README.md": ["recipes"], "docs/evidence.md": evidence, "docs/replicas.md": ["replicas"]}
+    parts = {
+        "recipes": recipes_table(),
+        "costs": costs_table(),
+        "guard": guard_table(judged),
+        "replicas": replicas_table(read_rows(ROOT / "results" / "replicas.jsonl")),
+        "steps": steps_table(),
+        "links": links_table(),
+    }
+    pages = {
+        "README.md": ["recipes"],
+        "docs/evidence.md": ["recipes", "costs", "guard"],
+        "docs/replicas.md": ["replicas"],
+        "docs/speed.md": ["steps"],
+        "docs/speed-tables.md": ["links"],
+    }
     for page, names in pages.items():
         text = (ROOT / page).read_text()
         for name in names:
@@ -235,8 +263,7 @@ def main() -> int:
         return 1 if stale else 0
     for page, text in stale:
         page.write_text(text)
-    for image, (heading, labels) in PLOTS.items():
-        plot_steps(ROOT / "docs" / "images" / image, heading, labels)
+    bandwidth_plot(ROOT / "docs" / "images" / "bandwidth.png")
     return 0
 
 

@@ -26,6 +26,9 @@ recipe and depth, the round with the median step, plot.png the same as bars:
     predicted_step_s            what `ds-compress advise` says, from the times of DeepSpeed alone; of "auto"
                                 what it said when it chose
     losses_equal_stock          whether all losses are bit-equal to those of DeepSpeed alone
+    processor                   of this machine
+
+`make docs` writes the tables and the plot of step times from results/links.json, a copy of rows.json.
 """
 
 import argparse
@@ -66,6 +69,7 @@ from launch.bench.net_runs import (
     settings,
     stage_times,
 )
+from launch.reproduce.run import processor
 
 CHOSEN = " <- chosen"
 BUSY = 0.5  # load average above which the numbers mean little
@@ -132,6 +136,7 @@ class Bench:
             "link_busy": 8 * max(run["sent"]) / (wire.mbit * 1e6) / run["step_s"] if wire.mbit else None,
             "predicted_step_s": predicted,
             "losses_equal_stock": run["losses"] == self.losses,
+            "processor": processor(),
         }
         self.rows.append(row)
         print(

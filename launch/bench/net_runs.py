@@ -40,7 +40,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "forward": {"codec": {"name": "topk", "density": 0.1}},
         "backward": {"codec": {"name": "topk", "density": 0.1, "indices": "reuse"}},
     },
-    **{quality: {"recipe": quality} for quality in ("safe", "balanced", "quant4", "quant3")},
+    **{quality: {"recipe": quality} for quality in ("safe", "balanced", "aggressive", "quant4")},
     **{f"auto-{quality}": {"recipe": "auto", "quality": quality} for quality in ("safe", "balanced")},
 }
 
