@@ -53,7 +53,7 @@ STEPS = {
     "balanced": "`balanced`",
     "aggressive": "`aggressive`",
 }
-"""What results/links.json calls a setting, and its name in the table and the plot of step times."""
+"""Names of settings in results/links.json, and in the table and the plot of step times."""
 MARKS = {
     name: (f"<!-- {name}: begin; made by `make docs` -->", f"<!-- {name}: end -->")
     for name in ("recipes", "costs", "guard", "replicas", "steps", "links")
@@ -96,7 +96,7 @@ def links_table() -> str:
                     *(f"{row[key]:.3f}" for key in ("step_s", "predicted_step_s")),
                     *(f"{row[f'step_over_stock_{where}']:.2f}" for where in ("unshaped", "same_link")),
                     f"{row['wire_bytes'] / 1e6:.1f}",
-                    f"{row['link_busy']:.0%}" if row["link_busy"] else "",
+                    f"{row['link_busy']:.0%}" if row["link_busy"] and not row["chosen"] else "",
                 ]
             )
     header = ["link", "recipe", "depth", "step, s", "predicted, s", "/ DeepSpeed, unlimited"]
@@ -170,19 +170,20 @@ def costs_table() -> str:
 
 
 def bandwidth_plot(image: Path) -> None:
-    """Plot the step time of each setting against the bandwidth of the link."""
+    """Plot the step time of each setting on each link, a bar for each setting."""
     links = dict(reversed(all_links().items()))
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     axes = figure.subplots()
-    for recipe, name in STEPS.items():
+    width = 0.9 / len(STEPS)
+    for number, (recipe, name) in enumerate(STEPS.items()):
         steps = [rows[recipe]["step_over_stock_unshaped"] for rows in links.values()]
-        axes.plot(range(len(links)), steps, "o-", label=name.replace("`", ""))
-    axes.set_xticks(range(len(links)), map(link_name, links))
+        left = [place + number * width for place in range(len(links))]
+        bars = axes.bar(left, steps, 0.9 * width, label=name.replace("`", ""))
+        axes.bar_label(bars, fmt="%.2f", fontsize=8)
+    axes.set_xticks([place + 0.45 - width / 2 for place in range(len(links))], map(link_name, links))
     axes.set_xlabel("link between the stages")
     axes.set_ylabel("step time / DeepSpeed, unlimited link")
-    axes.set_ylim(bottom=0)
-    axes.grid(axis="y", alpha=0.3)
-    axes.legend()
+    axes.legend(fontsize=8)
     figure.savefig(image, dpi=120, metadata={"Software": None})
 
 
