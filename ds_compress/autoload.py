@@ -149,8 +149,8 @@ def _around_plain(engine: Any, module: ModuleType, build: Callable[[], None], kw
 
     config = Config(ds_config[KEY])
     config.leave_uncompressed(
-        f"{type(engine).__name__} is not a pipeline, and only messages between pipeline stages are "
-        "compressed; use a deepspeed.pipe.PipelineModule with two or more stages"
+        f"{type(engine).__name__} is not a pipeline; ds_compress compresses what the stages and replicas "
+        "of a deepspeed.pipe.PipelineModule send each other"
     )
     for note in config.notes if engine.global_rank == 0 else ():
         logger.warning(note)
