@@ -419,7 +419,9 @@ def _tied_numbers(module: Any) -> dict[int, int]:
 
 def _read(masters: list[Master]) -> Tensor:
     """Return a copy of the values in host memory."""
-    return torch.cat([each.values.cpu() for each in masters] or [torch.empty(0, device="cpu")])
+    return torch.cat(
+        [each.values.cpu() for each in masters] or [torch.empty(0, dtype=torch.float32, device="cpu")]
+    )
 
 
 def _write(engine: Any, masters: list[Master], values: Tensor) -> None:
