@@ -217,5 +217,5 @@ def test_training_goes_on_where_rank_0_cannot_be_reached(start, monkeypatch, cap
         ranks = start()
         for _ in range(3):
             call(ranks)
-        eventually(lambda: "rank 2 does not reach rank 0 at 127.0.0.1, port 1 (" in caplog.text)
+        eventually(lambda: "rank 2 cannot reach rank 0 at 127.0.0.1, port 1 (" in caplog.text)
     assert not any(each._failure for each in ranks)
