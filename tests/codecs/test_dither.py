@@ -8,7 +8,6 @@ import torch
 
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.errors import CompressionError
-from ds_compress.kernels import native
 from ds_compress.kernels.entropy import cpu
 from ds_compress.kernels.entropy.format import LARGEST_Q, RUN, SortedBlocks, frame_of
 from ds_compress.kernels.entropy.reference import (
@@ -154,11 +153,10 @@ def test_backends_give_the_same_bits(target, bits, monkeypatch):
     sample, where values are so few that it misleads, and in all orders."""
     monkeypatch.setattr("ds_compress.kernels.entropy.format.SAMPLED_NUMEL", 20_000)
     with compiled_for(target):
-        compare_backends(bits, monkeypatch)
+        compare_backends(bits)
 
 
-def compare_backends(bits, monkeypatch):
-    monkeypatch.setattr(native, "LONG", 0)
+def compare_backends(bits):
     generator = torch.Generator().manual_seed(3)
     for n, cuts in ((1, ()), (33, ()), (5001, (128, 1000)), (70_001, (4096, 20_000))):
         x = torch.randn(n, generator=generator)
