@@ -41,9 +41,9 @@ class OuterOptions(Options):
     """Learning rate of the outer step, which moves the weights by the mean of what replicas have learned."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
     """Nesterov momentum of the outer step; 0 beside codecs of few values, whose residual acts as one."""
-    delayed: bool = True
-    """Whether what replicas have learned is sent during the next steps, and applied `every` steps later;
-    false: training waits until it has arrived."""
+    delay: int = Field(default=5, ge=0, le=10**6)
+    """Steps that are taken while what replicas have learned is on its way, at most `every`; then training
+    waits for it, if it has not arrived, and applies it."""
     quorum: int = Field(default=1, ge=1, le=2**16)
     """Fewest replicas of a round. If fewer come, the round is void, and each sends more in the next one."""
     grace_s: float = Field(default=30.0, gt=0, le=86400)
@@ -79,7 +79,8 @@ class ReplicasOptions(Options):
     @property
     def apart(self) -> OuterOptions | None:
         """Return the options of the outer step; None if the replicas are those of one launch."""
-        return self.outer or (OuterOptions() if self.every > 1 else None)
+        outer = self.outer or (OuterOptions() if self.every > 1 else None)
+        return outer and outer.model_copy(update={"delay": min(outer.delay, self.every)})
 
 
 def build_replica_codec(options: ReplicasOptions | None, path: str) -> Codec | None:
@@ -99,6 +100,12 @@ def build_replica_codec(options: ReplicasOptions | None, path: str) -> Codec | N
                 f"{path}.{key}: {getattr(options, key)} is not allowed with every above 1 or outer: there "
                 "replicas exchange no gradients; leave it out"
             )
+    outer = options.outer
+    if outer is not None and "delay" in outer.model_fields_set and outer.delay > options.every:
+        raise CompressionError(
+            f"{path}.outer.delay: {outer.delay} is not allowed with every {options.every}; allowed: integers "
+            f"from 0 to {options.every}"
+        )
     codec = CODECS.build(options.codec, f"{path}.codec")
     feedback = FEEDBACKS.build(options.feedback, f"{path}.feedback")
     reuses = isinstance(codec, ReusesForwardIndices) and codec.forward_partner() is not None

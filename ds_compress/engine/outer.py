@@ -129,16 +129,18 @@ class OuterTraffic:
             self._join(is_first=True)
 
     def end_step(self) -> None:
-        """After every H-th step apply the result of the last turn, and take the next one."""
-        if self._engine.global_steps % self.every:
+        """After every H-th step take a turn; `delay` steps later apply its result."""
+        since = self._engine.global_steps % self.every or self.every  # steps since the last turn
+        if since in (self._options.delay, self.every):
+            self.collect()
+            self._apply()
+        if since < self.every:
             return
-        self.collect()
-        self._apply()
         if self._worker is None:
             self._join()
         if self._worker is not None:
             self._start()
-            if not self._options.delayed:
+            if not self._options.delay:
                 self.collect()
                 self._apply()
 
@@ -289,7 +291,7 @@ class OuterTraffic:
         replicas, outer = self._block.replicas, self._options
         assert replicas is not None
         codec = {"codec": self.codec.codec.settings, "every": self.every}
-        found = codec | {f"outer.{name}": getattr(outer, name) for name in ("lr", "momentum")}
+        found = codec | {f"outer.{name}": getattr(outer, name) for name in ("lr", "momentum", "delay")}
         return {
             "ds_compress": __version__,
             **{f"{PLACE}.{name}": value for name, value in found.items()},

@@ -63,10 +63,12 @@ class SimulatedRounds:
     def end_step(self) -> None:
         """Let every replica know that all have taken a step."""
         self.steps += 1
-        if self.steps % self._every:
+        since = self.steps % self._every or self._every  # steps since the last round began
+        if since == self._options.delay:
+            self._apply()
+        if since < self._every:
             return
         with torch.no_grad():
-            self._apply()
             number = self.steps // self._every
             old, count = self.anchor.values, len(self._parameters)
             self._bases = [_flatten(parameters) for parameters in self._parameters]
@@ -78,7 +80,7 @@ class SimulatedRounds:
             self.sent.messages += 1
             self.sent.raw_bytes += 2 * (count - 1) * old.nbytes * self._every // count
             self.sent.wire_bytes += self.codecs[0].nbytes
-            if not self._options.delayed:
+            if not self._options.delay:
                 self._apply()
 
     def _apply(self) -> None:

@@ -2,7 +2,7 @@
 
     python launch/bench/outer.py [--seeds 0 1 2] [--results results/outer.jsonl]
 
-Two replicas of a byte-level GPT train in one process: from random weights, and fine-tuned from weights that
+Two replicas of a byte-level model train in one process: from random weights, and fine-tuned from weights that
 were trained on the other half of the text. The text is the source of Python's standard library, or --data. A
 row a run is appended to the results; runs that are there are skipped. `--table` prints the means.
 """
@@ -15,6 +15,7 @@ import math
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,67 +23,77 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from ds_compress.simulate import SimulatedReplicas, SimulatedRounds
+from ds_compress.simulate import SimulatedReplicas, SimulatedRounds, simulate
+from launch.reproduce.architectures import llama
+from launch.reproduce.presets import LANGUAGE
 from launch.train_lm import batches, build_layers, load_text, loss_fn
 
 REPLICAS, EVERY = 2, 30
-MODEL = argparse.Namespace(layers=2, hidden=128, heads=4, seq=64)
-MICRO_BATCH, STEPS, LR = 4, 600, 2e-3
-EVALUATED = 64  # held-out micro-batches
-VALUES = {"name": "quantize", "bits": 3, "group_size": 64}
-TOPK = {"name": "topk", "density": 0.016, "indices": "rice", "values": VALUES}
-QUANTIZE = {"name": "quantize", "bits": 4}
-SGD = {"lr": 1.0, "momentum": 0.0}
+LAYERS, HIDDEN, HEADS, SEQ = 2, 128, 4, 64
+MICRO_BATCH, STEPS, LR, WARMUP = 8, 1200, 2e-3, 50
+EVALUATED = 128  # held-out micro-batches
+CUTS = [2]  # two stages, each with a block
+TOPK = {
+    "name": "topk",
+    "density": 0.016,
+    "indices": "rice",
+    "values": {"name": "quantize", "bits": 3, "group_size": 64},
+}
+FOUR_BITS = {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef"}
+NESTEROV = {"lr": 0.7, "momentum": 0.9}
 SETTINGS: dict[str, dict[str, Any]] = {
     "all-reduce each step": {},
-    "none": {"codec": "none"},
-    "none, delayed": {"codec": "none", "outer": {"delayed": True}},
-    "4 bits, delayed": {"codec": QUANTIZE, "feedback": "ef", "outer": {"delayed": True}},
-    "4 bits, plain outer step, delayed": {
-        "codec": QUANTIZE,
-        "feedback": "ef",
-        "outer": {"delayed": True, **SGD},
-    },
-    "4 bits, plain outer step": {"codec": QUANTIZE, "feedback": "ef", "outer": SGD},
-    "topk, delayed": {"codec": TOPK, "feedback": "ef", "outer": {"delayed": True}},
-    "topk, plain outer step, delayed": {"codec": TOPK, "feedback": "ef", "outer": {"delayed": True, **SGD}},
-    "topk, plain outer step": {"codec": TOPK, "feedback": "ef", "outer": SGD},
+    "none": {"replicas": {"codec": "none"}},
+    "4 bits": {"replicas": FOUR_BITS},
+    "topk": {"replicas": {"codec": TOPK, "feedback": "ef"}},
+    "4 bits, and between stages": {"replicas": FOUR_BITS, "recipe": "safe"},
+    **{f"4 bits, delay {d}": {"replicas": {**FOUR_BITS, "outer": {"delay": d}}} for d in (0, 2, 10, 30)},
+    "4 bits, DiLoCo": {"replicas": {**FOUR_BITS, "outer": NESTEROV}},
 }
+DEFAULT_SETTINGS = list(SETTINGS)[:5]
+ARCHITECTURES = ("gpt", "llama")
 KINDS = ("from scratch", "fine-tuned")
 
 
 def block_of(setting: str) -> dict[str, Any]:
     """The "ds_compress" block of a setting."""
-    options = SETTINGS[setting]
-    if not options:
-        return {}
-    outer = {"delayed": False, **options.get("outer", {})}
-    return {"replicas": {**options, "every": EVERY, "outer": outer}}
+    block = SETTINGS[setting]
+    return {**block, "replicas": {**block["replicas"], "every": EVERY}} if block else {}
 
 
-def new_model(seed: int) -> nn.Sequential:
+def new_model(architecture: str, seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(*(spec.build() for spec in build_layers(MODEL)))
+    if architecture == "llama":
+        return nn.Sequential(*llama(replace(LANGUAGE, layers=LAYERS, hidden=HIDDEN, heads=HEADS, seq=SEQ)))
+    size = argparse.Namespace(layers=LAYERS, hidden=HIDDEN, heads=HEADS, seq=SEQ)
+    return nn.Sequential(*(spec.build() for spec in build_layers(size)))
 
 
 def held_out_loss(model: nn.Module, text: Tensor) -> float:
     """The mean loss of the same micro-batches of held-out text, in nats per byte."""
-    data = batches(text, MICRO_BATCH, MODEL.seq, seed=99)
+    data = batches(text, MICRO_BATCH, SEQ, seed=99)
     with torch.no_grad():
         return statistics.fmean(loss_fn(model(x), y).item() for (x, y), _ in zip(data, range(EVALUATED)))
 
 
-def train(model: nn.Module, text: Tensor, seed: int, setting: str, steps: int) -> tuple[nn.Module, Any]:
-    """Train `model` as two replicas; return the mean of their weights, and the bytes that one sent."""
-    config = {"ds_compress": block_of(setting)}
-    models = [model] if not SETTINGS[setting] else [copy.deepcopy(model) for _ in range(REPLICAS)]
-    exact = SimulatedReplicas(model, config, REPLICAS) if len(models) == 1 else None
-    rounds = None if exact else SimulatedRounds(models, config)
+def learning_rate(step: int, steps: int) -> float:
+    """A warm-up, then half a cosine to 0."""
+    return LR * min((step + 1) / WARMUP, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+
+
+def train(
+    model: nn.Module, text: Tensor, seed: int, block: dict[str, Any], steps: int
+) -> tuple[list[nn.Module], Any]:
+    """Train replicas of `model`, or one model if `block` is empty; return them, and what a replica sent."""
+    config = {"ds_compress": block}
+    models = [copy.deepcopy(model) for _ in range(REPLICAS if block else 1)]
+    exact = None if block else SimulatedReplicas(models[0], config, REPLICAS)
+    rounds = SimulatedRounds(models, config) if block else None
+    if "recipe" in block:
+        models = [simulate(each, config, CUTS, replica=number) for number, each in enumerate(models)]
     optimizers = [torch.optim.AdamW(each.parameters(), lr=LR) for each in models]
-    data = [batches(text, MICRO_BATCH, MODEL.seq, seed, replica) for replica in range(REPLICAS)]
+    data = [batches(text, MICRO_BATCH, SEQ, seed, replica) for replica in range(REPLICAS)]
     for step in range(steps):
-        for optimizer in optimizers:
-            optimizer.param_groups[0]["lr"] = LR * min(1, (step + 1) / 50) * (1 - 0.9 * step / steps)
         for replica, own in enumerate(data):
             x, y = next(own)
             loss_fn(models[replica % len(models)](x), y).backward()
@@ -91,45 +102,54 @@ def train(model: nn.Module, text: Tensor, seed: int, setting: str, steps: int) -
         if exact:
             exact.average()
         for each, optimizer in zip(models, optimizers):
+            optimizer.param_groups[0]["lr"] = learning_rate(step, steps)
             nn.utils.clip_grad_norm_(each.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
         if rounds:
             rounds.end_step()
+    return models, rounds.sent if rounds else None
+
+
+def average(models: list[nn.Module]) -> nn.Module:
+    """Give the first model the mean weights of all."""
     with torch.no_grad():
         for parameter, *others in zip(*(each.parameters() for each in models)):
             parameter.copy_(torch.stack([parameter, *others]).mean(0))
-    return models[0], rounds.sent if rounds else None
+    return models[0]
 
 
 @functools.lru_cache
-def pretrained(seed: int, data: str | None) -> nn.Module:
+def pretrained(architecture: str, seed: int, data: str | None) -> nn.Module:
     text, _ = load_text(data)
-    return train(new_model(seed), text[: len(text) // 2], seed, "all-reduce each step", STEPS)[0]
+    return train(new_model(architecture, seed), text[: len(text) // 2], seed, {}, STEPS)[0][0]
 
 
-def run(kind: str, setting: str, seed: int, data: str | None) -> dict[str, Any]:
+def run(architecture: str, kind: str, setting: str, seed: int, data: str | None) -> dict[str, Any]:
     """Train and evaluate; return a row."""
     text, held_out = load_text(data)
-    model = new_model(seed)
+    model: nn.Module = new_model(architecture, seed)
     if kind == "fine-tuned":
-        model, text = copy.deepcopy(pretrained(seed, data)), text[len(text) // 2 :]
+        model, text = pretrained(architecture, seed, data), text[len(text) // 2 :]
     started = time.perf_counter()
-    model, sent = train(model, text, seed + 1000, setting, STEPS)
+    block = block_of(setting)
+    models, sent = train(model, text, seed + 1000, block, STEPS)
     parameters = sum(p.numel() for p in model.parameters())
     raw = 4 * parameters * STEPS * 2 * (REPLICAS - 1) // REPLICAS  # of an fp32 all-reduce each step
     return {
-        "task": f"gpt, {kind}",
+        "task": f"{architecture}, {kind}",
         "setting": setting,
         "seed": seed,
+        "text": Path(data).name if data else "python",
         "steps": STEPS,
         "every": EVERY if sent else 1,
         "replicas": REPLICAS,
         "parameters": parameters,
-        "block": block_of(setting),
+        "block": block,
         "raw_bytes": raw,
         "wire_bytes": sent.wire_bytes if sent else raw,
-        "loss": held_out_loss(model, held_out),
+        "loss_of_one": held_out_loss(models[0], held_out),
+        "loss": held_out_loss(average(models), held_out),
         "seconds": round(time.perf_counter() - started, 1),
     }
 

@@ -45,8 +45,8 @@ def store(monkeypatch):
     return served
 
 
-def block(every=3, delayed=True, **changes):
-    replicas = {**CODEC, "every": every, "outer": {"delayed": delayed, "grace_s": 300, **changes}}
+def block(every=3, delay=1, **changes):
+    replicas = {**CODEC, "every": every, "outer": {"delay": delay, "grace_s": 300, **changes}}
     return {"replicas": replicas}
 
 
@@ -88,25 +88,25 @@ def _address():
     return host, int(port)
 
 
-@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("delay", [0, 1, 3])
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.extended(keep=3)
-def test_anchors_are_equal_after_every_round(kind, stages, delayed, store):
+def test_anchors_are_equal_after_every_round(kind, stages, delay, store):
     """I1; without delay the weights are those of the anchor, too."""
-    config = ds_config(block(delayed=delayed), **KINDS[kind])
+    config = ds_config(block(delay=delay), **KINDS[kind])
     results = run_launches(2, stages, train, stages, config, 9)
     for own, other in zip(*results):
         assert own["anchor"] == other["anchor"] and own["position"] == other["position"]
         assert own["position"].round == 3 and own["members"] == 2
-        assert (own["digest"] == other["digest"]) == (not delayed)
+        assert (own["digest"] == other["digest"]) == (not delay)
         assert own["sent"][0] / own["sent"][1] > (20 if "fp32" in kind else 10)  # 4 bits every 3 steps
         assert not [line for line in own["lines"] if "replica" in line]
 
 
-@pytest.mark.parametrize("delayed", [False, True])
-def test_weights_are_those_of_the_simulation(delayed, store):
-    config = ds_config(block(delayed=delayed))
+@pytest.mark.parametrize("delay", [0, 1, 3])
+def test_weights_are_those_of_the_simulation(delay, store):
+    config = ds_config(block(delay=delay))
     real = run_launches(2, 2, train, 2, config, 7)
     models = [simulated(wide_layers(), config, []) for _ in range(2)]
     rounds = SimulatedRounds(models, config)
@@ -127,7 +127,7 @@ def test_weights_are_those_of_the_simulation(delayed, store):
 
 
 def test_a_replica_may_have_data_parallel_ranks_with_partitions(store):
-    config = ds_config(block(delayed=False), replicas=2, bf16={"enabled": True})
+    config = ds_config(block(delay=0), replicas=2, bf16={"enabled": True})
     results = run_launches(2, 2, train, 1, config, 6)
     digests = {result["digest"] for own in results for result in own}
     assert len(digests) == 1
@@ -169,7 +169,7 @@ def train_until_told(launch, stages, config):
 @pytest.mark.parametrize("stages", [2])
 def test_one_of_three_is_killed_and_comes_back(stages, store):
     """The others never stop, and whoever is at the same position has the same anchor."""
-    config = ds_config(block(every=2, delayed=True, grace_s=3))
+    config = ds_config(block(every=2, delay=2, grace_s=3))
     results = run_launches(3, stages, train_until_told, stages, config, restarted=(2,))
     for slot in range(stages):
         found = {}
@@ -241,12 +241,12 @@ def save_or_resume(launch, folder, config, resumes):
     return digests[-6:]
 
 
-@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("delay", [0, 3])
 @pytest.mark.parametrize("kind", ["fp32", "bf16 accumulation"])
 @pytest.mark.extended(keep=1)
-def test_resumed_launches_equal_those_that_went_on(kind, delayed, store, tmp_path, monkeypatch):
+def test_resumed_launches_equal_those_that_went_on(kind, delay, store, tmp_path, monkeypatch):
     """I5. Saved in the middle of a round, with another store afterwards."""
-    config = ds_config({**block(delayed=delayed), "checkpoint": {"state": "exact"}}, **KINDS[kind])
+    config = ds_config({**block(delay=delay), "checkpoint": {"state": "exact"}}, **KINDS[kind])
     went_on = run_launches(2, 1, save_or_resume, tmp_path, config, False)
     another = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv(STORE, f"127.0.0.1:{another.port}")

@@ -30,6 +30,14 @@ def test_codecs_without_state_are_allowed(codec):
         ({"every": 30, "parameters": 4}, "replicas.parameters: 4 is not allowed with every above 1"),
         ({"outer": {}, "warmup_steps": 9}, "replicas.warmup_steps: 9 is not allowed with every above 1"),
         ({"every": 30, "outer": {"momentum": 1.0}}, "replicas.outer.momentum: 1.0 is not allowed"),
+        (
+            {"every": 30, "outer": {"delay": 31}},
+            "replicas.outer.delay: 31 is not allowed with every 30; allowed: integers from 0 to 30",
+        ),
+        (
+            {"every": 30, "outer": {"delayed": False}},
+            "replicas.outer.delayed: unknown key (did you mean 'delay'?)",
+        ),
         ({"parameters": 4}, "replicas.parameters: 4 is not allowed with codec 'none'"),
         (
             {"codec": "quantize", "parameters": 5},
@@ -49,3 +57,8 @@ def test_others_are_refused_with_their_place(options, words):
 @pytest.mark.parametrize("options", [None, {}, {"codec": "none", "feedback": "ef"}])
 def test_nothing_is_compressed_unless_asked_for(options):
     assert Config({"replicas": options}).replica_codec is None
+
+
+@pytest.mark.parametrize(("every", "delay"), [(30, 5), (3, 3), (1, 1)])
+def test_a_round_is_applied_before_the_next_one_begins(every, delay):
+    assert Config({"replicas": {"every": every, "outer": {}}}).outer.delay == delay

@@ -43,26 +43,27 @@ def flat(model):
 def test_one_step_of_sgd_gives_the_mean():
     """I6."""
     replicas = models(3)
-    rounds = SimulatedRounds(replicas, ds_config(delayed=False, **PLAIN))
+    rounds = SimulatedRounds(replicas, ds_config(delay=0, **PLAIN))
     for _ in train(replicas, rounds, 5):
         wanted = torch.stack([flat(model) for model in replicas]).mean(0)
     assert all(torch.allclose(flat(model), wanted, atol=1e-6) for model in replicas)
     assert all(torch.equal(flat(model), flat(replicas[0])) for model in replicas)
 
 
-@pytest.mark.parametrize("delayed", [False, True])
-def test_a_lone_replica_trains_as_without(delayed):
+@pytest.mark.parametrize("delay", [0, 2, 3])
+def test_a_lone_replica_trains_as_without(delay):
     (alone,), (replica,) = models(1), models(1)
-    rounds = SimulatedRounds([replica], ds_config(every=3, delayed=delayed, **PLAIN))
+    rounds = SimulatedRounds([replica], ds_config(every=3, delay=delay, **PLAIN))
     for _ in zip(train([alone], None, 10), train([replica], rounds, 10)):
         pass
     assert torch.allclose(flat(alone), flat(replica), atol=1e-6)
 
 
-def test_all_that_is_learned_counts_once():
+@pytest.mark.parametrize("delay", [0, 1, 4])
+def test_all_that_is_learned_counts_once(delay):
     """The gradient of each replica is constant, so what it learns between two rounds is known."""
-    replicas, slopes = models(2), (1.0, 3.0)
-    rounds = SimulatedRounds(replicas, ds_config(every=4, **PLAIN))
+    replicas, slopes, mean = models(2), (1.0, 3.0), 4e-3 * 2
+    rounds = SimulatedRounds(replicas, ds_config(every=4, delay=delay, **PLAIN))
     first = flat(replicas[0])
     for step in range(1, 4 * 5 + 1):
         for model, slope in zip(replicas, slopes):
@@ -70,13 +71,11 @@ def test_all_that_is_learned_counts_once():
                 for p in model.parameters():
                     p -= 1e-3 * slope
         rounds.end_step()
-        if step % 4 == 0:
-            mean = 4e-3 * sum(slopes) / 2
-            assert torch.allclose(
-                rounds.anchor.values, _sorted(first, replicas[0]) - step // 4 * mean, atol=1e-5
-            )
-            for model, slope in zip(replicas, slopes):  # the round of the last 4 steps is not applied yet
-                assert torch.allclose(flat(model), first - (step // 4 - 1) * mean - 4e-3 * slope, atol=1e-5)
+        sent, applied = step // 4, max(0, step - delay) // 4
+        assert torch.allclose(rounds.anchor.values, _sorted(first, replicas[0]) - sent * mean, atol=1e-5)
+        for model, slope in zip(replicas, slopes):
+            own = 1e-3 * slope * (step - 4 * applied)  # learned since the round that is applied
+            assert torch.allclose(flat(model), first - applied * mean - own, atol=1e-5)
 
 
 def _sorted(values, model):
