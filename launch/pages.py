@@ -3,7 +3,7 @@
     python launch/pages.py [--check]
 
 README.md and docs/evidence.md: the table of recipes, from results/*.jsonl and results/links.json.
-docs/evidence.md: what settings cost on every model, and what the guard warns of, from results/*.jsonl.
+docs/cost-tables.md: what settings cost on every model, and what the guard warns of, from results/*.jsonl.
 docs/replicas.md: what settings between replicas cost, from results/replicas.jsonl.
 docs/speed.md, docs/speed-tables.md and docs/images/bandwidth.png: step times, from results/links.json.
 docs/options.md, commands.md, metrics.md: from the options, parsers and labels of the package.
@@ -40,7 +40,7 @@ RECIPES = {
     "balanced": "3 bits forward, 2 back",
     "aggressive": "2.5 bits forward, 1.5 back",
     "quant4": "4 bits, Hadamard",
-    "auto": "the fastest within an error budget",
+    "auto": "the fastest within an error budget, here at depth 2",
 }
 BETWEEN_REPLICAS = "replicas4-ef"
 BASELINE = "stock"
@@ -58,7 +58,7 @@ MARKS = {
     name: (f"<!-- {name}: begin; made by `make docs` -->", f"<!-- {name}: end -->")
     for name in ("recipes", "costs", "guard", "replicas", "steps", "links")
 }
-KINDS = {"fine-tuned": "fine-tuned, %", "from scratch": "from scratch, %"}
+KINDS = {"fine-tuned": "loss, fine-tuned, %", "from scratch": "loss, from scratch, %"}
 """Of tasks of language models, and the column that each has."""
 
 
@@ -118,7 +118,7 @@ def recipes_table() -> str:
     rows = all_rows()
     slow, measured = next(iter(all_links().items()))
     slowest = measured[BASELINE]["step_over_stock_unshaped"]
-    lines, counts = [], set[int]()
+    lines, counts = [["DeepSpeed alone", "fp32", "1.0", f"{slowest:.2f}", "", "", ""]], set[int]()
     for name, what in RECIPES.items():
         step = measured["auto-safe" if name == "auto" else name]["step_over_stock_unshaped"]
         evidence = EVIDENCE.get(name)
@@ -138,16 +138,19 @@ def recipes_table() -> str:
     costs = costs_of(read_rows(ROOT / "results" / "replicas.jsonl"), BETWEEN_REPLICAS, ["replicas"])
     ratio = f"{statistics.fmean(each.ratio for each in costs):.1f}" if costs else ""
     own = [worst_of(costs, kind) for kind in KINDS]
-    lines.append(["`replicas`", "4 bits with `ef`: gradients between replicas", ratio, "", "", *own])
-    header = ["recipe", "what it sends", "times fewer bytes", f"step time at {slow}", "promise, %"]
+    lines.append(["key `replicas`", "4 bits with error feedback, between replicas", ratio, "", "", *own])
+    header = ["recipe", "what it sends", "times fewer bytes", f"step time at {slow}", "promised loss, %"]
     table = markdown([*header, *KINDS.values()], lines, texts=2)
     seeds = " to ".join(map(str, sorted({min(counts), max(counts)}))) + " seeds"
     return f"""{table}
 
-Promise: the most that a recipe may cost of the held-out loss, evaluated without compression / with it. Then
-what it cost: the worst of three language models, means of {seeds} (`quant4`: the Llama). Step time:
-relative to DeepSpeed's, unlimited link; DeepSpeed alone takes {slowest:.2f} at {slow}. Empty: not measured.
-`replicas` is no recipe but a key: the worst of a GPT and a Llama on two replicas."""
+- **Times fewer bytes**: than fp32. If you train in bf16 or fp16, halve these numbers.
+- **Step time**: 1.00 is the step of DeepSpeed alone on an unlimited link.
+- **Loss**: by how many percent the held-out loss rises, evaluated without compression / with it. A promise is the
+  most that a recipe may cost. The last two columns have what it cost on the worst of three language models, means of
+  {seeds} (`quant4`: one model, 1 seed; `replicas`: two models). Settings were chosen on one of the three, and
+  confirmed on the others.
+- Empty cells were not measured, or have no promise."""
 
 
 def worst_of(costs: Sequence[Cost], kind: str) -> str:
@@ -234,7 +237,8 @@ def pages() -> Iterator[tuple[Path, str]]:
     }
     pages = {
         "README.md": ["recipes"],
-        "docs/evidence.md": ["recipes", "costs", "guard"],
+        "docs/evidence.md": ["recipes"],
+        "docs/cost-tables.md": ["costs", "guard"],
         "docs/replicas.md": ["replicas"],
         "docs/speed.md": ["steps"],
         "docs/speed-tables.md": ["links"],
