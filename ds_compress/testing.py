@@ -74,7 +74,7 @@ class CodecPair:
         partner = self._codec.forward_partner() if isinstance(self._codec, ReusesForwardIndices) else None
         forward = partner or self._codec
         back = self._codec if partner or backward is None else build(backward)
-        self.codecs = forward, back.paired(forward) if isinstance(back, ReusesForwardIndices) else back
+        self.codecs = forward, back.paired_with(forward) if isinstance(back, ReusesForwardIndices) else back
 
     def rebuilt(self) -> "CodecPair":
         """Return the same with codecs of its own."""

@@ -147,9 +147,9 @@ def recipes_table() -> str:
 - **Times fewer bytes**: than fp32. If you train in bf16 or fp16, halve these numbers.
 - **Step time**: 1.00 is the step of DeepSpeed alone on an unlimited link.
 - **Loss**: by how many percent the held-out loss rises, evaluated without compression / with it. A promise is
-  the most that a recipe may cost. The last two columns have the worst of three language models, means of {seeds}
-  (`quant4`: one model, 1 seed; `replicas`: two models). Settings were chosen on one of the three models, and
-  confirmed on the others.
+  the most that a recipe may cost. The last two columns have the worst of three language models, means of
+  {seeds} (`quant4`: one model, 1 seed; `replicas`: two models). Settings were chosen on one of the three
+  models, and confirmed on the others.
 - Empty cells were not measured, or have no promise."""
 
 

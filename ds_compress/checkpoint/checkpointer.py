@@ -12,8 +12,8 @@ sides restore their state if both find it in files of the loaded step with equal
 mirrored state is equal, compared by hash. Otherwise both start from zero, and rank 0 logs which and why.
 Replica r reads what replica r wrote. `load_module_only` restores nothing.
 
-Settings that changed during training (`course`) are restored if all ranks find the same ones, and if the
-block and the boundaries are those of the saved run.
+Settings that changed during training (`changed_settings`) are restored if all ranks find the same ones, and
+if the block and the boundaries are those of the saved run.
 
 Residuals of gradients between replicas have entries `replicas/gradients/NUMBER OF THE SLICE/...`. They are
 restored if every rank finds its own, with equal settings.
@@ -47,9 +47,9 @@ from ds_compress.checkpoint.search import (
     Side,
     Verdict,
     load,
-    saved_course,
     saved_depth,
     saved_gradients,
+    saved_settings,
 )
 from ds_compress.codecs.mixins import needs_warmup
 from ds_compress.config import Config
@@ -87,13 +87,13 @@ class Checkpointed(Protocol):
     def sides(self) -> list[Side]:
         """Return the sides of boundaries that this rank has."""
 
-    def course(self) -> dict[str, Any]:
+    def changed_settings(self) -> dict[str, Any]:
         """Return the settings after all changes during training, equal on every rank."""
 
-    def noted(self) -> dict[str, list[float]]:
+    def own_measurements(self) -> dict[str, list[float]]:
         """Return what this rank alone has recorded for its policy and its guard."""
 
-    def resume(self, course: dict[str, Any], noted: dict[str, list[float]]) -> bool:
+    def resume(self, changed_settings: dict[str, Any], own_measurements: dict[str, list[float]]) -> bool:
         """Apply the settings of a checkpoint; return whether its run had the same block and boundaries."""
 
 
@@ -148,8 +148,8 @@ class Checkpointer:
                 settings=settings,
                 warmup_ends={side.key: side.boundary.warmup_end for side in sides},
                 schedule=(session.depth.now, engine.num_stages, engine.micro_batches),
-                course=session.course(),
-                noted=session.noted(),
+                course=session.changed_settings(),
+                noted=session.own_measurements(),
                 **metadata,
             )
         except (OSError, SafetensorError) as error:
@@ -198,15 +198,19 @@ class Checkpointer:
 
     def _load_course(self, root: Path, tag: str, rank: Rank) -> None:
         """Restore the settings that had changed during training, if all ranks find the same."""
-        course, noted = saved_course(root, tag, rank, self._session.engine.global_steps)
-        digest = hashlib.blake2b(json.dumps(course, sort_keys=True).encode(), digest_size=7).digest()
+        changed_settings, own_measurements = saved_settings(
+            root, tag, rank, self._session.engine.global_steps
+        )
+        digest = hashlib.blake2b(
+            json.dumps(changed_settings, sort_keys=True).encode(), digest_size=7
+        ).digest()
         number = int.from_bytes(digest, "little")
-        had = bool(course.get("adopted"))
+        had = bool(changed_settings.get("adopted"))
         least, most, lost = self._smallest(number, -number, -had)
         alike = least == -most
         resumed, failure = False, ""
         try:
-            resumed = self._session.resume(course if alike else {}, noted)
+            resumed = self._session.resume(changed_settings if alike else {}, own_measurements)
         except Exception as error:  # equal on all ranks, but not valid: all ranks start again from the block
             failure = in_one_line(error)
         own, size = dist.get_rank(), dist.get_world_size()

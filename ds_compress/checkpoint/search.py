@@ -146,7 +146,7 @@ def saved_depth(root: Path, tag: str, rank: Rank, step: int, stages: int, micro_
     return depth if metadata.step == step and pipeline == [stages, micro_batches] else 0
 
 
-def saved_course(
+def saved_settings(
     root: Path, tag: str, rank: Rank, step: int
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
     """Return the settings and this rank's notes at checkpoint `tag`, empty if they are unknown.

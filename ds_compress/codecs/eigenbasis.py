@@ -228,8 +228,8 @@ def _orthonormal(m: Tensor) -> Tensor:
 class EigenbasisCodec(Codec, Stateful, ObservesWarmup, HardwareDependentDecode):
     """With `"rotate": "learned"`: sends the coefficients of rows in the eigenbasis of those of the warm-up.
 
-    A subclass sends them, the first ones of all rows first. The basis preserves lengths, so the error of a
-    message is that of its coefficients.
+    Subclasses encode the coefficients column by column, those of the largest variance first. The basis
+    preserves lengths, so the error of a message is that of its coefficients.
     """
 
     needs_warmup = True

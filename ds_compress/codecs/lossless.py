@@ -56,7 +56,7 @@ class Lossless(Codec, VariableSizePayload):
         return 0.0
 
 
-class _Own(threading.local):
+class _ThreadCompressor(threading.local):
     """Of each thread, as none may serve two at once: to make one takes as long as a small message."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class _Own(threading.local):
         self.decompressor = zstandard.ZstdDecompressor()
 
 
-_own = _Own()
+_own = _ThreadCompressor()
 
 _BLOCK = zstandard.BLOCKSIZE_MAX
 

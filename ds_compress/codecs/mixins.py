@@ -133,7 +133,7 @@ class ReusesForwardIndices(ABC):
     """What became of this setting, if the user should know; logged once at start-up."""
 
     @abstractmethod
-    def paired(self, forward: Codec) -> Codec:
+    def paired_with(self, forward: Codec) -> Codec:
         """Return the codec to use backward at a boundary whose forward codec is `forward`.
 
         Raises:
@@ -164,7 +164,7 @@ class VariableSizePayload(ABC):
         """Return the layout of the extra packet, () for none; `parts` are those that `layout` describes."""
 
     def planned_extra_payload(self, spec: TensorSpec) -> Layout:
-        """Return the largest `extra_payload` to plan with, after first visits and the like."""
+        """Return the largest usual `extra_payload`: without first visits and the like."""
         return ()
 
     def largest_extra_payload(self, spec: TensorSpec) -> Layout:
@@ -212,11 +212,11 @@ class FusesFeedback(ABC):
         ctx: Context,
         out: Parts | None = None,
     ) -> tuple[Parts, Parts] | None:
-        """Encode x + scale * state, or x alone where that sum is not finite.
+        """Encode x + ctx.loss_scale * state, or x alone where that sum is not finite.
 
         Returns:
-            The payload and the next state, residual_decay * state + error_weight * lost / scale. `lost` is
-            the part of the sum that the receiver will not get.
+            The payload and the next state, residual_decay * state + error_weight * lost / ctx.loss_scale.
+            `lost` is the part of the sum that the receiver will not get.
         """
 
     @abstractmethod

@@ -66,7 +66,7 @@ class TopK(Sparse, ReusesForwardIndices):
         self._forward: Selects = self  # whose selection "reuse" reads
         self._unbiased = False  # as the forward codec is that it follows
 
-    def paired(self, forward: Codec) -> Codec:
+    def paired_with(self, forward: Codec) -> Codec:
         if self.options.indices != "reuse":
             return self
         selecting = next(layers(forward, Selects), None)  # type: ignore[type-abstract]

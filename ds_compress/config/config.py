@@ -157,7 +157,7 @@ class Config:
             forward = forward_feedback.wrap(forward)
         if isinstance(backward, ReusesForwardIndices):
             with errors_at(f"{path}.backward.codec"):
-                backward = backward.paired(forward)
+                backward = backward.paired_with(forward)
         for codec, direction in ((forward, "forward"), (backward, "backward")):
             if needs_warmup(codec) and not (self.block.warmup_steps or self.block.warmup_epochs):
                 raise CompressionError(
@@ -313,8 +313,10 @@ class Config:
         return CODECS.build(*chosen["codec"]), FEEDBACKS.build(*chosen["feedback"])
 
     def chosen(self, boundary: int | None, direction: str) -> dict[str, tuple[Any, str]]:
-        """Return "codec" and "feedback" as asked for, as the block has them, and where: each from the
-        boundary's own settings where it has them."""
+        """Return the value of "codec" and of "feedback" in the block, and its JSON path.
+
+        The boundary's own settings come before those of the direction.
+        """
         chosen = {}
         general = getattr(self.block, direction)
         given = [(general, f"{KEY}.{direction}")]

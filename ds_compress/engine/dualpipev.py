@@ -191,7 +191,7 @@ class DualPipeVSession(Session):
         if instruction in (Instruction.SEND_ACTIVATION, Instruction.SEND_GRAD):
             self.stage.dispatch(instruction, self._buffer_id, tensors, phase=phase)
         else:
-            self.stage.queue(instruction, phase, tensors)
+            self.stage.post_receive(instruction, phase, tensors)
             self._arriving.append((instruction, phase, self._buffer_id, tensors))
 
     def commit(self, run: Callable[[], None]) -> None:

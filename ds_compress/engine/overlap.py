@@ -92,9 +92,9 @@ class EarlyBuckets:
             self._exchange.start(gradients, self._factor, 1.0, self._step)
 
     def end_pass(self) -> None:
-        """Start what is left after the last backward pass, even if this replica lacks gradients.
+        """After the last backward pass start all buckets that are left, even if gradients are missing.
 
-        Others may wait for it within theirs, and after it this replica waits for other stages.
+        Other replicas may wait for these buckets within their own last pass.
         """
         self._ended += 1
         if self._ended == self._passes:

@@ -186,7 +186,7 @@ class Session:
         with self.watchdog.watch():
             guard.begin_step(engine.global_steps + 1, self.evaluated_at_least())
             yield
-            if guard.acts and guard.judges(engine.global_steps):
+            if guard.acts and guard.compares_losses(engine.global_steps):
                 self._put_in_force(guard.check_limits(engine, self.monitor.message_quality()))
             if guard.due:
                 self._put_in_force(guard.check_loss(engine))
@@ -218,7 +218,11 @@ class Session:
         if self.replicas is not None:
             self.replicas.begin_step()
         self.monitor.begin_step(
-            self.stage.ends, step, engine.micro_batches, engine.monitor.enabled, self.guard.judges(step)
+            self.stage.ends,
+            step,
+            engine.micro_batches,
+            engine.monitor.enabled,
+            self.guard.compares_losses(step),
         )
 
     def end_step(self) -> None:
@@ -238,31 +242,36 @@ class Session:
         """Let boundaries have other settings from the next step on (`Reconfigurator.change`)."""
         return self.reconfigurator.change(boundaries)
 
-    def resume(self, course: Mapping[str, Any], noted: Mapping[str, list[float]]) -> bool:
+    def resume(
+        self, changed_settings: Mapping[str, Any], own_measurements: Mapping[str, list[float]]
+    ) -> bool:
         """Adopt the settings of a checkpoint; every rank calls it alike.
 
         Args:
-            course: of `course`, the same on every rank; empty: there are none.
-            noted: what this rank alone knew (`noted`).
+            changed_settings: of `changed_settings`, the same on every rank; empty: there are none.
+            own_measurements: what this rank alone knew (`own_measurements`).
 
         Returns:
             Whether the checkpoint is of a run with the same block and boundaries; if not, settings start
             again from the block.
         """
-        resumed = self.reconfigurator.resume(course)
-        measured = {key: values for key, values in noted.items() if "/" in key}
+        resumed = self.reconfigurator.resume(changed_settings)
+        measured = {key: values for key, values in own_measurements.items() if "/" in key}
         self.monitor.resume(measured if resumed else {})
         if resumed:
-            self.policy.resume(course["policy"], {key: noted[key] for key in noted.keys() - measured})
+            self.policy.resume(
+                changed_settings["policy"],
+                {key: own_measurements[key] for key in own_measurements.keys() - measured},
+            )
         else:
             self._start_policy()
         return resumed
 
-    def noted(self) -> dict[str, list[float]]:
-        """Return what this rank alone has noted for its policy and its guard, for a checkpoint."""
-        return self.policy.noted() | self.monitor.noted()
+    def own_measurements(self) -> dict[str, list[float]]:
+        """Return what this rank alone has measured for its policy and its guard, for a checkpoint."""
+        return self.policy.own_measurements() | self.monitor.own_measurements()
 
-    def course(self) -> dict[str, Any]:
+    def changed_settings(self) -> dict[str, Any]:
         """Return the settings after all changes, for a checkpoint: the same on every rank."""
         return {**self.reconfigurator.state(), "policy": self.policy.state()}
 

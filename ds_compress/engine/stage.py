@@ -219,8 +219,8 @@ class Stage:
         else:
             self.left_because[number] = why
 
-    def queue(self, instruction: Instruction, phase: int, tensors: Sequence[Tensor]) -> None:
-        """Queue the receipt of one message with tensors like `tensors`."""
+    def post_receive(self, instruction: Instruction, phase: int, tensors: Sequence[Tensor]) -> None:
+        """Post the receive of one message with tensors like `tensors`."""
         end = self.receivers[instruction, phase]
         message = end.channel.message(tensors, end.channel.message_id(self.step, 0, self.training))
         end.link.expect(message.packet.nbytes, 1)

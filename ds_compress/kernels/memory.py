@@ -32,7 +32,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @lru_cache  # a size that came before changes nothing
 def retain_freed_memory(nbytes: int) -> None:
-    """Let malloc keep freed blocks of up to `nbytes`, if these are at least `LARGE`.
+    """Let glibc's malloc reuse freed blocks of up to `nbytes` in this process; nothing below `LARGE`.
 
     By default glibc returns the end of the heap and blocks of 32 MiB to the system. The next message gets
     them again page by page: decoding 64 MiB then takes ten times as long. Messages have the same size at

@@ -212,15 +212,13 @@ class Channel:
         return [own + tuple(next(views) for _ in extra) for own, extra in zip(parts, extras)]
 
     def trial(self, codec: Codec) -> "Channel":
-        """Return this channel as it would be with `codec`: what it encodes is not counted, and leaves no
-        trace."""
-        channel = self.listener()
+        """Return a throw-away copy with another codec; this channel's counters and state do not change."""
+        channel = self.as_receiver()
         channel.codec, channel.sent, channel._layouts, channel._latest = codec, Counters(), {}, {}
         return channel
 
-    def listener(self) -> "Channel":
-        """Return this channel as the other side has it before the next message: what it decodes leaves no
-        trace here."""
+    def as_receiver(self) -> "Channel":
+        """Return a throw-away copy that decodes the next message as the other side does."""
         channel = copy.copy(self)
         channel.boundary = self.boundary.copied()
         return channel

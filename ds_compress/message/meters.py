@@ -98,7 +98,7 @@ class SendingMeter(_Meter):
         decodes = not isinstance(channel.codec, ReceiverOnlyDecode)
         with self._measuring():
             if decodes and message_id.micro_batch in self._compared:
-                listener = channel.listener()
+                listener = channel.as_receiver()
 
         def timed_memory(nbytes: int) -> Tensor:
             with self._timed("memory"):

@@ -228,7 +228,7 @@ class Monitor:
             for direction, values in directions.items()
         }
 
-    def noted(self) -> dict[str, list[float]]:
+    def own_measurements(self) -> dict[str, list[float]]:
         """Return what the guard judges the next measured step by, for a checkpoint."""
         return {
             f"{number}/{direction}": [finite(values[name]) for name in LASTING]
@@ -236,10 +236,10 @@ class Monitor:
             for direction, values in directions.items()
         }
 
-    def resume(self, noted: Mapping[str, list[float]]) -> None:
-        """Continue with what `noted` returned; it may be empty."""
+    def resume(self, own_measurements: Mapping[str, list[float]]) -> None:
+        """Continue with what `own_measurements` returned; it may be empty."""
         before: list[dict[str, dict[str, float]]] = [{} for _ in range(self.boundaries)]
-        for place, values in noted.items():
+        for place, values in own_measurements.items():
             number, _, direction = place.partition("/")
             before[int(number)][direction] = dict(zip(LASTING, values))
         self._last = before, []

@@ -60,7 +60,7 @@ class Guard:
 
     def begin_step(self, step: int, count: int = 1) -> None:
         """Prepare for training step `step`, counted from 1; `count`: micro-batches to compare on."""
-        self.due = self._on and not self._loads_itself and self.judges(step)
+        self.due = self._on and not self._loads_itself and self.compares_losses(step)
         self.batches = deque(maxlen=count)
 
     @property
@@ -68,7 +68,7 @@ class Guard:
         """Return whether the guard does more than warn."""
         return self._options.action != "warn"
 
-    def judges(self, step: int) -> bool:
+    def compares_losses(self, step: int) -> bool:
         """Return whether the guard compares losses after that step."""
         return self._loses and self._options.is_due(step - self._config.warmup_steps)
 

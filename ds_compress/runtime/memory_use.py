@@ -42,7 +42,7 @@ def in_use(device: torch.device) -> int | None:
     return int(found.values[IN_USE] + found.values[MAPPED])
 
 
-def spare(device: torch.device) -> float:
+def allocatable_bytes(device: torch.device) -> float:
     """Return how many more bytes may be allocated.
 
     On a GPU: above this process's highest use so far. On the CPU: above the current use, by all processes of

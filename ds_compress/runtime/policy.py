@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_compress.codec import Codec
 from ds_compress.config import DIRECTIONS, KEY, Config
-from ds_compress.config.policies import Now, Place, ladders
+from ds_compress.config.policies import DecisionInput, Place, ladders
 from ds_compress.config.policies.base import format_rung
 from ds_compress.config.recipes import with_changes
 from ds_compress.errors import CompressionError, shown
@@ -80,12 +80,12 @@ class PolicyController:
         """Return the state for a checkpoint, as JSON types, the same on every rank."""
         return {"rungs": [[*place, rung] for place, rung in self.rungs.items()], "state": self._state}
 
-    def noted(self) -> dict[str, list[float]]:
+    def own_measurements(self) -> dict[str, list[float]]:
         """Return the signals of this rank for a checkpoint."""
         return self._signals.state()
 
-    def resume(self, state: Mapping[str, Any], noted: Mapping[str, list[float]]) -> None:
-        """Continue from `state` and `noted` of a checkpoint whose settings have been adopted.
+    def resume(self, state: Mapping[str, Any], own_measurements: Mapping[str, list[float]]) -> None:
+        """Continue from `state` and `own_measurements` of a checkpoint whose settings have been adopted.
 
         Raises:
             CompressionError: the state does not fit the policy or the pipeline.
@@ -95,7 +95,7 @@ class PolicyController:
         if rungs.keys() != ladders.keys() or not all(0 <= rungs[n] < length for n, length in ladders.items()):
             raise CompressionError(f"policy: rungs {shown(state['rungs'])} do not fit {shown(ladders)}")
         self._policy.check_state(state["state"])
-        self._signals.resume(noted)
+        self._signals.resume(own_measurements)
         self.rungs, self._state = rungs, copy.deepcopy(state["state"])
 
     def _decide(self, engine: Trainer) -> dict[Place, int]:
@@ -105,7 +105,7 @@ class PolicyController:
             largest = max(map(float, engine.get_lr()), default=0.0)
             lr, signals = self._signals.gather(largest, self._ladder_lengths, engine.micro_batches)
         step, samples = self._compressed(engine), engine.global_samples
-        now = Now(step, samples, self.rungs, self._ladder_lengths, lr, signals)
+        now = DecisionInput(step, samples, self.rungs, self._ladder_lengths, lr, signals)
         rungs = self._policy.decide(now, self._state)
         changed = {place: rung for place, rung in rungs.items() if rung != self.rungs.get(place)}
         self.rungs = {**self.rungs, **changed}

@@ -72,7 +72,7 @@ class Signals:
             scale = largest(tensors)
             for codec in trials.get(place, ()):
                 trial = channel.trial(codec)
-                receiver = trial.listener()  # the receiver's state before the message
+                receiver = trial.as_receiver()  # the receiver's state before the message
                 packet, extra, message = trial.encode(tensors, message_id)
                 message.headers_left = 0  # looking at one would wait for the device
                 decoded = receiver.decode(packet, message, message_id, functools.partial(_given, extra))

@@ -22,7 +22,7 @@ from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.message.clock import clock_for
 from ds_compress.message.meters import ReceivingMeter, SendingMeter
 from ds_compress.runtime.interface import StageView
-from ds_compress.runtime.memory_use import in_use, spare
+from ds_compress.runtime.memory_use import allocatable_bytes, in_use
 from ds_compress.transport.probe import probe
 
 COLUMNS = (
@@ -128,7 +128,7 @@ class StageProfiler:
         found["activations"] = (
             max(self._activations) if self._activations and self._step_marks else float("nan")
         )
-        found["spare"] = spare(self._device)
+        found["spare"] = allocatable_bytes(self._device)
         for direction, size in self._bytes.items():
             found[f"bytes {direction}"] = size
         for name, each in self._codecs.items():

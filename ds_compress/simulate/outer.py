@@ -61,7 +61,7 @@ class SimulatedRounds:
         """Of the first replica. Raw bytes are those of an fp32 all-reduce in each step."""
 
     def end_step(self) -> None:
-        """Let every replica know that all have taken a step."""
+        """Count a step of all replicas; when a round is due, exchange packets and move the weights."""
         self.steps += 1
         since = self.steps % self._every or self._every  # steps since the last round began
         if since == self._options.delay:

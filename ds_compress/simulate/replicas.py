@@ -64,10 +64,10 @@ class SimulatedReplicas:
             parameter.grad = None
 
     def average(self) -> None:
-        """Give the parameters the averages of what all replicas have computed.
+        """Set the gradient of each parameter to the average over all replicas.
 
         Raises:
-            CompressionError: not all replicas have.
+            CompressionError: `collect` was called fewer times than there are replicas.
         """
         if len(self._collected) < self._count:
             raise CompressionError(

@@ -64,7 +64,7 @@ def test_what_is_kept_arrives_and_the_gradient_reuses_its_places(choice, shape, 
     assert sender.selection.count == codec.kept(TensorSpec.of(x))
     torch.testing.assert_close(y, expected(codec, x, sender.selection), rtol=2**-8, atol=0)
 
-    backward = build({"name": "topk", "indices": "reuse"}).paired(codec)
+    backward = build({"name": "topk", "indices": "reuse"}).paired_with(codec)
     grad = random(shape, dtype, seed=1)
     sender.direction = receiver.direction = "backward"
     assert torch.equal(send(backward, grad, receiver, sender), expected(codec, grad, receiver.selection))
@@ -91,7 +91,7 @@ def test_an_overflow_shows_forward_and_backward(choice, bad):
     ctx = Context()
     assert not send(codec, x, ctx, ctx).isfinite().all()
     codec.encode(random((2, 3, 205)), ctx)
-    backward = build({"name": "topk", "indices": "reuse"}).paired(codec)
+    backward = build({"name": "topk", "indices": "reuse"}).paired_with(codec)
     assert not send(backward, x, ctx, ctx).isfinite().all()
 
 
@@ -122,7 +122,7 @@ def test_reuse_is_the_gradient_of_the_sparsified_map():
     grad = random((2, 50), seed=1)
     (x * mask).backward(grad)
     assert torch.equal(
-        x.grad, send(build({"name": "topk", "indices": "reuse"}).paired(forward), grad, ctx, ctx)
+        x.grad, send(build({"name": "topk", "indices": "reuse"}).paired_with(forward), grad, ctx, ctx)
     )
 
 
@@ -143,7 +143,7 @@ def test_reuse_shows_an_overflow_outside_the_selection(bad):
     forward = build({"name": "topk", "density": 0.25})
     ctx = Context()
     forward.encode(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), ctx)
-    backward = build({"name": "topk", "indices": "reuse"}).paired(forward)
+    backward = build({"name": "topk", "indices": "reuse"}).paired_with(forward)
     assert not send(backward, torch.tensor([[1.0, 0.0, bad, 0.0]]), ctx, ctx).isfinite().all()
 
 
@@ -228,15 +228,15 @@ def test_reuse_without_a_selection_is_refused():
 
 def test_pairing():
     forward = build({"name": "topk", "density": 0.3, "rows": "tensor"})
-    followed = build({"name": "topk", "indices": "reuse"}).paired(forward)
+    followed = build({"name": "topk", "indices": "reuse"}).paired_with(forward)
     assert (followed.options.density, followed.options.rows) == (0.3, "tensor")
     independent = build({"name": "topk", "density": 0.2})
-    assert independent.paired(forward) is independent
+    assert independent.paired_with(forward) is independent
     with pytest.raises(CompressionError, match="0.2 backward.* 0.3 in forward 'topk'"):
-        build({"name": "topk", "indices": "reuse", "density": 0.2}).paired(forward)
+        build({"name": "topk", "indices": "reuse", "density": 0.2}).paired_with(forward)
 
 
 def test_reuse_with_nothing_to_reuse_sends_indices_and_says_so():
-    codec = build({"name": "topk", "indices": "reuse", "density": 0.2}).paired(build("bf16"))
+    codec = build({"name": "topk", "indices": "reuse", "density": 0.2}).paired_with(build("bf16"))
     assert (codec.options.indices, codec.options.density) == ("auto", 0.2)
     assert "'bf16' selects no entries" in codec.note

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from ds_compress.config import Config
-from ds_compress.config.policies import POLICIES, Now, Signal, ladders
+from ds_compress.config.policies import POLICIES, DecisionInput, Signal, ladders
 from ds_compress.errors import CompressionError
 
 FORWARD, BACKWARD = (0, "forward"), (0, "backward")
@@ -19,7 +19,10 @@ def policy(name, **options):
 
 def ramp(options, steps, height=3, samples=False):
     made = policy("ramp", **options)
-    now = [Now(0, n, {}, {FORWARD: height}) if samples else Now(n, 0, {}, {FORWARD: height}) for n in steps]
+    now = [
+        DecisionInput(0, n, {}, {FORWARD: height}) if samples else DecisionInput(n, 0, {}, {FORWARD: height})
+        for n in steps
+    ]
     return [made.decide(each, {})[FORWARD] for each in now]
 
 
@@ -36,7 +39,7 @@ def trace(made, places, intervals, state=None):
     rungs, found = dict.fromkeys(places, 0), []
     for norms, lr in intervals:
         signals = {place: Signal(norms[place[0]]) for place in places}
-        rungs = made.decide(Now(0, 0, rungs, dict.fromkeys(places, 2), lr, signals), state)
+        rungs = made.decide(DecisionInput(0, 0, rungs, dict.fromkeys(places, 2), lr, signals), state)
         found.append([rungs[place] for place in places])
         state = json.loads(json.dumps(state))  # as a checkpoint has it
     return found
@@ -82,7 +85,7 @@ def test_accordion_with_learning_rates_that_fall_all_the_time():
 def under(errors, present, sizes=(8, 6, 4, 2), **options):
     made = POLICIES.build({"name": "budget", "error": 0.1, **options}, "policy")
     signals = {FORWARD: Signal(math.nan, tuple(errors), tuple(sizes))}
-    return made.decide(Now(0, 0, {FORWARD: present}, {FORWARD: 4}, 0.0, signals), {})[FORWARD]
+    return made.decide(DecisionInput(0, 0, {FORWARD: present}, {FORWARD: 4}, 0.0, signals), {})[FORWARD]
 
 
 def test_budget_takes_the_fewest_bytes_under_its_limit():
@@ -99,7 +102,7 @@ def test_budget_takes_the_fewest_bytes_under_its_limit():
 
 def within(limit, present, signals, **options):
     made = POLICIES.build({"name": "budget", "step_bytes": limit, **options}, "policy")
-    now = Now(0, 0, present, dict.fromkeys(present, 3), 0.0, signals)
+    now = DecisionInput(0, 0, present, dict.fromkeys(present, 3), 0.0, signals)
     found = made.decide(now, {})
     return [found[place] for place in (FORWARD, BACKWARD)]
 

@@ -79,7 +79,7 @@ def fuzz(count, seed):
     for number in range(count):
         name, receiver, packet, (x, ids), rest = cases[number % len(cases)]
         boundary = copy.copy(receiver)
-        listener = boundary.forward.listener()
+        listener = boundary.forward.as_receiver()
         damaged = mutated(packet, rng)
         damaged_rest = mutated(rest, rng) if rest is not None and rng.random() < 0.5 else rest
 

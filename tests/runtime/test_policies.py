@@ -311,7 +311,7 @@ def scaled(power):
     )
     engine = build(2, config)
     engine.train_batch(batches(dtype=torch.float16))
-    return engine.ds_compress.policy.noted()
+    return engine.ds_compress.policy.own_measurements()
 
 
 @pytest.mark.extended

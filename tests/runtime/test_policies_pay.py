@@ -67,7 +67,7 @@ def compare(end, errors):
     def encoded(tensors, message_id, memory=None):
         del channel.encode
         found = encode(channel, tensors, message_id, memory)
-        listener = channel.listener()
+        listener = channel.as_receiver()
         decoded = listener.decode(found.packet, found.layout, message_id)
         errors.append(error_and_cosine(*norms(tensors, decoded, largest(tensors)).tolist())[0])
         return found

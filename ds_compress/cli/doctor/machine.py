@@ -41,7 +41,7 @@ def facts(meeting_point: str | None = None) -> Facts:
         "interfaces": interfaces(),
         "gloo_interface": interface,
         "gloo_because": why,
-        "way": way_to(meeting_point) if meeting_point else None,
+        "way": outgoing_interface(meeting_point) if meeting_point else None,
         "window_bytes": window(),
     }
 
@@ -128,7 +128,7 @@ def gloo_interface() -> tuple[str | None, str]:
     return LOOPBACK, f"the name {name} is no address of this machine"
 
 
-def way_to(address: str) -> str | None:
+def outgoing_interface(address: str) -> str | None:
     """Return the interface through which this machine reaches `address`.
 
     Raises:

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from ds_compress.config.policies.base import POLICIES, LadderOptions, Now, Place, Policy, State
+from ds_compress.config.policies.base import POLICIES, DecisionInput, LadderOptions, Place, Policy, State
 from ds_compress.errors import CompressionError, shown
 
 
@@ -45,7 +45,7 @@ class Accordion(Policy):
         if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
             raise CompressionError(f"policy: state {shown(state)} is none of 'accordion'")
 
-    def decide(self, now: Now, state: State) -> dict[Place, int]:
+    def decide(self, now: DecisionInput, state: State) -> dict[Place, int]:
         """Choose the mild rung for boundaries in a critical phase, the strong rung for the others."""
         signals = now.signals or {}
         dropped = "lr" in state and now.lr <= self.options.lr_drop * state["lr"]

@@ -44,7 +44,7 @@ class Signal:
 
 
 @dataclass(frozen=True)
-class Now:
+class DecisionInput:
     """The input of a decision, equal on all ranks."""
 
     step: int
@@ -111,7 +111,7 @@ class Policy(Named, ABC):
         """
 
     @abstractmethod
-    def decide(self, now: Now, state: State) -> dict[Place, int]:
+    def decide(self, now: DecisionInput, state: State) -> dict[Place, int]:
         """Return the rung of every boundary and direction from the next step on.
 
         Args:
@@ -131,7 +131,7 @@ class Constant(Policy):
     def due(self, step: int) -> bool:
         return False
 
-    def decide(self, now: Now, state: State) -> dict[Place, int]:
+    def decide(self, now: DecisionInput, state: State) -> dict[Place, int]:
         return dict(now.rungs)
 
 

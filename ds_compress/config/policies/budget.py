@@ -5,7 +5,15 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from ds_compress.config.policies.base import POLICIES, LadderOptions, Now, Place, Policy, Signal, State
+from ds_compress.config.policies.base import (
+    POLICIES,
+    DecisionInput,
+    LadderOptions,
+    Place,
+    Policy,
+    Signal,
+    State,
+)
 
 
 @POLICIES.register("budget")
@@ -39,7 +47,7 @@ class Budget(Policy):
                 raise ValueError("is not allowed for 'step_bytes'; give one of it and 'error', as a number")
             return value
 
-    def decide(self, now: Now, state: State) -> dict[Place, int]:
+    def decide(self, now: DecisionInput, state: State) -> dict[Place, int]:
         """Choose rungs by the error limit or the byte limit, whichever is set."""
         signals = now.signals or {}
         if self.options.error is not None:

@@ -285,7 +285,7 @@ def gaussian_values(codes, scale, LEVELS: tl.constexpr, TILES: tl.constexpr):
 
 @triton.jit
 def draws(row, column, first, second, SIZE: tl.constexpr):
-    """int32, from 0 to 65535: of the values at `row` and `column` of groups of SIZE values."""
+    """Return the 16-bit random draw (int32) of each value at `row` and `column` of groups of SIZE values."""
     number = row * ((SIZE + 63) // 64 * 32) + (column // 64 * 32 + column % 32)
     bits = number.to(tl.uint32) ^ first.to(tl.uint32)
     bits = (bits ^ (bits >> 17)) * 0xED5AD4BB ^ second.to(tl.uint32)
