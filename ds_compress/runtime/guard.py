@@ -144,7 +144,7 @@ class Guard:
         return None
 
     def check_limits(self, engine: Any, known: Mapping[Place, MessageQuality]) -> Change | None:
-        """Judge the messages of a training step after which losses are compared (`compares_losses`); called on every rank.
+        """Judge the messages of a step for which `compares_losses` holds; called on every rank.
 
         Args:
             known: what this replica measured (`Monitor.message_quality`).
