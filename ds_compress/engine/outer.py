@@ -36,7 +36,7 @@ from ds_compress.config.replicas import STORE
 from ds_compress.errors import CompressionError, in_one_line, shown
 from ds_compress.feedback.state import residuals
 from ds_compress.message.layout import Counters
-from ds_compress.replicas.outer_step import EXACT, Anchor, DeltaCodec, DeltaPart
+from ds_compress.replicas.outer_step import EXACT, MIN_DELTA_NUMEL, Anchor, DeltaCodec, DeltaPart
 from ds_compress.replicas.rounds import BEAT_S, TRANSFER_S, Position, Rounds, TurnResult
 from ds_compress.replicas.slices import GRADIENT, is_compressed
 from ds_compress.version import __version__
@@ -374,7 +374,8 @@ def find_masters(engine: Any) -> list[Master]:
     def number_of(parameter: Tensor) -> int | None:
         # partitions cut tied copies in different places, so their groups would differ
         is_cut = id(parameter) in tied and ranks > 1
-        return numbers[id(parameter)] if is_compressed(parameter) and not is_cut else None
+        is_large = is_compressed(parameter, MIN_DELTA_NUMEL)
+        return numbers[id(parameter)] if is_large and not is_cut else None
 
     if isinstance(optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)):
         found = [

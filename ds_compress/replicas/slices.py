@@ -31,9 +31,9 @@ GRADIENT, AVERAGE = HALVES = "backward", "forward"
 """Direction names in packet headers and state keys: to the owner of a slice, and from the owner."""
 
 
-def is_compressed(parameter: Tensor) -> bool:
+def is_compressed(parameter: Tensor, min_numel: int = MIN_NUMEL) -> bool:
     """Return whether `parameter` has enough dimensions and values for compressed gradients."""
-    return parameter.dim() > 1 and parameter.numel() >= MIN_NUMEL
+    return parameter.dim() > 1 and parameter.numel() >= min_numel
 
 
 class Gradient(NamedTuple):

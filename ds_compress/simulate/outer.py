@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ds_compress.config import KEY, Config
 from ds_compress.errors import CompressionError
 from ds_compress.message.layout import Counters
-from ds_compress.replicas.outer_step import Anchor, DeltaCodec, DeltaPart
+from ds_compress.replicas.outer_step import MIN_DELTA_NUMEL, Anchor, DeltaCodec, DeltaPart
 from ds_compress.replicas.slices import is_compressed
 
 
@@ -46,8 +46,8 @@ class SimulatedRounds:
                 raise CompressionError(
                     f"simulate: parameter {number} is {parameter.dtype}; only float32 has outer steps"
                 )
-        large = [DeltaPart(n, p.numel()) for n, p in enumerate(self._parameters[0]) if is_compressed(p)]
-        exact = sum(p.numel() for p in self._parameters[0] if not is_compressed(p))
+        large = [DeltaPart(n, p.numel()) for n, p in enumerate(self._parameters[0]) if _is_large(p)]
+        exact = sum(p.numel() for p in self._parameters[0] if not _is_large(p))
         shared = config.outer_codec, large, exact, config.block.seed
         self.codecs = [DeltaCodec(*shared) for _ in models]
         """One per replica, with its residuals."""
@@ -92,7 +92,11 @@ class SimulatedRounds:
 
 def _in_order(model: nn.Module) -> list[Tensor]:
     """Return the parameters that are trained, those that are compressed first."""
-    return sorted((p for p in model.parameters() if p.requires_grad), key=is_compressed, reverse=True)
+    return sorted((p for p in model.parameters() if p.requires_grad), key=_is_large, reverse=True)
+
+
+def _is_large(parameter: Tensor) -> bool:
+    return is_compressed(parameter, MIN_DELTA_NUMEL)
 
 
 def _flatten(parameters: Sequence[Tensor]) -> Tensor:

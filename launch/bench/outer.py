@@ -2,9 +2,10 @@
 
     python launch/bench/outer.py [--seeds 0 1 2] [--results results/outer.jsonl]
 
-Two replicas of a byte-level model train in one process: from random weights, and fine-tuned from weights that
-were trained on the other half of the text. The text is the source of Python's standard library, or --data. A
-row a run is appended to the results; runs that are there are skipped. `--table` prints the means.
+Two replicas of a byte-level model train in one process: from random weights on the first half of a text; and
+fine-tuned on the second half, from the weights of the all-reduce. The text is the source of Python's standard
+library, or --data. A row a run is appended to the results; runs that are there are skipped. `--table` prints
+the means.
 """
 
 import argparse
@@ -29,8 +30,8 @@ from launch.reproduce.presets import LANGUAGE
 from launch.train_lm import batches, build_layers, load_text, loss_fn
 
 REPLICAS, EVERY = 2, 30
-LAYERS, HIDDEN, HEADS, SEQ = 2, 128, 4, 64
-MICRO_BATCH, STEPS, LR, WARMUP = 8, 1200, 2e-3, 50
+LAYERS, HIDDEN, HEADS, SEQ = 2, 64, 4, 64
+MICRO_BATCH, WARMUP = 8, 50
 EVALUATED = 128  # held-out micro-batches
 CUTS = [2]  # two stages, each with a block
 TOPK = {
@@ -52,7 +53,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 DEFAULT_SETTINGS = list(SETTINGS)[:5]
 ARCHITECTURES = ("gpt", "llama")
-KINDS = ("from scratch", "fine-tuned")
+KINDS = {"from scratch": (2400, 4e-3), "fine-tuned": (1200, 1e-3)}
+"""Steps, and the largest learning rate."""
 
 
 def block_of(setting: str) -> dict[str, Any]:
@@ -76,13 +78,13 @@ def held_out_loss(model: nn.Module, text: Tensor) -> float:
         return statistics.fmean(loss_fn(model(x), y).item() for (x, y), _ in zip(data, range(EVALUATED)))
 
 
-def learning_rate(step: int, steps: int) -> float:
+def share_of_lr(step: int, steps: int) -> float:
     """A warm-up, then half a cosine to 0."""
-    return LR * min((step + 1) / WARMUP, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+    return min((step + 1) / WARMUP, 0.5 + 0.5 * math.cos(math.pi * step / steps))
 
 
 def train(
-    model: nn.Module, text: Tensor, seed: int, block: dict[str, Any], steps: int
+    model: nn.Module, text: Tensor, seed: int, block: dict[str, Any], steps: int, lr: float
 ) -> tuple[list[nn.Module], Any]:
     """Train replicas of `model`, or one model if `block` is empty; return them, and what a replica sent."""
     config = {"ds_compress": block}
@@ -91,7 +93,7 @@ def train(
     rounds = SimulatedRounds(models, config) if block else None
     if "recipe" in block:
         models = [simulate(each, config, CUTS, replica=number) for number, each in enumerate(models)]
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=LR) for each in models]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=lr) for each in models]
     data = [batches(text, MICRO_BATCH, SEQ, seed, replica) for replica in range(REPLICAS)]
     for step in range(steps):
         for replica, own in enumerate(data):
@@ -102,7 +104,7 @@ def train(
         if exact:
             exact.average()
         for each, optimizer in zip(models, optimizers):
-            optimizer.param_groups[0]["lr"] = learning_rate(step, steps)
+            optimizer.param_groups[0]["lr"] = lr * share_of_lr(step, steps)
             nn.utils.clip_grad_norm_(each.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -121,27 +123,33 @@ def average(models: list[nn.Module]) -> nn.Module:
 
 @functools.lru_cache
 def pretrained(architecture: str, seed: int, data: str | None) -> nn.Module:
+    """Train from random weights with an all-reduce each step."""
     text, _ = load_text(data)
-    return train(new_model(architecture, seed), text[: len(text) // 2], seed, {}, STEPS)[0][0]
+    model = new_model(architecture, seed)
+    return train(model, text[: len(text) // 2], seed, {}, *KINDS["from scratch"])[0][0]
 
 
 def run(architecture: str, kind: str, setting: str, seed: int, data: str | None) -> dict[str, Any]:
     """Train and evaluate; return a row."""
     text, held_out = load_text(data)
-    model: nn.Module = new_model(architecture, seed)
-    if kind == "fine-tuned":
-        model, text = pretrained(architecture, seed, data), text[len(text) // 2 :]
+    (steps, lr), block = KINDS[kind], block_of(setting)
+    is_tuned, half = kind == "fine-tuned", len(text) // 2
     started = time.perf_counter()
-    block = block_of(setting)
-    models, sent = train(model, text, seed + 1000, block, STEPS)
-    parameters = sum(p.numel() for p in model.parameters())
-    raw = 4 * parameters * STEPS * 2 * (REPLICAS - 1) // REPLICAS  # of an fp32 all-reduce each step
+    if not is_tuned and not block:
+        models, sent = [pretrained(architecture, seed, data)], None
+    else:
+        model = pretrained(architecture, seed, data) if is_tuned else new_model(architecture, seed)
+        part = text[half:] if is_tuned else text[:half]
+        models, sent = train(model, part, seed + 1000 * is_tuned, block, steps, lr)
+    parameters = sum(p.numel() for p in models[0].parameters())
+    raw = 4 * parameters * steps * 2 * (REPLICAS - 1) // REPLICAS  # of an fp32 all-reduce each step
     return {
         "task": f"{architecture}, {kind}",
         "setting": setting,
         "seed": seed,
-        "text": Path(data).name if data else "python",
-        "steps": STEPS,
+        "text": name_of(data),
+        "steps": steps,
+        "lr": lr,
         "every": EVERY if sent else 1,
         "replicas": REPLICAS,
         "parameters": parameters,
@@ -154,17 +162,28 @@ def run(architecture: str, kind: str, setting: str, seed: int, data: str | None)
     }
 
 
+def name_of(data: str | None) -> str:
+    return Path(data).name if data else "python"
+
+
+def task_of(row: dict[str, Any]) -> str:
+    return f"{row['task']}, {row['text']}"
+
+
 def table(rows: list[dict[str, Any]]) -> None:
     """Print mean losses against those of the same seeds with an all-reduce."""
-    exact = {(row["task"], row["seed"]): row["loss"] for row in rows if row["every"] == 1}
+    exact = {(task_of(row), row["seed"]): row["loss"] for row in rows if row["every"] == 1}
     columns = ("task", "setting", "seeds", "loss", "against all-reduce", "times fewer bytes")
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    for task, setting in dict.fromkeys((row["task"], row["setting"]) for row in rows):
-        own = [row for row in rows if (row["task"], row["setting"]) == (task, setting)]
+    for task, setting in sorted({(task_of(row), row["setting"]): None for row in rows}):
+        own = [row for row in rows if (task_of(row), row["setting"]) == (task, setting)]
         loss = statistics.fmean(row["loss"] for row in own)
-        change = statistics.fmean(row["loss"] / exact.get((task, row["seed"]), math.nan) - 1 for row in own)
-        fewer = own[0]["raw_bytes"] / own[0]["wire_bytes"]
-        print(f"| {task} | {setting} | {len(own)} | {loss:.4f} | {change:+.2%} | {fewer:,.0f} |")
+        costs = [100 * (row["loss"] / exact.get((task, row["seed"]), math.nan) - 1) for row in own]
+        cost = f"{statistics.fmean(costs):+.1f} % ({min(costs):+.1f} to {max(costs):+.1f})"
+        fewer = f"{own[0]['raw_bytes'] / own[0]['wire_bytes']:,.0f}"
+        is_exact = own[0]["every"] == 1
+        cells = (task, setting, len(own), f"{loss:.4f}", "" if is_exact else cost, "" if is_exact else fewer)
+        print(f"| {' | '.join(map(str, cells))} |")
 
 
 def main() -> None:
@@ -172,8 +191,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--settings", nargs="+", default=DEFAULT_SETTINGS, choices=list(SETTINGS))
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--architecture", default="gpt", choices=ARCHITECTURES)
     parser.add_argument("--results", type=Path, default=Path("results/outer.jsonl"))
     parser.add_argument("--data", help="text file or folder (default: Python's standard library)")
     parser.add_argument("--table", action="store_true", help="print the means instead of training")
@@ -182,13 +202,14 @@ def main() -> None:
     rows = (
         [json.loads(line) for line in args.results.read_text().splitlines()] if args.results.exists() else []
     )
-    known = {(row["task"], row["setting"], row["seed"]) for row in rows}
+    known = {(task_of(row), row["setting"], row["seed"]) for row in rows}
     for seed in args.seeds if not args.table else ():
         for kind in args.kinds:
             for setting in args.settings:
-                if (f"gpt, {kind}", setting, seed) in known:
+                task = f"{args.architecture}, {kind}"
+                if (f"{task}, {name_of(args.data)}", setting, seed) in known:
                     continue
-                row = run(kind, setting, seed, args.data)
+                row = run(args.architecture, kind, setting, seed, args.data)
                 print(json.dumps({key: row[key] for key in ("task", "setting", "seed", "loss", "seconds")}))
                 rows.append(row)
                 with args.results.open("a") as file:

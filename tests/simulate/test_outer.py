@@ -87,3 +87,10 @@ def _sorted(values, model):
 def test_other_blocks_are_refused():
     with pytest.raises(CompressionError, match="SimulatedRounds needs"):
         SimulatedRounds(models(1), {"ds_compress": {"replicas": {"codec": "quantize"}}})
+
+
+def test_small_matrices_are_compressed_too():
+    """Those of LoRA have a few thousand values; they were sent in fp32, 8 times the bytes."""
+    rounds = SimulatedRounds(models(2, size=40), ds_config(codec={"name": "quantize", "bits": 4}))
+    exact = 40 + 4 + 4 * 40  # biases, and a matrix of fewer than 1,024 values
+    assert rounds.codecs[0].nbytes < 4 * exact + 1600 * 5 / 8 + 200
