@@ -37,11 +37,11 @@ STORE = "DS_COMPRESS_REPLICA_STORE"
 
 
 class OuterOptions(Options):
-    lr: float = Field(default=0.7, gt=0, le=10)
+    lr: float = Field(default=1.0, gt=0, le=10)
     """Learning rate of the outer step, which moves the weights by the mean of what replicas have learned."""
-    momentum: float = Field(default=0.9, ge=0, lt=1)
+    momentum: float = Field(default=0.5, ge=0, lt=1)
     """Nesterov momentum of the outer step; 0 beside codecs of few values, whose residual acts as one."""
-    delay: int = Field(default=5, ge=0, le=10**6)
+    delay: int = Field(default=2, ge=0, le=10**6)
     """Steps that are taken while what replicas have learned is on its way, at most `every`; then training
     waits for it, if it has not arrived, and applies it."""
     quorum: int = Field(default=1, ge=1, le=2**16)

@@ -26,8 +26,8 @@ EXACT = 2**16 - 1
 """Number of the slice that contains all parts that stay exact."""
 
 MIN_DELTA_NUMEL = 1024
-"""Deltas of fewer values stay exact. It is below `MIN_NUMEL` of gradients: a round has time for small packets,
-and those of LoRA are all small."""
+"""Deltas of fewer values stay exact. It is below `MIN_NUMEL` of gradients: a round has time for small
+packets, and those of LoRA are all small."""
 
 NO_STAGE = 2**16
 """Tied copies on several stages draw the same random bits."""

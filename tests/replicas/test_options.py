@@ -59,6 +59,6 @@ def test_nothing_is_compressed_unless_asked_for(options):
     assert Config({"replicas": options}).replica_codec is None
 
 
-@pytest.mark.parametrize(("every", "delay"), [(30, 5), (3, 3), (1, 1)])
+@pytest.mark.parametrize(("every", "delay"), [(30, 2), (2, 2), (1, 1)])
 def test_a_round_is_applied_before_the_next_one_begins(every, delay):
     assert Config({"replicas": {"every": every, "outer": {}}}).outer.delay == delay
