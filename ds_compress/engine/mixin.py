@@ -259,6 +259,7 @@ def _evaluate_both(
         engine.monitor.enabled = monitored
     loss = evaluate(again, **asked)
     losses[config.eval] = loss.mean().item()
+    session.eval_losses = losses
     if engine.global_rank == 0:
         _report(engine, losses)
     return loss

@@ -72,6 +72,8 @@ class Session:
     """The name of what moves packets, where link.mode has no effect."""
     gives_losses = True
     """Whether what `eval_batch` returns is a loss; a program that makes it something else sets False."""
+    eval_losses: Mapping[str, float] | None = None
+    """Losses of the last evaluation, compressed and uncompressed, if "eval" is "both"; on every rank."""
 
     def __init__(
         self,

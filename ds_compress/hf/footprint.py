@@ -49,6 +49,7 @@ class StageFootprint:
 
     layers: int
     parameters: int
+    trained_values: int
     trained: int
     """Bytes of gradients and optimizer state."""
     activations: int
@@ -109,6 +110,7 @@ def predict_footprint(settings: Settings, config: PretrainedConfig) -> list[Stag
             StageFootprint(
                 sum(part_id.kind == LAYER for part_id in own),
                 sum(map(count_bytes, parameters)) + (4 * trained if lora else 0),
+                trained,
                 trained * _trained_bytes(settings, template.dtype),
                 kept,
                 peak - kept + extra,

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
 from ds_compress.errors import CompressionError
-from ds_compress.hf.quantized import fix_skipped_modules
+from ds_compress.hf.quantized import fix_skipped_modules, prepare_quantization
 
 
 class Passthrough(nn.Module):
@@ -198,7 +198,7 @@ class ModelTemplate:
         for path in paths:
             replace_module(model, path, copy.deepcopy(self._modules[path]))
         if self.quantizer:  # here, as modules of bitsandbytes on the meta device cannot be copied
-            self.quantizer.preprocess_model(model, dtype=self.dtype, device_map=None)
+            prepare_quantization(model, self.quantizer, self.dtype)
         return model
 
     def count_parameters(self) -> dict[str, int]:

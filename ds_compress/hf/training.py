@@ -108,10 +108,10 @@ class FinetuneRun:
             )
         self.resume()
         before = self.perplexity()
-        self._say(f"perplexity before: {before:.4f}")
+        self._say(f"perplexity before: {self._format(before)}")
         self.train()
         after = self.perplexity()
-        self._say(f"perplexity after: {after:.4f}")
+        self._say(f"perplexity after: {self._format(after)}")
         results = {"perplexity_before": before, "perplexity_after": after}
         if session := self._session:
             results["report"] = session.monitor.summary()
@@ -191,7 +191,7 @@ class FinetuneRun:
         """Evaluate, and return whether the perplexity is the lowest so far."""
         step = self.engine.global_steps
         self.evaluations[step] = self.perplexity()
-        progress.say(f"perplexity after step {step}: {self.evaluations[step]:.4f}")
+        progress.say(f"perplexity after step {step}: {self._format(self.evaluations[step])}")
         return self._best_step == step
 
     @property
@@ -229,7 +229,13 @@ class FinetuneRun:
         """Return exp of the mean loss of the held-out sequences, on every rank."""
         batches = self.data.held_out(self.micro_batch, *self.replica)
         loss = self.engine.eval_batch(iter(batches), num_micro_batches=len(batches))
-        return math.exp(min(float(loss), 80.0))
+        return _perplexity_of(float(loss))
+
+    def _format(self, perplexity: float) -> str:
+        """Format the perplexity of the last evaluation; if "eval" is "both", with and without compression."""
+        losses = (self._session and self._session.eval_losses) or {}
+        both = ", ".join(f"{_perplexity_of(losses[mode]):.4f} {mode}" for mode in sorted(losses))
+        return f"{perplexity:.4f} ({both})" if both else f"{perplexity:.4f}"
 
     def generate(self, prompt: str) -> str:
         """Return `prompt` and its likeliest continuation; all ranks call this.
@@ -300,6 +306,10 @@ def complete_ds_config(settings: Settings, dtype: torch.dtype | None) -> dict[st
         defaults = {"data_types": {"grad_accum_dtype": "fp32"}, "zero_allow_untested_optimizer": True}
         config = defaults | config
     return config
+
+
+def _perplexity_of(loss: float) -> float:
+    return math.exp(min(loss, 80.0))
 
 
 def _find_next_token(logits: Tensor, last: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Evaluation during a run: the best checkpoint, an early stop, and the schedule of the learning rate."""
 
+import math
 import re
 import sys
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from ds_compress.cli import main
 from ds_compress.hf.settings import LearningRate, read_settings
 from ds_compress.hf.training import FinetuneRun
 from tests.hf.test_input_checks import refusal
-from tests.support.finetuning import DS_CONFIG, losses, prepare
+from tests.support.finetuning import BLOCK, DS_CONFIG, losses, prepare
 from tests.support.ranks import run_ranks
 
 EVALUATED = {"lora": {"r": 4}, "eval_sequences": 4, "save_every": 0, "eval_every": 2}
@@ -64,6 +65,25 @@ def test_evaluations_and_schedules_survive_a_stop(tmp_path):
     first, constant = losses(whole.parent / "out"), losses(plain.parent / "out")
     assert first[1] == constant[1] and first[2] != constant[2]  # the warm-up begins at 0
     assert expected[0][2] == pytest.approx(0, abs=1e-9)  # the cosine has come to its end
+
+
+def run_both_ways(path):
+    """What is said of the last evaluation, and its losses with and without compression."""
+    (path.parent / "out").mkdir(exist_ok=True)
+    done = FinetuneRun(read_settings(path))
+    done.run()
+    return done._format(done.perplexity()), done.engine.ds_compress.eval_losses
+
+
+def test_perplexity_is_told_with_compression_and_without(tmp_path):
+    """Only the losses were, and one of the perplexities."""
+    block = {**BLOCK, "forward": {"codec": {"name": "quantize", "bits": 2}}, "eval": "both"}
+    path = prepare(tmp_path, **{**EVALUATED, "steps": 1}, ds_config={**DS_CONFIG, "ds_compress": block})
+    first, second = run_ranks(2, run_both_ways, path)
+    assert first == second
+    line, losses = first
+    on, off = (math.exp(losses[mode]) for mode in ("compressed", "uncompressed"))
+    assert line == f"{on:.4f} ({on:.4f} compressed, {off:.4f} uncompressed)" and on != off
 
 
 def run_with_wandb(path):

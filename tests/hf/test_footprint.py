@@ -13,7 +13,9 @@ from ds_compress.cli import main
 from ds_compress.hf import pipeline_module
 from ds_compress.hf.footprint import predict_footprint
 from ds_compress.hf.model import read_config
+from ds_compress.hf.quantized import TorchaoLinear
 from ds_compress.hf.settings import Settings
+from tests.hf.test_quantized import load
 from tests.support.finetuning import config
 from tests.support.pipeline import ds_config
 from tests.support.ranks import run_ranks
@@ -51,6 +53,8 @@ def measure(settings):
     engine.train_batch(iter(batches))  # makes the state of the optimizer
     tensors = [value for state in engine.optimizer.state.values() for value in state.values()]
     fixed = storage_bytes([*module.state_dict(keep_vars=True).values(), *module.parameters(), *tensors])
+    frozen = [layer.weight for layer in module.modules() if isinstance(layer, TorchaoLinear)]
+    fixed += storage_bytes(getattr(weight, name) for weight in frozen for name in ("qdata", "scale"))
     fixed += storage_bytes([p.grad for p in trained if p.grad is not None])
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         engine.train_batch(iter(batches))
@@ -67,6 +71,7 @@ CASES = {
     "lora": {"lora": {"r": 8}},
     "nf4": {"lora": {"r": 8}, "quantize": "nf4"},
     "int8": {"lora": {"r": 8}, "quantize": "int8"},
+    "torchao": {"lora": {"r": 8}},
     "int8, recomputed": {"lora": {"r": 8}, "quantize": "int8", "activation_checkpoint_interval": 1},
     "recomputed": {"lora": {"r": 8}, "activation_checkpoint_interval": 1},
     "all parameters": {},
@@ -81,6 +86,8 @@ def test_memory_is_as_predicted(tmp_path, family, case, shape):
     for key, value in shape.items():
         setattr(given, key, value)
     AutoModelForCausalLM.from_config(given, dtype=torch.float32).save_pretrained(tmp_path)
+    if case == "torchao":
+        load(tmp_path, case).save_pretrained(tmp_path)
     settings = Settings(
         model=str(tmp_path),
         out="",
@@ -136,7 +143,8 @@ def test_a_run_is_advised_from_its_config(tmp_path, capsys):
     first, last = found["predicted"]
     embedding, layer = 128256 * 4096, 218_103_808
     for own in (first, last):
-        adapters = own["trained"] / 12
+        adapters = own["trained_values"]
+        assert own["trained"] == 12 * adapters
         assert own["layers"] == 1
         assert own["parameters"] == pytest.approx(2 * embedding + 0.516 * layer + 4 * adapters, rel=0.01)
         # of rank 16 in q, o (4096 x 4096), k, v (4096 x 1024), gate, up and down (4096 x 14336)
@@ -147,12 +155,23 @@ def test_a_run_is_advised_from_its_config(tmp_path, capsys):
     assert found["rows"][0]["step_s"] > 16 * 3 * last["forward_flops"] / 30e12 / 1.5
 
 
+def test_layouts_are_compared_by_the_gradients_of_adapters(tmp_path, capsys):
+    """They are fp32 whatever the dtype of the model, and `--parameters` is as train.json says."""
+    code, out, _ = advise(capsys, tmp_path, "--json", "--replicas", "2")
+    rows = json.loads(out)["layouts"]
+    assert code == 0 and {row["layout"] for row in rows} == {"messages", "gradients"}
+    (exact,) = (row for row in rows if row["layout"] == "gradients" and row["settings"] == "DeepSpeed")
+    # an all-reduce of fp32: each of two stages sends its values once in both of its halves, to one replica
+    assert exact["machine_bytes"] == 2 * 4 * json.loads(out)["predicted"][0]["trained_values"]
+
+
 def test_what_does_not_fit_is_said_with_what_to_do(tmp_path, capsys):
     code, _, err = advise(capsys, tmp_path, "--memory-gb", "2")
     assert code == 2
     assert "--memory-gb: 2 is too little: the stages need " in err and '"quantize": "nf4"' in err
     assert advise(capsys, tmp_path, "--stages", "2")[2].endswith(
-        "--stages, --shape, --micro-batches: not allowed with --finetune, whose train.json says them\n"
+        "--stages, --shape, --micro-batches, --parameters: not allowed with --finetune, whose train.json "
+        "says them\n"
     )
     ds_config = {"gradient_accumulation_steps": 16}
     assert (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from deepspeed import initialize
 from peft import LoraConfig, PeftModel, inject_adapter_in_model
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 from transformers.quantizers import quantizer_bnb_4bit
 
 from ds_compress.errors import CompressionError
@@ -29,18 +29,28 @@ KINDS = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
     "int8": {"load_in_8bit": True},
 }
+"""Options of bitsandbytes."""
 CASES = [
     ("Llama", "nf4", False),
     ("Qwen3", "nf4", True),
     ("GPT-2", "nf4", False),
     ("Qwen2, tied", "int8", False),
     ("Mixtral", "int8", True),
+    ("Llama", "torchao", True),
+    ("Qwen2, tied", "torchao", True),
 ]
+
+
+def quantization(kind):
+    if kind == "torchao":
+        torchao = pytest.importorskip("torchao.quantization")
+        return TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    return BitsAndBytesConfig(**KINDS[kind])
 
 
 def load(folder, kind=None):
     """A quantized checkpoint, or a whole one to quantize, in one process as Transformers loads it."""
-    options = {"quantization_config": BitsAndBytesConfig(**KINDS[kind])} if kind else {}
+    options = {"quantization_config": quantization(kind)} if kind else {}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
     for module in model.modules():  # in evaluation, some CPUs would compute in bf16
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -163,10 +173,14 @@ def test_what_cannot_be_is_refused(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(quantizer_bnb_4bit, "is_bitsandbytes_available", lambda: False)
     assert refusal(folder, lora).endswith('; pip install "ds_compress[quantized]"')
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "torchao", "quant_type": {"default": {}}}
-    (folder / "config.json").write_text(json.dumps(config))
-    assert refusal(folder, lora) == (
-        "config.json: \"quant_method\": 'torchao' is not supported in a pipeline; should be 'bitsandbytes', "
-        'or a checkpoint with whole weights and "quantize": "nf4" in train.json'
-    )
+    int4 = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}}
+    for stored, key, allowed in (
+        ({"quant_method": "gptq"}, "\"quant_method\": 'gptq'", "'bitsandbytes' or 'torchao'"),
+        (int4, "\"quant_type\": 'Int4WeightOnlyConfig'", "'Int8WeightOnlyConfig'"),
+    ):
+        config = json.loads((folder / "config.json").read_text()) | {"quantization_config": stored}
+        (folder / "config.json").write_text(json.dumps(config))
+        assert refusal(folder, lora) == (
+            f"config.json: quantization_config: {key} is not supported in a pipeline; should be {allowed}, "
+            'or a checkpoint with whole weights and "quantize": "nf4" in train.json'
+        )

@@ -40,7 +40,7 @@ def depth(text: str) -> int | str:
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("advise", help="predict the step time of recipes on a link")
     add_message(parser, shape_required=False)
-    parser.set_defaults(dtype=None)
+    parser.set_defaults(dtype=None, gradient_dtype=None)
     stages = next(action for action in parser._actions if action.dest == "stages")
     stages.required = False
     model = parser.add_mutually_exclusive_group()
@@ -134,7 +134,7 @@ def add_parser(subparsers: Any) -> None:
         "--replicas",
         type=integer(2, 2**16),
         help="data-parallel replicas: also compares machines with all replicas of a stage and machines with "
-        "all stages of a replica; the ranks of a machine share --gbps; needs --parameters",
+        "all stages of a replica; the ranks of a machine share --gbps; needs --parameters or --finetune",
     )
     parser.add_argument(
         "--parameters", type=integer(1, 2**45), help="values of a stage's matrices of 16,384 values or more"

@@ -18,9 +18,10 @@ def predict_run(args: argparse.Namespace) -> "list[StageFootprint]":
     Raises:
         CompressionError: train.json or an option is wrong, or a stage does not fit into the memory.
     """
-    if args.stages or args.shape or args.micro_batches:
+    if args.stages or args.shape or args.micro_batches or args.parameters:
         raise CompressionError(
-            "--stages, --shape, --micro-batches: not allowed with --finetune, whose train.json says them"
+            "--stages, --shape, --micro-batches, --parameters: not allowed with --finetune, whose train.json "
+            "says them"
         )
     if args.tflops is None and args.forward_ms is None:
         raise CompressionError("--tflops: missing; give what your GPU reaches in training, or --forward-ms")
@@ -54,4 +55,7 @@ def _predict(args: argparse.Namespace) -> "list[StageFootprint]":
     args.shape = (sequences, settings.sequence_length, config.get_text_config().hidden_size)
     stored = next((name for name, dtype in DTYPES.items() if dtype == config.dtype), "fp32")
     args.dtype = args.dtype or settings.dtype or stored
+    if args.replicas:  # adapters and their gradients are fp32
+        args.parameters = max(own.trained_values for own in found)
+        args.gradient_dtype = "fp32" if settings.lora else args.dtype
     return found

@@ -44,10 +44,11 @@ def compare_layouts(
         rows.append(_row("messages", found["recipe"], nbytes, found["step_s"]))
     idle = MessageCost(0)
     free = predict(workload, TransferPlan(idle, idle, eager=True), Network()).step
-    bf16 = {} if args.dtype in (None, "fp32") else {"parameters": 4}
+    dtype = args.gradient_dtype or args.dtype or "fp32"
+    bf16 = {} if dtype == "fp32" else {"parameters": 4}
     for name, options in {choice.BASELINE: None, "4 bits": {**FOUR_BITS, **bf16}}.items():
         config = Config({"replicas": options})
-        sizes = replica_sizes(config, args.replicas, args.parameters, DTYPES[args.dtype or "fp32"])
+        sizes = replica_sizes(config, args.replicas, args.parameters, DTYPES[dtype])
         nbytes = workload.stages * sum(size["wire_bytes"] for size in sizes)
         seconds = nbytes / network.bandwidth + _codec_seconds(args, config)
         rows.append(_row("gradients", name, nbytes, free + seconds))
