@@ -48,10 +48,11 @@ def test_every_launcher_trains_the_same(run, tmp_path, launcher):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_as_if_nothing_had_been(run, tmp_path):
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_a_killed_run_goes_on_as_if_nothing_had_been(run, tmp_path, quantize):
     path, _ = run
     killed = copy_of(path, tmp_path / "killed")
-    settings = json.loads(killed.read_text()) | {"steps": 60}
+    settings = json.loads(killed.read_text()) | {"steps": 60, "quantize": quantize}
     killed.write_text(json.dumps(settings))
     out = killed.parent / "out"
     with reserved_port() as port:

@@ -122,10 +122,11 @@ def run(path, **changes):
     return losses(path.parent / "out"), done.perplexity()
 
 
-def test_a_run_is_resumed_and_merged(tmp_path):
-    path = prepare(tmp_path / "whole", quantize="nf4", eval_sequences=4, steps=4)
+@pytest.mark.parametrize("family", ["Llama", pytest.param("Qwen3", marks=pytest.mark.extended)])
+def test_a_run_is_resumed_and_merged(tmp_path, family):
+    path = prepare(tmp_path / "whole", family, quantize="nf4", eval_sequences=4, steps=4)
     (found, after), _ = run_ranks(2, run, path)
-    stopped = prepare(tmp_path / "stopped", quantize="nf4", eval_sequences=4, steps=4)
+    stopped = prepare(tmp_path / "stopped", family, quantize="nf4", eval_sequences=4, steps=4)
     run_ranks(2, partial(run, steps=2), stopped)
     resumed, _ = run_ranks(2, run, stopped)
     assert resumed == (found, after)

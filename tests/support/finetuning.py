@@ -86,13 +86,13 @@ def text(paragraphs: int) -> str:
     return "\n\n".join(" ".join(sentence() for _ in range(3)) for _ in range(paragraphs))
 
 
-def prepare(folder: Path, **changes: Any) -> Path:
+def prepare(folder: Path, family: str = "Llama", **changes: Any) -> Path:
     """train.json beside all that it names, in `folder`; `changes` to its keys."""
     torch.manual_seed(5)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 32}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
     tokens = {"pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 1}
-    config = transformers.LlamaConfig(**shape, **heads, **tokens)
+    config = getattr(transformers, f"{family}Config")(**shape, **heads, **tokens)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "model")
     tokenizer().save_pretrained(folder / "model")
     (folder / "text.txt").write_text(text(120))
