@@ -164,7 +164,7 @@ class TorchaoLinear(nn.Linear):
 def finish_quantization(model: PreTrainedModel, quantizer: HfQuantizer) -> None:
     """Mark the loaded `model` as quantized, for peft, and keep the layout of its weights in evaluation."""
     quantizer.postprocess_model(model)
-    model.hf_quantizer = quantizer  # where peft looks for it
+    vars(model)["hf_quantizer"] = quantizer  # where peft looks for it
     module: Any
     for module in model.modules():
         if hasattr(weight := module._parameters.get("weight"), "qdata"):

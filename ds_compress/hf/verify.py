@@ -46,8 +46,8 @@ def verify_parts(config: PretrainedConfig, positions: bool, lora: LoraConfig | N
     name = type(config).__name__
     if config.get_text_config() is not config:
         raise CompressionError(
-            f"{name}: models of images and text are not supported in a pipeline: should be a text model; the "
-            "language part, saved alone, is one"
+            f"{name}: models of images and text are not supported in a pipeline: should be a text model; "
+            "docs/transformers.md says how to save the language part alone"
         )
     for key in ("layerdrop", "output_router_logits"):
         if getattr(config, key, False):

@@ -67,7 +67,7 @@ def load_weights(
     Raises:
         CompressionError: the checkpoint lacks some of them, or has them in another shape.
     """
-    if hasattr(quantizer, "set_metadata"):  # torchao's tensors are described beside them
+    if quantizer and hasattr(quantizer, "set_metadata"):  # torchao's tensors are described beside them
         quantizer.set_metadata([str(file) for file in list_files(checkpoint)])
     mapping: Any = get_model_conversion_mapping(model)
     dtype: Any = model.config.dtype

@@ -1,5 +1,7 @@
 """A model that does not compute in parts what it computes whole is refused in one line, before it is read."""
 
+import re
+
 import pytest
 import torch
 import transformers
@@ -9,7 +11,9 @@ from transformers import LlamaForCausalLM
 from ds_compress.errors import CompressionError
 from ds_compress.hf.tiny_config import make_tiny_config
 from ds_compress.hf.verify import verify_parts
+from tests.hf.test_families import built, run
 from tests.support.finetuning import FAMILIES, config
+from tests.support.launch_scripts import ROOT
 
 TOGETHER = {"OPT", "BLOOM", "Falcon", "GPT-OSS"}
 """Families whose tokens attend to all before them, whatever their positions."""
@@ -123,12 +127,37 @@ def test_a_large_config_is_checked_in_small():
     verify_parts(given, False)
 
 
-def test_models_of_images_and_text_are_refused():
-    """It was once said that `num_attention_heads` is not an attribute."""
-    assert refused(transformers.LlavaConfig()) == (
-        "LlavaConfig: models of images and text are not supported in a pipeline: should be a text model; the "
-        "language part, saved alone, is one"
+IMAGES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+@pytest.mark.parametrize("name", ["Llava", pytest.param("Gemma3", marks=pytest.mark.extended)])
+def test_of_models_of_images_and_text_the_language_part_is_trained(tmp_path, monkeypatch, name):
+    """Its `save_pretrained` alone, which the refusal once named, lacks the head of LLaVA and Mistral 3."""
+    text = config("Gemma 3" if name == "Gemma3" else "Llama")
+    kind = transformers.SiglipVisionConfig if name == "Gemma3" else transformers.CLIPVisionConfig
+    given = getattr(transformers, f"{name}Config")(text_config=text, vision_config=kind(**IMAGES))
+    assert refused(given) == (
+        f"{name}Config: models of images and text are not supported in a pipeline: should be a text model; "
+        "docs/transformers.md says how to save the language part alone"
     )
+    whole = transformers.AutoModelForImageTextToText.from_config(given).eval()
+    whole.save_pretrained(tmp_path / "IMAGE_MODEL")
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "transformers.md").read_text()
+    (snippet,) = (
+        code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "ImageTextToText" in code
+    )
+    exec(snippet, {})
+    ids = torch.arange(3, 12)[None]
+    logits = run(built(tmp_path / "MODEL"), ids)
+    torch.testing.assert_close(logits, whole(input_ids=ids).logits, rtol=1e-5, atol=1e-6)
 
 
 def test_the_plan_of_transformers_names_the_layers(monkeypatch):
