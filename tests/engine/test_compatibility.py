@@ -7,6 +7,7 @@ from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe import engine as pipe_engine
 from deepspeed.runtime.pipe import p2p, schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
 
 from tests.support import engine_subclasses as engines
@@ -17,9 +18,12 @@ from tests.support.pipeline import (
     WIDTH,
     Causal,
     batches,
+    build,
     causal_batches,
+    ds_config,
     printed_lines,
     same_weights,
+    weights,
 )
 from tests.support.programs import Program, with_schedule
 from tests.support.ranks import run_ranks
@@ -147,6 +151,32 @@ def test_program(name):
             assert runs["quantize"]["losses"] != stock["losses"]
         if "topk eager" in runs:
             assert runs["topk eager"]["losses"] == runs["topk blocking"]["losses"] != stock["losses"]
+
+
+def train_numbered(axes, blocks):
+    """Losses and weights by block, of the stage and replica that this rank has in such a topology."""
+    found = []
+    for block in blocks:
+        engine = build(2, ds_config(block, replicas=2), topology=ProcessTopology(axes=axes, dims=[2, 2]))
+        replica = engine.grid.get_data_parallel_id()
+        data = batches(replica)
+        found.append(([engine.train_batch(data).item() for _ in range(3)], weights(engine)))
+    return (engine.stage_id, replica), found
+
+
+def test_stages_of_a_replica_have_consecutive_ranks():
+    """As qlora-pipe numbers them, so that only gradients of adapters cross machines; once untested."""
+    eight = {"codec": {"name": "quantize", "bits": 8}}
+    blocks = [None, {"link": {"mode": "eager"}}, programs.EIGHT_BITS | {"replicas": eight}]
+    rows, columns = (
+        dict(run_ranks(4, train_numbered, axes, blocks)) for axes in (["pipe", "data"], ["data", "pipe"])
+    )
+    assert rows.keys() == columns.keys() and len(rows) == 4
+    for place, runs in columns.items():
+        for (losses, own), (expected, theirs) in zip(runs, rows[place]):
+            assert losses == expected and same_weights(own, theirs)
+        (stock, _), (none, _), (quantized, _) = runs
+        assert none == stock != quantized == pytest.approx(stock, rel=0.03)
 
 
 def logged_by(engine_class, block):

@@ -151,10 +151,8 @@ def test_of_models_of_images_and_text_the_language_part_is_trained(tmp_path, mon
     whole.save_pretrained(tmp_path / "IMAGE_MODEL")
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "transformers.md").read_text()
-    (snippet,) = (
-        code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "ImageTextToText" in code
-    )
-    exec(snippet, {})
+    (code,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "ImageTextToText" in code)
+    exec(code, {})
     ids = torch.arange(3, 12)[None]
     logits = run(built(tmp_path / "MODEL"), ids)
     torch.testing.assert_close(logits, whole(input_ids=ids).logits, rtol=1e-5, atol=1e-6)

@@ -89,8 +89,8 @@ def build(
         topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=tensor_parallel, num_dp=replicas)
     else:
         topology = PipeDataParallelTopology(num_pp=stages, num_dp=replicas)
-    options = {"loss_fn": loss_fn, "partition_method": "uniform", "seed_layers": True, **module_options}
-    module = module_class(specs or layers(), topology=topology, **options)
+    options = {"loss_fn": loss_fn, "partition_method": "uniform", "seed_layers": True, "topology": topology}
+    module = module_class(specs or layers(), **options | module_options)
     engine, *_ = deepspeed.initialize(
         model=module,
         config=config,
