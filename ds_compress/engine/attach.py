@@ -61,7 +61,9 @@ def check_release(base: Any, module: Any) -> None:
     """
     release = f"ds_compress: DeepSpeed {deepspeed.__version__}"
     if Version(deepspeed.__version__).release < Version(MINIMUM_DEEPSPEED).release:
-        raise CompressionError(f"{release} has another pipeline engine; install {MINIMUM_DEEPSPEED} or newer")
+        raise CompressionError(
+            f'{release} has another pipeline engine; pip install "deepspeed>={MINIMUM_DEEPSPEED}"'
+        )
     for instruction in CompressedEngine._AROUND:
         body = base._INSTRUCTION_MAP.get(instruction)
         if body is None or "buffer_id" not in inspect.signature(body).parameters:

@@ -167,7 +167,7 @@ def train_numbered(axes, blocks):
 def test_stages_of_a_replica_have_consecutive_ranks():
     """As qlora-pipe numbers them, so that only gradients of adapters cross machines; once untested."""
     eight = {"codec": {"name": "quantize", "bits": 8}}
-    blocks = [None, {"link": {"mode": "eager"}}, programs.EIGHT_BITS | {"replicas": eight}]
+    blocks = [None, {"link": {"mode": "eager"}}, programs.EIGHT_BITS | {"replicas": eight, "min_numel": 1}]
     rows, columns = (
         dict(run_ranks(4, train_numbered, axes, blocks)) for axes in (["pipe", "data"], ["data", "pipe"])
     )

@@ -193,7 +193,7 @@ def test_old_releases_are_refused(monkeypatch):
     import deepspeed.runtime.pipe.engine as module
 
     monkeypatch.setattr(attach_module.deepspeed, "__version__", "0.19.2+abc")
-    with pytest.raises(CompressionError, match="DeepSpeed 0.19.2.* install 0.19.3 or newer"):
+    with pytest.raises(CompressionError, match='DeepSpeed 0.19.2.* pip install "deepspeed>=0.19.3"'):
         attach_module.check_release(PipelineEngine, module)
     monkeypatch.setattr(attach_module.deepspeed, "__version__", "0.19.3+abc")
     attach_module.check_release(PipelineEngine, module)
