@@ -135,9 +135,10 @@ GUARD: Preset = {
             test_blocks=384,
             lr=3e-3,
         )
-        for name in ("llama", "gpt")
+        for name in ("llama", "gpt", "neox")
     },
-    **{task: SMALL[task] for task in ("llama-finetuned", "gpt-finetuned", "cnn-finetuned", "cnn-scratch")},
+    **{f"{name}-finetuned": SMALL[f"{name}-finetuned"] for name in ("llama", "gpt", "neox", "cnn")},
+    "cnn-scratch": SMALL["cnn-scratch"],
 }
 
 REPLICATED: Preset = {

@@ -256,6 +256,15 @@ GRADIENTS: dict[str, Block] = {
 }
 """Further codecs of gradients alone."""
 
+CANDIDATES: dict[str, Block] = {
+    "group8/8": block(group(8)),
+    "group6/6": block(group(6)),
+    **{f"entropy{bits}/{bits}": block(entropy(bits)) for bits in (5, 4)},
+    **{f"none/group{bits}-dither": block("none", group(bits, hadamard=True, rounding="dither"))
+       for bits in (3, 2)},
+}  # fmt: skip
+"""What `auto` and `advise` choose from beside the recipes, and what has no other name here."""
+
 RECIPES: dict[str, Block] = {
     "quant4_8": block(group(4, hadamard=True), group(8)),
     "topk10_bf16-reuse": block(topk(10, values="bf16"), {**REUSE, "density": 0.1, "values": "bf16"}),
@@ -284,7 +293,7 @@ REPLICAS: dict[str, Block] = {
 OLDER = ("group4/4-hadamard", "group3/3-hadamard", "entropy2.5/2.5", "entropy1.75/1.75-learned-loco")
 """What recipes were before they were judged on several models."""
 
-COMPARED = (*NONE, *BOTH_DIRECTIONS, *ONE_DIRECTION, *RECIPES, *OLDER)
+COMPARED = (*NONE, *BOTH_DIRECTIONS, *ONE_DIRECTION, *RECIPES, *OLDER, "fp8", *CANDIDATES)
 """Those that the presets of several architectures run where nobody names others; of "replicas" `REPLICAS`."""
 
 JUDGED = (
@@ -299,7 +308,9 @@ JUDGED = (
 LAUNCHED = ("none", "minmax4/8", "topk10-reuse", "topk10-ef-warmup", "topk30-aqsgd", "autoencoder16")
 """Those repeated as real pipelines where nobody names others."""
 
-BOTH_TASKS = NONE | PAPER | BEYOND | CHANGING | ONE_DIRECTION | BOTH_DIRECTIONS | GRADIENTS | RECIPES
+BOTH_TASKS = (
+    NONE | PAPER | BEYOND | CHANGING | ONE_DIRECTION | BOTH_DIRECTIONS | GRADIENTS | CANDIDATES | RECIPES
+)
 LANGUAGE = BOTH_TASKS | ROWS_OF_CHANNELS | REPLICAS
 VISION = BOTH_TASKS
 
