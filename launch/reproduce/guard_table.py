@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from ds_compress.config import Config
 from launch.reproduce.costs import lost
+from launch.reproduce.presets import HELD_OUT
 from launch.reproduce.run import Row
 from launch.reproduce.tables import METRICS, markdown
 
@@ -33,7 +34,8 @@ def warns(row: Row) -> bool:
 
 
 def guard_table(rows: Iterable[Row]) -> str:
-    """Return the table in Markdown, cheapest settings first, and how many verdicts are wrong.
+    """Return the table in Markdown, cheapest settings first, and how many verdicts are wrong, also of the
+    settings of preset `guard` on a model that took no part in the choice of a limit.
 
     Rows of several seeds are one line: mean cost, and a warning if the guard warned in most of them.
     """
@@ -47,9 +49,17 @@ def guard_table(rows: Iterable[Row]) -> str:
             groups.setdefault((preset, task, setting), []).append((row, cost))
     judged = sorted((statistics.fmean(cost for _, cost in own), key, own) for key, own in groups.items())
     lines = [_line(cost, key, [row for row, _ in own]) for cost, key, own in judged]
-    wrong = sum(line[-1] != "right" for line in lines)
+    kept_aside = [
+        line for line, (_, key, _) in zip(lines, judged) if key[0] == "guard" and key[1] in HELD_OUT
+    ]
     header = ["task", "setting", "seeds", "bits", "error", "gradient error", "cost", "the guard", ""]
-    return f"{markdown(header, lines, texts=2)}\n\n{wrong} of {len(lines)} verdicts are wrong."
+    table = markdown(header, lines, texts=2)
+    held_out = f" Held out ({', '.join(HELD_OUT)}): {_wrong(kept_aside)}." if kept_aside else ""
+    return f"{table}\n\n{_wrong(lines)} verdicts are wrong.{held_out}"
+
+
+def _wrong(lines: Sequence[Sequence[str]]) -> str:
+    return f"{sum(line[-1] != 'right' for line in lines)} of {len(lines)}"
 
 
 def _line(cost: float, key: tuple[str, str, str], rows: Sequence[Row]) -> list[str]:
