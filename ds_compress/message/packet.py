@@ -33,7 +33,7 @@ from ds_compress.codec import Layout, MessageId, fill
 from ds_compress.errors import CompressionError
 
 MAGIC = b"DSCP"
-VERSION = 2
+VERSION = 3
 ALIGNMENT = 16
 _HEADER = struct.Struct("<4sBBHII8sII")
 _PACK = functools.partial(_HEADER.pack, MAGIC, VERSION)

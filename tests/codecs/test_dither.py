@@ -46,15 +46,22 @@ def test_the_error_is_independent_of_the_values(setting):
 
 
 def uniform(n, key):
-    """Draw as `entropy.format` says, one value after the other, in Python's integers."""
-    low, high, word = key & 0xFFFFFFFF, key >> 32, 0xFFFFFFFF
-    for i in range(n):
-        bits = i // 2 ^ low
-        bits = ((bits ^ bits >> 17) * 0xED5AD4BB & word) ^ high
+    """Draw as `quantize.grid` says, one value after the other, in Python's integers."""
+    first, second, word = key & 0xFFFFFFFF, key >> 32, 0xFFFFFFFF
+
+    def hashed(number):
+        bits = number ^ first
+        bits = ((bits ^ bits >> 17) * 0xED5AD4BB & word) ^ second
         bits = (bits ^ bits >> 11) * 0xAC4C1B51 & word
         bits = (bits ^ bits >> 15) * 0x31848BAB & word
-        bits ^= bits >> 14
-        yield ((bits >> 16 if i % 2 else bits & 0xFFFF) + 0.5) / 65536 - 0.5
+        return bits ^ bits >> 14
+
+    lower = hashed(64) >> 24
+    for i in range(n):
+        row, lane = 64 + i // 64, i % 64 // 4
+        bits = hashed(lane) + (hashed(16 + lane) | 1) * hashed(row)
+        byte = bits >> i % 4 * 8 & 255
+        yield (byte * 256 + lower + 0.5) / 65536 - 0.5
 
 
 @pytest.mark.parametrize("bits", [1.0, 2.0, 5.0])

@@ -101,6 +101,7 @@ def assert_sides_equal(ranks, count):
         (4, {"name": "aqsgd", "offload": {"device": "nvme"}}, {"warmup_steps": 3}),
         (4, {"name": "aqsgd", "first_visit": "none"}, {}),
         (2, {"name": "aqsgd", "max_gb": 100 * 2 * WIDTH / 1e9}, {}),
+        (2, "aqsgd", {"codec": {**TWO_BITS, "rounding": "dither"}}),
     ],
 )
 @pytest.mark.extended(keep=3)

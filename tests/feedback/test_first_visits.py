@@ -19,8 +19,15 @@ CODECS = {
     "2 bits": TWO,
     "1 bit": {"name": "quantize", "bits": 1, "scheme": "symmetric", "group_size": 16},
     "topk": topk(0.1),
+    "dither": {**TWO, "rounding": "dither"},
+    "entropy with dither": {"name": "entropy", "bits": 2, "rounding": "dither"},
 }
-FIRSTS = {"4 bits": FOUR, "8 bits": {"name": "quantize", "bits": 8, "group_size": 32}, "bf16": "bf16"}
+FIRSTS = {
+    "4 bits": FOUR,
+    "4 bits with dither": {**FOUR, "rounding": "dither"},
+    "8 bits": {"name": "quantize", "bits": 8, "group_size": 32},
+    "bf16": "bf16",
+}
 
 
 def crossed(codec, x, step):

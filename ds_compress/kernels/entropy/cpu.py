@@ -80,7 +80,7 @@ _DITHER: dict[str, Any] = {
     "sums": Buffer((torch.int64,), (_SUMS,)),
 }
 _CLASSES = {"classes": Buffer((torch.int16,), ("count",), per=PER_WORD)}
-_IN_ORDER = {"sorted": Buffer((*FLOATS,), ("numel",), dtype_from="bf16")}
+_KEPT = {"kept": Buffer((torch.int16,), ("numel",))}
 _encode_entropy = Function("entropy", "encode_entropy", **_ENCODE)
 _decode_entropy = Function("entropy", "decode_entropy", **_DECODE)
 _encode_sorted = Function("entropy", "encode_sorted", **_ENCODE, **_SORTED, **_CLASSES)
@@ -88,10 +88,10 @@ _decode_sorted = Function("entropy", "decode_sorted", **_DECODE, **_SORTED, **_C
 _encode_dithered = Function("entropy", "encode_dithered_entropy", **_ENCODE, **_DITHER)
 _decode_dithered = Function("entropy", "decode_dithered_entropy", **_DECODE, **_KEY)
 _encode_dithered_sorted = Function(
-    "entropy", "encode_dithered_sorted", **_ENCODE, **_DITHER, **_SORTED, **_IN_ORDER, **_CLASSES
+    "entropy", "encode_dithered_sorted", **_ENCODE, **_DITHER, **_SORTED, **_CLASSES
 )
 _decode_dithered_sorted = Function(
-    "entropy", "decode_dithered_sorted", **_DECODE, **_KEY, **_SORTED, **_IN_ORDER, **_CLASSES
+    "entropy", "decode_dithered_sorted", **_DECODE, **_KEY, **_SORTED, **_KEPT, **_CLASSES
 )
 
 
@@ -132,8 +132,7 @@ def encode_sorted(x: Tensor, frame: Frame, units: SortedBlocks, dither: int | No
     if dither is None:
         _encode_sorted(**arguments)
     else:
-        in_order = _memory_in_order(arguments["values"])
-        _encode_dithered_sorted(**arguments, **_dither_arguments(frame, dither), sorted=in_order)
+        _encode_dithered_sorted(**arguments, **_dither_arguments(frame, dither))
     return words
 
 
@@ -149,8 +148,8 @@ def decode_sorted(
     if dither is None:
         is_valid = _decode_sorted(**arguments)
     else:
-        in_order = _memory_in_order(arguments["values"])
-        is_valid = _decode_dithered_sorted(**arguments, **_key_arguments(dither), sorted=in_order)
+        kept = scratch("entropy.keys", (frame.numel,), torch.int16)
+        is_valid = _decode_dithered_sorted(**arguments, **_key_arguments(dither), kept=kept)
     return _checked(arguments["values"], is_valid, dtype)
 
 
@@ -207,11 +206,6 @@ def _dither_arguments(frame: Frame, dither: int) -> dict[str, Any]:
 def _key_arguments(dither: int) -> dict[str, Any]:
     """Return the arguments of _KEY."""
     return dict(zip(_KEY, key_halves(dither)))
-
-
-def _memory_in_order(values: Tensor) -> Tensor:
-    """Return memory for `values` in the order of their code; only columns are put there."""
-    return scratch("entropy.sorted", (values.numel(),), values.dtype)
 
 
 @lru_cache(maxsize=1024)

@@ -59,7 +59,7 @@ struct Reader {
     uint32_t state[MOST_LANES];
     int64_t word;  // the place of the next one
     int8_t* q;     // where the next ones go
-    const uint16_t* drawn;  // the draws of the next ones, whose highest bits are their classes; null for one class
+    const uint8_t* drawn;  // the draws of the next ones, whose highest bits are their classes; null for one class
 };
 
 // By the class of a value and the low bits of a state: (frequency - 1) << 20 | offset << 8 | q.
@@ -74,7 +74,7 @@ inline Each fed(Each slot, Each state) {
 // One step of some lanes; words behind the last one are the last one.
 inline void decode_step(const Slots& slots, const uint16_t* code, int64_t last, int64_t lanes, Reader& of) {
     for (int64_t i = 0; i < lanes; ++i) {
-        const uint32_t its = of.drawn ? of.drawn[i] >> 14 << SCALE_BITS : 0;
+        const uint32_t its = of.drawn ? of.drawn[i] >> (8 - CLASS_BITS) << SCALE_BITS : 0;
         const uint32_t slot = slots[its | (of.state[i] & LOW_BITS)], x = fed(slot, of.state[i]);
         *of.q++ = static_cast<int8_t>(slot);
         of.state[i] = x < START ? x << 16 | code[of.word > last ? last : of.word] : x;
@@ -98,8 +98,8 @@ void decode_steps(const Slots& slots, const uint16_t* code, int64_t steps, Reade
             each<BLOCKS>([&](auto b) {
                 Words index = state[b][v] & LOW_BITS;
                 if constexpr (CLASSED) {
-                    const uint16_t* drawn = blocks[b].drawn + step * MOST_LANES + v * LANES;
-                    index |= (Words)load(drawn) >> 30 << SCALE_BITS;
+                    const uint8_t* drawn = blocks[b].drawn + step * MOST_LANES + v * LANES;
+                    index |= (Words)load(drawn) >> (8 - CLASS_BITS) << SCALE_BITS;
                 }
                 const Words slot = look_up(slots, index);
                 Words x = fed(slot, state[b][v]);
@@ -115,9 +115,9 @@ void decode_steps(const Slots& slots, const uint16_t* code, int64_t steps, Reade
     });
 }
 
-// Tells a decoder the classes of values, the highest bits of draws, and takes what it decoded, some values at a time.
+// Tells a decoder the draws of values, whose highest bits are their classes, and takes what it decoded, some values at a time.
 struct Undithered {
-    const uint16_t* classes_of(int64_t, int64_t, int64_t) { return nullptr; }
+    const uint8_t* draws_of(int64_t, int64_t, int64_t) { return nullptr; }
     void put(int64_t, int64_t, int64_t, const int8_t*) {}
 };
 
@@ -186,7 +186,7 @@ private:
             for (int b = 0; b < BLOCKS; ++b) {
                 alone |= blocks[b].word + some * MOST_LANES > frame.words;
                 place[b] = blocks[b].q - q;
-                blocks[b].drawn = sink.classes_of(b, place[b], some * lanes);
+                blocks[b].drawn = sink.draws_of(b, place[b], some * lanes);
             }
             if (alone) {
                 for (int b = 0; b < BLOCKS; ++b)
@@ -270,6 +270,8 @@ struct Dequantizer {
 // Values as they lie.
 template <class Out>
 struct TensorOrder {
+    static constexpr bool IS_KEPT = false;
+
     Out* y;
 
     // As `InTensorOrder`.
@@ -291,6 +293,8 @@ struct TensorOrder {
 // Values that were coded in the order of their units.
 template <class Out>
 struct BlockOrder {
+    static constexpr bool IS_KEPT = false;
+
     Out* y;
     SortedBlocks units;
     Order order;
@@ -349,6 +353,37 @@ struct BlockOrder {
     template <class F>
     void each_run(int64_t begin, int64_t end, const F& f) const {
         order.each_run(begin, end, units, [&](int64_t place, int64_t value, int64_t n) { f(y + place, value, n); });
+    }
+
+    Out& at(int64_t value) const { return y[order.place(value, units)]; }
+};
+
+// Values of columns whose dither is to be taken off: numbers of 16 bits are kept of them until all are there.
+template <class Out>
+struct KeptColumns {
+    static constexpr bool IS_KEPT = true;
+
+    Out* y;
+    SortedBlocks units;
+    Order order;
+    int64_t numel;
+    uint16_t* kept;  // [numel]
+
+    // value(the number that is kept of it)
+    template <class F>
+    void put_back(const F& value) const {
+        const auto put = [&](const uint16_t* from, int64_t n, Out* to) {
+            int64_t j = 0;
+            for (; j + LANES <= n; j += LANES) store(value((Ints)((Words)load(from + j) >> 16)), to + j);
+            for (; j < n; ++j) store(value(Ints{} + from[j])[0], to[j]);
+        };
+        alignas(64) uint16_t tile[HIGH_TILE * WIDE_TILE];
+        each_tile(units, [&](int64_t row, int64_t first, int64_t high, int64_t wide) {
+            transpose<uint16_t>(wide, high, [&](int64_t j) { return kept + order.places[first + j] * units.size + row; },
+                                [&](int64_t i) { return tile + i * WIDE_TILE; });
+            for (int64_t i = 0; i < high; ++i) put(tile + i * WIDE_TILE, wide, y + (row + i) * units.count + first);
+        });
+        put(kept + units.whole(), numel - units.whole(), y + units.whole());
     }
 
     Out& at(int64_t value) const { return y[order.place(value, units)]; }

@@ -5,7 +5,7 @@
 
 #include "decoder.h"
 #include "encoder.h"
-#include "../quantize/grid.h"
+#include "../quantize/draws.h"
 
 constexpr int64_t COARSER = 4, COARSEST = FINER / 4, FINEST = 19 * FINER - 1, LARGEST_Q = 1 << 14, ATTEMPTS = 4, MARGIN = 1024;
 constexpr int64_t COUNTED = REACH + 1, NUMBERS = 512, QUARTERS = CLASSES * COUNTED;  // q are within COUNTED: 257 of NUMBERS
@@ -26,30 +26,25 @@ inline void store_halves(Ints x, uint16_t* y, int64_t count) {
     for (int64_t i = 0; i < count; ++i) y[i] = static_cast<uint16_t>(lanes[i]);
 }
 
-// The draws of MOST values in a row, made where they are needed.
+// The upper 8 bits of the draws of MOST values in a row, made where they are needed.
 template <int64_t MOST>
-class Draws {
+class DrawnRun {
 public:
-    explicit Draws(Dither dither) : dither(dither) {}
+    explicit DrawnRun(const Draws& draws) : draws(draws) {}
 
     // Those of `count` values, coded from `value` on; a vector behind them can be read.
-    const uint16_t* of(int64_t value, int64_t count) {
-        const int64_t first = value / 2, behind = (value + count + 1) / 2;
-        for (int64_t i = 0; i < behind - first; i += LANES)  // a word is two draws, the lower half first
-            store((Ints)dither.words(static_cast<uint32_t>(first + i)), reinterpret_cast<int32_t*>(halves + 2 * i));
-        return halves + value % 2;
+    const uint8_t* of(int64_t value, int64_t count) {
+        draws.of_rows(value / Draws::ROW, value % Draws::ROW + count, drawn);
+        return drawn + value % Draws::ROW;
     }
 
+    // The lower bits of all.
+    uint32_t lower() { return draws.lower(0); }
+
 private:
-    Dither dither;
-    alignas(64) uint16_t halves[MOST + 4 * LANES];
+    Draws draws;
+    alignas(64) uint8_t drawn[MOST + 2 * Draws::ROW];
 };
-
-inline Words load_draws(const uint16_t* drawn) { return (Words)load(drawn) >> 16; }
-
-inline uint32_t draw_of(Dither dither, int64_t value) {
-    return dither.words(static_cast<uint32_t>(value / 2))[0] >> (value % 2 * 16) & 0xFFFF;
-}
 
 // How many values of a table are q = 1 .. COUNTED or more, and -1 .. -COUNTED or less.
 typedef int64_t FromQ[2][COUNTED];
@@ -66,8 +61,8 @@ public:
     Plan plans[MOST_CONTEXTS * CLASSES];
 
     DitheredCode(const Values& values, const Frame& frame, const Tables& tables, const DitherTables& its, uint32_t exponent,
-                 Dither dither, uint16_t* keys, uint32_t* copies)
-        : values(values), frame(frame), tables(tables), its(its), dither(dither), draws(dither), keys(keys), copies(copies),
+                 const Draws& draws, uint16_t* keys, uint32_t* copies)
+        : values(values), frame(frame), tables(tables), its(its), drawn(draws), lower(drawn.lower()), keys(keys), copies(copies),
           scale(as_float((255 - exponent) << 23)) {}
 
     // Makes the keys and counts of what each value becomes: class * NUMBERS + q + COUNTED, q within COUNTED.
@@ -125,7 +120,7 @@ public:
                 found |= static_cast<uint16_t>((keys[i] & (NUMBERS - 1)) - least) > reach;
             for (int64_t i = start; found && i < end; ++i)
                 if (beyond[keys[i]])
-                    *--place = static_cast<uint16_t>(numbers(Floats{} + values.at(i), Words{} + draw_of(dither, i),
+                    *--place = static_cast<uint16_t>(numbers(Floats{} + values.at(i), Words{} + static_cast<uint32_t>(*drawn.of(i, 1)),
                                                              its.inverse[present])[0]);
         }
         return place;
@@ -140,21 +135,23 @@ private:
     // multiple of 4096 bytes behind a counter for the counter itself, and waits.
     static constexpr int64_t MANY = 1024, STRIDE = CLASSES * NUMBERS + 64;
 
-    // q of values.
-    Ints numbers(Floats x, Words drawn, float inverse) const { return (nearest(x * scale * inverse) + (Ints)drawn) >> 16; }
+    // q of values. upper: of their draws.
+    Ints numbers(Floats x, Words upper, float inverse) const {
+        return (nearest(x * scale * inverse) + (Ints)(upper << 8 | lower)) >> 16;
+    }
 
     // Of `n` values, MANY at most.
     template <class In>
     void make_keys(const In* x, int64_t value, int64_t n) {
         const float inverse = its.inverse[present];
-        const uint16_t* drawn = draws.of(value, n);
+        const uint8_t* uppers = drawn.of(value, n);
         const Words classes = Words{} + static_cast<uint32_t>(frame.classes > 1 ? (CLASSES - 1) * NUMBERS : 0);
-        constexpr uint32_t SHARE = 65536 / CLASSES / NUMBERS;  // of draws: their highest bits become those of a class
+        constexpr uint32_t PER_DRAW = CLASSES * NUMBERS / 256;  // their highest bits become those of a class
         const auto make = [&](int64_t i, int64_t lanes) __attribute__((always_inline)) {
-            const Words its_draws = load_draws(drawn + i);
-            const Ints q = numbers(load_partial(x + i, lanes), its_draws, inverse);
+            const Words upper = (Words)load(uppers + i);
+            const Ints q = numbers(load_partial(x + i, lanes), upper, inverse);
             const Ints inside = smaller(larger(q, Ints{} - COUNTED), Ints{} + COUNTED) + COUNTED;
-            store_halves(inside | (Ints)(its_draws / SHARE & classes), keys + value + i, lanes);
+            store_halves(inside | (Ints)(upper * PER_DRAW & classes), keys + value + i, lanes);
         };
         int64_t i = 0;
         for (; i + LANES <= n; i += LANES) make(i, LANES);
@@ -180,8 +177,8 @@ private:
     const Frame& frame;
     const Tables& tables;
     const DitherTables& its;
-    const Dither dither;
-    Draws<MANY> draws;
+    mutable DrawnRun<MANY> drawn;
+    const uint32_t lower;
     uint16_t* keys;
     uint32_t* copies;
     const float scale;
@@ -251,7 +248,7 @@ inline void write_zeros(uint32_t exponent, const Frame& frame, uint16_t* words) 
 // As `encode_tensor`. largest: the bits of the largest magnitude; sums: [contexts].
 template <class Values>
 void encode_dithered(const Values& values, uint32_t largest, const Frame& frame, const Tables& tables, const DitherTables& its,
-                     Dither dither, bool is_sampled, int64_t spare, Sums* sums, uint16_t* keys, uint32_t* space,
+                     const Draws& draws, bool is_sampled, int64_t spare, Sums* sums, uint16_t* keys, uint32_t* space,
                      uint16_t* scratch, uint16_t* words) {
     const uint32_t exponent = exponent_of(largest);
     std::memset(words, 0, frame.words * sizeof *words);
@@ -272,7 +269,7 @@ void encode_dithered(const Values& values, uint32_t largest, const Frame& frame,
         }
     const int64_t finest = FINEST - FINER * static_cast<int64_t>(wanted - raised);
     const int64_t first = first_step(counts, sums, frame, tables, its, finest, spare);
-    DitheredCode<Values> code(values, frame, tables, its, raised, dither, keys, space);
+    DitheredCode<Values> code(values, frame, tables, its, raised, draws, keys, space);
     int64_t step = first;
     for (int64_t attempt = 0; attempt < ATTEMPTS; ++attempt) {
         code.quantize(step);
@@ -292,44 +289,64 @@ void encode_dithered(const Values& values, uint32_t largest, const Frame& frame,
 template <class To>
 class DitherRemoval {
 public:
-    DitherRemoval(const Frame& frame, const Head& head, const float* steps, Dither dither, const To& to)
+    DitherRemoval(const Frame& frame, const Head& head, const float* steps, const Draws& draws, const To& to)
         : unit(head.step ? steps[head.step] * 0x1p-16f : 0.0f), scale(as_float(static_cast<uint32_t>(head.exponent) << 23)),
-          has_classes(frame.classes > 1), to(to), draws{Some(dither), Some(dither)}, drawn() {}
+          has_classes(frame.classes > 1), to(to), runs{Some(draws), Some(draws)}, drawn(),
+          highest(32767 - static_cast<int32_t>(runs[0].lower())) {}
 
-    const uint16_t* classes_of(int64_t b, int64_t value, int64_t count) {
-        drawn[b] = draws[b].of(value, count);
+    const uint8_t* draws_of(int64_t b, int64_t value, int64_t count) {
+        drawn[b] = runs[b].of(value, count);
         return has_classes ? drawn[b] : nullptr;
     }
 
     void put(int64_t b, int64_t begin, int64_t count, const int8_t* q) {
-        to.each_run(begin, begin + count, [&](auto* y, int64_t value, int64_t n) {
+        if constexpr (To::IS_KEPT) return keep(drawn[b], count, q, to.kept + begin);
+        else to.each_run(begin, begin + count, [&](auto* y, int64_t value, int64_t n) {
             const int64_t from = value - begin;
             int64_t i = 0;
             for (; i + LANES <= n; i += LANES)
-                store(values_of(load_bytes(q + from + i), load_draws(drawn[b] + from + i)), y + i);
-            for (; i < n; ++i) store(values_of(Ints{} + q[from + i], Words{} + drawn[b][from + i])[0], y[i]);
+                store(values_of(load_bytes(q + from + i), load(drawn[b] + from + i)), y + i);
+            for (; i < n; ++i) store(values_of(Ints{} + q[from + i], Ints{} + drawn[b][from + i])[0], y[i]);
         });
     }
 
-    Floats values_of(Ints numbers, Words drawn) const {
-        const Ints fixed = (numbers << 16) + 32767 - (Ints)drawn;
+    // upper: of their draws.
+    Floats values_of(Ints numbers, Ints upper) const { return values_of((numbers << 8) - upper); }
+
+    // What is kept of a value, from 0 to 2^16 - 1.
+    Floats values_of_kept(Ints kept) const { return values_of(kept - KEPT); }
+
+private:
+    typedef DrawnRun<STEPS_AT_ONCE * MOST_LANES> Some;
+
+    static constexpr int32_t KEPT = 255 + (1 << 15);
+
+    static void keep(const uint8_t* drawn, int64_t count, const int8_t* q, uint16_t* kept) {
+        int64_t i = 0;
+        for (; i + LANES <= count; i += LANES)
+            store_halves((load_bytes(q + i) << 8) + KEPT - load(drawn + i), kept + i, LANES);
+        for (; i < count; ++i) kept[i] = static_cast<uint16_t>(q[i] * 256 + KEPT - drawn[i]);
+    }
+
+    // Of numbers less their draws, in units of 2^-8.
+    Floats values_of(Ints differences) const {
+        const Ints fixed = (differences << 8) + highest;
         const Floats value = (__builtin_convertvector(fixed, Floats) + 0.5f) * unit;
         return larger(smaller(value, Floats{} + HIGHEST), Floats{} - HIGHEST) * scale;
     }
 
-private:
-    typedef Draws<STEPS_AT_ONCE * MOST_LANES> Some;
-
     float unit, scale;
     bool has_classes;
     const To& to;
-    Some draws[AT_ONCE];
-    const uint16_t* drawn[AT_ONCE];
+    Some runs[AT_ONCE];
+    const uint8_t* drawn[AT_ONCE];
+    int32_t highest;  // less the lower bits of all draws
 };
 
 // As `decode_tensor`.
 template <class To>
-bool decode_dithered(const uint16_t* code, const Frame& frame, const float* steps, Dither dither, int8_t* q, const To& to) {
+bool decode_dithered(const uint16_t* code, const Frame& frame, const float* steps, const Draws& draws, int8_t* q,
+                     const To& to) {
     Head head;
     if (!head.read(code, frame)) return false;
     if (!head.finite()) {
@@ -339,12 +356,14 @@ bool decode_dithered(const uint16_t* code, const Frame& frame, const float* step
     if (head.step != 0 && (head.step < COARSEST || head.step > FINEST)) return false;
     for (int64_t table = 0; table < frame.contexts * frame.classes; ++table)
         if (head.shift[table] != 0) return false;
-    const DitherRemoval<To> removal(frame, head, steps, dither, to);
+    const DitherRemoval<To> removal(frame, head, steps, draws, to);
     if (!Decoder(code, frame, head, removal).read(q)) return false;
+    if constexpr (To::IS_KEPT) to.put_back([&](Ints kept) { return removal.values_of_kept(kept); });
+    Draws own = draws;
     return each_escape(code, frame, head, q, [&](int64_t value, uint16_t escape) {
         const int32_t number = static_cast<int16_t>(escape);
         if (number > LARGEST_Q || number < -LARGEST_Q) return false;
-        store(removal.values_of(Ints{} + number, Words{} + draw_of(dither, value))[0], to.at(value));
+        store(removal.values_of(Ints{} + number, Ints{} + static_cast<int32_t>(own.upper(value)))[0], to.at(value));
         return true;
     });
 }

@@ -366,7 +366,7 @@ void make_histograms(const Values& values, const Frame& frame, bool is_sampled, 
                      uint32_t* copies, Counts* counts, Histogram* histograms) {
     count_contexts(
         frame, is_sampled, keys, copies,
-        [&](int64_t begin, int64_t end) { values.make(begin, end, exponent, keys); },
+        [&](int64_t begin, int64_t end) { values.make(begin, end, is_sampled, exponent, keys); },
         [&](int64_t context) { add_up(copies, is_sampled ? SAMPLED : 1, histograms[context], counts[context]); });
 }
 

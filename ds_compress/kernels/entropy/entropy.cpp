@@ -23,7 +23,7 @@ struct Encoding {
 };
 
 struct Dithering {
-    Dither dither;
+    Draws draws;
     bool is_sampled;
     int64_t spare;
     DitherTables tables;
@@ -37,7 +37,7 @@ void encode(const Values& values, const Encoding& by) {
 
 template <class Values>
 void encode(const Values& values, uint32_t largest, const Encoding& by, const Dithering& with) {
-    encode_dithered(values, largest, by.frame, by.tables, with.tables, with.dither, with.is_sampled, with.spare, with.sums,
+    encode_dithered(values, largest, by.frame, by.tables, with.tables, with.draws, with.is_sampled, with.spare, with.sums,
                     by.keys, by.space, by.scratch, by.words);
 }
 
@@ -55,7 +55,7 @@ InBlockOrder<In> in_block_order(const In* x, int64_t numel, SortedBlocks units, 
 
 // The arguments of exported functions, which cpu.py declares. ends [contexts], keys [numel], q [numel],
 // space [2 * KEYS * COPIES + contexts * (4 * KEYS + 2)], scratch [AT_ONCE, length], classes [count / PER_WORD],
-// order [2, count], sorted [numel], of the type of x; `rest` values follow those of the `count` units.
+// order [2, count], kept [numel]; `rest` values follow those of the `count` units.
 #define FRAME_PARAMETERS                                                                                             \
     int64_t numel, int64_t size, int64_t lanes, int64_t length, int64_t blocks, int64_t contexts, int64_t per_context,  \
         const int64_t* ends
@@ -66,10 +66,10 @@ InBlockOrder<In> in_block_order(const In* x, int64_t numel, SortedBlocks units, 
 #define ENCODING Encoding{FRAME, Tables{first, units, cost}, keys, space, scratch, words}
 #define DECODE_PARAMETERS const uint16_t* words, FRAME_PARAMETERS, const float* steps, int8_t* q, void* y, int64_t bf16
 #define DITHER_PARAMETERS int64_t dither_first, int64_t dither_second
-#define DITHER Dither{true, static_cast<uint32_t>(dither_first), static_cast<uint32_t>(dither_second)}
+#define DRAWS Draws(dither_first, dither_second)
 #define DITHERING_PARAMETERS                                                                                         \
     DITHER_PARAMETERS, int64_t is_sampled, int64_t spare, const int32_t* quarter, const float* inverse, int64_t* sums
-#define DITHERING Dithering{DITHER, is_sampled != 0, spare, DitherTables{quarter, inverse}, reinterpret_cast<Sums*>(sums)}
+#define DITHERING Dithering{DRAWS, is_sampled != 0, spare, DitherTables{quarter, inverse}, reinterpret_cast<Sums*>(sums)}
 #define SORTED_PARAMETERS int64_t count, int64_t rest, int64_t columns, int32_t* order
 #define UNITS SortedBlocks{count, (numel - rest) / count, columns != 0}
 
@@ -94,7 +94,7 @@ void encode_dithered_entropy(ENCODE_PARAMETERS, DITHERING_PARAMETERS) {
 
 int64_t decode_dithered_entropy(DECODE_PARAMETERS, DITHER_PARAMETERS) {
     return with_type(y, bf16, [&](auto* values) {
-        return decode_dithered(words, FRAME, steps, DITHER, q, TensorOrder<Value<decltype(values)>>{values});
+        return decode_dithered(words, FRAME, steps, DRAWS, q, TensorOrder<Value<decltype(values)>>{values});
     });
 }
 
@@ -111,27 +111,21 @@ int64_t decode_sorted(DECODE_PARAMETERS, SORTED_PARAMETERS, const uint16_t* clas
     });
 }
 
-void encode_dithered_sorted(ENCODE_PARAMETERS, DITHERING_PARAMETERS, SORTED_PARAMETERS, void* sorted, uint16_t* classes) {
+void encode_dithered_sorted(ENCODE_PARAMETERS, DITHERING_PARAMETERS, SORTED_PARAMETERS, uint16_t* classes) {
     with_type(x, bf16, [&](auto* values) {
-        typedef Value<decltype(values)> In;
         const auto in_order = in_block_order(values, numel, UNITS, order, space, classes);
-        const uint32_t largest = in_order.largest();
-        if (!columns) return encode(in_order, largest, ENCODING, DITHERING);
-        sort_columns(values, numel, UNITS, in_order.order, static_cast<In*>(sorted));
-        encode(InTensorOrder<In>{static_cast<const In*>(sorted), numel}, largest, ENCODING, DITHERING);
+        encode(in_order, in_order.largest(), ENCODING, DITHERING);
     });
 }
 
-int64_t decode_dithered_sorted(DECODE_PARAMETERS, DITHER_PARAMETERS, SORTED_PARAMETERS, void* sorted,
+int64_t decode_dithered_sorted(DECODE_PARAMETERS, DITHER_PARAMETERS, SORTED_PARAMETERS, uint16_t* kept,
                                const uint16_t* classes) {
     return with_type(y, bf16, [&](auto* values) -> bool {
         typedef Value<decltype(values)> Out;
         const Order its_order(classes, count, order);
-        if (!columns) return decode_dithered(words, FRAME, steps, DITHER, q, BlockOrder<Out>{values, UNITS, its_order});
-        Out* in_order = static_cast<Out*>(sorted);
-        if (!decode_dithered(words, FRAME, steps, DITHER, q, TensorOrder<Out>{in_order})) return false;
-        put_columns_back(in_order, numel, UNITS, its_order, values);
-        return true;
+        if (columns)
+            return decode_dithered(words, FRAME, steps, DRAWS, q, KeptColumns<Out>{values, UNITS, its_order, numel, kept});
+        return decode_dithered(words, FRAME, steps, DRAWS, q, BlockOrder<Out>{values, UNITS, its_order});
     });
 }
 

@@ -112,7 +112,7 @@ struct InTensorOrder {
     uint32_t largest() const { return largest_bits(x, numel); }
 
     // The keys of the values that are coded as number begin .. end - 1, a part of a context; parts come in their order.
-    void make(int64_t begin, int64_t end, uint32_t exponent, uint16_t* keys) const {
+    void make(int64_t begin, int64_t end, bool, uint32_t exponent, uint16_t* keys) const {
         make_keys(x + begin, end - begin, exponent, keys + begin);
     }
 

@@ -38,16 +38,15 @@ on. Values are coded in this order: units of class 0, then of 1, 2 and 3, those 
 tensor; then what follows the last whole unit. Contexts begin where classes do, if there are enough words. The
 classes of the units follow the code, 8 to a word, the first one in the lowest bits.
 
-Subtractive dither. Both sides draw for each value, in the order of the code, v = d / 65536, of 16 bits:
-value 2 i has the lower half of word i of `quantize.grid.draw_words`, value 2 i + 1 the upper half. A value
-x becomes q = floor(x / step + v), computed with 16 binary digits behind the point, and q is decoded to (q -
-v + 1/2 - 1/131072) * step. So the error of a value is independent of it: uniform within half a step. The
-scale of a message is 16 times larger than above, so that steps can be larger than all values, and j is one
-of `DITHERED_STEPS`; with j = 0 all values are sent, and decoded, as 0. Each context has four tables, if
-there are enough words, by the two highest bits of d: the class of a value. The shift is 0. What is beyond
-travels as q, an int16. A first step is a bit coarser than the finest one that is expected to fit, by the
-histogram of the keys, or of a sample of them. If the code by what each value became does not fit, the step
-is made coarser, see `dithered`.
+Subtractive dither. Both sides draw for each value, in the order of the code, v = d / 65536, of 16 bits,
+as `quantize.grid` draws for one group. A value x becomes q = floor(x / step + v), computed with 16 binary
+digits behind the point, and q is decoded to (q - v + 1/2 - 1/131072) * step. So the error of a value is
+independent of it: uniform within half a step. The scale of a message is 16 times larger than above, so
+that steps can be larger than all values, and j is one of `DITHERED_STEPS`; with j = 0 all values are
+sent, and decoded, as 0. Each context has four tables, if there are enough words, by the two highest bits
+of d: the class of a value. The shift is 0. What is beyond travels as q, an int16. A first step is a bit
+coarser than the finest one that is expected to fit, by the histogram of the keys, or of a sample of them.
+If the code by what each value became does not fit, the step is made coarser, see `dithered`.
 """
 
 import math

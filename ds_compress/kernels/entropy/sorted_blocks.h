@@ -99,6 +99,17 @@ struct Order {
     }
 };
 
+// f(row, column, how many rows, how many columns) of all parts of columns, which a cache has room for.
+constexpr int64_t HIGH_TILE = 64, WIDE_TILE = 64;
+
+template <class F>
+void each_tile(SortedBlocks units, const F& f) {
+    for (int64_t row = 0; row < units.size; row += HIGH_TILE)
+        for (int64_t first = 0; first < units.count; first += WIDE_TILE)
+            f(row, first, units.size - row < HIGH_TILE ? units.size - row : HIGH_TILE,
+              units.count - first < WIDE_TILE ? units.count - first : WIDE_TILE);
+}
+
 // The values of a tensor in the order of its units, see `InTensorOrder`.
 template <class In>
 struct InBlockOrder {
@@ -113,9 +124,10 @@ struct InBlockOrder {
         return behind > largest_of_units ? behind : largest_of_units;
     }
 
-    void make(int64_t begin, int64_t end, uint32_t exponent, uint16_t* keys) const {
+    void make(int64_t begin, int64_t end, bool is_sampled, uint32_t exponent, uint16_t* keys) const {
         if (units.columns) {
-            if (begin == 0) make_columns(exponent, keys);
+            if (begin == 0 && is_sampled) make_sampled_columns(exponent, keys);
+            else if (begin == 0) make_columns(exponent, keys);
             return;
         }
         each_run(begin, end, [&](const In* from, int64_t value, int64_t n) {
@@ -124,8 +136,13 @@ struct InBlockOrder {
         });
     }
 
+    // Of columns all at once.
     template <class F>
     void each_run(int64_t begin, int64_t end, const F& f) const {
+        if (units.columns) {
+            if (begin == 0) each_part_of_columns(f);
+            return;
+        }
         constexpr int64_t AHEAD = 8;
         order.each_run(begin, end, units, [&](int64_t place, int64_t value, int64_t n) {
             if (value / RUN + AHEAD < units.count) {  // no processor knows the order by itself
@@ -137,6 +154,34 @@ struct InBlockOrder {
     }
 
     float at(int64_t value) const { return to_float(x[order.place(value, units)]); }
+
+    template <class F>
+    void each_part_of_columns(const F& f) const {
+        alignas(64) In tile[WIDE_TILE * HIGH_TILE];
+        each_tile(units, [&](int64_t row, int64_t first, int64_t high, int64_t wide) {
+            transpose<In>(
+                high, wide, [&](int64_t i) { return x + (row + i) * units.count + first; },
+                [&](int64_t j) { return tile + j * HIGH_TILE; });
+            for (int64_t j = 0; j < wide; ++j)
+                f(static_cast<const In*>(tile + j * HIGH_TILE), order.places[first + j] * units.size + row, high);
+        });
+        if (units.whole() < numel) f(x + units.whole(), units.whole(), numel - units.whole());
+    }
+
+    // At least those of the sample. The first run belongs to it.
+    void make_sampled_columns(uint32_t exponent, uint16_t* keys) const {
+        each_tile(units, [&](int64_t row, int64_t first, int64_t high, int64_t wide) {
+            for (int64_t j = 0; j < wide; ++j) {
+                const int64_t value = order.places[first + j] * units.size + row;
+                const int64_t run = value / SAMPLED_RUN, last = (value + high - 1) / SAMPLED_RUN;
+                if (!belongs_to_sample(run) && !belongs_to_sample(last)) continue;
+                In part[HIGH_TILE];
+                for (int64_t i = 0; i < high; ++i) part[i] = x[(row + i) * units.count + first + j];
+                make_keys(part, high, exponent, keys + value);
+            }
+        });
+        make_keys(x + units.whole(), numel - units.whole(), exponent, keys + units.whole());
+    }
 
     // All at once.
     void make_columns(uint32_t exponent, uint16_t* keys) const {
@@ -153,33 +198,3 @@ struct InBlockOrder {
             }
     }
 };
-
-// f(row, column, how many rows, how many columns) of all parts of columns, which a cache has room for.
-template <class F>
-void each_tile(SortedBlocks units, const F& f) {
-    constexpr int64_t HIGH = 64, WIDE = 64;
-    for (int64_t row = 0; row < units.size; row += HIGH)
-        for (int64_t first = 0; first < units.count; first += WIDE)
-            f(row, first, units.size - row < HIGH ? units.size - row : HIGH,
-              units.count - first < WIDE ? units.count - first : WIDE);
-}
-
-// x [numel] in the order of its units, which are columns, in `to`.
-template <class T>
-void sort_columns(const T* x, int64_t numel, SortedBlocks units, const Order& order, T* to) {
-    each_tile(units, [&](int64_t row, int64_t first, int64_t high, int64_t wide) {
-        transpose<T>(high, wide, [&](int64_t i) { return x + (row + i) * units.count + first; },
-                     [&](int64_t j) { return to + order.places[first + j] * units.size + row; });
-    });
-    std::memcpy(to + units.whole(), x + units.whole(), (numel - units.whole()) * sizeof(T));
-}
-
-// The inverse.
-template <class T>
-void put_columns_back(const T* sorted, int64_t numel, SortedBlocks units, const Order& order, T* to) {
-    each_tile(units, [&](int64_t row, int64_t first, int64_t high, int64_t wide) {
-        transpose<T>(wide, high, [&](int64_t j) { return sorted + order.places[first + j] * units.size + row; },
-                     [&](int64_t i) { return to + (row + i) * units.count + first; });
-    });
-    std::memcpy(to + units.whole(), sorted + units.whole(), (numel - units.whole()) * sizeof(T));
-}

@@ -5,12 +5,15 @@ the receiver rebuilds covers the group, and no value is more than half a step fr
 values beyond `LARGEST_LIMIT` may be outside; they get the nearest code. A group that holds inf or nan has an
 infinite or nan step and decodes to nan.
 
-Stochastic rounding draws 16 bits per value from a key and from the place of the value, so that every kernel
-makes the draws that it needs where it needs them. Of each 64 values of a group the first 32 take the lower
-halves of 32 words, the others the upper halves; every group begins with words of its own.
+Stochastic rounding takes a draw of 16 bits for each value: the upper 8 are of the value, made from a key
+and from the place of the value, so that every kernel makes them where it needs them; the lower 8 are of the
+group. Every group begins with a row of its own, of 64 values. A row has 16 words, whose bytes are the upper 8
+bits, lowest byte first. Word l of row r is a[l] + b[l] * c[r], where a, b (odd) and c are hashes: any two
+values have independent upper bits, at the cost of one product for four values. The lower 8 bits of a group
+are the highest ones of the c of its first row.
 
-Subtractive dither rounds by the same draws, v = draw / 65536: code = floor(position + v). The receiver draws
-them too and decodes to code - v + 1/2 - 1/131072 steps. Then the error is uniform within half a step,
+Subtractive dither rounds by the same draws, v = (draw + 1/2) / 65536: code = floor(position + v). The
+receiver draws them too and decodes to code - v + 1/2 steps. Then the error is uniform within half a step,
 whatever the value. A position within 0 .. top has a code within 0 .. top, so nothing is cut off at the ends
 of the grid; values may be decoded to half a step beyond them.
 """
@@ -29,6 +32,9 @@ SMALLEST_STEP = 2.0**-126
 
 LARGEST_LIMIT = 2.0**125
 """A grid goes no further: its steps, offsets and values, and the inverses of steps, are normal numbers."""
+
+ROW = 64
+"""Values of a row of draws. Hashes 0 .. 15 are its a, 16 .. 31 its b; those from 64 on are c."""
 
 _WORD = 0xFFFFFFFF
 
@@ -113,11 +119,12 @@ def to_codes(groups: Tensor, scales: Sequence[Tensor], grid: Grid, dither: int |
     position = (groups - offset[:, None]).mul_(inverse[:, None])
     if dither is None:
         return position.add_(0.5).clamp_(0, grid.top).to(torch.uint8)  # the cast truncates
-    # fixed point with 16 fractional bits: adding a draw of 16 bits carries as often as the fraction says
     position = torch.where(position > 0, position, 0).clamp_(max=grid.top)
-    fixed = position.mul_(65536).add_(0.5).to(torch.int32)
     n, size = groups.shape
-    return (fixed + draws((n, size), dither, groups.device) >> 16).to(torch.uint8)
+    upper, lower = draws((n, size), dither, groups.device)
+    # fixed point with 8 fractional bits: adding 8 bits carries as often as the fraction says
+    fixed = position.mul_(256).add_((lower + 0.5) / 256).to(torch.int32)
+    return (fixed + upper >> 8).to(torch.uint8)
 
 
 def from_codes(codes: Tensor, scales: Sequence[Tensor], grid: Grid, dither: int | None = None) -> Tensor:
@@ -127,11 +134,12 @@ def from_codes(codes: Tensor, scales: Sequence[Tensor], grid: Grid, dither: int 
         dither: the key of the draws, if the grid is dithered.
     """
     step, offset = scales[0].float(), offset_of(scales, grid).float()
-    values = codes.float().mul_(step[:, None]).add_(offset[:, None])
     if dither is None:
-        return values
-    draw = draws((codes.shape[0], codes.shape[1]), dither, codes.device)
-    return values.add_(draw.float().neg_().add_(32767.5).mul_(2.0**-16).mul_(step[:, None]))
+        return codes.float().mul_(step[:, None]).add_(offset[:, None])
+    upper, lower = draws((codes.shape[0], codes.shape[1]), dither, codes.device)
+    fixed = (codes.to(torch.int32) << 8) + (255 - upper)
+    offset = offset + (-127 - (lower[:, 0] + 0.5) / 256) / 256 * step
+    return fixed.float().mul_(1 / 256).mul_(step[:, None]).add_(offset[:, None])
 
 
 def _at_least(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -151,30 +159,32 @@ def _at_most(x: Tensor, dtype: torch.dtype) -> Tensor:
     return -_at_least(-x, dtype)
 
 
-def draws(shape: tuple[int, int], key: int, device: torch.device) -> Tensor:
-    """Return int32 of `shape`, [n, G], in 0 .. 65535, from `key`, 64 bits."""
+def draws(shape: tuple[int, int], key: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the upper 8 bits of the draws of groups, int32 of `shape`, [n, G], from `key`, 64 bits; and the
+    lower 8 bits of each group, int32 [n, 1]."""
     n, size = shape
-    words = -(-size // 64) * 32
-    bits = draw_words(n * words, key, device)
-    both = torch.stack([bits & 0xFFFF, _shifted(bits, 16)]).view(2, n, words // 32, 32)
-    return both.permute(1, 2, 0, 3).reshape(n, 2 * words)[:, :size]
+    rows = -(-size // ROW)
+    hashes = _hashed(torch.arange(ROW + n * rows, dtype=torch.int64, device=device).to(torch.int32), key)
+    words = (hashes[ROW:, None] * (hashes[16:32] | 1)).add_(hashes[:16])
+    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=device)
+    upper = (words[:, :, None] >> shifts).bitwise_and_(0xFF).view(n, rows * ROW)
+    return upper[:, :size], _shifted(hashes[ROW::rows], 24)[:, None]
 
 
 def draws_in_order(count: int, key: int, device: torch.device) -> Tensor:
-    """Return int32 [count] in 0 .. 65535: of each word the lower half, then the upper one."""
-    bits = draw_words(-(-count // 2), key, device)
-    return torch.stack([bits & 0xFFFF, _shifted(bits, 16)], dim=1).flatten()[:count]
+    """Return draws, int32 [count] in 0 .. 65535, of one group."""
+    upper, lower = draws((1, count), key, device)
+    return ((upper << 8) + lower).view(count)
 
 
-def draw_words(count: int, key: int, device: torch.device) -> Tensor:
-    """Return int32 [count], two draws each.
+def _hashed(numbers: Tensor, key: int) -> Tensor:
+    """Hash int32, by Wellons' triple32.
 
-    Each word is a hash of its number, Wellons' triple32. Half of the key goes in before the first product,
-    the other half after it: keys that differ there do not give the same draws in another order.
+    Half of the key goes in before the first product, the other half after it: keys that differ there do not
+    give the same hashes in another order.
     """
     first, second = key_halves(key)
-    bits = torch.arange(count, dtype=torch.int64, device=device).to(torch.int32) ^ first
-    bits = _mixed(bits, 17, 0xED5AD4BB).bitwise_xor_(second)
+    bits = _mixed(numbers ^ first, 17, 0xED5AD4BB).bitwise_xor_(second)
     bits = _mixed(_mixed(bits, 11, 0xAC4C1B51), 15, 0x31848BAB)
     return bits.bitwise_xor_(_shifted(bits, 14))
 

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "bits.h"
+#include "draws.h"
 #include "grid.h"
 #include "hadamard.h"
 #include "../simd/reduce.h"
@@ -38,7 +39,8 @@ struct Group {
     alignas(64) float products[ROOM];
     alignas(64) int32_t codes[ROOM];  // to be packed
     alignas(64) uint8_t bytes[ROOM];  // unpacked codes
-    alignas(64) uint32_t words[(ROOM + 63) / 64 * 32];  // of draws
+    alignas(64) uint8_t drawn[(ROOM + Draws::ROW - 1) / Draws::ROW * Draws::ROW];  // the upper 8 bits of draws
+    float lower;  // what the lower ones are, as a part of an upper one
 
     // The values of a group as the grid is to see them. In whole vectors, as they are read again: a vector that was
     // written in pieces takes long to come back.
@@ -95,26 +97,29 @@ struct Group {
         });
     }
 
-    // Makes the draws of a group whose first word has that number.
-    void draw(Dither dither, uint32_t number) {
-        for (int64_t i = 0; i < Dither::words_of(SIZE ? SIZE : size); i += LANES)
-            store((Ints)dither.words(number + i), (int32_t*)words + i);
+    // Makes the draws of the group of that number.
+    void draw(Draws& draws, int64_t number) {
+        const int64_t count = SIZE ? SIZE : size;
+        const int64_t row = number * ((count + Draws::ROW - 1) / Draws::ROW);
+        draws.of_rows(row, count, drawn);
+        lower = (draws.lower(row) + 0.5f) / 256;
     }
 
-    // Those of the values from a place on.
-    Ints draws(int64_t i) const {
-        return (Ints)((Words)::load((const int32_t*)words + i / 64 * 32 + i % 32) >> (i & 32) / 2 & 0xFFFF);
-    }
-
-    // Rounds up or down as a fraction of 16 bits and its draw have a carry, or not.
+    // Rounds up or down as the sum of a fraction of 8 bits and its draw has a carry, or not.
     Ints drawn_codes(int64_t i, Floats position, float top) const {
-        return (truncated(smaller(position, Floats{} + top) * 65536.0f + 0.5f) + draws(i)) >> 16;
+        return (truncated(smaller(position, Floats{} + top) * 256.0f + lower) + ::load(drawn + i)) >> 8;
     }
 
-    // What makes dithered values of those on the grid.
-    Floats subtracted(int64_t i, Floats value, float step) const {
-        const Floats draw = __builtin_convertvector(draws(i), Floats);
-        return value + (32767.5f - draw) * 0x1p-16f * step;
+    // The values of codes that were drawn, on a grid that `dithered` made.
+    Floats subtracted(int64_t i, Ints codes, Grid grid) const {
+        const Ints fixed = (codes << 8) + (255 - ::load(drawn + i));
+        return __builtin_convertvector(fixed, Floats) * (1.0f / 256) * grid.step + grid.offset;
+    }
+
+    // The grid of dithered values.
+    Grid dithered(Grid grid) const {
+        grid.offset += (-127 - lower) / 256 * grid.step;
+        return grid;
     }
 
     // The codes of a uniform grid, packed.
@@ -156,17 +161,10 @@ struct Group {
     // work(place, lanes that exist, the values that packed codes stand for there). DITHERED: `draw` has been called.
     template <bool DITHERED = false, class F>
     INLINED void return_values(const Format& format, Grid grid, const uint8_t* packed, const F& work) {
-        const auto shift = [this, step = grid.step](int64_t i, Floats x) __attribute__((always_inline)) {
-            return DITHERED ? subtracted(i, x, step) : x;
-        };
-        if (!format.levels && !format.diagonal) {
-            return_uniform(format.bits, grid, packed, [&](int64_t i, int64_t lanes, Floats x) __attribute__((always_inline)) {
-                work(i, lanes, shift(i, x));
-            });
-        } else {
-            keep_values(format, grid, packed, shift);
-            return_own(format, work);
-        }
+        if (DITHERED) grid = dithered(grid);
+        if (!format.levels && !format.diagonal) return return_uniform<DITHERED>(format.bits, grid, packed, work);
+        keep_values<DITHERED>(format, grid, packed);
+        return_own(format, work);
     }
 
 private:
@@ -209,33 +207,41 @@ private:
         in_vectors<SIZE>(size, [&](int64_t i, int64_t lanes) { work(i, lanes, uniform(::load(codes + i), grid)); });
     }
 
-    template <class F>
-    INLINED void return_uniform(int64_t bits, Grid grid, const uint8_t* packed, const F& work) {
-        switch (bits) {
-            case 1: return return_uniform<1>(grid, packed, work);
-            case 2: return return_uniform<2>(grid, packed, work);
-            case 4: return return_uniform<4>(grid, packed, work);
-            case 8: return return_uniform<8>(grid, packed, work);
-        }
-        return_pieces(bits, grid, packed, work);
+    template <bool DITHERED>
+    Floats value_of(int64_t i, Ints code, Grid grid) const {
+        if constexpr (DITHERED) return subtracted(i, code, grid);
+        else return uniform(code, grid);
     }
 
-    template <int WIDTH, class F>
+    template <bool DITHERED, class F>
+    INLINED void return_uniform(int64_t bits, Grid grid, const uint8_t* packed, const F& work) {
+        switch (bits) {
+            case 1: return return_uniform<DITHERED, 1>(grid, packed, work);
+            case 2: return return_uniform<DITHERED, 2>(grid, packed, work);
+            case 4: return return_uniform<DITHERED, 4>(grid, packed, work);
+            case 8: return return_uniform<DITHERED, 8>(grid, packed, work);
+        }
+        return_pieces<DITHERED>(bits, grid, packed, work);
+    }
+
+    template <bool DITHERED, int WIDTH, class F>
     INLINED void return_uniform(Grid grid, const uint8_t* packed, const F& work) {
         if constexpr (IN_VECTORS<SIZE, WIDTH>) {
             const auto each = [&](int i, Ints code) __attribute__((always_inline)) {
-                work(i, LANES, uniform(code, grid));
+                work(i, LANES, value_of<DITHERED>(i, code, grid));
             };
             unpack_vectors<SIZE, WIDTH>(packed, each);
         } else {
-            return_pieces(WIDTH, grid, packed, work);
+            return_pieces<DITHERED>(WIDTH, grid, packed, work);
         }
     }
 
-    template <class F>
+    template <bool DITHERED, class F>
     INLINED void return_pieces(int64_t bits, Grid grid, const uint8_t* packed, const F& work) {
         unpack<SIZE>(packed, size, bits, bytes);
-        in_vectors<SIZE>(size, [&](int64_t i, int64_t lanes) { work(i, lanes, uniform(::load(bytes + i), grid)); });
+        in_vectors<SIZE>(size, [&](int64_t i, int64_t lanes) {
+            work(i, lanes, value_of<DITHERED>(i, ::load(bytes + i), grid));
+        });
     }
 
     // The same with the values in `own`, as they are before they are rotated back.
@@ -246,10 +252,10 @@ private:
         keep_levels(format, grid);
     }
 
-    template <class F>
-    void keep_values(const Format& format, Grid grid, const uint8_t* packed, const F& shift) {
-        const auto keep_own = [&](int64_t i, int64_t, Floats x) { store(shift(i, x), own + i); };
-        if (!format.levels) return return_uniform(format.bits, grid, packed, keep_own);
+    template <bool DITHERED>
+    void keep_values(const Format& format, Grid grid, const uint8_t* packed) {
+        const auto keep_own = [&](int64_t i, int64_t, Floats x) { store(x, own + i); };
+        if (!format.levels) return return_uniform<DITHERED>(format.bits, grid, packed, keep_own);
         unpack<SIZE>(packed, size, format.bits, bytes);
         in_vectors<SIZE>(size, [&](int64_t i, int64_t) { store(::load(bytes + i), codes + i); });
         keep_levels(format, grid);

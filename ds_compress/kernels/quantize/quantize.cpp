@@ -6,7 +6,7 @@
 namespace {
 
 template <int SIZE, class In>
-void quantize(const In* x, Dither dither, int64_t n, int64_t size, Format format, uint8_t* packed,
+void quantize(const In* x, Draws* draws, int64_t n, int64_t size, Format format, uint8_t* packed,
               void* steps, void* offsets) {
     Batch<SIZE, 16> batch(size, format);
     for (int64_t start = 0; start < n; start += batch.GROUPS) {
@@ -19,8 +19,8 @@ void quantize(const In* x, Dither dither, int64_t n, int64_t size, Format format
             Group<SIZE>& group = batch.groups[i];
             const Grid grid = batch.grids[i];
             fetch(x + (start + batch.GROUPS + i) * size, size);  // the next batch, while this one is computed
-            if (dither.on) {
-                group.draw(dither, (start + i) * Dither::words_of(size));
+            if (draws) {
+                group.draw(*draws, start + i);
                 group.template pack_codes<true>(format, grid, packed);
             } else if (format.levels) {
                 pack<SIZE>(group.codes, size, format.bits, packed);
@@ -33,12 +33,12 @@ void quantize(const In* x, Dither dither, int64_t n, int64_t size, Format format
 }
 
 template <int SIZE, bool STREAMS, bool DITHERED, class Out>
-void dequantize(const uint8_t* packed, const void* steps, const void* offsets, Dither dither, int64_t n, int64_t size,
+void dequantize(const uint8_t* packed, const void* steps, const void* offsets, Draws* draws, int64_t n, int64_t size,
                 Format format, Out* y) {
     Group<SIZE> group;
     group.size = size;
     for (int64_t i = 0; i < n; ++i, packed += size * format.bits / 8, y += size) {
-        if (DITHERED) group.draw(dither, i * Dither::words_of(size));
+        if (DITHERED) group.draw(*draws, i);
         const auto deliver = [=](int64_t j, int64_t lanes, Floats x) {
             store_partial<STREAMS>(x, y + j, lanes);
         };
@@ -47,14 +47,14 @@ void dequantize(const uint8_t* packed, const void* steps, const void* offsets, D
 }
 
 template <int SIZE, class Out>
-void dequantize(const uint8_t* packed, const void* steps, const void* offsets, Dither dither, int64_t n, int64_t size,
+void dequantize(const uint8_t* packed, const void* steps, const void* offsets, Draws* draws, int64_t n, int64_t size,
                 Format format, Out* y) {
     const bool streams = size % LANES == 0 && to_be_streamed(y, n * size);
     const auto run = [&](auto is_streamed, auto is_dithered) {
-        dequantize<SIZE, is_streamed(), is_dithered()>(packed, steps, offsets, dither, n, size, format, y);
+        dequantize<SIZE, is_streamed(), is_dithered()>(packed, steps, offsets, draws, n, size, format, y);
     };
     const auto choose = [&](auto is_streamed) {
-        if (dither.on) run(is_streamed, std::true_type());
+        if (draws) run(is_streamed, std::true_type());
         else run(is_streamed, std::false_type());
     };
     if (!streams) return choose(std::false_type());
@@ -70,19 +70,21 @@ extern "C" {
 
 void quantize_groups(const void* x, int64_t bf16, int64_t dithered, int64_t first, int64_t second, FORMAT_PARAMETERS,
                      uint8_t* packed, void* steps, void* offsets) {
-    const Dither dither = {dithered != 0, static_cast<uint32_t>(first), static_cast<uint32_t>(second)};
+    Draws draws(first, second);
+    Draws* its = dithered ? &draws : nullptr;
     const Format format = FORMAT_OF_ARGUMENTS;
     with_type(x, bf16, [&](auto* values) {
-        FOR_SIZE(quantize, values, dither, n, size, format, packed, steps, offsets)
+        FOR_SIZE(quantize, values, its, n, size, format, packed, steps, offsets)
     });
 }
 
 void dequantize_groups(void* y, int64_t bf16, int64_t dithered, int64_t first, int64_t second, FORMAT_PARAMETERS,
                        const uint8_t* packed, const void* steps, const void* offsets) {
-    const Dither dither = {dithered != 0, static_cast<uint32_t>(first), static_cast<uint32_t>(second)};
+    Draws draws(first, second);
+    Draws* its = dithered ? &draws : nullptr;
     const Format format = FORMAT_OF_ARGUMENTS;
     with_type(y, bf16, [&](auto* values) {
-        FOR_SIZE(dequantize, packed, steps, offsets, dither, n, size, format, values)
+        FOR_SIZE(dequantize, packed, steps, offsets, its, n, size, format, values)
     });
 }
 

@@ -27,6 +27,7 @@ from ds_compress.kernels.quantize.triton_tiles import (
     gaussian_values,
     limits,
     load_piece,
+    lower_of_draws,
     places,
     reach,
     rotate,
@@ -237,13 +238,15 @@ def _quantize(
         inverse = tl.div_rn(fp32(1), tl.where(grid_step > 0, grid_step, 1.0))
         # of a range beyond that of fp32 the step is infinite: 0 for every finite value, never inf times 0
         first_value = tl.where(inverse > 0, start, 0.0)
+        if DITHERED:
+            lower = lower_of_draws(row, first, second, TILES * WIDTH)[:, None]
         codes = ()
         for t in tl.static_range(TILES):
             position = (values[t] - first_value[:, None]) * inverse[:, None]
             if DITHERED:
                 within = tl.minimum(tl.where(position > 0, position, 0.0), fp32(TOP))
                 draw = draws(row[:, None], place + t * WIDTH, first, second, TILES * WIDTH)
-                codes = codes + (((within * 65536.0 + 0.5).to(tl.int32) + draw) >> 16,)
+                codes = codes + (((within * 256.0 + lower).to(tl.int32) + draw) >> 8,)
             elif MEAN:
                 codes = codes + (tl.minimum(tl.maximum(position + 0.5, 0.0), fp32(TOP)).to(tl.int32),)
             else:
@@ -330,6 +333,7 @@ def _dequantize(
         start = tl.load(offset + row, mask=row < n, other=0).to(tl.float32)
     drawn = None
     if DITHERED:
+        start += (-127 - lower_of_draws(row, first, second, TILES * WIDTH)) * (1 / 256) * grid_step
         drawn = ()
         for t in tl.static_range(TILES):
             drawn = drawn + (draws(row[:, None], place + t * WIDTH, first, second, TILES * WIDTH),)
@@ -357,10 +361,11 @@ def _decoded(
     else:
         decoded = ()
         for t in tl.static_range(TILES):
-            value = codes[t].to(tl.float32) * grid_step[:, None] + start[:, None]
-            if drawn is not None:
-                value += (32767.5 - drawn[t].to(tl.float32)) * (1 / 65536) * grid_step[:, None]
-            decoded = decoded + (value,)
+            if drawn is None:
+                value = codes[t].to(tl.float32)
+            else:
+                value = ((codes[t] << 8) + (255 - drawn[t])).to(tl.float32) * (1 / 256)
+            decoded = decoded + (value * grid_step[:, None] + start[:, None],)
     if diagonal is not None:
         decoded = rotate_back(decoded, diagonal, ROWS, TILES, COLUMNS)
     return decoded

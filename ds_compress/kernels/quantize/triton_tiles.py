@@ -285,11 +285,25 @@ def gaussian_values(codes, scale, LEVELS: tl.constexpr, TILES: tl.constexpr):
 
 @triton.jit
 def draws(row, column, first, second, SIZE: tl.constexpr):
-    """Return the 16-bit random draw (int32) of each value at `row` and `column` of groups of SIZE values."""
-    number = row * ((SIZE + 63) // 64 * 32) + (column // 64 * 32 + column % 32)
+    """Return the upper 8 bits (int32) of draws for values at `row` and `column` of groups of SIZE values."""
+    word = column % 64 // 4
+    number = row * ((SIZE + 63) // 64) + column // 64
+    factor = _hashed(16 + word, first, second) | 1
+    words = _hashed(word, first, second) + factor * _hashed(64 + number, first, second)
+    return (words >> (column % 4 * 8).to(tl.uint32) & 255).to(tl.int32)
+
+
+@triton.jit
+def lower_of_draws(row, first, second, SIZE: tl.constexpr):
+    """Return the lower 8 bits of draws of groups at `row`, and half of one, as a part of an upper one."""
+    lower = _hashed(64 + row * ((SIZE + 63) // 64), first, second) >> 24
+    return (lower.to(tl.int32).to(tl.float32) + 0.5) * (1 / 256)
+
+
+@triton.jit
+def _hashed(number, first, second):
     bits = number.to(tl.uint32) ^ first.to(tl.uint32)
     bits = (bits ^ (bits >> 17)) * 0xED5AD4BB ^ second.to(tl.uint32)
     bits = (bits ^ (bits >> 11)) * 0xAC4C1B51
     bits = (bits ^ (bits >> 15)) * 0x31848BAB
-    bits ^= bits >> 14
-    return tl.where(column // 32 % 2 == 1, bits >> 16, bits & 0xFFFF).to(tl.int32)
+    return bits ^ bits >> 14

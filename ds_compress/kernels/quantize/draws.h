@@ -1,0 +1,65 @@
+// Random draws of stochastic rounding and of dither, as grid.py specifies them.
+
+#pragma once
+
+#include "../simd/vectors.h"
+
+class Draws {
+public:
+    static constexpr int64_t ROW = 64;  // values
+
+    Draws(int64_t first, int64_t second) : first(static_cast<uint32_t>(first)), second(static_cast<uint32_t>(second)) {
+        constexpr int FACTORS = 16;
+        for (int i = 0; i < WORDS; i += LANES) {
+            store((Ints)hashes(i), offsets + i);
+            store((Ints)(hashes(FACTORS + i) | 1), factors + i);
+        }
+    }
+
+    // The lower 8 bits of the draws of a group that begins with that row.
+    uint32_t lower(int64_t row) { return seed(row) >> 24; }
+
+    // The upper 8 bits of the draws of `count` values from the begin of a row on. All of the last row are written.
+    void of_rows(int64_t row, int64_t count, uint8_t* to) {
+        for (int64_t i = 0; i < count; i += ROW, ++row) {
+            const uint32_t its = seed(row);
+            for (int j = 0; j < WORDS; j += LANES) {
+                const Words words = (Words)load(offsets + j) + (Words)load(factors + j) * its;
+                store((Ints)words, reinterpret_cast<int32_t*>(to + i + 4 * j));  // the lowest byte first
+            }
+        }
+    }
+
+    // The upper 8 bits of the draw of one value, by its number in a group that begins with row 0.
+    uint8_t upper(int64_t value) {
+        alignas(64) uint8_t its[ROW];
+        of_rows(value / ROW, 1, its);
+        return its[value % ROW];
+    }
+
+private:
+    static constexpr int WORDS = ROW / 4;
+
+    Words hashes(uint32_t number) const {
+        Words bits;
+        for (int j = 0; j < LANES; ++j) bits[j] = j;
+        bits = (bits + number) ^ first;
+        bits = ((bits ^ bits >> 17) * 0xED5AD4BB) ^ second;
+        bits = (bits ^ bits >> 11) * 0xAC4C1B51;
+        bits = (bits ^ bits >> 15) * 0x31848BAB;
+        return bits ^ bits >> 14;
+    }
+
+    // Those of rows are made for a vector of them.
+    uint32_t seed(int64_t row) {
+        if (static_cast<uint64_t>(row - known) >= LANES) {
+            store((Ints)hashes(static_cast<uint32_t>(ROW + row)), seeds);
+            known = row;
+        }
+        return static_cast<uint32_t>(seeds[row - known]);
+    }
+
+    alignas(64) int32_t offsets[WORDS], factors[WORDS], seeds[LANES];
+    int64_t known = -LANES;  // the row that `seeds` begin with
+    uint32_t first, second;
+};
