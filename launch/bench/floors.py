@@ -44,12 +44,18 @@ FLOORS: tuple[Floors, ...] = (  # codec, ratio to what, floors in fp32 and bf16 
     ({"name": "quantize", "bits": 2}, "copy", (0.40, 0.20), (0.40, 0.13)),
     ({"name": "quantize", "bits": 4, "hadamard": True}, "copy", (0.30, 0.11), (0.30, 0.08)),
     ({"name": "quantize", "bits": 4, "rounding": "stochastic"}, "nearest", (0.50, 0.50), (0.50, 0.50)),
-    # 0.8 is the goal of dither. An idle Intel Xeon came to 0.52 in `quantize` with AVX-512, 0.46 with AVX2;
-    # in `entropy` to 0.83 to 0.88 with AVX-512, of columns in fp32 to 0.68, and to 0.75 to 0.81 with AVX2
-    ({"name": "quantize", "bits": 4, "rounding": "dither"}, "nearest", (0.45, 0.45), (0.4, 0.4)),
-    ({"name": "entropy", "rounding": "dither"}, "nearest", (0.8, 0.78), (0.73, 0.7)),
-    ({"name": "entropy", "contexts": "rows", "rounding": "dither"}, "nearest", (0.8, 0.78), (0.72, 0.7)),
-    ({"name": "entropy", "contexts": "columns", "rounding": "dither"}, "nearest", (0.62, 0.75), (0.7, 0.75)),
+    # 0.8 is the goal of dither. An otherwise idle Intel Xeon came to 0.82 to 1.23 in `quantize`; in `entropy`
+    # to 0.83 to 0.86 with AVX-512, 0.74 to 0.80 with AVX2; of columns to 0.87 in bf16, 0.71 in fp32
+    ({"name": "quantize", "bits": 4, "rounding": "dither"}, "nearest", (0.8, 0.78), (0.8, 0.8)),
+    (
+        {"name": "quantize", "bits": 4, "hadamard": True, "rounding": "dither"},
+        "nearest",
+        (0.78, 0.76),
+        (0.8, 0.8),
+    ),
+    ({"name": "entropy", "rounding": "dither"}, "nearest", (0.78, 0.78), (0.71, 0.7)),
+    ({"name": "entropy", "contexts": "rows", "rounding": "dither"}, "nearest", (0.8, 0.8), (0.72, 0.75)),
+    ({"name": "entropy", "contexts": "columns", "rounding": "dither"}, "nearest", (0.68, 0.7), (0.64, 0.74)),
     ({"name": "fp8"}, "copy", (0.45, 0.20), (0.45, 0.13)),
     ({"name": "entropy"}, "copy", (0.08, 0.025), (0.07, 0.02)),
     ({"name": "entropy", "contexts": "rows"}, "copy", (0.06, 0.02), (0.05, 0.015)),
