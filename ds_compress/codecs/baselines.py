@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, Stability, TensorSpec, register
 from ds_compress.codecs import bounds
-from ds_compress.codecs.shapes import group_shape, join, split
+from ds_compress.codecs.shapes import group_shape, join, round_up, split
 from ds_compress.kernels.numerics import as_divisor, saturate
 from ds_compress.kernels.quantize.bits import pack, packed_size, unpack
 
@@ -48,7 +48,7 @@ class MinMax(Codec):
         values = unpack(packed, self.options.bits).float().mul_(high - low)
         values = values.div_(as_divisor(self._top, values)).add_(low)
         # `join` converts fp16 from fp32
-        return join(values.to(spec.dtype if spec.dtype == torch.bfloat16 else torch.float32), spec, "tensor")
+        return join(values.to(spec.dtype if spec.dtype == torch.bfloat16 else torch.float32), spec)
 
     def error_bound(self, spec: TensorSpec) -> float:
         return bounds.grid(spec.numel, self._top)
@@ -80,12 +80,12 @@ class ACSGD(Codec):
     Options = _Bits
 
     def layout(self, spec: TensorSpec) -> Layout:
-        channels, size = group_shape(spec, "channel")
+        channels, size = _channel_shape(spec)
         return ((channels, packed_size(size, self.options.bits)), torch.uint8), ((channels,), torch.float32)
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         spec = TensorSpec.of(x)
-        channels, size = group_shape(spec, "channel")
+        channels, size = _channel_shape(spec)
         if not channels:
             layout = self.layout(spec)
             return tuple(torch.empty(shape, dtype=dtype, device=x.device) for shape, dtype in layout)
@@ -109,17 +109,24 @@ class ACSGD(Codec):
 
     def error_bound(self, spec: TensorSpec) -> float:
         # a step at most, and no more than the value itself, as 0 is on the grid
-        return min(1.0, math.sqrt(group_shape(spec, "channel")[1]) / self._half)
+        return min(1.0, math.sqrt(_channel_shape(spec)[1]) / self._half)
 
     def stability(self, spec: TensorSpec) -> Stability:
         # 1 bit has no level above 0: positive values are never sent
         return Stability(1 / self._half, norm="max")
 
     def gaussian_error_bound(self, spec: TensorSpec) -> float:
-        half, reach = self._half, bounds.largest_normal(group_shape(spec, "channel")[1])
+        half, reach = self._half, bounds.largest_normal(_channel_shape(spec)[1])
         return bounds.normal_on_grid(-reach, reach * (half - 1) / half, 2 * half - 1)
 
     @property
     def _half(self) -> int:
         """Return the number of levels below 0."""
         return int(2 ** (self.options.bits - 1))
+
+
+def _channel_shape(spec: TensorSpec) -> tuple[int, int]:
+    """Return the channels, indices of the last dimension, and the values of each, padded to a multiple of
+    8."""
+    channels = spec.shape[-1] if spec.shape else 1
+    return (channels, round_up(spec.numel // channels, 8)) if spec.numel else (0, 8)

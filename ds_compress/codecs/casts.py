@@ -103,8 +103,7 @@ class Float8(Codec):
         format: Literal["e4m3", "e5m2"] = "e4m3"
         """e4m3 has 4 bits of precision down to 2^-15 of the largest magnitude, e5m2 3 bits down to 2^-30."""
         group_size: GroupSize = "tensor"
-        """Values that share the fp32 scale: all of the tensor, each index of its last dimension (channel), or
-        so many in a row."""
+        """Values that share the fp32 scale: all of the tensor, or so many in a row."""
 
     def layout(self, spec: TensorSpec) -> Layout:
         groups, size = group_shape(spec, self.options.group_size)
@@ -118,7 +117,7 @@ class Float8(Codec):
         # what `join` does to fp16 is done in fp32
         wide = spec.dtype if spec.dtype == torch.bfloat16 else torch.float32
         values = kernels(codes.device).decode_fp8(codes, scales, self._dtype, wide)
-        return join(values, spec, self.options.group_size)
+        return join(values, spec)
 
     def error_bound(self, spec: TensorSpec) -> float:
         info = torch.finfo(self._dtype)

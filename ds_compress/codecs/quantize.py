@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from ds_compress.codecs.mixed import map_size, reunite, separate
 from ds_compress.codecs.mixins import FusesFeedback
 from ds_compress.codecs.quantize_eigenbasis import EigenbasisQuantize
 from ds_compress.codecs.quantize_options import QuantizeOptions
-from ds_compress.codecs.shapes import Fill, group_shape, join, moved_spec, split
+from ds_compress.codecs.shapes import group_shape, join, split
 from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.quantize import gaussian
 from ds_compress.kernels.quantize.bits import packed_size
@@ -51,7 +52,7 @@ class Quantize(Codec, FusesFeedback):
 
     def layout(self, spec: TensorSpec) -> Layout:
         options = self.options
-        groups, size = group_shape(moved_spec(spec, options.axis), options.group_size)
+        groups, size = group_shape(spec, options.group_size)
         if options.mixed is None:
             return self._layout(groups, size, options.bits)
         high, low = options.mixed.counts(groups)
@@ -138,24 +139,18 @@ class Quantize(Codec, FusesFeedback):
 
     def _fuses(self, dtype: torch.dtype) -> bool:
         """Return whether kernels fuse quantization with feedback for these options."""
-        plain = self.options.mixed is None and self.options.rounding == "nearest"
-        # x and state are padded separately, and mean |x + state| is not mean |x| + mean |state|
-        return plain and dtype in _MADE and self._fill != "mean"
+        return self.options.mixed is None and self.options.rounding == "nearest" and dtype in _MADE
 
     def _split(self, x: Tensor) -> Tensor:
         """Split a tensor into groups."""
-        return split(x, self.options.group_size, self.options.axis, self._fill)
+        fill: Literal["last", "zeros"] = "zeros" if self.options.hadamard or self._gaussian else "last"
+        return split(x, self.options.group_size, fill)
 
     def _join(self, groups: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Join groups into a tensor of `shape`, without a copy if possible."""
         if groups.shape == shape:
             return groups
-        options = self.options
-        in_order = options.axis == -1 and isinstance(options.group_size, int)
-        if in_order and groups.numel() == torch.Size(shape).numel():  # no padding
-            return groups.view(shape)
-        spec = TensorSpec(shape, groups.dtype, groups.device)
-        return join(groups, spec, self.options.group_size, self.options.axis)
+        return join(groups, TensorSpec(shape, groups.dtype, groups.device))
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         options, backend = self.options, kernels(parts[0].device)
@@ -176,11 +171,7 @@ class Quantize(Codec, FusesFeedback):
             low_dither = ctx.key("dither", "low_bits") if self._dithered else None
             low = backend.dequantize(parts[half:], low_grid, wide, None, low_dither)
             groups = reunite(tile_map, high, low)
-        return join(groups, spec, options.group_size, options.axis)
-
-    def refuses(self, spec: TensorSpec) -> str:
-        axis, dims = self.options.axis, len(spec.shape)
-        return "" if axis == -1 or -dims <= axis < dims else f"it has no axis {axis}"
+        return join(groups, spec)
 
     def error_bound(self, spec: TensorSpec) -> float:
         size = self._group(spec)[0]
@@ -196,7 +187,7 @@ class Quantize(Codec, FusesFeedback):
 
     def stability(self, spec: TensorSpec) -> Stability:
         stochastic = self.options.rounding == "stochastic"
-        if self._gaussian or (self._symmetric and self.options.bits == 1 and not self.unbiased):
+        if self._gaussian:
             return Stability(self.error_bound(spec))
         # the error of a value is half a step, or a step; rounding the scales adds up to 2 %
         steps = min(self._grid(bits).top for bits in self._widths)
@@ -217,13 +208,9 @@ class Quantize(Codec, FusesFeedback):
         return [self.options.bits] + ([mixed.low_bits] if mixed else [])
 
     def _group(self, spec: TensorSpec) -> tuple[int, int]:
-        """Return the values per group and the number of padded values in the last group (of each channel)."""
-        axis = (
-            -1 if self.refuses(spec) else self.options.axis
-        )  # the typical message may have fewer dimensions
-        groups, size = group_shape(moved_spec(spec, axis), self.options.group_size)
-        missing = groups * size - spec.numel
-        return size, missing // max(groups, 1) if self.options.group_size == "channel" else missing
+        """Return the values per group and the number of padded values in the last group."""
+        groups, size = group_shape(spec, self.options.group_size)
+        return size, groups * size - spec.numel
 
     def _worst_error(self, bits: int, size: int) -> float:
         """Return the largest relative error of a group, for any values.
@@ -233,8 +220,6 @@ class Quantize(Codec, FusesFeedback):
         if self._gaussian:
             return gaussian.error_bound(bits, size)
         stochastic = self.options.rounding == "stochastic"
-        if bits == 1 and self._symmetric and not self.unbiased:
-            return math.sqrt(1 - 0.999 / size)  # every value becomes the mean magnitude, with its sign
         steps = self._grid(bits).top
         # two values determine the range of an asymmetric grid, one value that of a symmetric grid
         nearest = 1.02 * bounds.grid(2 * size if self._symmetric else size, steps)
@@ -248,8 +233,7 @@ class Quantize(Codec, FusesFeedback):
         if self._gaussian:
             return 1.1 * gaussian.normal_error(bits)
         stochastic = self.options.rounding == "stochastic"
-        mean_magnitude = bits == 1 and self._symmetric and not self.unbiased
-        reach = math.sqrt(2 / math.pi) if mean_magnitude else bounds.largest_normal(size)
+        reach = bounds.largest_normal(size)
         if self._dithered:
             return 1.02 * 2 * reach / self._grid(bits).top / math.sqrt(12)
         return 1.02 * bounds.normal_on_grid(-reach, reach, self._grid(bits).top, stochastic)
@@ -278,9 +262,8 @@ class Quantize(Codec, FusesFeedback):
     @functools.cached_property
     def _run(self) -> int:
         """Return the number of consecutive values that share a scale and a width; 0 for other groupings."""
-        options = self.options
-        plain = options.mixed is None and options.axis == -1 and isinstance(options.group_size, int)
-        return options.group_size if plain else 0
+        size = self.options.group_size
+        return size if self.options.mixed is None and isinstance(size, int) else 0
 
     @functools.cached_property
     def _gaussian(self) -> bool:
@@ -295,10 +278,3 @@ class Quantize(Codec, FusesFeedback):
     def _symmetric(self) -> bool:
         """Return whether grids are symmetric around 0."""
         return self._gaussian or self.options.scheme == "symmetric"
-
-    @functools.cached_property
-    def _fill(self) -> Fill:
-        """Return the padding of the last group."""
-        if self.options.hadamard or self._gaussian:
-            return "zeros"
-        return "mean" if self._grid(self.options.bits).is_mean else "last"

@@ -12,7 +12,6 @@ from ds_compress.kernels.quantize import gaussian
 
 _WITH_A_BASIS = {
     "hadamard": (False, "the basis is a rotation"),
-    "axis": (-1, "a row is the last dimension"),
     "grid": (None, "each number of bits has its own"),
     "scheme": ("symmetric", "coefficients lie around 0"),
     "rounding": (
@@ -30,12 +29,7 @@ class QuantizeOptions(CodecOptions):
     """Bits of one code."""
 
     group_size: GroupSize = 128
-    """Values that share a scale: so many in a row, all of the tensor, or each index of dimension `axis`
-    (channel)."""
-
-    axis: int = Field(-1, ge=-64, le=63)
-    """Dimension of the channels, along which groups run: -1, the last, for transformers; 1 for the images
-    of a CNN, [samples, channels, height, width]."""
+    """Values that share a scale: so many in a row, or all of the tensor."""
 
     grid: Literal["uniform", "gaussian"] | None = None
     """uniform: equal steps. gaussian, up to 4 bits: the Lloyd-Max levels of normally distributed values, as
@@ -112,6 +106,17 @@ class QuantizeOptions(CodecOptions):
         if value and isinstance(info.data.get("group_size"), str):
             raise ValueError(f"needs a group_size in values, not {info.data['group_size']!r}")
         return value
+
+    @model_validator(mode="after")
+    def _two_levels(self) -> "QuantizeOptions":
+        fewest = self.mixed.low_bits if self.mixed else self.bits
+        uniform = self.grid != "gaussian" and self.rotate == "none"
+        if fewest == 1 and self.scheme == "symmetric" and self.rounding == "nearest" and uniform:
+            raise CompressionError(
+                'scheme: \'symmetric\' of 1 bit was removed; use "grid": "gaussian", whose two levels have '
+                "the least squared error too"
+            )
+        return self
 
     @model_validator(mode="after")
     def _with_a_basis(self) -> "QuantizeOptions":

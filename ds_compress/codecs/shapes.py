@@ -12,7 +12,6 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from ds_compress.codec import Context, TensorSpec
-from ds_compress.kernels.numerics import saturate
 
 WIRE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -54,92 +53,54 @@ LARGEST = 2**20  # a message is padded to whole groups, so groups beyond its siz
 
 def _check_group_size(value: object) -> object:
     counted = type(value) is int and 0 < value <= LARGEST and value % 8 == 0
-    if not counted and value not in ("tensor", "channel"):
-        raise ValueError(f"is not allowed; allowed: 8, 16, ..., {LARGEST}, 'tensor', 'channel'")
+    if value == "channel":
+        raise ValueError("was removed; allowed: 'tensor', a multiple of 8, or codec 'acsgd'")
+    if not counted and value != "tensor":
+        raise ValueError(f"is not allowed; allowed: 8, 16, ..., {LARGEST}, 'tensor'")
     return value
 
 
 GroupSize = Annotated[
-    Annotated[int, Field(ge=8, le=LARGEST, multiple_of=8)] | Literal["tensor", "channel"],
+    Annotated[int, Field(ge=8, le=LARGEST, multiple_of=8)] | Literal["tensor"],
     BeforeValidator(_check_group_size),
 ]
-"""Runs of so many values of the flattened tensor; the whole tensor; or each index of the last dimension
-(AQ-SGD)."""
-
-
-Fill = Literal["last", "zeros", "mean"]
+"""Runs of so many values of the flattened tensor; or the whole tensor."""
 
 
 def group_shape(spec: TensorSpec, group_size: int | str) -> tuple[int, int]:
     """Return (groups, values per group): no groups for a tensor without elements, else a multiple of 8."""
     if not spec.numel:
         return 0, 8
-    if group_size == "tensor":
-        return 1, _round_up(spec.numel, 8)
-    if group_size == "channel":
-        channels = spec.shape[-1] if spec.shape else 1
-        return channels, _round_up(spec.numel // channels, 8)
-    size = int(group_size)
+    size = round_up(spec.numel, 8) if group_size == "tensor" else int(group_size)
     return -(-spec.numel // size), size
 
 
-def split(x: Tensor, group_size: int | str, axis: int = -1, fill: Fill = "last") -> Tensor:
-    """Cut `x` into [groups, values per group], with dimension `axis` as the last.
+def split(x: Tensor, group_size: int | str, fill: Literal["last", "zeros"] = "last") -> Tensor:
+    """Cut `x` into [groups, values per group].
 
-    The last group is padded with the last value, which keeps the range; with zeros, which keep the sum; or
-    with the mean magnitude of the group, which keeps that.
+    The last group is padded with the last value, which keeps the range, or with zeros, which keep the sum.
     """
-    if axis != -1:
-        x = x.movedim(axis, -1)
-    numel = x.numel()
-    run = numel if group_size == "tensor" else group_size
-    if isinstance(run, int) and numel and numel % run == 0 and run % 8 == 0:  # nothing is missing
-        return x.reshape(-1, run)
-    shape = group_shape(TensorSpec.of(x), group_size)
-    if not x.numel():
-        return x.new_empty(shape)
-    # torch transposes matrices in blocks, and tensors of more dimensions value by value
-    rows = x.reshape(-1, shape[0]).t().contiguous() if group_size == "channel" else x.reshape(1, -1)
-    missing = shape[0] * shape[1] // rows.shape[0] - rows.shape[1]
+    groups, size = group_shape(TensorSpec.of(x), group_size)
+    missing = groups * size - x.numel()
     if missing:
-        more = rows[:, -1:]
-        if fill == "zeros":
-            more = torch.zeros_like(more)
-        elif fill == "mean":
-            own = rows[:, missing - shape[1] :]  # the values of the last group
-            more = saturate(own.abs().float(), LARGEST_FACTOR).mean(1, keepdim=True).to(rows.dtype)
-        rows = torch.cat([rows, more.expand(-1, missing)], dim=1)
-    return rows.reshape(shape)
+        values = x.reshape(-1)
+        more = values[-1:] if fill == "last" else values.new_zeros(1)
+        x = torch.cat([values, more.expand(missing)])
+    return x.reshape(groups, size)
 
 
-def join(groups: Tensor, spec: TensorSpec, group_size: int | str, axis: int = -1) -> Tensor:
+def join(groups: Tensor, spec: TensorSpec) -> Tensor:
     """Invert `split`: return the tensor of `spec` from `groups`, in fp32 or in its dtype.
 
     A value that its grid rounded beyond the range of fp16 becomes the largest fp16; nan stays.
     """
-    if axis != -1:
-        moved = join(groups, moved_spec(spec, axis), group_size)
-        return moved.movedim(-1, axis).contiguous()
     if spec.dtype == torch.float16:
         largest = torch.finfo(torch.float16).max
         groups = groups.clamp(-largest, largest)
-    if group_size == "channel" and spec.numel:
-        values = groups[:, : spec.numel // groups.shape[0]].contiguous().t().contiguous()
-    else:
-        if groups.dtype == spec.dtype and groups.numel() == spec.numel and groups.is_contiguous():
-            return groups.view(spec.shape)  # nothing was missing
-        values = groups.reshape(-1)[: spec.numel]
+    values = groups if groups.numel() == spec.numel else groups.reshape(-1)[: spec.numel]
     return values.reshape(spec.shape).to(spec.dtype).contiguous()
 
 
-def moved_spec(spec: TensorSpec, axis: int) -> TensorSpec:
-    """Return `spec` with dimension `axis` moved to the end."""
-    if axis == -1:
-        return spec
-    shape = [*spec.shape]
-    shape.append(shape.pop(axis))
-    return TensorSpec(tuple(shape), spec.dtype, spec.device)
-
-
-def _round_up(n: int, multiple: int) -> int:
+def round_up(n: int, multiple: int) -> int:
+    """Return the smallest multiple that is at least `n`."""
     return -(-n // multiple) * multiple

@@ -36,6 +36,7 @@ RENAMED = {
 """Old names of keys and values, from earlier releases. An error names the new one if it is allowed."""
 
 REMOVED = {
+    "axis": "groups are runs of the values as they lie in memory; leave it out",
     "delta": "use 'int8'",
     "select": "entries are always selected exactly; leave it out",
     "block_size": "entries are always selected exactly; leave it out",

@@ -17,13 +17,13 @@ ANY_INPUT = [
         {"name": "quantize", "bits": bits, "scheme": scheme, "group_size": size, "rounding": rounding}
         for bits in (1, 2, 4)
         for scheme in ("asymmetric", "symmetric")
-        for size in (16, "tensor", "channel")
+        for size in (16, "tensor")
         for rounding in ("nearest", "stochastic")
+        if (bits, scheme, rounding) != (1, "symmetric", "nearest")
     ),
     *(
         {"name": "quantize", "bits": bits, "scheme": scheme, "group_size": 16, "hadamard": True}
-        for bits in (1, 3)
-        for scheme in ("asymmetric", "symmetric")
+        for bits, scheme in ((1, "asymmetric"), (3, "asymmetric"), (3, "symmetric"))
     ),
     *(
         {"name": "quantize", "bits": bits, "grid": "gaussian", "group_size": 16, "hadamard": hadamard}

@@ -11,8 +11,8 @@ from ds_compress.testing import CodecPair
 OPTIONS = {
     "quantize": [
         *({"bits": bits} for bits in (2, 3, 5, 6, 7)),
-        {"bits": 1, "scheme": "symmetric"},
-        {"scheme": "symmetric", "scale_dtype": "fp32", "group_size": "channel"},
+        {"bits": 1, "grid": "gaussian"},
+        {"scheme": "symmetric", "scale_dtype": "fp32", "group_size": 24},
         {"bits": 8, "group_size": "tensor"},
         {"rounding": "stochastic"},
         {"bits": 1, "scheme": "symmetric", "hadamard": True, "rounding": "stochastic", "group_size": 16},
@@ -21,7 +21,7 @@ OPTIONS = {
     ],
     "acsgd": [{"bits": 1}],
     "entropy": [{"bits": bits} for bits in (0.1, 6, 2.6180339887)],
-    "fp8": [{"group_size": "channel", "format": "e5m2"}],
+    "fp8": [{"group_size": 24, "format": "e5m2"}],
     "topk": [
         {"rows": "tensor", "indices": "bitmask", "values": "bf16"},
         {"density": 1.0},

@@ -139,37 +139,3 @@ def test_maps_behind_a_relu():
     maps = torch.randn(8, 16, 32, 32, generator=torch.Generator().manual_seed(0)).sub(0.5).relu()
     signs = error_of(quantize(bits=4, hadamard=True), maps)
     assert error_of(quantize(bits=4), maps) < signs < 0.12
-
-
-@pytest.mark.parametrize("axis", [0, 1, 2, 3, -2, -1])
-@pytest.mark.parametrize(
-    "options", [{}, {"group_size": "channel"}, {"group_size": 32, "bits": 2, "hadamard": True}]
-)
-def test_groups_run_along_the_axis(axis, options):
-    x = torch.randn(4, 5, 6, 7, generator=torch.Generator().manual_seed(0))
-    moved = x.movedim(axis, -1).contiguous()
-    expected = roundtrip(quantize(**options), moved).movedim(-1, axis)
-    assert torch.equal(roundtrip(quantize(**options, axis=axis), x), expected)
-    codec = build(quantize(**options, axis=axis))
-    layout = build(quantize(**options)).layout(TensorSpec.of(moved))
-    assert codec.layout(TensorSpec.of(x)) == layout
-
-
-def test_a_channel_of_images_has_its_own_grid():
-    """[samples, channels, height, width]: the last dimension is the width."""
-    x = torch.randn(4, 16, 8, 8, generator=torch.Generator().manual_seed(0))
-    x *= torch.logspace(-3, 3, 16)[:, None, None]
-    by_channel = roundtrip(quantize(group_size="channel", axis=1), x)
-    by_width = roundtrip(quantize(group_size="channel"), x)
-    lost = [
-        (part.square().sum((0, 2, 3)) / x.square().sum((0, 2, 3))).max()
-        for part in (by_channel - x, by_width - x)
-    ]
-    assert lost[0] < 0.04 and lost[1] > 0.9
-
-
-def test_an_axis_that_is_not_there_is_refused():
-    codec = build(quantize(axis=2))
-    assert codec.refuses(TensorSpec((3, 4), torch.float32)) == "it has no axis 2"
-    assert not codec.refuses(TensorSpec((3, 4, 5), torch.float32))
-    assert not build("quantize").refuses(TensorSpec((), torch.float32))

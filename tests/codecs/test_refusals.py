@@ -6,7 +6,7 @@ import ds_compress.codecs  # noqa: F401 - registers
 from ds_compress.codec import build
 from ds_compress.errors import CompressionError
 
-SIZES = "allowed: 8, 16, ..., 1048576, 'tensor', 'channel'"
+SIZES = "allowed: 8, 16, ..., 1048576, 'tensor'"
 POWER = "needs a group_size that is a power of two, not"
 GAUSSIAN, LEARNED = {"grid": "gaussian"}, {"rotate": "learned", "bits": 2}
 REFUSED = {
@@ -19,12 +19,12 @@ REFUSED = {
         ({"hadamard": True, "group_size": "tensor"}, f"codec.hadamard: True {POWER} 'tensor'"),
         ({"mixed": {"low_bits": 4}}, "codec.mixed: {'low_bits': 4} needs low_bits below bits, which is 4"),
         (
-            {"mixed": {}, "group_size": "channel"},
-            "codec.mixed: {} needs a group_size in values, not 'channel'",
+            {"mixed": {}, "group_size": "tensor"},
+            "codec.mixed: {} needs a group_size in values, not 'tensor'",
         ),
         ({**GAUSSIAN, "bits": 5}, "codec.grid: 'gaussian' needs 1 to 4 bits, not 5"),
         ({**GAUSSIAN, "group_size": 24}, f"codec.grid: 'gaussian' {POWER} 24"),
-        ({**GAUSSIAN, "group_size": "channel"}, f"codec.grid: 'gaussian' {POWER}"),
+        ({**GAUSSIAN, "group_size": "tensor"}, f"codec.grid: 'gaussian' {POWER}"),
         ({**GAUSSIAN, "scheme": "asymmetric"}, "codec.scheme: 'asymmetric' goes with grid 'uniform'"),
         ({**GAUSSIAN, "rounding": "stochastic"}, "codec.rounding: 'stochastic' goes with grid 'uniform'"),
         ({**GAUSSIAN, "rounding": "dither"}, "codec.rounding: 'dither' goes with grid 'uniform'"),
@@ -33,10 +33,8 @@ REFUSED = {
             {**LEARNED, "hadamard": True},
             'codec.hadamard: True goes with "rotate": "none" alone: the basis is',
         ),
-        (
-            {**LEARNED, "axis": 1},
-            'codec.axis: 1 goes with "rotate": "none" alone: a row is the last dimension',
-        ),
+        ({"group_size": "channel"}, "codec.group_size: 'channel' was removed; allowed: 'tensor', a multiple"),
+        ({"axis": 1}, "codec.axis: unknown key (removed: groups are runs of the values as they lie in"),
         ({**LEARNED, "grid": "gaussian"}, "codec.grid: 'gaussian' goes with "),
         ({**LEARNED, "scheme": "asymmetric"}, "codec.scheme: 'asymmetric' goes with "),
         ({**LEARNED, "rounding": "stochastic"}, "codec.rounding: 'stochastic' goes with "),

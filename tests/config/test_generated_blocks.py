@@ -265,13 +265,13 @@ def check_generated_blocks(seed: int, count: int) -> None:
         if not refusal(block):
             config, accepted = Config(block), accepted + 1
             json.dumps(config.settings)
-            with contextlib.suppress(CompressionError):  # of a message without such an axis or position
+            with contextlib.suppress(CompressionError):  # of a message without such a position
                 message_sizes(config, 4, MESSAGE)
     assert count / 5 < accepted < count * 4 / 5
 
 
 def test_generated_blocks():
-    """`values` nested 300 deep was once a RecursionError, an `axis` that TYPICAL lacks an IndexError."""
+    """`values` nested 300 deep was once a RecursionError."""
     check_generated_blocks(0, 1000)
 
 
@@ -287,9 +287,3 @@ def test_blocks_nested_too_deep(depth):
         value = {"name": "topk", "values": value}
     line = refusal({"forward": {"codec": value}})
     assert line.startswith(f"{KEY}.forward: objects and lists are nested too deep; allowed: 16")
-
-
-def test_an_axis_of_messages_with_more_dimensions():
-    """Bounds of its error are asked for messages of 3 dimensions: this was once an IndexError."""
-    codec = {"name": "quantize", "axis": 3, "grid": "gaussian"}
-    assert not refusal({"backward": {"codec": codec, "feedback": "ef"}})

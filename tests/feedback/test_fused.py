@@ -22,11 +22,9 @@ FEEDBACK = [
 OPTIONS = [
     {"bits": 4},
     {"bits": 8, "scheme": "symmetric", "group_size": 64},
-    {"bits": 1, "scheme": "symmetric"},
+    {"bits": 1, "grid": "gaussian"},
     {"bits": 3, "hadamard": True},
     {"group_size": "tensor"},
-    {"group_size": "channel"},
-    {"axis": 0, "group_size": 32},
     {"bits": 2, "grid": "gaussian"},
     {"rounding": "stochastic"},
     {"scale_dtype": "fp32"},

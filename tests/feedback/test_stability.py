@@ -28,7 +28,7 @@ SETTINGS = [
     ),
     *({"name": "quantize", "bits": bits, "hadamard": True, "group_size": 16} for bits in (1, 2, 3, 4)),
     *({"name": "quantize", "bits": bits, "grid": "gaussian", "group_size": 16} for bits in (1, 2, 4)),
-    {"name": "quantize", "bits": 1, "scheme": "symmetric", "group_size": 16},
+    {"name": "quantize", "bits": 1, "grid": "gaussian", "group_size": 16},
     {"name": "quantize", "bits": 4, "rounding": "stochastic", "group_size": 16},
     *({"name": name, "bits": bits} for name in ("acsgd", "minmax") for bits in (2, 4)),
     {"name": "topk", "density": 0.3},

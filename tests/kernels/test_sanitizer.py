@@ -77,7 +77,7 @@ CODECS = [
         {"name": "quantize", "bits": bits, "group_size": size, "scheme": scheme, "hadamard": hadamard}
         for bits in range(1, 9)
         for size, hadamard in ((8, True), (24, False), (64, True), (128, False), (4096, True))
-        for scheme in ("asymmetric", "symmetric")
+        for scheme in ("asymmetric", *["symmetric"] * (bits > 1))
     ),
     *({"name": "quantize", "rounding": "stochastic", "group_size": size} for size in (8, 24, 4096)),
     *({"name": name, "bits": bits} for name in ("acsgd", "minmax") for bits in range(1, 9)),

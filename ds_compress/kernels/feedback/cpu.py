@@ -226,7 +226,7 @@ def dequantize_change(
 
 def _is_fused(numel: int, size: int, dtype: torch.dtype, state: Sequence[Tensor], grid: Grid) -> bool:
     """Return whether quantize_feedback.cpp supports the message and its state, as stored."""
-    if dtype not in FLOATS or size > LARGEST_GROUP or grid.is_mean:
+    if dtype not in FLOATS or size > LARGEST_GROUP:
         return False
     # groups of int8 codes are whole numbers of quantization groups, or parts of them
     int8 = state[0].dtype == torch.int8 and (size in (32, 64) or size % GROUP == 0)

@@ -103,9 +103,8 @@ def quantize(
 ) -> tuple[Tensor, ...]:
     """See `reference.quantize`."""
     numel, size = groups.numel(), size or groups.shape[1]
-    is_mean = grid.is_mean and dither is None  # the reference leaves the order of that sum to PyTorch
     # as `native.serves`, without its frame
-    if is_mean or size > LARGEST_GROUP or numel < native.LONG or library.load() is None:
+    if size > LARGEST_GROUP or numel < native.LONG or library.load() is None:
         if numel <= BLOCK or dither is not None:
             return reference.quantize(groups, grid, dither, out, size)
         blocks = [reference.quantize(block, grid) for (block,) in _blocks(groups.reshape(-1, size))]

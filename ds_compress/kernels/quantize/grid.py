@@ -72,13 +72,6 @@ class Grid:
         odd = self.symmetric and self.bits > 1 and not self.dithered
         return 2**self.bits - (2 if odd else 1)
 
-    @cached_property
-    def is_mean(self) -> bool:
-        """Whether the step follows from the mean magnitude (1-bit SGD, XNOR-Net), which has the least squared
-        error when a value becomes -m or m. Stochastic rounding takes the largest magnitude, to be
-        unbiased."""
-        return self.symmetric and self.bits == 1 and not self.gaussian
-
 
 def minmax_scales(low: Tensor, high: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """Return step and offset, [n] of the scale dtype, of grids from `low` to `high`, fp32 [n]."""

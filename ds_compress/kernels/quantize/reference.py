@@ -6,17 +6,10 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels.memory import copy_into
-from ds_compress.kernels.numerics import narrow, rows_within, saturate
+from ds_compress.kernels.numerics import narrow, rows_within
 from ds_compress.kernels.quantize import gaussian
 from ds_compress.kernels.quantize.bits import pack, unpack
-from ds_compress.kernels.quantize.grid import (
-    LARGEST_LIMIT,
-    Grid,
-    from_codes,
-    minmax_scales,
-    symmetric_scale,
-    to_codes,
-)
+from ds_compress.kernels.quantize.grid import Grid, from_codes, minmax_scales, symmetric_scale, to_codes
 from ds_compress.kernels.quantize.hadamard import rotate, rotate_back
 
 __all__ = ["dequantize", "quantize"]
@@ -48,12 +41,7 @@ def quantize(
         return copy_into(out, (pack(codes, grid.bits), scale))
     scales: tuple[Tensor, ...]
     if grid.symmetric:
-        magnitude = groups.abs()
-        if grid.is_mean and dither is None:
-            reach = saturate(magnitude, LARGEST_LIMIT / groups.shape[1]).mean(1)
-        else:
-            reach = magnitude.amax(1)
-        scales = (symmetric_scale(reach, grid),)
+        scales = (symmetric_scale(groups.abs().amax(1), grid),)
     else:
         scales = minmax_scales(groups.amin(1), groups.amax(1), grid)
     return copy_into(out, (pack(to_codes(groups, scales, grid, dither), grid.bits), *scales))

@@ -104,7 +104,6 @@ def _launch(
             None if grid.symmetric else out[2],
             diagonal(size, grid.key, groups.device) if grid.hadamard else None,
             n,
-            MEAN=grid.is_mean and dither is None,
             DITHERED=dither is not None,
             LARGEST=torch.finfo(groups.dtype).max,
             LARGEST_VALUE=largest_value(size),
@@ -178,7 +177,6 @@ def _quantize(
     COLUMNS: tl.constexpr,
     BITS: tl.constexpr,
     TOP: tl.constexpr,
-    MEAN: tl.constexpr,
     DITHERED: tl.constexpr,
     LEVELS: tl.constexpr,
     BOUNDARIES: tl.constexpr,
@@ -212,7 +210,7 @@ def _quantize(
     if diagonal is not None:
         values = rotate(values, diagonal, ROWS, TILES, COLUMNS)
     made, grid_step, start = _grids(
-        values, exists, step, offset, ROWS, TILES, WIDTH, COLUMNS, TOP, MEAN, LEVELS, BOUNDARIES
+        values, exists, step, offset, ROWS, TILES, WIDTH, COLUMNS, TOP, LEVELS, BOUNDARIES
     )
     if tl.max((grid_step + tl.abs(start) <= ORDINARY).to(tl.int32) ^ 1, 0) > 0:
         if diagonal is not None:
@@ -221,7 +219,7 @@ def _quantize(
                 cut_off = cut_off + (saturated(unrotated[t], LARGEST_VALUE),)
             values = rotate(cut_off, diagonal, ROWS, TILES, COLUMNS)
             made, grid_step, start = _grids(
-                values, exists, step, offset, ROWS, TILES, WIDTH, COLUMNS, TOP, MEAN, LEVELS, BOUNDARIES
+                values, exists, step, offset, ROWS, TILES, WIDTH, COLUMNS, TOP, LEVELS, BOUNDARIES
             )
         if LEVELS is None and not DITHERED:
             outside = values
@@ -247,8 +245,6 @@ def _quantize(
                 within = tl.minimum(tl.where(position > 0, position, 0.0), fp32(TOP))
                 draw = draws(row[:, None], place + t * WIDTH, first, second, TILES * WIDTH)
                 codes = codes + (((within * 256.0 + lower).to(tl.int32) + draw) >> 8,)
-            elif MEAN:
-                codes = codes + (tl.minimum(tl.maximum(position + 0.5, 0.0), fp32(TOP)).to(tl.int32),)
             else:
                 # nothing to cut off: the grid covers the values, so a position is within 0 .. TOP but for its
                 # rounding, which is less than what is left to TOP + 1
@@ -274,7 +270,6 @@ def _grids(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOP: tl.constexpr,
-    MEAN: tl.constexpr,
     LEVELS: tl.constexpr,
     BOUNDARIES: tl.constexpr,
 ):
@@ -286,7 +281,7 @@ def _grids(
         grid_step = rounded(grid_step, step)
         start = grid_step
     elif offset is None:
-        magnitude = saturated(reach(values, exists, TILES, WIDTH, MEAN, WIDTH == COLUMNS), LARGEST_LIMIT)
+        magnitude = saturated(reach(values, exists, TILES, WIDTH == COLUMNS), LARGEST_LIMIT)
         grid_step = step_from(tl.div_rn(2 * magnitude, fp32(TOP)), step)
         start = grid_step * (-TOP / 2)
     else:

@@ -190,22 +190,13 @@ def limits(values, exists, TILES: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def reach(values, exists, TILES: tl.constexpr, WIDTH: tl.constexpr, MEAN: tl.constexpr, WHOLE: tl.constexpr):
-    """The largest, or the mean, magnitude of each row."""
+def reach(values, exists, TILES: tl.constexpr, WHOLE: tl.constexpr):
+    """The largest magnitude of each row."""
     magnitudes = ()
     for t in tl.static_range(TILES):
-        magnitude = (
-            saturated(tl.abs(values[t]), LARGEST_LIMIT / (TILES * WIDTH)) if MEAN else tl.abs(values[t])
-        )
-        magnitudes = magnitudes + (filled(magnitude, exists, 0.0, WHOLE),)
-    if MEAN:
-        total = magnitudes[0]
-        for t in tl.static_range(1, TILES):
-            total += magnitudes[t]
-        return tl.div_rn(tl.sum(total, 1), fp32(TILES * WIDTH))
-    else:
-        _, high = limits(magnitudes, exists, TILES, WHOLE)
-        return high
+        magnitudes = magnitudes + (tl.abs(values[t]),)
+    _, high = limits(magnitudes, exists, TILES, WHOLE)
+    return high
 
 
 @triton.jit
