@@ -12,10 +12,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ds_compress.codec import Context, Layout, Parts, Stability, TensorSpec
 from ds_compress.codecs import bounds, eigenbasis
-from ds_compress.codecs.eigenbasis import EigenbasisCodec
+from ds_compress.codecs.eigenbasis import MOST_BITS, EigenbasisCodec, allocate_bits, levels_of
 from ds_compress.codecs.mixins import check_entry, parse_size
 from ds_compress.codecs.shapes import WIRE_DTYPES, group_shape, split
-from ds_compress.codecs.water_filling import MOST_BITS, allocate_bits, levels_of
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.quantize import gaussian
@@ -27,7 +26,7 @@ class EigenbasisQuantize(EigenbasisCodec):
     """Quantizes coefficients of rows in a learned basis with 0 to 8 bits each, exactly `bits` on average.
 
     Groups are runs of the coefficients by falling variance, the first ones of all rows first, so a group
-    holds values of one variance. `water_filling` allocates the bits. Up to 4 bits the grid is that of normal
+    holds values of one variance. `allocate_bits` says how many. Up to 4 bits the grid is that of normal
     values, from 5 on a uniform one around 0. The last group is padded with zeros.
 
     The packet holds the codes of all groups, the widest first; a scale for each group, 0 for those of 0 bits;
@@ -35,7 +34,7 @@ class EigenbasisQuantize(EigenbasisCodec):
     so no host waits for its GPU, and sizes are constant. If the two sides differ all the same, a CPU refuses
     the packet, and on a GPU all values become nan.
 
-    Memory has, beside the basis, KEY.levels, int32 [h]: the variances as `water_filling` counts them. The
+    Memory has, beside the basis, KEY.levels, int32 [h]: the variances as `log_levels` counts them. The
     plan of a shape is computed once, which reads them back from a GPU.
     """
 

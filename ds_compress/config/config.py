@@ -15,13 +15,12 @@ from ds_compress.codecs.mixins import (
     needs_warmup,
 )
 from ds_compress.config.block import DIRECTIONS, KEY, Block
-from ds_compress.config.checks import check, check_nesting, check_policy, feedback_notes
+from ds_compress.config.checks import check, check_nesting, check_policy, feedback_notes, unused_options
 from ds_compress.config.policies import POLICIES
 from ds_compress.config.policies.ladder import check as check_ladders
 from ds_compress.config.quality import Quality
 from ds_compress.config.recipes import with_changes, with_recipe
 from ds_compress.config.replicas import build_replica_codec
-from ds_compress.config.unused import unused_options
 from ds_compress.errors import REQUIRE, CompressionError, errors_at, is_required, shown
 from ds_compress.feedback import FEEDBACKS, Feedback
 from ds_compress.feedback.aqsgd.sample_ids import SampleIds
@@ -245,9 +244,9 @@ class Config:
                     raise CompressionError(f"{self._path(number)}.{direction}.feedback.{error}") from error
 
     @property
-    def mirrors(self) -> bool:
+    def has_mirrored_state(self) -> bool:
         """Return whether both sides of some boundary keep state that has to stay the same."""
-        return any(feedback.mirrors for _, feedback in self.pairs())
+        return any(feedback.has_mirrored_state for _, feedback in self.pairs())
 
     @property
     def mirrored_products(self) -> list[str]:
@@ -256,7 +255,7 @@ class Config:
         pairs = {
             f"{codec.name} + {feedback.name}"
             for codec, feedback in self.pairs()
-            if feedback.mirrors and any(layers(codec, HardwareDependentDecode))
+            if feedback.has_mirrored_state and any(layers(codec, HardwareDependentDecode))
         }
         return sorted(pairs)
 
@@ -294,7 +293,7 @@ class Config:
         """Return how messages of eval_batch are sent, of which the result counts."""
         if self.block.eval in ("compressed", "uncompressed"):
             return self.block.eval
-        changes = any(self.codecs(number).feedbacks["forward"].mirrors for number in self.numbers)
+        changes = any(self.codecs(number).feedbacks["forward"].has_mirrored_state for number in self.numbers)
         return "uncompressed" if changes else "compressed"
 
     def _sample_ids(self) -> SampleIds | None:

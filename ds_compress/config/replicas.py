@@ -114,7 +114,7 @@ def build_replica_codec(options: ReplicasOptions | None, path: str) -> Codec | N
             f"{path}.codec: {codec} is not allowed between replicas: it depends on other messages than "
             "the one it decodes, or its packets have no fixed size; allowed: 'quantize', 'topk' and the like"
         )
-    if feedback.mirrors or feedback.sample_ids is not None:
+    if feedback.has_mirrored_state or feedback.sample_ids is not None:
         raise CompressionError(
             f"{path}.feedback: {feedback.name!r} is not allowed between replicas: receivers would need "
             "its state; allowed: 'none', 'ef', 'ef_mixed', 'loco'"

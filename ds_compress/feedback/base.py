@@ -27,7 +27,12 @@ class Feedback(Named, ABC):
     """Options of a feedback, and the way it wraps a codec."""
 
     directions: ClassVar[tuple[str, ...]] = ("forward", "backward")  # it may be asked for
-    mirrors: ClassVar[bool] = False  # True: both sides keep the same state; each computes its own
+    has_mirrored_state: ClassVar[bool] = False  # both sides keep the same state; each computes its own
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "mirrors" in vars(cls):
+            raise CompressionError(f"feedback {cls.__qualname__}: 'mirrors' is now 'has_mirrored_state'")
 
     @property
     def sample_ids(self) -> SampleIds | None:

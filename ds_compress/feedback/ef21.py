@@ -20,7 +20,7 @@ class EF21(Feedback):
     when m is sparse. During warm-up A follows the uncompressed messages.
     """
 
-    mirrors = True
+    has_mirrored_state = True
 
     class Options(StateOptions):
         dtype: Literal["fp32", "bf16"] = "fp32"

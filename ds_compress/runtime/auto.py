@@ -2,30 +2,107 @@
 
 Two steps at the end of the warm-up, or the second and the third where there is none, are measured as for
 depth "auto"; in the last of them each end of a boundary copies the messages of the first micro-batches, and
-evaluates all candidates on them (candidate_profile.py). One collective gathers the results on all ranks, and
+evaluates all candidates on them (planning/evaluate.py). One collective gathers the results on all ranks, and
 each makes the same choice (planning/choice.py): the recipe with the shortest predicted step whose errors are
 within the limits of the class of quality. It holds from the next step on; checkpoints contain it.
 """
 
 import json
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any
+
+from torch import Tensor
 
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.quality import LIMITS
 from ds_compress.config.recipes import with_changes
-from ds_compress.message.clock import clock_for
+from ds_compress.message.channel import Channel
+from ds_compress.message.channel_end import SendingEnd
+from ds_compress.message.clock import HostClock, clock_for
 from ds_compress.planning.candidates import Candidate, startable_candidates
 from ds_compress.planning.choice import Evaluation, baseline, combine, pick_best, rank
-from ds_compress.planning.evaluate import UNKNOWN, Messages, boundary_block, is_informative, to_evaluation
+from ds_compress.planning.evaluate import (
+    REPEATS,
+    UNKNOWN,
+    Measurements,
+    Messages,
+    boundary_block,
+    evaluate,
+    is_informative,
+    to_evaluation,
+)
 from ds_compress.planning.schedule import is_deepspeed_schedule
-from ds_compress.runtime.candidate_profile import column_name, copy_messages, evaluate_candidates
 from ds_compress.runtime.cluster_profile import ClusterProfile, by_stage, profile_cluster, slowest_link
 from ds_compress.runtime.depth import MEASURED, DepthController
 from ds_compress.runtime.interface import Change, StageView
 from ds_compress.runtime.stage_profile import Row, gather
+
+
+@contextmanager
+def copy_messages(stage: StageView, found: Messages) -> Iterator[None]:
+    """Copy the messages of the first micro-batches of a batch into `found`."""
+    for end in stage.ends:
+        if isinstance(end, SendingEnd):
+            end.transmit = partial(_sent, end.transmit, end.channel, found)  # type: ignore[method-assign]
+        else:
+            end.take = partial(_taken, end.take, end.channel, found)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for end in stage.ends:
+            vars(end).pop("transmit" if isinstance(end, SendingEnd) else "take")
+
+
+def _sent(transmit: Any, channel: Channel, found: Messages, tensors: Any, message_id: Any) -> None:
+    _copy(channel, found, tensors, message_id)
+    transmit(tensors, message_id)
+
+
+def _taken(take: Any, channel: Channel, found: Messages, message: Any, message_id: Any) -> list[Tensor]:
+    arrived: list[Tensor] = take(message, message_id)
+    _copy(channel, found, arrived, message_id)
+    return arrived
+
+
+def _copy(channel: Channel, found: Messages, tensors: Sequence[Tensor], message_id: Any) -> None:
+    if message_id.micro_batch < REPEATS:
+        copies = [tensor.detach().clone() for tensor in tensors]
+        found.setdefault((channel.boundary.number, channel.direction), {})[message_id.micro_batch] = copies
+
+
+def column_name(side: str, candidate: Candidate, direction: str, what: str) -> str:
+    """Return a column of `evaluate_candidates`; `what`: bytes, encode, decode, error, gradient_error."""
+    return f"{side}: {candidate.name}, {direction} {what}"
+
+
+def evaluate_candidates(
+    stage: StageView, candidates: Sequence[Candidate], messages: Messages, clock: HostClock, step: int
+) -> Row:
+    """Evaluate `candidates` at the boundaries before and after this stage.
+
+    Return bytes, seconds and errors by `column`, with equal columns on every rank. An unknown error
+    is infinite: there is no such boundary, its messages were not copied, or the setting cannot be used.
+
+    Args:
+        step: optimizer steps done, those of the warm-up included.
+    """
+    row: Row = {}
+    for side, boundary in (("before", stage.before), ("after", stage.after)):
+        pair = [messages.get((boundary.number, key), {}) for key in DIRECTIONS] if boundary else []
+        for candidate in candidates:
+            found: dict[str, Measurements] = dict.fromkeys(DIRECTIONS, UNKNOWN)
+            if boundary is not None and all(pair):
+                found = stage.on_codec_stream(
+                    boundary, partial(evaluate, boundary, candidate, pair, clock, step)
+                )
+            for direction, own in found.items():
+                for what, value in own.items():
+                    row[column_name(side, candidate, direction, what)] = value
+    return row
+
 
 TRIES = 10
 """Most attempts to measure: gradients may overflow, or be zero."""

@@ -36,7 +36,7 @@ class ReplicaCheck:
     def follow(self) -> None:
         """Use the present codecs of the config."""
         config = self._stage.config
-        self.every = config.block.state_check_every if config.mirrors else 0  # steps; 0: never
+        self.every = config.block.state_check_every if config.has_mirrored_state else 0  # steps; 0: never
 
     def end_step(self, step: int) -> None:
         """Compare after `step` optimizer steps, with nothing in flight; called on every rank."""

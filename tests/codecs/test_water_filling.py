@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.codec import build
-from ds_compress.codecs.water_filling import MOST_BITS, allocate_bits, levels_of
+from ds_compress.codecs.eigenbasis import MOST_BITS, allocate_bits, levels_of
 from tests.support.codecs import observed, relative_error, send
 from tests.support.messages import with_spectrum
 

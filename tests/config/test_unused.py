@@ -23,7 +23,7 @@ UNUSED = [
     ({"backward": {"codec": "topk"}, "eval": "compressed"}, "eval: 'compressed' has no effect: activations"),
     (
         {**WITH_EF, "state_check_every": 5},
-        "state_check_every: 5 has no effect: no feedback keeps equal state",
+        "state_check_every: 5 has no effect: no feedback mirrors its state",
     ),
     (
         {**LOSSY, "checkpoint": {"state": "int8"}},

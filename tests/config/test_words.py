@@ -4,6 +4,7 @@ import pytest
 
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
+from ds_compress.feedback import Feedback
 
 OLD = [
     (
@@ -71,3 +72,8 @@ def test_an_old_word_is_refused_with_the_new_one(block, line):
 def test_a_word_that_means_something_else_there_is_only_unknown():
     with pytest.raises(CompressionError, match=r"codec.scale: unknown key; allowed: bits"):
         Config({"forward": {"codec": {"name": "minmax", "scale": "symmetric"}}})
+
+
+def test_an_old_attribute_of_a_feedback_is_refused_with_the_new_one():
+    with pytest.raises(CompressionError, match="feedback Mine: 'mirrors' is now 'has_mirrored_state'"):
+        type("Mine", (Feedback,), {"mirrors": True})

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.aqsgd import sample_codec
-from ds_compress.feedback.aqsgd.budget import BufferBudget
+from ds_compress.feedback.aqsgd.sample_buffers import BufferBudget
 from ds_compress.message.channel import Boundary
 from tests.support.codecs import AQPair, ids, topk
 

@@ -23,7 +23,7 @@ from tests.support.ranks import run_ranks
 
 FILE = sample_buffers.FILE_BYTES
 WIDTH = 1024
-ADVICE = 'make room there, or name another folder in "offload": {"nvme_path": ...}'
+ADVICE = 'free space there, or name another folder in "offload": {"nvme_path": ...}'
 
 
 def on_disk(folder):

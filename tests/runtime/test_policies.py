@@ -9,7 +9,7 @@ from torch import distributed as dist
 
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.errors import CompressionError
-from ds_compress.runtime.signals import Signals
+from ds_compress.runtime.policy import Signals
 from ds_compress.simulate import evaluating, simulate
 from tests.checkpoint.damaged_files import opened, signed
 from tests.support.pipeline import (

@@ -8,8 +8,7 @@ from deepspeed.pipe import LayerSpec
 
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.planning.evaluate import REPEATS
-from ds_compress.runtime.local_stages import Stages
-from ds_compress.runtime.profile_model import PASSES, profile_model
+from ds_compress.runtime.profile_model import PASSES, Stages, profile_model
 from tests.support.pipeline import (
     MICRO_BATCH,
     Causal,

@@ -6,7 +6,7 @@ from torch import nn
 from ds_compress.config import Config
 from ds_compress.config.recipes import with_changes
 from ds_compress.errors import CompressionError
-from ds_compress.runtime.relax import relax
+from ds_compress.runtime.guard import relax
 from tests.support.pipeline import Block, batches, build, ds_config, log_lines, skip_steps
 from tests.support.ranks import run_ranks
 

@@ -33,7 +33,9 @@ def format_profile(measured: dict[str, Any]) -> tuple[str, list[dict[str, str]]]
             "stage": f"{own['stage']}",
             "forward, ms": f"{own['forward_ms']:,.1f}",
             "backward, ms": f"{own['backward_ms']:,.1f}",
-            "activations of a micro-batch, MB": "?" if own["held_mb"] is None else f"{own['held_mb']:,.1f}",
+            "activations of a micro-batch, MB": "?"
+            if own["activation_mb"] is None
+            else f"{own['activation_mb']:,.1f}",
             "sent forward, bytes": f"{sent.get((own['stage'], 'forward'), 0):,}",
             "sent backward, bytes": f"{sent.get((own['stage'] - 1, 'backward'), 0):,}",
         }

@@ -29,8 +29,7 @@ from ds_compress.planning.evaluate import ByMicroBatch, evaluate, to_evaluation
 from ds_compress.planning.step_time import Workload
 
 if TYPE_CHECKING:
-    from ds_compress.runtime.local_stages import Stages
-    from ds_compress.runtime.profile_model import Batch, ModelProfile
+    from ds_compress.runtime.profile_model import Batch, ModelProfile, Stages
 
 OVERRIDES = ("forward_ms", "backward_ms", "activation_mb", "codec_gbps")
 """Options that replace what is measured."""
@@ -97,7 +96,7 @@ class ModelEvaluator:
         return profile_model(stages, loss_fn, batches, self._args.device)
 
     def _of_checkpoint(self) -> "tuple[Stages, Any, Iterator[Batch]]":
-        from ds_compress.runtime.local_stages import Stages
+        from ds_compress.runtime.profile_model import Stages
 
         try:
             from ds_compress.hf.pretrained import PretrainedModel
@@ -115,7 +114,7 @@ class ModelEvaluator:
         return stages, model.loss_fn, model.batches(sequences, length)
 
     def _of_script(self) -> "tuple[Stages, Any, Iterator[Batch]]":
-        from ds_compress.runtime.local_stages import Stages
+        from ds_compress.runtime.profile_model import Stages
 
         args, dtype = self._args, DTYPES.get(self._args.dtype)
         layers, loss_fn, (inputs, labels) = script.read(args.probe)
@@ -133,7 +132,7 @@ class ModelEvaluator:
                 "stage": stage,
                 "forward_ms": 1e3 * forward,
                 "backward_ms": 1e3 * backward,
-                "held_mb": None if math.isnan(nbytes) else nbytes / 1e6,
+                "activation_mb": None if math.isnan(nbytes) else nbytes / 1e6,
             }
             for stage, (forward, backward, nbytes) in enumerate(
                 zip(profile.forward, profile.backward, profile.activation_bytes)

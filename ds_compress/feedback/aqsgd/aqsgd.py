@@ -57,7 +57,7 @@ class AQSGD(Feedback):
     """
 
     directions = ("forward",)
-    mirrors = True
+    has_mirrored_state = True
 
     class Options(Options):
         scope: Literal["sample", "micro_batch"] = "sample"

@@ -28,11 +28,11 @@ struct State {
     float* scales = nullptr;
 
     // Of `count` values from `place` on.
-    const float* read(int64_t place, int64_t count, float* room) const {
+    const float* read(int64_t place, int64_t count, float* scratch) const {
         if (floats) return floats + place;
-        if (codes) from_int8(codes + place, scales + place / CODED, count, room);
-        else in_vectors(count, [&](int64_t i, int64_t n) { store_partial(load_partial(halves + place + i, n), room + i, n); });
-        return room;
+        if (codes) from_int8(codes + place, scales + place / CODED, count, scratch);
+        else in_vectors(count, [&](int64_t i, int64_t n) { store_partial(load_partial(halves + place + i, n), scratch + i, n); });
+        return scratch;
     }
 
     void write(int64_t place, int64_t count, const float* values) const {
@@ -131,8 +131,8 @@ template <int SIZE, class In, class Update>
 void quantize(const In* x, State state, Update update, int64_t n, int64_t size, Format format, uint8_t* packed, void* steps,
               void* offsets) {
     Batch<SIZE> batch(size, format);
-    constexpr int ROOM = (SIZE ? batch.GROUPS * SIZE : MAX_GROUP) + LANES;
-    alignas(64) float totals[ROOM], before[ROOM], after[ROOM];
+    constexpr int CAPACITY = (SIZE ? batch.GROUPS * SIZE : MAX_GROUP) + LANES;
+    alignas(64) float totals[CAPACITY], before[CAPACITY], after[CAPACITY];
     const float most = harmless(update.scale);
     const int64_t unit = state.codes && size < CODED ? CODED : size;  // values that are kept, or not
     for (int64_t start = 0; start < n; start += batch.GROUPS) {
@@ -186,9 +186,9 @@ void with_change(const In* x, State state, float scale, int64_t n, int64_t size,
 template <int SIZE, class Scale, class Out>
 void decode_scaled(const uint8_t* packed, const void* steps, const void* offsets, State state, Scale scale, int64_t n,
           int64_t size, Format format, Out* y) {
-    constexpr int64_t TOGETHER = SIZE ? 8 : 1, ROOM = SIZE ? TOGETHER * SIZE : MAX_GROUP;
-    alignas(64) float before[ROOM], after[ROOM];
-    alignas(64) Out delivered[ROOM];
+    constexpr int64_t TOGETHER = SIZE ? 8 : 1, CAPACITY = SIZE ? TOGETHER * SIZE : MAX_GROUP;
+    alignas(64) float before[CAPACITY], after[CAPACITY];
+    alignas(64) Out delivered[CAPACITY];
     const Ef21<Scale> update = {scale};
     const float most = harmless(scale);
     const bool streams = size % LANES == 0 && to_be_streamed(y, n * size);
@@ -201,12 +201,12 @@ void decode_scaled(const uint8_t* packed, const void* steps, const void* offsets
             const int64_t place = first + i * size;
             if (!state.floats) state.fetch(place + TOGETHER * size, size);
             if (!streams) fetch(y + place + TOGETHER * size, size);  // what is written, too, is read first
-            const float* held = state.read(place, size, before);
+            const float* current = state.read(place, size, before);
             const Grid grid = load_grid(format, steps, offsets, start + i);
             const bool sure = grid.within(most);  // that the group can be kept
             float* made = sure && state.floats ? state.floats + place : after;
             const auto add = [&](int64_t j, int64_t lanes, Floats value) __attribute__((always_inline)) {
-                const Floats next = update.next(load_partial(held + j, lanes), Floats{}, rounded(value, y));
+                const Floats next = update.next(load_partial(current + j, lanes), Floats{}, rounded(value, y));
                 store_partial(next, made + j, lanes);
                 store_partial(scale.times(next), arrived + i * size + j, lanes);
             };

@@ -31,15 +31,15 @@ inline Format format(int64_t size, int64_t bits, int64_t top, int64_t symmetric,
 // SIZE is that of the group, or 0 where it is known at run time only.
 template <int SIZE>
 struct Group {
-    static constexpr int ROOM = SIZE ? SIZE : MAX_GROUP + LANES;
+    static constexpr int CAPACITY = SIZE ? SIZE : MAX_GROUP + LANES;
 
     int64_t size;
     const float* values;  // [size], and room for whole vectors
-    alignas(64) float own[ROOM];
-    alignas(64) float products[ROOM];
-    alignas(64) int32_t codes[ROOM];  // to be packed
-    alignas(64) uint8_t bytes[ROOM];  // unpacked codes
-    alignas(64) uint8_t drawn[(ROOM + Draws::ROW - 1) / Draws::ROW * Draws::ROW];  // the upper 8 bits of draws
+    alignas(64) float own[CAPACITY];
+    alignas(64) float products[CAPACITY];
+    alignas(64) int32_t codes[CAPACITY];  // to be packed
+    alignas(64) uint8_t bytes[CAPACITY];  // unpacked codes
+    alignas(64) uint8_t drawn[(CAPACITY + Draws::ROW - 1) / Draws::ROW * Draws::ROW];  // the upper 8 bits of draws
     float lower;  // what the lower ones are, as a part of an upper one
 
     // The values of a group as the grid is to see them. In whole vectors, as they are read again: a vector that was
@@ -307,18 +307,18 @@ template <int SIZE, int MOST = (LANES > 8 ? LANES : 8)>
 struct Batch {
     static constexpr int GROUPS = SIZE ? MOST : 1;
 
-    static constexpr int ROOM = GROUPS < LANES ? LANES : GROUPS;
+    static constexpr int CAPACITY = GROUPS < LANES ? LANES : GROUPS;
 
     struct Ranges {
-        alignas(64) float least[ROOM], most[ROOM];
+        alignas(64) float least[CAPACITY], most[CAPACITY];
 
         Ranges() {  // so that none is anything
-            for (int i = 0; i < ROOM; i += LANES) store(Floats{}, least + i), store(Floats{}, most + i);
+            for (int i = 0; i < CAPACITY; i += LANES) store(Floats{}, least + i), store(Floats{}, most + i);
         }
 
         // Of groups without nan.
-        explicit Ranges(const MinMax (&seen)[ROOM]) {
-            for (int i = 0; i < ROOM; i += LANES) {
+        explicit Ranges(const MinMax (&seen)[CAPACITY]) {
+            for (int i = 0; i < CAPACITY; i += LANES) {
                 Floats low[LANES], high[LANES];
                 for (int j = 0; j < LANES; ++j) low[j] = seen[i + j].low, high[j] = seen[i + j].high;
                 store(reduce_each(low, smaller<Floats>) + 0.0f, least + i);  // of zeros, +0
@@ -328,7 +328,7 @@ struct Batch {
     };
 
     Group<SIZE> groups[GROUPS];
-    Grids<ROOM> grids;
+    Grids<CAPACITY> grids;
 
     Batch(int64_t size, const Format& format) : grids() {
         grids.top = format.top;
@@ -355,7 +355,7 @@ struct Batch {
             grids.around_zero(ranges.most, format.wide_scale);
         } else {
             if constexpr (SIZE != 0 && SIZE % LANES == 0) {
-                MinMax seen[ROOM];
+                MinMax seen[CAPACITY];
                 Ints doubts = {};
                 for (int i = 0; i < count; ++i) {
                     MinMax its;

@@ -297,11 +297,3 @@ inline void store_partial(Floats x, Out* y, int64_t count) {
     store(x, last);
     std::memcpy(y, last, count * sizeof(Out));
 }
-
-// x with zeros behind its first `count` lanes.
-inline Floats first_of(Floats x, int64_t count) {
-    if (count == LANES) return x;
-    float lanes[LANES];
-    store(x, lanes);
-    return load_partial(lanes, count);
-}

@@ -34,7 +34,7 @@ int64_t between(const Bits* x, int64_t n, Bits low, Bits high, Bits infinity, Bi
 template <class Bits>
 struct Ranked {
     Bits key;
-    int64_t equal, room;
+    int64_t equal, ties;
 };
 
 // Fills up the last word of x [n].
@@ -93,16 +93,16 @@ Ranked<Bits> cut_of(const Bits* x, int64_t d, int64_t k, int64_t stride, int64_t
 
 // Sets the bits of `word` from bit `place` of `packed` [bytes] on, where they are zeros.
 void put(uint64_t word, uint8_t* packed, int64_t bytes, int64_t place) {
-    const int64_t first = place >> 3, room = bytes - first, over = place & 7;
-    if (room >= 8 && !over) {
+    const int64_t first = place >> 3, available = bytes - first, over = place & 7;
+    if (available >= 8 && !over) {
         std::memcpy(packed + first, &word, 8);
         return;
     }
     uint64_t before = 0;
-    std::memcpy(&before, packed + first, room < 8 ? room : 8);
+    std::memcpy(&before, packed + first, available < 8 ? available : 8);
     before |= word << over;
-    std::memcpy(packed + first, &before, room < 8 ? room : 8);
-    if (over && room > 8) packed[first + 8] |= static_cast<uint8_t>(word >> (64 - over));
+    std::memcpy(packed + first, &before, available < 8 ? available : 8);
+    if (over && available > 8) packed[first + 8] |= static_cast<uint8_t>(word >> (64 - over));
 }
 
 template <class Bits>
@@ -113,12 +113,12 @@ void select_largest(const Bits* x, int64_t rows, int64_t d, int64_t k, int64_t s
     std::memset(packed, 0, bytes);
     for (int64_t row = 0; row < rows; ++row, x += d) {
         const Ranked<Bits> cut = cut_of(x, d, k, stride, first, last, infinity, space);
-        const bool all = cut.equal == cut.room;  // as where no other entry has this key
-        int64_t room = all ? 0 : cut.room;
+        const bool all = cut.equal == cut.ties;  // as where no other entry has this key
+        int64_t ties = all ? 0 : cut.ties;
         for (int64_t i = 0; i < d; i += WORD) {
             uint64_t word = all ? reaching(x + i, d - i, cut.key) : above(x + i, d - i, cut.key, infinity);
-            if (room > 0)
-                for_each(reaching(x + i, d - i, cut.key) & ~word, [&](int j) { word |= room-- > 0 ? 1ULL << j : 0; });
+            if (ties > 0)
+                for_each(reaching(x + i, d - i, cut.key) & ~word, [&](int j) { word |= ties-- > 0 ? 1ULL << j : 0; });
             values = take(x + i, d - i, word, values, end);
             put(word, packed, bytes, row * d + i);
         }

@@ -128,9 +128,9 @@ WITH_VBMI2 Entry* take_halves(const Entry* x, uint64_t word, Entry* place) {
 template <class Entry>
 WITH_VBMI2 const Entry* spread_halves(const Entry* values, uint64_t word, Entry* y) {
     for (int i = 0; i < WORD; i += 32) {
-        const __mmask32 held = static_cast<__mmask32>(word >> i);
-        _mm512_storeu_si512(y + i, _mm512_maskz_expand_epi16(held, _mm512_loadu_si512(values)));
-        values += __builtin_popcount(held);
+        const __mmask32 selected = static_cast<__mmask32>(word >> i);
+        _mm512_storeu_si512(y + i, _mm512_maskz_expand_epi16(selected, _mm512_loadu_si512(values)));
+        values += __builtin_popcount(selected);
     }
     return values;
 }
@@ -164,9 +164,9 @@ inline const Entry* spread(const Entry* values, const Entry* end, int64_t width,
 #if defined(__AVX512F__)
     if (sizeof(Entry) == 4 && width >= WORD && end - values >= WORD) {
         for (int i = 0; i < WORD; i += 16) {
-            const __mmask16 held = static_cast<__mmask16>(word >> i);
-            _mm512_storeu_si512(y + i, _mm512_maskz_expand_epi32(held, _mm512_loadu_si512(values)));
-            values += __builtin_popcount(held);
+            const __mmask16 selected = static_cast<__mmask16>(word >> i);
+            _mm512_storeu_si512(y + i, _mm512_maskz_expand_epi32(selected, _mm512_loadu_si512(values)));
+            values += __builtin_popcount(selected);
         }
         return values;
     }

@@ -5,7 +5,7 @@
 
 namespace {
 
-// The first `count` entries of x [n] that are held; x[0] where there are no more.
+// The first `count` entries of x [n] that are selected; x[0] where there are no more.
 template <class Entry>
 void gather(const Entry* x, int64_t n, const uint8_t* packed, int64_t count, Entry* out) {
     const Entry* end = out + count;
@@ -20,7 +20,7 @@ void gather(const Entry* x, int64_t n, const uint8_t* packed, int64_t count, Ent
     while (out < end) *out++ = x[0];
 }
 
-// `values` [count] at the entries of y [n] that are held, in their order, and zeros; those that find no place are left
+// `values` [count] at the entries of y [n] that are selected, in their order, and zeros; those that find no place are left
 // out.
 template <class Entry>
 void scatter(const Entry* values, int64_t count, const uint8_t* packed, int64_t n, Entry* y) {

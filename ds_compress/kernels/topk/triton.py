@@ -28,7 +28,7 @@ __all__ = reference.__all__
 BLOCK = 4096
 """Entries of one program, a multiple of 8; below 2^15, as two counts share an int32."""
 
-WARPS = 8  # of a program; with half as many _write does not find room in the registers
+WARPS = 8  # of a program; with half as many _write does not fit in the registers
 
 LONGEST_ROW = 1 << 30
 """Longer rows, and floats of 8 bytes, are left to the reference: keys and places in a row are int32 here."""
@@ -162,7 +162,7 @@ def _write(
     bits; `reaching` is the running sum of the counts over the blocks of a row.
 
     `level` bounds are reached by at least k entries. What reaches more of them is above and kept; what
-    reaches exactly that many is tied and fills the room that is left.
+    reaches exactly that many is tied and fills the places that are left.
     """
     row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     level = tl.zeros([], tl.int32)
@@ -176,7 +176,7 @@ def _write(
     )
     above_total = tl.load(reaching + (upper + 1) * blocks - 1, mask=level < BOUNDS, other=0)
     tied_before -= above_before
-    room = k - above_total
+    ties = k - above_total
 
     column = block * BLOCK + tl.arange(0, BLOCK)
     exists = column < d
@@ -186,8 +186,8 @@ def _write(
     tied = exists & ~above & (key >= tl.load(bounds + lower, mask=level > 0, other=0))
     both = tl.cumsum((above.to(tl.int32) << 16) + tied.to(tl.int32), 0)
     rank = tied_before + (both & 0xFFFF)
-    filled = tl.minimum(rank, room)
-    kept = above | (tied & (rank <= room))
+    filled = tl.minimum(rank, ties)
+    kept = above | (tied & (rank <= ties))
     slot = row * k + above_before + (both >> 16) + filled - 1
     tl.store(values + slot, value, mask=kept)
     if entries.dtype.element_ty == tl.uint8:
