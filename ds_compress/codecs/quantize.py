@@ -14,7 +14,7 @@ from ds_compress.codecs.mixed import map_size, reunite, separate
 from ds_compress.codecs.mixins import FusesFeedback
 from ds_compress.codecs.quantize_eigenbasis import EigenbasisQuantize
 from ds_compress.codecs.quantize_options import QuantizeOptions
-from ds_compress.codecs.shapes import group_shape, join, split
+from ds_compress.codecs.shapes import WIRE_DTYPES, group_shape, join, split
 from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.quantize import gaussian
 from ds_compress.kernels.quantize.bits import packed_size
@@ -23,8 +23,6 @@ from ds_compress.kernels.quantize.hadamard import key_of
 
 _MADE = (torch.float32, torch.bfloat16)
 """Dtypes that kernels decode to."""
-
-_SCALE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @register("quantize")
@@ -240,7 +238,7 @@ class Quantize(Codec, FusesFeedback):
 
     def _layout(self, groups: int, size: int, bits: int) -> Layout:
         """Return the shapes and dtypes of the codes and scales of one width."""
-        scale = ((groups,), _SCALE_DTYPES[self.options.scale_dtype])
+        scale = ((groups,), WIRE_DTYPES[self.options.scale_dtype])
         scales = 1 if self._symmetric else 2
         return ((groups, packed_size(size, bits)), torch.uint8), *[scale] * scales
 
@@ -250,7 +248,7 @@ class Quantize(Codec, FusesFeedback):
 
         Every message asks for it.
         """
-        scale_dtype, hadamard = _SCALE_DTYPES[self.options.scale_dtype], self.options.hadamard
+        scale_dtype, hadamard = WIRE_DTYPES[self.options.scale_dtype], self.options.hadamard
 
         @functools.lru_cache
         def grid(bits: int, seed: int = 0) -> Grid:

@@ -129,8 +129,7 @@ def attach(engine: Any, module: Any, block: object) -> None:
             config.leave_uncompressed("a pipeline of one stage sends no messages; use two or more")
         if config.replica_codec is not None and not engine.is_data_parallel:
             config.notes[f"{KEY}.replicas has no effect: there is one replica"] = None
-        # Triton sums the magnitudes of 1-bit grids in another order than torch: mirrored state would drift
-        backend = kernels(engine.device).name
+        backend = kernels(engine.device).name  # tests Triton's kernels before the first message
         agreed = {
             "version": __version__,
             **config.settings,

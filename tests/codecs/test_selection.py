@@ -9,7 +9,7 @@ from ds_compress.codecs import sparse
 from ds_compress.kernels import native
 from ds_compress.kernels.backends import reference
 from ds_compress.kernels.topk import cpu as compiled
-from ds_compress.kernels.topk.magnitudes import sample_plan
+from ds_compress.kernels.topk.reference import sample_plan
 from ds_compress.kernels.topk.selection import Selection, largest
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -9,7 +9,7 @@ from ds_compress.codec import CODECS, Codec, CodecOptions, Context, TensorSpec, 
 from ds_compress.codecs.mixins import ObservesWarmup, VariableSizePayload, layers
 from ds_compress.feedback import FEEDBACKS
 from ds_compress.kernels.quantize.grid import Grid
-from ds_compress.kernels.topk.magnitudes import as_integers
+from ds_compress.kernels.topk.reference import as_integers
 
 
 def roundtrip(choice, x, **context):

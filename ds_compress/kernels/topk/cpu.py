@@ -20,7 +20,7 @@ from ds_compress.kernels.native.function import (
     for_each_dtype,
 )
 from ds_compress.kernels.topk import reference
-from ds_compress.kernels.topk.magnitudes import INFINITY, first_look
+from ds_compress.kernels.topk.reference import INFINITY, first_look
 
 __all__ = reference.__all__
 

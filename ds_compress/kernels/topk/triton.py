@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ds_compress.kernels.topk import reference
 from ds_compress.kernels.topk import triton_order_statistics as order
-from ds_compress.kernels.topk.magnitudes import INFINITY, as_integers, sample_plan
+from ds_compress.kernels.topk.reference import INFINITY, as_integers, sample_plan
 from ds_compress.kernels.topk.triton_order_statistics import key_of
 
 __all__ = reference.__all__

@@ -13,11 +13,10 @@ from ds_compress.codecs import sparse
 from ds_compress.config import Config
 from ds_compress.kernels import backends
 from ds_compress.kernels.backends import reference
-from ds_compress.kernels.topk import magnitudes
+from ds_compress.kernels.topk import reference as magnitudes
 from ds_compress.kernels.topk import triton as selection
 from ds_compress.kernels.topk import triton_order_statistics as ranks
-from ds_compress.kernels.topk.magnitudes import as_integers
-from ds_compress.kernels.topk.reference import positions
+from ds_compress.kernels.topk.reference import as_integers, positions
 from ds_compress.kernels.topk.selection import Selection
 from tests.support.triton import DEVICE, DTYPES, EXAMPLES, INTERPRETED, SPECIAL, fused, launched, need_device
 
