@@ -2,8 +2,8 @@
 
 `reference` is plain PyTorch: it specifies every operation and runs on any device. `cpu` is C++ and numpy,
 `triton` is for GPUs. Each algorithm has a folder with a file of that name per backend; the operations in its
-`__all__` are registered. An operation that a backend lacks is that of the reference. All backends give the
-same bits.
+`__all__` are registered, and reference.py says what each does. An operation that a backend lacks is that of
+the reference. All backends give the same bits.
 """
 
 import logging

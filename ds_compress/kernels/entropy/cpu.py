@@ -96,7 +96,6 @@ _decode_dithered_sorted = Function(
 
 
 def encode_entropy(x: Tensor, frame: Frame, dither: int | None = None) -> Tensor:
-    """See `reference.encode_entropy`."""
     if not native.serves(x.numel()):
         return reference.encode_entropy(x, frame, dither)
     code = torch.empty(frame.words, dtype=torch.int16, device="cpu")
@@ -111,7 +110,6 @@ def encode_entropy(x: Tensor, frame: Frame, dither: int | None = None) -> Tensor
 def decode_entropy(
     words: Tensor, frame: Frame, dtype: torch.dtype, dither: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.decode_entropy`."""
     if not native.serves(frame.numel):
         return reference.decode_entropy(words, frame, dtype, dither)
     arguments = _decode_arguments(words, frame, dtype)
@@ -123,7 +121,6 @@ def decode_entropy(
 
 
 def encode_sorted(x: Tensor, frame: Frame, units: SortedBlocks, dither: int | None = None) -> Tensor:
-    """See `reference.encode_sorted`."""
     if not native.serves(x.numel()):
         return reference.encode_sorted_with(encode_entropy, x, frame, units, dither)
     words = torch.empty(frame.words + units.words, dtype=torch.int16, device="cpu")
@@ -139,7 +136,6 @@ def encode_sorted(x: Tensor, frame: Frame, units: SortedBlocks, dither: int | No
 def decode_sorted(
     words: Tensor, frame: Frame, units: SortedBlocks, dtype: torch.dtype, dither: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.decode_sorted`."""
     if not native.serves(frame.numel):
         return reference.decode_sorted_with(decode_entropy, words, frame, units, dtype, dither)
     words = words.contiguous()

@@ -22,26 +22,22 @@ __all__ = ["decode_entropy", "decode_sorted", "encode_entropy", "encode_sorted"]
 
 
 def encode_entropy(x: Tensor, frame: Frame, dither: int | None = None) -> Tensor:
-    """See `reference.encode_entropy`."""
     return encode_with(_CODER, x, frame, dither)
 
 
 def decode_entropy(
     words: Tensor, frame: Frame, dtype: torch.dtype, dither: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.decode_entropy`."""
     return decode_with(_CODER, words, frame, dtype, dither)
 
 
 def encode_sorted(x: Tensor, frame: Frame, units: SortedBlocks, dither: int | None = None) -> Tensor:
-    """See `reference.encode_sorted`."""
     return encode_sorted_with(encode_entropy, x, frame, units, dither)
 
 
 def decode_sorted(
     words: Tensor, frame: Frame, units: SortedBlocks, dtype: torch.dtype, dither: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.decode_sorted`."""
     return decode_sorted_with(decode_entropy, words, frame, units, dtype, dither)
 
 

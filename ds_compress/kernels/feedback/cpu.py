@@ -51,7 +51,6 @@ _decode_int8 = Function("feedback", "decode_int8", "n", codes=_CODES, scales=_SC
 
 
 def delta(x: Tensor, state: Tensor, factor: float) -> Tensor:
-    """See `reference.delta`."""
     if not _is_supported(state, x):
         return reference.delta(x, state, factor)
     y = torch.empty(x.shape, dtype=x.dtype, device="cpu")
@@ -68,7 +67,6 @@ def add_residual(x: Tensor, residual: Tensor, factor: float, finite: Tensor) -> 
 
 
 def update_state(state: Tensor, change: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
-    """See `reference.update_state`."""
     if not _is_supported(state, change):
         return reference.update_state(state, change, divisor)
     new = torch.empty(state.shape, dtype=torch.float32, device="cpu")
@@ -80,7 +78,6 @@ def update_state(state: Tensor, change: Tensor, divisor: float) -> tuple[Tensor,
 def update_residual(
     x: Tensor, residual: Tensor, sent: Tensor, scale: float, residual_decay: float, error_weight: float
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.update_residual`."""
     if not _is_supported(residual, x) or sent.dtype != x.dtype:
         return reference.update_residual(x, residual, sent, scale, residual_decay, error_weight)
     new = torch.empty(residual.shape, dtype=torch.float32, device="cpu")
@@ -99,7 +96,6 @@ def update_residual(
 
 
 def is_finite(matrix: Tensor) -> Tensor:
-    """See `numerics.is_finite`."""
     if matrix.dtype not in FLOATS or not native.serves(matrix.numel()):
         return reference.is_finite(matrix)
     return _as_tensor(_is_finite[matrix.dtype](x=matrix.detach().contiguous(), n=matrix.numel()))

@@ -50,7 +50,6 @@ _to_bf16 = Function(
 
 
 def cast(x: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """See `numerics.cast`."""
     if x.dtype != torch.float32 or dtype != torch.bfloat16 or not native.serves(x.numel()):
         return reference.cast(x, dtype, out)
     rounded = torch.empty_like(empty_template(x.shape, dtype)) if out is None else out

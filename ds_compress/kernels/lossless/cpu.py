@@ -41,7 +41,6 @@ def _calls(dtype: torch.dtype, n: int) -> tuple[Call, Call]:
 
 
 def byte_shuffle(x: Tensor) -> Tensor:
-    """See `reference.byte_shuffle`."""
     n = x.numel()
     if x.dtype not in _DTYPES or not native.serves(n):
         return reference.byte_shuffle(x)
@@ -51,7 +50,6 @@ def byte_shuffle(x: Tensor) -> Tensor:
 
 
 def byte_unshuffle(shuffled: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """See `reference.byte_unshuffle`."""
     if dtype not in _DTYPES or not native.serves(shuffled.numel() // dtype.itemsize):
         return reference.byte_unshuffle(shuffled, dtype, shape)
     template = empty_template(shape, dtype)

@@ -101,7 +101,6 @@ def quantize(
     out: tuple[Tensor, ...] | None = None,
     size: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """See `reference.quantize`."""
     numel, size = groups.numel(), size or groups.shape[1]
     # as `native.serves`, without its frame
     if size > LARGEST_GROUP or numel < native.LONG or library.load() is None:
@@ -126,7 +125,6 @@ def dequantize(
     shape: tuple[int, ...] | None = None,
     dither: int | None = None,
 ) -> Tensor:
-    """See `reference.dequantize`."""
     plan = _decode_plan(parts[0].shape, grid, dtype, shape)
     if plan.is_supported and plan.numel >= native.LONG and library.load() is not None:
         values = torch.empty_like(plan.template)

@@ -59,7 +59,6 @@ def quantize(
     out: tuple[Tensor, ...] | None = None,
     size: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """See `reference.quantize`."""
     groups = groups if size is None else groups.reshape(-1, size)
     if not len(groups) or groups.shape[1] > MAX_GROUP:
         return reference.quantize(groups, grid, dither, out)
@@ -69,7 +68,6 @@ def quantize(
 def quantize_with_error(
     groups: Tensor, residual: Tensor, factor: float, grid: Grid, out: tuple[Tensor, ...] | None = None
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """See `reference.quantize_with_error`."""
     n, size = groups.shape
     if not n or size > MAX_GROUP:
         return reference.quantize_with_error(groups, residual, factor, grid, out)
@@ -120,7 +118,6 @@ def dequantize(
     shape: tuple[int, ...] | None = None,
     dither: int | None = None,
 ) -> Tensor:
-    """See `reference.dequantize`."""
     n, size = parts[0].shape[0], parts[0].shape[1] * 8 // grid.bits
     if not n or size > MAX_GROUP:
         return reference.dequantize(parts, grid, dtype, shape, dither)

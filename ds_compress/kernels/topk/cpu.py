@@ -93,12 +93,10 @@ _largest_plan = lru_cache(LargestPlan)
 
 
 def pack_bits(bits: Tensor) -> Tensor:
-    """See `reference.pack_bits`."""
     return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
 
 
 def unpack_bits(packed: Tensor, numel: int) -> Tensor:
-    """See `reference.unpack_bits`."""
     return torch.from_numpy(np.unpackbits(packed.numpy(), count=numel, bitorder="little").view(np.bool_))
 
 
@@ -129,7 +127,6 @@ def list_bits(packed: Tensor, numel: int, count: int) -> Tensor:
 
 
 def copy_bits(packed: Tensor, numel: int, count: int) -> Tensor:
-    """See `reference.copy_bits`."""
     if native.serves(numel):
         return packed.clone()
     return list_bits(packed, numel, count)

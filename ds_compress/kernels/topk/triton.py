@@ -40,7 +40,6 @@ SCANNED = 4  # blocks in which one program looks for inf and nan
 
 
 def select_largest(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """See `reference.select_largest`."""
     if x.itemsize > 4 or x.shape[1] > LONGEST_ROW:
         return reference.select_largest(x, k)
     d = x.shape[1]
@@ -199,7 +198,6 @@ def _write(
 
 
 def pack_bits(bits: Tensor) -> Tensor:
-    """See `reference.pack_bits`."""
     bits = bits.contiguous().view(torch.uint8)
     packed = bits.new_empty(triton.cdiv(bits.numel(), 8))
     if bits.numel():
@@ -209,7 +207,6 @@ def pack_bits(bits: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, numel: int) -> Tensor:
-    """See `reference.unpack_bits`."""
     bits = packed.new_empty(numel)
     if numel:
         with torch.cuda.device_of(packed):
@@ -218,7 +215,6 @@ def unpack_bits(packed: Tensor, numel: int) -> Tensor:
 
 
 def set_bits(indices: Tensor, numel: int) -> Tensor:
-    """See `reference.set_bits`."""
     return pack_bits(reference.as_mask(indices, numel))
 
 
@@ -299,7 +295,6 @@ def copy_bits(packed: Tensor, numel: int, count: int) -> Tensor:
 
 
 def gather(x: Tensor, entries: Tensor, count: int) -> Tensor:
-    """See `reference.gather`."""
     bits, numel = as_integers(x.detach()), x.numel()
     values = bits.new_empty(count)
     if not count:
@@ -328,7 +323,6 @@ def gather(x: Tensor, entries: Tensor, count: int) -> Tensor:
 
 
 def scatter(values: Tensor, entries: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """See `reference.scatter`."""
     if entries.dtype != torch.uint8:
         return reference.scatter(values, entries, shape)
     bits = as_integers(values)
