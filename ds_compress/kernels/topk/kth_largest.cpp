@@ -12,20 +12,20 @@ constexpr int64_t MANY = 1 << 15;  // of more entries those that no longer matte
 
 // Those of 64 entries, of which `width` exist, whose keys are above `key`.
 template <class Bits>
-uint64_t above(const Bits* x, int64_t width, Bits key, Bits infinity) {
-    return key < infinity ? reaching(x, width, static_cast<Bits>(key + 1)) : 0;
+uint64_t mask_above(const Bits* x, int64_t width, Bits key, Bits infinity) {
+    return key < infinity ? mask_at_least(x, width, static_cast<Bits>(key + 1)) : 0;
 }
 
 // Copies the entries of x [n] whose keys are from `low` to `high` to `inside` [n], which may be x, and counts those with
 // higher ones. Returns how many are inside.
 template <class Bits>
-int64_t between(const Bits* x, int64_t n, Bits low, Bits high, Bits infinity, Bits* inside, int64_t& higher) {
+int64_t collect_band(const Bits* x, int64_t n, Bits low, Bits high, Bits infinity, Bits* inside, int64_t& higher) {
     Bits* place = inside;
     higher = 0;
     for (int64_t i = 0; i < n; i += WORD) {
-        const uint64_t beyond = above(x + i, n - i, high, infinity);
+        const uint64_t beyond = mask_above(x + i, n - i, high, infinity);
         higher += __builtin_popcountll(beyond);
-        place = take(x + i, n - i, reaching(x + i, n - i, low) & ~beyond, place, inside + n);
+        place = compress(x + i, n - i, mask_at_least(x + i, n - i, low) & ~beyond, place, inside + n);
     }
     return place - inside;
 }
@@ -39,27 +39,27 @@ struct Ranked {
 
 // Fills up the last word of x [n].
 template <class Bits>
-void fill_up(Bits* x, int64_t n) {
+void zero_tail(Bits* x, int64_t n) {
     while (n % WORD) x[n++] = 0;
 }
 
 // The key of `rank`, 1 for the largest, among those of x [n], from `low` to `high`: its bits one after the other. Of many
 // entries x is lost; what is behind its last one, up to a whole word, is.
 template <class Bits>
-Ranked<Bits> ranked(Bits* x, int64_t n, Bits low, Bits high, int64_t rank) {
+Ranked<Bits> find_rank(Bits* x, int64_t n, Bits low, Bits high, int64_t rank) {
     const Bits most = high;
     int64_t higher = 0, reached = n;  // with keys above `high`; from `low` on
-    fill_up(x, n);
+    zero_tail(x, n);
     while (low < high) {
         const Bits middle = high - (high - low) / 2;
         int64_t upper = 0;
-        for (int64_t i = 0; i < n; i += WORD) upper += __builtin_popcountll(reaching(x + i, WORD, middle));
+        for (int64_t i = 0; i < n; i += WORD) upper += __builtin_popcountll(mask_at_least(x + i, WORD, middle));
         if (upper >= rank) low = middle, reached = upper;
         else high = middle - 1, higher = upper;
         if (n > MANY && reached - higher < n / 2) {
-            reached = between(x, n, low, high, most, x, higher);
+            reached = collect_band(x, n, low, high, most, x, higher);
             rank -= higher, n = reached, higher = 0;
-            fill_up(x, n);
+            zero_tail(x, n);
         }
     }
     return {low, reached - higher, rank - higher};
@@ -68,31 +68,31 @@ Ranked<Bits> ranked(Bits* x, int64_t n, Bits low, Bits high, int64_t rank) {
 // The keys that those of the ranks `first` and `last` of every stride-th entry of x [d] lie between: of their highest 16
 // bits.
 template <class Bits>
-void look(const Bits* x, int64_t d, int64_t stride, int64_t first, int64_t last, Bits infinity, Bits& low, Bits& high) {
+void bracket(const Bits* x, int64_t d, int64_t stride, int64_t first, int64_t last, Bits infinity, Bits& low, Bits& high) {
     constexpr int SHIFT = 8 * sizeof(Bits) - 16;
     alignas(64) uint16_t sample[MANY];
     const uint16_t most = infinity >> SHIFT;
     int64_t length = 0;
     for (int64_t i = 0; i < d && length < MANY; i += stride) sample[length++] = x[i] >> SHIFT;
-    const uint16_t upper = ranked<uint16_t>(sample, length, 0, most, first).key;
-    low = static_cast<Bits>(ranked<uint16_t>(sample, length, 0, upper, last).key) << SHIFT;
+    const uint16_t upper = find_rank<uint16_t>(sample, length, 0, most, first).key;
+    low = static_cast<Bits>(find_rank<uint16_t>(sample, length, 0, upper, last).key) << SHIFT;
     high = upper < most ? (static_cast<Bits>(upper + 1) << SHIFT) - 1 : infinity;
 }
 
 // The k-th largest key of x [d]. `space` is for what is looked at, up to a whole word.
 template <class Bits>
-Ranked<Bits> cut_of(const Bits* x, int64_t d, int64_t k, int64_t stride, int64_t first, int64_t last, Bits infinity,
+Ranked<Bits> find_kth(const Bits* x, int64_t d, int64_t k, int64_t stride, int64_t first, int64_t last, Bits infinity,
                     Bits* space) {
     Bits low = 0, high = infinity;
-    if (stride > 1) look(x, d, stride, first, last, infinity, low, high);
-    int64_t higher, count = between(x, d, low, high, infinity, space, higher);
+    if (stride > 1) bracket(x, d, stride, first, last, infinity, low, high);
+    int64_t higher, count = collect_band(x, d, low, high, infinity, space, higher);
     if (higher >= k || higher + count < k)  // misled
-        low = 0, high = infinity, count = between(x, d, low, high, infinity, space, higher);
-    return ranked(space, count, low, high, k - higher);
+        low = 0, high = infinity, count = collect_band(x, d, low, high, infinity, space, higher);
+    return find_rank(space, count, low, high, k - higher);
 }
 
 // Sets the bits of `word` from bit `place` of `packed` [bytes] on, where they are zeros.
-void put(uint64_t word, uint8_t* packed, int64_t bytes, int64_t place) {
+void write_bits(uint64_t word, uint8_t* packed, int64_t bytes, int64_t place) {
     const int64_t first = place >> 3, available = bytes - first, over = place & 7;
     if (available >= 8 && !over) {
         std::memcpy(packed + first, &word, 8);
@@ -112,15 +112,15 @@ void select_largest(const Bits* x, int64_t rows, int64_t d, int64_t k, int64_t s
     const Bits* end = values + rows * k;
     std::memset(packed, 0, bytes);
     for (int64_t row = 0; row < rows; ++row, x += d) {
-        const Ranked<Bits> cut = cut_of(x, d, k, stride, first, last, infinity, space);
+        const Ranked<Bits> cut = find_kth(x, d, k, stride, first, last, infinity, space);
         const bool all = cut.equal == cut.ties;  // as where no other entry has this key
         int64_t ties = all ? 0 : cut.ties;
         for (int64_t i = 0; i < d; i += WORD) {
-            uint64_t word = all ? reaching(x + i, d - i, cut.key) : above(x + i, d - i, cut.key, infinity);
+            uint64_t word = all ? mask_at_least(x + i, d - i, cut.key) : mask_above(x + i, d - i, cut.key, infinity);
             if (ties > 0)
-                for_each(reaching(x + i, d - i, cut.key) & ~word, [&](int j) { word |= ties-- > 0 ? 1ULL << j : 0; });
-            values = take(x + i, d - i, word, values, end);
-            put(word, packed, bytes, row * d + i);
+                for_each(mask_at_least(x + i, d - i, cut.key) & ~word, [&](int j) { word |= ties-- > 0 ? 1ULL << j : 0; });
+            values = compress(x + i, d - i, word, values, end);
+            write_bits(word, packed, bytes, row * d + i);
         }
     }
 }

@@ -23,7 +23,7 @@ inline uint64_t pack(const uint8_t* hit) {
 
 // Those of the first `width` of 64 entries for which `holds`.
 template <class Entry, class F>
-inline uint64_t which(const Entry* x, int64_t width, F holds) {
+inline uint64_t mask_where(const Entry* x, int64_t width, F holds) {
     uint8_t hit[WORD] = {};
     if (width >= WORD) {
         for (int64_t j = 0; j < WORD; ++j) hit[j] = holds(x[j]);
@@ -35,16 +35,16 @@ inline uint64_t which(const Entry* x, int64_t width, F holds) {
 
 // The magnitudes, floats as integers, that reach `least`, which is not negative.
 template <class Bits>
-inline uint64_t reaching(const Bits* x, int64_t width, Bits least) {
+inline uint64_t mask_at_least(const Bits* x, int64_t width, Bits least) {
     constexpr Bits magnitude = static_cast<Bits>(~Bits(0)) >> 1;
-    return which(x, width, [&](Bits bits) { return static_cast<Bits>(bits & magnitude) >= least; });
+    return mask_where(x, width, [&](Bits bits) { return static_cast<Bits>(bits & magnitude) >= least; });
 }
 
 #if defined(__AVX512BW__)
 
 template <>
-inline uint64_t reaching(const uint32_t* x, int64_t width, uint32_t least) {
-    if (width < WORD) return which(x, width, [&](uint32_t bits) { return (bits & 0x7FFFFFFF) >= least; });
+inline uint64_t mask_at_least(const uint32_t* x, int64_t width, uint32_t least) {
+    if (width < WORD) return mask_where(x, width, [&](uint32_t bits) { return (bits & 0x7FFFFFFF) >= least; });
     uint64_t word = 0;
     for (int i = 0; i < WORD; i += 16) {
         const __m512i key = _mm512_maskz_and_epi32(ALL, _mm512_loadu_si512(x + i), _mm512_set1_epi32(0x7FFFFFFF));
@@ -55,8 +55,8 @@ inline uint64_t reaching(const uint32_t* x, int64_t width, uint32_t least) {
 }
 
 template <>
-inline uint64_t reaching(const uint16_t* x, int64_t width, uint16_t least) {
-    if (width < WORD) return which(x, width, [&](uint16_t bits) { return (bits & 0x7FFF) >= least; });
+inline uint64_t mask_at_least(const uint16_t* x, int64_t width, uint16_t least) {
+    if (width < WORD) return mask_where(x, width, [&](uint16_t bits) { return (bits & 0x7FFF) >= least; });
     uint64_t word = 0;
     for (int i = 0; i < WORD; i += 32) {
         const __m512i key = _mm512_and_si512(_mm512_loadu_si512(x + i), _mm512_set1_epi16(0x7FFF));
@@ -69,8 +69,8 @@ inline uint64_t reaching(const uint16_t* x, int64_t width, uint16_t least) {
 #elif defined(__AVX2__)
 
 template <>
-inline uint64_t reaching(const uint32_t* x, int64_t width, uint32_t least) {
-    if (width < WORD) return which(x, width, [&](uint32_t bits) { return (bits & 0x7FFFFFFF) >= least; });
+inline uint64_t mask_at_least(const uint32_t* x, int64_t width, uint32_t least) {
+    if (width < WORD) return mask_where(x, width, [&](uint32_t bits) { return (bits & 0x7FFFFFFF) >= least; });
     const __m256i bound = _mm256_set1_epi32(static_cast<int32_t>(least));
     uint64_t below = 0;
     for (int i = 0; i < WORD; i += 8) {
@@ -83,8 +83,8 @@ inline uint64_t reaching(const uint32_t* x, int64_t width, uint32_t least) {
 }
 
 template <>
-inline uint64_t reaching(const uint16_t* x, int64_t width, uint16_t least) {
-    if (width < WORD) return which(x, width, [&](uint16_t bits) { return (bits & 0x7FFF) >= least; });
+inline uint64_t mask_at_least(const uint16_t* x, int64_t width, uint16_t least) {
+    if (width < WORD) return mask_where(x, width, [&](uint16_t bits) { return (bits & 0x7FFF) >= least; });
     const __m256i bound = _mm256_set1_epi16(static_cast<int16_t>(least));
     const auto less = [&](const uint16_t* place) {
         const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(place));
@@ -113,9 +113,9 @@ inline void for_each(uint64_t word, F visit) {
 #define WITH_VBMI2 __attribute__((target("avx512vbmi2")))
 inline const bool HAS_VBMI2 = (__builtin_cpu_init(), __builtin_cpu_supports("avx512vbmi2"));
 
-// `take` for 64 entries of 16 bits.
+// `compress` for 64 entries of 16 bits.
 template <class Entry>
-WITH_VBMI2 Entry* take_halves(const Entry* x, uint64_t word, Entry* place) {
+WITH_VBMI2 Entry* compress_halves(const Entry* x, uint64_t word, Entry* place) {
     for (int i = 0; i < WORD; i += 32) {
         const __mmask32 kept = static_cast<__mmask32>(word >> i);
         _mm512_storeu_si512(place, _mm512_maskz_compress_epi16(kept, _mm512_loadu_si512(x + i)));
@@ -124,9 +124,9 @@ WITH_VBMI2 Entry* take_halves(const Entry* x, uint64_t word, Entry* place) {
     return place;
 }
 
-// `spread` for 64 entries of 16 bits.
+// `expand` for 64 entries of 16 bits.
 template <class Entry>
-WITH_VBMI2 const Entry* spread_halves(const Entry* values, uint64_t word, Entry* y) {
+WITH_VBMI2 const Entry* expand_halves(const Entry* values, uint64_t word, Entry* y) {
     for (int i = 0; i < WORD; i += 32) {
         const __mmask32 selected = static_cast<__mmask32>(word >> i);
         _mm512_storeu_si512(y + i, _mm512_maskz_expand_epi16(selected, _mm512_loadu_si512(values)));
@@ -140,7 +140,7 @@ WITH_VBMI2 const Entry* spread_halves(const Entry* values, uint64_t word, Entry*
 // Copies those of the first `width` of 64 entries that are set, in order, to `place`, from which on up to `end` there is
 // room for them. Returns where they end.
 template <class Entry>
-inline Entry* take(const Entry* x, int64_t width, uint64_t word, Entry* place, const Entry* end) {
+inline Entry* compress(const Entry* x, int64_t width, uint64_t word, Entry* place, const Entry* end) {
 #if defined(__AVX512F__)
     if (sizeof(Entry) == 4 && width >= WORD && end - place >= WORD) {
         for (int i = 0; i < WORD; i += 16) {
@@ -150,7 +150,7 @@ inline Entry* take(const Entry* x, int64_t width, uint64_t word, Entry* place, c
         }
         return place;
     }
-    if (sizeof(Entry) == 2 && HAS_VBMI2 && width >= WORD && end - place >= WORD) return take_halves(x, word, place);
+    if (sizeof(Entry) == 2 && HAS_VBMI2 && width >= WORD && end - place >= WORD) return compress_halves(x, word, place);
 #endif
     static_cast<void>(width), static_cast<void>(end);
     for_each(word, [&](int j) { *place++ = x[j]; });
@@ -160,7 +160,7 @@ inline Entry* take(const Entry* x, int64_t width, uint64_t word, Entry* place, c
 // The inverse: puts what begins at `values`, and goes on up to `end`, to those of the first `width` of 64 entries that are
 // set, and zeros to the others. Returns where those end that found a place.
 template <class Entry>
-inline const Entry* spread(const Entry* values, const Entry* end, int64_t width, uint64_t word, Entry* y) {
+inline const Entry* expand(const Entry* values, const Entry* end, int64_t width, uint64_t word, Entry* y) {
 #if defined(__AVX512F__)
     if (sizeof(Entry) == 4 && width >= WORD && end - values >= WORD) {
         for (int i = 0; i < WORD; i += 16) {
@@ -170,7 +170,7 @@ inline const Entry* spread(const Entry* values, const Entry* end, int64_t width,
         }
         return values;
     }
-    if (sizeof(Entry) == 2 && HAS_VBMI2 && width >= WORD && end - values >= WORD) return spread_halves(values, word, y);
+    if (sizeof(Entry) == 2 && HAS_VBMI2 && width >= WORD && end - values >= WORD) return expand_halves(values, word, y);
 #endif
     // zeros by the stores of vectors: compilers make of a short memset, whose length they know, an instruction that takes
     // long to start
@@ -183,7 +183,7 @@ inline const Entry* spread(const Entry* values, const Entry* end, int64_t width,
 }
 
 // Word number `i` / 64 of a bit string of n bits, of which no other one is set.
-inline uint64_t word_at(const uint8_t* packed, int64_t i, int64_t n) {
+inline uint64_t load_word(const uint8_t* packed, int64_t i, int64_t n) {
     uint64_t word = 0;
     const int64_t width = n - i < WORD ? n - i : WORD;
     std::memcpy(&word, packed + i / 8, (width + 7) / 8);

@@ -10,12 +10,12 @@ template <class Entry>
 void gather(const Entry* x, int64_t n, const uint8_t* packed, int64_t count, Entry* out) {
     const Entry* end = out + count;
     for (int64_t i = 0; i < n; i += WORD) {
-        const uint64_t word = word_at(packed, i, n);
+        const uint64_t word = load_word(packed, i, n);
         if (end - out < __builtin_popcountll(word)) {
             for_each(word, [&](int j) { if (out < end) *out++ = x[i + j]; });
             return;
         }
-        out = take(x + i, n - i, word, out, end);
+        out = compress(x + i, n - i, word, out, end);
     }
     while (out < end) *out++ = x[0];
 }
@@ -25,12 +25,12 @@ void gather(const Entry* x, int64_t n, const uint8_t* packed, int64_t count, Ent
 template <class Entry>
 void scatter(const Entry* values, int64_t count, const uint8_t* packed, int64_t n, Entry* y) {
     const Entry* end = values + count;
-    for (int64_t i = 0; i < n; i += WORD) values = spread(values, end, n - i, word_at(packed, i, n), y + i);
+    for (int64_t i = 0; i < n; i += WORD) values = expand(values, end, n - i, load_word(packed, i, n), y + i);
 }
 
 }  // namespace
 
-#define HELD(BITS)                                                                                                   \
+#define GATHER_SCATTER(BITS)                                                                                                   \
     void gather##BITS(const uint##BITS##_t* x, int64_t n, const uint8_t* packed, int64_t count,                      \
                       uint##BITS##_t* out) {                                                                         \
         gather(x, n, packed, count, out);                                                                            \
@@ -44,9 +44,9 @@ void scatter(const Entry* values, int64_t count, const uint8_t* packed, int64_t 
 
 extern "C" {
 
-HELD(16)
-HELD(32)
-HELD(64)
+GATHER_SCATTER(16)
+GATHER_SCATTER(32)
+GATHER_SCATTER(64)
 
 // Sets the bits `indices` [count] of the zeros `packed`; bit j of byte i belongs to entry 8 * i + j, of n. Returns the
 // place of the first index that is none of an entry, or `count`.
@@ -62,7 +62,7 @@ int64_t set_bits(const int64_t* indices, int64_t count, uint8_t* packed, int64_t
 void list_bits(const uint8_t* packed, int64_t n, int64_t most, int64_t* found) {
     int64_t count = 0;
     for (int64_t i = 0; i < n; i += WORD) {
-        uint64_t word = word_at(packed, i, n);
+        uint64_t word = load_word(packed, i, n);
         if (count + __builtin_popcountll(word) > most) {
             for (; word && count < most; word &= word - 1) found[count++] = i + __builtin_ctzll(word);
             return;
