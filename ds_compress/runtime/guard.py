@@ -3,6 +3,7 @@
 After a training step the last micro-batch of that step passes the pipeline twice more, in evaluation, by
 DeepSpeed's own schedule; all micro-batches of the step where that schedule takes no fewer. This leaves the
 state of training unchanged.
+
 To relax settings is to double the bits, the density or the rank; if that is not possible, not to compress.
 """
 
@@ -29,7 +30,7 @@ from ds_compress.monitor.limits import LOSSLESS, MessageQuality
 from ds_compress.monitor.metrics import LOSS_COST, label
 from ds_compress.runtime.interface import Change
 
-MOST = {"bits": 8, "density": 0.5, "rank": 2**16}
+MILDEST = {"bits": 8, "density": 0.5, "rank": 2**16}
 """Options that set the strength of a codec, with their mildest values."""
 
 NONE = {"codec": "none", "feedback": "none"}
@@ -59,7 +60,7 @@ def _milder(config: Config, adopted: dict[str, Any], number: int, direction: str
     fixed = any(any(layers(present, kind)) for kind in (BothDirections, Learns, ObservesWarmup))
     tries: list[dict[str, Any]] = [
         {direction: {"codec": {**codec, name: value}}}
-        for name, most in MOST.items()
+        for name, most in MILDEST.items()
         for value in _values(getattr(present.options, name, most), most)
         if not fixed
     ]
