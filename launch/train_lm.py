@@ -152,6 +152,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--eval-every", type=int, default=0, help="steps between held-out losses; 0: never")
+    parser.add_argument(
+        "--replica",
+        type=int,
+        default=0,
+        help="number of this launch, if several train one model: draws other batches",
+    )
     parser.add_argument("--data", help="text file or folder (default: Python's standard library)")
     parser.add_argument("--save", help="checkpoint folder to write")
     parser.add_argument("--load", help="checkpoint folder to resume from")
@@ -184,7 +190,8 @@ def main() -> None:
     if args.load:
         engine.load_checkpoint(args.load)
 
-    sizes = engine.train_micro_batch_size_per_gpu(), args.seq, args.seed, engine.grid.get_data_parallel_rank()
+    replica = args.replica * engine.grid.get_data_parallel_world_size() + engine.grid.get_data_parallel_rank()
+    sizes = engine.train_micro_batch_size_per_gpu(), args.seq, args.seed, replica
     data = batches(train_tokens, *sizes, start=engine.global_steps * engine.gradient_accumulation_steps())
     bar = tqdm(
         range(engine.global_steps, args.steps), unit="step", mininterval=1, disable=engine.global_rank != 0

@@ -1,6 +1,7 @@
 """ds-compress replica-store: where replicas that are launched apart meet, until it is stopped."""
 
 import argparse
+import resource
 import threading
 from contextlib import suppress
 from typing import Any
@@ -20,6 +21,9 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if not 0 <= args.port < 2**16:
         raise CompressionError(f"--port: {args.port} is not allowed; allowed: 0 to 65535")
+    # strangers that connect and stay must not use up what replicas need
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
         store = TCPStore("localhost", args.port, is_master=True, wait_for_workers=False)
     except RuntimeError as error:

@@ -68,7 +68,7 @@ def _plots() -> dict[str, Any]:
 def summarize(run: RecordedRun) -> dict[str, float]:
     """Compute final loss (mean of the last values), bytes on the wire, ratio and median step of a run; nan
     where unknown."""
-    sent, gradients = run.total("wire_bytes"), run.between_replicas("wire_bytes")
+    sent, gradients, rounds = run.total("wire_bytes"), run.between_replicas("wire_bytes"), run.rounds()
     return {
         "steps": len(run.series[LOSS]),
         "final loss": run.final_loss,
@@ -76,6 +76,8 @@ def summarize(run: RecordedRun) -> dict[str, float]:
         "ratio": bytes_ratio(run.total),
         "MB between replicas": gradients[-1][1] / 1e6 if gradients else math.nan,
         "their ratio": bytes_ratio(run.between_replicas),
+        "rounds": rounds.get("rounds", math.nan),
+        "s per round": rounds.get("seconds", math.nan),
         "ms per step": run.median("step_ms"),
         "ms per step if uncompressed (estimate)": run.median("uncompressed_step_ms"),
     }

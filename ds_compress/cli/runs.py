@@ -57,6 +57,30 @@ class RecordedRun:
         stages = (replicas_label(stage, name) for stage in itertools.count())
         return _sum([self.series[stage] for stage in itertools.takewhile(self.series.__contains__, stages)])
 
+    def rounds(self) -> dict[str, float]:
+        """Return what rounds of replicas that are launched apart were like; empty if there were none.
+
+        Returns:
+            rounds: their number; members_least, members_most: replicas that counted; mb: sent by this one
+            in a round, by all stages; seconds: median, of the slowest stage.
+        """
+        counts = self.series.get(replicas_label(0, "rounds"), [])
+        if not counts or not counts[-1][1]:
+            return {}
+        samples = {at for at, count in counts if count}
+        members = [count for at, count in self.series[replicas_label(0, "members")] if at in samples]
+        stages = itertools.takewhile(
+            self.series.__contains__, (replicas_label(n, "round_s") for n in itertools.count())
+        )
+        seconds = [statistics.median(s for at, s in self.series[stage] if at in samples) for stage in stages]
+        return {
+            "rounds": counts[-1][1],
+            "members_least": min(members),
+            "members_most": max(members),
+            "mb": self.between_replicas("wire_bytes")[-1][1] / counts[-1][1] / 1e6,
+            "seconds": max(seconds),
+        }
+
     def median(self, name: str, boundary: int | None = None, direction: str | None = None) -> float:
         """Return median of the finite values of a label, nan when there is none."""
         values = [
@@ -113,6 +137,14 @@ def headline(run: RecordedRun, base: RecordedRun | None) -> str:
         facts.append(f"{times:.3g}x fewer bytes" if times >= 1.01 else "messages uncompressed")
     if not math.isnan(of_replicas):
         facts.append(f"{of_replicas:.3g}x fewer bytes between replicas")
+    rounds = run.rounds()
+    if rounds:
+        least, most = rounds["members_least"], rounds["members_most"]
+        members = f"{least:g}" if least == most else f"{least:g} to {most:g}"
+        facts.append(
+            f"{rounds['rounds']:g} rounds of {members} replicas, {rounds['mb']:.3g} MB and "
+            f"{rounds['seconds']:.3g} s each"
+        )
     if base is not None and base is not run:
         facts.append(f"{run.final_loss - base.final_loss:+.3f} loss")
         faster = base.median("step_ms") / run.median("step_ms")

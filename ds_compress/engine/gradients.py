@@ -146,6 +146,7 @@ class GradientTraffic:
             "gradient_error": self._gradient_error,
             "residual_norm": exchange.residual_norm(),
             "round_s": 0.0,
+            "rounds": 0.0,
             "members": exchange.replicas.size,
         }
 

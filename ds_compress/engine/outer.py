@@ -6,6 +6,7 @@ taken. All ranks of the launch apply its result in the same step, or none does: 
 seat among the others at the next turn.
 """
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -19,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from datetime import timedelta
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -31,18 +32,18 @@ from torch import distributed as dist
 from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ds_compress.config import KEY, Config
+from ds_compress.config import Config
 from ds_compress.config.replicas import STORE
-from ds_compress.errors import CompressionError, in_one_line, shown
+from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.feedback.state import residuals
 from ds_compress.message.layout import Counters
 from ds_compress.replicas.outer_step import EXACT, MIN_DELTA_NUMEL, Anchor, DeltaCodec, DeltaPart
 from ds_compress.replicas.rounds import BEAT_S, TRANSFER_S, Position, Rounds, TurnResult
 from ds_compress.replicas.slices import GRADIENT, is_compressed
-from ds_compress.version import __version__
+from ds_compress.replicas.store import PLACE, connect, parse_address, shared_settings
 
-PLACE = f"{KEY}.replicas"
-CONNECT_S = 30.0
+EXIT_S = 5.0
+"""Seconds in which a thread answers that is in no call of the store."""
 STATE = 2**16
 """Number under which a checkpoint has what is not the residual of a slice."""
 TIED = 2**15
@@ -73,7 +74,7 @@ class OuterTraffic:
         """
         assert config.outer is not None and config.outer_codec is not None
         self._engine = engine
-        self._options, self._block = config.outer, config.block
+        self._options, self._shared = config.outer, shared_settings(config)
         assert config.block.replicas is not None
         self.every = config.block.replicas.every
         masters = find_masters(engine)
@@ -86,13 +87,14 @@ class OuterTraffic:
         self._joins = itertools.count()
         self._turn = 0
         self._worker: _Worker | None = None  # None: this replica has no seat
-        self._pending: Future[TurnResult] | None = None
-        self._started = 0.0
+        self._pending: Future[tuple[TurnResult, float]] | None = None  # with its duration in seconds
         self._residuals: dict[int, dict[str, Tensor]] = {}  # before the turn in progress
         self.anchor: Anchor | None = None  # None until the first step
         self.position: Position | None = None
         self.base: Tensor | None = None
         """Of the last turn, until the weights have its result; see replicas/outer_step.py."""
+        self.watch: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        """Around the moment at which weights get the outcome of a round."""
         self.sent = Counters()
         self._round_s, self._members = 0.0, 0
 
@@ -113,6 +115,7 @@ class OuterTraffic:
             "gradient_error": math.nan,
             "residual_norm": torch.stack(norms).norm().item() if norms else 0.0,
             "round_s": self._round_s,
+            "rounds": self.sent.messages,
             "members": self._members,
         }
 
@@ -144,14 +147,18 @@ class OuterTraffic:
                 self.collect()
                 self._apply()
 
+    def may_apply(self, step: int) -> bool:
+        """Return whether weights may get the outcome of a round after `step`, counted from 1."""
+        return step % self.every in (0, self._options.delay)
+
     def collect(self) -> None:
         """Wait for the result of the turn in progress, if there is one; all ranks get it, or none."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        progress, failure = None, ""
+        progress, seconds, failure = None, 0.0, ""
         try:
-            progress = pending.result(self._options.grace_s + 2 * TRANSFER_S)
+            progress, seconds = pending.result(self._options.grace_s + 2 * TRANSFER_S)
         except Exception as error:
             failure = in_one_line(error)
         if not _all(self._engine, progress is not None):
@@ -161,7 +168,7 @@ class OuterTraffic:
         assert progress is not None
         self.anchor, self.position, self.base = progress.anchor, progress.position, progress.base
         count = len(progress.members)
-        self._round_s, self._members = time.perf_counter() - self._started, count
+        self._round_s, self._members = seconds, count
         self.sent.messages += 1
         self.sent.wire_bytes += self.codec.nbytes
         if progress.is_member:
@@ -204,7 +211,7 @@ class OuterTraffic:
         """Send what was learned, in the background."""
         assert self._worker is not None and self.anchor is not None and self.position is not None
         self._turn += 1
-        self._started, self._residuals = time.perf_counter(), self.codec.residuals()
+        self._residuals = self.codec.residuals()
         sent = _read(find_masters(self._engine))
         turn = functools.partial(
             self._worker.rounds.take_turn, self._turn, self.anchor, self.position, sent, self.codec
@@ -217,7 +224,8 @@ class OuterTraffic:
         if base is None or self.anchor is None:
             return
         masters = find_masters(self._engine)
-        _write(self._engine, masters, self.anchor.values + (_read(masters) - base))
+        with self.watch():
+            _write(self._engine, masters, self.anchor.values + (_read(masters) - base))
 
     def _lose_seat(self, failure: str) -> None:
         self.close()
@@ -247,7 +255,7 @@ class OuterTraffic:
             position = self.position or Position(0, digest)
             verdict: dict[str, Any] = {"address": os.environ.get(STORE, ""), "own": position}
             try:
-                worker = _Worker(_connect(verdict["address"]), self._options)
+                worker = _Worker(connect(verdict["address"]), self._options)
                 verdict["seat"] = worker.rounds.join(self._settings(shapes), position)
             except CompressionError as error:
                 verdict["refused"] = str(error)
@@ -263,7 +271,7 @@ class OuterTraffic:
         position, self.position = Position(*head), Position(*verdict["own"])
         if not failure:
             try:
-                worker = worker or _Worker(_connect(verdict["address"]), self._options)
+                worker = worker or _Worker(connect(verdict["address"]), self._options)
                 worker.rounds.number = number
                 if is_newcomer:
                     own_digest, numel = self.position.digest, self.codec.numel
@@ -288,14 +296,8 @@ class OuterTraffic:
 
     def _settings(self, shapes: tuple[str, ...]) -> dict[str, Any]:
         """Return what all replicas must have, by JSON path or in words."""
-        replicas, outer = self._block.replicas, self._options
-        assert replicas is not None
-        codec = {"codec": self.codec.codec.settings, "every": self.every}
-        found = codec | {f"outer.{name}": getattr(outer, name) for name in ("lr", "momentum", "delay")}
         return {
-            "ds_compress": __version__,
-            **{f"{PLACE}.{name}": value for name, value in found.items()},
-            f"{KEY}.seed": self._block.seed,
+            **self._shared,
             "ranks of a launch": len(shapes),
             "shapes of the parameters of all ranks": list(shapes),
         }
@@ -310,15 +312,22 @@ class _Worker:
         thread = threading.Thread(target=_work, args=(self.rounds, self._tasks), daemon=True)
         thread.name = "ds_compress_replicas"
         thread.start()
-        weakref.finalize(self, self._tasks.put, None)
+        weakref.finalize(self, _end, self.rounds, self._tasks, thread)
 
-    def run(self, task: Callable[[], TurnResult]) -> "Future[TurnResult]":
-        future: Future[TurnResult] = Future()
+    def run(self, task: Callable[[], TurnResult]) -> "Future[tuple[TurnResult, float]]":
+        future: Future[tuple[TurnResult, float]] = Future()
         self._tasks.put((future, task))
         return future
 
     def close(self) -> None:
         self._tasks.put(None)
+
+
+def _end(rounds: Rounds, tasks: "queue.SimpleQueue[Any]", thread: threading.Thread) -> None:
+    """Let the thread end before the interpreter does: inside the store it would abort the process."""
+    rounds.ended.set()
+    tasks.put(None)
+    thread.join(EXIT_S)
 
 
 def _work(rounds: Rounds, tasks: "queue.SimpleQueue[Any]") -> None:
@@ -327,15 +336,17 @@ def _work(rounds: Rounds, tasks: "queue.SimpleQueue[Any]") -> None:
             found = tasks.get(timeout=BEAT_S)
         except queue.Empty:
             try:
-                rounds.beat() if rounds.number >= 0 else None
-            except RuntimeError:  # the next turn says it
+                if rounds.number >= 0:
+                    rounds.beat()
+            except (CompressionError, RuntimeError):  # the next turn says it
                 return
             continue
         if found is None:
             return
         future, task = found
+        started = time.perf_counter()
         try:
-            future.set_result(task())
+            future.set_result((task(), time.perf_counter() - started))
         except BaseException as error:
             future.set_exception(error)
 
@@ -361,7 +372,7 @@ def check_outer(engine: Any) -> None:
             'weights; set "zero_optimization": {"stage": 1}'
         )
     if dist.get_rank() == 0:
-        _address(os.environ.get(STORE, ""))
+        parse_address(os.environ.get(STORE, ""))
 
 
 def find_masters(engine: Any) -> list[Master]:
@@ -440,18 +451,3 @@ def _all(engine: Any, holds: bool) -> bool:
     everywhere = torch.tensor(int(holds), dtype=torch.int32, device=engine.device)
     dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
     return bool(everywhere)
-
-
-def _address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 2**16:
-        came = f"{STORE} is {shown(text)}" if text else f"{STORE} is not set"
-        raise CompressionError(
-            f"{PLACE}.every: {came}; set it to HOST:PORT, where `ds-compress replica-store --port PORT` runs"
-        )
-    return host.strip("[]"), int(port)
-
-
-def _connect(address: str) -> TCPStore:
-    host, port = _address(address)
-    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S))

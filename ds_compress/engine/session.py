@@ -112,6 +112,8 @@ class Session:
             self.stage.groups.append(self.gradients.exchange.replicas.group)
         self.outer = OuterTraffic(engine, config) if config.outer else None
         self.guard = Guard(config, engine.global_rank, boundaries)
+        if self.outer is not None:
+            self.outer.watch = functools.partial(self.guard.watch_round, engine)
         self.replica_check = ReplicaCheck(self.stage, self.sides(), engine.grid, engine.device)
         self.monitor = Monitor(
             config,
@@ -186,12 +188,17 @@ class Session:
         """Wrap a `train_batch` of the engine: the guard checks some of them."""
         engine, guard = self.engine, self.guard
         with self.watchdog.watch():
-            guard.begin_step(engine.global_steps + 1, self.evaluated_at_least())
+            step = engine.global_steps + 1
+            ends_round = self.outer is not None and self.outer.may_apply(step)
+            guard.begin_step(step, self.evaluated_at_least(), ends_round)
             yield
+            if self.outer is not None:
+                self.outer.end_step()  # the guard evaluates in it
             if guard.acts and guard.compares_losses(engine.global_steps):
                 self._put_in_force(guard.check_limits(engine, self.monitor.message_quality()))
             if guard.due:
                 self._put_in_force(guard.check_loss(engine))
+            guard.end_step()
 
     @contextmanager
     def running(self, asked: Any) -> Iterator[Any]:
@@ -230,8 +237,8 @@ class Session:
     def end_step(self) -> None:
         """Let the parts know that a training step is over, and do what they ask for; nothing is in flight."""
         engine, stage = self.engine, self.stage
-        if self.replicas is not None:
-            self.replicas.end_step()
+        if self.gradients is not None:
+            self.gradients.end_step()
         for boundary in stage.boundaries:
             stage.on_codec_stream(boundary, functools.partial(boundary.end_step, self._replica_mean))
         self.replica_check.end_step(engine.global_steps)

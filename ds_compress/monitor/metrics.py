@@ -52,12 +52,14 @@ REPLICAS = {
     "gradient_error": "||sum of a - m|| / ||sum of m|| over 8 steps, at the last check of the guard",
     "residual_norm": "norm of the residuals of this rank, over all slices",
     "round_s": "with `every` above 1: time from sending a change of the weights to its outcome; else 0",
+    "rounds": "with `every` above 1: rounds whose outcome this replica has, running total; else 0",
     "members": "replicas whose gradients, or changes of the weights, counted last",
 }
-LOSS_COST = "loss_cost"
+LOSS_COST, ROUND_COST = "loss_cost", "round_cost"
 EVAL_LOSS = {way: f"eval_loss_{way}" for way in ("compressed", "uncompressed")}
 EVALUATIONS = {
     LOSS_COST: "loss of one micro-batch with compression minus its loss without, every `guard.every` steps",
+    ROUND_COST: "loss of one micro-batch after a round of `replicas.every` steps minus its loss before",
     **{name: f"with eval both: loss of eval_batch with {way} messages" for way, name in EVAL_LOSS.items()},
 }
 """Values of evaluations, each of one state of the weights."""

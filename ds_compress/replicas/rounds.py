@@ -27,6 +27,7 @@ import hashlib
 import json
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -100,10 +101,13 @@ class Rounds:
         self._options = options
         self._limit = options.grace_s + TRANSFER_S
         self._posted: list[tuple[int, str, int]] = []  # round, key and size of what this rank sent
+        self._own: tuple[str, str, Tensor | None] = "", "", None  # key, digest and bytes of its last packet
         self._last_beat = -BEAT_S
         self._is_live = False  # whether it has the anchor, for others to take
         self.number = -1
         self.received_bytes = 0
+        self.ended = threading.Event()
+        """Ends what waits for the store."""
 
     def join(self, settings: dict[str, Any], own_position: Position) -> Seat:
         """Take a seat; slot 0 calls it.
@@ -198,7 +202,8 @@ class Rounds:
             anchor, position, _ = self._follow(anchor, position, codec)
         before = codec.residuals()
         key = f"{number}/packet/{self.number}"
-        self._put(f"{key}/{self._slot}", codec.encode(delta, number, self.number), "", number)
+        packet_key, packet = f"{key}/{self._slot}", codec.encode(delta, number, self.number)
+        self._own = packet_key, self._put(packet_key, packet, "", number), packet
         if self._store.add(f"{PREFIX}{key}/count", 1) == self._slots:
             self._append(f"{number}/came", self.number)
         anchor, position, members = self._follow(anchor, position, codec)
@@ -215,7 +220,13 @@ class Rounds:
         self._append(f"{round_number}/announced", self.number)
 
     def beat(self) -> None:
-        """Give a sign of life, if one is due and this replica has what newcomers wait for."""
+        """Give a sign of life, if one is due and this replica has what newcomers wait for.
+
+        Raises:
+            CompressionError: this replica has ended.
+        """
+        if self.ended.is_set():
+            raise CompressionError("this replica has ended")
         if self._is_live and time.monotonic() - self._last_beat >= BEAT_S:
             self._last_beat = time.monotonic()
             self._store.add(f"{PREFIX}beat", 1)
@@ -330,7 +341,7 @@ class Rounds:
         while (found := ready()) is None:
             if time.monotonic() > deadline:
                 raise CompressionError(f"{what} did not come within {limit:g} s")
-            time.sleep(pause)
+            self.ended.wait(pause)
             pause = min(1.5 * pause, 0.5)
             self.beat()
         return found
@@ -352,8 +363,12 @@ class Rounds:
         words = (self._read(key) or "").split(",")
         return sorted({int(word) for word in words if word.isascii() and word.isdigit() and len(word) < 10})
 
-    def _put(self, key: str, data: Tensor, note: str, number: int) -> None:
-        """Store bytes, with a note; they are deleted `KEPT_ROUNDS` rounds after round `number`."""
+    def _put(self, key: str, data: Tensor, note: str, number: int) -> str:
+        """Store bytes, with a note; they are deleted `KEPT_ROUNDS` rounds after round `number`.
+
+        Returns:
+            Their digest.
+        """
         content = data.numpy().tobytes()
         self._posted.append((number, key, data.numel()))
         for start in range(0, data.numel(), CHUNK):
@@ -361,15 +376,19 @@ class Rounds:
             self.beat()
         digest = hashlib.blake2b(content, digest_size=16).hexdigest()
         self._store.set(f"{PREFIX}{key}", json.dumps([data.numel(), digest, note]))
+        return digest
 
     def _get(self, key: str) -> tuple[Tensor, str]:
-        """Return the bytes that `_put` stored, and the note."""
+        """Return the bytes that `_put` stored, and the note; the packet of this rank is at hand."""
         text = self._read(key)
         if text is None:
             raise CompressionError("it is not in the store")
         nbytes, digest, note = (*_parsed(text, list), None, None, None)[:3]
         if not isinstance(nbytes, int) or not 0 <= nbytes < 2**40:
             raise CompressionError(f"{shown(nbytes)} is no size")
+        own_key, own_digest, packet = self._own
+        if packet is not None and (key, digest) == (own_key, own_digest):
+            return packet, str(note)
         parts = list[bytes]()
         for start in range(0, nbytes, CHUNK):
             if not self._has(f"{key}/{start}"):
@@ -395,6 +414,29 @@ class Rounds:
             if number <= last:
                 self._delete(key, nbytes)
         self._posted = [each for each in self._posted if each[0] > last]
+
+
+def survey(store: Any) -> dict[str, Any]:
+    """Return what a store says of its replicas, and change nothing in it.
+
+    Returns:
+        settings: what all replicas must have; empty before the first one.
+        round: the one that is open; announced: the replicas that will take part in it.
+        members: those whose packets counted in the round before.
+        beats: signs of life so far.
+
+    Raises:
+        CompressionError: what is there was not written by replicas.
+    """
+    rounds = Rounds(store, 0, 0, OuterOptions())
+    number = _position(rounds._read("head") or '[0, ""]').round
+    return {
+        "settings": _parsed(rounds._read("settings") or "{}", dict),
+        "round": number,
+        "announced": rounds._numbers(f"{number}/announced"),
+        "members": _parsed(rounds._read(f"{number - 1}/outcome") or "{}", dict).get("members", []),
+        "beats": rounds._read("beat") or "0",
+    }
 
 
 def _parsed(text: str, kind: type[Found]) -> Found:

@@ -27,7 +27,7 @@ from ds_compress.config.policies import Place
 from ds_compress.config.recipes import with_changes
 from ds_compress.errors import CompressionError
 from ds_compress.monitor.limits import LOSSLESS, MessageQuality
-from ds_compress.monitor.metrics import LOSS_COST, label
+from ds_compress.monitor.metrics import LOSS_COST, ROUND_COST, label
 from ds_compress.runtime.interface import Change
 
 MILDEST = {"bits": 8, "density": 0.5, "rank": 2**16}
@@ -83,6 +83,9 @@ _LEFT_BY_EVALUATION = ("total_loss", "total_additional_losses", "fwd_outputs", "
 
 Mode = Literal["compressed", "uncompressed"]
 
+ROUNDS = 3
+"""Rounds in a row that have to raise the loss: that of a single micro-batch changes by chance, too."""
+
 logger = logging.getLogger("ds_compress")
 
 
@@ -93,12 +96,14 @@ class Guard:
         """Guard a pipeline with this number of `boundaries`."""
         self.batches: deque[Any] = deque()  # the last ones of the step in progress, if `due`
         self.due = False  # whether losses are compared after the step in progress
+        self.collects = False  # whether `batches` are needed, for that or for a round
         self.replayed: Iterator[Any] | None = None  # of `batches`, while the engine loads these
         self._config = config
         self._options = config.block.guard
         self._rank = rank
         self._boundaries = boundaries
         self._has_warned = False
+        self._raised, self._has_warned_of_rounds = 0, False  # rounds in a row that raised the loss
         self._loads_itself = False  # whether the program loads its micro-batches
         self.follow()
 
@@ -110,10 +115,21 @@ class Guard:
         plain = all(each.feedbacks["forward"].name == "none" for each in used)
         self._on = plain and any(is_lossy(each.forward) for each in used)
 
-    def begin_step(self, step: int, count: int = 1) -> None:
-        """Prepare for training step `step`, counted from 1; `count`: micro-batches to compare on."""
+    def begin_step(self, step: int, count: int = 1, ends_round: bool = False) -> None:
+        """Prepare for training step `step`, counted from 1.
+
+        Args:
+            count: micro-batches to compare on.
+            ends_round: whether weights may get the outcome of a round after the step.
+        """
         self.due = self._on and not self._loads_itself and self.compares_losses(step)
+        self.collects = self.due or (ends_round and self._options.every > 0)
         self.batches = deque(maxlen=count)
+
+    def end_step(self) -> None:
+        """Forget the micro-batches of the step."""
+        self.due = self.collects = False
+        self.batches.clear()
 
     @property
     def acts(self) -> bool:
@@ -133,27 +149,61 @@ class Guard:
         Raises:
             CompressionError: compression costs more than is allowed, and "action" is "stop".
         """
-        self.due = False
-        loads = engine.is_first_stage() or engine.is_last_stage()
-        ready = float(len(self.batches) == self.batches.maxlen or not loads)
-        known = torch.tensor(ready, dtype=torch.float32, device=engine.device)
-        dist.all_reduce(known, op=dist.ReduceOp.MIN)
-        if not known.item():
+        if not self._has_batches(engine):
             self._loads_itself = True
             if self._rank == 0:
                 logger.info("ds_compress: the guard is off: this program loads its micro-batches by itself")
             return None
-        losses = torch.stack([self._loss(engine, "compressed"), self._loss(engine, "uncompressed")])
+        compressed, plain = _mean(
+            engine, self._loss(engine, "compressed"), self._loss(engine, "uncompressed")
+        )
         self.batches.clear()
-        last = [float(engine.is_last_stage())]
-        sums = torch.cat([losses, torch.tensor(last, dtype=torch.float32, device=engine.device)])
-        dist.all_reduce(sums)
-        compressed, plain = (sums[:2] / sums[2]).tolist()
         if not math.isfinite(plain):
             return None
         if self._rank == 0 and engine.monitor.enabled:
             engine.monitor.write_events([(label(LOSS_COST), compressed - plain, engine.global_samples)])
         return self._judge(engine, compressed, plain)
+
+    @contextlib.contextmanager
+    def watch_round(self, engine: Any) -> Iterator[None]:
+        """Compare the loss before and after the weights get the outcome of a round; called on every rank.
+
+        Raises:
+            CompressionError: `ROUNDS` rounds in a row raised it too much, and "action" is "stop".
+        """
+        if not (self.collects and self._has_batches(engine)):
+            yield
+            return
+        first = self._loss(engine, "compressed")
+        yield
+        before, after = _mean(engine, first, self._loss(engine, "compressed"))
+        if not math.isfinite(before):
+            return
+        if self._rank == 0 and engine.monitor.enabled:
+            engine.monitor.write_events([(label(ROUND_COST), after - before, engine.global_samples)])
+        is_higher = not after - before <= max(self._options.loss * abs(before), self._options.loss_floor)
+        self._raised = self._raised + 1 if is_higher else 0
+        if self._raised < ROUNDS:
+            return
+        line = (
+            f"ds_compress: guard: {self._raised} rounds in a row raised the loss, the last one from "
+            f"{before:.4g} to {after:.4g} after step {engine.global_steps} (ds_compress.guard.loss: "
+            f"{self._options.loss:.0%}): lower replicas.outer.lr or outer.momentum, or exchange more often, "
+            "or with more bits"
+        )
+        if self._options.action == "stop":
+            raise CompressionError(line)
+        if self._rank == 0 and not self._has_warned_of_rounds:
+            logger.warning(line)
+            self._has_warned_of_rounds = True
+
+    def _has_batches(self, engine: Any) -> bool:
+        """Return whether all stages that load micro-batches have those to compare on; every rank calls it."""
+        loads = engine.is_first_stage() or engine.is_last_stage()
+        ready = float(len(self.batches) == self.batches.maxlen or not loads)
+        known = torch.tensor(ready, dtype=torch.float32, device=engine.device)
+        dist.all_reduce(known, op=dist.ReduceOp.MIN)
+        return bool(known.item())
 
     def _loss(self, engine: Any, mode: Mode) -> Tensor:
         """Return the mean loss, fp32 []: 0 before the last stage, nan if it is no number."""
@@ -251,6 +301,14 @@ class Guard:
             logger.warning(f"{line}; milder from the next step on: {now}")
 
         return Change(changes, report)
+
+
+def _mean(engine: Any, *losses: Tensor) -> list[float]:
+    """Return the means over the last stages of what `Guard._loss` returned; every rank calls it."""
+    last = torch.tensor(float(engine.is_last_stage()), dtype=torch.float32, device=engine.device)
+    sums = torch.stack([*losses, last])
+    dist.all_reduce(sums)
+    return (sums[:-1] / sums[-1]).tolist()
 
 
 @contextlib.contextmanager

@@ -230,6 +230,26 @@ def test_layouts_of_replicas_are_compared(capsys, parameters):
     assert f"Fastest with {inside}" in advise(capsys, *replicas)[1]
 
 
+def test_rounds_of_replicas_that_are_launched_apart(capsys):
+    """3 replicas of 4 stages: all packets cross the store's link in, and each but a replica's own out."""
+    parameters, gbps, replicas = 100_000_000, 0.2, 3
+    words = ["--gbps", str(gbps), *FAST_CODECS, "--replicas", str(replicas), "--parameters", str(parameters)]
+    exact, four_bits, topk = json.loads(advise(capsys, *words, "--json")[1])["rounds"]
+    free = 11 * 3 * 16.4e-3
+    for row, bits in ((exact, 32), (four_bits, 4.25)):
+        sent = 4 * parameters * bits
+        assert row["round_bytes"] == pytest.approx(sent / 8, rel=0.01)
+        assert row["round_s"] == pytest.approx(3 * 3 * sent / (gbps * 1e9), rel=0.01)
+        assert (row["delay"] - 1) * free < row["round_s"] <= row["delay"] * free
+        assert row["block"]["replicas"]["outer"]["delay"] == row["delay"]
+        assert row["share_of_free_step"] == pytest.approx(min(1, 30 * free / row["round_s"]))
+        Config(row["block"])
+    assert topk["round_s"] < four_bits["round_s"] / 4
+    assert 'TopK of 1.6 %, ef, "every": 30' in advise(capsys, *words)[1]
+    (later, _, _) = json.loads(advise(capsys, *words, "--latency-ms", "40", "--json")[1])["rounds"]
+    assert later["round_s"] > exact["round_s"] + 80e-3 * 30
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -97,6 +97,30 @@ def test_bytes_between_replicas(tmp_path, capsys):
     assert "quantize: 8x fewer bytes between replicas, +0.000 loss against none" in said
 
 
+def test_rounds_between_launches(tmp_path):
+    """Values before the first round do not count."""
+    folder = tmp_path / "apart" / "csv"
+    write_csv(folder, LOSS, [(32, 2.0), (64, 1.0), (96, 1.0)])
+    values = {
+        "rounds": (0, 1, 3),
+        "members": (0, 3, 2),
+        "round_s": (0, 2.0, 4.0),
+        "raw_bytes": (0, 40e6, 120e6),
+        "wire_bytes": (0, 1e6, 3e6),
+    }
+    for stage in range(2):
+        for name, each in values.items():
+            factor = stage + 1 if name == "round_s" else 1
+            points = [(at, factor * value) for at, value in zip((32, 64, 96), each)]
+            write_csv(folder, replicas_label(stage, name), points)
+    run = read_run(tmp_path / "apart")
+    assert "40x fewer bytes between replicas, 3 rounds of 2 to 3 replicas, 2 MB and 6 s each" in headline(
+        run, None
+    )
+    row = summarize(run)
+    assert (row["rounds"], row["s per round"]) == (3, 6)
+
+
 def test_a_run_that_went_on_in_the_same_folder(tmp_path):
     """DeepSpeed appends to its CSV: a resume adds a second header, and repeated steps count once."""
     write_csv(tmp_path, LOSS, [(32, 5.0), (64, 4.0), (96, 3.5)])

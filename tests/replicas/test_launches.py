@@ -133,6 +133,45 @@ def test_a_replica_may_have_data_parallel_ranks_with_partitions(store):
     assert len(digests) == 1
 
 
+def round_seconds(launch):
+    """The duration of a round as its thread has measured it, and as the monitor has it after later steps."""
+    engine = build(1, ds_config(block(every=3, delay=3)), wide_layers())
+    data, outer = data_of(launch, engine), engine.ds_compress.outer
+    for _ in range(3):
+        engine.train_batch(data)
+    _, measured = outer._pending.result(300)
+    for _ in range(3):
+        engine.train_batch(data)
+    return measured, outer.values()["round_s"], outer.values()["rounds"]
+
+
+def test_a_round_lasts_until_its_outcome_and_not_until_it_is_applied(store):
+    """The monitor once wrote the duration of `delay` steps, however fast the link was."""
+    (((measured, written, rounds),),) = run_launches(1, 1, round_seconds)
+    assert 0 < measured == written and rounds == 1
+
+
+def test_a_process_that_ends_in_a_round_ends_in_order(store):
+    """Its thread was in the store when the interpreter ended, and aborted a process whose work was done."""
+    program = """
+import torch
+from types import SimpleNamespace
+from torch.distributed import TCPStore
+from ds_compress.engine import outer
+torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+worker = outer._Worker(outer.connect("127.0.0.1:PORT"), SimpleNamespace(grace_s=300.0))
+def task():
+    try:
+        worker.rounds._wait(lambda: worker.rounds._read("never"), "what never comes")
+    finally:
+        print("the thread has ended", flush=True)
+worker.run(task)
+"""
+    program = program.replace("PORT", str(store.port))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0 and "the thread has ended" in done.stdout
+
+
 def test_tied_copies_stay_equal(store):
     config = ds_config(block(every=2))
     results = run_launches(2, 2, train, 2, config, 8, "tied")

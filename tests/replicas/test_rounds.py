@@ -15,7 +15,7 @@ from ds_compress.replicas.outer_step import Anchor, DeltaCodec, DeltaPart
 from ds_compress.replicas.rounds import PREFIX, Position, Rounds
 
 SLOTS, NUMEL = 2, 20_000
-SETTINGS = {"ds_compress.replicas.every": 30}
+SETTINGS = {"ds_compress": "0.3", "ds_compress.replicas.every": 30}
 QUANTIZE = {"name": "quantize", "bits": 8}
 
 
@@ -164,6 +164,30 @@ def test_a_newcomer_takes_anchor_and_momentum(store):
     assert_alike([first, newcomer])
 
 
+def test_one_that_is_killed_in_its_turn_and_comes_back_is_caught_up(store):
+    """It dies with half of its packets sent: the round is that of the others; it returns to their anchor."""
+    first, killed = (Launch(store, grace_s=0.5, lr=1.0, momentum=0.0) for _ in range(2))
+    start = first.anchors
+    killed.slots[0]._limit = 0.1
+    killed.slots[1].take_turn = lambda *_: None
+    sent, _ = killed.start(0.4)
+    assert sent.exception(30) and store.check([f"{PREFIX}0/packet/{killed.number}/0"])
+    ((result, _),) = play([first], [0.1])
+    assert result.members == (first.number,) and moved(first, start) == pytest.approx(0.1, abs=0.01)
+    back = Launch(store, digest="of its checkpoint", lr=1.0, momentum=0.0)
+    assert back.is_newcomer and back.number == 3
+    futures = back.catch_up()
+    while back.number not in first.slots[0]._numbers("wants"):
+        pass
+    play([first], [0.1])
+    back.anchors, positions = zip(*(future.result(30) for future in futures))
+    back.position = positions[0]
+    back.slots[0].announce(back.position.round)
+    results = play([first, back], [0.1, 0.1])
+    assert results[0][0].members == (first.number, back.number)
+    assert_alike([first, back])
+
+
 def test_a_newcomer_goes_on_alone_if_all_others_are_gone(store, monkeypatch):
     monkeypatch.setattr(rounds_module, "ABANDONED_S", 0.2)
     play([Launch(store)], [0.1])
@@ -202,11 +226,39 @@ def test_a_bad_packet_leaves_out_its_replica_on_all_slots(store, harm, caplog):
     assert any("round 0: replica 2 is left out: " in record.getMessage() for record in caplog.records)
 
 
-def test_other_settings_are_refused(store):
-    Launch(store)
+@pytest.mark.parametrize(("key", "value"), [("ds_compress.replicas.every", 50), ("ds_compress", "0.1")])
+def test_other_settings_are_refused_and_the_others_go_on(store, key, value):
+    launch = Launch(store)
     other = Rounds(store, 0, SLOTS, OuterOptions())
-    with pytest.raises(CompressionError, match="replicas.every: the other replicas have 30, this one has 50"):
-        other.join({"ds_compress.replicas.every": 50}, Position(0, "first"))
+    with pytest.raises(CompressionError) as refused:
+        other.join({**SETTINGS, key: value}, Position(0, "first"))
+    line = f"{key}: the other replicas have {SETTINGS[key]!r}, this one has {value!r}; use the same in"
+    assert str(refused.value).startswith(line)
+    ((result, _),) = play([launch], [0.1])
+    assert result.members == (1,)
+
+
+def test_a_replica_that_claims_a_later_round_or_another_number_harms_nobody(store):
+    """Strangers, or a replica of another step, write packets and names where they do not belong."""
+    good = Launch(store)
+    codec = good.codecs[0]
+    for round_number, replica in ((1, 1), (0, 77)):
+        content = codec.encode(torch.ones(NUMEL), round_number + 5, replica).numpy().tobytes()
+        store.set(f"{PREFIX}{round_number}/packet/{replica}/0/0", content)
+        store.set(f"{PREFIX}{round_number}/packet/{replica}/0", f'[{len(content)}, "00", ""]')
+    codec.restore({})
+    store.append(f"{PREFIX}0/came", "77,-1,x,")
+    for _ in range(3):
+        ((result, _),) = play([good], [0.1])
+        assert result.members == (1,) and result.is_member
+
+
+def test_no_rank_downloads_its_own_packet(store):
+    launches = [Launch(store) for _ in range(2)]
+    play(launches, (0.1, 0.1))
+    for launch in launches:
+        for rounds, codec in zip(launch.slots, launch.codecs):
+            assert rounds.received_bytes == codec.nbytes
 
 
 @pytest.mark.extended(keep=4)

@@ -19,7 +19,7 @@ from typing import Any
 
 from ds_compress.cli.advise.format import format_footprint, format_profile, format_row, format_verdict
 from ds_compress.cli.advise.from_finetune import predict_run
-from ds_compress.cli.advise.layouts import compare_layouts, format_layouts
+from ds_compress.cli.advise.layouts import compare_layouts, format_layouts, format_rounds, predict_rounds
 from ds_compress.cli.advise.planner import Planner, measure_gbps
 from ds_compress.cli.advise.script import WANTED
 from ds_compress.cli.arguments import add_import, add_message, device, integer, number, numbers
@@ -134,7 +134,8 @@ def add_parser(subparsers: Any) -> None:
         "--replicas",
         type=integer(2, 2**16),
         help="data-parallel replicas: also compares machines with all replicas of a stage and machines with "
-        "all stages of a replica; the ranks of a machine share --gbps; needs --parameters or --finetune",
+        "all stages of a replica, and predicts rounds of replicas that are launched apart; the ranks of a "
+        "machine share --gbps; needs --parameters or --finetune",
     )
     parser.add_argument(
         "--parameters", type=integer(1, 2**45), help="values of a stage's matrices of 16,384 values or more"
@@ -165,6 +166,7 @@ def run(args: argparse.Namespace) -> int:
         best = choice.pick_best(rows, limits)
         compared = [recipes[0], *(own for own in recipes if best and own.name == best["recipe"])]
         layouts = compare_layouts(args, workload, compared, network) if args.replicas else []
+        rounds = predict_rounds(args, workload, network) if args.replicas else []
     block = best["block"] if best else rows[0]["block"]
     if args.json:
         name = best["recipe"] if best else None
@@ -172,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
         if footprint:
             more["predicted"] = [{**asdict(own), "total": own.total} for own in footprint]
         if layouts:
-            more["layouts"] = layouts
+            more |= {"layouts": layouts, "rounds": rounds}
         print(json.dumps({"rows": rows, "best": name, "block": block, **more}, indent=2))
         return 0
     option = f"--quality {args.quality}" if args.max_error is None else "--max-error"
@@ -188,6 +190,8 @@ def run(args: argparse.Namespace) -> int:
     if layouts:
         print()
         show(*format_layouts(layouts))
+        print()
+        show(*format_rounds(rounds))
     title = f"{args.stages} stages, {args.micro_batches} micro-batches, {message}, {gbps:.3g} Gbit/s"
     print()
     show(title, list(map(partial(format_row, rows[0]), rows)))

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ds_compress.cli.arguments import integer, number
+from ds_compress.cli.check import read_block
 from ds_compress.cli.console import show
 from ds_compress.cli.doctor.cluster import Meeting, Report
 from ds_compress.cli.doctor.findings import Finding, findings, named
 from ds_compress.cli.doctor.hosts import examine
 from ds_compress.cli.doctor.machine import facts
+from ds_compress.cli.doctor.store import examine_store, store_findings
+from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 
 MARKS = {"good": "good", "look": "LOOK", "bad": "BAD "}
@@ -44,6 +47,17 @@ def add_parser(subparsers: Any) -> None:
         help="replicas that each have machines of their own: also measures the links between machines of the "
         "same stages (default: 1)",
     )
+    parser.add_argument(
+        "--replica-store",
+        metavar="HOST:PORT",
+        help="also check the way to a `ds-compress replica-store`, and who is there",
+    )
+    parser.add_argument(
+        "--ds-config",
+        type=Path,
+        metavar="FILE",
+        help="with --replica-store: ds_config.json whose settings the replicas there should have",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(run=run)
 
@@ -51,6 +65,11 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the findings; return 1 if any of them is bad, else 0."""
     report: Report | None
+    config = Config(read_block(args.ds_config)) if args.ds_config else None
+    if config is not None and (config.outer is None or not args.replica_store):
+        raise CompressionError(
+            f'--ds-config: {args.ds_config} needs "replicas" with "every" above 1, and --replica-store'
+        )
     if args.hostfile:
         if "RANK" in os.environ:
             raise CompressionError("--hostfile: not under a launcher, which has started this process")
@@ -61,7 +80,11 @@ def run(args: argparse.Namespace) -> int:
         report = {"hosts": [facts()], "links": [], "clocks": []}
     if report is None:
         return 0
+    if args.replica_store:
+        report["replica_store"] = examine_store(args.replica_store, args.timeout, config)
     found = findings(report)
+    if args.replica_store:
+        found += store_findings(report["replica_store"])
     if args.json:
         print(json.dumps({**report, "findings": [dataclasses.asdict(each) for each in found]}), flush=True)
     else:

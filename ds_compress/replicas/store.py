@@ -1,0 +1,70 @@
+"""The store at which replicas that are launched apart meet: torch's TCPStore, on a port that all reach."""
+
+import threading
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from ds_compress.config import KEY, Config
+from ds_compress.config.replicas import STORE
+from ds_compress.errors import CompressionError, shown
+from ds_compress.version import __version__
+
+PLACE = f"{KEY}.replicas"
+CONNECT_S = 30.0
+"""Seconds in which a store answers."""
+
+
+def connect(address: str, origin: str = f"{PLACE}.every: {STORE}", seconds: float = CONNECT_S) -> TCPStore:
+    """Return a connection to the store at `address`, HOST:PORT.
+
+    Args:
+        origin: of the address, for errors.
+
+    Raises:
+        CompressionError: this is no address.
+        RuntimeError: no store answers there.
+    """
+    host, port = parse_address(address, origin)
+    found: Future[TCPStore] = Future()
+
+    def run() -> None:  # it would wait for ever for a port that accepts connections and says nothing
+        timeout = timedelta(seconds=seconds)
+        try:
+            found.set_result(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="ds_compress_connect", daemon=True).start()
+    try:
+        return found.result(2 * seconds)
+    except FutureTimeout:
+        raise RuntimeError("what listens there does not answer; is it `ds-compress replica-store`?") from None
+
+
+def parse_address(text: str, origin: str = f"{PLACE}.every: {STORE}") -> tuple[str, int]:
+    """Return host and port.
+
+    Raises:
+        CompressionError: begins with `origin`.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 2**16:
+        came = f"is {shown(text)}" if text else "is not set"
+        raise CompressionError(
+            f"{origin} {came}; set it to HOST:PORT, where `ds-compress replica-store --port PORT` runs"
+        )
+    return host.strip("[]"), int(port)
+
+
+def shared_settings(config: Config) -> dict[str, Any]:
+    """Return what all replicas must have, by JSON path, as far as `config` says it."""
+    replicas, outer, codec = config.block.replicas, config.outer, config.outer_codec
+    assert replicas is not None and outer is not None and codec is not None
+    found = {"codec": codec.settings, "every": replicas.every}
+    found |= {f"outer.{name}": getattr(outer, name) for name in ("lr", "momentum", "delay")}
+    own = {f"{PLACE}.{name}": value for name, value in found.items()}
+    return {"ds_compress": __version__, **own, f"{KEY}.seed": config.block.seed}
