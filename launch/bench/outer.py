@@ -46,9 +46,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "all-reduce each step": {},
     "none": {"replicas": {"codec": "none"}},
     "4 bits": {"replicas": FOUR_BITS},
-    "topk": {"replicas": {"codec": TOPK, "feedback": "ef"}},
+    "topk": {"replicas": {"codec": TOPK, "feedback": "ef", "outer": {"momentum": 0.0}}},
     "4 bits, and between stages": {"replicas": FOUR_BITS, "recipe": "safe"},
-    **{f"4 bits, delay {d}": {"replicas": {**FOUR_BITS, "outer": {"delay": d}}} for d in (0, 2, 10, 30)},
+    **{f"4 bits, delay {d}": {"replicas": {**FOUR_BITS, "outer": {"delay": d}}} for d in (0, 5, 30)},
     "4 bits, DiLoCo": {"replicas": {**FOUR_BITS, "outer": NESTEROV}},
 }
 DEFAULT_SETTINGS = list(SETTINGS)[:5]
