@@ -228,7 +228,7 @@ def table(rows: list[dict[str, Any]]) -> None:
         whole = next((own for own in alike if own["talk"] and not own["kills"]), None)
         kind = f"killed {row['kills']} times" if row["kills"] else "" if row["talk"] else "alone"
         cells = [f"{row['sites']}", kind, f"{row['tokens_per_s']:,.0f}", f"{row['tokens_per_s'] / alone:.3f}"]
-        cells += [f"{row[key]:.2f}" if row["talk"] else "" for key in ("round_s", "mb")]
+        cells += [f"{row[key]:.2f}" if key in row else "" for key in ("round_s", "mb")]
         cells.append(f"{row['longest_step_s']:.2f}")
         if row["kills"] and whole:
             kept = row["members"] / row["sites"] / row["rounds"]
