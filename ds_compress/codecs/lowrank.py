@@ -49,7 +49,7 @@ class LowRank(Codec, Stateful, HardwareDependentDecode):
         dtype: Literal["bf16", "fp32"] = "bf16"
         """How the factors travel."""
 
-    def _factor_rank(self, shape: tuple[int, ...]) -> int | None:
+    def factor_rank(self, shape: tuple[int, ...]) -> int | None:
         """Return the rank of the factors for a message of `shape`, None if the message is no larger."""
         n, h = matrix_shape(shape)
         rank = min(self.options.rank, n, h)
@@ -58,7 +58,7 @@ class LowRank(Codec, Stateful, HardwareDependentDecode):
     def layout(self, spec: TensorSpec) -> Layout:
         n, h = matrix_shape(spec.shape)
         dtype = WIRE_DTYPES[self.options.dtype]
-        rank = self._factor_rank(spec.shape)
+        rank = self.factor_rank(spec.shape)
         if rank is None:
             return (((n, h), dtype),)
         return ((n, rank), dtype), ((h, rank), dtype)
@@ -66,25 +66,22 @@ class LowRank(Codec, Stateful, HardwareDependentDecode):
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         n, h = matrix_shape(x.shape)
         dtype = WIRE_DTYPES[self.options.dtype]
-        rank = self._factor_rank(x.shape)
+        rank = self.factor_rank(x.shape)
         m = x.detach().reshape(n, h)
         if rank is None:
             return (cast(m, dtype),)
         m = saturate(m.to(arithmetic_dtype(x.dtype, dtype)), LARGEST_FACTOR)
-        key = f"lowrank.{ctx.position}.{ctx.direction}.{h}x{rank}"
-        q = ctx.memory[key] if key in ctx.memory else boundary_noise((h, rank), ctx).to(x.device)
-
-        p = (m @ q.to(m.dtype)).float()
-        finite = is_finite(p)  # is not, if m is not
-        p = torch.where(finite, p, 0.0)  # what QR makes of nan is up to the library
-        p = torch.linalg.qr(_near_one(p)).Q
+        key, q = self.start(rank, h, ctx)
+        q = q.to(x.device)
+        p, finite = orthonormal((m @ q.to(m.dtype)).float())  # not finite, if m is not
         q_next = (p.T.to(m.dtype) @ m).float().T
-
-        # only the directions of Q's columns matter; of equal length, the weak are not lost beside the strong
-        largest = q_next.abs().amax(dim=0)
-        finite &= largest.isfinite().all()
-        ctx.memory[key] = torch.where(finite & (largest > 0), q_next / largest, q).contiguous()
+        ctx.memory[key], finite = warm_start(q_next, q, finite)
         return p.to(dtype), torch.where(finite, q_next, torch.nan).to(dtype)
+
+    def start(self, rank: int, h: int, ctx: Context) -> tuple[str, Tensor]:
+        """Return the key of the last message's Q in the memory, and that Q, h x rank; noise before it."""
+        key = f"lowrank.{ctx.position}.{ctx.direction}.{h}x{rank}"
+        return key, ctx.memory[key] if key in ctx.memory else boundary_noise((h, rank), ctx)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         dtype = arithmetic_dtype(spec.dtype, WIRE_DTYPES[self.options.dtype])
@@ -92,7 +89,7 @@ class LowRank(Codec, Stateful, HardwareDependentDecode):
         return as_message(p @ q[0].T if q else p, spec)
 
     def error_bound(self, spec: TensorSpec) -> float:
-        rank = self._factor_rank(spec.shape)
+        rank = self.factor_rank(spec.shape)
         if rank is None:
             return bounds.rounding(WIRE_DTYPES[self.options.dtype], spec.dtype)
         return 1 + self._rounding(rank)
@@ -102,7 +99,7 @@ class LowRank(Codec, Stateful, HardwareDependentDecode):
         return Stability(self.gaussian_error_bound(spec))
 
     def gaussian_error_bound(self, spec: TensorSpec) -> float:
-        rank = self._factor_rank(spec.shape)
+        rank = self.factor_rank(spec.shape)
         if rank is None:
             return self.error_bound(spec)
         return bounds.random_part(rank / min(matrix_shape(spec.shape)), self._rounding(rank))
@@ -116,6 +113,23 @@ class LowRank(Codec, Stateful, HardwareDependentDecode):
             if key.startswith("lowrank."):
                 h, _, rank = key.rpartition(".")[2].partition("x")
                 check_entry(key, value, torch.float32, shape=(parse_size(h), parse_size(rank)))
+
+
+def orthonormal(p: Tensor) -> tuple[Tensor, Tensor]:
+    """Return fp32 `p` with orthonormal columns, and whether it was finite, 0-dim bool."""
+    finite = is_finite(p)
+    p = torch.where(finite, p, 0.0)  # what QR makes of nan is up to the library
+    return torch.linalg.qr(_near_one(p)).Q, finite
+
+
+def warm_start(q_next: Tensor, q: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the Q of the next message, and whether `finite` and `q_next` is.
+
+    Only the directions of Q's columns matter; of equal length, the weak are not lost beside the strong.
+    """
+    largest = q_next.abs().amax(dim=0)
+    finite = finite & largest.isfinite().all()
+    return torch.where(finite & (largest > 0), q_next / largest, q).contiguous(), finite
 
 
 def _near_one(p: Tensor) -> Tensor:

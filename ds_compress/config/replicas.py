@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ds_compress.codec import CODECS, Codec
+from ds_compress.codecs.lowrank import LowRank
 from ds_compress.codecs.mixins import (
     BothDirections,
     HardwareDependentDecode,
@@ -29,7 +30,7 @@ STATEFUL = (
     VariableSizePayload,
 )
 """Abilities of codecs that replicas cannot use: each packet is decoded by itself, to the same bits
-everywhere, and its size is known beforehand."""
+everywhere, and its size is known beforehand. `lowrank` can be used, but sends no packets."""
 
 
 STORE = "DS_COMPRESS_REPLICA_STORE"
@@ -54,8 +55,9 @@ class ReplicasOptions(Options):
     codec: Any = Field(default="none", json_schema_extra={"registry": "codec"})
     """Name of a codec without state, or an object with its name and options. Each parameter's gradient is cut
     into one slice per replica; slices are compressed on their way to the replica that averages them, and the
-    averages on their way back. Tied and one-dimensional parameters, those of fewer than 16,384 values, and
-    sparse gradients stay exact. "none": DeepSpeed's own all-reduce."""
+    averages on their way back. "lowrank": two factors of each matrix are all-reduced (PowerSGD). Tied and
+    one-dimensional parameters, those of fewer than 16,384 values, and sparse gradients stay exact. "none":
+    DeepSpeed's own all-reduce."""
     feedback: Any = Field(default="none", json_schema_extra={"registry": "feedback"})
     """Name of a feedback whose state only the sender has (ef, ef_mixed, loco), or an object with its name and
     options. Gradients and their averages have residuals of their own, in units without the loss scale."""
@@ -109,10 +111,16 @@ def build_replica_codec(options: ReplicasOptions | None, path: str) -> Codec | N
     codec = CODECS.build(options.codec, f"{path}.codec")
     feedback = FEEDBACKS.build(options.feedback, f"{path}.feedback")
     reuses = isinstance(codec, ReusesForwardIndices) and codec.forward_partner() is not None
-    if isinstance(codec, STATEFUL) or reuses:
+    is_summed = isinstance(codec, LowRank) and not options.apart
+    if (isinstance(codec, STATEFUL) and not is_summed) or reuses:
         raise CompressionError(
             f"{path}.codec: {codec} is not allowed between replicas: it depends on other messages than "
             "the one it decodes, or its packets have no fixed size; allowed: 'quantize', 'topk' and the like"
+        )
+    if is_summed and feedback.name == "ef_mixed":
+        raise CompressionError(
+            f"{path}.feedback: 'ef_mixed' is not allowed with codec 'lowrank', which sends one pair of "
+            "factors; allowed: 'none', 'ef', 'loco'"
         )
     if feedback.has_mirrored_state or feedback.sample_ids is not None:
         raise CompressionError(

@@ -116,18 +116,19 @@ def attach(engine: Any, module: Any, block: object) -> None:
         make_session.check(config, engine.num_stages)
         check_release(base, module)
         config.count_epochs(steps_per_epoch(engine))
-        has_replicas = config.replica_codec is not None and engine.is_data_parallel
+        codec = config.replica_codec
+        has_replicas = codec is not None and engine.is_data_parallel
         exchanges = has_replicas or config.outer is not None
         compresses = config.block.enabled and (engine.num_stages > 1 or exchanges)
-        if has_replicas and config.block.replicas:
-            check_optimizer(engine, config.block.replicas)
+        if codec is not None and has_replicas and config.block.replicas:
+            check_optimizer(engine, config.block.replicas, codec)
         if compresses and config.outer:
             check_outer(engine)
         if compresses:
             config.prepare()
         else:
             config.leave_uncompressed("a pipeline of one stage sends no messages; use two or more")
-        if config.replica_codec is not None and not engine.is_data_parallel:
+        if codec is not None and not engine.is_data_parallel:
             config.notes[f"{KEY}.replicas has no effect: there is one replica"] = None
         backend = kernels(engine.device).name  # tests Triton's kernels before the first message
         agreed = {

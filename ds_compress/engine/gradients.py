@@ -21,13 +21,16 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ds_compress.codec import CODECS
+from ds_compress.codecs.lowrank import LowRank
+from ds_compress.codecs.mixins import layers
 from ds_compress.config import Config, ReplicasOptions
 from ds_compress.engine.optimizers import mix_in
 from ds_compress.engine.overlap import EarlyBuckets
 from ds_compress.message.gradient_error import AVERAGED
-from ds_compress.replicas.exchange import Exchange, Replicas
+from ds_compress.replicas.exchange import Replicas
+from ds_compress.replicas.factors import build_exchange, compressed_parameters
 from ds_compress.replicas.parameters import ParameterExchange, Range
-from ds_compress.replicas.slices import DTYPES, Gradient, SliceCodec, is_compressed
+from ds_compress.replicas.slices import DTYPES, Gradient, SliceCodec
 
 logger = logging.getLogger("ds_compress")
 
@@ -64,10 +67,20 @@ class GradientTraffic:
         self._skipped = 0  # steps, when the present one began
         self._before: dict[int, dict[str, Tensor]] | None = None
         self._warmup_steps = options.warmup_steps
+        tied = {id(weight) for weight, _ in engine.module.get_tied_weights_and_groups()}
+        compressed = {
+            number: parameter
+            for number, parameter in compressed_parameters(
+                engine.module.parameters(), config.replica_codec
+            ).items()
+            if id(parameter) not in tied and not is_moe_param(parameter)
+        }
+        self._numbers = {id(parameter): number for number, parameter in compressed.items()}
         replicas = Replicas(dist.get_world_size(group), dist.get_rank(group), group, engine.stage_id)
-        self.exchange = Exchange(
+        self.exchange = build_exchange(
             replicas,
             config.replica_codec,
+            compressed,
             options.bucket_mb * 10**6,
             block.seed,
             block.link.checksum,
@@ -86,13 +99,6 @@ class GradientTraffic:
         self._guard = block.guard
         self._gradient_error = math.nan
         self._has_warned = False
-        tied = {id(weight) for weight, _ in engine.module.get_tied_weights_and_groups()}
-        compressed = {
-            number: parameter
-            for number, parameter in enumerate(engine.module.parameters())
-            if is_compressed(parameter) and id(parameter) not in tied and not is_moe_param(parameter)
-        }
-        self._numbers = {id(parameter): number for number, parameter in compressed.items()}
         self.early: EarlyBuckets | None = None
         if self._sends_early(options):
             sparse = {id(each.weight) for each in engine.module.modules() if getattr(each, "sparse", False)}
@@ -298,7 +304,8 @@ def connect_replicas(engine: Any, config: Config) -> GradientTraffic | None:
     # no time-out of their own: the watchdog knows which rank is silent, a collective does not
     groups = [dist.new_group(ranks) for ranks in engine.grid.dp_groups]
     own = next(group for group, ranks in zip(groups, engine.grid.dp_groups) if dist.get_rank() in ranks)
-    partitions = isinstance(engine.optimizer, BF16_Optimizer) and not engine.has_moe_layers
+    has_owners = not engine.has_moe_layers and not any(layers(config.replica_codec, LowRank))
+    partitions = isinstance(engine.optimizer, BF16_Optimizer) and has_owners
     everywhere = torch.tensor(int(partitions), dtype=torch.int32, device=engine.device)
     dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)  # some stages may have MoE layers
     traffic = GradientTraffic(engine, config, own, bool(everywhere))

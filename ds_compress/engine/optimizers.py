@@ -16,6 +16,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 from torch import distributed as dist
 
+from ds_compress.codec import Codec
+from ds_compress.codecs.lowrank import LowRank
+from ds_compress.codecs.mixins import layers
 from ds_compress.config import KEY, ReplicasOptions
 from ds_compress.errors import CompressionError
 from ds_compress.transport import staging
@@ -156,8 +159,11 @@ _ALSO_USED = {
 }
 
 
-def check_optimizer(engine: Any, options: ReplicasOptions) -> None:
+def check_optimizer(engine: Any, options: ReplicasOptions, codec: Codec) -> None:
     """Refuse an optimizer that cannot do what `options` ask for, or that is not built as its mixin relies on.
+
+    Args:
+        codec: of `options`.
 
     Raises:
         CompressionError: names what is missing.
@@ -173,6 +179,12 @@ def check_optimizer(engine: Any, options: ReplicasOptions) -> None:
             f"{KEY}.replicas.parameters: {options.parameters} is not allowed with "
             f"{type(optimizer).__name__}: it needs DeepSpeed's BF16_Optimizer without MoE layers, which bf16 "
             "has without ZeRO, or with ZeRO 1 and data_types.grad_accum_dtype 'fp32'; leave it out"
+        )
+    if isinstance(optimizer, DeepSpeedZeroOptimizer) and any(layers(codec, LowRank)):
+        raise CompressionError(
+            f"{KEY}.replicas.codec: 'lowrank' is not allowed with {type(optimizer).__name__}, whose "
+            "partitions cut matrices; use 'quantize', train without ZeRO, or in bf16 set "
+            "data_types.grad_accum_dtype 'fp32'"
         )
     for base, mixin in _MIXINS.items():
         for name in (*vars(mixin), *_ALSO_USED[base]) if isinstance(optimizer, base) else ():

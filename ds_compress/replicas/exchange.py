@@ -67,9 +67,11 @@ class _Sent(NamedTuple):
 class Transfer(NamedTuple):
     """What a replica sends in one collective. With `sizes`, replica r receives sizes[r] bytes from each."""
 
-    packets: Tensor  # uint8
+    packets: Tensor  # uint8, or numbers that are summed
     sizes: list[int] | None = None
     """Bytes for each replica, in the order of their ranks; None: each replica gets all packets."""
+    is_summed: bool = False
+    """Whether each replica gets the sum of what all send, instead of packets."""
 
 
 Rounds = Generator[Transfer, Tensor | None, None]
@@ -221,10 +223,13 @@ class Exchange:
 
     def _start(self, transfer: Transfer) -> tuple[Tensor, Work]:
         """Start a transfer over the process group; return the buffer it fills, and its handle."""
-        (packets, sizes), size = transfer, self.replicas.size
+        (packets, sizes, is_summed), size = transfer, self.replicas.size
+        options = {"group": self.replicas.group, "async_op": True}
+        if is_summed:
+            with naming_place():
+                return packets, dist.all_reduce(packets, **options)
         received = sizes[self.replicas.rank] if sizes is not None else packets.numel()
         arrived = torch.empty(size * received, dtype=torch.uint8, device=packets.device)
-        options = {"group": self.replicas.group, "async_op": True}
         with naming_place():
             if sizes is None:
                 return arrived, dist.all_gather_into_tensor(arrived, packets, **options)

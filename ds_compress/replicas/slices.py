@@ -123,6 +123,10 @@ class SliceCodec:
     def _message_id(self, own: Slice, half: str, step: int) -> MessageId:
         return MessageId(own.number % 2**16, half, step)
 
+    def context(self, own: Slice, half: str, step: int) -> Context:
+        """Return a context of the slice `own` that is the same on all replicas, but for its memory."""
+        return self._context(self._message_id(own, half, step), 0, own.memory)
+
     def _context(self, message_id: MessageId, sender: int, memory: dict[str, Tensor]) -> Context:
         return Context(
             **vars(message_id), position=self._position, replica=sender, seed=self._seed, memory=memory

@@ -1,5 +1,6 @@
 """Data-parallel replicas inside one process: their gradients are averaged as a pipeline's replicas do it."""
 
+import functools
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 from ds_compress.config import KEY, Config
 from ds_compress.errors import CompressionError
 from ds_compress.replicas.exchange import Exchange, Replicas, Transfer
-from ds_compress.replicas.slices import Gradient, is_compressed
+from ds_compress.replicas.factors import build_exchange, compressed_parameters
+from ds_compress.replicas.slices import Gradient
 
 
 class SimulatedReplicas:
@@ -47,10 +49,14 @@ class SimulatedReplicas:
         self.steps = 0
         self.exchanges: list[Exchange] = []
         """One per replica, with its counters and residuals; empty if nothing is compressed."""
+        self.compressed = set[int]()
+        """Positions of the parameters whose gradients are compressed after the warm-up."""
         if codec is not None and config.block.enabled and count > 1:
             config.prepare()
-            shared = codec, 2**62, config.block.seed, config.block.link.checksum
-            self.exchanges = [Exchange(Replicas(count, rank), *shared) for rank in range(count)]
+            found = compressed_parameters(model.parameters(), codec)
+            self.compressed = found.keys() & self._parameters.keys()
+            shared = codec, found, 2**62, config.block.seed, config.block.link.checksum
+            self.exchanges = [build_exchange(Replicas(count, rank), *shared) for rank in range(count)]
 
     def collect(self) -> None:
         """Take the gradients that the next replica has computed; the parameters are left without."""
@@ -75,8 +81,8 @@ class SimulatedReplicas:
                 "after the backward pass of each"
             )
         collected, self._collected = self._collected, []
-        compresses = bool(self.exchanges) and self.steps >= self._warmup_steps
-        large = [number for number, p in self._parameters.items() if compresses and is_compressed(p)]
+        compresses = self.steps >= self._warmup_steps
+        large = [number for number in self._parameters if compresses and number in self.compressed]
         if large:
             gradients = [[Gradient(n, own[n].view(-1)) for n in large] for own in collected]
             self._exchange(gradients)
@@ -98,15 +104,18 @@ class SimulatedReplicas:
                 for exchange, own in zip(self.exchanges, gradients)
             ]
             transfers = [next(each) for each in rounds]
-            arrived = [_arrived(transfers, rank) for rank in range(self._count)]
-            transfers = [each.send(packets) for each, packets in zip(rounds, arrived)]
-            for rank, each in enumerate(rounds):
-                with suppress(StopIteration):
-                    each.send(_arrived(transfers, rank))
+            while transfers:  # all replicas send equally often
+                arrived = [_arrived(transfers, rank) for rank in range(self._count)]
+                transfers = []
+                for each, packets in zip(rounds, arrived):
+                    with suppress(StopIteration):
+                        transfers.append(each.send(packets))
 
 
 def _arrived(transfers: Sequence[Transfer], rank: int) -> Tensor:
-    """Return what replica `rank` receives, from one replica after another."""
+    """Return what replica `rank` receives: from one replica after another, or the sum."""
+    if transfers[0].is_summed:
+        return functools.reduce(torch.add, [transfer.packets for transfer in transfers])
     return torch.cat(
-        [packets if sizes is None else packets.split(sizes)[rank] for packets, sizes in transfers]
+        [packets if sizes is None else packets.split(sizes)[rank] for packets, sizes, _ in transfers]
     )

@@ -17,7 +17,6 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from ds_compress.engine.subspace import Widen, find_bases, insert_pairs
-from ds_compress.replicas.slices import is_compressed
 from ds_compress.simulate import SimulatedReplicas, Traffic, announce, evaluating, simulate, traffic
 from launch.reproduce.language import Language
 from launch.reproduce.presets import PRESETS
@@ -216,7 +215,7 @@ def traffic_columns(sent: list[Traffic], narrowing_factor: float) -> Row:
 
 def replica_columns(replicas: SimulatedReplicas, stages: nn.Module, count: int) -> Row:
     """Return the bytes that a replica sent the others in training, small parameters included."""
-    exact = sum(p.numel() for p in stages.parameters() if not (replicas.exchanges and is_compressed(p)))
+    exact = sum(p.numel() for n, p in enumerate(stages.parameters()) if n not in replicas.compressed)
     exact_bytes = replicas.steps * 2 * (count - 1) * exact * (BITS // 8) // count  # of a ring's all-reduce
     sent = [each.sent for each in replicas.exchanges[:1]]
     return {

@@ -6,7 +6,7 @@ from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 
 
-@pytest.mark.parametrize("codec", ["quantize", "topk", "fp8", "bf16", "entropy", "randomk", "minmax"])
+@pytest.mark.parametrize("codec", ["quantize", "topk", "fp8", "bf16", "entropy", "randomk", "lowrank"])
 def test_codecs_without_state_are_allowed(codec):
     assert Config({"replicas": {"codec": codec}}).replica_codec.name == codec
 
@@ -16,7 +16,8 @@ def test_codecs_without_state_are_allowed(codec):
     [
         ({"codec": "pca"}, "replicas.codec: pca is not allowed between replicas"),
         ({"codec": "autoencoder"}, "replicas.codec: autoencoder is not allowed"),
-        ({"codec": "lowrank"}, "replicas.codec: lowrank is not allowed"),
+        ({"codec": "lowrank", "every": 30}, "replicas.codec: lowrank is not allowed"),
+        ({"codec": "lowrank", "feedback": "ef_mixed"}, "replicas.feedback: 'ef_mixed' is not allowed with"),
         ({"codec": "lossless"}, "replicas.codec: lossless is not allowed"),
         (
             {"codec": {"name": "topk", "indices": "reuse"}},
