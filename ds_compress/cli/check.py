@@ -12,6 +12,8 @@ from ds_compress.autoload import near_misses
 from ds_compress.cli.arguments import DTYPES, add_import, add_message, integer
 from ds_compress.cli.console import importing_deepspeed, show
 from ds_compress.codec import CODECS, Codec, TensorSpec
+from ds_compress.codecs.lowrank import LowRank
+from ds_compress.codecs.mixins import layers
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.quality import LIMITS
 from ds_compress.errors import CompressionError
@@ -46,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     keys = ("boundary", "direction", "raw_bytes", "wire_bytes")
     larger = dict.fromkeys(config.size_note(*(row[key] for key in keys)) for row in rows)
     if args.replicas and args.parameters:
-        rows += replica_sizes(config, args.replicas, args.parameters, DTYPES[args.dtype])
+        rows += replica_sizes(config, args.replicas, args.parameters, DTYPES[args.dtype], args.shape[-1])
     for note in filter(None, (_auto_note(config), *config.notes, *larger)):
         print(note, file=sys.stderr)
     if args.json:
@@ -84,7 +86,9 @@ def _auto_note(config: Config) -> str:
     )
 
 
-def replica_sizes(config: Config, replicas: int, parameters: int, dtype: torch.dtype) -> list[dict[str, Any]]:
+def replica_sizes(
+    config: Config, replicas: int, parameters: int, dtype: torch.dtype, width: int = 1
+) -> list[dict[str, Any]]:
     """One row for gradients, one for parameters: what a rank sends to the replicas of its stage in a step.
 
     Between launches: one row for what it sends in a round, and all-reduces in fp32 in all of its steps.
@@ -92,6 +96,7 @@ def replica_sizes(config: Config, replicas: int, parameters: int, dtype: torch.d
     Args:
         parameters: values of the stage that are large enough to be compressed.
         dtype: of training. In fp32 there is no ZeRO; else replicas have partitions of the optimizer states.
+        width: rows and columns that the matrices are taken to have, for codec `lowrank`.
     """
     options, codec = config.block.replicas, config.replica_codec
     if config.outer is not None and config.outer_codec is not None and options is not None:
@@ -112,6 +117,10 @@ def replica_sizes(config: Config, replicas: int, parameters: int, dtype: torch.d
         raw_bytes = (replicas - 1) * ways * exact
         packet = PacketLayout(used.layout(spec), "").nbytes if used is not None else 0
         wire_bytes = (replicas - 1) * compressed_ways * packet if used is not None else raw_bytes
+        if used is not None and any(layers(used, LowRank)):  # no packets, but a ring's all-reduce of factors
+            factors = used.layout(TensorSpec((width, width), torch.float32))
+            share = sum(TensorSpec(*factor).nbytes for factor in factors) / width**2
+            wire_bytes = round(2 * (replicas - 1) * parameters * share / replicas)
         rows.append(_replica_row(what, used, raw_bytes, wire_bytes, parameters))
     return rows
 

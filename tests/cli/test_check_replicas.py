@@ -41,3 +41,13 @@ def test_bytes_of_a_round(tmp_path, capsys):
     (row,) = [row for row in json.loads(capsys.readouterr().out) if row["boundary"] == "replicas"]
     assert row["direction"] == "weights" and row["raw_bytes"] == 30 * 4 * 4_000_000
     assert row["ratio"] == pytest.approx(30 * 32 / 4.25, rel=1e-3)
+
+
+def test_bytes_of_factors(tmp_path, capsys):
+    """Two factors of 256 x 4 values for each matrix of 256 x 256, here in bf16, both ways of a ring."""
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"ds_compress": {"replicas": {"codec": {"name": "lowrank", "rank": 4}}}}))
+    words = [str(path), "--stages", "1", "--shape", "4,64,256", "--json"]
+    assert main(["check", *words, "--replicas", "2", "--parameters", "4000000"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["ratio"] == pytest.approx(256 * 256 * 4 / (2 * 256 * 4 * 2), rel=1e-6)

@@ -15,6 +15,7 @@ from ds_compress.simulate import SimulatedReplicas
 from tests.replicas.test_checkpoints import FP32, ZERO_1, resume, train_and_save
 from tests.replicas.test_gradients import KINDS, skipped_step
 from tests.replicas.test_overlap import WIDTH, steps
+from tests.simulate.test_replicas import assert_simulated_weights
 from tests.support.pipeline import Block, ds_config
 from tests.support.ranks import run_ranks
 from tests.support.replicas import assert_alike, train_replicas
@@ -181,6 +182,14 @@ def distance_from_optimum(feedback, rank, steps):
 def test_error_feedback_reaches_the_optimum():
     """The mean is a matrix of full rank, 32 times the rank that is sent; the start of each step is warm."""
     assert distance_from_optimum("ef", 4, 1000) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.extended(keep=1)
+def test_weights_are_those_of_simulated_replicas(dtype):
+    config = ds_config(block(dtype=dtype), replicas=2)
+    real = run_ranks(2, train_replicas, 1, config, 4)[0]["weights"]
+    assert_simulated_weights(config, real, 4)
 
 
 def test_matrices_that_factors_would_not_make_smaller_stay_exact():
