@@ -4,7 +4,8 @@
 
 README.md and docs/evidence.md: the table of recipes, from results/*.jsonl and results/links.json.
 docs/cost-tables.md: what settings cost on every model, and what the guard warns of, from results/*.jsonl.
-docs/replicas.md: what settings between replicas cost, from results/replicas.jsonl.
+docs/replicas.md: what settings between replicas cost, from results/replicas.jsonl, and their step times, from
+results/replica_links.json.
 docs/speed.md, docs/speed-tables.md and docs/images/bandwidth.png: step times, from results/links.json.
 docs/options.md, commands.md, metrics.md: from the options, parsers and labels of the package.
 `--check` writes nothing and exits with 1 if a page differs from what would be written.
@@ -56,7 +57,7 @@ STEPS = {
 """Names of settings in results/links.json, and in the table and the plot of step times."""
 MARKS = {
     name: (f"<!-- {name}: begin; made by `make docs` -->", f"<!-- {name}: end -->")
-    for name in ("recipes", "costs", "guard", "replicas", "steps", "links")
+    for name in ("recipes", "costs", "guard", "replicas", "replica-links", "steps", "links")
 }
 KINDS = {"fine-tuned": "loss, fine-tuned, %", "from scratch": "loss, from scratch, %"}
 """Of tasks of language models, and the column that each has."""
@@ -101,6 +102,24 @@ def links_table() -> str:
             )
     header = ["link", "recipe", "depth", "step, s", "predicted, s", "/ DeepSpeed, unlimited"]
     return markdown([*header, "/ DeepSpeed, same link", "MB a step", "link busy"], lines, texts=2)
+
+
+def replica_links_table() -> str:
+    """Show step times and bytes of gradients between two replicas, on the links of each dtype."""
+    rows = json.loads((ROOT / "results" / "replica_links.json").read_text())
+    lines = [
+        [
+            link_name(row["link"]),
+            row["setting"].replace("stock", "DeepSpeed alone").replace(" ", ", ", 1),
+            f"{row['step_s']:.3f}",
+            f"{row['step_over_free']:.2f}",
+            f"{row['wire_bytes'] / 1e6:.2f}",
+            "" if "stock" in row["setting"] else f"{row['fewer_bytes']:.2f}",
+        ]
+        for row in rows
+    ]
+    header = ["link", "setting", "step, s", "/ free", "MB a step", "times fewer"]
+    return f"{markdown(header, lines, texts=2)}\n\nProcessor: {rows[0]['processor']}."
 
 
 def link_name(link: str) -> str:
@@ -232,6 +251,7 @@ def pages() -> Iterator[tuple[Path, str]]:
         "costs": costs_table(),
         "guard": guard_table(judged),
         "replicas": replicas_table(read_rows(ROOT / "results" / "replicas.jsonl")),
+        "replica-links": replica_links_table(),
         "steps": steps_table(),
         "links": links_table(),
     }
@@ -239,7 +259,7 @@ def pages() -> Iterator[tuple[Path, str]]:
         "README.md": ["recipes"],
         "docs/evidence.md": ["recipes"],
         "docs/cost-tables.md": ["costs", "guard"],
-        "docs/replicas.md": ["replicas"],
+        "docs/replicas.md": ["replicas", "replica-links"],
         "docs/speed.md": ["steps"],
         "docs/speed-tables.md": ["links"],
     }

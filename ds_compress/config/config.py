@@ -18,6 +18,7 @@ from ds_compress.config.block import DIRECTIONS, KEY, Block
 from ds_compress.config.checks import check, check_nesting, check_policy, feedback_notes, unused_options
 from ds_compress.config.policies import POLICIES
 from ds_compress.config.policies.ladder import check as check_ladders
+from ds_compress.config.policies.ladder import replica_ladder
 from ds_compress.config.quality import Quality
 from ds_compress.config.recipes import with_changes, with_recipe
 from ds_compress.config.replicas import build_replica_codec
@@ -82,8 +83,15 @@ class Config:
             self.codecs(number)
         codec, replicas = build_replica_codec(self.block.replicas, f"{KEY}.replicas"), self.block.replicas
         self.outer = replicas.apart if replicas is not None else None
-        self.replica_codec = None if self.outer else codec  # of gradients, within a launch
         self.outer_codec = codec if self.outer else None  # of changes of weights, between launches
+        self.replica_policy = POLICIES.build(
+            replicas.policy if replicas is not None else "constant", f"{KEY}.replicas.policy"
+        )
+        self.replica_ladder: list[Codec] = []  # a codec for each rung, if the policy changes anything
+        if replicas is not None:
+            self.replica_ladder = replica_ladder(replicas, self.replica_policy, f"{KEY}.replicas")
+        within = self.replica_ladder[0] if self.replica_ladder else codec
+        self.replica_codec = None if self.outer else within  # of gradients, within a launch; the first one
         self.sample_ids = self._sample_ids()
         self.eval = self._evaluation()  # `simulate` and the guard evaluate one state both ways
         self.policy = POLICIES.build(self.block.policy, f"{KEY}.policy")

@@ -38,6 +38,7 @@ from ds_compress.runtime.guard import Guard
 from ds_compress.runtime.interface import Change
 from ds_compress.runtime.policy import PolicyController
 from ds_compress.runtime.replica_check import ReplicaCheck
+from ds_compress.runtime.replica_policy import ReplicaPolicy
 from ds_compress.runtime.stage_profile import all_gather
 from ds_compress.runtime.watchdog import Watchdog
 
@@ -131,6 +132,10 @@ class Session:
             engine, self.stage, boundaries, self._check_change, self._follow_config
         )
         self.policy = PolicyController(config, boundaries, engine.device, all_gather)
+        self.replica_policy = None
+        if self.gradients is not None and config.replica_ladder:
+            shared = engine.num_stages, engine.device, all_gather
+            self.replica_policy = ReplicaPolicy(config, [self.gradients.exchange], *shared)
         self.checkpointer = Checkpointer(self)
         self._start_policy()
 
@@ -246,6 +251,11 @@ class Session:
         self.monitor.end_step(stage.ends, engine.global_steps, engine.global_samples, engine.monitor, values)
         self._put_in_force(self.depth.end_step(engine, stage))
         self._put_in_force(self.policy.end_step(engine))
+        if self.replica_policy is not None:
+            lr = list(map(float, engine.get_lr()))
+            line = self.replica_policy.end_step(engine.global_steps, engine.global_samples, lr)
+            if line and engine.global_rank == 0:
+                print(line, flush=True)
 
     def reconfigure(self, boundaries: Mapping[str, Any]) -> bool:
         """Let boundaries have other settings from the next step on (`Reconfigurator.change`)."""
@@ -274,6 +284,9 @@ class Session:
             )
         else:
             self._start_policy()
+        if self.replica_policy is not None:
+            saved = changed_settings.get("replica_policy", {})
+            self.replica_policy.resume(saved, self.engine.global_steps, self.engine.global_samples)
         return resumed
 
     def own_measurements(self) -> dict[str, list[float]]:
@@ -282,7 +295,8 @@ class Session:
 
     def changed_settings(self) -> dict[str, Any]:
         """Return the settings after all changes, for a checkpoint: the same on every rank."""
-        return {**self.reconfigurator.state(), "policy": self.policy.state()}
+        between = {"replica_policy": self.replica_policy.state()} if self.replica_policy is not None else {}
+        return {**self.reconfigurator.state(), "policy": self.policy.state(), **between}
 
     def tracked(self) -> DependencyTracker | None:
         """Return a context for instructions that compute what is sent, as long as a boundary needs it."""
@@ -452,6 +466,8 @@ class Session:
         first = self.policy.start(self.engine, self.stage)
         if first:
             self.reconfigure(first)
+        if self.replica_policy is not None:
+            self.replica_policy.start(self.engine.global_steps, self.engine.global_samples)
 
     def _check_change(self, config: Config) -> None:
         self.check(config, self.engine.num_stages)

@@ -25,7 +25,7 @@ from ds_compress.feedback.ef import ErrorFeedbackCodec
 from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.numerics import cast, is_finite, saturate
 from ds_compress.replicas.exchange import Exchange, Replicas, Rounds, Transfer
-from ds_compress.replicas.slices import GRADIENT, Gradient, Slices, is_compressed
+from ds_compress.replicas.slices import GRADIENT, Gradient, Slice, Slices, is_compressed
 
 
 def compressed_parameters(parameters: Iterable[Tensor], codec: Codec) -> dict[int, Tensor]:
@@ -62,6 +62,7 @@ def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
 class _Matrix:
     """A gradient while its factors are under way."""
 
+    slice: Slice  # owned by replica 0
     values: Tensor  # the gradient, in its own dtype and with the loss scale
     x: Tensor  # without the loss scale, fp32 [n, h]
     residual: Tensor | None
@@ -116,6 +117,7 @@ class FactorExchange(Exchange):
                 update = kernels(mean.device).update_residual
                 new, kept = update(each.x, each.residual, mean, 1.0, *feedback.weights)
                 feedback.state.save(each.context, TensorSpec.of(each.x), new, is_finite & kept)
+            self._add_up(each.slice, mean)
             each.values.copy_(mean.mul_(factor * size * scale).view(-1))
         nbytes += sum(q.nbytes for q in factors)
 
@@ -145,7 +147,7 @@ class FactorExchange(Exchange):
         key, q = lowrank.start(min(lowrank.options.rank, rows, columns), columns, context)
         q = q.to(x.device)
         p = m @ q
-        return _Matrix(gradient.values, x, residual, m, context, key, q, p, is_finite(p))
+        return _Matrix(own, gradient.values, x, residual, m, context, key, q, p, is_finite(p))
 
 
 def _summed(factors: Sequence[Tensor]) -> Transfer:

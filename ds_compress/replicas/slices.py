@@ -7,6 +7,7 @@ A parameter of `numel` values is cut into one slice per replica; that replica ow
 Under ZeRO each partition of the optimizer states is a slice, whatever its size.
 """
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -31,6 +32,10 @@ GRADIENT, AVERAGE = HALVES = "backward", "forward"
 """Direction names in packet headers and state keys: to the owner of a slice, and from the owner."""
 
 
+SUM = "sum"
+"""Key in a slice's memory: its averages since the last decision of a policy, added up by its owner."""
+
+
 def is_compressed(parameter: Tensor, min_numel: int = MIN_NUMEL) -> bool:
     """Return whether `parameter` has enough dimensions and values for compressed gradients."""
     return parameter.dim() > 1 and parameter.numel() >= min_numel
@@ -52,6 +57,12 @@ class Slice:
     owner: int
     spec: TensorSpec
     memory: dict[str, Tensor] = field(default_factory=dict)
+
+    def add_up(self, average: Tensor) -> None:
+        """Add `average`, of this step, to the sum that policies compare."""
+        total = self.memory.get(SUM)
+        known = total is not None and total.shape == average.shape and total.dtype == average.dtype
+        self.memory[SUM] = total + average if total is not None and known else average.clone()
 
     def take(self, values: Tensor, start: int, scale: float) -> Tensor:
         """Return this slice, from `start` of `values`: in fp32, divided by `scale`, padded with zeros."""
@@ -93,6 +104,12 @@ class SliceCodec:
         self._seed = seed
         self._has_checksum = has_checksum
         self._layouts: dict[TensorSpec, PacketLayout] = {}
+
+    def with_codec(self, codec: Codec) -> "SliceCodec":
+        """Return the same with another codec."""
+        other = copy.copy(self)
+        other.codec, other._layouts = codec, {}
+        return other
 
     def layout(self, spec: TensorSpec) -> PacketLayout:
         """Return the layout of the packet of a slice like `spec`."""

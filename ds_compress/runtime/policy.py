@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, MessageId
 from ds_compress.config import DIRECTIONS, KEY, Config
-from ds_compress.config.policies import DecisionInput, Place, Signal, ladders
+from ds_compress.config.policies import DecisionInput, Place, Policy, Signal, ladders
 from ds_compress.config.policies.base import format_rung
 from ds_compress.config.recipes import with_changes
 from ds_compress.errors import CompressionError, shown
@@ -160,6 +160,46 @@ def _given(extra: Tensor | None, nbytes: int) -> Tensor | None:
     return extra
 
 
+class Decisions:
+    """What a policy has decided for the places that it has ladders for."""
+
+    def __init__(self, policy: Policy, ladder_lengths: Mapping[Place, int]):
+        self.policy = policy
+        self.ladder_lengths = ladder_lengths
+        self.rungs: dict[Place, int] = {}
+        self._state: dict[str, Any] = {}  # of the policy
+
+    def start(self) -> None:
+        """Begin with the mildest rung everywhere."""
+        self.rungs, self._state = dict.fromkeys(self.ladder_lengths, 0), {}
+
+    def decide(
+        self, step: int, samples: int, lr: float = 0.0, signals: Mapping[Place, Signal] | None = None
+    ) -> dict[Place, int]:
+        """Return the rungs that change; see `DecisionInput`."""
+        now = DecisionInput(step, samples, self.rungs, self.ladder_lengths, lr, signals)
+        rungs = self.policy.decide(now, self._state)
+        changed = {place: rung for place, rung in rungs.items() if rung != self.rungs.get(place)}
+        self.rungs = {**self.rungs, **changed}
+        return changed
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, as JSON types."""
+        return {"rungs": [[*place, rung] for place, rung in self.rungs.items()], "state": self._state}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state` of a checkpoint.
+
+        Raises:
+            CompressionError: the state does not fit the policy or the pipeline.
+        """
+        rungs, ladders = {(n, direction): rung for n, direction, rung in state["rungs"]}, self.ladder_lengths
+        if rungs.keys() != ladders.keys() or not all(0 <= rungs[n] < length for n, length in ladders.items()):
+            raise CompressionError(f"policy: rungs {shown(state['rungs'])} do not fit {shown(dict(ladders))}")
+        self.policy.check_state(state["state"])
+        self.rungs, self._state = rungs, copy.deepcopy(state["state"])
+
+
 class PolicyController:
     """Choose the rung of each direction of a boundary by the policy, and resume it from checkpoints."""
 
@@ -179,18 +219,21 @@ class PolicyController:
                 f"{KEY}.policy: no boundary of this pipeline has a codec with the options of its ladder; "
                 "give them to forward or backward, or use 'constant'"
             )
-        self._ladder_lengths = {place: len(ladder) for place, ladder in self._ladders.items()}
-        self._signals = Signals(boundaries, max(self._ladder_lengths.values(), default=0), device, all_gather)
-        self.rungs: dict[Place, int] = {}
-        self._state: dict[str, Any] = {}  # of the policy
+        lengths = {place: len(ladder) for place, ladder in self._ladders.items()}
+        self._decisions = Decisions(self._policy, lengths if config.changes else {})
+        self._signals = Signals(boundaries, max(lengths.values(), default=0), device, all_gather)
+
+    @property
+    def rungs(self) -> dict[Place, int]:
+        """Return the current rungs; 0 is the mildest."""
+        return self._decisions.rungs
 
     def start(self, engine: Trainer, source: MessageSource) -> dict[str, Any]:
         """Return the settings of the first step, where no checkpoint is resumed; called on every rank."""
-        self.rungs, self._state = {}, {}
+        self._decisions.start()
         self._signals.resume({})
         if not self._config.changes:
             return {}
-        self.rungs = dict.fromkeys(self._ladders, 0)
         if self._policy.norms:
             self._signals.note_norms(source)
         if not self._policy.measures:
@@ -219,7 +262,7 @@ class PolicyController:
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON types, the same on every rank."""
-        return {"rungs": [[*place, rung] for place, rung in self.rungs.items()], "state": self._state}
+        return self._decisions.state()
 
     def own_measurements(self) -> dict[str, list[float]]:
         """Return the signals of this rank for a checkpoint."""
@@ -231,26 +274,17 @@ class PolicyController:
         Raises:
             CompressionError: the state does not fit the policy or the pipeline.
         """
-        rungs = {(number, direction): rung for number, direction, rung in state["rungs"]}
-        ladders = self._ladder_lengths if self._config.changes else {}
-        if rungs.keys() != ladders.keys() or not all(0 <= rungs[n] < length for n, length in ladders.items()):
-            raise CompressionError(f"policy: rungs {shown(state['rungs'])} do not fit {shown(ladders)}")
-        self._policy.check_state(state["state"])
+        self._decisions.resume(state)
         self._signals.resume(own_measurements)
-        self.rungs, self._state = rungs, copy.deepcopy(state["state"])
 
     def _decide(self, engine: Trainer) -> dict[Place, int]:
         """Return the rungs that change."""
         lr, signals = 0.0, None
         if self._policy.measures:
             largest = max(map(float, engine.get_lr()), default=0.0)
-            lr, signals = self._signals.gather(largest, self._ladder_lengths, engine.micro_batches)
-        step, samples = self._compressed(engine), engine.global_samples
-        now = DecisionInput(step, samples, self.rungs, self._ladder_lengths, lr, signals)
-        rungs = self._policy.decide(now, self._state)
-        changed = {place: rung for place, rung in rungs.items() if rung != self.rungs.get(place)}
-        self.rungs = {**self.rungs, **changed}
-        return changed
+            lengths = self._decisions.ladder_lengths
+            lr, signals = self._signals.gather(largest, lengths, engine.micro_batches)
+        return self._decisions.decide(self._compressed(engine), engine.global_samples, lr, signals)
 
     def _boundaries(self, rungs: Mapping[Place, int]) -> dict[str, Any]:
         """Return the key `boundaries` of a block with these rungs."""
@@ -263,7 +297,7 @@ class PolicyController:
     def _trials(self, place: Place) -> list[Codec]:
         """Return the codecs of a place by rung; the other direction stays where it is."""
         found = []
-        for rung in range(self._ladder_lengths.get(place, 0)):
+        for rung in range(self._decisions.ladder_lengths.get(place, 0)):
             boundaries = with_changes(self._config.adopted, self._boundaries({place: rung}))
             codecs = self._config.changed({"boundaries": boundaries}).codecs(place[0])
             found.append(getattr(codecs, place[1]))

@@ -1,7 +1,7 @@
 """Data-parallel replicas inside one process: their gradients are averaged as a pipeline's replicas do it."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,6 +13,8 @@ from ds_compress.errors import CompressionError
 from ds_compress.replicas.exchange import Exchange, Replicas, Transfer
 from ds_compress.replicas.factors import build_exchange, compressed_parameters
 from ds_compress.replicas.slices import Gradient
+from ds_compress.runtime.replica_policy import ReplicaPolicy
+from ds_compress.simulate.training import check_given, step_samples
 
 
 class SimulatedReplicas:
@@ -30,15 +32,23 @@ class SimulatedReplicas:
     stage and no tied weights; random draws of codecs differ with several stages.
     """
 
-    def __init__(self, model: nn.Module, ds_config: dict[str, Any], count: int):
+    def __init__(
+        self,
+        model: nn.Module,
+        ds_config: dict[str, Any],
+        count: int,
+        lr: Callable[[], Sequence[float]] | None = None,
+    ):
         """
         Args:
             model: whose parameters have the gradients.
-            ds_config: its "ds_compress" block counts.
+            ds_config: its "ds_compress" block counts; where a policy counts samples, the batch sizes too.
             count: number of replicas.
+            lr: returns the learning rates of the optimizer, as `scheduler.get_last_lr` does; policy
+                "accordion" needs it.
 
         Raises:
-            CompressionError: a bad block.
+            CompressionError: a bad block, or the policy needs what is missing.
         """
         config = Config(ds_config.get(KEY, {}))
         options, codec = config.block.replicas, config.replica_codec
@@ -57,6 +67,15 @@ class SimulatedReplicas:
             self.compressed = found.keys() & self._parameters.keys()
             shared = codec, found, 2**62, config.block.seed, config.block.link.checksum
             self.exchanges = [build_exchange(Replicas(count, rank), *shared) for rank in range(count)]
+        self._lr = lr
+        self._step_samples = (
+            step_samples(ds_config, count * ds_config.get("gradient_accumulation_steps", 1)) or 0
+        )
+        self._policy = None
+        if self.exchanges and config.replica_ladder:
+            check_given(config.replica_policy, f"{KEY}.replicas.policy", lr, self._step_samples)
+            self._policy = ReplicaPolicy(config, self.exchanges, 1, "cpu", lambda tensor: [tensor])
+            self._policy.start(0, 0)
 
     def collect(self) -> None:
         """Take the gradients that the next replica has computed; the parameters are left without."""
@@ -94,6 +113,11 @@ class SimulatedReplicas:
                 first *= 1 / self._count
             parameter.grad = first
         self.steps += 1
+        if self._policy is not None:
+            lr = self._lr() if self._lr is not None else ()
+            line = self._policy.end_step(self.steps, self.steps * self._step_samples, lr)
+            if line:
+                print(line, flush=True)
 
     def _exchange(self, gradients: Sequence[Sequence[Gradient]]) -> None:
         """Average `gradients` of each replica in place."""

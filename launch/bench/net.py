@@ -5,7 +5,7 @@ Needs root.
 
     python launch/bench/net.py [--recipes none quantize4 ...] [--slowdowns 2.5 5] [--depths 1 2 3 auto]
                                [--latencies 0 20 80] [--stages 2 | 4] [--steps 8] [--rounds 1] [--out FOLDER]
-    python launch/bench/net.py --replicas [--slowdowns 2.5 5] [--steps 8] [--out FOLDER]
+    python launch/bench/net.py --replicas [--dtypes fp32 bf16] [--slowdowns 2.5 5] [--steps 8] [--out FOLDER]
 
 Two stages, one core each, in two network namespaces (two_hosts.sh), or four, two of them on each host: then
 their passes sleep most of the time (sleeping_passes.py), as there are not enough cores. The links are the
@@ -50,6 +50,7 @@ from ds_compress.config import DIRECTIONS, Config
 from ds_compress.planning.step_time import MessageCost, Network, TransferPlan, Workload, predict
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from launch.bench.net_replicas import DTYPES
 from launch.bench.net_replicas import bench as bench_replicas
 from launch.bench.net_report import plot, show
 from launch.bench.net_runs import (
@@ -248,6 +249,9 @@ def main() -> None:
     parser.add_argument(
         "--replicas", action="store_true", help="two replicas of one stage, one on each host, in no pipeline"
     )
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="of replicas (default: fp32 and bf16)"
+    )
     parser.add_argument("--stages", type=int, choices=(HOSTS, 2 * HOSTS), default=HOSTS)
     parser.add_argument(
         "--micro-batch",
@@ -269,7 +273,7 @@ def main() -> None:
     torch.set_num_threads(1)
     out = args.out.resolve()
     if args.replicas:
-        bench_replicas(out, args.steps, args.micro_batch or 24, args.slowdowns)
+        bench_replicas(out, args.steps, args.micro_batch or 24, args.slowdowns, args.dtypes)
         return
     micro_batch = args.micro_batch or (24 if args.stages == HOSTS else 4)
     runs = Runs(out, args.steps, micro_batch, args.stages)

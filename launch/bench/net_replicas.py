@@ -4,18 +4,21 @@ import json
 import shutil
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_compress.cli.console import show
 from launch.bench.net_runs import HIDDEN, LAUNCH, SEQ, Wire, read, run
+from launch.reproduce.run import processor
 
 LAYERS = 4
 SKIPPED = 2  # steps at the start of a run: buffers are made, connections opened
 SMALL_BUCKETS = {"bucket_mb": 2}  # the model has 12.6 MB of gradients
 EIGHT_BITS = {"codec": {"name": "quantize", "bits": 8}, "feedback": "ef", **SMALL_BUCKETS}
 FOUR_BITS = {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef", **SMALL_BUCKETS}
+RANK_8 = {"codec": {"name": "lowrank", "rank": 8}, "feedback": "ef", **SMALL_BUCKETS}
 BF16 = {"bf16": {"enabled": True}}
 
 
@@ -31,41 +34,63 @@ SETTINGS = {
     "fp32 8 bits": Setting({}, EIGHT_BITS),
     "fp32 4 bits": Setting({}, FOUR_BITS),
     "fp32 4 bits, no overlap": Setting({}, {**FOUR_BITS, "overlap": False}),
+    "fp32 rank 8": Setting({}, RANK_8),
     "bf16 stock": Setting(BF16),
     "bf16 4 bits": Setting(BF16, FOUR_BITS),
     "bf16 4 bits, parameters 4 bits": Setting(BF16, {**FOUR_BITS, "parameters": 4}),
 }
+DTYPES = tuple(dict.fromkeys(name.split()[0] for name in SETTINGS))
+NEAR = 0.05
+"""Largest relative difference of the step of DeepSpeed alone from the one that a link is meant to give."""
 
 
-def bench(out: Path, steps: int, micro_batch: int, slowdowns: Sequence[float]) -> None:
-    """Train every setting on the machine's own link, and where DeepSpeed alone takes so many times
-    its step in fp32; write OUT/rows.json.
+def bench(out: Path, steps: int, micro_batch: int, slowdowns: Sequence[float], dtypes: Sequence[str]) -> None:
+    """Train the settings of each dtype on the machine's own link, and where DeepSpeed alone takes so many
+    times its step in this dtype; write OUT/rows.json. Rows of the machine's own link that it has are used
+    again.
 
-    Its keys: link; setting; step_s, the median over the steps, the first ones left out; step_over_free, over
-    that of DeepSpeed alone in the same dtype on the machine's own link; wire_bytes a step, of both
-    directions, TCP and IP headers included, without the broadcasts before the first step; fewer_bytes, how
-    many times fewer than DeepSpeed alone in the same dtype; first_loss; last_loss.
+    Its keys: dtype; slowdown, null on the machine's own link; link; setting; step_s, the median over the
+    steps, the first ones left out; step_over_free, over that of DeepSpeed alone in the same dtype on the
+    machine's own link; wire_bytes a step, of both directions, TCP and IP headers included, without the
+    broadcasts before the first step; fewer_bytes, how many times fewer than DeepSpeed alone in the same dtype
+    on the same link; start_bytes, of these broadcasts; first_loss; last_loss; processor.
     """
-    rows: list[dict[str, Any]] = []
-    starts = dict[str, float]()  # bytes before the first step, by setting of DeepSpeed alone: its broadcasts
-    for slowdown in (None, *slowdowns):
-        wire = Wire()
-        if slowdown is not None:  # nothing hides the exchange, so its time is added to the step
-            bits = 8 * rows[0]["wire_bytes"] / 2
-            wire = Wire(float(f"{bits / ((slowdown - 1) * rows[0]['step_s']) / 1e6:.3g}"))
-        for name, setting in SETTINGS.items():
-            stock = f"{name.split()[0]} stock"
-            run_of_setting = _train(out, name, setting, wire, steps, micro_batch)
-            if name not in starts and name == stock:
-                one_step = _train(out, f"{name} 1 step", setting, wire, 1, micro_batch)["bytes"]
-                starts[stock] = one_step - (run_of_setting["bytes"] - one_step) / (steps - 1)
-            row = {"link": wire.name, "setting": name, **run_of_setting}
-            row["wire_bytes"] = round((row.pop("bytes") - starts[stock]) / steps)
-            rows.append(row)
-            free = next(each for each in rows if each["setting"] == stock)
-            row["step_over_free"] = row["step_s"] / free["step_s"]
-            row["fewer_bytes"] = free["wire_bytes"] / row["wire_bytes"]
-            (out / "rows.json").write_text(json.dumps(rows, indent=2) + "\n")
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "rows.json"
+    rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+
+    def find(name: str) -> dict[str, Any] | None:
+        return next((row for row in rows if row["setting"] == name and row["slowdown"] is None), None)
+
+    def train(name: str, wire: Wire) -> dict[str, Any]:
+        return _train(out, name, SETTINGS[name], wire, steps, micro_batch)
+
+    for dtype in dtypes:
+        stock = f"{dtype} stock"
+        names = [name for name in SETTINGS if name.split()[0] == dtype]
+        for slowdown in (None, *slowdowns):
+            free = find(stock)
+            if slowdown is None and free is not None:
+                continue
+            if free is None:
+                wire, run_of_stock = Wire(), train(stock, Wire())
+                one_step = _train(out, f"{stock} 1 step", SETTINGS[stock], wire, 1, micro_batch)["bytes"]
+                start_bytes = one_step - (run_of_stock["bytes"] - one_step) / (steps - 1)
+                free_s = run_of_stock["step_s"]
+            else:
+                start_bytes, free_s = free["start_bytes"], free["step_s"]
+                assert slowdown is not None
+                wire, run_of_stock = _slow_link(partial(train, stock), slowdown, free)
+            for name in names:
+                found = run_of_stock if name == stock else train(name, wire)
+                nbytes = (found.pop("bytes") - start_bytes) / steps
+                if name == stock:
+                    stock_bytes = nbytes
+                row = {"dtype": dtype, "slowdown": slowdown, "link": wire.name, "setting": name, **found}
+                row |= {"wire_bytes": round(nbytes), "fewer_bytes": stock_bytes / nbytes}
+                row |= {"step_over_free": found["step_s"] / free_s, "start_bytes": start_bytes}
+                rows.append({**row, "processor": processor()})
+                path.write_text(json.dumps(rows, indent=2) + "\n")
     table = [
         {
             "link": row["link"],
@@ -79,6 +104,25 @@ def bench(out: Path, steps: int, micro_batch: int, slowdowns: Sequence[float]) -
         for row in rows
     ]
     show("2 replicas of one stage", table)
+
+
+def _slow_link(
+    train: Callable[[Wire], dict[str, Any]], slowdown: float, free: dict[str, Any]
+) -> tuple[Wire, dict[str, Any]]:
+    """Find the link on which DeepSpeed alone takes `slowdown` times its step on a free one; return its run
+    there too.
+
+    Nothing hides the exchange, so its time is added to the step.
+    """
+    added = (slowdown - 1) * free["step_s"]
+    mbit = 8 * free["wire_bytes"] / 2 / added / 1e6
+    for _ in range(3):
+        wire = Wire(float(f"{mbit:.3g}"))
+        found = train(wire)
+        if abs(found["step_s"] / (slowdown * free["step_s"]) - 1) < NEAR:
+            break
+        mbit *= (found["step_s"] - free["step_s"]) / added
+    return wire, found
 
 
 def _train(

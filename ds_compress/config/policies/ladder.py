@@ -1,12 +1,14 @@
 """Ladders: the codec of each rung at each boundary, checked before training."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from ds_compress.codec import CODECS, TYPICAL, Codec, TensorSpec
 from ds_compress.codecs.mixins import BothDirections, Learns, ObservesWarmup
 from ds_compress.config.block import DIRECTIONS, KEY
-from ds_compress.config.policies.base import LadderOptions, format_rung
+from ds_compress.config.policies.base import LadderOptions, Policy, format_rung
+from ds_compress.config.replicas import ReplicasOptions, build_replica_codec
 from ds_compress.errors import CompressionError, did_you_mean
 
 Ladder = tuple[dict[str, Any], ...]
@@ -61,6 +63,42 @@ def check(config: Any) -> None:
         _check_together(config, every, dict(zip(DIRECTIONS, pair)), path)
 
 
+def replica_ladder(options: ReplicasOptions, policy: Policy, path: str) -> list[Codec]:
+    """Return the codec of each rung between replicas, in its feedback; empty if the policy changes nothing.
+
+    Args:
+        path: of the options, for errors.
+
+    Raises:
+        CompressionError: the policy cannot work there, or a rung is not allowed.
+    """
+    if policy.name == "constant":
+        return []
+    if policy.errors:
+        raise CompressionError(
+            f"{path}.policy: {policy.name!r} is not allowed between replicas: it tries settings on messages "
+            "between stages; allowed: 'accordion', 'ramp'"
+        )
+    if policy.options.forward or not policy.options.backward:
+        given = "forward" if policy.options.forward else "backward"
+        raise CompressionError(
+            f"{path}.policy.{given}: replicas exchange gradients, so there is one ladder; give backward "
+            'alone, such as {"bits": [8, 4]}'
+        )
+    rungs = policy.options.rungs("backward")
+    choice = {"name": options.codec} if isinstance(options.codec, str) else options.codec
+    known = sorted(CODECS.find(choice["name"], f"{path}.codec").Options.model_fields)
+    _refuse_unknown(choice["name"], known, rungs[0], f"{path}.policy.backward", path)
+    codecs = list[Codec]()
+    for rung in rungs:
+        changed = options.model_copy(update={"codec": {**choice, **rung}})
+        codec = build_replica_codec(changed, path)
+        assert codec is not None
+        codecs.append(codec)
+    _check_order(codecs, rungs, f"{path}.policy.backward")
+    return codecs
+
+
 def _described(config: Any, boundary: int | None, direction: str) -> dict[str, Any]:
     """Return the JSON object of the codec of a boundary and direction."""
     choice = config.chosen(boundary, direction)["codec"][0]
@@ -71,11 +109,17 @@ def _refuse_options(config: Any, direction: str, rung: dict[str, Any], path: str
     """Raise a CompressionError for the first option that the codec lacks."""
     name = _described(config, None, direction)["name"]
     known = sorted(CODECS.find(name, "").Options.model_fields)
-    option = next(option for option in rung if option not in known)
-    raise CompressionError(
-        f"{path}.{option}: codec {name!r} of {KEY}.{direction} has no such option"
-        f"{did_you_mean(option, known)}; allowed: {', '.join(known) or 'none, so no ladder'}"
-    )
+    _refuse_unknown(name, known, rung, path, f"{KEY}.{direction}")
+
+
+def _refuse_unknown(name: str, known: Sequence[str], rung: dict[str, Any], path: str, place: str) -> None:
+    """Raise a CompressionError for the first option of `rung` that codec `name` of `place` lacks."""
+    for option in rung:
+        if option not in known:
+            raise CompressionError(
+                f"{path}.{option}: codec {name!r} of {place} has no such option"
+                f"{did_you_mean(option, known)}; allowed: {', '.join(known) or 'none, so no ladder'}"
+            )
 
 
 def _check_alone(codec: Codec, path: str) -> None:
