@@ -107,7 +107,12 @@ class GradientTraffic:
                 for number, p in compressed.items()
                 if p.requires_grad and p.dtype in DTYPES and p.is_contiguous() and id(p) not in sparse
             ]
-            self.early = EarlyBuckets(self.exchange, usual, options.bucket_mb * 10**6)
+            take = self._take_gradient
+            if isinstance(engine.optimizer, BF16_Optimizer):
+                groups = enumerate(engine.optimizer.bf16_groups)
+                self._in_groups = {id(p): (n, at) for n, group in groups for at, p in enumerate(group)}
+                take = self._take_flat_gradient
+            self.early = EarlyBuckets(self.exchange, usual, options.bucket_mb * 10**6, take)
 
     def describe(self) -> str:
         """Return what the start-up line says."""
@@ -159,13 +164,40 @@ class GradientTraffic:
     def _sends_early(self, options: ReplicasOptions) -> bool:
         """Return whether gradients are in place, and final, as soon as the last backward pass has made them.
 
-        Optimizers with partitions copy them elsewhere. Layers that are recomputed, and DualPipeV, may run a
-        backward pass in several parts. Experts of MoE layers exchange tokens between the same replicas.
+        DeepSpeedZeroOptimizer and FP16_Optimizer copy them elsewhere. Layers that are recomputed, and
+        DualPipeV, may run a backward pass in several parts. Experts of MoE layers exchange tokens between the
+        same replicas.
         """
         engine = self._engine
         moved = engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization()
+        moved = moved and not isinstance(engine.optimizer, BF16_Optimizer)
         in_parts = engine.module.activation_checkpoint_interval or hasattr(engine.module, "active_phase")
         return options.overlap and not moved and not in_parts and not engine.has_moe_layers
+
+    def _take_gradient(self, number: int, parameter: Tensor, _: bool) -> list[Gradient]:
+        """Return the gradient of a parameter, zeros if it has none."""
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return [Gradient(number, parameter.grad.view(-1))]
+
+    def _take_flat_gradient(self, number: int, parameter: Tensor, in_pass: bool) -> list[Gradient]:
+        """Return the gradient of a parameter in BF16_Optimizer's flat buffer, by the partitions it lies in.
+
+        What the last backward pass has computed is added there, as the optimizer would do after the pass.
+        """
+        optimizer = self._engine.optimizer
+        group, at = self._in_groups[id(parameter)]
+        if in_pass:
+            optimizer._update_hp_grad(parameter, group, at, clear_lp_grads=False)
+            parameter.grad = None  # else it would be added again
+        gradient = optimizer.fp32_groups_gradients[group][at]
+        if not self.is_partitioned:
+            return [Gradient(number, gradient.view(-1))]
+        place, found = _Place(gradient.data_ptr(), gradient.nbytes, number), list[Gradient]()
+        parts = optimizer.fp32_groups_gradients_flat[group].chunk(self.exchange.replicas.size)
+        for owner, part in enumerate(parts):
+            _split(part, owner, [place], found, [])
+        return found
 
     def begin_step(self) -> None:
         """Remember the residuals, if DeepSpeed may skip the step because gradients are not finite."""

@@ -155,7 +155,12 @@ class _AllRanks:
 _MIXINS = {DeepSpeedZeroOptimizer: CompressedZeroOptimizer, BF16_Optimizer: CompressedBF16Optimizer}
 _ALSO_USED = {
     DeepSpeedZeroOptimizer: ("ipg_buckets", "get_gradient_for_reduction", "bit16_groups"),
-    BF16_Optimizer: ("bf16_groups_flat", "fp32_groups_flat_partition", "fp32_groups_gradient_flat_partition"),
+    BF16_Optimizer: (
+        "_update_hp_grad",
+        "bf16_groups_flat",
+        "fp32_groups_flat_partition",
+        "fp32_groups_gradient_flat_partition",
+    ),
 }
 
 
@@ -187,8 +192,9 @@ def check_optimizer(engine: Any, options: ReplicasOptions, codec: Codec) -> None
             "data_types.grad_accum_dtype 'fp32'"
         )
     for base, mixin in _MIXINS.items():
-        for name in (*vars(mixin), *_ALSO_USED[base]) if isinstance(optimizer, base) else ():
-            if not name.startswith("_") and name != "ds_compress" and not hasattr(optimizer, name):
+        own = (name for name in vars(mixin) if not name.startswith("_") and name != "ds_compress")
+        for name in (*own, *_ALSO_USED[base]) if isinstance(optimizer, base) else ():
+            if not hasattr(optimizer, name):
                 raise CompressionError(
                     f"{KEY}.replicas: DeepSpeed {deepspeed.__version__} has no {name} in its "
                     f"{base.__name__}; leave replicas out"

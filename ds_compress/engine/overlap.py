@@ -10,7 +10,7 @@ replicas send in one order, whichever gradients a replica lacks. A replica may w
 its backward pass, so nothing else in that pass may make the other one wait for this one.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -24,13 +24,22 @@ from ds_compress.replicas.slices import Gradient
 class EarlyBuckets:
     """Starts the exchange of a bucket when the gradients of all its parameters are complete."""
 
-    def __init__(self, exchange: Exchange, parameters: Iterable[tuple[int, Tensor]], bucket_bytes: int):
+    def __init__(
+        self,
+        exchange: Exchange,
+        parameters: Iterable[tuple[int, Tensor]],
+        bucket_bytes: int,
+        take: Callable[[int, Tensor, bool], list[Gradient]],
+    ):
         """
         Args:
             parameters: with their numbers, in the order of the forward pass; their gradients are dense.
-            bucket_bytes: most bytes of a bucket of several parameters.
+            bucket_bytes: most bytes of a bucket of several parameters, in fp32.
+            take: returns the parts of the gradient of a parameter, with its number; its last argument:
+                whether the pass that has completed it still runs.
         """
         self._exchange = exchange
+        self._take = take
         self._buckets = list[dict[int, Tensor]]()
         self._passes = 0  # backward passes of the step; 0: nothing is sent
         self._ended = 0  # those that are over
@@ -43,11 +52,12 @@ class EarlyBuckets:
         """Buckets of this step whose exchange has started."""
         left = 0
         for number, parameter in reversed(list(parameters)):
-            if parameter.nbytes > left:
+            nbytes = parameter.numel() * torch.float32.itemsize
+            if nbytes > left:
                 self._buckets.append({})
                 left = bucket_bytes
             self._buckets[-1][number] = parameter
-            left -= parameter.nbytes
+            left -= nbytes
             parameter.register_post_accumulate_grad_hook(partial(self._count, number))
 
     def begin_step(self, passes: int, factor: float, step: int) -> None:
@@ -69,7 +79,7 @@ class EarlyBuckets:
                 )
             self._repeats = True
         while self._is_known and not self._repeats and self._is_complete():
-            self._start()
+            self._start(in_pass=True)
 
     def _is_complete(self) -> bool:
         """Return whether all gradients of the next bucket are final."""
@@ -78,15 +88,11 @@ class EarlyBuckets:
             for number, parameter in self._buckets[self.started].items()
         )
 
-    def _start(self) -> None:
+    def _start(self, in_pass: bool) -> None:
         """Start the exchange of the next bucket: of parameters that are not frozen, as DeepSpeed does."""
         bucket = {n: each for n, each in self._buckets[self.started].items() if each.requires_grad}
         self.started += 1
-        gradients = list[Gradient]()
-        for number, parameter in bucket.items():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradients.append(Gradient(number, parameter.grad.view(-1)))
+        gradients = [part for number, each in bucket.items() for part in self._take(number, each, in_pass)]
         self._sent.update(bucket)
         if gradients:
             self._exchange.start(gradients, self._factor, 1.0, self._step)
@@ -102,7 +108,7 @@ class EarlyBuckets:
 
     def _start_rest(self) -> None:
         while self.started < len(self._buckets):
-            self._start()
+            self._start(in_pass=False)
 
     def finish(self) -> set[int]:
         """Wait for all averages.

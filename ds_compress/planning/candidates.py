@@ -44,8 +44,9 @@ def all_candidates() -> list[Candidate]:
     ]
     # Recipes named after a quality class come last: most are the same as another recipe
     named = map(_of_recipe, sorted(recipes.names(), key=lambda name: name in LIMITS))
+    of_messages = [candidate for candidate in named if "replicas" not in candidate.block]
     found: dict[str, Candidate] = {}
-    for candidate in [*plain, *named]:
+    for candidate in [*plain, *of_messages]:
         found.setdefault(json.dumps(candidate.block, sort_keys=True), candidate)
     return [*found.values()]
 

@@ -58,7 +58,8 @@ def steps(stages, config, layers, freezes):
     if early is not None:
         start_rest = early._start_rest
         early._start_rest = lambda: started.append(early.started) or start_rest()
-    data = batches(engine.grid.get_data_parallel_id(), shape=(8, WIDTH))
+    dtype = next(engine.module.parameters()).dtype
+    data = batches(engine.grid.get_data_parallel_id(), dtype, (8, WIDTH))
     digests = []
     for step in range(4):
         if step == 2 and freezes:
@@ -91,6 +92,26 @@ def test_overlap_changes_nothing_but_the_time(kind, stages, replicas):
         assert own == expected[kind]
     elif kind.startswith("no gradient"):
         assert own[0] == 0 and min(own[1:]) < max(own[1:])
+
+
+@pytest.mark.parametrize("codec", [{"name": "quantize", "bits": 4}, {"name": "lowrank", "rank": 4}], ids=str)
+@pytest.mark.parametrize("kind", ["usual", "no gradient in some steps", "recomputed"])
+@pytest.mark.parametrize("immediate", [False, True])
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (2, 2), (1, 3)])
+@pytest.mark.extended(keep=3)
+def test_bf16_optimizer_overlaps_too(codec, kind, immediate, stages, replicas):
+    """Gradients of the last pass are added to its flat buffers before they leave, and only once."""
+    options = {"codec": codec, "feedback": "ef", "bucket_mb": 1}
+    results = {}
+    for overlap in (True, False):
+        bf16 = {"enabled": True, "immediate_grad_update": immediate}
+        block = {"replicas": {**options, "overlap": overlap}}
+        config = ds_config(block, replicas=replicas, bf16=bf16, gradient_clipping=0.1)
+        results[overlap] = run_ranks(stages * replicas, steps, stages, config, KINDS[kind], False)
+    assert [digests for digests, _ in results[True]] == [digests for digests, _ in results[False]]
+    if kind == "usual":
+        buckets = 3 if stages == 1 else 2
+        assert results[True][-1][1][::2] == [0, buckets, buckets, buckets]
 
 
 def steps_of_tied(config):
