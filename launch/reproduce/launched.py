@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ds_compress.simulate import SimulatedReplicas, simulate, traffic
+from ds_compress.simulate import simulate, traffic
 from launch.reproduce.grid import append_row, is_row_of, read_rows
 from launch.reproduce.pipeline import pipeline
 from launch.reproduce.run import Row, Run, environment, stages_of, task_of, train
@@ -36,7 +36,7 @@ def compared(run: Run, data: Path, results: Path) -> Row:
     task = task_of(run.preset, run.task, data, results / "cache")
     stages = nn.Sequential(*stages_of(run, task))
     model = simulate(stages, {"ds_compress": run.block}, range(1, STAGES), task.steps_per_epoch)
-    expected = train([model], SimulatedReplicas(stages, {}, 1), task, run.seed, CPU)
+    expected, _ = train([model], {}, task, run.seed, CPU)
     found = pipeline(run, data, results, len(expected))
     losses = found.losses
     sent = traffic(model)

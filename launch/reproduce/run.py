@@ -84,8 +84,7 @@ def execute(run: Run, task: Task, device: torch.device) -> Row:
         simulate(stages, config, range(1, STAGES), task.steps_per_epoch, replica=replica)
         for replica in range(count)
     ]
-    replicas = SimulatedReplicas(stages, config, count)
-    losses = train(models, replicas, task, run.seed, device)
+    losses, replicas = train(models, config, task, run.seed, device)
     sent = traffic(models[0])  # before evaluation sends anything
     return {
         **run.identity,
@@ -136,20 +135,18 @@ def outcome(losses: list[float], task: Task) -> Row:
 
 
 def train(
-    models: Sequence[nn.Sequential],
-    replicas: SimulatedReplicas,
-    task: Task,
-    seed: int,
-    device: torch.device,
-) -> list[float]:
-    """Train and return the loss of every step, up to the first that is not finite.
+    models: Sequence[nn.Sequential], config: dict[str, Any], task: Task, seed: int, device: torch.device
+) -> tuple[list[float], SimulatedReplicas]:
+    """Train; return the loss of every step, up to the first that is not finite, and what averaged gradients.
 
     Args:
         models: one for each replica, which share their parameters.
+        config: of the gradients between them.
     """
     optimizer = task.optimizer(models[0].parameters())
     schedule = task.schedule(optimizer)
-    losses = []
+    replicas = SimulatedReplicas(models[0], config, len(models), schedule.get_last_lr)
+    losses = list[float]()
     for model in models:
         model.train()
     for number in range(task.epochs):
@@ -161,13 +158,13 @@ def train(
                 replicas.collect()
             losses.append(sum(found) / len(found))
             if not math.isfinite(losses[-1]):
-                return losses
+                return losses, replicas
             replicas.average()
             clip(models[0], task.gradient_clipping)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-    return losses
+    return losses, replicas
 
 
 def step(model: nn.Module, task: Task, batch: Batch, device: torch.device) -> float:
