@@ -109,7 +109,7 @@ def replica_links_table() -> str:
     rows = json.loads((ROOT / "results" / "replica_links.json").read_text())
     lines = [
         [
-            link_name(row["link"]),
+            f"{row['mbit']:g} Mbit/s" if row["mbit"] else "unlimited",
             row["setting"].replace("stock", "DeepSpeed alone").replace(" ", ", ", 1),
             f"{row['step_s']:.3f}",
             f"{row['step_over_free']:.2f}",

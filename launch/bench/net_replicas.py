@@ -18,6 +18,7 @@ SKIPPED = 2  # steps at the start of a run: buffers are made, connections opened
 SMALL_BUCKETS = {"bucket_mb": 2}  # the model has 12.6 MB of gradients
 EIGHT_BITS = {"codec": {"name": "quantize", "bits": 8}, "feedback": "ef", **SMALL_BUCKETS}
 FOUR_BITS = {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef", **SMALL_BUCKETS}
+FOUR_FOUR_BITS = {**FOUR_BITS, "parameters": 4}
 RANK_8 = {"codec": {"name": "lowrank", "rank": 8}, "feedback": "ef", **SMALL_BUCKETS}
 BF16 = {"bf16": {"enabled": True}}
 
@@ -37,7 +38,8 @@ SETTINGS = {
     "fp32 rank 8": Setting({}, RANK_8),
     "bf16 stock": Setting(BF16),
     "bf16 4 bits": Setting(BF16, FOUR_BITS),
-    "bf16 4 bits, parameters 4 bits": Setting(BF16, {**FOUR_BITS, "parameters": 4}),
+    "bf16 4 bits, parameters 4 bits": Setting(BF16, FOUR_FOUR_BITS),
+    "bf16 4 bits, parameters 4 bits, no overlap": Setting(BF16, {**FOUR_FOUR_BITS, "overlap": False}),
 }
 DTYPES = tuple(dict.fromkeys(name.split()[0] for name in SETTINGS))
 NEAR = 0.05
@@ -46,12 +48,11 @@ NEAR = 0.05
 
 def bench(out: Path, steps: int, micro_batch: int, slowdowns: Sequence[float], dtypes: Sequence[str]) -> None:
     """Train the settings of each dtype on the machine's own link, and where DeepSpeed alone takes so many
-    times its step in this dtype; write OUT/rows.json. Rows of the machine's own link that it has are used
-    again.
+    times its step in this dtype; write OUT/rows.json, and go on from the rows that it has.
 
-    Its keys: dtype; slowdown, null on the machine's own link; link; setting; step_s, the median over the
-    steps, the first ones left out; step_over_free, over that of DeepSpeed alone in the same dtype on the
-    machine's own link; wire_bytes a step, of both directions, TCP and IP headers included, without the
+    Its keys: dtype; slowdown, null on the machine's own link; mbit, of the link; setting; step_s, the median
+    over the steps, the first ones left out; step_over_free, over that of DeepSpeed alone in the same dtype on
+    the machine's own link; wire_bytes a step, of both directions, TCP and IP headers included, without the
     broadcasts before the first step; fewer_bytes, how many times fewer than DeepSpeed alone in the same dtype
     on the same link; start_bytes, of these broadcasts; first_loss; last_loss; processor.
     """
@@ -59,41 +60,54 @@ def bench(out: Path, steps: int, micro_batch: int, slowdowns: Sequence[float], d
     path = out / "rows.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
 
-    def find(name: str) -> dict[str, Any] | None:
-        return next((row for row in rows if row["setting"] == name and row["slowdown"] is None), None)
+    def find(name: str, slowdown: float | None) -> dict[str, Any] | None:
+        return next((r for r in rows if (r["setting"], r["slowdown"]) == (name, slowdown)), None)
+
+    def add(name: str, slowdown: float | None, wire: Wire, found: dict[str, Any]) -> None:
+        stock = f"{name.split()[0]} stock"
+        free, same = find(stock, None) or found, find(stock, slowdown)
+        found["start_bytes"] = free["start_bytes"]
+        nbytes = (found.pop("bytes") - found["start_bytes"]) / steps
+        rows.append(
+            {
+                "dtype": name.split()[0],
+                "slowdown": slowdown,
+                "mbit": wire.mbit,
+                "setting": name,
+                **found,
+                "step_over_free": found["step_s"] / free["step_s"],
+                "wire_bytes": round(nbytes),
+                "fewer_bytes": same["wire_bytes"] / nbytes if same else 1.0,
+                "processor": processor(),
+            }
+        )
+        path.write_text(json.dumps(rows, indent=2) + "\n")
 
     def train(name: str, wire: Wire) -> dict[str, Any]:
         return _train(out, name, SETTINGS[name], wire, steps, micro_batch)
 
     for dtype in dtypes:
         stock = f"{dtype} stock"
-        names = [name for name in SETTINGS if name.split()[0] == dtype]
         for slowdown in (None, *slowdowns):
-            free = find(stock)
-            if slowdown is None and free is not None:
-                continue
-            if free is None:
-                wire, run_of_stock = Wire(), train(stock, Wire())
+            known, free = find(stock, slowdown), find(stock, None)
+            if known is not None:
+                wire = Wire(known["mbit"])
+            elif free is None:
+                wire = Wire()
+                found = train(stock, wire)
                 one_step = _train(out, f"{stock} 1 step", SETTINGS[stock], wire, 1, micro_batch)["bytes"]
-                start_bytes = one_step - (run_of_stock["bytes"] - one_step) / (steps - 1)
-                free_s = run_of_stock["step_s"]
+                found["start_bytes"] = one_step - (found["bytes"] - one_step) / (steps - 1)
+                add(stock, slowdown, wire, found)
             else:
-                start_bytes, free_s = free["start_bytes"], free["step_s"]
-                assert slowdown is not None
-                wire, run_of_stock = _slow_link(partial(train, stock), slowdown, free)
-            for name in names:
-                found = run_of_stock if name == stock else train(name, wire)
-                nbytes = (found.pop("bytes") - start_bytes) / steps
-                if name == stock:
-                    stock_bytes = nbytes
-                row = {"dtype": dtype, "slowdown": slowdown, "link": wire.name, "setting": name, **found}
-                row |= {"wire_bytes": round(nbytes), "fewer_bytes": stock_bytes / nbytes}
-                row |= {"step_over_free": found["step_s"] / free_s, "start_bytes": start_bytes}
-                rows.append({**row, "processor": processor()})
-                path.write_text(json.dumps(rows, indent=2) + "\n")
+                assert slowdown is not None  # of which there is no row
+                wire, found = _slow_link(partial(train, stock), slowdown, free)
+                add(stock, slowdown, wire, found)
+            for name in SETTINGS:
+                if name.split()[0] == dtype and find(name, slowdown) is None:
+                    add(name, slowdown, wire, train(name, wire))
     table = [
         {
-            "link": row["link"],
+            "link": Wire(row["mbit"]).name,
             "setting": row["setting"],
             "step, s": f"{row['step_s']:.3f}",
             "/ free": f"{row['step_over_free']:.2f}",
