@@ -68,6 +68,8 @@ class Course(Record):
     adopted: dict[str, Any]
     """Settings in force beside the written block, as "boundaries" of a block."""
     policy: PolicyRecord
+    replica_policy: dict[str, Any] = {}
+    """What the policy between replicas has decided; empty: there is none."""
 
 
 class Metadata(Record):

@@ -107,7 +107,7 @@ class GradientTraffic:
                 for number, p in compressed.items()
                 if p.requires_grad and p.dtype in DTYPES and p.is_contiguous() and id(p) not in sparse
             ]
-            take = self._take_gradient
+            take: Callable[[int, Tensor, bool], list[Gradient]] = self._take_gradient
             if isinstance(engine.optimizer, BF16_Optimizer):
                 groups = enumerate(engine.optimizer.bf16_groups)
                 self._in_groups = {id(p): (n, at) for n, group in groups for at, p in enumerate(group)}

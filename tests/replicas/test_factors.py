@@ -193,5 +193,5 @@ def test_weights_are_those_of_simulated_replicas(dtype):
 
 
 def test_matrices_that_factors_would_not_make_smaller_stay_exact():
-    codec = CODECS.build({"name": "lowrank", "rank": 100})
+    codec = CODECS.build({"name": "lowrank", "rank": 100}, "codec")
     assert list(compressed_parameters([torch.empty(128, 160), torch.empty(400, 400)], codec)) == [1]
