@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ds_compress.config import DIRECTIONS, KEY, Config
+from ds_compress.config.policies import Policy
 from ds_compress.config.recipes import with_changes
 from ds_compress.errors import CompressionError, shown
 from ds_compress.feedback.aqsgd.sample_ids import SampleIds
@@ -36,18 +37,8 @@ class SimulatedTraining:
         self.micro_batches = boundaries[0].micro_batches
         self._boundaries = boundaries
         self._lr = lr
-        self._step_samples = _step_samples(ds_config, self.micro_batches)
-        name, options = config.policy.name, config.policy.options
-        if config.policy.norms and lr is None:
-            raise CompressionError(
-                f"simulate: {KEY}.policy {name!r} follows the learning rate; give simulate "
-                "lr=scheduler.get_last_lr, or a function like it"
-            )
-        if getattr(options, "unit", "steps") == "samples" and self._step_samples is None:
-            raise CompressionError(
-                f"simulate: {KEY}.policy {name!r} counts samples; give ds_config train_batch_size or "
-                "train_micro_batch_size_per_gpu"
-            )
+        self._step_samples = step_samples(ds_config, self.micro_batches)
+        check_given(config.policy, f"{KEY}.policy", lr, self._step_samples)
         self._policy = PolicyController(config, len(boundaries), "cpu", lambda tensor: [tensor])
         self._adopt(self._policy.start(self, self))
 
@@ -95,7 +86,25 @@ class SimulatedTraining:
         return differs
 
 
-def _step_samples(ds_config: Mapping[str, Any], micro_batches: int) -> int | None:
+def check_given(policy: Policy, path: str, lr: object, step_samples: int | None) -> None:
+    """Check that what `policy` follows is known.
+
+    Raises:
+        CompressionError: it needs a learning rate or a number of samples, which is missing.
+    """
+    if policy.norms and lr is None:
+        raise CompressionError(
+            f"simulate: {path} {policy.name!r} follows the learning rate; give simulate "
+            "lr=scheduler.get_last_lr, or a function like it"
+        )
+    if getattr(policy.options, "unit", "steps") == "samples" and not step_samples:
+        raise CompressionError(
+            f"simulate: {path} {policy.name!r} counts samples; give ds_config train_batch_size or "
+            "train_micro_batch_size_per_gpu"
+        )
+
+
+def step_samples(ds_config: Mapping[str, Any], micro_batches: int) -> int | None:
     """Return the samples of a step; None if they are not given."""
     batch, micro = (ds_config.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu"))
     if type(batch) is int:

@@ -14,7 +14,7 @@ from ds_compress.replicas.exchange import Exchange, Replicas, Transfer
 from ds_compress.replicas.factors import build_exchange, compressed_parameters
 from ds_compress.replicas.slices import Gradient
 from ds_compress.runtime.replica_policy import ReplicaPolicy
-from ds_compress.simulate.training import check_given, step_samples
+from ds_compress.simulate.model import check_given, step_samples
 
 
 class SimulatedReplicas:
