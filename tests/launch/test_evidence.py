@@ -3,12 +3,14 @@
 import itertools
 import json
 import math
+import statistics
 
 import pytest
 
 from ds_compress.config import DIRECTIONS, KEY, Config, recipes
 from ds_compress.config.quality import LIMITS
 from ds_compress.config.recipes import EVIDENCE
+from ds_compress.planning.candidates import all_candidates
 from launch.reproduce.command import ROOT, main
 from launch.reproduce.costs import ACROSS, cost_table, costs_of, replicas_table, worst
 from launch.reproduce.grid import read_rows
@@ -175,6 +177,48 @@ def test_a_class_has_the_errors_of_its_recipe(name):
     for column, limit in (("error_forward", limits.forward), ("gradient_error", limits.backward)):
         largest = max(row.get(column) or 0.0 for row in own if row["preset"] == "small")
         assert math.ceil(100 * largest) / 100 == limit, column
+
+
+JUDGED_ROWS = [*ALL_ROWS, *read_rows(ROOT / "results" / "guard.jsonl")]
+
+
+def sent(block):
+    """What a block sends in each direction, with every option."""
+    found = {each: getattr(Config(block).codecs(None), each).settings for each in DIRECTIONS}
+    return [{"feedback": "none", **block.get(each, {}), "codec": found[each]} for each in DIRECTIONS]
+
+
+BLOCKS = {row["setting"]: row["block"] for row in JUDGED_ROWS}
+NOTHING = sent({})
+
+
+UNPROVEN = {"fp8 e4m3", "quantize 8", "quantize 6", "entropy 5", "quantize 3 dither", "quantize 2 dither"}
+UNPROVEN |= {"quantize 4", "bf16", "fp8", "lowrank32", "quant3"}
+"""Candidates without rows on two models, fine-tuned and from scratch: those of mild or unbiased codecs, and
+recipes that users may name."""
+
+
+@pytest.mark.parametrize("candidate", all_candidates(), ids=lambda candidate: candidate.name)
+def test_what_auto_proposes_keeps_the_promise_of_its_class(candidate):
+    """`auto` took codecs by their errors alone, which do not foretell the loss: every row with errors within
+    a class costs what that class promises at most. What loses nothing needs no rows."""
+    forward, backward = sent(candidate.block)
+    wanted = [[forward, backward], [forward, NOTHING[1]], [NOTHING[0], backward]]
+    judged = {("any", "finetuned"), ("other", "scratch")} if candidate.name == "lossless" else set()
+    for name in (name for name, block in BLOCKS.items() if sent(block) in wanted):
+        for cost in costs_of(JUDGED_ROWS, name, ("small", "guard")):
+            judged.add(tuple(cost.task.split("-")))
+            own = [r for r in JUDGED_ROWS if (r["preset"], r["task"], r["setting"]) == (*cost[:2], name)]
+            errors = [[row.get(each) for row in own] for each in ("error_forward", "gradient_error")]
+            if name == "none" or None in itertools.chain(*errors):
+                continue  # rows of older releases know no errors of gradients
+            for quality, limits in LIMITS.items():
+                promise = EVIDENCE["none" if quality == "lossless" else quality].promise
+                if limits.allow(*map(statistics.fmean, errors)):
+                    assert cost.off <= promise[0] and cost.on <= promise[1], (name, quality, cost)
+    models, kinds = ({task[part] for task in judged} for part in (0, 1))
+    is_proven = len(models) >= 2 and kinds == {"finetuned", "scratch"}
+    assert is_proven != (candidate.name in UNPROVEN)
 
 
 def test_a_cost_compares_runs_of_one_seed():
