@@ -42,14 +42,14 @@ def test_every_source_compiles_without_a_warning(source, target, tmp_path):
 
 
 @EACH_TARGET
-@settings(max_examples=100, deadline=None, database=None)
+@settings(max_examples=200, deadline=None, database=None)
 @given(
     bits=st.integers(1, 8),
     size=st.sampled_from([8, 16, 24, 32, 40, 64, 128, 256, 1024, 4096]),
     symmetric=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     hadamard=st.booleans(),
-    n=st.integers(1, 40),
+    n=st.integers(1, 300),
     special=st.sampled_from([None, float("inf"), -float("inf"), float("nan")]),
     seed=st.integers(0, 1000),
     scale_dtype=st.sampled_from([torch.bfloat16, torch.float32]),
