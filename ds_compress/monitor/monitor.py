@@ -243,6 +243,7 @@ class Monitor:
             number, _, direction = place.partition("/")
             before[int(number)][direction] = dict(zip(LASTING, values))
         self._last = before, []
+        self._table.clear()  # no step is measured since
 
     def _collect(self, ends: Sequence[End], gradients: Callable[[], Mapping[str, float]] | None) -> float:
         """Fill the table with this stage's values; return the duration of the step in ms."""

@@ -246,6 +246,22 @@ def test_a_run_shorter_than_every_counts_to_its_end(tmp_path):
     assert first[0].endswith("by step 7") and resumed[0].endswith("by step 14, from step 8 on")
 
 
+def quality_before_and_after_loading(folder):
+    """What the guard judges by: after a measured step, and once a checkpoint has been loaded."""
+    engine = build(2, ds_config({**BLOCK, "guard": {"every": 1}}))
+    engine.train_batch(batches())
+    engine.save_checkpoint(folder)
+    measured = engine.ds_compress.monitor.message_quality()
+    engine.load_checkpoint(folder)
+    return measured, engine.ds_compress.monitor.message_quality()
+
+
+def test_no_quality_is_known_between_a_checkpoint_and_the_next_step(tmp_path):
+    """The step before it counted as measured, by values that a checkpoint does not hold: a KeyError."""
+    measured, loaded = run_ranks(2, quality_before_and_after_loading, str(tmp_path))[0]
+    assert len(measured) == 2 and not loaded
+
+
 def test_what_is_summed_up_early_is_little():
     found = [steps for steps in range(1, 2000) if lines.is_early(steps, 1000)]
     assert found == [digit * unit for unit in (1, 10, 100) for digit in range(1, 10)]
