@@ -2,11 +2,17 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-import ds_compress.codecs  # noqa: F401 - registers
 from ds_compress import testing
-from ds_compress.codec import CODECS, names
+from ds_compress.codec import CODECS, Context, TensorSpec, build, names
+from ds_compress.codecs.mixins import ObservesWarmup
+from ds_compress.config import Config
+from ds_compress.errors import CompressionError
 from ds_compress.testing import CodecPair
+from tests.support.codecs import observed, send
+from tests.support.messages import any_shape
 
 OPTIONS = {
     "quantize": [
@@ -92,3 +98,55 @@ def test_a_name_stands_for_defaults_and_examples():
     settings = testing.settings_of("minmax")
     assert settings == [{"name": "minmax"}, *({"name": "minmax", "bits": bits} for bits in (4, 8))]
     assert testing.settings_of({"name": "minmax", "bits": 2}) == [{"name": "minmax", "bits": 2}]
+
+
+RANKS = st.integers(1, 12)
+LEARNED = st.just("learned")
+FITTED = {
+    "lowrank": {"rank": st.integers(1, 20), "dtype": st.sampled_from(["bf16", "fp32"])},
+    "pca": {"rank": RANKS, "dtype": st.just("fp32")},
+    "quantize": {"bits": st.integers(1, 8), "group_size": st.sampled_from([8, 128]), "rotate": LEARNED},
+    "entropy": {"bits": st.floats(0.1, 6), "rotate": LEARNED},
+    "entropy in contexts": {"bits": st.floats(0.1, 6), "contexts": st.sampled_from(["rows", "columns"])},
+}
+"""Options of codecs that adapt to a message, by codec."""
+
+
+@pytest.mark.parametrize("name", FITTED)
+@settings(max_examples=40, deadline=None)
+@given(x=any_shape(longest=20), data=st.data())
+def test_of_any_shape_no_more_is_lost_than_by_sending_zeros(name, x, data):
+    options = data.draw(st.fixed_dictionaries(FITTED[name]))
+    codec = build({"name": name.split()[0], **options})
+    out = send(codec, x, *observed(codec, *[x] * isinstance(codec, ObservesWarmup))).double()
+    assert (out - x).norm() <= 1.01 * x.double().norm() + 1e-6
+    if name == "pca" and x.shape and options["rank"] >= x.shape[-1]:
+        torch.testing.assert_close(out, x.double(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["lowrank", "pca"])
+def test_keeps_no_graph(name):
+    """A stage sends its output with the graph that made it."""
+    codec, x = build({"name": name}), torch.randn(64, 16, requires_grad=True)
+    sender, _ = observed(codec, *[x] * isinstance(codec, ObservesWarmup))
+    assert not any(value.requires_grad for value in (*codec.encode(x, sender), *sender.memory.values()))
+    assert sender.memory
+
+
+@pytest.mark.parametrize("name", ["quantize", "entropy"])
+def test_a_learned_basis_needs_a_warm_up(name):
+    choice = {"name": name, "bits": 2, "rotate": "learned"}
+    codec = build(choice)
+    with pytest.raises(CompressionError) as error:
+        codec.encode(torch.randn(4, 8), Context(boundary=3))
+    assert str(error.value) == (
+        f"codec '{name}' at boundary 3: no message of 8 columns was observed before the first "
+        "compressed one; it needs warmup_steps >= 1"
+    )
+    with pytest.raises(CompressionError, match="warmup_steps"):
+        Config({"forward": {"codec": choice}})
+    Config({"forward": {"codec": choice}, "warmup_steps": 1})
+    assert not codec.refuses(TensorSpec((4, 2**14), torch.float32))
+    assert codec.refuses(TensorSpec((4, 2**14 + 1), torch.float32)) == (
+        'its rows have 16,385 values, allowed with "rotate": 16,384'
+    )

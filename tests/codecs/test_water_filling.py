@@ -10,22 +10,12 @@ from hypothesis import strategies as st
 
 from ds_compress.codec import build
 from ds_compress.codecs.eigenbasis import MOST_BITS, allocate_bits, levels_of
+from ds_compress.kernels.quantize import gaussian
 from tests.support.codecs import observed, relative_error, send
 from tests.support.messages import with_spectrum
 
-
-def lloyd_max(count):
-    """The levels above 0 of a symmetric grid for normal values, by averages of a fine histogram."""
-    x = np.linspace(0, 8, 80001)
-    weight = np.exp(-(x**2) / 2)
-    levels = np.linspace(0.2, 2.5, count)
-    for _ in range(2000):
-        place = np.searchsorted((levels[1:] + levels[:-1]) / 2, x)
-        levels = np.bincount(place, weight * x, count) / np.bincount(place, weight, count)
-    return levels
-
-
-TABLES = {bits: lloyd_max(2 ** (bits - 1)) for bits in range(1, 5)}
+TABLES = {bits: np.array(gaussian.levels(bits)) for bits in range(1, 5)}
+"""Levels above 0; test_gaussian.py has them from Lloyd and Max."""
 
 
 def mean_error(bits):
