@@ -27,7 +27,7 @@ WRAPPED = "['DeepSpeedEngine', 'PipelineEngine']"
         "import ds_compress, torch, deepspeed; ds_compress.autoload.hook()",
     ],
 )
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_order_of_imports_does_not_matter(imports):
     code = f"import sys; {imports}; print('wrapped', {STATE})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -121,7 +121,7 @@ def test_resuming_equals_going_on(name, replicas, tmp_path):
     ],
     ids=lambda codec: codec["name"],
 )
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_codecs_that_learn_train_and_resume(codec, tmp_path):
     """Bases and weights are state too; with 2 replicas the autoencoder's gradients are averaged over them."""
     direction = {"codec": codec}

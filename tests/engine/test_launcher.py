@@ -65,6 +65,7 @@ def test_with_the_block_messages_are_compressed(tmp_path):
     )
 
 
+@pytest.mark.extended
 def test_bad_block_stops_before_training(tmp_path):
     code, output = launch(tmp_path, ds_config({"backward": {"codec": "top_k"}}))
     assert code != 0

@@ -172,6 +172,7 @@ def test_watching_changes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("samples, warmup", [(512, 4), pytest.param(1792, 2, marks=pytest.mark.slow)])
+@pytest.mark.extended
 def test_learns_better_than_plain_quantization(samples, warmup):
     """Two epochs at two bits, on from a model that both trained uncompressed, where samples change slowly."""
     steps = samples // (MICRO_BATCH * MICRO_BATCHES)

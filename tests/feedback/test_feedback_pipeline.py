@@ -79,7 +79,7 @@ def test_pipeline_equals_simulate(name, stages):
 @pytest.mark.parametrize(
     "stages, replicas, link, steps",
     [
-        (2, 1, "eager", 200),
+        pytest.param(2, 1, "eager", 200, marks=pytest.mark.extended),
         (4, 1, "eager", 40),
         (2, 2, "eager", 40),
         pytest.param(4, 1, "eager", 200, marks=pytest.mark.slow),

@@ -78,6 +78,7 @@ CASES = {
 }
 
 
+@pytest.mark.extended(keep=3)
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("shape", [SHAPE, SHAPE | LARGER], ids=["small", "larger"])

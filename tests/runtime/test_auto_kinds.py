@@ -15,6 +15,7 @@ from tests.support.ranks import run_ranks
 
 FAR = LinkMeasurement(incoming=1e5, latency=0.01)
 FAST = ("positions", "mask", "dynamic", "bf16", "own-map")
+MARKS = pytest.mark.slow, pytest.mark.extended
 
 
 def trained(kind):
@@ -30,9 +31,9 @@ def trained(kind):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
+    "name",
+    [pytest.param(name, marks=() if name == "dynamic" else MARKS[name in FAST]) for name in KINDS],
 )
-@pytest.mark.extended(keep=2)
 def test_kinds(name):
     kind = KINDS[name]
     if not kind.possible():

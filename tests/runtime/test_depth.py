@@ -73,7 +73,7 @@ def check(name, blocks, **changes):
 
 
 @pytest.mark.parametrize("name", FAST)
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_none_equals_stock(name):
     check(name, NONE)
 
