@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import psutil
 
@@ -16,6 +17,7 @@ from tests.support.pipeline import batches, build, ds_config
 from tests.support.ranks import run_ranks
 
 BLOCK = {"min_numel": 0, "forward": {"codec": "bf16"}, "link": {"mode": "eager", "timeout_s": 300}}
+PAUSE = 0.1  # seconds between the strangers' visits
 
 
 @contextlib.contextmanager
@@ -25,7 +27,7 @@ def disturbed():
 
     def run():
         disturb(listening_ports(os.getpid()))
-        while not ended.wait(0.1):
+        while not ended.wait(PAUSE):
             disturb(listening_ports(os.getpid()))
 
     strangers = threading.Thread(target=run)
@@ -60,11 +62,13 @@ def test_doctor_goes_on():
         try:
             while ranks[0].poll() is None and not listening_ports(ranks[0].pid):
                 disturb([port])
+                time.sleep(PAUSE)
             disturb(listening_ports(ranks[0].pid))
             ranks.append(subprocess.Popen(command, env={**first, "RANK": "1"}, stdout=subprocess.PIPE))
             while any(each.poll() is None for each in ranks):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     disturb(listening_ports(*(each.pid for each in ranks)))
+                time.sleep(PAUSE)
             (link,) = json.loads(ranks[0].stdout.read())["links"]
         finally:
             for each in ranks:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -63,10 +64,7 @@ def train(launch, stages, config, steps, specs="wide", launches=2):
     session = engine.ds_compress
     # all take their seats before the first round begins
     session.outer.begin_step()
-    client = TCPStore(*_address(), is_master=False)
-    client.add("test/seats", 1)
-    while client.add("test/seats", 0) < launches * torch.distributed.get_world_size():
-        pass
+    wait_for_seats(launches * torch.distributed.get_world_size())
     losses = [engine.train_batch(data).item() for _ in range(steps)]
     session.outer.collect()
     outer = session.outer
@@ -81,6 +79,14 @@ def train(launch, stages, config, steps, specs="wide", launches=2):
         "sent": (outer.sent.raw_bytes, outer.sent.wire_bytes),
         "lines": lines,
     }
+
+
+def wait_for_seats(count):
+    """Wait until so many ranks, of all launches, have come here."""
+    client = TCPStore(*_address(), is_master=False)
+    client.add("test/seats", 1)
+    while client.add("test/seats", 0) < count:
+        time.sleep(0.01)
 
 
 def _address():
@@ -262,15 +268,12 @@ def test_the_command_serves_a_store():
 def save_or_resume(launch, folder, config, resumes):
     engine = build(1, config, wide_layers())
     data = data_of(launch, engine)
-    client = TCPStore(*_address(), is_master=False)
     if resumes:
         engine.load_checkpoint(f"{folder}/{launch}")
         for _ in range(5 * MICRO_BATCHES):
             next(data)
     engine.ds_compress.outer.begin_step()
-    client.add("test/seats", 1)
-    while client.add("test/seats", 0) < 2:
-        pass
+    wait_for_seats(2)
     digests = []
     for step in range(6 if resumes else 11):
         engine.train_batch(data)

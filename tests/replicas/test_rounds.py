@@ -17,6 +17,7 @@ from ds_compress.replicas.rounds import PREFIX, Position, Rounds
 SLOTS, NUMEL = 2, 20_000
 SETTINGS = {"ds_compress": "0.3", "ds_compress.replicas.every": 30}
 QUANTIZE = {"name": "quantize", "bits": 8}
+PATIENCE = 600  # seconds, which only a turn that hangs needs
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ class Launch:
         options = OuterOptions(**{"grace_s": 60.0, **options})
         self.slots = []
         for slot in range(SLOTS):
-            client = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=30))
+            client = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=PATIENCE))
             self.slots.append(Rounds(client, slot, SLOTS, options))
         seat = self.slots[0].join(SETTINGS, Position(0, digest))
         for rounds in self.slots:
@@ -61,7 +62,7 @@ class Launch:
         ]
 
     def finish(self, futures):
-        results = [future.result(30) for future in futures]
+        results = [future.result(PATIENCE) for future in futures]
         assert len({result.position for result in results}) == 1
         assert len({result.members for result in results}) == 1
         self.anchors, self.position = [result.anchor for result in results], results[0].position
@@ -125,7 +126,7 @@ def test_one_whose_packet_came_too_late_keeps_its_residual(store):
 
     def slowly(*args):
         found = open_round(*args)
-        assert waiting.wait(30)
+        assert waiting.wait(PATIENCE)
         return found
 
     late.slots[0]._open_round = slowly
@@ -155,7 +156,7 @@ def test_a_newcomer_takes_anchor_and_momentum(store):
     while newcomer.number not in first.slots[0]._numbers("wants"):
         pass
     play([first], [0.2])
-    newcomer.anchors, positions = zip(*(future.result(30) for future in futures))
+    newcomer.anchors, positions = zip(*(future.result(PATIENCE) for future in futures))
     newcomer.position = positions[0]
     assert_alike([first, newcomer])
     newcomer.slots[0].announce(newcomer.position.round)
@@ -192,7 +193,7 @@ def test_a_newcomer_goes_on_alone_if_all_others_are_gone(store, monkeypatch):
     monkeypatch.setattr(rounds_module, "ABANDONED_S", 0.2)
     play([Launch(store)], [0.1])
     newcomer = Launch(store, digest="another", grace_s=0.3)  # the other one was announced
-    found = [future.result(30) for future in newcomer.catch_up()]
+    found = [future.result(PATIENCE) for future in newcomer.catch_up()]
     assert [anchor for anchor, _ in found] == [None, None]
     newcomer.position = found[0][1]
     ((result, _),) = play([newcomer], [0.1])
