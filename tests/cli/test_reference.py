@@ -16,6 +16,7 @@ from tests.config.test_bad_blocks import BAD
 from tests.config.test_generated_blocks import VALUES, models, put
 
 CHECKED_TOGETHER = {
+    "delay",
     *("hadamard", "mixed", "low_bits", "values", "offload", "nvme_path"),
     *("rotate", "refresh_steps", "contexts", "memory_gb"),
 }
