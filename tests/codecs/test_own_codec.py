@@ -73,28 +73,6 @@ def test_training_and_simulate():
         assert messages == 4 * MICRO_BATCHES and 3.5 < ratio < 4
 
 
-def test_check(tmp_path, capsys):
-    arguments = ["--stages", "2", "--shape", "4,1024,768", "--dtype", "bf16", "--json"]
-    assert main(["check", written(tmp_path, BLOCK), *arguments]) == 0
-    forward, backward = json.loads(capsys.readouterr().out)
-    assert forward["codec"] == "half_scale" and backward["codec"] == "half_scale + ef"
-    assert forward["wire_bytes"] == backward["wire_bytes"] == 4 * 1024 * 768 + 16 + 32
-
-
-def test_list(capsys):
-    assert main(["list", "--json"]) == 0
-    listed = {codec["name"]: codec for codec in json.loads(capsys.readouterr().out)["codecs"]}
-    assert listed["half_scale"]["summary"] == "Eight bits for each value, in steps of a 127th of the largest."
-
-
-def test_bench(tmp_path):
-    path = tmp_path / "rows.json"
-    assert main(["bench", "--shape", "2,64,128", "--codec", "half_scale", "--json", str(path)]) == 0
-    (row,) = json.loads(path.read_text())
-    assert row["codec"] == "half_scale" and row["bits_per_value"] == pytest.approx(8, abs=0.01)
-    assert 0 < row["relative_error"] < 0.2
-
-
 def test_what_it_refuses_is_said_in_one_line(tmp_path, capsys, monkeypatch):
     """By the boundary, for whoever asks: the codec itself only declares it."""
     refusal = "half_scale refuses bfloat16 [4, 1024, 768]: no bf16 today"

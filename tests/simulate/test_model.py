@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import ds_compress  # noqa: F401
+from ds_compress.config import DIRECTIONS
 from ds_compress.errors import CompressionError
 from ds_compress.simulate import simulate
 from tests.support import pipeline_kinds
@@ -12,9 +13,19 @@ from tests.support.pipeline import batches, build, ds_config, layers, simulated,
 from tests.support.pipeline_kinds import KINDS
 from tests.support.ranks import run_ranks
 
+TOPK = {"name": "topk", "density": 0.3}
+
 
 def both(codec, backward=None):
     return {"forward": {"codec": codec}, "backward": {"codec": backward or codec}}
+
+
+REUSE = {"codec": {"name": "topk", "indices": "reuse"}}
+
+
+def with_feedback(feedback, codec=TOPK, **changes):
+    direction = {"codec": codec, "feedback": feedback}
+    return {"forward": direction, "backward": direction, **changes}
 
 
 BLOCKS = {
@@ -29,18 +40,30 @@ BLOCKS = {
     "bf16": both("bf16"),
     "fp16": both("fp16"),
     "warmup": {**both("bf16"), "warmup_steps": 2},
+    "ef": with_feedback("ef"),
+    "ef-reuse": with_feedback({"name": "ef", "scope": "micro_batch"}, backward={**REUSE, "feedback": "ef"}),
+    "ef21": with_feedback("ef21"),
+    "ef21-reuse-warmup": with_feedback(
+        {"name": "ef21", "scope": "micro_batch", "dtype": "bf16"},
+        warmup_steps=1,
+        backward={**REUSE, "feedback": "ef21"},
+    ),
+    "ef_mixed": with_feedback("ef_mixed"),
+    "loco": with_feedback("loco", {"name": "quantize", "bits": 4, "group_size": 32}),
 }
 
 
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.extended(keep=6)
+@pytest.mark.extended(keep=8)
 def test_pipeline_equals_simulate(name, stages):
-    config = ds_config({**BLOCKS[name], "min_numel": 0})
-    real = run_ranks(stages, train, stages, config)
-    assert real[0]["losses"] == train_simulated(stages, config)
-    if name not in ("none", "lossless"):
-        assert real[0]["losses"] != train_simulated(stages, ds_config({}))
+    block = {**BLOCKS[name], "min_numel": 0}
+    real = run_ranks(stages, train, stages, ds_config(block))
+    assert real[0]["losses"] == train_simulated(stages, ds_config(block))
+    plain = {direction: {**block.get(direction, {}), "feedback": "none"} for direction in DIRECTIONS}
+    for other in [{}, {**block, **plain}] if "feedback" in block.get("forward", {}) else [{}]:
+        same = name in ("none", "lossless")
+        assert (real[0]["losses"] == train_simulated(stages, ds_config(other))) == same
 
 
 def test_evaluation_and_training_do_not_meet():

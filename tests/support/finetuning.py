@@ -251,7 +251,6 @@ SIZES = {
 HEAD = {"head_dim": 8}
 WINDOW = {"sliding_window": 6}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-ROTARY = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 LATENT = {
     "first_k_dense_replace": 1,
     "num_key_value_heads": 4,
