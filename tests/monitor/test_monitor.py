@@ -63,6 +63,7 @@ def train_and_count(stages, config, steps=STEPS):
         import wandb
 
         wandb.finish()
+        wandb.teardown()  # waits for the process that writes the file
     monitor = engine.ds_compress.monitor
     return {"losses": losses, "weights": weights(engine), "counted": counted, "summary": monitor.summary()}
 

@@ -47,6 +47,7 @@ def train_counting_packets(config):
         import wandb
 
         wandb.finish()
+        wandb.teardown()  # waits for the process that writes the file
     return packets
 
 
