@@ -163,13 +163,11 @@ def recipes_table() -> str:
     seeds = " to ".join(map(str, sorted({min(counts), max(counts)}))) + " seeds"
     return f"""{table}
 
-- **Times fewer bytes**: than fp32. If you train in bf16 or fp16, halve these numbers.
+- **Times fewer bytes**: than fp32. Of bf16 or fp16 messages lossy recipes save half as many times.
 - **Step time**: 1.00 is the step of DeepSpeed alone on an unlimited link.
-- **Loss**: by how many percent the held-out loss rises, evaluated without compression / with it. A promise is
-  the most that a recipe may cost. The last two columns have the worst of three language models, means of
-  {seeds} (`quant4`: one model, 1 seed; `replicas`: two models). Settings were chosen on one of the three
-  models, and confirmed on the others.
-- Empty cells were not measured, or have no promise."""
+- **Loss**: the rise of the held-out loss, evaluated without compression / with it, on the worst of three
+  language models, means of {seeds} (`quant4`: one run; `replicas`: two models). Settings were chosen on one.
+- **Promised loss**: a bound that all models tried have kept. Empty cells: not measured, or no promise."""
 
 
 def worst_of(costs: Sequence[Cost], kind: str) -> str:

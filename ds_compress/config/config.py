@@ -107,6 +107,12 @@ class Config:
         return self._codecs[boundary]
 
     @property
+    def strongest_replica_codec(self) -> Codec:
+        """Return the codec of gradients between replicas whose rung is the strongest."""
+        assert self.replica_codec is not None
+        return self.replica_ladder[-1] if self.replica_ladder else self.replica_codec
+
+    @property
     def changes(self) -> bool:
         """Return whether a policy may make other settings of these between steps."""
         return self.policy.name != "constant"

@@ -120,15 +120,15 @@ def build_replica_codec(options: ReplicasOptions | None, path: str) -> Codec | N
             f"{path}.codec: {codec} is not allowed between replicas: it depends on other messages than "
             "the one it decodes, or its packets have no fixed size; allowed: 'quantize', 'topk' and the like"
         )
-    if is_summed and feedback.name == "ef_mixed":
-        raise CompressionError(
-            f"{path}.feedback: 'ef_mixed' is not allowed with codec 'lowrank', which sends one pair of "
-            "factors; allowed: 'none', 'ef', 'loco'"
-        )
     if feedback.has_mirrored_state or feedback.sample_ids is not None:
         raise CompressionError(
             f"{path}.feedback: {feedback.name!r} is not allowed between replicas: receivers would need "
             "its state; allowed: 'none', 'ef', 'ef_mixed', 'loco'"
+        )
+    if is_summed and feedback.name not in ("none", "ef", "loco"):
+        raise CompressionError(
+            f"{path}.feedback: {feedback.name!r} is not allowed with codec 'lowrank', which sends one pair "
+            "of factors; allowed: 'none', 'ef', 'loco'"
         )
     if codec.name == "none" and not options.apart:
         if options.parameters != "none":

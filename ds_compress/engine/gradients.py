@@ -30,7 +30,7 @@ from ds_compress.message.gradient_error import AVERAGED
 from ds_compress.replicas.exchange import Replicas
 from ds_compress.replicas.factors import build_exchange, compressed_parameters
 from ds_compress.replicas.parameters import ParameterExchange, Range
-from ds_compress.replicas.slices import DTYPES, Gradient, SliceCodec
+from ds_compress.replicas.slices import DTYPES, SUM, Gradient, SliceCodec
 
 logger = logging.getLogger("ds_compress")
 
@@ -71,7 +71,7 @@ class GradientTraffic:
         compressed = {
             number: parameter
             for number, parameter in compressed_parameters(
-                engine.module.parameters(), config.replica_codec
+                engine.module.parameters(), config.strongest_replica_codec
             ).items()
             if id(parameter) not in tied and not is_moe_param(parameter)
         }
@@ -111,6 +111,7 @@ class GradientTraffic:
             if isinstance(engine.optimizer, BF16_Optimizer):
                 groups = enumerate(engine.optimizer.bf16_groups)
                 self._in_groups = {id(p): (n, at) for n, group in groups for at, p in enumerate(group)}
+                usual = [(number, p) for number, p in usual if id(p) in self._in_groups]
                 take = self._take_flat_gradient
             self.early = EarlyBuckets(self.exchange, usual, options.bucket_mb * 10**6, take)
 
@@ -143,6 +144,8 @@ class GradientTraffic:
 
     def load(self, saved: dict[int, dict[str, Tensor]]) -> None:
         """Go on from what `saved` returned; residuals that are missing start from zero."""
+        if not self.exchange.adds_up:  # the policy that needed the sums is gone
+            saved = {n: {key: v for key, v in own.items() if key != SUM} for n, own in saved.items()}
         self.exchange.slices.load(saved)
 
     def values(self) -> dict[str, float]:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
+from ds_compress.codecs.lowrank import LowRank
+from ds_compress.codecs.mixins import layers
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.digest import absorb
@@ -140,9 +142,13 @@ PRODUCTS = ((64, 16, 256), (256, 64, 1024))  # rows, coefficients and columns of
 def relied_on(config: Config, device: torch.device) -> dict[str, Any]:
     """Return what all ranks must have alike for the settings in `config`; empty where it does not matter."""
     pairs = ", ".join(config.mirrored_products)
-    if not pairs:
+    codec = config.replica_codec
+    if pairs:
+        why = f"both sides of {pairs} have to compute alike; with another feedback they need not"
+    elif codec is not None and any(layers(codec, LowRank)):
+        why = "replicas with codec 'lowrank' have to compute alike; with another codec they need not"
+    else:
         return {}
-    why = f"both sides of {pairs} have to compute alike; with another feedback they need not"
     return {f"numerics.{name} ({why})": value for name, value in fingerprint(device).items()}
 
 

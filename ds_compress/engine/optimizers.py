@@ -191,6 +191,12 @@ def check_optimizer(engine: Any, options: ReplicasOptions, codec: Codec) -> None
             "partitions cut matrices; use 'quantize', train without ZeRO, or in bf16 set "
             "data_types.grad_accum_dtype 'fp32'"
         )
+    scalers = (engine, "torch_autocast_z0_gradscaler"), (optimizer, "torch_autocast_gradscaler")
+    if any(getattr(owner, name, None) is not None for owner, name in scalers):
+        raise CompressionError(
+            f"{KEY}.replicas: torch_autocast to float16 is not allowed: residuals would contain its loss "
+            "scale; use bfloat16, or fp16"
+        )
     for base, mixin in _MIXINS.items():
         own = (name for name in vars(mixin) if not name.startswith("_") and name != "ds_compress")
         for name in (*own, *_ALSO_USED[base]) if isinstance(optimizer, base) else ():

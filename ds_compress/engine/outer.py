@@ -162,8 +162,8 @@ class OuterTraffic:
         except Exception as error:
             failure = in_one_line(error)
         if not _all(self._engine, progress is not None):
-            self.codec.restore(self._residuals)
             self._lose_seat(failure)
+            self.codec.restore(self._residuals)
             return
         assert progress is not None
         self.anchor, self.position, self.base = progress.anchor, progress.position, progress.base
@@ -338,8 +338,8 @@ def _work(rounds: Rounds, tasks: "queue.SimpleQueue[Any]") -> None:
             try:
                 if rounds.number >= 0:
                     rounds.beat()
-            except (CompressionError, RuntimeError):  # the next turn says it
-                return
+            except (CompressionError, RuntimeError):  # the next turn says it, in this thread
+                pass
             continue
         if found is None:
             return

@@ -271,6 +271,8 @@ class Rounds:
             if donor == self.number:
                 state = torch.cat(anchor).view(torch.uint8)
                 self._put(f"state/{newcomer}/{self._slot}", state, json.dumps(position), number)
+        if members and self.number == min(members):
+            self._delete_packets(number - KEPT_ROUNDS)
         if self._slot == 0:
             for newcomer in donors:
                 self._store.set(f"{PREFIX}given/{newcomer}", "1")
@@ -324,7 +326,8 @@ class Rounds:
             log.warning("ds_compress: round %d: replica %s is left out: %s", number, replica, why)
         members = [each for each in candidates if str(each) not in bad]
         waiting = [each for each in self._numbers("wants") if not self._has(f"given/{each}")]
-        donors = {str(each): members[i % len(members)] for i, each in enumerate(waiting) if members}
+        # who decides is alive; a member may have died after it sent its packet
+        donors = dict.fromkeys(map(str, waiting), self.number)
         self._decide(f"{number}/outcome", json.dumps({"members": members, "donors": donors}))
 
     def _move_head(self, before: Position, after: Position) -> None:
@@ -407,6 +410,15 @@ class Rounds:
         for start in range(0, nbytes, CHUNK):
             self._store.delete_key(f"{PREFIX}{key}/{start}")
         self._store.delete_key(f"{PREFIX}{key}")
+
+    def _delete_packets(self, number: int) -> None:
+        """Delete packets of this slot in a round that are still there: of replicas that were killed."""
+        for replica in self._numbers(f"{number}/announced"):
+            key, start = f"{number}/packet/{replica}/{self._slot}", 0
+            while self._has(f"{key}/{start}"):
+                self._store.delete_key(f"{PREFIX}{key}/{start}")
+                start += CHUNK
+            self._store.delete_key(f"{PREFIX}{key}")
 
     def _purge(self, last: int) -> None:
         """Delete what this rank stored for rounds up to `last`."""

@@ -174,9 +174,9 @@ class Guard:
         if not (self.collects and self._has_batches(engine)):
             yield
             return
-        first = self._loss(engine, "compressed")
+        first = self._loss(engine, "uncompressed")  # the weights alone change the loss
         yield
-        before, after = _mean(engine, first, self._loss(engine, "compressed"))
+        before, after = _mean(engine, first, self._loss(engine, "uncompressed"))
         if not math.isfinite(before):
             return
         if self._rank == 0 and engine.monitor.enabled:

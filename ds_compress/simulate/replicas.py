@@ -63,7 +63,7 @@ class SimulatedReplicas:
         """Positions of the parameters whose gradients are compressed after the warm-up."""
         if codec is not None and config.block.enabled and count > 1:
             config.prepare()
-            found = compressed_parameters(model.parameters(), codec)
+            found = compressed_parameters(model.parameters(), config.strongest_replica_codec)
             self.compressed = found.keys() & self._parameters.keys()
             shared = codec, found, 2**62, config.block.seed, config.block.link.checksum
             self.exchanges = [build_exchange(Replicas(count, rank), *shared) for rank in range(count)]

@@ -59,8 +59,8 @@ def uniform(n, key):
     lower = hashed(64) >> 24
     for i in range(n):
         row, lane = 64 + i // 64, i % 64 // 4
-        bits = hashed(lane) + (hashed(16 + lane) | 1) * hashed(row)
-        byte = bits >> i % 4 * 8 & 255
+        bits = hashed(lane) + (hashed(16 + lane) | 1) * hashed(row) & word
+        byte = (bits ^ bits >> 16) >> i % 4 * 8 & 255
         yield (byte * 256 + lower + 0.5) / 65536 - 0.5
 
 

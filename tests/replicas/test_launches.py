@@ -2,16 +2,21 @@
 
 import hashlib
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import Future
+from unittest import mock
 
 import pytest
 import torch
 from torch.distributed import TCPStore
 
 from ds_compress.config.replicas import STORE
+from ds_compress.engine.outer import _work
 from ds_compress.errors import CompressionError
 from ds_compress.simulate import SimulatedRounds
 from tests.support.pipeline import (
@@ -293,3 +298,25 @@ def test_resumed_launches_equal_those_that_went_on(kind, delay, store, tmp_path,
     another = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv(STORE, f"127.0.0.1:{another.port}")
     assert run_launches(2, 1, save_or_resume, tmp_path, config, True) == went_on
+
+
+def test_a_store_that_is_lost_between_rounds_leaves_a_thread_that_says_it():
+    """The thread ended without a word at a sign of life, and the next round was waited for ten minutes."""
+
+    class Lost:
+        number, tries = 0, 0
+
+        def beat(self):
+            self.tries += 1
+            raise RuntimeError("the store is gone")
+
+    rounds, tasks, future = Lost(), queue.SimpleQueue(), Future()
+    with mock.patch("ds_compress.engine.outer.BEAT_S", 0.001):
+        thread = threading.Thread(target=_work, args=(rounds, tasks), daemon=True)
+        thread.start()
+        while rounds.tries < 2:
+            pass
+        tasks.put((future, rounds.beat))
+        assert "the store is gone" in str(future.exception(600))
+        tasks.put(None)
+        thread.join()

@@ -33,6 +33,18 @@ class TwoDtypes(Block):
         return x + self.down(torch.tanh(self.up(self.norm(x))).bfloat16()).float()
 
 
+class Unowned(Block):
+    """The optimizer does not get one matrix, which is trained all the same."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.up.weight.requires_grad_(False)
+
+    def forward(self, x):
+        self.up.weight.requires_grad_(True)
+        return super().forward(x)
+
+
 class Dropped(Block):
     """Replica 1 lacks gradients of one matrix."""
 
@@ -112,6 +124,18 @@ def test_bf16_optimizer_overlaps_too(codec, kind, immediate, stages, replicas):
     if kind == "usual":
         buckets = 3 if stages == 1 else 2
         assert results[True][-1][1][::2] == [0, buckets, buckets, buckets]
+
+
+def test_a_matrix_that_the_optimizer_lacks_is_left_alone():
+    """It is in none of BF16_Optimizer's groups: the first compressed step ended in a KeyError."""
+    digests = []
+    for overlap in (True, False):
+        codec = {"name": "quantize", "bits": 4}
+        block = {"replicas": {"codec": codec, "overlap": overlap}}
+        config = ds_config(block, replicas=2, bf16={"enabled": True})
+        ((found, _), _) = run_ranks(2, steps, 1, config, [Block, Unowned, Block, Block], False)
+        digests.append(found)
+    assert digests[0] == digests[1]
 
 
 def steps_of_tied(config):

@@ -132,3 +132,11 @@ def test_simulated_replicas_follow_the_policy():
             replicas.collect()
         replicas.average()
     assert bits == [8] * 4 + [4] * 4
+
+
+def test_the_strongest_rank_chooses_what_is_compressed():
+    """The mildest did: matrices that rank 256 does not make smaller stayed exact at rank 32, too."""
+    policy = {"name": "ramp", "backward": {"rank": [256, 32]}, "end": 4}
+    model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 2048, bias=False))
+    replicas = SimulatedReplicas(model, {"ds_compress": block(policy, "lowrank")}, 2)
+    assert replicas.compressed == {0, 1}

@@ -102,6 +102,35 @@ def test_the_anchor_moves_by_the_mean_of_all(store):
     assert moved(launches[0], start) == pytest.approx(0.9, abs=0.01)
 
 
+def test_who_decides_hands_its_anchor_to_a_newcomer(store):
+    """A member may have been killed after it sent its packet: its newcomer waited five minutes for it. And
+    without a quorum rounds have no members, and a newcomer that would complete it waited for ever."""
+    dead, living = Launch(store, quorum=2, grace_s=0.1), Launch(store, announces=False, quorum=2, grace_s=0.1)
+    newcomer = Launch(store, digest="other", quorum=2, grace_s=0.1)
+    waits = newcomer.catch_up()
+    while newcomer.number not in living.slots[0]._numbers("wants"):
+        pass
+    for slot in range(SLOTS):  # the packet of one that dies now
+        dead.slots[slot]._put(f"0/packet/{dead.number}/{slot}", torch.zeros(4, dtype=torch.uint8), "", 0)
+    dead.slots[0]._append("0/came", dead.number)
+    play([living], [0.1])
+    ((anchor, position), _) = [future.result(PATIENCE) for future in waits]
+    assert position == living.position and torch.equal(anchor.values, living.anchors[0].values)
+
+
+def test_packets_of_one_that_was_killed_leave_the_store(store):
+    """Only who sent a packet deleted it: each kill left some in the store for ever."""
+    first, killed = Launch(store), Launch(store, grace_s=0.1)
+    play([first, killed], [0.1, 0.2])
+    keys = [f"0/packet/{killed.number}/{slot}" for slot in range(SLOTS)]
+    assert all(first.slots[0]._has(key) and first.slots[0]._has(f"{key}/0") for key in keys)
+    for slot in first.slots:
+        slot._options = OuterOptions(grace_s=0.1)
+    for _ in range(rounds_module.KEPT_ROUNDS):
+        play([first], [0.1])
+    assert not any(first.slots[0]._has(key) or first.slots[0]._has(f"{key}/0") for key in keys)
+
+
 def test_one_that_is_late_is_left_out_and_counts_in_the_next_round(store):
     first, late = (Launch(store, announces=each, lr=1.0, momentum=0.0) for each in (True, False))
     start = first.anchors

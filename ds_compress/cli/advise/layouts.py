@@ -58,7 +58,9 @@ def compare_layouts(
     shared = (Network(network.bandwidth / args.replicas, network.latency),) * (workload.stages - 1)
     rows = []
     for found in choice.rank(workload, shared, recipes):
-        nbytes = args.replicas * workload.micro_batches * sum(found["wire_bytes"])
+        # an inner stage sends both ways, the first and the last one way
+        sent = (sum if workload.stages > 2 else max)(found["wire_bytes"])
+        nbytes = args.replicas * workload.micro_batches * sent
         rows.append(_row("messages", found["recipe"], nbytes, found["step_s"]))
     free = _free_step(workload)
     dtype = args.gradient_dtype or args.dtype or "fp32"
@@ -88,7 +90,7 @@ def predict_rounds(args: argparse.Namespace, workload: Workload, network: Networ
         (size,) = replica_sizes(config, args.replicas, args.parameters, torch.float32)
         nbytes = workload.stages * size["wire_bytes"]
         trips = ROUND_TRIPS + others * TRIPS_OF_CHUNK * (1 + -(-size["wire_bytes"] // CHUNK))
-        encode, decode = _codec_seconds(args, config.outer_codec)
+        encode, decode = _codec_seconds(args, config.outer_codec, is_on_host=True)
         # all send to the store, then it sends every replica the packets of the others
         seconds = args.replicas * (1 + others) * nbytes / network.bandwidth
         seconds += 2 * trips * network.latency + encode + args.replicas * decode
@@ -113,7 +115,9 @@ def _free_step(workload: Workload) -> float:
     return predict(workload, TransferPlan(idle, idle, eager=True), Network()).step
 
 
-def _codec_seconds(args: argparse.Namespace, codec: Codec | None) -> tuple[float, float]:
+def _codec_seconds(
+    args: argparse.Namespace, codec: Codec | None, is_on_host: bool = False
+) -> tuple[float, float]:
     """Return how long a rank encodes, and decodes, all values of a stage once."""
     if codec is None or codec.name == "none":
         return 0.0, 0.0
@@ -121,7 +125,7 @@ def _codec_seconds(args: argparse.Namespace, codec: Codec | None) -> tuple[float
         seconds = args.parameters * torch.float32.itemsize / (args.codec_gbps * 1e9)
         return seconds, seconds
     spec = TensorSpec((min(MEASURED, args.parameters),), torch.float32)
-    encode, decode = codec_seconds(codec, spec, str(args.device))
+    encode, decode = codec_seconds(codec, spec, "cpu" if is_on_host else str(args.device))
     return encode * args.parameters / spec.numel, decode * args.parameters / spec.numel
 
 

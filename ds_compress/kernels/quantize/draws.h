@@ -25,7 +25,7 @@ public:
             const uint32_t its = seed(row);
             for (int j = 0; j < WORDS; j += LANES) {
                 const Words words = (Words)load(offsets + j) + (Words)load(factors + j) * its;
-                store((Ints)words, reinterpret_cast<int32_t*>(to + i + 4 * j));  // the lowest byte first
+                store((Ints)(words ^ words >> 16), reinterpret_cast<int32_t*>(to + i + 4 * j));  // the lowest byte first
             }
         }
     }

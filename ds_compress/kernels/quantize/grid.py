@@ -8,9 +8,10 @@ infinite or nan step and decodes to nan.
 Stochastic rounding takes a draw of 16 bits for each value: the upper 8 are of the value, made from a key
 and from the place of the value, so that every kernel makes them where it needs them; the lower 8 are of the
 group. Every group begins with a row of its own, of 64 values. A row has 16 words, whose bytes are the upper 8
-bits, lowest byte first. Word l of row r is a[l] + b[l] * c[r], where a, b (odd) and c are hashes: any two
-values have independent upper bits, at the cost of one product for four values. The lower 8 bits of a group
-are the highest ones of the c of its first row.
+bits, lowest byte first. Word l of row r is w ^ w >> 16 with w = a[l] + b[l] * c[r], where a, b (odd) and c
+are hashes: one product for four values. Without the shift the two lowest bytes of a word would depend on the
+low bits of c alone, and those of two columns would go together in all rows. The lower 8 bits of a group are
+the highest ones of the c of its first row.
 
 Subtractive dither rounds by the same draws, v = (draw + 1/2) / 65536: code = floor(position + v). The
 receiver draws them too and decodes to code - v + 1/2 steps. Then the error is uniform within half a step,
@@ -159,6 +160,7 @@ def draws(shape: tuple[int, int], key: int, device: torch.device) -> tuple[Tenso
     rows = -(-size // ROW)
     hashes = _hashed(torch.arange(ROW + n * rows, dtype=torch.int64, device=device).to(torch.int32), key)
     words = (hashes[ROW:, None] * (hashes[16:32] | 1)).add_(hashes[:16])
+    words.bitwise_xor_(_shifted(words, 16))
     shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=device)
     upper = (words[:, :, None] >> shifts).bitwise_and_(0xFF).view(n, rows * ROW)
     return upper[:, :size], _shifted(hashes[ROW::rows], 24)[:, None]

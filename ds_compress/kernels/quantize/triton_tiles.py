@@ -281,6 +281,7 @@ def draws(row, column, first, second, SIZE: tl.constexpr):
     number = row * ((SIZE + 63) // 64) + column // 64
     factor = _hashed(16 + word, first, second) | 1
     words = _hashed(word, first, second) + factor * _hashed(64 + number, first, second)
+    words ^= words >> 16
     return (words >> (column % 4 * 8).to(tl.uint32) & 255).to(tl.int32)
 
 
