@@ -46,7 +46,7 @@ class BoundaryCodecs:
         return {direction: getattr(self, direction).settings for direction in DIRECTIONS}
 
     def replaced_by(self, other: "BoundaryCodecs") -> "BoundaryCodecs":
-        """Return `other`, but keep this forward codec, and its state, if the settings are equal."""
+        """Return `other`, with this forward codec and its state if the settings of both are equal."""
         if self.forward.settings != other.forward.settings:
             return other
         forward, backward = self.feedbacks["forward"], other.feedbacks["backward"]

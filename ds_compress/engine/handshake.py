@@ -140,7 +140,7 @@ PRODUCTS = ((64, 16, 256), (256, 64, 1024))  # rows, coefficients and columns of
 
 
 def relied_on(config: Config, device: torch.device) -> dict[str, Any]:
-    """Return what all ranks must have alike for the settings in `config`; empty where it does not matter."""
+    """Return releases, device and products that all ranks must have alike for `config`; empty if none."""
     pairs = ", ".join(config.mirrored_products)
     codec = config.replica_codec
     if pairs:

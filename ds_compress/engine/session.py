@@ -141,7 +141,7 @@ class Session:
 
     @staticmethod
     def check(config: Config, stages: int) -> int:
-        """Return the number of boundaries of a pipeline of so many ranks.
+        """Check that the engine supports `config`; return the boundaries of a pipeline of `stages` ranks.
 
         Raises:
             CompressionError: the engine does not support a setting.

@@ -10,7 +10,7 @@ from ds_compress.hf.settings import NAME, Settings
 
 
 def check_launch(settings: Settings, processes: int) -> int:
-    """Return the number of replicas of the pipeline that so many processes hold.
+    """Check `settings` for a launch of `processes`; return how many replicas of the pipeline run.
 
     Raises:
         CompressionError: options contradict each other; the processes cannot be divided into the stages; or

@@ -199,8 +199,7 @@ class ReceivingMeter(_Meter):
         return {"decode_ms": self._total_ms("decode"), "wait_ms": self._total_ms("wait")}
 
     def stamps(self, origin: Any) -> list[float]:
-        """Return when each packet was there, in milliseconds after `origin`; later than it came if the
-        stage did not wait."""
+        """Return when the stage found each packet, in ms after `origin`: no earlier than it came."""
         return [self._clock.ms(origin, end) for _, end in self._times.get("wait", ())]
 
 

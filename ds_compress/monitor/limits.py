@@ -89,7 +89,7 @@ class MessageQuality(NamedTuple):
 
 
 def finite(value: float) -> float:
-    """Return 0 for nan, and the largest number for inf."""
+    """Return `value`, but 0 for nan, and the largest number for inf."""
     return 0.0 if math.isnan(value) else min(value, sys.float_info.max)
 
 

@@ -107,7 +107,7 @@ class DeltaCodec:
         return {own.number: dict(own.memory) for own, _ in self._slices}
 
     def restore(self, residuals: dict[int, dict[str, Tensor]]) -> None:
-        """Replace the residuals by what `residuals` returned; those that are missing become zero."""
+        """Go on with the residuals that `self.residuals()` returned; slices without any begin with zero."""
         for own, _ in self._slices:
             own.memory = dict(residuals.get(own.number, {}))
 

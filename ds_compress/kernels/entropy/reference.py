@@ -179,7 +179,7 @@ def decode_sorted_with(
     dtype: torch.dtype,
     dither: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Do it with `decode_entropy` of a backend."""
+    """Decode sorted blocks with `decode`, the `decode_entropy` of a backend."""
     values, valid = decode(words[: frame.words], frame, dtype, dither)
     order = _order(_unpacked(words[frame.words :], units.count))
     whole, rest = values.split([units.count * units.size, frame.numel - units.count * units.size])
