@@ -120,7 +120,12 @@ def test_bf16_optimizer_overlaps_too(codec, kind, immediate, stages, replicas):
         block = {"replicas": {**options, "overlap": overlap}}
         config = ds_config(block, replicas=replicas, bf16=bf16, gradient_clipping=0.1)
         results[overlap] = run_ranks(stages * replicas, steps, stages, config, KINDS[kind], False)
-    assert [digests for digests, _ in results[True]] == [digests for digests, _ in results[False]]
+    for found in results.values():
+        for rank, (digests, _) in enumerate(found):
+            assert digests == found[rank - rank % replicas][0], "replicas of a stage are alike"
+    if codec["name"] != "lowrank" or replicas == 2:
+        # the order of three summands in an all-reduce depends on their place, and so on the bucket
+        assert [digests for digests, _ in results[True]] == [digests for digests, _ in results[False]]
     if kind == "usual":
         buckets = 3 if stages == 1 else 2
         assert results[True][-1][1][::2] == [0, buckets, buckets, buckets]

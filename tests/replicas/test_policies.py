@@ -96,7 +96,7 @@ def test_a_resumed_run_equals_one_that_went_on(codec, tmp_path):
     config = ds_config(block({**ACCORDION, "backward": option}, codec), replicas=2, **SLOW)
     went_on = run_ranks(2, save_and_go_on, tmp_path, config)
     assert run_ranks(2, resume, tmp_path, config) == went_on
-    assert went_on[0]["bits"] == [4] * 3
+    assert went_on[0]["bits"][-1] == 4
 
 
 @pytest.mark.parametrize(
