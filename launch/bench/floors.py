@@ -44,9 +44,10 @@ FLOORS: tuple[Floors, ...] = (  # codec, ratio to what, floors in fp32 and bf16 
     ({"name": "quantize", "bits": 2}, "copy", (0.40, 0.20), (0.40, 0.13)),
     ({"name": "quantize", "bits": 4, "hadamard": True}, "copy", (0.30, 0.11), (0.30, 0.08)),
     ({"name": "quantize", "bits": 4, "rounding": "stochastic"}, "nearest", (0.50, 0.50), (0.50, 0.50)),
-    # 0.8 is the goal of dither. An otherwise idle Intel Xeon came to 0.82 to 1.23 in `quantize`; in `entropy`
-    # to 0.83 to 0.86 with AVX-512, 0.74 to 0.80 with AVX2; of columns to 0.87 in bf16, 0.71 in fp32
-    ({"name": "quantize", "bits": 4, "rounding": "dither"}, "nearest", (0.8, 0.78), (0.8, 0.8)),
+    # 0.8 is the goal of dither. An otherwise idle Intel Xeon with AVX-512 came to 0.83 to 0.96 in `quantize`,
+    # to 0.75 to 0.77 there in bf16 without Hadamard, to 0.79 to 0.88 in `entropy`, to 0.70 with columns in
+    # fp32. With AVX2, before the last change of the draws: 0.84 to 1.03, and 0.71 to 0.87
+    ({"name": "quantize", "bits": 4, "rounding": "dither"}, "nearest", (0.8, 0.72), (0.8, 0.8)),
     (
         {"name": "quantize", "bits": 4, "hadamard": True, "rounding": "dither"},
         "nearest",
