@@ -74,7 +74,8 @@ class ReplicasOptions(Options):
     overlap: bool = True
     """Send the gradients of a bucket as soon as the last backward pass of a step has computed them; only in
     fp32 without ZeRO and with DeepSpeed's BF16_Optimizer, without activation checkpointing and MoE layers.
-    false: after that pass. Results are the same."""
+    false: after that pass. Results are the same, but for last bits of "lowrank" over three replicas or
+    more."""
     every: int = Field(default=1, ge=1, le=10**6)
     """Steps after which replicas exchange. 1: gradients of each step, within one launch. More, or "outer":
     each replica is a launch of its own, and sends the change of its weights (docs/replicas.md)."""

@@ -133,11 +133,11 @@ class OuterTraffic:
 
     def end_step(self) -> None:
         """After every H-th step take a turn; `delay` steps later apply its result."""
-        since = self._engine.global_steps % self.every or self.every  # steps since the last turn
-        if since in (self._options.delay, self.every):
+        step = self._engine.global_steps
+        if self.may_apply(step):
             self.collect()
             self._apply()
-        if since < self.every:
+        if step % self.every:
             return
         if self._worker is None:
             self._join()

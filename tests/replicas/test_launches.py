@@ -301,7 +301,7 @@ def test_resumed_launches_equal_those_that_went_on(kind, delay, store, tmp_path,
 
 
 def test_a_store_that_is_lost_between_rounds_leaves_a_thread_that_says_it():
-    """The thread ended without a word at a sign of life, and the next round was waited for ten minutes."""
+    """Its next sign of life failed, and the thread ended; then training waited ten minutes for a round."""
 
     class Lost:
         number, tries = 0, 0
