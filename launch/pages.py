@@ -118,7 +118,7 @@ def replica_links_table() -> str:
         ]
         for row in rows
     ]
-    header = ["link", "setting", "step, s", "/ free", "MB a step", "times fewer"]
+    header = ["link", "setting", "step, s", "/ unlimited", "MB a step", "times fewer"]
     return f"{markdown(header, lines, texts=2)}\n\nProcessor: {rows[0]['processor']}."
 
 

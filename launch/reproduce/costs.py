@@ -12,6 +12,18 @@ from launch.reproduce.tables import METRICS, markdown
 
 ACROSS = ("small", "wide")
 """Presets of several architectures, on which recipes are judged."""
+REPLICA_NAMES = {
+    "replicas8-ef": "8 bits, `ef`",
+    "replicas4-ef": "4 bits, `ef`",
+    "replicas4-loco": "4 bits, `loco`",
+    "replicas4-dither": "4 bits, dither",
+    "replicas3-dither": "3 bits, dither, entropy coder",
+    "replicas-rank8-ef": "`lowrank`, rank 8, `ef`",
+    "replicas8-4-ef-accordion": "8 or 4 bits by `accordion`, `ef`",
+    "replicas4-ef+basis4/dither3": "4 bits, `ef`; stages as `safe`",
+    "replicas4-dither+basis4/dither3": "4 bits, dither; stages as `safe`",
+}
+"""Names of settings in the table of gradients between replicas."""
 
 
 class Cost(NamedTuple):
@@ -118,7 +130,8 @@ def replicas_table(rows: Sequence[Row]) -> str:
                 cells.append(f"{statistics.fmean(costs):+.2f}{spread}")
             else:
                 cells.append("")
-        lines.append([f"`{setting}`", f"{raw / wire:.1f}", *cells])
+        name = REPLICA_NAMES.get(setting, f"`{setting}`")
+        lines.append([name, f"{raw / wire:.1f}", *cells])
     return markdown(["setting", "times fewer bytes", *tasks], lines)
 
 

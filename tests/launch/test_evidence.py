@@ -243,6 +243,6 @@ def test_replicas_are_compared_with_exact_ones_of_their_seed():
     for row in made:
         row |= {"replica_raw_bytes": 80, "replica_wire_bytes": 80 if row["setting"] == "none" else 10}
     made[2]["perplexity_off"] **= 1.01
-    assert "| `replicas4-ef` | 8.0 | +0.50 (+0.00 to +1.00, 2 seeds) |" in replicas_table(made)
+    assert "| 4 bits, `ef` | 8.0 | +0.50 (+0.00 to +1.00, 2 seeds) |" in replicas_table(made)
     (cost,) = costs_of(made, "replicas4-ef", ["replicas"])
     assert cost.ratio == 8 and cost.off == pytest.approx(0.5)
