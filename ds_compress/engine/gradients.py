@@ -38,8 +38,8 @@ Exact = Callable[[list[Tensor]], Tensor]
 """DeepSpeed's all-reduce of a bucket; returns it flat."""
 
 
-class _Place(NamedTuple):
-    """Where the gradient of a parameter lies."""
+class _GradientSpan(NamedTuple):
+    """The memory of the gradient of a parameter."""
 
     start: int  # address
     nbytes: int
@@ -143,7 +143,7 @@ class GradientTraffic:
         return self.exchange.slices.saved()
 
     def load(self, saved: dict[int, dict[str, Tensor]]) -> None:
-        """Go on from what `saved` returned; residuals that are missing start from zero."""
+        """Restore the residuals from a checkpoint; missing ones start from zero."""
         if not self.exchange.adds_up:  # the policy that needed the sums is gone
             saved = {n: {key: v for key, v in own.items() if key != SUM} for n, own in saved.items()}
         self.exchange.slices.load(saved)
@@ -196,10 +196,10 @@ class GradientTraffic:
         gradient = optimizer.fp32_groups_gradients[group][at]
         if not self.is_partitioned:
             return [Gradient(number, gradient.view(-1))]
-        place, found = _Place(gradient.data_ptr(), gradient.nbytes, number), list[Gradient]()
+        span, found = _GradientSpan(gradient.data_ptr(), gradient.nbytes, number), list[Gradient]()
         parts = optimizer.fp32_groups_gradients_flat[group].chunk(self.exchange.replicas.size)
         for owner, part in enumerate(parts):
-            _split(part, owner, [place], found, [])
+            _split(part, owner, [span], found, [])
         return found
 
     def begin_step(self) -> None:
@@ -295,10 +295,10 @@ class GradientTraffic:
         if group is not engine.mpu.get_data_parallel_group() or engine.global_steps < self._warmup_steps:
             return False
         sent = self.early.finish() if self.early is not None else set()
-        places = self._places(known)
+        spans = self._spans(known)
         found, others = list[Gradient](), list[Tensor]()
         for tensor, owner in zip(bucket, owners):
-            _split(tensor, owner, places, found, others)
+            _split(tensor, owner, spans, found, others)
         if not found:
             return False
         scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
@@ -310,16 +310,16 @@ class GradientTraffic:
                 tensor.view(-1).copy_(part)
         return True
 
-    def _places(self, known: Iterable[tuple[Any, Tensor | None]]) -> list[_Place]:
-        """Return where the gradients lie that are compressed, by address."""
-        places = []
+    def _spans(self, known: Iterable[tuple[Any, Tensor | None]]) -> list[_GradientSpan]:
+        """Return the memory of the gradients that are compressed, by address."""
+        spans = []
         for parameter, gradient in known:
             number = self._numbers.get(id(parameter))
             if number is None or gradient is None or gradient.is_sparse or not gradient.is_contiguous():
                 continue
             if gradient.dtype in DTYPES:
-                places.append(_Place(gradient.data_ptr(), gradient.nbytes, number))
-        return sorted(places)
+                spans.append(_GradientSpan(gradient.data_ptr(), gradient.nbytes, number))
+        return sorted(spans)
 
 
 def gradients_of(engine: Any) -> list[tuple[Any, Tensor | None]]:
@@ -351,22 +351,22 @@ def connect_replicas(engine: Any, config: Config) -> GradientTraffic | None:
 def _split(
     tensor: Tensor,
     owner: int | None,
-    places: Sequence[_Place],
+    spans: Sequence[_GradientSpan],
     found: list[Gradient],
     others: list[Tensor],
 ) -> None:
-    """Add the parts of `tensor` that lie at `places` to `found`, the rest to `others`."""
+    """Add the parts of `tensor` that lie in `spans` to `found`, the rest to `others`."""
     start, size = tensor.data_ptr(), tensor.element_size()
-    inside = [(max(p.start, start), min(p.start + p.nbytes, start + tensor.nbytes), p) for p in places]
+    inside = [(max(p.start, start), min(p.start + p.nbytes, start + tensor.nbytes), p) for p in spans]
     inside = [each for each in inside if each[0] < each[1]] if tensor.is_contiguous() else []
     if not inside:
         others.append(tensor)
         return
     flat, at = tensor.view(-1), start
-    for first, last, place in inside:
+    for first, last, span in inside:
         if first > at:
             others.append(flat[(at - start) // size : (first - start) // size])
-        found.append(Gradient(place.number, flat[(first - start) // size : (last - start) // size], owner))
+        found.append(Gradient(span.number, flat[(first - start) // size : (last - start) // size], owner))
         at = last
     if at < start + tensor.nbytes:
         others.append(flat[(at - start) // size :])

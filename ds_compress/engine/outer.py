@@ -1,9 +1,9 @@
 """Replicas that are launched apart: at which steps an engine exchanges its progress, and with which weights.
 
 The master weights of a rank are what its optimizer steps on, in fp32: parameters, or the partition of a
-DeepSpeed optimizer. A turn (`replicas/rounds.py`) runs in a thread, in host memory, while the next steps are
-taken. All ranks of the launch apply its result in the same step, or none does: then the replica takes a new
-seat among the others at the next turn.
+DeepSpeed optimizer. An exchange (`replicas/rounds.py`) runs in a thread, in host memory, during the next
+steps. All ranks of the launch apply its result in the same step, or none does: then the replica joins the
+others again at the next exchange.
 """
 
 import contextlib
@@ -38,14 +38,14 @@ from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.feedback.state import residuals
 from ds_compress.message.layout import Counters
 from ds_compress.replicas.outer_step import EXACT, MIN_DELTA_NUMEL, Anchor, DeltaCodec, DeltaPart
-from ds_compress.replicas.rounds import BEAT_S, TRANSFER_S, Position, Rounds, TurnResult
+from ds_compress.replicas.rounds import BEAT_S, TRANSFER_S, ExchangeResult, Position, Rounds
 from ds_compress.replicas.slices import GRADIENT, is_compressed
 from ds_compress.replicas.store import PLACE, connect, parse_address, shared_settings
 
 EXIT_S = 5.0
 """Seconds in which a thread answers that is in no call of the store."""
 STATE = 2**16
-"""Number under which a checkpoint has what is not the residual of a slice."""
+"""Checkpoint key of anchor, momentum, base and position; smaller keys are slices."""
 TIED = 2**15
 """Numbers of parts of tied parameters begin here; they are equal on all stages."""
 
@@ -53,7 +53,7 @@ _engines = itertools.count()
 log = logging.getLogger("ds_compress")
 
 
-class Master(NamedTuple):
+class MasterWeight(NamedTuple):
     """Where the fp32 values of a parameter lie."""
 
     values: Tensor  # 1-D view
@@ -85,14 +85,14 @@ class OuterTraffic:
         self._itemsize = engine.communication_data_type.itemsize
         self._store_key = f"ds_compress/outer/{next(_engines)}"
         self._joins = itertools.count()
-        self._turn = 0
-        self._worker: _Worker | None = None  # None: this replica has no seat
-        self._pending: Future[tuple[TurnResult, float]] | None = None  # with its duration in seconds
-        self._residuals: dict[int, dict[str, Tensor]] = {}  # before the turn in progress
+        self._exchanges = 0
+        self._worker: _Worker | None = None  # None: this replica trains alone
+        self._pending: Future[tuple[ExchangeResult, float]] | None = None  # with its duration in seconds
+        self._residuals: dict[int, dict[str, Tensor]] = {}  # before the exchange in progress
         self.anchor: Anchor | None = None  # None until the first step
         self.position: Position | None = None
         self.base: Tensor | None = None
-        """Of the last turn, until the weights have its result; see replicas/outer_step.py."""
+        """Of the last exchange, until the weights have its result; see replicas/outer_step.py."""
         self.watch: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         """Around the moment at which weights get the outcome of a round."""
         self.sent = Counters()
@@ -128,7 +128,7 @@ class OuterTraffic:
         if self.anchor is None:
             values = _read(find_masters(self._engine))
             self.anchor = Anchor(values, torch.zeros_like(values))
-        if self._turn == 0 and self._worker is None:
+        if self._exchanges == 0 and self._worker is None:
             self._join(is_first=True)
 
     def end_step(self) -> None:
@@ -152,7 +152,7 @@ class OuterTraffic:
         return step % self.every in (0, self._options.delay)
 
     def collect(self) -> None:
-        """Wait for the result of the turn in progress, if there is one; all ranks get it, or none."""
+        """Wait for the result of the exchange in progress, if there is one; all ranks get it, or none."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -162,7 +162,7 @@ class OuterTraffic:
         except Exception as error:
             failure = in_one_line(error)
         if not _all(self._engine, progress is not None):
-            self._lose_seat(failure)
+            self._leave(failure)
             self.codec.restore(self._residuals)
             return
         assert progress is not None
@@ -192,9 +192,9 @@ class OuterTraffic:
         return {**self.codec.residuals(), STATE: found}
 
     def load(self, saved: dict[int, dict[str, Tensor]]) -> None:
-        """Go on from what `saved` returned; without it, from the weights that the engine has."""
+        """Restore the state from a checkpoint; without one, start from the weights of the engine."""
         self.close()
-        self._pending, self._turn = None, 0
+        self._pending, self._exchanges = None, 0
         found = saved.get(STATE, {})
         self.anchor = Anchor(found["values"], found["momentum"]) if found else None
         self.position = Position(*json.loads(found["position"].numpy().tobytes())) if found else None
@@ -210,16 +210,16 @@ class OuterTraffic:
     def _start(self) -> None:
         """Send what was learned, in the background."""
         assert self._worker is not None and self.anchor is not None and self.position is not None
-        self._turn += 1
+        self._exchanges += 1
         self._residuals = self.codec.residuals()
         sent = _read(find_masters(self._engine))
-        turn = functools.partial(
-            self._worker.rounds.take_turn, self._turn, self.anchor, self.position, sent, self.codec
+        task = functools.partial(
+            self._worker.rounds.exchange_delta, self._exchanges, self.anchor, self.position, sent, self.codec
         )
-        self._pending = self._worker.run(turn)
+        self._pending = self._worker.run(task)
 
     def _apply(self) -> None:
-        """Give the weights the result of the last turn, and keep what was learned since."""
+        """Give the weights the result of the last exchange, and keep what was learned since."""
         base, self.base = self.base, None
         if base is None or self.anchor is None:
             return
@@ -227,7 +227,8 @@ class OuterTraffic:
         with self.watch():
             _write(self._engine, masters, self.anchor.values + (_read(masters) - base))
 
-    def _lose_seat(self, failure: str) -> None:
+    def _leave(self, failure: str) -> None:
+        """Leave the other replicas until the next exchange, and log why."""
         self.close()
         if failure:
             log.warning(
@@ -237,7 +238,7 @@ class OuterTraffic:
             )
 
     def _join(self, is_first: bool = False) -> None:
-        """Take a seat among the replicas; a newcomer takes the anchor of another one.
+        """Join the other replicas; a newcomer takes the anchor of another one.
 
         Raises:
             CompressionError: on every rank, if other replicas have other settings, or if `is_first` and the
@@ -256,7 +257,7 @@ class OuterTraffic:
             verdict: dict[str, Any] = {"address": os.environ.get(STORE, ""), "own": position}
             try:
                 worker = _Worker(connect(verdict["address"]), self._options)
-                verdict["seat"] = worker.rounds.join(self._settings(shapes), position)
+                verdict["membership"] = worker.rounds.join(self._settings(shapes), position)
             except CompressionError as error:
                 verdict["refused"] = str(error)
             except RuntimeError as error:
@@ -267,7 +268,7 @@ class OuterTraffic:
             raise CompressionError(verdict.get("refused") or f"{PLACE}.every: {verdict['lost']}")
         anchor: Anchor | None = self.anchor
         failure = verdict.get("lost", "")
-        number, head, is_newcomer = verdict.get("seat", (0, verdict["own"], False))
+        number, head, is_newcomer = verdict.get("membership", (0, verdict["own"], False))
         position, self.position = Position(*head), Position(*verdict["own"])
         if not failure:
             try:
@@ -282,7 +283,7 @@ class OuterTraffic:
                 failure = in_one_line(error)
         self._worker = worker
         if not _all(self._engine, not failure):
-            self._lose_seat(failure if dist.get_rank() == 0 or "lost" not in verdict else "")
+            self._leave(failure if dist.get_rank() == 0 or "lost" not in verdict else "")
             return
         self.position = position
         if is_newcomer and anchor is not None:
@@ -304,7 +305,7 @@ class OuterTraffic:
 
 
 class _Worker:
-    """A connection to the store, with the thread that uses it after a replica has its seat."""
+    """A connection to the store, with the thread that uses it after a replica has joined."""
 
     def __init__(self, store: TCPStore, options: Any):
         self.rounds = Rounds(store, dist.get_rank(), dist.get_world_size(), options)
@@ -314,8 +315,8 @@ class _Worker:
         thread.start()
         weakref.finalize(self, _end, self.rounds, self._tasks, thread)
 
-    def run(self, task: Callable[[], TurnResult]) -> "Future[tuple[TurnResult, float]]":
-        future: Future[tuple[TurnResult, float]] = Future()
+    def run(self, task: Callable[[], ExchangeResult]) -> "Future[tuple[ExchangeResult, float]]":
+        future: Future[tuple[ExchangeResult, float]] = Future()
         self._tasks.put((future, task))
         return future
 
@@ -338,7 +339,7 @@ def _work(rounds: Rounds, tasks: "queue.SimpleQueue[Any]") -> None:
             try:
                 if rounds.number >= 0:
                     rounds.beat()
-            except (CompressionError, RuntimeError):  # the next turn says it, in this thread
+            except (CompressionError, RuntimeError):  # the next exchange raises it
                 pass
             continue
         if found is None:
@@ -375,7 +376,7 @@ def check_outer(engine: Any) -> None:
         parse_address(os.environ.get(STORE, ""))
 
 
-def find_masters(engine: Any) -> list[Master]:
+def find_masters(engine: Any) -> list[MasterWeight]:
     """Return the fp32 values of this rank's trained parameters, those that are compressed first."""
     optimizer, module = engine.optimizer, engine.module
     ranks = engine.grid.get_data_parallel_world_size()
@@ -390,11 +391,11 @@ def find_masters(engine: Any) -> list[Master]:
 
     if isinstance(optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)):
         found = [
-            Master(values, number_of(parameter))
+            MasterWeight(values, number_of(parameter))
             for parameter, values in _partitioned(optimizer, engine.grid.get_data_parallel_id(), ranks)
         ]
     else:
-        found = [Master(p.detach().view(-1), number_of(p)) for p in _trained(engine)]
+        found = [MasterWeight(p.detach().view(-1), number_of(p)) for p in _trained(engine)]
     return sorted(found, key=lambda each: each.number is None)
 
 
@@ -431,14 +432,14 @@ def _tied_numbers(module: Any) -> dict[int, int]:
     return numbers
 
 
-def _read(masters: list[Master]) -> Tensor:
+def _read(masters: list[MasterWeight]) -> Tensor:
     """Return a copy of the values in host memory."""
     return torch.cat(
         [each.values.cpu() for each in masters] or [torch.empty(0, dtype=torch.float32, device="cpu")]
     )
 
 
-def _write(engine: Any, masters: list[Master], values: Tensor) -> None:
+def _write(engine: Any, masters: list[MasterWeight], values: Tensor) -> None:
     with torch.no_grad():
         for each, own in zip(masters, values.split([each.values.numel() for each in masters])):
             each.values.copy_(own)

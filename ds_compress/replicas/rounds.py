@@ -14,7 +14,7 @@ number, and as many slots as its launch has ranks; slot s has the same part of t
     K/checked/R/S   candidates whose packets are bad, and why               slot S of replica R
     K/outcome       decided once: the members of round K; who hands its     slot 0 of any replica
                     anchor to which newcomer
-    turn/R/T        round in which replica R sends its T-th delta           its slot 0
+    exchange/R/N    round in which replica R sends its N-th delta           its slot 0
     wants           newcomers, which need an anchor
     state/R/S       anchor and momentum of slot S for newcomer R            the same slot of another replica
 
@@ -72,16 +72,16 @@ class Position(NamedTuple):
         return Position(self.round + 1, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
 
 
-class Seat(NamedTuple):
-    """The place of a replica among the others."""
+class Membership(NamedTuple):
+    """What a replica gets when it joins the others."""
 
     number: int
     position: Position
     is_newcomer: bool  # whether it needs the anchor of another replica
 
 
-class TurnResult(NamedTuple):
-    """What a replica has after its turn."""
+class ExchangeResult(NamedTuple):
+    """What a replica has after an exchange."""
 
     anchor: Anchor
     position: Position
@@ -109,8 +109,8 @@ class Rounds:
         self.ended = threading.Event()
         """Ends what waits for the store."""
 
-    def join(self, settings: dict[str, Any], own_position: Position) -> Seat:
-        """Take a seat; slot 0 calls it.
+    def join(self, settings: dict[str, Any], own_position: Position) -> Membership:
+        """Join the other replicas; slot 0 calls it.
 
         Args:
             settings: JSON-like; what all replicas must have.
@@ -129,7 +129,7 @@ class Rounds:
                 )
         head = _position(self._decide("head", json.dumps(own_position)))
         self.number = self._store.add(f"{PREFIX}numbers", 1)
-        return Seat(self.number, head, head.digest != own_position.digest)
+        return Membership(self.number, head, head.digest != own_position.digest)
 
     def catch_up(self, position: Position, numel: int, digest: str) -> tuple[Anchor | None, Position]:
         """Receive the anchor of another replica, as a newcomer; every slot calls it.
@@ -180,13 +180,13 @@ class Rounds:
         values, momentum = data.view(torch.float32).split(numel)
         return Anchor(values, momentum), _position(found)
 
-    def take_turn(
-        self, turn: int, anchor: Anchor, position: Position, sent: Tensor, codec: DeltaCodec
-    ) -> TurnResult:
+    def exchange_delta(
+        self, exchange: int, anchor: Anchor, position: Position, sent: Tensor, codec: DeltaCodec
+    ) -> ExchangeResult:
         """Send a delta in the first round that is open, and wait for its outcome; every slot calls it.
 
         Args:
-            turn: counts the calls of this replica, alike on all slots.
+            exchange: number of this call of the replica, the same on all slots.
             anchor: of `position`.
             sent: weights of this slot, fp32, 1-D.
             codec: its residuals are those of the packets that counted, when this returns.
@@ -197,7 +197,7 @@ class Rounds:
         if position.round:
             self._purge(position.round - KEPT_ROUNDS)
         delta, base = anchor.values - sent, anchor.values
-        number = self._open_round(turn, position)
+        number = self._open_round(exchange, position)
         while position.round < number:
             anchor, position, _ = self._follow(anchor, position, codec)
         before = codec.residuals()
@@ -212,7 +212,7 @@ class Rounds:
             base = sent
         else:
             codec.restore(before)
-        return TurnResult(anchor, position, base, members, is_member)
+        return ExchangeResult(anchor, position, base, members, is_member)
 
     def announce(self, round_number: int) -> None:
         """Let the others wait for this replica in a round; slot 0 calls it."""
@@ -231,9 +231,9 @@ class Rounds:
             self._last_beat = time.monotonic()
             self._store.add(f"{PREFIX}beat", 1)
 
-    def _open_round(self, turn: int, position: Position) -> int:
-        """Return the round of this turn: slot 0 chooses the first undecided one, and tells the others."""
-        key = f"turn/{self.number}/{turn}"
+    def _open_round(self, exchange: int, position: Position) -> int:
+        """Return the round of this exchange: slot 0 chooses the first undecided one, and tells the others."""
+        key = f"exchange/{self.number}/{exchange}"
         if self._slot == 0:
             number = max(position.round, _position(self._read("head") or "").round)
             while self._has(f"{number}/outcome"):

@@ -17,7 +17,7 @@ from ds_compress.replicas.rounds import PREFIX, Position, Rounds
 SLOTS, NUMEL = 2, 20_000
 SETTINGS = {"ds_compress": "0.3", "ds_compress.replicas.every": 30}
 QUANTIZE = {"name": "quantize", "bits": 8}
-PATIENCE = 600  # seconds, which only a turn that hangs needs
+PATIENCE = 600  # seconds, which only an exchange that hangs needs
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def first_anchor(slot):
 
 
 class Launch:
-    """A replica: its slots take turns at the same time."""
+    """A replica: its slots exchange deltas at the same time."""
 
     def __init__(self, store, digest="first", announces=True, **options):
         options = OuterOptions(**{"grace_s": 60.0, **options})
@@ -39,25 +39,25 @@ class Launch:
         for slot in range(SLOTS):
             client = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=PATIENCE))
             self.slots.append(Rounds(client, slot, SLOTS, options))
-        seat = self.slots[0].join(SETTINGS, Position(0, digest))
+        joined = self.slots[0].join(SETTINGS, Position(0, digest))
         for rounds in self.slots:
-            rounds.number = seat.number
-        self.number, self.position, self.is_newcomer = seat
+            rounds.number = joined.number
+        self.number, self.position, self.is_newcomer = joined
         self.anchors = [first_anchor(slot) for slot in range(SLOTS)]
         replica = ReplicasOptions(codec=QUANTIZE, feedback="ef", every=30)
         self.codecs = [
             DeltaCodec(build_replica_codec(replica, "x"), [DeltaPart(0, NUMEL)], 0, 1) for _ in range(SLOTS)
         ]
-        self.turns, self.pool = 0, ThreadPoolExecutor(SLOTS)
+        self.exchanges, self.pool = 0, ThreadPoolExecutor(SLOTS)
         if announces and not self.is_newcomer:
             self.slots[0].announce(self.position.round)
 
     def start(self, learned):
-        """Begin a turn in which each slot has learned `learned`, a number; return its future results."""
-        self.turns += 1
+        """Begin an exchange in which each slot has learned `learned`, a number; return its future results."""
+        self.exchanges += 1
         self.sent = [anchor.values - learned for anchor in self.anchors]
         return [
-            self.pool.submit(rounds.take_turn, self.turns, anchor, self.position, sent, codec)
+            self.pool.submit(rounds.exchange_delta, self.exchanges, anchor, self.position, sent, codec)
             for rounds, anchor, sent, codec in zip(self.slots, self.anchors, self.sent, self.codecs)
         ]
 
@@ -136,7 +136,7 @@ def test_one_that_is_late_is_left_out_and_counts_in_the_next_round(store):
     start = first.anchors
     ((result, _),) = play([first], [0.1])
     assert result.members == (1,) and moved(first, start) == pytest.approx(0.1, abs=0.01)
-    # its next turn: it applies the round that it has missed, and sends for the one that is open
+    # its next exchange: it applies the round that it has missed, and sends for the one that is open
     futures = late.start(0.4)
     while late.number not in first.slots[0]._numbers("1/came"):
         pass
@@ -199,7 +199,7 @@ def test_one_that_is_killed_in_its_turn_and_comes_back_is_caught_up(store):
     first, killed = (Launch(store, grace_s=0.5, lr=1.0, momentum=0.0) for _ in range(2))
     start = first.anchors
     killed.slots[0]._limit = 0.1
-    killed.slots[1].take_turn = lambda *_: None
+    killed.slots[1].exchange_delta = lambda *_: None
     sent, _ = killed.start(0.4)
     assert sent.exception(30) and store.check([f"{PREFIX}0/packet/{killed.number}/0"])
     ((result, _),) = play([first], [0.1])
