@@ -253,23 +253,25 @@ def build(choice: object, path: str = "codec") -> Codec:
     return CODECS.build(choice, path)
 
 
-def fill(places: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    """Copy payload tensors to `places`, unless they are there already.
+def fill(destinations: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    """Copy payload tensors to `destinations`, unless they are there already.
 
     Raises:
         CompressionError: the number of parts, or the shape or dtype of one, is not that of the layout.
     """
-    if len(parts) != len(places):
-        raise CompressionError(f"packet: {len(parts)} payload tensors came, the layout has {len(places)}")
-    for place, part in zip(places, parts):
-        if part is place:
+    if len(parts) != len(destinations):
+        raise CompressionError(
+            f"packet: {len(parts)} payload tensors came, the layout has {len(destinations)}"
+        )
+    for destination, part in zip(destinations, parts):
+        if part is destination:
             continue
-        if part.shape != place.shape or part.dtype != place.dtype:
+        if part.shape != destination.shape or part.dtype != destination.dtype:
             raise CompressionError(
                 f"packet: payload of {tuple(part.shape)} {part.dtype} came, "
-                f"the layout says {tuple(place.shape)} {place.dtype}"
+                f"the layout says {tuple(destination.shape)} {destination.dtype}"
             )
-        place.copy_(part)
+        destination.copy_(part)
 
 
 def check_accepted(codec: Codec, spec: TensorSpec, place: str) -> None:

@@ -168,7 +168,7 @@ def packets(shape):
         for source, target in ((sender.forward, receiver.forward), (receiver.backward, sender.backward)):
             moment = source.message_id(step, 0)
             packet, rest, _ = source.encode((x, ids), moment)
-            message = target.message((TensorSpec.of(x), TensorSpec.of(ids)), moment)
+            message = target.layout_of((TensorSpec.of(x), TensorSpec.of(ids)), moment)
             outputs = target.decode(packet, message, moment, lambda nbytes, rest=rest: rest)
             yield from (packet, *outputs, largest((x,)), norms((x,), outputs[:1], largest((x,)).float()))
 

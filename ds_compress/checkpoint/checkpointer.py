@@ -196,7 +196,7 @@ class Checkpointer:
                 why,
             )
 
-    def _load_course(self, root: Path, tag: str, rank: Rank) -> None:
+    def _load_changed_settings(self, root: Path, tag: str, rank: Rank) -> None:
         """Restore the settings that had changed during training, if all ranks find the same."""
         changed_settings, own_measurements = saved_settings(
             root, tag, rank, self._session.engine.global_steps
@@ -239,7 +239,7 @@ class Checkpointer:
         session, engine = self._session, self._session.engine
         rank, sides = self._rank_in_job(), session.sides()
         if restore:
-            self._load_course(root, tag, rank)
+            self._load_changed_settings(root, tag, rank)
         found = [
             load(root, tag, rank, side, engine.global_steps) if restore else Found(ABSENT) for side in sides
         ]
@@ -275,7 +275,7 @@ class Checkpointer:
     def _warmup_again(self) -> str:
         """Return the part of a report that lists codecs that repeat their warm-up; empty if none does."""
         session = self._session
-        found = [session.config.codecs(number) for number in session.config.numbers]
+        found = [session.config.codecs(number) for number in session.config.configured_boundaries]
         codecs = [codec for each in found for codec in (each.forward, each.backward)]
         names = sorted({codec.name for codec in codecs if needs_warmup(codec)})
         if not names:

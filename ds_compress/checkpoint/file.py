@@ -60,7 +60,7 @@ class PolicyRecord(Record):
     """The policy's own state."""
 
 
-class Course(Record):
+class ChangedSettings(Record):
     """The settings after all changes during training."""
 
     written: dict[str, Any]
@@ -85,12 +85,12 @@ class Metadata(Record):
     """Depth, stages and micro-batches of the steps before."""
     warmup_ends: dict[str, int] = {}
     """Of each side in the file: see `Boundary.warmup_end`."""
-    course: Course | None = None
+    changed_settings: ChangedSettings | None = Field(default=None, alias="course")
     """The settings after all changes during training; the same in the files of all ranks."""
-    noted: dict[
+    own_measurements: dict[
         Annotated[str, Field(pattern=r"^\d{1,9}(/(forward|backward))?$")],
         Annotated[tuple[float, float], FROM_JSON],
-    ] = {}
+    ] = Field(default={}, alias="noted")
     """What only this rank has recorded. By boundary, for its policy: a sum of norms and their number. By
     boundary and direction, for its guard: `monitor.limits.LASTING` of the last measured step."""
     name: str
@@ -247,7 +247,7 @@ def write(path: Path, entries: dict[str, Tensor], **metadata: Any) -> None:
         names=_hash_of_text(json.dumps(names)),
         hashes="".join(_hash_of_entry(name, entries[name]) for name in names),
     )
-    text = json.dumps(complete.model_dump(mode="json"))
+    text = json.dumps(complete.model_dump(mode="json", by_alias=True))
     part = path.with_suffix(".part")
     try:
         save_file(entries, part, {"state": text, "hash": _hash_of_text(text)})

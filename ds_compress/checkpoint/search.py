@@ -162,9 +162,9 @@ def saved_settings(
             continue
         if metadata.step != step:
             break
-        course = metadata.course.model_dump(mode="json") if metadata.course else {}
-        noted = {boundary: list(pair) for boundary, pair in metadata.noted.items()}
-        return course, noted if name == own else {}
+        changed = metadata.changed_settings.model_dump(mode="json") if metadata.changed_settings else {}
+        measured = {boundary: list(pair) for boundary, pair in metadata.own_measurements.items()}
+        return changed, measured if name == own else {}
     return {}, {}
 
 

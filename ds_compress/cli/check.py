@@ -177,7 +177,7 @@ def message_sizes(config: Config, stages: int, spec: TensorSpec) -> list[dict[st
         boundary = Boundary(number, config)
         for direction in DIRECTIONS:
             channel = getattr(boundary, direction)
-            message = channel.message((spec,), channel.message_id(config.warmup_steps, 0))
+            message = channel.layout_of((spec,), channel.message_id(config.warmup_steps, 0))
             wire_bytes = message.compressed_bytes(channel.codec)
             rows.append(
                 {

@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
-from ds_compress.cli.runs import LOSS, SMOOTHED, RecordedRun, baseline, difference, headline
+from ds_compress.cli.runs import LOSS, SMOOTHED, RecordedRun, difference, find_baseline, headline
 from ds_compress.config import DIRECTIONS
 from ds_compress.monitor.metrics import stage_ms
 
@@ -40,7 +40,7 @@ def _logarithmic_x(axes: Any) -> None:
 
 def first_page(runs: list[RecordedRun]) -> Figure | None:
     """Write a line for each run over its loss minus that of the run that compressed nothing."""
-    base = baseline(runs)
+    base = find_baseline(runs)
     if base is None:
         return None
     lines = [headline(run, base) for run in runs]

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ds_compress.cli.runs import FINAL, LOSS, RecordedRun, baseline, bytes_ratio, headline, read_runs
+from ds_compress.cli.runs import FINAL, LOSS, RecordedRun, bytes_ratio, find_baseline, headline, read_runs
 from ds_compress.errors import CompressionError
 
 STYLE = """
@@ -85,7 +85,7 @@ def summarize(run: RecordedRun) -> dict[str, float]:
 
 def headlines(runs: list[RecordedRun]) -> list[str]:
     """Return a line for each run, against the first of them that compressed nothing."""
-    base = baseline(runs)
+    base = find_baseline(runs)
     return [headline(run, base) for run in runs]
 
 

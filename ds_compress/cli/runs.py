@@ -117,7 +117,7 @@ def bytes_ratio(total: Callable[[str], Series]) -> float:
     return raw / wire if wire > 0 else math.nan
 
 
-def baseline(runs: list[RecordedRun]) -> RecordedRun | None:
+def find_baseline(runs: list[RecordedRun]) -> RecordedRun | None:
     """Return the first run that sent uncompressed messages: DeepSpeed alone, or codec `none`."""
     if len(runs) < 2:
         return None

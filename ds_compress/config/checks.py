@@ -38,7 +38,7 @@ def _of_codecs(config: Any) -> dict[str, str]:
     """Return why an option has no effect beside the codecs of the block, by path; "" where it has one."""
     pairs = list(config.pairs())
     compresses = any(codec.name != "none" for codec, _ in pairs)
-    forward = any(config.codecs(number).forward.name != "none" for number in config.numbers)
+    forward = any(config.codecs(number).forward.name != "none" for number in config.configured_boundaries)
     kinds = (BothDirections, Learns, ObservesWarmup, Stateful)
     is_stateful = any(any(layers(codec, kind)) for codec, _ in pairs for kind in kinds)
     nothing = "" if compresses else "no codec is set, so nothing is compressed"
@@ -56,7 +56,7 @@ def _of_codecs(config: Any) -> dict[str, str]:
 
 def _of_guard(config: Any) -> dict[str, str]:
     """Return why an option of the guard has no effect, by path; "" where it has one."""
-    guard, used = config.block.guard, [config.codecs(number) for number in config.numbers]
+    guard, used = config.block.guard, [config.codecs(number) for number in config.configured_boundaries]
     options = ("loss", "loss_floor", "error", "cosine", "gradient_error", "residual", "nonfinite", "action")
     loses_forward = any(each.forward.error_bound(TYPICAL) > 0 for each in used)
     loses_backward = any(each.backward.error_bound(TYPICAL) > 0 for each in used)
@@ -89,9 +89,9 @@ def _of_guard(config: Any) -> dict[str, str]:
 def _of_feedbacks(config: Any) -> dict[str, str]:
     """Return why a feedback has no effect, by path; "" where it has one at some boundary."""
     reasons: dict[str, str] = {}
-    for number in (*config.numbers, None):
+    for number in (*config.configured_boundaries, None):
         for direction in DIRECTIONS:
-            chosen = config.chosen(number, direction)
+            chosen = config.find_choice(number, direction)
             path = chosen["feedback"][1].removeprefix(f"{KEY}.")
             is_alone = chosen["codec"][0] in ("none", {"name": "none"})
             is_alone &= config.codecs(number).feedbacks[direction].name != "none"
@@ -100,10 +100,10 @@ def _of_feedbacks(config: Any) -> dict[str, str]:
 
 
 def _of_aqsgd(config: Any) -> Iterator[str]:
-    for number in config.numbers:
+    for number in config.configured_boundaries:
         options = config.codecs(number).feedbacks["forward"].options
         if getattr(options, "scope", "") == "micro_batch" and "batch_dim" in options.model_fields_set:
-            path = config.chosen(number, "forward")["feedback"][1]
+            path = config.find_choice(number, "forward")["feedback"][1]
             yield f"{path}.batch_dim: {options.batch_dim} has no effect with scope 'micro_batch'"
 
 
@@ -185,8 +185,8 @@ def feedback_notes(config: Any) -> Iterator[str]:
     Args:
         config: a `Config`.
     """
-    for number in config.numbers:
-        codecs, path = config.codecs(number), config.chosen(number, "backward")["feedback"][1]
+    for number in config.configured_boundaries:
+        codecs, path = config.codecs(number), config.find_choice(number, "backward")["feedback"][1]
         feedback, (*_, codec) = codecs.feedbacks["backward"], layers(codecs.backward, Codec)
         if feedback.name != "none" and not codec.unbiased and codec.gaussian_error_bound(TYPICAL) >= COARSE:
             yield (

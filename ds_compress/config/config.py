@@ -78,8 +78,10 @@ class Config:
         self._steps_per_epoch: int | None = None
         self.notes: dict[str, None] = {}  # lines for the user, in order, each once
         self._codecs: dict[int | None, BoundaryCodecs] = {}
-        self.numbers = (None, *map(int, self.block.boundaries))  # None: all without settings of their own
-        for number in self.numbers:
+        self.configured_boundaries = (None, *map(int, self.block.boundaries))
+        """Boundaries with settings of their own; None: all others."""
+
+        for number in self.configured_boundaries:
             self.codecs(number)
         codec, replicas = build_replica_codec(self.block.replicas, f"{KEY}.replicas"), self.block.replicas
         self.outer = replicas.apart if replicas is not None else None
@@ -113,8 +115,8 @@ class Config:
         return self.replica_ladder[-1] if self.replica_ladder else self.replica_codec
 
     @property
-    def changes(self) -> bool:
-        """Return whether a policy may make other settings of these between steps."""
+    def has_policy(self) -> bool:
+        """Return whether a policy may change settings between steps."""
         return self.policy.name != "constant"
 
     @property
@@ -138,11 +140,11 @@ class Config:
     def adopt(self, other: "Config") -> bool:
         """Use the codecs of `other`, which `changed` made, from now on; those with equal settings stay the
         objects that they are. Returns whether any does not."""
-        numbers = {*self.numbers, *other.numbers, *self._codecs}
+        numbers = {*self.configured_boundaries, *other.configured_boundaries, *self._codecs}
         changed = [n for n in numbers if self.codecs(n).settings != other.codecs(n).settings]
         self._codecs.update({n: self.codecs(n).replaced_by(other.codecs(n)) for n in changed})
         self.block = self.block.model_copy(update={"boundaries": other.block.boundaries})
-        self.numbers, self.sample_ids = other.numbers, other.sample_ids
+        self.configured_boundaries, self.sample_ids = other.configured_boundaries, other.sample_ids
         return bool(changed)
 
     def _built(self, boundary: int | None) -> BoundaryCodecs:
@@ -245,7 +247,7 @@ class Config:
         Raises:
             CompressionError: it cannot be made; names the JSON path of the option.
         """
-        used = {number: self.codecs(number) for number in self.numbers}
+        used = {number: self.codecs(number) for number in self.configured_boundaries}
         codecs_used = (codec for each in used.values() for codec in (each.forward, each.backward))
         between = self.replica_codec or self.outer_codec
         if self.quality or between or any(codec.name != "none" for codec in codecs_used):
@@ -275,13 +277,16 @@ class Config:
 
     def pairs(self) -> Iterator[tuple[Codec, Feedback]]:
         """Yield codecs, with the feedbacks round them, of all boundaries and directions."""
-        for number in self.numbers:
+        for number in self.configured_boundaries:
             codecs = self.codecs(number)
             yield from ((getattr(codecs, direction), codecs.feedbacks[direction]) for direction in DIRECTIONS)
 
     def has_extra_payload(self, direction: str) -> bool:
         """Return whether messages of any boundary may come with a second packet."""
-        return any(isinstance(getattr(self.codecs(n), direction), VariableSizePayload) for n in self.numbers)
+        return any(
+            isinstance(getattr(self.codecs(n), direction), VariableSizePayload)
+            for n in self.configured_boundaries
+        )
 
     def check_boundaries(self, count: int) -> None:
         """Refuse settings for a boundary that a pipeline with `count` boundaries does not have."""
@@ -307,12 +312,15 @@ class Config:
         """Return how messages of eval_batch are sent, of which the result counts."""
         if self.block.eval in ("compressed", "uncompressed"):
             return self.block.eval
-        changes = any(self.codecs(number).feedbacks["forward"].has_mirrored_state for number in self.numbers)
+        changes = any(
+            self.codecs(number).feedbacks["forward"].has_mirrored_state
+            for number in self.configured_boundaries
+        )
         return "uncompressed" if changes else "compressed"
 
     def _sample_ids(self) -> SampleIds | None:
         """Return how samples are known to the feedbacks of all boundaries, None where none needs to know."""
-        feedbacks = [self.codecs(number).feedbacks["forward"] for number in self.numbers]
+        feedbacks = [self.codecs(number).feedbacks["forward"] for number in self.configured_boundaries]
         wanted = {feedback.sample_ids for feedback in feedbacks if feedback.sample_ids is not None}
         if len(wanted) > 1:
             raise CompressionError(
@@ -322,10 +330,10 @@ class Config:
         return next(iter(wanted), None)
 
     def _choice(self, boundary: int | None, direction: str) -> tuple[Codec, Feedback]:
-        chosen = self.chosen(boundary, direction)
+        chosen = self.find_choice(boundary, direction)
         return CODECS.build(*chosen["codec"]), FEEDBACKS.build(*chosen["feedback"])
 
-    def chosen(self, boundary: int | None, direction: str) -> dict[str, tuple[Any, str]]:
+    def find_choice(self, boundary: int | None, direction: str) -> dict[str, tuple[Any, str]]:
         """Return the value of "codec" and of "feedback" in the block, and its JSON path.
 
         The boundary's own settings come before those of the direction.

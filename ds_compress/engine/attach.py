@@ -145,8 +145,8 @@ def attach(engine: Any, module: Any, block: object) -> None:
     if not compresses:
         return
 
-    stock = base._INSTRUCTION_MAP
-    members = {"_INSTRUCTION_MAP": ChainMap(dict(mixin._AROUND), stock)}
+    original = base._INSTRUCTION_MAP
+    members = {"_INSTRUCTION_MAP": ChainMap(dict(mixin._AROUND), original)}
     engine.__class__ = type(f"Compressed{base.__name__}", (mixin, base), members)
     cleanup.free_unused(engine.device)
     store = _get_default_store()
@@ -154,7 +154,7 @@ def attach(engine: Any, module: Any, block: object) -> None:
     number = next(_engines)
     notes = Notes(store, f"ds_compress/notes/{number}/{engine.grid.get_data_parallel_id()}")
     warning = SharedWarning(store, f"ds_compress/left/{number}")
-    parts = PointToPoint.over(p2p), stock, watchdog, notes, warning
+    parts = PointToPoint.over(p2p), original, watchdog, notes, warning
     session = engine.ds_compress = make_session(engine, config, *parts)
     cleanup.free_with(engine, session.stage.groups, watchdog.close)
     weakref.finalize(engine, session.monitor.close)  # when the engine goes, at the latest when Python ends

@@ -183,7 +183,7 @@ class DualPipeVSession(Session):
     def run(self, kind: type, instruction: Instruction, buffer_id: int, phase: int) -> None:
         """Run DeepSpeed's instruction of class `kind`: what it queues belongs to `instruction`."""
         self._instruction, self._buffer_id = (instruction, phase), buffer_id
-        self.stock[kind](self.engine, buffer_id, phase)
+        self.original[kind](self.engine, buffer_id, phase)
 
     def queue(self, tensors: list[Tensor]) -> None:
         """Queue one packet for the tensors that the instruction in progress sends or receives."""
@@ -243,7 +243,7 @@ def _around(kind: type, instruction: Instruction) -> Callable[..., None]:
 
 
 def _run_commit(engine: Any, *args: Any, **kwargs: Any) -> None:
-    run = engine.ds_compress.stock[schedule.CommitP2P]
+    run = engine.ds_compress.original[schedule.CommitP2P]
     engine.ds_compress.commit(partial(run, engine, *args, **kwargs))
 
 

@@ -151,7 +151,7 @@ class Sending:
     sent."""
     dispatch: Callable[[list[Tensor]], None]
     """Sends a message."""
-    stock: Any
+    original: Any
     """Has DeepSpeed's own `send` and `recv`."""
     specs: Specs | None = None
     message: list[Tensor] = field(default_factory=list)
@@ -164,7 +164,7 @@ class Sending:
         message, self.message = self.message, []
         self.dispatch(message)
         while self.later:
-            self.stock.send(*self.later.pop(0))
+            self.original.send(*self.later.pop(0))
 
 
 @dataclass(slots=True)
@@ -178,7 +178,7 @@ class Receiving:
     """Gives the tensors of the backward message that is received; None: it is a forward message."""
     fetch: Callable[[Specs], list[Tensor]]
     """Receives a message with such tensors."""
-    stock: Any
+    original: Any
     """See `Sending`."""
     copies: bool
     """Whether a tensor keeps its memory. DeepSpeed's own instructions clone activations and use gradients
@@ -201,7 +201,7 @@ class PointToPoint:
     """
 
     def __init__(self, send: Callable[..., Any] | None, recv: Callable[..., Any] | None):
-        self.stock = SimpleNamespace(send=send, recv=recv)
+        self.original = SimpleNamespace(send=send, recv=recv)
         self._shape_message: ShapeMessage | None = None
         self.sending: Sending | None = None
         """What the send instruction in progress sends."""
@@ -224,7 +224,7 @@ class PointToPoint:
             self._shape_message.send(tensor, dest_stage, async_op)
             return
         if sending is None or dest_stage != sending.stage:
-            self.stock.send(tensor, dest_stage, async_op)
+            self.original.send(tensor, dest_stage, async_op)
             return
         message = sending.message
         if not message:
@@ -232,7 +232,7 @@ class PointToPoint:
             sending.specs = specs if specs is None or sending.gradients is None else sending.gradients
         specs = sending.specs
         if specs is None:
-            self.stock.send(tensor, dest_stage, async_op)
+            self.original.send(tensor, dest_stage, async_op)
             return
         if not specs:
             message.append(tensor)
@@ -250,7 +250,7 @@ class PointToPoint:
         elif message:
             sending.later.append((tensor.clone(), dest_stage, async_op))  # its memory may be used again
         else:
-            self.stock.send(tensor, dest_stage, async_op)
+            self.original.send(tensor, dest_stage, async_op)
 
     def recv(self, tensor: Tensor, src_stage: int, async_op: bool = False) -> None:
         receiving = self.receiving
@@ -258,19 +258,19 @@ class PointToPoint:
             self._shape_message.recv(tensor, src_stage, async_op)
             return
         if receiving is None:
-            self.stock.recv(tensor, src_stage, async_op)
+            self.original.recv(tensor, src_stage, async_op)
             return
         if not receiving.arrived:
             specs, gradients = receiving.announced(), receiving.gradients
             receiving.specs = specs if specs is None or gradients is None else gradients()
         specs = receiving.specs
         if not specs or src_stage != receiving.stage:
-            self.stock.recv(tensor, src_stage, async_op)
+            self.original.recv(tensor, src_stage, async_op)
             return
         spec = specs[-len(receiving.arrived)]
         is_equal = tensor.shape == spec.shape and tensor.dtype == spec.dtype
         if not is_equal and not is_alike(tensor, spec):
-            self.stock.recv(tensor, src_stage, async_op)
+            self.original.recv(tensor, src_stage, async_op)
             return
         if not receiving.arrived:
             receiving.arrived = receiving.fetch(specs)[::-1]

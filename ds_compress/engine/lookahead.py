@@ -22,7 +22,7 @@ import torch
 from deepspeed.runtime.pipe import schedule
 
 from ds_compress.planning.schedule import DepthSchedule
-from ds_compress.transport.p2p import in_flight
+from ds_compress.transport.p2p import packets_in_flight
 from ds_compress.transport.staging import receives_hold_device
 
 MADE_BY = {schedule.SendActivation: schedule.ForwardPass, schedule.SendGrad: schedule.BackwardPass}
@@ -43,15 +43,15 @@ class _Step(list[Any]):
     """The instructions of a step; iterating over them moves `plan.at` along."""
 
     plan: "Lookahead"
-    places: range  # of its instructions in the schedule
+    indices: range  # of its instructions in the schedule
 
     def __iter__(self) -> Iterator[Any]:
         # All in C, without a Python call per instruction. Sends whose message has left early are skipped;
-        # instructions that a program appends have no place in the schedule
+        # instructions that a program appends have no index in the schedule
         at = self.plan.at
-        places, asked = itertools.tee(itertools.chain(self.places, itertools.repeat(NOWHERE)))
+        indices, asked = itertools.tee(itertools.chain(self.indices, itertools.repeat(NOWHERE)))
         stays = map(operator.not_, map(self.plan.left.__contains__, asked))
-        first, second = itertools.tee(itertools.compress(zip(places, super().__iter__()), stays))
+        first, second = itertools.tee(itertools.compress(zip(indices, super().__iter__()), stays))
         noted = map(at.append, map(operator.itemgetter(0), first))
         taken: Iterator[Any] = map(operator.itemgetter(1), zip(noted, map(operator.itemgetter(1), second)))
         taken = itertools.chain(taken, filter(None, map(at.append, (NOWHERE,))))
@@ -87,10 +87,10 @@ class Lookahead:
         )
         self.tracking = tracking
         self.at = deque([NOWHERE], maxlen=1)
-        """The place of the instruction in progress; NOWHERE outside of one."""
+        """The index of the instruction in progress; NOWHERE outside of one."""
 
         self.left: set[int] = set()
-        """Places of the send instructions whose message has left early."""
+        """Indices of the send instructions whose message has left early."""
 
         self._ordered = type(pipe_schedule) in ORDERED
         self._flat: list[Any] = []
@@ -98,13 +98,13 @@ class Lookahead:
         for instructions in pipe_schedule.steps() if self.plain else ():
             step = _Step(instructions)
             self._steps.append(step)
-            step.plan, step.places = self, range(len(self._flat), len(self._flat) + len(instructions))
+            step.plan, step.indices = self, range(len(self._flat), len(self._flat) + len(instructions))
             self._flat += instructions
         self.counts = Counter(map(type, self._flat))
-        self._sends = {kind: deque(_places(self._flat, kind)) for kind in MADE_BY}  # that may not have left
+        self._sends = {kind: deque(_indices(self._flat, kind)) for kind in MADE_BY}  # that may not have left
         kinds = {send: made_by for send, made_by in MADE_BY.items() if send not in in_place}
-        self.early = _early(self._flat, in_flight(depth), kinds)
-        """Place of the send instruction whose message may leave early, by place of what computes it."""
+        self.early = _early(self._flat, packets_in_flight(depth), kinds)
+        """Index of the send instruction whose message may leave early, by index of what computes it."""
 
     def steps(self) -> Iterator[list[Any]]:
         """Iterate over the schedule's steps, and track the instructions as they run."""
@@ -113,8 +113,8 @@ class Lookahead:
     @property
     def current(self) -> Any:
         """Return the instruction in progress; None outside of one."""
-        place = self.at[0]
-        return None if place == NOWHERE else self._flat[place]
+        index = self.at[0]
+        return None if index == NOWHERE else self._flat[index]
 
     def receives_ahead(self, device: torch.device) -> bool:
         """Return whether receives may be posted before the schedule comes to them."""
@@ -123,15 +123,15 @@ class Lookahead:
     def leaves_early(self, made_by: type, buffer_id: int) -> bool:
         """Return whether the message that `made_by`, in progress, has just put into `buffer_id` may leave
         now; if so it counts as gone."""
-        place = self.at[0]
-        send = self.early.get(place, NOWHERE)
+        index = self.at[0]
+        send = self.early.get(index, NOWHERE)
         if send == NOWHERE:
             return False
-        made = self._flat[place]
+        made = self._flat[index]
         if made.kwargs.get("buffer_id") != buffer_id or type(made) is not made_by:
             return False
         waiting = self._sends[type(self._flat[send])]
-        while waiting and waiting[0] < place:  # left in its own place
+        while waiting and waiting[0] < index:  # left in its own place
             waiting.popleft()
         if not waiting or waiting[0] != send:
             return False
@@ -144,8 +144,8 @@ def computes(instruction: Any) -> bool:
     return type(instruction) is schedule.ForwardPass or type(instruction) not in KNOWN
 
 
-def _places(flat: list[Any], kind: type) -> list[int]:
-    return [place for place, instruction in enumerate(flat) if type(instruction) is kind]
+def _indices(flat: list[Any], kind: type) -> list[int]:
+    return [index for index, instruction in enumerate(flat) if type(instruction) is kind]
 
 
 def _early(flat: list[Any], most: int, kinds: dict[type, type]) -> dict[int, int]:
@@ -159,16 +159,16 @@ def _early(flat: list[Any], most: int, kinds: dict[type, type]) -> dict[int, int
     """
     early = {}
     for kind, made_by in kinds.items():
-        places = _places(flat, kind)
-        for number, place in enumerate(places):
-            buffer_id = flat[place].kwargs["buffer_id"]
-            for before in range(place - 1, -1, -1):
+        indices = _indices(flat, kind)
+        for number, index in enumerate(indices):
+            buffer_id = flat[index].kwargs["buffer_id"]
+            for before in range(index - 1, -1, -1):
                 touches = flat[before].kwargs.get("buffer_id") == buffer_id
                 if touches and type(flat[before]) is made_by:
                     # Before it makes message n the sender waits until message n - `most` was received. If the
                     # schedule sends that one earlier, DeepSpeed's own order waits for it too
-                    if number < most or places[number - most] < before:
-                        early[before] = place
+                    if number < most or indices[number - most] < before:
+                        early[before] = index
                     break
                 if touches or type(flat[before]) not in KNOWN:
                     break

@@ -36,13 +36,13 @@ def _run_forward_pass(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) ->
     session = engine.ds_compress
     profiler = session.depth.profiler
     with profiler.timed("forward", buffer_id) if profiler else _UNTIMED:
-        session.stock[schedule.ForwardPass](engine, buffer_id, *args, **kwargs)
+        session.original[schedule.ForwardPass](engine, buffer_id, *args, **kwargs)
     # A shape message that goes DeepSpeed's way goes first, in its own order
     shapes_known = bool(session.stage.shape_links) or not (engine.dynamic_shape or engine.first_output_send)
     lookahead = session.lookahead
     may_leave = session.is_eager and shapes_known and lookahead.at[0] in lookahead.early
     if may_leave and lookahead.leaves_early(schedule.ForwardPass, buffer_id):
-        run = partial(session.stock[schedule.SendActivation], engine, buffer_id)
+        run = partial(session.original[schedule.SendActivation], engine, buffer_id)
         session.send(Instruction.SEND_ACTIVATION, buffer_id, run)
 
 
@@ -50,11 +50,11 @@ def _run_backward_pass(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -
     session = engine.ds_compress
     profiler = session.depth.profiler
     with profiler.timed("backward", buffer_id) if profiler else _UNTIMED:
-        session.stock[schedule.BackwardPass](engine, buffer_id, *args, **kwargs)
+        session.original[schedule.BackwardPass](engine, buffer_id, *args, **kwargs)
     lookahead = session.lookahead
     may_leave = session.is_eager and lookahead.at[0] in lookahead.early
     if may_leave and lookahead.leaves_early(schedule.BackwardPass, buffer_id):
-        run = partial(session.stock[schedule.SendGrad], engine, buffer_id)
+        run = partial(session.original[schedule.SendGrad], engine, buffer_id)
         session.send(Instruction.SEND_GRAD, buffer_id, run)
     if session.gradients is not None and session.gradients.early is not None:
         session.gradients.early.end_pass()
@@ -63,30 +63,30 @@ def _run_backward_pass(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -
 def _run_send_activations(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
     session = engine.ds_compress
     if session.lookahead.at[0] not in session.lookahead.left:
-        run = partial(session.stock[schedule.SendActivation], engine, buffer_id, *args, **kwargs)
+        run = partial(session.original[schedule.SendActivation], engine, buffer_id, *args, **kwargs)
         session.send(Instruction.SEND_ACTIVATION, buffer_id, run)
 
 
 def _run_send_grads(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
     session = engine.ds_compress
     if session.lookahead.at[0] not in session.lookahead.left:
-        run = partial(session.stock[schedule.SendGrad], engine, buffer_id, *args, **kwargs)
+        run = partial(session.original[schedule.SendGrad], engine, buffer_id, *args, **kwargs)
         session.send(Instruction.SEND_GRAD, buffer_id, run)
 
 
 def _run_recv_activations(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
     session = engine.ds_compress
-    stock = session.stock[schedule.RecvActivation]
-    copies = getattr(stock, "__globals__", None) is not DEEPSPEED  # as `is_deepspeeds`, without a call
-    run = partial(stock, engine, buffer_id, *args, **kwargs)
+    original = session.original[schedule.RecvActivation]
+    copies = getattr(original, "__globals__", None) is not DEEPSPEED  # as `is_deepspeeds`, without a call
+    run = partial(original, engine, buffer_id, *args, **kwargs)
     session.receive(Instruction.RECV_ACTIVATION, buffer_id, run, copies)
 
 
 def _run_recv_grads(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
     session = engine.ds_compress
-    stock = session.stock[schedule.RecvGrad]
-    copies = getattr(stock, "__globals__", None) is not DEEPSPEED  # as `is_deepspeeds`, without a call
-    run = partial(stock, engine, buffer_id, *args, **kwargs)
+    original = session.original[schedule.RecvGrad]
+    copies = getattr(original, "__globals__", None) is not DEEPSPEED  # as `is_deepspeeds`, without a call
+    run = partial(original, engine, buffer_id, *args, **kwargs)
     session.receive(Instruction.RECV_GRAD, buffer_id, run, copies)
 
 
@@ -171,24 +171,24 @@ class CompressedEngine(_Engine):
     # Some projects call these directly instead of through a schedule
 
     def _exec_send_activations(self, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-        stock = super()._exec_send_activations
-        run = partial(stock, buffer_id, *args, **kwargs)
+        original = super()._exec_send_activations
+        run = partial(original, buffer_id, *args, **kwargs)
         self.ds_compress.send(Instruction.SEND_ACTIVATION, buffer_id, run)
 
     def _exec_send_grads(self, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-        stock = super()._exec_send_grads
-        run = partial(stock, buffer_id, *args, **kwargs)
+        original = super()._exec_send_grads
+        run = partial(original, buffer_id, *args, **kwargs)
         self.ds_compress.send(Instruction.SEND_GRAD, buffer_id, run)
 
     def _exec_recv_activations(self, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-        stock = super()._exec_recv_activations
-        run = partial(stock, buffer_id, *args, **kwargs)
-        self.ds_compress.receive(Instruction.RECV_ACTIVATION, buffer_id, run, not is_deepspeeds(stock))
+        original = super()._exec_recv_activations
+        run = partial(original, buffer_id, *args, **kwargs)
+        self.ds_compress.receive(Instruction.RECV_ACTIVATION, buffer_id, run, not is_deepspeeds(original))
 
     def _exec_recv_grads(self, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-        stock = super()._exec_recv_grads
-        run = partial(stock, buffer_id, *args, **kwargs)
-        self.ds_compress.receive(Instruction.RECV_GRAD, buffer_id, run, not is_deepspeeds(stock))
+        original = super()._exec_recv_grads
+        run = partial(original, buffer_id, *args, **kwargs)
+        self.ds_compress.receive(Instruction.RECV_GRAD, buffer_id, run, not is_deepspeeds(original))
 
     def _send_tensor_meta(self, buffer: Any, *args: Any, **kwargs: Any) -> None:
         session, stage = self.ds_compress, self.ds_compress.stage

@@ -99,7 +99,7 @@ def _check_warmup(config: Config, other: Config, step: int) -> None:
     """Refuse codecs that learn from the warm-up when it is over."""
     if step < config.warmup_steps:
         return
-    for number in other.numbers:
+    for number in other.configured_boundaries:
         for direction in DIRECTIONS:
             old, new = (getattr(each.codecs(number), direction) for each in (config, other))
             if needs_warmup(new) and new.settings != old.settings:

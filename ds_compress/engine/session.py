@@ -81,7 +81,7 @@ class Session:
         engine: Any,
         config: Config,
         p2p: PointToPoint,
-        stock: Mapping[type, Callable[..., None]],
+        original: Mapping[type, Callable[..., None]],
         watchdog: Watchdog,
         notes: LineExchange,
         left_alone: SharedWarning,
@@ -92,7 +92,7 @@ class Session:
             engine: DeepSpeed's, already of a class with the mixin.
             config: prepared.
             p2p: stands in for DeepSpeed's point-to-point module.
-            stock: DeepSpeed's functions, by instruction.
+            original: DeepSpeed's functions, by instruction.
             watchdog: of the job.
             notes: takes lines of every rank of the pipeline to the one that reports.
             left_alone: takes the warning that messages are left to DeepSpeed.
@@ -100,7 +100,7 @@ class Session:
         boundaries = self.check(config, engine.num_stages)
         self.engine = engine
         self.config = config
-        self.stock = stock
+        self.original = original
         self.watchdog = watchdog
         self._left_alone = left_alone
         self.lookahead = Lookahead()  # of the schedule in progress, or of none
@@ -334,7 +334,7 @@ class Session:
             announced=functools.partial(stage.announced.get, end.channel.boundary.number),
             gradients=gradients,
             dispatch=functools.partial(stage.dispatch, instruction, buffer_id),
-            stock=p2p.stock,
+            original=p2p.original,
         )
         # an instruction may call another one, the engine's of the same name for example
         around, p2p.sending = p2p.sending, sending
@@ -361,7 +361,7 @@ class Session:
             announced=functools.partial(stage.announced.get, end.channel.boundary.number),
             gradients=None if forward else self._gradients_received,
             fetch=functools.partial(stage.fetch, instruction, buffer_id),
-            stock=p2p.stock,
+            original=p2p.original,
             copies=copies,
         )
         around, p2p.receiving = p2p.receiving, receiving
@@ -408,13 +408,13 @@ class Session:
         boundary = self.stage.after if send is schedule.SendActivation else self.stage.before
         is_left = boundary is not None and boundary.number in self.stage.left_because
         is_ours = self.engine._INSTRUCTION_MAP[send] is self.engine._AROUND[send]
-        return not is_left and is_ours and is_deepspeeds(self.stock[send])
+        return not is_left and is_ours and is_deepspeeds(self.original[send])
 
     def _track(self) -> DependencyTracker | None:
         """Return a tracker of parameter dependence, if any codec may be lossy."""
         config = self.config
         used = {channel.codec.name for b in self.stage.boundaries for channel in b.channels}
-        lossy = config.changes or config.quality is not None or used - {"none"}
+        lossy = config.has_policy or config.quality is not None or used - {"none"}
         return DependencyTracker(self.engine.module) if lossy and config.block.tensors == "large" else None
 
     @contextmanager

@@ -202,7 +202,7 @@ class Stage:
         end = self.receivers[instruction, 0]
         expected = instruction not in self.unused and end.channel.boundary.number in self.announced
         if end.to_post and tensors and expected:
-            message = end.channel.message(tensors, end.channel.message_id(self.step, 0, self.training))
+            message = end.channel.layout_of(tensors, end.channel.message_id(self.step, 0, self.training))
             count, end.to_post = end.to_post, 0
             end.codec_stream.run(lambda: end.link.expect(message.packet.nbytes, count))
 
@@ -222,7 +222,7 @@ class Stage:
     def post_receive(self, instruction: Instruction, phase: int, tensors: Sequence[Tensor]) -> None:
         """Post the receive of one message with tensors like `tensors`."""
         end = self.receivers[instruction, phase]
-        message = end.channel.message(tensors, end.channel.message_id(self.step, 0, self.training))
+        message = end.channel.layout_of(tensors, end.channel.message_id(self.step, 0, self.training))
         end.link.expect(message.packet.nbytes, 1)
 
     def dispatch(
@@ -252,7 +252,7 @@ class Stage:
         else:
             number = self._numbers.pop(at, number)
         message_id = MessageId(at[0], channel.direction, self.step, number, self.training)
-        message = channel.message(tensors, message_id)
+        message = channel.layout_of(tensors, message_id)
         arrived = end.codec_stream.run(functools.partial(end.take, message, message_id), gives=True)
         if message.ids and self.after:
             self._samples[buffer_id] = end.channel.boundary.sample_ids[message_id.micro_batch]
@@ -262,7 +262,7 @@ class Stage:
     def shape_message(
         self, dependence: tuple[bool, ...] | None = None, written: int | None = None
     ) -> ShapeMessage:
-        return ShapeMessage(self.shape_links or self.p2p.stock, dependence, written)
+        return ShapeMessage(self.shape_links or self.p2p.original, dependence, written)
 
     @property
     def is_sending(self) -> bool:

@@ -58,25 +58,25 @@ class MixedErrorFeedbackCodec(FeedbackCodec, StatefulFeedback):
     def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
         if ctx.training:
             return self.encode_training(x, ctx, out)
-        contexts, places = _contexts(ctx), self._places(x, out)
-        first, sent = encode_and_decode(self.parts[0], x, contexts[0], places[0])
+        contexts, outputs = _contexts(ctx), self._outputs(x, out)
+        first, sent = encode_and_decode(self.parts[0], x, contexts[0], outputs[0])
         rest = narrow(x.to(wide(x.dtype)) - sent, x)
-        return first + self.parts[1].encode_into(rest, contexts[1], places[1])
+        return first + self.parts[1].encode_into(rest, contexts[1], outputs[1])
 
     def encode_training(self, x: Tensor, ctx: Context, out: Parts | None) -> Parts:
-        spec, places = TensorSpec.of(x), self._places(x, out)
+        spec, outputs = TensorSpec.of(x), self._outputs(x, out)
         old = self.state.load(ctx, spec)
         finite = is_finite(x)
         residual = torch.where(finite, old * ctx.loss_scale, 0.0)
         contexts = _contexts(ctx)
-        first, sent = encode_and_decode(self.parts[0], x, contexts[0], places[0])
-        second, resent = encode_and_decode(self.parts[1], narrow(residual, x), contexts[1], places[1])
+        first, sent = encode_and_decode(self.parts[0], x, contexts[0], outputs[0])
+        second, resent = encode_and_decode(self.parts[1], narrow(residual, x), contexts[1], outputs[1])
         _merge_selections(ctx, contexts)
         new = (x.to(old.dtype) + residual - _sum(sent, resent)) / as_divisor(ctx.loss_scale, old)
         self.state.save(ctx, spec, new, finite & can_keep(new))
         return first + second
 
-    def _places(self, x: Tensor, out: Parts | None) -> list[Parts | None]:
+    def _outputs(self, x: Tensor, out: Parts | None) -> list[Parts | None]:
         """Split the memory for a message of `x` into that of its two parts."""
         split = len(self.parts[0].layout(TensorSpec.of(x)))
         return [out and out[:split], out and out[split:]]

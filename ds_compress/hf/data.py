@@ -71,11 +71,11 @@ class Sequences:
             yield self._batch(self.train[[self._index(first + offset) for offset in range(micro_batch)]])
 
     def _index(self, number: int) -> int:
-        epoch, place = divmod(number, len(self.train))
+        epoch, index = divmod(number, len(self.train))
         if getattr(self, "_epoch", None) != epoch:
             self._epoch = epoch
             self._order = np.random.default_rng((self._settings.seed, epoch)).permutation(len(self.train))
-        return int(self._order[place])
+        return int(self._order[index])
 
     def held_out(self, micro_batch: int, replica: int, replicas: int) -> list[Any]:
         """Return this replica's held-out micro-batches; the last ones may repeat sequences."""

@@ -59,7 +59,7 @@ class Channel:
         """Return the id of a message of this channel; `step`: optimizer steps done before it."""
         return MessageId(self.boundary.number, self.direction, step, micro_batch, training)
 
-    def message(self, tensors: Sequence[Tensor | TensorSpec], message_id: MessageId) -> MessageLayout:
+    def layout_of(self, tensors: Sequence[Tensor | TensorSpec], message_id: MessageId) -> MessageLayout:
         """Return the layout of a message of tensors like `tensors`."""
         config, training = self.boundary.config, message_id.training
         # both sides find the same
@@ -104,7 +104,7 @@ class Channel:
             tensors: what DeepSpeed sends in one instruction, in its order; not modified.
             memory: gives uint8 memory of so many bytes for the packet; newly allocated when absent.
         """
-        message = self.message(tensors, message_id)
+        message = self.layout_of(tensors, message_id)
         layout = message.packet
         packet = memory(layout.nbytes) if memory else layout.allocate(message.device)
         views, extra, known = layout.views(packet), list[Tensor](), list[bool]()
@@ -211,7 +211,7 @@ class Channel:
         views = iter(layout.views(packet))
         return [own + tuple(next(views) for _ in extra) for own, extra in zip(parts, extras)]
 
-    def trial(self, codec: Codec) -> "Channel":
+    def with_codec(self, codec: Codec) -> "Channel":
         """Return a throw-away copy with another codec; this channel's counters and state do not change."""
         channel = self.as_receiver()
         channel.codec, channel.sent, channel._layouts, channel._latest = codec, Counters(), {}, {}

@@ -86,9 +86,9 @@ class MessageLayout:
         takes; empty for a lone one, and where all are as large."""
         most = self.most_bytes(codec)
         larger = f"at most {most:,} bytes" if most > self.compressed_bytes(codec) else ""
-        return "; ".join(filter(None, (self._fates(), larger)))
+        return "; ".join(filter(None, (self.describe_tensors(), larger)))
 
-    def _fates(self) -> str:
+    def describe_tensors(self) -> str:
         if len(self.specs) == 1:
             return ""
         numbers: dict[str, list[str]] = {}

@@ -109,12 +109,12 @@ class SendingMeter(_Meter):
         _, extra, message = encoded
         self._is_compressed = message.compressed
         counts = _counting(message.exempt)
-        self._tensors = [tensors[place] for place in counts]
+        self._tensors = [tensors[index] for index in counts]
         if listener is not None:
 
             def decode(packet: Tensor) -> list[Tensor]:
                 decoded = listener.decode(packet, message, message_id, lambda nbytes: extra)
-                return [decoded[place] for place in counts]
+                return [decoded[index] for index in counts]
 
             self._decode = decode
         return encoded
@@ -208,7 +208,7 @@ def _counting(exempt: Sequence[str]) -> list[int]:
 
     Others would distort the error: masks may contain -inf, or numbers far larger than the rest.
     """
-    return [place for place, why in enumerate(exempt) if not why] or [*range(len(exempt))]
+    return [index for index, why in enumerate(exempt) if not why] or [*range(len(exempt))]
 
 
 def largest(tensors: Sequence[Tensor]) -> Tensor:

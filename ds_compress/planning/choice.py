@@ -16,7 +16,7 @@ from ds_compress.config import DIRECTIONS
 from ds_compress.config.quality import ErrorLimits
 from ds_compress.planning.candidates import Candidate
 from ds_compress.planning.depth import MemoryBudget, choose_depth
-from ds_compress.planning.step_time import MessageCost, Network, Networks, TransferPlan, Workload, predict
+from ds_compress.planning.step_time import LinkSpeed, LinkSpeeds, MessageCost, TransferPlan, Workload, predict
 
 MIN_GAIN = 0.05
 """A recipe that saves less than this share of DeepSpeed's own step time is not used."""
@@ -38,7 +38,7 @@ class EvaluatedMessage:
     error: float  # relative; inf: not known
     gradient_error: float  # error of the accumulated gradient, which counts backward; inf: not known
 
-    def weighted_seconds(self, network: Network, price: float) -> float:
+    def weighted_seconds(self, network: LinkSpeed, price: float) -> float:
         """Return the seconds of codec plus `price` times those of transfer."""
         return self.cost.encode + self.cost.decode + price * self.cost.nbytes / network.bandwidth
 
@@ -74,7 +74,7 @@ class PipelineRecipe:
         return limits.allow(self.errors[0], self.errors[2])
 
 
-def baseline(forward: Sequence[int], backward: Sequence[int]) -> PipelineRecipe:
+def uncompressed_recipe(forward: Sequence[int], backward: Sequence[int]) -> PipelineRecipe:
     """Return DeepSpeed without compression; `forward` and `backward`: bytes of a message by boundary."""
     forward_costs, backward_costs = tuple(map(MessageCost, forward)), tuple(map(MessageCost, backward))
     return PipelineRecipe(BASELINE, {"enabled": False}, forward_costs, backward_costs, eager=False)
@@ -82,7 +82,7 @@ def baseline(forward: Sequence[int], backward: Sequence[int]) -> PipelineRecipe:
 
 def combine(
     evaluations: Sequence[Sequence[Evaluation]],
-    networks: Sequence[Network],
+    networks: Sequence[LinkSpeed],
     limits: ErrorLimits,
     **link: Any,
 ) -> list[PipelineRecipe]:
@@ -104,7 +104,7 @@ def combine(
 
 
 def _cheapest(
-    evaluations: Sequence[Evaluation], network: Network, price: float, limits: ErrorLimits
+    evaluations: Sequence[Evaluation], network: LinkSpeed, price: float, limits: ErrorLimits
 ) -> Evaluation | None:
     """Return the cheapest evaluation of a boundary, or of two combined; None if none is within `limits`."""
 
@@ -186,7 +186,7 @@ def write_block(chosen: Sequence[Evaluation]) -> dict[str, Any]:
     return {**general, **({"boundaries": others} if others else {})}
 
 
-def rank(workload: Workload, networks: Networks, recipes: Sequence[PipelineRecipe]) -> list[dict[str, Any]]:
+def rank(workload: Workload, networks: LinkSpeeds, recipes: Sequence[PipelineRecipe]) -> list[dict[str, Any]]:
     """Predict every recipe; return one row each: the baseline, which must come first, then fastest first."""
     rows: list[dict[str, Any]] = []
     for recipe in recipes:
@@ -195,7 +195,7 @@ def rank(workload: Workload, networks: Networks, recipes: Sequence[PipelineRecip
     return rows[:1] + sorted(rows[1:], key=lambda row: row["step_s"])
 
 
-def _row(workload: Workload, networks: Networks, recipe: PipelineRecipe) -> dict[str, Any]:
+def _row(workload: Workload, networks: LinkSpeeds, recipe: PipelineRecipe) -> dict[str, Any]:
     plan = TransferPlan(recipe.forward, recipe.backward, recipe.eager)
     packets = map(float, _packet_bytes(recipe))
     budgets = [replace(budget, packets=own) for budget, own in zip(recipe.budgets, packets)]

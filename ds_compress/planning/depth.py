@@ -9,14 +9,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ds_compress.planning.step_time import Network, Networks, TransferPlan, Workload, step_seconds
+from ds_compress.planning.step_time import LinkSpeed, LinkSpeeds, TransferPlan, Workload, step_seconds
 
 MAX_DEPTH = 32
 MIN_GAIN = 0.01
 """Least share of a step that a greater depth has to save."""
 
 
-def in_flight(depth: int, micro_batches: int, stages: int, stage: int) -> int:
+def micro_batches_in_flight(depth: int, micro_batches: int, stages: int, stage: int) -> int:
     """Return the most micro-batches whose activations a stage holds."""
     return min(depth * (stages - 1 - stage) + 1, micro_batches)
 
@@ -34,7 +34,7 @@ class MemoryBudget:
 
     def required(self, depth: int, micro_batches: int, stages: int, stage: int) -> float:
         """Return the bytes that `stage` of so many takes at `depth`."""
-        micro_batches = in_flight(depth, micro_batches, stages, stage)
+        micro_batches = micro_batches_in_flight(depth, micro_batches, stages, stage)
         return micro_batches * self.activations + (depth - 1) * self.packets
 
 
@@ -59,7 +59,7 @@ class DepthChoice:
 
 
 def choose_depth(
-    workload: Workload, plan: TransferPlan, network: Networks, budgets: Sequence[MemoryBudget]
+    workload: Workload, plan: TransferPlan, network: LinkSpeeds, budgets: Sequence[MemoryBudget]
 ) -> DepthChoice:
     """Return the smallest depth that fits and whose predicted step is within `MIN_GAIN` of the shortest.
 
@@ -68,7 +68,7 @@ def choose_depth(
         budgets: by stage. Depth 1, which DeepSpeed itself needs, is assumed to fit.
     """
     stages, micro_batches = workload.stages, workload.micro_batches
-    free = step_seconds(workload, replace(plan, depth=1), Network())
+    free = step_seconds(workload, replace(plan, depth=1), LinkSpeed())
     steps: dict[int, float] = {}
     memory: dict[int, tuple[float, ...]] = {}
     # From depth micro_batches - 1 on, all stages but the last run all their forward passes first

@@ -24,6 +24,7 @@ from torch import Tensor
 from ds_compress.codec import Codec, TensorSpec
 from ds_compress.codecs.mixins import ObservesWarmup, layers
 from ds_compress.config import DIRECTIONS, Config
+from ds_compress.config.policies import ChannelKey
 from ds_compress.message.channel import Boundary
 from ds_compress.message.clock import HostClock
 from ds_compress.message.gradient_error import GradientError
@@ -40,8 +41,7 @@ MIN_ERROR = 2.0**-24
 ByMicroBatch = dict[int, list[Tensor]]
 """Tensors of the messages of one direction, by micro-batch."""
 
-Messages = dict[tuple[int, str], ByMicroBatch]
-"""By boundary and direction."""
+Messages = dict[ChannelKey, ByMicroBatch]
 
 Measurements = dict[str, float]
 """Of one direction: bytes, seconds to encode and to decode, relative error, error of the accumulated gradient
@@ -62,8 +62,8 @@ def is_informative(messages: Messages) -> bool:
     `messages`."""
     numbers = {number for own in messages.values() for number in own}
     useless = {n for n in numbers if not all(n in own and _has_energy(own[n]) for own in messages.values())}
-    for place, own in messages.items():
-        messages[place] = {number: tensors for number, tensors in own.items() if number not in useless}
+    for key, own in messages.items():
+        messages[key] = {number: tensors for number, tensors in own.items() if number not in useless}
     return not messages or numbers > useless
 
 

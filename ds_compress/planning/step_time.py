@@ -10,7 +10,8 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-Channel = tuple[int, str]  # boundary, direction
+from ds_compress.config.policies import ChannelKey
+
 FINISHED = object()
 Waiting = Generator[None, None, float]
 """Yields while it waits for another stage; returns when it is done, in seconds since the step began."""
@@ -40,14 +41,14 @@ class MessageCost:
 
 
 @dataclass(frozen=True)
-class Network:
+class LinkSpeed:
     """Speed of a link."""
 
     bandwidth: float = float("inf")  # bytes per second, in each direction
     latency: float = 0.0  # seconds one way
 
 
-Networks = Network | tuple[Network, ...]
+LinkSpeeds = LinkSpeed | tuple[LinkSpeed, ...]
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Prediction:
         return worst if exposed[worst] > 0.05 * self.step else "compute"
 
 
-def step_seconds(workload: Workload, plan: TransferPlan, network: Networks) -> float:
+def step_seconds(workload: Workload, plan: TransferPlan, network: LinkSpeeds) -> float:
     """Predict the step time of `workload`.
 
     Args:
@@ -86,7 +87,7 @@ def step_seconds(workload: Workload, plan: TransferPlan, network: Networks) -> f
     return _Replay(workload, plan, network).run()
 
 
-def predict(workload: Workload, plan: TransferPlan, network: Networks) -> Prediction:
+def predict(workload: Workload, plan: TransferPlan, network: LinkSpeeds) -> Prediction:
     """Predict the step time like `step_seconds`, and split it into its causes."""
     boundaries = range(workload.stages - 1)
     forward, backward = (
@@ -101,8 +102,8 @@ def predict(workload: Workload, plan: TransferPlan, network: Networks) -> Predic
     ]
     return Prediction(
         step=step,
-        free_link=step_seconds(workload, plan, Network()),
-        compute=step_seconds(workload, free, Network()),
+        free_link=step_seconds(workload, plan, LinkSpeed()),
+        compute=step_seconds(workload, free, LinkSpeed()),
         link_busy=workload.micro_batches * max(transmits, default=0.0) / step,
     )
 
@@ -118,18 +119,18 @@ class _Replay:
     Entry n of each list below is about message n of its channel.
     """
 
-    def __init__(self, workload: Workload, plan: TransferPlan, network: Networks):
+    def __init__(self, workload: Workload, plan: TransferPlan, network: LinkSpeeds):
         self.workload = workload
         self.plan = plan
         self.network = network
-        self.ready: dict[Channel, list[float]] = defaultdict(list)  # when the packet can be sent
-        self.requested: dict[Channel, list[float]] = defaultdict(list)  # when the receiver asks for it
-        self.arrived: dict[Channel, list[float]] = defaultdict(list)
+        self.ready: dict[ChannelKey, list[float]] = defaultdict(list)  # when the packet can be sent
+        self.requested: dict[ChannelKey, list[float]] = defaultdict(list)  # when the receiver asks for it
+        self.arrived: dict[ChannelKey, list[float]] = defaultdict(list)
         self.events = 0
         # Imported here, so that a command can refuse its arguments before it waits for deepspeed
-        from ds_compress.transport.p2p import in_flight, posted_ahead
+        from ds_compress.transport.p2p import packets_in_flight, posted_ahead
 
-        self.in_flight, self.posted_ahead = in_flight(plan.depth), posted_ahead(plan.depth)
+        self.in_flight, self.posted_ahead = packets_in_flight(plan.depth), posted_ahead(plan.depth)
 
     def run(self) -> float:
         ends = [0.0] * self.workload.stages
@@ -157,7 +158,7 @@ class _Replay:
                 now = max(now, (yield from self._arrival(channel, len(self.ready[channel]) - 1)))
         ends[stage] = now
 
-    def _send(self, channel: Channel, now: float) -> Waiting:
+    def _send(self, channel: ChannelKey, now: float) -> Waiting:
         number = len(self.ready[channel])
         if self.plan.eager and number >= self.in_flight:
             now = max(now, (yield from self._arrival(channel, number - self.in_flight)))
@@ -165,17 +166,17 @@ class _Replay:
         self._record(self.ready, channel, now)
         return now if self.plan.eager else (yield from self._arrival(channel, number))
 
-    def _receive(self, channel: Channel, now: float) -> Waiting:
+    def _receive(self, channel: ChannelKey, now: float) -> Waiting:
         number = len(self.requested[channel])
         self._record(self.requested, channel, now)
         return max(now, (yield from self._arrival(channel, number))) + self._cost(channel).decode
 
-    def _arrival(self, channel: Channel, number: int) -> Waiting:
+    def _arrival(self, channel: ChannelKey, number: int) -> Waiting:
         while not self._deliver(channel, number):
             yield
         return self.arrived[channel][number]
 
-    def _deliver(self, channel: Channel, number: int) -> bool:
+    def _deliver(self, channel: ChannelKey, number: int) -> bool:
         """Let packets of `channel` up to `number` arrive; False: not yet known to be ready on both sides."""
         arrived = self.arrived[channel]
         network = _at(self.network, channel[0])
@@ -191,17 +192,17 @@ class _Replay:
             self._record(self.arrived, channel, start + latency + transfer)
         return True
 
-    def _posted(self, channel: Channel, number: int) -> float | None:
+    def _posted(self, channel: ChannelKey, number: int) -> float | None:
         """Return when the receiver has memory ready for packet `number`; None while that is not known."""
         if self.plan.eager and number < self.posted_ahead:
             return 0.0
         request = number - self.posted_ahead + 1 if self.plan.eager else number
         return self.requested[channel][request] if request < len(self.requested[channel]) else None
 
-    def _cost(self, channel: Channel) -> MessageCost:
+    def _cost(self, channel: ChannelKey) -> MessageCost:
         return _at(getattr(self.plan, channel[1]), channel[0])
 
-    def _record(self, times: dict[Channel, list[float]], channel: Channel, time: float) -> None:
+    def _record(self, times: dict[ChannelKey, list[float]], channel: ChannelKey, time: float) -> None:
         times[channel].append(time)
         self.events += 1
 

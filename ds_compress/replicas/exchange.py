@@ -241,11 +241,11 @@ class Exchange:
         (packets, sizes, is_summed), size = transfer, self.replicas.size
         options = {"group": self.replicas.group, "async_op": True}
         if is_summed:
-            with naming_place():
+            with replica_failures():
                 return packets, dist.all_reduce(packets, **options)
         received = sizes[self.replicas.rank] if sizes is not None else packets.numel()
         arrived = torch.empty(size * received, dtype=torch.uint8, device=packets.device)
-        with naming_place():
+        with replica_failures():
             if sizes is None:
                 return arrived, dist.all_gather_into_tensor(arrived, packets, **options)
             return arrived, dist.all_to_all_single(arrived, packets, [received] * size, sizes, **options)
@@ -254,7 +254,7 @@ class Exchange:
         """Wait for a transfer of a bucket and start its next one; return False if there is none."""
         if bucket.work is None:
             return False
-        with naming_place():
+        with replica_failures():
             bucket.work.wait()
         try:
             bucket.arrived, bucket.work = self._start(bucket.rounds.send(bucket.arrived))
@@ -335,7 +335,7 @@ def _sample(gradients: Sequence[Gradient]) -> Iterator[tuple[Tensor, int | None]
 
 
 @contextmanager
-def naming_place() -> Iterator[None]:
+def replica_failures() -> Iterator[None]:
     """Re-raise errors of torch.distributed as CompressionErrors that name gradients between replicas."""
     try:
         yield

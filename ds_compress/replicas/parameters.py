@@ -16,7 +16,7 @@ from torch import distributed as dist
 from ds_compress.codec import Codec, TensorSpec
 from ds_compress.message.layout import Counters
 from ds_compress.message.packet import ALIGNMENT
-from ds_compress.replicas.exchange import Replicas, cut, naming_place
+from ds_compress.replicas.exchange import Replicas, cut, replica_failures
 from ds_compress.replicas.slices import AVERAGE, Slice, SliceCodec
 
 
@@ -78,7 +78,7 @@ class ParameterExchange:
                 else:
                     self._codec.encode(part.slice, value - shadow.float(), packet, AVERAGE, step, own)
             everywhere = torch.empty(size * nbytes, dtype=torch.uint8, device=flat.device)
-            with naming_place():
+            with replica_failures():
                 dist.all_gather_into_tensor(everywhere, packets, group=self._replicas.group)
             for owner, each in enumerate(everywhere.view(size, -1)):
                 for part, packet in cut(each, plan[owner]):

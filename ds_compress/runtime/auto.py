@@ -23,7 +23,7 @@ from ds_compress.message.channel import Channel
 from ds_compress.message.channel_end import SendingEnd
 from ds_compress.message.clock import HostClock, clock_for
 from ds_compress.planning.candidates import Candidate, startable_candidates
-from ds_compress.planning.choice import Evaluation, baseline, combine, pick_best, rank
+from ds_compress.planning.choice import Evaluation, combine, pick_best, rank, uncompressed_recipe
 from ds_compress.planning.evaluate import (
     REPEATS,
     UNKNOWN,
@@ -198,7 +198,7 @@ class AutoController(DepthController):
         forward, backward = ([cost.nbytes for cost in sent] for sent in (found.forward, found.backward))
         made = combine(evaluations, found.networks, limits, **link)
         allowed = [recipe for recipe in made if recipe.is_within(limits)]
-        return rank(found.workload, found.networks, [baseline(forward, backward), *allowed])
+        return rank(found.workload, found.networks, [uncompressed_recipe(forward, backward), *allowed])
 
 
 def _evaluation(candidate: Candidate, before: Sequence[Row], after: Sequence[Row]) -> Evaluation:

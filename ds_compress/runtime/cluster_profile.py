@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ds_compress.planning.depth import MemoryBudget
-from ds_compress.planning.step_time import MessageCost, Network, Workload
+from ds_compress.planning.step_time import LinkSpeed, MessageCost, Workload
 from ds_compress.runtime.stage_profile import Row
 
 
@@ -17,7 +17,7 @@ class ClusterProfile:
     """Compute times, links, messages and memory of a pipeline."""
 
     workload: Workload
-    networks: tuple[Network, ...]  # by boundary
+    networks: tuple[LinkSpeed, ...]  # by boundary
     forward: tuple[MessageCost, ...]  # by boundary, of the codecs in use
     backward: tuple[MessageCost, ...]
     memory_budgets: tuple[MemoryBudget, ...] | None  # by stage; None: memory use is unknown
@@ -48,7 +48,7 @@ def profile_cluster(
         [row["from after"] for row in stage_rows[b]] + [row["from before"] for row in stage_rows[b + 1]]
         for b in boundaries
     ]
-    networks = tuple(Network(min(rates), worst(b, "latency")) for b, rates in zip(boundaries, incoming))
+    networks = tuple(LinkSpeed(min(rates), worst(b, "latency")) for b, rates in zip(boundaries, incoming))
     budgets = []
     for stage in range(stages):
         activations = max(0.0, worst(stage, "activations"))

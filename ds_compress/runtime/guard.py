@@ -23,7 +23,7 @@ from torch import Tensor
 from ds_compress.codec import TYPICAL, Codec
 from ds_compress.codecs.mixins import BothDirections, Learns, ObservesWarmup, layers
 from ds_compress.config import DIRECTIONS, Config
-from ds_compress.config.policies import Place
+from ds_compress.config.policies import ChannelKey
 from ds_compress.config.recipes import with_changes
 from ds_compress.errors import CompressionError
 from ds_compress.monitor.limits import LOSSLESS, MessageQuality
@@ -41,10 +41,10 @@ def is_lossy(codec: Codec) -> bool:
     return codec.error_bound(TYPICAL) > 0
 
 
-def relax(config: Config, places: Iterable[Place]) -> dict[str, Any]:
-    """Return milder settings, as "boundaries" of a block, for those of `places` whose codec is lossy."""
+def relax(config: Config, keys: Iterable[ChannelKey]) -> dict[str, Any]:
+    """Return milder settings, as "boundaries" of a block, for the lossy channels in `keys`."""
     found: dict[str, Any] = {}
-    for number, direction in places:
+    for number, direction in keys:
         if is_lossy(getattr(config.codecs(number), direction)):
             milder = _milder(config, with_changes(config.adopted, found), number, direction)
             found = with_changes(found, {str(number): milder})
@@ -53,7 +53,7 @@ def relax(config: Config, places: Iterable[Place]) -> dict[str, Any]:
 
 def _milder(config: Config, adopted: dict[str, Any], number: int, direction: str) -> dict[str, Any]:
     """Return the first milder settings of the boundary that are valid."""
-    choice = config.chosen(number, direction)["codec"][0]
+    choice = config.find_choice(number, direction)["codec"][0]
     codec = {"name": choice} if isinstance(choice, str) else choice
     present = getattr(config.codecs(number), direction)
     # learned state, and state shared with the other direction, fits only its own options
@@ -245,7 +245,7 @@ class Guard:
             self._has_warned = True
         return None
 
-    def check_limits(self, engine: Any, known: Mapping[Place, MessageQuality]) -> Change | None:
+    def check_limits(self, engine: Any, known: Mapping[ChannelKey, MessageQuality]) -> Change | None:
         """Judge the messages of a step for which `compares_losses` holds; called on every rank.
 
         Args:
@@ -257,18 +257,18 @@ class Guard:
         Raises:
             CompressionError: a message is beyond a limit that ends the run, and "action" is "stop".
         """
-        places = [(number, direction) for number in range(self._boundaries) for direction in DIRECTIONS]
-        rows = [known.get(place, LOSSLESS) for place in places]
+        keys = [(number, direction) for number in range(self._boundaries) for direction in DIRECTIONS]
+        rows = [known.get(key, LOSSLESS) for key in keys]
         most = torch.tensor(rows, dtype=torch.float64, device=engine.device)
         # unknown: the message is not finite, or its sender cannot decode it
         most = torch.where(most.isnan(), most.new_tensor(LOSSLESS), most)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        over: dict[Place, str] = {}
-        for place, row in zip(places, most.tolist()):
+        over: dict[ChannelKey, str] = {}
+        for key, row in zip(keys, most.tolist()):
             violations = MessageQuality(*row).violations(self._options)
-            words = [each.words for each in violations if self._acts_at(each.limit, place[1])]
+            words = [each.words for each in violations if self._acts_at(each.limit, key[1])]
             if words:
-                over[place] = f"boundary {place[0]}, {place[1]}: {', '.join(words)}"
+                over[key] = f"boundary {key[0]}, {key[1]}: {', '.join(words)}"
         if not over:
             return None
         line = f"ds_compress: guard: after step {engine.global_steps} {'; '.join(over.values())}"
@@ -289,8 +289,8 @@ class Guard:
             return self._options.action == "relax"
         return limit != "nonfinite"
 
-    def _relax(self, places: Sequence[Place], line: str) -> Change:
-        changes = relax(self._config, places)
+    def _relax(self, keys: Sequence[ChannelKey], line: str) -> Change:
+        changes = relax(self._config, keys)
 
         def report(_: bool) -> None:
             now = ", ".join(

@@ -273,8 +273,8 @@ def _addresses_of_rank_0(store: Store) -> list[str]:
 
 def _resolve(host: str) -> Iterator[str]:
     with suppress(OSError):
-        for *_, place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
-            yield str(place[0])
+        for *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+            yield str(address[0])
 
 
 def _host_of(store: Store) -> str | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, MessageId
 from ds_compress.config import DIRECTIONS, KEY, Config
-from ds_compress.config.policies import DecisionInput, Place, Policy, Signal, ladders
+from ds_compress.config.policies import ChannelKey, DecisionInput, Policy, Signal, ladders
 from ds_compress.config.policies.base import format_rung
 from ds_compress.config.recipes import with_changes
 from ds_compress.errors import CompressionError, shown
@@ -28,8 +28,8 @@ from ds_compress.runtime.interface import Change, MessageSource, Trainer, Watch
 Gather = Callable[[Tensor], Sequence[Tensor]]
 """Gathers a tensor from all ranks, in their order."""
 
-Trials = Mapping[Place, Sequence[Codec]]
-"""Codecs to try on the messages of a place, by rung."""
+Trials = Mapping[ChannelKey, Sequence[Codec]]
+"""Codecs to try on the messages of a channel, by rung."""
 
 
 class Signals:
@@ -43,7 +43,7 @@ class Signals:
         self._all_gather = all_gather
         self._norms: dict[int, Tensor] = {}  # by boundary: sum and number of finite norms
         # by rung: three norms of an activation, or sums of a gradient; bytes
-        self._losses: dict[Place, list[tuple[Tensor | GradientError, int]]] = {}
+        self._losses: dict[ChannelKey, list[tuple[Tensor | GradientError, int]]] = {}
         self._note: Watch | None = None  # of the norms
 
     def note_norms(self, source: MessageSource) -> None:
@@ -70,24 +70,24 @@ class Signals:
         self._losses = {}
 
         def watch(channel: Channel, tensors: Sequence[Tensor], message_id: MessageId) -> None:
-            place = message_id.boundary, message_id.direction
-            if self._note and place[1] == "backward":
+            key = message_id.boundary, message_id.direction
+            if self._note and key[1] == "backward":
                 self._note(channel, tensors, message_id)
             if not message_id.training or message_id.micro_batch != micro_batch:
                 return
             scale = largest(tensors)
-            for codec in trials.get(place, ()):
-                trial = channel.trial(codec)
+            for codec in trials.get(key, ()):
+                trial = channel.with_codec(codec)
                 receiver = trial.as_receiver()  # the receiver's state before the message
                 packet, extra, message = trial.encode(tensors, message_id)
                 message.headers_left = 0  # looking at one would wait for the device
                 decoded = receiver.decode(packet, message, message_id, functools.partial(_given, extra))
                 nbytes = packet.numel() + (extra.numel() if extra is not None else 0)
                 found: Tensor | GradientError = norms(tensors, decoded, scale)
-                if place[1] == "backward":
+                if key[1] == "backward":
                     found = GradientError()
                     found.add(tensors, decoded)
-                self._losses.setdefault(place, []).append((found, nbytes))
+                self._losses.setdefault(key, []).append((found, nbytes))
 
         for end in source.ends:
             if end.sends:
@@ -117,9 +117,9 @@ class Signals:
         }
 
     def gather(
-        self, lr: float, ladder_lengths: Mapping[Place, int], micro_batches: int
-    ) -> tuple[float, dict[Place, Signal]]:
-        """Return rank 0's `lr` and the signals of the places in `ladder_lengths`, then clear them.
+        self, lr: float, ladder_lengths: Mapping[ChannelKey, int], micro_batches: int
+    ) -> tuple[float, dict[ChannelKey, Signal]]:
+        """Return rank 0's `lr` and the signals of the channels in `ladder_lengths`, then clear them.
 
         All ranks return the same.
         """
@@ -142,12 +142,12 @@ class Signals:
         everywhere = self._all_gather(mine)
         tables = [each[1:].cpu().view_as(table).tolist() for each in everywhere]
         return everywhere[0][0].item(), {
-            place: self._signal([each[place[0]][DIRECTIONS.index(place[1])] for each in tables], length)
-            for place, length in ladder_lengths.items()
+            key: self._signal([each[key[0]][DIRECTIONS.index(key[1])] for each in tables], length)
+            for key, length in ladder_lengths.items()
         }
 
     def _signal(self, rows: Sequence[Sequence[float]], length: int) -> Signal:
-        """Combine the rows of all ranks for one place; ranks that do not send there have zeros."""
+        """Combine the rows of all ranks for one channel; ranks that do not send there have zeros."""
         total, count = (math.fsum(row[column] for row in rows) for column in (0, 1))
         columns = [[row[2 + rung] for row in rows] for rung in range(length)]
         errors = tuple(math.nan if any(map(math.isnan, column)) else max(column) for column in columns)
@@ -161,12 +161,12 @@ def _given(extra: Tensor | None, nbytes: int) -> Tensor | None:
 
 
 class Decisions:
-    """What a policy has decided for the places that it has ladders for."""
+    """What a policy has decided for the channels that it has ladders for."""
 
-    def __init__(self, policy: Policy, ladder_lengths: Mapping[Place, int]):
+    def __init__(self, policy: Policy, ladder_lengths: Mapping[ChannelKey, int]):
         self.policy = policy
         self.ladder_lengths = ladder_lengths
-        self.rungs: dict[Place, int] = {}
+        self.rungs: dict[ChannelKey, int] = {}
         self._state: dict[str, Any] = {}  # of the policy
 
     def start(self) -> None:
@@ -174,18 +174,18 @@ class Decisions:
         self.rungs, self._state = dict.fromkeys(self.ladder_lengths, 0), {}
 
     def decide(
-        self, step: int, samples: int, lr: float = 0.0, signals: Mapping[Place, Signal] | None = None
-    ) -> dict[Place, int]:
+        self, step: int, samples: int, lr: float = 0.0, signals: Mapping[ChannelKey, Signal] | None = None
+    ) -> dict[ChannelKey, int]:
         """Return the rungs that change; see `DecisionInput`."""
         now = DecisionInput(step, samples, self.rungs, self.ladder_lengths, lr, signals)
         rungs = self.policy.decide(now, self._state)
-        changed = {place: rung for place, rung in rungs.items() if rung != self.rungs.get(place)}
+        changed = {key: rung for key, rung in rungs.items() if rung != self.rungs.get(key)}
         self.rungs = {**self.rungs, **changed}
         return changed
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON types."""
-        return {"rungs": [[*place, rung] for place, rung in self.rungs.items()], "state": self._state}
+        return {"rungs": [[*key, rung] for key, rung in self.rungs.items()], "state": self._state}
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Continue from `state` of a checkpoint.
@@ -214,17 +214,17 @@ class PolicyController:
         # as the block was written: what is adopted later gives boundaries codecs of their own
         found = {number: ladders(config, number) for number in range(boundaries)}
         self._ladders = {(n, d): ladder for n, own in found.items() for d, ladder in own.items()}
-        if config.changes and not self._ladders:
+        if config.has_policy and not self._ladders:
             raise CompressionError(
                 f"{KEY}.policy: no boundary of this pipeline has a codec with the options of its ladder; "
                 "give them to forward or backward, or use 'constant'"
             )
-        lengths = {place: len(ladder) for place, ladder in self._ladders.items()}
-        self._decisions = Decisions(self._policy, lengths if config.changes else {})
+        lengths = {key: len(ladder) for key, ladder in self._ladders.items()}
+        self._decisions = Decisions(self._policy, lengths if config.has_policy else {})
         self._signals = Signals(boundaries, max(lengths.values(), default=0), device, all_gather)
 
     @property
-    def rungs(self) -> dict[Place, int]:
+    def rungs(self) -> dict[ChannelKey, int]:
         """Return the current rungs; 0 is the mildest."""
         return self._decisions.rungs
 
@@ -232,7 +232,7 @@ class PolicyController:
         """Return the settings of the first step, where no checkpoint is resumed; called on every rank."""
         self._decisions.start()
         self._signals.resume({})
-        if not self._config.changes:
+        if not self._config.has_policy:
             return {}
         if self._policy.norms:
             self._signals.note_norms(source)
@@ -245,7 +245,7 @@ class PolicyController:
         if not self._policy.errors:
             return
         if self._policy.due(self._compressed(engine) + 1):
-            trials = {place: self._trials(place) for place in self._ladders}
+            trials = {key: self._trials(key) for key in self._ladders}
             self._signals.try_rungs(source, trials, engine.micro_batches - 1)
         else:  # an interrupted step may have left trials
             self._signals.stop(source)
@@ -277,7 +277,7 @@ class PolicyController:
         self._decisions.resume(state)
         self._signals.resume(own_measurements)
 
-    def _decide(self, engine: Trainer) -> dict[Place, int]:
+    def _decide(self, engine: Trainer) -> dict[ChannelKey, int]:
         """Return the rungs that change."""
         lr, signals = 0.0, None
         if self._policy.measures:
@@ -286,7 +286,7 @@ class PolicyController:
             lr, signals = self._signals.gather(largest, lengths, engine.micro_batches)
         return self._decisions.decide(self._compressed(engine), engine.global_samples, lr, signals)
 
-    def _boundaries(self, rungs: Mapping[Place, int]) -> dict[str, Any]:
+    def _boundaries(self, rungs: Mapping[ChannelKey, int]) -> dict[str, Any]:
         """Return the key `boundaries` of a block with these rungs."""
         found: dict[str, Any] = {}
         for (number, direction), rung in rungs.items():
@@ -294,13 +294,13 @@ class PolicyController:
             found.setdefault(str(number), {})[direction] = {"codec": codec}
         return found
 
-    def _trials(self, place: Place) -> list[Codec]:
-        """Return the codecs of a place by rung; the other direction stays where it is."""
+    def _trials(self, key: ChannelKey) -> list[Codec]:
+        """Return the codecs of a channel by rung; the other direction keeps its own."""
         found = []
-        for rung in range(self._decisions.ladder_lengths.get(place, 0)):
-            boundaries = with_changes(self._config.adopted, self._boundaries({place: rung}))
-            codecs = self._config.changed({"boundaries": boundaries}).codecs(place[0])
-            found.append(getattr(codecs, place[1]))
+        for rung in range(self._decisions.ladder_lengths.get(key, 0)):
+            boundaries = with_changes(self._config.adopted, self._boundaries({key: rung}))
+            codecs = self._config.changed({"boundaries": boundaries}).codecs(key[0])
+            found.append(getattr(codecs, key[1]))
         return found
 
     def _format(self, step: int) -> str:

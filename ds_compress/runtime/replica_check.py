@@ -56,7 +56,7 @@ class ReplicaCheck:
         rows = rows.to(self._device)
         everywhere = [torch.empty_like(rows) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(everywhere, rows, group=self._group)
-        apart = _apart(row for each in everywhere for row in each.tolist())
+        apart = find_mismatches(row for each in everywhere for row in each.tolist())
         for side, number in places:
             if (side.boundary.number, number) in apart:
                 self._start_anew(side, DIRECTIONS[number], step)
@@ -75,7 +75,7 @@ class ReplicaCheck:
             )
 
 
-def _apart(rows: Iterable[list[int]]) -> set[tuple[int, int]]:
+def find_mismatches(rows: Iterable[list[int]]) -> set[tuple[int, int]]:
     """Return (boundary, number of the direction) where two sides have other hashes, from all ranks' rows of
     (boundary, direction, tensor-parallel rank, hash).
 

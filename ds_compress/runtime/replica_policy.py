@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ds_compress.config import Config
-from ds_compress.config.policies import Place, Signal
+from ds_compress.config.policies import ChannelKey, Signal
 from ds_compress.config.policies.base import format_rung
 from ds_compress.replicas.exchange import Exchange
 from ds_compress.runtime.policy import Decisions, Gather
@@ -43,8 +43,8 @@ class ReplicaPolicy:
         self._stages = stages
         self._device = device
         self._all_gather = all_gather
-        places: list[Place] = [(stage, DIRECTION) for stage in range(stages)]
-        self._decisions = Decisions(config.replica_policy, dict.fromkeys(places, len(self._ladder)))
+        keys: list[ChannelKey] = [(stage, DIRECTION) for stage in range(stages)]
+        self._decisions = Decisions(config.replica_policy, dict.fromkeys(keys, len(self._ladder)))
         self._settings = json.loads(json.dumps(config.replica_policy.settings))
         for exchange in exchanges:
             exchange.adds_up = config.replica_policy.norms
@@ -103,7 +103,7 @@ class ReplicaPolicy:
         for exchange in self._exchanges:
             exchange.use(self._ladder[self._decisions.rungs.get((exchange.replicas.stage, DIRECTION), 0)])
 
-    def _gather(self, lr: float) -> tuple[float, dict[Place, Signal]]:
+    def _gather(self, lr: float) -> tuple[float, dict[ChannelKey, Signal]]:
         """Return rank 0's `lr`, and the norm of each stage's averages, added up since the last time."""
         squares = [0.0] * self._stages
         for exchange in self._exchanges:

@@ -147,7 +147,9 @@ class SimulatedBoundary(nn.Module):
         if watch is not None:
             watch(source, tensors, message_id)
         packet, extra, message = source.encode(tensors, message_id)
-        arrived = target.decode(packet, target.message(tensors, message_id), message_id, lambda nbytes: extra)
+        arrived = target.decode(
+            packet, target.layout_of(tensors, message_id), message_id, lambda nbytes: extra
+        )
         pairs = [(x, y) for x, y, codec in zip(tensors, arrived, message.codecs) if codec is not None]
         if message_id.training and pairs:
             self.errors[source.direction].add(pairs)

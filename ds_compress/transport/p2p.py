@@ -29,12 +29,13 @@ from ds_compress.kernels.memory import is_out_of_memory
 from ds_compress.transport.staging import Staged, receives_hold_device, transport_for
 
 
-def in_flight(depth: int) -> int:
+def packets_in_flight(depth: int) -> int:
     """Return how many packets an eager channel has in flight before its sender waits for the oldest.
 
-    Without a limit an evaluation would have any number. A sender that waits for packet n - in_flight before
-    it makes packet n cannot deadlock a schedule of `depth` that asks for its packets one by one
-    (tests/transport/test_posting.py); depth + 1 would do, which is what it has in flight after its warm-up.
+    Without a limit an evaluation would have any number. A sender that waits for packet n - F (F: this
+    number) before it makes packet n cannot deadlock a schedule of `depth` that asks for its packets one by
+    one (tests/transport/test_posting.py); depth + 1 would do, which is what it has in flight after its
+    warm-up.
     In other schedules a message leaves early only if its sender would not wait longer for that (`Lookahead`).
     """
     return depth + 3
@@ -188,7 +189,7 @@ class EagerSender(Sender):
 
     def set_depth(self, depth: int) -> None:
         super().set_depth(depth)
-        self._most = in_flight(depth)
+        self._most = packets_in_flight(depth)
 
     def memory(self, nbytes: int) -> Tensor:
         # Counted, not polled: gloo's is_completed() stays False until someone waits

@@ -76,7 +76,7 @@ def encode_and_decode_messages(
     name: str, sender: Channel, receiver: Channel, message_id: MessageId, x: Tensor, goal: float | None
 ) -> Method:
     """Return encode and decode of a one-tensor message, with a preallocated packet."""
-    layout: MessageLayout = sender.message([x], message_id)
+    layout: MessageLayout = sender.layout_of([x], message_id)
     packet = layout.packet.allocate(x.device)
     # a backward message takes away what the forward one left: copies of the channels keep it for the next
     return Method(

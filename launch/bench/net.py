@@ -47,7 +47,7 @@ from ds_compress.cli.advise.from_args import codec_seconds
 from ds_compress.cli.check import message_sizes
 from ds_compress.codec import TensorSpec
 from ds_compress.config import DIRECTIONS, Config
-from ds_compress.planning.step_time import MessageCost, Network, TransferPlan, Workload, predict
+from ds_compress.planning.step_time import LinkSpeed, MessageCost, TransferPlan, Workload, predict
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from launch.bench.net_replicas import DTYPES
@@ -178,12 +178,12 @@ class Bench:
             mbit *= max(added, 0.01 * target) / (target - self.rows[0]["step_s"])
         return float(f"{mbit:.3g}")
 
-    def networks(self, wire: Wire) -> tuple[Network, ...]:
+    def networks(self, wire: Wire) -> tuple[LinkSpeed, ...]:
         """Return the network of each boundary; the middle one is between the hosts."""
         bandwidth = wire.mbit * 1e6 / 8 * PAYLOAD if wire.mbit else float("inf")
-        between = Network(bandwidth, wire.rtt_ms / 2e3)
+        between = LinkSpeed(bandwidth, wire.rtt_ms / 2e3)
         middle = self.runs.stages // HOSTS - 1
-        return tuple(between if b == middle else Network() for b in range(self.runs.stages - 1))
+        return tuple(between if b == middle else LinkSpeed() for b in range(self.runs.stages - 1))
 
 
 def chosen_depth(log: list[str]) -> int:

@@ -16,7 +16,7 @@ from ds_compress.hf.pretrained import PretrainedModel
 from ds_compress.planning.evaluate import REPEATS
 from ds_compress.runtime import profile_model
 from tests.support.finetuning import save
-from tests.support.pipeline import agree, crossing
+from tests.support.pipeline import assert_errors_match, boundary_tensors
 
 SEQUENCES, LENGTH, WIDTH = 4, 64, 32
 
@@ -34,11 +34,11 @@ def test_errors_are_those_of_the_checkpoints_own_messages(advise, checkpoint):
     batches = PretrainedModel(str(checkpoint)).batches(SEQUENCES, LENGTH)
     layers = [spec.build() for spec in specs]
     micro_batches = [
-        crossing(layers, bounds[1:-1], ids, partial(causal_lm_loss, labels=labels))
+        boundary_tensors(layers, bounds[1:-1], ids, partial(causal_lm_loss, labels=labels))
         for ids, labels in itertools.islice(batches, 1 + profile_model.PASSES)
     ]
     assert len(micro_batches[0]) == 2 and micro_batches[0][0][0].shape == (SEQUENCES, LENGTH, WIDTH)
-    agree(found["measured"], *micro_batches[-REPEATS:])
+    assert_errors_match(found["measured"], *micro_batches[-REPEATS:])
     largest = [
         max(message["settings"]["quantize 4"]["error"] for message in found["measured"]["messages"]
             if message["direction"] == direction)

@@ -5,7 +5,7 @@ import torch
 
 from ds_compress.codecs import eigenbasis
 from ds_compress.codecs.eigenbasis import leading_eigenvectors
-from tests.support.messages import of_rank, with_spectrum
+from tests.support.messages import low_rank_matrix, with_spectrum
 
 H = 48
 
@@ -20,7 +20,7 @@ def rows_of_kind(kind):
     return {
         "spread": with_spectrum(0.9, 500, H),
         "equal": torch.linalg.qr(torch.randn(500, H, generator=generator)).Q,
-        "too few": of_rank(5, 500, H),
+        "too few": low_rank_matrix(5, 500, H),
         "constant": torch.full((500, H), 0.3),
         "outliers": with_spectrum(0.9, 500, H) * torch.where(torch.arange(H) < 3, 1000.0, 1.0),
         "zeros": torch.zeros(500, H),

@@ -8,7 +8,7 @@ import torch
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.codecs.shapes import boundary_noise
 from tests.support.codecs import DTYPES, TOLERANCE, relative_error, send
-from tests.support.messages import of_rank, with_spectrum
+from tests.support.messages import low_rank_matrix, with_spectrum
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp32"])
@@ -16,7 +16,7 @@ from tests.support.messages import of_rank, with_spectrum
 @pytest.mark.parametrize("rank", [1, 3, 8])
 def test_exact_up_to_its_rank(dtype, wire, rank):
     codec = build({"name": "lowrank", "rank": 8, "dtype": wire})
-    x = of_rank(rank, 96, 64).view(2, 48, 64).to(dtype)
+    x = low_rank_matrix(rank, 96, 64).view(2, 48, 64).to(dtype)
     sender, receiver = Context(), Context()
     for _ in range(2):
         out = send(codec, x, sender, receiver)
@@ -54,7 +54,7 @@ def test_warm_start_improves_to_the_best_approximation():
 def test_directions_and_positions_have_their_own_start():
     codec = build({"name": "lowrank", "rank": 2})
     memory = {}
-    x = of_rank(2, 32, 16)
+    x = low_rank_matrix(2, 32, 16)
     for direction in ("forward", "backward"):
         for position in (0, 1):
             codec.encode(x, Context(direction=direction, position=position, memory=memory))
@@ -92,7 +92,7 @@ def test_never_more_numbers_than_the_message(shape, rank, expected):
 def test_non_finite_is_visible_and_leaves_the_memory(dtype, bad):
     codec = build({"name": "lowrank", "rank": 4})
     sender, receiver = Context(), Context()
-    x = of_rank(4, 64, 32).to(dtype)
+    x = low_rank_matrix(4, 64, 32).to(dtype)
     x[:, 5] = 0  # Q has a zero row here
     for _ in range(2):
         send(codec, x, sender, receiver)
@@ -107,7 +107,7 @@ def test_non_finite_is_visible_and_leaves_the_memory(dtype, bad):
 def test_zero_is_exact_and_forgotten():
     codec = build({"name": "lowrank", "rank": 4})
     sender, receiver = Context(), Context()
-    x = of_rank(4, 64, 32)
+    x = low_rank_matrix(4, 64, 32)
     send(codec, x, sender, receiver)
     before = dict(sender.memory)
     zero = torch.zeros_like(x)

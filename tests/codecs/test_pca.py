@@ -6,13 +6,13 @@ import torch
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.errors import CompressionError
 from tests.support.codecs import DTYPES, TOLERANCE, observed, relative_error, send
-from tests.support.messages import of_rank, with_spectrum
+from tests.support.messages import low_rank_matrix, with_spectrum
 
 
 def offset(rank, n, h, seed=0):
     """Rows in a subspace of `rank` dimensions, one of them their mean."""
     generator = torch.Generator().manual_seed(100 + seed)
-    return of_rank(rank - 1, n, h, seed) + 3 * torch.randn(h, generator=generator)
+    return low_rank_matrix(rank - 1, n, h, seed) + 3 * torch.randn(h, generator=generator)
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp32"])

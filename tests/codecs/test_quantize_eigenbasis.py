@@ -12,7 +12,7 @@ from ds_compress.kernels.backends import reference
 from tests.codecs.test_eigenbasis import KINDS, rows_of_kind
 from tests.support import messages as captured
 from tests.support.codecs import error_of, observed, relative_error, send
-from tests.support.messages import of_rank, with_spectrum
+from tests.support.messages import low_rank_matrix, with_spectrum
 
 
 def learned(bits, **options):
@@ -131,5 +131,5 @@ def test_what_is_not_finite_shows_in_its_row(special, row):
 
 def test_a_warm_up_of_few_directions_sends_those():
     """The others were never there."""
-    codec, x = learned(1), of_rank(4, 512, 64)
+    codec, x = learned(1), low_rank_matrix(4, 512, 64)
     assert relative_error(send(codec, x, *observed(codec, x)), x) < 0.02

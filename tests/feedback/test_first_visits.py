@@ -107,7 +107,7 @@ def wire_bytes(block, messages, shape=(8, 64, 128)):
         x = (torch.randn(shape),)
         before = upstream.forward.sent.wire_bytes
         packet, rest, _ = upstream.forward.encode(x, message_id)
-        expected = downstream.forward.message(x, message_id)
+        expected = downstream.forward.layout_of(x, message_id)
         downstream.forward.decode(packet, expected, message_id, lambda nbytes: rest)
         sizes.append(upstream.forward.sent.wire_bytes - before)
         assert sizes[-1] == packet.numel() + (0 if rest is None else rest.numel())

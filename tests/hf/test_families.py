@@ -6,7 +6,7 @@ from peft import LoraConfig, inject_adapter_in_model
 
 from ds_compress.hf.model import make_layer_specs
 from ds_compress.hf.part import causal_lm_loss
-from tests.support.finetuning import FAMILIES, LAYERS, batch, outcome, save, whole
+from tests.support.finetuning import FAMILIES, LAYERS, batch, load_model, run_model, save
 
 
 def lora():
@@ -39,7 +39,7 @@ def parameters(parts):
 
 
 def assert_equal(parts, model, ids, labels):
-    expected = outcome(model, ids, labels)
+    expected = run_model(model, ids, labels)
     logits = run(parts, ids)
     loss = causal_lm_loss(logits, labels)
     loss.backward()
@@ -53,7 +53,7 @@ def assert_equal(parts, model, ids, labels):
 
 @pytest.mark.extended(keep=8)
 def test_logits_loss_and_gradients_are_those_of_the_whole(checkpoint):
-    parts, model = built(checkpoint), whole(checkpoint)
+    parts, model = built(checkpoint), load_model(checkpoint)
     assert_equal(parts, model, *batch())
     own = {id(p): p.numel() for part in parts for p in part.model.parameters()}
     assert sum(own.values()) == sum(p.numel() for p in model.parameters())
@@ -62,7 +62,7 @@ def test_logits_loss_and_gradients_are_those_of_the_whole(checkpoint):
 @pytest.mark.extended(keep=5)
 def test_adapters_learn_what_they_learn_in_the_whole(checkpoint):
     parts = built(checkpoint, lora())
-    model = inject_adapter_in_model(lora(), whole(checkpoint).requires_grad_(False))
+    model = inject_adapter_in_model(lora(), load_model(checkpoint).requires_grad_(False))
     trained = {name: p for name, p in parameters(parts).items() if p.requires_grad}
     assert trained.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
     model.load_state_dict({name: p.detach() for name, p in trained.items()}, strict=False)

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from ds_compress.errors import CompressionError
 from ds_compress.hf.merge import merge
 from tests.hf.test_stages import LORA, MICRO_BATCHES, one_step
-from tests.support.finetuning import batch, outcome, save, whole
+from tests.support.finetuning import batch, load_model, run_model, save
 from tests.support.ranks import run_ranks
 
 FAMILIES = ("GPT-2", "GPT-NeoX", "Mixtral", "Qwen2, tied")
@@ -45,10 +45,10 @@ def test_a_merged_model_computes_what_the_pipeline_did(trained, number, tmp_path
     written = sorted(file.name for file in (tmp_path / "merged").glob("*") if "-of-" in file.name)
     # a layer without weights once left a gap in the numbers, as if a file were missing
     assert written == [f"model-{n + 1:05}-of-{len(written):05}.safetensors" for n in range(len(written))]
-    model = whole(tmp_path / "merged")
-    losses = [outcome(model, *batch(number))["loss"].item() for number in range(MICRO_BATCHES)]
+    model = load_model(tmp_path / "merged")
+    losses = [run_model(model, *batch(number))["loss"].item() for number in range(MICRO_BATCHES)]
     assert sum(losses) / MICRO_BATCHES == pytest.approx(after[number], rel=1e-5)
-    before = whole(folders[number]).state_dict()
+    before = load_model(folders[number]).state_dict()
     assert any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 

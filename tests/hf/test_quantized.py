@@ -19,7 +19,7 @@ from ds_compress.hf.model import make_layer_specs
 from ds_compress.hf.settings import read_settings
 from ds_compress.hf.training import FinetuneRun
 from tests.hf.test_parts import Slice
-from tests.support.finetuning import batch, losses, outcome, perplexity, prepare, save, whole
+from tests.support.finetuning import batch, load_model, losses, perplexity, prepare, run_model, save
 from tests.support.pipeline import ds_config
 from tests.support.ranks import run_ranks
 
@@ -77,12 +77,12 @@ def train_in_one_process(model, adapters):
     assert not model.load_state_dict(adapters, strict=False).unexpected_keys
     found = []
     for step in range(STEPS):
-        result = outcome(model, *batch(step))
+        result = run_model(model, *batch(step))
         found.append(result["loss"].item())
         for name, parameter in model.named_parameters():
             if name in result:
                 parameter.data -= RATE * result[name]
-    return found, outcome(model.eval(), *batch(STEPS))
+    return found, run_model(model.eval(), *batch(STEPS))
 
 
 @pytest.mark.parametrize(("family", "kind", "is_stored"), CASES)
@@ -108,7 +108,7 @@ def test_two_stages_train_and_merge_as_one_process(tmp_path, family, kind, is_st
     merge(out, merged)
     assert "quantization_config" not in json.loads((merged / "config.json").read_text())
     adapted = PeftModel.from_pretrained(load(folder, kind), str(merged / "adapter")).eval()
-    for model, allowed in ((adapted, 1e-5), (whole(merged), tolerance)):
+    for model, allowed in ((adapted, 1e-5), (load_model(merged), tolerance)):
         with torch.no_grad():
             logits = model(batch(STEPS)[0], use_cache=False).logits
         assert (logits - end["logits"]).norm() <= allowed * end["logits"].norm()
@@ -131,7 +131,7 @@ def test_a_run_is_resumed_and_merged(tmp_path, family):
     resumed, _ = run_ranks(2, run, stopped)
     assert resumed == (found, after)
     merge(path.parent / "out", tmp_path / "merged")
-    assert perplexity(path, whole(tmp_path / "merged")) == pytest.approx(after, rel=1e-5)
+    assert perplexity(path, load_model(tmp_path / "merged")) == pytest.approx(after, rel=1e-5)
 
 
 def test_a_tensor_is_quantized_before_the_next_one_is_read(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 
 from ds_compress.hf import pipeline_module
-from tests.support.finetuning import FAMILIES, batch, outcome, save, whole
+from tests.support.finetuning import FAMILIES, batch, load_model, run_model, save
 from tests.support.pipeline import ds_config
 from tests.support.ranks import run_ranks
 
@@ -53,11 +53,11 @@ def _one_step(folder, stages, lora, run, **options):
 
 
 def expected_step(folder, adapters):
-    model = whole(folder)
+    model = load_model(folder)
     if adapters:
         model = inject_adapter_in_model(LoraConfig(**LORA), model.requires_grad_(False))
         model.load_state_dict(adapters, strict=False)
-    results = [outcome(model, *batch(number)) for number in range(MICRO_BATCHES)]
+    results = [run_model(model, *batch(number)) for number in range(MICRO_BATCHES)]
     gradients = {
         name: sum(result[name] for result in results) / MICRO_BATCHES
         for name in results[0]
@@ -68,7 +68,7 @@ def expected_step(folder, adapters):
             parameter.data -= 0.1 * gradients[name]
     loss, again = (
         sum(r["loss"].item() for r in rs) / MICRO_BATCHES
-        for rs in (results, [outcome(model, *batch(n)) for n in range(MICRO_BATCHES)])
+        for rs in (results, [run_model(model, *batch(n)) for n in range(MICRO_BATCHES)])
     )
     return loss, again, gradients
 

@@ -36,7 +36,7 @@ def test_no_layout_is_hashed_for_a_message_like_the_one_before(codec, warmup, ha
                 tensors = torch.randn(4, 64), torch.arange(7)
                 message_id = sender.forward.message_id(step, micro_batch, training)
                 packet, rest, _ = sender.forward.encode(tensors, message_id)
-                layout = receiver.forward.message(tensors, message_id)
+                layout = receiver.forward.layout_of(tensors, message_id)
                 arrived = receiver.forward.decode(packet, layout, message_id)
                 assert rest is None and torch.equal(arrived[1], tensors[1])
         assert (len(hashed) > before) == (step == 0)
@@ -47,18 +47,18 @@ def test_other_shapes_dtypes_and_kinds_get_their_own_layout():
     boundary.dependence = True, True
     channel = boundary.forward
     x, now = torch.randn(4, 64), MessageId(2)
-    layout = channel.message([x], now)
+    layout = channel.layout_of([x], now)
     others = [
-        channel.message([x[:2]], now),
-        channel.message([x.half()], now),
-        channel.message([x.to("meta")], now),
-        channel.message([x, x], now),
+        channel.layout_of([x[:2]], now),
+        channel.layout_of([x.half()], now),
+        channel.layout_of([x.to("meta")], now),
+        channel.layout_of([x, x], now),
     ]
     channel.uncompressed_tail = 1
-    others.append(channel.message([x, x], now))
+    others.append(channel.layout_of([x, x], now))
     channel.uncompressed_tail = 0
     assert len({id(each) for each in (layout, *others)}) == 6
-    assert channel.message([x], now) is layout is channel.message((TensorSpec.of(x),), now)
+    assert channel.layout_of([x], now) is layout is channel.layout_of((TensorSpec.of(x),), now)
     assert [each.packet.nbytes for each in others[3:]] == [32 + 2 * 512, 32 + 512 + 1024]
 
 
@@ -78,19 +78,19 @@ def test_the_process_keeps_the_memory_that_messages_of_a_kind_take(monkeypatch):
     monkeypatch.setattr("ds_compress.message.channel.retain_freed_memory", kept.append)
     channel = boundaries("fp16")[0].forward
     for _ in range(2):
-        channel.message([torch.zeros(4, 64, dtype=torch.bfloat16), torch.arange(7)], MessageId(2))
-        channel.message([torch.zeros(4, 64, device="meta")], MessageId(2))
+        channel.layout_of([torch.zeros(4, 64, dtype=torch.bfloat16), torch.arange(7)], MessageId(2))
+        channel.layout_of([torch.zeros(4, 64, device="meta")], MessageId(2))
     assert kept == [1024]
 
 
 def test_what_depends_on_parameters_changes_the_layout():
     boundary, _ = boundaries("bf16")
     x, now = torch.randn(4, 64), MessageId(2)
-    assert boundary.forward.message([x, x], now).exempt == ["not known to depend on parameters"] * 2
+    assert boundary.forward.layout_of([x, x], now).exempt == ["not known to depend on parameters"] * 2
     boundary.dependence = True, False
-    assert boundary.forward.message([x, x], now).exempt == ["", "it does not depend on parameters"]
+    assert boundary.forward.layout_of([x, x], now).exempt == ["", "it does not depend on parameters"]
     boundary.dependence = None
-    assert all(boundary.forward.message([x, x], now).exempt)
+    assert all(boundary.forward.layout_of([x, x], now).exempt)
 
 
 def test_a_lone_mask_is_sent_uncompressed():
@@ -98,11 +98,11 @@ def test_a_lone_mask_is_sent_uncompressed():
     sender, receiver = boundaries({"name": "quantize", "bits": 8})
     mask = torch.zeros(4, 1, 32, 32).masked_fill(torch.ones(32, 32).triu(1).bool(), torch.finfo().min)
     now = MessageId(2)
-    assert sender.forward.message([mask], now).exempt == [""]  # before anything is known
+    assert sender.forward.layout_of([mask], now).exempt == [""]  # before anything is known
     sender.dependence = receiver.dependence = (False,)
     packet, _, message = sender.forward.encode([mask], now)
     assert message.exempt == ["it does not depend on parameters"]
-    (arrived,) = receiver.forward.decode(packet, receiver.forward.message([mask], now), now)
+    (arrived,) = receiver.forward.decode(packet, receiver.forward.layout_of([mask], now), now)
     assert torch.equal(arrived, mask)
 
 
@@ -113,7 +113,7 @@ def test_both_packets_come_back_and_are_counted():
     sent = sender.forward.sent
     assert (sent.messages, sent.raw_bytes) == (1, 1024) and sent.latest is layout
     assert sent.wire_bytes == packet.numel() + rest.numel()
-    message = receiver.forward.message([x], message_id)
+    message = receiver.forward.layout_of([x], message_id)
     assert torch.equal(receiver.forward.decode(packet, message, message_id, lambda nbytes: rest)[0], x)
     with pytest.raises(CompressionError, match="boundary 2, forward: no packet follows, expected one of"):
         receiver.forward.decode(packet, message, message_id)

@@ -41,7 +41,7 @@ def messages():
         if config.warmup_steps:
             before = MessageId()
             first = sender.forward.encode((x, ids), before)
-            receiver.forward.decode(first.packet, receiver.forward.message((x, ids), before), before)
+            receiver.forward.decode(first.packet, receiver.forward.layout_of((x, ids), before), before)
         packet, rest, _ = sender.forward.encode((x, ids), MESSAGE_ID)
         yield name, receiver, packet, (x, ids), rest
 
@@ -89,7 +89,7 @@ def fuzz(count, seed):
             return damaged_rest
 
         try:
-            outputs = listener.decode(damaged, listener.message((x, ids), MESSAGE_ID), MESSAGE_ID, fetch)
+            outputs = listener.decode(damaged, listener.layout_of((x, ids), MESSAGE_ID), MESSAGE_ID, fetch)
         except CompressionError as error:
             assert "\n" not in str(error), (name, error)
             refused += 1

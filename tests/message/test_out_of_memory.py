@@ -48,7 +48,7 @@ def test_while_decoding(exhausted):
     message_id, x = sender.forward.message_id(3, 0), torch.randn(4, 8)
     packet = sender.forward.encode([x], message_id).packet
     receiver.forward.codec.decode = lambda parts, spec, ctx: exhausted()
-    message = receiver.forward.message([x], message_id)
+    message = receiver.forward.layout_of([x], message_id)
     assert error_of(lambda: receiver.forward.decode(packet, message, message_id)) == error_of(exhausted)
 
 

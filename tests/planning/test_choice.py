@@ -15,15 +15,15 @@ from ds_compress.planning.candidates import Candidate, all_candidates
 from ds_compress.planning.choice import (
     EvaluatedMessage,
     Evaluation,
-    baseline,
     combine,
     is_within,
     pick_best,
     rank,
+    uncompressed_recipe,
     write_block,
 )
 from ds_compress.planning.depth import MemoryBudget
-from ds_compress.planning.step_time import MessageCost, Network, Workload
+from ds_compress.planning.step_time import LinkSpeed, MessageCost, Workload
 
 SHAPE = (512, 256)
 SCALE = 64  # messages are so many times as large as the tensor that their errors are measured on
@@ -68,7 +68,9 @@ def ranked(settings, limits, networks, forward, **link):
     workload = Workload((forward,) * STAGES, (2 * forward,) * STAGES, MICRO_BATCHES)
     options = {"eager": True, "depth": "auto", "budgets": (MemoryBudget(RAW),) * STAGES} | link
     found = combine(settings, networks, limits, **options)
-    return rank(workload, networks, [baseline(raw, raw), *(own for own in found if own.is_within(limits))])
+    return rank(
+        workload, networks, [uncompressed_recipe(raw, raw), *(own for own in found if own.is_within(limits))]
+    )
 
 
 @pytest.mark.parametrize("quality", LIMITS)
@@ -76,7 +78,7 @@ def ranked(settings, limits, networks, forward, **link):
 def test_no_pick_is_above_its_limits_or_slower_than_deepspeed(evaluations, quality):
     limits, picked, speedups = LIMITS[quality], set(), []
     for bits, forward, kind, latency in SITUATIONS:
-        networks = (Network(bits / 8, latency),) * (STAGES - 1)
+        networks = (LinkSpeed(bits / 8, latency),) * (STAGES - 1)
         rows = ranked([evaluations[kind]] * (STAGES - 1), limits, networks, forward)
         chosen = pick_best(rows, limits)
         fixed = min(row["step_s"] for row in rows if is_within(row, limits))
@@ -94,7 +96,7 @@ def test_no_pick_is_above_its_limits_or_slower_than_deepspeed(evaluations, quali
 
 def test_nothing_pays_on_a_link_without_cost(evaluations):
     for kind in MESSAGES:
-        free = (Network(),) * (STAGES - 1)
+        free = (LinkSpeed(),) * (STAGES - 1)
         rows = ranked([evaluations[kind]] * (STAGES - 1), LIMITS["aggressive"], free, 0.05)
         assert pick_best(rows, LIMITS["aggressive"]) is None
         assert rows[1]["error_forward"] == 0, "a codec was predicted to make a free link faster"
@@ -102,7 +104,7 @@ def test_nothing_pays_on_a_link_without_cost(evaluations):
 
 def test_each_boundary_gets_what_its_link_needs(evaluations):
     """The first link is slow, the other one free: only messages of the first are worth a codec."""
-    networks = (Network(1e6), Network(1e13))
+    networks = (LinkSpeed(1e6), LinkSpeed(1e13))
     limits = LIMITS["aggressive"]
     rows = ranked([evaluations["gaussian"]] * 2, limits, networks, 0.05)
     chosen = pick_best(rows, limits)
@@ -113,7 +115,7 @@ def test_each_boundary_gets_what_its_link_needs(evaluations):
 
 def test_each_boundary_has_errors_of_its_own(evaluations):
     """What is mild at boundary 0 loses heavy tails at boundary 1: only what is allowed at both is used."""
-    networks = (Network(1e6),) * 2
+    networks = (LinkSpeed(1e6),) * 2
     for limits in LIMITS.values():
         rows = ranked([evaluations["gaussian"], evaluations["heavy-tailed"]], limits, networks, 0.01)
         chosen = pick_best(rows, limits)
@@ -131,7 +133,7 @@ def test_an_unknown_error_is_above_every_limit():
     )
     none = Candidate("none", {direction: {"codec": "none"} for direction in DIRECTIONS}, True)
     known = Evaluation(none, *(EvaluatedMessage(MessageCost(RAW), 0.0, 0.0),) * 2)
-    networks = (Network(1e6),) * (STAGES - 1)
+    networks = (LinkSpeed(1e6),) * (STAGES - 1)
     rows = ranked([[known, odd]] * (STAGES - 1), ErrorLimits(1e9, 1e9), networks, 0.01)
     assert pick_best(rows, ErrorLimits(1e9, 1e9))["recipe"] == "odd / none"
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_compress.planning.depth import MIN_GAIN, MemoryBudget, choose_depth, in_flight
+from ds_compress.planning.depth import MIN_GAIN, MemoryBudget, choose_depth, micro_batches_in_flight
 from ds_compress.planning.schedule import DepthSchedule
-from ds_compress.planning.step_time import MessageCost, Network, TransferPlan, Workload, step_seconds
+from ds_compress.planning.step_time import LinkSpeed, MessageCost, TransferPlan, Workload, step_seconds
 
 SIZE = MessageCost(1_000_000)
 PLAN = TransferPlan(SIZE, SIZE, eager=True)
@@ -18,18 +18,18 @@ def uniform(stages, micro_batches):
 
 def chosen(stages=4, micro_batches=32, network=None, held=1.0, packets=0.0, limit=float("inf")):
     budgets = [MemoryBudget(held, packets, limit)] * stages
-    return choose_depth(uniform(stages, micro_batches), PLAN, network or Network(1e8, 0.04), budgets)
+    return choose_depth(uniform(stages, micro_batches), PLAN, network or LinkSpeed(1e8, 0.04), budgets)
 
 
 def test_a_fast_link_stays_at_depth_1():
-    choice = chosen(network=Network(1e12))
+    choice = chosen(network=LinkSpeed(1e12))
     assert choice.depth == 1 and choice.gain == 1 and not choice.capped
 
 
 def test_a_far_link_goes_deeper_and_says_what_it_gains():
     choice = chosen()
     assert choice.depth > 2 and choice.gain > 1.5 and not choice.capped
-    again = step_seconds(uniform(4, 32), TransferPlan(SIZE, SIZE, True, choice.depth), Network(1e8, 0.04))
+    again = step_seconds(uniform(4, 32), TransferPlan(SIZE, SIZE, True, choice.depth), LinkSpeed(1e8, 0.04))
     assert choice.step == again and choice.step_at_1 == chosen(limit=0).step
 
 
@@ -44,7 +44,7 @@ def test_a_far_link_goes_deeper_and_says_what_it_gains():
 def test_memory_is_never_above_the_limit_and_no_depth_that_fits_is_much_faster(
     stages, micro_batches, bandwidth, latency, limit, packets
 ):
-    network = Network(bandwidth, latency)
+    network = LinkSpeed(bandwidth, latency)
     choice = chosen(stages, micro_batches, network, packets=packets, limit=limit)
     assert choice.depth == 1 or max(choice.memory) <= limit
     budget, plans = MemoryBudget(1.0, packets, limit), {}
@@ -76,12 +76,12 @@ def test_micro_batches_in_flight_are_those_of_the_schedule(depth, micro_batches,
             for command in commands:
                 held += {"ForwardPass": 1, "BackwardPass": -1}.get(type(command).__name__, 0)
                 most = max(most, held)
-        assert most == in_flight(depth, micro_batches, stages, stage)
+        assert most == micro_batches_in_flight(depth, micro_batches, stages, stage)
 
 
 def test_a_boundary_of_its_own_speed():
     """One slow link between fast ones is what counts."""
-    slow, fast = Network(1e7, 0.05), Network(1e12)
+    slow, fast = LinkSpeed(1e7, 0.05), LinkSpeed(1e12)
     one = choose_depth(uniform(4, 32), PLAN, (fast, slow, fast), [MemoryBudget(1.0)] * 4)
     assert choose_depth(uniform(4, 32), PLAN, (fast,) * 3, [MemoryBudget(1.0)] * 4).depth == 1 < one.depth
     assert one.step > step_seconds(uniform(4, 32), PLAN, fast)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_compress.planning.step_time import MessageCost, Network, TransferPlan, Workload, predict
+from ds_compress.planning.step_time import LinkSpeed, MessageCost, TransferPlan, Workload, predict
 
 FREE = MessageCost(0)
 
@@ -17,7 +17,7 @@ def uniform(stages, micro_batches, forward=1.0, backward=2.0, per_step=0.0):
 )
 def test_free_links_leave_the_bubble_of_1f1b(stages, micro_batches, eager):
     prediction = predict(
-        uniform(stages, micro_batches, per_step=0.5), TransferPlan(FREE, FREE, eager), Network()
+        uniform(stages, micro_batches, per_step=0.5), TransferPlan(FREE, FREE, eager), LinkSpeed()
     )
     assert prediction.step == pytest.approx(3.0 * (micro_batches + stages - 1) + 0.5)
     assert prediction.compute == prediction.free_link == prediction.step
@@ -30,10 +30,10 @@ def test_one_micro_batch_pays_for_every_hop_both_ways(eager):
         MessageCost(8, encode=0.25, decode=0.5), MessageCost(4, encode=0.125, decode=0.0625), eager
     )
     hop_forward, hop_backward = 0.25 + 8 / 2 + 0.5, 0.125 + 4 / 2 + 0.0625
-    prediction = predict(uniform(3, 1), plan, Network(bandwidth=2.0))
+    prediction = predict(uniform(3, 1), plan, LinkSpeed(bandwidth=2.0))
     assert prediction.step == pytest.approx(3 * 3.0 + 2 * (hop_forward + hop_backward))
     assert prediction.limit == "link"
-    latency = predict(uniform(3, 1), plan, Network(bandwidth=2.0, latency=0.1)).step - prediction.step
+    latency = predict(uniform(3, 1), plan, LinkSpeed(bandwidth=2.0, latency=0.1)).step - prediction.step
     assert (
         latency + 1e-9 >= 4 * 0.1 and latency <= 8 * 0.1 + 1e-9
     )  # there, and back where the receiver is awaited
@@ -51,7 +51,7 @@ def test_one_micro_batch_pays_for_every_hop_both_ways(eager):
 )
 def test_blocking_order_agrees_with_another_simulator(gbps, step, speedup_of_4_bits, ceiling):
     """A replay of its own: 4 stages, 8 micro-batches, 16.8 MB messages, 4.25 of 16 bits."""
-    workload, network = uniform(4, 8, 0.0164, 0.0328), Network(gbps * 1e9 / 8)
+    workload, network = uniform(4, 8, 0.0164, 0.0328), LinkSpeed(gbps * 1e9 / 8)
     raw, packed = MessageCost(16777216), MessageCost(16777216 * 17 // 64)
     stock = predict(workload, TransferPlan(raw, raw, eager=False), network)
     assert stock.step == pytest.approx(step, rel=0.01)
@@ -65,7 +65,7 @@ def test_blocking_order_agrees_with_another_simulator(gbps, step, speedup_of_4_b
 @pytest.mark.parametrize("bandwidth", [0.1, 1.0, 10.0])
 def test_eager_is_between_free_and_blocking(stages, micro_batches, bandwidth):
     message = MessageCost(1)
-    workload, network = uniform(stages, micro_batches), Network(bandwidth)
+    workload, network = uniform(stages, micro_batches), LinkSpeed(bandwidth)
     blocking = predict(workload, TransferPlan(message, message, eager=False), network)
     eager = predict(workload, TransferPlan(message, message, eager=True), network)
     assert eager.compute <= eager.step < blocking.step
@@ -74,7 +74,7 @@ def test_eager_is_between_free_and_blocking(stages, micro_batches, bandwidth):
 
 def test_the_codec_is_named_where_it_limits():
     message = MessageCost(1, encode=1.0, decode=1.0)
-    prediction = predict(uniform(2, 8), TransferPlan(message, message, eager=True), Network(1e6))
+    prediction = predict(uniform(2, 8), TransferPlan(message, message, eager=True), LinkSpeed(1e6))
     assert prediction.limit == "codec"
     assert prediction.free_link > prediction.compute
 
@@ -85,7 +85,7 @@ def test_a_deeper_schedule_waits_for_a_round_trip_less_often(depth):
     plan = TransferPlan(FREE, FREE, eager=True, depth=depth)
 
     def step(micro_batches):
-        return predict(uniform(2, micro_batches), plan, Network(latency=3.5)).step
+        return predict(uniform(2, micro_batches), plan, LinkSpeed(latency=3.5)).step
 
     assert step(60) - step(36) == pytest.approx(24 * max(3.0, 13 / (depth + 1)), rel=0.03)
 
@@ -93,7 +93,7 @@ def test_a_deeper_schedule_waits_for_a_round_trip_less_often(depth):
 @pytest.mark.parametrize("stages, micro_batches", [(2, 1), (2, 8), (4, 8), (6, 5)])
 def test_on_a_free_link_depth_changes_nothing(stages, micro_batches):
     steps = {
-        predict(uniform(stages, micro_batches), TransferPlan(FREE, FREE, True, depth), Network()).step
+        predict(uniform(stages, micro_batches), TransferPlan(FREE, FREE, True, depth), LinkSpeed()).step
         for depth in (1, 2, 5)
     }
     assert len(steps) == 1

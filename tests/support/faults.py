@@ -76,7 +76,7 @@ def before(engine, method, action):
     setattr(engine, method, call)
 
 
-def work_on(engine):
+def delay_last_step(engine):
     """In the last step, when nobody is needed for it any more."""
     original, calls = engine._aggregate_total_loss, 0
 
@@ -152,7 +152,7 @@ def run_rank():
     if here and args.fault in ("body", "header"):
         flip_bits(engine, happens(), 40 if args.fault == "body" else 9)
     if not here and args.fault == "early":
-        work_on(engine)
+        delay_last_step(engine)
     data = batches(engine.grid.get_data_parallel_id(), shape=shape)
     for _ in range(STEP_OF_FAULT + 2):
         engine.train_batch(data)

@@ -324,7 +324,7 @@ def save(family: str, folder: Path, **options: Any) -> Path:
     return folder
 
 
-def whole(folder: Path) -> PreTrainedModel:
+def load_model(folder: Path) -> PreTrainedModel:
     """The checkpoint as Transformers loads it."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -338,7 +338,7 @@ def batch(number: int = 0, length: int = 17) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def outcome(model: Any, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+def run_model(model: Any, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Logits, loss and gradients by name of parameter."""
     logits = model(ids, use_cache=False).logits
     loss = causal_lm_loss(logits, labels)

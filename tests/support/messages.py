@@ -156,7 +156,7 @@ def any_shape(draw, longest=9):
     return torch.randn([*shape, 2], generator=generator).to(dtype)[..., 0]
 
 
-def of_rank(rank, n, h, seed=0):
+def low_rank_matrix(rank, n, h, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(n, rank, generator=generator) @ torch.randn(rank, h, generator=generator)
 

@@ -224,7 +224,7 @@ def _mean_loss(model: nn.Module, data: Iterator, loss_fn: Loss, micro_batches: i
 SEED = 1234
 
 
-def crossing(layers, cuts, x, loss):
+def boundary_tensors(layers, cuts, x, loss):
     """What crosses whole layers at `cuts` and comes back, found without any of what is tested."""
     forward = []
     for number, layer in enumerate(layers):
@@ -236,7 +236,7 @@ def crossing(layers, cuts, x, loss):
     return [(x.detach(), x.grad) for x in forward]
 
 
-def agree(measured, *micro_batches):
+def assert_errors_match(measured, *micro_batches):
     """Assert that measured errors of stateless settings are those of their codecs on the same tensors."""
     blocks = {
         candidate.name: candidate.block

@@ -196,7 +196,7 @@ def packets(count, pace):
 def test_a_packet_stays_until_the_next_is_asked_for():
     memory, seen = run_ranks(2, packets, 40, 0.005)
     assert seen == [([number], [number]) for number in range(40)]
-    assert len(set(memory)) <= p2p.in_flight(1)  # the sender was never more ahead than that
+    assert len(set(memory)) <= p2p.packets_in_flight(1)  # the sender was never more ahead than that
 
 
 def interrupted():
@@ -266,5 +266,5 @@ def packets_of_many_sizes(sending, receiving):
 )
 def test_packets_that_vary_in_size_leave_no_memory_behind(ends):
     kept, seen = run_ranks(2, packets_of_many_sizes, *ends)
-    assert kept <= p2p.in_flight(1)
+    assert kept <= p2p.packets_in_flight(1)
     assert seen == [[number] for number in range(len(seen))]

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_compress.planning.schedule import DepthSchedule
-from ds_compress.transport.p2p import in_flight, posted_ahead
+from ds_compress.transport.p2p import packets_in_flight, posted_ahead
 
 SENT_TO = {SendActivation: (1, RecvActivation), SendGrad: (-1, RecvGrad)}
 """How many stages away a message is asked for, and by what."""
@@ -36,7 +36,7 @@ class Pipeline:
     def __init__(self, schedules, depth=1, announced=True, waits=()):
         """`announced`: receives are posted ahead; `waits`: sends that stay until they are asked for."""
         self.stages = len(schedules)
-        self.most, self.ahead = in_flight(depth), posted_ahead(depth) if announced else 1
+        self.most, self.ahead = packets_in_flight(depth), posted_ahead(depth) if announced else 1
         self.waits = waits
         self.programs = [self._program(stage, schedule) for stage, schedule in enumerate(schedules)]
         self.length = sum(map(len, self.programs))

@@ -29,7 +29,7 @@ from ds_compress.config.quality import DEFAULT, LIMITS, ErrorLimits
 from ds_compress.errors import CompressionError
 from ds_compress.planning import choice
 from ds_compress.planning.depth import MAX_DEPTH
-from ds_compress.planning.step_time import Network
+from ds_compress.planning.step_time import LinkSpeed
 
 
 def depth(text: str) -> int | str:
@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
     gbps = measure_gbps() if args.measure else args.gbps
     if args.measure and int(os.environ["RANK"]) > 0:
         return 0
-    network = Network(bandwidth=gbps * 1e9 / 8, latency=args.latency_ms / 1e3)
+    network = LinkSpeed(bandwidth=gbps * 1e9 / 8, latency=args.latency_ms / 1e3)
     limits = LIMITS[args.quality] if args.max_error is None else ErrorLimits(args.max_error, args.max_error)
     with contextlib.redirect_stdout(sys.stderr):  # what deepspeed, and layers, may print
         workload, recipes, message, measured = planner.inputs(network, limits)

@@ -170,7 +170,7 @@ class ModelEvaluator:
         found = []
         for number in self._boundaries:
             block = {
-                direction: {key: value for key, (value, _) in config.chosen(number, direction).items()}
+                direction: {key: value for key, (value, _) in config.find_choice(number, direction).items()}
                 for direction in DIRECTIONS
             }
             found.append(self._evaluate(number, config, Candidate(name, block, is_separable=False)))

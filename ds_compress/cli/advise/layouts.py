@@ -24,7 +24,7 @@ from ds_compress.codec import Codec, TensorSpec
 from ds_compress.config import Config
 from ds_compress.planning import choice
 from ds_compress.planning.choice import PipelineRecipe
-from ds_compress.planning.step_time import MessageCost, Network, TransferPlan, Workload, predict
+from ds_compress.planning.step_time import LinkSpeed, MessageCost, TransferPlan, Workload, predict
 from ds_compress.replicas.rounds import CHUNK
 
 FOUR_BITS = {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef"}
@@ -46,7 +46,7 @@ MEASURED = 1 << 20
 
 
 def compare_layouts(
-    args: argparse.Namespace, workload: Workload, recipes: Sequence[PipelineRecipe], network: Network
+    args: argparse.Namespace, workload: Workload, recipes: Sequence[PipelineRecipe], network: LinkSpeed
 ) -> list[dict[str, Any]]:
     """Return rows of (layout, settings, bytes of a machine, step_s), of both layouts.
 
@@ -55,7 +55,7 @@ def compare_layouts(
         recipes: of messages between stages.
         network: of a machine.
     """
-    shared = (Network(network.bandwidth / args.replicas, network.latency),) * (workload.stages - 1)
+    shared = (LinkSpeed(network.bandwidth / args.replicas, network.latency),) * (workload.stages - 1)
     rows = []
     for found in choice.rank(workload, shared, recipes):
         # an inner stage sends both ways, the first and the last one way
@@ -75,7 +75,7 @@ def compare_layouts(
     return rows
 
 
-def predict_rounds(args: argparse.Namespace, workload: Workload, network: Network) -> list[dict[str, Any]]:
+def predict_rounds(args: argparse.Namespace, workload: Workload, network: LinkSpeed) -> list[dict[str, Any]]:
     """Return a row for each codec of replicas that are launched apart.
 
     Returns:
@@ -112,7 +112,7 @@ def predict_rounds(args: argparse.Namespace, workload: Workload, network: Networ
 def _free_step(workload: Workload) -> float:
     """Return the seconds of a step in which nothing takes time but the passes."""
     idle = MessageCost(0)
-    return predict(workload, TransferPlan(idle, idle, eager=True), Network()).step
+    return predict(workload, TransferPlan(idle, idle, eager=True), LinkSpeed()).step
 
 
 def _codec_seconds(

@@ -19,7 +19,7 @@ from ds_compress.errors import CompressionError, errors_at
 from ds_compress.planning import choice
 from ds_compress.planning.choice import PipelineRecipe
 from ds_compress.planning.depth import MemoryBudget
-from ds_compress.planning.step_time import Network, Workload
+from ds_compress.planning.step_time import LinkSpeed, Workload
 from ds_compress.transport.p2p import PeerTimeout
 from ds_compress.transport.probe import probe_neighbours
 
@@ -53,7 +53,7 @@ class Planner:
         self._evaluator = kind(args, workload_from(args))
         self._files = read_recipe_files(args.recipe or ())
 
-    def inputs(self, network: Network, limits: ErrorLimits) -> PlanningInputs:
+    def inputs(self, network: LinkSpeed, limits: ErrorLimits) -> PlanningInputs:
         """Return the planning inputs; candidates are mixed within `limits`."""
         args, evaluator = self._args, self._evaluator
         evaluator.prepare()
@@ -64,7 +64,7 @@ class Planner:
             link = {"eager": True, "depth": args.depth, "budgets": self._budgets()}
             found = choice.combine(evaluator.of_candidates(), networks, limits, **link)
         usable = [recipe for recipe in found if math.isfinite(max(recipe.errors))]
-        recipes = [choice.baseline(*evaluator.raw_bytes), *usable]
+        recipes = [choice.uncompressed_recipe(*evaluator.raw_bytes), *usable]
         return PlanningInputs(evaluator.workload, recipes, evaluator.message, evaluator.measured())
 
     def _file_recipe(self, name: str, block: Any, config: Config) -> PipelineRecipe:

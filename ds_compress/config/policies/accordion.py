@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from ds_compress.config.policies.base import POLICIES, DecisionInput, LadderOptions, Place, Policy, State
+from ds_compress.config.policies.base import POLICIES, ChannelKey, DecisionInput, LadderOptions, Policy, State
 from ds_compress.errors import CompressionError, shown
 
 
@@ -45,16 +45,16 @@ class Accordion(Policy):
         if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
             raise CompressionError(f"policy: state {shown(state)} is none of 'accordion'")
 
-    def decide(self, now: DecisionInput, state: State) -> dict[Place, int]:
+    def decide(self, now: DecisionInput, state: State) -> dict[ChannelKey, int]:
         """Choose the mild rung for boundaries in a critical phase, the strong rung for the others."""
         signals = now.signals or {}
         dropped = "lr" in state and now.lr <= self.options.lr_drop * state["lr"]
         state["lr"] = now.lr
         norms, before = state.setdefault("norms", {}), dict(state.get("norms", {}))
         rungs = {}
-        for place in now.rungs:
-            norm, key = signals[place].norm, str(place[0])
-            rungs[place] = 0 if dropped or self._critical(before.get(key), norm) else 1
+        for channel in now.rungs:
+            norm, key = signals[channel].norm, str(channel[0])
+            rungs[channel] = 0 if dropped or self._critical(before.get(key), norm) else 1
             if math.isfinite(norm):
                 norms[key] = norm
         return rungs

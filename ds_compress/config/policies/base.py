@@ -5,8 +5,7 @@ A ladder lists values of options of a direction's codec, from mild to strong; ea
     "policy": {"name": "accordion", "forward": {"bits": [8, 4]}, "backward": {"density": [0.5, 0.1]}}
 
 To add a policy, register a class with `@POLICIES.register("mine")`. Its `decide` gets numbers that are equal
-on
-all ranks, so all ranks decide alike. It also gets a state of JSON types, which checkpoints store for a
+on all ranks, so all ranks decide alike. It also gets a state of JSON types, which checkpoints store for a
 resume.
 """
 
@@ -21,7 +20,7 @@ from pydantic import field_validator
 from ds_compress.errors import shown
 from ds_compress.registry import Named, Options, Registry
 
-Place = tuple[int, str]
+ChannelKey = tuple[int, str]
 """A boundary and a direction."""
 
 State = dict[str, Any]
@@ -51,13 +50,13 @@ class DecisionInput:
     """Number of optimizer steps since the warm-up."""
     samples: int
     """Number of samples that all replicas have seen, warm-up included."""
-    rungs: Mapping[Place, int]
+    rungs: Mapping[ChannelKey, int]
     """Current rungs; 0 is the mildest."""
-    ladder_lengths: Mapping[Place, int]
+    ladder_lengths: Mapping[ChannelKey, int]
     """Number of rungs of each ladder."""
     lr: float = 0.0
     """Largest learning rate of the optimizer, if the policy needs signals."""
-    signals: Mapping[Place, Signal] | None = None
+    signals: Mapping[ChannelKey, Signal] | None = None
     """None if the policy needs no signals."""
 
 
@@ -111,7 +110,7 @@ class Policy(Named, ABC):
         """
 
     @abstractmethod
-    def decide(self, now: DecisionInput, state: State) -> dict[Place, int]:
+    def decide(self, now: DecisionInput, state: State) -> dict[ChannelKey, int]:
         """Return the rung of every boundary and direction from the next step on.
 
         Args:
@@ -131,7 +130,7 @@ class Constant(Policy):
     def due(self, step: int) -> bool:
         return False
 
-    def decide(self, now: DecisionInput, state: State) -> dict[Place, int]:
+    def decide(self, now: DecisionInput, state: State) -> dict[ChannelKey, int]:
         return dict(now.rungs)
 
 

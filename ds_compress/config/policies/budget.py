@@ -7,9 +7,9 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from ds_compress.config.policies.base import (
     POLICIES,
+    ChannelKey,
     DecisionInput,
     LadderOptions,
-    Place,
     Policy,
     Signal,
     State,
@@ -47,11 +47,11 @@ class Budget(Policy):
                 raise ValueError("is not allowed for 'step_bytes'; give one of it and 'error', as a number")
             return value
 
-    def decide(self, now: DecisionInput, state: State) -> dict[Place, int]:
+    def decide(self, now: DecisionInput, state: State) -> dict[ChannelKey, int]:
         """Choose rungs by the error limit or the byte limit, whichever is set."""
         signals = now.signals or {}
         if self.options.error is not None:
-            return {place: self._under(now.rungs[place], signals[place]) for place in now.rungs}
+            return {key: self._under(now.rungs[key], signals[key]) for key in now.rungs}
         return self._within(now.rungs, signals)
 
     def _under(self, present: int, signal: Signal) -> int:
@@ -65,7 +65,9 @@ class Budget(Policy):
         best = min(allowed, key=lambda rung: (sizes[rung], errors[rung]))
         return best if errors[present] > limit or sizes[best] < sizes[present] else present
 
-    def _within(self, present: Mapping[Place, int], signals: Mapping[Place, Signal]) -> dict[Place, int]:
+    def _within(
+        self, present: Mapping[ChannelKey, int], signals: Mapping[ChannelKey, Signal]
+    ) -> dict[ChannelKey, int]:
         """Return the rungs with the smallest total error within the byte limit.
 
         A greedy search: start at the smallest errors, and repeat the change of rung that adds the least error
@@ -74,28 +76,28 @@ class Budget(Policy):
         """
         if any(math.isnan(error) for signal in signals.values() for error in signal.errors):
             return dict(present)
-        found = {place: signals[place].errors.index(min(signals[place].errors)) for place in present}
+        found = {key: signals[key].errors.index(min(signals[key].errors)) for key in present}
         while _total(signals, found, "step_bytes") > self.options.step_bytes:
-            steps = [step for place, rung in found.items() for step in _steps(place, rung, signals[place])]
+            steps = [step for key, rung in found.items() for step in _steps(key, rung, signals[key])]
             if not steps:
                 break
-            _, place, rung = min(steps)
-            found[place] = rung
+            _, key, rung = min(steps)
+            found[key] = rung
         fits = _total(signals, present, "step_bytes") <= self.options.step_bytes
         enough = (1 - self.options.hysteresis) * _total(signals, present, "errors")
         return dict(present) if fits and _total(signals, found, "errors") >= enough else found
 
 
-def _total(signals: Mapping[Place, Signal], rungs: Mapping[Place, int], what: str) -> float:
+def _total(signals: Mapping[ChannelKey, Signal], rungs: Mapping[ChannelKey, int], what: str) -> float:
     """Sum one signal over all boundaries and directions, at the given rungs."""
-    return math.fsum(getattr(signals[place], what)[rung] for place, rung in sorted(rungs.items()))
+    return math.fsum(getattr(signals[key], what)[rung] for key, rung in sorted(rungs.items()))
 
 
-def _steps(place: Place, rung: int, signal: Signal) -> Sequence[tuple[float, Place, int]]:
+def _steps(key: ChannelKey, rung: int, signal: Signal) -> Sequence[tuple[float, ChannelKey, int]]:
     """List the rungs with fewer bytes as (error added per byte saved, boundary and direction, rung)."""
     errors, sizes = signal.errors, signal.step_bytes
     return [
-        ((errors[other] - errors[rung]) / (sizes[rung] - sizes[other]), place, other)
+        ((errors[other] - errors[rung]) / (sizes[rung] - sizes[other]), key, other)
         for other in range(len(errors))
         if sizes[other] < sizes[rung]
     ]

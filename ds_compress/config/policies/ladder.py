@@ -44,7 +44,7 @@ def check(config: Any) -> None:
     options, path = config.policy.options, f"{KEY}.policy"
     if not isinstance(options, LadderOptions):
         return
-    every = {number: ladders(config, number) for number in config.numbers}
+    every = {number: ladders(config, number) for number in config.configured_boundaries}
     if not options.forward and not options.backward:
         raise CompressionError(
             f"{path}.forward: missing, and so is backward; give one of them the values of an option of its "
@@ -101,7 +101,7 @@ def replica_ladder(options: ReplicasOptions, policy: Policy, path: str) -> list[
 
 def _described(config: Any, boundary: int | None, direction: str) -> dict[str, Any]:
     """Return the JSON object of the codec of a boundary and direction."""
-    choice = config.chosen(boundary, direction)["codec"][0]
+    choice = config.find_choice(boundary, direction)["codec"][0]
     return {"name": choice} if isinstance(choice, str) else choice
 
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from ds_compress.config.policies.base import POLICIES, DecisionInput, LadderOptions, Place, Policy, State
+from ds_compress.config.policies.base import POLICIES, ChannelKey, DecisionInput, LadderOptions, Policy, State
 
 
 @POLICIES.register("ramp")
@@ -34,11 +34,11 @@ class Ramp(Policy):
     def due(self, step: int) -> bool:
         return step >= 0
 
-    def decide(self, now: DecisionInput, state: State) -> dict[Place, int]:
+    def decide(self, now: DecisionInput, state: State) -> dict[ChannelKey, int]:
         """Choose the rung by the number of steps or samples done."""
         options, done = self.options, now.step if self.options.unit == "steps" else now.samples
         way, whole = done - options.start, options.end - options.start
         return {
-            place: min(max(way * (length - 1) // whole, 0), length - 1)
-            for place, length in now.ladder_lengths.items()
+            key: min(max(way * (length - 1) // whole, 0), length - 1)
+            for key, length in now.ladder_lengths.items()
         }

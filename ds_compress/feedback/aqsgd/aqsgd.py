@@ -103,5 +103,5 @@ class AQSGD(Feedback):
     def prepare(self) -> None:
         offload = self.options.offload
         if offload.device == "nvme":
-            with sample_buffers.named("offload.nvme_path"):
+            with sample_buffers.disk_failures("offload.nvme_path"):
                 sample_buffers.check(offload.nvme_path)

@@ -278,7 +278,7 @@ def check(folder: str | None) -> None:
 
 
 @contextmanager
-def named(place: str) -> Iterator[None]:
+def disk_failures(place: str) -> Iterator[None]:
     """Turn an OSError into a CompressionError that begins with `place`."""
     try:
         yield

@@ -135,7 +135,7 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
         return self.buffers.saved(memory)
 
     def restored(self, memory: MutableMapping[str, Tensor]) -> None:
-        with sample_buffers.named("aqsgd, loading a checkpoint"):
+        with sample_buffers.disk_failures("aqsgd, loading a checkpoint"):
             self.buffers.adopt(memory)
 
     def prefetch(self, ids: Tensor, memory: MutableMapping[str, Tensor]) -> None:
@@ -153,12 +153,12 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
                 ctx.boundary,
                 list(self._row_shape(spec)),
             )
-        place = ctx.boundary, ctx.position
-        count = self._no_hits.get(place, 0)
+        key = ctx.boundary, ctx.position
+        count = self._no_hits.get(key, 0)
         if any(seen) or count >= NO_HITS:
-            self._no_hits[place] = NO_HITS
+            self._no_hits[key] = NO_HITS
             return
-        self._no_hits[place] = count + 1
+        self._no_hits[key] = count + 1
         if count + 1 == NO_HITS and ctx.replica == 0:
             log.warning(no_hit_warning(self.feedback.options, ctx.boundary))
 
@@ -237,7 +237,7 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
             self._write(keys, new, ctx)
 
     def _write(self, keys: Sequence[str], values: Tensor, ctx: Context) -> None:
-        with sample_buffers.named(f"aqsgd: boundary {ctx.boundary}"):
+        with sample_buffers.disk_failures(f"aqsgd: boundary {ctx.boundary}"):
             self.buffers.write(ctx.memory, keys, values)
 
 

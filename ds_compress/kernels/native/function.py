@@ -159,19 +159,19 @@ class Call:
             raise TypeError(f"{function.name}: {[*known]} came, expected {expected}")
         words: list[Any] = [0] * len(self._kinds)
         self._left: list[tuple[int, torch.dtype | None, int, bool]] = []
-        places = sorted(range(len(self._kinds)), key=lambda place: isinstance(self._kinds[place][1], Buffer))
-        for place in places:  # integers first, which sizes follow from
-            name, kind = self._kinds[place]
-            asked: tuple[int, torch.dtype | None, int, bool] = place, None, 0, False
+        indices = sorted(range(len(self._kinds)), key=lambda index: isinstance(self._kinds[index][1], Buffer))
+        for index in indices:  # integers first, which sizes follow from
+            name, kind = self._kinds[index]
+            asked: tuple[int, torch.dtype | None, int, bool] = index, None, 0, False
             if isinstance(kind, Buffer):
                 asked = (
-                    place,
+                    index,
                     self._dtype(kind),
                     self._least(kind),
                     bool(kind.optional_if and known[kind.optional_if]),
                 )
             if name in known:
-                words[place] = self._word(known[name], *asked)
+                words[index] = self._word(known[name], *asked)
             else:
                 self._left.append(asked)
         self._left.sort(key=lambda asked: asked[0])
@@ -179,7 +179,7 @@ class Call:
         types = [_WORDS[type(kind)] for _, kind in self._kinds]
         given = [asked[0] for asked in self._left]
         self._fixed = struct.pack(f"={1 + len(given)}q{''.join(types)}", len(given), *given, *words)
-        self._pack = struct.Struct("=" + "".join(types[place] for place in given)).pack
+        self._pack = struct.Struct("=" + "".join(types[index] for index in given)).pack
         self._moves, self._parts = self._shared_out(function.parallel_dim)
         self._entry: tuple[Any, Any] = 0, None  # a library and what it has of that name
         most = max((self._least(kind) for _, kind in self._kinds if isinstance(kind, Buffer)), default=0)
@@ -240,13 +240,13 @@ class Call:
             row[kind] * unit // kind.per * self._dtype(kind).itemsize if kind in row else 0
             for _, kind in self._kinds
         ]
-        place = [name for name, _ in self._kinds].index(parallel_dim)
+        index = [name for name, _ in self._kinds].index(parallel_dim)
         parts = min(largest // PART, -(-rows // unit))
-        return struct.pack(f"={2 + len(moves)}q", place, unit, *moves), max(1, parts)
+        return struct.pack(f"={2 + len(moves)}q", index, unit, *moves), max(1, parts)
 
-    def _word(self, value: Any, place: int, dtype: torch.dtype | None, least: int, optional: bool) -> Any:
+    def _word(self, value: Any, index: int, dtype: torch.dtype | None, least: int, optional: bool) -> Any:
         """Return the word that stands for `value`."""
-        name, kind = self._kinds[place]
+        name, kind = self._kinds[index]
         if isinstance(kind, range):
             if not isinstance(value, int):
                 self._refuse(TypeError, name, f"{value!r} came, expected an integer")
