@@ -1,6 +1,6 @@
 """Train a small language model once per recipe through the deepspeed launcher, and compare: `make demo`.
 
-    python launch/demo.py [--recipes none topk10 quant4_8] [--steps 120] [--out runs/demo]
+    python launch/demo.py [--recipes none safe balanced] [--steps 120] [--out runs/demo]
 
 Each recipe is a file of ds_configs/; only DeepSpeed's CSV monitor is added to it. Everything reported is read
 back from the CSV files: OUT/summary.json holds one row per recipe,
@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument(
         "--recipes",
         nargs="+",
-        default=["none", "topk10", "quant4_8"],
+        default=["none", "safe", "balanced"],
         metavar="NAME",
         help="names of files in ds_configs/ (default: %(default)s)",
     )

@@ -77,11 +77,12 @@ class GradientTraffic:
         }
         self._numbers = {id(parameter): number for number, parameter in compressed.items()}
         replicas = Replicas(dist.get_world_size(group), dist.get_rank(group), group, engine.stage_id)
+        bucket_bytes = options.bucket_mb * 10**6
         self.exchange = build_exchange(
             replicas,
             config.replica_codec,
             compressed,
-            options.bucket_mb * 10**6,
+            bucket_bytes,
             block.seed,
             block.link.checksum,
             engine.communication_data_type.itemsize,
@@ -94,7 +95,7 @@ class GradientTraffic:
         if options.parameters != "none":
             codec = CODECS.build({"name": "quantize", "bits": options.parameters}, "parameters")
             shared = self.exchange.sent, block.seed, block.link.checksum
-            self._parameters = ParameterExchange(replicas, codec, *shared)
+            self._parameters = ParameterExchange(replicas, codec, bucket_bytes, *shared)
         self._measure_every = block.monitor.every if engine.monitor.enabled else 0
         self._guard = block.guard
         self._gradient_error = math.nan
@@ -113,7 +114,7 @@ class GradientTraffic:
                 self._in_groups = {id(p): (n, at) for n, group in groups for at, p in enumerate(group)}
                 usual = [(number, p) for number, p in usual if id(p) in self._in_groups]
                 take = self._take_flat_gradient
-            self.early = EarlyBuckets(self.exchange, usual, options.bucket_mb * 10**6, take)
+            self.early = EarlyBuckets(self.exchange, usual, bucket_bytes, take)
 
     def describe(self) -> str:
         """Return what the start-up line says."""

@@ -3,7 +3,7 @@
 The owner of a partition has its new values in fp32. All replicas have the same bf16 parameters, the *shadow*.
 Each owner sends C(new - shadow). Every replica, the owner included, adds the decoded difference to its
 shadow. The next difference contains what a message loses, so no residual is needed (SDP4Bit, arXiv
-2410.15526).
+2410.15526). A partition is sent in buckets: while one is under way, the next is encoded or decoded.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed import Work
 
 from ds_compress.codec import Codec, TensorSpec
 from ds_compress.message.layout import Counters
@@ -35,20 +36,35 @@ class _Part(NamedTuple):
     nbytes: int
 
 
+_Bucket = list[list[_Part]]
+"""Parts that each replica sends in one transfer."""
+
+
 class ParameterExchange:
     """Gathers the partitions of flat buffers. All replicas must call it with the same buffers and ranges."""
 
-    def __init__(self, replicas: Replicas, codec: Codec, sent: Counters, seed: int, has_checksum: bool):
+    def __init__(
+        self,
+        replicas: Replicas,
+        codec: Codec,
+        bucket_bytes: int,
+        sent: Counters,
+        seed: int,
+        has_checksum: bool,
+    ):
         """
         Args:
+            bucket_bytes: most bytes of fp32 values of a partition in one bucket; a larger parameter has its
+                own.
             sent: counters to which the bytes are added.
             seed: of the codec's random choices.
             has_checksum: whether packets carry a checksum.
         """
         self._replicas = replicas
         self._codec = SliceCodec(codec, seed, has_checksum, replicas.stage, use=1)
+        self._bucket_numel = max(1, bucket_bytes // 4)
         self._sent = sent
-        self._plans: dict[int, list[list[_Part]]] = {}
+        self._plans: dict[int, list[_Bucket]] = {}
 
     def gather(self, flat: Tensor, new: Tensor, ranges: Sequence[Range], step: int) -> None:
         """Update `flat` to the new values of all partitions, apart from the error of the codec.
@@ -62,46 +78,59 @@ class ParameterExchange:
         Raises:
             CompressionError: a packet is not the expected one.
         """
-        size, own = self._replicas.size, self._replicas.rank
-        first = own * flat.numel() // size
         if flat.data_ptr() not in self._plans:
             self._plans[flat.data_ptr()] = self._plan(flat, ranges)
         plan = self._plans[flat.data_ptr()]
-        nbytes = max(sum(part.nbytes for part in parts) for parts in plan)
         with torch.no_grad():
-            packets = torch.zeros(nbytes, dtype=torch.uint8, device=flat.device)
-            for part, packet in cut(packets, plan[own]):
-                shadow = flat.narrow(0, part.start, part.numel)
-                value = new.narrow(0, part.start - first, part.numel)
-                if part.slice is None:
-                    _raw(packet, shadow).copy_(value)
-                else:
-                    self._codec.encode(part.slice, value - shadow.float(), packet, AVERAGE, step, own)
-            everywhere = torch.empty(size * nbytes, dtype=torch.uint8, device=flat.device)
-            with replica_failures():
-                dist.all_gather_into_tensor(everywhere, packets, group=self._replicas.group)
-            for owner, each in enumerate(everywhere.view(size, -1)):
-                for part, packet in cut(each, plan[owner]):
-                    shadow = flat.narrow(0, part.start, part.numel)
-                    if part.slice is None:
-                        shadow.copy_(_raw(packet, shadow))
-                    else:
-                        change = self._codec.decode(part.slice, packet, AVERAGE, step, owner)
-                        shadow.copy_(change.add_(shadow))
+            under_way = [self._send(bucket, flat, new, step) for bucket in plan]
+            for bucket, (everywhere, work) in zip(plan, under_way):
+                with replica_failures():
+                    work.wait()
+                self._add(bucket, everywhere, flat, step)
+        size = self._replicas.size
         self._sent.raw_bytes += (size - 1) * flat.nbytes // size
-        self._sent.wire_bytes += (size - 1) * nbytes
+        self._sent.wire_bytes += sum(everywhere.numel() for everywhere, _ in under_way) * (size - 1) // size
 
-    def _plan(self, flat: Tensor, ranges: Sequence[Range]) -> list[list[_Part]]:
-        """Return the parts of each partition of `flat`, without padding."""
+    def _send(self, bucket: _Bucket, flat: Tensor, new: Tensor, step: int) -> tuple[Tensor, Work]:
+        """Encode and send this replica's parts of a bucket; return where all replicas' packets arrive."""
+        size, own = self._replicas.size, self._replicas.rank
+        first, nbytes = own * flat.numel() // size, max(sum(part.nbytes for part in each) for each in bucket)
+        packets = torch.zeros(nbytes, dtype=torch.uint8, device=flat.device)
+        for part, packet in cut(packets, bucket[own]):
+            shadow = flat.narrow(0, part.start, part.numel)
+            value = new.narrow(0, part.start - first, part.numel)
+            if part.slice is None:
+                _raw(packet, shadow).copy_(value)
+            else:
+                self._codec.encode(part.slice, value - shadow.float(), packet, AVERAGE, step, own)
+        everywhere = torch.empty(size * nbytes, dtype=torch.uint8, device=flat.device)
+        with replica_failures():
+            group = self._replicas.group
+            return everywhere, dist.all_gather_into_tensor(everywhere, packets, group=group, async_op=True)
+
+    def _add(self, bucket: _Bucket, everywhere: Tensor, flat: Tensor, step: int) -> None:
+        """Add what arrived to the shadow."""
+        for owner, each in enumerate(everywhere.view(self._replicas.size, -1)):
+            for part, packet in cut(each, bucket[owner]):
+                shadow = flat.narrow(0, part.start, part.numel)
+                if part.slice is None:
+                    shadow.copy_(_raw(packet, shadow))
+                else:
+                    change = self._codec.decode(part.slice, packet, AVERAGE, step, owner)
+                    shadow.copy_(change.add_(shadow))
+
+    def _plan(self, flat: Tensor, ranges: Sequence[Range]) -> list[_Bucket]:
+        """Return the buckets with the parts of each partition of `flat`, without padding."""
         size = flat.numel() // self._replicas.size
-        plan = []
+        starts = range(0, size, self._bucket_numel)
+        buckets: list[_Bucket] = [[[] for _ in range(self._replicas.size)] for _ in starts]
         for owner in range(self._replicas.size):
-            parts = []
             for each in ranges:
                 start = max(each.start, owner * size)
                 numel = min(each.start + each.numel, (owner + 1) * size) - start
                 if numel <= 0:
                     continue
+                parts = buckets[(start - owner * size) // self._bucket_numel][owner]
                 if each.parameter is None:
                     nbytes = -(-numel * flat.itemsize // ALIGNMENT) * ALIGNMENT
                     parts.append(_Part(start, numel, None, nbytes))
@@ -109,8 +138,7 @@ class ParameterExchange:
                 spec = TensorSpec((numel,), torch.float32, flat.device)
                 own = Slice(each.parameter * self._replicas.size + owner, owner, spec)
                 parts.append(_Part(start, numel, own, self._codec.layout(spec).nbytes))
-            plan.append(parts)
-        return plan
+        return [bucket for bucket in buckets if any(bucket)]
 
 
 def _raw(packet: Tensor, like: Tensor) -> Tensor:

@@ -2,7 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from ds_compress.codec import CODECS
+from ds_compress.message.layout import Counters
+from ds_compress.replicas.exchange import Replicas
+from ds_compress.replicas.parameters import ParameterExchange, Range
 from tests.support.pipeline import batches, build, ds_config
 from tests.support.ranks import run_ranks
 from tests.support.replicas import SPECS, WIDE, assert_alike, train_replicas, wide_layers
@@ -87,6 +92,34 @@ def test_bytes_of_gradients_and_parameters():
     """16 + 16 + 16 bits a value with DeepSpeed, twice 4.25 bits here."""
     for each in run_ranks(2, train_replicas, 1, ds_config(block(4), replicas=2, **BF16)):
         assert 5 < each["raw"] / each["sent"] < 5.7
+
+
+def gathered(bucket_bytes):
+    """The buffer of a replica, and bytes sent, after two gathers of parameters of odd sizes."""
+    replicas = Replicas(dist.get_world_size(), dist.get_rank())
+    generator = torch.Generator().manual_seed(replicas.rank)
+    codec, sent = CODECS.build({"name": "quantize", "bits": 4}, "parameters"), Counters()
+    exchange = ParameterExchange(replicas, codec, bucket_bytes, sent, seed=1, has_checksum=False)
+    ranges = [Range(0, 700, 0), Range(700, 33, None), Range(733, 1, 1), Range(734, 2000, 2)]
+    flat = torch.zeros(2736)  # padded by two values
+    for step in range(2):
+        exchange.gather(flat, torch.randn(flat.numel() // replicas.size, generator=generator), ranges, step)
+    return flat, sent.wire_bytes
+
+
+def gathered_in_buckets():
+    return [gathered(nbytes) for nbytes in (10**6, 1200, 4)]
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_buckets_change_no_bit(replicas):
+    """A bucket is as long as the packets of its largest part among the owners, so bytes may differ."""
+    results = run_ranks(replicas, gathered_in_buckets)
+    whole = results[0][0][0]
+    assert whole[:2734].count_nonzero() > 2000
+    for each in results:
+        assert all(torch.equal(flat, whole) for flat, _ in each)
+    assert {len({each[at][1] for each in results}) for at in range(3)} == {1}
 
 
 def refusal(config):
