@@ -7,6 +7,7 @@ docs/cost-tables.md: what settings cost on every model, and what the guard warns
 docs/replicas.md: what settings between replicas cost, from results/replicas.jsonl, and their step times, from
 results/replica_links.json.
 docs/speed.md, docs/speed-tables.md and docs/images/bandwidth.png: step times, from results/links.json.
+docs/speed.md: the speed of codecs, from the rows in docs/speed-tables.md.
 docs/options.md, commands.md, metrics.md: from the options, parsers and labels of the package.
 `--check` writes nothing and exits with 1 if a page differs from what would be written.
 """
@@ -57,10 +58,10 @@ STEPS = {
 """Names of settings in results/links.json, and in the table and the plot of step times."""
 MARKS = {
     name: (f"<!-- {name}: begin; made by `make docs` -->", f"<!-- {name}: end -->")
-    for name in ("recipes", "costs", "guard", "replicas", "replica-links", "steps", "links")
+    for name in ("recipes", "costs", "guard", "replicas", "replica-links", "steps", "links", "codecs")
 }
 KINDS = {"fine-tuned": "loss, fine-tuned, %", "from scratch": "loss, from scratch, %"}
-"""Of tasks of language models, and the column that each has."""
+"""Columns of the costs of language models, by kind of task."""
 
 
 def all_links() -> dict[str, dict[str, Row]]:
@@ -92,7 +93,7 @@ def links_table() -> str:
             lines.append(
                 [
                     link_name(link),
-                    f"`{recipe}`{chosen}{same}",
+                    "DeepSpeed alone" if recipe == BASELINE else f"`{recipe}`{chosen}{same}",
                     str(row["depth_ran"]),
                     *(f"{row[key]:.3f}" for key in ("step_s", "predicted_step_s")),
                     *(f"{row[f'step_over_stock_{where}']:.2f}" for where in ("unshaped", "same_link")),
@@ -100,8 +101,8 @@ def links_table() -> str:
                     f"{row['link_busy']:.0%}" if row["link_busy"] and not row["chosen"] else "",
                 ]
             )
-    header = ["link", "recipe", "depth", "step, s", "predicted, s", "/ DeepSpeed, unlimited"]
-    return markdown([*header, "/ DeepSpeed, same link", "MB a step", "link busy"], lines, texts=2)
+    header = ["link", "recipe", "depth", "step, s", "predicted, s", "step / baseline step, unlimited link"]
+    return markdown([*header, "step / baseline step, same link", "MB a step", "link busy"], lines, texts=2)
 
 
 def replica_links_table() -> str:
@@ -118,8 +119,32 @@ def replica_links_table() -> str:
         ]
         for row in rows
     ]
-    header = ["link", "setting", "step, s", "/ unlimited", "MB a step", "times fewer"]
+    header = [
+        "link",
+        "setting",
+        "step, s",
+        "step / baseline step, unlimited link",
+        "MB a step",
+        "times fewer",
+    ]
     return f"{markdown(header, lines, texts=2)}\n\nProcessor: {rows[0]['processor']}."
+
+
+def codec_speeds() -> str:
+    """Say how fast some codecs are, from the table of codecs in docs/speed-tables.md."""
+    page = (ROOT / "docs" / "speed-tables.md").read_text()
+    section = page.partition("## Codecs on one core")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines()]
+    speeds = {row[0]: row[4] for row in rows if len(row) == 9 and row[1] == "fp32"}
+    named = {
+        "4 bits": "`quantize(bits=4)`",
+        "4 bits with Hadamard": "`quantize(bits=4, hadamard=True)`",
+        "`topk` 10 %": "`topk()`",
+        "`entropy`": "`entropy()`",
+        "memcpy": "memcpy",
+    }
+    lines = [[name, speeds[key]] for name, key in named.items()]
+    return markdown(["encode and decode", "GB/s"], lines)
 
 
 def link_name(link: str) -> str:
@@ -167,7 +192,8 @@ def recipes_table() -> str:
 - **Step time**: 1.00 is the step of DeepSpeed alone on an unlimited link.
 - **Loss**: the rise of the held-out loss, evaluated without compression / with it, on the worst of three
   language models, means of {seeds} (`quant4`: one run; `replicas`: two models). Settings were chosen on one.
-- **Promised loss**: a bound that all models tried have kept. Empty cells: not measured, or no promise."""
+- **Promised loss**: upper bound of the same two numbers (evaluated without / with compression). Every
+  model tested stayed below it. Empty: not measured, or no promise."""
 
 
 def worst_of(costs: Sequence[Cost], kind: str) -> str:
@@ -202,7 +228,7 @@ def bandwidth_plot(image: Path) -> None:
         axes.bar_label(bars, fmt="%.2f", fontsize=8)
     axes.set_xticks([place + 0.45 - width / 2 for place in range(len(links))], map(link_name, links))
     axes.set_xlabel("link between the stages")
-    axes.set_ylabel("step time / DeepSpeed, unlimited link")
+    axes.set_ylabel("step / baseline step, unlimited link")
     axes.legend(fontsize=8)
     figure.savefig(image, dpi=120, metadata={"Software": None})
 
@@ -252,13 +278,14 @@ def pages() -> Iterator[tuple[Path, str]]:
         "replica-links": replica_links_table(),
         "steps": steps_table(),
         "links": links_table(),
+        "codecs": codec_speeds(),
     }
     pages = {
         "README.md": ["recipes"],
         "docs/evidence.md": ["recipes"],
         "docs/cost-tables.md": ["costs", "guard"],
         "docs/replicas.md": ["replicas", "replica-links"],
-        "docs/speed.md": ["steps"],
+        "docs/speed.md": ["steps", "codecs"],
         "docs/speed-tables.md": ["links"],
     }
     for page, names in pages.items():

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from launch.reproduce.tables import METRICS, Setting
+from launch.reproduce.tables import LARGEST, METRICS, Setting
 
 SERIOUS = 2.0  # points of accuracy, or percent of perplexity
 Settings = dict[tuple[str, str], Setting]
@@ -54,7 +54,8 @@ class Costs:
         return 100 * (measured.mean / self.baseline - 1)
 
     def text(self, name: str) -> str:
-        return f"`{name}` {self.of(name, 'on'):.2f} on, {self.of(name, 'off'):.2f} off"
+        on, off = (self.of(name, way) for way in ("on", "off"))
+        return f"`{name}` {_limited(on)} on, {_limited(off)} off"
 
     def texts(self, *names: str) -> str:
         return "; ".join(map(self.text, names))
@@ -157,3 +158,7 @@ def check_claims(settings: Settings) -> list[Verdict]:
                 held, numbers = None, f"no rows of {absent.args[0]}"
             verdicts.append(Verdict(number, claim, task, held, numbers))
     return verdicts
+
+
+def _limited(cost: float) -> str:
+    return f"> {LARGEST}" if LARGEST < cost < math.inf else f"{cost:.2f}"

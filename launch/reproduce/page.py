@@ -15,6 +15,11 @@ WITHIN = 1.0  # points of accuracy, percent of perplexity
 SEEDS = 3  # that a row which carries a claim has at least
 HEAD = """# All rows of the evidence
 
+You find here what every measured setting cost, in tables by preset, task and setting: accuracy or perplexity
+with and without compression, bytes and errors. [Evidence](evidence.md) sums them up, and
+[Cost tables](cost-tables.md) compares several models. Perplexities, and costs in
+percent, above 1000 are printed as "> 1000".
+
 Made by `python launch/reproduce.py --data FOLDER --page docs/evidence-tables.md` from the rows in `results/`.
 A row holds the block, the sizes, the seed, the processor and the releases that made it;
 `python launch/reproduce.py --data FOLDER --only TASK/SETTING --seed N` makes it again.

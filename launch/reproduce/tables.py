@@ -12,6 +12,8 @@ KINDS = {task: size.kind for preset in PRESETS.values() for task, size in preset
 METRICS = {task: {"vision": "accuracy", "language": "perplexity"}[kind] for task, kind in KINDS.items()}
 EXTRA = {"generated_perplexity": "generated text"}
 """Further measures that have columns where they were taken, and what these are called."""
+LARGEST = 1000
+"""Largest perplexity that tables print: beyond it, a model predicts nothing."""
 UNITS = {"accuracy": "accuracy, %", "perplexity": "perplexity a token"}
 
 
@@ -27,7 +29,8 @@ class Measured(NamedTuple):
         if not self.seeds:
             return "diverged"
         spread = f" ± {self.spread:.2f}" if self.seeds > 1 else ""
-        return f"{self.mean:.2f}{spread}" + (f" ({self.failed} diverged)" if self.failed else "")
+        number = f"{self.mean:.2f}{spread}" if self.mean <= LARGEST else f"> {LARGEST}"
+        return number + (f" ({self.failed} diverged)" if self.failed else "")
 
 
 class Setting(NamedTuple):

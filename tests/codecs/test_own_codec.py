@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_compress import CompressionError, TensorSpec, build, check_codec
+from ds_compress import CompressionError, Context, TensorSpec, build, check_codec
 from ds_compress.cli import main
 from ds_compress.feedback import FEEDBACKS
 from tests.support.codecs import own_codecs
@@ -63,6 +63,21 @@ def test_the_example_of_the_page():
     exec(compile(example, "write-a-codec.md", "exec"), {"__name__": "contributing"})
     check_codec("sign")
     check_codec({"name": "sign", "dtype": "bf16"})
+
+
+def test_the_feedback_of_the_page(monkeypatch):
+    """It adds half of what the last gradient lost."""
+    monkeypatch.setattr(FEEDBACKS, "_classes", dict(FEEDBACKS._classes))
+    text = (FILE.parents[2] / "docs" / "write-a-codec.md").read_text()
+    example = next(block for block in text.split("```python\n") if "register_feedback(" in block)
+    exec(compile(example.split("```")[0], "write-a-codec.md", "exec"), {"__name__": "contributing"})
+    codec = FEEDBACKS.build("half_ef", "feedback").wrap(build({"name": "quantize", "bits": 2}))
+    x, ctx = torch.randn(4, 64), Context(direction="backward", memory={})
+    (first, second) = (codec.decode(codec.encode(x, ctx), TensorSpec.of(x), ctx) for _ in range(2))
+    plain, fresh = build({"name": "quantize", "bits": 2}), Context(direction="backward", memory={})
+    wanted = x + 0.5 * (x - first)
+    assert torch.equal(first, plain.decode(plain.encode(x, fresh), TensorSpec.of(x), fresh))
+    assert torch.equal(second, plain.decode(plain.encode(wanted, fresh), TensorSpec.of(x), fresh))
 
 
 def test_training_and_simulate():

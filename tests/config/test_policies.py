@@ -17,6 +17,20 @@ def policy(name, **options):
     return POLICIES.build({"name": name, "forward": LADDER, **options}, "policy")
 
 
+def test_the_policy_of_the_page(pytestconfig, monkeypatch):
+    """The one that readers paste returned Ellipsis instead of a rung."""
+    monkeypatch.setattr(POLICIES, "_classes", dict(POLICIES._classes))
+    text = (
+        (pytestconfig.rootpath / "docs" / "policies.md").read_text().partition("## Write your own policy")[2]
+    )
+    exec(compile(text.split("```python\n")[1].split("```")[0], "policies.md", "exec"), {"__name__": "pasted"})
+    block = json.loads("{" + text.split("```json\n")[1].split("```")[0] + "}")
+    config = Config({"forward": {"codec": {"name": "quantize", "bits": 8}}, **block})
+    signals = {FORWARD: Signal(errors=(0.01, 0.05, 0.3)), (1, "forward"): Signal(errors=(math.nan,) * 3)}
+    now = DecisionInput(100, 0, dict.fromkeys(signals, 0), dict.fromkeys(signals, 3), 0.1, signals)
+    assert config.policy.decide(now, {}) == {FORWARD: 1, (1, "forward"): 0}
+
+
 def ramp(options, steps, height=3, samples=False):
     made = policy("ramp", **options)
     now = [
