@@ -21,9 +21,10 @@ from ds_compress.hf.settings import NAME
 
 METHODS = BITSANDBYTES, TORCHAO = "bitsandbytes", "torchao"
 """The supported values of "quant_method" in a config.json."""
-WEIGHT_ONLY = "Int8WeightOnlyConfig"
-"""The one supported "quant_type" of torchao. Over its 4-bit weights peft trains no adapters, and no gradient
-passes through activations that it quantizes."""
+WEIGHT_ONLY = "Int8WeightOnlyConfig", "IntxWeightOnlyConfig"
+"""The supported values of "quant_type" of torchao. The second has 4 bits as well, a byte for each value.
+Packed 4 bits (Int4WeightOnlyConfig) are refused: only kernels for GPUs read them, and peft trains no adapters
+over them. No gradient passes through activations that torchao quantizes."""
 
 
 def find_quantizer(
@@ -78,7 +79,7 @@ def _check_method(given: dict[str, Any]) -> None:
         kind = given.get("quant_type")
         values["quant_type"] = kind.get("default", {}).get("_type") if isinstance(kind, dict) else kind
         values["include_input_output_embeddings"] = given.get("include_input_output_embeddings", False)
-        allowed |= {"quant_type": (WEIGHT_ONLY,), "include_input_output_embeddings": (False,)}
+        allowed |= {"quant_type": WEIGHT_ONLY, "include_input_output_embeddings": (False,)}
     for key, value in values.items():
         if value not in allowed[key]:
             raise CompressionError(

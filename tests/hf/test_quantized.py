@@ -38,13 +38,17 @@ CASES = [
     ("Mixtral", "int8", True),
     ("Llama", "torchao", True),
     ("Qwen2, tied", "torchao", True),
+    ("Llama", "torchao, 4 bits", True),
 ]
 
 
 def quantization(kind):
-    if kind == "torchao":
+    if kind.startswith("torchao"):
         torchao = pytest.importorskip("torchao.quantization")
-        return TorchAoConfig(torchao.Int8WeightOnlyConfig())
+        if kind == "torchao":
+            return TorchAoConfig(torchao.Int8WeightOnlyConfig())
+        groups = torchao.PerGroup(16)
+        return TorchAoConfig(torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=groups))
     return BitsAndBytesConfig(**KINDS[kind])
 
 
@@ -177,7 +181,7 @@ def test_what_cannot_be_is_refused(tmp_path, monkeypatch):
     int4 = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}}
     for stored, key, allowed in (
         ({"quant_method": "gptq"}, "\"quant_method\": 'gptq'", "'bitsandbytes' or 'torchao'"),
-        (int4, "\"quant_type\": 'Int4WeightOnlyConfig'", "'Int8WeightOnlyConfig'"),
+        (int4, "\"quant_type\": 'Int4WeightOnlyConfig'", "'Int8WeightOnlyConfig' or 'IntxWeightOnlyConfig'"),
     ):
         config = json.loads((folder / "config.json").read_text()) | {"quantization_config": stored}
         (folder / "config.json").write_text(json.dumps(config))
