@@ -73,7 +73,7 @@ def predict_footprint(settings: Settings, config: PretrainedConfig) -> list[Stag
     Raises:
         CompressionError: the model cannot be cut into stages, or does not run on fake tensors.
     """
-    isolated = settings.data.packing == "isolated"
+    isolated, length = settings.sends_positions, settings.lengths[-1]
     lora = settings.lora.to_peft(settings.model) if settings.lora else None
     template, part_ids, bounds = plan_parts(
         config, settings.stages, lora, DTYPES[settings.dtype], isolated, settings.quantize
@@ -81,7 +81,7 @@ def predict_footprint(settings: Settings, config: PretrainedConfig) -> list[Stag
     plain = copy.copy(template)
     plain.quantizer = None  # fake tensors stay unquantized: activations do not depend on it
     sequences, micro_batches = settings.batch_sizes
-    tokens, text = sequences * settings.sequence_length, config.get_text_config()
+    tokens, text = sequences * length, config.get_text_config()
     found = []
     for stage, (start, end) in enumerate(pairwise(bounds)):
         own = part_ids[start:end]
@@ -95,9 +95,7 @@ def predict_footprint(settings: Settings, config: PretrainedConfig) -> list[Stag
         trained = sum(p.numel() for part in parts for p in part.parameters() if p.requires_grad)
         passes = _FakePasses(parts, settings.activation_checkpoint_interval)
         try:
-            kept, peak, left, *flops = passes.run(
-                (sequences, settings.sequence_length), text.hidden_size, isolated
-            )
+            kept, peak, left, *flops = passes.run((sequences, length), text.hidden_size, isolated)
         except Exception as error:  # a model that looks at its data
             raise CompressionError(
                 f"{type(config).__name__}: memory cannot be predicted: {in_one_line(error)}"

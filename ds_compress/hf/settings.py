@@ -3,7 +3,7 @@
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -71,8 +71,9 @@ class Data(Options):
     documents: Literal["file", "paragraph", "line"] = "paragraph"
     """What a document of a text file is; blank lines separate paragraphs."""
     packing: Literal["isolated", "joined"] = "isolated"
-    """Documents fill sequences one after the other. isolated: no token attends to another document, and
-    stages send a position beside every hidden state; joined: tokens attend to all tokens before them."""
+    """How documents fill sequences of one length, one after the other. isolated: no token attends to another
+    document, and stages send a position beside every hidden state; joined: tokens attend to all tokens before
+    them."""
 
 
 class LearningRate(Options):
@@ -94,6 +95,9 @@ class LearningRate(Options):
     def count_warmup_steps(self, steps: int) -> int:
         """Return the number of warm-up steps in a run of so many `steps`."""
         return math.ceil(self.warmup_steps * (steps if self.warmup_steps < 1 else 1))
+
+
+Length = Annotated[int, Field(ge=8, le=2**20)]
 
 
 class Settings(Options):
@@ -119,8 +123,9 @@ class Settings(Options):
     quantize: Literal["nf4", "int8"] | None = None
     """Hold the linear layers of a whole checkpoint in 4 bits (nf4, double quantization) or 8 bits of
     bitsandbytes; needs "lora". null: as in the checkpoint, whose config.json may name a quantization."""
-    sequence_length: int = Field(default=1024, ge=8, le=2**20)
-    """Tokens of a sequence."""
+    sequence_length: Length | Annotated[list[Length], Field(min_length=1, max_length=64)] = 1024
+    """Tokens of a sequence, which documents fill one after the other; or a list of lengths: each document has
+    a sequence of its own, of the smallest length that holds it. All sequences of a step have one length."""
     stages: int | list[int] = Field(default=2)
     """Number of pipeline stages, or a list: the number of layers of each."""
     steps: int | None = Field(default=None, ge=1, le=10**9)
@@ -144,6 +149,17 @@ class Settings(Options):
     """Text that the trained model continues at the end; null: none."""
     seed: int = Field(default=1234, ge=0, lt=2**32)
     """Of the order of the data, of adapters and of dropout."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of sequences in tokens, ascending."""
+        given = self.sequence_length
+        return [given] if isinstance(given, int) else sorted(set(given))
+
+    @property
+    def sends_positions(self) -> bool:
+        """Whether stages send positions, which keep documents in one sequence apart."""
+        return isinstance(self.sequence_length, int) and self.data.packing == "isolated"
 
     @property
     def batch_sizes(self) -> tuple[int, int]:

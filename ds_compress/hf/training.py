@@ -41,7 +41,7 @@ class FinetuneRun:
         self.folder = RunFolder(Path(settings.out), replicas)
         _check_same_settings(settings)
         config = load_config(Path(settings.model))
-        check_length(config, settings.sequence_length)
+        check_length(config, settings.lengths[-1])
         self.tokenizer, self.data = self._load_data(config)
         module = pipeline_module(
             settings.model,
@@ -49,7 +49,7 @@ class FinetuneRun:
             settings.lora.to_peft(settings.model) if settings.lora else None,
             dtype=DTYPES[settings.dtype],
             quantize=settings.quantize,
-            positions=settings.data.packing == "isolated",
+            positions=settings.sends_positions,
             activation_checkpoint_interval=settings.activation_checkpoint_interval,
             seed=settings.seed,
             rank=settings.subspace.rank if settings.subspace else None,
@@ -63,7 +63,7 @@ class FinetuneRun:
         grid = self.engine.grid
         self.replica = grid.get_data_parallel_id(), grid.data_parallel_size
         self.micro_batch = self.engine.train_micro_batch_size_per_gpu()
-        visits = settings.epochs * len(self.data.train)
+        visits = settings.epochs * len(self.data)
         self.steps = settings.steps or math.ceil(visits / self.engine.train_batch_size())
         if settings.lr_schedule:
             self.engine.lr_scheduler = get_scheduler(
@@ -72,6 +72,8 @@ class FinetuneRun:
                 num_warmup_steps=settings.lr_schedule.count_warmup_steps(self.steps),
                 num_training_steps=self.steps,
             )
+        self._length = settings.lengths[-1]
+        """Of the sequences in the latest batch."""
         self.evaluations: dict[int, float] = {}
         """Perplexities by step, of `eval_every`."""
         self._record_in_wandb(record_settings, "train", settings.model_dump(mode="json"))
@@ -84,7 +86,7 @@ class FinetuneRun:
         except (OSError, ValueError) as error:
             raise CompressionError(f"{NAME}.tokenizer: {name}: {in_one_line(error)}") from None
         data: Sequences = _call_in_turn(lambda: Sequences(self.settings, tokenizer))
-        for sequences in (data.train, data.eval):
+        for sequences in filter(len, data.train + data.eval):
             check_tokens(config, sequences[:, IDS], name)
             _check_same(f"{NAME}.data: the text, or what the tokenizer makes of it,", sequences)
         return tokenizer, data
@@ -94,8 +96,8 @@ class FinetuneRun:
         if self.settings.subspace is None:
             return []
         count = 1 if self.folder.find_last_step() is not None else self.settings.subspace.samples
-        batches = self.data.batches(1, replica=0, replicas=1, start=0)
-        return [inputs for inputs, _ in itertools.islice(batches, count)]
+        steps = self.data.steps(1, replica=0, replicas=1, micro_batches=1, start=0)
+        return [inputs for ((inputs, _),) in itertools.islice(steps, count)]
 
     def run(self) -> None:
         """Resume if there is a checkpoint, train, and evaluate before and after."""
@@ -143,20 +145,20 @@ class FinetuneRun:
         """Train up to the last step, or until `early_stop`; save when it is due, and at the end."""
         engine, settings = self.engine, self.settings
         done = engine.global_steps
-        batches = self.data.batches(
-            self.micro_batch, *self.replica, start=done * engine.gradient_accumulation_steps()
+        batches = self.data.steps(
+            self.micro_batch, *self.replica, engine.gradient_accumulation_steps(), start=done
         )
         progress = Progress("training", self.steps, done, shown=self.is_first)
         before = self._count_bytes()
-        tokens = engine.train_batch_size() * settings.sequence_length
-        for step in range(done, self.steps):
+        for step, batch in zip(range(done, self.steps), batches):
             if self._has_stopped:
                 break
             # The dropout of a step follows from its number, so a resumed run needs no generator's state
             torch.manual_seed(settings.seed * 1_000_003 + step)
             started = time.monotonic()
-            loss = engine.train_batch(batches).item()
-            speed = tokens / (time.monotonic() - started)
+            self._expect_length(batch[0][1].shape[1])
+            loss = engine.train_batch(iter(batch)).item()
+            speed = engine.train_batch_size() * self._length / (time.monotonic() - started)
             values = {"loss": f"{loss:.4f}", "tokens/s": f"{speed:.0f}"}
             raw, wire = (now - then for now, then in zip(self._count_bytes(), before))
             values |= {"ratio": f"{raw / wire:.2f}x"} if wire else {}
@@ -171,6 +173,12 @@ class FinetuneRun:
         progress.close()
         if self._has_stopped:
             self._say(f"stopped after step {engine.global_steps}; the best was step {self._best_step}")
+
+    def _expect_length(self, length: int) -> None:
+        """Have stages announce the shapes of messages again if the next batch has another length."""
+        if length != self._length:
+            self.engine.reset_activation_shape()
+        self._length = length
 
     @staticmethod
     def _is_due(step: int, every: int) -> bool:
@@ -228,6 +236,7 @@ class FinetuneRun:
     def perplexity(self) -> float:
         """Return exp of the mean loss of the held-out sequences, on every rank."""
         batches = self.data.held_out(self.micro_batch, *self.replica)
+        self._expect_length(self.settings.lengths[-1])
         loss = self.engine.eval_batch(iter(batches), num_micro_batches=len(batches))
         return _perplexity_of(float(loss))
 
@@ -243,7 +252,8 @@ class FinetuneRun:
         DeepSpeed gives every rank one number that the last stage computes, the loss of an evaluation. Here
         that number is the likeliest token, which fp32 holds exactly for vocabularies below 2**24.
         """
-        length = self.settings.sequence_length
+        length = self.settings.lengths[-1]
+        self._expect_length(length)
         ids = list(self.tokenizer(prompt, add_special_tokens=False)["input_ids"])[: length // 2] or [0]
         module = self.engine.module
         loss_fn: Callable[..., Tensor] = module.loss_fn
@@ -255,7 +265,7 @@ class FinetuneRun:
             for _ in range(min(SAMPLE_TOKENS, length - len(ids))):
                 row = torch.tensor(ids + [0] * (length - len(ids)), dtype=torch.int64, device="cpu")
                 inputs: Any = row.repeat(self.micro_batch, 1)
-                if self.settings.data.packing == "isolated":
+                if self.settings.sends_positions:
                     positions = torch.arange(length, dtype=torch.int64, device="cpu")
                     inputs = inputs, positions.repeat(self.micro_batch, 1)
                 last = torch.full((self.micro_batch,), len(ids) - 1, dtype=torch.int64, device="cpu")

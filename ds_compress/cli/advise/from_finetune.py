@@ -52,7 +52,7 @@ def _predict(args: argparse.Namespace) -> "list[StageFootprint]":
     config = read_config(Path(settings.model))
     found = predict_footprint(settings, config)
     sequences, args.micro_batches = settings.batch_sizes
-    args.shape = (sequences, settings.sequence_length, config.get_text_config().hidden_size)
+    args.shape = (sequences, settings.lengths[-1], config.get_text_config().hidden_size)
     stored = next((name for name, dtype in DTYPES.items() if dtype == config.dtype), "fp32")
     args.dtype = args.dtype or settings.dtype or stored
     if args.replicas:  # adapters and their gradients are fp32

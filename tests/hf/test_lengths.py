@@ -1,0 +1,121 @@
+"""Sequences of several lengths: documents in sequences of their own, steps of one length, nothing lost."""
+
+import random
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from peft import inject_adapter_in_model
+from transformers import AutoModelForCausalLM
+
+from ds_compress.hf.data import LABELS, Sequences
+from ds_compress.hf.documents import IGNORED
+from ds_compress.hf.part import causal_lm_loss
+from ds_compress.hf.settings import read_settings
+from ds_compress.hf.training import FinetuneRun
+from tests.hf.test_data import own_rows, rows_of, take
+from tests.support.finetuning import DS_CONFIG, losses, prepare, tokenizer
+from tests.support.ranks import run_ranks
+
+LENGTHS, STEPS = [8, 16, 32], 8
+LEARNED = {"codec": {"name": "entropy", "bits": 4, "rotate": "learned", "refresh_steps": 2}}
+SGD = {"type": "SGD", "params": {"lr": 0.5}}  # Adam would make the last bits of small gradients large
+KEPT = {"codec": {"name": "quantize", "bits": 4}, "feedback": {"name": "ef", "on_new_shape": "keep"}}
+
+
+def prepare_lengths(folder: Path, **changes) -> Path:
+    """train.json of a run on documents of 5 to 51 tokens, most of them short."""
+    folder.mkdir(exist_ok=True)
+    draw = random.Random(1)
+    (folder / "rows.txt").write_text(
+        "\n".join("cat dog " * draw.choice([2, 2, 3, 5, 6, 7, 25]) for _ in range(99))
+    )
+    options = {"lora": {"r": 4}, "steps": STEPS, "eval_sequences": 4, "sequence_length": LENGTHS, "seed": 2}
+    return prepare(
+        folder, **{**options, "data": {"train": str(folder / "rows.txt"), "documents": "line"}, **changes}
+    )
+
+
+@pytest.fixture
+def sequences(tmp_path):
+    return Sequences(read_settings(prepare_lengths(tmp_path)), tokenizer())
+
+
+def test_documents_have_the_smallest_length_that_holds_them(sequences):
+    for length, rows in zip(LENGTHS, sequences.train):
+        sizes = (rows[:, LABELS] != IGNORED).sum(1)
+        assert rows.shape[1:] == (2, length) and len(rows)
+        assert sizes.max() <= length and (sizes.min() > length // 2 or length == LENGTHS[0])
+
+
+def test_all_replicas_have_the_lengths_of_steps_and_nothing_is_lost(sequences):
+    together, epochs = 2 * 2 * 3, 5
+    count = epochs * len(sequences) // together
+    steps = [take(sequences, count, 2, 3, replica=replica, replicas=2) for replica in (0, 1)]
+    lengths = [[{labels.shape[1] for _, labels in step} for step in each] for each in steps]
+    assert lengths[0] == lengths[1] and set.union(*lengths[0]) == set(LENGTHS)
+    assert all(len(each) == 1 for each in lengths[0])
+    found = Counter(rows_of(steps[0]) + rows_of(steps[1]))
+    own = Counter(row for row in own_rows(sequences) for _ in range(epochs))
+    assert not found - own and (own - found).total() < together
+
+
+def test_held_out_sequences_have_the_largest_length(sequences):
+    batches = sequences.held_out(2, 0, 1)
+    assert {ids.shape for ids, _ in batches} == {(2, LENGTHS[-1])}
+    assert len(batches) == 2
+
+
+def run(path, **changes):
+    """Losses, perplexity and bytes of a run, and its first adapters, on this rank."""
+    (path.parent / "out").mkdir(exist_ok=True)
+    done = FinetuneRun(read_settings(path).model_copy(update=changes))
+    named = done.engine.module.named_parameters()
+    before = {n.split("model.", 1)[1]: p.detach().clone() for n, p in named if p.requires_grad}
+    done.run()
+    return losses(path.parent / "out"), done.perplexity(), before, done._count_bytes()
+
+
+def train_in_one_process(path, adapters):
+    """Losses of the run, by Transformers and peft alone; a mask hides what sequences are filled up with."""
+    settings = read_settings(path)
+    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32).requires_grad_(False)
+    model = inject_adapter_in_model(settings.lora.to_peft(settings.model), model)
+    assert not model.load_state_dict(adapters, strict=False).unexpected_keys
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], **SGD["params"])
+    found = {}
+    steps = take(Sequences(settings, tokenizer()), STEPS, 2, 2)
+    for number, step in enumerate(steps, 1):
+        optimizer.zero_grad()
+        each = [
+            causal_lm_loss(model(ids, attention_mask=labels != IGNORED, use_cache=False).logits, labels) / 2
+            for ids, labels in step
+        ]
+        sum(each).backward()
+        optimizer.step()
+        found[number] = sum(each).item()
+    return found, len({labels.shape for step in steps for _, labels in step})
+
+
+def test_two_stages_train_as_one_process_with_fewer_bytes(tmp_path):
+    config = {**DS_CONFIG, "optimizer": SGD, "ds_compress": {"recipe": "none"}}
+    path = prepare_lengths(tmp_path / "all", ds_config=config)
+    ranks = run_ranks(2, run, path)
+    expected, lengths = train_in_one_process(path, ranks[0][2] | ranks[1][2])
+    assert lengths == len(LENGTHS)
+    for found, *_ in ranks:
+        assert found == pytest.approx(expected, rel=1e-5)
+    longest = prepare_lengths(tmp_path / "one", sequence_length=LENGTHS[-1:], ds_config=config)
+    for (*_, fewer), (*_, more) in zip(ranks, run_ranks(2, run, longest)):
+        assert fewer[1] < 0.8 * more[1]
+
+
+def test_a_stopped_run_goes_on_as_if_nothing_had_been(tmp_path):
+    block = {"forward": LEARNED, "backward": KEPT, "min_numel": 1, "eval": "both", "guard": {"every": 2}}
+    config = {**DS_CONFIG, "ds_compress": block}
+    whole, parts = (prepare_lengths(tmp_path / name, ds_config=config) for name in ("whole", "parts"))
+    expected = run_ranks(2, run, whole)
+    run_ranks(2, partial(run, steps=3), parts)
+    assert [rank[:2] for rank in run_ranks(2, run, parts)] == [rank[:2] for rank in expected]
