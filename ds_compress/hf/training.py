@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from ds_compress.hf.input_checks import check_launch, check_length, check_tokens
 from ds_compress.hf.model import load_config, pipeline_module
 from ds_compress.hf.run_folder import BEST, RunFolder, checkpoint_name, gather_integers
 from ds_compress.hf.settings import NAME, Settings
-from ds_compress.monitor.monitor import record_results, record_settings
+from ds_compress.monitor.monitor import record_page, record_results, record_settings
 from ds_compress.monitor.progress import Progress
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
@@ -118,6 +119,7 @@ class FinetuneRun:
         if session := self._session:
             results["report"] = session.monitor.summary()
         self._record_in_wandb(record_results, results)
+        self._write_report()
         if self.settings.prompt is not None:
             self._say(f"sample: {self.generate(self.settings.prompt)!r}")
         if not self.folder.is_shared:
@@ -283,6 +285,20 @@ class FinetuneRun:
         except Exception as error:
             self._say(f"W&B: {record.__name__} failed: {in_one_line(error)}")
 
+    def _write_report(self) -> None:
+        """Write the page of `ds-compress report` about this run, if it wrote CSV files; W&B shows it, too."""
+        monitor = self.engine.monitor.csv_monitor
+        if monitor is None:
+            return
+        folder = self.folder.path / "report"
+        words = [sys.executable, "-m", "ds_compress", "report", monitor.log_dir, "--out", str(folder)]
+        done = subprocess.run(words, capture_output=True, text=True)
+        if done.returncode:
+            self._say(f"report: not written: {' '.join(done.stderr.split())}")
+            return
+        self._record_in_wandb(record_page, folder / "report.html")
+        self._say(f"report: {folder / 'report.html'}")
+
     def _say(self, line: str) -> None:
         if self.is_first:
             print(line, file=sys.stderr, flush=True)
@@ -291,8 +307,11 @@ class FinetuneRun:
 def complete_ds_config(settings: Settings, dtype: torch.dtype | None) -> dict[str, Any]:
     """Return the DeepSpeed config, with an optimizer that has fp32 copies of 16-bit weights.
 
-    Without them a step is lost wherever it is less than half the distance between two bf16 numbers: 2e-4 near
-    1, for example. Adapters are fp32 and need none. What the user's config says of bf16 or ZeRO stays.
+    A run that W&B shows also writes CSV files, which its report is made of, unless the config sets them.
+
+    Without fp32 copies a step is lost wherever it is less than half the distance between two bf16 numbers:
+    2e-4 near 1, for example. Adapters are fp32 and need none. What the user's config says of bf16 or ZeRO
+    stays.
 
     Args:
         settings: of the run.
@@ -301,7 +320,9 @@ def complete_ds_config(settings: Settings, dtype: torch.dtype | None) -> dict[st
     Raises:
         CompressionError: all parameters are to be trained in fp16 without DeepSpeed's loss scaling.
     """
-    config = settings.ds_config
+    config, wandb = settings.ds_config, settings.ds_config.get("wandb")
+    if isinstance(wandb, dict) and wandb.get("enabled"):
+        config = {"csv_monitor": {"enabled": True, "output_path": settings.out, "job_name": "csv"}} | config
     if settings.lora or dtype not in (torch.bfloat16, torch.float16):
         return config
     if dtype == torch.float16:

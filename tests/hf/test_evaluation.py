@@ -1,15 +1,17 @@
 """Evaluation during a run: the best checkpoint, an early stop, and the schedule of the learning rate."""
 
+import json
 import math
 import re
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from wandb.proto.wandb_internal_pb2 import Record
 
 from ds_compress.cli import main
+from ds_compress.cli.runs import _read_wandb, _wandb_records
 from ds_compress.hf.settings import LearningRate, read_settings
 from ds_compress.hf.training import FinetuneRun
 from tests.hf.test_input_checks import refusal
@@ -87,21 +89,31 @@ def test_perplexity_is_told_with_compression_and_without(tmp_path):
 
 
 def run_with_wandb(path):
-    """Config and summary of the W&B run, which DeepSpeed starts on rank 0 alone."""
-    config, summary = {}, {}
-    known = SimpleNamespace(
-        config=SimpleNamespace(update=lambda values, **_: config.update(values)), summary=summary
-    )
-    sys.modules["wandb"] = SimpleNamespace(run=known)
+    """Run two steps; DeepSpeed starts W&B on rank 0 alone."""
     run(path, 2)
-    return config, summary
+    if wandb := sys.modules.get("wandb"):
+        wandb.finish()
+        wandb.teardown()  # waits for the process that writes the file
 
 
-def test_wandb_gets_settings_and_a_report(tmp_path):
-    (config, summary), _ = run_ranks(2, run_with_wandb, prepare(tmp_path, **EVALUATED))
-    assert config["train"]["lora"]["r"] == 4 and "forward" in config["ds_compress"]
+def test_wandb_gets_settings_results_and_the_report(tmp_path, monkeypatch):
+    """The report was a line of text in the summary."""
+    for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true")):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    block = {**BLOCK, "monitor": {"every": 1}}
+    config = {**DS_CONFIG, "ds_compress": block, "wandb": {"enabled": True, "project": "tests"}}
+    run_ranks(2, run_with_wandb, prepare(tmp_path, **EVALUATED, ds_config=config))
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    _, settings = _read_wandb(file)
+    assert settings["train"]["lora"]["r"] == 4 and "forward" in settings["ds_compress"]
+    records = map(Record.FromString, _wandb_records(file.read_bytes(), file))
+    items = [item for record in records for item in record.summary.update]
+    summary = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
     assert 1 < summary["perplexity_after"] < summary["perplexity_before"]
     assert re.match(r"ds_compress: .* sent instead of .* by step 2", summary["report"])
+    page = (tmp_path / "out" / "report" / "report.html").read_text()
+    shown = file.parent / "files" / summary["Train/Compression/report/path"]
+    assert "fewer bytes" in page and page.split("</h1>")[1].strip() in shown.read_text()
 
 
 def test_a_warmup_may_be_a_share_of_the_steps():
