@@ -67,7 +67,7 @@ class ReplicasOptions(Options):
     warmup_steps: Steps = 0
     """Optimizer steps at the start of training in which gradients and parameters are exact."""
     policy: Any = Field(default="constant", json_schema_extra={"registry": "policy"})
-    """Name of a policy that changes options of the codec during training ("accordion", "ramp"), or an object
+    """Name of a policy that changes options of the codec during training ("accordion"), or an object
     with its name and options. `backward` is its ladder; "accordion" compares sums of a stage's gradients."""
     bucket_mb: int = Field(default=32, ge=1, le=4096)
     """MB (10^6 bytes) of uncompressed gradients, or of new parameters, in one exchange; a larger parameter

@@ -253,7 +253,7 @@ class Session:
         self._put_in_force(self.policy.end_step(engine))
         if self.replica_policy is not None:
             lr = list(map(float, engine.get_lr()))
-            line = self.replica_policy.end_step(engine.global_steps, engine.global_samples, lr)
+            line = self.replica_policy.end_step(engine.global_steps, lr)
             if line and engine.global_rank == 0:
                 print(line, flush=True)
 
@@ -286,7 +286,7 @@ class Session:
             self._start_policy()
         if self.replica_policy is not None:
             saved = changed_settings.get("replica_policy", {})
-            self.replica_policy.resume(saved, self.engine.global_steps, self.engine.global_samples)
+            self.replica_policy.resume(saved, self.engine.global_steps)
         return resumed
 
     def own_measurements(self) -> dict[str, list[float]]:
@@ -467,7 +467,7 @@ class Session:
         if first:
             self.reconfigure(first)
         if self.replica_policy is not None:
-            self.replica_policy.start(self.engine.global_steps, self.engine.global_samples)
+            self.replica_policy.start(self.engine.global_steps)
 
     def _check_change(self, config: Config) -> None:
         self.check(config, self.engine.num_stages)

@@ -23,10 +23,6 @@ class Trainer(Protocol):
         """Return the number of optimizer steps."""
 
     @property
-    def global_samples(self) -> int:
-        """Return the number of samples that all replicas have seen."""
-
-    @property
     def micro_batches(self) -> int:
         """Return the number of micro-batches of a step."""
 

@@ -174,10 +174,10 @@ class Decisions:
         self.rungs, self._state = dict.fromkeys(self.ladder_lengths, 0), {}
 
     def decide(
-        self, step: int, samples: int, lr: float = 0.0, signals: Mapping[ChannelKey, Signal] | None = None
-    ) -> dict[ChannelKey, int]:
+        self, step: int, lr: float = 0.0, signals: Mapping[Place, Signal] | None = None
+    ) -> dict[Place, int]:
         """Return the rungs that change; see `DecisionInput`."""
-        now = DecisionInput(step, samples, self.rungs, self.ladder_lengths, lr, signals)
+        now = DecisionInput(step, self.rungs, self.ladder_lengths, lr, signals)
         rungs = self.policy.decide(now, self._state)
         changed = {key: rung for key, rung in rungs.items() if rung != self.rungs.get(key)}
         self.rungs = {**self.rungs, **changed}
@@ -284,7 +284,7 @@ class PolicyController:
             largest = max(map(float, engine.get_lr()), default=0.0)
             lengths = self._decisions.ladder_lengths
             lr, signals = self._signals.gather(largest, lengths, engine.micro_batches)
-        return self._decisions.decide(self._compressed(engine), engine.global_samples, lr, signals)
+        return self._decisions.decide(self._compressed(engine), lr, signals)
 
     def _boundaries(self, rungs: Mapping[ChannelKey, int]) -> dict[str, Any]:
         """Return the key `boundaries` of a block with these rungs."""

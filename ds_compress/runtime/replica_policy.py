@@ -49,19 +49,18 @@ class ReplicaPolicy:
         for exchange in exchanges:
             exchange.adds_up = config.replica_policy.norms
 
-    def start(self, steps: int, samples: int) -> None:
+    def start(self, steps: int) -> None:
         """Begin with the first rung, or with that of the step; called on every rank. Args: see `end_step`."""
         self._decisions.start()
         if not self._decisions.policy.measures:
-            self._decisions.decide(steps - self._warmup_steps, samples)
+            self._decisions.decide(steps - self._warmup_steps)
         self._use()
 
-    def end_step(self, steps: int, samples: int, lr: Sequence[float]) -> str:
+    def end_step(self, steps: int, lr: Sequence[float]) -> str:
         """Decide after a training step; called on every rank.
 
         Args:
             steps: optimizer steps so far.
-            samples: that all replicas have seen.
             lr: learning rates of the optimizer.
 
         Returns:
@@ -71,7 +70,7 @@ class ReplicaPolicy:
         if not policy.due(step):
             return ""
         largest, signals = self._gather(max(lr, default=0.0)) if policy.measures else (0.0, None)
-        if not self._decisions.decide(step, samples, largest, signals):
+        if not self._decisions.decide(step, largest, signals):
             return ""
         self._use()
         rungs = policy.options.rungs(DIRECTION)
@@ -87,14 +86,14 @@ class ReplicaPolicy:
         """Return the state for a checkpoint, as JSON types, the same on every rank."""
         return {"policy": self._settings, **self._decisions.state()}
 
-    def resume(self, state: Mapping[str, Any], steps: int, samples: int) -> None:
+    def resume(self, state: Mapping[str, Any], steps: int) -> None:
         """Continue from `state` of a checkpoint, or start anew if it is of another policy.
 
         Raises:
             CompressionError: the state does not fit the policy or the pipeline.
         """
         if state.get("policy") != self._settings:
-            self.start(steps, samples)
+            self.start(steps)
             return
         self._decisions.resume(state)
         self._use()

@@ -25,20 +25,18 @@ class SimulatedTraining:
         self,
         config: Config,
         boundaries: Sequence[SimulatedBoundary],
-        ds_config: Mapping[str, Any],
         lr: Callable[[], Sequence[float]] | None,
     ):
         """
         Raises:
-            CompressionError: the policy needs a learning rate or a number of samples, which is missing.
+            CompressionError: the policy needs a learning rate, which is missing.
         """
         self.config = config
         self.global_steps = 0
         self.micro_batches = boundaries[0].micro_batches
         self._boundaries = boundaries
         self._lr = lr
-        self._step_samples = step_samples(ds_config, self.micro_batches)
-        check_given(config.policy, f"{KEY}.policy", lr, self._step_samples)
+        check_lr(config.policy, f"{KEY}.policy", lr)
         self._policy = PolicyController(config, len(boundaries), "cpu", lambda tensor: [tensor])
         self._adopt(self._policy.start(self, self))
 
@@ -46,11 +44,6 @@ class SimulatedTraining:
     def ends(self) -> list[SimulatedEnd]:
         """Return the sending ends of all channels."""
         return [end for boundary in self._boundaries for end in boundary.ends.values()]
-
-    @property
-    def global_samples(self) -> int:
-        """Return the number of samples of the steps so far."""
-        return self.global_steps * (self._step_samples or 0)
 
     def get_lr(self) -> Sequence[float]:
         """Return the learning rates of the optimizer."""
@@ -86,30 +79,16 @@ class SimulatedTraining:
         return differs
 
 
-def check_given(policy: Policy, path: str, lr: object, step_samples: int | None) -> None:
-    """Check that what `policy` follows is known.
-
+def check_lr(policy: Policy, path: str, lr: object) -> None:
+    """
     Raises:
-        CompressionError: it needs a learning rate or a number of samples, which is missing.
+        CompressionError: `policy` needs a learning rate, which is missing.
     """
     if policy.norms and lr is None:
         raise CompressionError(
             f"simulate: {path} {policy.name!r} follows the learning rate; give simulate "
             "lr=scheduler.get_last_lr, or a function like it"
         )
-    if getattr(policy.options, "unit", "steps") == "samples" and not step_samples:
-        raise CompressionError(
-            f"simulate: {path} {policy.name!r} counts samples; give ds_config train_batch_size or "
-            "train_micro_batch_size_per_gpu"
-        )
-
-
-def step_samples(ds_config: Mapping[str, Any], micro_batches: int) -> int | None:
-    """Return the samples of a step; None if they are not given."""
-    batch, micro = (ds_config.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu"))
-    if type(batch) is int:
-        return batch
-    return micro * micro_batches if type(micro) is int else None
 
 
 def simulate(
@@ -173,8 +152,8 @@ def simulate(
     simulated = nn.Sequential(*layers) if isinstance(model, nn.Sequential) else model
     if tracking is not None:
         _follow(simulated, boundaries, tracking)
-    if boundaries and config.has_policy:
-        SimulatedTraining(config, boundaries, ds_config, lr).follow(simulated)
+    if boundaries and config.changes:
+        SimulatedTraining(config, boundaries, lr).follow(simulated)
     if boundaries and config.sample_ids:
         _follow_samples(simulated, boundaries, config.sample_ids)
     return simulated

@@ -14,7 +14,7 @@ from ds_compress.replicas.exchange import Exchange, Replicas, Transfer
 from ds_compress.replicas.factors import build_exchange, compressed_parameters
 from ds_compress.replicas.slices import Gradient
 from ds_compress.runtime.replica_policy import ReplicaPolicy
-from ds_compress.simulate.model import check_given, step_samples
+from ds_compress.simulate.model import check_lr
 
 
 class SimulatedReplicas:
@@ -42,7 +42,7 @@ class SimulatedReplicas:
         """
         Args:
             model: whose parameters have the gradients.
-            ds_config: its "ds_compress" block counts; where a policy counts samples, the batch sizes too.
+            ds_config: its "ds_compress" block counts.
             count: number of replicas.
             lr: returns the learning rates of the optimizer, as `scheduler.get_last_lr` does; policy
                 "accordion" needs it.
@@ -68,14 +68,11 @@ class SimulatedReplicas:
             shared = codec, found, 2**62, config.block.seed, config.block.link.checksum
             self.exchanges = [build_exchange(Replicas(count, rank), *shared) for rank in range(count)]
         self._lr = lr
-        self._step_samples = (
-            step_samples(ds_config, count * ds_config.get("gradient_accumulation_steps", 1)) or 0
-        )
         self._policy = None
         if self.exchanges and config.replica_ladder:
-            check_given(config.replica_policy, f"{KEY}.replicas.policy", lr, self._step_samples)
+            check_lr(config.replica_policy, f"{KEY}.replicas.policy", lr)
             self._policy = ReplicaPolicy(config, self.exchanges, 1, "cpu", lambda tensor: [tensor])
-            self._policy.start(0, 0)
+            self._policy.start(0)
 
     def collect(self) -> None:
         """Take the gradients that the next replica has computed; the parameters are left without."""
@@ -115,7 +112,7 @@ class SimulatedReplicas:
         self.steps += 1
         if self._policy is not None:
             lr = self._lr() if self._lr is not None else ()
-            line = self._policy.end_step(self.steps, self.steps * self._step_samples, lr)
+            line = self._policy.end_step(self.steps, lr)
             if line:
                 print(line, flush=True)
 

@@ -27,24 +27,8 @@ def test_the_policy_of_the_page(pytestconfig, monkeypatch):
     block = json.loads("{" + text.split("```json\n")[1].split("```")[0] + "}")
     config = Config({"forward": {"codec": {"name": "quantize", "bits": 8}}, **block})
     signals = {FORWARD: Signal(errors=(0.01, 0.05, 0.3)), (1, "forward"): Signal(errors=(math.nan,) * 3)}
-    now = DecisionInput(100, 0, dict.fromkeys(signals, 0), dict.fromkeys(signals, 3), 0.1, signals)
+    now = DecisionInput(100, dict.fromkeys(signals, 0), dict.fromkeys(signals, 3), 0.1, signals)
     assert config.policy.decide(now, {}) == {FORWARD: 1, (1, "forward"): 0}
-
-
-def ramp(options, steps, height=3, samples=False):
-    made = policy("ramp", **options)
-    now = [
-        DecisionInput(0, n, {}, {FORWARD: height}) if samples else DecisionInput(n, 0, {}, {FORWARD: height})
-        for n in steps
-    ]
-    return [made.decide(each, {})[FORWARD] for each in now]
-
-
-def test_ramp_goes_from_mild_to_strong_at_equal_distances():
-    assert ramp({"start": 10, "end": 20}, [0, 10, 14, 15, 19, 20, 500]) == [0, 0, 0, 1, 1, 2, 2]
-    assert ramp({"end": 1}, [0, 1, 2], height=2) == [0, 1, 1]
-    assert ramp({"end": 64, "unit": "samples"}, [0, 31, 32, 63, 64], samples=True) == [0, 0, 1, 1, 2]
-    assert ramp({"start": 3, "end": 6}, [-5, 0], height=16) == [0, 0]  # in the warm-up
 
 
 def trace(made, places, intervals, state=None):
@@ -53,7 +37,7 @@ def trace(made, places, intervals, state=None):
     rungs, found = dict.fromkeys(places, 0), []
     for norms, lr in intervals:
         signals = {place: Signal(norms[place[0]]) for place in places}
-        rungs = made.decide(DecisionInput(0, 0, rungs, dict.fromkeys(places, 2), lr, signals), state)
+        rungs = made.decide(DecisionInput(0, rungs, dict.fromkeys(places, 2), lr, signals), state)
         found.append([rungs[place] for place in places])
         state = json.loads(json.dumps(state))  # as a checkpoint has it
     return found
@@ -99,7 +83,7 @@ def test_accordion_with_learning_rates_that_fall_all_the_time():
 def under(errors, present, sizes=(8, 6, 4, 2), **options):
     made = POLICIES.build({"name": "budget", "error": 0.1, **options}, "policy")
     signals = {FORWARD: Signal(math.nan, tuple(errors), tuple(sizes))}
-    return made.decide(DecisionInput(0, 0, {FORWARD: present}, {FORWARD: 4}, 0.0, signals), {})[FORWARD]
+    return made.decide(DecisionInput(0, {FORWARD: present}, {FORWARD: 4}, 0.0, signals), {})[FORWARD]
 
 
 def test_budget_takes_the_fewest_bytes_under_its_limit():
@@ -116,7 +100,7 @@ def test_budget_takes_the_fewest_bytes_under_its_limit():
 
 def within(limit, present, signals, **options):
     made = POLICIES.build({"name": "budget", "step_bytes": limit, **options}, "policy")
-    now = DecisionInput(0, 0, present, dict.fromkeys(present, 3), 0.0, signals)
+    now = DecisionInput(0, present, dict.fromkeys(present, 3), 0.0, signals)
     found = made.decide(now, {})
     return [found[place] for place in (FORWARD, BACKWARD)]
 
@@ -139,14 +123,12 @@ def test_budget_takes_the_least_error_within_its_bytes():
 QUANTIZE = {"codec": {"name": "quantize", "bits": 6}, "feedback": "ef"}
 TOPK = {"codec": {"name": "topk", "density": 0.1}}
 BLOCK = {"forward": QUANTIZE, "backward": TOPK}
-END = {"name": "ramp", "end": 5}
+END = {"name": "budget", "error": 0.1}
 BAD = [
     ("acordion", "ds_compress.policy: 'acordion' is not registered (did you mean 'accordion'?)"),
-    ({**END, "name": "rmp"}, "ds_compress.policy.name: 'rmp' is not registered (did you mean 'ramp'?)"),
+    ({**END, "name": "bugdet"}, "ds_compress.policy.name: 'bugdet' is not registered (did you mean 'budg"),
     (5, "ds_compress.policy: 5 is neither a name nor an object"),
     (END, "ds_compress.policy.forward: missing, and so is backward"),
-    ({"name": "ramp", "forward": LADDER}, "ds_compress.policy.end: missing"),
-    ({**END, "start": 5, "forward": LADDER}, "ds_compress.policy.end: 5 is not allowed; allowed: more than"),
     ({**END, "forward": {"density": [1, 2]}}, "ds_compress.policy.forward.density: codec 'quantize' of"),
     ({**END, "forward": {"bit": [8, 4]}}, "ds_compress.policy.forward.bit: codec 'quantize' of ds_compress."
      "forward has no such option (did you mean 'bits'?)"),
@@ -198,6 +180,6 @@ def test_a_ladder_that_only_a_boundary_of_its_own_settings_has():
 
 @pytest.mark.parametrize("bits", [[4, 8], [8, 2, 4]])
 def test_a_ladder_in_the_wrong_order_is_refused(bits):
-    """A ramp of 4, then 8 bits trained with fewer bits first and nobody was told."""
+    """A ladder of 4, then 8 bits trained with fewer bits first and nobody was told."""
     with pytest.raises(CompressionError, match=r"policy.forward: bits \d came after bits \d and sends more"):
         Config({**BLOCK, "policy": {**END, "forward": {"bits": bits}}})

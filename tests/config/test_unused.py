@@ -10,7 +10,7 @@ from ds_compress.errors import CompressionError
 
 LOSSY = {"forward": {"codec": "quantize"}}
 WITH_EF = {"forward": {"codec": "quantize", "feedback": "ef"}}
-RAMP = {"name": "ramp", "forward": {"bits": [8, 4]}, "end": 5}
+BUDGET = {"name": "budget", "forward": {"bits": [8, 4]}, "error": 0.1}
 
 UNUSED = [
     ({"warmup_steps": 5}, "warmup_steps: 5 has no effect: no codec is set"),
@@ -60,8 +60,8 @@ UNUSED = [
         "guard.cosine: 0.1 has no effect: guard.every and monitor.every are 0",
     ),
     (
-        {"forward": {"codec": {"name": "quantize", "bits": 2}}, "policy": RAMP},
-        "forward.codec.bits: 2 has no effect: policy 'ramp' sets it to 8, 4",
+        {"forward": {"codec": {"name": "quantize", "bits": 2}}, "policy": BUDGET},
+        "forward.codec.bits: 2 has no effect: policy 'budget' sets it to 8, 4",
     ),
     (
         {"forward": {"codec": "bf16", "feedback": {"name": "aqsgd", "scope": "micro_batch", "batch_dim": 1}}},
@@ -95,7 +95,7 @@ USED = [
     {"recipe": "auto", "min_numel": 5, "guard": {"residual": 9.0}, "link": {"memory_gb": 2.0}},
     {"recipe": "balanced", "warmup_steps": 5},
     {"enabled": False, "warmup_steps": 5},
-    {**LOSSY, "policy": RAMP},
+    {**LOSSY, "policy": BUDGET},
     {**LOSSY, "boundaries": {"1": {"forward": {"feedback": "ef"}}}},
     {**WITH_EF, "boundaries": {"1": {"forward": {"codec": "none"}}}},
     {"forward": {"feedback": "ef"}, "boundaries": {"1": {"forward": {"codec": "topk"}}}},

@@ -13,7 +13,6 @@ from tests.support.ranks import run_ranks
 from tests.support.replicas import WIDE, assert_alike, digest, wide_layers
 
 ACCORDION = {"name": "accordion", "backward": {"bits": [8, 4]}, "every": 2, "threshold": 0.5}
-RAMP = {"name": "ramp", "backward": {"bits": [8, 4, 2]}, "end": 4}
 SLOW = {"optimizer": {"type": "SGD", "params": {"lr": 1e-4}}}
 
 
@@ -61,20 +60,6 @@ def test_accordion_is_mild_while_sums_of_gradients_change(stages, changes):
         assert len(each["state"]["state"]["norms"]) == stages
 
 
-@pytest.mark.parametrize(
-    ("policy", "codec", "expected"),
-    [
-        (RAMP, "quantize", [8, 8, 4, 4, 2, 2]),
-        ({"name": "ramp", "backward": {"rank": [8, 2]}, "start": 2, "end": 3}, "lowrank", [8, 8, 8, 2, 2, 2]),
-    ],
-    ids=["bits", "rank"],
-)
-def test_ramp_follows_the_steps(policy, codec, expected):
-    results = run_ranks(2, train_anew, 1, ds_config(block(policy, codec), replicas=2), [1] * 6)
-    assert_alike(results)
-    assert all(each["bits"] == expected for each in results)
-
-
 def save_and_go_on(folder, config):
     engine = build(1, config, wide_layers())
     train(engine, [1] * 5)
@@ -103,9 +88,9 @@ def test_a_resumed_run_equals_one_that_went_on(codec, tmp_path):
     ("policy", "words"),
     [
         ({**ACCORDION, "forward": {"bits": [8, 4]}}, "replicas.policy.forward: replicas exchange gradients"),
-        ({"name": "ramp", "end": 3}, "replicas.policy.backward: replicas exchange gradients"),
+        ("accordion", "replicas.policy.backward: replicas exchange gradients"),
         ({**ACCORDION, "backward": {"rank": [8, 4]}}, "replicas.policy.backward.rank: codec 'quantize'"),
-        ({**RAMP, "backward": {"bits": [4, 8]}}, "replicas.policy.backward: bits 8 came after bits 4"),
+        ({**ACCORDION, "backward": {"bits": [4, 8]}}, "replicas.policy.backward: bits 8 came after bits 4"),
         (
             {"name": "budget", "backward": {"bits": [8, 4]}, "error": 0.1},
             "replicas.policy: 'budget' is not allowed between replicas",
@@ -136,7 +121,7 @@ def test_simulated_replicas_follow_the_policy():
 
 def test_the_strongest_rank_chooses_what_is_compressed():
     """The mildest did: matrices that rank 256 does not make smaller stayed exact at rank 32, too."""
-    policy = {"name": "ramp", "backward": {"rank": [256, 32]}, "end": 4}
+    policy = {**ACCORDION, "backward": {"rank": [256, 32]}}
     model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 2048, bias=False))
-    replicas = SimulatedReplicas(model, {"ds_compress": block(policy, "lowrank")}, 2)
+    replicas = SimulatedReplicas(model, {"ds_compress": block(policy, "lowrank")}, 2, lr=lambda: [0.1])
     assert replicas.compressed == {0, 1}

@@ -35,7 +35,6 @@ QUANTIZE = {"codec": {"name": "quantize", "bits": 6, "group_size": 32}}
 BITS = {"bits": [8, 4, 2]}
 TWO = {"bits": [8, 2]}
 POLICIES = {
-    "ramp": {"name": "ramp", "end": 7, "forward": BITS, "backward": {"bits": [8, 3, 2]}},
     "accordion": {"name": "accordion", "every": 2, "threshold": 0.1, "forward": TWO, "backward": TWO},
     "budget": {"name": "budget", "every": 3, "error": 0.2, "forward": BITS, "backward": BITS},
     "bytes": {"name": "budget", "every": 2, "step_bytes": 8000, "forward": BITS, "backward": BITS},
@@ -75,9 +74,7 @@ def same(ours, theirs, start=0):
     assert same_weights(ours["weights"], theirs["weights"])
 
 
-@pytest.mark.parametrize(
-    "name, link", [("ramp", {}), ("accordion", {"mode": "blocking"}), ("budget", {"depth": 2})]
-)
+@pytest.mark.parametrize("name, link", [("accordion", {"mode": "blocking"}), ("budget", {"depth": 2})])
 def test_resuming_goes_on_exactly_and_evaluation_does_not_disturb(name, link, tmp_path):
     """From the middle of an interval, over another link, and with evaluation before every step."""
     whole = run_ranks(2, trained, ds_config(block(POLICIES[name])), 2, tmp_path)
@@ -93,10 +90,10 @@ def test_resuming_goes_on_exactly_and_evaluation_does_not_disturb(name, link, tm
 
 def test_a_rank_without_a_file_has_the_settings_of_the_others(tmp_path):
     """As new replicas have none; what its side keeps starts from zero, and is said."""
-    whole = run_ranks(2, trained, ds_config(block(POLICIES["ramp"])), 2, tmp_path)
+    whole = run_ranks(2, trained, ds_config(block(POLICIES["accordion"])), 2, tmp_path)
     (file,) = (tmp_path / "step5").glob("ds_compress_pp00*.safetensors")
     file.unlink()
-    resumed = run_ranks(2, trained, ds_config(block(POLICIES["ramp"])), 2, tmp_path, 5)
+    resumed = run_ranks(2, trained, ds_config(block(POLICIES["accordion"])), 2, tmp_path, 5)
     for ours, theirs in zip(resumed, whole):
         assert ours["rungs"] == theirs["rungs"][5:] and ours["sent"] == theirs["sent"][5:]
 
@@ -216,7 +213,7 @@ def collectives(policy):
     return calls
 
 
-@pytest.mark.parametrize("name, due", [("ramp", []), ("accordion", [2, 4, 6]), ("budget", [3, 6])])
+@pytest.mark.parametrize("name, due", [("accordion", [2, 4, 6]), ("budget", [3, 6])])
 def test_steps_where_nothing_can_change_cost_no_collective(name, due):
     """One more in the others; the first steps have some of DeepSpeed's own."""
     constant, calls = (run_ranks(2, collectives, policy)[0] for policy in ("constant", POLICIES[name]))
@@ -224,21 +221,19 @@ def test_steps_where_nothing_can_change_cost_no_collective(name, due):
     assert all(calls[step - 1] == constant[step - 1] + 1 for step in due)
 
 
-def test_a_ramp_has_the_bytes_of_its_rungs_and_starts_where_it_is(tmp_path):
-    config = ds_config(block(POLICIES["ramp"]))
+def test_steps_have_the_bytes_of_their_rungs_and_another_policy_begins_anew(tmp_path):
+    config = ds_config(block(POLICIES["accordion"]))
     first, _ = run_ranks(2, trained, config, 2, tmp_path)
-    assert [rungs[0, "forward"] for rungs in first["rungs"]] == [0, 0, 0, 0, 1, 1, 1, 2, 2]
-    for rung, bits in enumerate((8, 4, 2)):
+    rungs = [rungs[0, "forward"] for rungs in first["rungs"]]
+    assert {0, 1} == {*rungs} and rungs[7] == 1
+    for rung, bits in enumerate((8, 2)):
         codec = {"codec": {"name": "quantize", "bits": bits, "group_size": 32}}
-        constant, _ = run_ranks(
-            2, trained, ds_config(block("constant", forward=codec)), 2, None, 0, False, None, 1
-        )
-        steps = [step for step, rungs in enumerate(first["rungs"]) if rungs[0, "forward"] == rung]
-        assert {first["sent"][step] for step in steps} == {constant["sent"][0]}
-    # settings of another policy do not go on: the ramp stands where the step says
-    other = ds_config(block({**POLICIES["ramp"], "end": 8}))
-    resumed, _ = run_ranks(2, trained, other, 2, tmp_path, 7)
-    assert [rungs[0, "forward"] for rungs in resumed["rungs"]] == [1, 2]
+        constant = ds_config(block("constant", codec, codec))
+        (sent, *_) = run_ranks(2, trained, constant, 2, None, 0, False, None, 1)[0]["sent"]
+        assert {first["sent"][step] for step in range(STEPS) if rungs[step] == rung} == {sent}
+    other = ds_config(block({**POLICIES["accordion"], "threshold": 0.2}))
+    resumed, _ = run_ranks(2, trained, other, 2, tmp_path, 7, False, None, 8)
+    assert [rungs[0, "forward"] for rungs in resumed["rungs"]] == [0]
 
 
 def test_warmup_comes_first():
@@ -250,7 +245,7 @@ def test_warmup_comes_first():
 def no_ladder_here():
     replaced = {"forward": QUANTIZE, "boundaries": {"0": {"forward": {"codec": "bf16"}}}}
     with pytest.raises(CompressionError) as error:
-        build(2, ds_config({**replaced, "policy": {"name": "ramp", "end": 5, "forward": BITS}}))
+        build(2, ds_config({**replaced, "policy": POLICIES["budget"]}))
     return str(error.value)
 
 
@@ -260,9 +255,6 @@ def test_a_policy_is_never_ignored_in_silence():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     with pytest.raises(CompressionError, match="policy 'accordion' follows the learning rate"):
         simulate(model, ds_config(block(POLICIES["accordion"])), [1])
-    samples = {"policy": {"name": "ramp", "unit": "samples", "end": 7, "forward": BITS}}
-    with pytest.raises(CompressionError, match="policy 'ramp' counts samples"):
-        simulate(model, {"ds_compress": {"forward": QUANTIZE, **samples}}, [1])
 
 
 def simulated_steps(config, stages, steps=STEPS, evaluates=False):
@@ -293,12 +285,6 @@ def test_a_simulated_policy_gives_the_losses_of_a_pipeline(name):
         assert (
             printed == real["printed"][: len(printed)] and len(real["printed"]) - len(printed) <= 1
         )  # after the last step
-
-
-def test_a_simulated_policy_counts_samples_as_a_pipeline_does():
-    ramp = {"name": "ramp", "unit": "samples", "end": 96, "forward": BITS, "backward": BITS}
-    config = ds_config(block(ramp, warmup_steps=1))
-    assert simulated_steps(config, 4)[0] == run_ranks(4, trained, config, 4)[0]["losses"]
 
 
 def scaled(power):

@@ -148,6 +148,6 @@ def test_replicas_act_alike_and_one_is_enough():
 
 
 def test_not_together_with_a_policy():
-    policy = {"name": "ramp", "end": 5, "forward": {"bits": [8, 4]}}
-    with pytest.raises(CompressionError, match="guard.action: 'relax' is not allowed: policy 'ramp'"):
+    policy = {"name": "budget", "error": 0.1, "forward": {"bits": [8, 4]}}
+    with pytest.raises(CompressionError, match="guard.action: 'relax' is not allowed: policy 'budget'"):
         Config({**block(), "policy": policy})

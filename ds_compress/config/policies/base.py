@@ -48,9 +48,7 @@ class DecisionInput:
 
     step: int
     """Number of optimizer steps since the warm-up."""
-    samples: int
-    """Number of samples that all replicas have seen, warm-up included."""
-    rungs: Mapping[ChannelKey, int]
+    rungs: Mapping[Place, int]
     """Current rungs; 0 is the mildest."""
     ladder_lengths: Mapping[ChannelKey, int]
     """Number of rungs of each ladder."""

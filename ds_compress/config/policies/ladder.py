@@ -77,7 +77,7 @@ def replica_ladder(options: ReplicasOptions, policy: Policy, path: str) -> list[
     if policy.errors:
         raise CompressionError(
             f"{path}.policy: {policy.name!r} is not allowed between replicas: it tries settings on messages "
-            "between stages; allowed: 'accordion', 'ramp'"
+            "between stages; allowed: 'accordion'"
         )
     if policy.options.forward or not policy.options.backward:
         given = "forward" if policy.options.forward else "backward"
