@@ -16,41 +16,19 @@ matrix.
 
 Entries of the memory, where KEY ends with h: KEY.moment, float64 [h, h], until KEY.basis, fp32 [h, rank],
 replaces it; and a moment of coefficients under a key of its own, until the basis is turned by it.
-
-Bits for each coefficient follow from reverse water-filling, in whole bits: one bit more than b for values of
-variance v reduces their squared error by v (D(b) - D(b + 1)), where D(b) is that of b bits for a normal value
-of variance 1. Each bit goes where it reduces the error most, by less than the one before. So no other
-allocation has a smaller error (Gersho and Gray, Vector Quantization and Signal Compression, 8.3). Both sides
-must allocate alike, and the last bits of moments differ between kinds of processor. So everything is counted
-in whole eighths of an octave, and among equal values the first ones get the bit.
 """
 
 import functools
 import itertools
-import math
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from functools import cache
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, Parts, TensorSpec
-from ds_compress.codecs.mixins import (
-    HardwareDependentDecode,
-    ObservesWarmup,
-    Stateful,
-    check_entry,
-    parse_size,
-)
-from ds_compress.codecs.shapes import LARGEST_FACTOR, as_message, boundary_noise, matrix_shape
+from ds_compress.codec import Context
+from ds_compress.codecs.mixins import check_entry, parse_size
+from ds_compress.codecs.shapes import LARGEST_FACTOR, boundary_noise, matrix_shape
 from ds_compress.errors import CompressionError
-from ds_compress.kernels.numerics import saturate
-from ds_compress.kernels.quantize import gaussian
-
-MOST_BITS = 8
-"""The most bits of one coefficient."""
 
 _STEPS = 8
 """Steps in an octave of variance."""
@@ -65,40 +43,6 @@ def log_levels(variances: Tensor) -> Tensor:
     largest = variances.amax()
     share = torch.where(largest > 0, variances / largest, 1.0).clamp(min=2.0**-_OCTAVES)
     return (_STEPS * share.log2()).round().to(torch.int32)
-
-
-def levels_of(variances: Tensor) -> Tensor:
-    """Return `log_levels` of variances that fall, but for those that are nearly equal: int32 [h].
-
-    A basis has those in any order: each counts as large as the largest after it, so that levels fall.
-    """
-    return log_levels(variances).flip(0).cummax(0).values.flip(0).contiguous()
-
-
-def allocate_bits(levels: Tensor, bits: int) -> tuple[int, ...]:
-    """Allocate bits to groups of values: `bits` for each on average, exactly.
-
-    Args:
-        levels: of the groups, int32 on the CPU, falling.
-
-    Returns:
-        How many groups, the first ones, have at least 1, 2, ... MOST_BITS bits.
-    """
-    worth = torch.tensor(_worth(), dtype=torch.int32, device="cpu")
-    offers = (levels.unsqueeze(1) + worth).flatten()
-    taken = offers.sort(descending=True, stable=True).indices[: len(levels) * bits]
-    widths = torch.bincount(taken // MOST_BITS, minlength=len(levels))
-    return tuple(int((widths >= width).sum()) for width in range(1, MOST_BITS + 1))
-
-
-@cache
-def _worth() -> tuple[int, ...]:
-    """Return, as levels, by how much each bit reduces the squared error of a value of variance 1."""
-    left = [1.0, *(gaussian.normal_error(bits) ** 2 for bits in range(1, gaussian.LARGEST_BITS + 1))]
-    found = [round(_STEPS * math.log2(before - after)) for before, after in pairwise(left)]
-    while len(found) < MOST_BITS:
-        found.append(found[-1] - 2 * _STEPS)  # on finer grids each bit leaves a quarter
-    return tuple(found)
 
 
 ITERATIONS = 16
@@ -143,22 +87,19 @@ def accumulate(m: Tensor, key: str, ctx: Context) -> None:
     ctx.memory[f"{key}.moment"] = old + torch.where(known, new, 0.0)
 
 
-def fit(key: str, h: int, rank: int, ctx: Context) -> Tensor | None:
-    """Replace KEY.moment by KEY.basis, unless that is there already.
+def fit(key: str, h: int, rank: int, ctx: Context) -> Tensor:
+    """Return KEY.basis; if it is not there, make it of KEY.moment, which it replaces.
 
     The basis is h x rank in fp32: orthonormal columns by falling second moment.
 
     Args:
         key: begins with the name of the codec.
 
-    Returns:
-        The second moments along the columns, float64 [rank]; None if the basis was there.
-
     Raises:
         CompressionError: no rows were observed.
     """
     if f"{key}.basis" in ctx.memory:
-        return None
+        return ctx.memory[f"{key}.basis"]
     if f"{key}.moment" not in ctx.memory:
         codec = key.partition(".")[0]
         raise CompressionError(
@@ -166,9 +107,9 @@ def fit(key: str, h: int, rank: int, ctx: Context) -> Tensor | None:
             "the first compressed one; it needs warmup_steps >= 1"
         )
     moment = ctx.memory.pop(f"{key}.moment")
-    basis, variances = leading_eigenvectors(moment, rank, lambda *shape: boundary_noise(shape, ctx))
-    ctx.memory[f"{key}.basis"] = basis.float().contiguous()
-    return variances
+    basis = leading_eigenvectors(moment, rank, lambda *shape: boundary_noise(shape, ctx))
+    ctx.memory[f"{key}.basis"] = basis = basis.float().contiguous()
+    return basis
 
 
 def turn(key: str, accumulated: str, ctx: Context) -> None:
@@ -184,7 +125,7 @@ def turn(key: str, accumulated: str, ctx: Context) -> None:
     old, moment = ctx.memory[f"{key}.basis"].double(), ctx.memory.pop(f"{accumulated}.moment")
     # from the directions as they are: those in which nothing arrived stay
     eye = functools.partial(torch.eye, dtype=torch.float64, device=moment.device)
-    turned, _ = leading_eigenvectors(moment, len(moment), eye)
+    turned = leading_eigenvectors(moment, len(moment), eye)
     ctx.memory[f"{key}.basis"] = _orthonormal(old @ turned).float().contiguous()
 
 
@@ -209,7 +150,7 @@ def check(memory: Mapping[str, Tensor], prefix: str, rank: int | None) -> None:
                 check_entry(key, value, torch.float32, shape=(h, h if rank is None else min(rank, h)))
 
 
-def leading_eigenvectors(moment: Tensor, rank: int, start: Start) -> tuple[Tensor, Tensor]:
+def leading_eigenvectors(moment: Tensor, rank: int, start: Start) -> Tensor:
     """Find an orthonormal basis of the leading eigenvectors of `moment`, exact up to `EXACT` columns.
 
     Args:
@@ -217,8 +158,7 @@ def leading_eigenvectors(moment: Tensor, rank: int, start: Start) -> tuple[Tenso
         rank: r, at most h.
 
     Returns:
-        The basis, float64 [h, r]; and the second moments along its columns, float64 [r], as parts of the
-        trace.
+        The basis, float64 [h, r].
     """
     # The moment has rounding noise of 1e-16 of its size where it should have zeros. The ridge lifts all
     # eigenvalues above it and changes no eigenvector, so that a basis wider than the data is decided by
@@ -230,11 +170,11 @@ def leading_eigenvectors(moment: Tensor, rank: int, start: Start) -> tuple[Tenso
     if rank == h > EXACT:
         return _in_blocks(moment, start)
     if h <= EXACT and 8 * rank > h:
-        return _by_decomposition(moment, start(h, rank).to(moment))
+        return _by_decomposition(moment, start(h, rank).to(moment))[0]
     basis = start(h, rank).to(moment)
     for _ in range(ITERATIONS):
         basis = _orthonormal(moment @ basis)
-    return basis, (basis * (moment @ basis)).sum(0)
+    return basis
 
 
 def _by_decomposition(moment: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
@@ -242,6 +182,9 @@ def _by_decomposition(moment: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
 
     The steps span C^16 S = U L^16 (U^T S). Its QR decomposition does not depend on which eigenvectors the
     library chooses where eigenvalues are equal. Rows fall in size, so QR is accurate in each of them.
+
+    Returns:
+        The basis, and the second moments along its columns.
     """
     values, vectors = torch.linalg.eigh(moment)
     values, vectors = values.flip(0), vectors.flip(1)
@@ -250,7 +193,7 @@ def _by_decomposition(moment: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
     return vectors @ mixed, (mixed.square() * values.unsqueeze(1)).sum(0)
 
 
-def _in_blocks(moment: Tensor, start: Start) -> tuple[Tensor, Tensor]:
+def _in_blocks(moment: Tensor, start: Start) -> Tensor:
     """Find a full basis in two rounds of blocks; see the head of this file."""
     h = len(moment)
     count = -(-h // BLOCK)
@@ -277,7 +220,7 @@ def _in_blocks(moment: Tensor, start: Start) -> tuple[Tensor, Tensor]:
         place += len(group)
     moments = torch.cat(variances)
     order = log_levels(moments).argsort(descending=True, stable=True)
-    return basis[:, order], moments[order]
+    return basis[:, order]
 
 
 def _orthonormal(m: Tensor) -> Tensor:
@@ -285,70 +228,3 @@ def _orthonormal(m: Tensor) -> Tensor:
     freely."""
     q, r = torch.linalg.qr(m)
     return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
-
-
-class EigenbasisCodec(Codec, Stateful, ObservesWarmup, HardwareDependentDecode):
-    """With `"rotate": "learned"`: sends the coefficients of rows in the eigenbasis of those of the warm-up.
-
-    Subclasses encode the coefficients column by column, those of the largest variance first. The basis
-    preserves lengths, so the error of a message is that of its coefficients.
-    """
-
-    needs_warmup = True
-
-    @abstractmethod
-    def encode_coefficients(self, coefficients: Tensor, h: int, ctx: Context, out: Parts | None) -> Parts:
-        """Return the payload of the first coefficients of rows of h.
-
-        Args:
-            coefficients: fp32 [at most h, n], by falling variance.
-            out: what `encode` was given.
-        """
-
-    @abstractmethod
-    def decode_coefficients(self, parts: Parts, n: int, h: int, ctx: Context) -> Tensor:
-        """Return the first coefficients, fp32 [at most h, n], that `parts` stand for; the others are 0."""
-
-    def sent(self, n: int, h: int, ctx: Context) -> int:
-        """Return how many coefficients of each row are sent."""
-        return h
-
-    def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
-        if not x.numel():
-            layout = self.layout(TensorSpec.of(x))
-            return tuple(torch.zeros(shape, dtype=dtype, device=x.device) for shape, dtype in layout)
-        n, h = matrix_shape(x.shape)
-        rows = x.detach().reshape(n, h).float().contiguous()  # the last bits of a product depend on the order
-        rows = saturate(rows, LARGEST_FACTOR)
-        directions = self._basis(h, ctx, x.device)[:, : self.sent(n, h, ctx)]
-        return self.encode_coefficients(directions.T @ rows.T, h, ctx, out)
-
-    def decode(self, parts: Parts, spec: TensorSpec, ctx: Context) -> Tensor:
-        if not spec.numel:
-            return torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
-        n, h = matrix_shape(spec.shape)
-        directions = self._basis(h, ctx, spec.device)[:, : self.sent(n, h, ctx)]
-        return as_message(self.decode_coefficients(parts, n, h, ctx).T @ directions.T, spec)
-
-    def observe(self, x: Tensor, ctx: Context) -> None:
-        observe(x, self._key(matrix_shape(x.shape)[1], ctx), ctx)
-
-    def check_memory(self, memory: Mapping[str, Tensor]) -> None:
-        check(memory, self.name, rank=None)
-
-    def _key(self, h: int, ctx: Context, *period: str) -> str:
-        return ".".join([self.name, str(ctx.position), ctx.direction, *period, str(h)])
-
-    def _basis(self, h: int, ctx: Context, device: torch.device) -> Tensor:
-        key = self._key(h, ctx)
-        fit(key, h, h, ctx)
-        return ctx.memory[f"{key}.basis"]
-
-    def error_bound(self, spec: TensorSpec) -> float:
-        return 1.0 + 2.0**-16  # rounding, of the basis and of two products
-
-    def refuses(self, spec: TensorSpec) -> str:
-        _, h = matrix_shape(spec.shape)
-        if h > WIDEST:
-            return f'its rows have {h:,} values, allowed with "rotate": {WIDEST:,}'
-        return super().refuses(spec)

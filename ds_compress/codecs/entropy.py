@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -10,10 +11,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ds_compress.codec import Codec, CodecOptions, Context, Layout, Parts, TensorSpec, register
+from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
 from ds_compress.codecs import eigenbasis
-from ds_compress.codecs.eigenbasis import EigenbasisCodec
-from ds_compress.codecs.shapes import matrix_shape
+from ds_compress.codecs.mixins import HardwareDependentDecode, ObservesWarmup, Stateful
+from ds_compress.codecs.shapes import LARGEST_FACTOR, as_message, matrix_shape
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.entropy.format import (
@@ -25,6 +26,7 @@ from ds_compress.kernels.entropy.format import (
     SortedBlocks,
     frame_of,
 )
+from ds_compress.kernels.numerics import saturate
 from ds_compress.registry.options import Steps
 
 MIN_SORTED_NUMEL = 2**12
@@ -206,13 +208,14 @@ class SortedContexts(EntropyBase):
         return self._frame_of(spec.numel, units.cuts, units.words)
 
 
-class EigenbasisEntropy(EigenbasisCodec, EntropyBase):
+class EigenbasisEntropy(EntropyBase, Stateful, ObservesWarmup, HardwareDependentDecode):
     """With "rotate": one step for all coefficients in a basis of the rows, with tables by their rank.
 
     Each coefficient costs the bits of its own variance, which is reverse water-filling: those below the step
     cost next to nothing. They are sent by falling variance, the first ones of all rows first, in contexts of
     half an octave each: the last quarter of the coefficients, the one before it, the eighth before that, ...
-    Spectra fall like powers of the rank, so variances in a context are of one size.
+    Spectra fall like powers of the rank, so variances in a context are of one size. The basis preserves
+    lengths, so the error of a message is that of its coefficients.
     """
 
     def __init__(self, options: Any):
@@ -221,26 +224,54 @@ class EigenbasisEntropy(EigenbasisCodec, EntropyBase):
 
     def error_bound(self, spec: TensorSpec) -> float:
         # that of the coefficients, and the rounding of the basis and of two products
-        return EntropyBase.error_bound(self, spec) + 2.0**-16
+        return super().error_bound(spec) + 2.0**-16
 
-    def encode_coefficients(self, coefficients: Tensor, h: int, ctx: Context, out: Parts | None) -> Parts:
-        frame, backend = self._frame(n := coefficients.shape[1], h), kernels(coefficients.device)
-        words = backend.encode_entropy(coefficients.reshape(-1), frame, self._dither(ctx))
+    def refuses(self, spec: TensorSpec) -> str:
+        _, h = matrix_shape(spec.shape)
+        if h > eigenbasis.WIDEST:
+            return f'its rows have {h:,} values, allowed with "rotate": {eigenbasis.WIDEST:,}'
+        return super().refuses(spec)
+
+    def observe(self, x: Tensor, ctx: Context) -> None:
+        eigenbasis.observe(x, self._key(matrix_shape(x.shape)[1], ctx), ctx)
+
+    def check_memory(self, memory: Mapping[str, Tensor]) -> None:
+        eigenbasis.check(memory, self.name, rank=None)
+
+    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+        if not x.numel():
+            return super().encode(x, ctx)
+        n, h = matrix_shape(x.shape)
+        rows = x.detach().reshape(n, h).float().contiguous()  # the last bits of a product depend on the order
+        coefficients = self._basis(h, ctx, x.device).T @ saturate(rows, LARGEST_FACTOR).T
+        frame = self._frame(n, h)
+        words = kernels(x.device).encode_entropy(coefficients.reshape(-1), frame, self._dither(ctx))
         if self._accumulates(h, ctx):
-            self.decode_coefficients((words,), n, h, ctx)  # accumulates what the other side will
+            self._decode_coefficients(words, n, h, ctx)  # accumulates what the other side will
         return (words,)
 
-    def decode_coefficients(self, parts: Parts, n: int, h: int, ctx: Context) -> Tensor:
-        coefficients = self._decode_words(parts[0], self._frame(n, h), torch.float32, ctx).view(h, n)
+    def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
+        if not spec.numel:
+            return super().decode(parts, spec, ctx)
+        n, h = matrix_shape(spec.shape)
+        basis = self._basis(h, ctx, spec.device)
+        return as_message(self._decode_coefficients(parts[0], n, h, ctx).T @ basis.T, spec)
+
+    def _decode_coefficients(self, words: Tensor, n: int, h: int, ctx: Context) -> Tensor:
+        """Return the coefficients of n rows, fp32 [h, n], by falling variance."""
+        coefficients = self._decode_words(words, self._frame(n, h), torch.float32, ctx).view(h, n)
         if self._accumulates(h, ctx):
             eigenbasis.accumulate(coefficients.T, self._period_key(h, ctx), ctx)
         return coefficients
+
+    def _key(self, h: int, ctx: Context, *period: str) -> str:
+        return ".".join([self.name, str(ctx.position), ctx.direction, *period, str(h)])
 
     def _basis(self, h: int, ctx: Context, device: torch.device) -> Tensor:
         key, refresh = self._key(h, ctx), self.options.refresh_steps
         if refresh and not {f"{key}.basis", f"{key}.moment"} & ctx.memory.keys():
             ctx.memory[f"{key}.basis"] = torch.eye(h, dtype=torch.float32, device=device)
-        basis = super()._basis(h, ctx, device)
+        basis = eigenbasis.fit(key, h, h, ctx)
         if not refresh or not ctx.training:
             return basis
         past, present = self._period_key(h, ctx), self._key(h, ctx, self._period(h, ctx).name)

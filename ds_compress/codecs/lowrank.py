@@ -206,6 +206,4 @@ class PCA(Codec, Stateful, ObservesWarmup, BothDirections, HardwareDependentDeco
 
     def _basis(self, h: int, ctx: Context) -> Tensor:
         """Return the basis of the observed rows: h x r, orthonormal columns, fp32."""
-        key = self._key(h, ctx)
-        eigenbasis.fit(key, h, min(self.options.rank, h), ctx)
-        return ctx.memory[f"{key}.basis"]
+        return eigenbasis.fit(self._key(h, ctx), h, min(self.options.rank, h), ctx)

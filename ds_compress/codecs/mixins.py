@@ -4,7 +4,7 @@
     ObservesWarmup            reads the messages of the warm-up                     pca, learned bases
     Learns                    trains weights of its own, once per step              autoencoder
     ManagesStorage            stores entries of the memory off the device           feedback aqsgd
-    Selects                   keeps some entries, which the gradient can reuse      topk, randomk, column
+    Selects                   keeps some entries, which the gradient can reuse      topk, randomk
     ReusesForwardIndices      depends on the forward codec                          topk, indices "reuse"
     VariableSizePayload       sends a payload whose size depends on the data        lossless
     BothDirections            must be the codec of both directions                  pca, autoencoder
@@ -120,10 +120,6 @@ class Selects(ABC):
     @abstractmethod
     def kept(self, spec: TensorSpec) -> int:
         """Return how many entries of a tensor of `spec` are kept, over all rows."""
-
-    @abstractmethod
-    def gain(self, spec: TensorSpec) -> Tensor | None:
-        """Return the receiver's factor for each kept value, fp32 [kept] in selection order; None for 1."""
 
 
 class ReusesForwardIndices(ABC):

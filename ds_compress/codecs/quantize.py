@@ -6,15 +6,14 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, Layout, Parts, Stability, TensorSpec, register
+from ds_compress.codec import Codec, CodecOptions, Context, Layout, Parts, Stability, TensorSpec, register
 from ds_compress.codecs import bounds
-from ds_compress.codecs.mixed import map_size, reunite, separate
 from ds_compress.codecs.mixins import FusesFeedback
-from ds_compress.codecs.quantize_eigenbasis import EigenbasisQuantize
-from ds_compress.codecs.quantize_options import QuantizeOptions
-from ds_compress.codecs.shapes import WIRE_DTYPES, group_shape, join, split
+from ds_compress.codecs.shapes import WIRE_DTYPES, GroupSize, group_shape, join, split
+from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.quantize import gaussian
 from ds_compress.kernels.quantize.bits import packed_size
@@ -37,48 +36,95 @@ class Quantize(Codec, FusesFeedback):
         {"bits": 4, "hadamard": True, "grid": "gaussian"},
         {"bits": 3, "hadamard": True},
         {"bits": 2, "hadamard": True},
-        {"bits": 4, "group_size": 32, "mixed": {"share": 0.8, "low_bits": 3}},
-        {"bits": 2, "rotate": "learned"},
         {"bits": 2, "hadamard": True, "rounding": "dither"},
     )
 
-    Options = QuantizeOptions
+    class Options(CodecOptions):
+        bits: int = Field(4, ge=1, le=8)
+        """Bits of one code."""
 
-    @classmethod
-    def of(cls, options: QuantizeOptions) -> Codec:
-        return EigenbasisQuantize(options) if options.rotate != "none" else cls(options)
+        group_size: GroupSize = 128
+        """Values that share a scale: so many in a row, or all of the tensor."""
+
+        grid: Literal["uniform", "gaussian"] | None = None
+        """uniform: equal steps. gaussian, up to 4 bits: the Lloyd-Max levels of normally distributed values,
+        as rotated groups have; each group has one 16-bit scale with the least squared error. null: gaussian
+        for rotated groups of 1 to 3 bits if neither scheme nor rounding is given, else uniform."""
+
+        scheme: Literal["asymmetric", "symmetric"] = "asymmetric"
+        """Of a uniform grid. asymmetric: from the smallest to the largest value; symmetric: around 0, which
+        costs half the scale bits and keeps 0 exact."""
+
+        scale_dtype: Literal["bf16", "fp32"] = "bf16"
+        """Dtype in which scales are sent. bf16 rounds an offset by up to 1/128. If the values of a group are
+        much closer to each other than to 0, use fp32: bf16 loses their differences."""
+
+        rounding: Literal["nearest", "stochastic", "dither"] = "nearest"
+        """On a uniform grid. With stochastic and dither, the expected output equals the input. dither adds a
+        random part of a step before rounding, which the receiver subtracts; both sides draw it. Its error is
+        smaller than that of stochastic and does not depend on the values."""
+
+        hadamard: bool = False
+        """Rotate each group first, with signs drawn from the seed. This spreads outliers: at 4 bits, the
+        error on a transformer's activations is 2 to 3 times smaller. Do not use it after a ReLU: a rotation
+        turns its many zeros into other values."""
+
+        @field_validator("grid")
+        @classmethod
+        def _normal_values(cls, grid: str | None, info: ValidationInfo) -> str | None:
+            bits, size = info.data.get("bits", 1), info.data.get("group_size", 8)
+            if grid == "gaussian" and bits > gaussian.LARGEST_BITS:
+                raise ValueError(f"needs 1 to {gaussian.LARGEST_BITS} bits, not {bits}")
+            if grid == "gaussian" and (isinstance(size, str) or size & (size - 1)):
+                raise ValueError(f"needs a group_size that is a power of two, not {size!r}")
+            return grid
+
+        @field_validator("scheme", "rounding")
+        @classmethod
+        def _of_a_uniform_grid(cls, value: str, info: ValidationInfo) -> str:
+            if value in ("asymmetric", "stochastic", "dither") and info.data.get("grid") == "gaussian":
+                raise ValueError("goes with grid 'uniform', not with 'gaussian'")
+            return value
+
+        @field_validator("hadamard", mode="before")
+        @classmethod
+        def _auto_is_removed(cls, hadamard: object) -> object:
+            if hadamard == "auto":
+                raise ValueError(
+                    "was removed; allowed: true, false, or codec 'entropy', which loses less in as many bits"
+                )
+            return hadamard
+
+        @field_validator("hadamard")
+        @classmethod
+        def _power_of_two(cls, hadamard: bool, info: ValidationInfo) -> bool:
+            size = info.data.get("group_size", 8)
+            if hadamard and (isinstance(size, str) or size & (size - 1)):
+                raise ValueError(f"needs a group_size that is a power of two, not {size!r}")
+            return hadamard
+
+        @model_validator(mode="after")
+        def _two_levels(self) -> "Quantize.Options":
+            biased = self.scheme == "symmetric" and self.rounding == "nearest"
+            if self.bits == 1 and biased and self.grid != "gaussian":
+                raise CompressionError(
+                    'scheme: \'symmetric\' of 1 bit was removed; use "grid": "gaussian", whose two levels '
+                    "have the least squared error too"
+                )
+            return self
 
     def layout(self, spec: TensorSpec) -> Layout:
-        options = self.options
-        groups, size = group_shape(spec, options.group_size)
-        if options.mixed is None:
-            return self._layout(groups, size, options.bits)
-        high, low = options.mixed.counts(groups)
-        tile_map = ((map_size(groups),), torch.uint8)
-        return (
-            tile_map,
-            *self._layout(high, size, options.bits),
-            *self._layout(low, size, options.mixed.low_bits),
-        )
+        groups, size = group_shape(spec, self.options.group_size)
+        scale = ((groups,), WIRE_DTYPES[self.options.scale_dtype])
+        codes = (groups, packed_size(size, self.options.bits)), torch.uint8
+        return codes, *[scale] * (1 if self._symmetric else 2)
 
     def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
-        options, backend, run = self.options, kernels(x.device), self._run
+        backend, run, grid, numel = kernels(x.device), self._run, self._grid(ctx.seed), x.numel()
         dither = ctx.key("dither") if self.unbiased else None
-        grid, numel = self._grid(options.bits, ctx.seed), x.numel()
         if run and numel and numel % run == 0:  # whole groups, contiguous in memory
             return backend.quantize(x, grid, dither, out, run)
-        groups = self._split(x)
-        if options.mixed is None:
-            return backend.quantize(groups, grid, dither, out)
-        tile_map, high, low = separate(groups, options.mixed.counts(len(groups))[0])
-        low_grid = self._grid(options.mixed.low_bits, ctx.seed)
-        low_dither = ctx.key("dither", "low_bits") if self.unbiased else None
-        half = 2 if self._symmetric else 3  # tensors of each width
-        return (
-            tile_map,
-            *backend.quantize(high, grid, dither, out and out[1 : 1 + half]),
-            *backend.quantize(low, low_grid, low_dither, out and out[1 + half :]),
-        )
+        return backend.quantize(self._split(x), grid, dither, out)
 
     def encode_with_residual(
         self,
@@ -93,7 +139,7 @@ class Quantize(Codec, FusesFeedback):
         if groups is None:
             return None
         (values, *stored), size = groups
-        grid, backend = self._grid(self.options.bits, ctx.seed), kernels(x.device)
+        grid, backend = self._grid(ctx.seed), kernels(x.device)
         parts, new = backend.quantize_with_residual(
             values, tuple(stored), ctx.loss_scale, residual_decay, error_weight, grid, size, out
         )
@@ -106,7 +152,7 @@ class Quantize(Codec, FusesFeedback):
         if groups is None:
             return None
         (values, stored), size = groups
-        grid, backend = self._grid(self.options.bits, ctx.seed), kernels(x.device)
+        grid, backend = self._grid(ctx.seed), kernels(x.device)
         parts, new = backend.quantize_change(values, stored, ctx.loss_scale, grid, size, out)
         return parts, self._join(new, x.shape)
 
@@ -115,7 +161,7 @@ class Quantize(Codec, FusesFeedback):
     ) -> tuple[Tensor, Tensor] | None:
         if not self._fuses(spec.dtype):
             return None
-        grid, backend, run = self._grid(self.options.bits, ctx.seed), kernels(state.device), self._run
+        grid, backend, run = self._grid(ctx.seed), kernels(state.device), self._run
         stored = state if run and spec.numel and spec.numel % run == 0 else self._split(state)
         values, new = backend.dequantize_change(parts, stored, ctx.loss_scale, grid, spec.dtype)
         return self._join(values, spec.shape), self._join(new, spec.shape)
@@ -137,7 +183,7 @@ class Quantize(Codec, FusesFeedback):
 
     def _fuses(self, dtype: torch.dtype) -> bool:
         """Return whether kernels fuse quantization with feedback for these options."""
-        return self.options.mixed is None and self.options.rounding == "nearest" and dtype in _MADE
+        return self.options.rounding == "nearest" and dtype in _MADE
 
     def _split(self, x: Tensor) -> Tensor:
         """Split a tensor into groups."""
@@ -151,45 +197,46 @@ class Quantize(Codec, FusesFeedback):
         return join(groups, TensorSpec(shape, groups.dtype, groups.device))
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
-        options, backend = self.options, kernels(parts[0].device)
-        grid = self._grid(options.bits, ctx.seed)
+        backend, grid = kernels(parts[0].device), self._grid(ctx.seed)
         run, numel, dtype = self._run, spec.numel, spec.dtype
         dither = ctx.key("dither") if self._dithered else None
         if run and numel and numel % run == 0 and dtype in _MADE:
             return backend.dequantize(parts, grid, dtype, spec.shape, dither)
         # kernels do not decode to fp16: decode to fp32, and `join` converts
         wide = dtype if dtype in _MADE else torch.float32
-        if options.mixed is None:
-            groups = backend.dequantize(parts, grid, wide, None, dither)
-        else:
-            tile_map, parts = parts[0], parts[1:]
-            half = len(parts) // 2
-            high = backend.dequantize(parts[:half], grid, wide, None, dither)
-            low_grid = self._grid(options.mixed.low_bits, ctx.seed)
-            low_dither = ctx.key("dither", "low_bits") if self._dithered else None
-            low = backend.dequantize(parts[half:], low_grid, wide, None, low_dither)
-            groups = reunite(tile_map, high, low)
-        return join(groups, spec)
+        return join(backend.dequantize(parts, grid, wide, None, dither), spec)
 
     def error_bound(self, spec: TensorSpec) -> float:
-        size = self._group(spec)[0]
-        return max(self._worst_error(bits, size) for bits in self._widths)
+        size, _ = self._group(spec)
+        if self._gaussian:
+            return gaussian.error_bound(self.options.bits, size)
+        # rounding the scales makes a step up to 1 % larger;
+        # two values determine the range of an asymmetric grid, one value that of a symmetric grid
+        nearest = 1.02 * bounds.grid(2 * size if self._symmetric else size, self._grid().top)
+        if self.options.rounding == "stochastic":
+            return 2 * nearest
+        has_zero = self._symmetric and not self._dithered
+        return min(1.0, nearest) if has_zero else nearest
 
     def gaussian_error_bound(self, spec: TensorSpec) -> float:
         size, missing = self._group(spec)
-        error = max(self._normal_error(bits, size) for bits in self._widths)
-        if not (missing and self._gaussian) or self.options.hadamard:
+        reach, top = bounds.largest_normal(size), self._grid().top
+        if self._dithered:
+            return 1.02 * 2 * reach / top / math.sqrt(12)
+        if not self._gaussian:
+            return 1.02 * bounds.normal_on_grid(-reach, reach, top, self.options.rounding == "stochastic")
+        error = 1.1 * gaussian.normal_error(self.options.bits)
+        if not missing or self.options.hadamard:
             return error
         # zeros in the last group reduce its scale, so it may lose all its values
         return math.sqrt(error**2 + (size - missing) / spec.numel)
 
     def stability(self, spec: TensorSpec) -> Stability:
-        stochastic = self.options.rounding == "stochastic"
         if self._gaussian:
             return Stability(self.error_bound(spec))
         # the error of a value is half a step, or a step; rounding the scales adds up to 2 %
-        steps = min(self._grid(bits).top for bits in self._widths)
-        return Stability((2 if stochastic else 1) * 1.02 / steps, self.unbiased, "max")
+        steps = 2 if self.options.rounding == "stochastic" else 1
+        return Stability(steps * 1.02 / self._grid().top, self.unbiased, "max")
 
     @functools.cached_property
     def unbiased(self) -> bool:
@@ -199,69 +246,29 @@ class Quantize(Codec, FusesFeedback):
     def _dithered(self) -> bool:
         return self.options.rounding == "dither"
 
-    @property
-    def _widths(self) -> list[int]:
-        """Return the bits per code of each width in use."""
-        mixed = self.options.mixed
-        return [self.options.bits] + ([mixed.low_bits] if mixed else [])
-
     def _group(self, spec: TensorSpec) -> tuple[int, int]:
         """Return the values per group and the number of padded values in the last group."""
         groups, size = group_shape(spec, self.options.group_size)
         return size, groups * size - spec.numel
 
-    def _worst_error(self, bits: int, size: int) -> float:
-        """Return the largest relative error of a group, for any values.
-
-        Rounding the scales makes a step up to 1 % larger.
-        """
-        if self._gaussian:
-            return gaussian.error_bound(bits, size)
-        stochastic = self.options.rounding == "stochastic"
-        steps = self._grid(bits).top
-        # two values determine the range of an asymmetric grid, one value that of a symmetric grid
-        nearest = 1.02 * bounds.grid(2 * size if self._symmetric else size, steps)
-        if stochastic:
-            return 2 * nearest
-        has_zero = self._symmetric and not self._dithered
-        return min(1.0, nearest) if has_zero else nearest
-
-    def _normal_error(self, bits: int, size: int) -> float:
-        """Return the relative error of a group of Gaussian values."""
-        if self._gaussian:
-            return 1.1 * gaussian.normal_error(bits)
-        stochastic = self.options.rounding == "stochastic"
-        reach = bounds.largest_normal(size)
-        if self._dithered:
-            return 1.02 * 2 * reach / self._grid(bits).top / math.sqrt(12)
-        return 1.02 * bounds.normal_on_grid(-reach, reach, self._grid(bits).top, stochastic)
-
-    def _layout(self, groups: int, size: int, bits: int) -> Layout:
-        """Return the shapes and dtypes of the codes and scales of one width."""
-        scale = ((groups,), WIRE_DTYPES[self.options.scale_dtype])
-        scales = 1 if self._symmetric else 2
-        return ((groups, packed_size(size, bits)), torch.uint8), *[scale] * scales
-
     @functools.cached_property
     def _grid(self) -> Callable[..., Grid]:
-        """Return a cached function that makes the grid for a number of bits and the seed of a block.
-
-        Every message asks for it.
-        """
-        scale_dtype, hadamard = WIRE_DTYPES[self.options.scale_dtype], self.options.hadamard
+        """Return a cached function that makes the grid for the seed of a block; every message asks for it."""
+        options = self.options
 
         @functools.lru_cache
-        def grid(bits: int, seed: int = 0) -> Grid:
-            key = key_of(seed) if hadamard else 0
-            return Grid(bits, self._symmetric, scale_dtype, hadamard, key, self._gaussian, self._dithered)
+        def grid(seed: int = 0) -> Grid:
+            key = key_of(seed) if options.hadamard else 0
+            rotation = WIRE_DTYPES[options.scale_dtype], options.hadamard, key
+            return Grid(options.bits, self._symmetric, *rotation, self._gaussian, self._dithered)
 
         return grid
 
     @functools.cached_property
     def _run(self) -> int:
-        """Return the number of consecutive values that share a scale and a width; 0 for other groupings."""
+        """Return the number of consecutive values that share a scale; 0: all of the tensor."""
         size = self.options.group_size
-        return size if self.options.mixed is None and isinstance(size, int) else 0
+        return size if isinstance(size, int) else 0
 
     @functools.cached_property
     def _gaussian(self) -> bool:

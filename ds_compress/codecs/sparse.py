@@ -1,4 +1,4 @@
-"""Sparsifying codecs: their shared base class, random selection and selection of channels.
+"""Sparsifying codecs: their shared base class, and random selection.
 
 A packet contains the indices of the selected entries (kernels/topk/index_coding), unless the receiver knows
 them, and then their values, coded by a second codec. The selection depends on the indices alone: a selected
@@ -27,11 +27,9 @@ from ds_compress.codec import (
 )
 from ds_compress.codecs import bounds
 from ds_compress.codecs.mixins import BothDirections, ObservesWarmup, Selects, VariableSizePayload
-from ds_compress.codecs.shapes import as_message
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels
-from ds_compress.kernels.topk import index_coding as coding
-from ds_compress.kernels.topk.selection import Selection, largest
+from ds_compress.kernels.topk.selection import Selection
 
 
 @lru_cache(maxsize=1024)  # successive messages have the same shape
@@ -100,10 +98,6 @@ class Sparse(Codec, Selects):
         self.values = _values_codec(self.options.values)
         self._raw = self.values.name == "none"
 
-    def gain(self, spec: TensorSpec) -> Tensor | None:
-        """Return the factor of each decoded value, fp32; None: no scaling."""
-        return None
-
     def _values_spec(self, spec: TensorSpec) -> TensorSpec:
         """Return the shape, dtype and device of the selected values."""
         return _row(self.kept(spec), spec.dtype, spec.device)
@@ -112,13 +106,7 @@ class Sparse(Codec, Selects):
         self, parts: tuple[Tensor, ...], selection: Selection, spec: TensorSpec, ctx: Context
     ) -> Tensor:
         """Decode the values and scatter them into a tensor of zeros."""
-        values, gain = parts[0], self.gain(spec)
-        if not self._raw:
-            values = self.values.decode(parts, self._values_spec(spec), ctx)
-        if gain is not None:
-            most, product = torch.finfo(values.dtype).max, values * gain
-            product = torch.where(values.isfinite(), product.clamp(-most, most), product)
-            values = as_message(product, self._values_spec(spec))
+        values = parts[0] if self._raw else self.values.decode(parts, self._values_spec(spec), ctx)
         return selection.scatter(values, spec.shape)
 
     def error_bound(self, spec: TensorSpec) -> float:
@@ -131,18 +119,12 @@ class Sparse(Codec, Selects):
 
     def _blind_error_bound(self, spec: TensorSpec) -> float:
         """Return the error bound of a selection that ignores magnitudes."""
-        return max(1.0, self._with_gain(spec, self.values.error_bound(self._values_spec(spec))))
+        return max(1.0, self.values.error_bound(self._values_spec(spec)))
 
     def _blind_gaussian_error_bound(self, spec: TensorSpec) -> float:
         """Return the error bound on Gaussian messages of a selection that ignores magnitudes."""
         values = self.values.gaussian_error_bound(self._values_spec(spec))
-        return bounds.random_part(self.kept(spec) / max(spec.numel, 1), self._with_gain(spec, values))
-
-    def _with_gain(self, spec: TensorSpec, error: float) -> float:
-        """Return the relative error of values coded with `error` after multiplication by the gain."""
-        gain = self.gain(spec)
-        largest = 1.0 if gain is None or not gain.numel() else gain.max().item()
-        return largest - 1 + largest * error
+        return bounds.random_part(self.kept(spec) / max(spec.numel, 1), values)
 
     def refuses(self, spec: TensorSpec) -> str:
         return self.values.refuses(self._values_spec(spec))
@@ -170,20 +152,10 @@ class RandomK(Sparse):
     class Options(SparseOptions):
         rows: Literal["sample", "tensor"] = "sample"
         """What is a row: each index of dim 0, or the whole tensor."""
-        unbiased: bool = False
-        """Whether the receiver divides each value by its selection probability, so that the mean of many
-        messages is x. The error of a single message grows; do not combine with error feedback."""
 
     def kept(self, spec: TensorSpec) -> int:
         rows, length = rows_of(spec.shape, self.options.rows)
         return rows * count_kept(length, self.options.density)
-
-    def gain(self, spec: TensorSpec) -> Tensor | None:
-        if not self.options.unbiased:
-            return None
-        rows, length = rows_of(spec.shape, self.options.rows)
-        k = count_kept(length, self.options.density)
-        return segment_lengths(length, k, spec.device).float().repeat(rows)
 
     def layout(self, spec: TensorSpec) -> Layout:
         return self.values.layout(self._values_spec(spec))
@@ -205,13 +177,7 @@ class RandomK(Sparse):
     def stability(self, spec: TensorSpec) -> Stability:
         longest = math.ceil(spec.numel / max(self.kept(spec), 1)) or 1  # entries of the longest segment
         values = self.values.stability(self._values_spec(spec)).constant
-        if self.options.unbiased:
-            return Stability(math.sqrt(longest * (1 + values**2) - 1), unbiased=True)
         return Stability(bounds.largest_part(1 / longest, values))
-
-    @property
-    def unbiased(self) -> bool:
-        return self.options.unbiased
 
     def _draw(self, spec: TensorSpec, ctx: Context) -> Selection:
         """Draw the selection from the seed of the message, equal on both sides."""
@@ -219,73 +185,3 @@ class RandomK(Sparse):
         # a different seed than that of the values codec, whose rounding must not depend on the selection
         generator = replace(ctx, seed=ctx.seed + 1).generator(spec.device)
         return stratified(rows, length, count_kept(length, self.options.density), generator)
-
-
-@register("column")
-class TopColumns(Sparse):
-    """Keeps whole hidden channels (indices of the last dim): those with the largest L2 norm.
-
-    Structured sparsity: one index per channel instead of one per entry. Values are sent as [rows, selected
-    channels].
-    """
-
-    Options = SparseOptions
-    examples = ({"values": "bf16"},)
-
-    def kept(self, spec: TensorSpec) -> int:
-        return self._values_spec(spec).numel
-
-    def _values_spec(self, spec: TensorSpec) -> TensorSpec:
-        rows, channels = self._matrix(spec)
-        return TensorSpec((rows, count_kept(channels, self.options.density)), spec.dtype, spec.device)
-
-    def layout(self, spec: TensorSpec) -> Layout:
-        channels, values = self._matrix(spec)[1], self._values_spec(spec)
-        kept = values.shape[1]
-        return self._coder(channels, kept).layout(channels, kept) + self.values.layout(values)
-
-    def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
-        spec = TensorSpec.of(x)
-        matrix, kept = x.reshape(self._matrix(spec)), self._values_spec(spec).shape[1]
-        chosen = largest(_column_norms(matrix).unsqueeze(0), kept)
-        columns = chosen.indices
-        ctx.selection = self._entries(columns, self._matrix(spec))
-        indices = self._coder(matrix.shape[1], kept).encode(chosen)
-        values = matrix.index_select(1, columns)
-        return indices + self.values.encode_into(values, ctx, out and out[len(indices) :])
-
-    def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
-        rows, channels = self._matrix(spec)
-        kept = self._values_spec(spec).shape[1]
-        coder = self._coder(channels, kept)
-        split = len(coder.layout(channels, kept))
-        columns = coder.decode(parts[:split], channels, kept).indices
-        ctx.selection = self._entries(columns, (rows, channels))
-        return self._scatter(parts[split:], ctx.selection, spec, ctx)
-
-    @staticmethod
-    def _matrix(spec: TensorSpec) -> tuple[int, int]:
-        """Return (rows, channels); a 0-dim tensor is one channel, a tensor without entries has none."""
-        channels = spec.shape[-1] if spec.shape else 1
-        return (spec.numel // channels, channels) if spec.numel else (0, 0)
-
-    @staticmethod
-    def _coder(channels: int, kept: int) -> Any:
-        """Return the index coder with the smallest packet."""
-        return coding.CODERS[coding.smallest(tuple(coding.CODERS), channels, kept)]
-
-    @staticmethod
-    def _entries(columns: Tensor, shape: tuple[int, int]) -> Selection:
-        """Return the selection of all entries in `columns`."""
-        rows, channels = shape
-        row = torch.arange(rows, dtype=torch.int64, device=columns.device).unsqueeze(1)
-        return Selection.at((row * channels + columns).flatten(), rows * channels)
-
-
-def _column_norms(matrix: Tensor) -> Tensor:
-    """Return the L2 norm of each column, divided by the largest finite magnitude to avoid overflow."""
-    if not matrix.numel():
-        return matrix.new_zeros(matrix.shape[1])
-    wide = matrix if matrix.dtype == torch.float64 else matrix.float()
-    largest = wide.abs().nan_to_num_(0, 0).amax()
-    return (wide / torch.where(largest > 0, largest, 1)).square().sum(0)

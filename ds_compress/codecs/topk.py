@@ -64,7 +64,6 @@ class TopK(Sparse, ReusesForwardIndices):
     def __init__(self, options: CodecOptions | None = None):
         super().__init__(options)
         self._forward: Selects = self  # whose selection "reuse" reads
-        self._unbiased = False  # as the forward codec is that it follows
 
     def paired_with(self, forward: Codec) -> Codec:
         if self.options.indices != "reuse":
@@ -87,7 +86,7 @@ class TopK(Sparse, ReusesForwardIndices):
                     f"{forward.name!r}; leave it out backward, or do not reuse"
                 )
         copy = TopK(self.options.model_copy(update=theirs))
-        copy._forward, copy._unbiased = selecting, forward.unbiased
+        copy._forward = selecting
         return copy
 
     def forward_partner(self) -> Codec | None:
@@ -99,9 +98,6 @@ class TopK(Sparse, ReusesForwardIndices):
         if self._forward is not self:
             return self._forward.kept(spec)
         return self._plan(spec.shape).kept
-
-    def gain(self, spec: TensorSpec) -> Tensor | None:
-        return None if self._forward is self else self._forward.gain(spec)
 
     def layout(self, spec: TensorSpec) -> Layout:
         values = self.values.layout(self._values_spec(spec))
@@ -140,9 +136,7 @@ class TopK(Sparse, ReusesForwardIndices):
 
     def stability(self, spec: TensorSpec) -> Stability:
         if self.options.indices == "reuse":  # of the entries that it sends, see `sent`
-            values = self.values.stability(self._values_spec(spec))
-            gain = 1.0 if self.gain(spec) is None else self.options.density**-1
-            return Stability(gain * (1 + values.constant) - 1, self._unbiased)
+            return Stability(self.values.stability(self._values_spec(spec)).constant)
         return Stability(super().error_bound(spec))
 
     def sent(self, spec: TensorSpec, ctx: Context) -> Tensor | None:
@@ -150,10 +144,6 @@ class TopK(Sparse, ReusesForwardIndices):
             return None
         kept = torch.ones(self.kept(spec), dtype=torch.float32, device=spec.device)
         return self._reused(spec, ctx).scatter(kept, spec.shape) > 0
-
-    @property
-    def unbiased(self) -> bool:
-        return self._unbiased
 
     def _select(self, x: Tensor, plan: _TopKPlan, values: Tensor | None) -> Selection:
         k = count_kept(plan.length, self.options.density)

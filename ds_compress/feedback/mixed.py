@@ -94,15 +94,7 @@ class SelectingMixedCodec(MixedErrorFeedbackCodec, Selects):
     """The same for a codec that selects entries: those of both parts are kept."""
 
     def kept(self, spec: TensorSpec) -> int:
-        return sum(part.kept(spec) for part in self._selecting)
-
-    def gain(self, spec: TensorSpec) -> Tensor | None:
-        gains = [gain for part in self._selecting if (gain := part.gain(spec)) is not None]
-        return torch.cat(gains) if gains else None
-
-    @property
-    def _selecting(self) -> list[Selects]:
-        return [part for part in self.parts if isinstance(part, Selects)]
+        return sum(part.kept(spec) for part in self.parts if isinstance(part, Selects))
 
 
 def _with_density(codec: Codec, fraction: float) -> Codec:

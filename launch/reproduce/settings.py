@@ -53,12 +53,6 @@ def basis(bits: float, refresh: int = 50, **options: Any) -> Block:
     return entropy(bits, rotate="learned", refresh_steps=refresh, **options)
 
 
-def filled(bits: int, **others: Any) -> Block:
-    """Eigenbasis coefficients in fixed bits by water-filling forward, Hadamard groups backward."""
-    fixed = group(bits, rotate="learned")
-    return block(fixed, group(bits, hadamard=True), warmup_steps=1, **others)
-
-
 def subspace(rank: int, bits: float) -> Block:
     """A trained layer pair at each cut, and entropy coding of the coefficients between them."""
     return contexts(bits, bits, subspace=rank)
@@ -76,13 +70,6 @@ def aqsgd(forward: Any, backward: Any, first: Any = "none", back: Any = "none") 
 FIRST = group(4, hadamard=True)
 REUSE = {"name": "topk", "indices": "reuse"}
 SMALL = {"values": {"name": "quantize", "bits": 4, "group_size": 128}, "indices": "rice"}
-TAH = {
-    "name": "quantize",
-    "bits": 4,
-    "group_size": 32,
-    "hadamard": True,
-    "mixed": {"share": 0.8, "low_bits": 3},
-}
 
 NONE: dict[str, Block] = {"none": {}}
 
@@ -134,8 +121,6 @@ BEYOND: dict[str, Block] = {
     **{f"entropy{f:g}/{b:g}-learned": learned(f, b) for f, b in ((2, 2), (1.75, 1.75), (1.5, 2), (2.5, 2.5))},
     **{f"entropy{f:g}/{b:g}-learned-loco": learned(f, b, back="loco")
        for f, b in ((2, 2), (1.75, 1.75), (1.5, 1.5), (1.25, 1.75), (1, 1))},
-    **{f"group{bits}/{bits}-learned": filled(bits) for bits in (2, 3)},
-    "group2/2-learned-loco": filled(2, back="loco"),
     "entropy1.5/2-aqsgd4-loco": aqsgd(entropy(1.5), entropy(2, contexts="rows"), FIRST, "loco"),
     "group2/2-hadamard-loco": block(group(2, hadamard=True), None, "none", "loco"),
     "entropy1.5/2-aqsgd": aqsgd(entropy(1.5), entropy(2)),
@@ -154,7 +139,6 @@ BEYOND: dict[str, Block] = {
     "group4/4-loco": block(group(4), group(4), "none", "loco"),
     "group4/2-loco": block(group(4), group(2), "none", "loco"),
     "group4/4-stochastic": block(group(4, rounding="stochastic")),
-    "tah": block(TAH, group(8)),
     "topk20-4bit": block(topk(20, **SMALL)),
     "topk10-4bit-reuse": block(topk(10, **SMALL), {**REUSE, "values": SMALL["values"]}),
     "topk10-4bit-aqsgd": aqsgd(topk(10, **SMALL), group(4)),
@@ -189,8 +173,6 @@ CHANGING: dict[str, Block] = {
 
 ROWS_OF_CHANNELS: dict[str, Block] = {
     # what takes the last dimension of a message for its channels, which it is in a transformer alone
-    "column25": block({"name": "column", "density": 0.25}),
-    "column10": block({"name": "column", "density": 0.1}),
     "pca32": block({"name": "pca", "rank": 32}, warmup_epochs=1),
     "pca16": block({"name": "pca", "rank": 16}, warmup_epochs=1),
     **{f"subspace{rank}-entropy4/4": subspace(rank, 4) for rank in (64, 32, 16)},

@@ -116,7 +116,6 @@ def test_resuming_equals_going_on(name, replicas, tmp_path):
         {"name": "lowrank", "rank": 8},
         {"name": "pca", "rank": 16},
         {"name": "entropy", "bits": 3, "rotate": "learned", "refresh_steps": 2},
-        {"name": "quantize", "bits": 3, "rotate": "learned"},
         {"name": "autoencoder", "width": 16, "lr": 0.01},
     ],
     ids=lambda codec: codec["name"],
@@ -184,7 +183,6 @@ def test_a_damaged_side_resets_both(tmp_path):
 LEARNED = {
     "pca": {"name": "pca", "rank": 16},
     "entropy": {"name": "entropy", "bits": 3, "rotate": "learned"},
-    "quantize": {"name": "quantize", "bits": 3, "rotate": "learned"},
 }
 
 

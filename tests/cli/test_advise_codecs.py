@@ -11,7 +11,7 @@ from ds_compress.codec import TensorSpec, build
     "choice",
     [
         {"name": "pca"},
-        *({"name": name, "rotate": "learned"} for name in ("entropy", "quantize")),
+        {"name": "entropy", "rotate": "learned"},
         {"name": "entropy", "rotate": "learned", "refresh_steps": 16},
     ],
     ids=str,

@@ -51,11 +51,8 @@ KINDS = ["spread", "equal", "too few", "constant", "outliers", "zeros"]
 def test_equals_subspace_iteration(kind, rank):
     rows = rows_of_kind(kind)
     moment = rows.T @ rows
-    basis, variances = leading_eigenvectors(moment, rank, start)
+    basis = leading_eigenvectors(moment, rank, start)
     torch.testing.assert_close(basis, subspace_iteration(moment, rank), rtol=0, atol=1e-4)
-    if moment.any():
-        share = (basis * (moment @ basis)).sum(0) / moment.diagonal().sum()
-        torch.testing.assert_close(variances, share, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("block, rank", [(1024, 5), (1024, 12), (1024, H), (16, H), (20, H)])
@@ -67,30 +64,29 @@ def test_survives_another_order_of_summation(kind, block, rank, monkeypatch):
     moment = rows.T @ rows
     generator = torch.Generator().manual_seed(1)
     noise = torch.randn(moment.shape, generator=generator, dtype=torch.float64) * moment.abs() * 1e-15
-    basis, _ = leading_eigenvectors(moment, rank, start)
-    moved, _ = leading_eigenvectors(moment + noise + noise.T, rank, start)
+    basis = leading_eigenvectors(moment, rank, start)
+    moved = leading_eigenvectors(moment + noise + noise.T, rank, start)
     torch.testing.assert_close(basis, moved, rtol=0, atol=1e-4)
     torch.testing.assert_close(basis.T @ basis, torch.eye(rank, dtype=torch.float64))
 
 
-def bits(variances):
+def bits(moment, basis):
     """Bits per value for a message of normal values, at any fine step: up to a constant."""
-    return variances.clamp(min=1e-12).log2().mean().item() / 2
+    share = (basis * (moment @ basis)).sum(0) / moment.diagonal().sum()
+    return share.clamp(min=1e-12).log2().mean().item() / 2
 
 
 def test_two_rounds_of_blocks_save_most_of_what_the_eigenvectors_save(monkeypatch):
     """Of random eigenvectors, which no block of columns holds."""
     rows = with_spectrum(0.95, 1000, H).double()
     moment = rows.T @ rows
-    none = bits(moment.diagonal() / moment.diagonal().sum())
-    _, exact = leading_eigenvectors(moment, H, start)
+    none, exact = (
+        bits(moment, basis) for basis in (torch.eye(H).double(), leading_eigenvectors(moment, H, start))
+    )
     saved = []
     for block in (24, 16, 12):
         use_blocks(monkeypatch, block)
-        basis, variances = leading_eigenvectors(moment, H, start)
-        share = (basis * (moment @ basis)).sum(0) / moment.diagonal().sum()
-        torch.testing.assert_close(variances, share, rtol=0, atol=1e-6)
-        saved.append((none - bits(variances)) / (none - bits(exact)))
+        saved.append((none - bits(moment, leading_eigenvectors(moment, H, start))) / (none - exact))
     assert saved == sorted(saved, reverse=True) and saved[0] > 0.7 and saved[-1] > 0.35
 
 

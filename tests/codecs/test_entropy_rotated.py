@@ -9,7 +9,7 @@ from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from tests.support import messages as captured
-from tests.support.codecs import Pair, error_of, observed, relative_error, send
+from tests.support.codecs import AQPair, Pair, error_of, ids, observed, relative_error, send
 from tests.support.messages import drifting, with_spectrum
 
 FOUR_BITS = {"name": "quantize", "bits": 4, "hadamard": True}
@@ -201,3 +201,26 @@ def test_a_feedback_that_decodes_what_it_sent_gathers_it_once():
     keys = {f"entropy.0.forward.{name}" for name in ("32.basis", "since_5_1.32.moment")}
     assert keys == {*pair.receiver} and keys < {*pair.sender}
     assert all(torch.equal(pair.sender[key], pair.receiver[key]) for key in keys)
+
+
+def test_ef21_sends_what_changes():
+    """Of messages that change little it loses less than the codec alone."""
+    choice = {"name": "entropy", "bits": 2, "rotate": "learned"}
+    pair, codec = Pair(choice, "ef21"), build(choice)
+    x, noise = with_spectrum(0.9, 512, 32).split(256)
+    pair.observe(x)
+    sides = observed(codec, x)
+    for step in range(1, 12):
+        message = x + 0.1 * step * noise
+        error = relative_error(pair(message, step=step), message)
+        assert error < 0.5 * relative_error(send(codec, message, *sides), message)
+
+
+def test_buffers_of_samples_stay_the_same_on_both_sides():
+    choice = {"name": "entropy", "bits": 2, "rotate": "learned"}
+    pair = AQPair(choice, {"name": "aqsgd", "ids": {"column": 2}})
+    x = torch.randn(2, 40, 32, generator=torch.Generator().manual_seed(0))
+    pair.observe(x, sample_ids=ids(3, 7))
+    for step in range(1, 6):
+        pair(x + 0.1 * step, step=step, sample_ids=ids(3, 7))
+        assert pair.in_step()

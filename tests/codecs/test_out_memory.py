@@ -66,7 +66,6 @@ def test_codecs(choice, backend, monkeypatch):
         "fp8",
         {"name": "topk", "density": 0.3},
         {"name": "quantize", "bits": 4},
-        {"name": "quantize", "bits": 4, "group_size": 32, "mixed": {"share": 0.5, "low_bits": 2}},
     ],
     ids=str,
 )

@@ -28,7 +28,6 @@ OPTIONS = [
     {"bits": 2, "grid": "gaussian"},
     {"rounding": "stochastic"},
     {"scale_dtype": "fp32"},
-    {"group_size": 32, "mixed": {"share": 0.5, "low_bits": 2}},
 ]
 
 

@@ -109,7 +109,7 @@ CODECS = [
     {"name": "fp8", "format": "e5m2", "group_size": 24},
     {"name": "quantize"},
     {"name": "quantize", "bits": 2, "hadamard": True},
-    {"name": "quantize", "rounding": "stochastic", "mixed": {"low_bits": 3}},
+    {"name": "quantize", "rounding": "stochastic"},
     {"name": "quantize", "rounding": "dither", "bits": 2, "hadamard": True},
     *(
         {"name": "entropy", "rounding": "dither", "contexts": contexts}

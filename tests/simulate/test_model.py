@@ -143,7 +143,7 @@ def real_losses(block):
 
 @pytest.mark.parametrize(
     "codec",
-    ["autoencoder", {"name": "lowrank", "rank": 2}, {"name": "quantize", "bits": 2, "rotate": "learned"}],
+    ["autoencoder", {"name": "lowrank", "rank": 2}, {"name": "entropy", "bits": 2, "rotate": "learned"}],
     ids=str,
 )
 def test_evaluation_sees_what_the_step_before_it_learned(codec):
