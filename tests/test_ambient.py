@@ -12,7 +12,7 @@ import torch
 
 import ds_compress
 from ds_compress.codec import CODECS, Context, TensorSpec, names
-from ds_compress.codecs.mixins import Learns, ObservesWarmup, layers
+from ds_compress.codecs.mixins import ObservesWarmup, layers
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FEEDBACKS
@@ -96,9 +96,6 @@ def messages(codecs, shape, dtype):
             parts = codec.encode(tensor, here)
             yield from parts
             yield codec.decode(tuple(part.clone() for part in parts), TensorSpec.of(tensor), there)
-        for side in (sender, receiver):
-            for learner in layers(codecs.forward, Learns):
-                learner.end_step(side.memory, lambda tensor: tensor)
     for side in (sender, receiver):
         yield from (side.memory[key] for key in sorted(side.memory))
 
@@ -134,17 +131,13 @@ def expected(number, shape, dtype):
     return list(messages(codecs_of(number), shape, dtype))
 
 
-PRODUCTS = ("autoencoder", "lowrank", "pca")
-"""Codecs that multiply matrices: how many threads share a sum, and so its last bits, is up to the library."""
-
-
 @pytest.mark.parametrize("ambient", AMBIENTS)
 @pytest.mark.parametrize("number", range(len(SETTINGS)), ids=lambda number: str(SETTINGS[number]))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_same_bits_whatever_a_program_sets(ambient, number, shape):
     """A default of bfloat16 was a heap overflow: C++ wrote fp32 to buffers of the default dtype."""
     assert torch.Size(SHAPES[0]).numel() < native.LONG <= torch.Size(SHAPES[1]).numel()
-    multiplies = "rotate" in SETTINGS[number][0] or SETTINGS[number][0]["name"] in PRODUCTS
+    multiplies = "rotate" in SETTINGS[number][0] or SETTINGS[number][0]["name"] == "lowrank"
     if ambient == "3 threads" and multiplies:
         pytest.skip("the order of sums is the library's")
     for dtype in DTYPES:

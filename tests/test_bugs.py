@@ -68,7 +68,7 @@ def train_watched_with_every_codec(folder):
 
 
 def test_every_codec_trains_while_the_monitor_watches(tmp_path):
-    """The meter decoded what it had sent; of an autoencoder only the receiver can: training stopped."""
+    """The meter decodes what it has sent."""
     finals = run_ranks(2, train_watched_with_every_codec, str(tmp_path))[0]
     assert sorted(finals) == names()
     assert all(0 < ratio < float("inf") for ratio in finals.values()), finals

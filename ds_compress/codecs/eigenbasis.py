@@ -3,18 +3,18 @@
 Both sides accumulate the second moment of the rows that cross uncompressed, and fit the basis when the first
 compressed message comes. The basis is a smooth function of the moment: on two kinds of processor, which sum
 in another order, the bases differ by rounding, and no sign or order can flip. It equals `ITERATIONS` steps
-of subspace iteration from a start that both sides know. A full basis comes from one eigendecomposition
-instead; rows wider than `EXACT` have one in two rounds of blocks:
+of subspace iteration from a start that both sides know, but comes from one eigendecomposition; rows wider
+than `EXACT` have theirs in two rounds of blocks:
 
     first round     eigenvectors of each block of columns
     second round    eigenvectors of each group of the directions found. A group has those of equal rank of all
                     blocks: the strongest directions of all blocks come together.
 
-A full basis can follow the messages: both sides accumulate the moment of the same decoded coefficients, and
+A basis can follow the messages: both sides accumulate the moment of the same decoded coefficients, and
 turn the basis to its eigenvectors from time to time. Such a basis needs no warm-up: it can start as the unit
 matrix.
 
-Entries of the memory, where KEY ends with h: KEY.moment, float64 [h, h], until KEY.basis, fp32 [h, rank],
+Entries of the memory, where KEY ends with h: KEY.moment, float64 [h, h], until KEY.basis, fp32 [h, h],
 replaces it; and a moment of coefficients under a key of its own, until the basis is turned by it.
 """
 
@@ -50,16 +50,16 @@ ITERATIONS = 16
 smallest possible."""
 
 EXACT = 1024
-"""The widest rows of which a full basis is fitted in one piece."""
+"""The widest rows of which a basis is fitted in one piece."""
 
 BLOCK = 768
 """The widest block of wider rows: a basis of 2,048 columns takes less than a second of one core."""
 
 WIDEST = 2**14
-"""The widest rows that a full basis is fitted to: their second moment takes 2 GiB."""
+"""The widest rows that a basis is fitted to: their second moment takes 2 GiB."""
 
-Start = Callable[[int, int], Tensor]
-"""Makes the matrix [h, r] from which subspace iteration starts; any type and device."""
+Start = Callable[[int], Tensor]
+"""Makes the matrix [h, h] from which subspace iteration starts; any type and device."""
 
 
 def observe(x: Tensor, key: str, ctx: Context) -> None:
@@ -87,10 +87,10 @@ def accumulate(m: Tensor, key: str, ctx: Context) -> None:
     ctx.memory[f"{key}.moment"] = old + torch.where(known, new, 0.0)
 
 
-def fit(key: str, h: int, rank: int, ctx: Context) -> Tensor:
+def fit(key: str, h: int, ctx: Context) -> Tensor:
     """Return KEY.basis; if it is not there, make it of KEY.moment, which it replaces.
 
-    The basis is h x rank in fp32: orthonormal columns by falling second moment.
+    The basis is h x h in fp32: orthonormal columns by falling second moment.
 
     Args:
         key: begins with the name of the codec.
@@ -107,13 +107,13 @@ def fit(key: str, h: int, rank: int, ctx: Context) -> Tensor:
             "the first compressed one; it needs warmup_steps >= 1"
         )
     moment = ctx.memory.pop(f"{key}.moment")
-    basis = leading_eigenvectors(moment, rank, lambda *shape: boundary_noise(shape, ctx))
+    basis = eigenvectors(moment, lambda size: boundary_noise((size, size), ctx))
     ctx.memory[f"{key}.basis"] = basis = basis.float().contiguous()
     return basis
 
 
 def turn(key: str, accumulated: str, ctx: Context) -> None:
-    """Turn a full basis to the eigenvectors of the coefficients in a moment, which is removed.
+    """Turn a basis to the eigenvectors of the coefficients in a moment, which is removed.
 
     Args:
         key: of the basis, fp32 [h, h], which is replaced.
@@ -125,15 +125,12 @@ def turn(key: str, accumulated: str, ctx: Context) -> None:
     old, moment = ctx.memory[f"{key}.basis"].double(), ctx.memory.pop(f"{accumulated}.moment")
     # from the directions as they are: those in which nothing arrived stay
     eye = functools.partial(torch.eye, dtype=torch.float64, device=moment.device)
-    turned = leading_eigenvectors(moment, len(moment), eye)
+    turned = eigenvectors(moment, eye)
     ctx.memory[f"{key}.basis"] = _orthonormal(old @ turned).float().contiguous()
 
 
-def check(memory: Mapping[str, Tensor], prefix: str, rank: int | None) -> None:
+def check(memory: Mapping[str, Tensor], prefix: str) -> None:
     """Check entries of keys that begin with `prefix` and end with h, just read from a checkpoint.
-
-    Args:
-        rank: the largest allowed, None for h.
 
     Raises:
         CompressionError: the functions here never write such an entry.
@@ -144,37 +141,26 @@ def check(memory: Mapping[str, Tensor], prefix: str, rank: int | None) -> None:
             h, base = parse_size(digits), ".".join([*stem[:3], digits, "basis"])
             if len(stem) > 3 and base not in memory:  # a moment to turn the basis by
                 raise CompressionError(f"entry {key!r} came without {base!r}")
-            if what == "moment":
-                check_entry(key, value, torch.float64, shape=(h, h))
-            else:
-                check_entry(key, value, torch.float32, shape=(h, h if rank is None else min(rank, h)))
+            check_entry(key, value, torch.float64 if what == "moment" else torch.float32, shape=(h, h))
 
 
-def leading_eigenvectors(moment: Tensor, rank: int, start: Start) -> Tensor:
-    """Find an orthonormal basis of the leading eigenvectors of `moment`, exact up to `EXACT` columns.
+def eigenvectors(moment: Tensor, start: Start) -> Tensor:
+    """Return an orthonormal basis of the eigenvectors of `moment`, exact up to `EXACT` columns.
 
     Args:
         moment: h x h float64, sum over the rows x of x^T x.
-        rank: r, at most h.
 
     Returns:
-        The basis, float64 [h, r].
+        float64 [h, h], by falling second moment.
     """
     # The moment has rounding noise of 1e-16 of its size where it should have zeros. The ridge lifts all
-    # eigenvalues above it and changes no eigenvector, so that a basis wider than the data is decided by
+    # eigenvalues above it and changes no eigenvector, so that directions without data are decided by
     # the start, not by noise.
     h, size = len(moment), moment.diagonal().sum()
     moment = torch.where(size > 0, moment / size, 0.0)
     ridge = torch.full_like(size, 1e-10, dtype=torch.float32)
     moment.diagonal().add_(torch.where(size > 0, ridge, 1.0))
-    if rank == h > EXACT:
-        return _in_blocks(moment, start)
-    if h <= EXACT and 8 * rank > h:
-        return _by_decomposition(moment, start(h, rank).to(moment))[0]
-    basis = start(h, rank).to(moment)
-    for _ in range(ITERATIONS):
-        basis = _orthonormal(moment @ basis)
-    return basis
+    return _in_blocks(moment, start) if h > EXACT else _by_decomposition(moment, start(h).to(moment))[0]
 
 
 def _by_decomposition(moment: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,13 +180,13 @@ def _by_decomposition(moment: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_blocks(moment: Tensor, start: Start) -> Tensor:
-    """Find a full basis in two rounds of blocks; see the head of this file."""
+    """Return eigenvectors from two rounds of blocks; see the head of this file."""
     h = len(moment)
     count = -(-h // BLOCK)
     sizes = [h // count + (place < h % count) for place in range(count)]
     ends = list(itertools.accumulate(sizes))
     columns = [slice(end - size, end) for end, size in zip(ends, sizes)]
-    starts = {size: start(size, size).to(moment) for size in set(sizes)}
+    starts = {size: start(size).to(moment) for size in set(sizes)}
     first = [_by_decomposition(moment[own, own], starts[size])[0] for own, size in zip(columns, sizes)]
     half = torch.cat([moment[:, own] @ vectors for own, vectors in zip(columns, first)], dim=1)
 

@@ -236,7 +236,7 @@ class EigenbasisEntropy(EntropyBase, Stateful, ObservesWarmup, HardwareDependent
         eigenbasis.observe(x, self._key(matrix_shape(x.shape)[1], ctx), ctx)
 
     def check_memory(self, memory: Mapping[str, Tensor]) -> None:
-        eigenbasis.check(memory, self.name, rank=None)
+        eigenbasis.check(memory, self.name)
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         if not x.numel():
@@ -271,7 +271,7 @@ class EigenbasisEntropy(EntropyBase, Stateful, ObservesWarmup, HardwareDependent
         key, refresh = self._key(h, ctx), self.options.refresh_steps
         if refresh and not {f"{key}.basis", f"{key}.moment"} & ctx.memory.keys():
             ctx.memory[f"{key}.basis"] = torch.eye(h, dtype=torch.float32, device=device)
-        basis = eigenbasis.fit(key, h, h, ctx)
+        basis = eigenbasis.fit(key, h, ctx)
         if not refresh or not ctx.training:
             return basis
         past, present = self._period_key(h, ctx), self._key(h, ctx, self._period(h, ctx).name)

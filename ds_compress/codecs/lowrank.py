@@ -1,7 +1,4 @@
-"""Low-rank codecs: a row of h numbers is sent as r coefficients of a basis.
-
-`lowrank` finds a new basis for every message and sends it along; `pca` fits one during warm-up and keeps it.
-"""
+"""Codec lowrank: a row of h numbers is sent as r coefficients of a basis, which is sent along."""
 
 import math
 from collections.abc import Mapping
@@ -11,15 +8,8 @@ import torch
 from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, Stability, TensorSpec, register
-from ds_compress.codecs import bounds, eigenbasis
-from ds_compress.codecs.mixins import (
-    BothDirections,
-    HardwareDependentDecode,
-    ObservesWarmup,
-    Stateful,
-    check_entry,
-    parse_size,
-)
+from ds_compress.codecs import bounds
+from ds_compress.codecs.mixins import HardwareDependentDecode, Stateful, check_entry, parse_size
 from ds_compress.codecs.shapes import (
     LARGEST_FACTOR,
     WIRE_DTYPES,
@@ -139,71 +129,3 @@ def _near_one(p: Tensor) -> Tensor:
     """
     _, exponent = torch.frexp(p.abs().amax())
     return p * torch.exp2(-exponent.clamp(-126, 126).float())
-
-
-@register("pca")
-class PCA(Codec, Stateful, ObservesWarmup, BothDirections, HardwareDependentDecode):
-    """The coefficients of each row in a basis fitted to the activations of the warm-up steps, the same
-    backward.
-
-    The feature-space low-rank map of arXiv 2405.18146 at a stage boundary: both sides derive the basis B
-    (h x r) from the rows that cross uncompressed, see codecs/eigenbasis.py. Projecting the gradient is the
-    derivative of projecting the activation. The mean is not taken out, so the map is linear and has no part
-    that a smaller input would not shrink; it costs about one of the r directions. An activation far from
-    those of the warm-up loses what lies outside the basis.
-    """
-
-    needs_warmup = True
-
-    class Options(CodecOptions):
-        rank: Width = 64
-        """Coefficients that stand for a row, r above; at most the row's own length."""
-        dtype: Literal["bf16", "fp32"] = "bf16"
-        """How the coefficients travel."""
-
-    def layout(self, spec: TensorSpec) -> Layout:
-        n, h = matrix_shape(spec.shape)
-        return (((n, min(self.options.rank, h)), WIRE_DTYPES[self.options.dtype]),)
-
-    def observe(self, x: Tensor, ctx: Context) -> None:
-        if ctx.direction == "forward":
-            eigenbasis.observe(x, self._key(matrix_shape(x.shape)[1], ctx), ctx)
-
-    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
-        n, h = matrix_shape(x.shape)
-        dtype = WIRE_DTYPES[self.options.dtype]
-        if not x.numel():
-            return (x.new_zeros((n, min(self.options.rank, h)), dtype=dtype),)
-        m = saturate(x.detach().reshape(n, h).float(), LARGEST_FACTOR)
-        coefficients = m @ self._basis(h, ctx)
-        return (torch.where(is_finite(coefficients), coefficients, torch.nan).to(dtype),)
-
-    def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
-        if not spec.numel:
-            return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
-        _, h = matrix_shape(spec.shape)
-        return as_message(parts[0].float() @ self._basis(h, ctx).T, spec)
-
-    def error_bound(self, spec: TensorSpec) -> float:
-        _, h = matrix_shape(spec.shape)
-        rounding = torch.finfo(WIRE_DTYPES[self.options.dtype]).eps
-        return rounding + (0 if self.options.rank >= h else 1)
-
-    def stability(self, spec: TensorSpec) -> Stability:
-        return Stability(min(1.0, self.error_bound(spec)))  # a projection loses the same part every time
-
-    def gaussian_error_bound(self, spec: TensorSpec) -> float:
-        _, h = matrix_shape(spec.shape)
-        rounding = torch.finfo(WIRE_DTYPES[self.options.dtype]).eps
-        return bounds.random_part(min(self.options.rank, h) / max(h, 1), rounding)
-
-    def check_memory(self, memory: Mapping[str, Tensor]) -> None:
-        eigenbasis.check(memory, "pca", self.options.rank)
-
-    @staticmethod
-    def _key(h: int, ctx: Context) -> str:
-        return f"pca.{ctx.position}.{h}"
-
-    def _basis(self, h: int, ctx: Context) -> Tensor:
-        """Return the basis of the observed rows: h x r, orthonormal columns, fp32."""
-        return eigenbasis.fit(self._key(h, ctx), h, min(self.options.rank, h), ctx)

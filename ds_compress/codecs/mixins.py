@@ -1,15 +1,12 @@
 """Optional abilities of codecs, as base classes beside `Codec`.
 
     Stateful                  keeps entries in the memory that checkpoints carry    lowrank, feedbacks
-    ObservesWarmup            reads the messages of the warm-up                     pca, learned bases
-    Learns                    trains weights of its own, once per step              autoencoder
+    ObservesWarmup            reads the messages of the warm-up                     learned bases
     ManagesStorage            stores entries of the memory off the device           feedback aqsgd
     Selects                   keeps some entries, which the gradient can reuse      topk, randomk
     ReusesForwardIndices      depends on the forward codec                          topk, indices "reuse"
     VariableSizePayload       sends a payload whose size depends on the data        lossless
-    BothDirections            must be the codec of both directions                  pca, autoencoder
-    ReceiverOnlyDecode        decodes with state that the sender does not have      autoencoder
-    HardwareDependentDecode   decodes to other last bits on other processors        lowrank, pca
+    HardwareDependentDecode   decodes to other last bits on other processors        lowrank, learned bases
     FusesFeedback             does a feedback's steps in the same pass              quantize
 
 Callers ask with `isinstance`, or with `layers` where a feedback may wrap the codec.
@@ -87,14 +84,6 @@ def needs_warmup(codec: Codec) -> bool:
     return any(layer.needs_warmup for layer in layers(codec, ObservesWarmup))  # type: ignore[type-abstract]
 
 
-class Learns(ABC):
-    """Changes entries of the memory once per training step."""
-
-    @abstractmethod
-    def end_step(self, memory: MutableMapping[str, Tensor], average: Callable[[Tensor], Tensor]) -> None:
-        """Replace learned entries of `memory`; `average` returns the mean over the data-parallel replicas."""
-
-
 class ManagesStorage(ABC):
     """Decides where its entries of the memory are stored: on the device, in host memory, in files."""
 
@@ -166,14 +155,6 @@ class VariableSizePayload(ABC):
     def largest_extra_payload(self, spec: TensorSpec) -> Layout:
         """Return the largest `extra_payload` of any message, first visits and the like included."""
         return self.planned_extra_payload(spec)
-
-
-class BothDirections:
-    """Must be the codec of both directions of a boundary."""
-
-
-class ReceiverOnlyDecode:
-    """Decodes with state that only the receiver has, so no feedback can wrap it."""
 
 
 class HardwareDependentDecode:

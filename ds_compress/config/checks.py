@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ds_compress.codec import TYPICAL, Codec
-from ds_compress.codecs.mixins import BothDirections, Learns, ObservesWarmup, Stateful, layers
+from ds_compress.codecs.mixins import ObservesWarmup, Stateful, layers
 from ds_compress.config.block import DIRECTIONS, KEY, Block
 from ds_compress.config.quality import LIMITS
 from ds_compress.config.recipes import AUTO
@@ -38,8 +38,8 @@ def _of_codecs(config: Any) -> dict[str, str]:
     """Return why an option has no effect beside the codecs of the block, by path; "" where it has one."""
     pairs = list(config.pairs())
     compresses = any(codec.name != "none" for codec, _ in pairs)
-    forward = any(config.codecs(number).forward.name != "none" for number in config.configured_boundaries)
-    kinds = (BothDirections, Learns, ObservesWarmup, Stateful)
+    forward = any(config.codecs(number).forward.name != "none" for number in config.numbers)
+    kinds = (ObservesWarmup, Stateful)
     is_stateful = any(any(layers(codec, kind)) for codec, _ in pairs for kind in kinds)
     nothing = "" if compresses else "no codec is set, so nothing is compressed"
     positions = "" if config.block.tensors == "large" else "tensors names positions, whatever their size"

@@ -7,7 +7,6 @@ from typing import Any, Literal
 import ds_compress.codecs  # noqa: F401  (registers them)
 from ds_compress.codec import CODECS, Codec
 from ds_compress.codecs.mixins import (
-    BothDirections,
     HardwareDependentDecode,
     ReusesForwardIndices,
     VariableSizePayload,
@@ -151,12 +150,6 @@ class Config:
         forward, forward_feedback = self._choice(boundary, "forward")
         backward, backward_feedback = self._choice(boundary, "backward")
         path = self._path(boundary)
-        for codec, other, direction in ((forward, backward, "backward"), (backward, forward, "forward")):
-            if isinstance(codec, BothDirections) and other.name != codec.name:
-                raise CompressionError(
-                    f"{path}.{direction}.codec: {other.name!r} cannot be combined with {codec.name!r} "
-                    f"in the other direction; allowed: {codec.name!r} in both"
-                )
         if isinstance(forward, ReusesForwardIndices) and forward.forward_partner() is not None:
             raise CompressionError(
                 f"{path}.forward.codec: {forward} takes over from a forward message; allowed backward only"

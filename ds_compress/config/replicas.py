@@ -7,11 +7,8 @@ from pydantic import Field
 from ds_compress.codec import CODECS, Codec
 from ds_compress.codecs.lowrank import LowRank
 from ds_compress.codecs.mixins import (
-    BothDirections,
     HardwareDependentDecode,
-    Learns,
     ObservesWarmup,
-    ReceiverOnlyDecode,
     ReusesForwardIndices,
     Stateful,
     VariableSizePayload,
@@ -20,15 +17,7 @@ from ds_compress.errors import CompressionError, errors_at
 from ds_compress.feedback import FEEDBACKS
 from ds_compress.registry import Options, Steps
 
-STATEFUL = (
-    BothDirections,
-    HardwareDependentDecode,
-    Learns,
-    ObservesWarmup,
-    ReceiverOnlyDecode,
-    Stateful,
-    VariableSizePayload,
-)
+STATEFUL = HardwareDependentDecode, ObservesWarmup, Stateful, VariableSizePayload
 """Abilities of codecs that replicas cannot use: each packet is decoded by itself, to the same bits
 everywhere, and its size is known beforehand. `lowrank` can be used, but sends no packets."""
 

@@ -244,8 +244,6 @@ class Session:
         engine, stage = self.engine, self.stage
         if self.gradients is not None:
             self.gradients.end_step()
-        for boundary in stage.boundaries:
-            stage.on_codec_stream(boundary, functools.partial(boundary.end_step, self._replica_mean))
         self.replica_check.end_step(engine.global_steps)
         values = self.replicas.values if self.replicas is not None else None
         self.monitor.end_step(stage.ends, engine.global_steps, engine.global_samples, engine.monitor, values)
@@ -448,13 +446,6 @@ class Session:
         """Return the factor of gradients at present: the same on all stages, as all skip the same steps."""
         optimizer = self.engine.optimizer  # None while it is not configured yet: evaluation does not need it
         return float(optimizer.loss_scale) if self.engine.fp16_enabled() and optimizer else 1.0
-
-    def _replica_mean(self, tensor: Tensor) -> Tensor:
-        engine = self.engine
-        if engine.is_data_parallel:
-            dist.all_reduce(tensor, group=engine.grid.get_data_parallel_group())
-            tensor = tensor / engine.grid.data_parallel_size
-        return tensor
 
     def _put_in_force(self, change: Change | None) -> None:
         if change is not None:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ds_compress.codec import TYPICAL, Codec, Context, Layout, Parts, Stability, TensorSpec
-from ds_compress.codecs.mixins import CodecWrapper, ReceiverOnlyDecode, VariableSizePayload
+from ds_compress.codecs.mixins import CodecWrapper, VariableSizePayload
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.aqsgd.sample_ids import SampleIds
 from ds_compress.registry import Named, Registry
@@ -119,11 +119,6 @@ class FeedbackCodec(Codec, CodecWrapper):
         super().__init__(codec.options)
         if isinstance(codec, VariableSizePayload):
             raise CompressionError(f"{feedback.name!r} cannot follow codec {codec.name!r}; allowed: 'none'")
-        if isinstance(codec, ReceiverOnlyDecode):
-            raise CompressionError(
-                f"{feedback.name!r} cannot follow codec {codec.name!r}: only the receiver can decode "
-                "its messages; allowed: 'none'"
-            )
         self.feedback = feedback
         self.codec = codec
         self.name = codec.name

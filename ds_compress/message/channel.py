@@ -15,7 +15,6 @@ from torch import Tensor
 from ds_compress.codec import Codec, Context, Layout, MessageId, TensorSpec, check_accepted, fill
 from ds_compress.codecs.mixins import (
     CodecWrapper,
-    Learns,
     ManagesStorage,
     ObservesWarmup,
     Stateful,
@@ -378,15 +377,6 @@ class Boundary:
         for layer in layers(self.forward.codec, ManagesStorage):
             for memory in self.memory.values():
                 layer.prefetch(ids, memory)
-
-    def end_step(self, average: Callable[[Tensor], Tensor]) -> None:
-        """Let codecs update what they learn; `average`: the mean of a tensor over the data-parallel
-        replicas."""
-        for position in sorted(self.memory):
-            for channel in self.channels:
-                with torch.no_grad():
-                    for layer in layers(channel.codec, Learns):
-                        layer.end_step(self.memory[position], average)
 
 
 def _inner(codec: Codec) -> Codec:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ds_compress.codec import MessageId
-from ds_compress.codecs.mixins import ReceiverOnlyDecode
 from ds_compress.errors import in_one_line
 from ds_compress.message.channel import Channel
 from ds_compress.message.clock import HostClock
@@ -95,9 +94,8 @@ class SendingMeter(_Meter):
     ) -> Encoded:
         """Encode a message as `channel` does, and measure how."""
         listener: Channel | None = None
-        decodes = not isinstance(channel.codec, ReceiverOnlyDecode)
         with self._measuring():
-            if decodes and message_id.micro_batch in self._compared:
+            if message_id.micro_batch in self._compared:
                 listener = channel.as_receiver()
 
         def timed_memory(nbytes: int) -> Tensor:
@@ -145,7 +143,7 @@ class SendingMeter(_Meter):
         step_messages: how many were sent.
         nonfinite_share: of messages that hold inf or nan.
         message_norm, relative_error, cosine: of the message that was compared; nan when something in it is
-        not finite, or when only the receiver can decode it.
+        not finite.
         gradient_error: of `GradientError`, with messages compared in earlier steps; 0 of activations.
         encode_ms: time to make the packets. send_ms: time in which the stage was blocked until packets left,
         when sending, at the end of the step, or for the memory of an earlier packet.

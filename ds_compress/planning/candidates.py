@@ -4,8 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from ds_compress.codecs.mixins import BothDirections
-from ds_compress.config import DIRECTIONS, KEY, Config, recipes
+from ds_compress.config import DIRECTIONS, KEY, recipes
 from ds_compress.config.quality import LIMITS
 
 CODECS: dict[str, Any] = {
@@ -56,7 +55,5 @@ def startable_candidates() -> list[Candidate]:
 
 def _of_recipe(name: str) -> Candidate:
     block = recipes.recipe(name, KEY)
-    codecs = Config(block).codecs(None)
     is_symmetric = block.keys() == set(DIRECTIONS) and block["forward"] == block["backward"]
-    is_coupled = isinstance(codecs.forward, BothDirections) or "feedback" in block["forward"]
-    return Candidate(name, block, is_symmetric and not is_coupled)
+    return Candidate(name, block, is_symmetric and "feedback" not in block["forward"])

@@ -21,7 +21,7 @@ from deepspeed import comm as dist
 from torch import Tensor
 
 from ds_compress.codec import TYPICAL, Codec
-from ds_compress.codecs.mixins import BothDirections, Learns, ObservesWarmup, layers
+from ds_compress.codecs.mixins import ObservesWarmup, layers
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.config.policies import ChannelKey
 from ds_compress.config.recipes import with_changes
@@ -56,8 +56,8 @@ def _milder(config: Config, adopted: dict[str, Any], number: int, direction: str
     choice = config.find_choice(number, direction)["codec"][0]
     codec = {"name": choice} if isinstance(choice, str) else choice
     present = getattr(config.codecs(number), direction)
-    # learned state, and state shared with the other direction, fits only its own options
-    fixed = any(any(layers(present, kind)) for kind in (BothDirections, Learns, ObservesWarmup))
+    # learned state fits only its own options
+    fixed = any(layers(present, ObservesWarmup))  # type: ignore[type-abstract]
     tries: list[dict[str, Any]] = [
         {direction: {"codec": {**codec, name: value}}}
         for name, most in MILDEST.items()

@@ -134,8 +134,6 @@ class SimulatedBoundary(nn.Module):
     def _end_step(self) -> None:
         if self._step_open:
             self._step_open = False
-            for side in (self.upstream, self.downstream):
-                side.end_step(average=lambda tensor: tensor)
             for channel in self.sending:
                 self.limits[channel.direction].warn(channel)
 

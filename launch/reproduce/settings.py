@@ -173,11 +173,7 @@ CHANGING: dict[str, Block] = {
 
 ROWS_OF_CHANNELS: dict[str, Block] = {
     # what takes the last dimension of a message for its channels, which it is in a transformer alone
-    "pca32": block({"name": "pca", "rank": 32}, warmup_epochs=1),
-    "pca16": block({"name": "pca", "rank": 16}, warmup_epochs=1),
     **{f"subspace{rank}-entropy4/4": subspace(rank, 4) for rank in (64, 32, 16)},
-    "autoencoder32": block({"name": "autoencoder", "width": 32}),
-    "autoencoder16": block({"name": "autoencoder", "width": 16}),
 }
 
 FORWARD = {
@@ -294,7 +290,7 @@ JUDGED = (
 )
 """Those of which some hurt, which the guard is judged by."""
 
-LAUNCHED = ("none", "minmax4/8", "topk10-reuse", "topk10-ef-warmup", "topk30-aqsgd", "autoencoder16")
+LAUNCHED = ("none", "minmax4/8", "topk10-reuse", "topk10-ef-warmup", "topk30-aqsgd")
 """Those repeated as real pipelines where nobody names others."""
 
 BOTH_TASKS = (

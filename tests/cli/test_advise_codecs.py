@@ -10,7 +10,6 @@ from ds_compress.codec import TensorSpec, build
 @pytest.mark.parametrize(
     "choice",
     [
-        {"name": "pca"},
         {"name": "entropy", "rotate": "learned"},
         {"name": "entropy", "rotate": "learned", "refresh_steps": 16},
     ],

@@ -35,7 +35,7 @@ ANY_INPUT = [
     {"name": "topk", "density": 0.3},
     {"name": "topk", "density": 0.3, "values": {"name": "quantize", "bits": 2}},
     {"name": "randomk", "density": 0.3},
-    *({"name": name} for name in ("bf16", "fp16", "lowrank", "autoencoder")),
+    *({"name": name} for name in ("bf16", "fp16", "lowrank")),
 ]
 SIZES = [0.0, 1e-6, 0.01, 0.3, 0.5, 1.0, 1.0, 3.0, 1e4]
 

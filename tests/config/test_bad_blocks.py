@@ -124,14 +124,7 @@ BAD_BLOCKS = [
         "'sample' in forward 'topk'",
     ),
     ({"warmup_epochs": 1, "warmup_steps": 5}, ".warmup_epochs: 1 came", "use one"),
-    ({"forward": {"codec": "pca"}, "backward": {"codec": "pca"}}, ".warmup_steps: 0", "codec 'pca'"),
-    ({"forward": {"codec": "pca"}, "warmup_steps": 5}, ".backward.codec: 'none'", "'pca' in both"),
-    (
-        {"forward": {"codec": "autoencoder", "feedback": "ef"}, "backward": {"codec": "autoencoder"}},
-        ".forward.feedback: 'ef' cannot follow codec 'autoencoder'",
-        "only the receiver",
-    ),
-    ({"backward": {"codec": "autoencoder"}}, ".forward.codec: 'none'", "'autoencoder' in both"),
+    ({"forward": {"codec": {"name": "entropy", "rotate": "learned"}}}, ".warmup_steps: 0", "'entropy'"),
     ({"seed": 1, "eval": "x", "min_numel": "y"}, ".eval: 'x'", "(and 1 more)"),
 ]
 

@@ -59,7 +59,7 @@ def outcome_of(block):
 
 
 CPU = torch.device("cpu")
-PCA, LOWRANK = {"name": "pca", "rank": 16}, {"name": "lowrank", "rank": 4}
+LEARNED, LOWRANK = {"name": "entropy", "bits": 4, "rotate": "learned"}, {"name": "lowrank", "rank": 4}
 TOPK = {"name": "topk", "density": 0.3}
 ROTATED = {"name": "quantize", "bits": 4, "group_size": 32, "hadamard": True}
 
@@ -72,11 +72,11 @@ def settings_of(codec, feedback="ef21"):
 
 @pytest.mark.extended
 def test_unlike_processors():
-    """The two sides of EF21 over PCA drifted apart, 4e-3 after 12 steps, without a word."""
-    *exact, pca, lowrank = run_unlike(*map(settings_of, (TOPK, ROTATED, PCA, LOWRANK)))
+    """The two sides of EF21 over a learned basis drifted apart, 4e-3 after 12 steps, without a word."""
+    *exact, learned, lowrank = run_unlike(*map(settings_of, (TOPK, ROTATED, LEARNED, LOWRANK)))
     for ours, theirs in exact:
         assert ours == theirs and ours.startswith("{(0, 0): ")
-    for name, both in (("pca", pca), ("lowrank", lowrank)):
+    for name, both in (("entropy", learned), ("lowrank", lowrank)):
         line = (
             f"ds_compress.numerics.device (both sides of {name} + ef21 have to compute alike; with another "
             f"feedback they need not): rank 0 has {fingerprint(CPU)['device']!r}, rank 1 has 'cpu DEFAULT'; "
@@ -89,23 +89,25 @@ def test_unlike_processors():
 @pytest.mark.extended
 def test_a_library_that_computes_otherwise_is_refused():
     """The same processor to torch: only what comes out shows it."""
-    (both,) = run_unlike(settings_of(PCA), environments=({}, {"MKL_CBWR": "COMPATIBLE"}))
+    (both,) = run_unlike(settings_of(LEARNED), environments=({}, {"MKL_CBWR": "COMPATIBLE"}))
     assert both[0] == both[1]
-    assert both[0].startswith("ds_compress.numerics.products (both sides of pca + ef21 have to compute alike")
+    assert both[0].startswith(
+        "ds_compress.numerics.products (both sides of entropy + ef21 have to compute alike"
+    )
 
 
 def test_products_on_like_processors_mirror():
-    both = run_ranks(2, outcome_of, {**settings_of(PCA), "state_check_every": 5})
+    both = run_ranks(2, outcome_of, {**settings_of(LEARNED), "state_check_every": 5})
     assert both[0] == both[1] and both[0].startswith("{(0, 0): ")
 
 
 @pytest.mark.parametrize(
     "settings, pairs",
     [
-        (settings_of(PCA), "pca + ef21"),
-        (settings_of(PCA, "aqsgd"), "pca + aqsgd"),
+        (settings_of(LEARNED), "entropy + ef21"),
+        (settings_of(LEARNED, "aqsgd"), "entropy + aqsgd"),
         (settings_of(LOWRANK, "ef"), ""),
-        (settings_of(PCA, "none"), ""),
+        (settings_of(LEARNED, "none"), ""),
         (settings_of(TOPK), ""),
         ({**settings_of(TOPK), "boundaries": {"3": {"backward": {"codec": LOWRANK}}}}, "lowrank + ef21"),
     ],

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from ds_compress.codec import Context, TensorSpec, build
-from ds_compress.codecs.mixins import ReceiverOnlyDecode
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FEEDBACKS
@@ -142,14 +141,6 @@ def test_refusals():
     reuse = {"codec": {"name": "topk", "indices": "reuse"}, "feedback": "ef_mixed"}
     with pytest.raises(CompressionError, match="backward.feedback: 'ef_mixed' cannot split"):
         Config({"forward": {"codec": "topk"}, "backward": reuse})
-    with pytest.raises(CompressionError, match="'ef' cannot follow codec 'secret'"):
-        FEEDBACKS.build("ef", "feedback").wrap(Secret())
-
-
-class Secret(FourBits, ReceiverOnlyDecode):
-    """Only the receiver has the key."""
-
-    name = "secret"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)

@@ -179,7 +179,6 @@ REFUSED = [
     ("lossless", "first_visit: 'lossless' cannot send first visits"),
     ({"name": "lowrank", "rank": 2}, "first_visit: 'lowrank' cannot send first visits"),
     ({"name": "topk", "indices": "reuse"}, "first_visit: 'topk' cannot send first visits"),
-    ({"name": "autoencoder", "width": 4}, "first_visit: 'autoencoder' cannot send first visits"),
     ("quantise", "first_visit: 'quantise' is not registered .did you mean 'quantize'"),
     ({"name": "quantize", "bits": 9}, "first_visit.bits: 9"),
     (4, "first_visit: 4 is neither a name nor an object"),

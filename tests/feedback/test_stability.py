@@ -142,11 +142,9 @@ def test_what_reuse_leaves_out_is_not_kept(feedback, values, mask):
         assert any(value.abs().max() > 0 for value in memory.values())
 
 
-@pytest.mark.parametrize("choice", [{"name": "acsgd", "bits": 1}, {"name": "pca", "rank": 2}], ids=name_of)
-def test_what_is_refused_does_grow(choice):
-    """So that the refusal is not idle: what acsgd of 1 bit and a fixed basis leave out adds up."""
-    pair, x = Pair(choice, "ef"), torch.randn(8, 16).abs()
-    pair.observe(torch.randn(8, 16))
+def test_what_is_refused_does_grow():
+    """So that the refusal is not idle: what acsgd of 1 bit leaves out adds up."""
+    pair, x = Pair({"name": "acsgd", "bits": 1}, "ef"), torch.randn(8, 16).abs()
     sizes = []
     for step in range(200):
         pair(x, step=step)
@@ -179,10 +177,7 @@ def test_unsafe_pairs_are_refused_with_what_is_allowed(codec, feedback, directio
     assert line.endswith("or a decay below 1") == (feedback == "ef")
 
 
-def test_a_fixed_basis_is_refused_and_a_damped_residual_allowed():
-    pca = {"codec": {"name": "pca", "rank": 2}, "feedback": "ef"}
-    with pytest.raises(CompressionError, match="forward.feedback: ef cannot follow codec pca"):
-        Config({"forward": pca, "backward": {"codec": pca["codec"]}, "warmup_steps": 1})
+def test_a_damped_residual_is_allowed():
     Config({"forward": {"codec": {"name": "acsgd", "bits": 1}, "feedback": {"name": "ef", "decay": 0.5}}})
 
 
@@ -203,8 +198,8 @@ def test_every_codec_says_what_it_is(feedback):
             declared = codec.stability(TYPICAL)
             assert declared.kind in ("contraction", "unbiased", "neither")
             # of a code that is learned, or that ends as zeros at worst, no constant is known
-            assert declared.constant < math.inf or name in ("autoencoder", "entropy")
+            assert declared.constant < math.inf or name == "entropy"
             if isinstance(codec, ReusesForwardIndices) and codec.forward_partner() is not None:
                 continue
             refused = 1 <= FEEDBACKS.build(feedback, "feedback").growth(declared) < math.inf
-            assert refused == (name == "pca" and feedback in ("ef", "loco", "ef_mixed"))
+            assert not refused

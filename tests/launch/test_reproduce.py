@@ -177,7 +177,7 @@ def test_absent_data_is_one_line(name, tmp_path, data):
 def test_a_run_that_fails_stops_no_other(data, tmp_path, monkeypatch, capsys):
     """Its codec refuses the messages of this task."""
     monkeypatch.setitem(
-        SETTINGS["vision"], "none", {"forward": {"codec": "pca"}, "backward": {"codec": "pca"}}
+        SETTINGS["vision"], "none", {"forward": {"codec": {"name": "entropy", "rotate": "learned"}}}
     )
     with pytest.raises(SystemExit, match="reproduce: 1 of 2 runs failed"):
         grid(data, tmp_path, "--only", "vision/none", "language/none", "--seed", "0")

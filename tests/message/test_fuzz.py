@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_compress.codec import CODECS, MessageId, TensorSpec, build, names
-from ds_compress.codecs.mixins import BothDirections, ObservesWarmup
+from ds_compress.codecs.mixins import ObservesWarmup
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary
@@ -30,8 +30,6 @@ def messages():
     for name, options in settings():
         codec, found = {"codec": {"name": name, **options}}, build({"name": name, **options})
         block = {"min_numel": 0, "forward": codec, "warmup_steps": int(isinstance(found, ObservesWarmup))}
-        if isinstance(found, BothDirections):
-            block["backward"] = codec
         try:
             config = Config(block)
         except CompressionError:  # options for the backward direction

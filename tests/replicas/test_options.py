@@ -11,11 +11,13 @@ def test_codecs_without_state_are_allowed(codec):
     assert Config({"replicas": {"codec": codec}}).replica_codec.name == codec
 
 
+LEARNED = {"name": "entropy", "rotate": "learned"}
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"codec": "pca"}, "replicas.codec: pca is not allowed between replicas"),
-        ({"codec": "autoencoder"}, "replicas.codec: autoencoder is not allowed"),
+        ({"codec": LEARNED}, "replicas.codec: entropy(rotate=learned) is not allowed between replicas"),
         ({"codec": "lowrank", "every": 30}, "replicas.codec: lowrank is not allowed"),
         ({"codec": "lowrank", "feedback": "ef_mixed"}, "replicas.feedback: 'ef_mixed' is not allowed with"),
         ({"codec": "lossless"}, "replicas.codec: lossless is not allowed"),
@@ -27,7 +29,7 @@ def test_codecs_without_state_are_allowed(codec):
         ({"codec": "quantize", "feedback": "ef21"}, "replicas.feedback: 'ef21' is not allowed"),
         ({"codec": "quantize", "feedback": "aqsgd"}, "replicas.feedback: 'aqsgd' is not allowed"),
         ({"codec": "quantize", "every": 0}, "replicas.every: 0 is not allowed"),
-        ({"codec": "pca", "every": 30}, "replicas.codec: pca is not allowed between replicas"),
+        ({"codec": LEARNED, "every": 30}, "replicas.codec: entropy(rotate=learned) is not allowed between"),
         ({"every": 30, "parameters": 4}, "replicas.parameters: 4 is not allowed with every above 1"),
         ({"outer": {}, "warmup_steps": 9}, "replicas.warmup_steps: 9 is not allowed with every above 1"),
         ({"every": 30, "outer": {"momentum": 1.0}}, "replicas.outer.momentum: 1.0 is not allowed"),

@@ -87,16 +87,12 @@ class Noisy(nn.Module):
         return self.block(x) + 1e-3 * torch.randn_like(x)
 
 
-LEARNED = {"codec": {"name": "autoencoder", "width": 8}}
 SETTINGS = {
     "topk": (COARSE, REUSE),
     "stochastic": ({"codec": {"name": "quantize", "bits": 3, "rounding": "stochastic"}}, FINE),
     "feedback back": (FINE, {**COARSE, "feedback": "ef"}),
     "mirrored back": (FINE, {**FINE, "feedback": "ef21"}),
-    "learned": (
-        {"codec": {"name": "autoencoder", "width": 8}},
-        {"codec": {"name": "autoencoder", "width": 8}},
-    ),
+    "learned": ({"codec": {"name": "entropy", "rotate": "learned", "refresh_steps": 2}}, FINE),
 }
 
 

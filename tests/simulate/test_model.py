@@ -142,12 +142,9 @@ def real_losses(block):
 
 
 @pytest.mark.parametrize(
-    "codec",
-    ["autoencoder", {"name": "lowrank", "rank": 2}, {"name": "entropy", "bits": 2, "rotate": "learned"}],
-    ids=str,
+    "codec", [{"name": "lowrank", "rank": 2}, {"name": "entropy", "bits": 2, "rotate": "learned"}], ids=str
 )
 def test_evaluation_sees_what_the_step_before_it_learned(codec):
-    """`simulate` updated the autoencoder at the start of the next step, so it evaluated the one before."""
     block = {"forward": {"codec": codec}, "backward": {"codec": codec}, "warmup_steps": 1}
     (losses, evaluated), *_ = run_ranks(3, real_losses, block)
     assert pipeline_kinds.train_simulated(KINDS["tensor"], block) == (losses, evaluated)

@@ -20,12 +20,11 @@ RECIPES = {
     "none": {},
     "topk, reuse, ef": TOPK,
     "quantize, ef21": {"forward": {"codec": {"name": "quantize", "group_size": 32}, "feedback": "ef21"}},
-    "autoencoder": {"forward": {"codec": "autoencoder"}, "backward": {"codec": "autoencoder"}},
     "lowrank, loco": {
         "forward": {"codec": {"name": "lowrank", "rank": 2}},
         "backward": {"codec": {"name": "lowrank", "rank": 2}, "feedback": "loco"},
     },
-    "pca": {"forward": {"codec": "pca"}, "backward": {"codec": "pca"}, "warmup_steps": 2},
+    "learned": {"forward": {"codec": {"name": "entropy", "rotate": "learned"}}, "warmup_steps": 2},
     "lossless": {"forward": {"codec": "lossless"}, "backward": {"codec": "lossless"}},
     "blocking": {**TOPK, "link": {"mode": "blocking"}},
     "depth 3": {**TOPK, "link": {"depth": 3}},

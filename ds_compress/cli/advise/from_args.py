@@ -147,7 +147,7 @@ def _bits_and_error(codec: Codec, spec: TensorSpec, device: torch.device) -> tup
 
 def _limit_width(codec: Codec, spec: TensorSpec) -> TensorSpec:
     observers = layers(codec, ObservesWarmup)  # type: ignore[type-abstract]
-    fits = any(layer.needs_warmup or isinstance(layer, EigenbasisEntropy) for layer in observers)
+    fits = any(isinstance(layer, EigenbasisEntropy) for layer in observers)
     return _with_width(FITTED_WIDTH, spec) if fits and spec.shape[-1] > FITTED_WIDTH else spec
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ds_compress.codec import CODECS, TYPICAL, Codec, TensorSpec
-from ds_compress.codecs.mixins import BothDirections, Learns, ObservesWarmup
+from ds_compress.codecs.mixins import ObservesWarmup
 from ds_compress.config.block import DIRECTIONS, KEY
 from ds_compress.config.policies.base import LadderOptions, Policy, format_rung
 from ds_compress.config.replicas import ReplicasOptions, build_replica_codec
@@ -124,11 +124,10 @@ def _refuse_unknown(name: str, known: Sequence[str], rung: dict[str, Any], path:
 
 def _check_alone(codec: Codec, path: str) -> None:
     """Refuse codecs whose learned state is lost when settings change."""
-    learns = isinstance(codec, (BothDirections, Learns, ObservesWarmup))
-    if learns:
+    if isinstance(codec, ObservesWarmup):
         raise CompressionError(
             f"{path}: codec {codec.name!r} learns, and would begin anew at every change; allowed: codecs "
-            "without weights or a basis of their own"
+            "without a basis of their own"
         )
 
 

@@ -23,9 +23,7 @@ from torch import Tensor
 
 from ds_compress.codec import TYPICAL, Codec, Context, Layout, TensorSpec, build
 from ds_compress.codecs.mixins import (
-    BothDirections,
     HardwareDependentDecode,
-    ReceiverOnlyDecode,
     ReusesForwardIndices,
     Selects,
     Stateful,
@@ -46,7 +44,7 @@ def first_codec(choice: object) -> Codec:
     """
     codec = build(choice, "first_visit")
     follows = isinstance(codec, ReusesForwardIndices) and codec.forward_partner() is not None
-    kinds = (VariableSizePayload, BothDirections, ReceiverOnlyDecode, HardwareDependentDecode, Stateful)
+    kinds = (VariableSizePayload, HardwareDependentDecode, Stateful)
     if follows or isinstance(codec, kinds):
         raise CompressionError(
             f"first_visit: {codec.name!r} cannot send first visits: buffers start from what it decodes to "
