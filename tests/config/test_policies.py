@@ -98,28 +98,6 @@ def test_budget_takes_the_fewest_bytes_under_its_limit():
     assert under([0.01, 0.02, 0.05, 0.05], 0, sizes=(8, 6, 4, 4)) == 2
 
 
-def within(limit, present, signals, **options):
-    made = POLICIES.build({"name": "budget", "step_bytes": limit, **options}, "policy")
-    now = DecisionInput(0, present, dict.fromkeys(present, 3), 0.0, signals)
-    found = made.decide(now, {})
-    return [found[place] for place in (FORWARD, BACKWARD)]
-
-
-def test_budget_takes_the_least_error_within_its_bytes():
-    """Forward loses .1 for 4 bytes, then .4 for 2; backward .02 for 4, then .03 for 2."""
-    signals = {
-        FORWARD: Signal(math.nan, (0.0, 0.1, 0.5), (8, 4, 2)),
-        BACKWARD: Signal(math.nan, (0.0, 0.02, 0.05), (8, 4, 2)),
-    }
-    mild = {FORWARD: 0, BACKWARD: 0}
-    expected = {16: [0, 0], 15: [0, 1], 12: [0, 1], 11: [0, 2], 10: [0, 2], 9: [1, 2], 6: [1, 2], 5: [2, 2]}
-    assert {limit: within(limit, mild, signals) for limit in expected} == expected
-    assert within(12, {FORWARD: 1, BACKWARD: 0}, signals) == [0, 1]  # .1 -> .02
-    close = {**signals, FORWARD: Signal(math.nan, (0.0, 0.021, 0.5), (8, 4, 2))}
-    assert within(12, {FORWARD: 1, BACKWARD: 0}, close) == [1, 0]  # .021 -> .02 is not worth it
-    assert within(12, {FORWARD: 1, BACKWARD: 0}, close, hysteresis=0) == [0, 1]
-
-
 QUANTIZE = {"codec": {"name": "quantize", "bits": 6}, "feedback": "ef"}
 TOPK = {"codec": {"name": "topk", "density": 0.1}}
 BLOCK = {"forward": QUANTIZE, "backward": TOPK}
@@ -140,8 +118,8 @@ BAD = [
     ({"name": "accordion", "forward": {"bits": [8, 4, 2]}}, "ds_compress.policy.forward: {'bits': [8, 4"),
     ({"name": "accordion", "forward": {"bits": [8, 1]}}, "ds_compress.policy: at forward bits 1: ds_"
      "compress.forward.feedback: ef cannot follow"),
-    ({"name": "budget", "forward": LADDER}, "ds_compress.policy: None is not allowed for 'step_bytes'"),
-    ({"name": "budget", "forward": LADDER, "error": 0.1, "step_bytes": 9}, "ds_compress.policy.step_bytes:"),
+    ({"name": "budget", "forward": LADDER}, "ds_compress.policy.error: missing"),
+    ({**END, "step_bytes": 9}, "ds_compress.policy.step_bytes: unknown key (removed: give 'error'"),
     ({"name": "constant", "every": 3}, "ds_compress.policy.every: unknown key"),
 ]  # fmt: skip
 

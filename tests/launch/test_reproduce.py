@@ -272,7 +272,7 @@ def test_a_row_from_a_pipeline_is_that_from_simulate(name, whole, data, tmp_path
 def test_a_policy_trains_as_a_pipeline(data, tmp_path, monkeypatch, warm):
     """4 bits in the first two of eight steps, then 2: the smallest budget that there is."""
     ladders = {direction: {"bits": [4, 2]} for direction in ("forward", "backward")}
-    policy = {"name": "budget", "every": 2, "step_bytes": 1, **ladders}
+    policy = {"name": "budget", "every": 2, "error": 0.9, **ladders}
     block = SETTINGS["language"]["group4/4-hadamard"]
     monkeypatch.setitem(SETTINGS["language"], "group4/4-hadamard", {**block, "policy": policy})
     grid(data, tmp_path, "--only", "language/group4/4-hadamard", "--seed", "0")
