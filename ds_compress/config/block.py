@@ -102,9 +102,7 @@ class GuardOptions(Options):
     zero is nothing."""
     error: float = Field(default=0.5, gt=0, le=1e9)
     """Largest relative error of an activation, in steps that the guard checks or the monitor measures. Beyond
-    it one warning is logged per boundary and direction; the same holds for the next four options."""
-    cosine: float = Field(default=0.5, ge=-1, le=1)
-    """Smallest cosine between an activation and what arrives."""
+    it one warning is logged per boundary and direction; the same holds for the next three options."""
     gradient_error: float = Field(default=0.4, gt=0, le=1e9)
     """Largest error of accumulated gradients: the bias of what arrives, and the random part of its error as
     far as 8 messages leave it, both as a multiple of the mean gradient over tokens. Optimizers add up
@@ -118,7 +116,7 @@ class GuardOptions(Options):
     """What happens beyond a limit. warn: one warning. stop: all ranks stop; but `residual` of
     gradients, and `nonfinite`, stop them only if the block gives these limits. relax: the
     codec gets twice the bits, density or rank from the next step on, and finally becomes `none`: for
-    all activations if the loss is higher, for one boundary and direction if its error, cosine,
+    all activations if the loss is higher, for one boundary and direction if its error,
     gradient_error or residual is beyond a limit; one line is logged. relax does not go with a policy."""
 
     def is_due(self, steps: int) -> bool:

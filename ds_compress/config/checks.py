@@ -56,8 +56,8 @@ def _of_codecs(config: Any) -> dict[str, str]:
 
 def _of_guard(config: Any) -> dict[str, str]:
     """Return why an option of the guard has no effect, by path; "" where it has one."""
-    guard, used = config.block.guard, [config.codecs(number) for number in config.configured_boundaries]
-    options = ("loss", "loss_floor", "error", "cosine", "gradient_error", "residual", "nonfinite", "action")
+    guard, used = config.block.guard, [config.codecs(number) for number in config.numbers]
+    options = ("loss", "loss_floor", "error", "gradient_error", "residual", "nonfinite", "action")
     loses_forward = any(each.forward.error_bound(TYPICAL) > 0 for each in used)
     loses_backward = any(each.backward.error_bound(TYPICAL) > 0 for each in used)
     if not loses_forward and not loses_backward:
@@ -75,10 +75,7 @@ def _of_guard(config: Any) -> dict[str, str]:
     return {
         "guard.loss": not_compared,
         "guard.loss_floor": not_compared,
-        **dict.fromkeys(
-            ("guard.error", "guard.cosine"),
-            not_measured or ("" if loses_forward else "no codec of activations loses anything"),
-        ),
+        "guard.error": not_measured or ("" if loses_forward else "no codec of activations loses anything"),
         "guard.gradient_error": not_measured
         or ("" if loses_backward else "no codec of gradients loses anything"),
         "guard.nonfinite": not_measured,

@@ -1,4 +1,4 @@
-"""Error feedback (EF): adds what a message lost to the next one."""
+"""Error feedback (EF), which adds what a message lost to the next one; LoCo, which damps the residual."""
 
 from typing import Literal
 
@@ -11,6 +11,7 @@ from ds_compress.codecs.mixins import FusesFeedback, ReusesForwardIndices
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.state import State, StatefulFeedback, StateOptions
 from ds_compress.kernels.backends import kernels
+from ds_compress.registry import Steps
 
 
 class ErrorFeedbackOptions(StateOptions):
@@ -98,3 +99,42 @@ class ErrorFeedbackCodec(FeedbackCodec, StatefulFeedback):
             x, sent = (torch.where(sendable, each, torch.zeros_like(each)) for each in (x, sent))
         new, kept = backend.update_residual(x, residual, sent, ctx.loss_scale, *self.weights)
         return parts, self.state.to_stored(new, spec), finite & kept
+
+
+@FEEDBACKS.register("loco")
+class LoCo(Feedback):
+    """Damped error feedback: m = C(x + e), then e = beta e + (1 - beta) (x + e - m), kept in 8 bits.
+
+    Xie et al., arXiv 2407.04480, with beta and the 8-bit store of DeepSpeed's ZeRO++. e estimates the usual
+    error of a message instead of accumulating all of it, so it stays bounded if messages have little in
+    common.
+    """
+
+    class Options(StateOptions):
+        beta: float = Field(0.8, ge=0, lt=1)
+        """Weight of the old residual in the next one."""
+        reset_every: Steps = 1024
+        """Start from zero again every so many optimizer steps; 0: never."""
+        dtype: Literal["fp32", "bf16", "int8"] = "int8"
+        """Dtype of the stored residual; int8 has a scale for each 128 values."""
+
+    def growth(self, stability: Stability) -> float:
+        return self.options.beta + (1 - self.options.beta) * stability.constant
+
+    def wrap(self, codec: Codec) -> Codec:
+        return LoCoCodec(self, codec)
+
+
+class LoCoCodec(ErrorFeedbackCodec):
+    """Updates the residual with `beta`, and resets it at step numbers that all ranks know."""
+
+    def residual(self, ctx: Context, spec: TensorSpec) -> tuple[Tensor, ...]:
+        options = self.feedback.options
+        due = options.reset_every and ctx.step % options.reset_every == 0
+        first = ctx.micro_batch == 0 or options.scope == "micro_batch"
+        return self.state.zeros(spec) if due and first else super().residual(ctx, spec)
+
+    @property
+    def weights(self) -> tuple[float, float]:
+        beta = self.feedback.options.beta
+        return beta, 1 - beta

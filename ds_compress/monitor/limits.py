@@ -30,7 +30,6 @@ class MessageQuality(NamedTuple):
     """Measurements that the guard has limits for; larger is worse."""
 
     error: float  # of activations
-    negative_cosine: float
     gradient_error: float  # of gradients
     residual: float
     nonfinite: float
@@ -46,22 +45,16 @@ class MessageQuality(NamedTuple):
         lasting = [min(values[name], finite(before.get(name, 0.0))) for name in LASTING]
         # with feedback a message of zeros may arrive as something else
         is_nothing = values["message_norm"] == 0
-        names = ("relative_error", "cosine", "gradient_error")
-        error, cosine, gradient = (math.nan if is_nothing else values[name] for name in names)
+        names = ("relative_error", "gradient_error")
+        error, gradient = (math.nan if is_nothing else values[name] for name in names)
         # the error of a gradient is no harm where it averages out
-        own = (error, -cosine, 0.0) if direction == "forward" else (0.0, -1.0, gradient)
+        own = (error, 0.0) if direction == "forward" else (0.0, gradient)
         return cls(*own, *lasting)
 
     def violations(self, guard: GuardOptions) -> list[Violation]:
         """Return the limits that are exceeded; nan, which means not known, exceeds none."""
         found = (
             (self.error > guard.error, "error", f"a relative error of {self.error:.2f}", LOST),
-            (
-                -self.negative_cosine < guard.cosine,
-                "cosine",
-                f"a cosine of {-self.negative_cosine:.2f}",
-                LOST,
-            ),
             (
                 self.gradient_error > guard.gradient_error,
                 "gradient_error",
@@ -93,5 +86,5 @@ def finite(value: float) -> float:
     return 0.0 if math.isnan(value) else min(value, sys.float_info.max)
 
 
-LOSSLESS = MessageQuality(0.0, -1.0, 0.0, 0.0, 0.0)
+LOSSLESS = MessageQuality(0.0, 0.0, 0.0, 0.0)
 """Measurements of a message that arrives bit-identical."""

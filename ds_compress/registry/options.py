@@ -40,6 +40,7 @@ REMOVED = {
     "delta": "use 'int8'",
     "select": "entries are always selected exactly; leave it out",
     "block_size": "entries are always selected exactly; leave it out",
+    "cosine": "'error' is the stricter limit",
     "step_bytes": "give 'error', which limits each message",
     "unbiased": 'quantize and entropy have "rounding": "dither"',
     "mixed": '4 bits with "hadamard": true lose less in fewer bytes',

@@ -212,13 +212,12 @@ class LimitCheck:
         if self._norms is None:
             return
         found, scale = self._norms.tolist(), self._largest[0].item()
-        error, cosine = error_and_cosine(*found)
+        error, _ = error_and_cosine(*found)
         finite = torch.stack(self._largest).isfinite().double().mean().item()
         self._norms, self._largest = None, []
         values = {
             "message_norm": found[0] * (scale or 1.0),
             "relative_error": error,
-            "cosine": cosine,
             "gradient_error": self._gradients.value,
             "nonfinite_share": 1 - finite,
         }

@@ -56,8 +56,8 @@ UNUSED = [
         "guard.error: 0.1 has no effect: no codec loses",
     ),
     (
-        {**LOSSY, "guard": {"every": 0, "cosine": 0.1}, "monitor": {"every": 0}},
-        "guard.cosine: 0.1 has no effect: guard.every and monitor.every are 0",
+        {**LOSSY, "guard": {"every": 0, "error": 0.1}, "monitor": {"every": 0}},
+        "guard.error: 0.1 has no effect: guard.every and monitor.every are 0",
     ),
     (
         {"forward": {"codec": {"name": "quantize", "bits": 2}}, "policy": BUDGET},

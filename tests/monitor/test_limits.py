@@ -10,7 +10,6 @@ COARSE = {"codec": {"name": "topk", "density": 0.02}}
 FINE = {
     "message_norm": 1.0,
     "relative_error": 0.01,
-    "cosine": 1.0,
     "gradient_error": 0.0,
     "residual_share": 0.0,
     "nonfinite_share": 0.0,
@@ -25,26 +24,25 @@ def over(values, before=FINE, direction="forward", **limits):
 
 
 def test_limits_of_messages():
-    found, note = over({"relative_error": 0.93, "cosine": 0.37})
-    assert found == ["error", "cosine"]
+    found, note = over({"relative_error": 0.93})
+    assert found == ["error"]
     assert note == (
         "boundary 0, forward: topk(density=0.02) has a relative error of 0.93 (ds_compress.guard.error: "
-        "0.5), a cosine of 0.37 (ds_compress.guard.cosine: 0.5): use more bits or a higher density, or "
-        "another codec"
+        "0.5): use more bits or a higher density, or another codec"
     )
-    nothing_known = {"relative_error": math.nan, "cosine": math.nan, "residual_share": math.nan}
-    for values in ({}, {"relative_error": 0.5, "cosine": 0.5, "residual_share": 100.0}, nothing_known):
+    nothing_known = {"relative_error": math.nan, "residual_share": math.nan}
+    for values in ({}, {"relative_error": 0.5, "residual_share": 100.0}, nothing_known):
         assert over(values)[0] == []
-    assert over({"relative_error": 0.93, "cosine": -0.1}, error=1, cosine=-0.2)[0] == []
-    zeros = {"message_norm": 0.0, "relative_error": math.inf, "cosine": 0.0}
+    assert over({"relative_error": 0.93}, error=1)[0] == []
+    zeros = {"message_norm": 0.0, "relative_error": math.inf}
     assert over(zeros)[0] == [], "error feedback sent what it had held back"
 
 
 def test_gradients_are_judged_by_what_does_not_average_out():
     """The best setting from scratch, stochastic rounding at an error of 0.70, was warned of."""
-    stochastic = {"relative_error": 0.7, "cosine": 0.4, "gradient_error": 0.2}
+    stochastic = {"relative_error": 0.7, "gradient_error": 0.2}
     assert over(stochastic, direction="backward")[0] == []
-    assert over(stochastic)[0] == ["error", "cosine"]
+    assert over(stochastic)[0] == ["error"]
     found, note = over({"relative_error": 0.15, "gradient_error": 0.9}, direction="backward")
     assert found == ["gradient_error"] and over({"gradient_error": 0.9})[0] == []
     assert "has an error of accumulated gradients of 0.90 (ds_compress.guard.gradient_error: 0.4)" in note

@@ -103,7 +103,7 @@ def test_over_its_limit_the_next_milder_setting_follows_and_resumes(link, tmp_pa
 @pytest.mark.parametrize("saved", [1, 3])
 def test_a_resumed_run_is_judged_by_the_same_measurements(saved, tmp_path):
     """It was judged by another micro-batch, and forgot which residual had lasted: settings differed."""
-    config = ds_config(block(residual=0.5, error=9.0, cosine=-1.0, gradient_error=1e6, loss=1e6))
+    config = ds_config(block(residual=0.5, error=9.0, gradient_error=1e6, loss=1e6))
     whole = run_ranks(2, trained, config, 2, tmp_path)
     resumed = run_ranks(2, trained, config, 2, tmp_path, saved)
     for ours, theirs in zip(resumed, whole):
