@@ -1,14 +1,12 @@
 """Byte shuffle on the CPU by byte_shuffle.cpp."""
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 from ds_compress.kernels import native
 from ds_compress.kernels.lossless import reference
 from ds_compress.kernels.memory import empty_template
-from ds_compress.kernels.native.function import SIZE, Buffer, Call, Function
+from ds_compress.kernels.native.function import SIZE, Buffer, Function
 
 __all__ = reference.__all__
 
@@ -35,24 +33,18 @@ _unshuffle = {
 }
 
 
-@lru_cache  # most messages have the shape of the one before
-def _calls(dtype: torch.dtype, n: int) -> tuple[Call, Call]:
-    return _shuffle[dtype].bind(n=n), _unshuffle[dtype].bind(n=n)
-
-
 def byte_shuffle(x: Tensor) -> Tensor:
     n = x.numel()
     if x.dtype not in _DTYPES or not native.serves(n):
         return reference.byte_shuffle(x)
     shuffled = torch.empty_like(empty_template((n * x.itemsize,), torch.uint8))
-    _calls(x.dtype, n)[0](x, shuffled)
+    _shuffle[x.dtype].bind(n=n)(x, shuffled)
     return shuffled
 
 
 def byte_unshuffle(shuffled: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if dtype not in _DTYPES or not native.serves(shuffled.numel() // dtype.itemsize):
         return reference.byte_unshuffle(shuffled, dtype, shape)
-    template = empty_template(shape, dtype)
-    values = torch.empty_like(template)
-    _calls(dtype, template.numel())[1](shuffled, values)
+    values = torch.empty_like(empty_template(shape, dtype))
+    _unshuffle[dtype].bind(n=values.numel())(shuffled, values)
     return values

@@ -64,20 +64,10 @@ class Function:
         self.source, self.name, self.parallel_dim, self.arguments = source, name, parallel_dim, arguments
         self._integers = [name for name, kind in arguments.items() if isinstance(kind, range)]
         self._others = [name for name, kind in arguments.items() if not isinstance(kind, range)]
-        # typed: 1.0 is no integer, though it equals one
-        self._with_integers = functools.lru_cache(typed=True)(
-            lambda *integers: self.bind(**dict(zip(self._integers, integers)))
-        )
-
-    def bind(self, **known: Any) -> "Call":
-        """Return a call with the arguments `known`, which are checked now and not again.
-
-        `known` includes what the sizes and dtypes of buffers follow from.
-
-        Raises:
-            TypeError, ValueError: see `__call__`.
-        """
-        return Call(self, known)
+        # most messages have the shape of the one before; typed: 1.0 is no integer, though it equals one
+        self.bind = functools.lru_cache(typed=True)(lambda **known: Call(self, known))
+        """Returns a call with arguments that are checked now and not again, by name: those that the sizes and
+        dtypes of buffers follow from, and any others. Raises what `__call__` does."""
 
     def check_types(self, loaded: ctypes.CDLL | None) -> None:
         """Compare the declared arguments with those of the function in a library.
@@ -104,7 +94,7 @@ class Function:
         """
         if arguments.keys() != self.arguments.keys():
             raise TypeError(f"{self.name}: arguments {[*arguments]} came, expected {[*self.arguments]}")
-        call = self._with_integers(*[arguments[name] for name in self._integers])
+        call = self.bind(**{name: arguments[name] for name in self._integers})
         return call(*[arguments[name] for name in self._others])
 
 

@@ -1,7 +1,6 @@
 """Selection on the CPU by kth_largest.cpp and selection.cpp; short tensors in numpy."""
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +14,6 @@ from ds_compress.kernels.native.function import (
     SIZE,
     SIZES,
     Buffer,
-    Call,
     Function,
     for_each_dtype,
 )
@@ -51,29 +49,6 @@ _gather = for_each_dtype(
 _scatter = for_each_dtype(
     *("selection", "scatter", SIZES), values=("count",), count=SIZE, packed=_BITS, n=SIZE, y=("n",)
 )
-
-
-class CopyPlan(NamedTuple):
-    """A call, and a template of what it writes (see `empty_template`)."""
-
-    call: Call
-    template: Tensor
-
-
-@lru_cache  # most messages have the shape of the one before
-def _list_plan(numel: int, count: int) -> CopyPlan:
-    return CopyPlan(_list_bits.bind(n=numel, most=count), empty_template((count,), torch.int64))
-
-
-@lru_cache
-def _gather_plan(dtype: torch.dtype, n: int, count: int) -> CopyPlan:
-    return CopyPlan(_gather[dtype].bind(n=n, count=count), empty_template((count,), dtype))
-
-
-@lru_cache
-def _scatter_plan(dtype: torch.dtype, shape: tuple[int, ...], count: int) -> CopyPlan:
-    template = empty_template(shape, dtype)
-    return CopyPlan(_scatter[dtype].bind(n=template.numel(), count=count), template)
 
 
 class LargestPlan:
@@ -120,9 +95,8 @@ def list_bits(packed: Tensor, numel: int, count: int) -> Tensor:
     if not native.serves(numel):
         mask = np.unpackbits(packed.numpy(), count=numel, bitorder="little")
         return torch.from_numpy(np.flatnonzero(mask)[:count])
-    call, template = _list_plan(numel, count)
-    found = torch.empty_like(template)
-    call(packed.contiguous(), found)
+    found = torch.empty_like(empty_template((count,), torch.int64))
+    _list_bits.bind(n=numel, most=count)(packed.contiguous(), found)
     return found
 
 
@@ -136,21 +110,19 @@ def gather(x: Tensor, entries: Tensor, count: int) -> Tensor:
     """See `reference.gather`; of damaged bits, of which fewer than `count` are set, the first entry."""
     if entries.dtype != torch.uint8 or not native.serves(x.numel()):
         return reference.gather(x, entries, count)
-    call, template = _gather_plan(x.dtype, x.numel(), count)
-    out = torch.empty_like(template)
-    call(x.contiguous(), entries, out)
+    out = torch.empty_like(empty_template((count,), x.dtype))
+    _gather[x.dtype].bind(n=x.numel(), count=count)(x.contiguous(), entries, out)
     return torch.where(is_finite(x), out, torch.nan)
 
 
 def scatter(values: Tensor, entries: Tensor, shape: tuple[int, ...]) -> Tensor:
     """See `reference.scatter`; of damaged bits, of which another number is set, all values that fit."""
-    if entries.dtype == torch.uint8:
-        call, template = _scatter_plan(values.dtype, shape, values.numel())
-        if native.serves(template.numel()):
-            y = torch.empty_like(template)
-            call(values.contiguous(), entries, y)
-            return y
-    return reference.scatter(values, entries, shape)
+    template = empty_template(shape, values.dtype)
+    if entries.dtype != torch.uint8 or not native.serves(template.numel()):
+        return reference.scatter(values, entries, shape)
+    y = torch.empty_like(template)
+    _scatter[y.dtype].bind(n=y.numel(), count=values.numel())(values.contiguous(), entries, y)
+    return y
 
 
 def select_largest(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
