@@ -85,7 +85,7 @@ def needs_warmup(codec: Codec) -> bool:
 
 
 class ManagesStorage(ABC):
-    """Decides where its entries of the memory are stored: on the device, in host memory, in files."""
+    """Decides where its entries of the memory are stored: on the device, in host memory."""
 
     def saved(self, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what a checkpoint holds beside the entries of `memory`; `restored` removes it again."""
@@ -97,10 +97,6 @@ class ManagesStorage(ABC):
 
         Entries with "/host/" in their key arrive on the CPU, all others on the device.
         """
-
-    @abstractmethod
-    def prefetch(self, ids: Tensor, memory: MutableMapping[str, Tensor]) -> None:
-        """Start reading the buffers of the samples `ids` (int64, on the CPU), whose message comes soon."""
 
 
 class Selects(ABC):

@@ -235,22 +235,12 @@ class Config:
         self._steps_per_epoch = steps_per_epoch
 
     def prepare(self) -> None:
-        """Make what feedbacks and codecs need on this machine; every rank calls it before training.
-
-        Raises:
-            CompressionError: it cannot be made; names the JSON path of the option.
-        """
-        used = {number: self.codecs(number) for number in self.configured_boundaries}
-        codecs_used = (codec for each in used.values() for codec in (each.forward, each.backward))
+        """Load the compiled kernels if any codec is used; every rank calls it before training."""
+        used = map(self.codecs, self.numbers)
+        codecs_used = (codec for each in used for codec in (each.forward, each.backward))
         between = self.replica_codec or self.outer_codec
         if self.quality or between or any(codec.name != "none" for codec in codecs_used):
             prepare()
-        for number, codecs in used.items():
-            for direction, feedback in codecs.feedbacks.items():
-                try:
-                    feedback.prepare()
-                except CompressionError as error:
-                    raise CompressionError(f"{self._path(number)}.{direction}.feedback.{error}") from error
 
     @property
     def has_mirrored_state(self) -> bool:

@@ -191,7 +191,6 @@ class Stage:
         source = self.config.sample_ids
         if source is not None and self.after is not None and self.training:
             ids = source.of(batch)
-            self.after.prefetch(ids)
             if buffer_id is None:
                 self._unplaced.append(ids)
             else:
@@ -256,7 +255,6 @@ class Stage:
         arrived = end.codec_stream.run(functools.partial(end.take, message, message_id), gives=True)
         if message.ids and self.after:
             self._samples[buffer_id] = end.channel.boundary.sample_ids[message_id.micro_batch]
-            self.after.prefetch(self._samples[buffer_id])
         return arrived
 
     def shape_message(

@@ -70,13 +70,6 @@ class Feedback(Named, ABC):
             CompressionError: the two cannot work together.
         """
 
-    def prepare(self) -> None:
-        """Make what this machine needs, such as a folder; every rank calls it before training.
-
-        Raises:
-            CompressionError: it cannot; the first words name the option.
-        """
-
 
 FEEDBACKS: Registry[Feedback] = Registry("feedback", Feedback)
 register_feedback = FEEDBACKS.register

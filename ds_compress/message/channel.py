@@ -372,12 +372,6 @@ class Boundary:
                     layer.restored(memory)
             self.memory[position] = memory
 
-    def prefetch(self, ids: Tensor) -> None:
-        """Prepare for a forward message of the samples `ids`."""
-        for layer in layers(self.forward.codec, ManagesStorage):
-            for memory in self.memory.values():
-                layer.prefetch(ids, memory)
-
 
 def _inner(codec: Codec) -> Codec:
     """Return `codec` without a feedback round it."""

@@ -103,7 +103,6 @@ class SimulatedBoundary(nn.Module):
         """Set the `ids` of the samples of the next training pass."""
         if self.training and torch.is_grad_enabled():
             self.upstream.sample_ids[self._trained % self.micro_batches] = ids
-            self.upstream.prefetch(ids)
 
     def _next_id(self) -> MessageId:
         step = self._trained // self.micro_batches

@@ -39,7 +39,7 @@ OLD = [
     (
         "forward.feedback",
         {"name": "aqsgd", "offload": {"device": "disk"}},
-        ".offload.device: 'disk' is not allowed, now 'nvme'; allowed: 'none', ",
+        ".offload.device: 'disk' is not allowed (removed: use 'cpu', and max_gb); allowed: 'none', ",
     ),
     ("mirror_check", 5, ": unknown key, now 'state_check_every'; allowed: enabled, "),
     ("guard.action", "loosen", ": 'loosen' is not allowed, now 'relax'; allowed: 'warn', "),

@@ -25,9 +25,6 @@ BLOCKS = {
     "blocking": {"link": {"mode": "blocking"}},
     "eager": {"link": {"mode": "eager"}},
     "second packets": {"forward": LOSSLESS, "backward": LOSSLESS},
-    "samples on disk": {
-        "forward": {"codec": "bf16", "feedback": {"name": "aqsgd", "offload": {"device": "nvme"}}}
-    },
 }
 
 

@@ -1,12 +1,10 @@
 """AQ-SGD: messages are changes against the last message of the same sample."""
 
-import os
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, field_validator
 
 from ds_compress.codec import Codec, Stability
-from ds_compress.feedback.aqsgd import sample_buffers
 from ds_compress.feedback.aqsgd.first_visits import FIRST_VISIT, first_codec
 from ds_compress.feedback.aqsgd.sample_codec import SampleCodec
 from ds_compress.feedback.aqsgd.sample_ids import SampleIds
@@ -21,30 +19,11 @@ class IdColumn(Options):
     """Which of the things that the data loader returns, 0 being the inputs: an integer tensor [samples]."""
 
 
-def _is_path(value: str) -> bool:
-    try:
-        return b"\0" not in os.fsencode(value)
-    except UnicodeEncodeError:
-        return False
-
-
 class Offload(Options):
     """Where buffers are kept."""
 
-    device: Literal["none", "cpu", "nvme"] = "none"
-    """none: with the messages; cpu: in host memory, pinned where messages are on a GPU; nvme: in files."""
-    # excluded from what both sides, and checkpoints, agree on
-    nvme_path: str | None = Field(default=None, exclude=True)
-    """Folder of the files of device "nvme"; null: the system's temporary folder."""
-
-    @field_validator("nvme_path")
-    @classmethod
-    def _for_files(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is not None and info.data.get("device") != "nvme":
-            raise ValueError('is not used; set it together with "device": "nvme"')
-        if value is not None and not _is_path(value):
-            raise ValueError("is no path: it has a NUL or a character that no file name can have")
-        return value
+    device: Literal["none", "cpu"] = "none"
+    """none: with the messages; cpu: in host memory, pinned where messages are on a GPU."""
 
 
 @FEEDBACKS.register("aqsgd")
@@ -99,9 +78,3 @@ class AQSGD(Feedback):
 
     def wrap(self, codec: Codec) -> Codec:
         return SampleCodec(self, codec, self.sample_ids)
-
-    def prepare(self) -> None:
-        offload = self.options.offload
-        if offload.device == "nvme":
-            with sample_buffers.disk_failures("offload.nvme_path"):
-                sample_buffers.check(offload.nvme_path)

@@ -1,4 +1,4 @@
-"""Store the buffers of samples: on the device, in host memory, or in memory-mapped files.
+"""Store the buffers of samples: on the device, or in host memory.
 
 An epoch visits every sample once, so no sample deserves its buffer more than another. Evicting the least
 recently used buffer for each new sample finds few again, or none: each is evicted before its next visit. So
@@ -13,13 +13,7 @@ data. Messages alone decide, so both sides keep the same buffers.
 Of 512 samples, in 8 epochs; tests/feedback/test_budget.py checks the hits here.
 """
 
-import os
-import tempfile
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Literal
 
 import torch
@@ -148,41 +142,23 @@ def _visited(row: Tensor) -> int:
     return int(row.visited)  # type: ignore[attr-defined]
 
 
-FILE_BYTES = 1 << 26
-"""Bytes of a file, unless one row is larger. All of it is reserved. Large files keep the number of maps
-small: Linux allows a process 65,530."""
-ROWS_PER_FILE = 1024
-"""The most rows in a file: each is an object, made with the file."""
-
-
 class SampleBuffers:
     """Reads and replaces the buffers in `ctx.memory`, one row for each sample.
 
-    Rows are replaced, never overwritten, so a copy of the memory keeps its values. The place in a file is
-    used again after the last reference to its row is gone.
+    Rows are replaced, never overwritten, so a copy of the memory keeps its values.
     """
 
-    def __init__(
-        self,
-        offload: Literal["none", "cpu", "nvme"],
-        dtype: torch.dtype,
-        folder: str | None,
-        most: int | None = None,
-    ):
+    def __init__(self, offload: Literal["none", "cpu"], dtype: torch.dtype, most: int | None = None):
         """
         Args:
             offload: where rows are stored, as in `aqsgd.Offload`.
-            folder: of the files of "nvme", None for the system's temporary folder.
             most: bytes that the rows of a memory may take, None for any number.
         """
         self.offload = offload
         self.dtype = dtype
-        self.folder = folder
         # "host" tells checkpoints not to bring the rows to the device
         self.prefix = f"forward/mirror/{'device' if offload == 'none' else 'host'}/aqsgd/"
         self._budget = None if most is None else BufferBudget(most, self.prefix)
-        self._free: dict[int, deque[Tensor]] = {}
-        self._reader = ThreadPoolExecutor(1, "ds_compress_rows") if offload == "nvme" else None
 
     def read(self, rows: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Stack `rows`, at least one, to [rows, ...] of `dtype` on `device`."""
@@ -193,11 +169,7 @@ class SampleBuffers:
         return torch.stack(list(rows), out=out).to(device, non_blocking=True).to(dtype)
 
     def write(self, memory: MutableMapping[str, Tensor], keys: Sequence[str], values: Tensor) -> None:
-        """Store `values` [rows, ...] under `keys`; of a key that comes twice, the last value.
-
-        Raises:
-            OSError: the disk is full; its text is for the user.
-        """
+        """Store `values` [rows, ...] under `keys`; of a key that comes twice, the last value."""
         pinned = values.is_cuda
         values = values.to(device=None if self.offload == "none" else "cpu", dtype=self.dtype)
         rows = dict(zip(keys, values))
@@ -237,88 +209,7 @@ class SampleBuffers:
         if self._budget is not None:
             self._budget.check(memory)
 
-    def prefetch(self, rows: Sequence[Tensor]) -> None:
-        """Let the operating system read rows from disk in the background."""
-        if self._reader and rows:
-            self._reader.submit(_touch, list(rows))
-
     def _new(self, like: Tensor, pinned: bool) -> Tensor:
         if self.offload == "none" or not like.numel():
             return torch.empty_like(like)
-        if self.offload == "cpu":
-            return torch.empty(like.shape, dtype=self.dtype, device="cpu", pin_memory=pinned)
-        free = self._free.setdefault(like.numel(), deque())
-        if not free:
-            free.extend(self._map(like.numel()))
-        slot = free.popleft()
-        row = slot.view(like.shape)
-        weakref.finalize(row, free.append, slot)
-        return row
-
-    def _map(self, numel: int) -> Sequence[Tensor]:
-        """Return the rows of a new file, which is unlinked at once: it disappears with the process."""
-        row_bytes = numel * self.dtype.itemsize
-        rows = max(1, min(ROWS_PER_FILE, FILE_BYTES // row_bytes))
-        with _reserved(self.folder, rows * row_bytes) as path:
-            mapped = torch.from_file(path, shared=True, size=rows * numel, dtype=self.dtype, device="cpu")
-        return mapped.view(rows, numel).unbind()
-
-
-def check(folder: str | None) -> None:
-    """Make `folder`, and check that a file can be reserved there.
-
-    Raises:
-        OSError: it cannot; its text is for the user.
-    """
-    if folder is not None:
-        with _explained(f"{folder} cannot be made"):
-            os.makedirs(folder, exist_ok=True)
-    with _reserved(folder, FILE_BYTES):
-        pass
-
-
-@contextmanager
-def disk_failures(place: str) -> Iterator[None]:
-    """Turn an OSError into a CompressionError that begins with `place`."""
-    try:
-        yield
-    except OSError as error:
-        raise CompressionError(
-            f'{place}: {error}; free space there, or name another folder in "offload": {{"nvme_path": ...}}'
-        ) from error
-
-
-@contextmanager
-def _reserved(folder: str | None, nbytes: int) -> Iterator[str]:
-    """Reserve a new file of `nbytes` and yield its path; it is unlinked afterwards.
-
-    A map of a file that is not reserved ends the process when the disk is full.
-    """
-    where = "the system's temporary folder" if folder is None else folder
-    with _explained(f"{nbytes:,} bytes cannot be reserved in {where}"):
-        descriptor, path = tempfile.mkstemp(prefix="ds_compress_rows_", dir=folder)
-        try:
-            os.posix_fallocate(descriptor, 0, nbytes)
-        except OSError:
-            os.unlink(path)
-            raise
-        finally:
-            os.close(descriptor)
-    try:
-        yield path
-    finally:
-        os.unlink(path)
-
-
-@contextmanager
-def _explained(failure: str) -> Iterator[None]:
-    """Begin the text of an OSError with what failed."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(f"{failure} ({error.strerror or error})") from error
-
-
-def _touch(rows: list[Tensor]) -> None:
-    for row in rows:
-        row.view(torch.uint8).flatten()[::4096].sum()
+        return torch.empty(like.shape, dtype=self.dtype, device="cpu", pin_memory=pinned)

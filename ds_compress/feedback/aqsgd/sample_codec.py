@@ -19,8 +19,8 @@ from torch import Tensor
 from ds_compress.codec import Codec, Context, Layout, Parts, TensorSpec
 from ds_compress.codecs.mixins import ManagesStorage, ObservesWarmup, Stateful, VariableSizePayload
 from ds_compress.errors import CompressionError
-from ds_compress.feedback.aqsgd import sample_buffers
 from ds_compress.feedback.aqsgd.first_visits import FirstVisits, first_codec, to_bytes
+from ds_compress.feedback.aqsgd.sample_buffers import SampleBuffers
 from ds_compress.feedback.aqsgd.sample_ids import SampleIds
 from ds_compress.feedback.base import Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.kernels.numerics import can_keep, cast, narrow, wide
@@ -43,9 +43,7 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
         self._warned = False
         self._no_hits: dict[tuple[int, int], int] = {}  # messages without a known sample
         most = None if options.max_gb is None else int(options.max_gb * 1e9)
-        self.buffers = sample_buffers.SampleBuffers(
-            options.offload.device, DTYPES[options.dtype], options.offload.nvme_path, most
-        )
+        self.buffers = SampleBuffers(options.offload.device, DTYPES[options.dtype], most)
 
     def layout(self, spec: TensorSpec) -> Layout:
         samples = self.sample_ids.count([spec])
@@ -135,12 +133,7 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
         return self.buffers.saved(memory)
 
     def restored(self, memory: MutableMapping[str, Tensor]) -> None:
-        with sample_buffers.disk_failures("aqsgd, loading a checkpoint"):
-            self.buffers.adopt(memory)
-
-    def prefetch(self, ids: Tensor, memory: MutableMapping[str, Tensor]) -> None:
-        keys = (self.buffers.prefix + _name(number) for number in ids.tolist())
-        self.buffers.prefetch([memory[key] for key in keys if key in memory])
+        self.buffers.adopt(memory)
 
     def _note_hits(self, keys: Sequence[str], seen: Sequence[bool], spec: TensorSpec, ctx: Context) -> None:
         """Note which samples have a buffer, and log what the user should change."""
@@ -237,8 +230,7 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
             self._write(keys, new, ctx)
 
     def _write(self, keys: Sequence[str], values: Tensor, ctx: Context) -> None:
-        with sample_buffers.disk_failures(f"aqsgd: boundary {ctx.boundary}"):
-            self.buffers.write(ctx.memory, keys, values)
+        self.buffers.write(ctx.memory, keys, values)
 
 
 def no_hit_warning(options: Any, boundary: int) -> str:
