@@ -4,22 +4,22 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from ds_compress import registry
 from ds_compress.codec import Codec, Stability
 from ds_compress.feedback.aqsgd.first_visits import FIRST_VISIT, first_codec
 from ds_compress.feedback.aqsgd.sample_codec import SampleCodec
 from ds_compress.feedback.aqsgd.sample_ids import SampleIds
 from ds_compress.feedback.base import FEEDBACKS, Feedback
-from ds_compress.registry import Options
 
 
-class IdColumn(Options):
+class IdColumn(registry.Options):
     """An index that the data set returns."""
 
     column: int = Field(ge=1, le=1000)
     """Which of the things that the data loader returns, 0 being the inputs: an integer tensor [samples]."""
 
 
-class Offload(Options):
+class Offload(registry.Options):
     """Where buffers are kept."""
 
     device: Literal["none", "cpu"] = "none"
@@ -38,7 +38,7 @@ class AQSGD(Feedback):
     directions = ("forward",)
     has_mirrored_state = True
 
-    class Options(Options):
+    class Options(registry.Options):
         scope: Literal["sample", "micro_batch"] = "sample"
         """A buffer for each sample, or for each micro-batch, where epochs keep them together."""
         ids: Literal["hash"] | IdColumn = "hash"
