@@ -36,7 +36,7 @@ from deepspeed import comm as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ds_compress.checkpoint.file import pack, write
+from ds_compress.checkpoint.file import write
 from ds_compress.checkpoint.search import (
     ABSENT,
     GRADIENTS,
@@ -133,8 +133,6 @@ class Checkpointer:
         """
         session, engine = self._session, self._session.engine
         sides, path = session.sides(), self._rank_in_job().path(Path(root, tag))
-        state = session.config.block.checkpoint.state
-        entries, metadata = pack(self._state(), eight_bits=state == "int8")
         settings = {side.key: side.settings for side in sides}
         if session.replicas is not None:
             settings[GRADIENTS] = session.replicas.settings
@@ -142,7 +140,7 @@ class Checkpointer:
         try:
             write(
                 path,
-                entries,
+                self._state(),
                 version=__version__,
                 step=engine.global_steps,
                 settings=settings,
@@ -150,7 +148,6 @@ class Checkpointer:
                 schedule=(session.depth.now, engine.num_stages, engine.micro_batches),
                 course=session.changed_settings(),
                 noted=session.own_measurements(),
-                **metadata,
             )
         except (OSError, SafetensorError) as error:
             failure = f"{path} cannot be written: {error}"

@@ -1,7 +1,6 @@
-"""A rank's state of channels in a safetensors file: as it is, or in 8 bits.
+"""A rank's state of channels in a safetensors file.
 
-    KEY                        the tensor as it is
-    KEY#codes  KEY#scales      int8 codes of the tensor's shape, fp32 scales: see `int8_encode`
+    KEY                        the tensor
     metadata                   "state": a `Metadata` in JSON, with a hash of each entry; "hash": of that text
 
 Everything read is compared with its hash and with the metadata. Whatever is wrong with a file raises
@@ -14,17 +13,14 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ds_compress.config import DIRECTIONS
 from ds_compress.feedback.digest import absorb
-from ds_compress.feedback.state import GROUP, int8_decode, int8_encode
 from ds_compress.kernels.numerics import is_finite
 from ds_compress.planning.depth import MAX_DEPTH
 
@@ -33,10 +29,6 @@ HASH_BYTES = 8
 
 class DamagedFile(Exception):
     """A file that must not, or cannot, be loaded."""
-
-
-class UnhashedFile(DamagedFile):
-    """A file of a release that wrote no hashes."""
 
 
 class Record(BaseModel):
@@ -98,8 +90,8 @@ class Metadata(Record):
     id: str = ""
     base: None = None
     """Of releases up to 0.2, like `id`; a file with changes to another one had a base, and is refused."""
-    eight_bits: dict[str, Literal["float16", "bfloat16", "float32", "float64"]]
-    """Dtype of each tensor in codes."""
+    eight_bits: dict[str, str] = Field({}, max_length=0)
+    """Of releases up to 0.2, which could store state in 8 bits; such a file is refused."""
     names: str
     """Hash of the names of all entries, sorted: BLAKE2b, 8 bytes, hexadecimal."""
     hashes: str
@@ -127,23 +119,15 @@ class StateFile:
 
     @functools.cached_property
     def keys(self) -> frozenset[str]:
-        return frozenset(entry.split("#")[0] for entry in self._opened.hashes)
+        return frozenset(self._opened.hashes)
 
     def read(self, key: str) -> Tensor:
-        """Return the tensor in the dtype in which it was saved; on the CPU, and finite."""
+        """Return the tensor as it was saved; on the CPU, and finite."""
         opened = self._opened
         with _damage():
-            if key in opened.hashes:
-                value = _entry(opened, key)
-            else:
-                codes = _entry(opened, f"{key}#codes", torch.int8)
-                scales = _entry(opened, f"{key}#scales", torch.float32)
-                groups = -(-codes.numel() // GROUP)
-                if scales.shape != (groups,):
-                    raise ValueError(f"scales {list(scales.shape)} came for {groups} groups of values")
-                value = int8_decode(codes, scales)
-            dtype = opened.metadata.eight_bits.get(key)
-            value = value.to(getattr(torch, dtype)) if dtype else value
+            value = opened.file.get_tensor(key).clone()  # the library maps the file: it may be written to
+            if _hash_of_entry(key, value) != opened.hashes[key]:
+                raise ValueError(f"entry {key} is not what was written")
             if value.is_floating_point() and not is_finite(value if value.itemsize > 1 else value.float()):
                 raise ValueError(f"entry {key} is not finite")
         return value
@@ -165,8 +149,6 @@ class StateFile:
                 raise FileNotFoundError(f"there is no file {self.path}")
             file = safe_open(self.path, "pt")
             texts = file.metadata() or {}
-            if "hash" not in texts and "version" in texts:
-                raise UnhashedFile("it has no hashes: written by an older release")
             if texts.keys() != {"state", "hash"} or texts["hash"] != _hash_of_text(texts["state"]):
                 raise ValueError("its metadata is not what was written")
             metadata = Metadata.model_validate_json(texts["state"])
@@ -195,15 +177,6 @@ def _damage() -> Iterator[None]:
         raise DamagedFile(f"{type(error).__name__}: {reason}") from error
 
 
-def _entry(opened: _Opened, name: str, dtype: torch.dtype | None = None) -> Tensor:
-    value = opened.file.get_tensor(name).clone()  # the library maps the file: it may be written to later
-    if _hash_of_entry(name, value) != opened.hashes[name]:
-        raise ValueError(f"entry {name} is not what was written")
-    if dtype is not None and value.dtype != dtype:
-        raise ValueError(f"entry {name} is {value.dtype}, expected {dtype}")
-    return value
-
-
 def _hash_of_text(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=HASH_BYTES).hexdigest()
 
@@ -214,32 +187,14 @@ def _hash_of_entry(name: str, value: Tensor) -> str:
     return digest.hexdigest()
 
 
-def pack(tensors: Mapping[str, Tensor], eight_bits: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the entries of a file for `write`, and their part of the metadata.
-
-    Args:
-        tensors: by key; a key is LAYER/SIDE/POSITION/KEY IN MEMORY.
-        eight_bits: whether large buffers of feedbacks are stored in 8 bits.
-    """
-    entries: dict[str, Tensor] = {}
-    dtypes = {}
-    for key, value in tensors.items():
-        name = key.split("/", 3)[3]
-        value = value.cpu().contiguous()
-        if not (eight_bits and _is_large_feedback(name, value)):
-            entries[key] = value
-            continue
-        dtypes[key] = str(value.dtype).removeprefix("torch.")
-        entries[f"{key}#codes"], entries[f"{key}#scales"] = int8_encode(value)
-    return entries, {"eight_bits": dtypes}
-
-
-def write(path: Path, entries: dict[str, Tensor], **metadata: Any) -> None:
+def write(path: Path, tensors: Mapping[str, Tensor], **metadata: Any) -> None:
     """Write a file, complete or not at all.
 
     Args:
+        tensors: by key; a key is LAYER/SIDE/POSITION/KEY IN MEMORY.
         metadata: fields of `Metadata`, except those that follow from the file.
     """
+    entries = {key: value.cpu().contiguous() for key, value in tensors.items()}
     names = sorted(entries)
     complete = Metadata(
         **metadata,
@@ -254,9 +209,3 @@ def write(path: Path, entries: dict[str, Tensor], **metadata: Any) -> None:
         part.rename(path)
     finally:
         part.unlink(missing_ok=True)
-
-
-def _is_large_feedback(name: str, value: Tensor) -> bool:
-    if not name.startswith(tuple(f"{direction}/" for direction in DIRECTIONS)) or name.endswith(".scales"):
-        return False
-    return value.dtype.is_floating_point and value.numel() >= GROUP

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_compress.checkpoint.file import DamagedFile, StateFile, UnhashedFile
+from ds_compress.checkpoint.file import DamagedFile, StateFile
 from ds_compress.codecs.mixins import Stateful, layers, needs_warmup
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.digest import mirror_digest
@@ -24,11 +24,10 @@ SIDES = ("upstream", "downstream")
 MOST_SIDES = 4  # of a rank: DualPipeV gives it two stages
 GRADIENTS = "replicas/gradients"
 """What keys of residuals of gradients between replicas begin with."""
-RESTORED, ABSENT, CHANGED, UNHASHED, UNREADABLE, UNFIT, DIFFERENT = range(7)
+RESTORED, ABSENT, CHANGED, UNREADABLE, UNFIT, DIFFERENT = range(6)
 REASONS = {
     ABSENT: "the checkpoint has none for both sides",
     CHANGED: "its settings have changed",
-    UNHASHED: "its file has no hashes: written by an older release",
     UNREADABLE: "its file is damaged or cannot be read",
     UNFIT: "its entries do not fit its settings",
     DIFFERENT: "the two sides do not have the same",
@@ -103,8 +102,7 @@ def load(root: Path, tag: str, rank: Rank, side: Side, step: int) -> Found:
             side.boundary.check(memories)
             return Found(RESTORED, memories, warmup_end=metadata.warmup_ends.get(side.key, 0))
         except DamagedFile as error:  # the side may still be in another one
-            result = Found(UNHASHED if isinstance(error, UnhashedFile) else UNREADABLE)
-            why = f"{path} cannot be read: {error}"
+            result, why = Found(UNREADABLE), f"{path} cannot be read: {error}"
         except Exception as error:  # of a codec that looks at its entries
             result, why = Found(UNFIT), f"{path} does not fit: {error}"
     if why:

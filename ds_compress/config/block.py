@@ -74,12 +74,6 @@ class LinkOptions(Options):
     """Add a CRC-32 to every packet and check it; on a GPU this copies each packet to the host."""
 
 
-class CheckpointOptions(Options):
-    state: Literal["exact", "int8"] = "exact"
-    """How checkpoints store the state of feedbacks. int8 (one scale per 128 values) rounds it, on both sides
-    alike."""
-
-
 class MonitorOptions(Options):
     every: Steps = 10
     """Steps between two writes of the counters; 0: never."""
@@ -171,8 +165,6 @@ class Block(Options):
     state_check_every: int = Field(default=100, ge=0, le=1_000_000_000)
     """Steps between two comparisons, by hash, of the state that both sides of a boundary mirror (ef21,
     aqsgd). If it differs, both start from zero and a warning is logged. 0: never."""
-    checkpoint: CheckpointOptions = CheckpointOptions()
-    """How `save_checkpoint` stores the state of feedbacks."""
     guard: GuardOptions = GuardOptions()
     """Warns, relaxes or stops when compression hurts."""
     monitor: MonitorOptions = MonitorOptions()

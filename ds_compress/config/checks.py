@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ds_compress.codec import TYPICAL, Codec
-from ds_compress.codecs.mixins import ObservesWarmup, Stateful, layers
+from ds_compress.codecs.mixins import layers
 from ds_compress.config.block import DIRECTIONS, KEY, Block
 from ds_compress.config.quality import LIMITS
 from ds_compress.config.recipes import AUTO
@@ -39,8 +39,6 @@ def _of_codecs(config: Any) -> dict[str, str]:
     pairs = list(config.pairs())
     compresses = any(codec.name != "none" for codec, _ in pairs)
     forward = any(config.codecs(number).forward.name != "none" for number in config.numbers)
-    kinds = (ObservesWarmup, Stateful)
-    is_stateful = any(any(layers(codec, kind)) for codec, _ in pairs for kind in kinds)
     nothing = "" if compresses else "no codec is set, so nothing is compressed"
     positions = "" if config.block.tensors == "large" else "tensors names positions, whatever their size"
     return {
@@ -50,7 +48,6 @@ def _of_codecs(config: Any) -> dict[str, str]:
         "min_numel": nothing or positions,
         "eval": nothing or ("" if forward else "activations have no codec"),
         "state_check_every": "" if config.has_mirrored_state else "no feedback mirrors its state",
-        "checkpoint.state": "" if is_stateful else "no feedback or codec keeps state",
     }
 
 

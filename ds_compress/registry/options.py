@@ -36,7 +36,7 @@ RENAMED = {
 
 REMOVED = {
     "axis": "groups are runs of the values as they lie in memory; leave it out",
-    "delta": "use 'int8'",
+    "checkpoint": "state is stored exactly; leave it out",
     "select": "entries are always selected exactly; leave it out",
     "block_size": "entries are always selected exactly; leave it out",
     "disk": "use 'cpu', and max_gb",

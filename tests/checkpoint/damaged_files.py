@@ -84,7 +84,7 @@ def unsigned(path, rng):
     elif how == 2:
         del entries[one]
     elif how == 3:
-        entries[rng.choice(["", "x", f"{one}x", f"{one}#codes"])] = torch.zeros(rng.choice([0, 3]))
+        entries[rng.choice(["", "x", f"{one}x"])] = torch.zeros(rng.choice([0, 3]))
     elif how == 4:
         entries[one] = entries[one].reshape(*entries[one].shape, 1)
     elif how == 5:
@@ -127,24 +127,20 @@ def wrong_type(path, rng):
 def wrong_content(path, rng):
     """Entries that no release writes."""
     entries, _ = opened(path)
-    codes = [name for name in entries if name.endswith("#codes")]
-    name = rng.choice(codes)
-    scales = f"{name.rpartition('#')[0]}#scales"
-    how = rng.randrange(6)
+    codes, scales, basis = (
+        rng.choice(sorted(name for name in entries if part in name))
+        for part in (".codes", ".scales", "lowrank")
+    )
+    how = rng.randrange(4)
     if how == 0:
-        entries[scales] = entries[scales].clone().fill_(rng.choice([float("nan"), float("inf")]))
+        entries[scales] = entries[scales] * rng.choice([float("nan"), float("inf")])
     elif how == 1:
-        entries[scales] = entries[scales][:1].clone()
+        entries[codes] = entries[codes].float()
     elif how == 2:
-        entries[scales] = entries[scales].double()
-    elif how == 3:
-        entries[name] = entries[name].float()
-    elif how == 4:
         del entries[scales]
     else:
-        plain = rng.choice(sorted(key for key in entries if "#" not in key))
-        value = entries[plain]
-        entries[plain] = rng.choice([value.double(), value * float("nan"), torch.zeros(2, 3)])
+        value = entries[basis]
+        entries[basis] = rng.choice([value.double(), value * float("nan"), torch.zeros(2, 3)])
     return signed(path, entries)
 
 

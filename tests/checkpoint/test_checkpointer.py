@@ -226,22 +226,6 @@ def test_a_second_warm_up_goes_on_after_a_restart(tmp_path):
     assert whole == again
 
 
-def test_eight_bits_are_the_same_on_both_sides(tmp_path):
-    eight = config("ef21", checkpoint={"state": "int8"})
-    sizes = []
-    for folder, settings in ((tmp_path / "exact", config("ef21")), (tmp_path / "int8", eight)):
-        saved = ranks(2, 2, settings, folder, end=SAVED)
-        sizes.append(sum(f.stat().st_size for f in folder.glob("*/ds_compress*")))
-    assert sizes[1] < 0.4 * sizes[0]
-    upstream, downstream = ranks(2, 2, eight, tmp_path / "int8", start=SAVED)
-    assert not upstream["warnings"]
-    assert_same(upstream["loaded"], downstream["loaded"])
-    assert_same(upstream["end"], downstream["end"])
-    for key, value in upstream["loaded"].items():
-        exact = saved[0]["saved"][key]
-        assert 0 < (value - exact).abs().max() < 0.01 * exact.abs().max()
-
-
 def test_verdict_needs_both_sides_alike():
     verdict = Verdict(
         [

@@ -1,6 +1,5 @@
 """Damaged state files: a verdict, the same kind on every rank; nothing of them is loaded or raised."""
 
-import json
 import logging
 import os
 import random
@@ -9,16 +8,14 @@ import resource
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from ds_compress.checkpoint.checkpointer import state_of
-from ds_compress.checkpoint.file import pack, write
+from ds_compress.checkpoint.file import write
 from ds_compress.checkpoint.search import (
     ABSENT,
     CHANGED,
     RESTORED,
     UNFIT,
-    UNHASHED,
     UNREADABLE,
     Found,
     Rank,
@@ -52,9 +49,8 @@ def train(sides, steps=2):
 def save(root, tag, sides):
     path = RANK.path(root / tag)
     path.parent.mkdir()
-    entries, packed = pack(state_of(sides), True)
     settings = {side.key: side.settings for side in sides}
-    write(path, entries, version="0.2", step=STEP, settings=settings, **packed)
+    write(path, state_of(sides), version="0.2", step=STEP, settings=settings)
     return path
 
 
@@ -68,8 +64,6 @@ def saved(tmp_path_factory):
     path = save(root, "b", sides)
     whole = [load(root, "b", RANK, side, STEP) for side in sides]
     assert [found.status for found in whole] == [RESTORED] * 2
-    names = {name.rpartition("#")[2] for name in opened(path)[0] if "#" in name}
-    assert names == {"codes", "scales"} and any("#" not in name for name in opened(path)[0])
     return sides, root, path, whole
 
 
@@ -130,21 +124,9 @@ def path(saved):
     saved[2].write_bytes(content)
 
 
-def test_a_file_of_an_older_release(saved, path):
-    entries, _ = opened(path)
-    texts = {"version": "0.1.0", "step": STEP, "settings": {}, "eight_bits": {}, "id": "1", "base": None}
-    save_file(entries, path, {key: json.dumps(value) for key, value in texts.items()})
-    assert found(saved) == [Found(UNHASHED)] * 2
-    rows = [Verdict.row((4, 0, 0), saved[0][0], Found(UNHASHED)).tolist()]
-    assert Verdict(rows).report("f") == (
-        "ds_compress: f: state of channels starts from zero: its file has no hashes: written by an older "
-        "release (layer 4, replica 0)"
-    )
-
-
 def test_damage_to_one_side_leaves_the_other(saved, path, caplog):
     content, (entries, _) = path.read_bytes(), opened(path)
-    name = "8/upstream/0/forward/mirror/ef21#codes"
+    name = "8/upstream/0/forward/mirror/ef21"
     at = content.index(entries[name].numpy().tobytes())
     path.write_bytes(content[: at + 30] + bytes([content[at + 30] ^ 1]) + content[at + 31 :])
     assert [each.status for each in found(saved)] == [RESTORED, UNREADABLE]
@@ -191,7 +173,7 @@ def test_entries_that_do_not_fit(saved, path, key, value, logged, caplog):
     entries = {f"{s.key}/0/{k}": v for s in saved[0] for k, v in s.boundary.memory[0].items()}
     assert entries.pop(f"8/upstream/0/{key}", None) is not None or key.endswith(".x")
     entries.update({f"8/upstream/0/{key}": value} if value is not None else {})
-    path.write_bytes(signed(path, entries, eight_bits={}))
+    path.write_bytes(signed(path, entries))
     assert [each.status for each in found(saved)] == [RESTORED, UNFIT]
     assert re.search(logged, caplog.text), caplog.text
 

@@ -26,10 +26,6 @@ UNUSED = [
         "state_check_every: 5 has no effect: no feedback mirrors its state",
     ),
     (
-        {**LOSSY, "checkpoint": {"state": "int8"}},
-        "checkpoint.state: 'int8' has no effect: no feedback or codec",
-    ),
-    (
         {"forward": {"codec": "none", "feedback": "ef"}},
         "forward.feedback: 'ef' has no effect: its codec is 'none'",
     ),
@@ -89,7 +85,7 @@ USED = [
     {},
     {**LOSSY, "min_numel": 5},
     {**LOSSY, "warmup_steps": 5, "eval": "both", "min_numel": 5, "guard": {"loss": 0.1, "error": 0.1}},
-    {**WITH_EF, "guard": {"residual": 9.0}, "checkpoint": {"state": "int8"}, "tensors": [0]},
+    {**WITH_EF, "guard": {"residual": 9.0}, "tensors": [0]},
     {"forward": {"codec": "quantize", "feedback": "ef21"}, "state_check_every": 5},
     {"boundaries": {"1": {"forward": {"codec": "bf16"}}}, "min_numel": 5, "warmup_steps": 3},
     {"recipe": "auto", "min_numel": 5, "guard": {"residual": 9.0}, "link": {"memory_gb": 2.0}},

@@ -293,7 +293,7 @@ def save_or_resume(launch, folder, config, resumes):
 @pytest.mark.extended(keep=1)
 def test_resumed_launches_equal_those_that_went_on(kind, delay, store, tmp_path, monkeypatch):
     """I5. Saved in the middle of a round, with another store afterwards."""
-    config = ds_config({**block(delay=delay), "checkpoint": {"state": "exact"}}, **KINDS[kind])
+    config = ds_config(block(delay=delay), **KINDS[kind])
     went_on = run_launches(2, 1, save_or_resume, tmp_path, config, False)
     another = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv(STORE, f"127.0.0.1:{another.port}")
