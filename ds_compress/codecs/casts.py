@@ -31,16 +31,18 @@ class Identity(Codec):
         return 0.0
 
 
-class Cast(Codec):
-    """Casts to `wire_dtype` and back; values beyond its range become its largest, inf and nan stay."""
+@register("bf16")
+class BFloat16(Codec):
+    """16 bits: 8 of exponent, 8 of precision; the range of fp32.
 
-    wire_dtype: torch.dtype
+    Values beyond the largest bf16 become that one; inf and nan stay.
+    """
 
     def layout(self, spec: TensorSpec) -> Layout:
-        return ((spec.shape, self.wire_dtype),)
+        return ((spec.shape, torch.bfloat16),)
 
     def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
-        return (kernels(x.device).cast(x, self.wire_dtype, None if out is None else out[0]),)
+        return (kernels(x.device).cast(x, torch.bfloat16, None if out is None else out[0]),)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         if spec.dtype == torch.float16:
@@ -48,14 +50,7 @@ class Cast(Codec):
         return parts[0].type(spec.dtype)  # torch parses that faster than `to`
 
     def error_bound(self, spec: TensorSpec) -> float:
-        return bounds.rounding(self.wire_dtype, spec.dtype)
-
-
-@register("bf16")
-class BFloat16(Cast):
-    """16 bits: 8 of exponent, 8 of precision; the range of fp32."""
-
-    wire_dtype = torch.bfloat16
+        return bounds.rounding(torch.bfloat16, spec.dtype)
 
 
 @register("fp16")

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ds_compress.codec import Context
 from ds_compress.codecs.mixins import check_entry, parse_size
-from ds_compress.codecs.shapes import LARGEST_FACTOR, boundary_noise, matrix_shape
+from ds_compress.codecs.shapes import LARGEST_FACTOR, boundary_noise
 from ds_compress.errors import CompressionError
 
 _STEPS = 8
@@ -60,17 +60,6 @@ WIDEST = 2**14
 
 Start = Callable[[int], Tensor]
 """Makes the matrix [h, h] from which subspace iteration starts; any type and device."""
-
-
-def observe(x: Tensor, key: str, ctx: Context) -> None:
-    """Add the rows of `x` to the moment, unless `accumulate` leaves them out or there is a basis already.
-
-    Args:
-        x: any shape and float dtype; a row is its last dimension, of h values.
-        key: ends with h. KEY.moment, float64 [h, h], is made or replaced.
-    """
-    if x.numel() and f"{key}.basis" not in ctx.memory:
-        accumulate(x.detach().reshape(matrix_shape(x.shape)), key, ctx)
 
 
 def accumulate(m: Tensor, key: str, ctx: Context) -> None:

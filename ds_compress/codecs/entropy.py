@@ -233,7 +233,9 @@ class EigenbasisEntropy(EntropyBase, Stateful, ObservesWarmup, HardwareDependent
         return super().refuses(spec)
 
     def observe(self, x: Tensor, ctx: Context) -> None:
-        eigenbasis.observe(x, self._key(matrix_shape(x.shape)[1], ctx), ctx)
+        n, h = matrix_shape(x.shape)
+        if x.numel() and f"{self._key(h, ctx)}.basis" not in ctx.memory:
+            eigenbasis.accumulate(x.detach().reshape(n, h), self._key(h, ctx), ctx)
 
     def check_memory(self, memory: Mapping[str, Tensor]) -> None:
         eigenbasis.check(memory, self.name)

@@ -86,15 +86,6 @@ class Quantize(Codec, FusesFeedback):
                 raise ValueError("goes with grid 'uniform', not with 'gaussian'")
             return value
 
-        @field_validator("hadamard", mode="before")
-        @classmethod
-        def _auto_is_removed(cls, hadamard: object) -> object:
-            if hadamard == "auto":
-                raise ValueError(
-                    "was removed; allowed: true, false, or codec 'entropy', which loses less in as many bits"
-                )
-            return hadamard
-
         @field_validator("hadamard")
         @classmethod
         def _power_of_two(cls, hadamard: bool, info: ValidationInfo) -> bool:

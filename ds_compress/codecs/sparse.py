@@ -50,18 +50,13 @@ def rows_of(shape: tuple[int, ...], row: str) -> tuple[int, int]:
 
 
 def stratified(rows: int, d: int, k: int, generator: torch.Generator) -> Selection:
-    """Draw one random entry from each of k segments of every row (see `segment_lengths`)."""
+    """Draw one random entry from each of k segments of every row; their lengths differ by one at most."""
     draw = torch.rand(rows, k, generator=generator, device=generator.device, dtype=torch.float64)
-    length = segment_lengths(d, k, generator.device)
+    ends = torch.arange(k + 1, dtype=torch.int64, device=generator.device) * d
+    length = ends.div(max(k, 1), rounding_mode="floor").diff()
     inside = (draw * length).long() + (length.cumsum(0) - length)
     chosen = inside + torch.arange(rows, dtype=torch.int64, device=generator.device).unsqueeze(1) * d
     return Selection.at(chosen.flatten(), rows * d)
-
-
-def segment_lengths(d: int, k: int, device: torch.device) -> Tensor:
-    """Return the lengths, int64 [k], of k segments of a row of d entries; they differ by one at most."""
-    ends = torch.arange(k + 1, dtype=torch.int64, device=device) * d
-    return ends.div(max(k, 1), rounding_mode="floor").diff()
 
 
 def _values_codec(choice: object) -> Codec:

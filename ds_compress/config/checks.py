@@ -38,7 +38,7 @@ def _of_codecs(config: Any) -> dict[str, str]:
     """Return why an option has no effect beside the codecs of the block, by path; "" where it has one."""
     pairs = list(config.pairs())
     compresses = any(codec.name != "none" for codec, _ in pairs)
-    forward = any(config.codecs(number).forward.name != "none" for number in config.numbers)
+    forward = any(config.codecs(number).forward.name != "none" for number in config.configured_boundaries)
     nothing = "" if compresses else "no codec is set, so nothing is compressed"
     positions = "" if config.block.tensors == "large" else "tensors names positions, whatever their size"
     return {
@@ -53,7 +53,7 @@ def _of_codecs(config: Any) -> dict[str, str]:
 
 def _of_guard(config: Any) -> dict[str, str]:
     """Return why an option of the guard has no effect, by path; "" where it has one."""
-    guard, used = config.block.guard, [config.codecs(number) for number in config.numbers]
+    guard, used = config.block.guard, [config.codecs(number) for number in config.configured_boundaries]
     options = ("loss", "loss_floor", "error", "gradient_error", "residual", "nonfinite", "action")
     loses_forward = any(each.forward.error_bound(TYPICAL) > 0 for each in used)
     loses_backward = any(each.backward.error_bound(TYPICAL) > 0 for each in used)

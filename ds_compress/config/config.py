@@ -236,7 +236,7 @@ class Config:
 
     def prepare(self) -> None:
         """Load the compiled kernels if any codec is used; every rank calls it before training."""
-        used = map(self.codecs, self.numbers)
+        used = map(self.codecs, self.configured_boundaries)
         codecs_used = (codec for each in used for codec in (each.forward, each.backward))
         between = self.replica_codec or self.outer_codec
         if self.quality or between or any(codec.name != "none" for codec in codecs_used):

@@ -53,31 +53,16 @@ class MessageQuality(NamedTuple):
 
     def violations(self, guard: GuardOptions) -> list[Violation]:
         """Return the limits that are exceeded; nan, which means not known, exceeds none."""
-        found = (
-            (self.error > guard.error, "error", f"a relative error of {self.error:.2f}", LOST),
-            (
-                self.gradient_error > guard.gradient_error,
-                "gradient_error",
-                f"an error of accumulated gradients of {self.gradient_error:.2f}",
-                DRIFTS,
-            ),
-            (
-                self.residual > guard.residual,
-                "residual",
-                f"a residual of {self.residual:.3g} messages",
-                GROWS,
-            ),
-            (
-                self.nonfinite > guard.nonfinite,
-                "nonfinite",
-                f"inf or nan in {self.nonfinite:.0%} of all",
-                BREAKS,
-            ),
-        )
+        found = {
+            "error": (f"a relative error of {self.error:.2f}", LOST),
+            "gradient_error": (f"an error of accumulated gradients of {self.gradient_error:.2f}", DRIFTS),
+            "residual": (f"a residual of {self.residual:.3g} messages", GROWS),
+            "nonfinite": (f"inf or nan in {self.nonfinite:.0%} of all", BREAKS),
+        }
         return [
             Violation(name, f"{words} (ds_compress.guard.{name}: {getattr(guard, name):g})", advice)
-            for over, name, words, advice in found
-            if over
+            for name, (words, advice) in found.items()
+            if getattr(self, name) > getattr(guard, name)
         ]
 
 

@@ -174,8 +174,8 @@ class Decisions:
         self.rungs, self._state = dict.fromkeys(self.ladder_lengths, 0), {}
 
     def decide(
-        self, step: int, lr: float = 0.0, signals: Mapping[Place, Signal] | None = None
-    ) -> dict[Place, int]:
+        self, step: int, lr: float = 0.0, signals: Mapping[ChannelKey, Signal] | None = None
+    ) -> dict[ChannelKey, int]:
         """Return the rungs that change; see `DecisionInput`."""
         now = DecisionInput(step, self.rungs, self.ladder_lengths, lr, signals)
         rungs = self.policy.decide(now, self._state)

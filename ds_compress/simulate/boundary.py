@@ -64,10 +64,10 @@ class SimulatedBoundary(nn.Module):
         self.ends = {channel.direction: SimulatedEnd(channel) for channel in self.sending}
         self.limits = {direction: LimitCheck() for direction in DIRECTIONS}
         self._tracking = tracking
-        self._trained = 0  # micro-batches so far
+        self.trained = 0  # micro-batches so far
         self._evaluated = 0
         self._answered = 0  # messages of the step that came back
-        self._step_open = False
+        self.is_answered = True  # all gradients of the latest step have arrived
 
     def forward(self, tensors: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         sent = (tensors,) if isinstance(tensors, Tensor) else tensors
@@ -89,28 +89,18 @@ class SimulatedBoundary(nn.Module):
         """Return the channels that send, forward and backward."""
         return self.upstream.forward, self.downstream.backward
 
-    @property
-    def trained(self) -> int:
-        """Return the number of training passes."""
-        return self._trained
-
-    @property
-    def is_answered(self) -> bool:
-        """Return whether all gradients of the latest step have arrived."""
-        return not self._step_open
-
     def announce(self, ids: Tensor) -> None:
         """Set the `ids` of the samples of the next training pass."""
         if self.training and torch.is_grad_enabled():
-            self.upstream.sample_ids[self._trained % self.micro_batches] = ids
+            self.upstream.sample_ids[self.trained % self.micro_batches] = ids
 
     def _next_id(self) -> MessageId:
-        step = self._trained // self.micro_batches
+        step = self.trained // self.micro_batches
         if not (self.training and torch.is_grad_enabled()):
             self._evaluated += 1
             number = (self._evaluated - 1) % self.micro_batches
             return self.upstream.forward.message_id(step, number, training=False)
-        message_id = self.upstream.forward.message_id(step, self._trained % self.micro_batches)
+        message_id = self.upstream.forward.message_id(step, self.trained % self.micro_batches)
         if self.config.sample_ids is not None and message_id.micro_batch not in self.upstream.sample_ids:
             raise CompressionError(
                 f"simulate: boundary {self.upstream.number}: the samples of this training pass are unknown; "
@@ -120,8 +110,8 @@ class SimulatedBoundary(nn.Module):
             self._end_step()  # of a step without backward passes
             for side in (self.upstream, self.downstream):
                 side.begin_step()
-            self._answered, self._step_open = 0, True
-        self._trained += 1
+            self._answered, self.is_answered = 0, False
+        self.trained += 1
         return message_id
 
     def answered(self) -> None:
@@ -131,8 +121,8 @@ class SimulatedBoundary(nn.Module):
             self._end_step()
 
     def _end_step(self) -> None:
-        if self._step_open:
-            self._step_open = False
+        if not self.is_answered:
+            self.is_answered = True
             for channel in self.sending:
                 self.limits[channel.direction].warn(channel)
 

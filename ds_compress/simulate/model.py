@@ -152,7 +152,7 @@ def simulate(
     simulated = nn.Sequential(*layers) if isinstance(model, nn.Sequential) else model
     if tracking is not None:
         _follow(simulated, boundaries, tracking)
-    if boundaries and config.changes:
+    if boundaries and config.has_policy:
         SimulatedTraining(config, boundaries, lr).follow(simulated)
     if boundaries and config.sample_ids:
         _follow_samples(simulated, boundaries, config.sample_ids)

@@ -5,7 +5,7 @@ import torch
 
 from ds_compress.codecs import eigenbasis
 from ds_compress.codecs.eigenbasis import eigenvectors
-from tests.support.messages import of_rank, with_spectrum
+from tests.support.messages import low_rank_matrix, with_spectrum
 
 H = 48
 

@@ -51,7 +51,7 @@ OLD = [
     (
         "forward.codec",
         {"name": "quantize", "hadamard": "auto"},
-        ".hadamard: 'auto' was removed; allowed: true, false, or codec 'entropy', ",
+        ".hadamard: 'auto' is not allowed: should be a valid boolean",
     ),
 ]
 """JSON path, what is there, how the message goes on after the path."""

@@ -244,7 +244,7 @@ def test_warmup_comes_first():
 def no_ladder_here():
     replaced = {"forward": QUANTIZE, "boundaries": {"0": {"forward": {"codec": "bf16"}}}}
     with pytest.raises(CompressionError) as error:
-        build(2, ds_config({**replaced, "policy": POLICIES["budget"]}))
+        build(2, ds_config({**replaced, "policy": {"name": "budget", "error": 0.2, "forward": BITS}}))
     return str(error.value)
 
 

@@ -75,7 +75,7 @@ def test_evaluation_and_training_do_not_meet():
         interleaved(x)
     interleaved.train()
     assert torch.equal(plain(x), interleaved(x))
-    assert plain[4]._trained == interleaved[4]._trained == 1
+    assert plain[4].trained == interleaved[4].trained == 1
 
 
 @pytest.mark.parametrize("cuts", [[0], [8], [4, 4], [5, 3], ["a"], [2.5], [True], 4, None, ["a", 3]], ids=str)

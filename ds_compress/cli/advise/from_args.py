@@ -11,7 +11,7 @@ from ds_compress.cli.bench import benchmark_tensor, contexts, seconds_per_call, 
 from ds_compress.cli.check import UNCOMPRESSED, message_sizes
 from ds_compress.codec import Codec, TensorSpec
 from ds_compress.codecs.entropy import EigenbasisEntropy
-from ds_compress.codecs.mixins import ObservesWarmup, VariableSizePayload, layers
+from ds_compress.codecs.mixins import VariableSizePayload, layers
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FeedbackCodec
@@ -146,8 +146,7 @@ def _bits_and_error(codec: Codec, spec: TensorSpec, device: torch.device) -> tup
 
 
 def _limit_width(codec: Codec, spec: TensorSpec) -> TensorSpec:
-    observers = layers(codec, ObservesWarmup)  # type: ignore[type-abstract]
-    fits = any(isinstance(layer, EigenbasisEntropy) for layer in observers)
+    fits = any(layers(codec, EigenbasisEntropy))
     return _with_width(FITTED_WIDTH, spec) if fits and spec.shape[-1] > FITTED_WIDTH else spec
 
 

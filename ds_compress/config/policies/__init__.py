@@ -1,7 +1,7 @@
 """Policies: which settings the codecs use at which step. One policy per file."""
 
 from ds_compress.config.policies import accordion, budget  # noqa: F401  (registers them)
-from ds_compress.config.policies.base import POLICIES, Constant, DecisionInput, Place, Policy, Signal
+from ds_compress.config.policies.base import POLICIES, ChannelKey, Constant, DecisionInput, Policy, Signal
 from ds_compress.config.policies.ladder import ladders
 
 __all__ = ["POLICIES", "ChannelKey", "Constant", "DecisionInput", "Policy", "Signal", "ladders"]

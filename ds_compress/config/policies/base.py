@@ -48,7 +48,7 @@ class DecisionInput:
 
     step: int
     """Number of optimizer steps since the warm-up."""
-    rungs: Mapping[Place, int]
+    rungs: Mapping[ChannelKey, int]
     """Current rungs; 0 is the mildest."""
     ladder_lengths: Mapping[ChannelKey, int]
     """Number of rungs of each ladder."""

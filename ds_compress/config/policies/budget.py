@@ -35,10 +35,9 @@ class Budget(Policy):
         """A stronger rung must stay below the limit by this fraction, because messages between two decisions
         differ from the measured one (by up to a fifth in tests/runtime/test_policies_pay.py)."""
 
-    def decide(self, now: DecisionInput, state: State) -> dict[Place, int]:
-        """Choose the rung of each place by its own errors."""
-        signals = now.signals or {}
-        return {place: self._under(now.rungs[place], signals[place]) for place in now.rungs}
+    def decide(self, now: DecisionInput, state: State) -> dict[ChannelKey, int]:
+        """Choose each rung by its own errors."""
+        return {key: self._under(rung, (now.signals or {})[key]) for key, rung in now.rungs.items()}
 
     def _under(self, present: int, signal: Signal) -> int:
         """Return the rung with the fewest bytes within the error limit."""

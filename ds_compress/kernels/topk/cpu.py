@@ -1,7 +1,5 @@
 """Selection on the CPU by kth_largest.cpp and selection.cpp; short tensors in numpy."""
 
-from functools import lru_cache
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -49,22 +47,6 @@ _gather = for_each_dtype(
 _scatter = for_each_dtype(
     *("selection", "scatter", SIZES), values=("count",), count=SIZE, packed=_BITS, n=SIZE, y=("n",)
 )
-
-
-class LargestPlan:
-    """A call that selects the k largest of each row of [rows, d] floats of one dtype; 0 < k <= d."""
-
-    def __init__(self, dtype: torch.dtype, rows: int, d: int, k: int):
-        stride, first, last = first_look(d, k)
-        words = -(-d // _WORD)
-        known = {"rows": rows, "d": d, "words": words, "k": k, "stride": stride, "first": first, "last": last}
-        self.call = _largest[dtype].bind(**known, infinity=INFINITY[dtype])
-        self.space = (words * _WORD,)
-        self.packed = empty_template((-(-rows * d // 8),), torch.uint8)
-        self.values = empty_template((rows * k,), dtype)
-
-
-_largest_plan = lru_cache(LargestPlan)
 
 
 def pack_bits(bits: Tensor) -> Tensor:
@@ -129,8 +111,11 @@ def select_largest(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Ten
     """See `reference.select_largest`; as bits, with values."""
     if not native.serves(x.numel()):
         return reference.select_largest(x, k)
-    plan = _largest_plan(x.dtype, *x.shape, k)
-    packed = torch.empty_like(plan.packed)
-    values = torch.empty_like(plan.values) if values is None else values
-    plan.call(x.contiguous(), scratch("keys", plan.space, x.dtype), packed, values)
+    rows, d = x.shape
+    (stride, first, last), words = first_look(d, k), -(-d // _WORD)
+    known = {"rows": rows, "d": d, "words": words, "k": k, "stride": stride, "first": first, "last": last}
+    packed = torch.empty_like(empty_template((-(-rows * d // 8),), torch.uint8))
+    values = torch.empty_like(empty_template((rows * k,), x.dtype)) if values is None else values
+    call = _largest[x.dtype].bind(**known, infinity=INFINITY[x.dtype])
+    call(x.contiguous(), scratch("keys", (words * _WORD,), x.dtype), packed, values)
     return packed, values
