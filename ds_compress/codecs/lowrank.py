@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, Stability, TensorSpec, register
@@ -19,7 +20,6 @@ from ds_compress.codecs.shapes import (
     matrix_shape,
 )
 from ds_compress.kernels.numerics import cast, is_finite, saturate
-from ds_compress.registry import Width
 
 
 @register("lowrank")
@@ -34,7 +34,7 @@ class LowRank(Codec, Stateful, HardwareDependentDecode):
     """
 
     class Options(CodecOptions):
-        rank: Width = 8
+        rank: int = Field(8, ge=1, le=2**16)
         """Columns of each factor, r above."""
         dtype: Literal["bf16", "fp32"] = "bf16"
         """How the factors travel."""

@@ -164,7 +164,7 @@ def fingerprint(device: torch.device) -> dict[str, Any]:
 
 
 def _products(device: torch.device) -> str:
-    """Hash of products as `pca` and `lowrank` have them."""
+    """Hash of products as learned bases and `lowrank` have them."""
     digest = hashlib.blake2b(digest_size=8)
     for rows, coefficients, columns in PRODUCTS:
         code, basis = _numbers(rows, coefficients, device), _numbers(columns, coefficients, device)

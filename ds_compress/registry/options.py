@@ -15,9 +15,6 @@ Model = TypeVar("Model", bound=BaseModel)
 Steps = Annotated[int, Field(ge=0, le=10**9)]
 """Number of training steps."""
 
-Width = Annotated[int, Field(ge=1, le=2**16)]
-"""Number of columns of a hidden state, a basis or a code."""
-
 
 RENAMED = {
     "scale": "scheme",

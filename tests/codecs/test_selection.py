@@ -60,6 +60,7 @@ def test_exact_is_the_specification_ties_and_nan_included(x, dtype, data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "LONG", 0)
         assert largest(x, k).indices.tolist() == expected
+        patch.setattr(compiled, "_largest_plan", compiled.LargestPlan)
         patch.setattr(compiled, "first_look", lambda d, k: sample_plan(d, k, 3))
         assert largest(x, k).indices.tolist() == expected
 

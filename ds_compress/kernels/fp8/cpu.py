@@ -1,12 +1,14 @@
 """Floats of fewer bits on the CPU by fp8.cpp."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from ds_compress.kernels import native
 from ds_compress.kernels.fp8 import reference
 from ds_compress.kernels.memory import empty_template
-from ds_compress.kernels.native.function import FLOATS, SIZE, Buffer, Function, for_each_dtype
+from ds_compress.kernels.native.function import FLOATS, SIZE, Buffer, Call, Function, for_each_dtype
 
 __all__ = reference.__all__
 
@@ -51,8 +53,23 @@ def cast(x: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     if x.dtype != torch.float32 or dtype != torch.bfloat16 or not native.serves(x.numel()):
         return reference.cast(x, dtype, out)
     rounded = torch.empty_like(empty_template(x.shape, dtype)) if out is None else out
-    _to_bf16.bind(n=x.numel())(x.detach().contiguous(), rounded)
+    _caster(x.numel())(x.detach().contiguous(), rounded)
     return rounded
+
+
+@lru_cache  # most messages have the shape of the one before
+def _caster(n: int) -> Call:
+    return _to_bf16.bind(n=n)
+
+
+@lru_cache  # most messages have the shape of the one before
+def _encoder(dtype: torch.dtype, wide: torch.dtype, groups: int, size: int) -> Call:
+    return _encode[dtype][wide].bind(groups=groups, size=size, largest=torch.finfo(dtype).max)
+
+
+@lru_cache
+def _decoder(dtype: torch.dtype, wide: torch.dtype, groups: int, size: int) -> Call:
+    return _decode[dtype][wide].bind(groups=groups, size=size)
 
 
 def encode_fp8(
@@ -66,8 +83,7 @@ def encode_fp8(
         torch.empty(values.shape, dtype=torch.uint8, device="cpu"),
         torch.empty(groups, dtype=torch.float32, device="cpu"),
     )
-    call = _encode[dtype][values.dtype].bind(groups=groups, size=size, largest=torch.finfo(dtype).max)
-    call(values.contiguous(), codes, scales)
+    _encoder(dtype, values.dtype, groups, size)(values.contiguous(), codes, scales)
     return codes, scales
 
 
@@ -77,5 +93,5 @@ def decode_fp8(codes: Tensor, scales: Tensor, dtype: torch.dtype, out: torch.dty
         return reference.decode_fp8(codes, scales, dtype, out)
     groups, size = codes.shape
     values = torch.empty_like(empty_template((groups, size), out))
-    _decode[dtype][out].bind(groups=groups, size=size)(codes.contiguous(), scales.contiguous(), values)
+    _decoder(dtype, out, groups, size)(codes.contiguous(), scales.contiguous(), values)
     return values

@@ -1,5 +1,8 @@
 """Selection on the CPU by kth_largest.cpp and selection.cpp; short tensors in numpy."""
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,6 +15,7 @@ from ds_compress.kernels.native.function import (
     SIZE,
     SIZES,
     Buffer,
+    Call,
     Function,
     for_each_dtype,
 )
@@ -49,6 +53,45 @@ _scatter = for_each_dtype(
 )
 
 
+class CopyPlan(NamedTuple):
+    """A call, and a template of what it writes (see `empty_template`)."""
+
+    call: Call
+    template: Tensor
+
+
+@lru_cache  # most messages have the shape of the one before
+def _list_plan(numel: int, count: int) -> CopyPlan:
+    return CopyPlan(_list_bits.bind(n=numel, most=count), empty_template((count,), torch.int64))
+
+
+@lru_cache
+def _gather_plan(dtype: torch.dtype, n: int, count: int) -> CopyPlan:
+    return CopyPlan(_gather[dtype].bind(n=n, count=count), empty_template((count,), dtype))
+
+
+@lru_cache
+def _scatter_plan(dtype: torch.dtype, shape: tuple[int, ...], count: int) -> CopyPlan:
+    template = empty_template(shape, dtype)
+    return CopyPlan(_scatter[dtype].bind(n=template.numel(), count=count), template)
+
+
+class LargestPlan:
+    """A call that selects the k largest of each row of [rows, d] floats of one dtype; 0 < k <= d."""
+
+    def __init__(self, dtype: torch.dtype, rows: int, d: int, k: int):
+        stride, first, last = first_look(d, k)
+        words = -(-d // _WORD)
+        known = {"rows": rows, "d": d, "words": words, "k": k, "stride": stride, "first": first, "last": last}
+        self.call = _largest[dtype].bind(**known, infinity=INFINITY[dtype])
+        self.space = (words * _WORD,)
+        self.packed = empty_template((-(-rows * d // 8),), torch.uint8)
+        self.values = empty_template((rows * k,), dtype)
+
+
+_largest_plan = lru_cache(LargestPlan)
+
+
 def pack_bits(bits: Tensor) -> Tensor:
     return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
 
@@ -77,8 +120,9 @@ def list_bits(packed: Tensor, numel: int, count: int) -> Tensor:
     if not native.serves(numel):
         mask = np.unpackbits(packed.numpy(), count=numel, bitorder="little")
         return torch.from_numpy(np.flatnonzero(mask)[:count])
-    found = torch.empty_like(empty_template((count,), torch.int64))
-    _list_bits.bind(n=numel, most=count)(packed.contiguous(), found)
+    call, template = _list_plan(numel, count)
+    found = torch.empty_like(template)
+    call(packed.contiguous(), found)
     return found
 
 
@@ -92,30 +136,29 @@ def gather(x: Tensor, entries: Tensor, count: int) -> Tensor:
     """See `reference.gather`; of damaged bits, of which fewer than `count` are set, the first entry."""
     if entries.dtype != torch.uint8 or not native.serves(x.numel()):
         return reference.gather(x, entries, count)
-    out = torch.empty_like(empty_template((count,), x.dtype))
-    _gather[x.dtype].bind(n=x.numel(), count=count)(x.contiguous(), entries, out)
+    call, template = _gather_plan(x.dtype, x.numel(), count)
+    out = torch.empty_like(template)
+    call(x.contiguous(), entries, out)
     return torch.where(is_finite(x), out, torch.nan)
 
 
 def scatter(values: Tensor, entries: Tensor, shape: tuple[int, ...]) -> Tensor:
     """See `reference.scatter`; of damaged bits, of which another number is set, all values that fit."""
-    template = empty_template(shape, values.dtype)
-    if entries.dtype != torch.uint8 or not native.serves(template.numel()):
-        return reference.scatter(values, entries, shape)
-    y = torch.empty_like(template)
-    _scatter[y.dtype].bind(n=y.numel(), count=values.numel())(values.contiguous(), entries, y)
-    return y
+    if entries.dtype == torch.uint8:
+        call, template = _scatter_plan(values.dtype, shape, values.numel())
+        if native.serves(template.numel()):
+            y = torch.empty_like(template)
+            call(values.contiguous(), entries, y)
+            return y
+    return reference.scatter(values, entries, shape)
 
 
 def select_largest(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """See `reference.select_largest`; as bits, with values."""
     if not native.serves(x.numel()):
         return reference.select_largest(x, k)
-    rows, d = x.shape
-    (stride, first, last), words = first_look(d, k), -(-d // _WORD)
-    known = {"rows": rows, "d": d, "words": words, "k": k, "stride": stride, "first": first, "last": last}
-    packed = torch.empty_like(empty_template((-(-rows * d // 8),), torch.uint8))
-    values = torch.empty_like(empty_template((rows * k,), x.dtype)) if values is None else values
-    call = _largest[x.dtype].bind(**known, infinity=INFINITY[x.dtype])
-    call(x.contiguous(), scratch("keys", (words * _WORD,), x.dtype), packed, values)
+    plan = _largest_plan(x.dtype, *x.shape, k)
+    packed = torch.empty_like(plan.packed)
+    values = torch.empty_like(plan.values) if values is None else values
+    plan.call(x.contiguous(), scratch("keys", plan.space, x.dtype), packed, values)
     return packed, values
