@@ -66,9 +66,10 @@ def tokenize(found: Iterable[dict[str, Any]], tokenizer: Any, where: str) -> Ite
             completion = _encode(tokenizer, record["completion"]) + _end_of_text(tokenizer)
             yield Document(prompt + completion, [IGNORED] * len(prompt) + completion)
         else:
+            pairs = "; pairs for preference training (DPO) are not supported" if "chosen" in record else ""
             raise CompressionError(
                 f"{where}: record {number} has {shown(sorted(record))}; should have text, prompt and "
-                "completion, or messages"
+                f"completion, or messages{pairs}"
             )
 
 

@@ -82,6 +82,8 @@ def test_a_template_that_rewrites_what_came_before_is_refused():
 def test_a_record_of_no_known_kind_is_refused():
     with pytest.raises(CompressionError, match=r"^here: record 0 has \['body'\]; should have text, prompt"):
         list(tokenize([{"body": "the cat"}], tokenizer(), "here"))
+    with pytest.raises(CompressionError, match=r"messages; pairs for preference training \(DPO\) are not"):
+        list(tokenize([{"prompt": "the", "chosen": "cat", "rejected": "dog"}], tokenizer(), "here"))
 
 
 def test_text_files_are_cut_where_it_is_said():
