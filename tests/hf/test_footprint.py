@@ -72,6 +72,7 @@ CASES = {
     "nf4": {"lora": {"r": 8}, "quantize": "nf4"},
     "int8": {"lora": {"r": 8}, "quantize": "int8"},
     "torchao": {"lora": {"r": 8}},
+    "torchao, 4 bits": {"lora": {"r": 8}},
     "int8, recomputed": {"lora": {"r": 8}, "quantize": "int8", "activation_checkpoint_interval": 1},
     "recomputed": {"lora": {"r": 8}, "activation_checkpoint_interval": 1},
     "all parameters": {},
@@ -87,7 +88,7 @@ def test_memory_is_as_predicted(tmp_path, family, case, shape):
     for key, value in shape.items():
         setattr(given, key, value)
     AutoModelForCausalLM.from_config(given, dtype=torch.float32).save_pretrained(tmp_path)
-    if case == "torchao":
+    if case.startswith("torchao"):
         load(tmp_path, case).save_pretrained(tmp_path)
     settings = Settings(
         model=str(tmp_path),
