@@ -24,7 +24,6 @@ RECIPES = {
         "forward": {"codec": {"name": "lowrank", "rank": 2}},
         "backward": {"codec": {"name": "lowrank", "rank": 2}, "feedback": "loco"},
     },
-    "learned": {"forward": {"codec": {"name": "entropy", "rotate": "learned"}}, "warmup_steps": 2},
     "lossless": {"forward": {"codec": "lossless"}, "backward": {"codec": "lossless"}},
     "blocking": {**TOPK, "link": {"mode": "blocking"}},
     "depth 3": {**TOPK, "link": {"depth": 3}},
