@@ -28,7 +28,7 @@ LONG = (2, 160, 257)  # where other kernels may take over
 MEAN_OF = 64  # messages, where a codec says that their mean is unbiased
 
 ALIGNMENT = 16
-"""Of the tensors in a packet, in bytes."""
+"""Alignment of the tensors in a packet, in bytes."""
 
 GARBAGE = 0xAB
 """What the memory of a packet is filled with when it has been read."""
@@ -67,7 +67,10 @@ class CodecPair:
     """A setting of a codec and the two codecs of a boundary that follow from it."""
 
     def __init__(self, setting: object, backward: object, device: torch.device):
-        """`backward`: what goes back, None for the same."""
+        """
+        Args:
+            backward: codec of gradients; None: the same codec.
+        """
         self.device = device
         self._choices = setting, backward
         self._codec = build(setting)

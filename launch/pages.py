@@ -243,6 +243,8 @@ def commands_page() -> str:
         "```bash\nds-compress list\nds-compress check ds_config.json --stages 2 --shape 8,128,256\n```\n"
     )
     actions = [each for each in parser()._actions if isinstance(each, argparse._SubParsersAction)]
+    tasks = [(each.help, f"[`{each.dest}`](#{each.dest})") for each in actions[0]._choices_actions]
+    parts.append(markdown(["You want to", "Command"], tasks, texts=2) + "\n")
     for name, command in actions[0].choices.items():
         parts.append(f"## {name}\n\n```text\n{command.format_help().strip()}\n```\n")
     return "\n".join(parts)

@@ -72,11 +72,11 @@ class Metadata(Record):
     step: int
     """Optimizer steps done."""
     settings: dict[str, dict[str, Any]]
-    """Of the codecs of each side in the file."""
+    """Settings of the codecs of each side in the file."""
     schedule: tuple[Annotated[int, Field(ge=1, le=MAX_DEPTH)], int, int] = (1, 0, 0)
     """Depth, stages and micro-batches of the steps before."""
     warmup_ends: dict[str, int] = {}
-    """Of each side in the file: see `Boundary.warmup_end`."""
+    """End of the warm-up of each side in the file: see `Boundary.warmup_end`."""
     changed_settings: ChangedSettings | None = Field(default=None, alias="course")
     """The settings after all changes during training; the same in the files of all ranks."""
     own_measurements: dict[
@@ -86,12 +86,12 @@ class Metadata(Record):
     """What only this rank has recorded. By boundary, for its policy: a sum of norms and their number. By
     boundary and direction, for its guard: `monitor.limits.LASTING` of the last measured step."""
     name: str
-    """Of the file itself: that of another rank must not take its place."""
+    """Name of the file itself: a file of another rank is refused."""
     id: str = ""
     base: None = None
-    """Of releases up to 0.2, like `id`; a file with changes to another one had a base, and is refused."""
+    """From releases up to 0.2, like `id`; a file with changes to another one had a base, and is refused."""
     eight_bits: dict[str, str] = Field({}, max_length=0)
-    """Of releases up to 0.2, which could store state in 8 bits; such a file is refused."""
+    """From releases up to 0.2, which could store state in 8 bits; such a file is refused."""
     names: str
     """Hash of the names of all entries, sorted: BLAKE2b, 8 bytes, hexadecimal."""
     hashes: str

@@ -32,6 +32,10 @@ def parser() -> Parser:
     subparsers = built.add_subparsers(dest="command", required=True)
     for command in COMMANDS:
         command.add_parser(subparsers)
+    for action in subparsers._choices_actions:
+        each = subparsers.choices[action.dest]
+        text = str(action.help)
+        each.description = each.description or f"{text[0].upper()}{text[1:]}."
     return built
 
 

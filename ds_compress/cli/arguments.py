@@ -90,17 +90,17 @@ def add_import(parser: Any) -> None:
         default=[],
         dest="imports",
         metavar="MODULE",
-        help="a module, or a path to a .py file, that registers codecs or feedbacks of your own",
+        help="import a module, or a .py file, that registers codecs, feedbacks or policies of your own",
     )
 
 
 def add_message(parser: Any, shape_required: bool = True) -> None:
     """Add `--stages`, and `--shape` and `--dtype` of what they send."""
-    parser.add_argument("--stages", type=integer(1, 2**16), required=True, help="pipeline stages")
+    parser.add_argument("--stages", type=integer(1, 2**16), required=True, help="number of pipeline stages")
     parser.add_argument(
         "--shape",
         type=shape,
         required=shape_required,
-        help="of the tensor between two stages: 4,1024,768",
+        help="shape of the tensor between two stages, such as 4,1024,768",
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of that tensor")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="dtype of that tensor")

@@ -29,18 +29,25 @@ REPEAT_SECONDS = 0.05
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("bench", help="size, error and speed of codecs")
+    parser = subparsers.add_parser("bench", help="measure size, error and speed of codecs on this machine")
     parser.add_argument(
-        "--shape", type=shape, default=(4, 1024, 1024), help="of the tensor (default 4,1024,1024)"
+        "--shape", type=shape, default=(4, 1024, 1024), help="shape of the tensor (default: 4,1024,1024)"
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="dtype of the tensor (default: fp32)")
     here = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument(
-        "--device", type=device, default=here, help=f"cpu, cuda, cuda:1, ... (here {here} if not given)"
+        "--device",
+        type=device,
+        default=here,
+        help="device to run on: cpu, cuda, cuda:1, ... (default: cuda if there is one, else cpu)",
     )
-    parser.add_argument("--threads", type=integer(1, 1024), default=1, help="of torch on the CPU (default 1)")
     parser.add_argument(
-        "--codec", nargs="+", help="names, or JSON objects as in ds_config (default: all but none)"
+        "--threads", type=integer(1, 1024), default=1, help="threads of torch on the CPU (default: 1)"
+    )
+    parser.add_argument(
+        "--codec",
+        nargs="+",
+        help="codecs to measure: names, or JSON objects as in a ds_config.json (default: all but none)",
     )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     add_import(parser)

@@ -26,18 +26,24 @@ UNCOMPRESSED = ("none", "none (below min_numel)")
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("check", help="validate a ds_config.json and print the bytes per message")
-    parser.add_argument("ds_config", type=Path, help="ds_config.json")
+    parser = subparsers.add_parser(
+        "check", help="validate a ds_config.json, and print the bytes of each message"
+    )
+    parser.add_argument("ds_config", type=Path, help="the DeepSpeed config to check")
     add_message(parser)
     parser.add_argument(
         "--replicas",
         type=integer(2, 2**16),
-        help="data-parallel replicas: adds what each rank sends them in a step; needs --parameters",
+        help="number of data-parallel replicas: also print the bytes that a rank sends to them in a step; "
+        "needs --parameters",
     )
     parser.add_argument(
-        "--parameters", type=integer(1, 2**45), help="values of a stage's matrices of 16,384 values or more"
+        "--parameters",
+        type=integer(1, 2**45),
+        help="number of values in the parameters of a stage that are compressed: its matrices of 16,384 "
+        "values or more",
     )
-    parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_import(parser)
     parser.set_defaults(run=run)
 

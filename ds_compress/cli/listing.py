@@ -33,11 +33,15 @@ MESSAGE = TensorSpec((4, 1024, 1024), torch.float32)
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("list", help="codecs, feedbacks, policies and keys of the block")
+    parser = subparsers.add_parser(
+        "list", help="list all codecs, feedbacks, policies and keys of the block, with their options"
+    )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="JSON instead of text")
-    form.add_argument("--markdown", action="store_true", help="docs/options.md")
-    parser.add_argument("--recipes", action="store_true", help="the recipes instead, and what they send")
+    form.add_argument("--json", action="store_true", help="print JSON instead of text")
+    form.add_argument("--markdown", action="store_true", help="print Markdown: the page docs/options.md")
+    parser.add_argument(
+        "--recipes", action="store_true", help="list the recipes instead, and what each sends"
+    )
     add_import(parser)
     parser.set_defaults(run=run)
 

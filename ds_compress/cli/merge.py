@@ -10,10 +10,18 @@ from ds_compress.errors import CompressionError
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("merge", help="write a fine-tuned model as a Transformers checkpoint")
-    parser.add_argument("out", type=Path, metavar="OUT", help='"out" of the run\'s train.json')
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="an empty folder, or none yet")
+    parser.add_argument("out", type=Path, metavar="OUT", help='folder of the run: "out" in its train.json')
     parser.add_argument(
-        "--best", action="store_true", help="the checkpoint with the lowest perplexity (default: the last)"
+        "--to",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder to write to; it must be empty or not exist",
+    )
+    parser.add_argument(
+        "--best",
+        action="store_true",
+        help="merge the checkpoint with the lowest perplexity (default: the last one)",
     )
     parser.set_defaults(run=run)
 

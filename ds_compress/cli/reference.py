@@ -29,7 +29,8 @@ _LIMITS = {
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        "schema", help='JSON Schema of a ds_config.json that checks its "ds_compress" block'
+        "schema",
+        help='print a JSON Schema with which an editor checks the "ds_compress" block of a ds_config.json',
     )
     add_import(parser)
     parser.set_defaults(run=run)

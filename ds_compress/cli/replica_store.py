@@ -13,8 +13,12 @@ from ds_compress.errors import CompressionError, in_one_line
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("replica-store", help="where replicas that are launched apart meet")
-    parser.add_argument("--port", type=int, required=True, help="all replicas must reach it; 0: any free one")
+    parser = subparsers.add_parser(
+        "replica-store", help="serve the store through which sites exchange weights"
+    )
+    parser.add_argument(
+        "--port", type=int, required=True, help="port that all sites can reach; 0: any free one"
+    )
     parser.set_defaults(run=run)
 
 

@@ -23,14 +23,16 @@ figure { margin: 2rem 0; } img { max-width: 100%; } figcaption { color: #555; } 
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("report", help="plots of one or more runs as HTML and PNG files")
+    parser = subparsers.add_parser(
+        "report", help="compare finished runs: write plots and a table as HTML and PNG files"
+    )
     parser.add_argument(
         "runs",
         nargs="+",
         type=Path,
         metavar="RUN",
-        help="a folder of DeepSpeed's csv_monitor or of TensorBoard, an offline W&B run, or any folder "
-        "above such",
+        help="folder of DeepSpeed's csv_monitor or of TensorBoard, an offline W&B run, or a folder that "
+        "contains such runs",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("report"), help="folder to write to (default: report)"

@@ -35,7 +35,7 @@ class RecordedRun:
     series: dict[str, Series]
     config: dict[str, Any] = field(default_factory=dict)
     wandb_name: str = ""
-    """Of the file of W&B, which no other run has; empty where it wrote none."""
+    """Name of the W&B file, which no other run has; empty if there is none."""
 
     @property
     def boundaries(self) -> int:

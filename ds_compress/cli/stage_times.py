@@ -26,13 +26,15 @@ from ds_compress.errors import CompressionError
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "stage-times",
-        help="run a training script, and print how long each stage computes",
+        help="run a training script unchanged, and print how long each stage computes",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--module", action="store_true", help="SCRIPT is a module, as after python -m")
-    parser.add_argument("script", metavar="SCRIPT", help="a training script for the launcher")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
+    parser.add_argument(
+        "--module", action="store_true", help="take SCRIPT as the name of a module, as python -m does"
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="training script, as for the launcher")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
     parser.set_defaults(run=run)
 
 

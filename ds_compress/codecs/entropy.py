@@ -308,10 +308,15 @@ class EigenbasisEntropy(EntropyBase, Stateful, ObservesWarmup, HardwareDependent
 
 
 class _Period:
-    """Steps after which a basis is turned by what came in them: 1, 1, 2, 4, ..., then `refresh` of them."""
+    """Interval between two basis updates: 1, 1, 2, 4, ... steps, then `refresh`."""
 
     def __init__(self, first: int, step: int, refresh: int):
-        """Start a period; `first`: step of the first message in the basis; `step`: one of the period."""
+        """
+        Args:
+            first: step of the first message in the basis.
+            step: any step of the interval.
+            refresh: length of the last intervals, in steps.
+        """
         age, last = step - first, 1 << (refresh - 1).bit_length()
         if age < last:
             begin = 1 << age.bit_length() >> 1

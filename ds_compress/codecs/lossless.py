@@ -57,7 +57,7 @@ class Lossless(Codec, VariableSizePayload):
 
 
 class _ThreadCompressor(threading.local):
-    """Of each thread, as none may serve two at once: to make one takes as long as a small message."""
+    """A compressor per thread: threads cannot share one, and making one takes as long as a small message."""
 
     def __init__(self) -> None:
         # Exponents in random order repeat by chance only: a table too small to find the repetition leaves

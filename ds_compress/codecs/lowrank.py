@@ -85,7 +85,7 @@ class LowRank(Codec, Stateful, HardwareDependentDecode):
         return 1 + self._rounding(rank)
 
     def stability(self, spec: TensorSpec) -> Stability:
-        """Return that of normal values: what misses the basis turns the next one (PowerSGD)."""
+        """Return the stability for normal values: what the basis misses changes the next basis (PowerSGD)."""
         return Stability(self.gaussian_error_bound(spec))
 
     def gaussian_error_bound(self, spec: TensorSpec) -> float:

@@ -29,11 +29,11 @@ class _TopKPlan(NamedTuple):
 
     rows: int
     length: int
-    """Of a row."""
+    """Entries of a row."""
     kept: int
     """Entries, over all rows."""
     coder: Any
-    """Of `coding.CODERS`."""
+    """One of `coding.CODERS`."""
     parts: int
     """Payload tensors that it makes."""
 

@@ -131,8 +131,8 @@ class Block(Options):
     the last two of a longer warm-up, are measured uncompressed; then codecs are chosen for each boundary, and
     the depth."""
     quality: Quality | None = None
-    """With recipe "auto": the class of relative errors that messages may have in each direction; null is
-    "safe". lossless: messages arrive bit-identical. docs/auto.md lists what each class costs."""
+    """With recipe "auto": the error budget, which limits the errors of messages in each direction; null is
+    "safe". lossless: messages arrive bit-identical. docs/auto.md lists the limits, and what each may cost."""
     forward: DirectionOptions = DirectionOptions()
     """Activations, from stage b to b+1."""
     backward: DirectionOptions = DirectionOptions()

@@ -143,9 +143,10 @@ def check_nesting(block: object) -> None:
 
 
 def check(block: Block) -> None:
-    """
+    """Refuse options that contradict each other.
+
     Raises:
-        CompressionError: options contradict each other; one line with the JSON path.
+        CompressionError: one line with the JSON path of the first contradiction.
     """
     if block.warmup_steps and block.warmup_epochs:
         raise CompressionError(
@@ -191,9 +192,13 @@ def feedback_notes(config: Any) -> Iterator[str]:
 
 
 def check_policy(name: str, block: Block) -> None:
-    """
+    """Refuse a policy beside an option that changes the same settings.
+
+    Args:
+        name: of the policy.
+
     Raises:
-        CompressionError: something else would change the settings that the policy `name` changes.
+        CompressionError: one line with the JSON path of that option.
     """
     if name == "constant":
         return
@@ -210,13 +215,13 @@ def check_policy(name: str, block: Block) -> None:
 
 
 def _check_auto(block: Block) -> None:
-    """Refuse what contradicts settings that choose themselves, or an option that means nothing without."""
+    """Refuse what contradicts recipe "auto", and options that have no effect without it."""
     auto = block.recipe == AUTO
     if auto != (block.quality is not None):
         which = "recipe 'auto'" if auto else "no recipe 'auto'"
         raise CompressionError(
             f"{KEY}.quality: {shown(block.quality)} is not allowed with {which}; "
-            f"allowed: a class with recipe 'auto' alone: {', '.join(LIMITS)}"
+            f"allowed: an error budget with recipe 'auto' alone: {', '.join(LIMITS)}"
         )
     for key in (*DIRECTIONS, "boundaries"):
         if auto and key in block.model_fields_set:

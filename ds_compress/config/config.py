@@ -120,7 +120,7 @@ class Config:
 
     @property
     def quality(self) -> Quality | None:
-        """Return the class of errors within which settings choose themselves; None where they do not."""
+        """Return the error budget if recipe "auto" chooses the settings, else None."""
         return self._written.quality
 
     @property
@@ -137,8 +137,13 @@ class Config:
         return Config(with_changes(self.written, {**changes, "policy": "constant"}))
 
     def adopt(self, other: "Config") -> bool:
-        """Use the codecs of `other`, which `changed` made, from now on; those with equal settings stay the
-        objects that they are. Returns whether any does not."""
+        """Use the codecs of `other`, which `changed` made, from now on.
+
+        Codecs with equal settings stay the same objects.
+
+        Returns:
+            Whether any codec changed.
+        """
         numbers = {*self.configured_boundaries, *other.configured_boundaries, *self._codecs}
         changed = [n for n in numbers if self.codecs(n).settings != other.codecs(n).settings]
         self._codecs.update({n: self.codecs(n).replaced_by(other.codecs(n)) for n in changed})
@@ -180,8 +185,7 @@ class Config:
         return BoundaryCodecs(forward, backward, {"forward": forward_feedback, "backward": backward_feedback})
 
     def leave_uncompressed(self, why: str) -> None:
-        """Make it the only one of `notes` that an engine cannot compress, because of `why`; say nothing where
-        this is switched off.
+        """Replace `notes` by one: the engine stays uncompressed because of `why`. None if "enabled" is false.
 
         Raises:
             CompressionError: "enabled" is "required", or the environment says that it is.

@@ -1,7 +1,7 @@
-"""Quality classes: how much of a message may be lost, where the settings choose themselves.
+"""Error budgets: the largest errors of messages, if recipe "auto" chooses the settings.
 
-A class promises what the recipe of its name does (`recipes.EVIDENCE`). Its limits are the errors of that
-recipe under the language models that it was judged on.
+An error budget promises what the recipe of its name does (`recipes.EVIDENCE`). Its limits are the largest
+errors of that recipe on the language models that it was judged on.
 """
 
 from dataclasses import dataclass

@@ -43,7 +43,7 @@ def recipe(name: object, key: str) -> dict[str, Any]:
         raise CompressionError(
             f"{key}.recipe: {shown(name)} is not a recipe{near}; known: {', '.join(known)}"
         )
-    # a class of quality may be another name for one of the others
+    # an error budget may be another name for one of the others
     block = with_recipe(json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))[key], key)
     return {option: value for option, value in block.items() if option != "recipe"}
 

@@ -35,7 +35,7 @@ def free_with(engine: Any, groups: Sequence[Any], close: Callable[[], None]) -> 
 
 
 def free_unused(device: torch.device) -> None:
-    """Free what engines before the next one have left; on all ranks alike."""
+    """Free the process groups of engines that no longer exist; all ranks call it."""
     if _living:
         gc.collect()  # DeepSpeed's engines are in cycles
     if not _shared:

@@ -41,7 +41,10 @@ class QueuedSender(Sender):
     """Puts packets into DeepSpeed's queue."""
 
     def __init__(self, peer: int, device: torch.device, queue: Queue):
-        """`queue`: queues an operation, `dist.isend` or `dist.irecv`, on tensors."""
+        """
+        Args:
+            queue: queues an operation, `dist.isend` or `dist.irecv`, on tensors.
+        """
         super().__init__(peer, device)
         self._queue = queue
 
@@ -56,7 +59,10 @@ class QueuedReceiver(Receiver):
     """Queues receives when told to expect packets; the first packet asked for launches the queue."""
 
     def __init__(self, peer: int, device: torch.device, queue: Queue, launch: Callable[[], None]):
-        """`launch`: returns when everything queued is done."""
+        """
+        Args:
+            launch: returns when everything queued is done.
+        """
         super().__init__(peer, device)
         self._queue = queue
         self._launch = launch
@@ -165,7 +171,7 @@ class DualPipeVSession(Session):
         ]
 
     def evaluated_at_least(self) -> int:
-        """Return those of a step: DeepSpeed counts the buffers of the second phase from there."""
+        """Return the micro-batches of a step: DeepSpeed counts the buffers of the second phase from there."""
         return int(self.engine.micro_batches)
 
     def post_receives(self, training: bool) -> None:

@@ -84,7 +84,7 @@ def _verdict(store: Store, prefix: str, world_size: int, timeout: float) -> str:
 
 
 class Notes:
-    """Lines that each rank leaves in the store, for one that says them for all."""
+    """Exchange text lines through the store; the reporting rank prints them."""
 
     def __init__(self, store: Store, prefix: str):
         self._store = store

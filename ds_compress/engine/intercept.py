@@ -185,7 +185,7 @@ class Receiving:
     before they receive the next, so there the tensor becomes the arrived one instead."""
     specs: Specs | None = None
     arrived: list[Tensor] = field(default_factory=list)
-    """Of the message in progress, the last tensor first."""
+    """Arrived tensors of the message in progress, the last one first."""
 
 
 def is_alike(tensor: Tensor, spec: TensorSpec | Tensor) -> bool:

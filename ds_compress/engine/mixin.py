@@ -26,7 +26,7 @@ from ds_compress.runtime.guard import Mode, evaluation_mode
 
 _UNTIMED = contextlib.nullcontext()
 _EVAL_OPTIONS = ("return_logits", "compute_loss", "reduce_output", "bcast_loss", "num_micro_batches")
-"""Of DeepSpeed's `eval_batch`, behind the data, in its order."""
+"""Parameters of DeepSpeed's `eval_batch` after the data, in its order."""
 
 _Engine: Any = object
 """What stands behind a mixin: DeepSpeed's engine, which has no types."""

@@ -92,7 +92,7 @@ class OuterTraffic:
         self.anchor: Anchor | None = None  # None until the first step
         self.position: Position | None = None
         self.base: Tensor | None = None
-        """Of the last exchange, until the weights have its result; see replicas/outer_step.py."""
+        """Base of the last exchange, until the weights have its result; see replicas/outer_step.py."""
         self.watch: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         """Around the moment at which weights get the outcome of a round."""
         self.sent = Counters()
@@ -132,7 +132,7 @@ class OuterTraffic:
             self._join(is_first=True)
 
     def end_step(self) -> None:
-        """After every H-th step take a turn; `delay` steps later apply its result."""
+        """Every `every` steps start an exchange; apply its result `delay` steps later."""
         step = self._engine.global_steps
         if self.may_apply(step):
             self.collect()

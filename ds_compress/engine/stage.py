@@ -53,8 +53,11 @@ class Stage:
     """
 
     def __init__(self, config: Config, p2p: PointToPoint, before: Boundary | None, after: Boundary | None):
-        """`before`, `after`: the boundaries to the previous and the next stage, None at the ends of the
-        pipeline."""
+        """
+        Args:
+            before: boundary to the previous stage; None at the first stage.
+            after: boundary to the next stage; None at the last stage.
+        """
         self.config = config
         self.before = before
         self.after = after

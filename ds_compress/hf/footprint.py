@@ -132,7 +132,10 @@ class _FakeTensorMeter(TorchDispatchMode):
     """Counts operations, and the bytes of live tensors that were created while it is active."""
 
     def __init__(self, known: list[Tensor]):
-        """`known`: tensors that are not counted."""
+        """
+        Args:
+            known: tensors that are not counted.
+        """
         super().__init__()
         self.now = self.peak = self.flops = 0
         self._storages = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
@@ -157,7 +160,10 @@ class _FakePasses:
     """Runs one micro-batch forward and backward through the parts of a stage, on fake tensors."""
 
     def __init__(self, parts: list[Part], interval: int):
-        """`interval`: number of parts that one activation checkpoint covers; 0: no recomputation."""
+        """
+        Args:
+            interval: number of parts that one activation checkpoint covers; 0: no recomputation.
+        """
         self._parts, self._interval = parts, interval
 
     def run(self, shape: tuple[int, int], width: int, isolated: bool) -> tuple[int, int, int, int, int]:

@@ -88,7 +88,7 @@ class LearningRate(Options):
         "linear",
         "polynomial",
     ]
-    """Of the schedule, as in `transformers.get_scheduler`; it ends with the last step."""
+    """Name of the schedule, as in `transformers.get_scheduler`; it ends with the last step."""
     warmup_steps: float = Field(default=0, ge=0, le=10**9)
     """Steps in which the rate grows from 0 to that of the optimizer; below 1: their share of all steps."""
 
@@ -118,8 +118,8 @@ class Settings(Options):
     """Experimental: narrower messages. The trained model computes its best only with its basis between the
     layers, which `ds-compress merge` writes beside the model; null: send whole hidden states."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Of the model's weights; null: as in the checkpoint. Adapters are fp32. If all parameters are trained in
-    bf16, the optimizer keeps an fp32 copy of them."""
+    """Dtype of the model's weights; null: as in the checkpoint. Adapters are fp32. If all parameters are
+    trained in bf16, the optimizer keeps an fp32 copy of them."""
     quantize: Literal["nf4", "int8"] | None = None
     """Hold the linear layers of a whole checkpoint in 4 bits (nf4, double quantization) or 8 bits of
     bitsandbytes; needs "lora". null: as in the checkpoint, whose config.json may name a quantization."""
@@ -148,7 +148,7 @@ class Settings(Options):
     prompt: str | None = None
     """Text that the trained model continues at the end; null: none."""
     seed: int = Field(default=1234, ge=0, lt=2**32)
-    """Of the order of the data, of adapters and of dropout."""
+    """Seed of the order of the data, of adapters and of dropout."""
 
     @property
     def lengths(self) -> list[int]:

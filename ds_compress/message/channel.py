@@ -230,7 +230,10 @@ class Boundary:
     """One side of the cut between stages `number` and `number` + 1: what it keeps, and its two channels."""
 
     def __init__(self, number: int, config: Config, replica: int = 0):
-        """`replica`: data-parallel rank; it varies the random choices of the codecs."""
+        """
+        Args:
+            replica: data-parallel rank; it varies the random choices of the codecs.
+        """
         self.number = number
         self.config = config
         self.replica = replica
@@ -241,7 +244,7 @@ class Boundary:
         """Step until which messages cross uncompressed, beside the warm-up of the block: a boundary that lost
         what its codecs learned goes through the warm-up again. Both sides have the same."""
         self.dependence: tuple[bool, ...] | None = None
-        """Of each float tensor of a message, whether it depends on parameters; None while that is not known.
+        """Whether each float tensor of a message depends on parameters; None while that is not known.
         Equal on both sides."""
         self._stashes: dict[tuple[int, int], dict[str, Tensor]] = {}
         codecs: BoundaryCodecs = config.codecs(number)
@@ -311,7 +314,7 @@ class Boundary:
             self.memory[position] = {key: value for key, value in memory.items() if stays(key)}
 
     def copied(self) -> "Boundary":
-        """Return the same for now: what happens to the copy leaves no trace here."""
+        """Return a copy with memory and stashes of its own, so that using it changes nothing here."""
         other = copy.copy(self)
         other.memory = {position: dict(memory) for position, memory in self.memory.items()}
         other.sample_ids = dict(self.sample_ids)

@@ -45,7 +45,7 @@ class MessageLayout:
         layouts = [c.layout(s) if c else ((s.shape, s.dtype),) for c, s in zip(self.codecs, specs)]
         ends = [0, *itertools.accumulate(map(len, layouts))]
         self.places = [slice(start, end) for start, end in itertools.pairwise(ends)]
-        """Of each tensor: which payload tensors of the packet are its own."""
+        """Payload tensors of the packet that belong to each tensor, as slices."""
         identity = [(s.shape, s.dtype, c.settings if c else None) for c, s in zip(self.codecs, specs)]
         self.ids = ids
         id_layout = (((ids,), torch.int64),) if ids else ()
@@ -54,13 +54,13 @@ class MessageLayout:
         self.has_extra_payload = any(isinstance(codec, VariableSizePayload) for codec in self.codecs)
         floats = [spec.dtype.is_floating_point for spec in specs]
         self.positions = [sum(floats[:index]) for index in range(len(specs))]
-        """Of each tensor among those that are float, so that a gradient finds its activation."""
+        """Number of each tensor among the float tensors, so that a gradient finds its activation."""
         used = [None if type(codec) is Identity else codec for codec in self.codecs]
         # an exempt tensor has no stash; one that is not float has the position of the next float tensor
         stashes = [position if codec else -1 for codec, position in zip(self.codecs, self.positions)]
         self.tensor_plans = [*zip(used, self.places, stashes, specs)]
-        """Of each tensor: its codec, None where it is sent uncompressed; place; position, or -1 where the
-        forward message has no stash for it; spec."""
+        """Per tensor: its codec (None: sent uncompressed), its payload tensors, its position (-1: the
+        forward message has no stash for it) and its spec."""
         self.raw_bytes = sum(spec.nbytes for spec in specs)
         self.device = specs[0].device
         self.headers_left = HEADERS_CHECKED
@@ -82,13 +82,17 @@ class MessageLayout:
         return compressed.packet.nbytes + (PacketLayout(extra, "rest").nbytes if extra else 0)
 
     def describe(self, codec: Codec) -> str:
-        """Describe what becomes of each tensor, after the warm-up, with `codec`, and what the largest message
-        takes; empty for a lone one, and where all are as large."""
+        """Describe which tensors are compressed after the warm-up, and the bytes of the largest message.
+
+        Returns:
+            An empty string for a single tensor whose messages all have the same size.
+        """
         most = self.most_bytes(codec)
         larger = f"at most {most:,} bytes" if most > self.compressed_bytes(codec) else ""
         return "; ".join(filter(None, (self.describe_tensors(), larger)))
 
     def describe_tensors(self) -> str:
+        """Describe which tensors are compressed, and why others are not; empty for a single tensor."""
         if len(self.specs) == 1:
             return ""
         numbers: dict[str, list[str]] = {}

@@ -8,7 +8,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 LINES = 25
-"""Of a run whose output goes to a file."""
+"""Lines that a run prints if its output goes to a file."""
 
 
 class Progress:

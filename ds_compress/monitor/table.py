@@ -56,7 +56,7 @@ class Table:
             part.zero_()
 
     def fill(self, channel: Channel, values: Mapping[str, float]) -> None:
-        """Put `values`, by column, where the other stages find those of `channel`."""
+        """Write the row of `channel`: `values` by column."""
         for name, value in values.items():
             self._columns[self._place(channel)][COLUMNS.index(name)] = value
 

@@ -44,8 +44,8 @@ ByMicroBatch = dict[int, list[Tensor]]
 Messages = dict[ChannelKey, ByMicroBatch]
 
 Measurements = dict[str, float]
-"""Of one direction: bytes, seconds to encode and to decode, relative error, error of the accumulated gradient
-(`GradientError`)."""
+"""Measurements of one direction: bytes, seconds to encode and to decode, relative error, error of the
+accumulated gradient (`GradientError`)."""
 
 UNKNOWN: Measurements = {
     "bytes": 0.0,
@@ -54,7 +54,7 @@ UNKNOWN: Measurements = {
     "error": math.inf,
     "gradient_error": math.inf,
 }
-"""Of a candidate that cannot be used, or was not evaluated."""
+"""Measurements of a candidate that cannot be used, or was not evaluated."""
 
 
 def is_informative(messages: Messages) -> bool:

@@ -74,7 +74,7 @@ class DeltaCodec:
             (Slice(number, 0, TensorSpec((numel,), torch.float32)), used) for number, numel, used in sizes
         ]
         self.nbytes = sum(used.layout(own.spec).nbytes for own, used in self._slices)
-        """Of a packet."""
+        """Bytes of a packet."""
 
     def encode(self, delta: Tensor, round_number: int, sender: int) -> Tensor:
         """Return the packet of `delta` (fp32, 1-D) and update the residuals.

@@ -94,7 +94,10 @@ class Rounds:
     """One rank's view of the rounds."""
 
     def __init__(self, store: Any, slot: int, slots: int, options: OuterOptions):
-        """`store`: a `torch.distributed.Store`; torch declares too few of its methods."""
+        """
+        Args:
+            store: a `torch.distributed.Store`; torch declares too few of its methods.
+        """
         self._store = store
         self._slot = slot
         self._slots = slots

@@ -4,7 +4,7 @@ Two steps at the end of the warm-up, or the second and the third where there is 
 depth "auto"; in the last of them each end of a boundary copies the messages of the first micro-batches, and
 evaluates all candidates on them (planning/evaluate.py). One collective gathers the results on all ranks, and
 each makes the same choice (planning/choice.py): the recipe with the shortest predicted step whose errors are
-within the limits of the class of quality. It holds from the next step on; checkpoints contain it.
+within the error budget. It holds from the next step on; checkpoints contain it.
 """
 
 import json

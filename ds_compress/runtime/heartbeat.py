@@ -52,7 +52,10 @@ class Peer:
     """The other end of a connection, and what is known of it."""
 
     def __init__(self, connection: socket.socket, rank: int | None = None):
-        """`rank`: of the other end, None until it has sent hello."""
+        """
+        Args:
+            rank: of the other end, None until it has sent hello.
+        """
         connection.setblocking(False)
         self.connection = connection
         self.rank = rank

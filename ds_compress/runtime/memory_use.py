@@ -14,7 +14,7 @@ HOST_MARGIN = 0.5
 
 
 class _Mallinfo2(ctypes.Structure):
-    """Of glibc's malloc.h: ten numbers of bytes and blocks."""
+    """Struct mallinfo2 of glibc's malloc.h: ten numbers of bytes and blocks."""
 
     _fields_ = [("values", ctypes.c_size_t * 10)]
 

@@ -58,7 +58,7 @@ class SimulatedRounds:
             _set(parameters, first)
         self.steps = 0
         self.sent = Counters()
-        """Of the first replica. Raw bytes are those of an fp32 all-reduce in each step."""
+        """Counters of the first replica. Raw bytes are those of an fp32 all-reduce in each step."""
 
     def end_step(self) -> None:
         """Count a step of all replicas; when a round is due, exchange packets and move the weights."""

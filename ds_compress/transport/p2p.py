@@ -110,7 +110,7 @@ class Endpoint:
     """Process group, see `channel_groups`; None for the default one."""
     timeout: PeerTimeout = PeerTimeout()
     depth: int = 1
-    """Of the schedule, which an eager end keeps up with."""
+    """Depth of the schedule that an eager end supports."""
 
     def __post_init__(self) -> None:
         self._transport = transport_for(self.device)

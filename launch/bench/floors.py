@@ -66,8 +66,8 @@ FLOORS: tuple[Floors, ...] = (  # codec, ratio to what, floors in fp32 and bf16 
     ({"name": "topk", "indices": "reuse"}, "copy", (0.20, 0.10), (0.20, 0.10)),
 )
 FEEDBACK = {"ef": (0.55, 0.58), "ef21": (0.42, 0.44), "loco": (0.48, 0.44)}
-"""Of the speed of 4 bits alone, 3 MiB, with AVX-512 and with AVX2. 0.8, 0.5 and 0.5 are wished for; an AMD
-EPYC (family 26, model 2), nothing else running, came to 0.62 to 0.69, 0.46 to 0.56 and 0.54 to 0.61 with
+"""Share of the speed of 4 bits alone, 3 MiB, with AVX-512 and with AVX2. The goals are 0.8, 0.5 and 0.5; an
+AMD EPYC (family 26, model 2), nothing else running, came to 0.62 to 0.69, 0.46 to 0.56 and 0.54 to 0.61 with
 AVX-512, where 4 bits alone are faster, and to 0.64 to 0.71, 0.49 to 0.54 and 0.50 to 0.54 with AVX2, in five
 runs of this and of small.py."""
 JUDGED = ("x86-64-v4", "x86-64-v3")

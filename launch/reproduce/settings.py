@@ -249,7 +249,7 @@ RECIPES: dict[str, Block] = {
     "quant4_8": block(group(4, hadamard=True), group(8)),
     "topk10_bf16-reuse": block(topk(10, values="bf16"), {**REUSE, "density": 0.1, "values": "bf16"}),
 }
-"""Of recipes that have no other name here."""
+"""Settings of recipes that have no other name here."""
 
 
 def between_replicas(codec: Any, feedback: str = "none", **others: Any) -> Block:
@@ -273,7 +273,7 @@ REPLICAS: dict[str, Block] = {
         group(4, rounding="dither"), **BOTH_DIRECTIONS["basis4/dither3"]
     ),
 }
-"""Of gradients between replicas; the last ones also compress messages between stages."""
+"""Settings of gradients between replicas; the last ones also compress messages between stages."""
 
 OLDER = ("group4/4-hadamard", "group3/3-hadamard", "entropy2.5/2.5", "entropy1.75/1.75-learned-loco")
 """What recipes were before they were judged on several models."""

@@ -38,7 +38,10 @@ def depth(text: str) -> int | str:
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("advise", help="predict the step time of recipes on a link")
+    parser = subparsers.add_parser(
+        "advise",
+        help="predict, without training, which recipe and depth are the fastest for a model and a link",
+    )
     add_message(parser, shape_required=False)
     parser.set_defaults(dtype=None, gradient_dtype=None)
     stages = next(action for action in parser._actions if action.dest == "stages")
@@ -48,13 +51,13 @@ def add_parser(subparsers: Any) -> None:
         "--model",
         metavar="CHECKPOINT",
         help="measure compute times and errors on a causal language model that Transformers saved: a folder, "
-        "a name in the cache of this machine, or hf://ORG/MODEL, which is downloaded; --shape 4,1024 says "
-        "sequences and tokens, --dtype that of the weights (default: as stored)",
+        "a name in the cache of this machine, or hf://ORG/MODEL, which is downloaded. Then --shape 4,1024 "
+        "means 4 sequences of 1,024 tokens, and --dtype is that of the weights (default: as stored)",
     )
     model.add_argument(
         "--probe",
         metavar="FILE.py:FUNCTION",
-        help=f"the same on layers of your own: the function returns {WANTED}, as for PipelineModule",
+        help=f"measure the same on layers of your own: the function returns {WANTED}, as for PipelineModule",
     )
     model.add_argument(
         "--finetune",
@@ -66,81 +69,104 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--tflops",
         type=number(1e-6, 1e6),
-        help="with --finetune: 10^12 operations that a GPU computes in a second of training",
+        help="with --finetune: operations that a GPU computes in a second of training, in units of 10^12",
     )
-    parser.add_argument("--micro-batches", type=integer(1, 10_000), help="gradient_accumulation_steps")
+    parser.add_argument(
+        "--micro-batches",
+        type=integer(1, 10_000),
+        help="micro-batches of a step, gradient_accumulation_steps",
+    )
     parser.add_argument(
         "--forward-ms",
         type=numbers(1e-6, 1e9),
-        help="of a micro-batch on one stage; one number for all stages, or one a stage: 16,16,18 (default: "
-        "measured, with --model or --probe)",
+        help="time of the forward pass of a micro-batch on one stage, in ms: one number for all stages, or "
+        "one for each, such as 16,16,18 (default: measured, with --model or --probe)",
     )
     parser.add_argument(
-        "--backward-ms", type=numbers(0, 1e9), help="likewise (default: twice the forward time)"
+        "--backward-ms",
+        type=numbers(0, 1e9),
+        help="time of the backward pass, likewise (default: twice the forward time)",
     )
     parser.add_argument(
-        "--step-ms", type=number(0, 1e9), default=0.0, help="the rest of a step: optimizer, sum of the losses"
+        "--step-ms",
+        type=number(0, 1e9),
+        default=0.0,
+        help="time of the rest of a step, in ms: optimizer, sum of the losses (default: 0)",
     )
     link = parser.add_mutually_exclusive_group(required=True)
     link.add_argument(
-        "--gbps", type=number(1e-6, 1e6), help="bandwidth between stages, Gbit/s in each direction"
+        "--gbps",
+        type=number(1e-6, 1e6),
+        help="bandwidth of the link between stages, in Gbit/s in each direction",
     )
-    link.add_argument("--measure", action="store_true", help="measure it between the ranks of this launch")
-    parser.add_argument("--latency-ms", type=number(0, 1e9), default=0.0, help="one way")
+    link.add_argument(
+        "--measure", action="store_true", help="measure the bandwidth between the ranks of this launch"
+    )
+    parser.add_argument(
+        "--latency-ms", type=number(0, 1e9), default=0.0, help="one-way link latency in ms (default: 0)"
+    )
     parser.add_argument(
         "--recipe",
         type=Path,
         nargs="+",
         metavar="DS_CONFIG",
-        help="ds_config.json files (default: all recipes, more codecs, and mixtures of them, sent eagerly)",
+        help="ds_config.json files to compare (default: all recipes, more codecs, and mixtures of them, sent "
+        "eagerly)",
     )
     parser.add_argument(
         "--depth",
         type=depth,
         default="auto",
-        help="link.depth of what is offered where --recipe is not given (default: auto, the one that pays)",
+        help="pipeline depth (link.depth) of the built-in candidates (default: auto, the fastest that fits)",
     )
     parser.add_argument(
         "--activation-mb",
         type=number(0, 1e9),
-        help="MB a stage holds of a micro-batch between its passes (default: its input, as with activation "
-        "checkpointing; with --model or --probe: measured)",
+        help="activation memory per micro-batch on a stage, in MB (default: that of its input, as with "
+        "activation checkpointing; with --model or --probe: measured)",
     )
     parser.add_argument(
         "--memory-gb",
         type=number(1e-9, 1e6),
-        help="GB that depth may take on a stage; with --finetune: GB of a GPU (default: no limit)",
+        help="memory in GB that a deeper pipeline may use on a stage; with --finetune: memory of a GPU "
+        "(default: no limit)",
     )
     parser.add_argument(
         "--quality",
         choices=LIMITS,
         default=DEFAULT,
-        help=f"class of errors up to which a recipe is proposed (default: {DEFAULT})",
+        help=f"error budget (default: {DEFAULT})",
     )
     parser.add_argument(
         "--max-error",
         type=number(0, 1e9),
-        help="relative error of a message up to which a recipe is proposed, instead of a class",
+        help="largest relative error of a message, instead of an error budget",
     )
     parser.add_argument(
-        "--device", type=device, default="cpu", help="where codecs, and passes, are measured: cpu, cuda"
+        "--device",
+        type=device,
+        default="cpu",
+        help="device on which codecs and passes are measured: cpu, cuda (default: cpu)",
     )
     parser.add_argument(
         "--codec-gbps",
         type=number(1e-6, 1e6),
-        help="do not measure the codecs: all encode and decode so many GB/s of input",
+        help="speed of encoding and of decoding, in GB/s of input, for all codecs (default: measured)",
     )
     parser.add_argument(
         "--replicas",
         type=integer(2, 2**16),
-        help="data-parallel replicas: also compares machines with all replicas of a stage and machines with "
-        "all stages of a replica, and predicts rounds of replicas that are launched apart; the ranks of a "
-        "machine share --gbps; needs --parameters or --finetune",
+        help="number of data-parallel replicas: also compare machines with all replicas of a stage with "
+        "machines with all stages of a replica, and predict rounds of training at several sites. The ranks "
+        "of a machine share --gbps; needs --parameters or --finetune",
     )
     parser.add_argument(
-        "--parameters", type=integer(1, 2**45), help="values of a stage's matrices of 16,384 values or more"
+        "--parameters",
+        type=integer(1, 2**45),
+        help="number of values in the parameters of a stage that are compressed: its matrices of 16,384 "
+        "values or more",
     )
-    parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_import(parser)
     parser.set_defaults(run=run)
 

@@ -37,9 +37,9 @@ APART: dict[str, dict[str, Any]] = {
 }
 """Codecs of replicas that are launched apart, those that lose least first."""
 EVERY = 30
-"""Steps of a round where the link allows it."""
+"""Steps between two rounds, if the link is fast enough."""
 ROUND_TRIPS = 30
-"""Of a replica to the store in a round; beside those for the packets of each of the others."""
+"""Round trips between a replica and the store in a round, without those for packets."""
 TRIPS_OF_CHUNK = 3
 MEASURED = 1 << 20
 """Values of the gradient on which the codec is measured."""

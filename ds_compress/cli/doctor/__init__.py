@@ -24,39 +24,39 @@ MARKS = {"good": "good", "look": "LOOK", "bad": "BAD "}
 def add_parser(subparsers: Any) -> None:
     """Add the `doctor` command and its options."""
     parser = subparsers.add_parser(
-        "doctor", help="check this machine, or all machines of a hostfile, before a run"
+        "doctor", help="check this machine, all machines of a hostfile, or a replica store before a run"
     )
     parser.add_argument(
         "--hostfile",
         type=Path,
         metavar="FILE",
-        help="DeepSpeed hostfile: check each machine in it; default: this machine, or the machines of all "
-        "ranks when started by a launcher",
+        help="DeepSpeed hostfile: check each machine in it (default: this machine, or the machines of all "
+        "ranks when started by a launcher)",
     )
     parser.add_argument(
         "--timeout",
         type=number(1, 1e6),
         default=120.0,
         metavar="SECONDS",
-        help="time to wait for another machine (default: 120)",
+        help="seconds to wait for another machine (default: 120)",
     )
     parser.add_argument(
         "--replicas",
         type=integer(1, 2**16),
         default=1,
-        help="replicas that each have machines of their own: also measures the links between machines of the "
-        "same stages (default: 1)",
+        help="number of data-parallel replicas, each on machines of its own: also measure the links between "
+        "machines of the same stages (default: 1)",
     )
     parser.add_argument(
         "--replica-store",
         metavar="HOST:PORT",
-        help="also check the way to a `ds-compress replica-store`, and who is there",
+        help="also check the link to a `ds-compress replica-store`, and list the sites there",
     )
     parser.add_argument(
         "--ds-config",
         type=Path,
         metavar="FILE",
-        help="with --replica-store: ds_config.json whose settings the replicas there should have",
+        help="with --replica-store: compare the settings of the sites there with this ds_config.json",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(run=run)

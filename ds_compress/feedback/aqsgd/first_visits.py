@@ -57,7 +57,11 @@ class FirstVisits:
     """Makes the payloads of unseen samples, rows [n, ...], and places their bytes."""
 
     def __init__(self, codec: Codec, first: Codec):
-        """`codec`: C; `first`: F."""
+        """
+        Args:
+            codec: C.
+            first: F.
+        """
         self._codec = codec
         self._first = first
         lost, first_lost = _lost(codec), _lost(first)

@@ -26,9 +26,9 @@ UNUSED = 2
 """A buffer is unused after this many times the longest time between two visits of a sample so far. In
 shuffled epochs a sample may stay away for nearly two epochs, and not in the first ones."""
 UNKNOWN = 32
-"""The same in visits that fill the budget, as long as samples came a second time only within a short time."""
+"""The same limit, in fillings of the budget, while samples have returned only after short times (`SHORT`)."""
 SHORT = 0.25
-"""Part of the visits that fill the budget up to which a time is short."""
+"""Longest short time between two visits of a sample, in fillings of the budget."""
 
 
 class BufferBudget:

@@ -110,7 +110,7 @@ HEAD, REACHES = 2, 2
 
 MOST_CONTEXTS = 16
 CLASSES, CLASS_BITS = 4, 2
-"""Of sorted blocks, and of the dither."""
+"""Number of classes of sorted blocks, and of the dither; bits of a class."""
 
 _LANES, _LONGEST = 32, 1 << 16
 _SHARE = 128  # words for each lane, of which its state takes two
@@ -121,7 +121,7 @@ _TINY = 64
 
 @dataclass(frozen=True)
 class Frame:
-    """Where the parts of a code lie; follows from the two numbers."""
+    """Positions of the parts of an encoded tensor; they follow from its values and words."""
 
     numel: int
     words: int

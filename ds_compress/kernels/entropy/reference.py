@@ -68,7 +68,7 @@ def decode_entropy(
 
 
 def encode_with(coder: Coder, x: Tensor, frame: Frame, dither: int | None) -> Tensor:
-    """Do it with the functions of a backend."""
+    """Encode like `encode_entropy`, with the entropy coder of a backend."""
     bits = x.float().view(torch.int32)
     exponent = exponent_of(bits)
     if dither is None:
@@ -99,7 +99,7 @@ def _encode_nearest(coder: Coder, bits: Tensor, exponent: Tensor, frame: Frame) 
 def decode_with(
     coder: Coder, words: Tensor, frame: Frame, dtype: torch.dtype, dither: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Do it with the functions of a backend."""
+    """Decode like `decode_entropy`, with the entropy coder of a backend."""
     if dither is None:
         read = read_words(coder, words, frame)
         key = read.escapes & 0x7FFF
@@ -159,7 +159,7 @@ def decode_sorted(
 def encode_sorted_with(
     encode: Callable[..., Tensor], x: Tensor, frame: Frame, units: SortedBlocks, dither: int | None
 ) -> Tensor:
-    """Do it with `encode_entropy` of a backend."""
+    """Encode like `encode_sorted`, with the `encode_entropy` of a backend."""
     whole, rest = x.split([units.count * units.size, frame.numel - units.count * units.size])
     values = whole.view(units.size, units.count).T if units.columns else whole.view(units.count, units.size)
     largest = values.abs().amax(1).float()  # exact, in whatever order they are compared

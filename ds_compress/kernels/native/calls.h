@@ -1,5 +1,5 @@
-// How Python calls a function, see function.py: with rows of words instead of arguments, of which each would have to be
-// made something for C, at every call.
+// How Python calls a function, see function.py: arguments come in arrays of 64-bit words, because converting each argument
+// for C at every call would take longer.
 
 #pragma once
 

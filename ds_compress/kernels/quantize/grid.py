@@ -51,13 +51,13 @@ class Grid:
     """Around 0, given by its step alone; otherwise from the smallest to the largest value."""
 
     scale_dtype: torch.dtype = torch.bfloat16
-    """Of step and offset: float32 or bfloat16."""
+    """Dtype of step and offset: float32 or bfloat16."""
 
     hadamard: bool = False
     """Rotate each group first (see `hadamard`); its size is then a power of two."""
 
     key: int = 0
-    """Of the signs of the rotation."""
+    """Key of the signs of the rotation."""
 
     gaussian: bool = False
     """Not uniform, but for normal values (see `gaussian`): symmetric, 1 to 4 bits, group size a power of

@@ -49,7 +49,7 @@ ORDINARY = tl.constexpr(2.0**64)
 """Steps and offsets up to this: no value is beyond its grid, nor was one too large for the rotation."""
 
 TILE_BYTES = 64
-"""Of a tile of a group, at least, as it is read: two sectors of memory, by four threads 16 bytes each."""
+"""Least bytes of a tile of a group, as it is read: two sectors of memory, by four threads 16 bytes each."""
 
 
 def quantize(

@@ -21,7 +21,7 @@ LARGEST_LIMIT, LARGEST_SCALE = tl.constexpr(grid.LARGEST_LIMIT), tl.constexpr(ga
 
 @triton.jit
 def places(n, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """The program's rows, the columns of a tile, and [ROWS, COLUMNS] whether there is such a value."""
+    """Return the program's rows, the columns of a tile, and [ROWS, COLUMNS] whether there is such a value."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
     exists = (row < n)[:, None]
@@ -56,7 +56,7 @@ def _piece(code, shift: tl.constexpr, BITS: tl.constexpr, PIECE: tl.constexpr):
 def load_piece(
     packed, codes, exists, BITS: tl.constexpr, PIECE: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """`codes` with the bits that `store_piece` stored."""
+    """Return `codes` with the bits that `store_piece` stored."""
     chunks: tl.constexpr = PIECE * TILES // 8
     shift: tl.constexpr = BITS // (2 * PIECE) * (2 * PIECE)
     stored = ()
@@ -78,13 +78,13 @@ def rotate(values, diagonal, ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: t
 
 @triton.jit
 def rotate_back(values, diagonal, ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr):
-    """The inverse of `rotate`."""
+    """Invert `rotate`."""
     return _signed(_transformed(values, ROWS, TILES, COLUMNS), diagonal, TILES, COLUMNS)
 
 
 @triton.jit
 def tree_sum(values, ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sum of each row, [ROWS]: halves are added until one value is left, see `gaussian`."""
+    """Return the sum of each row, [ROWS]: halves are added until one value is left, see `gaussian`."""
     for i in tl.static_range(3):
         if (TILES >> (i + 1)) > 0:
             folded = ()
@@ -131,7 +131,7 @@ def _between(values, DISTANCE: tl.constexpr, TILES: tl.constexpr):
 
 @triton.jit
 def _butterflies(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The unscaled transform of each row of a tile; COLUMNS is a power of two up to MAX_GROUP."""
+    """Return the unscaled transform of each row of a tile; COLUMNS is a power of two up to MAX_GROUP."""
     column = tl.arange(0, COLUMNS)[None, :]
     for i in tl.static_range(12):
         if (1 << i) < COLUMNS:
@@ -143,7 +143,7 @@ def _butterflies(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _across(tile, DISTANCE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The values of `tile`, fp32, whose column differs in the bit DISTANCE.
+    """Return the values of `tile`, fp32, whose column differs in the bit DISTANCE.
 
     As what a pair of integers adds up to without the own one: the compiler knows that (a + b) - a is b, and
     what is left of this is one shuffle, or nothing where a thread holds both.
@@ -155,7 +155,7 @@ def _across(tile, DISTANCE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.conste
 
 @triton.jit
 def rounded(x, like):
-    """`x`, fp32, rounded to nearest, ties to even, where `like` points at bfloat16."""
+    """Round `x`, fp32, to nearest, ties to even, if `like` points at bfloat16."""
     if like.dtype.element_ty == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         upper = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
@@ -170,14 +170,14 @@ def fp32(x: tl.constexpr):
 
 @triton.jit
 def filled(x, exists, value, WHOLE: tl.constexpr):
-    """`x`, with `value` in the columns that do not exist; all of them do where rows are WHOLE."""
+    """Fill the columns of `x` that do not exist with `value`; if rows are WHOLE, all columns exist."""
     return x if WHOLE else tl.where(exists, x, value)
 
 
 @triton.jit
 def limits(values, exists, TILES: tl.constexpr, WHOLE: tl.constexpr):
-    """The smallest and the largest value of each row; nan if it holds one, which tl.min and tl.max pass
-    over. Of a row that does not exist, anything."""
+    """Return the smallest and the largest value of each row; nan if the row contains one, which tl.min and
+    tl.max ignore. The result of a row that does not exist is undefined."""
     low = filled(values[0], exists, float("inf"), WHOLE)
     high = filled(values[0], exists, float("-inf"), WHOLE)
     for t in tl.static_range(1, TILES):
@@ -191,7 +191,7 @@ def limits(values, exists, TILES: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def reach(values, exists, TILES: tl.constexpr, WHOLE: tl.constexpr):
-    """The largest magnitude of each row."""
+    """Return the largest magnitude of each row."""
     magnitudes = ()
     for t in tl.static_range(TILES):
         magnitudes = magnitudes + (tl.abs(values[t]),)
@@ -201,13 +201,13 @@ def reach(values, exists, TILES: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def saturated(x, most):
-    """`x`, fp32, with finite numbers cut off at `most`."""
+    """Clamp the finite numbers of `x`, fp32, to `most`."""
     return tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -most), most), x)
 
 
 @triton.jit
 def at_least(x, scale):
-    """`x`, fp32, or where `scale` points at bfloat16 the smallest one that is not below it (see `affine`)."""
+    """Return `x`, fp32; if `scale` points at bfloat16, the smallest one not below it (see `affine`)."""
     if scale.dtype.element_ty == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         upper = (tl.where(bits < 0, bits, bits + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
@@ -217,7 +217,7 @@ def at_least(x, scale):
 
 @triton.jit
 def step_from(least, scale):
-    """The smallest step that is not below `least`, in the format that `scale` points at (see `affine`)."""
+    """Return the smallest step not below `least`, in the format that `scale` points at (see `affine`)."""
     step = at_least(least, scale)
     return tl.where((step > 0) & (step < 1.1754943508222875e-38), 1.1754943508222875e-38, step)
 
@@ -231,7 +231,7 @@ def gaussian_codes(
     TILES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The codes, int32, and the scale of each row, fp32 [ROWS], before it is rounded."""
+    """Return the codes, int32, and the scale of each row, fp32 [ROWS], before it is rounded."""
     largest = values[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF
     for t in tl.static_range(1, TILES):
         largest = tl.maximum(largest, values[t].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
@@ -262,7 +262,7 @@ def gaussian_codes(
 
 @triton.jit
 def gaussian_values(codes, scale, LEVELS: tl.constexpr, TILES: tl.constexpr):
-    """The values, fp32, of codes."""
+    """Return the values, fp32, of codes."""
     decoded = ()
     for t in tl.static_range(TILES):
         below = codes[t] < len(LEVELS)

@@ -1,5 +1,5 @@
-// Stores that go past the caches, for values that are more than those hold. No load may wait for another store in
-// between: it would wait for all of these.
+// Stores that go past the caches, for tensors that are larger than the caches. Between them no load may depend on another
+// store: it would wait for all of these.
 
 #pragma once
 
@@ -7,15 +7,16 @@
 
 #include "vectors.h"
 
-// Bytes beyond which values go past the caches. Less is there when it is wanted next, which takes half as long.
+// Bytes beyond which stores go past the caches. Smaller tensors are still cached when they are read next, which takes half as
+// long.
 constexpr int64_t STREAMED = 8 << 20;
 
-// Whether y [n] does: it begins with a line of the caches, and is more than they hold.
+// Whether y [n] goes past the caches: it begins at a cache line, and is larger than the caches.
 inline bool to_be_streamed(const float* y, int64_t n) {
     return reinterpret_cast<uintptr_t>(y) % 64 == 0 && n * static_cast<int64_t>(sizeof(float)) > STREAMED;
 }
 
-// Of bf16 a vector is part of a line: that takes longer than to let the caches collect it.
+// A vector of bf16 fills only a part of a cache line: past the caches that takes longer.
 inline bool to_be_streamed(const uint16_t*, int64_t) { return false; }
 
 // `y` begins at a multiple of a vector.

@@ -4,7 +4,7 @@
 
 #include "vectors.h"
 
-// What is left of a vector when each half is joined with the other, until one lane is left.
+// Reduce a vector to one lane: join its halves until one lane is left.
 template <int DISTANCE = LANES / 2, class Vector, class F>
 INLINED Vector reduce(Vector x, F join) {
     if constexpr (DISTANCE == 0) return x;
