@@ -111,7 +111,7 @@ def bench(out: Path, steps: int, micro_batch: int, slowdowns: Sequence[float], d
             "link": Wire(row["mbit"]).name,
             "setting": row["setting"],
             "step, s": f"{row['step_s']:.3f}",
-            "/ free": f"{row['step_over_free']:.2f}",
+            "step / baseline step, unlimited link": f"{row['step_over_free']:.2f}",
             "MB a step": f"{row['wire_bytes'] / 1e6:.2f}",
             "fewer bytes": f"{row['fewer_bytes']:.2f}x",
             "loss": f"{row['first_loss']:.3f} -> {row['last_loss']:.3f}",

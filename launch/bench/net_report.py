@@ -19,9 +19,9 @@ def show(rows: list[dict[str, Any]]) -> None:
         "recipe",
         "depth",
         "step, s",
-        "/ unshaped",
-        "/ stock here",
-        "of free link",
+        "step / baseline step, unlimited link",
+        "step / baseline step, same link",
+        "baseline step, unlimited link / step",
         "MB a step",
         "link busy",
         "predicted, s",
@@ -60,6 +60,6 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
         axis.axhline(1, color="grey", linewidth=0.8)
         axis.set_title(link[0] if not link[1] else f"{link[0]}, {link[1]:g} ms")
         axis.tick_params(axis="x", rotation=60)
-    axes[0][0].set_ylabel("step / DeepSpeed alone, unshaped")
+    axes[0][0].set_ylabel("step / baseline step, unlimited link")
     axes[0][0].legend()
     figure.savefig(file, dpi=150)
