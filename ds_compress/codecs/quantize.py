@@ -52,8 +52,8 @@ class Quantize(Codec, FusesFeedback):
         for rotated groups of 1 to 3 bits if neither scheme nor rounding is given, else uniform."""
 
         scheme: Literal["asymmetric", "symmetric"] = "asymmetric"
-        """Range of a uniform grid. asymmetric: from the smallest to the largest value; symmetric: around 0, which
-        costs half the scale bits and keeps 0 exact."""
+        """Range of a uniform grid. asymmetric: from the smallest to the largest value; symmetric: around 0,
+    which costs half the scale bits and keeps 0 exact."""
 
         scale_dtype: Literal["bf16", "fp32"] = "bf16"
         """Dtype in which scales are sent. bf16 rounds an offset by up to 1/128. If the values of a group are

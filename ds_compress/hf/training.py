@@ -74,7 +74,7 @@ class FinetuneRun:
                 num_training_steps=self.steps,
             )
         self._length = settings.lengths[-1]
-        """Of the sequences in the latest batch."""
+        """Length of the sequences in the latest batch."""
         self.evaluations: dict[int, float] = {}
         """Perplexities by step, of `eval_every`."""
         self._record_in_wandb(record_settings, "train", settings.model_dump(mode="json"))
