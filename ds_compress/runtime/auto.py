@@ -22,7 +22,7 @@ from ds_compress.config.recipes import with_changes
 from ds_compress.message.channel import Channel
 from ds_compress.message.channel_end import SendingEnd
 from ds_compress.message.clock import HostClock, clock_for
-from ds_compress.planning.candidates import Candidate, startable_candidates
+from ds_compress.planning.candidates import Candidate, all_candidates
 from ds_compress.planning.choice import Evaluation, combine, pick_best, rank, uncompressed_recipe
 from ds_compress.planning.evaluate import (
     REPEATS,
@@ -119,7 +119,7 @@ class AutoController(DepthController):
         self._config = config
         assert config.quality is not None
         self._quality = config.quality
-        self._candidates = startable_candidates()
+        self._candidates = all_candidates()
         self._messages: Messages = {}
         self._given_up = False
         self._tries = 1

@@ -235,15 +235,11 @@ GRADIENTS: dict[str, Block] = {
 """Further codecs of gradients alone."""
 
 CANDIDATES: dict[str, Block] = {
-    "fp8/fp8-e5m2": block("fp8", {"name": "fp8", "format": "e5m2"}),
-    "lowrank32": block({"name": "lowrank", "rank": 32}),
-    "group8/8": block(group(8)),
-    "group6/6": block(group(6)),
-    **{f"entropy{bits}/{bits}": block(entropy(bits)) for bits in (5, 4)},
+    **{f"group{bits}/{bits}": block(group(bits)) for bits in (8, 6)},
     **{f"none/group{bits}-dither": block("none", group(bits, hadamard=True, rounding="dither"))
        for bits in (3, 2)},
 }  # fmt: skip
-"""What `auto` and `advise` also choose from, if it has no other name here."""
+"""What `auto` and `advise` also choose from, if it has no other name here; and 2 bits, which cost too much."""
 
 RECIPES: dict[str, Block] = {
     "quant4_8": block(group(4, hadamard=True), group(8)),
@@ -278,7 +274,7 @@ REPLICAS: dict[str, Block] = {
 OLDER = ("group4/4-hadamard", "group3/3-hadamard", "entropy2.5/2.5", "entropy1.75/1.75-learned-loco")
 """What recipes were before they were judged on several models."""
 
-COMPARED = (*NONE, *BOTH_DIRECTIONS, *ONE_DIRECTION, *RECIPES, *OLDER, "bf16", "fp8", *CANDIDATES)
+COMPARED = (*NONE, *BOTH_DIRECTIONS, *ONE_DIRECTION, *RECIPES, *OLDER, "bf16", *CANDIDATES)
 """Those that the presets of several architectures run where nobody names others; of "replicas" `REPLICAS`."""
 
 JUDGED = (

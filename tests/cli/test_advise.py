@@ -10,7 +10,7 @@ import pytest
 
 from ds_compress.cli import main
 from ds_compress.cli.advise.planner import slowest_link_gbps
-from ds_compress.config import DIRECTIONS, Config, recipes
+from ds_compress.config import DIRECTIONS, Config
 from ds_compress.config.quality import DEFAULT, LIMITS, ErrorLimits
 from tests.support.launch_scripts import load_script
 from tests.support.ranks import run_ranks
@@ -46,7 +46,7 @@ def test_on_a_slow_link_compression_pays(capsys):
     assert rows[0]["recipe"] == "DeepSpeed" and rows[0]["speedup"] == 1
     assert rows[0]["step_s"] == pytest.approx(5.05, rel=0.01) and rows[0]["limit"] == "link"
     speedup = {row["recipe"]: row["speedup"] for row in rows}
-    assert 1.5 < speedup["none"] < speedup["quantize 8"] < speedup["quant4"] < speedup["quantize 2 dither"]
+    assert 1.5 < speedup["none"] < speedup["quantize 8"] < speedup["quant4"] < speedup["quantize 3 dither"]
     steps = [row["step_s"] for row in rows[1:]]
     assert steps == sorted(steps)
     best = next(row for row in rows if row["recipe"] == found["best"])
@@ -83,20 +83,14 @@ def test_every_class_keeps_its_limits(capsys, quality):
     found = json.loads(advise(capsys, "--gbps", "0.1", *FAST_CODECS, "--quality", quality, "--json")[1])
     best = next(row for row in found["rows"] if row["recipe"] == found["best"])
     assert LIMITS[quality].allow(best["error_forward"], best["gradient_error"])
-    names = {row["recipe"] for row in found["rows"]}
-    others = {
-        "safe",
-        "balanced",
-        "aggressive",
-        "safe_replicas",
-    }  # settings with other names, and more than a pipeline's
-    assert names >= {*recipes.names()} - others | {"entropy 4", "quantize 6", "fp8 e4m3"}
+    assert {row["recipe"] for row in found["rows"]} >= {"none", "safe", "quant4", "quantize 6", "bf16"}
 
 
-def test_a_gradient_at_the_places_of_its_activation_loses_nearly_all(capsys):
+def test_a_gradient_at_the_places_of_its_activation_loses_nearly_all(capsys, tmp_path):
     """The places of the largest entries of one tensor were once taken to be those of the other."""
-    rows = json.loads(advise(capsys, "--gbps", "1", *FAST_CODECS, "--json")[1])["rows"]
-    topk = next(row for row in rows if row["recipe"] == "topk10")
+    (tmp_path / "topk.json").write_text(json.dumps({"ds_compress": {"recipe": "topk10"}}))
+    arguments = ("--gbps", "1", *FAST_CODECS, "--recipe", str(tmp_path / "topk.json"), "--json")
+    topk = json.loads(advise(capsys, *arguments)[1])["rows"][1]
     assert topk["error_forward"] < 0.7 < 0.9 < topk["error_backward"] < 1
 
 

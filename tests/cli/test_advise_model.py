@@ -40,11 +40,11 @@ def test_errors_are_those_of_the_checkpoints_own_messages(advise, checkpoint):
     assert len(micro_batches[0]) == 2 and micro_batches[0][0][0].shape == (SEQUENCES, LENGTH, WIDTH)
     assert_errors_match(found["measured"], *micro_batches[-REPEATS:])
     largest = [
-        max(message["settings"]["quantize 4"]["error"] for message in found["measured"]["messages"]
+        max(message["settings"]["quant4"]["error"] for message in found["measured"]["messages"]
             if message["direction"] == direction)
         for direction in DIRECTIONS
     ]  # fmt: skip
-    row = next(row for row in found["rows"] if row["recipe"] == "quantize 4")
+    row = next(row for row in found["rows"] if row["recipe"] == "quant4")
     assert [row["error_forward"], row["error_backward"]] == largest
 
 
@@ -83,9 +83,12 @@ def test_what_is_given_stands_in_the_place_of_what_is_measured(advise, checkpoin
 def test_recipes_of_files_are_tried_on_the_model_too(advise, checkpoint, tmp_path):
     """Also one with settings of its own for a boundary, which without a model is refused."""
     blocks = {
-        "four": {"forward": {"codec": {"name": "quantize", "bits": 4}}},
-        "mixed": {"forward": {"codec": "bf16"}, "boundaries": {"1": {"forward": {"codec": "fp8"}}}},
-        "small": {"forward": {"codec": {"name": "quantize", "bits": 4}}, "min_numel": 10**6},
+        "six": {"forward": {"codec": {"name": "quantize", "bits": 6}}},
+        "mixed": {
+            "forward": {"codec": "bf16"},
+            "boundaries": {"1": {"forward": {"codec": {"name": "quantize", "bits": 8}}}},
+        },
+        "small": {"forward": {"codec": {"name": "quantize", "bits": 6}}, "min_numel": 10**6},
     }
     for name, block in blocks.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({"ds_compress": block}))
@@ -95,9 +98,9 @@ def test_recipes_of_files_are_tried_on_the_model_too(advise, checkpoint, tmp_pat
     assert rows.keys() == {"DeepSpeed", *blocks}
     offered = json.loads(advise("--stages", 3, "--model", checkpoint, *SHAPE, "--json"))
     errors = {row["recipe"]: row["error_forward"] for row in offered["rows"]}
-    assert rows["four"]["error_forward"] == errors["quantize 4"] and rows["four"]["error_backward"] == 0
-    assert rows["four"]["block"] == blocks["four"] and rows["small"]["error_forward"] == 0
-    assert errors["bf16"] < rows["mixed"]["error_forward"] <= errors["fp8"]
+    assert rows["six"]["error_forward"] == errors["quantize 6"] and rows["six"]["error_backward"] == 0
+    assert rows["six"]["block"] == blocks["six"] and rows["small"]["error_forward"] == 0
+    assert errors["bf16"] < rows["mixed"]["error_forward"] <= errors["quantize 8"]
     (tmp_path / "ids.json").write_text('{"ds_compress": {"forward": {"codec": "bf16", "feedback": "aqsgd"}}}')
     arguments = ("--stages", 2, "--model", checkpoint, *SHAPE, "--recipe", tmp_path / "ids.json")
     assert advise(*arguments, code=2).startswith(

@@ -101,7 +101,7 @@ def test_a_mask_and_a_table_beside_the_hidden_state_cross_as_they_are(advise, sc
     found = json.loads(advise("--stages", 2, "--probe", f"{script(SCRIPT)}:tuples", "--json"))
     forward = next(own for own in found["measured"]["messages"] if own["direction"] == "forward")
     assert [own["dtype"] for own in forward["tensors"]] == ["float32", "bool", "float32"]
-    own = forward["settings"]["quantize 4"]
+    own = forward["settings"]["quant4"]
     assert own["bytes"] > 4 * 4 * 64 * 32 and own["error"] > 0.05
 
 

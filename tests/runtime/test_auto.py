@@ -165,12 +165,12 @@ def test_boundaries_choose_for_themselves():
     """The rank in the middle knows what is mild at the one and at the other."""
 
     def middle(row):
-        before, after = knows("quantize 6")(row), knows("entropy 5")(row)
+        before, after = knows("quantize 6")(row), knows("bf16")(row)
         return {key: (before if key.startswith("before") else after).get(key) for key in row}
 
     config = ds_config(block("aggressive"))
     results = run_ranks(3, trained, config, FAR, 3, None, 0, False, {1: middle})
-    assert names(results[0]) == [["quantize", "quantize"], ["entropy", "entropy"]]
+    assert names(results[0]) == [["quantize", "quantize"], ["bf16", "bf16"]]
     assert len({tuple(result["losses"]) for result in results}) == 1
     found = pasted(results[0])
     assert len(found["boundaries"]) == 1

@@ -23,7 +23,7 @@ from ds_compress.config import DIRECTIONS, Config
 from ds_compress.errors import CompressionError, errors_at
 from ds_compress.message.channel import Boundary
 from ds_compress.message.clock import clock_for
-from ds_compress.planning.candidates import Candidate, startable_candidates
+from ds_compress.planning.candidates import Candidate, all_candidates
 from ds_compress.planning.choice import EvaluatedMessage, Evaluation
 from ds_compress.planning.evaluate import ByMicroBatch, evaluate, to_evaluation
 from ds_compress.planning.step_time import Workload
@@ -155,7 +155,7 @@ class ModelEvaluator:
         """Evaluate every candidate; by boundary."""
         console, config = Console(stderr=True), Config({})
         found: list[list[Evaluation]] = [[] for _ in self._boundaries]
-        pairs = list(itertools.product(self._boundaries, startable_candidates()))
+        pairs = list(itertools.product(self._boundaries, all_candidates()))
         for number, candidate in track(pairs, "measuring", console=console, disable=not console.is_terminal):
             found[number].append(self._evaluate(number, config, candidate))
         return found
