@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.errors import CompressionError
+from ds_compress.kernels import native
 from ds_compress.kernels.quantize.hadamard import diagonal, key_of
 from tests.support.codecs import bits_per_value, error_of, roundtrip
 from tests.support.messages import residual_stream
@@ -170,6 +171,18 @@ def test_stochastic_rounding_is_unbiased(bits, scheme, hadamard):
     assert ((y.mean(0) - row).abs() <= 5 * deviation + 1e-5).all()
     biased = roundtrip({**options, "bits": max(bits, 1 + (scheme == "symmetric"))}, x)
     assert ((biased.mean(0) - row).abs() > 5 * deviation + 1e-5).any()  # so that the line above can fail
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "dither"])
+@pytest.mark.parametrize("least_for_kernels", [1 << 40, 1], ids=["PyTorch", "C++"])
+def test_the_largest_value_of_a_group_stays_the_largest(rounding, least_for_kernels, monkeypatch):
+    """With 8 bits and the largest draw its code was 256, which is 0 in a byte: the smallest value."""
+    monkeypatch.setattr(native, "LONG", least_for_kernels)
+    x = torch.full((1 << 14, 128), 255.0)
+    x[:, ::32] = 0.0
+    for step, group_size in enumerate((32, 64, 128)):  # also where code of groups of that size differs
+        choice = {"name": "quantize", "bits": 8, "group_size": group_size, "rounding": rounding}
+        assert (roundtrip(choice, x, step=step) - x).abs().max() <= 1
 
 
 def test_dither_follows_the_context():

@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include <algorithm>
+
 #include "decoder.h"
 #include "encoder.h"
 #include "../quantize/draws.h"
@@ -63,7 +65,7 @@ public:
     DitheredCode(const Values& values, const Frame& frame, const Tables& tables, const DitherTables& its, uint32_t exponent,
                  const Draws& draws, uint16_t* keys, uint32_t* copies)
         : values(values), frame(frame), tables(tables), its(its), drawn(draws), lower(drawn.lower()), keys(keys), copies(copies),
-          scale(as_float((255 - exponent) << 23)) {}
+          scale(as_float((255 - exponent) << 23)), class_bits(frame.classes > 1 ? 0xC0 : 0) {}
 
     // Makes the keys and counts of what each value becomes: class * NUMBERS + q + COUNTED, q within COUNTED.
     void quantize(int64_t step) {
@@ -75,6 +77,7 @@ public:
                     for (int64_t i = 0; i < n; i += MANY) make_keys(x + i, value + i, n - i < MANY ? n - i : MANY);
                 });
             },
+            [](int64_t) {},
             [&](int64_t context) {
                 for (int64_t number = 0; number < frame.classes; ++number) count(context * frame.classes + number, number);
             });
@@ -154,8 +157,30 @@ private:
             store_halves(inside | (Ints)(upper * PER_DRAW & classes), keys + value + i, lanes);
         };
         int64_t i = 0;
+        const float factor = scale * inverse;
+        if (factor <= 0x1p100f)  // the product is exact then
+            for (; i + 4 * LANES <= n; i += 4 * LANES) make_four(x + i, uppers + i, factor, keys + value + i);
         for (; i + LANES <= n; i += LANES) make(i, LANES);
         if (i < n) make(i, n - i);
+    }
+
+    // Of four vectors.
+    template <class In>
+    void make_four(const In* x, const uint8_t* uppers, float factor, uint16_t* to) const {
+        Bytes upper;
+        std::memcpy(&upper, uppers, sizeof upper);
+        upper = joined_order(upper);
+        Ints q[4];
+        join_bytes(Bytes{} + static_cast<uint8_t>(lower), upper, q);
+        for (int k = 0; k < 4; ++k) q[k] = (nearest(load(x + k * LANES) * factor) + q[k]) >> 16;
+        Shorts inside[2], classes[2];
+        join_shorts(q, inside);
+        widen(upper & class_bits, classes);
+        for (int k = 0; k < 2; ++k) {
+            constexpr int16_t MOST = COUNTED;
+            inside[k] = smaller(larger(inside[k], Shorts{} - MOST), Shorts{} + MOST) + MOST;
+            store(inside[k] | classes[k] << 3, to + 2 * k * LANES);
+        }
     }
 
     void count(int64_t table, int64_t number) {
@@ -182,6 +207,7 @@ private:
     uint16_t* keys;
     uint32_t* copies;
     const float scale;
+    const uint8_t class_bits;
     int64_t present = 0;  // the step of the keys
     FromQ from_q[MOST_CONTEXTS * CLASSES];
     int64_t n[MOST_CONTEXTS * CLASSES];
@@ -292,7 +318,13 @@ public:
     DitherRemoval(const Frame& frame, const Head& head, const float* steps, const Draws& draws, const To& to)
         : unit(head.step ? steps[head.step] * 0x1p-16f : 0.0f), scale(as_float(static_cast<uint32_t>(head.exponent) << 23)),
           has_classes(frame.classes > 1), to(to), runs{Some(draws), Some(draws)}, drawn(),
-          highest(32767 - static_cast<int32_t>(runs[0].lower())) {}
+          highest(32767 - static_cast<int32_t>(runs[0].lower())) {
+        int64_t reach = 0;
+        for (int64_t table = 0; table < frame.contexts * frame.classes; ++table)
+            reach = std::max({reach, head.above[table], head.below[table]});
+        // no value is cut off, and all are normal numbers
+        is_ordinary = static_cast<float>(reach + 1) * 0x1p16f * unit <= HIGHEST && unit * 0.5f * scale >= 0x1p-126f;
+    }
 
     const uint8_t* draws_of(int64_t b, int64_t value, int64_t count) {
         drawn[b] = runs[b].of(value, count);
@@ -304,6 +336,11 @@ public:
         else to.each_run(begin, begin + count, [&](auto* y, int64_t value, int64_t n) {
             const int64_t from = value - begin;
             int64_t i = 0;
+            for (; is_ordinary && i + 4 * LANES <= n; i += 4 * LANES) {
+                Ints kept[4];
+                to_be_kept(q + from + i, drawn[b] + from + i, kept);
+                for (int k = 0; k < 4; ++k) store(ordinary_value_of(kept[k]), y + i + k * LANES);
+            }
             for (; i + LANES <= n; i += LANES)
                 store(values_of(load_bytes(q + from + i), load(drawn[b] + from + i)), y + i);
             for (; i < n; ++i) store(values_of(Ints{} + q[from + i], Ints{} + drawn[b][from + i])[0], y[i]);
@@ -314,12 +351,25 @@ public:
     Floats values_of(Ints numbers, Ints upper) const { return values_of((numbers << 8) - upper); }
 
     // What is kept of a value, from 0 to 2^16 - 1.
-    Floats values_of_kept(Ints kept) const { return values_of(kept - KEPT); }
+    Floats values_of_kept(Ints kept) const { return is_ordinary ? ordinary_value_of(kept) : values_of(kept - KEPT); }
 
 private:
     typedef DrawnRun<STEPS_AT_ONCE * MOST_LANES> Some;
 
-    static constexpr int32_t KEPT = 255 + (1 << 15);
+    static constexpr int32_t KEPT = 255 + 256 * REACH;
+
+    // 256 * (q + REACH) + 255 less the draw, of the values of four vectors; if a value is beyond, anything.
+    static void to_be_kept(const int8_t* q, const uint8_t* drawn, Ints (&kept)[4]) {
+        Bytes numbers, draws;
+        std::memcpy(&numbers, q, sizeof numbers), std::memcpy(&draws, drawn, sizeof draws);
+        join_bytes(~joined_order(draws), joined_order(numbers) + static_cast<uint8_t>(REACH), kept);
+    }
+
+    // All but the last product are exact: sums are multiples of 1/2 below 2^23.
+    Floats ordinary_value_of(Ints kept) const {
+        const Floats number = __builtin_convertvector(kept, Floats);
+        return signed_sum(number, Floats{} + 256, Floats{} + (highest + 0.5f - 256 * KEPT)) * (unit * scale);
+    }
 
     static void keep(const uint8_t* drawn, int64_t count, const int8_t* q, uint16_t* kept) {
         int64_t i = 0;
@@ -336,7 +386,7 @@ private:
     }
 
     float unit, scale;
-    bool has_classes;
+    bool has_classes, is_ordinary = false;
     const To& to;
     Some runs[AT_ONCE];
     const uint8_t* drawn[AT_ONCE];

@@ -340,16 +340,18 @@ private:
 };
 
 // For each context: makes keys by make(begin, end), part by part, counts them in `copies`, COPIES of a histogram, and calls
-// done(context). is_sampled: of a sample of the values only.
-template <int64_t STRIDE = 2 * KEYS, class Make, class Done>
+// done(context). is_sampled: of a sample of the values only; fetch(value) brings a run of it into the caches.
+template <int64_t STRIDE = 2 * KEYS, class Make, class Fetch, class Done>
 void count_contexts(const Frame& frame, bool is_sampled, const uint16_t* keys, uint32_t* copies, const Make& make,
-                    const Done& done) {
+                    const Fetch& fetch, const Done& done) {
     constexpr int64_t SOME = 16384;  // keys are counted while the cache has them
+    constexpr int64_t AHEAD = 64;    // runs: no processor knows the sample by itself
     for (int64_t context = 0; context < frame.contexts; ++context) {
         std::memset(copies, 0, STRIDE * COPIES * sizeof *copies);
         for (int64_t begin = frame.begin(context); begin < frame.ends[context];) {
             const int64_t next = begin + (is_sampled ? SAMPLED_RUN - begin % SAMPLED_RUN : SOME);
             const int64_t end = next < frame.ends[context] ? next : frame.ends[context];
+            if (is_sampled && belongs_to_sample(begin / SAMPLED_RUN + AHEAD)) fetch(begin + AHEAD * SAMPLED_RUN);
             if (!is_sampled || belongs_to_sample(begin / SAMPLED_RUN)) {
                 make(begin, end);
                 count_keys<STRIDE>(keys + begin, end - begin, copies);
@@ -367,6 +369,7 @@ void make_histograms(const Values& values, const Frame& frame, bool is_sampled, 
     count_contexts(
         frame, is_sampled, keys, copies,
         [&](int64_t begin, int64_t end) { values.make(begin, end, is_sampled, exponent, keys); },
+        [&](int64_t value) { values.fetch_run(value); },
         [&](int64_t context) { add_up(copies, is_sampled ? SAMPLED : 1, histograms[context], counts[context]); });
 }
 

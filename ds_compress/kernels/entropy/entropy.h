@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "../simd/nontemporal.h"
 #include "../simd/vectors.h"
 
 constexpr int64_t PER_OCTAVE = 256, OCTAVES = 24, KEYS = OCTAVES * PER_OCTAVE, LOWEST = 127 - OCTAVES + 1;
@@ -114,6 +115,11 @@ struct InTensorOrder {
     // The keys of the values that are coded as number begin .. end - 1, a part of a context; parts come in their order.
     void make(int64_t begin, int64_t end, bool, uint32_t exponent, uint16_t* keys) const {
         make_keys(x + begin, end - begin, exponent, keys + begin);
+    }
+
+    // Brings the run of SAMPLED_RUN values that begins there into the caches, as far as it exists.
+    void fetch_run(int64_t value) const {
+        if (value + SAMPLED_RUN <= numel) fetch(x + value, SAMPLED_RUN);
     }
 
     // f(values, number of the first one, how many): of the same values, those that lie in a row.

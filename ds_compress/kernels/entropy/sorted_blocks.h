@@ -136,6 +136,10 @@ struct InBlockOrder {
         });
     }
 
+    void fetch_run(int64_t value) const {
+        if (!units.columns && value < units.whole()) fetch(x + order.place(value, units), RUN);
+    }
+
     // Of columns all at once.
     template <class F>
     void each_run(int64_t begin, int64_t end, const F& f) const {
@@ -145,10 +149,8 @@ struct InBlockOrder {
         }
         constexpr int64_t AHEAD = 8;
         order.each_run(begin, end, units, [&](int64_t place, int64_t value, int64_t n) {
-            if (value / RUN + AHEAD < units.count) {  // no processor knows the order by itself
-                const char* next = reinterpret_cast<const char*>(x + order.units[value / RUN + AHEAD] * RUN);
-                for (size_t byte = 0; byte < RUN * sizeof(In); byte += 64) __builtin_prefetch(next + byte);
-            }
+            if (value / RUN + AHEAD < units.count)  // no processor knows the order by itself
+                fetch(x + order.units[value / RUN + AHEAD] * RUN, RUN);
             f(x + place, value, n);
         });
     }
@@ -159,6 +161,7 @@ struct InBlockOrder {
     void each_part_of_columns(const F& f) const {
         alignas(64) In tile[WIDE_TILE * HIGH_TILE];
         each_tile(units, [&](int64_t row, int64_t first, int64_t high, int64_t wide) {
+            fetch_tile(row, first + wide, high);
             transpose<In>(
                 high, wide, [&](int64_t i) { return x + (row + i) * units.count + first; },
                 [&](int64_t j) { return tile + j * HIGH_TILE; });
@@ -168,9 +171,15 @@ struct InBlockOrder {
         if (units.whole() < numel) f(x + units.whole(), units.whole(), numel - units.whole());
     }
 
+    // Brings the tile that begins there into the caches: its rows lie too far apart for a processor to foresee.
+    void fetch_tile(int64_t row, int64_t first, int64_t high) const {
+        for (int64_t i = 0; first < units.count && i < high; ++i) fetch(x + (row + i) * units.count + first, WIDE_TILE);
+    }
+
     // At least those of the sample. The first run belongs to it.
     void make_sampled_columns(uint32_t exponent, uint16_t* keys) const {
         each_tile(units, [&](int64_t row, int64_t first, int64_t high, int64_t wide) {
+            fetch_tile(row, first + wide, high);
             for (int64_t j = 0; j < wide; ++j) {
                 const int64_t value = order.places[first + j] * units.size + row;
                 const int64_t run = value / SAMPLED_RUN, last = (value + high - 1) / SAMPLED_RUN;

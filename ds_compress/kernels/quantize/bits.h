@@ -9,22 +9,33 @@
 template <int SIZE, int WIDTH>
 constexpr bool IN_VECTORS = SIZE != 0 && SIZE * WIDTH / 8 % LANES == 0;
 
-// One piece of codes below 2 to the power of WIDTH, of which `codes` makes the vector that begins at a place. Returns
-// the place of the next piece.
+// Whether these fill vectors of bytes whose values fill four vectors.
+template <int SIZE, int WIDTH>
+constexpr bool IN_FOURS = SIZE != 0 && SIZE * WIDTH / 8 % (4 * LANES) == 0;
+
+// One piece of codes below 2 to the power of WIDTH, of which `codes` makes the four vectors that begin at a place, as
+// `narrowed` leaves them. Returns the place of the next piece.
+template <int SIZE, int WIDTH, class F>
+INLINED uint8_t* pack_fours(const F& codes, uint8_t* __restrict packed) {
+    constexpr int planes = 8 / WIDTH, run = SIZE / planes;
+    for (int j = 0; j < run; j += 4 * LANES) {
+        Bytes made = {};
+        for (int i = 0; i < planes; ++i)
+            made |= (Bytes)((Halves)codes(i * run + j) << (WIDTH * i));  // no code has bits that reach the next byte
+        store(in_order(made), packed + j);
+    }
+    return packed + run;
+}
+
+// The same of codes of which `codes` makes the vector that begins at a place.
 template <int SIZE, int WIDTH, class F>
 INLINED uint8_t* pack_vectors(const F& codes, uint8_t* __restrict packed) {
     constexpr int planes = 8 / WIDTH, run = SIZE / planes;
-    if constexpr (run % (4 * LANES) == 0) {
-        for (int j = 0; j < run; j += 4 * LANES) {
-            Bytes made = {};
-            for (int i = 0; i < planes; ++i) {
-                const int from = i * run + j;
-                const Ints first = codes(from), second = codes(from + LANES);
-                const Ints four[4] = {first, second, codes(from + 2 * LANES), codes(from + 3 * LANES)};
-                made |= (Bytes)((Halves)narrowed(four) << (WIDTH * i));  // no code has bits that reach the next byte
-            }
-            store(in_order(made), packed + j);
-        }
+    if constexpr (IN_FOURS<SIZE, WIDTH>) {
+        return pack_fours<SIZE, WIDTH>([&codes](int i) __attribute__((always_inline)) {
+            const Ints first = codes(i), second = codes(i + LANES);
+            return narrowed({first, second, codes(i + 2 * LANES), codes(i + 3 * LANES)});
+        }, packed);
     } else {
         for (int j = 0; j < run; j += LANES) {
             Words made = {};
@@ -63,6 +74,19 @@ INLINED void unpack_vectors(const uint8_t* packed, const F& work) {
                 const Ints codes = load(packed + k) >> (WIDTH * i);
                 work(i * run + k, i + 1 < planes ? codes & ((1 << WIDTH) - 1) : codes);  // no byte has more bits
             }
+}
+
+// The same, work(place, the four vectors that begin there, as `narrowed` leaves them).
+template <int SIZE, int WIDTH, class F>
+INLINED void unpack_fours(const uint8_t* packed, const F& work) {
+    constexpr int planes = 8 / WIDTH, run = SIZE / planes;
+    for (int j = 0; j < run; j += 4 * LANES) {
+        Bytes bytes;
+        std::memcpy(&bytes, packed + j, sizeof bytes);
+        bytes = joined_order(bytes);
+        for (int i = 0; i < planes; ++i)
+            work(i * run + j, (Bytes)((Halves)bytes >> (WIDTH * i)) & static_cast<uint8_t>((1 << WIDTH) - 1));
+    }
 }
 
 // Eight bytes at a time, as far as they go.

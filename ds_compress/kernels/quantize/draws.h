@@ -11,8 +11,9 @@ public:
     Draws(int64_t first, int64_t second) : first(static_cast<uint32_t>(first)), second(static_cast<uint32_t>(second)) {
         constexpr int FACTORS = 16;
         for (int i = 0; i < WORDS; i += LANES) {
-            store((Ints)hashes(i), offsets + i);
-            store((Ints)(hashes(FACTORS + i) | 1), factors + i);
+            const Words offset = hashes(i), factor = hashes(FACTORS + i) | 1;
+            store((Ints)offset, offsets + i), store((Ints)joined_order((Bytes)offset), joined_offsets + i);
+            store((Ints)factor, factors + i), store((Ints)joined_order((Bytes)factor), joined_factors + i);
         }
     }
 
@@ -30,6 +31,12 @@ public:
         }
     }
 
+    // The upper 8 bits of the draws of a whole vector of bytes, from `value` in that row on, as `narrowed` leaves them.
+    Bytes joined(int64_t row, int64_t value) {
+        const Words words = (Words)load(joined_offsets + value / 4) + (Words)load(joined_factors + value / 4) * seed(row);
+        return (Bytes)(words ^ words >> 16);
+    }
+
     // The upper 8 bits of the draw of one value, by its number in a group that begins with row 0.
     uint8_t upper(int64_t value) {
         alignas(64) uint8_t its[ROW];
@@ -40,26 +47,35 @@ public:
 private:
     static constexpr int WORDS = ROW / 4;
 
-    Words hashes(uint32_t number) const {
-        Words bits;
-        for (int j = 0; j < LANES; ++j) bits[j] = j;
-        bits = (bits + number) ^ first;
+    // Of a number, or a vector of them.
+    template <class Each>
+    Each hashed(Each bits) const {
+        bits ^= first;
         bits = ((bits ^ bits >> 17) * 0xED5AD4BB) ^ second;
         bits = (bits ^ bits >> 11) * 0xAC4C1B51;
         bits = (bits ^ bits >> 15) * 0x31848BAB;
         return bits ^ bits >> 14;
     }
 
-    // Those of rows are made for a vector of them.
+    Words hashes(uint32_t number) const {
+        Words numbers;
+        for (int j = 0; j < LANES; ++j) numbers[j] = j;
+        return hashed(numbers + number);
+    }
+
+    // Those of rows in a row are made for a vector of them.
     uint32_t seed(int64_t row) {
         if (static_cast<uint64_t>(row - known) >= LANES) {
+            const bool is_next = row == next;
+            next = row + (is_next ? LANES : 1);
+            if (!is_next) return hashed(static_cast<uint32_t>(ROW + row));
             store((Ints)hashes(static_cast<uint32_t>(ROW + row)), seeds);
             known = row;
         }
         return static_cast<uint32_t>(seeds[row - known]);
     }
 
-    alignas(64) int32_t offsets[WORDS], factors[WORDS], seeds[LANES];
-    int64_t known = -LANES;  // the row that `seeds` begin with
+    alignas(64) int32_t offsets[WORDS], factors[WORDS], joined_offsets[WORDS], joined_factors[WORDS], seeds[LANES];
+    int64_t known = -LANES, next = 0;  // the row that `seeds` begin with, and that which would follow the last ones
     uint32_t first, second;
 };

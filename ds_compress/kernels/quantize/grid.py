@@ -118,7 +118,8 @@ def to_codes(groups: Tensor, scales: Sequence[Tensor], grid: Grid, dither: int |
     upper, lower = draws((n, size), dither, groups.device)
     # fixed point with 8 fractional bits: adding 8 bits carries as often as the fraction says
     fixed = position.mul_(256).add_((lower + 0.5) / 256).to(torch.int32)
-    return (fixed + upper >> 8).to(torch.uint8)
+    # with 8 bits, the largest position and the largest draw, the sum is rounded up
+    return (fixed + upper >> 8).clamp_(max=grid.top).to(torch.uint8)
 
 
 def from_codes(codes: Tensor, scales: Sequence[Tensor], grid: Grid, dither: int | None = None) -> Tensor:

@@ -40,7 +40,9 @@ struct Group {
     alignas(64) int32_t codes[CAPACITY];  // to be packed
     alignas(64) uint8_t bytes[CAPACITY];  // unpacked codes
     alignas(64) uint8_t drawn[(CAPACITY + Draws::ROW - 1) / Draws::ROW * Draws::ROW];  // the upper 8 bits of draws
-    float lower;  // what the lower ones are, as a part of an upper one
+    Draws* draws;
+    int64_t row;  // of the first draws
+    float lower;  // what the lower bits of draws are, as a part of an upper one
 
     // The values of a group as the grid is to see them. In whole vectors, as they are read again: a vector that was
     // written in pieces takes long to come back.
@@ -90,24 +92,30 @@ struct Group {
     // The same of any grid, or those that are DRAWN; of nan, 0.
     template <bool DRAWN = false>
     void to_codes(Grid grid) {
+        if constexpr (DRAWN) draw_all();
         const Floats top = Floats{} + grid.top;
         in_vectors<SIZE>(size, [&](int64_t i, int64_t) {
-            const Floats position = larger(positions(values + i, grid), Floats{});
-            store(DRAWN ? drawn_codes(i, position, grid.top) : truncated(smaller(position, top) + 0.5f), codes + i);
+            const Floats position = smaller(larger(positions(values + i, grid), Floats{}), top);
+            store(DRAWN ? drawn_codes(i, position, grid.top) : truncated(position + 0.5f), codes + i);
         });
     }
 
-    // Makes the draws of the group of that number.
-    void draw(Draws& draws, int64_t number) {
-        const int64_t count = SIZE ? SIZE : size;
-        const int64_t row = number * ((count + Draws::ROW - 1) / Draws::ROW);
-        draws.of_rows(row, count, drawn);
-        lower = (draws.lower(row) + 0.5f) / 256;
+    // Takes the draws of the group of that number.
+    void draw(Draws& its, int64_t number) {
+        draws = &its, row = number * (((SIZE ? SIZE : size) + Draws::ROW - 1) / Draws::ROW);
+        lower = (draws->lower(row) + 0.5f) / 256;
     }
+
+    // Makes `drawn`.
+    void draw_all() { draws->of_rows(row, SIZE ? SIZE : size, drawn); }
+
+    // The upper bits of the draws of four vectors, as `narrowed` leaves them.
+    Bytes drawn_four(int64_t i) const { return draws->joined(row + i / Draws::ROW, i % Draws::ROW); }
 
     // Rounds up or down as the sum of a fraction of 8 bits and its draw has a carry, or not.
     Ints drawn_codes(int64_t i, Floats position, float top) const {
-        return (truncated(smaller(position, Floats{} + top) * 256.0f + lower) + ::load(drawn + i)) >> 8;
+        const Ints code = (truncated(position * 256.0f + lower) + ::load(drawn + i)) >> 8;
+        return smaller(code, Ints{} + static_cast<int32_t>(top));
     }
 
     // The values of codes that were drawn, on a grid that `dithered` made.
@@ -137,8 +145,20 @@ struct Group {
 
     template <bool DRAWN, int WIDTH>
     void pack_codes(Grid grid, uint8_t* packed) {
-        if constexpr (IN_VECTORS<SIZE, WIDTH>) {
+        if constexpr (DRAWN && IN_FOURS<SIZE, WIDTH>) {
+            if (grid.is_ordinary() && grid.inverse <= ORDINARY) {  // no code is above `top`: see `upper_bytes`
+                grid.inverse *= 256;
+                pack_fours<SIZE, WIDTH>([this, grid](int i) __attribute__((always_inline)) {
+                    const auto fixed = [&](int at) __attribute__((always_inline)) {
+                        return truncated(positions(values + i + at, grid) + lower);
+                    };
+                    return upper_bytes({fixed(0), fixed(LANES), fixed(2 * LANES), fixed(3 * LANES)}, drawn_four(i));
+                }, packed);
+                return;
+            }
+        } else if constexpr (IN_VECTORS<SIZE, WIDTH>) {
             if (grid.is_ordinary()) {
+                if constexpr (DRAWN) draw_all();
                 pack_vectors<SIZE, WIDTH>([this, grid](int i) __attribute__((always_inline)) {
                     if constexpr (DRAWN) return drawn_codes(i, positions(values + i, grid), grid.top);
                     else return codes_of(values + i, grid);
@@ -226,7 +246,16 @@ private:
 
     template <bool DITHERED, int WIDTH, class F>
     INLINED void return_uniform(Grid grid, const uint8_t* packed, const F& work) {
-        if constexpr (IN_VECTORS<SIZE, WIDTH>) {
+        if constexpr (DITHERED && IN_FOURS<SIZE, WIDTH>) {
+            if (grid.step < 1 / ORDINARY) return return_pieces<DITHERED>(WIDTH, grid, packed, work);
+            grid.step /= 256;
+            unpack_fours<SIZE, WIDTH>(packed, [&](int i, Bytes four) __attribute__((always_inline)) {
+                Ints fixed[4];
+                join_bytes(~drawn_four(i), four, fixed);
+                for (int k = 0; k < 4; ++k) work(i + k * LANES, LANES, uniform(fixed[k], grid));
+            });
+        } else if constexpr (IN_VECTORS<SIZE, WIDTH>) {
+            if constexpr (DITHERED) draw_all();
             const auto each = [&](int i, Ints code) __attribute__((always_inline)) {
                 work(i, LANES, value_of<DITHERED>(i, code, grid));
             };
@@ -238,6 +267,7 @@ private:
 
     template <bool DITHERED, class F>
     INLINED void return_pieces(int64_t bits, Grid grid, const uint8_t* packed, const F& work) {
+        if constexpr (DITHERED) draw_all();
         unpack<SIZE>(packed, size, bits, bytes);
         in_vectors<SIZE>(size, [&](int64_t i, int64_t lanes) {
             work(i, lanes, value_of<DITHERED>(i, ::load(bytes + i), grid));

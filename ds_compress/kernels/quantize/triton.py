@@ -241,7 +241,7 @@ def _quantize(
             if DITHERED:
                 within = tl.minimum(tl.where(position > 0, position, 0.0), fp32(TOP))
                 draw = draws(row[:, None], place + t * WIDTH, first, second, TILES * WIDTH)
-                codes = codes + (((within * 256.0 + lower).to(tl.int32) + draw) >> 8,)
+                codes = codes + (tl.minimum(((within * 256.0 + lower).to(tl.int32) + draw) >> 8, TOP),)
             else:
                 # nothing to cut off: the grid covers the values, so a position is within 0 .. TOP but for its
                 # rounding, which is less than what is left to TOP + 1

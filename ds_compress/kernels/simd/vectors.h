@@ -26,6 +26,7 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(4 * LANES)));
 typedef uint8_t Bytes __attribute__((vector_size(4 * LANES)));
+typedef int16_t Shorts __attribute__((vector_size(4 * LANES)));
 
 #if defined(__AVX512F__)
 constexpr __mmask16 ALL = 0xFFFF;  // without a mask g++ 12 warns of its own headers
@@ -219,6 +220,98 @@ inline Bytes in_order(Bytes x) {
 #endif
 }
 
+// The inverse of `in_order`: bytes in their order as `narrowed` leaves them.
+inline Bytes joined_order(Bytes x) {
+#if defined(__AVX512BW__)
+    return in_order(x);
+#elif defined(__AVX2__)
+    return (Bytes)_mm256_permutevar8x32_epi32((__m256i)x, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
+#else
+    return x;
+#endif
+}
+
+// The upper bytes of the sums of numbers from 0 to 65535 and bytes, cut off at 65535. Bytes are as `narrowed` leaves them.
+inline Bytes upper_bytes(const Ints (&x)[4], Bytes y) {
+#if defined(__AVX512BW__)
+    const __m512i zero = __m512i{};
+    const auto of_two = [](Ints low, Ints high, __m512i bytes) __attribute__((always_inline)) {
+        return _mm512_srli_epi16(_mm512_adds_epu16(_mm512_packus_epi32((__m512i)low, (__m512i)high), bytes), 8);
+    };
+    return (Bytes)_mm512_packus_epi16(of_two(x[0], x[1], _mm512_unpacklo_epi8((__m512i)y, zero)),
+                                      of_two(x[2], x[3], _mm512_unpackhi_epi8((__m512i)y, zero)));
+#elif defined(__AVX2__)
+    const __m256i zero = __m256i{};
+    const auto of_two = [](Ints low, Ints high, __m256i bytes) __attribute__((always_inline)) {
+        return _mm256_srli_epi16(_mm256_adds_epu16(_mm256_packus_epi32((__m256i)low, (__m256i)high), bytes), 8);
+    };
+    return (Bytes)_mm256_packus_epi16(of_two(x[0], x[1], _mm256_unpacklo_epi8((__m256i)y, zero)),
+                                      of_two(x[2], x[3], _mm256_unpackhi_epi8((__m256i)y, zero)));
+#else
+    Bytes bytes;
+    for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < LANES; ++j) {
+            const int32_t sum = x[i][j] + y[i * LANES + j];
+            bytes[i * LANES + j] = static_cast<uint8_t>(sum < 65536 ? sum >> 8 : 255);
+        }
+    return bytes;
+#endif
+}
+
+// low + 256 * high of bytes as `narrowed` leaves them: four vectors in their order.
+inline void join_bytes(Bytes low, Bytes high, Ints (&to)[4]) {
+#if defined(__AVX512BW__)
+    const __m512i zero = __m512i{}, first = _mm512_unpacklo_epi8((__m512i)low, (__m512i)high);
+    const __m512i second = _mm512_unpackhi_epi8((__m512i)low, (__m512i)high);
+    to[0] = (Ints)_mm512_unpacklo_epi16(first, zero), to[1] = (Ints)_mm512_unpackhi_epi16(first, zero);
+    to[2] = (Ints)_mm512_unpacklo_epi16(second, zero), to[3] = (Ints)_mm512_unpackhi_epi16(second, zero);
+#elif defined(__AVX2__)
+    const __m256i zero = __m256i{}, first = _mm256_unpacklo_epi8((__m256i)low, (__m256i)high);
+    const __m256i second = _mm256_unpackhi_epi8((__m256i)low, (__m256i)high);
+    to[0] = (Ints)_mm256_unpacklo_epi16(first, zero), to[1] = (Ints)_mm256_unpackhi_epi16(first, zero);
+    to[2] = (Ints)_mm256_unpacklo_epi16(second, zero), to[3] = (Ints)_mm256_unpackhi_epi16(second, zero);
+#else
+    for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < LANES; ++j) to[i][j] = low[i * LANES + j] | high[i * LANES + j] << 8;
+#endif
+}
+
+// Four vectors of numbers as two, cut off at the ends of 16 bits; and bytes as `narrowed` leaves them, in the same order.
+inline void join_shorts(const Ints (&x)[4], Shorts (&to)[2]) {
+#if defined(__AVX512BW__)
+    for (int i = 0; i < 2; ++i) to[i] = (Shorts)_mm512_packs_epi32((__m512i)x[2 * i], (__m512i)x[2 * i + 1]);
+#elif defined(__AVX2__)
+    for (int i = 0; i < 2; ++i) to[i] = (Shorts)_mm256_packs_epi32((__m256i)x[2 * i], (__m256i)x[2 * i + 1]);
+#else
+    for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < LANES; ++j) {
+            const int32_t number = x[i][j] < -32768 ? -32768 : x[i][j] > 32767 ? 32767 : x[i][j];
+            to[i / 2][i % 2 * LANES + j] = static_cast<int16_t>(number);
+        }
+#endif
+}
+
+inline void widen(Bytes x, Shorts (&to)[2]) {
+#if defined(__AVX512BW__)
+    to[0] = (Shorts)_mm512_unpacklo_epi8((__m512i)x, __m512i{}), to[1] = (Shorts)_mm512_unpackhi_epi8((__m512i)x, __m512i{});
+#elif defined(__AVX2__)
+    to[0] = (Shorts)_mm256_unpacklo_epi8((__m256i)x, __m256i{}), to[1] = (Shorts)_mm256_unpackhi_epi8((__m256i)x, __m256i{});
+#else
+    for (int i = 0; i < 2; ++i)
+        for (int j = 0; j < 2 * LANES; ++j) to[i][j] = x[2 * LANES * i + j];
+#endif
+}
+
+// Those of `join_shorts` in their order.
+inline void store(Shorts x, uint16_t* values) {
+#if defined(__AVX512BW__)
+    x = (Shorts)_mm512_maskz_permutexvar_epi64(0xFF, _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), (__m512i)x);
+#elif defined(__AVX2__)
+    x = (Shorts)_mm256_permute4x64_epi64((__m256i)x, 0xD8);
+#endif
+    std::memcpy(values, &x, sizeof x);
+}
+
 inline void store(Bytes x, uint8_t* values) { std::memcpy(values, &x, sizeof x); }
 
 // Four vectors of numbers from 0 to 255.
@@ -244,7 +337,7 @@ inline Vector swapped(Vector x) {
     return other;
 }
 
-// x * signs + other, where signs are 1, -1 or 0: rounded once, as the sum is.
+// x * signs + other, where products are exact, as with signs 1, -1 or 0: rounded once, as the sum is.
 inline Floats signed_sum(Floats x, Floats signs, Floats other) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)signs, (__m512)other);
