@@ -26,6 +26,6 @@ class Candidate:
 
 def all_candidates() -> list[Candidate]:
     """Return every candidate; no two share a name or a block, and each can start at any step."""
-    plain = {name: {direction: {"codec": codec} for direction in DIRECTIONS} for name, codec in CODECS.items()}
+    plain = {name: {each: {"codec": codec} for each in DIRECTIONS} for name, codec in CODECS.items()}
     blocks = plain | {name: recipes.recipe(name, KEY) for name in RECIPES}
     return [Candidate(name, block, block["forward"] == block["backward"]) for name, block in blocks.items()]

@@ -239,7 +239,7 @@ CANDIDATES: dict[str, Block] = {
     **{f"none/group{bits}-dither": block("none", group(bits, hadamard=True, rounding="dither"))
        for bits in (3, 2)},
 }  # fmt: skip
-"""What `auto` and `advise` also choose from, if it has no other name here; and 2 bits, which cost too much."""
+"""What `auto` and `advise` also choose from, if it has no other name; and 2 bits, which cost too much."""
 
 RECIPES: dict[str, Block] = {
     "quant4_8": block(group(4, hadamard=True), group(8)),
