@@ -59,8 +59,8 @@ class ReplicasOptions(Options):
     """Name of a policy that changes options of the codec during training ("accordion"), or an object
     with its name and options. `backward` is its ladder; "accordion" compares sums of a stage's gradients."""
     bucket_mb: int = Field(default=32, ge=1, le=4096)
-    """MB (10^6 bytes) of uncompressed gradients, or of new parameters, in one exchange; a larger parameter
-    has one of its own."""
+    """MB (10^6 bytes) of uncompressed gradients in one exchange; a larger one has an exchange of its own. Of
+    new parameters: of a partition in fp32."""
     overlap: bool = True
     """Send the gradients of a bucket as soon as the last backward pass of a step has computed them; only in
     fp32 without ZeRO and with DeepSpeed's BF16_Optimizer, without activation checkpointing and MoE layers.

@@ -6,6 +6,7 @@ shadow. The next difference contains what a message loses, so no residual is nee
 2410.15526). A partition is sent in buckets: while one is under way, the next is encoded or decoded.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -54,8 +55,7 @@ class ParameterExchange:
     ):
         """
         Args:
-            bucket_bytes: most bytes of fp32 values of a partition in one bucket; a larger parameter has its
-                own.
+            bucket_bytes: most bytes of fp32 values of a partition in one bucket.
             sent: counters to which the bytes are added.
             seed: of the codec's random choices.
             has_checksum: whether packets carry a checksum.
@@ -120,24 +120,32 @@ class ParameterExchange:
                     shadow.copy_(change.add_(shadow))
 
     def _plan(self, flat: Tensor, ranges: Sequence[Range]) -> list[_Bucket]:
-        """Return the buckets with the parts of each partition of `flat`, without padding."""
-        size = flat.numel() // self._replicas.size
-        starts = range(0, size, self._bucket_numel)
-        buckets: list[_Bucket] = [[[] for _ in range(self._replicas.size)] for _ in starts]
-        for owner in range(self._replicas.size):
-            for each in ranges:
-                start = max(each.start, owner * size)
-                numel = min(each.start + each.numel, (owner + 1) * size) - start
-                if numel <= 0:
-                    continue
-                parts = buckets[(start - owner * size) // self._bucket_numel][owner]
-                if each.parameter is None:
-                    nbytes = -(-numel * flat.itemsize // ALIGNMENT) * ALIGNMENT
-                    parts.append(_Part(start, numel, None, nbytes))
-                    continue
-                spec = TensorSpec((numel,), torch.float32, flat.device)
-                own = Slice(each.parameter * self._replicas.size + owner, owner, spec)
-                parts.append(_Part(start, numel, own, self._codec.layout(spec).nbytes))
+        """Return the buckets, each with as many values of every partition of `flat`, without its padding.
+
+        Partitions hold different parameters. If a large one were not cut, its owner's packets of that bucket
+        would be larger than those of the others, which are padded to the same size.
+        """
+        size, numbers = flat.numel() // self._replicas.size, itertools.count()
+        buckets = list[_Bucket]()
+        for first in range(0, size, self._bucket_numel):
+            bucket: _Bucket = []
+            for owner in range(self._replicas.size):
+                begin = owner * size + first
+                end = min(begin + self._bucket_numel, (owner + 1) * size)
+                bucket.append([])
+                for each in ranges:
+                    start = max(each.start, begin)
+                    numel = min(each.start + each.numel, end) - start
+                    if numel <= 0:
+                        continue
+                    if each.parameter is None:
+                        nbytes = -(-numel * flat.itemsize // ALIGNMENT) * ALIGNMENT
+                        bucket[-1].append(_Part(start, numel, None, nbytes))
+                        continue
+                    spec = TensorSpec((numel,), torch.float32, flat.device)
+                    own = Slice(next(numbers), owner, spec)
+                    bucket[-1].append(_Part(start, numel, own, self._codec.layout(spec).nbytes))
+            buckets.append(bucket)
         return [bucket for bucket in buckets if any(bucket)]
 
 
