@@ -40,7 +40,7 @@ def doctor(store, capsys, monkeypatch, tmp_path):
     return run
 
 
-def seat(store, block=BLOCK):
+def join_site(store, block=BLOCK):
     rounds = Rounds(store, 0, 2, OuterOptions())
     rounds.number = rounds.join(shared_settings(Config(block)), Position(0, "first")).number
     rounds.announce(0)
@@ -72,7 +72,7 @@ def test_the_way_to_a_store_without_replicas(doctor, store):
 
 
 def test_who_is_there_and_with_which_settings(doctor, store):
-    seat(store), seat(store)
+    join_site(store), join_site(store)
     with beating(store):
         code, found, lines = doctor()
         assert code == 0 and found["announced"] == [1, 2] and found["is_alive"]
@@ -84,7 +84,7 @@ def test_who_is_there_and_with_which_settings(doctor, store):
 
 
 def test_replicas_that_are_gone(doctor, store):
-    seat(store)
+    join_site(store)
     _, found, lines = doctor()
     assert not found["is_alive"] and "look" in lines[1] and "no sign of life for 0.2 s" in lines[1]
 
