@@ -22,7 +22,7 @@ from ds_compress.kernels.entropy.format import (
     COARSER,
     LARGEST_NUMEL,
     RUN,
-    Frame,
+    CodeLayout,
     SortedBlocks,
     frame_of,
 )
@@ -59,11 +59,11 @@ class EntropyBase(Codec):
             return torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
         return self._decode_words(parts[0], self._frame_of(spec.numel), spec.dtype, ctx).view(spec.shape)
 
-    def _decode_words(self, words: Tensor, frame: Frame, dtype: torch.dtype, ctx: Context) -> Tensor:
+    def _decode_words(self, words: Tensor, frame: CodeLayout, dtype: torch.dtype, ctx: Context) -> Tensor:
         """Return the values, flat."""
         return self._checked(*kernels(words.device).decode_entropy(words, frame, dtype, self._dither(ctx)))
 
-    def _frame_of(self, numel: int, cuts: tuple[int, ...] = (), taken: int = 0) -> Frame:
+    def _frame_of(self, numel: int, cuts: tuple[int, ...] = (), taken: int = 0) -> CodeLayout:
         """Return the frame of a message, as `format.frame_of`."""
         return frame_of(numel, self.options.bits, cuts, taken, self.unbiased)
 
@@ -204,7 +204,7 @@ class SortedContexts(EntropyBase):
         few = spec.numel < MIN_SORTED_NUMEL or size < MIN_UNIT or count < CLASSES
         return None if few else SortedBlocks(count, size, columns)
 
-    def _frame(self, spec: TensorSpec, units: SortedBlocks) -> Frame:
+    def _frame(self, spec: TensorSpec, units: SortedBlocks) -> CodeLayout:
         return self._frame_of(spec.numel, units.cuts, units.words)
 
 
@@ -301,7 +301,7 @@ class EigenbasisEntropy(EntropyBase, Stateful, ObservesWarmup, HardwareDependent
         period = self._period(h, ctx)
         return (ctx.step - period.start) % max(1, period.length // 16) == 0
 
-    def _frame(self, n: int, h: int) -> Frame:
+    def _frame(self, n: int, h: int) -> CodeLayout:
         halves = itertools.takewhile(bool, (h >> octave for octave in itertools.count(1)))
         cuts = dict.fromkeys(cut for half in halves for cut in (half, half + half // 2) if cut < h)
         return self._frame_of(n * h, tuple(n * cut for cut in cuts))

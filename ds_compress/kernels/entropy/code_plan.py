@@ -27,8 +27,8 @@ from ds_compress.kernels.entropy.format import (
     STEPS,
     SURE,
     TOTAL,
-    Frame,
-    Tables,
+    CodeLayout,
+    FormatTables,
     tables,
 )
 
@@ -63,7 +63,7 @@ def exponent_of(bits: Tensor) -> Tensor:
     return ((bits & _MAGNITUDE).amax() >> 23).clamp(min=1)
 
 
-def keys_of(bits: Tensor, exponent: Tensor, frame: Frame) -> Tensor:
+def keys_of(bits: Tensor, exponent: Tensor, frame: CodeLayout) -> Tensor:
     """Return the histogram keys of floats given by their `bits`, int64 [numel]. KEYS is added for negative
     values, and 2 * KEYS for each context before the value's own."""
     scale = ((255 - exponent) << 23).view(torch.float32)  # to [2, 4): neither it nor a result is subnormal
@@ -75,13 +75,13 @@ def keys_of(bits: Tensor, exponent: Tensor, frame: Frame) -> Tensor:
     return keys
 
 
-def histogram_of(keys: Tensor, frame: Frame, weights: Tensor) -> Tensor:
+def histogram_of(keys: Tensor, frame: CodeLayout, weights: Tensor) -> Tensor:
     """Add up the weights, int64 [numel], of each key of `keys_of`: int64 [contexts, 2, KEYS]."""
     histogram = torch.zeros(frame.contexts * 2 * KEYS, dtype=torch.int64, device=keys.device)
     return histogram.index_add_(0, keys, weights).view(frame.contexts, 2, KEYS)
 
 
-def search(histogram: Tensor, frame: Frame, sure: bool) -> CodePlan:
+def search(histogram: Tensor, frame: CodeLayout, sure: bool) -> CodePlan:
     """Return the plan with the finest step whose code fits, found by binary search.
 
     Args:
@@ -109,12 +109,12 @@ def finest(plan_of: Callable[[Tensor], CodePlan], steps: range, last: Tensor, ca
     return low
 
 
-def first_keys(step: Tensor, made: Tables) -> Tensor:
+def first_keys(step: Tensor, made: FormatTables) -> Tensor:
     """Return the first key of q = 1 .. 128, int64 [128]."""
     return (at(made.first, step % FINER) - PER_OCTAVE * (step // FINER)).long().clamp(1, KEYS)
 
 
-def plan(step: Tensor, from_q: Tensor, n: Tensor, made: Tables, sure: bool) -> CodePlan:
+def plan(step: Tensor, from_q: Tensor, n: Tensor, made: FormatTables, sure: bool) -> CodePlan:
     """Return how a message is coded with `step`.
 
     Args:

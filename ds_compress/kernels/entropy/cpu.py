@@ -18,7 +18,7 @@ from ds_compress.kernels.entropy.format import (
     PER_WORD,
     STEPS,
     TOTAL,
-    Frame,
+    CodeLayout,
     SortedBlocks,
     tables,
 )
@@ -95,7 +95,7 @@ _decode_dithered_sorted = Function(
 )
 
 
-def encode_entropy(x: Tensor, frame: Frame, dither: int | None = None) -> Tensor:
+def encode_entropy(x: Tensor, frame: CodeLayout, dither: int | None = None) -> Tensor:
     if not native.serves(x.numel()):
         return reference.encode_entropy(x, frame, dither)
     code = torch.empty(frame.words, dtype=torch.int16, device="cpu")
@@ -108,7 +108,7 @@ def encode_entropy(x: Tensor, frame: Frame, dither: int | None = None) -> Tensor
 
 
 def decode_entropy(
-    words: Tensor, frame: Frame, dtype: torch.dtype, dither: int | None = None
+    words: Tensor, frame: CodeLayout, dtype: torch.dtype, dither: int | None = None
 ) -> tuple[Tensor, Tensor]:
     if not native.serves(frame.numel):
         return reference.decode_entropy(words, frame, dtype, dither)
@@ -120,7 +120,7 @@ def decode_entropy(
     return _checked(arguments["values"], is_valid, dtype)
 
 
-def encode_sorted(x: Tensor, frame: Frame, units: SortedBlocks, dither: int | None = None) -> Tensor:
+def encode_sorted(x: Tensor, frame: CodeLayout, units: SortedBlocks, dither: int | None = None) -> Tensor:
     if not native.serves(x.numel()):
         return reference.encode_sorted_with(encode_entropy, x, frame, units, dither)
     words = torch.empty(frame.words + units.words, dtype=torch.int16, device="cpu")
@@ -134,7 +134,7 @@ def encode_sorted(x: Tensor, frame: Frame, units: SortedBlocks, dither: int | No
 
 
 def decode_sorted(
-    words: Tensor, frame: Frame, units: SortedBlocks, dtype: torch.dtype, dither: int | None = None
+    words: Tensor, frame: CodeLayout, units: SortedBlocks, dtype: torch.dtype, dither: int | None = None
 ) -> tuple[Tensor, Tensor]:
     if not native.serves(frame.numel):
         return reference.decode_sorted_with(decode_entropy, words, frame, units, dtype, dither)
@@ -157,7 +157,7 @@ def _checked(values: Tensor, is_valid: int, dtype: torch.dtype) -> tuple[Tensor,
     return values.to(dtype), torch.tensor(bool(is_valid), dtype=torch.bool, device="cpu")
 
 
-def _encode_arguments(x: Tensor, frame: Frame) -> dict[str, Any]:
+def _encode_arguments(x: Tensor, frame: CodeLayout) -> dict[str, Any]:
     """Return the arguments of _ENCODE except `code`."""
     values, made = x if x.dtype in FLOATS else x.float(), tables(torch.device("cpu"))
     return {
@@ -173,7 +173,7 @@ def _encode_arguments(x: Tensor, frame: Frame) -> dict[str, Any]:
     }
 
 
-def _decode_arguments(code: Tensor, frame: Frame, dtype: torch.dtype) -> dict[str, Any]:
+def _decode_arguments(code: Tensor, frame: CodeLayout, dtype: torch.dtype) -> dict[str, Any]:
     """Return the arguments of _DECODE, with new memory for `values`."""
     made = dtype if dtype in FLOATS else torch.float32
     return {
@@ -186,7 +186,7 @@ def _decode_arguments(code: Tensor, frame: Frame, dtype: torch.dtype) -> dict[st
     }
 
 
-def _dither_arguments(frame: Frame, dither: int) -> dict[str, Any]:
+def _dither_arguments(frame: CodeLayout, dither: int) -> dict[str, Any]:
     """Return the arguments of _DITHER."""
     made = tables(torch.device("cpu"))
     return {
@@ -205,7 +205,7 @@ def _key_arguments(dither: int) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1024)
-def _frame_arguments(frame: Frame) -> dict[str, Any]:
+def _frame_arguments(frame: CodeLayout) -> dict[str, Any]:
     return {
         "numel": frame.numel,
         "size": frame.words,
@@ -218,7 +218,7 @@ def _frame_arguments(frame: Frame) -> dict[str, Any]:
     }
 
 
-def _sorted_arguments(frame: Frame, units: SortedBlocks) -> dict[str, Any]:
+def _sorted_arguments(frame: CodeLayout, units: SortedBlocks) -> dict[str, Any]:
     """Return the arguments of _SORTED except `classes`."""
     return {
         "count": units.count,

@@ -45,7 +45,7 @@ from ds_compress.kernels.entropy.format import (
     SAMPLING,
     START,
     SYMBOLS,
-    Frame,
+    CodeLayout,
     tables,
 )
 from ds_compress.kernels.entropy.rans import Coder, contexts_of
@@ -62,7 +62,7 @@ _MOST = 128
 """Largest |q| that is counted by itself; larger ones are counted together."""
 
 
-def encode_dithered(coder: Coder, bits: Tensor, exponent: Tensor, frame: Frame, dither: int) -> Tensor:
+def encode_dithered(coder: Coder, bits: Tensor, exponent: Tensor, frame: CodeLayout, dither: int) -> Tensor:
     """Encode floats into words, int16 [frame.words].
 
     Args:
@@ -104,7 +104,7 @@ def encode_dithered(coder: Coder, bits: Tensor, exponent: Tensor, frame: Frame, 
     return torch.where(fits, words, _zeros(raised, frame))
 
 
-def _zeros(raised: Tensor, frame: Frame) -> Tensor:
+def _zeros(raised: Tensor, frame: CodeLayout) -> Tensor:
     """Return the words of a code in which all values are 0."""
     words = torch.zeros(frame.words, dtype=torch.int16, device=raised.device)
     words[1 : 2 * frame.blocks * frame.lanes : 2] = START >> 16
@@ -112,7 +112,9 @@ def _zeros(raised: Tensor, frame: Frame) -> Tensor:
     return words
 
 
-def decode_dithered(coder: Coder, words: Tensor, frame: Frame, dither: int) -> tuple[Symbols, Tensor, Tensor]:
+def decode_dithered(
+    coder: Coder, words: Tensor, frame: CodeLayout, dither: int
+) -> tuple[Symbols, Tensor, Tensor]:
     """Decode `words`: return their symbols, the values as fp32 [numel] in units of the exponent, and whether
     the words are valid, so that an encoder can have written them."""
     drawn = draws_in_order(frame.numel, dither, words.device)
@@ -127,12 +129,12 @@ def decode_dithered(coder: Coder, words: Tensor, frame: Frame, dither: int) -> t
     return read, value.clamp(-HIGHEST, HIGHEST), valid
 
 
-def _classes(frame: Frame, drawn: Tensor) -> Tensor | None:
+def _classes(frame: CodeLayout, drawn: Tensor) -> Tensor | None:
     """Return the dither class of each value, int64 [numel]; None if all have one table."""
     return None if frame.classes == 1 else (drawn >> 16 - CLASS_BITS).long()
 
 
-def _tables_of_values(frame: Frame, drawn: Tensor) -> Tensor:
+def _tables_of_values(frame: CodeLayout, drawn: Tensor) -> Tensor:
     """Return the index of each value's frequency table, int64 [numel]."""
     context = contexts_of(frame, drawn.device).repeat_interleave(frame.lanes)[: frame.numel]
     classes = _classes(frame, drawn)
@@ -145,7 +147,7 @@ def _quantize(twice: Tensor, drawn: Tensor, step: Tensor) -> Tensor:
     return (position.round().int() + drawn >> 16).long()
 
 
-def _weights(frame: Frame, keys: Tensor) -> Tensor:
+def _weights(frame: CodeLayout, keys: Tensor) -> Tensor:
     """Return for how many values each one counts in the histogram that the first step comes from."""
     if not frame.is_sampled:
         return torch.ones_like(keys)
@@ -161,7 +163,7 @@ def _count(q: Tensor, table: Tensor, count: int) -> Tensor:
     return summed_from(counted)[:, :, 1:-1]
 
 
-def _first_step(histogram: Tensor, frame: Frame, finest_step: Tensor) -> Tensor:
+def _first_step(histogram: Tensor, frame: CodeLayout, finest_step: Tensor) -> Tensor:
     """Return the finest step up to `finest_step` whose code is expected to fit, with some words to spare.
 
     Args:
@@ -191,6 +193,6 @@ def _first_step(histogram: Tensor, frame: Frame, finest_step: Tensor) -> Tensor:
     return finest(expected, DITHERED_STEPS, finest_step, frame.capacity - spare_words(frame))
 
 
-def spare_words(frame: Frame) -> int:
+def spare_words(frame: CodeLayout) -> int:
     """Return the words to keep free: chance can make a code longer than expected."""
     return math.isqrt(frame.numel) // (2 if frame.is_sampled else 8)

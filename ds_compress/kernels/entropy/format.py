@@ -120,7 +120,7 @@ _TINY = 64
 
 
 @dataclass(frozen=True)
-class Frame:
+class CodeLayout:
     """Positions of the parts of an encoded tensor; they follow from its values and words."""
 
     numel: int
@@ -190,20 +190,20 @@ class Frame:
 @lru_cache(maxsize=1024)
 def frame_of(
     numel: int, bits: float, cuts: tuple[int, ...] = (), taken: int = 0, dithered: bool = False
-) -> Frame:
+) -> CodeLayout:
     """Return the frame of a tensor; few values have 2 bytes each and 32 for all.
 
     Args:
         numel: above 0.
         bits: of each value, at least 0.1.
-        cuts: see `Frame`; each is below `numel`.
+        cuts: see `CodeLayout`; each is below `numel`.
         taken: words to leave free.
     """
-    return Frame(numel, max(min(numel, _TINY) + 16, int(numel * bits / 16)) - taken, cuts, dithered)
+    return CodeLayout(numel, max(min(numel, _TINY) + 16, int(numel * bits / 16)) - taken, cuts, dithered)
 
 
 @dataclass(frozen=True)
-class Tables:
+class FormatTables:
     """What follows from the format alone, on one device."""
 
     first: Tensor
@@ -233,7 +233,7 @@ class Tables:
 
 
 @lru_cache
-def tables(device: torch.device) -> Tables:
+def tables(device: torch.device) -> FormatTables:
     """Make them from integers alone: libraries of different machines round differently."""
     ratios = [_root_of_two(FINER - b) for b in range(FINER)]  # 2^(1 - b / FINER) * 2^64, [b]
     first = [[_key((q << 4) - _DEAD, ratio) for q in range(1, 129)] for ratio in ratios]
@@ -255,7 +255,7 @@ def tables(device: torch.device) -> Tables:
         torch.tensor(quarter, dtype=torch.int32, device="cpu"),
         (2.0**15 / step.double()).float().index_fill_(0, octaves[:1], 0.0),
     )
-    return Tables(*(table.to(device) for table in made))
+    return FormatTables(*(table.to(device) for table in made))
 
 
 def _root_of_two(sixty_fourths: int) -> int:
@@ -314,5 +314,5 @@ class SortedBlocks:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The values at which classes begin, except for the first one; see `Frame`."""
+        """The values at which classes begin, except for the first one; see `CodeLayout`."""
         return tuple(-(-self.count * number // CLASSES) * self.size for number in range(1, CLASSES))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_compress.kernels.entropy.format import SCALE_BITS, START, TOTAL, Frame
+from ds_compress.kernels.entropy.format import SCALE_BITS, START, TOTAL, CodeLayout
 
 
 class Coded(NamedTuple):
@@ -20,7 +20,7 @@ class Coded(NamedTuple):
     """bool, as words: whether it did."""
 
 
-def rans_encode(symbols: Tensor, frequencies: Tensor, frame: Frame) -> Coded:
+def rans_encode(symbols: Tensor, frequencies: Tensor, frame: CodeLayout) -> Coded:
     """Encode symbols with interleaved rANS, in a loop over the steps of all lanes of all blocks.
 
     Args:
@@ -49,7 +49,7 @@ def rans_decode(
     words: Tensor,
     places: Tensor,
     frequencies: Tensor,
-    frame: Frame,
+    frame: CodeLayout,
     classes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Decode what `rans_encode` encoded. Whatever the arguments hold, nothing outside `words` is read.
@@ -96,7 +96,7 @@ def slots(frequencies: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return symbol_of, each[symbol_of], offset_of
 
 
-def contexts_of(frame: Frame, device: torch.device) -> Tensor:
+def contexts_of(frame: CodeLayout, device: torch.device) -> Tensor:
     """Return the context of the values of each step, int64 [blocks * steps]."""
     found = torch.zeros(frame.blocks * frame.steps, dtype=torch.int64, device=device)
     for end in frame.ends[:-1]:
@@ -104,7 +104,7 @@ def contexts_of(frame: Frame, device: torch.device) -> Tensor:
     return found
 
 
-def _dealt(values: Tensor, frame: Frame, fill: int) -> Tensor:
+def _dealt(values: Tensor, frame: CodeLayout, fill: int) -> Tensor:
     """Return `values` [numel] as [blocks, steps, lanes], padded with `fill`."""
     missing = frame.blocks * frame.length - frame.numel
     padded = torch.nn.functional.pad(values, (0, missing), value=fill)
@@ -114,5 +114,5 @@ def _dealt(values: Tensor, frame: Frame, fill: int) -> Tensor:
 class Coder(NamedTuple):
     """Functions of a backend that coding is made of."""
 
-    encode: Callable[[Tensor, Tensor, Frame], Coded]
+    encode: Callable[[Tensor, Tensor, CodeLayout], Coded]
     decode: Callable[..., tuple[Tensor, Tensor, Tensor]]

@@ -31,7 +31,7 @@ from ds_compress.kernels.entropy.format import (
     PER_WORD,
     SHIFT_BITS,
     SYMBOLS,
-    Frame,
+    CodeLayout,
     SortedBlocks,
     tables,
 )
@@ -43,7 +43,7 @@ __all__ = ["decode_entropy", "decode_sorted", "encode_entropy", "encode_sorted"]
 _CODER = Coder(rans_encode, rans_decode)
 
 
-def encode_entropy(x: Tensor, frame: Frame, dither: int | None = None) -> Tensor:
+def encode_entropy(x: Tensor, frame: CodeLayout, dither: int | None = None) -> Tensor:
     """Return the words, int16 [frame.words], of `x`, [frame.numel] of any float dtype.
 
     Args:
@@ -53,7 +53,7 @@ def encode_entropy(x: Tensor, frame: Frame, dither: int | None = None) -> Tensor
 
 
 def decode_entropy(
-    words: Tensor, frame: Frame, dtype: torch.dtype, dither: int | None = None
+    words: Tensor, frame: CodeLayout, dtype: torch.dtype, dither: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Decode `words`.
 
@@ -67,7 +67,7 @@ def decode_entropy(
     return decode_with(_CODER, words, frame, dtype, dither)
 
 
-def encode_with(coder: Coder, x: Tensor, frame: Frame, dither: int | None) -> Tensor:
+def encode_with(coder: Coder, x: Tensor, frame: CodeLayout, dither: int | None) -> Tensor:
     """Encode like `encode_entropy`, with the entropy coder of a backend."""
     bits = x.float().view(torch.int32)
     exponent = exponent_of(bits)
@@ -80,7 +80,7 @@ def encode_with(coder: Coder, x: Tensor, frame: Frame, dither: int | None) -> Te
     return torch.where(exponent == NOT_FINITE, overflow, words)
 
 
-def _encode_nearest(coder: Coder, bits: Tensor, exponent: Tensor, frame: Frame) -> Tensor:
+def _encode_nearest(coder: Coder, bits: Tensor, exponent: Tensor, frame: CodeLayout) -> Tensor:
     keys = keys_of(bits, exponent, frame)
     histogram = histogram_of(keys, frame, torch.ones_like(keys))
     escapes = keys % KEYS + (keys // KEYS % 2 << 15)
@@ -97,7 +97,7 @@ def _encode_nearest(coder: Coder, bits: Tensor, exponent: Tensor, frame: Frame) 
 
 
 def decode_with(
-    coder: Coder, words: Tensor, frame: Frame, dtype: torch.dtype, dither: int | None
+    coder: Coder, words: Tensor, frame: CodeLayout, dtype: torch.dtype, dither: int | None
 ) -> tuple[Tensor, Tensor]:
     """Decode like `decode_entropy`, with the entropy coder of a backend."""
     if dither is None:
@@ -144,20 +144,20 @@ def _values(q: Tensor, step: Tensor, shift: Tensor) -> Tensor:
     return size * q.sign()
 
 
-def encode_sorted(x: Tensor, frame: Frame, units: SortedBlocks, dither: int | None = None) -> Tensor:
+def encode_sorted(x: Tensor, frame: CodeLayout, units: SortedBlocks, dither: int | None = None) -> Tensor:
     """Return the words, int16 [frame.words + units.words], of `x`, [frame.numel] of any float dtype."""
     return encode_sorted_with(encode_entropy, x, frame, units, dither)
 
 
 def decode_sorted(
-    words: Tensor, frame: Frame, units: SortedBlocks, dtype: torch.dtype, dither: int | None = None
+    words: Tensor, frame: CodeLayout, units: SortedBlocks, dtype: torch.dtype, dither: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """See `decode_entropy`; any classes are a possible order of the units."""
     return decode_sorted_with(decode_entropy, words, frame, units, dtype, dither)
 
 
 def encode_sorted_with(
-    encode: Callable[..., Tensor], x: Tensor, frame: Frame, units: SortedBlocks, dither: int | None
+    encode: Callable[..., Tensor], x: Tensor, frame: CodeLayout, units: SortedBlocks, dither: int | None
 ) -> Tensor:
     """Encode like `encode_sorted`, with the `encode_entropy` of a backend."""
     whole, rest = x.split([units.count * units.size, frame.numel - units.count * units.size])
@@ -174,7 +174,7 @@ def encode_sorted_with(
 def decode_sorted_with(
     decode: Callable[..., tuple[Tensor, Tensor]],
     words: Tensor,
-    frame: Frame,
+    frame: CodeLayout,
     units: SortedBlocks,
     dtype: torch.dtype,
     dither: int | None,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ds_compress.kernels.entropy.format import SCALE_BITS, START, Frame, SortedBlocks
+from ds_compress.kernels.entropy.format import SCALE_BITS, START, CodeLayout, SortedBlocks
 from ds_compress.kernels.entropy.rans import Coded, Coder, contexts_of, slots
 from ds_compress.kernels.entropy.reference import (
     decode_sorted_with,
@@ -21,27 +21,27 @@ from ds_compress.kernels.entropy.reference import (
 __all__ = ["decode_entropy", "decode_sorted", "encode_entropy", "encode_sorted"]
 
 
-def encode_entropy(x: Tensor, frame: Frame, dither: int | None = None) -> Tensor:
+def encode_entropy(x: Tensor, frame: CodeLayout, dither: int | None = None) -> Tensor:
     return encode_with(_CODER, x, frame, dither)
 
 
 def decode_entropy(
-    words: Tensor, frame: Frame, dtype: torch.dtype, dither: int | None = None
+    words: Tensor, frame: CodeLayout, dtype: torch.dtype, dither: int | None = None
 ) -> tuple[Tensor, Tensor]:
     return decode_with(_CODER, words, frame, dtype, dither)
 
 
-def encode_sorted(x: Tensor, frame: Frame, units: SortedBlocks, dither: int | None = None) -> Tensor:
+def encode_sorted(x: Tensor, frame: CodeLayout, units: SortedBlocks, dither: int | None = None) -> Tensor:
     return encode_sorted_with(encode_entropy, x, frame, units, dither)
 
 
 def decode_sorted(
-    words: Tensor, frame: Frame, units: SortedBlocks, dtype: torch.dtype, dither: int | None = None
+    words: Tensor, frame: CodeLayout, units: SortedBlocks, dtype: torch.dtype, dither: int | None = None
 ) -> tuple[Tensor, Tensor]:
     return decode_sorted_with(decode_entropy, words, frame, units, dtype, dither)
 
 
-def rans_encode(symbols: Tensor, frequencies: Tensor, frame: Frame) -> Coded:
+def rans_encode(symbols: Tensor, frequencies: Tensor, frame: CodeLayout) -> Coded:
     """See `rans.rans_encode`."""
     shape = frame.blocks, frame.steps, frame.lanes
     states = torch.empty(frame.blocks, frame.lanes, dtype=torch.int64, device=symbols.device)
@@ -71,7 +71,7 @@ def rans_decode(
     words: Tensor,
     places: Tensor,
     frequencies: Tensor,
-    frame: Frame,
+    frame: CodeLayout,
     classes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `rans.rans_decode`."""

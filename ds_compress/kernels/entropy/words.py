@@ -16,7 +16,7 @@ from ds_compress.kernels.entropy.format import (
     STEPS,
     SYMBOLS,
     TOTAL,
-    Frame,
+    CodeLayout,
 )
 from ds_compress.kernels.entropy.rans import Coder
 
@@ -28,7 +28,7 @@ def write_words(
     escapes: Tensor,
     exponent: Tensor,
     shift: Tensor,
-    frame: Frame,
+    frame: CodeLayout,
 ) -> tuple[Tensor, Tensor]:
     """Return the words of a code, int16 [frame.words], and whether they fit.
 
@@ -96,7 +96,7 @@ class Symbols(NamedTuple):
     """bool: whether this can have been written."""
 
 
-def read_words(coder: Coder, words: Tensor, frame: Frame, classes: Tensor | None = None) -> Symbols:
+def read_words(coder: Coder, words: Tensor, frame: CodeLayout, classes: Tensor | None = None) -> Symbols:
     """Read what `write_words` wrote; whatever comes, nothing outside `words` is read.
 
     Args:

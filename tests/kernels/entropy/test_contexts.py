@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ds_compress.kernels.backends import cpu, reference
-from ds_compress.kernels.entropy.format import MOST_CONTEXTS, Frame, frame_of
+from ds_compress.kernels.entropy.format import MOST_CONTEXTS, CodeLayout, frame_of
 from tests.support.codecs import assert_same_bits
 from tests.support.kernels import EACH_TARGET, compiled_for, remembered
 
@@ -106,7 +106,7 @@ def test_one_context_is_the_format_without_them():
     x = torch.tensor([0.5, -1.0, 0.25, 3.0, 0.0, -0.125, 1.5, -2.0])
     frame = frame_of(8, 6)
     code = reference.encode_entropy(x, frame)
-    assert frame == Frame(8, 24) and frame.contexts == 1
+    assert frame == CodeLayout(8, 24) and frame.contexts == 1
     assert code.tolist() == BEFORE
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.kernels.backends import reference
-from ds_compress.kernels.entropy.format import RUN, Frame, SortedBlocks, frame_of
+from ds_compress.kernels.entropy.format import RUN, CodeLayout, SortedBlocks, frame_of
 from tests.support.codecs import assert_same_bits
 from tests.support.triton import EXAMPLES, SPECIAL, fused, launched, need_device
 
@@ -35,7 +35,7 @@ def test_equals_the_reference(n, bits, dtype, spread, cuts, seed, special, dithe
     )
     if special is not None:
         x[seed % n] = special
-    frame = Frame(n, frame_of(n, bits).words, tuple(int(cut * n) for cut in cuts), dither is not None)
+    frame = CodeLayout(n, frame_of(n, bits).words, tuple(int(cut * n) for cut in cuts), dither is not None)
     code = reference.encode_entropy(x, frame, dither)
     assert torch.equal(launched(fused.encode_entropy, x, frame, dither), code)
     for words in (code, code ^ (torch.arange(frame.words) == seed % frame.words).short()):
