@@ -96,6 +96,7 @@ class OuterTraffic:
         self.watch: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         """Around the moment at which weights get the outcome of a round."""
         self.sent = Counters()
+        self._began: int | None = None  # step after which the last round began
         self._round_s, self._members = 0.0, 0
 
     def describe(self) -> str:
@@ -128,20 +129,23 @@ class OuterTraffic:
         if self.anchor is None:
             values = _read(find_masters(self._engine))
             self.anchor = Anchor(values, torch.zeros_like(values))
+        if self._began is None:
+            self._began = self._engine.global_steps
         if self._exchanges == 0 and self._worker is None:
             self._join(is_first=True)
 
     def end_step(self) -> None:
         """Every `every` steps start an exchange; apply its result `delay` steps later."""
+        assert self._began is not None
         step = self._engine.global_steps
         if self.may_apply(step):
             self.collect()
             self._apply()
-        if step % self.every:
+        if step - self._began < self.every:
             return
-        if self._worker is None:
-            self._join()
-        if self._worker is not None:
+        self._began = step
+        has_just_come = self._worker is None and self._join()
+        if self._worker is not None and not has_just_come:
             self._start()
             if not self._options.delay:
                 self.collect()
@@ -149,7 +153,7 @@ class OuterTraffic:
 
     def may_apply(self, step: int) -> bool:
         """Return whether weights may get the outcome of a round after `step`, counted from 1."""
-        return step % self.every in (0, self._options.delay)
+        return self._began is not None and step - self._began in (self._options.delay, self.every)
 
     def collect(self) -> None:
         """Wait for the result of the exchange in progress, if there is one; all ranks get it, or none."""
@@ -186,7 +190,8 @@ class OuterTraffic:
         if self.anchor is None or self.position is None:
             return {}
         position = torch.frombuffer(bytearray(json.dumps(self.position).encode()), dtype=torch.uint8)
-        found = {**self.anchor._asdict(), "position": position}
+        began = torch.tensor(self._began, device="cpu")
+        found = {**self.anchor._asdict(), "position": position, "began": began}
         if self.base is not None:
             found["base"] = self.base
         return {**self.codec.residuals(), STATE: found}
@@ -199,6 +204,7 @@ class OuterTraffic:
         self.anchor = Anchor(found["values"], found["momentum"]) if found else None
         self.position = Position(*json.loads(found["position"].numpy().tobytes())) if found else None
         self.base = found.get("base")
+        self._began = int(found["began"]) if found else None
         self.codec.restore(saved)
 
     def close(self) -> None:
@@ -237,8 +243,11 @@ class OuterTraffic:
                 failure,
             )
 
-    def _join(self, is_first: bool = False) -> None:
+    def _join(self, is_first: bool = False) -> bool:
         """Join the other replicas; a newcomer takes the anchor of another one.
+
+        Returns:
+            Whether it is a newcomer, whose weights are those of the others now: there is nothing to send.
 
         Raises:
             CompressionError: on every rank, if other replicas have other settings, or if `is_first` and the
@@ -284,16 +293,21 @@ class OuterTraffic:
         self._worker = worker
         if not _all(self._engine, not failure):
             self._leave(failure if dist.get_rank() == 0 or "lost" not in verdict else "")
-            return
+            return False
         self.position = position
-        if is_newcomer and anchor is not None:
+        is_newcomer = is_newcomer and anchor is not None
+        if is_newcomer:
+            assert anchor is not None
             self.codec.restore({})
             self.anchor, self.base = anchor, None
+            # the others began this round about `delay` steps ago, and would wait for a whole one of ours
+            self._began = self._engine.global_steps - min(self._options.delay, self.every // 2)
             _write(self._engine, find_masters(self._engine), anchor.values)
         if dist.get_rank() == 0:
-            weights = "the others' weights" if is_newcomer and anchor else "its own weights"
+            weights = "the others' weights" if is_newcomer else "its own weights"
             place = f"{verdict['address']}, round {position.round}"
             print(f"ds_compress: replica {number} joins at {place}, with {weights}", flush=True)
+        return is_newcomer
 
     def _settings(self, shapes: tuple[str, ...]) -> dict[str, Any]:
         """Return what all replicas must have, by JSON path or in words."""

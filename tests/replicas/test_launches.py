@@ -230,6 +230,28 @@ def test_one_of_three_is_killed_and_comes_back(stages, store):
         assert common, "launch 2 is back at the anchor of the others"
 
 
+def join_late(launch, config):
+    """Launch 1 joins after the first round of launch 0; return the steps before its first packet."""
+    client = TCPStore(*_address(), is_master=False)
+    if launch:
+        client.wait(["test/begun"])
+    engine = build(1, config, wide_layers())
+    data, outer = data_of(launch, engine), engine.ds_compress.outer
+    while not (outer._exchanges if launch else client.check(["test/end"])):
+        engine.train_batch(data)
+        if not launch and outer._exchanges > 1:
+            client.set("test/begun", "1")
+    client.set("test/end", "1")
+    return engine.global_steps
+
+
+@pytest.mark.parametrize(("delay", "steps"), [(1, 7), (6, 4)])
+def test_a_newcomer_sends_its_first_packet_when_the_others_do(delay, steps, store):
+    """It took all steps of a round, which the others had begun `delay` steps before; so they waited for it."""
+    results = run_launches(2, 1, join_late, ds_config(block(every=8, delay=delay, grace_s=3)))
+    assert results[1] == [steps]
+
+
 def refused(launch, config, stages=1):
     try:
         engine = build(stages, config, wide_layers())
