@@ -18,9 +18,9 @@ share the cores of this machine. Needs root. A row a run is appended to results/
     loss             held-out, of the first site after its last step
 
 --table compares rows of equal sites: tokens per second with those of sites that are alone; goodput and loss
-with those of a run in which nothing is killed. Goodput is the number of steps that reached the common
-weights, over those that would have in the same time:
-members / (sites x rounds) x seconds undisturbed / seconds.
+with those of a run in which nothing is killed (the loss if it has as many steps). Goodput is the number of
+steps that reached the common weights, over those that would have in the same time:
+members / (sites x rounds) x seconds of a step undisturbed / seconds of a step.
 """
 
 import argparse
@@ -120,9 +120,10 @@ def start_sites(count: int, words: Sequence[str], folder: Path, talk: bool) -> I
             _run("ip", "-n", name, "link", "set", "lo", "up")
         for number, name in enumerate(names):
             wire = f"wire{number}"
-            relay = [sys.executable, str(LAUNCH / "bench" / "delayed_link.py"), hub, name, wire, str(RTT_MS)]
+            # the relay stays in the last namespace, where `Site.kill` does not find it
+            relay = [sys.executable, str(LAUNCH / "bench" / "delayed_link.py"), name, hub, wire, str(RTT_MS)]
             stack.callback(_end, subprocess.Popen(relay))
-            while subprocess.run(["ip", "-n", name, "link", "show", wire], capture_output=True).returncode:
+            while subprocess.run(["ip", "-n", hub, "link", "show", wire], capture_output=True).returncode:
                 time.sleep(0.1)
             for place, last in ((hub, 1), (name, 2)):
                 _run("ip", "-n", place, "address", "add", f"10.78.{number}.{last}/30", "dev", wire)
@@ -177,6 +178,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
                 kills, next_kill = kills + 1, next_kill + args.kill_every
         if any(site.process.returncode for site in whole):
             sys.exit(f"sites: a site failed; all output: {args.out}/*/log")
+    joined = (sites[-1].folder / "log").read_text().count("ds_compress: replica ")
+    if not args.alone and joined < kills:  # after the last kill there may be too little time
+        sys.exit(f"sites: a site was killed {kills} times, and joined {joined} times: {args.out}/*/log")
     steps = [[ms / 1e3 for ms in site.series("Samples_step_ms")[SKIPPED:]] for site in whole]
     found = re.findall(r"held-out loss ([\d.]+)", (whole[0].folder / "log").read_text())
     tokens = SEQ * MICRO_BATCH * MICRO_BATCHES
@@ -223,20 +227,26 @@ def table(rows: list[dict[str, Any]]) -> None:
         + "|"
     )
     for row in rows:
-        alike = [own for own in rows if all(own[key] == row[key] for key in ("sites", "asleep", "steps"))]
+        alike = [own for own in rows if all(own[key] == row[key] for key in ("sites", "asleep"))]
         alone = next((own["tokens_per_s"] for own in alike if not own["talk"]), math.nan)
-        whole = next((own for own in alike if own["talk"] and not own["kills"]), None)
-        kind = f"killed {row['kills']} times" if row["kills"] else "" if row["talk"] else "alone"
+        undisturbed = [own for own in alike if own["talk"] and not own["kills"]]
+        undisturbed.sort(key=lambda own: abs(own["steps"] - row["steps"]))
+        kind = f"killed {row['kills']} times, every {row['kill_every']:g} s" if row["kills"] else "" if row["talk"] else "alone"
         cells = [f"{row['sites']}", kind, f"{row['tokens_per_s']:,.0f}", f"{row['tokens_per_s'] / alone:.3f}"]
         cells += [f"{row[key]:.2f}" if key in row else "" for key in ("round_s", "mb")]
         cells.append(f"{row['longest_step_s']:.2f}")
-        if row["kills"] and whole:
-            kept = row["members"] / row["sites"] / row["rounds"]
-            cells.append(f"{kept * whole['seconds'] / row['seconds']:.1%}")
-            cells.append(f"{row['loss']:.4f} ({row['loss'] / whole['loss'] - 1:+.2%})")
+        if row["kills"] and undisturbed:
+            whole, kept = undisturbed[0], row["members"] / row["sites"] / row["rounds"]
+            cells.append(f"{kept * _step_seconds(whole) / _step_seconds(row):.1%}")
+            change = f" ({row['loss'] / whole['loss'] - 1:+.2%})" if whole["steps"] == row["steps"] else ""
+            cells.append(f"{row['loss']:.4f}{change}")
         else:
             cells += ["", f"{row['loss']:.4f}"]
         print(f"| {' | '.join(cells)} |")
+
+
+def _step_seconds(row: dict[str, Any]) -> float:
+    return row["seconds"] / (row["steps"] - SKIPPED)
 
 
 def main() -> None:
