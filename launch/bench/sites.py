@@ -231,7 +231,9 @@ def table(rows: list[dict[str, Any]]) -> None:
         alone = next((own["tokens_per_s"] for own in alike if not own["talk"]), math.nan)
         undisturbed = [own for own in alike if own["talk"] and not own["kills"]]
         undisturbed.sort(key=lambda own: abs(own["steps"] - row["steps"]))
-        kind = f"killed {row['kills']} times, every {row['kill_every']:g} s" if row["kills"] else "" if row["talk"] else "alone"
+        kind = "" if row["talk"] else "alone"
+        if row["kills"]:
+            kind = f"killed {row['kills']} times, every {row['kill_every']:g} s"
         cells = [f"{row['sites']}", kind, f"{row['tokens_per_s']:,.0f}", f"{row['tokens_per_s'] / alone:.3f}"]
         cells += [f"{row[key]:.2f}" if key in row else "" for key in ("round_s", "mb")]
         cells.append(f"{row['longest_step_s']:.2f}")
