@@ -1,5 +1,6 @@
 """Plot runs for `ds-compress report`: each function returns a figure, or None if the runs lack the data."""
 
+import bisect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -76,10 +77,10 @@ def loss_against_bytes(runs: list[RecordedRun]) -> Figure | None:
     for number, run in enumerate(runs):
         points, losses, since = [], run.series[LOSS], 0
         for samples, sent in run.total("wire_bytes"):
-            window = [loss for at, loss in losses if since < at <= samples]
-            since = samples
-            if window:
+            until = bisect.bisect_right(losses, (samples, math.inf))
+            if window := [loss for _, loss in losses[since:until]]:
                 points.append((sent / 1e6, sum(window) / len(window)))
+            since = until
         if points:
             axes.plot(*zip(*points), label=run.name, color=f"C{number}", marker=".")
     if not axes.lines:

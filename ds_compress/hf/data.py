@@ -7,6 +7,7 @@ import json
 import math
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,11 @@ def pack_documents(documents: Iterable[Document], length: int) -> np.ndarray:
     return packed[(packed[:, LABELS, 1:] != IGNORED).any(axis=1)]
 
 
-def pad_documents(documents: Iterable[Document], lengths: Sequence[int]) -> list[np.ndarray]:
-    """Give each document a row of the smallest length that holds it: [rows, 2, length] int32 for each length.
+def sort_documents(documents: Iterable[Document], lengths: Sequence[int]) -> list[np.ndarray]:
+    """Return documents by the smallest length that holds them: [2, tokens] int32 of ids and labels each.
 
-    Rows hold ids and labels. A document that is longer than the largest length goes on in further rows. Rows
-    in which nothing is learned are dropped.
+    A document that is longer than the largest length goes on in further rows. Rows in which nothing is
+    learned are dropped.
 
     Args:
         documents: to store.
@@ -60,7 +61,7 @@ def pad_documents(documents: Iterable[Document], lengths: Sequence[int]) -> list
             piece = pair[:, start : start + lengths[-1]]
             if (piece[LABELS, 1:] != IGNORED).any():
                 rows[bisect.bisect_left(lengths, piece.shape[1])].append(piece)
-    return [_pad(each, length) for each, length in zip(rows, lengths)]
+    return list(itertools.chain(*rows))
 
 
 def _pad(rows: Sequence[np.ndarray], length: int) -> np.ndarray:
@@ -68,30 +69,61 @@ def _pad(rows: Sequence[np.ndarray], length: int) -> np.ndarray:
 
     Only tokens after the last one of a document are added, which it does not attend to.
     """
-    padded = np.zeros((len(rows), len(rows[0]) if rows else 2, length), dtype=np.int32)
+    padded = np.zeros((len(rows), len(rows[0]), length), dtype=np.int32)
     padded[:, LABELS] = IGNORED
     for target, row in zip(padded, rows):
         target[:, : row.shape[1]] = row
     return padded
 
 
+@dataclass
+class Rows:
+    """Hold sequences one after the other, without padding."""
+
+    tokens: np.ndarray
+    """[tokens, 2 or 3] int32: ids, labels and, if there are any, positions."""
+    bounds: np.ndarray
+    """[rows + 1] int64: where in `tokens` each row begins, and where the last one ends."""
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        """Return ids, labels and positions of a row: [2 or 3, tokens]."""
+        return self.tokens[slice(*self.bounds[number : number + 2])].T
+
+    def split(self, first: int) -> "tuple[Rows, Rows]":
+        """Return the `first` rows, and the others."""
+        return Rows(self.tokens, self.bounds[: first + 1]), Rows(self.tokens, self.bounds[first:])
+
+    def own_tokens(self) -> np.ndarray:
+        """Return the tokens of these rows alone."""
+        return self.tokens[self.bounds[0] : self.bounds[-1]]
+
+
 class Sequences:
-    """Hold sequences for training and for evaluation: an array for each length."""
+    """Hold sequences for training and for evaluation: those of each length apart."""
 
     def __init__(self, settings: Settings, tokenizer: Any):
         data = settings.data
         found = _load(settings, data.train, tokenizer)
         if data.eval is None:
-            held_out = [max(1, round(len(each) * data.eval_share)) for each in found]
-            self.train = [each[:-count] for each, count in zip(found, held_out)]
-            self.eval = [each[-count:] for each, count in zip(found, held_out)]
+            sizes = [len(each) for each in found]
+            held_out = [max(1, round(size * data.eval_share)) if size > 1 else 0 for size in sizes]
+            if any(sizes) and not any(held_out):
+                held_out[sizes.index(1)] = 1
+            parts = [each.split(len(each) - count) for each, count in zip(found, held_out)]
+            self.train, self.eval = (list(each) for each in zip(*parts))
         else:
             self.train, self.eval = found, _load(settings, data.eval, tokenizer)
+        is_packed = isinstance(settings.sequence_length, int)
         for name, sequences in (("train", self.train), ("eval", self.eval)):
             if not sum(map(len, sequences)):
                 raise CompressionError(
                     f"data: too little text: no {name} sequence of {settings.lengths[-1]} tokens; give more "
                     "text, or a smaller sequence_length"
+                    if is_packed
+                    else f"data: too little text: no {name} document in which something is learned; give more"
                 )
         self._settings = settings
 
@@ -111,6 +143,12 @@ class Sequences:
         for length, numbers in itertools.islice(self._draw_steps(math.prod(sizes)), start, None):
             chosen = numbers.reshape(sizes)[:, replica]
             yield [self._batch([_find(self.train, number) for number in row], length) for row in chosen]
+
+    def draw_samples(self, count: int) -> list[Any]:
+        """Return inputs of `count` sequences, each without padding."""
+        numbers = [int(number) for _, (number,) in itertools.islice(self._draw_steps(1), count)]
+        rows = [_find(self.train, number) for number in numbers]
+        return [self._batch([row], row.shape[1])[0] for row in rows]
 
     def _draw_steps(self, together: int) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the length of each step, and the numbers of its `together` sequences.
@@ -152,16 +190,16 @@ class Sequences:
         return inputs, found[LABELS]
 
 
-def _find(arrays: Sequence[np.ndarray], number: int) -> np.ndarray:
-    """Return the row with this number, counted over all arrays."""
-    for array in arrays:
-        if number < len(array):
-            return array[number]
-        number -= len(array)
+def _find(parts: Sequence[Rows], number: int) -> np.ndarray:
+    """Return the row with this number, counted over all parts."""
+    for rows in parts:
+        if number < len(rows):
+            return rows[number]
+        number -= len(rows)
     raise IndexError(number)
 
 
-def _load(settings: Settings, source: str, tokenizer: Any) -> list[np.ndarray]:
+def _load(settings: Settings, source: str, tokenizer: Any) -> list[Rows]:
     """Load the sequences of `source`, by length; the first call writes them to the folder of the run."""
     path = Path(source)
     stat = path.stat() if path.is_file() else None
@@ -173,16 +211,23 @@ def _load(settings: Settings, source: str, tokenizer: Any) -> list[np.ndarray]:
         str(settings.tokenizer or settings.model),
     ]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    caches = [Path(settings.out, "data", f"{name}-{length}.npy") for length in settings.lengths]
+    caches = [Path(settings.out, "data", f"{name}-{part}.npy") for part in ("tokens", "bounds")]
     if not all(cache.exists() for cache in caches):
         documents = tokenize(read_records(source, settings.data), tokenizer, source)
         if isinstance(settings.sequence_length, int):
-            made = [pack_documents(documents, settings.sequence_length)]
+            rows = list(pack_documents(documents, settings.sequence_length))
         else:
-            made = pad_documents(documents, settings.lengths)
-        for cache, sequences in zip(caches, made):
+            rows = sort_documents(documents, settings.lengths)
+        none = np.empty((0, 2), dtype=np.int32)
+        made = (
+            np.ascontiguousarray(np.concatenate(rows, axis=1).T) if rows else none,
+            np.cumsum([0, *(row.shape[1] for row in rows)], dtype=np.int64),
+        )
+        for cache, array in zip(caches, made):
             cache.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=cache.parent, delete=False) as file:
-                np.save(file, sequences)
+                np.save(file, array)
             Path(file.name).rename(cache)
-    return [np.load(cache, mmap_mode="r") for cache in caches]
+    tokens, bounds = (np.load(cache, mmap_mode="r") for cache in caches)
+    counts = np.searchsorted(np.sort(np.diff(bounds)), settings.lengths, side="right")
+    return [Rows(tokens, bounds[start : end + 1]) for start, end in itertools.pairwise([0, *counts])]

@@ -1,7 +1,6 @@
 """One rank of a fine-tuning run: data, model and engine, training with checkpoints, evaluation, a sample."""
 
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -30,6 +29,8 @@ from ds_compress.monitor.progress import Progress
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 SAMPLE_TOKENS = 24
 """Tokens of the sample after the prompt."""
+REPORT_SECONDS = 120
+"""Longest time that the report may take."""
 
 
 class FinetuneRun:
@@ -87,9 +88,12 @@ class FinetuneRun:
         except (OSError, ValueError) as error:
             raise CompressionError(f"{NAME}.tokenizer: {name}: {in_one_line(error)}") from None
         data: Sequences = _call_in_turn(lambda: Sequences(self.settings, tokenizer))
-        for sequences in filter(len, data.train + data.eval):
-            check_tokens(config, sequences[:, IDS], name)
-            _check_same(f"{NAME}.data: the text, or what the tokenizer makes of it,", sequences)
+        what = f"{NAME}.data: the text, or what the tokenizer makes of it,"
+        for rows in data.train + data.eval:  # the number of calls must not depend on the data
+            _check_same(what, rows.bounds)
+            _check_same(what, rows.own_tokens())
+            if len(rows):
+                check_tokens(config, rows.own_tokens()[:, IDS], name)
         return tokenizer, data
 
     def _draw_samples(self) -> list[Any]:
@@ -97,8 +101,7 @@ class FinetuneRun:
         if self.settings.subspace is None:
             return []
         count = 1 if self.folder.find_last_step() is not None else self.settings.subspace.samples
-        steps = self.data.steps(1, replica=0, replicas=1, micro_batches=1, start=0)
-        return [inputs for ((inputs, _),) in itertools.islice(steps, count)]
+        return self.data.draw_samples(count)
 
     def run(self) -> None:
         """Resume if there is a checkpoint, train, and evaluate before and after."""
@@ -119,12 +122,12 @@ class FinetuneRun:
         if session := self._session:
             results["report"] = session.monitor.summary()
         self._record_in_wandb(record_results, results)
-        self._write_report()
         if self.settings.prompt is not None:
             self._say(f"sample: {self.generate(self.settings.prompt)!r}")
         if not self.folder.is_shared:
             for step in sorted({self.engine.global_steps, self._best_step or self.engine.global_steps}):
                 self.folder.collect_weights(step)
+        self._write_report()  # last: other ranks would wait for rank 0, which writes it
 
     def resume(self) -> None:
         """Load the last complete checkpoint, if there is one."""
@@ -292,10 +295,19 @@ class FinetuneRun:
             return
         folder = self.folder.path / "report"
         words = [sys.executable, "-m", "ds_compress", "report", monitor.log_dir, "--out", str(folder)]
-        done = subprocess.run(words, capture_output=True, text=True)
-        if done.returncode:
-            self._say(f"report: not written: {' '.join(done.stderr.split())}")
+        try:
+            done = subprocess.run(
+                words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=REPORT_SECONDS
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            self._say(f"report: not written: {in_one_line(error)}")
             return
+        said = done.stderr.splitlines()
+        if done.returncode:
+            self._say(f"report: not written: {said[-1] if said else f'exit status {done.returncode}'}")
+            return
+        if said:
+            self._say("\n".join(said))
         self._record_in_wandb(record_page, folder / "report.html")
         self._say(f"report: {folder / 'report.html'}")
 

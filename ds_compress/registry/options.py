@@ -79,13 +79,14 @@ def _one_line(model: type[BaseModel], value: object, error: ValidationError, pat
     problems = [(_keys(value, problem), problem) for problem in found]
     first = problems[0][0]
     # a value of a union type has a problem for each member type: report the most deeply nested one and, for
-    # a string, the one of the literal type
+    # a string, the one of the literal type; for a list of a wrong size, that
     same = [(keys, problem) for keys, problem in problems if keys[: len(first)] == first]
     keys, problem = max(
         same,
         key=lambda found: (
             len(found[0]),
-            found[1]["type"] == "literal_error" and isinstance(found[1]["input"], str),
+            found[1]["type"] in ("too_short", "too_long")
+            or (found[1]["type"] == "literal_error" and isinstance(found[1]["input"], str)),
         ),
     )
     others = len({keys for keys, _ in problems if keys[: len(first)] != first})

@@ -1,6 +1,7 @@
 """Sequences of several lengths: documents in sequences of their own, steps of one length, nothing lost."""
 
 import random
+import re
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,8 @@ import torch
 from peft import inject_adapter_in_model
 from transformers import AutoModelForCausalLM
 
-from ds_compress.hf.data import LABELS, Sequences
+from ds_compress.errors import CompressionError
+from ds_compress.hf.data import Sequences
 from ds_compress.hf.documents import IGNORED
 from ds_compress.hf.part import causal_lm_loss
 from ds_compress.hf.settings import read_settings
@@ -45,9 +47,40 @@ def sequences(tmp_path):
 
 def test_documents_have_the_smallest_length_that_holds_them(sequences):
     for length, rows in zip(LENGTHS, sequences.train):
-        sizes = (rows[:, LABELS] != IGNORED).sum(1)
-        assert rows.shape[1:] == (2, length) and len(rows)
-        assert sizes.max() <= length and (sizes.min() > length // 2 or length == LENGTHS[0])
+        sizes = [rows[number].shape[1] for number in range(len(rows))]
+        assert max(sizes) <= length and (min(sizes) > length // 2 or length == LENGTHS[0])
+
+
+def test_what_is_kept_is_as_large_as_the_documents(tmp_path):
+    """Rows were kept at their length: 2000 documents of 200 tokens took 65 MB at 4096."""
+    rows = Sequences(read_settings(prepare_lengths(tmp_path, sequence_length=[4096])), tokenizer())
+    tokens = len(re.findall(r"\w+", (tmp_path / "rows.txt").read_text())) + 99  # each document has an end
+    assert len(rows.train[0].tokens) == tokens
+    kept = sum(file.stat().st_size for file in tmp_path.rglob("*-*.npy"))
+    assert kept < 2 * 4 * tokens + 8 * 100 + 500
+
+
+def test_samples_of_a_basis_have_no_padding(sequences):
+    own = Counter(own_rows(sequences))
+    samples = sequences.draw_samples(len(sequences))
+    assert Counter(tuple(ids[0].tolist()) for ids in samples) == own
+
+
+@pytest.mark.parametrize("documents", [["cat " * 5, "cat " * 20], ["cat " * 5] * 9 + ["cat " * 20]])
+def test_of_a_length_with_one_document_none_is_held_out(tmp_path, documents):
+    """A single document of a length was held out, so a length was never trained on."""
+    path = prepare_lengths(tmp_path)
+    (tmp_path / "rows.txt").write_text("\n".join(documents))
+    sequences = Sequences(read_settings(path), tokenizer())
+    assert (len(sequences), sum(map(len, sequences.eval))) == (len(documents) - 1, 1)
+    assert len(sequences.train[-1]) == 1
+
+
+def test_documents_in_which_nothing_is_learned_are_not_said_to_be_short(tmp_path):
+    path = prepare_lengths(tmp_path)
+    (tmp_path / "rows.txt").write_text("cat")
+    with pytest.raises(CompressionError, match="no train document in which something is learned; give more"):
+        Sequences(read_settings(path), tokenizer())
 
 
 def test_all_replicas_have_the_lengths_of_steps_and_nothing_is_lost(sequences):

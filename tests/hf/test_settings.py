@@ -33,6 +33,7 @@ def test_what_is_left_out_has_a_default(tmp_path):
         ({"lora": {"rank": 8}}, "train.json.lora.rank: unknown key; allowed: r, alpha, dropout"),
         ({"lora": {"r": 0}}, "train.json.lora.r: 0 is not allowed: should be greater than or equal to 1"),
         ({"data": {}}, "train.json.data.train: missing"),
+        ({"sequence_length": []}, "train.json.sequence_length: [] is not allowed: List should have at"),
         ({"steps": "ten"}, "train.json.steps: 'ten' is not allowed: should be a valid integer"),
         ({"dtype": "bf61"}, "train.json.dtype: 'bf61' is not allowed (did you mean 'bf16'?)"),
         (
