@@ -103,7 +103,7 @@ class Rounds:
         self._slots = slots
         self._options = options
         self._limit = options.grace_s + TRANSFER_S
-        self._posted: list[tuple[int, str, int]] = []  # round, key and size of what this rank sent
+        self._posted: list[tuple[int, float, str, int]] = []  # what this rank sent: see `_put`; key and size
         self._own: tuple[str, str, Tensor | None] = "", "", None  # key, digest and bytes of its last packet
         self._last_beat = -BEAT_S
         self._is_live = False  # whether it has the anchor, for others to take
@@ -273,7 +273,8 @@ class Rounds:
         for newcomer, donor in donors.items():
             if donor == self.number:
                 state = torch.cat(anchor).view(torch.uint8)
-                self._put(f"state/{newcomer}/{self._slot}", state, json.dumps(position), number)
+                # the newcomer deletes it; rounds may be shorter than the time that it takes to see it
+                self._put(f"state/{newcomer}/{self._slot}", state, json.dumps(position), number, self._limit)
         if members and self.number == min(members):
             self._delete_packets(number - KEPT_ROUNDS)
         if self._slot == 0:
@@ -369,14 +370,15 @@ class Rounds:
         words = (self._read(key) or "").split(",")
         return sorted({int(word) for word in words if word.isascii() and word.isdigit() and len(word) < 10})
 
-    def _put(self, key: str, data: Tensor, note: str, number: int) -> str:
-        """Store bytes, with a note; they are deleted `KEPT_ROUNDS` rounds after round `number`.
+    def _put(self, key: str, data: Tensor, note: str, number: int, seconds: float = 0.0) -> str:
+        """Store bytes, with a note; they are deleted `KEPT_ROUNDS` rounds after round `number`, and no earlier
+        than after `seconds`.
 
         Returns:
             Their digest.
         """
         content = data.numpy().tobytes()
-        self._posted.append((number, key, data.numel()))
+        self._posted.append((number, time.monotonic() + seconds, key, data.numel()))
         for start in range(0, data.numel(), CHUNK):
             self._store.set(f"{PREFIX}{key}/{start}", content[start : start + CHUNK])
             self.beat()
@@ -425,10 +427,14 @@ class Rounds:
 
     def _purge(self, last: int) -> None:
         """Delete what this rank stored for rounds up to `last`."""
-        for number, key, nbytes in self._posted:
-            if number <= last:
+        kept = []
+        for posted in self._posted:
+            number, until, key, nbytes = posted
+            if number > last or time.monotonic() < until:
+                kept.append(posted)
+            else:
                 self._delete(key, nbytes)
-        self._posted = [each for each in self._posted if each[0] > last]
+        self._posted = kept
 
 
 def survey(store: Any) -> dict[str, Any]:

@@ -192,24 +192,27 @@ def test_tied_copies_stay_equal(store):
 
 
 def train_until_told(launch, stages, config):
-    """Train until launch 0 has seen launch 2 die and come back; launch 2 dies once, in the 8th step."""
+    """Train until launch 2, which dies in its 8th step, has been in two rounds of its second life.
+
+    On a busy machine others may be late for a round, so the number of members proves nothing before that.
+    """
     client = TCPStore(*_address(), is_master=False)
     rank = torch.distributed.get_rank()
     is_again = client.add(f"test/runs/{launch}/{rank}", 1) > 1
     engine = build(stages, config, wide_layers())
-    data, outer, seen = data_of(launch, engine), engine.ds_compress.outer, []
+    data, outer, seen = data_of(launch, engine), engine.ds_compress.outer, []  # members, since it is back
     anchors, goes_on = {}, torch.ones(1)
     while goes_on:
         engine.train_batch(data)
         if launch == 2 and not is_again and engine.global_steps == 8:
             os.kill(os.getpid(), signal.SIGKILL)
         outer.collect()  # between two rounds, to see each of them
-        if outer.position not in anchors:
+        is_back = client.add("test/runs/2/0", 0) > 1
+        if is_back and outer.position not in anchors:
             seen.append(outer._members)
         anchors[outer.position] = hashlib.blake2b(torch.cat(outer.anchor).numpy().tobytes()).hexdigest()
         if rank == 0:
-            states = [3 in seen, 2 in seen, seen[-2:] == [3, 3]]
-            if launch == 0 and all(states) and client.add("test/runs/2/0", 0) > 1:
+            if launch == 0 and seen[1:].count(3) >= 2:  # the first of them may be of its first life
                 client.set("test/end", "1")
             goes_on[0] = not client.check(["test/end"])
         torch.distributed.broadcast(goes_on, 0)

@@ -194,6 +194,27 @@ def test_a_newcomer_takes_anchor_and_momentum(store):
     assert_alike([first, newcomer])
 
 
+def test_the_anchor_for_a_newcomer_outlasts_short_rounds(store):
+    """It was deleted three rounds later; a newcomer that had not seen it waited five minutes in vain."""
+    first = Launch(store)
+    play([first], [0.1])
+    newcomer = Launch(store, digest="another")
+    newcomer.slots[0]._append("wants", newcomer.number)
+    for _ in range(8):
+        play([first], [0.1])
+    ((anchor, position), _) = [future.result(PATIENCE) for future in newcomer.catch_up()]
+    assert position.round == 2 and anchor.values.numel() == NUMEL
+    dead = Launch(store, digest="one that dies")
+    dead.slots[0]._append("wants", dead.number)
+    play([first], [0.1])
+    assert store.check([f"{PREFIX}state/{dead.number}/0"])
+    for rounds in first.slots:  # later
+        rounds._posted = [(number, 0.0, *posted) for number, _, *posted in rounds._posted]
+    for _ in range(8):
+        play([first], [0.1])
+    assert not store.check([f"{PREFIX}state/{dead.number}/0"])
+
+
 def test_one_that_is_killed_in_its_turn_and_comes_back_is_caught_up(store):
     """It dies with half of its packets sent: the round is that of the others; it returns to their anchor."""
     first, killed = (Launch(store, grace_s=0.5, lr=1.0, momentum=0.0) for _ in range(2))
