@@ -23,6 +23,7 @@ replicas with the same digest have the same anchor. The protocol of a lighthouse
 torchft (github.com/pytorch/torchft); here the store takes the place of the lighthouse.
 """
 
+import functools
 import hashlib
 import json
 import logging
@@ -322,9 +323,12 @@ class Rounds:
     def _conclude(self, number: int, candidates: Sequence[int]) -> None:
         """Decide the outcome of a round, when all slots of this replica have checked the packets."""
         bad: dict[str, str] = {}
+        outcome = f"{number}/outcome"
         for slot in range(self._slots):
-            key = f"{number}/checked/{self.number}/{slot}"
-            text = self._wait(lambda key=key: self._read(key), f"slot {slot} in round {number}")  # type: ignore[misc]
+            keys = f"{number}/checked/{self.number}/{slot}", outcome
+            text = self._wait(functools.partial(self._read_any, *keys), f"slot {slot} in round {number}")
+            if self._has(outcome):  # decided by another replica: a slot that saw it has checked nothing
+                return
             bad |= _parsed(text, dict)
         for replica, why in bad.items():
             log.warning("ds_compress: round %d: replica %s is left out: %s", number, replica, why)
@@ -332,7 +336,7 @@ class Rounds:
         waiting = [each for each in self._numbers("wants") if not self._has(f"given/{each}")]
         # who decides is alive; a member may have died after it sent its packet
         donors = dict.fromkeys(map(str, waiting), self.number)
-        self._decide(f"{number}/outcome", json.dumps({"members": members, "donors": donors}))
+        self._decide(outcome, json.dumps({"members": members, "donors": donors}))
 
     def _move_head(self, before: Position, after: Position) -> None:
         expected, new = json.dumps(before), json.dumps(after)
@@ -359,6 +363,9 @@ class Rounds:
     def _read(self, key: str) -> str | None:
         return self._store.get(f"{PREFIX}{key}").decode(errors="replace") if self._has(key) else None
 
+    def _read_any(self, *keys: str) -> str | None:
+        return next((text for key in keys if (text := self._read(key)) is not None), None)
+
     def _decide(self, key: str, value: str) -> str:
         """Write `value` unless the key has one; return what it has."""
         return self._store.compare_set(f"{PREFIX}{key}", "", value).decode(errors="replace")
@@ -371,8 +378,8 @@ class Rounds:
         return sorted({int(word) for word in words if word.isascii() and word.isdigit() and len(word) < 10})
 
     def _put(self, key: str, data: Tensor, note: str, number: int, seconds: float = 0.0) -> str:
-        """Store bytes, with a note; they are deleted `KEPT_ROUNDS` rounds after round `number`, and no earlier
-        than after `seconds`.
+        """Store bytes, with a note; they are deleted `KEPT_ROUNDS` rounds after round `number`, but kept for
+        `seconds`.
 
         Returns:
             Their digest.

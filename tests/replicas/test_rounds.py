@@ -215,6 +215,15 @@ def test_the_anchor_for_a_newcomer_outlasts_short_rounds(store):
     assert not store.check([f"{PREFIX}state/{dead.number}/0"])
 
 
+def test_a_replica_whose_other_slot_came_after_the_outcome_goes_on(store):
+    """Slot 1 saw the outcome of others and checked no packets; slot 0 waited five minutes for its check."""
+    late, first = Launch(store), Launch(store, announces=False)
+    late.slots[0]._limit = 1.0
+    first.slots[0]._decide("0/outcome", '{"members": [2], "donors": {}}')
+    late.slots[0]._conclude(0, [1, 2])
+    assert '"members": [2]' in first.slots[0]._read("0/outcome")
+
+
 def test_one_that_is_killed_in_its_turn_and_comes_back_is_caught_up(store):
     """It dies with half of its packets sent: the round is that of the others; it returns to their anchor."""
     first, killed = (Launch(store, grace_s=0.5, lr=1.0, momentum=0.0) for _ in range(2))
