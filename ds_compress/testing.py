@@ -284,7 +284,7 @@ def check_determinism(pair: CodecPair) -> None:
         used = pair.rebuilt()
         used.exchange(g, x, step=3)
         runs = BoundarySides(pair.rebuilt()), BoundarySides(used)
-        surroundings: tuple[AbstractContextManager[None], ...] = nullcontext(), _otherwise()
+        surroundings: tuple[AbstractContextManager[None], ...] = nullcontext(), _changed_global_state()
         for run, surrounding in zip(runs, surroundings):
             with surrounding:
                 for step in range(2):
@@ -294,7 +294,7 @@ def check_determinism(pair: CodecPair) -> None:
 
 
 @contextmanager
-def _otherwise() -> Iterator[None]:
+def _changed_global_state() -> Iterator[None]:
     """Set another default dtype and device, and global generators in another state."""
     dtype, state = torch.get_default_dtype(), torch.get_rng_state()
     torch.set_default_dtype(torch.float64)

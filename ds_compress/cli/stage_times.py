@@ -1,12 +1,10 @@
-"""ds-compress stage-times: run a DeepSpeed pipeline training script unchanged, and print how long each stage
-computes.
+"""Run a DeepSpeed pipeline training script unchanged, and print how long each stage computes.
 
     deepspeed --num_gpus 2 --module ds_compress stage-times train.py --its --own arguments
     deepspeed --num_gpus 2 --module ds_compress stage-times --module ds_compress.hf.finetune train.json
 
-Every rank ends with one line: its stage, and the medians over all micro-batches, in ms, of the forward and of
-the backward pass, what `ds-compress advise --forward-ms --backward-ms` asks for, and of the optimizer step
-(`--step-ms`):
+Each rank prints one line at the end: its stage, and the median ms of the forward pass, the backward pass and
+the optimizer step, for `ds-compress advise --forward-ms --backward-ms --step-ms`:
 
     stage_times {"stage": 0, "forward_ms": 31.2, "backward_ms": 64.0, "step_ms": 4.1}
 """

@@ -101,7 +101,7 @@ def fit(key: str, h: int, ctx: Context) -> Tensor:
     return basis
 
 
-def turn(key: str, accumulated: str, ctx: Context) -> None:
+def rotate_basis(key: str, accumulated: str, ctx: Context) -> None:
     """Turn a basis to the eigenvectors of the coefficients in a moment, which is removed.
 
     Args:

@@ -279,7 +279,7 @@ class EigenbasisEntropy(EntropyBase, Stateful, ObservesWarmup, HardwareDependent
         past, present = self._period_key(h, ctx), self._key(h, ctx, self._period(h, ctx).name)
         if past != present:
             if past:
-                eigenbasis.turn(key, past, ctx)
+                eigenbasis.rotate_basis(key, past, ctx)
             ctx.memory[f"{present}.moment"] = torch.zeros(h, h, dtype=torch.float64, device=device)
         return ctx.memory[f"{key}.basis"]
 

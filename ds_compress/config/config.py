@@ -190,11 +190,11 @@ class Config:
         Raises:
             CompressionError: "enabled" is "required", or the environment says that it is.
         """
-        self.allow_uncompressed(why if self.block.enabled else '"enabled" is false')
+        self.refuse_if_required(why if self.block.enabled else '"enabled" is false')
         self.notes = {f'the "{KEY}" key has no effect: {why}': None} if self.block.enabled else {}
 
-    def allow_uncompressed(self, why: str) -> None:
-        """Refuse to go on uncompressed, because of `why`, where compression is required.
+    def refuse_if_required(self, why: str) -> None:
+        """Raise if compression is required, and name `why` it is impossible.
 
         Raises:
             CompressionError: "enabled" is "required", or the environment says that it is.
@@ -306,7 +306,7 @@ class Config:
         return "uncompressed" if changes else "compressed"
 
     def _sample_ids(self) -> SampleIds | None:
-        """Return how samples are known to the feedbacks of all boundaries, None where none needs to know."""
+        """Return the settings of sample ids that all feedbacks share, None if none needs ids."""
         feedbacks = [self.codecs(number).feedbacks["forward"] for number in self.configured_boundaries]
         wanted = {feedback.sample_ids for feedback in feedbacks if feedback.sample_ids is not None}
         if len(wanted) > 1:

@@ -190,7 +190,7 @@ class OuterTraffic:
         if self.anchor is None or self.position is None:
             return {}
         position = torch.frombuffer(bytearray(json.dumps(self.position).encode()), dtype=torch.uint8)
-        began = torch.tensor(self._began, device="cpu")
+        began = torch.tensor(self._began, dtype=torch.int64, device="cpu")
         found = {**self.anchor._asdict(), "position": position, "began": began}
         if self.base is not None:
             found["base"] = self.base

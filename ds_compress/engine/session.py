@@ -382,7 +382,7 @@ class Session:
             why = "its instruction sends no tensor through deepspeed.runtime.pipe.p2p"
         # a boundary that is left to DeepSpeed is reported by the sender of activations
         if forward or (sending.gradients and number in stage.announced):
-            self.config.allow_uncompressed(f"{channel.place}: {why}")
+            self.config.refuse_if_required(f"{channel.place}: {why}")
             self._left_alone.log(f"{channel.place}: left to DeepSpeed, uncompressed: {why}")
 
     def _gradients_sent(self, inputs: Any) -> Sequence[Tensor]:

@@ -23,10 +23,10 @@ class ChannelEnd(Generic[Link]):
     channel: Channel
     link: Link
     extra_link: Link
-    """For packets that only some messages have."""
+    """For extra packets of payloads without a fixed size."""
     codec_stream: CodecStream
     messages: int = 0
-    """That passed in the schedule in progress."""
+    """Number of messages so far in the current schedule."""
 
     @property
     def sends(self) -> bool:
@@ -36,7 +36,7 @@ class ChannelEnd(Generic[Link]):
 @dataclass
 class SendingEnd(ChannelEnd[Sender]):
     meter: SendingMeter | None = None
-    """In a step that is measured."""
+    """Meter of the current step, None if it is not measured."""
     watch: Callable[[Channel, Sequence[Tensor], MessageId], None] | None = None
     """Sees each message before it is encoded, where settings depend on messages; it waits for no device."""
 
@@ -66,7 +66,7 @@ class SendingEnd(ChannelEnd[Sender]):
 @dataclass
 class ReceivingEnd(ChannelEnd[Receiver]):
     meter: ReceivingMeter | None = None
-    """In a step that is measured."""
+    """Meter of the current step, None if it is not measured."""
     to_post: int = 0
     """Messages that the schedule will receive, as long as their size is not known."""
 

@@ -12,7 +12,7 @@ CODECS: dict[str, Any] = {
     "entropy 2 dither": {"name": "entropy", "bits": 2, "rounding": "dither"},
 }
 RECIPES = ("bf16", "none", "quant4", "lossless", "aggressive", "balanced", "safe")
-"""A test holds all candidates to the promises of quality classes, by their rows in `results`."""
+"""A test holds all candidates to the promises of error budgets, by their rows in `results`."""
 
 
 @dataclass(frozen=True)

@@ -279,9 +279,8 @@ class Guard:
     def _acts_at(self, limit: str, direction: str) -> bool:
         """Return whether a limit does more than to warn.
 
-        Gradients may train well with a large residual; inf and nan are not of compression's making. A run
-        ends there only if the block sets the limit, and is not relaxed for inf and nan, which that does not
-        mend.
+        Large residuals of gradients, and inf or nan, stop a run only if the block sets that limit. Inf and
+        nan never relax settings, as compression does not cause them.
         """
         if self._options.action == "stop" and limit in self._options.model_fields_set:
             return True

@@ -92,7 +92,11 @@ class Connections:
     """The connections of one rank; all but `send` and `wake` is for one thread."""
 
     def __init__(self, store: Store, key: str, rank: int, world_size: int):
-        """Rank 0 writes below `key` of `store` where it can be reached; all ranks call this alike."""
+        """
+        Args:
+            store: in which rank 0 publishes its address; every rank passes the same one.
+            key: below which it does.
+        """
         self.rank = rank
         self.peers: list[Peer] = []
         """Those that have sent hello."""

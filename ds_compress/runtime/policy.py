@@ -81,7 +81,7 @@ class Signals:
                 receiver = trial.as_receiver()  # the receiver's state before the message
                 packet, extra, message = trial.encode(tensors, message_id)
                 message.headers_left = 0  # looking at one would wait for the device
-                decoded = receiver.decode(packet, message, message_id, functools.partial(_given, extra))
+                decoded = receiver.decode(packet, message, message_id, functools.partial(_fetch_local, extra))
                 nbytes = packet.numel() + (extra.numel() if extra is not None else 0)
                 found: Tensor | GradientError = norms(tensors, decoded, scale)
                 if key[1] == "backward":
@@ -155,7 +155,7 @@ class Signals:
         return Signal(total / count if count else math.nan, errors, sizes)
 
 
-def _given(extra: Tensor | None, nbytes: int) -> Tensor | None:
+def _fetch_local(extra: Tensor | None, nbytes: int) -> Tensor | None:
     """Return an extra packet without transfer."""
     return extra
 

@@ -5,8 +5,8 @@
 
 One codec stream serves both directions of a boundary. So all that its codecs remember is made, used and freed
 in the order in which the host asks, and only the tensors of messages pass between it and the compute stream.
-That order loses nothing: an encoding is asked for before any receipt that the forward or backward pass it
-comes from did not wait for itself.
+This order adds no wait: the host requests each encoding before every receipt, except those that the pass
+which made the message needed itself.
 """
 
 from collections.abc import Callable, Iterable

@@ -14,9 +14,8 @@ class Accordion(Policy):
     """Mild setting while the gradient norm changes fast or after a drop of the learning rate, else strong.
 
     Agarwal et al., arXiv 2010.16248. Every E steps, with G the norm of the gradient, a phase is critical if
-    |G_before - G| / G_before >= threshold, if the learning rate has dropped, and at the first decision. Here
-    G
-    is the mean norm of a boundary's gradient messages before compression, divided by the loss scale. It
+    |G_before - G| / G_before >= threshold, if the learning rate has dropped, and at the first decision. G is
+    the mean norm of a boundary's gradient messages before compression, divided by the loss scale. It
     decides for both directions, as norms of activations hardly fall during training. A learning rate that
     decays a little at every step does not count as a drop.
     """

@@ -83,18 +83,18 @@ class FirstVisits:
         if any(dtype == torch.bool for _, dtype in layout):  # which is not for any byte
             return False
         changes = nbytes_of(layout)
-        return max(changes, self._nbytes(rows)) < changes + self._nbytes(_some(rows, unseen))
+        return max(changes, self._nbytes(rows)) < changes + self._nbytes(_with_rows(rows, unseen))
 
     def extra_payload(self, spec: TensorSpec, rows: TensorSpec, unseen: int) -> Layout:
         """Return the layout of the extra packet that goes with `unseen` first visits."""
         if not unseen or self.are_changes:
             return ()
         if self.dense:
-            return ((_some(rows, unseen).shape, spec.dtype),)
+            return ((_with_rows(rows, unseen).shape, spec.dtype),)
         if unseen == rows.shape[0] and self.all_at_once(spec, rows, unseen):
             left = self._nbytes(rows) - nbytes_of(self._codec.layout(spec))
             return (((left,), torch.uint8),) if left > 0 else ()
-        return (((self._nbytes(_some(rows, unseen)),), torch.uint8),)
+        return (((self._nbytes(_with_rows(rows, unseen)),), torch.uint8),)
 
     def refuses(self, rows: TensorSpec) -> str:
         """Return why F refuses rows like these, "" if it does not."""
@@ -126,7 +126,7 @@ def _lost(codec: Codec) -> float:
     return math.inf if codec.refuses(TYPICAL) else codec.gaussian_error_bound(TYPICAL)
 
 
-def _some(rows: TensorSpec, count: int) -> TensorSpec:
+def _with_rows(rows: TensorSpec, count: int) -> TensorSpec:
     return TensorSpec((count, *rows.shape[1:]), rows.dtype, rows.device)
 
 

@@ -10,9 +10,9 @@ does not fit, the step is made coarser, by as many indices as the words that are
 value and octave, and by twice as many as before. After `ATTEMPTS` all values are sent as 0, which always
 fits.
 
-Words are counted as an ideal coder would write them. That rANS writes more than a thousandth more, and than
-one word, never happens: what it loses at a symbol is at most 2^-4 of its slot, as often gained as lost. If
-it did happen, all values would be sent as 0.
+Words are counted as an ideal coder would write them. rANS exceeds this count by at most a thousandth or one
+word in practice: it loses at most 2^-4 of a slot at a symbol, and gains as often. If it exceeded it by more,
+all values would be sent as 0.
 """
 
 import math

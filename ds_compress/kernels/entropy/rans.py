@@ -17,7 +17,7 @@ class Coded(NamedTuple):
     """int32 [blocks, steps, lanes]: what each value made its lane write, in the order of the decoder."""
 
     written: Tensor
-    """bool, as words: whether it did."""
+    """bool [blocks, steps, lanes]: whether the lane wrote a word at that step."""
 
 
 def rans_encode(symbols: Tensor, frequencies: Tensor, frame: CodeLayout) -> Coded:

@@ -87,13 +87,13 @@ class Symbols(NamedTuple):
     """int32 [numel]: the symbol of each value, those of table t from t * SYMBOLS on."""
 
     escaped: Tensor
-    """bool [numel]: whether a value is beyond."""
+    """bool [numel]: whether the value is sent as an escape word."""
 
     escapes: Tensor
-    """int32 [numel]: the words of those that are."""
+    """int32 [numel]: the escape word of each escaped value."""
 
     valid: Tensor
-    """bool: whether this can have been written."""
+    """bool: whether an encoder can have produced these words."""
 
 
 def read_words(coder: Coder, words: Tensor, frame: CodeLayout, classes: Tensor | None = None) -> Symbols:

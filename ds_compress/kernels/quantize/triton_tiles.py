@@ -100,7 +100,7 @@ def tree_sum(values, ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.conste
 
 @triton.jit
 def _signed(values, diagonal, TILES: tl.constexpr, COLUMNS: tl.constexpr):
-    """Times the diagonal of the rotation."""
+    """Multiply each tile by the diagonal of the rotation."""
     signed = ()
     for t in tl.static_range(TILES):
         signed = signed + (values[t] * tl.load(diagonal + t * COLUMNS + tl.arange(0, COLUMNS))[None, :],)
@@ -145,8 +145,8 @@ def _butterflies(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def _across(tile, DISTANCE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Return the values of `tile`, fp32, whose column differs in the bit DISTANCE.
 
-    As what a pair of integers adds up to without the own one: the compiler knows that (a + b) - a is b, and
-    what is left of this is one shuffle, or nothing where a thread holds both.
+    Computed as (own + other) - own on integers: the compiler reduces this to one shuffle, or to nothing if
+    one thread holds both.
     """
     own = tl.reshape(tile.to(tl.int32, bitcast=True), [ROWS, COLUMNS // (2 * DISTANCE), 2, DISTANCE])
     other = tl.sum(own, 2, keep_dims=True) - own

@@ -6,9 +6,8 @@ programs share one: one program alone would take longer than the rest of a selec
 `kth_largest` reads a long tensor once:
 
     order_statistics    two keys from a sample of the row, between which the k-th largest almost surely lies
-    _candidates         the read: per block counts the entries above the band, and copies those inside, some
-    percent
-                        of the row, to a buffer as large as the tensor, where those of a row are contiguous
+    _candidates         the read: per block counts the entries above the band, and copies those inside (some
+                        percent of the row) to a buffer as large as the tensor, contiguous for each row
     _histogram          over the candidates, once for each byte of a key
     _tally              per block counts the candidates above the k-th largest, and those equal to it
 
