@@ -72,7 +72,7 @@ def settings_of(codec, feedback="ef21"):
 
 @pytest.mark.extended
 def test_unlike_processors():
-    """The two sides of EF21 over a learned basis drifted apart, 4e-3 after 12 steps, without a word."""
+    """The two sides of EF21 over a learned basis drifted apart, 4e-3 after 12 steps, unnoticed."""
     *exact, learned, lowrank = run_unlike(*map(settings_of, (TOPK, ROTATED, LEARNED, LOWRANK)))
     for ours, theirs in exact:
         assert ours == theirs and ours.startswith("{(0, 0): ")
