@@ -122,23 +122,27 @@ def average(models: list[nn.Module]) -> nn.Module:
 
 
 @functools.lru_cache
-def pretrained(architecture: str, seed: int, data: str | None) -> nn.Module:
+def pretrained(architecture: str, seed: int, data: str | None, times: int) -> nn.Module:
     """Train from random weights with an all-reduce each step."""
     text, _ = load_text(data)
     model = new_model(architecture, seed)
-    return train(model, text[: len(text) // 2], seed, {}, *KINDS["from scratch"])[0][0]
+    steps, lr = KINDS["from scratch"]
+    return train(model, text[: len(text) // 2], seed, {}, times * steps, lr)[0][0]
 
 
-def run(architecture: str, kind: str, setting: str, seed: int, data: str | None) -> dict[str, Any]:
+def run(
+    architecture: str, kind: str, setting: str, seed: int, data: str | None, times: int
+) -> dict[str, Any]:
     """Train and evaluate; return a row."""
     text, held_out = load_text(data)
     (steps, lr), block = KINDS[kind], block_of(setting)
+    steps *= times
     is_tuned, half = kind == "fine-tuned", len(text) // 2
     started = time.perf_counter()
     if not is_tuned and not block:
-        models, sent = [pretrained(architecture, seed, data)], None
+        models, sent = [pretrained(architecture, seed, data, times)], None
     else:
-        model = pretrained(architecture, seed, data) if is_tuned else new_model(architecture, seed)
+        model = pretrained(architecture, seed, data, times) if is_tuned else new_model(architecture, seed)
         part = text[half:] if is_tuned else text[:half]
         models, sent = train(model, part, seed + 1000 * is_tuned, block, steps, lr)
     parameters = sum(p.numel() for p in models[0].parameters())
@@ -167,7 +171,7 @@ def name_of(data: str | None) -> str:
 
 
 def task_of(row: dict[str, Any]) -> str:
-    return f"{row['task']}, {row['text']}"
+    return f"{row['task']}, {row['text']}, {row['steps']} steps"
 
 
 def table(rows: list[dict[str, Any]]) -> None:
@@ -193,6 +197,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--settings", nargs="+", default=DEFAULT_SETTINGS, choices=list(SETTINGS))
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--times", type=int, default=1, help="how many times as many steps")
     parser.add_argument("--architecture", default="gpt", choices=ARCHITECTURES)
     parser.add_argument("--results", type=Path, default=Path("results/outer.jsonl"))
     parser.add_argument("--data", help="text file or folder (default: Python's standard library)")
@@ -207,9 +212,10 @@ def main() -> None:
         for kind in args.kinds:
             for setting in args.settings:
                 task = f"{args.architecture}, {kind}"
-                if (f"{task}, {name_of(args.data)}", setting, seed) in known:
+                steps = args.times * KINDS[kind][0]
+                if (f"{task}, {name_of(args.data)}, {steps} steps", setting, seed) in known:
                     continue
-                row = run(args.architecture, kind, setting, seed, args.data)
+                row = run(args.architecture, kind, setting, seed, args.data, args.times)
                 print(json.dumps({key: row[key] for key in ("task", "setting", "seed", "loss", "seconds")}))
                 rows.append(row)
                 with args.results.open("a") as file:
