@@ -1,6 +1,8 @@
 """Mistakes of the past, ours and DeepSpeed's, each with its story."""
 
 import dataclasses
+import gc
+import os
 
 import pytest
 import torch
@@ -72,3 +74,29 @@ def test_every_codec_trains_while_the_monitor_watches(tmp_path):
     finals = run_ranks(2, train_watched_with_every_codec, str(tmp_path))[0]
     assert sorted(finals) == names()
     assert all(0 < ratio < float("inf") for ratio in finals.values()), finals
+
+
+class Store:
+    """Garbage that must not be freed in a forked process, as a TCPStore, whose thread is not there."""
+
+    def __init__(self):
+        self.own, self.process = self, os.getpid()
+
+    def __del__(self):
+        if os.getpid() != self.process:
+            os._exit(7)
+
+
+def test_what_other_tests_left_is_not_freed_in_ranks(monkeypatch):
+    """A store of an earlier test was, now and then: a segmentation fault in `_fork`."""
+    fork = os.fork
+
+    def fork_beside_garbage():
+        Store()
+        child = fork()
+        if not child:
+            gc.set_threshold(1)
+        return child
+
+    monkeypatch.setattr(os, "fork", fork_beside_garbage)
+    assert run_ranks(2, gc.collect) and gc.collect()

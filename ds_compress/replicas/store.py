@@ -1,11 +1,15 @@
 """The store at which replicas that are launched apart meet: torch's TCPStore, on a port that all reach."""
 
+import contextlib
+import os
+import socket
 import threading
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 from typing import Any
 
+import psutil
 from torch.distributed import TCPStore
 
 from ds_compress.config import KEY, Config
@@ -30,6 +34,7 @@ def connect(address: str, origin: str = f"{PLACE}.every: {STORE}", seconds: floa
     """
     host, port = parse_address(address, origin)
     found: Future[TCPStore] = Future()
+    others = _sockets_to(port)
 
     def run() -> None:  # it would wait for ever for a port that accepts connections and says nothing
         timeout = timedelta(seconds=seconds)
@@ -38,11 +43,22 @@ def connect(address: str, origin: str = f"{PLACE}.every: {STORE}", seconds: floa
         except BaseException as error:
             found.set_exception(error)
 
-    threading.Thread(target=run, name="ds_compress_connect", daemon=True).start()
+    thread = threading.Thread(target=run, name="ds_compress_connect", daemon=True)
+    thread.start()
     try:
         return found.result(2 * seconds)
     except FutureTimeout:
+        for each in _sockets_to(port) - others:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(each)) as own:
+                own.shutdown(socket.SHUT_RDWR)
+        thread.join(seconds)  # a thread that is in torch when the interpreter ends may abort the process
         raise RuntimeError("what listens there does not answer; is it `ds-compress replica-store`?") from None
+
+
+def _sockets_to(port: int) -> set[int]:
+    """Return this process's sockets with connections to `port` of any host."""
+    found = psutil.Process().net_connections("tcp")
+    return {each.fd for each in found if each.raddr and each.raddr.port == port}
 
 
 def parse_address(text: str, origin: str = f"{PLACE}.every: {STORE}") -> tuple[str, int]:

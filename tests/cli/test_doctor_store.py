@@ -26,12 +26,11 @@ def store():
 def doctor(store, capsys, monkeypatch, tmp_path):
     """Runs the command with a block; returns its exit code, report, and findings on the store as text."""
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(store_module, "BEAT_S", 0.1)
     path = tmp_path / "ds_config.json"
 
-    def run(block=BLOCK, address=f"127.0.0.1:{store.port}"):
+    def run(block=BLOCK, address=f"127.0.0.1:{store.port}", seconds=300):
         path.write_text(json.dumps({"ds_compress": block}))
-        words = ["--replica-store", address, "--ds-config", str(path), "--timeout", "1"]
+        words = ["--replica-store", address, "--ds-config", str(path), "--timeout", str(seconds)]
         code = main(["doctor", "--json", *words])
         report = json.loads(capsys.readouterr().out)
         found = [f"{each['level']} {each['said']}" for each in report["findings"]]
@@ -57,9 +56,11 @@ def beating(store):
 
     thread = threading.Thread(target=beat)
     thread.start()
-    yield
-    ended.set()
-    thread.join()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_the_way_to_a_store_without_replicas(doctor, store):
@@ -71,7 +72,8 @@ def test_the_way_to_a_store_without_replicas(doctor, store):
     assert not [key for key in store.list_keys() if "doctor" in key]
 
 
-def test_who_is_there_and_with_which_settings(doctor, store):
+def test_who_is_there_and_with_which_settings(doctor, store, monkeypatch):
+    monkeypatch.setattr(store_module, "BEAT_S", 300.0)
     join_site(store), join_site(store)
     with beating(store):
         code, found, lines = doctor()
@@ -83,7 +85,8 @@ def test_who_is_there_and_with_which_settings(doctor, store):
     assert "bad ds_compress.replicas.every: the replicas there have 30, this machine has 50" in lines
 
 
-def test_replicas_that_are_gone(doctor, store):
+def test_replicas_that_are_gone(doctor, store, monkeypatch):
+    monkeypatch.setattr(store_module, "BEAT_S", 0.1)
     join_site(store)
     _, found, lines = doctor()
     assert not found["is_alive"] and "look" in lines[1] and "no sign of life for 0.2 s" in lines[1]
@@ -93,7 +96,7 @@ def test_a_store_that_is_not_there_or_damaged(doctor, store):
     store.set(f"{PREFIX}head", "nonsense")
     code, _, (line,) = doctor()
     assert code == 1 and "the replica store has 'nonsense'" in line
-    code, _, (line,) = doctor(address="127.0.0.1:1")
+    code, _, (line,) = doctor(address="127.0.0.1:1", seconds=1)
     assert code == 1 and line.startswith("bad replica store 127.0.0.1:1 cannot be reached: ")
 
 

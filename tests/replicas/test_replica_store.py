@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 from ds_compress.errors import CompressionError
 from ds_compress.replicas.store import connect
 from tests.replicas.test_rounds import Launch, assert_alike, play
-from tests.support.network import disturb, flood
+from tests.support.network import disturb, eventually, flood
 
 
 @contextlib.contextmanager
@@ -56,12 +56,14 @@ def test_strangers_at_the_port_leave_rounds_alone():
 
 
 def test_a_port_that_says_nothing_is_no_store():
-    """Launches would wait for ever: torch sets no limit for the first answer."""
+    """Launches would wait for ever: torch sets no limit for the first answer. A thread that waited for it as
+    the interpreter ended aborted the process: "terminate called without an active exception"."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(5)
         with pytest.raises(RuntimeError, match="does not answer; is it `ds-compress replica-store`?"):
             connect(f"127.0.0.1:{silent.getsockname()[1]}", seconds=0.1)
+        eventually(lambda: "ds_compress_connect" not in [each.name for each in threading.enumerate()])
 
 
 @pytest.mark.parametrize("address", ["", "host", ":1", "host:0", "host:65536", "host:٣", "host:1:x"])

@@ -169,10 +169,10 @@ def run_rank():
     torch.distributed.destroy_process_group()
 
 
-TIMEOUT = 3.0  # seconds, "link": {"timeout_s": ...} of the faulty runs
+TIMEOUT = 3.0  # seconds, "link": {"timeout_s": ...} of runs with a rank that is silent or late
 LATE = 10.0  # seconds over the time-out after which the table says that a rank was late
 GRACE = 900.0  # after which a rank hangs, however busy the machine is
-BLOCK = {"min_numel": 0, "forward": {"codec": "bf16"}, "link": {"timeout_s": TIMEOUT, "checksum": True}}
+BLOCK = {"min_numel": 0, "forward": {"codec": "bf16"}}
 START = 600.0  # seconds until the fault, at most
 
 
@@ -229,7 +229,8 @@ class Ending:
 def run(name: str, at: int, mode: str, depth: int = 1) -> list[Ending]:
     """Let fault `name` happen on rank `at` of a pipeline with link `mode`; how all ranks ended."""
     fault = (FAULTS | HARMLESS)[name]
-    block = {**BLOCK, "link": {**BLOCK["link"], "mode": mode, "depth": depth}}
+    seconds = TIMEOUT if name.startswith(("stop", "cut", "early")) else GRACE
+    block = {**BLOCK, "link": {"timeout_s": seconds, "checksum": True, "mode": mode, "depth": depth}}
     if name.endswith("exchange"):
         block["replicas"] = {"codec": "bf16"}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:

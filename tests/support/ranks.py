@@ -61,6 +61,7 @@ def _fork(rank: int, world_size: int, port: int, folder: Path, function, args) -
     child = os.fork()
     if child:
         return child
+    gc.freeze()  # a collection would copy all that was imported, and free stores without their threads
     code = 1
     try:
         os.environ.update(
@@ -72,7 +73,6 @@ def _fork(rank: int, world_size: int, port: int, folder: Path, function, args) -
             MASTER_PORT=str(port),
         )
         torch.set_num_threads(1)
-        gc.freeze()  # a collection would look at, and so copy, all that was imported
         deepspeed.init_distributed(dist_backend="gloo", verbose=False)
         result = True, function(*args)
         code = 0
@@ -99,6 +99,7 @@ def run_launches(
         for launch in range(count):
             child = os.fork()
             if not child:
+                gc.freeze()
                 try:
                     if launch in restarted:
                         run_ranks(world_size, function, launch, *args, timeout=timeout, check=False)
