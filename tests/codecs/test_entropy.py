@@ -115,15 +115,6 @@ def test_scale_down_to_the_smallest_normal():
         assert roundtrip(choice, x * 2.0**power).isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_the_largest_number_arrives_finite(dtype):
-    for bits in (0.5, 2.5, 6):
-        for n in (1, 2, 700, 5000):
-            x = torch.full((n,), torch.finfo(dtype).max, dtype=dtype)
-            x[::3] *= -0.7
-            assert roundtrip({"name": "entropy", "bits": bits}, x).isfinite().all()
-
-
 def test_a_finer_step_with_more_bits():
     x = torch.randn(20_000, generator=torch.Generator().manual_seed(0))
     errors = [error_of({"name": "entropy", "bits": bits}, x) for bits in (0.25, 0.5, 1, 1.5, 2, 3, 4, 5, 6)]

@@ -65,13 +65,6 @@ def test_exact_is_the_specification_ties_and_nan_included(x, dtype, data):
         assert largest(x, k).indices.tolist() == expected
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("k", [1, 103, 1025])
-def test_exact_on_random_rows(dtype, k):
-    x = torch.randn(3, 1025, generator=torch.Generator().manual_seed(0)).to(dtype)
-    assert largest(x, k).indices.tolist() == by_sorting(x, k)
-
-
 @pytest.mark.parametrize("density", [0.001, 0.1, 0.6])
 @pytest.mark.parametrize("kind", ["outliers", "relu", "constant", "rising"])
 def test_two_stages_on_long_rows_equal_the_reference(kind, density):

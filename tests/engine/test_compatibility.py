@@ -1,6 +1,5 @@
 """Programs that do more with the engine than DeepSpeed's examples train the same with ds_compress."""
 
-import deepspeed
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
@@ -261,30 +260,3 @@ def test_a_convolutional_network_for_100_steps(stages, ranks):
 def stock_and_eager(program):
     blocks = {"stock": None, "eager": {}, "quantize": programs.EIGHT_BITS}
     return {name: programs.train(program, block) for name, block in blocks.items()}
-
-
-def saved_and_loaded(folder, block):
-    """Return the losses after a checkpoint, of the run that went on and of one that loaded it."""
-    program = Program(steps=2)
-    config = programs.ds_config(block)
-    engine = programs.build(2, config, program.specs())
-    data = batches()
-    for _ in range(2):
-        engine.train_batch(data)
-    engine.save_checkpoint(folder, tag="two")
-    upcoming = [next(data) for _ in range(2 * MICRO_BATCHES)]
-    went_on = [engine.train_batch(iter(upcoming[i * 4 :])).item() for i in range(2)]
-    other = programs.build(2, config, program.specs())
-    other.load_checkpoint(folder, tag="two")
-    return went_on, [other.train_batch(iter(upcoming[i * 4 :])).item() for i in range(2)]
-
-
-@pytest.mark.parametrize("block", [{}, programs.EIGHT_BITS], ids=["none", "quantize"])
-def test_a_checkpoint_continues(tmp_path, block):
-    for went_on, loaded in run_ranks(2, saved_and_loaded, str(tmp_path), block):
-        assert loaded == went_on
-
-
-def test_deepspeed_has_the_hooks_that_these_programs_use():
-    assert callable(PipelineEngine._train_schedule)
-    assert hasattr(deepspeed, "PipelineEngine")

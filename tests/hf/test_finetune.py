@@ -1,19 +1,13 @@
 """Fine-tuning as a user does it: through each launcher, killed in the middle, and merged in the end."""
 
-import json
 import re
-import subprocess
-import time
 
-import psutil
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from ds_compress.cli import main
-from launch.ports import reserved_port
-from tests.support import finetuning
 from tests.support.finetuning import copy_of, finetune, losses, perplexities, perplexity, plain_run
 from tests.support.interpreters import TRAINING, interpreter
 
@@ -45,36 +39,6 @@ def test_every_launcher_trains_the_same(run, tmp_path, launcher):
     copy = copy_of(path, tmp_path / "copy")
     assert perplexities(finetune(launcher, copy, python=interpreter(TRAINING)).stderr) == perplexities(output)
     assert losses(copy.parent / "out") == losses(path.parent / "out")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("quantize", [None, "nf4"])
-def test_a_killed_run_goes_on_as_if_nothing_had_been(run, tmp_path, quantize):
-    path, _ = run
-    killed = copy_of(path, tmp_path / "killed")
-    settings = json.loads(killed.read_text()) | {"steps": 60, "quantize": quantize}
-    killed.write_text(json.dumps(settings))
-    out = killed.parent / "out"
-    with reserved_port() as port:
-        process = subprocess.Popen(
-            finetuning.command("torchrun", port, [str(killed)]),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        while not (out / "latest").exists() or len(losses(out)) < 4:
-            assert process.poll() is None
-            time.sleep(0.02)
-        for each in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
-            each.kill()
-        process.wait()
-    done = max(losses(out))
-    assert done < 60
-    killed.write_text(json.dumps(settings | {"steps": done + 3}))
-    output = finetune("torchrun", killed).stderr
-    assert re.search(r"goes on from step [1-9]", output)
-    whole = copy_of(killed, tmp_path / "whole")
-    finetune("torchrun", whole)
-    assert losses(out) == losses(whole.parent / "out")
 
 
 def test_the_merged_model_has_the_same_perplexity(run, tmp_path, capsys):

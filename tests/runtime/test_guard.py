@@ -193,21 +193,16 @@ def test_gradients_are_judged_by_what_does_not_average_out(backward, ends):
     assert first["warned"] == [] or ends
 
 
-@pytest.mark.parametrize("options", [{"bf16": {"enabled": True}}, {}], ids=["bf16", "fp32"])
-@pytest.mark.extended(keep=1)
-def test_training_is_the_same_whether_gradients_are_judged(options):
-    """Bit for bit, losses and weights."""
+def test_training_in_bf16_goes_on_as_without_it():
+    """Its gradients are judged, too: losses and weights are the same bit for bit."""
     config = block(FINE, {**STOCHASTIC, "feedback": "ef"}, every=2)
     ours, off = (
-        run_ranks(2, train, 2, ds_config({**config, "guard": guard}, **options))
-        for guard in ({"every": 2}, {"every": 0})
+        run_ranks(2, train, 2, ds_config({**config, "guard": {"every": every}}, bf16={"enabled": True}))
+        for every in (2, 0)
     )
     for watched, alone in zip(ours, off):
         assert watched["losses"] == alone["losses"]
-        assert all(
-            torch.equal(value, torch.as_tensor(alone["weights"][name]))
-            for name, value in ((name, torch.as_tensor(value)) for name, value in watched["weights"].items())
-        )
+        assert same_weights(watched["weights"], alone["weights"])
 
 
 class NearlyIdentity(Block):
@@ -245,11 +240,18 @@ def test_a_run_near_zero_loss_is_not_stopped(codec):
     assert "it hurts" in run_ranks(2, near_zero, codec, {"loss_floor": 0.0})[0][2]
 
 
-def test_stopping_stops_every_rank_with_one_line():
-    config = ds_config(block(NOISE, every=2, action="stop", error=9.0), replicas=2)
-    ranks = run_ranks(4, trained, 2, config)
-    (line,) = {rank["error"] for rank in ranks}
-    assert "guard: after step 2 a loss of" in line
+STOPS = {
+    "a loss of": (NOISE, None, {"error": 9.0}),
+    "boundary 0, backward: an error of accumulated": (FINE, COARSE, {}),
+}
+
+
+@pytest.mark.parametrize("why", STOPS)
+def test_stopping_stops_every_rank_with_one_line(why):
+    forward, backward, limits = STOPS[why]
+    config = ds_config(block(forward, backward, every=2, action="stop", **limits), replicas=2)
+    (line,) = {rank["error"] for rank in run_ranks(4, trained, 2, config)}
+    assert line.startswith("ds_compress: guard: after step 2 ") and why in line
 
 
 def test_errors_are_looked_at_where_nothing_is_written():
@@ -324,13 +326,6 @@ def test_errors_are_looked_at_wherever_something_is_lost():
     assert not any(
         map(Guard(Config({"forward": {"codec": "lossless"}}), 0, 2).compares_losses, range(1, 450))
     )
-
-
-def test_errors_stop_every_rank_with_one_line():
-    config = ds_config(block(FINE, COARSE, every=2, action="stop"), replicas=2)
-    ranks = run_ranks(4, trained, 2, config)
-    (line,) = {rank["error"] for rank in ranks}
-    assert line.startswith("ds_compress: guard: after step 2 boundary 0, backward: an error of accumulated")
 
 
 class Merges(nn.Linear):

@@ -51,6 +51,20 @@ def test_any_bytes_decode_to_what_torch_makes_of_them(target, format, size, n, s
 
 
 @EACH_TARGET
+@pytest.mark.parametrize("format", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_every_16_bit_float(target, format):
+    """All exponents, subnormals, ties and both zeros."""
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    groups = x[x.isfinite()].view(2, -1)
+    for x in (groups, groups.float(), groups * 1e-30, groups.clamp(-448, 448), 0 * groups):
+        expected = reference.encode_fp8(x, format)
+        with compiled_for(target):
+            assert_same_bits(cpu.encode_fp8(x, format), expected)
+            decoded = cpu.decode_fp8(*expected, format, x.dtype)
+        assert_same_bits([decoded], [reference.decode_fp8(*expected, format, x.dtype)])
+
+
+@EACH_TARGET
 def test_messages_beyond_the_caches_have_the_same_bits(target):
     """What they decode to goes past the caches, if it is aligned."""
     x = values(66_000, 64, torch.float32, 0)
